@@ -1,0 +1,1 @@
+"""Plan, sessions, scheduler, the chain as seen from its head, and the command line."""

@@ -1,0 +1,189 @@
+"""Chain: all stages as one thing that takes frames and gives results. The I/O of the coordinator; no decisions."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+
+from protos.brigade_pb2 import AttachRequest, Frame, LoadProgress, LoadRequest, Result, Session, Window
+from worker.checkpoint import Checkpoint
+from worker.engine import Engine
+from worker.errors import BrigadeError, StageLost
+from worker.history import History
+from worker.link import Link
+from worker.loading import load_shard
+from worker.mlx_thread import MlxThread
+from worker.modelspec import ModelSpec
+from worker.shard import Shard
+from worker.stage import Stage
+
+from coordinator.peer import Peer
+from coordinator.plan import Plan
+
+_PATIENCE_S = 6.0  # silence that a step may take beyond its own compute
+_FIRST_STEP_S = 60.0  # the first step may compile kernels and page weights in
+_PROBE_S = 1.5
+
+Progress = Callable[[str, LoadProgress], None]
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A result, and when it came, nanoseconds on the coordinator's monotonic clock."""
+
+    result: Result
+    at: int
+
+
+class Chain:
+    """Stage 0 here, the later stages on the peers. Use as an async context manager."""
+
+    epoch = 1
+
+    def __init__(self, checkpoint: Checkpoint, spec: ModelSpec, plan: Plan, peers: Sequence[Peer]) -> None:
+        self.plan = plan
+        self.peers = peers
+        self.clock_offsets: list[int] = [0] * (1 + len(peers))  # nanoseconds, by stage
+        self._checkpoint = checkpoint
+        self._spec = spec
+        self._stack = AsyncExitStack()
+        self.thread = MlxThread()
+        self._stage: Stage | None = None
+        self._rows: dict[int, int] = {}  # rows in flight, by step
+        self._row_s = 0.0  # what one row through the whole chain took, alone
+
+    async def __aenter__(self) -> "Chain":
+        self._stack.callback(self.thread.close)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._stack.aclose()
+
+    async def open(self, progress: Progress) -> None:
+        """Load every shard, join the stages last to first, and run one row through them.
+
+        Raises:
+            BrigadeError: what the first node that cannot take part says.
+        """
+        shard = await self._load(progress)
+        for stage in range(len(self.peers), 0, -1):
+            await self.peers[stage - 1].attach(self._attach_request(stage))
+            self.clock_offsets[stage] = await self.peers[stage - 1].clock_offset()
+        await self._start(Engine(shard, 0, self._spec.dtype))
+        await self._warm_up()
+
+    @property
+    def context(self) -> int:
+        """Tokens that one session may have."""
+        return self._spec.context
+
+    async def send(self, frame: Frame) -> None:
+        """Hand a frame to stage 0."""
+        assert self._stage is not None
+        self._rows[frame.step] = sum(len(window.tokens) for window in frame.windows)
+        await self._stage.submit(frame)
+
+    async def receive(self) -> Arrival:
+        """The next result.
+
+        Raises:
+            StageLost: a node closed, or was silent for longer than its work can take; the message names it.
+            BrigadeError: what a stage failed with.
+        """
+        return await self._receive(_PATIENCE_S + 2 * self._row_s * sum(self._rows.values()))
+
+    async def _receive(self, deadline_s: float) -> Arrival:
+        assert self._stage is not None
+        try:
+            async with asyncio.timeout(deadline_s):
+                result = await self._stage.next_result()
+        except TimeoutError:
+            raise await self._diagnose(deadline_s) from None
+        del self._rows[result.step]
+        return Arrival(result, time.monotonic_ns())
+
+    async def _load(self, progress: Progress) -> Shard:
+        """All shards at once, each node its own; the first failure ends the others."""
+        own = self.plan.assignments[0]
+        try:
+            async with asyncio.TaskGroup() as group:
+                for peer, request in zip(self.peers, self._load_requests(), strict=True):
+                    group.create_task(peer.load(request, partial(progress, peer.name)))
+                layers = own.start, own.end, self._spec.num_layers
+                shard = group.create_task(
+                    load_shard(self._checkpoint, *layers, self.thread, partial(progress, own.name))
+                )
+        except* BrigadeError as errors:
+            raise errors.exceptions[0] from None
+        return shard.result()
+
+    async def _start(self, engine: Engine) -> None:
+        watched = [self._pump(peer) for peer in self.peers]
+        send = None
+        if self.peers:
+            link = Link(self.peers[0].name, self.peers[0].address, self.epoch, 0)
+            self._stack.push_async_callback(link.close)
+            await link.wait_open()
+            watched.append(link.wait_lost())
+            send = link.send
+        self._stage = Stage(engine, self.thread, self.epoch, send)
+        self._stack.push_async_callback(self._stage.stop)
+        self._stage.start(*watched)
+
+    async def _pump(self, peer: Peer) -> None:
+        assert self._stage is not None
+        async for result in peer.results():
+            self._stage.deliver(result)
+
+    async def _warm_up(self) -> None:
+        """One row through all stages: compiles, pages in, and tells what a row costs."""
+        window = Window(slot=0, prefix_hash=History().prefix_hash(0), tokens=[0], wanted=1)
+        for step, frame in enumerate(
+            (Frame(opened=[Session(slot=0)], windows=[window]), Frame(windows=[window]), Frame(closed=[0]))
+        ):
+            frame.epoch, frame.step = self.epoch, step
+            before = time.monotonic()
+            await self.send(frame)
+            await self._receive(_FIRST_STEP_S)
+            if frame.windows:
+                self._row_s = time.monotonic() - before
+
+    async def _diagnose(self, waited_s: float) -> BrigadeError:
+        """Who is silent: asked of every node, since whoever waits for a result cannot know."""
+        replies = await asyncio.gather(*(peer.status(_PROBE_S) for peer in self.peers), return_exceptions=True)
+        for peer, reply in zip(self.peers, replies, strict=True):
+            if isinstance(reply, BaseException):
+                return StageLost(
+                    f"worker {peer.name}: no answer at {peer.address} after {waited_s:.1f} s without a result "
+                    "(stopped, hung, or cut off)"
+                )
+            if reply.busy_s > waited_s / 2:
+                return StageLost(f"worker {peer.name}: its engine has been at one step for {reply.busy_s:.1f} s")
+        assert self._stage is not None
+        return StageLost(
+            f"no result for {waited_s:.1f} s though every worker answers "
+            f"(coordinator busy for {self._stage.busy_s:.1f} s; last step {self._stage.last_step})"
+        )
+
+    def _load_requests(self) -> list[LoadRequest]:
+        return [
+            LoadRequest(
+                model=peer.model or self._checkpoint.name,
+                fingerprint=self._checkpoint.fingerprint,
+                start=assignment.start,
+                end=assignment.end,
+                num_layers=self._spec.num_layers,
+                dtype=self._spec.dtype,
+            )
+            for peer, assignment in zip(self.peers, self.plan.assignments[1:], strict=True)
+        ]
+
+    def _attach_request(self, stage: int) -> AttachRequest:
+        assignment = self.plan.assignments[stage]
+        request = AttachRequest(epoch=self.epoch, stage=stage, start=assignment.start, end=assignment.end)
+        if stage < len(self.peers):
+            successor = self.peers[stage]
+            request.successor, request.successor_name = successor.address, successor.name
+        return request

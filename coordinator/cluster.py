@@ -1,0 +1,97 @@
+"""From a configuration to a running chain: who takes part, what each node holds, everything opened and closed in order."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from worker.checkpoint import Checkpoint
+from worker.config import Cluster, is_loopback, split_address
+from worker.errors import BrigadeError
+from worker.loading import open_checkpoint
+from worker.machine import memory_budget
+from worker.modelspec import ModelSpec, describe
+
+from coordinator.chain import Chain
+from coordinator.local import LocalWorker
+from coordinator.options import ClusterOptions
+from coordinator.peer import Peer
+from coordinator.plan import Node, Plan, plan, require_fit
+from coordinator.progress import show_progress
+
+
+@asynccontextmanager
+async def open_peers(cluster: Cluster, local: int | None) -> AsyncIterator[list[Peer]]:
+    """The workers: `local` processes of our own, or those of the configuration."""
+    async with AsyncExitStack() as stack:
+        if local is None:
+            peers = [Peer(worker.name, worker.address, worker.model) for worker in cluster.workers]
+        else:
+            peers = [Peer(worker.name, worker.address) for worker in await _start_local(local, stack)]
+        for peer in peers:
+            stack.push_async_callback(peer.close)
+        yield peers
+
+
+async def read_model(model: str) -> tuple[Checkpoint, ModelSpec]:
+    """Configuration and headers only. Raises ModelError if it is not there, damaged, or not supported."""
+    checkpoint = await asyncio.to_thread(open_checkpoint, model)
+    return checkpoint, await asyncio.to_thread(describe, checkpoint)
+
+
+async def make_plan(cluster: Cluster, spec: ModelSpec, peers: Sequence[Peer], context: int) -> Plan:
+    """Ask every node what it offers and split the model.
+
+    Raises:
+        ConfigError: `layers` does not suit the model and the nodes. StageLost: a node is missing.
+    """
+    return plan(spec, await _ask_nodes(cluster, peers), min(context, spec.context), cluster.layers)
+
+
+@asynccontextmanager
+async def open_chain(
+    options: ClusterOptions, checkpoint: Checkpoint, spec: ModelSpec, context: int
+) -> AsyncIterator[Chain]:
+    """The whole way: workers found or started, planned, refused if it does not fit, loaded, joined."""
+    async with open_peers(options.cluster, options.local) as peers:
+        plan = await make_plan(options.cluster, spec, peers, context)
+        require_fit(plan, spec)
+        async with Chain(checkpoint, spec, plan, peers) as chain:
+            with show_progress(plan) as progress:
+                await chain.open(progress)
+            yield chain
+
+
+async def _start_local(count: int, stack: AsyncExitStack) -> list[LocalWorker]:
+    starts = [asyncio.create_task(LocalWorker.start(f"worker-{i + 1}")) for i in range(count)]
+
+    async def stop_all() -> None:
+        for start in starts:
+            start.cancel()
+        outcomes = await asyncio.gather(*starts, return_exceptions=True)
+        await asyncio.gather(*(worker.stop() for worker in outcomes if isinstance(worker, LocalWorker)))
+
+    stack.push_async_callback(stop_all)
+    return list(await asyncio.gather(*starts))
+
+
+async def _ask_nodes(cluster: Cluster, peers: Sequence[Peer]) -> list[Node]:
+    """Each node's memory budget: what the configuration says, else what it offers itself.
+
+    Nodes of one machine share its memory: workers on this one's loopback get an equal part each.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            greetings = [group.create_task(peer.hello()) for peer in peers]
+    except* BrigadeError as errors:
+        raise errors.exceptions[0] from None
+    configured = {worker.name: worker.memory for worker in cluster.workers}
+    own_share = memory_budget() // (1 + len(peers)) if _all_local(peers) else memory_budget()
+    nodes = [Node(cluster.coordinator.name, cluster.coordinator.memory or own_share)]
+    for peer, greeting in zip(peers, greetings, strict=True):
+        offered = own_share if _all_local(peers) else greeting.result().memory_bytes
+        nodes.append(Node(peer.name, configured.get(peer.name) or offered))
+    return nodes
+
+
+def _all_local(peers: Sequence[Peer]) -> bool:
+    return all(is_loopback(split_address(peer.address)[0]) for peer in peers)

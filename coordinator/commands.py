@@ -1,0 +1,126 @@
+"""What the commands do once their flags are parsed."""
+
+import json
+import random
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from coordinator.chain import Chain
+from coordinator.cluster import make_plan, open_chain, open_peers, read_model
+from coordinator.generate import PREFILL_STEP_SIZE, Answer, generate
+from coordinator.options import ClusterOptions
+from coordinator.plan import require_fit
+from coordinator.report import logprobs_of, plan_as_json, print_plan, print_summary, stages_of, stats_of
+from coordinator.request import Request, check_request
+from coordinator.text import TextStream, Tokenizer, eos_ids
+from coordinator.trace import trace_events
+from protos.brigade_pb2 import Sampling
+from worker.checkpoint import Checkpoint
+from worker.errors import InputError
+
+_STATUS_S = 5.0
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What `generate` is asked for, beyond the cluster: the prompt as text or as token ids, and how to go on."""
+
+    prompt: str | None = None
+    prompt_tokens: tuple[int, ...] | None = None
+    system: str | None = None
+    raw: bool = False
+    max_tokens: int = 256
+    sampling: Sampling = field(default_factory=Sampling)
+    stops: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    chunk: int = PREFILL_STEP_SIZE
+    as_json: bool = False
+    trace: Path | None = None
+
+
+async def run_generate(options: ClusterOptions, wish: Wish) -> None:
+    """One request: text to standard output as it comes, the summary to standard error."""
+    checkpoint, spec = await read_model(options.model)
+    tokenizer = Tokenizer(checkpoint.folder) if wish.prompt is not None or wish.stops else None
+    request = _make_request(wish, checkpoint, tokenizer)
+    check_request(request, spec)
+    stream = tokenizer.stream(request.stops) if tokenizer else None
+    context = max(options.context, len(request.prompt) + request.max_tokens)
+    async with open_chain(options, checkpoint, spec, context) as chain:
+        emit = (lambda text: None) if wish.as_json else _print_piece
+        answer = await generate(chain, request, stream=stream, emit=emit, chunk=wish.chunk)
+        await _report(chain, answer, wish, stream)
+
+
+async def run_plan(options: ClusterOptions, *, as_json: bool) -> None:
+    """Print where each layer would go. Raises ConfigError, after printing, if it does not fit."""
+    _, spec = await read_model(options.model)
+    async with open_peers(options.cluster, options.local) as peers:
+        plan = await make_plan(options.cluster, spec, peers, options.context)
+    if as_json:
+        print(json.dumps(plan_as_json(plan, spec)))
+    else:
+        print_plan(plan, spec)
+    require_fit(plan, spec)
+
+
+def _make_request(wish: Wish, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> Request:
+    eos = eos_ids(checkpoint.folder, checkpoint.config) | (tokenizer.eos if tokenizer else frozenset())
+    return Request(
+        prompt=_prompt_ids(wish, tokenizer),
+        max_tokens=wish.max_tokens,
+        sampling=wish.sampling,
+        stops=wish.stops,
+        eos=frozenset() if wish.ignore_eos else eos,
+    )
+
+
+def _prompt_ids(wish: Wish, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    if wish.prompt_tokens is not None:
+        return wish.prompt_tokens
+    assert tokenizer is not None and wish.prompt is not None
+    if not wish.prompt.strip():
+        raise InputError("the prompt is empty; expected some text")
+    if wish.raw:
+        return tuple(tokenizer.encode(wish.prompt))
+    messages = [{"role": "system", "content": wish.system}] if wish.system else []
+    return tuple(tokenizer.encode_chat([*messages, {"role": "user", "content": wish.prompt}]))
+
+
+async def _report(chain: Chain, answer: Answer, wish: Wish, stream: TextStream | None) -> None:
+    waterfall = answer.waterfall(chain)
+    peaks = [mx.get_peak_memory()]
+    peaks += [(await peer.status(_STATUS_S)).peak_memory_bytes for peer in chain.peers]
+    if wish.trace is not None:
+        nodes = [node.name for node in chain.plan.assignments]
+        trace = trace_events(answer.passages, chain.clock_offsets, nodes)
+        wish.trace.write_text(json.dumps(trace), encoding="utf-8")
+    if not wish.as_json:
+        print(flush=True)
+        print_summary(answer, chain.plan, waterfall, peaks)
+        return
+    result: dict[str, Any] = {
+        "text": stream.text if stream else "",
+        "tokens": answer.tokens,
+        "prompt_tokens": answer.num_prompt,
+        "finish_reason": answer.finish_reason,
+        "logprobs": logprobs_of(answer.samples) if wish.sampling.logprobs else None,
+        "seed": wish.sampling.seed,
+        "stats": stats_of(answer, peaks),
+        "stages": stages_of(chain.plan, waterfall, peaks),
+        "waterfall": {"wall_ms": waterfall.wall_ms, **waterfall.parts},
+    }
+    print(json.dumps(result), flush=True)
+
+
+def _print_piece(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def random_seed() -> int:
+    return random.SystemRandom().getrandbits(32)

@@ -1,0 +1,31 @@
+"""Progress of loading on standard error: one row per node."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from protos.brigade_pb2 import LoadProgress
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from coordinator.chain import Progress as Report
+from coordinator.plan import Plan
+
+
+@contextmanager
+def show_progress(plan: Plan) -> Iterator[Report]:
+    """Draw a bar per node while the shards load; draws nothing where standard error is not a terminal."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.fields[node]:<12}"), TextColumn("{task.fields[phase]:<8}"), BarColumn(), DownloadColumn(),
+        TextColumn("layers {task.fields[layers]}"), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        tasks: dict[str, TaskID] = {
+            node.name: bars.add_task("", node=node.name, phase="", layers=f"[{node.start}, {node.end})", total=None)
+            for node in plan.assignments
+        }
+
+        def report(node: str, progress: LoadProgress) -> None:
+            bars.update(tasks[node], phase=progress.phase, completed=progress.done, total=progress.total)
+
+        yield report

@@ -1,0 +1,63 @@
+"""Request: what a user asks for, checked before any node is troubled with it. Pure."""
+
+import math
+from dataclasses import dataclass, field
+
+from protos.brigade_pb2 import Sampling
+from worker.errors import InputError
+from worker.modelspec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and how to go on from it."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    stops: tuple[str, ...] = ()
+    eos: frozenset[int] = frozenset()
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raises InputError, naming the flag, for a value outside its range."""
+    for flag, value, low, high in (
+        ("--temp", sampling.temperature, 0.0, 100.0),
+        ("--top-p", sampling.top_p, 0.0, 1.0),
+        ("--min-p", sampling.min_p, 0.0, 1.0),
+        ("--repetition-penalty", sampling.repetition_penalty, 0.0, 100.0),
+        ("--presence-penalty", sampling.presence_penalty, -100.0, 100.0),
+        ("--frequency-penalty", sampling.frequency_penalty, -100.0, 100.0),
+    ):
+        if not (math.isfinite(value) and low <= value <= high):
+            raise InputError(f"{flag}: expected a number from {low:g} to {high:g}, got {value:g}")
+
+
+def check_request(request: Request, spec: ModelSpec) -> None:
+    """Refuse what the model cannot serve.
+
+    Raises:
+        InputError: an empty prompt, ids outside the vocabulary, a prompt or answer that exceeds the context.
+    """
+    check_sampling(request.sampling)
+    if not request.prompt:
+        raise InputError("the prompt is empty; expected at least one token")
+    if outside := [token for token in request.prompt if not 0 <= token < spec.vocab_size]:
+        raise InputError(f"token id {outside[0]} is outside the vocabulary; expected 0 to {spec.vocab_size - 1}")
+    if outside := [token for token in request.sampling.logit_bias if token >= spec.vocab_size]:
+        raise InputError(f"--logit-bias: token id {outside[0]} is outside the vocabulary of {spec.vocab_size}")
+    for flag, count in (("--top-k", request.sampling.top_k), ("--logprobs", request.sampling.logprobs - 1)):
+        if count >= spec.vocab_size:
+            raise InputError(f"{flag}: expected less than the vocabulary's {spec.vocab_size}, got {count}")
+    if request.max_tokens < 1:
+        raise InputError(f"--max-tokens: expected at least 1, got {request.max_tokens}")
+    if len(request.prompt) >= spec.context:
+        raise InputError(
+            f"the prompt has {len(request.prompt)} tokens; {spec.name} has room for {spec.context} with the answer; "
+            "shorten it"
+        )
+
+
+def room_for_answer(request: Request, context: int) -> int:
+    """How many tokens may be generated: `max_tokens`, or less where the context ends."""
+    return min(request.max_tokens, context - len(request.prompt))

@@ -1,0 +1,114 @@
+"""Text in, tokens out and back: chat template, streaming detokenisation, stop strings. Knows nothing of the chain."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mlx_lm import tokenizer_utils
+
+from worker.errors import InputError, ModelError
+
+
+class Tokenizer:
+    """The checkpoint's tokenizer, chat template and streaming detokenizer, as mlx-lm loads them."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ModelError if the folder holds no tokenizer that can be read."""
+        try:
+            self._wrapper = tokenizer_utils.load(folder)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+            raise ModelError(f"cannot load the tokenizer of {folder}: {reason}") from error
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """A conversation's token ids, up to where the answer begins."""
+        if not self._wrapper.has_chat_template:
+            raise InputError("this model has no chat template; use --raw to give the prompt as it stands")
+        return list(self._wrapper.apply_chat_template(list(messages), add_generation_prompt=True))
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._wrapper.encode(text))
+
+    def stream(self, stops: Sequence[str]) -> "TextStream":
+        return TextStream(self._wrapper.detokenizer, StopText(stops))
+
+    @property
+    def eos(self) -> frozenset[int]:
+        return frozenset(self._wrapper.eos_token_ids)
+
+
+def eos_ids(folder: Path, config: dict[str, Any]) -> frozenset[int]:
+    """All end-of-sequence ids that the checkpoint names, in config.json and generation_config.json."""
+    found = [config.get("eos_token_id"), config.get("text_config", {}).get("eos_token_id")]
+    path = folder / "generation_config.json"
+    if path.exists():
+        try:
+            found.append(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id"))
+        except (json.JSONDecodeError, AttributeError) as error:
+            raise ModelError(f"{path} is not valid JSON ({error})") from error
+    ids: set[int] = set()
+    for value in found:
+        ids |= set(value) if isinstance(value, list) else {value} if isinstance(value, int) else set()
+    return frozenset(ids)
+
+
+class TextStream:
+    """One answer's text as its tokens come: never half a character, never a part of a stop string."""
+
+    def __init__(self, detokenizer: Any, stop: "StopText") -> None:
+        self._detokenizer = detokenizer
+        self._stop = stop
+        self.text = ""
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stop.matched
+
+    def push(self, token: int) -> str:
+        """Take a token; returns what can be printed now."""
+        self._detokenizer.add_token(token)
+        return self._emit(self._stop.push(self._detokenizer.last_segment))
+
+    def finish(self) -> str:
+        """The text that was held back, once no more tokens come."""
+        self._detokenizer.finalize()
+        rest = self._detokenizer.last_segment.rstrip("\ufffd")  # the bytes of a character that never became whole
+        return self._emit(self._stop.push(rest) + self._stop.flush())
+
+    def _emit(self, text: str) -> str:
+        self.text += text
+        return text
+
+
+class StopText:
+    """Finds stop strings in a stream of text pieces; holds back what may be the beginning of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.matched = False
+        self._stops = [stop for stop in stops if stop]
+        self._held = ""
+
+    def push(self, piece: str) -> str:
+        """Take a piece; returns what is certainly not part of a stop string. Nothing comes after a match."""
+        if self.matched:
+            return ""
+        text = self._held + piece
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self.matched, self._held = True, ""
+            return text[: min(found)]
+        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        cut = len(text) - keep
+        self._held = text[cut:]
+        return text[:cut]
+
+    def flush(self) -> str:
+        """What was held back, now that the text has ended."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of `text` that begins `stop`."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

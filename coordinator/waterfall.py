@@ -1,0 +1,107 @@
+"""Where each millisecond of a request went, from the stages' timing records. Pure.
+
+Every frame's records tile the time from its sending to its result. With several frames in flight these tilings overlap,
+so each is clipped to the time after the previous result: what remains tiles the whole request, part by part.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from protos.brigade_pb2 import Timing
+
+PARTS = (
+    "scheduling",
+    "coordinator compute",
+    "wire",
+    "queue",
+    "worker compute",
+    "head + sampling",
+    "return",
+)
+
+
+@dataclass(frozen=True)
+class Passage:
+    """One frame's way through the chain: its timing records and when its result was back, nanoseconds."""
+
+    timings: Sequence[Timing]
+    returned: int
+
+
+@dataclass
+class StageTime:
+    """One stage's sums over a request, in milliseconds."""
+
+    compute_ms: float = 0.0
+    wire_ms: float = 0.0  # of the hop into this stage; on the first one the way back to it
+    queue_ms: float = 0.0
+    utilisation: float = 0.0  # compute over wall time
+
+
+@dataclass
+class Waterfall:
+    """A request's wall time and its parts, in milliseconds; the parts add up to it."""
+
+    wall_ms: float
+    parts: dict[str, float]
+    stages: list[StageTime] = field(default_factory=list)
+
+
+def make_waterfall(passages: Sequence[Passage], offsets: Sequence[int], started: int, ended: int) -> Waterfall:
+    """Divide [started, ended] among the parts.
+
+    Args:
+        passages: in the order of their results.
+        offsets: by stage, that node's clock minus the coordinator's, nanoseconds. An error in them moves time between
+            hops and nothing else: over the way out and back they cancel.
+        started, ended: the request's first and last moment on the coordinator's clock, nanoseconds.
+    """
+    parts = dict.fromkeys(PARTS, 0)
+    stages = [StageTime() for _ in offsets]
+    before = started
+    for passage in passages:
+        tiles = spans(passage, offsets)
+        for part, stage, begin, end in tiles:
+            parts[part] += max(0, end - max(begin, before))
+            _add(stages[stage], part, (end - begin) / 1e6)
+        parts["scheduling"] += max(0, tiles[0][2] - before)
+        before = max(before, passage.returned)
+    parts["scheduling"] += max(0, ended - before)
+    wall_ms = (ended - started) / 1e6
+    for stage in stages:
+        stage.utilisation = stage.compute_ms / wall_ms if wall_ms else 0.0
+    return Waterfall(wall_ms, {part: value / 1e6 for part, value in parts.items()}, stages)
+
+
+def spans(passage: Passage, offsets: Sequence[int]) -> list[tuple[str, int, int, int]]:
+    """The passage as (part, stage, begin, end), gapless, on the coordinator's clock."""
+    tiles = []
+    left = None
+    for timing in passage.timings:
+        stage = timing.stage
+        received, started, computed, sampled, sent = (
+            moment - offsets[stage]
+            for moment in (timing.received, timing.started, timing.computed, timing.sampled, timing.sent)
+        )
+        if left is not None:
+            tiles.append(("wire", stage, left, received))
+        compute = "worker compute" if stage else "coordinator compute"
+        tiles += [
+            ("queue", stage, received, started),
+            (compute, stage, started, computed),
+            ("head + sampling", stage, computed, sampled),
+            (compute, stage, sampled, sent),
+        ]
+        left = sent
+    assert left is not None
+    tiles.append(("return", 0, left, passage.returned))
+    return tiles
+
+
+def _add(stage: StageTime, part: str, milliseconds: float) -> None:
+    if part in ("wire", "return"):
+        stage.wire_ms += milliseconds
+    elif part == "queue":
+        stage.queue_ms += milliseconds
+    else:
+        stage.compute_ms += milliseconds

@@ -1,0 +1,1 @@
+"""The contract between nodes: `brigade.proto` and the code generated from it (tools/generate_protos.py)."""

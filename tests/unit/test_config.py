@@ -1,0 +1,301 @@
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from worker.config import Cluster, Coordinator, Worker, is_loopback, load_cluster, split_address
+from worker.errors import ConfigError
+
+FULL = """
+model: owner/name
+insecure: true
+context: 8192
+layers: [3, 2, 1]
+coordinator: {name: studio, memory: 64GiB}
+workers:
+  - {name: mini, address: "mini.local:50070", memory: 16GB}
+  - {name: air_2, address: "[fe80::1%en0]:50071", model: /models/copy}
+"""
+
+
+def load(tmp_path: Path, text: str) -> Cluster:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    return load_cluster(path)
+
+
+def problems(tmp_path: Path, text: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text)
+    return [line.strip() for line in str(caught.value).splitlines()][1:]
+
+
+def one_worker(**entry: str) -> str:
+    keys = {"name": "w", "address": "'[::1]:1'"} | entry
+    return "workers: [{" + ", ".join(f"{key}: {value}" for key, value in keys.items()) + "}]"
+
+
+def test_every_key_arrives_typed(tmp_path: Path) -> None:
+    assert load(tmp_path, FULL) == Cluster(
+        model="owner/name",
+        insecure=True,
+        context=8192,
+        layers=(3, 2, 1),
+        coordinator=Coordinator(name="studio", memory=64 * 2**30),
+        workers=(
+            Worker(name="mini", address="mini.local:50070", memory=16 * 10**9),
+            Worker(name="air_2", address="[fe80::1%en0]:50071", model="/models/copy"),
+        ),
+    )
+
+
+def test_every_key_is_optional(tmp_path: Path) -> None:
+    assert load(tmp_path, "{}") == Cluster()
+    assert Cluster() == Cluster(
+        model=None, insecure=False, context=None, layers=None, coordinator=Coordinator(name="coordinator"), workers=()
+    )
+
+
+def test_a_loaded_cluster_cannot_be_changed(tmp_path: Path) -> None:
+    cluster = load(tmp_path, FULL)
+    assert hash(cluster) == hash(load(tmp_path, FULL))
+    for section, key in ((cluster, "model"), (cluster.coordinator, "name"), (cluster.workers[0], "name")):
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(section, key, "other")
+
+
+@pytest.mark.parametrize(
+    ("size", "num_bytes"),
+    [
+        ("24GiB", 24 * 2**30),
+        ("24 GiB", 24 * 2**30),
+        ("24GB", 24 * 10**9),
+        ("512MiB", 2**29),
+        ("3KiB", 3072),
+        ("3KB", 3000),
+        ("2TiB", 2**41),
+        ("1", 1),
+        ("1073741824", 2**30),
+    ],
+)
+def test_memory_sizes_become_bytes(tmp_path: Path, size: str, num_bytes: int) -> None:
+    assert load(tmp_path, one_worker(memory=size)).workers[0].memory == num_bytes
+    assert load(tmp_path, f"coordinator: {{memory: {size}}}").coordinator.memory == num_bytes
+
+
+SIZE = "expected a size such as 24GiB, 24GB, 512MiB or a whole number of bytes above 0"
+NAME = "expected a name of letters, digits, '-', '_' and '.'"
+TEXT = "expected text (in quotes, if YAML takes it for something else)"
+UNIQUE = "expected one that no other node has"
+COUNT = "expected a whole number above 0"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("memory: 5", "memory: unknown key; expected one of model, insecure, context, layers, coordinator, workers"),
+        ("worker: []", "worker: unknown key; did you mean 'workers'?"),
+        ("Model: demo", "Model: unknown key; did you mean 'model'?"),
+        ("5: demo", "5: unknown key; expected one of model, insecure, context, layers, coordinator, workers"),
+        ("coordinator: {adress: x}", "coordinator.adress: unknown key; expected one of name, memory"),
+        (one_worker(memroy="1GB"), "workers[0].memroy: unknown key; did you mean 'memory'?"),
+        ("model: 5", f"model: {TEXT}, found 5"),
+        ("model: ''", "model: expected text, found ''"),
+        ("insecure: 1", "insecure: expected true or false, found 1"),
+        ("insecure: 'true'", "insecure: expected true or false, found 'true'"),
+        ("context: 8k", f"context: {COUNT}, found '8k'"),
+        ("context: 0", f"context: {COUNT}, found 0"),
+        ("context: true", f"context: {COUNT}, found true"),
+        ("context: 4096.0", f"context: {COUNT}, found 4096.0"),
+        ("layers: 3", "layers: expected a list, found 3"),
+        ("layers: [0]", f"layers[0]: {COUNT}, found 0"),
+        ("layers: [-3]", f"layers[0]: {COUNT}, found -3"),
+        ("layers: ['3']", f"layers[0]: {COUNT}, found '3'"),
+        ("layers: [3, 3]", "layers: expected 1 number(s), one per node, coordinator first, found 2"),
+        (
+            "layers: [6]\n" + one_worker(),
+            "layers: expected 2 number(s), one per node, coordinator first, found 1",
+        ),
+        ("coordinator: studio", "coordinator: expected keys and values, found 'studio'"),
+        ("coordinator: {name: a b}", f"coordinator.name: {NAME}, found 'a b'"),
+        ("coordinator: {memory: 0}", f"coordinator.memory: {SIZE}, found 0"),
+        ("coordinator: {memory: -1GB}", f"coordinator.memory: {SIZE}, found '-1GB'"),
+        ("coordinator: {memory: 24G}", f"coordinator.memory: {SIZE}, found '24G'"),
+        ("coordinator: {memory: 24Gb}", f"coordinator.memory: {SIZE}, found '24Gb'"),
+        ("coordinator: {memory: 1.5}", f"coordinator.memory: {SIZE}, found 1.5"),
+        ("coordinator: {memory: true}", f"coordinator.memory: {SIZE}, found true"),
+        ("coordinator: {memory: 0GiB}", f"coordinator.memory: {SIZE}, found '0GiB'"),
+        ("workers:", "workers: expected a list, found nothing"),
+        ("workers: {name: mini}", "workers: expected a list, found keys and values"),
+        ("workers: {name: mini}\nlayers: [1, 2, 3]", "workers: expected a list, found keys and values"),
+        ("workers: [mini]", "workers[0]: expected keys and values, found 'mini'"),
+        ("workers: [{name: w}]", "workers[0].address: expected HOST:PORT, found nothing"),
+        ("workers: [{address: '[::1]:1'}]", f"workers[0].name: {NAME}, found nothing"),
+        (one_worker(name="''"), f"workers[0].name: {NAME}, found ''"),
+        (one_worker(name="5"), f"workers[0].name: {TEXT}, found 5"),
+        (one_worker(name="mini/2"), f"workers[0].name: {NAME}, found 'mini/2'"),
+        (one_worker(name='"mini\\n"'), f"workers[0].name: {NAME}, found 'mini\\n'"),
+        (one_worker(name="münchen"), f"workers[0].name: {NAME}, found 'münchen'"),
+        (one_worker(name="coordinator"), f"workers[0].name: {UNIQUE}, found 'coordinator' at coordinator.name too"),
+        (one_worker(address="mini"), "workers[0].address: expected HOST:PORT, found 'mini'"),
+        (one_worker(address="50:50"), f"workers[0].address: {TEXT}, found 3050"),
+        (one_worker(address="mini:0"), "workers[0].address: expected HOST:PORT with a port from 1 to 65535, found 'mini:0'"),
+        (one_worker(model="5"), f"workers[0].model: {TEXT}, found 5"),
+        ("model: demo\nmodel: other", "line 2: expected each key once, found 'model' on line 1 too"),
+        ("{model: demo, model: demo}", "line 1: expected each key once, found 'model' on line 1 too"),
+        (
+            "workers:\n- name: w\n  address: '[::1]:1'\n  name: v",
+            "line 4: expected each key once, found 'name' on line 2 too",
+        ),
+        ("model: [" + "x, " * 99 + "]", f"model: {TEXT}, found a list"),
+        ("context: " + "x" * 99, f"context: {COUNT}, found '{'x' * 76}..."),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_with_its_path_what_was_expected_and_what_was_found(
+    tmp_path: Path, text: str, problem: str
+) -> None:
+    assert problems(tmp_path, text) == [problem]
+
+
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
+    text = """
+context: none
+insecure: false
+layers: [3, 0]
+coordinator: {name: mini}
+workers:
+  - {name: mini, address: "127.0.0.1:50070", memroy: 8GiB}
+  - {name: pro, name: pro, address: "127.0.0.1:50070"}
+  - {name: pro, address: "10.0.0.2:50070"}
+"""
+    assert problems(tmp_path, text) == [
+        "line 8: expected each key once, found 'name' on line 8 too",
+        f"context: {COUNT}, found 'none'",
+        f"layers[1]: {COUNT}, found 0",
+        "workers[0].memroy: unknown key; did you mean 'memory'?",
+        f"workers[0].name: {UNIQUE}, found 'mini' at coordinator.name too",
+        f"workers[2].name: {UNIQUE}, found 'pro' at workers[1].name too",
+        f"workers[1].address: {UNIQUE}, found '127.0.0.1:50070' at workers[0].address too",
+        "workers[2].address: expected a loopback address, found '10.0.0.2:50070': links between nodes are "
+        "not encrypted yet; set `insecure: true` if you trust this network",
+        "layers: expected 4 number(s), one per node, coordinator first, found 2",
+    ]
+
+
+def test_the_first_line_names_the_file_and_counts_the_problems(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, "a: 1\nb: 2")
+    assert str(caught.value).splitlines()[0] == f"{tmp_path / 'cluster.yaml'} has 2 problem(s):"
+
+
+@pytest.mark.parametrize("host", ["10.0.0.2", "0.0.0.0", "mini.local", "[fe80::1%en0]", "[::]", "localhost.evil.org"])
+def test_workers_elsewhere_need_insecure(tmp_path: Path, host: str) -> None:
+    text = one_worker(address=f'"{host}:50070"')
+    (problem,) = problems(tmp_path, text)
+    assert problem.startswith(f"workers[0].address: expected a loopback address, found '{host}:50070'")
+    assert "not encrypted yet" in problem
+    assert "`insecure: true`" in problem
+    assert load(tmp_path, text + "\ninsecure: true").insecure
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.10", "[::1]", "[0:0::1]", "localhost", "LocalHost"])
+def test_workers_on_loopback_do_not_need_insecure(tmp_path: Path, host: str) -> None:
+    assert load(tmp_path, one_worker(address=f'"{host}:50070"')).workers[0].address == f"{host}:50070"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("[::1]:5", "[0::1]:5"), ("localhost:5", "LOCALHOST:5"), ("[::1]:5", "[::1]:05")]
+)
+def test_two_spellings_of_one_address_are_one_address(tmp_path: Path, one: str, other: str) -> None:
+    text = f"workers: [{{name: a, address: '{one}'}}, {{name: b, address: '{other}'}}]"
+    assert problems(tmp_path, text) == [f"workers[1].address: {UNIQUE}, found {other!r} at workers[0].address too"]
+
+
+def test_nodes_may_share_a_host(tmp_path: Path) -> None:
+    text = "workers: [{name: a, address: 'localhost:5'}, {name: b, address: 'localhost:6'}]"
+    assert len(load(tmp_path, text).workers) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "expected keys such as `workers:`, found nothing"),
+        ("# nothing yet\n", "expected keys such as `workers:`, found nothing"),
+        ("- name: mini", "expected keys such as `workers:`, found a list"),
+        ("mini", "expected keys such as `workers:`, found 'mini'"),
+        ("model: demo\nworkers: [", "line 2: not valid YAML: expected the node content, but found '<stream end>'"),
+        ("model: demo\n\tlayers: 1", "line 2: not valid YAML: found character '\\t' that cannot start any token"),
+        ("a: 1\n---\nb: 1", "line 2: not valid YAML: but found another document"),
+        ("model: !!python/object:os.system x", "line 1: not valid YAML: could not determine a constructor"),
+        ("model: 2026-13-45", "is not valid YAML: month must be in 1..12"),
+        ("model: \x07", "is not valid YAML: unacceptable character #x0007"),
+        ("[" * 5000, "is not valid YAML: maximum recursion depth exceeded"),
+    ],
+)
+def test_a_file_that_is_no_mapping_is_refused_with_its_name_and_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text)
+    assert str(caught.value).startswith(str(tmp_path / "cluster.yaml"))
+    assert message in str(caught.value)
+
+
+def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml does not exist"):
+        load_cluster(tmp_path / "none.yaml")
+
+
+def test_an_unreadable_file_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        load_cluster(tmp_path)
+    (tmp_path / "latin1").write_bytes(b"model: caf\xe9")
+    with pytest.raises(ConfigError, match="utf-8"):
+        load_cluster(tmp_path / "latin1")
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("127.0.0.1:50070", ("127.0.0.1", 50070)),
+        ("mini:1", ("mini", 1)),
+        ("Mini-2.Local:65535", ("mini-2.local", 65535)),
+        ("[::1]:50070", ("::1", 50070)),
+        ("[FE80:0::1%en0]:7", ("fe80::1%en0", 7)),
+        ("localhost:0", ("localhost", 0)),
+    ],
+)
+def test_an_address_splits_into_host_and_port(address: str, expected: tuple[str, int]) -> None:
+    assert split_address(address) == expected
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("", "mini", "mini:", ":50070", "mini:x", "mini:65536", "mini:-1", "mini:1 ", " mini:1", "mini:1\n", "mini:٣"),
+        *("::1:50070", "[::1]", "[::1:50070", "[mini]:1", "[127.0.0.1]:1", "[]:1", "10.0.0.256:1", "10.0.1:1"),
+        *("a b:1", "-mini:1", "a..b:1", "http://mini:1", f"{'a.' * 127}a:1"),
+    ],
+)
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="expected HOST:PORT"):
+        split_address(address)
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.255.255.254", True),
+        ("::1", True),
+        ("localhost", True),
+        ("LOCALHOST", True),
+        ("128.0.0.1", False),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("fe80::1", False),
+        ("127.0.0.1.example.org", False),
+        ("mini.local", False),
+        ("", False),
+    ],
+)
+def test_only_this_machine_is_loopback(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected

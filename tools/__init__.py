@@ -1,0 +1,1 @@
+"""Programs for people who work on Brigade: train and measure the bundled demo model."""

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Makes .venv with this project in it: with uv where it is there, else with venv and pip. `setup.sh dev` adds the test tools.
+set -euo pipefail
+python=${PYTHON:-python3}
+extra=${1:-}
+
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+  echo "error: expected Python 3.11 or newer, found $("$python" --version 2>&1 || echo none); set PYTHON=/path/to/python3.11" >&2
+  exit 2
+fi
+
+echo "setting up .venv (once; takes about half a minute)" >&2
+if command -v uv >/dev/null 2>&1; then
+  uv venv --quiet --allow-existing --python "$python" .venv
+  uv pip install --quiet --python .venv/bin/python --editable . ${extra:+--group "$extra"}
+else
+  "$python" -m venv .venv
+  .venv/bin/python -m pip install --quiet --upgrade 'pip>=25.1' # the first that knows dependency groups
+  .venv/bin/python -m pip install --quiet --editable . ${extra:+--group "$extra"}
+fi
+touch .venv/.ready ${extra:+.venv/.ready-$extra}

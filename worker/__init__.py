@@ -1,0 +1,5 @@
+"""What every node shares, and everything that touches MLX. Knows nothing of the coordinator."""
+
+import os
+
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC's own remarks on closed connections are not for users

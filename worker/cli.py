@@ -1,0 +1,47 @@
+"""`brigade worker`: the flags of one node, checked. Imports MLX only once they are right."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from worker.config import Cluster, is_loopback, load_cluster, split_address
+from worker.errors import ConfigError
+
+DEFAULT_BIND = "127.0.0.1:50070"
+
+
+def worker(
+    config: Annotated[Path | None, typer.Option(help="cluster.yaml; --name says which of its workers this is.")] = None,
+    name: Annotated[str | None, typer.Option(help="This node's name.")] = None,
+    bind: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where to listen.")] = None,
+    model: Annotated[str | None, typer.Option(help="This node's own copy, if it is not where others have it.")] = None,
+    follow_parent: Annotated[bool, typer.Option(hidden=True)] = False,
+) -> None:
+    """Serve as a node until SIGTERM, which lets the sessions in progress end first.
+
+    On another Mac: copy cluster.yaml there and run `brigade worker --config cluster.yaml --name mini`.
+    Without a configuration the node listens on 127.0.0.1:50070 only.
+    """
+    cluster = load_cluster(config) if config else Cluster()
+    entry = next((worker for worker in cluster.workers if worker.name == name), None)
+    if config and entry is None and (name or not bind):
+        known = ", ".join(worker.name for worker in cluster.workers) or "no workers"
+        raise ConfigError(f"{config} has no worker {name or ''!r}: expected --name to be one of: {known}")
+    address = bind or (entry.address if entry else DEFAULT_BIND)
+    host, port = split_address(address)
+    if not is_loopback(host) and not cluster.insecure:
+        raise ConfigError(
+            f"will not listen on {address}: links between nodes are not encrypted yet. "
+            "Use a loopback address, or pass a --config whose cluster.yaml says `insecure: true` (trusted networks only)"
+        )
+
+    from worker.serve import serve
+
+    serve(
+        name or f"worker-{port}",
+        address,
+        model=model or (entry.model if entry else None),
+        memory_bytes=entry.memory if entry else None,
+        follow_parent=follow_parent,
+    )

@@ -1,0 +1,257 @@
+"""cluster.yaml as frozen, typed objects, and what is wrong with it: every problem at once, each with its YAML path."""
+
+import difflib
+import ipaddress
+import re
+from collections.abc import Callable, Hashable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from worker.errors import ConfigError
+
+_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?"
+_NAME_RULE = "a name of letters, digits, '-', '_' and '.'"
+_REQUIRED = {"name": _NAME_RULE, "address": "HOST:PORT"}
+_EXPECTED = {
+    "bool_type": "true or false",
+    "greater_than": "a whole number above 0",
+    "int_type": "a whole number above 0",
+    "model_type": "keys and values",
+    "string_too_short": "text",
+    "string_type": "text (in quotes, if YAML takes it for something else)",
+    "tuple_type": "a list",
+}
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of HOST:PORT; an IPv6 host is in brackets there and without them here. Port 0 means any free one.
+
+    Raises:
+        ConfigError: it is no such address.
+    """
+    match = re.fullmatch(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:\[\]]+)):(?P<port>[0-9]{1,5})", address)
+    host = match and (_ip(match["v6"], 6) if match["v6"] else _ip(match["host"], 4) or _host_name(match["host"]))
+    if not match or not host or int(match["port"]) > 65535:
+        raise ConfigError(f"expected HOST:PORT ([HOST]:PORT for IPv6, ports up to 65535), found {address!r}")
+    return host, int(match["port"])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this host (without brackets) can only be this machine: 127.0.0.0/8, ::1 or localhost."""
+    ip = _ip(host, 4) or _ip(host, 6)
+    return ipaddress.ip_address(ip).is_loopback if ip else host.lower() == "localhost"
+
+
+def _ip(host: str, version: int) -> str | None:
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:
+        return None
+    return str(ip) if ip.version == version else None
+
+
+def _host_name(host: str) -> str | None:
+    """In lower case. A last label of digits only would be a mistyped IPv4 address."""
+    is_name = re.fullmatch(rf"({_LABEL}\.)*{_LABEL}", host) and not host.rpartition(".")[2].isdigit()
+    return host.lower() if is_name and len(host) <= 253 else None
+
+
+def _check_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
+        raise ValueError(_NAME_RULE)
+    return name
+
+
+def _check_address(address: str) -> str:
+    try:
+        _, port = split_address(address)
+    except ConfigError:
+        raise ValueError("HOST:PORT") from None
+    if port == 0:
+        raise ValueError("HOST:PORT with a port from 1 to 65535")
+    return address
+
+
+def _parse_size(value: Any) -> int:
+    """Bytes of '24GiB', '24GB' or a plain number of bytes."""
+    size = value if isinstance(value, int) and not isinstance(value, bool) else 0
+    if isinstance(value, str) and (match := re.fullmatch(r"([0-9]{1,15}) ?([KMGT])(i?)B", value)):
+        size = int(match[1]) * (1024 if match[3] else 1000) ** (1 + "KMGT".index(match[2]))
+    if size <= 0:
+        raise ValueError("a size such as 24GiB, 24GB, 512MiB or a whole number of bytes above 0")
+    return size
+
+
+def _freeze(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+Name = Annotated[str, AfterValidator(_check_name)]
+Address = Annotated[str, AfterValidator(_check_address)]
+Size = Annotated[int, BeforeValidator(_parse_size)]
+ModelPlace = Annotated[str, Field(min_length=1)]
+Count = Annotated[int, Field(gt=0)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+
+class Coordinator(_Section):
+    """Stage 0. `memory` is its budget in bytes; None leaves it to what the machine has."""
+
+    name: Name = "coordinator"
+    memory: Size | None = None
+
+
+class Worker(_Section):
+    """A node to call. `memory` is its budget in bytes, `model` its own copy if that is not where others have it."""
+
+    name: Name
+    address: Address
+    memory: Size | None = None
+    model: ModelPlace | None = None
+
+
+class Cluster(_Section):
+    """cluster.yaml. Only `load_cluster` checks that its values agree with each other."""
+
+    model: ModelPlace | None = None  # a folder, a hub repository (owner/name), or "demo"
+    insecure: bool = False
+    context: Count | None = None  # tokens that the plan reserves cache for
+    layers: Annotated[tuple[Count, ...], BeforeValidator(_freeze)] | None = None  # per node, coordinator first
+    coordinator: Coordinator = Coordinator()
+    workers: Annotated[tuple[Worker, ...], BeforeValidator(_freeze)] = ()
+
+
+_SECTIONS: dict[str, type[BaseModel]] = {"": Cluster, "coordinator": Coordinator, "workers": Worker}
+
+
+def load_cluster(path: Path) -> Cluster:
+    """Read cluster.yaml.
+
+    Raises:
+        ConfigError: it cannot be read, or is wrong; one line per problem.
+    """
+    raw, problems = _read(path)
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected keys such as `workers:`, found {_show(raw)}")
+    cluster = None
+    try:
+        cluster = Cluster.model_validate(raw)
+    except ValidationError as error:
+        problems += [_describe(detail) for detail in error.errors()]
+    problems += _disagreements(raw)
+    if cluster is None or problems:
+        raise ConfigError("\n".join([f"{path} has {len(problems)} problem(s):", *(f"  {line}" for line in problems)]))
+    return cluster
+
+
+class _Loader(yaml.SafeLoader):
+    """Notes keys that are given twice, of which yaml silently keeps the last."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.duplicates: list[str] = []
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and key.value in lines:
+                found = f"found {key.value!r} on line {lines[key.value]} too"
+                self.duplicates.append(f"line {line}: expected each key once, {found}")
+            elif isinstance(key, yaml.ScalarNode):
+                lines[key.value] = line
+        return super().construct_mapping(node, deep)
+
+
+def _read(path: Path) -> tuple[Any, list[str]]:
+    """The file's plain data, and a line for each key that it gives twice."""
+    try:
+        loader = _Loader(path.read_text(encoding="utf-8"))
+        return loader.get_single_data(), loader.duplicates
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; expected a cluster.yaml there") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else "?"
+        raise ConfigError(f"{path}, line {line}: not valid YAML: {error.problem}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+
+
+def _describe(detail: ErrorDetails) -> str:
+    """One line for one of pydantic's findings. A ValueError of ours says what was expected."""
+    loc, kind, found = detail["loc"], detail["type"], detail["input"]
+    if kind in ("extra_forbidden", "invalid_key"):
+        return f"{_path(*loc[:-1], str(loc[-1]))}: {_unknown(str(loc[-1]), _SECTIONS[str(loc[0]) if loc[1:] else ''])}"
+    if kind == "missing":
+        expected, found = _REQUIRED[str(loc[-1])], None
+    else:
+        expected = str(detail["ctx"]["error"]) if kind == "value_error" else _EXPECTED.get(kind, detail["msg"])
+    return f"{_path(*loc)}: expected {expected}, found {_show(found)}"
+
+
+def _unknown(key: str, section: type[BaseModel]) -> str:
+    known = list(section.model_fields)
+    near = difflib.get_close_matches(key.lower(), known, n=1)
+    return f"unknown key; did you mean {near[0]!r}?" if near else f"unknown key; expected one of {', '.join(known)}"
+
+
+def _disagreements(raw: dict[Any, Any]) -> Iterator[str]:
+    """Values that contradict each other, as far as they are readable: a field's own problem hides no other."""
+    listed, layers = raw.get("workers", []), raw.get("layers")
+    workers = [worker if isinstance(worker, dict) else {} for worker in listed] if isinstance(listed, list) else []
+    own = raw["coordinator"] if isinstance(raw.get("coordinator"), dict) else {}
+    names = {"coordinator.name": own.get("name", Coordinator().name)}
+    names |= {f"workers[{i}].name": worker.get("name") for i, worker in enumerate(workers)}
+    addresses = {f"workers[{i}].address": worker.get("address") for i, worker in enumerate(workers)}
+    yield from _repeated(names, lambda name: name if isinstance(name, str) else None)
+    yield from _repeated(addresses, _place)
+    if raw.get("insecure", False) is False:
+        yield from _exposed(addresses)
+    if isinstance(layers, list) and isinstance(listed, list) and len(layers) != 1 + len(workers):
+        yield f"layers: expected {1 + len(workers)} number(s), one per node, coordinator first, found {len(layers)}"
+
+
+def _place(address: Any) -> tuple[str, int] | None:
+    try:
+        return split_address(address) if isinstance(address, str) else None
+    except ConfigError:
+        return None
+
+
+def _repeated(values: dict[str, Any], identity: Callable[[Any], Hashable | None]) -> Iterator[str]:
+    firsts: dict[Hashable, str] = {}
+    for path, value in values.items():
+        key = identity(value)
+        if key is not None and (first := firsts.setdefault(key, path)) != path:
+            yield f"{path}: expected one that no other node has, found {value!r} at {first} too"
+
+
+def _exposed(addresses: dict[str, Any]) -> Iterator[str]:
+    for path, address in addresses.items():
+        if (place := _place(address)) and not is_loopback(place[0]):
+            yield (
+                f"{path}: expected a loopback address, found {address!r}: links between nodes are not encrypted yet; "
+                "set `insecure: true` if you trust this network"
+            )
+
+
+def _path(*loc: int | str) -> str:
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")
+
+
+def _show(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return "nothing" if value is None else str(value).lower()
+    if isinstance(value, dict | list | tuple):
+        return "keys and values" if isinstance(value, dict) else "a list"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,92 @@
+"""What differs between model families: one row per family, one function per difference. mlx-lm's code stays untouched."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from worker.errors import ModelError
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """How a layer remembers: every position, the last `window` positions, or a state of constant size."""
+
+    recurrent: bool = False
+    window: int | None = None
+
+
+FULL = LayerKind()
+RECURRENT = LayerKind(recurrent=True)
+
+
+def _full(args: Any, index: int) -> LayerKind:
+    return FULL
+
+
+def _by_layer_types(args: Any, index: int) -> LayerKind:
+    sliding = args.layer_types[index] == "sliding_attention"
+    return LayerKind(window=args.sliding_window) if sliding else FULL
+
+
+def _gemma3(args: Any, index: int) -> LayerKind:
+    is_global = (index + 1) % args.sliding_window_pattern == 0
+    return FULL if is_global else LayerKind(window=args.sliding_window)
+
+
+def _qwen3_5(args: Any, index: int) -> LayerKind:
+    return FULL if (index + 1) % args.full_attention_interval == 0 else RECURRENT
+
+
+def _sqrt_hidden(args: Any) -> float:
+    return float(args.hidden_size**0.5)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model_type: the mlx-lm module that holds its layers, and where it differs from the plain skeleton."""
+
+    module: str
+    layer_kind: Callable[[Any, int], LayerKind] = _full
+    embed_scale: Callable[[Any], float] | None = None
+    ignored: tuple[str, ...] = ()  # prefixes of checkpoint tensors that are not part of the text model
+
+    def code(self) -> ModuleType:
+        return importlib.import_module(f"mlx_lm.models.{self.module}")
+
+    def text_args(self, config: dict[str, Any]) -> Any:
+        """mlx-lm's own arguments of the text model, with its defaults filled in."""
+        code = self.code()
+        args = getattr(code, "TextModelArgs", code.ModelArgs)
+        try:
+            return args.from_dict(config.get("text_config", config))
+        except (TypeError, ValueError, KeyError) as error:
+            raise ModelError(f"config.json does not describe a {self.module} model: {error}") from error
+
+
+_VISION = ("vision_tower", "model.visual", "mtp.", "model.mtp.", "language_model.mtp.")
+_QWEN3, _QWEN2 = Family("qwen3"), Family("qwen2")
+
+FAMILIES = {
+    "gemma3_text": Family("gemma3_text", layer_kind=_gemma3, embed_scale=_sqrt_hidden),
+    "llama": Family("llama", layer_kind=_by_layer_types),
+    "mistral": Family("llama", layer_kind=_by_layer_types),
+    "qwen2": _QWEN2,
+    "qwen3": _QWEN3,
+    "qwen3_5": Family("qwen3_5", layer_kind=_qwen3_5, ignored=_VISION),
+    "qwen3_moe": Family("qwen3_moe"),
+    "wedlm": _QWEN3,
+}
+
+
+def family_of(config: dict[str, Any]) -> Family:
+    """The family of a checkpoint. Raises ModelError for an unsupported model_type, naming those that are."""
+    model_type = config["model_type"]
+    if model_type == "wedlm" and not config.get("qk_norm", not config.get("attention_bias", False)):
+        return _QWEN2
+    try:
+        return FAMILIES[model_type]
+    except KeyError:
+        supported = ", ".join(sorted(FAMILIES))
+        raise ModelError(f"model_type {model_type!r} is not supported; supported: {supported}") from None

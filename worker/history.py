@@ -1,0 +1,37 @@
+"""A session's token ids with a rolling hash of every prefix. Pure: no I/O, no MLX, no clock.
+
+The coordinator keeps one per session and every stage keeps one per slot; a window may continue a slot only where both
+agree. The hash is 64-bit FNV-1a (Fowler, Noll, Vo) over token ids instead of bytes: one multiplication per token.
+"""
+
+from collections.abc import Iterable
+
+_OFFSET = 0xCBF29CE484222325
+_PRIME = 0x100000001B3
+_MASK = (1 << 64) - 1
+
+
+class History:
+    """Token ids, growing at the end and cut at the end."""
+
+    def __init__(self, tokens: Iterable[int] = ()) -> None:
+        self.tokens: list[int] = []
+        self._hashes = [_OFFSET]
+        self.extend(tokens)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            self.tokens.append(token)
+            self._hashes.append(((self._hashes[-1] ^ token) * _PRIME) & _MASK)
+
+    def cut(self, length: int) -> None:
+        """Forget everything after the first `length` tokens."""
+        del self.tokens[length:]
+        del self._hashes[length + 1 :]
+
+    def prefix_hash(self, length: int) -> int:
+        """The hash of the first `length` tokens. Raises IndexError beyond the end."""
+        return self._hashes[length]

@@ -1,0 +1,154 @@
+"""What a plan needs to know of a model: bytes per layer, cache growth, sizes. Loads nothing."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_FLOAT32, DType
+from worker.checkpoint import Checkpoint
+from worker.errors import ModelError
+from worker.families import Family, family_of
+
+HIDDEN_DTYPES = {"F32": DTYPE_FLOAT32, "F16": DTYPE_FLOAT16, "BF16": DTYPE_BFLOAT16}
+DTYPE_BYTES = {DTYPE_FLOAT32: 4, DTYPE_FLOAT16: 2, DTYPE_BFLOAT16: 2}
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer's weights, and what its cache takes: `fixed` bytes plus `per_token` bytes for up to `window` tokens."""
+
+    weight_bytes: int
+    cache_per_token: int
+    cache_fixed: int = 0
+    window: int | None = None
+
+    def cache_bytes(self, tokens: int) -> int:
+        return self.cache_fixed + self.cache_per_token * min(tokens, self.window or tokens)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """One model, as plain numbers."""
+
+    name: str
+    family: str
+    layers: tuple[LayerSpec, ...]
+    embed_bytes: int
+    head_bytes: int  # final norm and lm_head; a tied head counts the embedding once more
+    hidden_size: int
+    vocab_size: int
+    context: int  # tokens
+    dtype: DType
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    def shard_bytes(self, start: int, end: int) -> int:
+        """Weights of layers [start, end), with the embedding or the head where they belong."""
+        total = sum(layer.weight_bytes for layer in self.layers[start:end])
+        return total + (self.embed_bytes if start == 0 else 0) + (self.head_bytes if end == self.num_layers else 0)
+
+    def cache_bytes(self, start: int, end: int, tokens: int) -> int:
+        """Cache of one session of `tokens` tokens in layers [start, end)."""
+        return sum(layer.cache_bytes(tokens) for layer in self.layers[start:end])
+
+
+def layer_of(name: str) -> int | None:
+    """The layer that a checkpoint tensor belongs to; None for the embedding, the norm and the head."""
+    match = _LAYER.search(name)
+    return int(match[1]) if match else None
+
+
+def is_embedding(name: str) -> bool:
+    return "embed_tokens." in name
+
+
+def is_tied(names: Iterable[str]) -> bool:
+    """Without an lm_head of its own the model's head is its embedding."""
+    return not any("lm_head." in name for name in names)
+
+
+def shard_tensors(checkpoint: Checkpoint, start: int, end: int, num_layers: int) -> list[str]:
+    """Names, as in the checkpoint, of all tensors that the shard [start, end) needs."""
+    ignored = family_of(checkpoint.config).ignored
+    tied = is_tied(checkpoint.tensors)
+    first, last = start == 0, end == num_layers
+
+    def needed(name: str) -> bool:
+        if name.startswith(ignored):
+            return False
+        if (layer := layer_of(name)) is not None:
+            return start <= layer < end
+        return (first or (last and tied)) if is_embedding(name) else last
+
+    return [name for name in checkpoint.tensors if needed(name)]
+
+
+def describe(checkpoint: Checkpoint) -> ModelSpec:
+    """Everything a plan needs, from configuration and headers.
+
+    Raises:
+        ModelError: the family is not supported, or configuration and tensors do not fit together.
+    """
+    family = family_of(checkpoint.config)
+    args = family.text_args(checkpoint.config)
+    num_layers = int(args.num_hidden_layers)
+    weights = {i: 0 for i in range(num_layers)}
+    embed = head = 0
+    for name, info in checkpoint.tensors.items():
+        if name.startswith(family.ignored):
+            continue
+        layer = layer_of(name)
+        if layer is None:
+            embed, head = (embed + info.nbytes, head) if is_embedding(name) else (embed, head + info.nbytes)
+        elif layer in weights:
+            weights[layer] += info.nbytes
+        else:
+            raise ModelError(f"{checkpoint.name}: config.json has {num_layers} layers but there is a tensor {name}")
+    if missing := [i for i, size in weights.items() if size == 0]:
+        raise ModelError(
+            f"{checkpoint.name}: config.json has {num_layers} layers but layer {missing[0]} has no tensors"
+        )
+    dtype = _hidden_dtype(checkpoint)
+    item = DTYPE_BYTES[dtype]
+    return ModelSpec(
+        name=checkpoint.name,
+        family=checkpoint.config["model_type"],
+        layers=tuple(_layer_spec(family, args, i, weights[i], item) for i in range(num_layers)),
+        embed_bytes=embed,
+        head_bytes=head + (embed if is_tied(checkpoint.tensors) else 0),
+        hidden_size=int(args.hidden_size),
+        vocab_size=int(args.vocab_size),
+        context=int(getattr(args, "max_position_embeddings", None) or 4096),
+        dtype=dtype,
+    )
+
+
+def _hidden_dtype(checkpoint: Checkpoint) -> DType:
+    """Hidden states have the embedding's dtype; a quantised embedding yields that of its scales."""
+    for suffix in ("embed_tokens.scales", "embed_tokens.weight"):
+        for name, info in checkpoint.tensors.items():
+            if name.endswith(suffix) and info.dtype in HIDDEN_DTYPES:
+                return HIDDEN_DTYPES[info.dtype]
+    raise ModelError(f"{checkpoint.name} holds no embed_tokens tensor in F32, F16 or BF16")
+
+
+def _layer_spec(family: Family, args: Any, index: int, weight_bytes: int, item: int) -> LayerSpec:
+    kind = family.layer_kind(args, index)
+    if kind.recurrent:
+        return LayerSpec(weight_bytes, 0, cache_fixed=_recurrent_bytes(args, item))
+    head_dim = getattr(args, "head_dim", None) or args.hidden_size // args.num_attention_heads
+    per_token = 2 * (args.num_key_value_heads or args.num_attention_heads) * head_dim * item
+    return LayerSpec(weight_bytes, int(per_token), window=kind.window)
+
+
+def _recurrent_bytes(args: Any, item: int) -> int:
+    """Convolution tail plus the fp32 state of a gated delta net (mlx-lm, models/qwen3_5.py)."""
+    keys = args.linear_num_key_heads * args.linear_key_head_dim
+    values = args.linear_num_value_heads * args.linear_value_head_dim
+    convolution = (args.linear_conv_kernel_dim - 1) * (2 * keys + values) * item
+    return int(convolution + values * args.linear_key_head_dim * 4)

@@ -1,0 +1,53 @@
+"""Runs a command: the other of the two places that may catch anything. An exception becomes a message and an exit code."""
+
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import click
+import typer
+
+from worker.errors import BrigadeError
+
+INTERRUPTED = 130
+
+
+def run_command(command: Callable[..., Any] | typer.Typer) -> NoReturn:
+    """Parse the process's arguments, run the command, leave with its exit code."""
+    if not isinstance(command, typer.Typer):
+        app = typer.Typer(add_completion=False)
+        app.command()(command)
+    else:
+        app = command
+    sys.exit(_exit_code(app))
+
+
+def _exit_code(app: typer.Typer) -> int:
+    try:
+        return app(standalone_mode=False) or 0
+    except click.ClickException as error:
+        context = getattr(error, "ctx", None)
+        _complain(f"{error.format_message()} (see {context.command_path if context else 'brigade'} --help)")
+        return 2
+    except (click.Abort, KeyboardInterrupt):
+        return INTERRUPTED
+    except BrigadeError as error:
+        _complain(str(error))
+        return error.exit_code
+    except BrokenPipeError:
+        return _reader_left()
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        _complain(f"internal error: {error!r} at {place.filename.rpartition('/')[2]}:{place.lineno}; this is a bug")
+        return 3
+
+
+def _complain(message: str) -> None:
+    print(f"error: {message}", file=sys.stderr)
+
+
+def _reader_left() -> int:
+    """Standard output was closed (`| head`): not a failure, but nothing more may be written."""
+    sys.stdout = None  # type: ignore[assignment]
+    return 0

@@ -1,0 +1,190 @@
+"""Shard: layers [start, end) of one mlx-lm model, cut out from outside.
+
+Shape letters, here and everywhere: B slots, L window length, D hidden, V vocabulary, H heads, K head size.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.utils import infer_quant_config
+
+from worker.cache import LayerCache, make_cache
+from worker.checkpoint import Checkpoint, TensorInfo
+from worker.errors import ModelError
+from worker.families import family_of
+from worker.modelspec import layer_of, shard_tensors
+
+_MLX_DTYPES = {
+    "F64": mx.float64, "F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "I64": mx.int64, "I32": mx.int32,
+    "I16": mx.int16, "I8": mx.int8, "U64": mx.uint64, "U32": mx.uint32, "U16": mx.uint16, "U8": mx.uint8,
+    "BOOL": mx.bool_, "F8_E4M3": mx.uint8, "F8_E5M2": mx.uint8,
+}  # fmt: skip
+
+
+class Shard:
+    """Layers [start, end), the embedding if first, the final norm and head if last."""
+
+    def __init__(self, checkpoint: Checkpoint, start: int, end: int) -> None:
+        """Build the shard; its tensors stay unread until `materialise`.
+
+        Raises:
+            ModelError: a tensor is missing, left over, or of another shape than the configuration says.
+        """
+        family = family_of(checkpoint.config)
+        self.args = family.text_args(checkpoint.config)
+        self.start, self.end = start, end
+        self.is_first, self.is_last = start == 0, end == self.args.num_hidden_layers
+        self.model = _build(checkpoint, start, end, self.args.num_hidden_layers)
+        text = self.model.model
+        self.layers = text.layers[start:end]
+        self._kinds = [family.layer_kind(self.args, i) for i in range(start, end)]
+        self._embed = text.embed_tokens if self.is_first else None
+        self._scale = family.embed_scale(self.args) if family.embed_scale else None
+        self._norm = text.norm if self.is_last else None
+        self._head = _head(self.model) if self.is_last else None
+
+    def make_caches(self) -> list[LayerCache]:
+        """Empty caches for one slot, one per layer."""
+        return [make_cache(kind) for kind in self._kinds]
+
+    def __call__(self, x: mx.array, caches: Sequence[LayerCache]) -> mx.array:
+        """Run the layers over one window of one slot and append it to the caches.
+
+        Args:
+            x: token ids [1, L] on the first shard, hidden states [1, L, D] elsewhere.
+            caches: one per layer, already cut to the window's base.
+        Returns:
+            Hidden states [1, L, D].
+        """
+        h = self.embed(x) if self._embed is not None else x
+        L = h.shape[1]
+        masks = {}
+        for layer, kind, cache in zip(self.layers, self._kinds, caches, strict=True):
+            cache.reserve(L)
+            if kind not in masks:
+                masks[kind] = cache.mask(L)
+            h = layer(h, masks[kind], cache)
+        return h
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """Token ids [1, L] to hidden states [1, L, D]."""
+        h = self._embed(tokens)  # type: ignore[misc]
+        # mlx-lm rounds the scale to bfloat16 first; so do we, or the streams would differ
+        return h if self._scale is None else h * mx.array(self._scale, mx.bfloat16).astype(h.dtype)
+
+    def logits(self, h: mx.array) -> mx.array:
+        """Hidden states [1, N, D] of the last layer to logits [N, V] float32. Last shard only."""
+        return self._head(self._norm(h))[0].astype(mx.float32)  # type: ignore[misc]
+
+    def materialise(self, progress: Callable[[int], None]) -> None:
+        """Read the shard's tensors from disk, a layer at a time; `progress` takes the bytes that became resident.
+
+        Raises:
+            ModelError: a file ends early or cannot be read.
+        """
+        for module in [*self.layers, self.model]:
+            arrays = [array for _, array in tree_flatten(module.parameters())]
+            try:
+                mx.eval(arrays)
+            except RuntimeError as error:
+                raise ModelError(f"cannot read the tensors of layers [{self.start}, {self.end}): {error}") from error
+            if module is not self.model:
+                progress(sum(array.nbytes for array in arrays))
+        progress(self.nbytes - sum(a.nbytes for layer in self.layers for _, a in tree_flatten(layer.parameters())))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for _, array in tree_flatten(self.model.parameters()))
+
+    def digests(self) -> Iterator[tuple[str, str]]:
+        """Name and BLAKE2b digest of every tensor held."""
+        for name, array in tree_flatten(self.model.parameters()):
+            raw = np.array(array.reshape(-1).view(mx.uint8), copy=False)
+            yield name, hashlib.blake2b(raw.data, digest_size=16).hexdigest()
+
+
+def _build(checkpoint: Checkpoint, start: int, end: int, num_layers: int) -> Any:
+    """The mlx-lm model with everything outside the shard taken out and the rest bound to unread tensors."""
+    code = family_of(checkpoint.config).code()
+    model = code.Model(code.ModelArgs.from_dict(checkpoint.config))
+    names = shard_tensors(checkpoint, start, end, num_layers)
+    weights = model.sanitize(_lazy_tensors(checkpoint, set(names)))
+    tied = "lm_head" not in _text_root(model)
+    _strip(model, start, end, is_last=end == num_layers, keep_embedding=start == 0 or (end == num_layers and tied))
+    _quantise(model, checkpoint, weights)
+    kept = {name for name, _ in tree_flatten(model.parameters())}
+    bound = {name: array for name, array in weights.items() if name in kept or _inside(name, start, end)}
+    if missing := sorted(kept - bound.keys()):
+        raise ModelError(f"{checkpoint.name} lacks tensor {missing[0]} ({len(missing)} missing); download it again")
+    try:
+        model.load_weights(list(bound.items()), strict=True)
+    except ValueError as error:
+        raise ModelError(f"{checkpoint.name} does not fit its config.json: {str(error).splitlines()[0]}") from error
+    return model.eval()
+
+
+def _lazy_tensors(checkpoint: Checkpoint, needed: set[str]) -> dict[str, mx.array]:
+    """All tensors of the checkpoint, unread; those outside the shard are unread zeros of the right shape.
+
+    mlx-lm's `sanitize` decides by looking at the whole checkpoint, so it gets to see the whole checkpoint.
+    """
+    opened: dict[str, dict[str, mx.array]] = {}
+
+    def tensor(name: str, info: TensorInfo) -> mx.array:
+        if name not in needed:
+            return mx.zeros(info.shape, _MLX_DTYPES[info.dtype])
+        if info.file not in opened:
+            opened[info.file] = mx.load(str(checkpoint.folder / info.file))  # type: ignore[assignment]
+        return opened[info.file][name]
+
+    return {name: tensor(name, info) for name, info in checkpoint.tensors.items()}
+
+
+def _strip(model: Any, start: int, end: int, *, is_last: bool, keep_embedding: bool) -> None:
+    """Replace what other shards hold by empty modules: paths and layer numbers stay as in the checkpoint."""
+    text = model.model
+    text.layers = [layer if start <= i < end else nn.Module() for i, layer in enumerate(text.layers)]
+    if not keep_embedding:
+        text.embed_tokens = nn.Module()
+    if not is_last:
+        text.norm = nn.Module()
+        _text_root(model).pop("lm_head", None)
+
+
+def _text_root(model: Any) -> Any:
+    """The module that holds the lm_head: the model itself, or its text part."""
+    return getattr(model, "language_model", model)
+
+
+def _head(model: Any) -> Callable[[mx.array], mx.array]:
+    root = _text_root(model)
+    return root.lm_head if "lm_head" in root else model.model.embed_tokens.as_linear  # type: ignore[no-any-return]
+
+
+def _inside(name: str, start: int, end: int) -> bool:
+    layer = layer_of(name)
+    return layer is not None and start <= layer < end
+
+
+def _quantise(model: Any, checkpoint: Checkpoint, weights: dict[str, mx.array]) -> None:
+    """Turn the layers that the checkpoint holds in quantised form into quantised ones, as they are."""
+    quantization = checkpoint.config.get("quantization")
+    if quantization is None:
+        if method := checkpoint.config.get("quantization_config", {}).get("quant_method"):
+            raise ModelError(f"{checkpoint.name} is quantised as {method!r}; convert it with mlx_lm.convert first")
+        return
+
+    def parameters(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        if path in quantization:
+            return quantization[path]  # type: ignore[no-any-return]
+        if not hasattr(module, "to_quantized") or f"{path}.scales" not in weights:
+            return False
+        return infer_quant_config(path, module, weights)
+
+    mode = quantization.get("mode", "affine")
+    nn.quantize(model, quantization["group_size"], quantization["bits"], mode=mode, class_predicate=parameters)

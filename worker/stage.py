@@ -1,0 +1,83 @@
+"""A stage's loop: frames in, the MLX thread, frames or results out. The same code in the coordinator and on workers."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from protos.brigade_pb2 import Frame, Result
+from worker.engine import Engine
+from worker.errors import FrameError, StageLost
+from worker.mlx_thread import MlxThread
+
+_DEPTH = 16  # frames that may wait here: more than any chain has in flight, so a full queue is a peer's mistake
+
+Send = Callable[[Frame], Awaitable[None]]
+
+
+class Stage:
+    """One shard at its place in the chain."""
+
+    def __init__(self, engine: Engine, thread: MlxThread, epoch: int, send: Send | None) -> None:
+        """`send` takes a frame to the next stage; the last stage has none."""
+        self.engine = engine
+        self.last_step = 0
+        self._thread = thread
+        self._epoch = epoch
+        self._send = send
+        self._frames: asyncio.Queue[tuple[Frame, int]] = asyncio.Queue(_DEPTH)
+        self._outcomes: asyncio.Queue[Result | BaseException] = asyncio.Queue()
+        self._busy_since: float | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def busy_s(self) -> float:
+        """How long the engine has been at its present step; 0 when idle."""
+        return 0.0 if self._busy_since is None else time.monotonic() - self._busy_since
+
+    def start(self, *watched: Coroutine[Any, Any, None]) -> None:
+        """Start working, and run `watched` beside it: whichever ends or fails first fails the stage."""
+        for work in (self._work(), *watched):
+            task = asyncio.create_task(work)
+            task.add_done_callback(self._ended)
+            self._tasks.append(task)
+
+    async def submit(self, frame: Frame) -> None:
+        """Hand over a frame that has just arrived. Raises FrameError if it belongs to another epoch."""
+        if frame.epoch != self._epoch:
+            raise FrameError(f"expected frames of epoch {self._epoch}, got epoch {frame.epoch} (step {frame.step})")
+        await self._frames.put((frame, time.monotonic_ns()))
+
+    def deliver(self, result: Result) -> None:
+        """Add a result that came from elsewhere: the coordinator's stage gets those of the last worker."""
+        self._outcomes.put_nowait(result)
+
+    async def next_result(self) -> Result:
+        """The next result, in order. Raises whatever ended the stage."""
+        outcome = await self._outcomes.get()
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _work(self) -> None:
+        while True:
+            frame, received = await self._frames.get()
+            self._busy_since = time.monotonic()
+            output = await self._thread.run(lambda f=frame, r=received: self.engine.step(f, r))  # type: ignore[misc]
+            self._busy_since = None
+            self.last_step = frame.step
+            output.timings[-1].sent = time.monotonic_ns()
+            if isinstance(output, Result):
+                self.deliver(output)
+            else:
+                assert self._send is not None
+                await self._send(output)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled():
+            self._outcomes.put_nowait(task.exception() or StageLost("a part of the stage ended by itself"))
