@@ -7,6 +7,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 
+from coordinator.peer import Peer
+from coordinator.plan import Plan
 from protos.brigade_pb2 import AttachRequest, Frame, LoadProgress, LoadRequest, Result, Session, Window
 from worker.checkpoint import Checkpoint
 from worker.engine import Engine
@@ -18,9 +20,6 @@ from worker.mlx_thread import MlxThread
 from worker.modelspec import ModelSpec
 from worker.shard import Shard
 from worker.stage import Stage
-
-from coordinator.peer import Peer
-from coordinator.plan import Plan
 
 _PATIENCE_S = 6.0  # silence that a step may take beyond its own compute
 _FIRST_STEP_S = 60.0  # the first step may compile kernels and page weights in

@@ -1,15 +1,8 @@
-"""From a configuration to a running chain: who takes part, what each node holds, everything opened and closed in order."""
+"""From a configuration to a running chain: who takes part, what each holds, all opened and closed in order."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-
-from worker.checkpoint import Checkpoint
-from worker.config import Cluster, is_loopback, split_address
-from worker.errors import BrigadeError
-from worker.loading import open_checkpoint
-from worker.machine import memory_budget
-from worker.modelspec import ModelSpec, describe
 
 from coordinator.chain import Chain
 from coordinator.local import LocalWorker
@@ -17,6 +10,12 @@ from coordinator.options import ClusterOptions
 from coordinator.peer import Peer
 from coordinator.plan import Node, Plan, plan, require_fit
 from coordinator.progress import show_progress
+from worker.checkpoint import Checkpoint
+from worker.config import Cluster, is_loopback, split_address
+from worker.errors import BrigadeError
+from worker.loading import open_checkpoint
+from worker.machine import memory_budget
+from worker.modelspec import ModelSpec, describe
 
 
 @asynccontextmanager
@@ -84,12 +83,12 @@ async def _ask_nodes(cluster: Cluster, peers: Sequence[Peer]) -> list[Node]:
             greetings = [group.create_task(peer.hello()) for peer in peers]
     except* BrigadeError as errors:
         raise errors.exceptions[0] from None
-    configured = {worker.name: worker.memory for worker in cluster.workers}
+    configured = {worker.address: worker.memory for worker in cluster.workers}
     own_share = memory_budget() // (1 + len(peers)) if _all_local(peers) else memory_budget()
     nodes = [Node(cluster.coordinator.name, cluster.coordinator.memory or own_share)]
     for peer, greeting in zip(peers, greetings, strict=True):
         offered = own_share if _all_local(peers) else greeting.result().memory_bytes
-        nodes.append(Node(peer.name, configured.get(peer.name) or offered))
+        nodes.append(Node(peer.name, configured.get(peer.address) or offered))
     return nodes
 
 

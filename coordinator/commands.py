@@ -1,7 +1,6 @@
 """What the commands do once their flags are parsed."""
 
 import json
-import random
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,7 +119,3 @@ async def _report(chain: Chain, answer: Answer, wish: Wish, stream: TextStream |
 def _print_piece(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-def random_seed() -> int:
-    return random.SystemRandom().getrandbits(32)

@@ -4,14 +4,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from protos.brigade_pb2 import Sample
-
 from coordinator.chain import Chain
 from coordinator.request import Request, room_for_answer
 from coordinator.scheduler import Scheduler
 from coordinator.session import Session
 from coordinator.text import TextStream
 from coordinator.waterfall import Passage, Waterfall, make_waterfall
+from protos.brigade_pb2 import Sample
 
 PREFILL_STEP_SIZE = 512
 

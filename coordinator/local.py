@@ -4,8 +4,6 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections import deque
-from types import TracebackType
 
 from worker.errors import StageLost
 

@@ -74,7 +74,7 @@ class Peer:
                 while True:
                     async with asyncio.timeout(_STALL_S):
                         report = await call.read()
-                    if report is grpc.aio.EOF:
+                    if report is grpc.aio.EOF:  # type: ignore[attr-defined]
                         return
                     progress(report)
             except TimeoutError:
@@ -124,7 +124,7 @@ class Peer:
     async def close(self) -> None:
         if self._attachment is not None:
             self._attachment.cancel()
-        await self._channel.close()
+        await self._channel.close(grace=None)
 
     async def _named(self, call: Awaitable[T]) -> T:
         try:

@@ -64,9 +64,9 @@ class Plan:
 def plan(spec: ModelSpec, nodes: Sequence[Node], context: int, layers: Sequence[int] | None = None) -> Plan:
     """Give each node, in this order, a range of layers: as `layers` counts them, else the best split that fits.
 
-    The best split has the smallest largest stage, by weight bytes. Decoding reads every weight once per token and
-    the nodes' speeds are unknown, so the largest stage bounds the throughput of a full pipe. Ties go to the smallest
-    sum of squares, then to the fewest layers on the earliest nodes.
+    The best split has the smallest largest stage, by the weight bytes that a token reads: all but the embedding, of
+    which it reads one row. The nodes' speeds are unknown, so that stage bounds the throughput of a full pipe. Ties go
+    to the smallest sum of squares, then to the fewest layers on the earliest nodes.
     If no split fits, the plan (with `fits` False) is the one whose worst node, then whose nodes in sum, exceed their
     budgets least, relative to the budget.
 
@@ -139,7 +139,8 @@ def _best_ends(spec: ModelSpec, nodes: Sequence[Node], context: int) -> tuple[in
         return max(0, needed - budget) / max(1, budget)
 
     def weight(i: int, start: int, end: int) -> float:
-        return shard_bytes(start, end) if excess(i, start, end) == 0 else math.inf
+        read = shard_bytes(start, end) - (spec.embed_bytes if start == 0 else 0)
+        return read if excess(i, start, end) == 0 else math.inf
 
     worst, _ = sweep(excess, max)
     if worst > 0:

@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from protos.brigade_pb2 import LoadProgress
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from coordinator.chain import Progress as Report
 from coordinator.plan import Plan
+from protos.brigade_pb2 import LoadProgress
 
 
 @contextmanager

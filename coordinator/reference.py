@@ -32,7 +32,7 @@ class Reference:
             mx.eval(logits)
             fed += len(window)
             if fed == len(tokens):
-                tokens.append(int(sampler(logits, tokens).token.item()))
+                tokens.append(sampler(logits, tokens).to_sample(slot=0).token)
         return tokens[len(prompt) :]
 
     def logits(self, window: Sequence[int], cache: list[object]) -> mx.array:

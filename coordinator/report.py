@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from protos.brigade_pb2 import Sample
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -10,6 +9,7 @@ from rich.text import Text
 from coordinator.generate import Answer
 from coordinator.plan import Plan, format_bytes
 from coordinator.waterfall import Waterfall
+from protos.brigade_pb2 import Sample
 from worker.modelspec import ModelSpec
 
 _BAR = 40  # columns

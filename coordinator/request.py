@@ -1,7 +1,9 @@
 """Request: what a user asks for, checked before any node is troubled with it. Pure."""
 
 import math
+import random
 from dataclasses import dataclass, field
+from typing import Any
 
 from protos.brigade_pb2 import Sampling
 from worker.errors import InputError
@@ -17,6 +19,15 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     stops: tuple[str, ...] = ()
     eos: frozenset[int] = frozenset()
+
+
+def make_sampling(*, seed: int | None, top_k: int, **parameters: Any) -> Sampling:
+    """Sampling parameters, with a random seed if none is given. Raises InputError for a value that none can have."""
+    if top_k < 0:
+        raise InputError(f"--top-k: expected 0 or more, got {top_k}")
+    sampling = Sampling(seed=random.getrandbits(32) if seed is None else seed, top_k=top_k, **parameters)
+    check_sampling(sampling)
+    return sampling
 
 
 def check_sampling(sampling: Sampling) -> None:

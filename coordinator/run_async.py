@@ -1,4 +1,4 @@
-"""Runs a command's coroutine on uvloop. Ctrl-C and SIGTERM cancel it, so that everything it started is ended in order."""
+"""Runs a command's coroutine on uvloop. Ctrl-C and SIGTERM cancel it, so that all it started is ended in order."""
 
 import asyncio
 import os

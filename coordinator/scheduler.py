@@ -2,10 +2,9 @@
 
 from collections import deque
 
+from coordinator.session import Session
 from protos.brigade_pb2 import Frame, Result, Sample, Sampling
 from protos.brigade_pb2 import Session as SessionOpening
-
-from coordinator.session import Session
 
 
 class Scheduler:

@@ -1,4 +1,4 @@
-"""`brigade verify`: every tensor of every node, then tokens greedy and sampled, against mlx-lm's model in one process."""
+"""`brigade verify`: every tensor of every node, then tokens greedy and sampled, against mlx-lm in one process."""
 
 import json
 import random

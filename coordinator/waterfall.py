@@ -68,8 +68,8 @@ def make_waterfall(passages: Sequence[Passage], offsets: Sequence[int], started:
         before = max(before, passage.returned)
     parts["scheduling"] += max(0, ended - before)
     wall_ms = (ended - started) / 1e6
-    for stage in stages:
-        stage.utilisation = stage.compute_ms / wall_ms if wall_ms else 0.0
+    for time in stages:
+        time.utilisation = time.compute_ms / wall_ms if wall_ms else 0.0
     return Waterfall(wall_ms, {part: value / 1e6 for part, value in parts.items()}, stages)
 
 

@@ -17,7 +17,8 @@ Mask = mx.array | str | None
 class LayerCache(Protocol):
     """The rule of the cache, as every kind of layer keeps it."""
 
-    nbytes: int
+    @property
+    def nbytes(self) -> int: ...
 
     def cut(self, length: int) -> None: ...
 
@@ -70,7 +71,8 @@ class KVCache:
         if self.keys is None or self.length - self.start + num_tokens <= self.keys.shape[2]:
             return
         kept = slice(first - self.start, self.length - self.start)
-        self.keys, self.values, self.start = self.keys[:, :, kept], self.values[:, :, kept], first  # type: ignore[index]
+        self.keys, self.values = (array[:, :, kept] for array in self.arrays())
+        self.start = first
         self._grow(num_tokens)
 
     def mask(self, num_tokens: int) -> Mask:
@@ -89,10 +91,10 @@ class KVCache:
             self._grow(keys.shape[2])
         here = self.length - self.start
         end = here + keys.shape[2]
-        self.keys[:, :, here:end] = keys  # type: ignore[index]
-        self.values[:, :, here:end] = values  # type: ignore[index]
+        self.keys[:, :, here:end] = keys
+        self.values[:, :, here:end] = values
         self.length += keys.shape[2]
-        return self.keys[:, :, :end], self.values[:, :, :end]  # type: ignore[index]
+        return self.keys[:, :, :end], self.values[:, :, :end]
 
     def _grow(self, num_tokens: int) -> None:
         def grown(array: mx.array) -> mx.array:
@@ -111,7 +113,7 @@ class RecurrentState(ArraysCache):
         self.length = 0
 
     def arrays(self) -> list[mx.array]:
-        return [array for array in self.cache if array is not None]
+        return [array for array in self.cache if array is not None]  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:

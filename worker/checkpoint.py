@@ -83,7 +83,7 @@ def open_folder(folder: Path, name: str | None = None) -> Checkpoint:
     config = read_config(folder)
     tensors: dict[str, TensorInfo] = {}
     for file in weight_files(folder):
-        tensors |= tensors_of(file, _read_header(folder / file))
+        tensors |= read_tensors(folder, file)
     return Checkpoint(name or str(folder), folder, config, tensors)
 
 
@@ -106,13 +106,25 @@ def weight_files(folder: Path) -> list[str]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
-            return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
+            files = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            return sorted({str(Path(file)) for file in files})
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ModelError(f"{index} is not a safetensors index ({error!r}); download the model again") from error
-    files = sorted(path.name for path in folder.glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"{folder} holds no *.safetensors; only safetensors checkpoints are read")
-    return files
+    if found := sorted(path.name for path in folder.glob("*.safetensors")):
+        return found
+    raise ModelError(f"{folder} holds no *.safetensors; only safetensors checkpoints are read")
+
+
+def read_tensors(folder: Path, file: str) -> dict[str, TensorInfo]:
+    """The tensors of a safetensors file that is here, by its header.
+
+    Raises:
+        ModelError: the file is missing, cut short or corrupt.
+    """
+    header, data_bytes = _read_header(folder / file)
+    tensors = tensors_of(file, header)
+    _check_extent(folder / file, header, data_bytes)
+    return tensors
 
 
 def tensors_of(file: str, header: Mapping[str, Any]) -> dict[str, TensorInfo]:
@@ -128,16 +140,22 @@ def tensors_of(file: str, header: Mapping[str, Any]) -> dict[str, TensorInfo]:
         try:
             info = TensorInfo(str(entry["dtype"]), tuple(int(n) for n in entry["shape"]), file)
             begin, end = entry["data_offsets"]
-            fits = info.nbytes == end - begin
+            span = end - begin
         except (KeyError, TypeError, ValueError) as error:
-            raise ModelError(f"{file}: tensor {name} has a malformed header entry ({error!r})") from error
-        if not fits:
-            raise ModelError(f"{file}: tensor {name} takes {info.nbytes} bytes but its offsets span {end - begin}")
+            problem = f"tensor {name} has a malformed header entry ({error!r})"
+            raise ModelError(f"{file}: {problem}; download it again") from error
+        if info.dtype not in _ITEM_BITS:
+            problem = f"tensor {name} has dtype {info.dtype}, which is not supported"
+            raise ModelError(f"{file}: {problem}; choose another conversion of the model")
+        if info.nbytes != span:
+            problem = f"tensor {name} takes {info.nbytes} bytes but its offsets span {span}"
+            raise ModelError(f"{file}: {problem}; download it again")
         tensors[name] = info
     return tensors
 
 
-def _read_header(path: Path) -> dict[str, Any]:
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The header, and how many bytes of tensors follow it."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -151,13 +169,12 @@ def _read_header(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path} has a corrupt safetensors header ({error}); download it again") from error
     if not isinstance(header, dict):
         raise ModelError(f"{path} has a corrupt safetensors header (not an object); download it again")
-    _check_extent(path, header, size - 8 - length)
-    return header
+    return header, size - 8 - length
 
 
 def _check_extent(path: Path, header: Mapping[str, Any], data_bytes: int) -> None:
     """The tensors must tile the data section: no gap at the end, no overlap."""
-    spans = sorted(tuple(e["data_offsets"]) for n, e in header.items() if n != "__metadata__" and "data_offsets" in e)
+    spans = sorted(tuple(entry["data_offsets"]) for name, entry in header.items() if name != "__metadata__")
     expected = 0
     for begin, end in spans:
         if begin != expected or end < begin:

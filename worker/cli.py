@@ -33,7 +33,7 @@ def worker(
     if not is_loopback(host) and not cluster.insecure:
         raise ConfigError(
             f"will not listen on {address}: links between nodes are not encrypted yet. "
-            "Use a loopback address, or pass a --config whose cluster.yaml says `insecure: true` (trusted networks only)"
+            "Use a loopback address, or a --config with `insecure: true` in it if you trust this network"
         )
 
     from worker.serve import serve

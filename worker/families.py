@@ -1,4 +1,4 @@
-"""What differs between model families: one row per family, one function per difference. mlx-lm's code stays untouched."""
+"""What differs between model families: one row per family, one function per difference; mlx-lm stays untouched."""
 
 import importlib
 from collections.abc import Callable

@@ -48,4 +48,4 @@ class Link:
 
     async def close(self) -> None:
         self._call.cancel()
-        await self._channel.close()
+        await self._channel.close(grace=None)

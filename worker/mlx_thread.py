@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -36,20 +37,19 @@ class MlxThread:
         while (job := self._jobs.get()) is not None:
             call, loop, future = job
             try:
-                outcome, settle = call(), _set_result
-            except BaseException as error:  # noqa: BLE001 - it is raised again in the task that waits
-                outcome, settle = error, _set_exception
+                settle = partial(_settle, future, call(), None)
+            except BaseException as error:  # raised again in the task that waits
+                settle = partial(_settle, future, None, error)
             if not loop.is_closed():
-                loop.call_soon_threadsafe(settle, future, outcome)
-            del job, call, future, outcome
+                loop.call_soon_threadsafe(settle)
+            del job, call, future, settle  # what a call held must not live until the next one
         mx.clear_streams()  # MLX asks for this at the end of every thread that used it
 
 
-def _set_result(future: "asyncio.Future[Any]", value: Any) -> None:
-    if not future.done():
+def _settle(future: "asyncio.Future[Any]", value: Any, error: BaseException | None) -> None:
+    if future.done():  # nobody waits any more
+        return
+    if error is None:
         future.set_result(value)
-
-
-def _set_exception(future: "asyncio.Future[Any]", error: BaseException) -> None:
-    if not future.done():
+    else:
         future.set_exception(error)

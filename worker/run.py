@@ -1,12 +1,12 @@
-"""Runs a command: the other of the two places that may catch anything. An exception becomes a message and an exit code."""
+"""Runs a command: exceptions become messages and exit codes. The other of the two places that may catch anything."""
 
 import sys
 import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-import click
 import typer
+from typer.exceptions import TyperException
 
 from worker.errors import BrigadeError
 
@@ -26,11 +26,12 @@ def run_command(command: Callable[..., Any] | typer.Typer) -> NoReturn:
 def _exit_code(app: typer.Typer) -> int:
     try:
         return app(standalone_mode=False) or 0
-    except click.ClickException as error:
+    except TyperException as error:
         context = getattr(error, "ctx", None)
-        _complain(f"{error.format_message()} (see {context.command_path if context else 'brigade'} --help)")
+        if message := error.format_message():  # none if no command was given: its help is out already
+            _complain(f"{message} (see {context.command_path if context else 'brigade'} --help)")
         return 2
-    except (click.Abort, KeyboardInterrupt):
+    except (typer.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except BrigadeError as error:
         _complain(str(error))
@@ -49,5 +50,5 @@ def _complain(message: str) -> None:
 
 def _reader_left() -> int:
     """Standard output was closed (`| head`): not a failure, but nothing more may be written."""
-    sys.stdout = None  # type: ignore[assignment]
+    sys.stdout = None
     return 0

@@ -3,8 +3,8 @@
 The same seed gives the same token at the same position, whatever the split, the batch, or a replay.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
@@ -27,9 +27,9 @@ class Draw:
         return [a for a in (self.token, self.logprob, *(self.alternatives or ())) if a is not None]
 
     def to_sample(self, slot: int) -> Sample:
-        sample = Sample(slot=slot, token=int(self.token.item()))
+        sample = Sample(slot=slot, token=cast(int, self.token.item()))
         if self.logprob is not None:
-            sample.logprob = float(self.logprob.item())
+            sample.logprob = cast(float, self.logprob.item())
         for token, logprob in zip(*(a.tolist() for a in self.alternatives or ()), strict=True):
             sample.alternatives.append(Alternative(token=token, logprob=logprob))
         return sample
@@ -50,7 +50,7 @@ class Sampler:
             frequency_penalty=sampling.frequency_penalty,
         )
 
-    def __call__(self, logits: mx.array, tokens: Sequence[int]) -> Draw:
+    def __call__(self, logits: mx.array, tokens: list[int]) -> Draw:
         """Choose the token that follows `tokens`.
 
         Args:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 
+import grpc
 import grpc.aio
 import mlx.core as mx
 import uvloop
@@ -18,7 +19,7 @@ from worker.mlx_thread import MlxThread
 from worker.service import NodeService
 from worker.wire import SERVER_OPTIONS
 
-_DRAIN_S = 10.0
+_DRAIN_S = 10.0  # how long sessions in progress may take to end
 
 
 def serve(name: str, bind: str, *, model: str | None, memory_bytes: int | None, follow_parent: bool) -> None:
@@ -42,7 +43,7 @@ def serve(name: str, bind: str, *, model: str | None, memory_bytes: int | None, 
 async def _serve(service: NodeService, bind: str, *, follow_parent: bool) -> None:
     server = grpc.aio.server(options=SERVER_OPTIONS)
     add_NodeServicer_to_server(service, server)
-    checks = health.aio.HealthServicer()
+    checks = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     try:
         port = server.add_insecure_port(bind)
@@ -57,7 +58,8 @@ async def _serve(service: NodeService, bind: str, *, follow_parent: bool) -> Non
     await _wait_stop(follow_parent=follow_parent)
     await checks.enter_graceful_shutdown()
     if not follow_parent:
-        await _drain(service)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(service.wait_idle(), _DRAIN_S)
     await server.stop(grace=None)
 
 
@@ -76,13 +78,3 @@ async def _wait_stop(*, follow_parent: bool) -> None:
     if follow_parent:
         loop.add_reader(sys.stdin.fileno(), lambda: stop.set() if not os.read(sys.stdin.fileno(), 1) else None)
     await stop.wait()
-
-
-async def _drain(service: NodeService) -> None:
-    """Let the sessions in progress end, for a while."""
-    if service.num_slots:
-        print(f"worker {service.name} drains {service.num_slots} session(s)", file=sys.stderr, flush=True)
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_DRAIN_S):
-            while service.num_slots:
-                await asyncio.sleep(0.05)

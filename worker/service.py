@@ -63,9 +63,10 @@ class NodeService(NodeServicer):
         self._attached: AttachRequest | None = None
         self._stage: Stage | None = None
 
-    @property
-    def num_slots(self) -> int:
-        return self._stage.engine.num_slots if self._stage else 0
+    async def wait_idle(self) -> None:
+        """Return once no session is in progress here."""
+        if self._stage:
+            await self._stage.wait_idle()
 
     async def Hello(self, request: HelloRequest, context: Context) -> HelloReply:
         async with self._reporting(context):

@@ -88,24 +88,28 @@ class Shard:
             ModelError: a file ends early or cannot be read.
         """
         for module in [*self.layers, self.model]:
-            arrays = [array for _, array in tree_flatten(module.parameters())]
+            arrays = [array for _, array in _tensors(module)]
             try:
                 mx.eval(arrays)
             except RuntimeError as error:
                 raise ModelError(f"cannot read the tensors of layers [{self.start}, {self.end}): {error}") from error
             if module is not self.model:
                 progress(sum(array.nbytes for array in arrays))
-        progress(self.nbytes - sum(a.nbytes for layer in self.layers for _, a in tree_flatten(layer.parameters())))
+        progress(self.nbytes - sum(array.nbytes for layer in self.layers for _, array in _tensors(layer)))
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for _, array in tree_flatten(self.model.parameters()))
+        return sum(array.nbytes for _, array in _tensors(self.model))
 
     def digests(self) -> Iterator[tuple[str, str]]:
         """Name and BLAKE2b digest of every tensor held."""
-        for name, array in tree_flatten(self.model.parameters()):
+        for name, array in _tensors(self.model):
             raw = np.array(array.reshape(-1).view(mx.uint8), copy=False)
             yield name, hashlib.blake2b(raw.data, digest_size=16).hexdigest()
+
+
+def _tensors(module: Any) -> list[tuple[str, mx.array]]:
+    return tree_flatten(module.parameters())  # type: ignore[return-value]
 
 
 def _build(checkpoint: Checkpoint, start: int, end: int, num_layers: int) -> Any:
@@ -117,7 +121,7 @@ def _build(checkpoint: Checkpoint, start: int, end: int, num_layers: int) -> Any
     tied = "lm_head" not in _text_root(model)
     _strip(model, start, end, is_last=end == num_layers, keep_embedding=start == 0 or (end == num_layers and tied))
     _quantise(model, checkpoint, weights)
-    kept = {name for name, _ in tree_flatten(model.parameters())}
+    kept = {name for name, _ in _tensors(model)}
     bound = {name: array for name, array in weights.items() if name in kept or _inside(name, start, end)}
     if missing := sorted(kept - bound.keys()):
         raise ModelError(f"{checkpoint.name} lacks tensor {missing[0]} ({len(missing)} missing); download it again")
@@ -163,7 +167,7 @@ def _text_root(model: Any) -> Any:
 
 def _head(model: Any) -> Callable[[mx.array], mx.array]:
     root = _text_root(model)
-    return root.lm_head if "lm_head" in root else model.model.embed_tokens.as_linear  # type: ignore[no-any-return]
+    return root.lm_head if "lm_head" in root else model.model.embed_tokens.as_linear
 
 
 def _inside(name: str, start: int, end: int) -> bool:
@@ -181,7 +185,7 @@ def _quantise(model: Any, checkpoint: Checkpoint, weights: dict[str, mx.array]) 
 
     def parameters(path: str, module: nn.Module) -> bool | dict[str, Any]:
         if path in quantization:
-            return quantization[path]  # type: ignore[no-any-return]
+            return quantization[path]
         if not hasattr(module, "to_quantized") or f"{path}.scales" not in weights:
             return False
         return infer_quant_config(path, module, weights)

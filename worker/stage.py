@@ -27,6 +27,8 @@ class Stage:
         self._send = send
         self._frames: asyncio.Queue[tuple[Frame, int]] = asyncio.Queue(_DEPTH)
         self._outcomes: asyncio.Queue[Result | BaseException] = asyncio.Queue()
+        self._idle = asyncio.Event()  # no slot is open
+        self._idle.set()
         self._busy_since: float | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -59,7 +61,12 @@ class Stage:
             raise outcome
         return outcome
 
+    async def wait_idle(self) -> None:
+        """Return once no slot is open."""
+        await self._idle.wait()
+
     async def stop(self) -> None:
+        self._idle.set()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -71,6 +78,7 @@ class Stage:
             output = await self._thread.run(lambda f=frame, r=received: self.engine.step(f, r))  # type: ignore[misc]
             self._busy_since = None
             self.last_step = frame.step
+            self._idle.clear() if self.engine.num_slots else self._idle.set()
             output.timings[-1].sent = time.monotonic_ns()
             if isinstance(output, Result):
                 self.deliver(output)

@@ -1,4 +1,4 @@
-"""How nodes reach each other: gRPC options, addresses, tensors as bytes. Raw bytes for tensors, protobuf for the rest."""
+"""How nodes reach each other: gRPC options, and tensors as raw bytes."""
 
 import math
 

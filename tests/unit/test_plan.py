@@ -1,11 +1,10 @@
 import itertools
-import math
 import random
 from collections.abc import Iterator
 
 import pytest
 
-from coordinator.plan import Node, Plan, format_bytes, plan, require_fit
+from coordinator.plan import Assignment, Node, Plan, format_bytes, plan, require_fit
 from protos.brigade_pb2 import DTYPE_BFLOAT16
 from worker.errors import ConfigError
 from worker.modelspec import LayerSpec, ModelSpec
@@ -45,8 +44,9 @@ def excess(candidate: Plan) -> tuple[float, float]:
     return max(parts), sum(reversed(parts))
 
 
-def size(candidate: Plan) -> tuple[int, int]:
-    weights = [a.weight_bytes for a in candidate.assignments]
+def size(candidate: Plan, spec: ModelSpec) -> tuple[int, int]:
+    """What a token reads of the largest stage, then of all squared: everything but the embedding."""
+    weights = [a.weight_bytes - (spec.embed_bytes if a.start == 0 else 0) for a in candidate.assignments]
     return max(weights), sum(weight**2 for weight in weights)
 
 
@@ -54,7 +54,7 @@ def brute_force(spec: ModelSpec, where: list[Node], context: int) -> Plan:
     """The best of all splits; the first in order of those that are equally good."""
     candidates = [plan(spec, where, context, layers) for layers in sorted(all_splits(spec, len(where)))]
     fitting = [candidate for candidate in candidates if candidate.fits]
-    return min(fitting, key=size) if fitting else min(candidates, key=excess)
+    return min(fitting, key=lambda candidate: size(candidate, spec)) if fitting else min(candidates, key=excess)
 
 
 def random_case(seed: int) -> tuple[ModelSpec, list[Node], int]:
@@ -65,7 +65,7 @@ def random_case(seed: int) -> tuple[ModelSpec, list[Node], int]:
     )
     spec = ModelSpec("tiny", "qwen3", layers, rng.randint(0, 9), rng.randint(0, 9), 8, 16, 128, DTYPE_BFLOAT16)
     budgets = [rng.randint(5, 60) for _ in range(rng.randint(1, min(4, len(layers))))]
-    return spec, nodes(*budgets), rng.randint(0, 5)
+    return spec, nodes(*budgets), rng.randint(1, 5)
 
 
 @pytest.mark.parametrize("seed", range(150))
@@ -85,17 +85,19 @@ def test_the_random_models_are_of_both_kinds_those_that_fit_and_those_that_do_no
         pytest.param([1] * 6, (0, 0), (ROOMY,), [6], id="one node alone holds everything"),
         pytest.param([1] * 6, (0, 0), (ROOMY,) * 3, [2, 2, 2], id="equal layers split evenly"),
         pytest.param([1] * 3, (0, 0), (ROOMY,) * 3, [1, 1, 1], id="as many nodes as layers"),
-        pytest.param([1] * 6, (2, 0), (ROOMY,) * 2, [2, 4], id="the embedding counts on the first node"),
+        pytest.param([1] * 6, (2, 0), (ROOMY,) * 2, [3, 3], id="a token reads one row of the embedding"),
+        pytest.param([1] * 6, (2, 0), (4, ROOMY), [2, 4], id="but all of it takes memory"),
         pytest.param([1] * 6, (0, 2), (ROOMY,) * 2, [4, 2], id="the head counts on the last node"),
         pytest.param([9, 1, 1, 1], (0, 0), (ROOMY,) * 2, [1, 3], id="bytes count, not layers"),
         pytest.param([1] * 7, (0, 0), (ROOMY,) * 3, [2, 2, 3], id="of equal splits the earliest"),
+        pytest.param([1, 5, 2, 3], (0, 0), (ROOMY,) * 3, [1, 1, 2], id="the largest stage before the sum of squares"),
         pytest.param([4, 1, 1, 1, 1], (0, 0), (ROOMY,) * 3, [1, 2, 2], id="then the smallest sum of squares"),
         pytest.param([1] * 6, (0, 0), (ROOMY, 1), [5, 1], id="no node gets more than its budget"),
         pytest.param([1] * 6, (0, 0), (1, ROOMY), [1, 5], id="no node gets more than its budget, in any place"),
     ],
 )
 def test_splits(weights: list[int], ends: tuple[int, int], budgets: tuple[int, ...], layers: list[int]) -> None:
-    found = plan(model(weights, *ends), nodes(*budgets), context=0)
+    found = plan(model(weights, *ends), nodes(*budgets), context=1)
     assert found.layers == layers
     assert found.fits
 
@@ -103,18 +105,16 @@ def test_splits(weights: list[int], ends: tuple[int, int], budgets: tuple[int, .
 def test_assignments_are_contiguous_and_account_for_every_byte() -> None:
     spec = model([5, 6, 7, 8], embed=3, head=4, per_token=2)
     found = plan(spec, nodes(50, 60, 70), context=10)
-    first, second, third = found.assignments
-    assert (first.start, first.end, second.start, second.end, third.start, third.end) == (0, 2, 2, 3, 3, 4)
-    assert [(a.name, a.weight_bytes, a.cache_bytes, a.needed_bytes, a.memory_bytes) for a in found.assignments] == [
-        ("n0", 14, 40, 54, 50),
-        ("n1", 7, 20, 27, 60),
-        ("n2", 12, 20, 32, 70),
-    ] or found.fits
-    assert sum(a.weight_bytes for a in found.assignments) == 5 + 6 + 7 + 8 + 3 + 4
+    assert found.assignments == (
+        Assignment("n0", 0, 1, weight_bytes=3 + 5, cache_bytes=20, memory_bytes=50),
+        Assignment("n1", 1, 3, weight_bytes=6 + 7, cache_bytes=40, memory_bytes=60),
+        Assignment("n2", 3, 4, weight_bytes=8 + 4, cache_bytes=20, memory_bytes=70),
+    )
+    assert [a.needed_bytes for a in found.assignments] == [28, 53, 32]
     assert found.context == 10
 
 
-@pytest.mark.parametrize(("context", "layers"), [(0, [2, 2]), (3, [2, 2]), (4, [1, 3]), (8, [1, 3])])
+@pytest.mark.parametrize(("context", "layers"), [(1, [2, 2]), (3, [2, 2]), (4, [1, 3]), (8, [1, 3])])
 def test_the_cache_at_the_whole_context_takes_memory(context: int, layers: list[int]) -> None:
     assert plan(model([2, 2, 2, 2], per_token=1), nodes(10, ROOMY), context).layers == layers
 
@@ -124,8 +124,8 @@ def test_a_sliding_window_bounds_the_cache() -> None:
 
 
 def test_a_node_may_be_filled_to_the_last_byte() -> None:
-    assert plan(model([5, 5]), nodes(10), context=0).fits
-    assert not plan(model([5, 5]), nodes(9), context=0).fits
+    assert plan(model([5, 5]), nodes(10), context=1).fits
+    assert not plan(model([5, 5]), nodes(9), context=1).fits
 
 
 @pytest.mark.parametrize(
@@ -134,23 +134,23 @@ def test_a_node_may_be_filled_to_the_last_byte() -> None:
         pytest.param((10, 20), [4, 8], id="the shortage is shared in proportion to the budgets"),
         pytest.param((1, 1000), [1, 11], id="a tiny node takes as little as it can"),
         pytest.param((0, 100), [1, 11], id="a node without memory is no division by zero"),
-        pytest.param((5, 5, 200), [1, 1, 10], id="a shortage that must be is no reason for another"),
+        pytest.param((5, 20, 200), [1, 1, 10], id="a shortage that must be is no reason for another"),
     ],
 )
 def test_without_a_fit_the_plan_exceeds_the_budgets_least(budgets: tuple[int, ...], layers: list[int]) -> None:
-    found = plan(model([10] * 12), nodes(*budgets), context=0)
+    found = plan(model([10] * 12), nodes(*budgets), context=1)
     assert found.layers == layers
     assert not found.fits
 
 
 def test_given_layers_are_taken_as_they_are() -> None:
-    found = plan(model([1] * 6), nodes(ROOMY, ROOMY), 0, layers=[5, 1])
+    found = plan(model([1] * 6), nodes(ROOMY, ROOMY), 1, layers=[5, 1])
     assert found.layers == [5, 1]
     assert [(a.start, a.end) for a in found.assignments] == [(0, 5), (5, 6)]
 
 
 def test_given_layers_that_do_not_fit_are_a_plan_that_does_not_fit() -> None:
-    assert not plan(model([1] * 6), nodes(3, 3), 0, layers=[4, 2]).fits
+    assert not plan(model([1] * 6), nodes(3, 3), 1, layers=[4, 2]).fits
 
 
 @pytest.mark.parametrize(
@@ -167,19 +167,25 @@ def test_given_layers_that_do_not_fit_are_a_plan_that_does_not_fit() -> None:
 )
 def test_given_layers_must_be_a_split_of_the_model(layers: list[int], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        plan(model([1] * 6), nodes(ROOMY, ROOMY), 0, layers)
+        plan(model([1] * 6), nodes(ROOMY, ROOMY), 1, layers)
     assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("layers", [None, [1, 1, 1]])
 def test_more_nodes_than_layers_are_refused(layers: list[int] | None) -> None:
     with pytest.raises(ConfigError, match="expected at most one node per layer, found 3 nodes for 2 layers"):
-        plan(model([1, 1]), nodes(ROOMY, ROOMY, ROOMY), 0, layers)
+        plan(model([1, 1]), nodes(ROOMY, ROOMY, ROOMY), 1, layers)
+
+
+@pytest.mark.parametrize("context", [0, -8])
+def test_a_context_of_no_tokens_is_refused(context: int) -> None:
+    with pytest.raises(ConfigError, match=f"context: expected at least 1 token, found {context}"):
+        plan(model([1, 1]), nodes(ROOMY), context)
 
 
 def test_a_plan_that_fits_is_not_refused() -> None:
     spec = model([1] * 6)
-    require_fit(plan(spec, nodes(3, 3), 0), spec)
+    require_fit(plan(spec, nodes(3, 3), 1), spec)
 
 
 def test_a_plan_that_does_not_fit_is_refused_with_what_is_missing_and_what_to_do() -> None:
@@ -190,8 +196,8 @@ def test_a_plan_that_does_not_fit_is_refused_with_what_is_missing_and_what_to_do
         "tiny with 512 tokens of context does not fit: mini lacks 2.0 GiB. "
         "Use more nodes, a smaller --context or a quantised model.",
         "node    layers  weights    cache   needed   budget  missing",
-        "studio     0-3  4.5 GiB  2.0 GiB  6.5 GiB  8.0 GiB        -",
-        "mini       4-5  2.0 GiB  1.0 GiB  3.0 GiB  1.0 GiB  2.0 GiB",
+        "studio  [0, 4)  4.5 GiB  2.0 GiB  6.5 GiB  8.0 GiB        -",
+        "mini    [4, 6)  2.0 GiB  1.0 GiB  3.0 GiB  1.0 GiB  2.0 GiB",
     ]
 
 

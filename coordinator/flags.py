@@ -1,0 +1,100 @@
+"""The flags of the command line, one name each, for the commands to share."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_CLUSTER, _SAMPLING, _OUTPUT = "Cluster", "Sampling", "Output"
+
+Config = Annotated[Path | None, typer.Option(help="cluster.yaml: the model and the workers.", rich_help_panel=_CLUSTER)]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        help="A folder, a hub repository (owner/name), or `demo`, the bundled model. [default: cluster.yaml's or demo]",
+        rich_help_panel=_CLUSTER,
+    ),
+]
+Local = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=16,
+        help="Start this many workers on loopback instead of using cluster.yaml's; 0 runs everything in this process.",
+        rich_help_panel=_CLUSTER,
+    ),
+]
+Layers = Annotated[
+    str | None,
+    typer.Option(
+        metavar="3,2,1", help="Layers per node, coordinator first. [default: planned]", rich_help_panel=_CLUSTER
+    ),
+]
+Context = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Tokens per session that the plan keeps memory for. [default: 4096]", rich_help_panel=_CLUSTER
+    ),
+]
+
+Prompt = Annotated[str | None, typer.Option("--prompt", "-p", help="What to ask; `-` reads standard input.")]
+PromptTokens = Annotated[str | None, typer.Option(metavar="1,2,3", help="The prompt as token ids.")]
+SystemPrompt = Annotated[str | None, typer.Option(help="Said to the model before the prompt.")]
+Raw = Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, without the chat template.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-m", help="The most tokens to generate.")]
+Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this text; repeatable.")]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end-of-sequence token.")]
+PrefillStepSize = Annotated[int, typer.Option(min=1, max=8192, help="Rows of one prompt chunk.")]
+
+Temp = Annotated[
+    float, typer.Option(help="Temperature; 0 takes the likeliest token.", rich_help_panel=_SAMPLING)
+]  # fmt: skip
+TopP = Annotated[
+    float, typer.Option(help="Sample from the likeliest tokens of this total; 0 or 1: off.", rich_help_panel=_SAMPLING)
+]
+TopK = Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0: off.", rich_help_panel=_SAMPLING)]
+MinP = Annotated[
+    float,
+    typer.Option(
+        help="Sample from tokens at least this times as likely as the best; 0: off.", rich_help_panel=_SAMPLING
+    ),
+]
+RepetitionPenalty = Annotated[
+    float, typer.Option(help="Divide the logits of the last 20 tokens; 0: off.", rich_help_panel=_SAMPLING)
+]
+PresencePenalty = Annotated[
+    float, typer.Option(help="Subtract from the logits of the last 20 tokens.", rich_help_panel=_SAMPLING)
+]
+FrequencyPenalty = Annotated[
+    float, typer.Option(help="Subtract per use among the last 20 tokens.", rich_help_panel=_SAMPLING)
+]
+LogitBias = Annotated[
+    str | None,
+    typer.Option(metavar="ID:BIAS,...", help="Add to the logits of these tokens.", rich_help_panel=_SAMPLING),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=2**64 - 1,
+        help="The same seed gives the same tokens, on any split. [default: random]",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+
+Json = Annotated[
+    bool,
+    typer.Option("--json", help="One JSON object on stdout at the end, nothing else there.", rich_help_panel=_OUTPUT),
+]
+Logprobs = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=20,
+        help="With --json: each token's log probability and those of the N likeliest.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+Trace = Annotated[
+    Path | None, typer.Option(help="Write a Chrome trace of all stages to this file.", rich_help_panel=_OUTPUT)
+]

@@ -1,0 +1,148 @@
+"""What the chain costs: a two-node chain against one process with the same model, and against a bare gRPC echo.
+
+python -m tools.bench_overhead [--model demo] [--tokens 128] [--rounds 5]
+
+Runs in turn, in one go: the whole model in this process, the same model on this process and one worker process, and a
+bare `grpc.aio` stream to another process that carries the same bytes. Prints medians and their ratios.
+"""
+
+import asyncio
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Annotated, Any
+
+import grpc.aio
+import typer
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from coordinator.chain import Chain
+from coordinator.cluster import open_chain, read_model
+from coordinator.generate import Answer, generate
+from coordinator.options import ClusterOptions, cluster_options
+from coordinator.request import Request
+from worker.machine import machine_name
+from worker.modelspec import DTYPE_BYTES, ModelSpec
+from worker.run import run_command
+from worker.wire import CHANNEL_OPTIONS, SERVER_OPTIONS
+
+_ECHO = "/brigade.bench.Echo/Stream"
+
+
+def main(
+    model: Annotated[str, typer.Option(help="As for `brigade generate`.")] = "demo",
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens to decode per round.")] = 128,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the long prompt.")] = 1024,
+    rounds: Annotated[int, typer.Option(min=1)] = 5,
+    echo: Annotated[bool, typer.Option("--echo", hidden=True)] = False,
+) -> None:
+    """Measure the overhead of a two-node chain per token, and its prefill against one process."""
+    if echo:
+        uvloop.run(_serve_echo())
+    else:
+        uvloop.run(_measure(cluster_options(None, model, 0, None, None), tokens, prompt, rounds))
+
+
+async def _measure(options: ClusterOptions, num_tokens: int, num_prompt: int, rounds: int) -> None:
+    checkpoint, spec = await read_model(options.model)
+    context = num_prompt + num_tokens
+    short = Request((5, 6, 7, 8), num_tokens)
+    long = Request(tuple(5 + i % 64 for i in range(min(num_prompt, spec.context - 1))), 1)
+    one_ms, two_ms, one_s, two_s = [], [], [], []
+    async with (
+        open_chain(options, checkpoint, spec, context) as one,
+        open_chain(replace(options, local=1), checkpoint, spec, context) as two,
+    ):
+        for _ in range(rounds):
+            one_ms += _token_ms(await generate(one, short))
+            two_ms += _token_ms(await generate(two, short))
+        for _ in range(rounds):
+            one_s.append((await generate(one, long, chunk=_chunk(long))).ttft_s)
+            two_s.append((await generate(two, long, chunk=_chunk(long))).ttft_s)
+        layers = two.plan.layers
+    echo_ms = await _echo_ms(spec, num_tokens * rounds)
+    _print(spec, layers, len(long.prompt), one_ms, two_ms, echo_ms, one_s, two_s)
+
+
+def _chunk(request: Request) -> int:
+    return max(1, len(request.prompt) // 8)
+
+
+def _token_ms(answer: Answer) -> list[float]:
+    times = answer.token_times
+    return [(after - before) / 1e6 for before, after in zip(times[:-1], times[1:], strict=True)]
+
+
+def _print(
+    spec: ModelSpec, layers: list[int], num_prompt: int,
+    one_ms: list[float], two_ms: list[float], echo_ms: list[float], one_s: list[float], two_s: list[float],
+) -> None:  # fmt: skip
+    one, two, echo = (statistics.median(values) for values in (one_ms, two_ms, echo_ms))
+    bound = max(1.0, 6 * echo)
+    table = Table(title=f"{spec.name} on {machine_name()}", title_justify="left")
+    table.add_column("what")
+    table.add_column("median", justify="right")
+    table.add_row("one process, per token", f"{one:.3f} ms")
+    table.add_row(f"two nodes {layers}, per token", f"{two:.3f} ms")
+    table.add_row("overhead per token", f"{two - one:+.3f} ms (wanted at most {bound:.3f})")
+    table.add_row(f"bare stream echo of {_hidden_bytes(spec)} bytes, round trip", f"{echo:.3f} ms")
+    single, pair = statistics.median(one_s), statistics.median(two_s)
+    table.add_row(f"prompt of {num_prompt} tokens, one process", f"{single:.3f} s")
+    table.add_row(f"prompt of {num_prompt} tokens, two nodes", f"{pair:.3f} s")
+    table.add_row("prefill, two nodes against one process", f"{single / pair:.2f}x (wanted at least 1.5)")
+    Console().print(table)
+
+
+def _hidden_bytes(spec: ModelSpec) -> int:
+    return spec.hidden_size * DTYPE_BYTES[spec.dtype]
+
+
+async def _echo_ms(spec: ModelSpec, count: int) -> list[float]:
+    """Round trips of one token's hidden state over a bare bidirectional stream to another process."""
+    payload = bytes(_hidden_bytes(spec))
+    async with _echo_process() as address, grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        call = channel.stream_stream(_ECHO)()
+        times = []
+        for _ in range(count):
+            before = time.perf_counter()
+            await call.write(payload)
+            await call.read()
+            times.append((time.perf_counter() - before) * 1e3)
+        call.cancel()
+        return times
+
+
+@asynccontextmanager
+async def _echo_process() -> AsyncIterator[str]:
+    command = [sys.executable, "-m", "tools.bench_overhead", "--echo"]
+    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        yield f"127.0.0.1:{int(await process.stdout.readline())}"
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+async def _serve_echo() -> None:
+    async def echo(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        async for request in requests:
+            yield request
+
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    handler = grpc.stream_stream_rpc_method_handler(echo)
+    service, method = _ECHO.strip("/").split("/")
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
+    print(server.add_insecure_port("127.0.0.1:0"), flush=True)
+    await server.start()
+    await server.wait_for_termination(timeout=600)
+
+
+if __name__ == "__main__":
+    run_command(main)
