@@ -46,7 +46,7 @@ def generate(
     max_tokens: flags.MaxTokens = 256,
     stop: flags.Stop = None,
     ignore_eos: flags.IgnoreEos = False,
-    prefill_step_size: flags.PrefillStepSize = 512,
+    prefill_step_size: flags.PrefillStepSize = None,
     config: flags.Config = None,
     model: flags.Model = None,
     local: flags.Local = None,

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from coordinator.chain import Chain
 from coordinator.cluster import make_plan, open_chain, open_peers, read_model
-from coordinator.generate import PREFILL_STEP_SIZE, Answer, generate
+from coordinator.generate import Answer, generate
 from coordinator.options import ClusterOptions
 from coordinator.plan import require_fit
 from coordinator.report import logprobs_of, plan_as_json, print_plan, print_summary, stages_of, stats_of
@@ -36,7 +36,7 @@ class Wish:
     sampling: Sampling = field(default_factory=Sampling)
     stops: tuple[str, ...] = ()
     ignore_eos: bool = False
-    chunk: int = PREFILL_STEP_SIZE
+    chunk: int | None = None
     as_json: bool = False
     trace: Path | None = None
 

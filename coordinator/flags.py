@@ -44,7 +44,10 @@ Raw = Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, with
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-m", help="The most tokens to generate.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this text; repeatable.")]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end-of-sequence token.")]
-PrefillStepSize = Annotated[int, typer.Option(min=1, max=8192, help="Rows of one prompt chunk.")]
+PrefillStepSize = Annotated[
+    int | None,
+    typer.Option(min=1, max=8192, help="Rows of one prompt chunk. [default: up to 512, so that every stage works]"),
+]
 
 Temp = Annotated[
     float, typer.Option(help="Temperature; 0 takes the likeliest token.", rich_help_panel=_SAMPLING)

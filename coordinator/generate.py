@@ -12,7 +12,20 @@ from coordinator.text import TextStream
 from coordinator.waterfall import Passage, Waterfall, make_waterfall
 from protos.brigade_pb2 import Sample
 
-PREFILL_STEP_SIZE = 512
+_LARGEST_CHUNK = 512  # rows
+_SMALLEST_CHUNK = 32
+_CHUNKS_PER_STAGE = 4
+
+
+def chunk_size(num_prompt: int, num_stages: int) -> int:
+    """Rows per prompt chunk, if the user does not say: enough chunks to keep every stage at work.
+
+    With c chunks on n equal stages a prompt takes (c + n - 1) / (c n) of the time that one stage would take.
+    """
+    if num_stages == 1:
+        return _LARGEST_CHUNK
+    wanted = -(-num_prompt // (_CHUNKS_PER_STAGE * num_stages))
+    return min(_LARGEST_CHUNK, max(_SMALLEST_CHUNK, wanted))
 
 
 @dataclass
@@ -50,18 +63,20 @@ async def generate(
     *,
     stream: TextStream | None = None,
     emit: Callable[[str], None] = lambda text: None,
-    chunk: int = PREFILL_STEP_SIZE,
+    chunk: int | None = None,
 ) -> Answer:
     """Run a checked request through the chain.
 
     Args:
         stream: turns tokens into text and watches for stop strings; None for tokens only.
         emit: takes each piece of text as it becomes final.
-        chunk: rows per prompt chunk.
+        chunk: rows per prompt chunk; None chooses by `chunk_size`.
     Raises:
         BrigadeError: a stage failed; nothing more will come.
     """
-    scheduler = Scheduler(max_in_flight=len(chain.clock_offsets) + 1, chunk=chunk, epoch=chain.epoch)
+    num_stages = 1 + len(chain.peers)
+    rows = chunk or chunk_size(len(request.prompt), num_stages)
+    scheduler = Scheduler(max_in_flight=num_stages + 1, chunk=rows, epoch=chain.epoch)
     session = Session(request.prompt, room_for_answer(request, chain.context), request.eos)
     answer = Answer(len(request.prompt), time.monotonic_ns())
     scheduler.open(session, request.sampling)

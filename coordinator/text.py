@@ -16,7 +16,7 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         """Raises ModelError if the folder holds no tokenizer that can be read."""
         try:
-            self._wrapper = tokenizer_utils.load(folder)
+            self._wrapper = tokenizer_utils.load(folder, {"trust_remote_code": False})
         except (OSError, ValueError, KeyError, TypeError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             raise ModelError(f"cannot load the tokenizer of {folder}: {reason}") from error

@@ -7,6 +7,7 @@ bare `grpc.aio` stream to another process that carries the same bytes. Prints me
 """
 
 import asyncio
+import itertools
 import statistics
 import subprocess
 import sys
@@ -22,7 +23,6 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from coordinator.chain import Chain
 from coordinator.cluster import open_chain, read_model
 from coordinator.generate import Answer, generate
 from coordinator.options import ClusterOptions, cluster_options
@@ -63,20 +63,15 @@ async def _measure(options: ClusterOptions, num_tokens: int, num_prompt: int, ro
             one_ms += _token_ms(await generate(one, short))
             two_ms += _token_ms(await generate(two, short))
         for _ in range(rounds):
-            one_s.append((await generate(one, long, chunk=_chunk(long))).ttft_s)
-            two_s.append((await generate(two, long, chunk=_chunk(long))).ttft_s)
+            one_s.append((await generate(one, long)).ttft_s)
+            two_s.append((await generate(two, long)).ttft_s)
         layers = two.plan.layers
     echo_ms = await _echo_ms(spec, num_tokens * rounds)
     _print(spec, layers, len(long.prompt), one_ms, two_ms, echo_ms, one_s, two_s)
 
 
-def _chunk(request: Request) -> int:
-    return max(1, len(request.prompt) // 8)
-
-
 def _token_ms(answer: Answer) -> list[float]:
-    times = answer.token_times
-    return [(after - before) / 1e6 for before, after in zip(times[:-1], times[1:], strict=True)]
+    return [(after - before) / 1e6 for before, after in itertools.pairwise(answer.token_times)]
 
 
 def _print(

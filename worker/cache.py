@@ -60,20 +60,20 @@ class KVCache:
         return [array for array in (self.keys, self.values) if array is not None]
 
     def cut(self, length: int) -> None:
-        """Keep the first `length` tokens. Raises CacheMismatch if they are not all here."""
-        if not self.start <= length <= self.length:
+        """Keep the first `length` tokens. Raises CacheMismatch if what the next one sees of them is not all here."""
+        if self._first_seen(length) < self.start or length > self.length:
             raise CacheMismatch(f"cannot cut the cache to {length} tokens: it holds [{self.start}, {self.length})")
         self.length = length
 
     def reserve(self, num_tokens: int) -> None:
         """Make room for `num_tokens` more rows, dropping those that slid out of sight."""
-        first = max(self.start, self.length - self.window + 1) if self.window else self.start
         if self.keys is None or self.length - self.start + num_tokens <= self.keys.shape[2]:
             return
+        first = max(self.start, self._first_seen(self.length))
         kept = slice(first - self.start, self.length - self.start)
         self.keys, self.values = (array[:, :, kept] for array in self.arrays())
         self.start = first
-        self._grow(num_tokens)
+        self._grow(max(num_tokens, self.step))  # a full window must not be copied for every token
 
     def mask(self, num_tokens: int) -> Mask:
         """Who sees whom: rows [length, length + num_tokens) against [start, length + num_tokens)."""
@@ -95,6 +95,10 @@ class KVCache:
         self.values[:, :, here:end] = values
         self.length += keys.shape[2]
         return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def _first_seen(self, position: int) -> int:
+        """The first row that the query at `position` sees."""
+        return max(0, position - self.window + 1) if self.window else 0
 
     def _grow(self, num_tokens: int) -> None:
         def grown(array: mx.array) -> mx.array:
