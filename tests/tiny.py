@@ -84,7 +84,7 @@ def write_folder(folder: Path, config: dict[str, Any], weights: dict[str, mx.arr
 
 
 def _randomised(parameter: mx.array) -> mx.array:
-    """Values that make layers matter and keep logits apart: matrices of gain about one, vectors around what they were."""
+    """Values that make layers matter and keep logits apart: matrices of gain 1.5, vectors near what they were."""
     if parameter.ndim < 2:
         return parameter + 0.1 * mx.random.normal(parameter.shape)
     return mx.random.normal(parameter.shape) * (1.5 / parameter.shape[-1] ** 0.5)
