@@ -23,8 +23,10 @@ class Request:
 
 def make_sampling(*, seed: int | None, top_k: int, **parameters: Any) -> Sampling:
     """Sampling parameters, with a random seed if none is given. Raises InputError for a value that none can have."""
-    if top_k < 0:
-        raise InputError(f"--top-k: expected 0 or more, got {top_k}")
+    biased = [("--logit-bias: token id", token, 32) for token in parameters.get("logit_bias", ())]
+    for flag, number, bits in (("--seed", seed or 0, 64), ("--top-k", top_k, 32), *biased):
+        if not 0 <= number < 2**bits:
+            raise InputError(f"{flag}: expected a whole number from 0 to {2**bits - 1}, got {number}")
     sampling = Sampling(seed=random.getrandbits(32) if seed is None else seed, top_k=top_k, **parameters)
     check_sampling(sampling)
     return sampling
@@ -39,6 +41,7 @@ def check_sampling(sampling: Sampling) -> None:
         ("--repetition-penalty", sampling.repetition_penalty, 0.0, 100.0),
         ("--presence-penalty", sampling.presence_penalty, -100.0, 100.0),
         ("--frequency-penalty", sampling.frequency_penalty, -100.0, 100.0),
+        *(("--logit-bias", bias, -1e9, 1e9) for bias in sampling.logit_bias.values()),
     ):
         if not (math.isfinite(value) and low <= value <= high):
             raise InputError(f"{flag}: expected a number from {low:g} to {high:g}, got {value:g}")

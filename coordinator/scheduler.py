@@ -42,7 +42,11 @@ class Scheduler:
     def close(self, session: Session) -> None:
         """Take the session off; the next frame frees its slot on every stage."""
         self._turns.remove(session)
-        self._closed.append(session.slot)
+        unsent = next((opening for opening in self._opened if opening.slot == session.slot), None)
+        if unsent is None:
+            self._closed.append(session.slot)
+        else:
+            self._opened.remove(unsent)  # no stage has heard of it
         self._free_slots.append(session.slot)
 
     def schedule(self) -> Frame | None:

@@ -40,12 +40,12 @@ class Tokenizer:
 
 def eos_ids(folder: Path, config: dict[str, Any]) -> frozenset[int]:
     """All end-of-sequence ids that the checkpoint names, in config.json and generation_config.json."""
-    found = [config.get("eos_token_id"), config.get("text_config", {}).get("eos_token_id")]
+    found = [config.get("eos_token_id"), (config.get("text_config") or {}).get("eos_token_id")]
     path = folder / "generation_config.json"
     if path.exists():
         try:
             found.append(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id"))
-        except (json.JSONDecodeError, AttributeError) as error:
+        except (ValueError, AttributeError) as error:
             raise ModelError(f"{path} is not valid JSON ({error})") from error
     ids: set[int] = set()
     for value in found:

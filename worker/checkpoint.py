@@ -60,7 +60,10 @@ class Checkpoint:
     def fetch(self, names: Iterable[str], progress: Callable[[int], None]) -> None:
         """Bring the files that hold these tensors into the folder; `progress` takes the bytes that arrived."""
         if self.download is not None:
-            self.download(sorted({self.tensors[name].file for name in names}), progress)
+            self.download(sorted(self.files_of(names)), progress)
+
+    def files_of(self, names: Iterable[str]) -> set[str]:
+        return {self.tensors[name].file for name in names}
 
     def stamp(self) -> tuple[tuple[str, int], ...]:
         """Changes when a weight file that is here changes."""
@@ -68,8 +71,10 @@ class Checkpoint:
         return tuple((f, (self.folder / f).stat().st_mtime_ns) for f in files if (self.folder / f).exists())
 
     def _tokenizer_files(self) -> list[Path]:
+        """Only such as also come from a hub, or a folder and its repository would differ."""
         names = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
-        return sorted(path for path in self.folder.iterdir() if path.name.startswith(names))
+        small = {path for pattern in SMALL_FILES for path in self.folder.glob(pattern)}
+        return sorted(path for path in small if path.name.startswith(names) and path.is_file())
 
 
 def open_folder(folder: Path, name: str | None = None) -> Checkpoint:
@@ -110,8 +115,9 @@ def weight_files(folder: Path) -> list[str]:
             return sorted({str(Path(file)) for file in files})
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ModelError(f"{index} is not a safetensors index ({error!r}); download the model again") from error
-    if found := sorted(path.name for path in folder.glob("*.safetensors")):
-        return found
+    for pattern in ("model*.safetensors", "*.safetensors"):  # beside the model's own there may be other forms of it
+        if found := sorted(path.name for path in folder.glob(pattern)):
+            return found
     raise ModelError(f"{folder} holds no *.safetensors; only safetensors checkpoints are read")
 
 

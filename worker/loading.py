@@ -37,9 +37,9 @@ async def load_shard(
     """
     loop = asyncio.get_running_loop()
     names = shard_tensors(checkpoint, start, end, num_layers)
-    total = sum(checkpoint.tensors[name].nbytes for name in names)
+    files = checkpoint.files_of(names)
 
-    def counter(phase: str) -> Callable[[int], None]:
+    def counter(phase: str, total: int) -> Callable[[int], None]:
         done = 0
 
         def advance(nbytes: int) -> None:
@@ -51,8 +51,9 @@ async def load_shard(
 
     def build() -> Shard:
         shard = Shard(checkpoint, start, end)
-        shard.materialise(counter("load"))
+        shard.materialise(counter("load", sum(checkpoint.tensors[name].nbytes for name in names)))
         return shard
 
-    await asyncio.to_thread(checkpoint.fetch, names, counter("download"))
+    to_download = sum(info.nbytes for info in checkpoint.tensors.values() if info.file in files)
+    await asyncio.to_thread(checkpoint.fetch, names, counter("download", to_download))
     return await thread.run(build)

@@ -1,7 +1,6 @@
 """What a plan needs to know of a model: bytes per layer, cache growth, sizes. Loads nothing."""
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +36,8 @@ class ModelSpec:
     family: str
     layers: tuple[LayerSpec, ...]
     embed_bytes: int
-    head_bytes: int  # final norm and lm_head; a tied head counts the embedding once more
+    head_bytes: int  # final norm and, unless it is tied to the embedding, lm_head
+    tied: bool
     hidden_size: int
     vocab_size: int
     context: int  # tokens
@@ -48,9 +48,11 @@ class ModelSpec:
         return len(self.layers)
 
     def shard_bytes(self, start: int, end: int) -> int:
-        """Weights of layers [start, end), with the embedding or the head where they belong."""
+        """Weights of layers [start, end), with the embedding and the head where they belong."""
+        is_last = end == self.num_layers
         total = sum(layer.weight_bytes for layer in self.layers[start:end])
-        return total + (self.embed_bytes if start == 0 else 0) + (self.head_bytes if end == self.num_layers else 0)
+        total += self.embed_bytes if start == 0 or (is_last and self.tied) else 0
+        return total + (self.head_bytes if is_last else 0)
 
     def cache_bytes(self, start: int, end: int, tokens: int) -> int:
         """Cache of one session of `tokens` tokens in layers [start, end)."""
@@ -67,15 +69,21 @@ def is_embedding(name: str) -> bool:
     return "embed_tokens." in name
 
 
-def is_tied(names: Iterable[str]) -> bool:
-    """Without an lm_head of its own the model's head is its embedding."""
-    return not any("lm_head." in name for name in names)
+def is_tied(checkpoint: Checkpoint) -> bool:
+    """Whether the head is the embedding: by configuration, or because there is no lm_head (mlx-lm goes by both)."""
+    args = family_of(checkpoint.config).text_args(checkpoint.config)
+    has_head = any(is_head(name) for name in checkpoint.tensors)
+    return bool(getattr(args, "tie_word_embeddings", False)) or not has_head
+
+
+def is_head(name: str) -> bool:
+    return "lm_head." in name
 
 
 def shard_tensors(checkpoint: Checkpoint, start: int, end: int, num_layers: int) -> list[str]:
     """Names, as in the checkpoint, of all tensors that the shard [start, end) needs."""
     ignored = family_of(checkpoint.config).ignored
-    tied = is_tied(checkpoint.tensors)
+    tied = is_tied(checkpoint)
     first, last = start == 0, end == num_layers
 
     def needed(name: str) -> bool:
@@ -83,7 +91,9 @@ def shard_tensors(checkpoint: Checkpoint, start: int, end: int, num_layers: int)
             return False
         if (layer := layer_of(name)) is not None:
             return start <= layer < end
-        return (first or (last and tied)) if is_embedding(name) else last
+        if is_embedding(name):
+            return first or (last and tied)
+        return last and not (tied and is_head(name))
 
     return [name for name in checkpoint.tensors if needed(name)]
 
@@ -98,9 +108,10 @@ def describe(checkpoint: Checkpoint) -> ModelSpec:
     args = family.text_args(checkpoint.config)
     num_layers = int(args.num_hidden_layers)
     weights = {i: 0 for i in range(num_layers)}
+    tied = is_tied(checkpoint)
     embed = head = 0
     for name, info in checkpoint.tensors.items():
-        if name.startswith(family.ignored):
+        if name.startswith(family.ignored) or (tied and is_head(name)):
             continue
         layer = layer_of(name)
         if layer is None:
@@ -120,7 +131,8 @@ def describe(checkpoint: Checkpoint) -> ModelSpec:
         family=checkpoint.config["model_type"],
         layers=tuple(_layer_spec(family, args, i, weights[i], item) for i in range(num_layers)),
         embed_bytes=embed,
-        head_bytes=head + (embed if is_tied(checkpoint.tensors) else 0),
+        head_bytes=head,
+        tied=tied,
         hidden_size=int(args.hidden_size),
         vocab_size=int(args.vocab_size),
         context=int(getattr(args, "max_position_embeddings", None) or 4096),

@@ -5,6 +5,7 @@ Shape letters, here and everywhere: B slots, L window length, D hidden, V vocabu
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +18,7 @@ from worker.cache import LayerCache, make_cache
 from worker.checkpoint import Checkpoint, TensorInfo
 from worker.errors import ModelError
 from worker.families import family_of
-from worker.modelspec import layer_of, shard_tensors
+from worker.modelspec import is_tied, layer_of, shard_tensors
 
 _MLX_DTYPES = {
     "F64": mx.float64, "F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "I64": mx.int64, "I32": mx.int32,
@@ -118,7 +119,8 @@ def _build(checkpoint: Checkpoint, start: int, end: int, num_layers: int) -> Any
     model = code.Model(code.ModelArgs.from_dict(checkpoint.config))
     names = shard_tensors(checkpoint, start, end, num_layers)
     weights = model.sanitize(_lazy_tensors(checkpoint, set(names)))
-    tied = "lm_head" not in _text_root(model)
+    tied = is_tied(checkpoint)
+    assert tied == ("lm_head" not in _text_root(model)), "modelspec and mlx-lm disagree on the head"
     _strip(model, start, end, is_last=end == num_layers, keep_embedding=start == 0 or (end == num_layers and tied))
     _quantise(model, checkpoint, weights)
     kept = {name for name, _ in _tensors(model)}
@@ -143,10 +145,17 @@ def _lazy_tensors(checkpoint: Checkpoint, needed: set[str]) -> dict[str, mx.arra
         if name not in needed:
             return mx.zeros(info.shape, _MLX_DTYPES[info.dtype])
         if info.file not in opened:
-            opened[info.file] = mx.load(str(checkpoint.folder / info.file))  # type: ignore[assignment]
+            opened[info.file] = _open_file(checkpoint.folder / info.file)
         return opened[info.file][name]
 
     return {name: tensor(name, info) for name, info in checkpoint.tensors.items()}
+
+
+def _open_file(path: Path) -> dict[str, mx.array]:
+    try:
+        return mx.load(str(path))  # type: ignore[return-value]
+    except RuntimeError as error:
+        raise ModelError(f"cannot read {path}: {error}") from error
 
 
 def _strip(model: Any, start: int, end: int, *, is_last: bool, keep_embedding: bool) -> None:

@@ -300,7 +300,7 @@ EMBED, NORM, HEAD = {"model.embed_tokens.weight"}, {"model.norm.weight"}, {"lm_h
 )
 def test_a_shard_needs_its_layers_and_what_lies_at_its_end(tied: bool, start: int, end: int, besides: set[str]) -> None:
     checkpoint = synthetic(tied=tied)
-    assert is_tied(checkpoint.tensors) == tied
+    assert is_tied(checkpoint) == tied
     names = shard_tensors(checkpoint, start, end, 3)
     assert {name for name in names if layer_of(name) is None} == besides
     assert {layer_of(name) for name in names} - {None} == set(range(start, end))
@@ -312,7 +312,8 @@ def test_a_description_counts_bytes(tied: bool) -> None:
     spec = describe(synthetic(tied=tied))
     layer = LayerSpec(weight_bytes=2 * (64 + 128), cache_per_token=2 * 2 * 2 * 2)  # k and v, heads, head size, item
     assert spec.layers == (layer, layer, layer)
-    assert (spec.embed_bytes, spec.head_bytes) == (160, 16 + 160)
+    assert (spec.embed_bytes, spec.head_bytes, spec.tied) == (160, 16 if tied else 16 + 160, tied)
+    assert spec.shard_bytes(0, 3) == 3 * 384 + 16 + (160 if tied else 2 * 160)
     assert (spec.name, spec.family, spec.hidden_size, spec.vocab_size) == ("synthetic", "qwen3", 8, 10)
     assert (spec.context, spec.dtype) == (64, DTYPE_BFLOAT16)
     assert [spec.shard_bytes(i, i + 1) for i in range(3)] == [384 + 160, 384, 384 + 176]

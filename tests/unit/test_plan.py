@@ -21,6 +21,7 @@ def model(
         layers=tuple(LayerSpec(weight, per_token, window=window) for weight in weights),
         embed_bytes=embed,
         head_bytes=head,
+        tied=False,
         hidden_size=8,
         vocab_size=16,
         context=128,
@@ -63,7 +64,7 @@ def random_case(seed: int) -> tuple[ModelSpec, list[Node], int]:
         LayerSpec(rng.randint(1, 9), rng.randint(0, 2), rng.choice([0, 3]), rng.choice([None, 2]))
         for _ in range(rng.randint(1, 8))
     )
-    spec = ModelSpec("tiny", "qwen3", layers, rng.randint(0, 9), rng.randint(0, 9), 8, 16, 128, DTYPE_BFLOAT16)
+    spec = ModelSpec("tiny", "qwen3", layers, rng.randint(0, 9), rng.randint(0, 9), False, 8, 16, 128, DTYPE_BFLOAT16)
     budgets = [rng.randint(5, 60) for _ in range(rng.randint(1, min(4, len(layers))))]
     return spec, nodes(*budgets), rng.randint(1, 5)
 
