@@ -87,7 +87,7 @@ def generate(
     from coordinator.run_async import run_async
 
     wish = Wish(
-        prompt=sys.stdin.read() if prompt == "-" else prompt, prompt_tokens=tokens, system=system_prompt, raw=raw,
+        prompt=_standard_input() if prompt == "-" else prompt, prompt_tokens=tokens, system=system_prompt, raw=raw,
         max_tokens=max_tokens, sampling=sampling, stops=tuple(stop or ()), ignore_eos=ignore_eos,
         chunk=prefill_step_size, as_json=as_json, trace=trace,
     )  # fmt: skip
@@ -130,3 +130,8 @@ def verify(
     from coordinator.verify import run_verify
 
     return run_async(run_verify(options, max_tokens=max_tokens, seed=seed or 0, as_json=as_json))
+
+
+def _standard_input() -> str:
+    """As python reads a flag, whatever the locale: bytes that are no UTF-8 become lone surrogates."""
+    return sys.stdin.buffer.read().decode(errors="surrogateescape")

@@ -12,6 +12,7 @@ from coordinator.chain import Chain
 from coordinator.cluster import make_plan, open_chain, open_peers, read_model
 from coordinator.generate import Answer, generate
 from coordinator.options import ClusterOptions
+from coordinator.peer import Peer
 from coordinator.plan import require_fit
 from coordinator.report import logprobs_of, plan_as_json, print_plan, print_summary, stages_of, stats_of
 from coordinator.request import Request, check_request
@@ -19,7 +20,7 @@ from coordinator.text import TextStream, Tokenizer, eos_ids
 from coordinator.trace import trace_events
 from protos.brigade_pb2 import Sampling
 from worker.checkpoint import Checkpoint
-from worker.errors import InputError
+from worker.errors import InputError, StageLost
 
 _STATUS_S = 5.0
 
@@ -43,6 +44,8 @@ class Wish:
 
 async def run_generate(options: ClusterOptions, wish: Wish) -> None:
     """One request: text to standard output as it comes, the summary to standard error."""
+    if wish.trace is not None:
+        _create(wish.trace)
     checkpoint, spec = await read_model(options.model)
     tokenizer = Tokenizer(checkpoint.folder) if wish.prompt is not None or wish.stops else None
     request = _make_request(wish, checkpoint, tokenizer)
@@ -84,6 +87,8 @@ def _prompt_ids(wish: Wish, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     assert tokenizer is not None and wish.prompt is not None
     if not wish.prompt.strip():
         raise InputError("the prompt is empty; expected some text")
+    if any("\ud800" <= letter <= "\udfff" for letter in wish.prompt):  # how python reads bytes that are no UTF-8
+        raise InputError("the prompt is not UTF-8 text")
     if wish.raw:
         return tuple(tokenizer.encode(wish.prompt))
     messages = [{"role": "system", "content": wish.system}] if wish.system else []
@@ -93,7 +98,7 @@ def _prompt_ids(wish: Wish, tokenizer: Tokenizer | None) -> tuple[int, ...]:
 async def _report(chain: Chain, answer: Answer, wish: Wish, stream: TextStream | None) -> None:
     waterfall = answer.waterfall(chain)
     peaks = [mx.get_peak_memory()]
-    peaks += [(await peer.status(_STATUS_S)).peak_memory_bytes for peer in chain.peers]
+    peaks += [await _peak_memory(peer) for peer in chain.peers]
     if wish.trace is not None:
         nodes = [node.name for node in chain.plan.assignments]
         trace = trace_events(answer.passages, chain.clock_offsets, nodes)
@@ -114,6 +119,22 @@ async def _report(chain: Chain, answer: Answer, wish: Wish, stream: TextStream |
         "waterfall": {"wall_ms": waterfall.wall_ms, **waterfall.parts},
     }
     print(json.dumps(result), flush=True)
+
+
+async def _peak_memory(peer: Peer) -> int:
+    """Bytes; 0 of a worker that has drained and left: the answer is whole all the same."""
+    try:
+        return (await peer.status(_STATUS_S)).peak_memory_bytes
+    except StageLost:
+        return 0
+
+
+def _create(trace: Path) -> None:
+    """Refuse now what cannot be written once the answer is there."""
+    try:
+        trace.open("a").close()
+    except OSError as error:
+        raise InputError(f"--trace: cannot write {trace}: {error.strerror}") from error
 
 
 def _print_piece(text: str) -> None:

@@ -10,6 +10,9 @@ from worker.errors import InputError
 from worker.modelspec import ModelSpec
 
 
+_COLDEST = 1e-6  # below it the division by the temperature leaves float32
+
+
 @dataclass(frozen=True)
 class Request:
     """A prompt and how to go on from it."""
@@ -45,6 +48,8 @@ def check_sampling(sampling: Sampling) -> None:
     ):
         if not (math.isfinite(value) and low <= value <= high):
             raise InputError(f"{flag}: expected a number from {low:g} to {high:g}, got {value:g}")
+    if 0 < sampling.temperature < _COLDEST:
+        raise InputError(f"--temp: expected 0 or at least {_COLDEST:g}, got {sampling.temperature:g}")
 
 
 def check_request(request: Request, spec: ModelSpec) -> None:

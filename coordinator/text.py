@@ -20,6 +20,8 @@ class Tokenizer:
         except (OSError, ValueError, KeyError, TypeError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             raise ModelError(f"cannot load the tokenizer of {folder}: {reason}") from error
+        if len(self._wrapper.get_vocab()) < 2:  # transformers makes an empty one where there are no files
+            raise ModelError(f"{folder} holds no tokenizer; copy its tokenizer files there, or use --prompt-tokens")
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """A conversation's token ids, up to where the answer begins."""
@@ -94,10 +96,10 @@ class StopText:
         if self.matched:
             return ""
         text = self._held + piece
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self.matched, self._held = True, ""
-            return text[: min(found)]
+            return text[: min(found)[1]]  # the one that ends first, however the text was cut into pieces
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
         cut = len(text) - keep
         self._held = text[cut:]

@@ -61,11 +61,14 @@ def make_waterfall(passages: Sequence[Passage], offsets: Sequence[int], started:
     before = started
     for passage in passages:
         tiles = spans(passage, offsets)
+        sent = tiles[0][2]
+        parts["scheduling"] += max(0, sent - before)
+        before = max(before, sent)
         for part, stage, begin, end in tiles:
-            parts[part] += max(0, end - max(begin, before))
+            until = max(before, min(end, passage.returned))  # a tile may run backwards where a clock is wrong
+            parts[part] += until - before
+            before = until
             _add(stages[stage], part, (end - begin) / 1e6)
-        parts["scheduling"] += max(0, tiles[0][2] - before)
-        before = max(before, passage.returned)
     parts["scheduling"] += max(0, ended - before)
     wall_ms = (ended - started) / 1e6
     for time in stages:

@@ -2,4 +2,4 @@
 
 import os
 
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC's own remarks on closed connections are not for users
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own remarks on closed connections are not for users

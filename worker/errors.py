@@ -46,7 +46,7 @@ class CacheMismatch(BrigadeError):
 class NodeBusy(BrigadeError):
     """The node already serves another coordinator."""
 
-    status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    status = grpc.StatusCode.ALREADY_EXISTS
 
 
 class StageLost(BrigadeError):

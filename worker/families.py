@@ -60,11 +60,17 @@ class Family:
         code = self.code()
         args = getattr(code, "TextModelArgs", code.ModelArgs)
         try:
-            return args.from_dict(config.get("text_config", config))
+            found = args.from_dict(config.get("text_config") or config)
         except (TypeError, ValueError, KeyError) as error:
             raise ModelError(f"config.json does not describe a {self.module} model: {error}") from error
+        for key in _SIZES:
+            size = getattr(found, key, None)
+            if size is not None and not (isinstance(size, int) and size > 0):
+                raise ModelError(f"config.json: {key}: expected a whole number above 0, found {size!r}")
+        return found
 
 
+_SIZES = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 _VISION = ("vision_tower", "model.visual", "mtp.", "model.mtp.", "language_model.mtp.")
 _QWEN3, _QWEN2 = Family("qwen3"), Family("qwen2")
 

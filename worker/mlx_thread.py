@@ -51,5 +51,7 @@ def _settle(future: "asyncio.Future[Any]", value: Any, error: BaseException | No
         return
     if error is None:
         future.set_result(value)
+    elif isinstance(error, StopIteration):  # a future refuses it, and the caller would wait for ever
+        future.set_exception(RuntimeError(f"the call raised {error!r}").with_traceback(error.__traceback__))
     else:
         future.set_exception(error)

@@ -25,7 +25,13 @@ def run_command(command: Callable[..., Any] | typer.Typer) -> NoReturn:
 
 def _exit_code(app: typer.Typer) -> int:
     try:
-        return app(standalone_mode=False) or 0
+        code = app(standalone_mode=False) or 0
+        sys.stdout.flush()  # here, where a closed standard output can still be told from a failure
+        return code
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # that is how typer reports it
+            return _reader_left()
+        raise
     except TyperException as error:
         context = getattr(error, "ctx", None)
         if message := error.format_message():  # none if no command was given: its help is out already

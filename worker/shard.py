@@ -120,7 +120,11 @@ def _build(checkpoint: Checkpoint, start: int, end: int, num_layers: int) -> Any
     names = shard_tensors(checkpoint, start, end, num_layers)
     weights = model.sanitize(_lazy_tensors(checkpoint, set(names)))
     tied = is_tied(checkpoint)
-    assert tied == ("lm_head" not in _text_root(model)), "modelspec and mlx-lm disagree on the head"
+    if tied and "lm_head" in _text_root(model):
+        raise ModelError(
+            f"{checkpoint.name} lacks tensor lm_head.weight, and its config.json does not tie the head to the "
+            "embedding; download it again"
+        )
     _strip(model, start, end, is_last=end == num_layers, keep_embedding=start == 0 or (end == num_layers and tied))
     _quantise(model, checkpoint, weights)
     kept = {name for name, _ in _tensors(model)}
@@ -130,7 +134,8 @@ def _build(checkpoint: Checkpoint, start: int, end: int, num_layers: int) -> Any
     try:
         model.load_weights(list(bound.items()), strict=True)
     except ValueError as error:
-        raise ModelError(f"{checkpoint.name} does not fit its config.json: {str(error).splitlines()[0]}") from error
+        reason = "".join(str(error).splitlines()[:2])  # the second line names the first tensor that is left over
+        raise ModelError(f"{checkpoint.name} does not fit its config.json: {reason}") from error
     return model.eval()
 
 

@@ -51,7 +51,8 @@ def open_channel(address: str) -> grpc.aio.Channel:
 
 
 def dtype_name(dtype: DType) -> str:
-    return DType.Name(dtype).removeprefix("DTYPE_").lower()
+    """For messages; a peer may send a number that is no dtype."""
+    return DType.Name(dtype).removeprefix("DTYPE_").lower() if dtype in DType.values() else f"dtype {dtype}"
 
 
 def from_array(array: mx.array) -> Tensor:

@@ -1,0 +1,104 @@
+"""The checked-in generated code says what brigade.proto says, and the servicer answers all of it."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import grpc_tools
+import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
+from grpc_tools import protoc
+
+from protos import brigade_pb2, brigade_pb2_grpc
+from worker.service import NodeService
+
+ROOT = Path(__file__).resolve().parents[2]
+PROTO = "protos/brigade.proto"
+SOURCE = (ROOT / PROTO).read_text(encoding="utf-8")
+SERVICE = brigade_pb2.DESCRIPTOR.services_by_name["Node"]
+
+
+def compiled(source: str, folder: Path) -> FileDescriptorProto:
+    """What protoc makes of this source."""
+    (folder / "protos").mkdir()
+    (folder / PROTO).write_text(source, encoding="utf-8")
+    include = Path(grpc_tools.__file__).parent / "_proto"
+    out = folder / "set"
+    assert protoc.main(["protoc", f"-I{folder}", f"-I{include}", f"--descriptor_set_out={out}", PROTO]) == 0
+    return normalised(FileDescriptorSet.FromString(out.read_bytes()).file[0])
+
+
+def checked_in() -> FileDescriptorProto:
+    found = FileDescriptorProto()
+    brigade_pb2.DESCRIPTOR.CopyToProto(found)
+    return normalised(found)
+
+
+def normalised(file: FileDescriptorProto) -> FileDescriptorProto:
+    """Without what protoc writes only into one of the two."""
+    file.ClearField("source_code_info")
+    messages = list(file.message_type)
+    while messages:
+        message = messages.pop()
+        messages += message.nested_type
+        for field in message.field:
+            field.ClearField("json_name")
+    return file
+
+
+def test_the_generated_code_is_that_of_the_proto(tmp_path: Path) -> None:
+    assert compiled(SOURCE, tmp_path) == checked_in(), "run: python -m tools.generate_protos"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("uint32 base = 2;", "uint64 base = 2;"),
+        ("uint32 base = 2;", "uint32 base = 7;"),
+        ("uint32 base = 2;", "uint32 start = 2;"),
+        ("repeated uint32 tokens = 4;", "uint32 tokens = 4;"),
+        ("DTYPE_BFLOAT16 = 3;", "DTYPE_BFLOAT16 = 4;"),
+        ("message RelayReply {}", "message RelayReply {\n  uint32 taken = 1;\n}"),
+        ("rpc Relay(stream Frame)", "rpc Relay(Frame)"),
+        ("rpc Status(StatusRequest)", "rpc State(StatusRequest)"),
+        ("package brigade.v1;", "package brigade.v2;"),
+    ],
+)
+def test_an_edit_of_the_proto_alone_is_noticed(tmp_path: Path, old: str, new: str) -> None:
+    assert old in SOURCE
+    assert compiled(SOURCE.replace(old, new), tmp_path) != checked_in()
+
+
+def test_an_edit_of_a_comment_is_no_difference(tmp_path: Path) -> None:
+    assert compiled(SOURCE.replace("// One hop", "// A hop"), tmp_path) == checked_in()
+
+
+def test_the_stubs_for_the_type_checker_have_the_same_messages_and_fields() -> None:
+    tree = ast.parse((ROOT / "protos/brigade_pb2.pyi").read_text(encoding="utf-8"))
+    stubs = {
+        node.name: {item.target.id for item in node.body if isinstance(item, ast.AnnAssign)}  # type: ignore[union-attr]
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    }
+    for name, message in brigade_pb2.DESCRIPTOR.message_types_by_name.items():
+        fields = {field.name for field in message.fields}
+        assert {field for field in stubs[name] if field.islower()} == fields, name
+
+
+@pytest.mark.parametrize("method", list(SERVICE.methods), ids=lambda method: method.name)
+def test_the_servicer_implements_the_method(method) -> None:  # noqa: ANN001 - protobuf's descriptors are untyped
+    ours = getattr(NodeService, method.name)
+    assert ours is not getattr(brigade_pb2_grpc.NodeServicer, method.name), "only the generated refusal is there"
+    kind = inspect.isasyncgenfunction if method.server_streaming else inspect.iscoroutinefunction
+    assert kind(ours)
+    received = list(inspect.signature(ours).parameters.values())[1].annotation
+    expected = method.input_type.name
+    assert getattr(received, "__name__", "") == ("AsyncIterator" if method.client_streaming else expected)
+
+
+def test_the_generated_servicer_and_stub_have_the_methods_of_the_service() -> None:
+    names = {method.name for method in SERVICE.methods}
+    public = {name for name in vars(brigade_pb2_grpc.NodeServicer) if not name.startswith("_")}
+    calls = ast.parse(inspect.getsource(brigade_pb2_grpc.NodeStub))
+    stub = {node.attr for node in ast.walk(calls) if isinstance(node, ast.Attribute) and node.attr in names}
+    assert public == stub == names
