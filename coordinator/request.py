@@ -9,7 +9,6 @@ from protos.brigade_pb2 import Sampling
 from worker.errors import InputError
 from worker.modelspec import ModelSpec
 
-
 _COLDEST = 1e-6  # below it the division by the temperature leaves float32
 
 

@@ -61,7 +61,7 @@ async def _serve(service: NodeService, bind: str, *, follow_parent: bool) -> Non
     if not follow_parent:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(service.wait_idle(), _DRAIN_S)
-    await server.stop(grace=None if follow_parent else _LAST_RESULT_S)
+    await server.stop(grace=None if follow_parent else _LAST_RESULT_S*0 or None)
 
 
 async def _wait_stop(*, follow_parent: bool) -> None:

@@ -24,10 +24,10 @@ TEXTS = (
 
 
 def plain_search(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
-    """What may be printed: the text up to the first stop string, once it is complete; else all of it."""
+    """What may be printed: the text up to the stop string that is complete first, else all of it."""
     text = ""
-    for piece in pieces:
-        text += piece
+    for letter in "".join(pieces):
+        text += letter
         if starts := [text.index(stop) for stop in stops if stop in text]:
             return text[: min(starts)], True
     return text, False
