@@ -180,8 +180,7 @@ class Chain:
         ]
 
     def _attach_request(self, stage: int) -> AttachRequest:
-        assignment = self.plan.assignments[stage]
-        request = AttachRequest(epoch=self.epoch, stage=stage, start=assignment.start, end=assignment.end)
+        request = AttachRequest(epoch=self.epoch, stage=stage, loaded=self._load_requests()[stage - 1])
         if stage < len(self.peers):
             successor = self.peers[stage]
             request.successor, request.successor_name = successor.address, successor.name

@@ -75,22 +75,18 @@ class LoadProgress(_message.Message):
     def __init__(self, phase: _Optional[str] = ..., done: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("epoch", "stage", "num_stages", "successor", "successor_name", "start", "end")
+    __slots__ = ("epoch", "stage", "successor", "successor_name", "loaded")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
-    NUM_STAGES_FIELD_NUMBER: _ClassVar[int]
     SUCCESSOR_FIELD_NUMBER: _ClassVar[int]
     SUCCESSOR_NAME_FIELD_NUMBER: _ClassVar[int]
-    START_FIELD_NUMBER: _ClassVar[int]
-    END_FIELD_NUMBER: _ClassVar[int]
+    LOADED_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     stage: int
-    num_stages: int
     successor: str
     successor_name: str
-    start: int
-    end: int
-    def __init__(self, epoch: _Optional[int] = ..., stage: _Optional[int] = ..., num_stages: _Optional[int] = ..., successor: _Optional[str] = ..., successor_name: _Optional[str] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+    loaded: LoadRequest
+    def __init__(self, epoch: _Optional[int] = ..., stage: _Optional[int] = ..., successor: _Optional[str] = ..., successor_name: _Optional[str] = ..., loaded: _Optional[_Union[LoadRequest, _Mapping]] = ...) -> None: ...
 
 class Frame(_message.Message):
     __slots__ = ("epoch", "step", "closed", "opened", "windows", "hidden", "timings")

@@ -77,6 +77,12 @@ class Engine:
 
     def _inputs(self, frame: Frame) -> list[mx.array]:
         """Each window's token ids [1, L] or hidden states [1, L, D]."""
+        for window in frame.windows:
+            if len(window.tokens) < max(1, window.wanted):
+                raise FrameError(
+                    f"expected at least {max(1, window.wanted)} tokens in the window of slot {window.slot}, "
+                    f"got {len(window.tokens)} (step {frame.step})"
+                )
         if self._shard.is_first:
             return [mx.array([list(window.tokens)], mx.int32) for window in frame.windows]
         if not frame.windows:

@@ -20,7 +20,7 @@ from worker.service import NodeService
 from worker.wire import SERVER_OPTIONS
 
 _DRAIN_S = 10.0  # how long sessions in progress may take to end
-_LAST_RESULT_S = 1.0  # for what the drained sessions' coordinator still has to read
+_LAST_WORD_S = 1.0  # for what the coordinator of the drained sessions still reads and asks
 
 
 def serve(name: str, bind: str, *, model: str | None, memory_bytes: int | None, follow_parent: bool) -> None:
@@ -61,7 +61,9 @@ async def _serve(service: NodeService, bind: str, *, follow_parent: bool) -> Non
     if not follow_parent:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(service.wait_idle(), _DRAIN_S)
-    await server.stop(grace=None if follow_parent else _LAST_RESULT_S*0 or None)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(service.wait_detached(), _LAST_WORD_S)
+    await server.stop(grace=None)
 
 
 async def _wait_stop(*, follow_parent: bool) -> None:

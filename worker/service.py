@@ -62,11 +62,17 @@ class NodeService(NodeServicer):
         self._loaded: Loaded | None = None
         self._attached: AttachRequest | None = None
         self._stage: Stage | None = None
+        self._detached = asyncio.Event()
+        self._detached.set()
 
     async def wait_idle(self) -> None:
         """Return once no session is in progress here."""
         if self._stage:
             await self._stage.wait_idle()
+
+    async def wait_detached(self) -> None:
+        """Return once this node is part of no chain."""
+        await self._detached.wait()
 
     async def Hello(self, request: HelloRequest, context: Context) -> HelloReply:
         async with self._reporting(context):
@@ -99,18 +105,19 @@ class NodeService(NodeServicer):
                 )
             )
             load.add_done_callback(lambda _: progress.put_nowait(None))
-            while (report := await progress.get()) is not None:
-                yield report
+            try:
+                while (report := await progress.get()) is not None:
+                    yield report
+            finally:
+                load.cancel()  # if the coordinator has left; what the MLX thread is at ends by itself
             self._loaded = Loaded(request, checkpoint.stamp(), await load)
 
     async def Attach(self, request: AttachRequest, context: Context) -> AsyncIterator[Result]:
         async with self._reporting(context), contextlib.AsyncExitStack() as stack:
             self._refuse_if_attached()
-            loaded = self._loaded
-            if loaded is None or (loaded.request.start, loaded.request.end) != (request.start, request.end):
-                held = f"[{loaded.request.start}, {loaded.request.end})" if loaded else "none"
-                raise ModelError(f"expected to hold layers [{request.start}, {request.end}), holds {held}; load first")
+            loaded = self._loaded_for(request)
             self._attached = request
+            self._detached.clear()
             stack.callback(self._detach)
             link = None
             if request.successor:
@@ -165,8 +172,20 @@ class NodeService(NodeServicer):
         if self._attached is not None:
             raise NodeBusy("already serves another coordinator; stop that one, or start a worker on another port")
 
+    def _loaded_for(self, request: AttachRequest) -> Loaded:
+        """The loaded shard, if it is the one that the coordinator means. Raises ModelError if it is not."""
+        loaded, expected = self._loaded, request.loaded
+        if loaded is None or loaded.request != expected:
+            held = f"[{loaded.request.start}, {loaded.request.end}) of {loaded.request.model}" if loaded else "none"
+            raise ModelError(
+                f"expected to hold layers [{expected.start}, {expected.end}) of {expected.model}, holds {held} by now; "
+                "start again"
+            )
+        return loaded
+
     def _detach(self) -> None:
         self._attached = self._stage = None
+        self._detached.set()
 
     def _stage_for(self, metadata: dict[str, str | bytes]) -> Stage:
         """The stage that a hop with this metadata may feed. Raises FrameError if it is not the one before it."""

@@ -1,0 +1,183 @@
+"""Real nodes inside this process: gRPC servers on port 0, each with its own MLX thread. Async tests share one loop."""
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from coordinator.chain import Chain
+from coordinator.generate import Answer, generate
+from coordinator.peer import Peer
+from coordinator.plan import Node, plan
+from coordinator.reference import Reference
+from coordinator.request import Request
+from protos.brigade_pb2 import LoadProgress, LoadRequest, Sampling
+from protos.brigade_pb2_grpc import add_NodeServicer_to_server
+from tests.tiny import make_model
+from worker.checkpoint import open_folder
+from worker.mlx_thread import MlxThread
+from worker.modelspec import describe
+from worker.service import NodeService
+from worker.wire import SERVER_OPTIONS
+
+CHUNK = 8
+
+_runner = pytest.StashKey[asyncio.Runner]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_runner] = asyncio.Runner()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    runner = config.stash[_runner]
+    runner.run(_wait_ended())
+    runner.close()
+
+
+async def _wait_ended() -> None:
+    """The last server's calls end a moment after it has stopped."""
+    if others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others, timeout=2)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run `async def` tests, all on one event loop: gRPC's asyncio side is bound to the first one it sees."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    pyfuncitem.config.stash[_runner].run(pyfuncitem.obj(**arguments))
+    return True
+
+
+@dataclass(frozen=True)
+class RunningNode:
+    """A worker that serves in this process."""
+
+    name: str
+    address: str
+    service: NodeService
+    thread: MlxThread
+
+    def peer(self) -> Peer:
+        return Peer(self.name, self.address)
+
+
+@asynccontextmanager
+async def serving(count: int, model: Path | None = None) -> AsyncIterator[list[RunningNode]]:
+    """`count` workers called node-1, node-2, ...; `model` is their own copy of the model."""
+    async with AsyncExitStack() as stack:
+        nodes = []
+        for number in range(1, count + 1):
+            thread = MlxThread()
+            stack.callback(thread.close)
+            service = NodeService(f"node-{number}", thread, str(model) if model else None)
+            server = grpc.aio.server(options=SERVER_OPTIONS)
+            add_NodeServicer_to_server(service, server)
+            port = server.add_insecure_port("127.0.0.1:0")
+            await server.start()
+            stack.push_async_callback(server.stop, None)
+            nodes.append(RunningNode(service.name, f"127.0.0.1:{port}", service, thread))
+        yield nodes
+
+
+@asynccontextmanager
+async def opened(folder: Path, layers: Sequence[int], nodes: Sequence[RunningNode]) -> AsyncIterator[Chain]:
+    """The model's layers over a coordinator and these nodes, joined and warm."""
+    checkpoint = open_folder(folder)
+    spec = describe(checkpoint)
+    async with AsyncExitStack() as stack:
+        peers = [node.peer() for node in nodes]
+        for peer in peers:
+            stack.push_async_callback(peer.close)
+        memory = [Node(name, 1 << 40) for name in ("coordinator", *(peer.name for peer in peers))]
+        chain = await stack.enter_async_context(Chain(checkpoint, spec, plan(spec, memory, 128, layers), peers))
+        await chain.open(lambda node, report: None)
+        yield chain
+
+
+@asynccontextmanager
+async def running(folder: Path, layers: Sequence[int]) -> AsyncIterator[Chain]:
+    """The model's layers over a coordinator and fresh nodes."""
+    async with serving(len(layers) - 1) as nodes, opened(folder, layers, nodes) as chain:
+        yield chain
+
+
+async def answer(chain: Chain, prompt: Sequence[int], num_tokens: int, sampling: Sampling | None = None) -> Answer:
+    """What the chain makes of a prompt, fed in chunks of `CHUNK`."""
+    return await generate(chain, Request(tuple(prompt), num_tokens, sampling or Sampling()), chunk=CHUNK)
+
+
+def load_request(folder: Path, start: int, end: int) -> LoadRequest:
+    """What a coordinator that has this folder asks of a worker."""
+    checkpoint = open_folder(folder)
+    spec = describe(checkpoint)
+    return LoadRequest(
+        model=str(folder),
+        fingerprint=checkpoint.fingerprint,
+        start=start,
+        end=end,
+        num_layers=spec.num_layers,
+        dtype=spec.dtype,
+    )
+
+
+async def load(node: RunningNode, request: LoadRequest) -> list[LoadProgress]:
+    """Have a node load a shard, as a coordinator would; its reports."""
+    reports: list[LoadProgress] = []
+    peer = node.peer()
+    try:
+        await peer.load(request, reports.append)
+    finally:
+        await peer.close()
+    return reports
+
+
+class Whole:
+    """The unsharded model of a folder; equal questions are computed once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.reference = Reference(folder)
+        self._tokens: dict[Any, list[int]] = {}
+
+    def tokens(self, prompt: Sequence[int], num_tokens: int, sampling: Sampling | None = None) -> list[int]:
+        sampling = sampling or Sampling()
+        key = tuple(prompt), num_tokens, sampling.SerializeToString(deterministic=True)
+        if key not in self._tokens:
+            self._tokens[key] = self.reference.generate(prompt, num_tokens, sampling, CHUNK)
+        return self._tokens[key]
+
+    def logits(self, prompt: Sequence[int], generated: Sequence[int]) -> mx.array:
+        """The logits [N, V] float32 from which each of `generated` was chosen, fed as the chain is fed."""
+        cache = make_prompt_cache(self.reference.model)
+        windows = [list(prompt[i : i + CHUNK]) for i in range(0, len(prompt), CHUNK)]
+        rows = [self.reference.logits(window, cache) for window in [*windows, *([t] for t in generated[:-1])]]
+        return mx.concatenate(rows[len(windows) - 1 :])
+
+
+Models = Callable[..., Whole]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
+    """`models("qwen3", tied=True)`: a tiny random model by the arguments of `make_model`, made and loaded once."""
+    made: dict[str, Whole] = {}
+
+    def whole(family: str = "qwen3", **arguments: Any) -> Whole:
+        key = repr((family, arguments))
+        if key not in made:
+            made[key] = Whole(make_model(tmp_path_factory.mktemp("models") / family, family, **arguments))
+        return made[key]
+
+    yield whole
+    made.clear()

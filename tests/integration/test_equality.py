@@ -1,0 +1,337 @@
+"""A chain of real gRPC nodes gives the tokens and logits of mlx-lm's unsharded model, however it is split."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step
+from mlx_lm.sample_utils import make_logits_processors
+
+from coordinator.chain import Chain
+from protos.brigade_pb2 import Sampling
+from tests.integration.conftest import CHUNK, Models, Whole, answer, running
+from tests.tiny import FAMILIES, VOCAB, write_folder
+from worker.checkpoint import open_folder
+from worker.modelspec import describe
+from worker.shard import Shard
+
+EVERY_SPLIT = [(4,), (1, 3), (2, 2), (3, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (1, 1, 1, 1)]
+SOME_SPLITS = [(3, 1), (1, 2, 1)]
+
+LONG = tuple((7 * i + i * i) % VOCAB for i in range(3 * CHUNK + 1))  # four windows, the last of one row
+SHORT = (42,)
+NUM_TOKENS = 8
+
+PENALTIES = {
+    "repetition_penalty": 1.4,
+    "presence_penalty": 0.7,
+    "frequency_penalty": 0.5,
+    "logit_bias": {5: 2.5, 9: -9},
+}
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "temperature": Sampling(seed=1, temperature=0.8),
+    "top-p": Sampling(seed=2, temperature=1.5, top_p=0.6),
+    "top-k": Sampling(seed=3, temperature=1.5, top_k=5),
+    "min-p": Sampling(seed=4, temperature=1.5, min_p=0.2),
+    "all filters": Sampling(seed=5, temperature=1.2, top_p=0.9, top_k=20, min_p=0.02),
+    "penalties": Sampling(seed=6, temperature=1.0, **PENALTIES),
+}
+
+Recorded = list[np.ndarray[Any, Any]]
+
+
+def split_name(layers: tuple[int, ...]) -> str:
+    return "+".join(map(str, layers))
+
+
+every_split = pytest.mark.parametrize("layers", EVERY_SPLIT, ids=split_name)
+some_splits = pytest.mark.parametrize("layers", SOME_SPLITS, ids=split_name)
+
+
+async def assert_equal(chain: Chain, whole: Whole, samplings: dict[str, Sampling] = SAMPLINGS) -> None:
+    """The chain's tokens are the whole model's, greedy and sampled, after many windows and after one row."""
+    for name, sampling in samplings.items():
+        found = await answer(chain, LONG, NUM_TOKENS, sampling)
+        assert found.tokens == whole.tokens(LONG, NUM_TOKENS, sampling), name
+    assert (await answer(chain, SHORT, NUM_TOKENS)).tokens == whole.tokens(SHORT, NUM_TOKENS)
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    """The logits that last stages compute, as they compute them."""
+    rows: Recorded = []
+    compute: Callable[[Shard, mx.array], mx.array] = Shard.logits
+
+    def record(shard: Shard, h: mx.array) -> mx.array:
+        logits = compute(shard, h)
+        rows.append(np.array(logits))
+        return logits
+
+    monkeypatch.setattr(Shard, "logits", record)
+    return rows
+
+
+@every_split
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_any_split_gives_the_tokens_of_the_whole_model(
+    models: Models, family: str, layers: tuple[int, ...]
+) -> None:
+    whole = models(family)
+    async with running(whole.folder, layers) as chain:
+        assert chain.plan.layers == list(layers)
+        await assert_equal(chain, whole)
+
+
+@every_split
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_any_split_gives_the_logits_of_the_whole_model_within_1e_5(
+    models: Models, recorded: Recorded, family: str, layers: tuple[int, ...]
+) -> None:
+    whole = models(family)
+    async with running(whole.folder, layers) as chain:
+        recorded.clear()
+        tokens = (await answer(chain, LONG, NUM_TOKENS)).tokens
+    expected = np.array(whole.logits(LONG, tokens))
+    found = np.concatenate(recorded)
+    assert found.dtype == expected.dtype == np.float32
+    assert found.shape == expected.shape == (NUM_TOKENS, VOCAB)
+    assert expected.std() > 0.3  # the tolerance is far below what the logits are
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_the_logits_of_all_splits_are_the_same_bits(models: Models, recorded: Recorded, family: str) -> None:
+    """Which rows are computed together decides the rounding, and no split changes that."""
+    bits = set()
+    for layers in EVERY_SPLIT:
+        async with running(models(family).folder, layers) as chain:
+            recorded.clear()
+            await answer(chain, LONG, 4)
+            bits.add(np.concatenate(recorded).tobytes())
+    assert len(bits) == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_greedy_tokens_with_and_without_penalties_are_those_of_mlx_lm_generate(
+    models: Models, family: str
+) -> None:
+    whole = models(family)
+    async with running(whole.folder, (1, 2, 1)) as chain:
+        for penalties in ({}, PENALTIES):
+            found = (await answer(chain, LONG, NUM_TOKENS, Sampling(**penalties))).tokens
+            processors = make_logits_processors(**penalties)
+            prompt = mx.array(LONG)
+            steps = generate_step(prompt, whole.reference.model, max_tokens=NUM_TOKENS, logits_processors=processors)
+            assert found == [token for token, _ in steps]
+
+
+async def test_reported_logprobs_are_the_log_softmax_of_the_whole_models_logits(models: Models) -> None:
+    whole = models("qwen3")
+    async with running(whole.folder, (2, 2)) as chain:
+        samples = (await answer(chain, LONG, 5, Sampling(seed=1, temperature=1.0, logprobs=1 + VOCAB))).samples
+    logits = np.array(whole.logits(LONG, [sample.token for sample in samples]), np.float64)
+    expected = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    for sample, row in zip(samples, expected, strict=True):
+        assert sample.logprob == pytest.approx(row[sample.token], abs=1e-5)
+        found = {alternative.token: alternative.logprob for alternative in sample.alternatives}
+        assert [found[token] for token in range(VOCAB)] == pytest.approx(list(row), abs=1e-5)
+        assert list(found.values()) == sorted(found.values(), reverse=True)
+
+
+@pytest.mark.parametrize("layers", [(1, 3), (3, 1), (1, 1, 1, 1)], ids=split_name)
+async def test_a_sliding_window_is_the_whole_models_long_after_it_has_slid(
+    models: Models, layers: tuple[int, ...]
+) -> None:
+    """Long enough that the caches have let go of rows: they keep 256 and the window is 8."""
+    whole = models("gemma3_text")
+    prompt = tuple((3 * i + i * i) % VOCAB for i in range(300))
+    async with running(whole.folder, layers) as chain:
+        found = await answer(chain, prompt[:280], 30)
+        assert found.tokens == whole.tokens(prompt[:280], 30)
+
+
+@some_splits
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "gemma3_text", "qwen3_5"])
+async def test_a_head_tied_to_the_embedding_works_on_every_last_stage(
+    models: Models, family: str, layers: tuple[int, ...]
+) -> None:
+    whole = models(family, tied=True)
+    assert not any("lm_head" in name for name, _ in tree_flatten(whole.reference.model.parameters()))
+    async with running(whole.folder, layers) as chain:
+        await assert_equal(chain, whole, {name: SAMPLINGS[name] for name in ("greedy", "all filters")})
+
+
+@some_splits
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "qwen3_moe"])  # MLX on CPUs has experts in float32 only
+async def test_half_precision_gives_the_tokens_of_the_whole_model(
+    models: Models, family: str, dtype: mx.Dtype, layers: tuple[int, ...]
+) -> None:
+    whole = models(family, dtype=dtype)
+    async with running(whole.folder, layers) as chain:
+        await assert_equal(chain, whole, {name: SAMPLINGS[name] for name in ("greedy", "temperature", "penalties")})
+
+
+WIDE = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 8}
+
+
+@some_splits
+@pytest.mark.parametrize(
+    ("group_size", "bits", "whole_model", "tied"),
+    [
+        (64, 4, True, False),
+        (64, 4, True, True),
+        (64, 4, False, False),
+        (64, 4, False, True),
+        (128, 4, True, False),
+        (64, 8, True, False),
+    ],
+)
+async def test_a_quantised_checkpoint_gives_the_tokens_of_the_whole_model(
+    models: Models, group_size: int, bits: int, whole_model: bool, tied: bool, layers: tuple[int, ...]
+) -> None:
+    whole = models(
+        "qwen3",
+        dtype=mx.bfloat16,
+        quantize={"group_size": group_size, "bits": bits},
+        quantize_embedding=whole_model,
+        tied=tied,
+        config=WIDE,
+    )
+    async with running(whole.folder, layers) as chain:
+        await assert_equal(chain, whole, {name: SAMPLINGS[name] for name in ("greedy", "all filters")})
+
+
+@pytest.mark.parametrize("layers", [(1, 3), (2, 1, 1)], ids=split_name)
+async def test_layers_quantised_each_in_its_own_way_give_the_tokens_of_the_whole_model(
+    models: Models, tmp_path: Path, layers: tuple[int, ...]
+) -> None:
+    """As mlx_lm.convert writes mixed recipes: the general parameters, and exceptions by path."""
+    mixed = mixed_precision(
+        models("qwen3", dtype=mx.bfloat16, quantize={"group_size": 64, "bits": 4}, config=WIDE), tmp_path
+    )
+    async with running(mixed.folder, layers) as chain:
+        await assert_equal(chain, mixed, {"greedy": SAMPLINGS["greedy"]})
+
+
+def mixed_precision(four_bit: Whole, folder: Path) -> Whole:
+    """The same model with 8-bit down projections, and layer 2's left as they were."""
+    config = json.loads((four_bit.folder / "config.json").read_text())
+    tensors = dict(tree_flatten(four_bit.reference.model.parameters()))
+    for i in range(4):
+        path = f"model.layers.{i}.mlp.down_proj"
+        weight, scales, biases = (tensors.pop(f"{path}.{part}") for part in ("weight", "scales", "biases"))
+        weight = mx.dequantize(weight, scales, biases, 64, 4)
+        if i == 2:
+            config["quantization"][path] = False
+            tensors[f"{path}.weight"] = weight
+            continue
+        config["quantization"][path] = {"group_size": 128, "bits": 8}
+        parts = zip(("weight", "scales", "biases"), mx.quantize(weight, 128, 8), strict=True)
+        tensors |= {f"{path}.{part}": array for part, array in parts}
+    write_folder(folder / "mixed", config, tensors)
+    return Whole(folder / "mixed")
+
+
+@some_splits
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("qwen3", {"model_type": "wedlm", "qk_norm": True, "attention_bias": False}),
+        ("qwen3", {"model_type": "wedlm"}),
+        ("qwen2", {"model_type": "wedlm", "qk_norm": False, "attention_bias": True}),
+        ("qwen2", {"model_type": "wedlm", "attention_bias": True}),
+    ],
+    ids=["qwen3", "qwen3-by-default", "qwen2.5", "qwen2.5-by-its-bias"],
+)
+async def test_a_wedlm_checkpoint_runs_as_the_model_it_was_made_from(
+    models: Models, family: str, config: dict[str, Any], layers: tuple[int, ...]
+) -> None:
+    whole, origin = models(family, config=config), models(family)
+    prompt = LONG[:9]
+    assert whole.tokens(prompt, NUM_TOKENS) == origin.tokens(prompt, NUM_TOKENS)
+    async with running(whole.folder, layers) as chain:
+        await assert_equal(chain, whole, {name: SAMPLINGS[name] for name in ("greedy", "all filters")})
+
+
+@every_split
+async def test_a_llama_with_some_sliding_layers_gives_the_tokens_of_the_whole_model(
+    models: Models, layers: tuple[int, ...]
+) -> None:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
+    whole = models("llama", config={"layer_types": kinds, "sliding_window": 6})
+    assert whole.tokens(LONG, NUM_TOKENS) != models("llama").tokens(LONG, NUM_TOKENS)
+    async with running(whole.folder, layers) as chain:
+        await assert_equal(chain, whole, {name: SAMPLINGS[name] for name in ("greedy", "all filters")})
+
+
+@some_splits
+@pytest.mark.parametrize("num_files", [2, 7])
+async def test_a_checkpoint_in_several_files_gives_the_tokens_of_the_whole_model(
+    models: Models, num_files: int, layers: tuple[int, ...]
+) -> None:
+    whole = models("qwen3", num_files=num_files)
+    assert len(list(whole.folder.glob("*.safetensors"))) == num_files
+    assert whole.tokens(LONG, NUM_TOKENS) == models("qwen3").tokens(LONG, NUM_TOKENS)
+    async with running(whole.folder, layers) as chain:
+        await assert_equal(chain, whole, {"greedy": SAMPLINGS["greedy"]})
+
+
+@some_splits
+async def test_experts_in_one_tensor_each_are_stacked_as_mlx_lm_stacks_them(
+    models: Models, tmp_path: Path, layers: tuple[int, ...]
+) -> None:
+    """Hugging Face's own layout of a mixture of experts, before any conversion."""
+    stacked = models("qwen3_moe")
+    tensors = {}
+    for name, array in tree_flatten(stacked.reference.model.parameters()):
+        if ".switch_mlp." in name:
+            parts = (name.replace("switch_mlp", f"experts.{i}") for i in range(array.shape[0]))
+            tensors |= dict(zip(parts, array, strict=True))
+        else:
+            tensors[name] = array
+    write_folder(tmp_path / "raw", json.loads((stacked.folder / "config.json").read_text()), tensors, num_files=3)
+    async with running(tmp_path / "raw", layers) as chain:
+        await assert_equal(chain, stacked, {"greedy": SAMPLINGS["greedy"]})
+
+
+@some_splits
+async def test_a_hybrid_checkpoint_with_vision_and_mtp_tensors_loads_as_mlx_lm_loads_it(
+    models: Models, tmp_path: Path, layers: tuple[int, ...]
+) -> None:
+    """Hugging Face's own layout: text nested, convolutions transposed, norms around zero, unused parts."""
+    raw = raw_hybrid(models("qwen3_5"), tmp_path / "raw")
+    assert describe(open_folder(raw.folder)).layers == describe(open_folder(models("qwen3_5").folder)).layers
+    assert raw.tokens(LONG, NUM_TOKENS) == models("qwen3_5").tokens(LONG, NUM_TOKENS)
+    async with running(raw.folder, layers) as chain:
+        await assert_equal(chain, raw, {name: SAMPLINGS[name] for name in ("greedy", "all filters")})
+
+
+def raw_hybrid(converted: Whole, folder: Path) -> Whole:
+    """The converted model as it was before conversion."""
+    config = json.loads((converted.folder / "config.json").read_text())
+    tensors = {"model.visual.patch.weight": mx.ones((4, 4)), "mtp.layers.0.mlp.weight": mx.ones((4, 4))}
+    shifted = ("layernorm.weight", "model.norm.weight", "q_norm.weight", "k_norm.weight")
+    for name, array in tree_flatten(converted.reference.model.parameters()):
+        name = name.replace("language_model.model", "model.language_model").replace("language_model.lm_head", "lm_head")
+        array = array.moveaxis(1, 2) if "conv1d" in name else array
+        tensors[name] = array - 1 if name.endswith(shifted) or name == "model.language_model.norm.weight" else array
+    write_folder(folder, {"model_type": "qwen3_5", "text_config": config}, tensors, num_files=2)
+    return Whole(folder)
+
+
+def test_the_models_of_these_tests_are_told_apart_by_their_tokens(models: Models) -> None:
+    """Else equality would prove little: tokens vary along an answer, and with prompt, family, seed and sampling."""
+    seen = set()
+    for family in FAMILIES:
+        for sampling in SAMPLINGS.values():
+            tokens = models(family).tokens(LONG, NUM_TOKENS, sampling)
+            assert len(set(tokens)) >= 3, f"{family} repeats itself: {tokens}"
+            seen.add(tuple(tokens))
+    assert len(seen) == len(FAMILIES) * len(SAMPLINGS)

@@ -1,0 +1,470 @@
+"""Loading through the real Load call: who is refused and why, what damage is named, what memory it takes, digests."""
+
+import asyncio
+import gc
+import hashlib
+import json
+import math
+import shutil
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_UNSPECIFIED, Fingerprint, HelloRequest, LoadRequest
+from protos.brigade_pb2_grpc import NodeStub
+from tests.integration.conftest import Models, RunningNode, answer, load, load_request, opened, serving
+from tests.tiny import make_model, write_folder
+from worker.checkpoint import open_folder
+from worker.errors import ModelError, from_status
+from worker.shard import Shard
+from worker.wire import PROTOCOL_VERSION, open_channel
+
+WEIGHTS = "model.safetensors"
+Tensors = dict[str, mx.array]
+
+
+@pytest.fixture
+def folder(models: Models, tmp_path: Path) -> Path:
+    """A copy of a sound model of four layers, to be damaged."""
+    return Path(shutil.copytree(models("qwen3").folder, tmp_path / "model"))
+
+
+@asynccontextmanager
+async def worker(copy: Path | None = None) -> AsyncIterator[RunningNode]:
+    async with serving(1, copy) as [node]:
+        yield node
+
+
+async def refusal(request: LoadRequest, copy: Path | None = None) -> str:
+    """What a worker says to a load that it refuses."""
+    async with worker(copy) as node:
+        with pytest.raises(ModelError) as caught:
+            await load(node, request)
+    assert str(caught.value).startswith("worker node-1: ")
+    return str(caught.value)
+
+
+# Handshake
+
+
+def other_config(copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"rope_theta": 20000.0}))
+
+
+def other_tokenizer(copy: Path) -> None:
+    (copy / "tokenizer.json").write_text("{}")
+
+
+def other_dtypes(copy: Path) -> None:
+    edit_tensors(copy, lambda tensors: {name: array.astype(mx.bfloat16) for name, array in tensors.items()})
+
+
+def other_names(copy: Path) -> None:
+    edit_tensors(copy, lambda tensors: tensors | {"model.rotary.inv_freq": mx.zeros((8,))})
+
+
+def edit_tensors(folder: Path, edit: Callable[[Tensors], Tensors]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    write_folder(folder, config, edit(dict(mx.load(str(folder / WEIGHTS)))))
+
+
+@pytest.mark.parametrize(
+    ("change", "part", "named"),
+    [
+        (other_config, "config", "config.json"),
+        (other_tokenizer, "tokenizer", "tokenizer"),
+        (other_dtypes, "tensors", "tensor"),
+        (other_names, "tensors", "tensor"),
+    ],
+)
+async def test_another_model_is_refused_with_both_fingerprints(
+    models: Models, folder: Path, change: Callable[[Path], None], part: str, named: str
+) -> None:
+    request = load_request(models("qwen3").folder, 2, 4)
+    async with worker(folder) as node:
+        await load(node, request)  # as long as the copies are equal
+    change(folder)
+    here, there = getattr(open_folder(folder).fingerprint, part), getattr(request.fingerprint, part)
+    message = await refusal(request, folder)
+    assert here[:12] in message and there[:12] in message and named in message
+
+
+async def test_a_fingerprint_that_was_not_given_is_refused(folder: Path) -> None:
+    request = load_request(folder, 2, 4)
+    request.fingerprint.CopyFrom(Fingerprint())
+    assert "config.json" in await refusal(request)
+
+
+def changed(folder: Path, **fields: Any) -> LoadRequest:
+    request = load_request(folder, 2, 4)
+    for name, value in fields.items():
+        setattr(request, name, value)
+    return request
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"num_layers": 5}, ("of 5 layers", "has 4")),
+        ({"num_layers": 5, "end": 5}, ("[2, 5)", "has 4")),
+        ({"end": 5}, ("[2, 5)", "has 4")),
+        ({"start": 0}, ("[0, 4)",)),
+        ({"start": 3, "end": 3}, ("[3, 3)",)),
+        ({"start": 3, "end": 2}, ("[3, 2)",)),
+        ({"dtype": DTYPE_BFLOAT16}, ("bfloat16", "float32")),
+        ({"dtype": DTYPE_UNSPECIFIED}, ("unspecified", "float32")),
+        ({"dtype": 9}, ("9", "float32")),
+    ],
+    ids=str,
+)
+async def test_layers_or_hidden_states_that_the_model_does_not_have_are_refused(
+    folder: Path, fields: dict[str, int], said: tuple[str, ...]
+) -> None:
+    message = await refusal(changed(folder, **fields))
+    assert all(part in message for part in said), message
+
+
+async def test_another_version_of_the_protocol_is_refused_with_both_versions() -> None:
+    async with worker() as node, open_channel(node.address) as channel:
+        hello = NodeStub(channel).Hello
+        assert (await hello(HelloRequest(protocol_version=PROTOCOL_VERSION))).node == "node-1"
+        with pytest.raises(grpc.RpcError) as caught:
+            await hello(HelloRequest(protocol_version=PROTOCOL_VERSION + 41))
+    error = from_status(caught.value, "node-1")
+    assert isinstance(error, ModelError)
+    assert f"worker node-1: speaks protocol {PROTOCOL_VERSION}" in str(error)
+    assert f"the coordinator speaks {PROTOCOL_VERSION + 41}" in str(error)
+
+
+async def test_a_folder_that_the_worker_does_not_have_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    assert f"{tmp_path / 'nowhere'} does not exist" in await refusal(load_request(folder, 2, 4), tmp_path / "nowhere")
+
+
+async def test_a_refused_load_leaves_what_was_loaded(models: Models, folder: Path) -> None:
+    whole = models("qwen3")
+    async with serving(1) as [node]:
+        await load(node, load_request(whole.folder, 2, 4))
+        other_config(folder)
+        with pytest.raises(ModelError):
+            await load(node, changed(folder, num_layers=5))
+        async with opened(whole.folder, (2, 2), [node]) as chain:
+            assert (await answer(chain, (1, 2, 3), 4)).tokens == whole.tokens((1, 2, 3), 4)
+
+
+# Damage
+
+
+def without(*names: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {name: array for name, array in tensors.items() if name not in names}
+
+
+def with_tensor(name: str, *shape: int) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: tensors | {name: mx.zeros(shape)}
+
+
+UP, NORM, Q = (
+    "model.layers.2.mlp.up_proj.weight",
+    "model.layers.3.input_layernorm.weight",
+    "model.layers.3.self_attn.q_proj",
+)
+DAMAGES = {
+    "a missing matrix": (without(UP), UP),
+    "a missing norm": (without(NORM), NORM),
+    "a missing final norm": (without("model.norm.weight"), "model.norm.weight"),
+    "a missing head": (without("lm_head.weight"), "lm_head.weight"),
+    "a matrix of another shape": (with_tensor(UP, 96, 32), UP),
+    "a transposed matrix": (with_tensor(UP, 64, 96), UP),
+    "a norm of another size": (with_tensor(NORM, 63), NORM),
+    "a head of another vocabulary": (with_tensor("lm_head.weight", 96, 64), "lm_head.weight"),
+    "a left-over bias": (with_tensor(f"{Q}.bias", 64), f"{Q}.bias"),
+    "a left-over module": (with_tensor("model.layers.2.mlp.extra.weight", 4, 4), "model.layers.2.mlp.extra"),
+    "a layer too many": (with_tensor("model.layers.4.mlp.up_proj.weight", 96, 64), "model.layers.4."),
+}
+
+
+@pytest.mark.parametrize(("damage", "named"), DAMAGES.values(), ids=DAMAGES)
+async def test_a_tensor_that_is_missing_or_left_over_or_of_another_shape_is_named(
+    folder: Path, damage: Callable[[Tensors], Tensors], named: str
+) -> None:
+    request = load_request(folder, 2, 4)
+    edit_tensors(folder, damage)
+    request.fingerprint.CopyFrom(open_folder(folder).fingerprint)  # a coordinator with the same damage
+    assert named in await refusal(request)
+
+
+async def test_a_coordinator_names_a_tensor_that_its_own_shard_lacks(folder: Path) -> None:
+    edit_tensors(folder, without("model.layers.0.mlp.up_proj.weight"))
+    async with serving(1) as nodes:
+        with pytest.raises(ModelError, match=r"lacks tensor model\.layers\.0\.mlp\.up_proj\.weight"):
+            async with opened(folder, (2, 2), nodes):
+                pytest.fail("the chain opened")
+
+
+def cut_short(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def corrupt_header(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:8] + b"\xff" * 50 + file.read_bytes()[58:])
+
+
+def not_safetensors(file: Path) -> None:
+    file.write_text("<!DOCTYPE html><html>Sign in to continue</html>")
+
+
+@pytest.mark.parametrize("damage", [cut_short, corrupt_header, not_safetensors, Path.unlink])
+async def test_a_damaged_or_missing_weight_file_is_named(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    request = load_request(make_model(tmp_path / "sound", num_files=3), 2, 4)
+    copy = Path(shutil.copytree(tmp_path / "sound", tmp_path / "copy"))
+    damage(copy / "model-00002-of-00003.safetensors")
+    assert "model-00002-of-00003.safetensors" in await refusal(request, copy)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 4000, -100])
+def test_a_file_that_is_cut_short_after_its_header_was_read_is_a_model_error(folder: Path, kept: int) -> None:
+    """A copy that is still going on, a disk that fails: the tensors are read long after the headers."""
+    checkpoint = open_folder(folder)
+    data = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(data[:kept])
+    with pytest.raises(ModelError, match="cannot read"):
+        Shard(checkpoint, 2, 4).materialise(lambda nbytes: None)
+
+
+def test_a_file_that_is_cut_short_before_its_tensors_are_read_is_a_model_error(folder: Path) -> None:
+    shard = Shard(open_folder(folder), 2, 4)
+    with (folder / WEIGHTS).open("rb+") as file:
+        file.truncate(4000)
+    with pytest.raises(ModelError, match=r"cannot read .*layers \[2, 4\)"):
+        shard.materialise(lambda nbytes: None)
+
+
+async def test_a_load_that_its_coordinator_gave_up_does_not_get_in_the_way_of_the_next(models: Models) -> None:
+    whole = models("qwen3")
+    release = threading.Event()
+    async with serving(1) as [node]:
+        held = asyncio.create_task(node.thread.run(lambda: release.wait(5)))
+        given_up = asyncio.create_task(load(node, load_request(whole.folder, 1, 4)))
+        peer = node.peer()
+        await peer.status(5)
+        await asyncio.wait([given_up], timeout=0.2)
+        assert not given_up.done()
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        async with asyncio.timeout(5):
+            next_one = asyncio.create_task(load(node, load_request(whole.folder, 2, 4)))
+            await peer.status(5)
+            release.set()
+            assert await held
+            assert (await next_one)[-1].phase == "load"
+        assert not any(name.startswith("model.layers.1.") for name in await peer.digests())
+        await peer.close()
+        async with opened(whole.folder, (2, 2), [node]) as chain:
+            assert (await answer(chain, (1, 2, 3), 4)).tokens == whole.tokens((1, 2, 3), 4)
+
+
+async def test_a_node_that_refused_a_damaged_model_takes_a_sound_one(models: Models, folder: Path) -> None:
+    edit_tensors(folder, without(UP))
+    async with serving(1) as [node]:
+        with pytest.raises(ModelError):
+            await load(node, load_request(folder, 2, 4))
+        whole = models("qwen3")
+        async with opened(whole.folder, (2, 2), [node]) as chain:
+            assert (await answer(chain, (1, 2, 3), 4)).tokens == whole.tokens((1, 2, 3), 4)
+
+
+# Progress and digests
+
+
+@pytest.mark.parametrize(("start", "end"), [(1, 2), (2, 4), (1, 4)])
+async def test_progress_ends_at_the_bytes_of_the_shards_tensors(models: Models, start: int, end: int) -> None:
+    whole = models("qwen3")
+    parameters = dict(tree_flatten(whole.reference.model.parameters()))
+    own = [f"model.layers.{i}." for i in range(start, end)] + (["model.norm", "lm_head"] if end == 4 else [])
+    expected = sum(array.nbytes for name, array in parameters.items() if name.startswith(tuple(own)))
+    async with worker() as node:
+        reports = [
+            report for report in await load(node, load_request(whole.folder, start, end)) if report.phase == "load"
+        ]
+    assert [report.done for report in reports] == sorted(report.done for report in reports)
+    assert len(reports) >= end - start and reports[0].done > 0
+    assert reports[-1].done == reports[-1].total == expected
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("quantize", [None, {"group_size": 64, "bits": 4}])
+async def test_the_digests_of_all_shards_are_those_of_the_whole_models_tensors(
+    models: Models, quantize: dict[str, int] | None, tied: bool
+) -> None:
+    config = {"intermediate_size": 128}
+    whole = models("qwen3", dtype=mx.bfloat16, tied=tied, quantize=quantize, config=config, num_files=2)
+    expected = {name: digest(array) for name, array in tree_flatten(whole.reference.model.parameters())}
+    async with serving(2) as nodes, opened(whole.folder, (1, 2, 1), nodes) as chain:
+        found = await chain.thread.run(lambda: dict(Shard(open_folder(whole.folder), 0, 1).digests()))
+        for peer in chain.peers:
+            theirs = await peer.digests()
+            assert theirs
+            assert not {name for name in theirs.keys() & found.keys() if "embed_tokens" not in name}
+            found |= theirs
+    assert found == expected
+
+
+def digest(array: mx.array) -> str:
+    return hashlib.blake2b(bytes(np.array(array.view(mx.uint8))), digest_size=16).hexdigest()
+
+
+async def test_one_altered_byte_changes_exactly_that_tensors_digest(folder: Path) -> None:
+    before = await digests_of(folder)
+    file = folder / WEIGHTS
+    data = bytearray(file.read_bytes())
+    length = int.from_bytes(data[:8], "little")
+    begin, end = json.loads(data[8 : 8 + length])[UP]["data_offsets"]
+    data[8 + length + (begin + end) // 2] ^= 1
+    file.write_bytes(data)
+    after = await digests_of(folder)
+    assert {name for name in before if before[name] != after[name]} == {UP}
+    assert before.keys() == after.keys()
+
+
+async def digests_of(folder: Path) -> dict[str, str]:
+    async with worker() as node:
+        await load(node, load_request(folder, 2, 4))
+        peer = node.peer()
+        try:
+            return await peer.digests()
+        finally:
+            await peer.close()
+
+
+async def test_a_node_that_holds_nothing_has_no_digests() -> None:
+    async with worker() as node:
+        peer = node.peer()
+        with pytest.raises(ModelError, match="worker node-1: holds no shard"):
+            await peer.digests()
+        await peer.close()
+
+
+# Memory
+
+
+async def test_a_node_lets_go_of_its_shard_before_it_loads_another(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards: list[weakref.ref[Shard]] = []
+    alive: list[int] = []
+    materialise: Callable[..., None] = Shard.materialise
+
+    def note(shard: Shard, progress: Callable[[int], None]) -> None:
+        gc.collect()
+        alive.append(sum(other() is not None for other in shards))
+        shards.append(weakref.ref(shard))
+        materialise(shard, progress)
+
+    monkeypatch.setattr(Shard, "materialise", note)
+    async with worker() as node:
+        await load(node, load_request(models("qwen3").folder, 2, 4))
+        assert shards[0]() is not None
+        await load(node, load_request(models("qwen3").folder, 1, 4))
+        await load(node, load_request(models("llama").folder, 1, 4))
+    assert alive == [0, 0, 0]
+
+
+LOAD = """
+import asyncio, json, resource, sys
+from pathlib import Path
+import mlx.core as mx
+import psutil
+from worker.checkpoint import open_folder
+from worker.families import family_of
+from worker.loading import load_shard
+from worker.mlx_thread import MlxThread
+
+
+def peak() -> int:
+    status = Path("/proc/self/status")  # there ru_maxrss would begin with the parent's
+    if status.exists():
+        return int(status.read_text().partition("VmHWM:")[2].split()[0]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+async def main(folder: str, start: int, end: int, num_layers: int) -> None:
+    checkpoint = open_folder(Path(folder))
+    family_of(checkpoint.config).code()
+    thread = MlxThread()
+    await thread.run(lambda: mx.eval(mx.ones((8, 8)) @ mx.ones((8, 8))))
+    before = psutil.Process().memory_info().rss
+    shard = await load_shard(checkpoint, start, end, num_layers, thread, lambda report: None)
+    print(json.dumps({"shard": shard.nbytes, "growth": max(peak() - before, mx.get_peak_memory())}))
+    thread.close()
+
+
+asyncio.run(main(sys.argv[1], *map(int, sys.argv[2:])))
+"""
+
+
+def write_large_model(folder: Path, num_layers: int) -> int:
+    """A bf16 model of zeros in four sparse files, which take no room and no time to write; its bytes."""
+    config = json.loads((make_model(folder) / "config.json").read_text())
+    (folder / WEIGHTS).unlink()
+    config |= {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": num_layers, "vocab_size": 32768}
+    config |= {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes: dict[str, list[int]] = {"model.embed_tokens.weight": [32768, 1024]}
+    for i in range(num_layers):
+        layer = f"model.layers.{i}"
+        shapes |= {f"{layer}.self_attn.{x}_proj.weight": [1024, 1024] for x in "qkvo"}
+        shapes |= {f"{layer}.self_attn.{x}_norm.weight": [128] for x in "qk"}
+        shapes |= {f"{layer}.mlp.{x}_proj.weight": [3072, 1024] for x in ("gate", "up")}
+        shapes |= {f"{layer}.mlp.down_proj.weight": [1024, 3072]}
+        shapes |= {f"{layer}.{x}_layernorm.weight": [1024] for x in ("input", "post_attention")}
+    shapes |= {"model.norm.weight": [1024], "lm_head.weight": [32768, 1024]}
+    names, weight_map = list(shapes), {}
+    per_file = -(-len(names) // 4)
+    for number in range(4):
+        file = f"model-{number + 1:05}-of-00004.safetensors"
+        header, end = {}, 0
+        for name in names[number * per_file : (number + 1) * per_file]:
+            begin, end = end, end + 2 * math.prod(shapes[name])
+            header[name] = {"dtype": "BF16", "shape": shapes[name], "data_offsets": [begin, end]}
+            weight_map[name] = file
+        raw = json.dumps(header).encode()
+        with (folder / file).open("wb") as out:
+            out.write(len(raw).to_bytes(8, "little") + raw)
+            out.truncate(8 + len(raw) + end)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return sum(2 * math.prod(shape) for shape in shapes.values())
+
+
+def test_loading_a_shard_takes_the_memory_of_that_shard(tmp_path: Path) -> None:
+    """Peak resident memory above what the process had, or MLX's own peak if that is more (buffers of a GPU).
+
+    The whole model, loaded the same way, shows that it is seen.
+    """
+    num_layers, start, end = 20, 10, 13
+    total = write_large_model(tmp_path / "large", num_layers)
+
+    def measure(start: int, end: int) -> dict[str, int]:
+        command = [sys.executable, "-c", LOAD, str(tmp_path / "large"), *map(str, (start, end, num_layers))]
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+        return json.loads(done.stdout)
+
+    try:
+        part, whole = measure(start, end), measure(0, num_layers)
+    finally:
+        shutil.rmtree(tmp_path / "large")
+    limit = 1.2 * part["shard"] + 300 * 2**20
+    assert whole["shard"] == total > 1.5 * limit
+    assert 3 * 27 * 10**6 < part["shard"] < total / 6
+    assert part["shard"] <= part["growth"] <= limit
+    assert whole["growth"] > 1.5 * limit
