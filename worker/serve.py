@@ -50,13 +50,14 @@ async def _serve(service: NodeService, bind: str, *, follow_parent: bool) -> Non
         port = server.add_insecure_port(bind)
     except RuntimeError as error:
         raise ConfigError(f"cannot listen on {bind}: in use or not an address of this machine; try --bind") from error
+    stop = _stop_event(follow_parent=follow_parent)
     await server.start()
     address = f"{bind.rpartition(':')[0]}:{port}"
     if follow_parent:
         print(json.dumps({"name": service.name, "address": address}), flush=True)
     else:
         print(f"worker {service.name} listens on {address}", file=sys.stderr, flush=True)
-    await _wait_stop(follow_parent=follow_parent)
+    await stop.wait()
     await checks.enter_graceful_shutdown()
     if not follow_parent:
         with contextlib.suppress(TimeoutError):
@@ -66,8 +67,8 @@ async def _serve(service: NodeService, bind: str, *, follow_parent: bool) -> Non
     await server.stop(grace=None)
 
 
-async def _wait_stop(*, follow_parent: bool) -> None:
-    """Return at the first SIGTERM or SIGINT, or when the parent is gone. A second signal ends the process at once."""
+def _stop_event(*, follow_parent: bool) -> asyncio.Event:
+    """Set at the first SIGTERM or SIGINT, or when the parent is gone. A second signal ends the process at once."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -80,4 +81,4 @@ async def _wait_stop(*, follow_parent: bool) -> None:
         loop.add_signal_handler(number, on_signal)
     if follow_parent:
         loop.add_reader(sys.stdin.fileno(), lambda: stop.set() if not os.read(sys.stdin.fileno(), 1) else None)
-    await stop.wait()
+    return stop

@@ -1,0 +1,107 @@
+"""Model folders for whole processes: random ones that have a tokenizer, one that recites, altered copies."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tests.tiny import make_model, write_folder
+
+VOCAB = 320
+CONTEXT = 40_000  # tokens: room for requests that last until a test ends them
+EOS, END = 1, 2
+_SPECIAL = ["<pad>", "<eos>", "<end>"]
+_TEXT = [
+    "the quick brown fox jumps over the lazy dog. " * 5,
+    "Zürich, naïve, 日本語, 😀 and one two three four five",
+] * 3
+_CHAT = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def make_talker(folder: Path, **settings: Any) -> Path:
+    """A random model of four layers whose tokens are bytes and a few words; equal arguments make equal files."""
+    make_model(folder, config={"vocab_size": VOCAB, "max_position_embeddings": CONTEXT}, **settings)
+    _write_tokenizer(folder)
+    return folder
+
+
+def make_reciter(folder: Path, text: str) -> Path:
+    """A model that says `text` over and over, a token per byte, after any prompt in its chat template.
+
+    Its layers add nothing and its head maps each byte's embedding to the byte that follows, so no byte may occur
+    twice. The template's last space starts the text.
+    """
+    make_talker(folder)
+    weights: dict[str, Any] = dict(mx.load(str(folder / "model.safetensors")))  # type: ignore[arg-type]
+    ids = [_byte_ids(folder)[byte] for byte in text.encode()]
+    assert len(set(ids)) == len(ids) and " " not in text, "each byte once, and none is the prompt's last"
+    directions = np.random.default_rng(0).normal(size=(VOCAB, 64)).astype(np.float32)
+    directions /= np.linalg.norm(directions, axis=1, keepdims=True)
+    head = np.zeros_like(directions)
+    for now, after in zip(ids, [*ids[1:], ids[0]], strict=True):
+        head[after] += 10 * directions[now]
+    head[ids[0]] += 10 * directions[_byte_ids(folder)[ord(" ")]]  # the chat template ends in a space
+    for name, weight in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weights[name] = mx.zeros_like(weight)
+    weights |= {"model.embed_tokens.weight": mx.array(directions), "lm_head.weight": mx.array(head)}
+    weights["model.norm.weight"] = mx.ones((64,))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    return folder
+
+
+def altered_copy(model: Path, folder: Path, change: Callable[[dict[str, mx.array]], None]) -> Path:
+    """A copy of `model` after `change` to its tensors."""
+    shutil.copytree(model, folder)
+    weights: dict[str, Any] = dict(mx.load(str(folder / "model.safetensors")))  # type: ignore[arg-type]
+    change(weights)
+    write_folder(folder, json.loads((folder / "config.json").read_text()), weights)
+    return folder
+
+
+def reconfigured_copy(model: Path, folder: Path, **config: Any) -> Path:
+    """A copy of `model` with these keys of config.json replaced."""
+    shutil.copytree(model, folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return folder
+
+
+def decode(model: Path, tokens: list[int]) -> str:
+    """What the tokens say as a whole, by the tokenizers library."""
+    return str(Tokenizer.from_file(str(model / "tokenizer.json")).decode(tokens, skip_special_tokens=False))
+
+
+def _write_tokenizer(folder: Path) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB, special_tokens=_SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(_TEXT, trainer)
+    assert tokenizer.get_vocab_size() == VOCAB
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "pad_token": "<pad>",
+        "clean_up_tokenization_spaces": False, "chat_template": _CHAT,
+    }  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def _byte_ids(folder: Path) -> dict[int, int]:
+    """The token of each single byte: GPT-2's alphabet gives printable bytes to themselves, the others from 256 on."""
+    vocabulary = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+    return {byte: vocabulary[letter] for byte, letter in letters.items()}

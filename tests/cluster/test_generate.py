@@ -1,0 +1,215 @@
+"""`brigade generate` as a user runs it: what it prints, on which stream, for every split."""
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from tests.cluster.conftest import RECITED
+from tests.cluster.models import END, EOS, decode, reconfigured_copy
+from tests.cluster.processes import Outcome, Starter, run, run_all
+
+PROMPT = "The quick brown fox, Zürich and 日本語: what comes next?"
+NUM_TOKENS = 48
+SPLITS = {"one process": ("--local", "0"), "two": ("--local", "1"), "three": ("--local", "2", "--layers", "1,2,1")}
+
+
+def run_json(*arguments: str | Path, stdin: str | None = None) -> dict[str, Any]:
+    return parse(run("generate", *arguments, "--json", stdin=stdin))
+
+
+def run_all_json(*commands: Sequence[str | Path]) -> list[dict[str, Any]]:
+    return [parse(outcome) for outcome in run_all(*(("generate", *command, "--json") for command in commands))]
+
+
+def parse(outcome: Outcome) -> dict[str, Any]:
+    assert outcome.code == 0, outcome.err
+    return dict(json.loads(outcome.out))
+
+
+@pytest.fixture(scope="module")
+def answers(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One sampled request on every split, its prompt in several chunks, and the trace of the longest chain."""
+    traces = tmp_path_factory.mktemp("traces")
+    common = (
+        "--model", talker, "--prompt", PROMPT, "--prefill-step-size", "16", "--temp", "0.9", "--seed", "11",
+        "--logprobs", "3", "--ignore-eos", "--max-tokens", str(NUM_TOKENS),
+    )  # fmt: skip
+    found = run_all_json(*((*common, *flags, "--trace", traces / split) for split, flags in SPLITS.items()))
+    return dict(zip(SPLITS, found, strict=True)) | {"trace": json.loads((traces / "three").read_text())}
+
+
+@pytest.mark.parametrize("split", ["two", "three"])
+def test_every_split_gives_the_tokens_of_one_process(answers: dict[str, Any], split: str) -> None:
+    whole, sharded = answers["one process"], answers[split]
+    assert len(whole["tokens"]) == NUM_TOKENS
+    assert len(set(whole["tokens"])) > NUM_TOKENS / 4  # a model that repeats one token would prove little
+    assert sharded["tokens"] == whole["tokens"]
+    assert sharded["text"] == whole["text"]
+    assert [entry["logprob"] for entry in sharded["logprobs"]] == pytest.approx(
+        [entry["logprob"] for entry in whole["logprobs"]], abs=1e-4
+    )
+
+
+def test_the_stages_hold_the_layers_that_were_asked_for(answers: dict[str, Any]) -> None:
+    layers = {split: [(stage["start"], stage["end"]) for stage in answers[split]["stages"]] for split in SPLITS}
+    assert layers["one process"] == [(0, 4)]
+    assert layers["three"] == [(0, 1), (1, 3), (3, 4)]
+    assert [start for start, _ in layers["two"][1:]] == [end for _, end in layers["two"][:-1]]
+    assert (layers["two"][0][0], layers["two"][-1][1]) == (0, 4)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_json_has_the_promised_keys_with_values_of_their_types(answers: dict[str, Any], split: str) -> None:
+    answer = answers[split]
+    types = {"text": str, "tokens": list, "prompt_tokens": int, "finish_reason": str, "stats": dict, "stages": list}
+    assert {key: type(answer[key]) for key in types} == types
+    assert answer["finish_reason"] == "length"
+    assert answer["prompt_tokens"] > len(PROMPT) / 4
+    assert answer["seed"] == 11
+    stats = answer["stats"]
+    for key in ("ttft_s", "decode_s", "tokens_per_s", "prompt_tokens_per_s", "steps", "tokens_per_step"):
+        assert isinstance(stats[key], int | float) and stats[key] > 0, key
+    assert stats["tokens_per_s"] == pytest.approx((NUM_TOKENS - 1) / stats["decode_s"])
+    assert stats["prompt_tokens_per_s"] == pytest.approx(answer["prompt_tokens"] / stats["ttft_s"])
+    assert stats["tokens_per_step"] == pytest.approx(NUM_TOKENS / stats["steps"])
+    assert stats["recoveries"] == 0
+    assert stats["peak_memory_bytes"] > 100_000  # more than nothing, less than a machine
+    assert stats["peak_memory_bytes"] < 2**32
+    for stage in answer["stages"]:
+        assert set(stage) >= {"node", "start", "end", "compute_ms", "wire_ms", "queue_ms", "utilisation"}
+        assert stage["compute_ms"] > 0 and 0 < stage["utilisation"] <= 1 and stage["queue_ms"] >= 0
+    assert len({stage["node"] for stage in answer["stages"]}) == len(answer["stages"])
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_waterfalls_parts_add_up_to_the_wall_time(answers: dict[str, Any], split: str) -> None:
+    waterfall, stats = dict(answers[split]["waterfall"]), answers[split]["stats"]
+    wall_ms = waterfall.pop("wall_ms")
+    assert sum(waterfall.values()) == pytest.approx(wall_ms, rel=0.05)
+    assert wall_ms == pytest.approx(1e3 * (stats["ttft_s"] + stats["decode_s"]), rel=0.05)
+    assert min(waterfall.values()) >= 0
+    assert (waterfall["worker compute"] > 0) == (split != "one process")
+
+
+def test_the_trace_has_every_frame_on_every_stage(answers: dict[str, Any]) -> None:
+    events = answers["trace"]["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert sorted(names) == [0, 1, 2]
+    assert all(stage["node"] in names[i] for i, stage in enumerate(answers["three"]["stages"]))
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len(spans) == len(events) - 3
+    for span in spans:
+        assert set(span) >= {"name", "pid", "tid", "ts", "dur"}
+        assert span["ts"] > 0 and span["dur"] >= 0
+    chunks = -(-answers["three"]["prompt_tokens"] // 16)
+    for stage in range(3):
+        frames = {span["cat"] for span in spans if span["tid"] == stage and "compute" in span["name"]}
+        assert len(frames) >= chunks + NUM_TOKENS - 1, f"stage {stage}"
+
+
+def test_logprobs_are_of_the_tokens_and_their_alternatives(answers: dict[str, Any]) -> None:
+    answer = answers["one process"]
+    assert [entry["token"] for entry in answer["logprobs"]] == answer["tokens"]
+    for entry in answer["logprobs"]:
+        tops = [logprob for _, logprob in entry["top"]]
+        assert len(tops) == 3 and tops == sorted(tops, reverse=True)
+        assert entry["logprob"] <= tops[0] + 1e-5 <= 2e-5
+        assert dict(map(tuple, entry["top"])).get(entry["token"], entry["logprob"]) == pytest.approx(entry["logprob"])
+
+
+def test_the_text_is_what_the_tokens_say_as_a_whole(answers: dict[str, Any], talker: Path) -> None:
+    """A random model's bytes often are no characters; streaming makes of them what decoding all at once makes."""
+    answer = answers["one process"]
+    assert answer["text"].rstrip("\ufffd") == decode(talker, answer["tokens"]).rstrip("\ufffd")
+    assert not answer["text"].endswith("\ufffd")
+
+
+def test_standard_output_is_the_text_and_nothing_else(answers: dict[str, Any], talker: Path) -> None:
+    whole = answers["one process"]
+    outcome = run(
+        "generate", "--model", talker, "--local", "1", "--prompt", PROMPT, "--prefill-step-size", "16",
+        "--temp", "0.9", "--seed", "11", "--ignore-eos", "--max-tokens", str(NUM_TOKENS),
+    )  # fmt: skip
+    assert outcome.code == 0
+    assert outcome.out == whole["text"] + "\n"
+    assert "tok/s" in outcome.err and "wall time" in outcome.err
+    assert whole["text"] not in outcome.err
+
+
+def test_text_comes_while_it_is_made_and_never_half_a_character(start: Starter, reciter: Path) -> None:
+    outcome, pieces = _stream(start, reciter, "--max-tokens", "600")
+    assert outcome.code == 0
+    for piece in pieces:
+        assert "\ufffd" not in piece.decode()  # strict: half a character raises
+    cycle = itertools.cycle(RECITED)
+    text = outcome.out.removesuffix("\n")
+    assert len(text) > 300 and list(text) == list(itertools.islice(cycle, len(text)))
+    assert len(pieces) > 20  # one by one, but for those that a busy reader finds together
+
+
+def test_a_character_that_never_became_whole_is_not_printed(start: Starter, reciter: Path) -> None:
+    outcome, _ = _stream(start, reciter, "--max-tokens", str(len("aé日😀".encode()) - 1))
+    assert outcome.out == "aé日\n"
+
+
+@pytest.mark.parametrize(
+    ("stops", "expected", "reason"),
+    [
+        (["zaé"], "aé日😀-xy", "stop"),  # across tokens and characters
+        (["yz", "日😀"], "aé", "stop"),  # the one that comes first
+        (["xyzaX"], (RECITED * 3)[:21], "length"),  # held back three times, never completed
+    ],
+)
+def test_no_part_of_a_stop_string_is_printed(reciter: Path, stops: list[str], expected: str, reason: str) -> None:
+    num_tokens = len((RECITED * 3)[:21].encode())
+    flags = ["--max-tokens", str(num_tokens), *(flag for stop in stops for flag in ("--stop", stop))]
+    command = ("generate", "--model", reciter, "--local", "0", "--prompt", "go", *flags)
+    streamed, whole = run_all(command, (*command, "--json"))
+    assert (streamed.code, streamed.out) == (0, expected + "\n")
+    answer = parse(whole)
+    assert (answer["text"], answer["finish_reason"]) == (expected, reason)
+
+
+def test_the_end_of_sequence_token_ends_the_answer_unless_it_is_ignored(reciter: Path, tmp_path: Path) -> None:
+    after_a = Tokenizer.from_file(str(reciter / "tokenizer.json")).encode("x").ids[0]
+    model = reconfigured_copy(reciter, tmp_path / "model", eos_token_id=[EOS, END, after_a])
+    common = ("--model", model, "--local", "0", "--prompt", "go", "--max-tokens", "20")
+    ended, ignored = run_all_json(common, (*common, "--ignore-eos"))
+    assert (ended["text"], ended["finish_reason"], ended["tokens"][-1]) == ("aé日😀-", "stop", after_a)
+    assert (ignored["finish_reason"], len(ignored["tokens"])) == ("length", 20)
+    assert ignored["text"].startswith(RECITED)
+
+
+def test_a_prompt_from_standard_input_is_the_prompt(answers: dict[str, Any], talker: Path) -> None:
+    flags = ("--model", talker, "--local", "0", "--prefill-step-size", "16", "--temp", "0.9", "--seed", "11")
+    answer = run_json(*flags, "--prompt", "-", "--ignore-eos", "--max-tokens", str(NUM_TOKENS), stdin=PROMPT)
+    assert answer["tokens"] == answers["one process"]["tokens"]
+    assert answer["logprobs"] is None  # not asked for
+
+
+def test_a_raw_prompt_is_given_as_it_stands(talker: Path) -> None:
+    common = ("--model", talker, "--local", "0", "--max-tokens", "1", "--prompt", PROMPT)
+    raw, templated = run_all_json((*common, "--raw"), (*common, "--system-prompt", "Be brief."))
+    encode = Tokenizer.from_file(str(talker / "tokenizer.json")).encode
+    assert raw["prompt_tokens"] == len(encode(PROMPT).ids)
+    whole = f"system: Be brief.\nuser: {PROMPT}\nassistant: "
+    assert templated["prompt_tokens"] == len(encode(whole).ids) > raw["prompt_tokens"]
+
+
+def test_the_reported_seed_repeats_the_answer_and_another_does_not(talker: Path) -> None:
+    common = ("--model", talker, "--local", "0", "--prompt-tokens", "5,6,7", "--temp", "1", "--max-tokens", "32")
+    first = run_json(*common)
+    same, other = run_all_json(*((*common, "--seed", str(first["seed"] + more)) for more in (0, 1)))
+    assert (same["tokens"], same["seed"]) == (first["tokens"], first["seed"])
+    assert other["tokens"] != first["tokens"]
+
+
+def _stream(start: Starter, model: Path, *flags: str) -> tuple[Outcome, list[bytes]]:
+    running = start.brigade("generate", "--model", model, "--local", "0", "--prompt", "go", *flags)
+    outcome = running.wait()
+    return outcome, running.out.pieces

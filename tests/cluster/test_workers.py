@@ -1,0 +1,264 @@
+"""Workers as processes of their own: they serve, they are lost, they end; and what the user is told."""
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from tests.cluster.processes import FINISH_S, Outcome, Running, Starter, Worker, free_port, run, write_cluster
+from tests.cluster.proxy import proxy_to
+
+FAILURE_S = 10.0  # from a loss to the end of the command
+LONG = ("--prompt", "go", "--ignore-eos", "--max-tokens", "39000")  # lasts longer than any test
+NAMES = ("first", "last")
+
+
+class Pair:
+    """Two workers on fixed ports, restarted where a test ended one."""
+
+    def __init__(self, start: Starter, model: Path, folder: Path) -> None:
+        self.model = model
+        self.ports = dict.fromkeys(NAMES, 0) | {name: free_port() for name in NAMES}
+        self.config = write_cluster(
+            folder / "cluster.yaml", *((name, self.address(name)) for name in NAMES), model=str(model)
+        )
+        self._start = start
+        self._workers: dict[str, Worker] = {}
+        self.revive()
+
+    def __getitem__(self, name: str) -> Worker:
+        return self._workers[name]
+
+    def address(self, name: str) -> str:
+        return f"127.0.0.1:{self.ports[name]}"
+
+    def revive(self) -> None:
+        """Start those that do not run; return once both listen."""
+        for name in NAMES:
+            if name not in self._workers or not self._workers[name].running.is_running:
+                self._workers[name] = self._start.worker(name, "--config", self.config)
+        for name in NAMES:
+            assert self._workers[name].address == self.address(name)
+
+    def generate_long(self, start: Starter, config: Path | None = None) -> Running:
+        """A request that goes on and on; returns when its first text is out."""
+        running = start.brigade("generate", "--config", config or self.config, *LONG)
+        running.out.wait_match(r".", FINISH_S)
+        return running
+
+    def generate_some(self) -> list[int]:
+        """A short request; its tokens."""
+        outcome = run("generate", "--config", self.config, "--prompt", "go", "--max-tokens", "24", "--json")
+        assert outcome.code == 0, outcome.err
+        return list(json.loads(outcome.out)["tokens"])
+
+
+@pytest.fixture(scope="module")
+def shared_pair(module_start: Starter, talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(module_start, talker, tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture
+def pair(shared_pair: Pair) -> Iterator[Pair]:
+    shared_pair.revive()
+    yield shared_pair
+    for name in NAMES:
+        shared_pair[name].running.send_signal(signal.SIGCONT)
+
+
+@pytest.fixture(scope="module")
+def expected(talker: Path) -> list[int]:
+    """What one process answers to `Pair.generate_some`."""
+    outcome = run("generate", "--model", talker, "--local", "0", "--prompt", "go", "--max-tokens", "24", "--json")
+    return list(json.loads(outcome.out)["tokens"])
+
+
+def test_the_same_workers_serve_one_request_after_another(pair: Pair, expected: list[int]) -> None:
+    assert pair.generate_some() == expected
+    assert pair.generate_some() == expected
+    for name in NAMES:
+        status = pair[name].status()
+        assert (status.node, status.slots) == (name, 0)
+        assert status.weight_bytes > 100_000  # the shard stays for the next request
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_killed_worker_ends_the_request_with_its_name(pair: Pair, start: Starter, name: str) -> None:
+    running = pair.generate_long(start)
+    outcome = _after(lambda: pair[name].send_signal(signal.SIGKILL), running)
+    _assert_names(outcome, name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_stopped_worker_ends_the_request_with_its_name_and_is_free_again_once_continued(
+    pair: Pair, start: Starter, name: str
+) -> None:
+    running = pair.generate_long(start)
+    outcome = _after(lambda: pair[name].send_signal(signal.SIGSTOP), running)
+    _assert_names(outcome, name)
+    pair[name].send_signal(signal.SIGCONT)
+    for each in NAMES:
+        pair[each].wait_slots(0, 10.0)
+
+
+def test_a_worker_with_a_blocked_event_loop_or_engine_ends_the_request_with_its_name(
+    pair: Pair, start: Starter, tmp_path: Path
+) -> None:
+    """Three chains at once, since it is mostly waiting: a blocked loop first, one last, a blocked engine alone."""
+
+    def hanging(where: str, name: str) -> Worker:
+        return start.worker(name, program=("-m", "tests.cluster.hanging_worker", where))
+
+    first, last, alone = hanging("loop", "first"), hanging("loop", "last"), hanging("engine", "alone")
+    chains = {
+        "first": (("first", first.address), ("last", pair.address("last"))),
+        "last": (("first", pair.address("first")), ("last", last.address)),
+        "alone": (("alone", alone.address),),
+    }
+    configs = {name: tmp_path / f"{name}.yaml" for name in chains}
+    for name, nodes in chains.items():
+        write_cluster(configs[name], *nodes, model=str(pair.model))
+    requests = {name: start.brigade("generate", "--config", configs[name], *LONG) for name in chains}
+    for running in requests.values():
+        running.out.wait_match(r".", FINISH_S)
+    for name, running in requests.items():
+        _assert_names(running.wait(FAILURE_S), name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_worker_that_the_network_loses_ends_the_request_with_its_name(
+    pair: Pair, start: Starter, tmp_path: Path, name: str
+) -> None:
+    with proxy_to(pair.address(name)) as proxy:
+        addresses = {each: pair.address(each) for each in NAMES} | {name: proxy.address}
+        config = write_cluster(tmp_path / "cluster.yaml", *addresses.items(), model=str(pair.model))
+        running = pair.generate_long(start, config)
+        outcome = _after(lambda: setattr(proxy, "is_blackhole", True), running)
+    _assert_names(outcome, name)
+
+
+def test_a_slow_link_costs_time_on_the_wire_and_changes_no_token(
+    pair: Pair, tmp_path: Path, expected: list[int]
+) -> None:
+    with proxy_to(pair.address("last"), latency_s=0.02) as proxy:
+        config = write_cluster(
+            tmp_path / "cluster.yaml", ("first", pair.address("first")), ("last", proxy.address), model=str(pair.model)
+        )
+        outcome = run("generate", "--config", config, "--prompt", "go", "--max-tokens", "24", "--json")
+    answer = json.loads(outcome.out)
+    assert answer["tokens"] == expected
+    on_the_way = answer["waterfall"]["wire"] + answer["waterfall"]["return"]
+    steps = len(expected)
+    assert 1e3 * 2 * 0.02 * steps <= on_the_way <= answer["waterfall"]["wall_ms"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_command_leaves_no_local_worker_behind(
+    start: Starter, talker: Path, number: signal.Signals
+) -> None:
+    running = start.brigade("generate", "--model", talker, "--local", "2", *LONG)
+    running.out.wait_match(r".", FINISH_S)
+    children = start.children(running, 2)
+    running.send_signal(number)
+    outcome = running.wait(FAILURE_S)
+    assert outcome.code == 130
+    assert "Traceback" not in outcome.err and "error" not in outcome.err
+    assert psutil.wait_procs(children, 2.0)[1] == []
+
+
+def test_a_command_interrupted_while_it_starts_leaves_no_local_worker_behind(start: Starter, talker: Path) -> None:
+    running = start.brigade("generate", "--model", talker, "--local", "2", *LONG)
+    children = start.children(running, 2)
+    running.send_signal(signal.SIGINT)
+    outcome = running.wait(FAILURE_S)
+    assert (outcome.code, outcome.out, outcome.err) == (130, "", "")
+    assert psutil.wait_procs(children, 2.0)[1] == []
+
+
+def test_local_workers_end_by_themselves_when_the_coordinator_is_killed(start: Starter, talker: Path) -> None:
+    running = start.brigade("generate", "--model", talker, "--local", "2", *LONG)
+    running.out.wait_match(r".", FINISH_S)
+    children = start.children(running, 2)
+    running.send_signal(signal.SIGKILL)
+    assert psutil.wait_procs(children, FAILURE_S)[1] == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_workers_whose_coordinator_is_gone_drop_its_session_and_serve_the_next(
+    pair: Pair, start: Starter, expected: list[int], number: signal.Signals
+) -> None:
+    running = pair.generate_long(start)
+    assert [pair[name].status().slots for name in NAMES] == [1, 1]
+    running.send_signal(number)
+    for name in NAMES:
+        pair[name].wait_slots(0, FAILURE_S)
+    assert pair.generate_some() == expected
+
+
+def test_sigterm_lets_a_running_session_end_and_then_ends_the_worker(pair: Pair, start: Starter) -> None:
+    running = start.brigade(
+        "generate", "--config", pair.config, "--prompt", "go", "--ignore-eos", "--max-tokens", "400"
+    )
+    running.out.wait_match(r".", FINISH_S)
+    pair["last"].send_signal(signal.SIGTERM)
+    _wait_draining(pair["last"])
+    assert running.is_running and pair["last"].running.is_running  # it drains while the session goes on
+    outcome = running.wait()
+    assert outcome.code == 0, outcome.err
+    assert "400 tokens" in outcome.err
+    ended = pair["last"].running.wait(FAILURE_S)
+    assert ended.code == 0 and "Traceback" not in ended.err
+
+
+def test_a_second_sigterm_ends_the_worker_at_once(pair: Pair, start: Starter) -> None:
+    running = pair.generate_long(start)
+    pair["last"].send_signal(signal.SIGTERM)
+    _wait_draining(pair["last"])
+    outcome = _after(lambda: pair["last"].send_signal(signal.SIGTERM), running)
+    assert pair["last"].running.wait(2.0).code != 0
+    _assert_names(outcome, "last")
+
+
+def test_an_idle_worker_ends_at_once_without_a_word(start: Starter) -> None:
+    worker = start.worker("mini")
+    address = worker.address
+    worker.send_signal(signal.SIGTERM)
+    outcome = worker.running.wait(5.0)
+    assert (outcome.code, outcome.out) == (0, "")
+    assert outcome.err == f"worker mini listens on {address}\n"
+
+
+def _after(fault: Callable[[], None], running: Running) -> Outcome:
+    """How the command ended after the fault; fails if that takes longer than FAILURE_S."""
+    fault()
+    return running.wait(FAILURE_S)
+
+
+def _assert_names(outcome: Outcome, name: str) -> None:
+    """A loss: exit code 3 and one or two lines that begin with the node."""
+    assert outcome.code == 3, outcome.err
+    lines = outcome.err.splitlines()
+    assert len(lines) in (1, 2), outcome.err
+    assert lines[0].startswith(f"error: worker {name}: "), outcome.err
+    assert len(lines[0]) < 300, outcome.err
+    assert "Traceback" not in outcome.err
+
+
+def _wait_draining(worker: Worker) -> None:
+    """Return once its health check says that it takes no more work."""
+    deadline = time.monotonic() + 5.0
+    with grpc.insecure_channel(worker.address) as channel:
+        checks = HealthStub(channel)
+        while (
+            checks.Check(HealthCheckRequest(), timeout=5.0, wait_for_ready=True).status
+            != HealthCheckResponse.NOT_SERVING
+        ):
+            assert time.monotonic() < deadline, "still says that it serves"
+            time.sleep(0.02)
