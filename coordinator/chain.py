@@ -9,9 +9,10 @@ from functools import partial
 
 from coordinator.peer import Peer
 from coordinator.plan import Plan
+from coordinator.window import WindowChooser
 from protos.brigade_pb2 import AttachRequest, Frame, LoadProgress, LoadRequest, Result, Session, Window
 from worker.checkpoint import Checkpoint
-from worker.engine import Engine
+from worker.engine import Engine, num_rows
 from worker.errors import BrigadeError, StageLost
 from worker.history import History
 from worker.link import Link
@@ -34,6 +35,8 @@ class Arrival:
 
     result: Result
     at: int
+    num_rows: int  # of the frame
+    took_s: float  # since the frame was sent
 
 
 class Chain:
@@ -44,13 +47,14 @@ class Chain:
     def __init__(self, checkpoint: Checkpoint, spec: ModelSpec, plan: Plan, peers: Sequence[Peer]) -> None:
         self.plan = plan
         self.peers = peers
+        self.windows = WindowChooser()  # knows what steps cost on this chain
         self.clock_offsets: list[int] = [0] * (1 + len(peers))  # nanoseconds, by stage
         self._checkpoint = checkpoint
         self._spec = spec
         self._stack = AsyncExitStack()
         self.thread = MlxThread()
         self._stage: Stage | None = None
-        self._rows: dict[int, int] = {}  # rows in flight, by step
+        self._sent: dict[int, tuple[int, float]] = {}  # frames in flight: rows, and when they were sent
         self._row_s = 0.0  # what one row through the whole chain took, alone
 
     async def __aenter__(self) -> "Chain":
@@ -81,7 +85,7 @@ class Chain:
     async def send(self, frame: Frame) -> None:
         """Hand a frame to stage 0."""
         assert self._stage is not None
-        self._rows[frame.step] = sum(len(window.tokens) for window in frame.windows)
+        self._sent[frame.step] = sum(map(num_rows, frame.windows)), time.monotonic()
         await self._stage.submit(frame)
 
     async def receive(self) -> Arrival:
@@ -91,7 +95,8 @@ class Chain:
             StageLost: a node closed, or was silent for longer than its work can take; the message names it.
             BrigadeError: what a stage failed with.
         """
-        return await self._receive(_PATIENCE_S + 2 * self._row_s * sum(self._rows.values()))
+        rows_in_flight = sum(rows for rows, _ in self._sent.values())
+        return await self._receive(_PATIENCE_S + 2 * self._row_s * rows_in_flight)
 
     async def _receive(self, deadline_s: float) -> Arrival:
         assert self._stage is not None
@@ -100,8 +105,8 @@ class Chain:
                 result = await self._stage.next_result()
         except TimeoutError:
             raise await self._diagnose(deadline_s) from None
-        del self._rows[result.step]
-        return Arrival(result, time.monotonic_ns())
+        rows, sent = self._sent.pop(result.step)
+        return Arrival(result, time.monotonic_ns(), rows, time.monotonic() - sent)
 
     async def _load(self, progress: Progress) -> Shard:
         """All shards at once, each node its own; the first failure ends the others."""

@@ -5,6 +5,7 @@ import sys
 import typer
 
 from coordinator import flags
+from coordinator.decode import make_cache_choice, make_decode
 from coordinator.options import cluster_options, parse_bias, parse_tokens
 from coordinator.request import make_sampling
 from worker.cli import worker
@@ -61,6 +62,13 @@ def generate(
     frequency_penalty: flags.FrequencyPenalty = 0.0,
     logit_bias: flags.LogitBias = None,
     seed: flags.Seed = None,
+    decode: flags.DecodeKind = "auto",
+    window: flags.Window = "auto",
+    entropy_threshold: flags.EntropyThreshold = 0.4,
+    position_penalty: flags.PositionPenalty = 0.02,
+    repeat_guard: flags.RepeatGuard = 0,
+    kv: flags.Kv = "full",
+    max_kv_size: flags.MaxKvSize = None,
     logprobs: flags.Logprobs = None,
     as_json: flags.Json = False,
     trace: flags.Trace = None,
@@ -89,6 +97,8 @@ def generate(
     wish = Wish(
         prompt=_standard_input() if prompt == "-" else prompt, prompt_tokens=tokens, system=system_prompt, raw=raw,
         max_tokens=max_tokens, sampling=sampling, stops=tuple(stop or ()), ignore_eos=ignore_eos,
+        decode=make_decode(decode, window, entropy_threshold, position_penalty),
+        cache=make_cache_choice(kv, max_kv_size), repeat_guard=repeat_guard,
         chunk=prefill_step_size, as_json=as_json, trace=trace,
     )  # fmt: skip
     run_async(run_generate(options, wish))
@@ -121,15 +131,20 @@ def verify(
     context: flags.Context = None,
     max_tokens: flags.MaxTokens = 32,
     seed: flags.Seed = 0,
+    decode: flags.DecodeKind = "ar",
+    window: flags.Window = "auto",
+    entropy_threshold: flags.EntropyThreshold = 0.4,
+    position_penalty: flags.PositionPenalty = 0.02,
     as_json: flags.Json = False,
 ) -> int:
     """Prove that the cluster's tokens are those of mlx-lm's model in one process; exit code 1 if they are not."""
     options = cluster_options(config, model, local, layers, context)
+    decoder = make_decode(decode, window, entropy_threshold, position_penalty)
 
     from coordinator.run_async import run_async
     from coordinator.verify import run_verify
 
-    return run_async(run_verify(options, max_tokens=max_tokens, seed=seed or 0, as_json=as_json))
+    return run_async(run_verify(options, decoder, max_tokens=max_tokens, seed=seed or 0, as_json=as_json))
 
 
 def _standard_input() -> str:

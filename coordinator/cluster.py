@@ -8,7 +8,7 @@ from coordinator.chain import Chain
 from coordinator.local import LocalWorker
 from coordinator.options import ClusterOptions
 from coordinator.peer import Peer
-from coordinator.plan import Node, Plan, plan, require_fit
+from coordinator.plan import Node, Plan, check_split, plan, require_fit
 from coordinator.progress import show_progress
 from worker.checkpoint import Checkpoint
 from worker.config import Cluster, is_loopback, split_address
@@ -19,13 +19,20 @@ from worker.modelspec import ModelSpec, describe
 
 
 @asynccontextmanager
-async def open_peers(cluster: Cluster, local: int | None) -> AsyncIterator[list[Peer]]:
-    """The workers: `local` processes of our own, or those of the configuration."""
+async def open_peers(options: ClusterOptions, spec: ModelSpec) -> AsyncIterator[list[Peer]]:
+    """The workers: `local` processes of our own, or those of the configuration.
+
+    Raises:
+        ConfigError: the model cannot be split over so many nodes; none is started then.
+    """
+    configured = options.cluster.workers
+    num_workers = len(configured) if options.local is None else options.local
+    check_split(spec, 1 + num_workers, options.cluster.layers)
     async with AsyncExitStack() as stack:
-        if local is None:
-            peers = [Peer(worker.name, worker.address, worker.model) for worker in cluster.workers]
+        if options.local is None:
+            peers = [Peer(worker.name, worker.address, worker.model) for worker in configured]
         else:
-            peers = [Peer(worker.name, worker.address) for worker in await _start_local(local, stack)]
+            peers = [Peer(worker.name, worker.address) for worker in await _start_local(options.local, stack)]
         for peer in peers:
             stack.push_async_callback(peer.close)
         yield peers
@@ -51,7 +58,7 @@ async def open_chain(
     options: ClusterOptions, checkpoint: Checkpoint, spec: ModelSpec, context: int
 ) -> AsyncIterator[Chain]:
     """The whole way: workers found or started, planned, refused if it does not fit, loaded, joined."""
-    async with open_peers(options.cluster, options.local) as peers:
+    async with open_peers(options, spec) as peers:
         plan = await make_plan(options.cluster, spec, peers, context)
         require_fit(plan, spec)
         async with Chain(checkpoint, spec, plan, peers) as chain:

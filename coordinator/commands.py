@@ -10,17 +10,19 @@ import mlx.core as mx
 
 from coordinator.chain import Chain
 from coordinator.cluster import make_plan, open_chain, open_peers, read_model
+from coordinator.decode import Decode, suit
 from coordinator.generate import Answer, generate
 from coordinator.options import ClusterOptions
 from coordinator.peer import Peer
 from coordinator.plan import require_fit
 from coordinator.report import logprobs_of, plan_as_json, print_plan, print_summary, stages_of, stats_of
 from coordinator.request import Request, check_request
-from coordinator.text import TextStream, Tokenizer, eos_ids
+from coordinator.text import TextStream, TokenIds, Tokenizer, eos_ids, has_tokenizer
 from coordinator.trace import trace_events
-from protos.brigade_pb2 import Sampling
+from protos.brigade_pb2 import Cache, Sampling
 from worker.checkpoint import Checkpoint
 from worker.errors import InputError, StageLost
+from worker.modelspec import ModelSpec
 
 _STATUS_S = 5.0
 
@@ -35,6 +37,9 @@ class Wish:
     raw: bool = False
     max_tokens: int = 256
     sampling: Sampling = field(default_factory=Sampling)
+    decode: Decode = field(default_factory=lambda: Decode("auto"))
+    cache: Cache = field(default_factory=Cache)
+    repeat_guard: int = 0
     stops: tuple[str, ...] = ()
     ignore_eos: bool = False
     chunk: int | None = None
@@ -47,10 +52,10 @@ async def run_generate(options: ClusterOptions, wish: Wish) -> None:
     if wish.trace is not None:
         _create(wish.trace)
     checkpoint, spec = await read_model(options.model)
-    tokenizer = Tokenizer(checkpoint.folder) if wish.prompt is not None or wish.stops else None
-    request = _make_request(wish, checkpoint, tokenizer)
+    tokenizer = _tokenizer(wish, checkpoint.folder)
+    request = _make_request(wish, checkpoint, spec, tokenizer)
     check_request(request, spec)
-    stream = tokenizer.stream(request.stops) if tokenizer else None
+    stream = tokenizer.stream(request.stops) if tokenizer else TokenIds()
     context = max(options.context, len(request.prompt) + request.max_tokens)
     async with open_chain(options, checkpoint, spec, context) as chain:
         emit = (lambda text: None) if wish.as_json else _print_piece
@@ -61,7 +66,7 @@ async def run_generate(options: ClusterOptions, wish: Wish) -> None:
 async def run_plan(options: ClusterOptions, *, as_json: bool) -> None:
     """Print where each layer would go. Raises ConfigError, after printing, if it does not fit."""
     _, spec = await read_model(options.model)
-    async with open_peers(options.cluster, options.local) as peers:
+    async with open_peers(options, spec) as peers:
         plan = await make_plan(options.cluster, spec, peers, options.context)
     if as_json:
         print(json.dumps(plan_as_json(plan, spec)))
@@ -70,7 +75,14 @@ async def run_plan(options: ClusterOptions, *, as_json: bool) -> None:
     require_fit(plan, spec)
 
 
-def _make_request(wish: Wish, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> Request:
+def _tokenizer(wish: Wish, folder: Path) -> Tokenizer | None:
+    """None only where nothing asks for text and the model has no tokenizer."""
+    if wish.prompt is None and not wish.stops and not has_tokenizer(folder):
+        return None
+    return Tokenizer(folder)
+
+
+def _make_request(wish: Wish, checkpoint: Checkpoint, spec: ModelSpec, tokenizer: Tokenizer | None) -> Request:
     eos = eos_ids(checkpoint.folder, checkpoint.config) | (tokenizer.eos if tokenizer else frozenset())
     return Request(
         prompt=_prompt_ids(wish, tokenizer),
@@ -78,6 +90,9 @@ def _make_request(wish: Wish, checkpoint: Checkpoint, tokenizer: Tokenizer | Non
         sampling=wish.sampling,
         stops=wish.stops,
         eos=frozenset() if wish.ignore_eos else eos,
+        decode=suit(wish.decode, wish.cache, spec),
+        cache=wish.cache,
+        repeat_guard=wish.repeat_guard,
     )
 
 
@@ -95,7 +110,7 @@ def _prompt_ids(wish: Wish, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     return tuple(tokenizer.encode_chat([*messages, {"role": "user", "content": wish.prompt}]))
 
 
-async def _report(chain: Chain, answer: Answer, wish: Wish, stream: TextStream | None) -> None:
+async def _report(chain: Chain, answer: Answer, wish: Wish, stream: TextStream | TokenIds) -> None:
     waterfall = answer.waterfall(chain)
     peaks = [mx.get_peak_memory()]
     peaks += [await _peak_memory(peer) for peer in chain.peers]
@@ -108,7 +123,7 @@ async def _report(chain: Chain, answer: Answer, wish: Wish, stream: TextStream |
         print_summary(answer, chain.plan, waterfall, peaks)
         return
     result: dict[str, Any] = {
-        "text": stream.text if stream else "",
+        "text": stream.text,
         "tokens": answer.tokens,
         "prompt_tokens": answer.num_prompt,
         "finish_reason": answer.finish_reason,

@@ -46,7 +46,9 @@ Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end-of-sequence token.")]
 PrefillStepSize = Annotated[
     int | None,
-    typer.Option(min=1, max=8192, help="Rows of one prompt chunk. [default: up to 512, so that every stage works]"),
+    typer.Option(
+        min=1, max=8192, help="The most rows of a prompt chunk. [default: up to 256, so that every stage works]"
+    ),
 ]
 
 Temp = Annotated[
@@ -83,6 +85,46 @@ Seed = Annotated[
         help="The same seed gives the same tokens, on any split. [default: random]",
         rich_help_panel=_SAMPLING,
     ),
+]
+
+_WINDOWS = "Windows"
+DecodeKind = Annotated[
+    str,
+    typer.Option(
+        "--decode",
+        metavar="auto|ar|ngram|diffusion|diffusion-fast",
+        help="`ar`: one token per step. `ngram`: drafts from the text so far, verified. `diffusion`: diffusion "
+        "windows, verified: the tokens of `ar`, several per step. `diffusion-fast`: WeDLM's decoder, lossy. "
+        "`auto`: `diffusion` if the checkpoint has mask-trained weights, else `ar`.",
+        rich_help_panel=_WINDOWS,
+    ),
+]
+Window = Annotated[
+    str, typer.Option(metavar="W|auto", help="MASK rows per window; `auto` measures.", rich_help_panel=_WINDOWS)
+]
+EntropyThreshold = Annotated[
+    float, typer.Option(help="diffusion-fast: fill where the entropy is below this, nats.", rich_help_panel=_WINDOWS)
+]
+PositionPenalty = Annotated[
+    float,
+    typer.Option(help="diffusion-fast: nats of entropy added per position ahead.", rich_help_panel=_WINDOWS),
+]
+RepeatGuard = Annotated[
+    int,
+    typer.Option(
+        min=0, help="End the answer once its last tokens repeat this many times; 0: off.", rich_help_panel=_WINDOWS
+    ),
+]
+Kv = Annotated[
+    str,
+    typer.Option(
+        metavar="full|rotating|int8",
+        help="The KV cache: every token; the first 4 and the latest, --max-kv-size in all; every token in 8 bits.",
+        rich_help_panel=_WINDOWS,
+    ),
+]
+MaxKvSize = Annotated[
+    int | None, typer.Option(min=1, help="Tokens that a rotating cache keeps.", rich_help_panel=_WINDOWS)
 ]
 
 Json = Annotated[

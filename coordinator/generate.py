@@ -5,15 +5,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from coordinator.chain import Chain
+from coordinator.lengths import LENGTHS, largest_within
 from coordinator.request import Request, room_for_answer
 from coordinator.scheduler import Scheduler
 from coordinator.session import Session
-from coordinator.text import TextStream
+from coordinator.text import TextStream, TokenIds
 from coordinator.waterfall import Passage, Waterfall, make_waterfall
 from protos.brigade_pb2 import Sample
 
-_LARGEST_CHUNK = 512  # rows
-_SMALLEST_CHUNK = 32
+_SMALLEST_CHUNK = 32  # rows
 _CHUNKS_PER_STAGE = 4
 
 
@@ -23,9 +23,8 @@ def chunk_size(num_prompt: int, num_stages: int) -> int:
     With c chunks on n equal stages a prompt takes (c + n - 1) / (c n) of the time that one stage would take.
     """
     if num_stages == 1:
-        return _LARGEST_CHUNK
-    wanted = -(-num_prompt // (_CHUNKS_PER_STAGE * num_stages))
-    return min(_LARGEST_CHUNK, max(_SMALLEST_CHUNK, wanted))
+        return LENGTHS[-1]
+    return largest_within(max(_SMALLEST_CHUNK, num_prompt // (_CHUNKS_PER_STAGE * num_stages)))
 
 
 @dataclass
@@ -38,7 +37,8 @@ class Answer:
     token_times: list[int] = field(default_factory=list)
     passages: list[Passage] = field(default_factory=list)
     finish_reason: str = ""
-    num_steps: int = 0  # frames that yielded a token
+    num_steps: int = 0  # frames that were asked for tokens
+    num_rows: int = 0  # rows of all frames
 
     @property
     def tokens(self) -> list[int]:
@@ -61,55 +61,55 @@ async def generate(
     chain: Chain,
     request: Request,
     *,
-    stream: TextStream | None = None,
+    stream: TextStream | TokenIds | None = None,
     emit: Callable[[str], None] = lambda text: None,
     chunk: int | None = None,
 ) -> Answer:
     """Run a checked request through the chain.
 
     Args:
-        stream: turns tokens into text and watches for stop strings; None for tokens only.
+        stream: turns tokens into text and watches for stop strings; without one the ids are the text.
         emit: takes each piece of text as it becomes final.
         chunk: rows per prompt chunk; None chooses by `chunk_size`.
     Raises:
         BrigadeError: a stage failed; nothing more will come.
     """
+    stream = stream or TokenIds()
     num_stages = 1 + len(chain.peers)
     rows = chunk or chunk_size(len(request.prompt), num_stages)
     scheduler = Scheduler(max_in_flight=num_stages + 1, chunk=rows, epoch=chain.epoch)
-    session = Session(request.prompt, room_for_answer(request, chain.context), request.eos)
+    decoder = request.decode.make_decoder(request.eos, chain.windows)
+    max_tokens = room_for_answer(request, chain.context)
+    session = Session(request.prompt, max_tokens, request.eos, decoder, request.repeat_guard)
     answer = Answer(len(request.prompt), time.monotonic_ns())
-    scheduler.open(session, request.sampling)
+    scheduler.open(session, request.sampling, request.cache)
     while session.finish_reason is None:
-        await _step(chain, scheduler, answer)
-        for sample in answer.samples[len(answer.token_times) :]:
+        for sample in await _step(chain, scheduler, answer):
+            answer.samples.append(sample)
             answer.token_times.append(answer.passages[-1].returned)
-            _emit(session, sample, stream, emit)
-    if stream is not None:
-        emit(stream.finish())
+            if sample.token not in request.eos:  # the end-of-sequence token has no text
+                emit(stream.push(sample.token))
+            if stream.is_stopped:
+                session.stop()
+                break  # the rest of the step lies behind the stop string
+    emit(stream.finish())
     answer.finish_reason = session.finish_reason
     scheduler.close(session)
     await _drain(chain, scheduler)
     return answer
 
 
-async def _step(chain: Chain, scheduler: Scheduler, answer: Answer) -> None:
+async def _step(chain: Chain, scheduler: Scheduler, answer: Answer) -> list[Sample]:
+    """Send what can be sent, take one result in; returns the tokens that it made known."""
     while (frame := scheduler.schedule()) is not None:
         await chain.send(frame)
     arrival = await chain.receive()
     answer.passages.append(Passage(arrival.result.timings, arrival.at))
-    commits = scheduler.commit(arrival.result)
-    answer.samples += [sample for _, sample in commits]
-    answer.num_steps += bool(commits)
-
-
-def _emit(session: Session, sample: Sample, stream: TextStream | None, emit: Callable[[str], None]) -> None:
-    if stream is None or session.finish_reason == "stop":
-        return  # the end-of-sequence token has no text
-    if text := stream.push(sample.token):
-        emit(text)
-    if stream.is_stopped:
-        session.stop()
+    answer.num_steps += bool(arrival.result.samples or arrival.result.guesses)
+    answer.num_rows += arrival.num_rows
+    if scheduler.is_idle:
+        chain.windows.observe_step(arrival.num_rows, arrival.took_s)
+    return [sample for _, sample in scheduler.commit(arrival.result)]
 
 
 async def _drain(chain: Chain, scheduler: Scheduler) -> None:

@@ -76,16 +76,28 @@ def plan(spec: ModelSpec, nodes: Sequence[Node], context: int, layers: Sequence[
     assert nodes
     if context < 1:
         raise ConfigError(f"context: expected at least 1 token, found {context}")
-    if len(nodes) > spec.num_layers:
-        raise ConfigError(f"expected at most one node per layer, found {len(nodes)} nodes for {spec.num_layers} layers")
-    if layers is not None:
-        _check_layers(spec, nodes, layers)
+    check_split(spec, len(nodes), layers)
     ends = _best_ends(spec, nodes, context) if layers is None else _ends(layers)
     starts = (0, *ends[:-1])
     return Plan(
         tuple(_assign(spec, *place, context) for place in zip(nodes, starts, ends, strict=True)),
         context,
     )
+
+
+def check_split(spec: ModelSpec, num_nodes: int, layers: Sequence[int] | None) -> None:
+    """Raise ConfigError unless the model can be split over so many nodes, as `layers` counts them if it is given."""
+    if num_nodes > spec.num_layers:
+        raise ConfigError(f"expected at most one node per layer, found {num_nodes} nodes for {spec.num_layers} layers")
+    if layers is None:
+        return
+    found = f"found {','.join(map(str, layers)) or 'none'}"
+    if len(layers) != num_nodes:
+        raise ConfigError(f"layers: expected one number per node ({num_nodes}, coordinator first), {found}")
+    if min(layers) < 1:
+        raise ConfigError(f"layers: expected at least 1 layer on every node, {found}")
+    if sum(layers) != spec.num_layers:
+        raise ConfigError(f"layers: expected a sum of {spec.num_layers}, {spec.name}'s layers, {found} ({sum(layers)})")
 
 
 def require_fit(plan: Plan, spec: ModelSpec) -> None:
@@ -105,17 +117,6 @@ def format_bytes(num_bytes: int) -> str:
     while round(size, 1) >= 1024 and power < 4:
         size, power = size / 1024, power + 1
     return f"{size:.1f} {'KMGT'[power - 1]}iB" if power else f"{num_bytes} B"
-
-
-def _check_layers(spec: ModelSpec, nodes: Sequence[Node], layers: Sequence[int]) -> None:
-    found = f"found {','.join(map(str, layers)) or 'none'}"
-    if len(layers) != len(nodes):
-        names = ", ".join(node.name for node in nodes)
-        raise ConfigError(f"layers: expected {len(nodes)} numbers, one per node ({names}), {found}")
-    if min(layers) < 1:
-        raise ConfigError(f"layers: expected at least 1 layer on every node, {found}")
-    if sum(layers) != spec.num_layers:
-        raise ConfigError(f"layers: expected a sum of {spec.num_layers}, {spec.name}'s layers, {found} ({sum(layers)})")
 
 
 def _ends(layers: Sequence[int]) -> tuple[int, ...]:

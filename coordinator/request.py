@@ -5,7 +5,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from protos.brigade_pb2 import Sampling
+from coordinator.decode import Decode
+from protos.brigade_pb2 import Cache, Sampling
 from worker.errors import InputError
 from worker.modelspec import ModelSpec
 
@@ -19,8 +20,11 @@ class Request:
     prompt: tuple[int, ...]
     max_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
+    decode: Decode = field(default_factory=Decode)
+    cache: Cache = field(default_factory=Cache)
     stops: tuple[str, ...] = ()
     eos: frozenset[int] = frozenset()
+    repeat_guard: int = 0  # end once the last tokens repeat so many times; 0 never does
 
 
 def make_sampling(*, seed: int | None, top_k: int, **parameters: Any) -> Sampling:

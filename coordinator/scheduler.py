@@ -3,7 +3,7 @@
 from collections import deque
 
 from coordinator.session import Session
-from protos.brigade_pb2 import Frame, Result, Sample, Sampling
+from protos.brigade_pb2 import Cache, Frame, Result, Sample, Sampling
 from protos.brigade_pb2 import Session as SessionOpening
 
 
@@ -30,13 +30,13 @@ class Scheduler:
     def is_idle(self) -> bool:
         return not self._in_flight
 
-    def open(self, session: Session, sampling: Sampling) -> None:
+    def open(self, session: Session, sampling: Sampling, cache: Cache | None = None) -> None:
         """Give the session a slot; its first frame opens it on every stage."""
         if not self._free_slots:
             self._free_slots.append(self._num_slots)
             self._num_slots += 1
         session.slot = self._free_slots.pop()
-        self._opened.append(SessionOpening(slot=session.slot, sampling=sampling))
+        self._opened.append(SessionOpening(slot=session.slot, sampling=sampling, cache=cache))
         self._turns.append(session)
 
     def close(self, session: Session) -> None:
@@ -67,13 +67,11 @@ class Scheduler:
         return frame
 
     def commit(self, result: Result) -> list[tuple[Session, Sample]]:
-        """Take a result in; returns the new tokens with the sessions that they belong to.
+        """Take a result in; returns the tokens that became known with the sessions that they belong to.
 
-        A sample of a session that has ended meanwhile is dropped: its slot may serve another one by now.
+        The result of a session that has ended meanwhile is dropped: its slot may serve another one by now.
         """
         session = self._in_flight.pop(result.step)
         if session is None or session.finish_reason is not None:
             return []
-        for sample in result.samples:
-            session.commit(sample.token)
-        return [(session, sample) for sample in result.samples]
+        return [(session, sample) for sample in session.commit(result.samples, result.guesses)]

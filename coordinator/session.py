@@ -2,21 +2,35 @@
 
 from collections.abc import Sequence
 
-from protos.brigade_pb2 import Window
+from coordinator.decoders import Autoregressive, Decoder, Proposal
+from coordinator.lengths import largest_within, padded
+from protos.brigade_pb2 import Sample, Window
 from worker.history import History
+
+_LONGEST_PERIOD = 64  # tokens that a repeat may span
 
 
 class Session:
-    """One sequence. Known tokens are fed in windows; the last known token's row yields the next one."""
+    """One sequence. Known tokens are fed in windows; the last window of what is known carries a decoder's proposal."""
 
-    def __init__(self, prompt: Sequence[int], max_tokens: int, eos: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        eos: frozenset[int] = frozenset(),
+        decoder: Decoder | None = None,
+        repeat_guard: int = 0,
+    ) -> None:
         self.slot = -1
-        self.fed = 0  # leading tokens that windows have carried so far
+        self.fed = 0  # leading known tokens that windows have carried so far
         self.num_prompt = len(prompt)
         self.finish_reason: str | None = None
         self._history = History(prompt)
         self._max_tokens = max_tokens
         self._eos = eos
+        self._decoder = decoder or Autoregressive()
+        self._repeat_guard = repeat_guard
+        self._proposal: Proposal | None = None  # sent and not answered
 
     @property
     def generated(self) -> list[int]:
@@ -24,29 +38,69 @@ class Session:
 
     @property
     def is_ready(self) -> bool:
-        """Whether there are known tokens that no window has carried yet."""
-        return self.finish_reason is None and self.fed < len(self._history)
+        """Whether a window can be sent: a prompt's chunks follow each other, a proposal waits for its answer."""
+        return self.finish_reason is None and self._proposal is None
 
     def next_window(self, budget: int) -> Window:
-        """The next known tokens, at most `budget` of them: a prompt chunk, or the last token."""
-        base, end = self.fed, min(self.fed + budget, len(self._history))
-        self.fed = end
-        return Window(
-            slot=self.slot,
-            base=base,
-            prefix_hash=self._history.prefix_hash(base),
-            tokens=self._history.tokens[base:end],
-            wanted=int(end == len(self._history)),
-        )
+        """The next known tokens, at most `budget` of them; with the last ones the decoder's proposal."""
+        tokens, base = self._history.tokens, self.fed
+        unfed = len(tokens) - base
+        chunk = largest_within(min(unfed, budget)) if unfed else 0
+        if chunk < unfed > self._decoder.tail:
+            self.fed += chunk
+            return self._window(base, tokens[base : self.fed])
+        self.fed = len(tokens)
+        room = self._max_tokens - len(self.generated)
+        self._proposal = self._decoder.propose(tokens, unfed, room)
+        return self._with_proposal(base, tokens[base:], self._proposal)
 
-    def commit(self, token: int) -> None:
-        """Take the token that follows everything fed; sets `finish_reason` when it is the last one."""
-        self._history.extend([token])
-        if token in self._eos:
-            self.finish_reason = "stop"
-        elif len(self.generated) >= self._max_tokens:
-            self.finish_reason = "length"
+    def commit(self, samples: Sequence[Sample], guesses: Sequence[Sample]) -> list[Sample]:
+        """Take the answer to the window sent last; returns what became known, up to the end of the sequence.
+
+        Sets `finish_reason` with the last token. The answer to a prompt chunk is empty and changes nothing.
+        """
+        if not samples and not guesses:
+            return []
+        assert self._proposal is not None
+        accepted = self._decoder.accept(self._proposal, samples, guesses)
+        self._proposal = None
+        self.fed += accepted.num_cached
+        for number, sample in enumerate(accepted.samples, 1):
+            self._history.extend([sample.token])
+            if sample.token in self._eos:
+                self.finish_reason = "stop"
+            elif len(self.generated) >= self._max_tokens:
+                self.finish_reason = "length"
+            elif self._repeat_guard and repeats(self.generated, self._repeat_guard):
+                self.finish_reason = "stop"
+            if self.finish_reason:
+                return accepted.samples[:number]
+        return accepted.samples
 
     def stop(self) -> None:
         """End here: a stop string matched, or the client left."""
         self.finish_reason = "stop"
+
+    def _window(self, base: int, tokens: Sequence[int]) -> Window:
+        return Window(slot=self.slot, base=base, prefix_hash=self._history.prefix_hash(base), tokens=tokens)
+
+    def _with_proposal(self, base: int, unfed: Sequence[int], proposal: Proposal) -> Window:
+        window = self._window(base, [*unfed, *proposal.drafts, *(token for _, token in proposal.fills)])
+        num_rows = len(window.tokens) + len(proposal.masks)
+        window.wanted = 1 + len(proposal.drafts) if proposal.verifies else 0
+        window.guessed = len(proposal.masks)
+        window.masks = window.guessed + padded(num_rows) - num_rows
+        if proposal.fills:
+            fills = [at for at, _ in proposal.fills]
+            padding = range(proposal.masks[-1] + 1, proposal.masks[-1] + 1 + window.masks - window.guessed)
+            window.positions.extend([*range(base, base + len(unfed)), *fills, *proposal.masks, *padding])
+        return window
+
+
+def repeats(tokens: Sequence[int], times: int) -> bool:
+    """Whether the tokens end in the same few of them, `times` times in a row."""
+    for period in range(1, min(_LONGEST_PERIOD, len(tokens) // times) + 1):
+        tail = tokens[len(tokens) - period * times :]
+        if all(tail[i] == tail[i % period] for i in range(len(tail))):
+            return True
+    return False

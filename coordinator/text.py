@@ -40,6 +40,10 @@ class Tokenizer:
         return frozenset(self._wrapper.eos_token_ids)
 
 
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+
+
 def eos_ids(folder: Path, config: dict[str, Any]) -> frozenset[int]:
     """All end-of-sequence ids that the checkpoint names, in config.json and generation_config.json."""
     found = [config.get("eos_token_id"), (config.get("text_config") or {}).get("eos_token_id")]
@@ -81,6 +85,24 @@ class TextStream:
     def _emit(self, text: str) -> str:
         self.text += text
         return text
+
+
+class TokenIds:
+    """Stands in for a TextStream where the model has no tokenizer: the ids themselves, with commas between them."""
+
+    is_stopped = False
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._began = False
+
+    def push(self, token: int) -> str:
+        """Take a token; returns what can be printed now."""
+        separator, self._began = "," if self._began else "", True
+        return f"{separator}{token}"
+
+    def finish(self) -> str:
+        return ""
 
 
 class StopText:

@@ -2,21 +2,28 @@
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 from rich.console import Console
 
 from coordinator.chain import Chain
 from coordinator.cluster import open_chain, read_model
+from coordinator.decode import Decode, suit
 from coordinator.generate import generate
 from coordinator.options import ClusterOptions
 from coordinator.reference import Reference
 from coordinator.request import Request
-from protos.brigade_pb2 import Sampling
+from coordinator.session import Session
+from coordinator.window import WindowChooser
+from protos.brigade_pb2 import Cache, Frame, Result, Sampling
+from protos.brigade_pb2 import Session as Opening
 from worker.checkpoint import Checkpoint
+from worker.engine import Engine
 from worker.modelspec import ModelSpec
 from worker.shard import Shard
+
+Alone = Callable[[Request], list[int]]
 
 _CHUNK = 16  # rows: small, so that prompts of a few dozen tokens already cross chunks
 
@@ -35,19 +42,21 @@ class Case:
         return next((i for i, (expected, found) in pairs if expected != found), None)
 
 
-async def run_verify(options: ClusterOptions, *, max_tokens: int, seed: int, as_json: bool) -> int:
+async def run_verify(options: ClusterOptions, decode: Decode, *, max_tokens: int, seed: int, as_json: bool) -> int:
     """The exit code: 0 if the cluster is the model, 1 if not. Needs memory for the whole model in this process."""
     checkpoint, spec = await read_model(options.model)
+    decode = suit(decode, Cache(), spec)
     async with open_chain(options, checkpoint, spec, options.context) as chain:
         differing = await _differing_tensors(chain, checkpoint)
-        reference = await chain.thread.run(lambda: _load_reference(checkpoint))
-        cases = [await _compare(chain, reference, name, request) for name, request in _requests(spec, max_tokens, seed)]
+        alone = await chain.thread.run(lambda: _load_alone(checkpoint, spec, decode))
+        requests = _requests(spec, decode, max_tokens, seed)
+        cases = [await _compare(chain, alone, name, request) for name, request in requests]
     equal = not differing and all(case.first_difference is None for case in cases)
     if as_json:
         tensors = [{"node": node, "tensor": tensor} for node, tensor in differing]
         print(json.dumps({"equal": equal, "tensors": tensors, "cases": [asdict(case) for case in cases]}))
     else:
-        _print(chain, differing, cases)
+        _print(chain, decode, differing, cases)
     return 0 if equal else 1
 
 
@@ -61,12 +70,37 @@ async def _differing_tensors(chain: Chain, checkpoint: Checkpoint) -> list[tuple
     return differing
 
 
-def _load_reference(checkpoint: Checkpoint) -> Reference:
+def _load_alone(checkpoint: Checkpoint, spec: ModelSpec, decode: Decode) -> Alone:
+    """The whole model in this process, as a function from a request to its tokens.
+
+    What is lossless is compared with one-token decoding by mlx-lm; `diffusion-fast`, which mlx-lm does not have, with
+    the same decoder on one shard that is the whole model.
+    """
     checkpoint.fetch(checkpoint.tensors, lambda nbytes: None)
-    return Reference(checkpoint.folder)
+    if decode.kind != "diffusion-fast":
+        reference = Reference(checkpoint.folder)
+        return lambda request: reference.generate(request.prompt, request.max_tokens, request.sampling, _CHUNK)
+    shard = Shard(checkpoint, 0, spec.num_layers)
+    return lambda request: _run_alone(Engine(shard, 0, spec.dtype), request)
 
 
-def _requests(spec: ModelSpec, max_tokens: int, seed: int) -> Iterator[tuple[str, Request]]:
+def _run_alone(engine: Engine, request: Request) -> list[int]:
+    """The request on an engine that is the whole model, without chain, scheduler and sockets."""
+    session = Session(
+        request.prompt, request.max_tokens, decoder=request.decode.make_decoder(request.eos, WindowChooser())
+    )
+    session.slot = 0
+    frame = Frame(opened=[Opening(slot=0, sampling=request.sampling)])
+    while session.finish_reason is None:
+        frame.windows.append(session.next_window(_CHUNK))
+        result = engine.step(frame, received=0)
+        assert isinstance(result, Result)
+        session.commit(result.samples, result.guesses)
+        frame = Frame()
+    return session.generated
+
+
+def _requests(spec: ModelSpec, decode: Decode, max_tokens: int, seed: int) -> Iterator[tuple[str, Request]]:
     """Random prompts of several lengths, each greedy, sampled, and sampled with penalties."""
     numbers = random.Random(seed)
     longest = max(1, min(5 * _CHUNK + 3, spec.context - max_tokens))
@@ -75,18 +109,16 @@ def _requests(spec: ModelSpec, max_tokens: int, seed: int) -> Iterator[tuple[str
         sampled = Sampling(seed=seed, temperature=0.8, top_p=0.95, top_k=40, min_p=0.01)
         penalised = Sampling(seed=seed + 1, temperature=1.0, repetition_penalty=1.3, frequency_penalty=0.2)
         for kind, sampling in (("greedy", Sampling()), ("sampled", sampled), ("penalised", penalised)):
-            yield f"{kind}, prompt of {length}", Request(prompt, max_tokens, sampling)
+            yield f"{kind}, prompt of {length}", Request(prompt, max_tokens, sampling, decode)
 
 
-async def _compare(chain: Chain, reference: Reference, name: str, request: Request) -> Case:
+async def _compare(chain: Chain, alone: Alone, name: str, request: Request) -> Case:
     answer = await generate(chain, request, chunk=_CHUNK)
-    expected = await chain.thread.run(
-        lambda: reference.generate(request.prompt, request.max_tokens, request.sampling, _CHUNK)
-    )
+    expected = await chain.thread.run(lambda: alone(request))
     return Case(name, expected, answer.tokens)
 
 
-def _print(chain: Chain, differing: list[tuple[str, str]], cases: list[Case]) -> None:
+def _print(chain: Chain, decode: Decode, differing: list[tuple[str, str]], cases: list[Case]) -> None:
     console = Console(highlight=False)
     console.print(
         "split: " + " · ".join(f"{n.name} [{n.start}, {n.end})" for n in chain.plan.assignments), markup=False
@@ -96,7 +128,7 @@ def _print(chain: Chain, differing: list[tuple[str, str]], cases: list[Case]) ->
     for case in cases:
         at = case.first_difference
         verdict = f"equal    {case.name}: {len(case.found)} tokens" if at is None else (
-            f"DIFFERS  {case.name}: token {at} is {case.found[at]}, mlx-lm's is {case.expected[at]}"
+            f"DIFFERS  {case.name}: token {at} is {case.found[at]}, alone it is {case.expected[at]}"
         )  # fmt: skip
         console.print(verdict)
     total = sum(len(case.found) for case in cases if case.first_difference is None)

@@ -3,15 +3,18 @@
 Cutting moves a length and copies nothing. mlx-lm's layers see `offset` and `update_and_fetch`, as of its own caches.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
+from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache
 from worker.errors import CacheMismatch
 from worker.families import LayerKind
 
 Mask = mx.array | str | None
+Parts = tuple[mx.array, ...]  # how rows are stored: as they are, or as quantised values, scales and biases
 
 
 class LayerCache(Protocol):
@@ -22,91 +25,162 @@ class LayerCache(Protocol):
 
     def cut(self, length: int) -> None: ...
 
-    def reserve(self, num_tokens: int) -> None: ...
+    def reserve(self, num_rows: int, positions: mx.array | None) -> None: ...
 
-    def mask(self, num_tokens: int) -> Mask: ...
+    def mask(self, num_rows: int) -> Mask: ...
 
     def arrays(self) -> list[mx.array]: ...
 
 
-def make_cache(kind: LayerKind) -> LayerCache:
-    return RecurrentState() if kind.recurrent else KVCache(kind.window)
+def make_cache(kind: LayerKind, cache: Cache) -> LayerCache:
+    """The cache of one layer, as the layer and the session's choice of cache want it."""
+    if kind.recurrent:
+        return RecurrentState()
+    if cache.kind == CACHE_INT8:
+        return Int8Cache(kind.window)
+    if cache.kind == CACHE_ROTATING:
+        recent = cache.size - cache.keep
+        return KVCache(min(recent, kind.window or recent), 0 if kind.window else cache.keep)
+    return KVCache(kind.window)
 
 
 class KVCache:
-    """Keys and values [1, H, capacity, K] of positions [start, length); rows beyond the length are stale.
+    """Keys and values of the first `keep` tokens and of the tokens since; rows beyond the length are stale.
 
-    A sliding layer (`window` set) lets go of rows that no later query can see, a step at a time.
+    With a `window` a query sees the first `keep` tokens and the `window` latest, itself included; what no later query
+    can see is let go of, some at a time.
     """
 
-    step = 256
+    step = 256  # rows by which the buffers grow
 
-    def __init__(self, window: int | None = None) -> None:
-        self.window = window
-        self.start = 0
+    def __init__(self, window: int | None = None, keep: int = 0) -> None:
         self.length = 0
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
+        self.window = window
+        self.keep = keep
+        self.dropped = 0  # tokens let go of, all right after the first `keep`
+        self._positions: mx.array | None = None
+        self._keys = Rows(self._encode)
+        self._values = Rows(self._encode)
 
     @property
-    def offset(self) -> int:
-        return self.length
+    def offset(self) -> int | mx.array:
+        """For RoPE: where the next row is, or every row of a reordered window."""
+        return self.length if self._positions is None else self._positions
 
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays())
 
     def arrays(self) -> list[mx.array]:
-        return [array for array in (self.keys, self.values) if array is not None]
+        return [*self._keys.parts, *self._values.parts]
 
     def cut(self, length: int) -> None:
-        """Keep the first `length` tokens. Raises CacheMismatch if what the next one sees of them is not all here."""
-        if self._first_seen(length) < self.start or length > self.length:
-            raise CacheMismatch(f"cannot cut the cache to {length} tokens: it holds [{self.start}, {self.length})")
+        """Keep the first `length` tokens. Raises CacheMismatch if not all that they can see is here."""
+        if length <= self.keep:
+            self.dropped = 0  # from here on nothing that was let go of is missed
+        if length > self.length or (self.dropped and self._first_seen(length) < self.keep + self.dropped):
+            held = f"{self.length} less [{self.keep}, {self.keep + self.dropped})"
+            raise CacheMismatch(f"cannot cut the cache to {length} tokens: it holds {held}")
         self.length = length
 
-    def reserve(self, num_tokens: int) -> None:
-        """Make room for `num_tokens` more rows, dropping those that slid out of sight."""
-        if self.keys is None or self.length - self.start + num_tokens <= self.keys.shape[2]:
+    def reserve(self, num_rows: int, positions: mx.array | None) -> None:
+        """Make room for a window of `num_rows` rows, whose `positions` [L] are given if they do not just count up."""
+        self._positions = positions
+        held = self.length - self.dropped
+        if held + num_rows <= self._keys.capacity:
             return
-        first = max(self.start, self._first_seen(self.length))
-        kept = slice(first - self.start, self.length - self.start)
-        self.keys, self.values = (array[:, :, kept] for array in self.arrays())
-        self.start = first
-        self._grow(max(num_tokens, self.step))  # a full window must not be copied for every token
+        out_of_sight = max(0, self._first_seen(self.length) - self.keep - self.dropped)
+        self.dropped += out_of_sight
+        least = max(num_rows, self.step) if self.window else num_rows  # a full window must not be copied at every step
+        for rows in (self._keys, self._values):
+            if out_of_sight:
+                rows.drop(self.keep, self.keep + out_of_sight, held)
+            rows.grow(held - out_of_sight, -(-(held - out_of_sight + least) // self.step) * self.step)
 
-    def mask(self, num_tokens: int) -> Mask:
-        """Who sees whom: rows [length, length + num_tokens) against [start, length + num_tokens)."""
-        total = self.length - self.start + num_tokens
-        if self.window is None or total <= self.window:
-            return None if num_tokens == 1 else "causal"
-        queries = mx.arange(total - num_tokens, total)[:, None]
-        keys = mx.arange(total)[None]
-        return (queries >= keys) & (queries < keys + self.window)
+    def mask(self, num_rows: int) -> Mask:
+        """Which of the held rows and of the window's own each row of the window sees."""
+        held = self.length - self.dropped
+        if self.window is None or (held + num_rows <= self.window + self.keep and not self.dropped):
+            return None if num_rows == 1 else "causal"
+        rows = mx.arange(held + num_rows)
+        old = mx.where(rows[:held] < self.keep, rows[:held], rows[:held] + self.dropped)
+        new = mx.arange(self.length, self.length + num_rows) if self._positions is None else self._positions
+        positions = mx.concatenate([old, new])[None]
+        in_sight = (positions > new[:, None] - self.window) | (positions < self.keep)
+        return in_sight & (rows[None] <= rows[held:, None])
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append [1, H, L, K] and return everything kept, [1, H, length - start, K]."""
-        if self.keys is None or self.values is None:
-            self.keys, self.values = keys[:, :, :0], values[:, :, :0]
-            self._grow(keys.shape[2])
-        here = self.length - self.start
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array | Parts, mx.array | Parts]:
+        """Append [1, H, L, K] and return everything held."""
+        here = self.length - self.dropped
         end = here + keys.shape[2]
-        self.keys[:, :, here:end] = keys
-        self.values[:, :, here:end] = values
+        self._keys.write(keys, here, end)
+        self._values.write(values, here, end)
         self.length += keys.shape[2]
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        return self._read(self._keys, end), self._read(self._values, end)
 
     def _first_seen(self, position: int) -> int:
-        """The first row that the query at `position` sees."""
-        return max(0, position - self.window + 1) if self.window else 0
+        """The first position after the kept ones that the query at `position` sees."""
+        return max(self.keep, position - self.window + 1) if self.window else self.keep
 
-    def _grow(self, num_tokens: int) -> None:
-        def grown(array: mx.array) -> mx.array:
-            B, H, L, K = array.shape
-            room = -(-(L + num_tokens) // self.step) * self.step - L
-            return mx.concatenate([array, mx.zeros((B, H, room, K), array.dtype)], axis=2)
+    def _encode(self, rows: mx.array) -> Parts:
+        return (rows,)
 
-        self.keys, self.values = grown(self.keys), grown(self.values)  # type: ignore[arg-type]
+    def _read(self, rows: "Rows", end: int) -> mx.array | Parts:
+        return rows.read(end)[0]
+
+
+class Int8Cache(KVCache):
+    """Keys and values quantised to 8 bits, a scale and a bias per group; mlx-lm's attention reads them as they are."""
+
+    bits = 8
+
+    @property
+    def group_size(self) -> int:
+        return self._group_size
+
+    def __init__(self, window: int | None = None, keep: int = 0) -> None:
+        super().__init__(window, keep)
+        self._group_size = 64
+
+    def _encode(self, rows: mx.array) -> Parts:
+        self._group_size = 64 if rows.shape[-1] % 64 == 0 else 32
+        return tuple(mx.quantize(rows, group_size=self._group_size, bits=self.bits))
+
+    def _read(self, rows: "Rows", end: int) -> mx.array | Parts:
+        return rows.read(end)
+
+
+class Rows:
+    """A growing buffer of rows [1, H, capacity, K], stored in the parts that `encode` makes of them."""
+
+    def __init__(self, encode: Callable[[mx.array], Parts]) -> None:
+        self.parts: Parts = ()
+        self.capacity = 0
+        self._encode = encode
+
+    def write(self, rows: mx.array, begin: int, end: int) -> None:
+        encoded = self._encode(rows)
+        if not self.parts:
+            self.parts = tuple(mx.zeros((*p.shape[:2], self.capacity, p.shape[3]), p.dtype) for p in encoded)
+        for part, new in zip(self.parts, encoded, strict=True):
+            part[:, :, begin:end] = new
+
+    def read(self, end: int) -> Parts:
+        return tuple(part[:, :, :end] for part in self.parts)
+
+    def grow(self, held: int, capacity: int) -> None:
+        """Make room for `capacity` rows in all, of which the first `held` stay."""
+
+        def grown(part: mx.array) -> mx.array:
+            B, H, _, K = part.shape
+            return mx.concatenate([part[:, :, :held], mx.zeros((B, H, capacity - held, K), part.dtype)], axis=2)
+
+        self.parts = tuple(grown(part) for part in self.parts)
+        self.capacity = capacity
+
+    def drop(self, begin: int, end: int, held: int) -> None:
+        """Take rows [begin, end) out of the first `held`."""
+        self.parts = tuple(mx.concatenate([p[:, :, :begin], p[:, :, end:held]], axis=2) for p in self.parts)
 
 
 class RecurrentState(ArraysCache):
@@ -131,12 +205,12 @@ class RecurrentState(ArraysCache):
             raise CacheMismatch(f"a recurrent layer cannot be cut to {length} tokens: its state is at {self.length}")
         self.length = length
 
-    def reserve(self, num_tokens: int) -> None:
+    def reserve(self, num_rows: int, positions: mx.array | None) -> None:
         pass
 
-    def mask(self, num_tokens: int) -> Mask:
+    def mask(self, num_rows: int) -> Mask:
         return None
 
-    def advance(self, num_tokens: int) -> None:
-        """Called by mlx-lm's layer once it has taken `num_tokens` rows."""
-        self.length += num_tokens
+    def advance(self, num_rows: int) -> None:
+        """Called by mlx-lm's layer once it has taken `num_rows` rows."""
+        self.length += num_rows

@@ -9,7 +9,7 @@ from protos.brigade_pb2 import DType, Frame, Result, Session, Timing, Window
 from worker.cache import LayerCache
 from worker.errors import CacheMismatch, FrameError
 from worker.history import History
-from worker.sampling import Draw, Sampler
+from worker.sampling import Draws, Sampler
 from worker.shard import Shard
 from worker.wire import dtype_name, from_array, to_array
 
@@ -71,7 +71,7 @@ class Engine:
         for number in frame.closed:
             self._slots.pop(number, None)
         for session in frame.opened:
-            self._slots[session.slot] = Slot(self._shard.make_caches(), session)
+            self._slots[session.slot] = Slot(self._shard.make_caches(session.cache), session)
         outputs = [self._run(window, x) for window, x in zip(frame.windows, self._inputs(frame), strict=True)]
         return self._sample(frame, outputs, timing) if self._shard.is_last else self._pass_on(frame, outputs, timing)
 
@@ -84,10 +84,10 @@ class Engine:
                     f"got {len(window.tokens)} (step {frame.step})"
                 )
         if self._shard.is_first:
-            return [mx.array([list(window.tokens)], mx.int32) for window in frame.windows]
+            return [self._ids(window) for window in frame.windows]
         if not frame.windows:
             return []
-        lengths = [len(window.tokens) for window in frame.windows]
+        lengths = [num_rows(window) for window in frame.windows]
         expected = [1, sum(lengths), self._shard.args.hidden_size], self._dtype
         found = list(frame.hidden.shape), frame.hidden.dtype
         if found != expected:
@@ -99,12 +99,17 @@ class Engine:
         ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
         return [hidden[:, end - L : end] for end, L in zip(ends, lengths, strict=True)]
 
+    def _ids(self, window: Window) -> mx.array:
+        mask = self._shard.mask_token or 0  # a model without a MASK token is only ever given padding
+        return mx.array([[*window.tokens, *[mask] * window.masks]], mx.int32)
+
     def _run(self, window: Window, x: mx.array) -> mx.array:
         slot = self._slots.get(window.slot)
         if slot is None:
             raise FrameError(f"slot {window.slot} is not open")
         slot.begin(window)
-        return self._shard(x, slot.caches)
+        positions = mx.array(list(window.positions), mx.int32) if window.positions else None
+        return self._shard(x, slot.caches, positions)
 
     def _pass_on(self, frame: Frame, outputs: list[mx.array], timing: Timing) -> Frame:
         mx.eval(outputs)
@@ -119,24 +124,38 @@ class Engine:
     def _sample(self, frame: Frame, outputs: list[mx.array], timing: Timing) -> Result:
         windows = list(zip(frame.windows, outputs, strict=True))
         # a prompt chunk's rows end in the caches: what the last layer makes of them is never computed
-        ready = [array for window, h in windows for array in ([h] if window.wanted else self._cached(window))]
+        asked = [(window, h) for window, h in windows if window.wanted or window.guessed]
+        ready = [h for _, h in asked]
+        ready += [array for w, _ in windows if not (w.wanted or w.guessed) for array in self._cached(w)]
         mx.async_eval(ready)  # the device works while the sampling graph is built
-        draws = [(window.slot, draw) for window, h in windows for draw in self._draw(window, h)]
+        draws = [(window, self._draw(window, h)) for window, h in asked]
         mx.async_eval([array for _, draw in draws for array in draw.arrays()])
         mx.eval(ready)
         timing.computed = time.monotonic_ns()
-        samples = [draw.to_sample(slot) for slot, draw in draws]
+        result = Result(epoch=frame.epoch, step=frame.step)
+        for window, draw in draws:
+            samples = draw.to_samples(window.slot)
+            result.samples.extend(samples[: window.wanted])
+            result.guesses.extend(samples[window.wanted :])
         timing.sampled = time.monotonic_ns()
-        return Result(epoch=frame.epoch, step=frame.step, samples=samples, timings=[*frame.timings, timing])
+        result.timings.extend([*frame.timings, timing])
+        return result
 
     def _cached(self, window: Window) -> list[mx.array]:
         return [array for cache in self._slots[window.slot].caches for array in cache.arrays()]
 
-    def _draw(self, window: Window, h: mx.array) -> list[Draw]:
-        """One draw per wanted row; rows that nobody asked for never reach the head."""
-        if not window.wanted:
-            return []
-        slot = self._slots[window.slot]
-        logits = self._shard.logits(h[:, -window.wanted :])  # [N, V]
-        first = len(slot.history) - window.wanted + 1
-        return [slot.sampler(logits[i : i + 1], slot.history.tokens[: first + i]) for i in range(window.wanted)]
+    def _draw(self, window: Window, h: mx.array) -> Draws:
+        """A token for each wanted and each guessed row, in that order; other rows never reach the head."""
+        slot, num_tokens = self._slots[window.slot], len(window.tokens)
+        first, end = num_tokens - window.wanted, num_tokens + window.guessed
+        at = window.positions or range(window.base, window.base + end)
+        # a token row tells what comes next, a MASK row what stands in its own place
+        positions = [at[row] + (row < num_tokens) for row in range(first, end)]
+        known = [window.base + min(row + 1, num_tokens) for row in range(first, end)]
+        logits = self._shard.logits(h[:, first:end])
+        return slot.sampler(logits, positions, slot.history.tokens, known, entropy=window.guessed > 0)
+
+
+def num_rows(window: Window) -> int:
+    """A window's length: its tokens and its MASK rows."""
+    return len(window.tokens) + window.masks

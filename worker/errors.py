@@ -70,5 +70,14 @@ def from_status(error: grpc.RpcError, node: str) -> BrigadeError:
     code, details = error.code(), error.details() or error.code().name
     kind = _BY_STATUS.get(code, StageLost)
     if kind is StageLost and not details.startswith("worker "):
-        details = f"connection lost ({details})"
+        details = _in_plain_words(details)
     return kind(name_node(kind(details), node))
+
+
+def _in_plain_words(details: str) -> str:
+    """What gRPC says of a broken connection, for people."""
+    if "ping timeout" in details or "keepalive" in details:
+        return "stopped answering (hung, asleep, or cut off)"
+    if any(sign in details for sign in ("reset by peer", "Socket closed", "GOAWAY", "EOF", "Broken pipe")):
+        return "closed the connection (its process has ended)"
+    return f"connection lost ({details})"

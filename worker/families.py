@@ -86,6 +86,15 @@ FAMILIES = {
 }
 
 
+_WEDLM_MASK = 151665  # WeDLM's own default, used where config.json does not say
+
+
+def mask_token_of(config: dict[str, Any]) -> int | None:
+    """The id that MASK rows are embedded with; None for a checkpoint without mask-trained weights."""
+    default = _WEDLM_MASK if config["model_type"] == "wedlm" else None
+    return config.get("mask_token_id", default)
+
+
 def family_of(config: dict[str, Any]) -> Family:
     """The family of a checkpoint. Raises ModelError for an unsupported model_type, naming those that are."""
     model_type = config["model_type"]

@@ -7,7 +7,7 @@ from typing import Any
 from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_FLOAT32, DType
 from worker.checkpoint import Checkpoint
 from worker.errors import ModelError
-from worker.families import Family, family_of
+from worker.families import Family, family_of, mask_token_of
 
 HIDDEN_DTYPES = {"F32": DTYPE_FLOAT32, "F16": DTYPE_FLOAT16, "BF16": DTYPE_BFLOAT16}
 DTYPE_BYTES = {DTYPE_FLOAT32: 4, DTYPE_FLOAT16: 2, DTYPE_BFLOAT16: 2}
@@ -23,6 +23,10 @@ class LayerSpec:
     cache_per_token: int
     cache_fixed: int = 0
     window: int | None = None
+
+    @property
+    def is_recurrent(self) -> bool:
+        return self.cache_per_token == 0
 
     def cache_bytes(self, tokens: int) -> int:
         return self.cache_fixed + self.cache_per_token * min(tokens, self.window or tokens)
@@ -42,6 +46,12 @@ class ModelSpec:
     vocab_size: int
     context: int  # tokens
     dtype: DType
+    mask_token: int | None = None  # None: no mask-trained weights
+
+    @property
+    def recurrent_layers(self) -> list[int]:
+        """Layers whose state cannot be cut."""
+        return [i for i, layer in enumerate(self.layers) if layer.is_recurrent]
 
     @property
     def num_layers(self) -> int:
@@ -137,6 +147,7 @@ def describe(checkpoint: Checkpoint) -> ModelSpec:
         vocab_size=int(args.vocab_size),
         context=int(getattr(args, "max_position_embeddings", None) or 4096),
         dtype=dtype,
+        mask_token=mask_token_of(checkpoint.config),
     )
 
 

@@ -14,10 +14,11 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
+from protos.brigade_pb2 import Cache
 from worker.cache import LayerCache, make_cache
 from worker.checkpoint import Checkpoint, TensorInfo
 from worker.errors import ModelError
-from worker.families import family_of
+from worker.families import family_of, mask_token_of
 from worker.modelspec import is_tied, layer_of, shard_tensors
 
 _MLX_DTYPES = {
@@ -43,22 +44,27 @@ class Shard:
         self.model = _build(checkpoint, start, end, self.args.num_hidden_layers)
         text = self.model.model
         self.layers = text.layers[start:end]
+        self.mask_token = mask_token_of(checkpoint.config)
         self._kinds = [family.layer_kind(self.args, i) for i in range(start, end)]
+        for layer in self.layers:
+            if "self_attn" in layer:
+                layer.self_attn.rope = WindowRope(layer.self_attn.rope)
         self._embed = text.embed_tokens if self.is_first else None
         self._scale = family.embed_scale(self.args) if family.embed_scale else None
         self._norm = text.norm if self.is_last else None
         self._head = _head(self.model) if self.is_last else None
 
-    def make_caches(self) -> list[LayerCache]:
-        """Empty caches for one slot, one per layer."""
-        return [make_cache(kind) for kind in self._kinds]
+    def make_caches(self, cache: Cache) -> list[LayerCache]:
+        """Empty caches of the wanted kind for one slot, one per layer."""
+        return [make_cache(kind, cache) for kind in self._kinds]
 
-    def __call__(self, x: mx.array, caches: Sequence[LayerCache]) -> mx.array:
+    def __call__(self, x: mx.array, caches: Sequence[LayerCache], positions: mx.array | None = None) -> mx.array:
         """Run the layers over one window of one slot and append it to the caches.
 
         Args:
             x: token ids [1, L] on the first shard, hidden states [1, L, D] elsewhere.
             caches: one per layer, already cut to the window's base.
+            positions: of every row, [L] int32, if they do not just count up from the base.
         Returns:
             Hidden states [1, L, D].
         """
@@ -66,7 +72,7 @@ class Shard:
         L = h.shape[1]
         masks = {}
         for layer, kind, cache in zip(self.layers, self._kinds, caches, strict=True):
-            cache.reserve(L)
+            cache.reserve(L, positions)
             if kind not in masks:
                 masks[kind] = cache.mask(L)
             h = layer(h, masks[kind], cache)
@@ -79,8 +85,14 @@ class Shard:
         return h if self._scale is None else h * mx.array(self._scale, mx.bfloat16).astype(h.dtype)
 
     def logits(self, h: mx.array) -> mx.array:
-        """Hidden states [1, N, D] of the last layer to logits [N, V] float32. Last shard only."""
-        return self._head(self._norm(h))[0].astype(mx.float32)  # type: ignore[misc]
+        """Hidden states [1, N, D] of the last layer to logits [N, V] float32. Last shard only.
+
+        A MASK token is no token to say: its logit is minus infinity.
+        """
+        logits = self._head(self._norm(h))[0].astype(mx.float32)  # type: ignore[misc]
+        if self.mask_token is not None:
+            logits[:, self.mask_token] = -mx.inf
+        return logits
 
     def materialise(self, progress: Callable[[int], None]) -> None:
         """Read the shard's tensors from disk, a layer at a time; `progress` takes the bytes that became resident.
@@ -107,6 +119,19 @@ class Shard:
         for name, array in _tensors(self.model):
             raw = np.array(array.reshape(-1).view(mx.uint8), copy=False)
             yield name, hashlib.blake2b(raw.data, digest_size=16).hexdigest()
+
+
+class WindowRope:
+    """A layer's own rope, which may also be given the position of every row (WeDLM, arXiv 2512.22737, section 4)."""
+
+    def __init__(self, rope: Callable[..., mx.array]) -> None:
+        self._rope = rope
+
+    def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
+        """Rotate [1, H, L, K]; `offset` is the first row's position, or [L] with every row's."""
+        if isinstance(offset, int):
+            return self._rope(x, offset=offset)
+        return self._rope(x.transpose(2, 1, 0, 3), offset=offset).transpose(2, 1, 0, 3)
 
 
 def _tensors(module: Any) -> list[tuple[str, mx.array]]:

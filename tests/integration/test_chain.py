@@ -24,6 +24,7 @@ from protos.brigade_pb2 import (
     DTYPE_FLOAT32,
     DTYPE_UNSPECIFIED,
     AttachRequest,
+    Cache,
     Frame,
     Result,
     Sampling,
@@ -127,9 +128,9 @@ def shard_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     calls: list[tuple[int, int]] = []
     run: Callable[..., mx.array] = Shard.__call__
 
-    def count(shard: Shard, x: mx.array, caches: Any) -> mx.array:
+    def count(shard: Shard, x: mx.array, caches: Any, positions: mx.array | None) -> mx.array:
         calls.append((shard.start, x.shape[1]))
-        return run(shard, x, caches)
+        return run(shard, x, caches, positions)
 
     monkeypatch.setattr(Shard, "__call__", count)
     return calls
@@ -139,10 +140,10 @@ def shard_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 def worker_caches(monkeypatch: pytest.MonkeyPatch) -> Caches:
     """Weak references to all caches of workers: what is gone is gone."""
     references: Caches = []
-    make: Callable[[Shard], list[LayerCache]] = Shard.make_caches
+    make: Callable[..., list[LayerCache]] = Shard.make_caches
 
-    def note(shard: Shard) -> list[LayerCache]:
-        caches = make(shard)
+    def note(shard: Shard, cache: Cache) -> list[LayerCache]:
+        caches = make(shard, cache)
         references.extend(weakref.ref(cache) for cache in caches if not shard.is_first)
         return caches
 
@@ -177,12 +178,12 @@ async def test_stage_0_starts_the_next_prompt_chunks_before_the_first_result_is_
     chunks = []
     run: Callable[..., mx.array] = Shard.__call__
 
-    def count(shard: Shard, x: mx.array, caches: Any) -> mx.array:
+    def count(shard: Shard, x: mx.array, caches: Any, positions: mx.array | None) -> mx.array:
         if shard.is_first:
             chunks.append(x.shape[1])
             if len(chunks) == 3:
                 begun.set()
-        return run(shard, x, caches)
+        return run(shard, x, caches, positions)
 
     async with serving(len(layers) - 1) as nodes, opened(models("qwen3").folder, layers, nodes) as chain:
         monkeypatch.setattr(Shard, "__call__", count)
@@ -557,10 +558,10 @@ async def test_an_error_in_a_stage_names_its_node_and_leaves_the_nodes_usable(
     whole = models("qwen3")
     run: Callable[..., mx.array] = Shard.__call__
 
-    def fail(shard: Shard, x: mx.array, caches: Any) -> mx.array:
+    def fail(shard: Shard, x: mx.array, caches: Any, positions: mx.array | None) -> mx.array:
         if shard.start == failing:
             raise ModelError("no such kernel")
-        return run(shard, x, caches)
+        return run(shard, x, caches, positions)
 
     async with serving(2) as nodes:
         async with opened(whole.folder, (1, 1, 2), nodes) as chain:

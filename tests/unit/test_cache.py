@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from mlx_lm.models.base import create_causal_mask
 
-from worker.cache import KVCache, RecurrentState, make_cache
+from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache
+from worker.cache import Int8Cache, KVCache, RecurrentState, make_cache
 from worker.errors import CacheMismatch
 from worker.families import LayerKind
 
@@ -21,7 +22,7 @@ def rows(tokens: list[int], width: int = 1, heads: int = 1) -> mx.array:
 def feed(cache: KVCache, tokens: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """One step as a layer takes it: keys [n] and values [n] as the queries find them, and who sees whom [L, n]."""
     L = len(tokens)
-    cache.reserve(L)
+    cache.reserve(L, None)
     mask = cache.mask(L)
     keys, values = cache.update_and_fetch(rows(tokens), -rows(tokens, width=2))
     n = keys.shape[2]
@@ -49,24 +50,31 @@ class Plain:
     """What the cache should be: a list that is never short of anything."""
 
     window: int | None
+    keep: int = 0
     tokens: list[int] = field(default_factory=list)
 
     def step(self, tokens: list[int]) -> list[list[int]]:
         self.tokens += tokens
         first = len(self.tokens) - len(tokens)
         ends = range(first + 1, len(self.tokens) + 1)
-        return [self.tokens[max(0, end - (self.window or end)) : end] for end in ends]
+        return [self._seen(end) for end in ends]
+
+    def _seen(self, end: int) -> list[int]:
+        recent = max(self.keep, end - (self.window or end))
+        return self.tokens[: min(self.keep, end)] + self.tokens[recent:end]
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 5, 8, 300])
+@pytest.mark.parametrize("keep", [0, 1, 4])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_cuts_and_appends_are_seen_as_in_a_plain_list(
-    window: int | None, seed: int, monkeypatch: pytest.MonkeyPatch
+    window: int | None, keep: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cut that a sliding cache cannot serve is refused; one that it takes leaves nothing out."""
     monkeypatch.setattr(KVCache, "step", 8)  # small blocks: growing and sliding happen all the time
     numbers = random.Random(f"{window} {seed}")
-    cache, plain = KVCache(window), Plain(window)
+    keep = keep if window else 0
+    cache, plain = KVCache(window, keep), Plain(window, keep)
     token = refused = 0
     for _ in range(60):
         back = numbers.choice([0, 0, 0, 1, 2, 3, 9, 30])
@@ -118,9 +126,9 @@ def test_a_cut_below_what_a_sliding_cache_still_shows_whole_is_refused(window: i
     cache.step = 8  # type: ignore[misc]
     for token in range(3 * window + 20):
         feed(cache, [token])
-    assert cache.start > 0
-    whole = cache.start + window - 1  # the first query position whose whole window is here
-    for length in {1, cache.start - 1, cache.start, cache.start + 1, whole - 1} & set(range(1, whole)):
+    assert cache.dropped > 0
+    whole = cache.dropped + window - 1  # the first query position whose whole window is here
+    for length in {1, cache.dropped - 1, cache.dropped, cache.dropped + 1, whole - 1} & set(range(1, whole)):
         with pytest.raises(CacheMismatch):
             cache.cut(length)
     cache.cut(whole)
@@ -178,15 +186,16 @@ def test_room_is_made_a_block_at_a_time(window: int | None) -> None:
     feed(cache, list(range(50)))
     num_copies = 0
     for token in range(4 * cache.step):
-        before, start = cache.keys.shape, cache.start  # type: ignore[union-attr]
-        cache.reserve(1)
-        num_copies += (cache.keys.shape, cache.start) != (before, start)  # type: ignore[union-attr]
+        before, start = cache.arrays()[0].shape, cache.dropped
+        cache.reserve(1, None)
+        num_copies += (cache.arrays()[0].shape, cache.dropped) != (before, start)
         cache.update_and_fetch(rows([token]), rows([token]))
     assert num_copies <= 5
 
 
 def test_heads_widths_and_dtype_stay_as_they_come() -> None:
     cache = KVCache()
+    cache.reserve(3, None)
     keys = mx.random.normal((1, 2, 3, 4)).astype(mx.bfloat16)
     values = mx.random.normal((1, 2, 3, 6)).astype(mx.bfloat16)
     found = cache.update_and_fetch(keys, values)
@@ -195,10 +204,18 @@ def test_heads_widths_and_dtype_stay_as_they_come() -> None:
 
 
 def test_each_kind_of_layer_gets_its_cache() -> None:
-    assert isinstance(make_cache(LayerKind(recurrent=True)), RecurrentState)
-    full, sliding = make_cache(LayerKind()), make_cache(LayerKind(window=7))
-    assert isinstance(full, KVCache) and isinstance(sliding, KVCache)
-    assert (full.window, sliding.window) == (None, 7)
+    rotating, int8 = Cache(kind=CACHE_ROTATING, size=20, keep=4), Cache(kind=CACHE_INT8)
+    assert isinstance(make_cache(LayerKind(recurrent=True), rotating), RecurrentState)
+    for layer, choice, kind, window, keep in (
+        (LayerKind(), Cache(), KVCache, None, 0),
+        (LayerKind(window=7), Cache(), KVCache, 7, 0),
+        (LayerKind(), rotating, KVCache, 16, 4),
+        (LayerKind(window=7), rotating, KVCache, 7, 0),
+        (LayerKind(), int8, Int8Cache, None, 0),
+        (LayerKind(window=7), int8, Int8Cache, 7, 0),
+    ):
+        cache = make_cache(layer, choice)
+        assert type(cache) is kind and (cache.window, cache.keep) == (window, keep)
 
 
 class TestRecurrentState:

@@ -157,9 +157,9 @@ def test_given_layers_that_do_not_fit_are_a_plan_that_does_not_fit() -> None:
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ([6], "layers: expected 2 numbers, one per node (n0, n1), found 6"),
-        ([1, 2, 3], "layers: expected 2 numbers, one per node (n0, n1), found 1,2,3"),
-        ([], "layers: expected 2 numbers, one per node (n0, n1), found none"),
+        ([6], "layers: expected one number per node (2, coordinator first), found 6"),
+        ([1, 2, 3], "layers: expected one number per node (2, coordinator first), found 1,2,3"),
+        ([], "layers: expected one number per node (2, coordinator first), found none"),
         ([6, 0], "layers: expected at least 1 layer on every node, found 6,0"),
         ([-1, 7], "layers: expected at least 1 layer on every node, found -1,7"),
         ([3, 2], "layers: expected a sum of 6, tiny's layers, found 3,2 (5)"),

@@ -54,7 +54,7 @@ def test_the_generated_code_is_that_of_the_proto(tmp_path: Path) -> None:
     ("old", "new"),
     [
         ("uint32 base = 2;", "uint64 base = 2;"),
-        ("uint32 base = 2;", "uint32 base = 7;"),
+        ("uint32 base = 2;", "uint32 base = 17;"),
         ("uint32 base = 2;", "uint32 start = 2;"),
         ("repeated uint32 tokens = 4;", "uint32 tokens = 4;"),
         ("DTYPE_BFLOAT16 = 3;", "DTYPE_BFLOAT16 = 4;"),

@@ -10,10 +10,15 @@ import pytest
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from protos.brigade_pb2 import Sampling
-from worker.sampling import Sampler, random_key
+from worker.sampling import Draws, Sampler, random_key
 
 VOCAB = 97
 HISTORY = [5, 5, 5, 9, 12, 30, 31, 32, 5, 9]
+
+
+def after(sampler: Sampler, logits: mx.array, tokens: list[int]) -> Draws:
+    """The draw for the token that follows `tokens`; logits [1, V]."""
+    return sampler(logits, [len(tokens)], tokens, [len(tokens)])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -30,7 +35,7 @@ def logits_of(seed: int) -> mx.array:
 
 
 def draw(sampling: Sampling, logits: mx.array, tokens: list[int] = HISTORY) -> int:
-    return int(Sampler(sampling)(mx.array(logits), tokens).token.item())
+    return int(after(Sampler(sampling), mx.array(logits), tokens).tokens.item())
 
 
 def draws(sampling: Sampling, num: int = 24) -> list[int]:
@@ -38,7 +43,7 @@ def draws(sampling: Sampling, num: int = 24) -> list[int]:
     sampler = Sampler(sampling)
     numbers = random.Random(0)
     histories = [[numbers.randrange(VOCAB) for _ in range(n)] for n in range(1, num + 1)]
-    return [int(sampler(logits_of(n), history).token.item()) for n, history in enumerate(histories)]
+    return [int(after(sampler, logits_of(n), history).tokens.item()) for n, history in enumerate(histories)]
 
 
 def mlx_lm_draws(sampling: Sampling, num: int = 24, **parameters: float | dict[int, float]) -> list[int]:
@@ -128,8 +133,8 @@ def test_a_draw_depends_on_seed_and_position_and_on_nothing_that_was_drawn_befor
     sampling = Sampling(seed=7, temperature=1.5)
     sampler, logits = Sampler(sampling), logits_of(1)
     alone = [draw(sampling, logits, [1] * n) for n in range(30)]
-    in_order = [int(sampler(mx.array(logits), [1] * n).token.item()) for n in range(30)]
-    backwards = [int(sampler(mx.array(logits), [1] * n).token.item()) for n in reversed(range(30))][::-1]
+    in_order = [int(after(sampler, mx.array(logits), [1] * n).tokens.item()) for n in range(30)]
+    backwards = [int(after(sampler, mx.array(logits), [1] * n).tokens.item()) for n in reversed(range(30))][::-1]
     mx.random.uniform(shape=(100,))
     disturbed = [draw(sampling, logits, [1] * n) for n in range(30)]
     assert alone == in_order == backwards == disturbed
@@ -139,7 +144,7 @@ def test_a_draw_depends_on_seed_and_position_and_on_nothing_that_was_drawn_befor
 def test_two_draws_in_one_graph_do_not_disturb_each_other() -> None:
     """A step samples for several rows before anything is evaluated."""
     sampling, logits = Sampling(seed=7, temperature=1.5), logits_of(1)
-    lazy = [Sampler(sampling)(mx.array(logits), [1] * n).token for n in range(8)]
+    lazy = [after(Sampler(sampling), mx.array(logits), [1] * n).tokens for n in range(8)]
     mx.eval(lazy)
     assert [int(token.item()) for token in lazy] == [draw(sampling, logits, [1] * n) for n in range(8)]
 
@@ -159,7 +164,7 @@ def test_draws_follow_the_distribution() -> None:
     logits = mx.log(mx.array(probabilities, mx.float32))[None]
     sampler = Sampler(Sampling(seed=3, temperature=1.0))
     num = 500
-    tokens = [sampler(logits, [0] * n).token for n in range(num)]
+    tokens = [after(sampler, logits, [0] * n).tokens for n in range(num)]
     counts = np.bincount(np.array(mx.concatenate(tokens)), minlength=4)
     chi2 = ((counts - num * probabilities) ** 2 / (num * probabilities)).sum()
     assert chi2 < 16.3, f"{counts}: one in a thousand by chance, with three degrees of freedom"
@@ -192,7 +197,9 @@ def test_logprobs_are_those_of_the_distribution_and_alternatives_its_best(temper
     logits = logits_of(5)
     exact = np.array(logits[0], np.float64)
     exact -= np.log(np.exp(exact).sum())
-    sample = Sampler(Sampling(seed=2, temperature=temperature, logprobs=num + 1))(logits, HISTORY).to_sample(slot=3)
+    sample = after(Sampler(Sampling(seed=2, temperature=temperature, logprobs=num + 1)), logits, HISTORY).to_samples(
+        slot=3
+    )[0]
     assert sample.slot == 3
     assert sample.logprob == pytest.approx(exact[sample.token], abs=1e-5)
     order = np.argsort(-exact)[:num].tolist()
@@ -202,14 +209,14 @@ def test_logprobs_are_those_of_the_distribution_and_alternatives_its_best(temper
 
 def test_logprobs_count_penalties_and_bias_but_neither_temperature_nor_filters() -> None:
     """As mlx-lm reports them."""
-    biased = Sampler(Sampling(logit_bias={4: 2.0}, logprobs=1))(logits_of(5), HISTORY).to_sample(0)
+    biased = after(Sampler(Sampling(logit_bias={4: 2.0}, logprobs=1)), logits_of(5), HISTORY).to_samples(0)[0]
     exact = np.array(logits_of(5)[0], np.float64)
     exact[4] += 2.0
     exact -= np.log(np.exp(exact).sum())
     assert biased.logprob == pytest.approx(exact.max(), abs=1e-5)
     filtered = Sampling(seed=2, temperature=3.0, top_k=2, top_p=0.3, logprobs=4)
-    sample = Sampler(filtered)(logits_of(5), HISTORY).to_sample(0)
-    plain = Sampler(Sampling(logprobs=4))(logits_of(5), HISTORY).to_sample(0)
+    sample = after(Sampler(filtered), logits_of(5), HISTORY).to_samples(0)[0]
+    plain = after(Sampler(Sampling(logprobs=4)), logits_of(5), HISTORY).to_samples(0)[0]
     assert list(sample.alternatives) == list(plain.alternatives)
 
 
@@ -220,9 +227,9 @@ def test_asking_for_logprobs_does_not_change_the_token(temperature: float) -> No
 
 
 def test_without_logprobs_nothing_is_computed_for_them() -> None:
-    drawn = Sampler(Sampling(seed=4, temperature=1.0))(logits_of(1), HISTORY)
+    drawn = after(Sampler(Sampling(seed=4, temperature=1.0)), logits_of(1), HISTORY)
     assert len(drawn.arrays()) == 1
-    sample = drawn.to_sample(0)
+    sample = drawn.to_samples(0)[0]
     assert sample.logprob == 0 and not sample.alternatives
 
 
@@ -230,7 +237,7 @@ def test_penalties_leave_the_logits_of_the_caller_as_they_are() -> None:
     logits = logits_of(1)
     before = np.array(logits)
     penalised = Sampling(repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=1.0, logit_bias=BIAS)
-    Sampler(penalised)(logits, HISTORY).to_sample(0)
+    after(Sampler(penalised), logits, HISTORY).to_samples(0)[0]
     np.testing.assert_array_equal(np.array(logits), before)
 
 
@@ -238,5 +245,5 @@ def test_two_sessions_share_nothing() -> None:
     penalised, plain = Sampler(Sampling(presence_penalty=50.0)), Sampler(Sampling())
     logits = logits_of(1)
     best = int(np.argmax(np.array(logits)))
-    assert int(penalised(mx.array(logits), [best]).token.item()) != best
-    assert int(plain(mx.array(logits), [best]).token.item()) == best
+    assert int(after(penalised, mx.array(logits), [best]).tokens.item()) != best
+    assert int(after(plain, mx.array(logits), [best]).tokens.item()) == best

@@ -146,9 +146,22 @@ def test_an_error_of_a_later_stage_keeps_that_stages_name_on_its_way_back(kind: 
 
 
 @pytest.mark.parametrize(
+    ("details", "words"),
+    [
+        ("Stream removed (ping timeout)", "stopped answering (hung, asleep, or cut off)"),
+        ("recvmsg:Connection reset by peer (104)", "closed the connection (its process has ended)"),
+        ("Socket closed", "closed the connection (its process has ended)"),
+    ],
+)
+def test_a_broken_connection_is_told_in_plain_words(details: str, words: str) -> None:
+    found = from_status(FailedCall(grpc.StatusCode.UNAVAILABLE, details), "mini")
+    assert str(found) == f"worker mini: {words}"
+
+
+@pytest.mark.parametrize(
     "code", sorted(set(grpc.StatusCode) - {kind.status for kind in KINDS}, key=lambda code: code.name)
 )
-@pytest.mark.parametrize("details", ["Socket closed", "", None])
+@pytest.mark.parametrize("details", ["out of luck", "", None])
 def test_a_status_that_nobody_means_is_a_lost_stage_with_a_name_and_a_reason(
     code: grpc.StatusCode, details: str | None
 ) -> None:

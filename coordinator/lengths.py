@@ -1,0 +1,19 @@
+"""The few lengths that windows have, so that every node sees few shapes. Pure."""
+
+LENGTHS = (1, 2, 4, 8, 16, 32, 64, 256)  # rows
+
+
+def largest_within(num_rows: int) -> int:
+    """The largest length that needs no more than `num_rows` rows, which is at least 1."""
+    return max(length for length in LENGTHS if length <= num_rows)
+
+
+def padded(num_rows: int) -> int:
+    """The smallest length that holds `num_rows` rows."""
+    return next((length for length in LENGTHS if length >= num_rows), num_rows)
+
+
+def mask_count(num_tokens: int, wanted: int) -> int:
+    """How many MASK rows make a full window with `num_tokens` token rows: about `wanted`, at least half of it."""
+    rows = largest_within(num_tokens + wanted)
+    return (rows if rows - num_tokens >= (wanted + 1) // 2 else padded(num_tokens + wanted)) - num_tokens
