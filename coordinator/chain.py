@@ -10,7 +10,7 @@ from functools import partial
 from coordinator.peer import Peer
 from coordinator.plan import Plan
 from coordinator.window import WindowChooser
-from protos.brigade_pb2 import AttachRequest, Frame, LoadProgress, LoadRequest, Result, Session, Window
+from protos.brigade_pb2 import AttachRequest, Frame, LoadProgress, LoadRequest, Result, Session, StatusReply, Window
 from worker.checkpoint import Checkpoint
 from worker.engine import Engine, num_rows
 from worker.errors import BrigadeError, StageLost
@@ -25,6 +25,7 @@ from worker.stage import Stage
 _PATIENCE_S = 6.0  # silence that a step may take beyond its own compute
 _FIRST_STEP_S = 60.0  # the first step may compile kernels and page weights in
 _PROBE_S = 1.5
+_STATUS_S = 5.0
 
 Progress = Callable[[str, LoadProgress], None]
 
@@ -97,6 +98,11 @@ class Chain:
         """
         rows_in_flight = sum(rows for rows, _ in self._sent.values())
         return await self._receive(_PATIENCE_S + 2 * self._row_s * rows_in_flight)
+
+    async def statuses(self) -> list[StatusReply]:
+        """What every stage holds and has taken, stage 0 first. Raises StageLost for a worker that does not say."""
+        assert self._stage is not None
+        return [self._stage.status(), *(await asyncio.gather(*(peer.status(_STATUS_S) for peer in self.peers)))]
 
     async def _receive(self, deadline_s: float) -> Arrival:
         assert self._stage is not None

@@ -6,14 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from coordinator.chain import Chain
 from coordinator.cluster import make_plan, open_chain, open_peers, read_model
 from coordinator.decode import Decode, suit
 from coordinator.generate import Answer, generate
 from coordinator.options import ClusterOptions
-from coordinator.peer import Peer
 from coordinator.plan import require_fit
 from coordinator.report import logprobs_of, plan_as_json, print_plan, print_summary, stages_of, stats_of
 from coordinator.request import Request, check_request
@@ -21,10 +18,8 @@ from coordinator.text import TextStream, TokenIds, Tokenizer, eos_ids, has_token
 from coordinator.trace import trace_events
 from protos.brigade_pb2 import Cache, Sampling
 from worker.checkpoint import Checkpoint
-from worker.errors import InputError, StageLost
+from worker.errors import InputError
 from worker.modelspec import ModelSpec
-
-_STATUS_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -60,7 +55,7 @@ async def run_generate(options: ClusterOptions, wish: Wish) -> None:
     async with open_chain(options, checkpoint, spec, context) as chain:
         emit = (lambda text: None) if wish.as_json else _print_piece
         answer = await generate(chain, request, stream=stream, emit=emit, chunk=wish.chunk)
-        await _report(chain, answer, wish, stream)
+        _report(chain, answer, wish, stream)
 
 
 async def run_plan(options: ClusterOptions, *, as_json: bool) -> None:
@@ -110,17 +105,15 @@ def _prompt_ids(wish: Wish, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     return tuple(tokenizer.encode_chat([*messages, {"role": "user", "content": wish.prompt}]))
 
 
-async def _report(chain: Chain, answer: Answer, wish: Wish, stream: TextStream | TokenIds) -> None:
+def _report(chain: Chain, answer: Answer, wish: Wish, stream: TextStream | TokenIds) -> None:
     waterfall = answer.waterfall(chain)
-    peaks = [mx.get_peak_memory()]
-    peaks += [await _peak_memory(peer) for peer in chain.peers]
     if wish.trace is not None:
         nodes = [node.name for node in chain.plan.assignments]
         trace = trace_events(answer.passages, chain.clock_offsets, nodes)
         wish.trace.write_text(json.dumps(trace), encoding="utf-8")
     if not wish.as_json:
         print(flush=True)
-        print_summary(answer, chain.plan, waterfall, peaks)
+        print_summary(answer, chain.plan, waterfall)
         return
     result: dict[str, Any] = {
         "text": stream.text,
@@ -129,19 +122,11 @@ async def _report(chain: Chain, answer: Answer, wish: Wish, stream: TextStream |
         "finish_reason": answer.finish_reason,
         "logprobs": logprobs_of(answer.samples) if wish.sampling.logprobs else None,
         "seed": wish.sampling.seed,
-        "stats": stats_of(answer, peaks),
-        "stages": stages_of(chain.plan, waterfall, peaks),
+        "stats": stats_of(answer),
+        "stages": stages_of(answer, chain.plan, waterfall),
         "waterfall": {"wall_ms": waterfall.wall_ms, **waterfall.parts},
     }
     print(json.dumps(result), flush=True)
-
-
-async def _peak_memory(peer: Peer) -> int:
-    """Bytes; 0 of a worker that has drained and left: the answer is whole all the same."""
-    try:
-        return (await peer.status(_STATUS_S)).peak_memory_bytes
-    except StageLost:
-        return 0
 
 
 def _create(trace: Path) -> None:

@@ -11,7 +11,7 @@ from coordinator.scheduler import Scheduler
 from coordinator.session import Session
 from coordinator.text import TextStream, TokenIds
 from coordinator.waterfall import Passage, Waterfall, make_waterfall
-from protos.brigade_pb2 import Sample
+from protos.brigade_pb2 import Sample, StatusReply
 
 _SMALLEST_CHUNK = 32  # rows
 _CHUNKS_PER_STAGE = 4
@@ -36,6 +36,7 @@ class Answer:
     samples: list[Sample] = field(default_factory=list)
     token_times: list[int] = field(default_factory=list)
     passages: list[Passage] = field(default_factory=list)
+    statuses: list[StatusReply] = field(default_factory=list)  # of every stage, at the end of the answer
     finish_reason: str = ""
     num_steps: int = 0  # frames that were asked for tokens
     num_rows: int = 0  # rows of all frames
@@ -93,6 +94,7 @@ async def generate(
                 session.stop()
                 break  # the rest of the step lies behind the stop string
     emit(stream.finish())
+    answer.statuses = await chain.statuses()  # while the caches are still there
     answer.finish_reason = session.finish_reason
     scheduler.close(session)
     await _drain(chain, scheduler)

@@ -15,7 +15,7 @@ from worker.modelspec import ModelSpec
 _BAR = 40  # columns
 
 
-def stats_of(answer: Answer, peak_memory: list[int]) -> dict[str, Any]:
+def stats_of(answer: Answer) -> dict[str, Any]:
     """The `stats` object of CLI.md. Speeds are null where there is nothing to divide by."""
     decoded, num_tokens = answer.decode_s, len(answer.tokens)
     return {
@@ -26,19 +26,20 @@ def stats_of(answer: Answer, peak_memory: list[int]) -> dict[str, Any]:
         "steps": answer.num_steps,
         "tokens_per_step": num_tokens / answer.num_steps,
         "recoveries": 0,
-        "peak_memory_bytes": sum(peak_memory),
+        "peak_memory_bytes": sum(status.peak_memory_bytes for status in answer.statuses),
+        "cache_bytes": sum(status.cache_bytes for status in answer.statuses),
     }
 
 
-def stages_of(plan: Plan, waterfall: Waterfall, peak_memory: list[int]) -> list[dict[str, Any]]:
+def stages_of(answer: Answer, plan: Plan, waterfall: Waterfall) -> list[dict[str, Any]]:
     """The `stages` list of CLI.md: milliseconds are sums over the request."""
     return [
         {
             "node": node.name, "start": node.start, "end": node.end, "compute_ms": time.compute_ms,
             "wire_ms": time.wire_ms, "queue_ms": time.queue_ms, "utilisation": time.utilisation,
-            "peak_memory_bytes": memory,
+            "peak_memory_bytes": status.peak_memory_bytes, "cache_bytes": status.cache_bytes,
         }
-        for node, time, memory in zip(plan.assignments, waterfall.stages, peak_memory, strict=True)
+        for node, time, status in zip(plan.assignments, waterfall.stages, answer.statuses, strict=True)
     ]  # fmt: skip
 
 
@@ -53,10 +54,10 @@ def logprobs_of(samples: list[Sample]) -> list[dict[str, Any]]:
     ]
 
 
-def print_summary(answer: Answer, plan: Plan, waterfall: Waterfall, peak_memory: list[int]) -> None:
+def print_summary(answer: Answer, plan: Plan, waterfall: Waterfall) -> None:
     """Three lines, a row per stage, and the waterfall."""
     console = Console(stderr=True, highlight=False)
-    stats = stats_of(answer, peak_memory)
+    stats = stats_of(answer)
     speed = f"{stats['tokens_per_s']:.1f} tok/s" if stats["tokens_per_s"] else "one token"
     console.print(
         f"\nPrompt: {answer.num_prompt} tokens, {stats['prompt_tokens_per_s']:.1f} tok/s, "
@@ -64,18 +65,19 @@ def print_summary(answer: Answer, plan: Plan, waterfall: Waterfall, peak_memory:
         f"Generation: {len(answer.tokens)} tokens, {speed}, {stats['tokens_per_step']:.2f} tokens per step\n"
         f"Peak memory: {format_bytes(stats['peak_memory_bytes'])} over {len(plan.assignments)} node(s)"
     )
-    console.print(_stage_table(plan, waterfall, peak_memory))
+    console.print(_stage_table(answer, plan, waterfall))
     console.print(_waterfall_table(waterfall))
 
 
-def _stage_table(plan: Plan, waterfall: Waterfall, peak_memory: list[int]) -> Table:
+def _stage_table(answer: Answer, plan: Plan, waterfall: Waterfall) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("node", "layers", "compute", "wire in", "queue", "busy", "peak memory"):
+    for column in ("node", "layers", "compute", "wire in", "queue", "busy", "cache", "peak memory"):
         table.add_column(column, justify="left" if column == "node" else "right")
-    for node, time, memory in zip(plan.assignments, waterfall.stages, peak_memory, strict=True):
+    for node, time, status in zip(plan.assignments, waterfall.stages, answer.statuses, strict=True):
         table.add_row(
             node.name, f"[{node.start}, {node.end})", f"{time.compute_ms:.1f} ms", f"{time.wire_ms:.1f} ms",
-            f"{time.queue_ms:.1f} ms", f"{time.utilisation:.0%}", format_bytes(memory),
+            f"{time.queue_ms:.1f} ms", f"{time.utilisation:.0%}", format_bytes(status.cache_bytes),
+            format_bytes(status.peak_memory_bytes),
         )  # fmt: skip
     return table
 

@@ -52,8 +52,13 @@ class Engine:
         return len(self._slots)
 
     @property
+    def weight_bytes(self) -> int:
+        return self._shard.nbytes
+
+    @property
     def cache_bytes(self) -> int:
-        return sum(cache.nbytes for slot in self._slots.values() for cache in slot.caches)
+        slots = list(self._slots.values())  # asked from another thread: a step may open or close slots meanwhile
+        return sum(cache.nbytes for slot in slots for cache in slot.caches)
 
     def step(self, frame: Frame, received: int) -> Frame | Result:
         """Run one frame through this stage.

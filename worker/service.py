@@ -142,12 +142,12 @@ class NodeService(NodeServicer):
         return RelayReply()
 
     async def Status(self, request: StatusRequest, context: Context) -> StatusReply:
-        reply = StatusReply(node=self.name, clock=time.monotonic_ns(), peak_memory_bytes=mx.get_peak_memory())
-        if self._loaded:
+        reply = StatusReply(clock=time.monotonic_ns(), peak_memory_bytes=mx.get_peak_memory())
+        if self._stage:
+            reply = self._stage.status()
+        elif self._loaded:
             reply.weight_bytes = self._loaded.shard.nbytes
-        if stage := self._stage:
-            reply.step, reply.busy_s = stage.last_step, stage.busy_s
-            reply.slots, reply.cache_bytes = stage.engine.num_slots, stage.engine.cache_bytes
+        reply.node = self.name
         return reply
 
     async def Digest(self, request: DigestRequest, context: Context) -> DigestReply:

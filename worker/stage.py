@@ -5,7 +5,9 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from protos.brigade_pb2 import Frame, Result
+import mlx.core as mx
+
+from protos.brigade_pb2 import Frame, Result, StatusReply
 from worker.engine import Engine
 from worker.errors import FrameError, StageLost
 from worker.mlx_thread import MlxThread
@@ -60,6 +62,18 @@ class Stage:
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome
+
+    def status(self) -> StatusReply:
+        """What this stage is doing and what it holds now; asks nothing of the MLX thread."""
+        return StatusReply(
+            clock=time.monotonic_ns(),
+            step=self.last_step,
+            busy_s=self.busy_s,
+            slots=self.engine.num_slots,
+            cache_bytes=self.engine.cache_bytes,
+            weight_bytes=self.engine.weight_bytes,
+            peak_memory_bytes=mx.get_peak_memory(),
+        )
 
     async def wait_idle(self) -> None:
         """Return once no slot is open."""
