@@ -12,7 +12,8 @@ from coordinator.waterfall import Waterfall
 from protos.brigade_pb2 import Sample
 from worker.modelspec import ModelSpec
 
-_BAR = 40  # columns
+_WATERFALL_COLUMNS = 40
+_PLAN_COLUMNS = 16
 
 
 def stats_of(answer: Answer) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def _waterfall_table(waterfall: Waterfall) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
     before = 0.0
     for part, took in waterfall.parts.items():
-        begin, end = (round(_BAR * moment / waterfall.wall_ms) for moment in (before, before + took))
+        begin, end = (round(_WATERFALL_COLUMNS * moment / waterfall.wall_ms) for moment in (before, before + took))
         bar = Text(" " * begin + "━" * (end - begin))
         table.add_row(part, f"{took:.1f} ms", f"{took / waterfall.wall_ms:.0%}", bar)
         before += took
@@ -119,7 +120,7 @@ def print_plan(plan: Plan, spec: ModelSpec) -> None:
         table.add_column(column, justify="left" if column == "node" else "right")
     table.add_column("")
     for node in plan.assignments:
-        begin, end = (round(_BAR * edge / spec.num_layers) for edge in (node.start, node.end))
+        begin, end = (round(_PLAN_COLUMNS * edge / spec.num_layers) for edge in (node.start, node.end))
         table.add_row(
             node.name, f"[{node.start}, {node.end})", format_bytes(node.weight_bytes), format_bytes(node.cache_bytes),
             format_bytes(node.memory_bytes), "yes" if node.fits else "NO", Text(" " * begin + "━" * (end - begin)),

@@ -1,0 +1,62 @@
+"""README and code agree: its commands exist with the flags it gives them, and the first one does what it says."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import typer
+
+from coordinator.cli import app
+from worker.config import load_cluster
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMANDS = sorted(set(re.findall(r"`(brigade [a-z][^`\n]*)`", README)))
+
+
+def test_the_readme_shows_every_command() -> None:
+    shown = {shlex.split(command)[1] for command in COMMANDS}
+    assert shown == set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_readmes_commands_exist_with_their_flags(command: str) -> None:
+    _, name, *arguments = shlex.split(command)
+    known = {
+        flag
+        for parameter in typer.main.get_command(app).commands[name].params  # type: ignore[attr-defined]
+        for flag in parameter.opts
+    }
+    assert {argument for argument in arguments if argument.startswith("-")} <= known
+
+
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"make ([a-z]+)", README))))
+def test_the_readmes_make_targets_exist(target: str) -> None:
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_the_readmes_cluster_file_is_one(tmp_path: Path) -> None:
+    [example] = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    path = tmp_path / "cluster.yaml"
+    path.write_text(example, encoding="utf-8")
+    assert [worker.name for worker in load_cluster(path).workers] == ["mini"]
+    assert load_cluster(ROOT / "cluster.yaml").workers
+
+
+def test_demo_answers_right_on_three_processes_and_leaves_none_behind() -> None:
+    before = {process.pid for process in psutil.process_iter()}
+    done = subprocess.run(
+        [sys.executable, "-m", "coordinator", "demo"], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip().endswith("Answer: 45")  # 48 + 27 - 30
+    for said in ("coordinator", "worker-1", "worker-2", "tok/s", "wall time"):
+        assert said in done.stderr
+    ours = [
+        p for p in psutil.process_iter(["cmdline"]) if p.pid not in before and "worker" in (p.info["cmdline"] or [])
+    ]
+    assert not ours
