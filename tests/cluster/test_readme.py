@@ -60,3 +60,20 @@ def test_demo_answers_right_on_three_processes_and_leaves_none_behind() -> None:
         p for p in psutil.process_iter(["cmdline"]) if p.pid not in before and "worker" in (p.info["cmdline"] or [])
     ]
     assert not ours
+
+
+def test_an_older_python_gets_one_clear_line(tmp_path: Path) -> None:
+    old = tmp_path / "python3"
+    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "Python 3.9.6" && exit\nexit 1\n')
+    old.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "tools/setup.sh"],
+        cwd=ROOT,
+        env={"PYTHON": str(old), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.splitlines() == [
+        "error: expected Python 3.11 or newer, found Python 3.9.6; set PYTHON=/path/to/python3.11"
+    ]
