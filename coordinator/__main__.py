@@ -1,9 +1,12 @@
 """The `brigade` command; also python -m coordinator."""
 
+import signal
 from typing import NoReturn
 
-from coordinator.cli import app
-from worker.run import run_command
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while modules are imported: an end, not a traceback
+
+from coordinator.cli import app  # noqa: E402 - not before the line above
+from worker.run import run_command  # noqa: E402
 
 
 def main() -> NoReturn:

@@ -13,7 +13,7 @@ from coordinator.window import WindowChooser
 from protos.brigade_pb2 import AttachRequest, Frame, LoadProgress, LoadRequest, Result, Session, StatusReply, Window
 from worker.checkpoint import Checkpoint
 from worker.engine import Engine, num_rows
-from worker.errors import BrigadeError, StageLost
+from worker.errors import BrigadeError, FrameError, StageLost
 from worker.history import History
 from worker.link import Link
 from worker.loading import load_shard
@@ -25,7 +25,6 @@ from worker.stage import Stage
 _PATIENCE_S = 6.0  # silence that a step may take beyond its own compute
 _FIRST_STEP_S = 60.0  # the first step may compile kernels and page weights in
 _PROBE_S = 1.5
-_STATUS_S = 5.0
 
 Progress = Callable[[str, LoadProgress], None]
 
@@ -100,9 +99,11 @@ class Chain:
         return await self._receive(_PATIENCE_S + 2 * self._row_s * rows_in_flight)
 
     async def statuses(self) -> list[StatusReply]:
-        """What every stage holds and has taken, stage 0 first. Raises StageLost for a worker that does not say."""
+        """What every stage holds and has taken, stage 0 first; zeros for a worker that does not say."""
         assert self._stage is not None
-        return [self._stage.status(), *(await asyncio.gather(*(peer.status(_STATUS_S) for peer in self.peers)))]
+        replies = await asyncio.gather(*(peer.status(_PROBE_S) for peer in self.peers), return_exceptions=True)
+        theirs = [reply if isinstance(reply, StatusReply) else StatusReply() for reply in replies]
+        return [self._stage.status(), *theirs]
 
     async def _receive(self, deadline_s: float) -> Arrival:
         assert self._stage is not None
@@ -111,6 +112,8 @@ class Chain:
                 result = await self._stage.next_result()
         except TimeoutError:
             raise await self._diagnose(deadline_s) from None
+        if result.step not in self._sent:
+            raise FrameError(f"the last stage answered step {result.step}, which is not in flight")
         rows, sent = self._sent.pop(result.step)
         return Arrival(result, time.monotonic_ns(), rows, time.monotonic() - sent)
 

@@ -81,6 +81,8 @@ def generate(
 
     The workers of cluster.yaml: brigade generate --config cluster.yaml -p "Hello"
     """
+    if repeat_guard == 1:
+        raise InputError("--repeat-guard: expected 0 (off) or at least 2 times, got 1")
     if (prompt is None) == (prompt_tokens is None):
         raise InputError("expected either --prompt TEXT (`-` reads standard input) or --prompt-tokens 1,2,3")
     options = cluster_options(config, model, local, layers, context)

@@ -1,8 +1,10 @@
 """From a configuration to a running chain: who takes part, what each holds, all opened and closed in order."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from importlib.metadata import version
 
 from coordinator.chain import Chain
 from coordinator.local import LocalWorker
@@ -10,6 +12,8 @@ from coordinator.options import ClusterOptions
 from coordinator.peer import Peer
 from coordinator.plan import Node, Plan, check_split, plan, require_fit
 from coordinator.progress import show_progress
+from protos.brigade_pb2 import HelloReply
+from worker.call_thread import run_aside
 from worker.checkpoint import Checkpoint
 from worker.config import Cluster, is_loopback, split_address
 from worker.errors import BrigadeError
@@ -40,8 +44,8 @@ async def open_peers(options: ClusterOptions, spec: ModelSpec) -> AsyncIterator[
 
 async def read_model(model: str) -> tuple[Checkpoint, ModelSpec]:
     """Configuration and headers only. Raises ModelError if it is not there, damaged, or not supported."""
-    checkpoint = await asyncio.to_thread(open_checkpoint, model)
-    return checkpoint, await asyncio.to_thread(describe, checkpoint)
+    checkpoint = await run_aside(lambda: open_checkpoint(model))
+    return checkpoint, await run_aside(lambda: describe(checkpoint))
 
 
 async def make_plan(cluster: Cluster, spec: ModelSpec, peers: Sequence[Peer], context: int) -> Plan:
@@ -83,7 +87,7 @@ async def _start_local(count: int, stack: AsyncExitStack) -> list[LocalWorker]:
 async def _ask_nodes(cluster: Cluster, peers: Sequence[Peer]) -> list[Node]:
     """Each node's memory budget: what the configuration says, else what it offers itself.
 
-    Nodes of one machine share its memory: workers on this one's loopback get an equal part each.
+    Nodes of one machine share its memory: this one and the workers on its loopback get an equal part each.
     """
     try:
         async with asyncio.TaskGroup() as group:
@@ -91,13 +95,21 @@ async def _ask_nodes(cluster: Cluster, peers: Sequence[Peer]) -> list[Node]:
     except* BrigadeError as errors:
         raise errors.exceptions[0] from None
     configured = {worker.address: worker.memory for worker in cluster.workers}
-    own_share = memory_budget() // (1 + len(peers)) if _all_local(peers) else memory_budget()
+    own_share = memory_budget() // (1 + sum(map(_is_here, peers)))
     nodes = [Node(cluster.coordinator.name, cluster.coordinator.memory or own_share)]
     for peer, greeting in zip(peers, greetings, strict=True):
-        offered = own_share if _all_local(peers) else greeting.result().memory_bytes
+        _warn_of_versions(peer, greeting.result())
+        offered = own_share if _is_here(peer) else greeting.result().memory_bytes
         nodes.append(Node(peer.name, configured.get(peer.address) or offered))
     return nodes
 
 
-def _all_local(peers: Sequence[Peer]) -> bool:
-    return all(is_loopback(split_address(peer.address)[0]) for peer in peers)
+def _is_here(peer: Peer) -> bool:
+    return is_loopback(split_address(peer.address)[0])
+
+
+def _warn_of_versions(peer: Peer, greeting: HelloReply) -> None:
+    """Other kernels may round otherwise: the likeliest reason for other tokens than on one Mac."""
+    for package, theirs in (("mlx", greeting.mlx_version), ("mlx-lm", greeting.mlx_lm_version)):
+        if theirs != (ours := version(package)):
+            print(f"warning: worker {peer.name} has {package} {theirs}, this node {ours}", file=sys.stderr)

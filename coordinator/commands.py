@@ -44,6 +44,12 @@ class Wish:
 
 async def run_generate(options: ClusterOptions, wish: Wish) -> None:
     """One request: text to standard output as it comes, the summary to standard error."""
+    for flag, text in (
+        ("--prompt", wish.prompt),
+        ("--system-prompt", wish.system),
+        *(("--stop", s) for s in wish.stops),
+    ):
+        _require_utf8(flag, text or "")
     if wish.trace is not None:
         _create(wish.trace)
     checkpoint, spec = await read_model(options.model)
@@ -95,10 +101,8 @@ def _prompt_ids(wish: Wish, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     if wish.prompt_tokens is not None:
         return wish.prompt_tokens
     assert tokenizer is not None and wish.prompt is not None
-    if not wish.prompt.strip():
+    if not (wish.prompt if wish.raw else wish.prompt.strip()):
         raise InputError("the prompt is empty; expected some text")
-    if any("\ud800" <= letter <= "\udfff" for letter in wish.prompt):  # how python reads bytes that are no UTF-8
-        raise InputError("the prompt is not UTF-8 text")
     if wish.raw:
         return tuple(tokenizer.encode(wish.prompt))
     messages = [{"role": "system", "content": wish.system}] if wish.system else []
@@ -127,6 +131,11 @@ def _report(chain: Chain, answer: Answer, wish: Wish, stream: TextStream | Token
         "waterfall": {"wall_ms": waterfall.wall_ms, **waterfall.parts},
     }
     print(json.dumps(result), flush=True)
+
+
+def _require_utf8(flag: str, text: str) -> None:
+    if any("\ud800" <= letter <= "\udfff" for letter in text):  # how python reads bytes that are no UTF-8
+        raise InputError(f"{flag}: expected UTF-8 text")
 
 
 def _create(trace: Path) -> None:

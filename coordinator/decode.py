@@ -39,7 +39,7 @@ def make_decode(kind: str, window: str, entropy_threshold: float, position_penal
     """From flags. Raises InputError, naming the flag, for a value that none can have."""
     if kind not in KINDS:
         raise InputError(f"--decode: expected one of {', '.join(KINDS)}, got {kind!r}")
-    if window != "auto" and not (window.isdigit() and int(window) >= 1):
+    if window != "auto" and not (window.isdecimal() and int(window) >= 1):
         raise InputError(f"--window: expected a whole number from 1 or `auto`, got {window!r}")
     for flag, value in (("--entropy-threshold", entropy_threshold), ("--position-penalty", position_penalty)):
         if not (math.isfinite(value) and value >= 0):
@@ -55,8 +55,8 @@ def make_cache_choice(kind: str, max_kv_size: int | None) -> Cache:
         raise InputError("--kv rotating and --max-kv-size N belong together: N is how many tokens it keeps")
     if max_kv_size is None:
         return Cache(kind=_CACHES[kind])
-    if max_kv_size <= 2 * _KEEP:
-        raise InputError(f"--max-kv-size: expected more than {2 * _KEEP} tokens, got {max_kv_size}")
+    if not 2 * _KEEP < max_kv_size < 2**32:
+        raise InputError(f"--max-kv-size: expected more than {2 * _KEEP} tokens and less than 2^32, got {max_kv_size}")
     return Cache(kind=CACHE_ROTATING, size=max_kv_size, keep=_KEEP)
 
 

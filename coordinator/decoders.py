@@ -99,9 +99,9 @@ class PromptLookup:
         if self._pause:
             self._pause -= 1
             return Proposal()
-        size = self._SIZES[self._size]
-        drafts = tuple(tokens[found : found + size])
-        return Proposal(drafts=drafts) if len(drafts) == size < room else Proposal()
+        size = max((size for size in self._SIZES[: self._size + 1] if size < room), default=0)
+        period = len(tokens) - found  # a draft longer than that goes round: what loops may go on looping
+        return Proposal(drafts=tuple(tokens[found + i % period] for i in range(size)))
 
     def accept(self, proposal: Proposal, samples: Sequence[Sample], guesses: Sequence[Sample]) -> Accepted:
         accepted = verify(proposal.drafts, samples)

@@ -87,7 +87,7 @@ Seed = Annotated[
     ),
 ]
 
-_WINDOWS = "Windows"
+_WINDOWS, _CACHE = "Windows", "Cache"
 DecodeKind = Annotated[
     str,
     typer.Option(
@@ -111,20 +111,18 @@ PositionPenalty = Annotated[
 ]
 RepeatGuard = Annotated[
     int,
-    typer.Option(
-        min=0, help="End the answer once its last tokens repeat this many times; 0: off.", rich_help_panel=_WINDOWS
-    ),
+    typer.Option(min=0, help="End the answer once its last tokens repeat this many times; 0: off."),
 ]
 Kv = Annotated[
     str,
     typer.Option(
         metavar="full|rotating|int8",
         help="The KV cache: every token; the first 4 and the latest, --max-kv-size in all; every token in 8 bits.",
-        rich_help_panel=_WINDOWS,
+        rich_help_panel=_CACHE,
     ),
 ]
 MaxKvSize = Annotated[
-    int | None, typer.Option(min=1, help="Tokens that a rotating cache keeps.", rich_help_panel=_WINDOWS)
+    int | None, typer.Option(min=1, help="Tokens that a rotating cache keeps.", rich_help_panel=_CACHE)
 ]
 
 Json = Annotated[

@@ -103,13 +103,15 @@ async def generate(
 
 async def _step(chain: Chain, scheduler: Scheduler, answer: Answer) -> list[Sample]:
     """Send what can be sent, take one result in; returns the tokens that it made known."""
+    was_idle, num_sent = scheduler.is_idle, 0
     while (frame := scheduler.schedule()) is not None:
         await chain.send(frame)
+        num_sent += 1
     arrival = await chain.receive()
     answer.passages.append(Passage(arrival.result.timings, arrival.at))
     answer.num_steps += bool(arrival.result.samples or arrival.result.guesses)
     answer.num_rows += arrival.num_rows
-    if scheduler.is_idle:
+    if was_idle and num_sent == 1:  # alone in the chain
         chain.windows.observe_step(arrival.num_rows, arrival.took_s)
     return [sample for _, sample in scheduler.commit(arrival.result)]
 

@@ -14,6 +14,9 @@ def padded(num_rows: int) -> int:
 
 
 def mask_count(num_tokens: int, wanted: int) -> int:
-    """How many MASK rows make a full window with `num_tokens` token rows: about `wanted`, at least half of it."""
+    """How many MASK rows make a full window with `num_tokens` token rows: about `wanted`, more than half of it.
+
+    With half of it windows would never grow: as many tokens as the masks yield make the next window.
+    """
     rows = largest_within(num_tokens + wanted)
-    return (rows if rows - num_tokens >= (wanted + 1) // 2 else padded(num_tokens + wanted)) - num_tokens
+    return (rows if rows - num_tokens > wanted // 2 else padded(num_tokens + wanted)) - num_tokens

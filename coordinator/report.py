@@ -59,11 +59,11 @@ def print_summary(answer: Answer, plan: Plan, waterfall: Waterfall) -> None:
     """Three lines, a row per stage, and the waterfall."""
     console = Console(stderr=True, highlight=False)
     stats = stats_of(answer)
-    speed = f"{stats['tokens_per_s']:.1f} tok/s" if stats["tokens_per_s"] else "one token"
+    speed = f", {stats['tokens_per_s']:.1f} tok/s" if stats["tokens_per_s"] else ""
     console.print(
         f"\nPrompt: {answer.num_prompt} tokens, {stats['prompt_tokens_per_s']:.1f} tok/s, "
         f"first token after {stats['ttft_s']:.3f} s\n"
-        f"Generation: {len(answer.tokens)} tokens, {speed}, {stats['tokens_per_step']:.2f} tokens per step\n"
+        f"Generation: {len(answer.tokens)} tokens{speed}, {stats['tokens_per_step']:.2f} tokens per step\n"
         f"Peak memory: {format_bytes(stats['peak_memory_bytes'])} over {len(plan.assignments)} node(s)"
     )
     console.print(_stage_table(answer, plan, waterfall))

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coordinator.decode import Decode
-from protos.brigade_pb2 import Cache, Sampling
+from protos.brigade_pb2 import CACHE_INT8, Cache, Sampling
 from worker.errors import InputError
 from worker.modelspec import ModelSpec
 
+_INT8_GROUP = 32  # the fewest numbers that MLX quantises together
 _COLDEST = 1e-6  # below it the division by the temperature leaves float32
 
 
@@ -59,7 +60,8 @@ def check_request(request: Request, spec: ModelSpec) -> None:
     """Refuse what the model cannot serve.
 
     Raises:
-        InputError: an empty prompt, ids outside the vocabulary, a prompt or answer that exceeds the context.
+        InputError: an empty prompt, ids outside the vocabulary, a prompt that leaves no room for an answer, a cache
+            that the model's heads do not suit.
     """
     check_sampling(request.sampling)
     if not request.prompt:
@@ -71,6 +73,11 @@ def check_request(request: Request, spec: ModelSpec) -> None:
     for flag, count in (("--top-k", request.sampling.top_k), ("--logprobs", request.sampling.logprobs - 1)):
         if count >= spec.vocab_size:
             raise InputError(f"{flag}: expected less than the vocabulary's {spec.vocab_size}, got {count}")
+    if request.cache.kind == CACHE_INT8 and spec.head_size % _INT8_GROUP:
+        raise InputError(
+            f"--kv int8: expected heads of a multiple of {_INT8_GROUP} numbers, but those of {spec.name} have "
+            f"{spec.head_size}; use --kv full"
+        )
     if request.max_tokens < 1:
         raise InputError(f"--max-tokens: expected at least 1, got {request.max_tokens}")
     if len(request.prompt) >= spec.context:

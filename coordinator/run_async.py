@@ -41,4 +41,6 @@ async def _interruptible(work: Coroutine[Any, Any, T]) -> T:
     try:
         return await task
     except asyncio.CancelledError:
+        if not signalled:
+            raise
         raise KeyboardInterrupt from None

@@ -44,9 +44,9 @@ class Session:
     def next_window(self, budget: int) -> Window:
         """The next known tokens, at most `budget` of them; with the last ones the decoder's proposal."""
         tokens, base = self._history.tokens, self.fed
-        unfed = len(tokens) - base
-        chunk = largest_within(min(unfed, budget)) if unfed else 0
-        if chunk < unfed > self._decoder.tail:
+        unfed, tail = len(tokens) - base, self._decoder.tail
+        chunk = largest_within(max(1, min(unfed - (tail > 0), budget)))  # the last token goes with the proposal
+        if unfed > (tail or chunk):
             self.fed += chunk
             return self._window(base, tokens[base : self.fed])
         self.fed = len(tokens)

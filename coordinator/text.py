@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
+from jinja2 import TemplateError
 from mlx_lm import tokenizer_utils
 
 from worker.errors import InputError, ModelError
@@ -17,7 +19,7 @@ class Tokenizer:
         """Raises ModelError if the folder holds no tokenizer that can be read."""
         try:
             self._wrapper = tokenizer_utils.load(folder, {"trust_remote_code": False})
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             raise ModelError(f"cannot load the tokenizer of {folder}: {reason}") from error
         if len(self._wrapper.get_vocab()) < 2:  # transformers makes an empty one where there are no files
@@ -27,7 +29,10 @@ class Tokenizer:
         """A conversation's token ids, up to where the answer begins."""
         if not self._wrapper.has_chat_template:
             raise InputError("this model has no chat template; use --raw to give the prompt as it stands")
-        return list(self._wrapper.apply_chat_template(list(messages), add_generation_prompt=True))
+        try:
+            return list(self._wrapper.apply_chat_template(list(messages), add_generation_prompt=True))
+        except TemplateError as error:
+            raise InputError(f"the chat template refuses this conversation ({error}); use --raw") from error
 
     def encode(self, text: str) -> list[int]:
         return list(self._wrapper.encode(text))

@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 
 from rich.console import Console
 
@@ -13,13 +14,15 @@ from coordinator.decode import Decode, suit
 from coordinator.generate import generate
 from coordinator.options import ClusterOptions
 from coordinator.reference import Reference
-from coordinator.request import Request
+from coordinator.request import Request, check_request
 from coordinator.session import Session
 from coordinator.window import WindowChooser
 from protos.brigade_pb2 import Cache, Frame, Result, Sampling
 from protos.brigade_pb2 import Session as Opening
+from worker.call_thread import run_aside
 from worker.checkpoint import Checkpoint
 from worker.engine import Engine
+from worker.errors import InputError
 from worker.modelspec import ModelSpec
 from worker.shard import Shard
 
@@ -38,7 +41,7 @@ class Case:
 
     @property
     def first_difference(self) -> int | None:
-        pairs = enumerate(zip(self.expected, self.found, strict=True))
+        pairs = enumerate(zip_longest(self.expected, self.found))
         return next((i for i, (expected, found) in pairs if expected != found), None)
 
 
@@ -46,10 +49,15 @@ async def run_verify(options: ClusterOptions, decode: Decode, *, max_tokens: int
     """The exit code: 0 if the cluster is the model, 1 if not. Needs memory for the whole model in this process."""
     checkpoint, spec = await read_model(options.model)
     decode = suit(decode, Cache(), spec)
+    if max_tokens >= spec.context:
+        raise InputError(f"--max-tokens: expected less than the model's context of {spec.context}, got {max_tokens}")
+    requests = list(_requests(spec, decode, max_tokens, seed))
+    for _, request in requests:
+        check_request(request, spec)
+    await run_aside(lambda: checkpoint.fetch(checkpoint.tensors, lambda nbytes: None))
     async with open_chain(options, checkpoint, spec, options.context) as chain:
         differing = await _differing_tensors(chain, checkpoint)
         alone = await chain.thread.run(lambda: _load_alone(checkpoint, spec, decode))
-        requests = _requests(spec, decode, max_tokens, seed)
         cases = [await _compare(chain, alone, name, request) for name, request in requests]
     equal = not differing and all(case.first_difference is None for case in cases)
     if as_json:
@@ -76,7 +84,6 @@ def _load_alone(checkpoint: Checkpoint, spec: ModelSpec, decode: Decode) -> Alon
     What is lossless is compared with one-token decoding by mlx-lm; `diffusion-fast`, which mlx-lm does not have, with
     the same decoder on one shard that is the whole model.
     """
-    checkpoint.fetch(checkpoint.tensors, lambda nbytes: None)
     if decode.kind != "diffusion-fast":
         reference = Reference(checkpoint.folder)
         return lambda request: reference.generate(request.prompt, request.max_tokens, request.sampling, _CHUNK)
@@ -107,7 +114,7 @@ def _requests(spec: ModelSpec, decode: Decode, max_tokens: int, seed: int) -> It
     for length in sorted({1, min(7, longest), min(_CHUNK, longest), longest}):
         prompt = tuple(numbers.randrange(spec.vocab_size) for _ in range(length))
         sampled = Sampling(seed=seed, temperature=0.8, top_p=0.95, top_k=40, min_p=0.01)
-        penalised = Sampling(seed=seed + 1, temperature=1.0, repetition_penalty=1.3, frequency_penalty=0.2)
+        penalised = Sampling(seed=(seed + 1) % 2**64, temperature=1.0, repetition_penalty=1.3, frequency_penalty=0.2)
         for kind, sampling in (("greedy", Sampling()), ("sampled", sampled), ("penalised", penalised)):
             yield f"{kind}, prompt of {length}", Request(prompt, max_tokens, sampling, decode)
 
@@ -128,7 +135,7 @@ def _print(chain: Chain, decode: Decode, differing: list[tuple[str, str]], cases
     for case in cases:
         at = case.first_difference
         verdict = f"equal    {case.name}: {len(case.found)} tokens" if at is None else (
-            f"DIFFERS  {case.name}: token {at} is {case.found[at]}, alone it is {case.expected[at]}"
+            f"DIFFERS  {case.name}: token {at} is {case.found[at : at + 1]}, alone it is {case.expected[at : at + 1]}"
         )  # fmt: skip
         console.print(verdict)
     total = sum(len(case.found) for case in cases if case.first_difference is None)

@@ -67,8 +67,8 @@ def make_waterfall(passages: Sequence[Passage], offsets: Sequence[int], started:
         for part, stage, begin, end in tiles:
             until = max(before, min(end, passage.returned))  # a tile may run backwards where a clock is wrong
             parts[part] += until - before
+            _add(stages[stage], part, (end - begin) / 1e6, (until - before) / 1e6)
             before = until
-            _add(stages[stage], part, (end - begin) / 1e6)
     parts["scheduling"] += max(0, ended - before)
     wall_ms = (ended - started) / 1e6
     for time in stages:
@@ -101,10 +101,11 @@ def spans(passage: Passage, offsets: Sequence[int]) -> list[tuple[str, int, int,
     return tiles
 
 
-def _add(stage: StageTime, part: str, milliseconds: float) -> None:
+def _add(stage: StageTime, part: str, whole_ms: float, alone_ms: float) -> None:
+    """A stage computes whether or not others do; a wait counts only while nothing else went on."""
     if part in ("wire", "return"):
-        stage.wire_ms += milliseconds
+        stage.wire_ms += alone_ms
     elif part == "queue":
-        stage.queue_ms += milliseconds
+        stage.queue_ms += alone_ms
     else:
-        stage.compute_ms += milliseconds
+        stage.compute_ms += whole_ms

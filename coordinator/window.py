@@ -14,12 +14,16 @@ class WindowChooser:
 
     def __init__(self, fixed: int | None = None) -> None:
         self._fixed = fixed
+        self._seen: set[int] = set()  # numbers of rows
         self._step_s: dict[int, float] = {}  # seconds by number of rows
         self._held = 1.0
         self._tried = 1.25  # before anything is known: drafts hold four times in five
 
     def observe_step(self, num_rows: int, seconds: float) -> None:
         """A step of so many rows took so long, alone in the chain."""
+        if num_rows not in self._seen:
+            self._seen.add(num_rows)  # the first of a size compiles its kernels: it says nothing of the next
+            return
         known = self._step_s.get(num_rows)
         self._step_s[num_rows] = seconds if known is None else known + _WEIGHT * (seconds - known)
 

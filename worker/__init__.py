@@ -3,3 +3,4 @@
 import os
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own remarks on closed connections are not for users
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # nor are those of transformers on long prompts

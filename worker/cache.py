@@ -69,7 +69,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays())
+        return self._keys.nbytes + self._values.nbytes
 
     def arrays(self) -> list[mx.array]:
         return [*self._keys.parts, *self._values.parts]
@@ -156,12 +156,14 @@ class Rows:
     def __init__(self, encode: Callable[[mx.array], Parts]) -> None:
         self.parts: Parts = ()
         self.capacity = 0
+        self.nbytes = 0  # a plain number: asked for from other threads
         self._encode = encode
 
     def write(self, rows: mx.array, begin: int, end: int) -> None:
         encoded = self._encode(rows)
         if not self.parts:
             self.parts = tuple(mx.zeros((*p.shape[:2], self.capacity, p.shape[3]), p.dtype) for p in encoded)
+            self.nbytes = sum(part.nbytes for part in self.parts)
         for part, new in zip(self.parts, encoded, strict=True):
             part[:, :, begin:end] = new
 
@@ -176,6 +178,7 @@ class Rows:
             return mx.concatenate([part[:, :, :held], mx.zeros((B, H, capacity - held, K), part.dtype)], axis=2)
 
         self.parts = tuple(grown(part) for part in self.parts)
+        self.nbytes = sum(part.nbytes for part in self.parts)
         self.capacity = capacity
 
     def drop(self, begin: int, end: int, held: int) -> None:
@@ -189,18 +192,20 @@ class RecurrentState(ArraysCache):
     def __init__(self) -> None:
         super().__init__(size=2)
         self.length = 0
+        self._nbytes = 0
 
     def arrays(self) -> list[mx.array]:
         return [array for array in self.cache if array is not None]  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays())
+        return self._nbytes
 
     def cut(self, length: int) -> None:
         """Go on at `length`, or start again at 0. Raises CacheMismatch for anything in between."""
         if length == 0:
             self.cache = [None] * len(self.cache)
+            self._nbytes = 0
         elif length != self.length:
             raise CacheMismatch(f"a recurrent layer cannot be cut to {length} tokens: its state is at {self.length}")
         self.length = length
@@ -214,3 +219,4 @@ class RecurrentState(ArraysCache):
     def advance(self, num_rows: int) -> None:
         """Called by mlx-lm's layer once it has taken `num_rows` rows."""
         self.length += num_rows
+        self._nbytes = sum(array.nbytes for array in self.arrays())

@@ -84,7 +84,10 @@ def open_folder(folder: Path, name: str | None = None) -> Checkpoint:
         ModelError: the folder or its config.json is missing, or a safetensors file is missing, cut short or corrupt.
     """
     if not folder.is_dir():
-        raise ModelError(f"model folder {folder} does not exist; give a folder or a hub repository (owner/name)")
+        raise ModelError(
+            f"model folder {folder} does not exist here; give a folder or a hub repository (owner/name), "
+            "or a worker's own copy as `model:` in cluster.yaml"
+        )
     config = read_config(folder)
     tensors: dict[str, TensorInfo] = {}
     for file in weight_files(folder):
@@ -95,6 +98,7 @@ def open_folder(folder: Path, name: str | None = None) -> Checkpoint:
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json as a dictionary. Raises ModelError if it is missing, not JSON, or names no model_type."""
     path = folder / "config.json"
+    _require_file(path)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -112,13 +116,20 @@ def weight_files(folder: Path) -> list[str]:
     if index.exists():
         try:
             files = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-            return sorted({str(Path(file)) for file in files})
+            return sorted({_inside(file) for file in files})
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ModelError(f"{index} is not a safetensors index ({error!r}); download the model again") from error
     for pattern in ("model*.safetensors", "*.safetensors"):  # beside the model's own there may be other forms of it
         if found := sorted(path.name for path in folder.glob(pattern)):
             return found
     raise ModelError(f"{folder} holds no *.safetensors; only safetensors checkpoints are read")
+
+
+def _inside(file: str) -> str:
+    """Raises ValueError for a name that leads out of the model's folder."""
+    if Path(file).name != file:
+        raise ValueError(f"it names {file!r}")
+    return file
 
 
 def read_tensors(folder: Path, file: str) -> dict[str, TensorInfo]:
@@ -160,8 +171,15 @@ def tensors_of(file: str, header: Mapping[str, Any]) -> dict[str, TensorInfo]:
     return tensors
 
 
+def _require_file(path: Path) -> None:
+    """Raise ModelError for what is there but no file: reading a pipe, say, could take for ever."""
+    if path.exists() and not path.is_file():
+        raise ModelError(f"{path} is not a file; expected a model folder in Hugging Face layout")
+
+
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
     """The header, and how many bytes of tensors follow it."""
+    _require_file(path)
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

@@ -18,7 +18,7 @@ def worker(
     model: Annotated[str | None, typer.Option(help="This node's own copy, if it is not where others have it.")] = None,
     follow_parent: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
-    """Serve as a node until SIGTERM, which lets the sessions in progress end first.
+    """Serve as a node until SIGTERM; sessions in progress get ten seconds to end.
 
     On another Mac: copy cluster.yaml there and run `brigade worker --config cluster.yaml --name mini`.
     Without a configuration the node listens on 127.0.0.1:50070 only.
@@ -27,7 +27,8 @@ def worker(
     entry = next((worker for worker in cluster.workers if worker.name == name), None)
     if config and entry is None and (name or not bind):
         known = ", ".join(worker.name for worker in cluster.workers) or "no workers"
-        raise ConfigError(f"{config} has no worker {name or ''!r}: expected --name to be one of: {known}")
+        found = f"{config} has no worker {name!r}" if name else "--name is missing"
+        raise ConfigError(f"{found}: expected one of: {known}")
     address = bind or (entry.address if entry else DEFAULT_BIND)
     host, port = split_address(address)
     if not is_loopback(host) and not cluster.insecure:

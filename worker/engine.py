@@ -83,11 +83,7 @@ class Engine:
     def _inputs(self, frame: Frame) -> list[mx.array]:
         """Each window's token ids [1, L] or hidden states [1, L, D]."""
         for window in frame.windows:
-            if len(window.tokens) < max(1, window.wanted):
-                raise FrameError(
-                    f"expected at least {max(1, window.wanted)} tokens in the window of slot {window.slot}, "
-                    f"got {len(window.tokens)} (step {frame.step})"
-                )
+            _check(window, frame.step)
         if self._shard.is_first:
             return [self._ids(window) for window in frame.windows]
         if not frame.windows:
@@ -158,9 +154,21 @@ class Engine:
         positions = [at[row] + (row < num_tokens) for row in range(first, end)]
         known = [window.base + min(row + 1, num_tokens) for row in range(first, end)]
         logits = self._shard.logits(h[:, first:end])
-        return slot.sampler(logits, positions, slot.history.tokens, known, entropy=window.guessed > 0)
+        # verified guesses need no entropy: only a window that fills goes by it
+        return slot.sampler(logits, positions, slot.history.tokens, known, entropy=window.wanted == 0)
 
 
 def num_rows(window: Window) -> int:
     """A window's length: its tokens and its MASK rows."""
     return len(window.tokens) + window.masks
+
+
+def _check(window: Window, step: int) -> None:
+    """Raise FrameError unless the window's numbers fit together."""
+    found = f"in the window of slot {window.slot} (step {step})"
+    if len(window.tokens) < max(1, window.wanted):
+        raise FrameError(f"expected at least {max(1, window.wanted)} tokens, got {len(window.tokens)} {found}")
+    if window.guessed > window.masks:
+        raise FrameError(f"expected at most {window.masks} guesses, as many as MASK rows, got {window.guessed} {found}")
+    if len(window.positions) not in (0, num_rows(window)):
+        raise FrameError(f"expected {num_rows(window)} positions or none, got {len(window.positions)} {found}")

@@ -61,15 +61,16 @@ class Family:
         args = getattr(code, "TextModelArgs", code.ModelArgs)
         try:
             found = args.from_dict(config.get("text_config") or config)
-        except (TypeError, ValueError, KeyError) as error:
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise ModelError(f"config.json does not describe a {self.module} model: {error}") from error
         for key in _SIZES:
             size = getattr(found, key, None)
-            if size is not None and not (isinstance(size, int) and size > 0):
+            if (size is not None or key in _ALWAYS) and not (isinstance(size, int) and size > 0):
                 raise ModelError(f"config.json: {key}: expected a whole number above 0, found {size!r}")
         return found
 
 
+_ALWAYS = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads")
 _SIZES = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 _VISION = ("vision_tower", "model.visual", "mtp.", "model.mtp.", "language_model.mtp.")
 _QWEN3, _QWEN2 = Family("qwen3"), Family("qwen2")
@@ -90,9 +91,19 @@ _WEDLM_MASK = 151665  # WeDLM's own default, used where config.json does not say
 
 
 def mask_token_of(config: dict[str, Any]) -> int | None:
-    """The id that MASK rows are embedded with; None for a checkpoint without mask-trained weights."""
+    """The id that MASK rows are embedded with; None for a checkpoint without mask-trained weights.
+
+    Raises:
+        ModelError: config.json names an id that is no token of the model.
+    """
     default = _WEDLM_MASK if config["model_type"] == "wedlm" else None
-    return config.get("mask_token_id", default)
+    token = config.get("mask_token_id", default)
+    vocab_size = family_of(config).text_args(config).vocab_size
+    if token is None or (isinstance(token, int) and 0 <= token < vocab_size):
+        return token
+    if "mask_token_id" not in config:
+        return None  # a vocabulary of its own
+    raise ModelError(f"config.json: mask_token_id: expected a token id from 0 to {vocab_size - 1}, got {token!r}")
 
 
 def family_of(config: dict[str, Any]) -> Family:

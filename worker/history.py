@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 _OFFSET = 0xCBF29CE484222325
 _PRIME = 0x100000001B3
-_MASK = (1 << 64) - 1
+_LOW_64 = (1 << 64) - 1
 
 
 class History:
@@ -25,7 +25,7 @@ class History:
     def extend(self, tokens: Iterable[int]) -> None:
         for token in tokens:
             self.tokens.append(token)
-            self._hashes.append(((self._hashes[-1] ^ token) * _PRIME) & _MASK)
+            self._hashes.append(((self._hashes[-1] ^ token) * _PRIME) & _LOW_64)
 
     def cut(self, length: int) -> None:
         """Forget everything after the first `length` tokens."""

@@ -2,11 +2,14 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from protos.brigade_pb2 import LoadProgress
+from worker.call_thread import run_aside
 from worker.checkpoint import DEMO, Checkpoint, open_folder
 from worker.hub import is_repository, open_repository
+from worker.machine import keep_resident
 from worker.mlx_thread import MlxThread
 from worker.modelspec import shard_tensors
 from worker.shard import Shard
@@ -51,9 +54,10 @@ async def load_shard(
 
     def build() -> Shard:
         shard = Shard(checkpoint, start, end)
+        keep_resident()
         shard.materialise(counter("load", sum(checkpoint.tensors[name].nbytes for name in names)))
         return shard
 
     to_download = sum(info.nbytes for info in checkpoint.tensors.values() if info.file in files)
-    await asyncio.to_thread(checkpoint.fetch, names, counter("download", to_download))
+    await run_aside(partial(checkpoint.fetch, names, counter("download", to_download)))
     return await thread.run(build)

@@ -9,17 +9,24 @@ _HEADROOM = 0.9  # leave a tenth to the system
 
 
 def memory_budget() -> int:
-    """Bytes that weights and caches may take here.
+    """Bytes that weights and caches may take here, those that this process holds already included.
 
-    On Apple silicon Metal's recommended working set, which counts what the GPU may wire down; elsewhere what is free.
+    On Apple silicon it follows Metal's recommended working set, what the GPU may wire down whatever the system caches;
+    elsewhere it follows what is free.
     """
-    return budget_from(mx.device_info(), psutil.virtual_memory().available)
+    held = mx.get_active_memory() + mx.get_cache_memory()
+    return budget_from(mx.device_info(), psutil.virtual_memory().available + held)
 
 
 def budget_from(device: dict[str, str | int], available: int) -> int:
     """The rule of `memory_budget` on plain numbers."""
-    working_set = device.get("max_recommended_working_set_size")
-    return int(_HEADROOM * (min(int(working_set), available) if working_set else available))
+    return int(_HEADROOM * int(device.get("max_recommended_working_set_size") or available))
+
+
+def keep_resident() -> None:
+    """On Apple silicon, let Metal wire what is loaded: a shard paged out between steps would stall the chain."""
+    if working_set := mx.device_info().get("max_recommended_working_set_size"):
+        mx.set_wired_limit(int(working_set))
 
 
 def machine_name() -> str:

@@ -47,6 +47,7 @@ class ModelSpec:
     context: int  # tokens
     dtype: DType
     mask_token: int | None = None  # None: no mask-trained weights
+    head_size: int = 64
 
     @property
     def recurrent_layers(self) -> list[int]:
@@ -117,7 +118,9 @@ def describe(checkpoint: Checkpoint) -> ModelSpec:
     family = family_of(checkpoint.config)
     args = family.text_args(checkpoint.config)
     num_layers = int(args.num_hidden_layers)
-    weights = {i: 0 for i in range(num_layers)}
+    if num_layers > len(checkpoint.tensors):
+        raise ModelError(f"{checkpoint.name}: config.json has {num_layers} layers, more than there are tensors")
+    weights = dict.fromkeys(range(num_layers), 0)
     tied = is_tied(checkpoint)
     embed = head = 0
     for name, info in checkpoint.tensors.items():
@@ -148,6 +151,7 @@ def describe(checkpoint: Checkpoint) -> ModelSpec:
         context=int(getattr(args, "max_position_embeddings", None) or 4096),
         dtype=dtype,
         mask_token=mask_token_of(checkpoint.config),
+        head_size=_head_size(args),
     )
 
 
@@ -164,9 +168,12 @@ def _layer_spec(family: Family, args: Any, index: int, weight_bytes: int, item: 
     kind = family.layer_kind(args, index)
     if kind.recurrent:
         return LayerSpec(weight_bytes, 0, cache_fixed=_recurrent_bytes(args, item))
-    head_dim = getattr(args, "head_dim", None) or args.hidden_size // args.num_attention_heads
-    per_token = 2 * (args.num_key_value_heads or args.num_attention_heads) * head_dim * item
+    per_token = 2 * (args.num_key_value_heads or args.num_attention_heads) * _head_size(args) * item
     return LayerSpec(weight_bytes, int(per_token), window=kind.window)
+
+
+def _head_size(args: Any) -> int:
+    return int(getattr(args, "head_dim", None) or args.hidden_size // args.num_attention_heads)
 
 
 def _recurrent_bytes(args: Any, item: int) -> int:

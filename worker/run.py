@@ -1,5 +1,6 @@
 """Runs a command: exceptions become messages and exit codes. The other of the two places that may catch anything."""
 
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -15,6 +16,7 @@ INTERRUPTED = 130
 
 def run_command(command: Callable[..., Any] | typer.Typer) -> NoReturn:
     """Parse the process's arguments, run the command, leave with its exit code."""
+    _open_standard_streams()
     if not isinstance(command, typer.Typer):
         app = typer.Typer(add_completion=False)
         app.command()(command)
@@ -44,10 +46,31 @@ def _exit_code(app: typer.Typer) -> int:
         return error.exit_code
     except BrokenPipeError:
         return _reader_left()
+    except OSError as error:
+        _complain(f"{error.filename or 'cannot write standard output'}: {error.strerror}")
+        sys.stdout = None  # what is still buffered cannot be written either
+        return 2
     except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
+        places = traceback.extract_tb(error.__traceback__)
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
+            places += traceback.extract_tb(error.__traceback__)
+        place = places[-1]
         _complain(f"internal error: {error!r} at {place.filename.rpartition('/')[2]}:{place.lineno}; this is a bug")
         return 3
+
+
+def _open_standard_streams() -> None:
+    """Put nothing where the caller closed a standard stream: else the next file or socket would become it."""
+    for number, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, mode)  # the lowest free number is this one
+    sys.stdin, sys.stdout, sys.stderr = (
+        stream or open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115 - for as long as the process lives
+        for stream, mode in ((sys.stdin, "r"), (sys.stdout, "w"), (sys.stderr, "w"))
+    )
 
 
 def _complain(message: str) -> None:

@@ -15,7 +15,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from protos.brigade_pb2 import Alternative, Sample, Sampling
 
 _GOLDEN = 0x9E3779B97F4A7C15
-_MASK = (1 << 64) - 1
+_LOW_64 = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Sampler:
 
 def random_key(seed: int, position: int) -> int:
     """The key of one position's draw: 64 bits, different for every position of a seed."""
-    return (seed + (position + 1) * _GOLDEN) & _MASK
+    return (seed + (position + 1) * _GOLDEN) & _LOW_64
 
 
 def _entropy(logits: mx.array) -> mx.array:

@@ -16,6 +16,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 from protos.brigade_pb2_grpc import add_NodeServicer_to_server
 from worker.errors import ConfigError
 from worker.mlx_thread import MlxThread
+from worker.run import INTERRUPTED
 from worker.service import NodeService
 from worker.wire import SERVER_OPTIONS
 
@@ -61,7 +62,7 @@ async def _serve(service: NodeService, bind: str, *, follow_parent: bool) -> Non
     await checks.enter_graceful_shutdown()
     if not follow_parent:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(service.wait_idle(), _DRAIN_S)
+            await asyncio.wait_for(service.drain(), _DRAIN_S)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(service.wait_detached(), _LAST_WORD_S)
     await server.stop(grace=None)
@@ -74,7 +75,7 @@ def _stop_event(*, follow_parent: bool) -> asyncio.Event:
 
     def on_signal() -> None:
         if stop.is_set():
-            os._exit(1)
+            os._exit(INTERRUPTED)
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):

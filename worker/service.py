@@ -5,6 +5,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 
 import grpc.aio
@@ -25,6 +26,7 @@ from protos.brigade_pb2 import (
     StatusRequest,
 )
 from protos.brigade_pb2_grpc import NodeServicer
+from worker.call_thread import run_aside
 from worker.checkpoint import Checkpoint
 from worker.engine import Engine
 from worker.errors import BrigadeError, FrameError, ModelError, NodeBusy, name_node
@@ -62,11 +64,13 @@ class NodeService(NodeServicer):
         self._loaded: Loaded | None = None
         self._attached: AttachRequest | None = None
         self._stage: Stage | None = None
+        self._is_draining = False
         self._detached = asyncio.Event()
         self._detached.set()
 
-    async def wait_idle(self) -> None:
-        """Return once no session is in progress here."""
+    async def drain(self) -> None:
+        """Take no new coordinator; return once no session is in progress here."""
+        self._is_draining = True
         if self._stage:
             await self._stage.wait_idle()
 
@@ -91,10 +95,8 @@ class NodeService(NodeServicer):
 
     async def Load(self, request: LoadRequest, context: Context) -> AsyncIterator[LoadProgress]:
         async with self._reporting(context), self._loading:
-            self._refuse_if_attached()
-            checkpoint = await asyncio.to_thread(open_checkpoint, self._model or request.model)
-            check_request(request, checkpoint)
-            stamp = checkpoint.stamp()
+            self._refuse_if_busy()
+            checkpoint, stamp = await run_aside(partial(self._open, request))
             if self._loaded and (self._loaded.request, self._loaded.stamp) == (request, stamp):
                 return
             self._loaded = None
@@ -114,7 +116,9 @@ class NodeService(NodeServicer):
 
     async def Attach(self, request: AttachRequest, context: Context) -> AsyncIterator[Result]:
         async with self._reporting(context), contextlib.AsyncExitStack() as stack:
-            self._refuse_if_attached()
+            self._refuse_if_busy()
+            if self._loading.locked():
+                raise NodeBusy("is loading for another coordinator; try again once it has")
             loaded = self._loaded_for(request)
             self._attached = request
             self._detached.clear()
@@ -168,7 +172,15 @@ class NodeService(NodeServicer):
         except Exception as error:
             await context.abort(grpc.StatusCode.INTERNAL, f"worker {self.name}: internal error: {error!r}")
 
-    def _refuse_if_attached(self) -> None:
+    def _open(self, request: LoadRequest) -> tuple[Checkpoint, tuple[tuple[str, int], ...]]:
+        """This node's copy of the model, if it is the one that the coordinator means, and its stamp."""
+        checkpoint = open_checkpoint(self._model or request.model)
+        check_request(request, checkpoint)
+        return checkpoint, checkpoint.stamp()
+
+    def _refuse_if_busy(self) -> None:
+        if self._is_draining:
+            raise NodeBusy("is shutting down")
         if self._attached is not None:
             raise NodeBusy("already serves another coordinator; stop that one, or start a worker on another port")
 

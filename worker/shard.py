@@ -45,6 +45,7 @@ class Shard:
         text = self.model.model
         self.layers = text.layers[start:end]
         self.mask_token = mask_token_of(checkpoint.config)
+        self.nbytes = sum(array.nbytes for _, array in _tensors(self.model))
         self._kinds = [family.layer_kind(self.args, i) for i in range(start, end)]
         for layer in self.layers:
             if "self_attn" in layer:
@@ -110,10 +111,6 @@ class Shard:
                 progress(sum(array.nbytes for array in arrays))
         progress(self.nbytes - sum(array.nbytes for layer in self.layers for _, array in _tensors(layer)))
 
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for _, array in _tensors(self.model))
-
     def digests(self) -> Iterator[tuple[str, str]]:
         """Name and BLAKE2b digest of every tensor held."""
         for name, array in _tensors(self.model):
@@ -141,7 +138,11 @@ def _tensors(module: Any) -> list[tuple[str, mx.array]]:
 def _build(checkpoint: Checkpoint, start: int, end: int, num_layers: int) -> Any:
     """The mlx-lm model with everything outside the shard taken out and the rest bound to unread tensors."""
     code = family_of(checkpoint.config).code()
-    model = code.Model(code.ModelArgs.from_dict(checkpoint.config))
+    try:
+        model = code.Model(code.ModelArgs.from_dict(checkpoint.config))
+    except (TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ModelError(f"{checkpoint.name}: config.json does not describe a model ({reason})") from error
     names = shard_tensors(checkpoint, start, end, num_layers)
     weights = model.sanitize(_lazy_tensors(checkpoint, set(names)))
     tied = is_tied(checkpoint)

@@ -12,7 +12,7 @@ from worker.engine import Engine
 from worker.errors import FrameError, StageLost
 from worker.mlx_thread import MlxThread
 
-_DEPTH = 16  # frames that may wait here: more than any chain has in flight, so a full queue is a peer's mistake
+_DEPTH = 64  # frames that may wait here: more than any chain has in flight, so a full queue is a peer's mistake
 
 Send = Callable[[Frame], Awaitable[None]]
 
@@ -32,6 +32,7 @@ class Stage:
         self._idle = asyncio.Event()  # no slot is open
         self._idle.set()
         self._busy_since: float | None = None
+        self._is_stopping = False
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -47,10 +48,15 @@ class Stage:
             self._tasks.append(task)
 
     async def submit(self, frame: Frame) -> None:
-        """Hand over a frame that has just arrived. Raises FrameError if it belongs to another epoch."""
+        """Hand over a frame that has just arrived. Raises FrameError if it is of another epoch or one too many."""
         if frame.epoch != self._epoch:
             raise FrameError(f"expected frames of epoch {self._epoch}, got epoch {frame.epoch} (step {frame.step})")
-        await self._frames.put((frame, time.monotonic_ns()))
+        if frame.opened:
+            self._idle.clear()
+        try:
+            self._frames.put_nowait((frame, time.monotonic_ns()))
+        except asyncio.QueueFull:
+            raise FrameError(f"expected at most {_DEPTH} frames in flight, got one more (step {frame.step})") from None
 
     def deliver(self, result: Result) -> None:
         """Add a result that came from elsewhere: the coordinator's stage gets those of the last worker."""
@@ -80,6 +86,7 @@ class Stage:
         await self._idle.wait()
 
     async def stop(self) -> None:
+        self._is_stopping = True
         self._idle.set()
         for task in self._tasks:
             task.cancel()
@@ -101,5 +108,6 @@ class Stage:
                 await self._send(output)
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
-        if not task.cancelled():
-            self._outcomes.put_nowait(task.exception() or StageLost("a part of the stage ended by itself"))
+        if not self._is_stopping:
+            error = None if task.cancelled() else task.exception()
+            self._outcomes.put_nowait(error or StageLost("a part of the stage ended by itself"))

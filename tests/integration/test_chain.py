@@ -428,7 +428,7 @@ async def test_a_window_without_rows_or_with_fewer_than_it_wants_is_refused(
         odd = frame(1, list(range(rows)))
         odd.windows[0].wanted = wanted
         await worker.send(odd)
-        expected = rf"^worker node-1: expected at least {max(1, wanted)} tokens .*slot 0, got {rows} \(step 1\)"
+        expected = rf"^worker node-1: expected at least {max(1, wanted)} tokens, got {rows} .*slot 0 \(step 1\)"
         with pytest.raises(FrameError, match=expected):
             await worker.next_result()
     assert shard_calls == []

@@ -33,17 +33,17 @@ CPU = {"device_name": "x86_64", "architecture": "x86_64"}
     ("device", "available", "counts"),
     [
         (MACBOOK_AIR_8, 7 * GIB, 5726623061),  # Metal may wire down less than what is free
-        (MACBOOK_AIR_8, 3 * GIB, 3 * GIB),  # other programs have the memory
+        (MACBOOK_AIR_8, 3 * GIB, 5726623061),  # what the system caches makes way for what Metal wires
         (MAC_MINI_16, 12 * GIB, 11453251584),
         (MAC_MINI_16, 11453251584, 11453251584),
         (STUDIO_192, 180 * GIB, 154618822656),
-        (STUDIO_192, 10 * GIB, 10 * GIB),
+        (STUDIO_192, 10 * GIB, 154618822656),
         (NVIDIA, 64 * GIB, 64 * GIB),
         (CPU, 32 * GIB, 32 * GIB),
         ({}, 32 * GIB, 32 * GIB),
     ],
 )
-def test_a_node_offers_nine_tenths_of_what_the_gpu_may_wire_down_and_is_free(
+def test_a_node_offers_nine_tenths_of_what_the_gpu_may_wire_down_or_of_what_is_free(
     device: dict[str, str | int], available: int, counts: int
 ) -> None:
     assert budget_from(device, available) == int(0.9 * counts)
@@ -54,8 +54,7 @@ def test_a_budget_is_whole_bytes_and_never_more_than_the_machine_has(device: dic
     for available in (0, 1, GIB, 500 * GIB):
         budget = budget_from(device, available)
         assert isinstance(budget, int)
-        assert 0 <= budget <= available
-        assert budget <= int(device.get("memory_size", available))
+        assert 0 <= budget <= int(device.get("memory_size", available))
 
 
 def test_a_working_set_that_arrives_as_text_counts_as_the_number_it_is() -> None:
