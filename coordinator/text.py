@@ -37,6 +37,14 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         return list(self._wrapper.encode(text))
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """As a conversation's first message if there is a chat template, else as it stands."""
+        return (
+            self.encode_chat([{"role": "user", "content": text}])
+            if self._wrapper.has_chat_template
+            else self.encode(text)
+        )
+
     def stream(self, stops: Sequence[str]) -> "TextStream":
         return TextStream(self._wrapper.detokenizer, StopText(stops))
 

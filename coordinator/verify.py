@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 
@@ -16,6 +16,7 @@ from coordinator.options import ClusterOptions
 from coordinator.reference import Reference
 from coordinator.request import Request, check_request
 from coordinator.session import Session
+from coordinator.text import Tokenizer, has_tokenizer
 from coordinator.window import WindowChooser
 from protos.brigade_pb2 import Cache, Frame, Result, Sampling
 from protos.brigade_pb2 import Session as Opening
@@ -27,7 +28,9 @@ from worker.modelspec import ModelSpec
 from worker.shard import Shard
 
 Alone = Callable[[Request], list[int]]
+Named = tuple[str, Request]
 
+_TEXTS = ("Tell me a story about a fox.", "What is 48 + 27?")
 _CHUNK = 16  # rows: small, so that prompts of a few dozen tokens already cross chunks
 
 
@@ -51,12 +54,12 @@ async def run_verify(options: ClusterOptions, decode: Decode, *, max_tokens: int
     decode = suit(decode, Cache(), spec)
     if max_tokens >= spec.context:
         raise InputError(f"--max-tokens: expected less than the model's context of {spec.context}, got {max_tokens}")
-    requests = list(_requests(spec, decode, max_tokens, seed))
+    requests = _requests(checkpoint, spec, decode, max_tokens, seed)
     for _, request in requests:
         check_request(request, spec)
     await run_aside(lambda: checkpoint.fetch(checkpoint.tensors, lambda nbytes: None))
     async with open_chain(options, checkpoint, spec, options.context) as chain:
-        differing = await _differing_tensors(chain, checkpoint)
+        num_tensors, differing = await _compare_tensors(chain, checkpoint)
         alone = await chain.thread.run(lambda: _load_alone(checkpoint, spec, decode))
         cases = [await _compare(chain, alone, name, request) for name, request in requests]
     equal = not differing and all(case.first_difference is None for case in cases)
@@ -64,18 +67,19 @@ async def run_verify(options: ClusterOptions, decode: Decode, *, max_tokens: int
         tensors = [{"node": node, "tensor": tensor} for node, tensor in differing]
         print(json.dumps({"equal": equal, "tensors": tensors, "cases": [asdict(case) for case in cases]}))
     else:
-        _print(chain, decode, differing, cases)
+        _print(chain, decode, num_tensors, differing, cases)
     return 0 if equal else 1
 
 
-async def _differing_tensors(chain: Chain, checkpoint: Checkpoint) -> list[tuple[str, str]]:
-    """(node, tensor) wherever a worker holds other bytes than the coordinator's copy of the model."""
-    differing = []
+async def _compare_tensors(chain: Chain, checkpoint: Checkpoint) -> tuple[int, list[tuple[str, str]]]:
+    """How many tensors the workers hold, and (node, tensor) wherever one is not that of the coordinator's copy."""
+    num_tensors, differing = 0, []
     for peer, node in zip(chain.peers, chain.plan.assignments[1:], strict=True):
         theirs = await peer.digests()
         ours = await chain.thread.run(lambda n=node: dict(Shard(checkpoint, n.start, n.end).digests()))  # type: ignore[misc]
+        num_tensors += len(ours)
         differing += [(peer.name, name) for name, digest in sorted(ours.items()) if theirs.get(name) != digest]
-    return differing
+    return num_tensors, differing
 
 
 def _load_alone(checkpoint: Checkpoint, spec: ModelSpec, decode: Decode) -> Alone:
@@ -107,16 +111,34 @@ def _run_alone(engine: Engine, request: Request) -> list[int]:
     return session.generated
 
 
-def _requests(spec: ModelSpec, decode: Decode, max_tokens: int, seed: int) -> Iterator[tuple[str, Request]]:
-    """Random prompts of several lengths, each greedy, sampled, and sampled with penalties."""
+def _requests(checkpoint: Checkpoint, spec: ModelSpec, decode: Decode, max_tokens: int, seed: int) -> list[Named]:
+    """Prompts of several kinds, each greedy, sampled, and sampled with penalties."""
+    sampled = Sampling(seed=seed, temperature=0.8, top_p=0.95, top_k=40, min_p=0.01)
+    penalised = Sampling(seed=(seed + 1) % 2**64, temperature=1.0, repetition_penalty=1.3, frequency_penalty=0.2)
+    kinds = (("greedy", Sampling()), ("sampled", sampled), ("penalised", penalised))
+    prompts = {**_random_prompts(spec, max_tokens, seed), **_text_prompts(checkpoint, spec, max_tokens)}
+    return [
+        (f"{kind}, {name}", Request(prompt, max_tokens, sampling, decode))
+        for name, prompt in prompts.items()
+        for kind, sampling in kinds
+    ]
+
+
+def _random_prompts(spec: ModelSpec, max_tokens: int, seed: int) -> dict[str, tuple[int, ...]]:
+    """Of one token, of some, of a chunk, and of several chunks."""
     numbers = random.Random(seed)
     longest = max(1, min(5 * _CHUNK + 3, spec.context - max_tokens))
-    for length in sorted({1, min(7, longest), min(_CHUNK, longest), longest}):
-        prompt = tuple(numbers.randrange(spec.vocab_size) for _ in range(length))
-        sampled = Sampling(seed=seed, temperature=0.8, top_p=0.95, top_k=40, min_p=0.01)
-        penalised = Sampling(seed=(seed + 1) % 2**64, temperature=1.0, repetition_penalty=1.3, frequency_penalty=0.2)
-        for kind, sampling in (("greedy", Sampling()), ("sampled", sampled), ("penalised", penalised)):
-            yield f"{kind}, prompt of {length}", Request(prompt, max_tokens, sampling, decode)
+    lengths = sorted({1, min(7, longest), min(_CHUNK, longest), longest})
+    return {f"{n} random tokens": tuple(numbers.randrange(spec.vocab_size) for _ in range(n)) for n in lengths}
+
+
+def _text_prompts(checkpoint: Checkpoint, spec: ModelSpec, max_tokens: int) -> dict[str, tuple[int, ...]]:
+    """Text as the model knows it, where it has a tokenizer: random tokens alone lead to dull answers."""
+    if not has_tokenizer(checkpoint.folder):
+        return {}
+    tokenizer = Tokenizer(checkpoint.folder)
+    prompts = {text: tuple(tokenizer.encode_prompt(text)) for text in _TEXTS}
+    return {text: prompt for text, prompt in prompts.items() if 0 < len(prompt) <= spec.context - max_tokens}
 
 
 async def _compare(chain: Chain, alone: Alone, name: str, request: Request) -> Case:
@@ -125,11 +147,13 @@ async def _compare(chain: Chain, alone: Alone, name: str, request: Request) -> C
     return Case(name, expected, answer.tokens)
 
 
-def _print(chain: Chain, decode: Decode, differing: list[tuple[str, str]], cases: list[Case]) -> None:
+def _print(chain: Chain, decode: Decode, num_tensors: int, differing: list[tuple[str, str]], cases: list[Case]) -> None:
     console = Console(highlight=False)
     console.print(
         "split: " + " · ".join(f"{n.name} [{n.start}, {n.end})" for n in chain.plan.assignments), markup=False
     )
+    if chain.peers and not differing:
+        console.print(f"equal    {num_tensors} tensors on {len(chain.peers)} worker(s)")
     for node, tensor in differing:
         console.print(f"DIFFERS  tensor {tensor} on worker {node}")
     for case in cases:
