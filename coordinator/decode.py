@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from coordinator.decoders import Autoregressive, Decoder, Fill, LosslessDiffusion, PromptLookup
+from coordinator.lengths import LENGTHS
 from coordinator.window import WindowChooser
 from protos.brigade_pb2 import CACHE_FULL, CACHE_INT8, CACHE_ROTATING, Cache
 from worker.errors import InputError
@@ -12,6 +13,7 @@ from worker.modelspec import ModelSpec
 KINDS = ("auto", "ar", "ngram", "diffusion", "diffusion-fast")
 _CACHES = {"full": CACHE_FULL, "rotating": CACHE_ROTATING, "int8": CACHE_INT8}
 _FILL_WINDOW = 16  # of diffusion-fast, whose text depends on it: never chosen by measurement
+_LARGEST_WINDOW = LENGTHS[-1] // 2  # MASK rows and as many drafts still make one of the lengths
 _KEEP = 4  # tokens at the beginning that a rotating cache never lets go of, as in mlx-lm
 
 
@@ -39,8 +41,8 @@ def make_decode(kind: str, window: str, entropy_threshold: float, position_penal
     """From flags. Raises InputError, naming the flag, for a value that none can have."""
     if kind not in KINDS:
         raise InputError(f"--decode: expected one of {', '.join(KINDS)}, got {kind!r}")
-    if window != "auto" and not (window.isdecimal() and int(window) >= 1):
-        raise InputError(f"--window: expected a whole number from 1 or `auto`, got {window!r}")
+    if window != "auto" and not (window.isdecimal() and 1 <= int(window) <= _LARGEST_WINDOW):
+        raise InputError(f"--window: expected a whole number from 1 to {_LARGEST_WINDOW} or `auto`, got {window!r}")
     for flag, value in (("--entropy-threshold", entropy_threshold), ("--position-penalty", position_penalty)):
         if not (math.isfinite(value) and value >= 0):
             raise InputError(f"{flag}: expected a number from 0, got {value:g}")
@@ -83,7 +85,7 @@ def suit(decode: Decode, cache: Cache, spec: ModelSpec) -> Decode:
             f"--decode {decode.kind} needs mask-trained weights, but {spec.name} has no mask_token_id in config.json; "
             "use --decode ngram or ar"
         )
-    window, room = decode.window or 1, min(spec.context, cache.size or spec.context)
+    window, room = decode.window or _FILL_WINDOW, min(spec.context, cache.size or spec.context)
     if window >= room:
         where = "the rotating cache keeps" if cache.size else "the model's context is"
         raise InputError(f"--window: expected less than the {room} tokens that {where}, got {window}")

@@ -180,6 +180,8 @@ class Fill:
         entropies = [guess.entropy for guess in guesses]
         for chosen in choose_fills(proposal.masks, entropies, self._threshold, self._penalty):
             self._filled[proposal.masks[chosen]] = guesses[chosen]
+        ends = [at for at, sample in self._filled.items() if sample.token in self._eos]
+        self._filled = {at: sample for at, sample in self._filled.items() if not ends or at <= min(ends)}
         run = []
         at = proposal.masks[0]
         while at in self._filled:

@@ -44,6 +44,7 @@ def make_model(
     num_files: int = 1,
     seed: int = 0,
     config: dict[str, Any] | None = None,
+    sharpen: float = 1.0,
 ) -> Path:
     """Write a random model to `folder`; equal arguments make equal files.
 
@@ -51,6 +52,7 @@ def make_model(
         quantize: group_size and bits of every linear layer; with `quantize_embedding` False the embedding and the head
             keep their dtype.
         config: keys that replace the usual ones.
+        sharpen: multiplies the logits of a head that is not tied: random models are never sure of anything.
     """
     settings = _COMMON | _EXTRA[family] | {"model_type": family, "tie_word_embeddings": tied} | (config or {})
     code = importlib.import_module(f"mlx_lm.models.{family}")
@@ -59,6 +61,8 @@ def make_model(
     if family == "gemma3_text" and tied:
         model.sanitize({})  # this family ties where the checkpoint has no lm_head
     model.update(tree_map(lambda p: _randomised(p).astype(dtype), model.parameters()))
+    if sharpen != 1:
+        model.lm_head.weight = model.lm_head.weight * sharpen
     if quantize:
         kept = () if quantize_embedding else ("embed_tokens", "lm_head")
         nn.quantize(model, **quantize, class_predicate=lambda p, m: hasattr(m, "to_quantized") and not p.endswith(kept))

@@ -26,9 +26,9 @@ _CHAT = (
 )
 
 
-def make_talker(folder: Path, **settings: Any) -> Path:
-    """A random model of four layers whose tokens are bytes and a few words; equal arguments make equal files."""
-    make_model(folder, config={"vocab_size": VOCAB, "max_position_embeddings": CONTEXT}, **settings)
+def make_talker(folder: Path, **config: Any) -> Path:
+    """A random model of four layers whose tokens are bytes and a few words, with these keys in its configuration."""
+    make_model(folder, config={"vocab_size": VOCAB, "max_position_embeddings": CONTEXT} | config)
     _write_tokenizer(folder)
     return folder
 

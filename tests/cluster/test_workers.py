@@ -13,7 +13,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from tests.cluster.processes import FINISH_S, Outcome, Running, Starter, Worker, free_port, run, write_cluster
-from tests.cluster.proxy import proxy_to
+from tools.proxy import proxy_to
 
 FAILURE_S = 10.0  # from a loss to the end of the command
 LONG = ("--prompt", "go", "--ignore-eos", "--max-tokens", "39000")  # lasts longer than any test

@@ -80,7 +80,7 @@ class Proxy:
 
 @contextlib.contextmanager
 def proxy_to(target: str, *, latency_s: float = 0.0) -> Iterator[Proxy]:
-    """A proxy that runs in a thread of its own, for tests without an event loop."""
+    """A proxy that runs in a thread of its own, with an event loop of its own."""
     proxy = Proxy(target, latency_s=latency_s)
     is_up, loop, stop = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
 

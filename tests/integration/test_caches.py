@@ -1,0 +1,223 @@
+"""`--kv full|rotating|int8` on every node, with every decoder: the same tokens, in the memory that was promised."""
+
+from functools import lru_cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import QuantizedKVCache
+
+from coordinator.decode import make_cache_choice
+from protos.brigade_pb2 import Cache, Sampling
+from tests.integration.conftest import CHUNK, Models, Whole, running
+from tests.integration.test_windows import BIASED, MASKED, PROMPT, SPLITS, Recompute, answer, logprobs
+from tests.tiny import VOCAB
+
+LONG = tuple((5 * i + i * i) % 89 for i in range(45))
+N = 14
+KEEP = 4
+SMALL = make_cache_choice("rotating", 14)  # 4 and 10
+INT8 = make_cache_choice("int8", None)
+FULL = make_cache_choice("full", None)
+WIDE: dict[str, Any] = {"config": {"mask_token_id": 90, "head_dim": 32}, "sharpen": 4.0}  # int8 needs groups of 32
+
+VERIFIED = [("ar", None), ("ngram", None), ("diffusion", 4), ("diffusion", 8), ("diffusion", None)]
+
+splits = pytest.mark.parametrize("layers", SPLITS, ids=lambda layers: "+".join(map(str, layers)))
+
+
+@lru_cache
+def sliding(folder: Any, size: int) -> Recompute:
+    """Everything recomputed with an explicit mask: no cache that could let go of the wrong rows."""
+    return Recompute(folder, KEEP, size - KEEP)
+
+
+async def test_full_is_what_a_session_gets_that_does_not_say(models: Models) -> None:
+    async with running(models("qwen3", **MASKED).folder, (1, 3)) as chain:
+        for kind, window in [*VERIFIED, ("diffusion-fast", 8)]:
+            said = await answer(chain, kind, window, cache=FULL)
+            unsaid = await answer(chain, kind, window, cache=Cache())
+            assert said.tokens == unsaid.tokens
+            assert [s.cache_bytes for s in said.statuses] == [s.cache_bytes for s in unsaid.statuses]
+
+
+# --- rotating -------------------------------------------------------------------------------------------------------
+
+
+@splits
+async def test_a_rotating_cache_sees_the_first_tokens_and_the_latest_whatever_the_decoder_and_chunks(
+    models: Models, layers: tuple[int, ...]
+) -> None:
+    whole = models("qwen3", **MASKED)
+    async with running(whole.folder, layers) as chain:
+        for size in (10, 14, 32):
+            cache = make_cache_choice("rotating", size)
+            expected = sliding(whole.folder, size).greedy(LONG, N)
+            for kind, window in VERIFIED if size == 14 else VERIFIED[:3]:
+                for chunk in (3, 8, 64) if kind == "ar" else (8,):
+                    found = await answer(chain, kind, window, prompt=LONG, cache=cache, chunk=chunk)
+                    assert found.tokens == expected, f"{size} tokens, {kind} {window}, chunks of {chunk}"
+    assert expected != whole.tokens(LONG, N), "forgetting must matter"
+
+
+@splits
+async def test_wedlms_decoder_runs_in_a_rotating_cache(models: Models, layers: tuple[int, ...]) -> None:
+    whole = models("qwen3", **MASKED)
+    async with running(whole.folder, layers) as chain:
+        for window, threshold in ((4, 0.8), (8, 2.0), (8, 0.0)):
+            expected = sliding(whole.folder, 14).wedlm(LONG, N, window, threshold, 0.02, len(LONG) + N)
+            for chunk in (8, 64):
+                found = await answer(
+                    chain, "diffusion-fast", window, prompt=LONG, threshold=threshold, cache=SMALL, chunk=chunk
+                )
+                assert found.tokens == expected
+
+
+@pytest.mark.parametrize("kind", ["full", "rotating", "int8"])
+async def test_verified_drafts_that_hold_and_that_fail_leave_every_cache_as_one_token_decoding_does(
+    models: Models, kind: str
+) -> None:
+    """Long enough for the rotating buffers to slide, again and again, under rejected drafts."""
+    cache = make_cache_choice(kind, 40 if kind == "rotating" else None)
+    num_tokens = 240 if kind == "rotating" else 60
+    sampling = Sampling(seed=1, temperature=1.5, logit_bias=dict(BIASED.logit_bias))
+    async with running(models("qwen3", **WIDE).folder, (1, 2, 1)) as chain:
+        more: dict[str, Any] = {"prompt": LONG, "num_tokens": num_tokens, "sampling": sampling, "cache": cache}
+        expected = await answer(chain, "ar", **more)
+        for decoder, window in (("ngram", None), ("diffusion", 16)):
+            found = await answer(chain, decoder, window, **more)
+            assert found.tokens == expected.tokens, f"{decoder} {window}"
+            assert found.num_steps < expected.num_steps == num_tokens
+
+
+async def test_a_rotating_cache_that_is_never_full_is_a_full_one(models: Models) -> None:
+    whole = models("qwen3", **MASKED)
+    async with running(whole.folder, (2, 2)) as chain:
+        for kind, window in VERIFIED:
+            found = await answer(chain, kind, window, cache=make_cache_choice("rotating", 64))
+            assert found.tokens == whole.tokens(PROMPT, N)
+
+
+async def test_a_rotating_cache_with_sliding_layers_forgets_by_the_shorter_of_both(models: Models) -> None:
+    """Layers with a window of 8 of their own keep it; those without get the cache's 4 and 28."""
+    whole = models("gemma3_text", sharpen=4.0)
+    cache = make_cache_choice("rotating", 32)
+    async with running(whole.folder, (1, 3)) as chain:
+        texts = [
+            (await answer(chain, kind, None, prompt=LONG, num_tokens=20, cache=cache, chunk=chunk)).tokens
+            for kind, chunk in (("ar", 1), ("ar", 8), ("ar", 64), ("ngram", 8))
+        ]
+        full = await answer(chain, "ar", prompt=LONG, num_tokens=20)
+    assert all(text == texts[0] for text in texts)
+    assert full.tokens == whole.tokens(LONG, 20) != texts[0]
+
+
+# --- int8 -----------------------------------------------------------------------------------------------------------
+
+
+def in_8_bits(whole: Whole, prompt: tuple[int, ...], num_tokens: int, group_size: int) -> list[int]:
+    """mlx-lm's own model with mlx-lm's own quantised cache, fed as the chain is fed."""
+    caches: list[object] = [QuantizedKVCache(group_size=group_size, bits=8) for _ in range(4)]
+    for begin in range(0, len(prompt), CHUNK):
+        logits = whole.reference.logits(prompt[begin : begin + CHUNK], caches)
+    tokens = [int(mx.argmax(logits))]
+    while len(tokens) < num_tokens:
+        tokens.append(int(mx.argmax(whole.reference.logits(tokens[-1:], caches))))
+    return tokens
+
+
+@splits
+async def test_an_8_bit_cache_gives_the_tokens_of_mlx_lms_quantised_cache_whatever_the_decoder(
+    models: Models, layers: tuple[int, ...]
+) -> None:
+    """Rows are quantised one by one, so what they are fed with does not matter."""
+    for head_dim, group_size in ((32, 32), (64, 64)):
+        whole = models("qwen3", config={"mask_token_id": 90, "head_dim": head_dim}, sharpen=4.0)
+        prompt = LONG[: 5 * CHUNK]
+        expected = in_8_bits(whole, prompt, N, group_size)
+        async with running(whole.folder, layers) as chain:
+            for kind, window in VERIFIED if head_dim == 32 else VERIFIED[:3]:
+                assert (await answer(chain, kind, window, prompt=prompt, cache=INT8)).tokens == expected
+
+
+async def test_the_logprobs_of_an_8_bit_cache_are_within_a_tenth_of_those_of_a_full_one(models: Models) -> None:
+    """In nats, of tiny random models with sharpened heads; their logits spread over tens of nats."""
+    sampling = Sampling(logprobs=1 + VOCAB)
+    async with running(models("qwen3", **{**WIDE, "sharpen": 1.0}).folder, (1, 3)) as chain:
+        differences = []
+        for length in (9, 20, 33, 45):
+            rows = []
+            for cache in (FULL, INT8):
+                found = await answer(chain, "ar", prompt=LONG[:length], num_tokens=1, sampling=sampling, cache=cache)
+                rows.append(np.nan_to_num(logprobs(found.samples)[0], neginf=0.0))
+            differences.append(np.abs(rows[0] - rows[1]).max())
+            assert np.ptp(rows[0]) > 3
+    assert 1e-5 < max(differences) < 0.1, differences
+
+
+@splits
+async def test_wedlms_decoder_runs_in_an_8_bit_cache_the_same_on_every_split(
+    models: Models, layers: tuple[int, ...]
+) -> None:
+    whole = models("qwen3", **WIDE)
+    async with running(whole.folder, layers) as chain:
+        found = await answer(chain, "diffusion-fast", 8, prompt=LONG, threshold=1.5, cache=INT8)
+    async with running(whole.folder, (3, 1)) as chain:
+        other = await answer(chain, "diffusion-fast", 8, prompt=LONG, threshold=1.5, cache=INT8)
+    assert found.tokens == other.tokens
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+KV_HEADS = 2
+
+
+def expected_bytes(num_layers: int, num_rows: int, head_dim: int, bytes_per_value: float) -> int:
+    """2 x layers x heads x width x rows x bytes: keys and values."""
+    return round(2 * num_layers * KV_HEADS * head_dim * num_rows * bytes_per_value)
+
+
+@pytest.mark.parametrize("kind", ["ar", "ngram", "diffusion", "diffusion-fast"])
+async def test_every_stage_holds_the_bytes_that_its_layers_need(models: Models, kind: str) -> None:
+    """Room is made 256 rows at a time. 8 bits: a byte per value, a scale and a bias per group in the model's dtype."""
+    layers = (1, 2, 1)
+    cases = [
+        (mx.float32, 64, FULL, 4.0),
+        (mx.float32, 64, INT8, 1 + 2 * 4 / 64),
+        (mx.bfloat16, 64, FULL, 2.0),
+        (mx.bfloat16, 64, INT8, 1 + 2 * 2 / 64),
+        (mx.float32, 32, INT8, 1 + 2 * 4 / 32),
+    ]
+    window = 8 if kind.startswith("diffusion") else None
+    totals = {}
+    for dtype, head_dim, cache, value in cases:
+        whole = models("qwen3", dtype=dtype, config={"mask_token_id": 90, "head_dim": head_dim})
+        async with running(whole.folder, layers) as chain:
+            for num_prompt, num_rows in ((20, 256), (250, 512)):
+                prompt = [i % 89 for i in range(num_prompt)]
+                found = await answer(chain, kind, window, prompt=prompt, num_tokens=8, cache=cache, chunk=64)
+                held = [status.cache_bytes for status in found.statuses]
+                assert held == [expected_bytes(n, num_rows, head_dim, value) for n in layers]
+                totals[dtype, head_dim, cache.kind, num_prompt] = sum(held)
+            assert [status.cache_bytes for status in await chain.statuses()] == [0, 0, 0], "the slot was freed"
+    for dtype, most in ((mx.float32, 0.30), (mx.bfloat16, 0.54)):
+        assert totals[dtype, 64, INT8.kind, 250] / totals[dtype, 64, FULL.kind, 250] < most
+
+
+@pytest.mark.parametrize("kind", ["ar", "ngram", "diffusion", "diffusion-fast"])
+async def test_a_rotating_cache_stays_as_small_as_it_is(models: Models, kind: str) -> None:
+    """However long the text: two blocks of 256 rows hold 32 tokens, a window, and room to slide in."""
+    whole = models("qwen3", config={"mask_token_id": 90, "max_position_embeddings": 4096})
+    window = 8 if kind.startswith("diffusion") else None
+    cache = make_cache_choice("rotating", 32)
+    held = set()
+    async with running(whole.folder, (1, 3)) as chain:
+        for num_prompt in (20, 600, 1500):
+            prompt = [i * i % 89 for i in range(num_prompt)]
+            found = await answer(chain, kind, window, prompt=prompt, num_tokens=6, cache=cache, chunk=64)
+            held.add(tuple(status.cache_bytes for status in found.statuses))
+        full = await answer(chain, kind, window, prompt=prompt, num_tokens=6, chunk=64)
+    most = tuple(expected_bytes(n, 512, 16, 4.0) for n in (1, 3))
+    assert all(bytes_ <= limit for stages in held for bytes_, limit in zip(stages, most, strict=True))
+    assert full.statuses[1].cache_bytes >= 3 * most[1]

@@ -1,0 +1,72 @@
+"""Whether the head is the embedding: configuration and checkpoint may disagree, and mlx-lm is right."""
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from tests.integration.conftest import Models, Whole, running
+from tests.integration.test_equality import LONG, NUM_TOKENS, SAMPLINGS, assert_equal, split_name
+from tests.tiny import write_folder
+from worker.checkpoint import open_folder
+from worker.modelspec import describe
+
+two_way = pytest.mark.parametrize("layers", [(1, 3), (2, 2), (3, 1)], ids=split_name)
+
+
+def rewritten(whole: Whole, folder: Path, *, drop: str = "", **tensors: mx.array) -> Whole:
+    """The model without the configuration's key `drop` and with more tensors, whose names have `__` for a dot."""
+    config = json.loads((whole.folder / "config.json").read_text())
+    config.pop(drop, None)
+    stored = dict(mx.load(str(whole.folder / "model.safetensors")))
+    stored |= {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+    write_folder(folder, config, stored)
+    return Whole(folder)
+
+
+@pytest.fixture(scope="session")
+def both(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """Tied by configuration, with an lm_head that would say something else."""
+    tied = models("qwen3", tied=True)
+    shape = tied.reference.model.model.embed_tokens.weight.shape
+    mx.random.seed(9)
+    return rewritten(tied, tmp_path_factory.mktemp("both"), lm_head__weight=mx.random.normal(shape))
+
+
+@two_way
+async def test_a_stored_lm_head_is_ignored_where_the_configuration_ties(
+    models: Models, both: Whole, layers: tuple[int, ...]
+) -> None:
+    assert both.tokens(LONG, NUM_TOKENS) == models("qwen3", tied=True).tokens(LONG, NUM_TOKENS)
+    async with running(both.folder, layers) as chain:
+        await assert_equal(chain, both, {name: SAMPLINGS[name] for name in ("greedy", "temperature", "penalties")})
+
+
+def test_a_plan_counts_the_embedding_at_both_ends_and_no_stored_lm_head(models: Models, both: Whole) -> None:
+    spec, tied = (describe(open_folder(whole.folder)) for whole in (both, models("qwen3", tied=True)))
+    assert spec.tied and (spec.head_bytes, spec.embed_bytes) == (tied.head_bytes, tied.embed_bytes)
+    assert spec.shard_bytes(2, 4) == tied.shard_bytes(2, 4) > spec.embed_bytes
+
+
+@two_way
+async def test_gemma3_without_a_head_and_without_a_word_on_tying_has_a_tied_head(
+    models: Models, tmp_path: Path, layers: tuple[int, ...]
+) -> None:
+    tied = models("gemma3_text", tied=True)
+    silent = rewritten(tied, tmp_path / "model", drop="tie_word_embeddings")
+    assert "tie_word_embeddings" not in json.loads((silent.folder / "config.json").read_text())
+    assert not any("lm_head" in name for name in open_folder(silent.folder).tensors)
+    assert silent.tokens(LONG, NUM_TOKENS) == tied.tokens(LONG, NUM_TOKENS)
+    async with running(silent.folder, layers) as chain:
+        await assert_equal(chain, silent, {name: SAMPLINGS[name] for name in ("greedy", "temperature", "penalties")})
+
+
+@two_way
+async def test_gemma3_with_a_head_of_its_own_and_without_a_word_on_tying_uses_it(
+    models: Models, tmp_path: Path, layers: tuple[int, ...]
+) -> None:
+    apart = rewritten(models("gemma3_text"), tmp_path / "model", drop="tie_word_embeddings")
+    assert apart.tokens(LONG, NUM_TOKENS) != models("gemma3_text", tied=True).tokens(LONG, NUM_TOKENS)
+    async with running(apart.folder, layers) as chain:
+        await assert_equal(chain, apart, {"greedy": SAMPLINGS["greedy"]})

@@ -1,0 +1,160 @@
+"""The window chooser: most tokens per second, by what steps cost and by how far drafts hold."""
+
+import random
+
+import pytest
+
+from coordinator.window import WindowChooser
+
+
+def chooser(costs: dict[int, float], held: float | None = None, fixed: int | None = None) -> WindowChooser:
+    """One that has seen steps of so many rows take so many seconds, and so large a part of drafts hold."""
+    made = WindowChooser(fixed)
+    for num_rows, seconds in costs.items():
+        made.observe_step(num_rows, 60.0)  # the first of its size compiles kernels: it must not count
+        made.observe_step(num_rows, seconds)
+    if held is not None:
+        observe(made, held)
+    return made
+
+
+def observe(made: WindowChooser, held: float, times: int = 200, num_drafts: int = 15) -> None:
+    """Drafts that hold each with this probability."""
+    numbers = random.Random(1)
+    for _ in range(times):
+        num_held = 0
+        while num_held < num_drafts and numbers.random() < held:
+            num_held += 1
+        made.observe_drafts(num_held, num_drafts)
+
+
+FLAT = {1: 0.010, 8: 0.010, 16: 0.010, 32: 0.010, 64: 0.010}
+LINEAR = {1: 0.001, 8: 0.008, 16: 0.016, 32: 0.032, 64: 0.064}
+
+
+@pytest.mark.parametrize("window", [1, 5, 16, 64])
+def test_a_fixed_window_stays_whatever_it_costs_and_yields(window: int) -> None:
+    for costs in ({}, FLAT, LINEAR):
+        for held in (None, 0.0, 1.0):
+            assert chooser(costs, held, fixed=window).choose() == window
+
+
+def test_before_anything_is_measured_the_window_is_16() -> None:
+    assert WindowChooser().choose() == 16
+    assert chooser({}, 0.0).choose() == 16  # without costs, drafts tell nothing
+
+
+def test_where_rows_cost_nothing_and_drafts_hold_the_window_grows_to_the_largest() -> None:
+    assert chooser(FLAT, 0.97).choose() == 32
+
+
+def test_where_rows_cost_and_drafts_do_not_hold_the_window_shrinks_to_the_smallest() -> None:
+    assert chooser(LINEAR, 0.1).choose() == 4
+
+
+def test_the_worse_drafts_hold_the_smaller_the_window() -> None:
+    half = {rows: 0.010 + 0.0005 * rows for rows in FLAT}  # a row costs a twentieth of a step
+    windows = [chooser(half, held).choose() for held in (0.1, 0.5, 0.8, 0.9, 0.99)]
+    assert windows == sorted(windows) and windows[0] == 4 and windows[-1] == 32
+
+
+def test_the_dearer_rows_are_the_smaller_the_window() -> None:
+    windows = [chooser({n: 0.010 + slope * n for n in FLAT}, 0.9).choose() for slope in (0, 1e-4, 1e-3, 1e-2)]
+    assert windows == sorted(windows, reverse=True) and windows[0] == 32 and windows[-1] == 4
+
+
+@pytest.mark.parametrize("held", [0.3, 0.6, 0.8, 0.9, 0.97])
+@pytest.mark.parametrize("slope", [0.0, 1e-4, 5e-4, 2e-3])
+def test_the_choice_is_the_window_that_yields_most_tokens_per_second(held: float, slope: float) -> None:
+    """Counted out: drafts are drawn and steps are paid for, for each window; close calls may go either way."""
+    numbers = random.Random(3)
+
+    def rate(window: int) -> float:
+        tokens = 0
+        for _ in range(4000):
+            run = 1
+            while run < window and numbers.random() < held:
+                run += 1
+            tokens += run
+        return tokens / (4000 * (0.010 + slope * 2 * window))
+
+    costs = {n: 0.010 + slope * n for n in FLAT}
+    rates = {window: rate(window) for window in (4, 8, 16, 32)}
+    assert rates[chooser(costs, held).choose()] > 0.93 * max(rates.values())
+
+
+def test_costs_between_measurements_lie_on_the_line_through_the_two_nearest() -> None:
+    measured = chooser({n: 0.010 + 0.0005 * n for n in FLAT}, 0.9)
+    for left_out in (8, 16, 32, 64):
+        guessed = chooser({n: 0.010 + 0.0005 * n for n in FLAT if n != left_out}, 0.9)
+        assert guessed.choose() == measured.choose()
+
+
+def test_a_single_measurement_is_no_reason_for_a_smaller_window() -> None:
+    """As if steps cost the same: the largest is tried, and measured by that."""
+    one = chooser({1: 0.01}, 0.9)
+    assert one.choose() == 32
+    one.observe_step(64, 0.64)
+    one.observe_step(64, 0.64)
+    assert one.choose() < 32
+
+
+def test_measurements_that_fall_with_the_rows_do_not_make_rows_free_of_cost() -> None:
+    """Noise: an extrapolation to no seconds, or less, would make one window look infinitely good."""
+    for costs in ({8: 0.02, 16: 0.01}, {1: 0.02, 2: 0.001}, {32: 0.03, 64: 0.01}, {16: 0.001, 64: 1.0}):
+        assert chooser(costs, 0.5).choose() in (4, 8, 16, 32)
+        assert chooser(costs, 1.0).choose() in (4, 8, 16, 32)
+
+
+def test_a_single_outlier_is_outvoted() -> None:
+    made = chooser(FLAT, 0.97)
+    made.observe_step(64, 0.5)
+    made.observe_step(64, 0.5)
+    assert made.choose() < 32
+    for _ in range(30):
+        made.observe_step(64, 0.010)
+    assert made.choose() == 32
+
+
+def test_drafts_that_begin_to_fail_shrink_the_window_within_a_dozen_steps() -> None:
+    made = chooser({n: 0.010 + 0.0005 * n for n in FLAT}, 0.97)
+    before = made.choose()
+    observe(made, 0.1, times=12)
+    shrunk = made.choose()
+    assert shrunk < before
+    observe(made, 0.97, times=12)
+    assert made.choose() > shrunk
+
+
+def test_drafts_that_were_not_made_say_nothing() -> None:
+    made, other = chooser(LINEAR, 0.9), chooser(LINEAR, 0.9)
+    for _ in range(50):
+        made.observe_drafts(0, 0)
+    assert made.choose() == other.choose()
+    observe(made, 0.5, times=1)
+    observe(other, 0.5, times=1)
+    assert made.choose() == other.choose()
+
+
+def test_drafts_that_always_hold_are_never_thought_to_fail() -> None:
+    """Of 3 drafts all 3 held: that is three of three, not three of four."""
+    made = chooser({n: 0.010 + 0.0005 * n for n in FLAT})
+    for _ in range(60):
+        made.observe_drafts(3, 3)
+    assert made.choose() == 32
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_same_observations_make_the_same_choice(seed: int) -> None:
+    def play() -> list[int]:
+        numbers, made, windows = random.Random(seed), WindowChooser(), []
+        for _ in range(100):
+            made.observe_step(numbers.choice([1, 2, 8, 16, 32, 64, 256]), numbers.expovariate(100))
+            made.observe_drafts(numbers.randint(0, 15), 15)
+            windows.append(made.choose())
+            assert made.choose() == windows[-1], "asking changes nothing"
+        return windows
+
+    first = play()
+    assert play() == first
+    assert set(first) <= {4, 8, 16, 32} and len(set(first)) > 1

@@ -1,0 +1,162 @@
+"""What slow hops cost each decoder: a chain of local workers with a delaying TCP proxy in front of every one.
+
+python -m tools.bench_hops [--delay-ms 20] [--workers 2] [--model demo]
+
+Every connection to a worker, the coordinator's and its predecessor's, goes through that worker's proxy, which holds
+each piece back for `--delay-ms` in either direction. What a step waits for crosses each hop once and one way: frames
+from the coordinator to worker 1 and on from worker to worker, the result from the last worker back to the coordinator
+(on the stream that the coordinator opened). So a step of a chain with N workers is (N + 1) times `--delay-ms` slower,
+60 ms for two workers and 20 ms. Nothing else that travels is on that path: acknowledgements, keepalive and status
+calls overlap with it or come after the last token.
+"""
+
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import typer
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from coordinator.chain import Chain
+from coordinator.cli import DEMO_PROMPT
+from coordinator.cluster import make_plan, open_peers, read_model
+from coordinator.decode import Decode
+from coordinator.generate import Answer, generate
+from coordinator.options import ClusterOptions, cluster_options
+from coordinator.peer import Peer
+from coordinator.plan import require_fit
+from coordinator.request import Request, check_request
+from coordinator.text import Tokenizer, eos_ids
+from coordinator.window import WindowChooser
+from tools.proxy import proxy_to
+from worker.checkpoint import Checkpoint
+from worker.machine import machine_name
+from worker.modelspec import ModelSpec
+from worker.run import run_command
+
+PROMPTS = (
+    DEMO_PROMPT,
+    "Tell me a story about a fox.",
+    "What is the capital of France?",
+    "Write a Python function that multiplies a number by 12.",
+)
+AR, AUTO = Decode("ar"), Decode("diffusion")
+DRAFTING = (Decode("ngram"), AUTO, Decode("diffusion", 16), Decode("diffusion", 32), Decode("diffusion-fast"))
+_WARM_UP_TOKENS = 12  # of each decoder, not counted
+
+
+@dataclass
+class Row:
+    """What one decoder made of all prompts."""
+
+    name: str
+    num_tokens: int = 0
+    num_steps: int = 0
+    seconds: float = 0.0  # from the prompts' sending to the last tokens
+    answers: list[list[int]] = field(default_factory=list)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+    def add(self, answer: Answer) -> None:
+        self.num_tokens += len(answer.tokens)
+        self.num_steps += answer.num_steps
+        self.seconds += answer.ttft_s + answer.decode_s
+        self.answers.append(answer.tokens)
+
+
+def main(
+    delay_ms: Annotated[float, typer.Option(min=0, help="Added to every hop, one way.")] = 20.0,
+    workers: Annotated[int, typer.Option(min=1, max=16, help="Worker processes beside the coordinator.")] = 2,
+    model: Annotated[str, typer.Option(help="As for `brigade generate`; the prompts suit `demo`.")] = "demo",
+    max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens per answer.")] = 256,
+) -> None:
+    """Tokens per second of every decoder over slow hops, all in one run."""
+    options = cluster_options(None, model, workers, None, None)
+    rows, layers = uvloop.run(measure(options, delay_ms / 1e3, max_tokens))
+    _print(rows, layers, delay_ms)
+
+
+async def measure(options: ClusterOptions, delay_s: float, max_tokens: int) -> tuple[list[Row], list[int]]:
+    """A row per decoder that the model can run on, `ar` first, and the layers of each node.
+
+    The decoders take turns at each prompt. What a chain learns of its steps is kept from one prompt to the next, and
+    only for the windows that choose for themselves.
+    """
+    checkpoint, spec = await read_model(options.model)
+    tokenizer = Tokenizer(checkpoint.folder)
+    eos = eos_ids(checkpoint.folder, checkpoint.config) | tokenizer.eos
+    decodes = [AR, *(decode for decode in DRAFTING if _is_able(decode, spec))]
+    rows = [Row(_name(decode)) for decode in decodes]
+    async with open_slow_chain(options, checkpoint, spec, delay_s) as chain:
+        chooser = chain.windows
+        for number, prompt in enumerate((PROMPTS[0], *PROMPTS)):
+            ids = tuple(tokenizer.encode_chat([{"role": "user", "content": prompt}]))
+            for row, decode in zip(rows, decodes, strict=True):
+                request = Request(ids, max_tokens if number else _WARM_UP_TOKENS, decode=decode, eos=eos)
+                check_request(request, spec)
+                chain.windows = chooser if decode == AUTO else WindowChooser()
+                answer = await generate(chain, request)
+                if number:
+                    row.add(answer)
+            print(f"{number}/{len(PROMPTS)} prompts", file=sys.stderr, flush=True)
+        return rows, chain.plan.layers
+
+
+@asynccontextmanager
+async def open_slow_chain(
+    options: ClusterOptions, checkpoint: Checkpoint, spec: ModelSpec, delay_s: float
+) -> AsyncIterator[Chain]:
+    """As `open_chain`, but every worker's address, to the coordinator and to its predecessor, is its proxy's."""
+    async with open_peers(options, spec) as direct, AsyncExitStack() as stack:
+        peers = []
+        for peer in direct:
+            proxy = stack.enter_context(proxy_to(peer.address, latency_s=delay_s))
+            peers.append(Peer(peer.name, proxy.address))
+            stack.push_async_callback(peers[-1].close)
+        plan = await make_plan(options.cluster, spec, peers, spec.context)
+        require_fit(plan, spec)
+        chain = await stack.enter_async_context(Chain(checkpoint, spec, plan, peers))
+        await chain.open(lambda node, progress: None)
+        yield chain
+
+
+def _is_able(decode: Decode, spec: ModelSpec) -> bool:
+    if spec.recurrent_layers:
+        return False
+    return decode.kind == "ngram" or spec.mask_token is not None
+
+
+def _name(decode: Decode) -> str:
+    if decode.kind == "diffusion":
+        return f"diffusion, {decode.window or 'auto'}"
+    return decode.kind
+
+
+def _print(rows: Sequence[Row], layers: Sequence[int], delay_ms: float) -> None:
+    ar = rows[0]
+    hops = len(layers)
+    table = Table(
+        title=f"{hops} nodes {list(layers)}, {delay_ms:g} ms on each of {hops} hops a round trip, {machine_name()}",
+        title_justify="left",
+    )
+    table.add_column("decoder")
+    for column in ("tok/s", "against ar", "tokens per step", "round trips per 100", "equal to ar"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        num_equal = sum(found == expected for found, expected in zip(row.answers, ar.answers, strict=True))
+        table.add_row(
+            row.name, f"{row.tokens_per_s:.1f}", f"{row.tokens_per_s / ar.tokens_per_s:.2f}x",
+            f"{row.num_tokens / row.num_steps:.2f}", f"{100 * row.num_steps / row.num_tokens:.1f}",
+            f"{num_equal} of {len(row.answers)}",
+        )  # fmt: skip
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    run_command(main)
