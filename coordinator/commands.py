@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ async def run_generate(options: ClusterOptions, wish: Wish) -> None:
     if wish.trace is not None:
         _create(wish.trace)
     checkpoint, spec = await read_model(options.model)
+    spec = replace(spec, cache=wish.cache)
     tokenizer = _tokenizer(wish, checkpoint.folder)
     request = _make_request(wish, checkpoint, spec, tokenizer)
     check_request(request, spec)
@@ -135,7 +136,7 @@ def _report(chain: Chain, answer: Answer, wish: Wish, stream: TextStream | Token
 
 def _require_utf8(flag: str, text: str) -> None:
     if any("\ud800" <= letter <= "\udfff" for letter in text):  # how python reads bytes that are no UTF-8
-        raise InputError(f"{flag}: expected UTF-8 text")
+        raise InputError(f"{flag} is not UTF-8 text")
 
 
 def _create(trace: Path) -> None:

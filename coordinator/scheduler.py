@@ -14,7 +14,7 @@ class Scheduler:
     """
 
     def __init__(self, max_in_flight: int, chunk: int, epoch: int = 1) -> None:
-        """`chunk` is the most rows that one window may have."""
+        """`chunk` is the most rows of a prompt chunk; a window with a proposal is as long as its decoder makes it."""
         self._max_in_flight = max_in_flight
         self._chunk = chunk
         self._epoch = epoch

@@ -37,12 +37,16 @@ class Session:
         return self._history.tokens[self.num_prompt :]
 
     @property
+    def num_generated(self) -> int:
+        return len(self._history) - self.num_prompt
+
+    @property
     def is_ready(self) -> bool:
         """Whether a window can be sent: a prompt's chunks follow each other, a proposal waits for its answer."""
         return self.finish_reason is None and self._proposal is None
 
     def next_window(self, budget: int) -> Window:
-        """The next known tokens, at most `budget` of them; with the last ones the decoder's proposal."""
+        """The next known tokens, a chunk of at most `budget` of them, or the last ones with the decoder's proposal."""
         tokens, base = self._history.tokens, self.fed
         unfed, tail = len(tokens) - base, self._decoder.tail
         chunk = largest_within(max(1, min(unfed - (tail > 0), budget)))  # the last token goes with the proposal
@@ -50,7 +54,7 @@ class Session:
             self.fed += chunk
             return self._window(base, tokens[base : self.fed])
         self.fed = len(tokens)
-        room = self._max_tokens - len(self.generated)
+        room = self._max_tokens - self.num_generated
         self._proposal = self._decoder.propose(tokens, unfed, room)
         return self._with_proposal(base, tokens[base:], self._proposal)
 
@@ -69,7 +73,7 @@ class Session:
             self._history.extend([sample.token])
             if sample.token in self._eos:
                 self.finish_reason = "stop"
-            elif len(self.generated) >= self._max_tokens:
+            elif self.num_generated >= self._max_tokens:
                 self.finish_reason = "length"
             elif self._repeat_guard and repeats(self.generated, self._repeat_guard):
                 self.finish_reason = "stop"

@@ -1,4 +1,8 @@
-"""Measure a demo model on questions that its training never saw: `python -m tools.eval_demo --model worker/demo`."""
+"""Measure a demo model on questions that its training never saw: `python -m tools.eval_demo --model worker/demo`.
+
+Answers come from mlx-lm's batched greedy decoding, the fast way to many of them; Brigade's own decoders are measured
+by `tools.eval_windows`.
+"""
 
 import argparse
 import ast
@@ -32,14 +36,6 @@ class Output(NamedTuple):
     text: str
     tokens: list[int]
     has_ended: bool
-
-
-class Speed(NamedTuple):
-    """How far the MASK rows see, for one answer. A lossless step checks guesses and makes new ones in one pass."""
-
-    agreed_prefix: float
-    tokens_per_step: float
-    equals_greedy: bool
 
 
 def last_line(turn: Turn, output: Output) -> bool:
@@ -139,39 +135,15 @@ def agreed_prefix(model: nn.Module, prompt: list[int], answer: list[int], window
     return sum(lengths) / len(lengths)
 
 
-def lossless(model: nn.Module, prompt: list[int], window: list[int], eos: set[int]) -> tuple[list[int], int]:
-    """Decode by windows that check the last one's guesses; return the tokens and the passes after the prompt's."""
-    cache = make_prompt_cache(model)
-    guesses = [best(model, prompt, cache, len(prompt))[-1]]
-    tokens, steps = list(guesses), 0
-    while len(tokens) < MAX_TOKENS and not eos & set(tokens):
-        rows = guesses + window
-        picks = model(mx.array([rows]), cache=cache)[0].argmax(-1).tolist()
-        steps += 1
-        accepted = 1 + common_prefix(guesses[1:], picks)
-        trim_prompt_cache(cache, len(rows) - accepted)
-        tokens += picks[:accepted]
-        all_held = accepted == len(guesses)
-        guesses = [picks[accepted - 1], *(picks[len(guesses) + 1 :] if all_held else [])]
-    end = next((i + 1 for i, token in enumerate(tokens) if token in eos), MAX_TOKENS)
-    return tokens[:end], max(steps, 1)
-
-
-def measure_speed(model: nn.Module, tokenizer: Any, prompt: list[int], output: Output, window: list[int]) -> Speed:
-    tokens, steps = lossless(model, prompt, window, tokenizer.eos_token_ids)
-    return Speed(
-        agreed_prefix(model, prompt, output.tokens, window), (len(tokens) - 1) / steps, tokens == output.tokens
-    )
-
-
 def measure(model: nn.Module, tokenizer: Any, kind: str, args: argparse.Namespace) -> dict[str, Any]:
     """Measure one kind: the share that passes each check, and for the first `args.probes` answers the MASK rows."""
     start, turns, rng = time.perf_counter(), mix.held_out(kind, args.limit), random.Random(2)
     prompts = [encode(tokenizer, [mix.sample(rng) for _ in range(args.earlier)], turn) for turn in turns]
     outputs = answer_all(model, tokenizer, prompts)
     window = [args.mask_id] * args.window
-    speeds = [
-        measure_speed(model, tokenizer, *pair, window) for pair in zip(prompts[: args.probes], outputs, strict=False)
+    agreed = [
+        agreed_prefix(model, prompt, output.tokens, window)
+        for prompt, output in zip(prompts[: args.probes], outputs, strict=False)
     ]
     checks = {
         name: _share([check(*pair) for pair in zip(turns, outputs, strict=True)])
@@ -183,9 +155,7 @@ def measure(model: nn.Module, tokenizer: Any, kind: str, args: argparse.Namespac
         "items": len(turns),
         "prompt_tokens": round(sum(map(len, prompts)) / len(prompts)),
         "checks": checks,
-        "agreed_prefix": round(sum(s.agreed_prefix for s in speeds) / len(speeds), 2),
-        "tokens_per_step": round(sum(s.tokens_per_step for s in speeds) / len(speeds), 2),
-        "equals_greedy": _share([s.equals_greedy for s in speeds]),
+        "agreed_prefix": round(sum(agreed) / len(agreed), 2),
         "seconds": round(time.perf_counter() - start, 1),
         "failures": [{"prompt": t.prompt, "expected": t.answer, "got": o.text} for t, o in failed[: args.show]],
     }
@@ -197,20 +167,11 @@ def _share(passed: list[bool]) -> float:
 
 def table(results: list[dict[str, Any]], window: int) -> str:
     """Lay the results out as a Markdown table."""
-    header = (
-        "kind",
-        "items",
-        "prompt tokens",
-        "held-out accuracy, greedy",
-        f"agreed prefix of {window}",
-        "lossless tokens/step",
-        "lossless = greedy",
-    )
+    header = ("kind", "items", "prompt tokens", "held-out accuracy, greedy", f"agreed prefix of {window}")
     lines = [header, tuple("---" for _ in header)]
     for r in results:
         checks = ", ".join(f"{name} {share} %" for name, share in r["checks"].items())
-        numbers = (f"{r['agreed_prefix']:.2f}", f"{r['tokens_per_step']:.2f}", f"{r['equals_greedy']} %")
-        lines.append((r["kind"], str(r["items"]), str(r["prompt_tokens"]), checks, *numbers))
+        lines.append((r["kind"], str(r["items"]), str(r["prompt_tokens"]), checks, f"{r['agreed_prefix']:.2f}"))
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     return "\n".join(
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines

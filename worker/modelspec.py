@@ -1,10 +1,10 @@
 """What a plan needs to know of a model: bytes per layer, cache growth, sizes. Loads nothing."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_FLOAT32, DType
+from protos.brigade_pb2 import CACHE_INT8, DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_FLOAT32, Cache, DType
 from worker.checkpoint import Checkpoint
 from worker.errors import ModelError
 from worker.families import Family, family_of, mask_token_of
@@ -28,8 +28,9 @@ class LayerSpec:
     def is_recurrent(self) -> bool:
         return self.cache_per_token == 0
 
-    def cache_bytes(self, tokens: int) -> int:
-        return self.cache_fixed + self.cache_per_token * min(tokens, self.window or tokens)
+    def cache_bytes(self, tokens: int, scale: float = 1.0) -> int:
+        """Of one session; `scale` is what a quantised row takes of a whole one."""
+        return self.cache_fixed + int(self.cache_per_token * min(tokens, self.window or tokens) * scale)
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class ModelSpec:
     dtype: DType
     mask_token: int | None = None  # None: no mask-trained weights
     head_size: int = 64
+    cache: Cache = field(default_factory=Cache)  # the kind that sessions are to have
 
     @property
     def recurrent_layers(self) -> list[int]:
@@ -66,8 +68,16 @@ class ModelSpec:
         return total + (self.head_bytes if is_last else 0)
 
     def cache_bytes(self, start: int, end: int, tokens: int) -> int:
-        """Cache of one session of `tokens` tokens in layers [start, end)."""
-        return sum(layer.cache_bytes(tokens) for layer in self.layers[start:end])
+        """Cache of one session of `tokens` tokens in layers [start, end), of the kind that `cache` says."""
+        tokens = min(tokens, self.cache.size or tokens)
+        scale = self._int8_scale if self.cache.kind == CACHE_INT8 else 1.0
+        return sum(layer.cache_bytes(tokens, scale) for layer in self.layers[start:end])
+
+    @property
+    def _int8_scale(self) -> float:
+        """A byte per number, and a scale and a bias per group, against the numbers themselves."""
+        item, group = DTYPE_BYTES[self.dtype], 64 if self.head_size % 64 == 0 else 32
+        return (1 + 2 * item / group) / item
 
 
 def layer_of(name: str) -> int | None:

@@ -268,7 +268,7 @@ REFUSALS = {
     "rotating without a size": ("masked", "--kv rotating", "--kv rotating and --max-kv-size N belong together"),
     "size without rotating": ("masked", "--max-kv-size 64", "--kv rotating and --max-kv-size N belong together"),
     "size with int8": ("masked", "--kv int8 --max-kv-size 64", "--kv rotating and --max-kv-size N belong together"),
-    "size too small": ("masked", "--kv rotating --max-kv-size 8", "--max-kv-size: expected more than 8 tokens, got 8"),
+    "size too small": ("masked", "--kv rotating --max-kv-size 8", "--max-kv-size: expected more than 8 tokens .*got 8"),
     "size 0": ("masked", "--kv rotating --max-kv-size 0", "--max-kv-size"),
     "heads too small for int8": ("talker", "--kv int8", "--kv int8: .*multiple of 32.*have 16; use --kv full"),
     "negative repeat guard": ("masked", "--repeat-guard -1", "--repeat-guard"),

@@ -1,11 +1,12 @@
 import itertools
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from coordinator.plan import Assignment, Node, Plan, format_bytes, plan, require_fit
-from protos.brigade_pb2 import DTYPE_BFLOAT16
+from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
 from worker.errors import ConfigError
 from worker.modelspec import LayerSpec, ModelSpec
 
@@ -224,3 +225,16 @@ def test_a_real_sized_plan_takes_no_time_to_speak_of() -> None:
 )
 def test_sizes_are_readable(num_bytes: int, text: str) -> None:
     assert format_bytes(num_bytes) == text
+
+
+def test_a_smaller_cache_makes_a_plan_fit() -> None:
+    """Of 2 layers with heads of 64 numbers in bfloat16: 8 bits and a scale and a bias per group, or fewer tokens."""
+    full = ModelSpec("tiny", "qwen3", (LayerSpec(0, 256),) * 2, 0, 0, False, 8, 16, 4096, DTYPE_BFLOAT16)
+    int8 = replace(full, cache=Cache(kind=CACHE_INT8))
+    rotating = replace(full, cache=Cache(kind=CACHE_ROTATING, size=100, keep=4))
+    assert full.cache_bytes(0, 2, 1000) == 2 * 256 * 1000
+    assert int8.cache_bytes(0, 2, 1000) == 2 * 256 * 1000 * (1 + 4 / 64) / 2
+    assert rotating.cache_bytes(0, 2, 1000) == 2 * 256 * 100
+    budget = [Node("n0", 300_000)]
+    assert not plan(full, budget, 1000).fits
+    assert plan(int8, budget, 1000).fits and plan(rotating, budget, 1000).fits

@@ -1,0 +1,83 @@
+"""The tools' numbers: what they count, and that the report says what was counted."""
+
+import json
+
+import pytest
+
+from tools.demo_data.turn import Turn
+from tools.eval_windows import ACCURACY, is_right
+from tools.windows_data import Measured, Score, Speed
+from tools.windows_report import table, to_markdown
+
+
+def score(kind: str, decoder: str, window: int | None = None, threshold: float | None = None, right: int = 4) -> Score:
+    steps, rows = (100, 100) if decoder == "ar" else (20, 500)
+    return Score(kind, decoder, window, threshold, 4, right, 4, num_tokens=100, num_steps=steps, num_rows=rows)
+
+
+def measured(fast_right: int = 4) -> Measured:
+    settings = (("ar", None, None), ("diffusion", 16, None), ("diffusion-fast", 16, 0.4))
+    speeds = [
+        Speed(kind, *decoder, delay_ms, 100, seconds, picked)
+        for kind in ACCURACY
+        for delay_ms in (0.0, 60.0)
+        for decoder, seconds, picked in (
+            (("ar", None), 2.0, {}),
+            (("diffusion", 16), 1.0, {}),
+            (("diffusion", None), 1.25, {"32": 3}),
+        )
+    ]
+    return Measured(
+        "a machine", "demo", {"1": 10.0, "2": 11.0, "32": 40.0},
+        scores=[score(kind, *setting) for kind in ACCURACY for setting in settings],
+        wanted=[score("arithmetic", *settings[0]), score("arithmetic", *settings[1]),
+                score("arithmetic", *settings[2], right=fast_right)],
+        chain=[score("facts", *setting) for setting in settings],
+        speeds=speeds,
+    )  # fmt: skip
+
+
+def test_one_token_per_step_has_a_cacheability_of_one() -> None:
+    ar = score("facts", "ar")
+    assert (ar.tokens_per_step, ar.cacheability, ar.rows_per_token, ar.round_trips) == (1, 1, 1, 100)
+
+
+def test_rows_that_are_computed_in_vain_lower_the_cacheability() -> None:
+    window = score("facts", "diffusion", 16)
+    assert (window.tokens_per_step, window.cacheability, window.rows_per_token, window.round_trips) == (5, 0.2, 5, 20)
+
+
+def test_a_score_adds_answers_up() -> None:
+    total = Score("facts", "ar", None, None)
+    total.add(is_right=True, is_equal=True, num_tokens=8, num_steps=8, num_rows=8)
+    total.add(is_right=False, is_equal=True, num_tokens=2, num_steps=2, num_rows=2)
+    assert (total.accuracy, total.equal, total.num_tokens) == (50, 100, 10)
+
+
+def test_a_window_breaks_even_later_the_less_the_network_costs() -> None:
+    assert measured().break_even(16, delay_ms=0) == 4
+    assert measured().break_even(16, delay_ms=50) == 1.5
+
+
+def test_numbers_survive_their_json() -> None:
+    assert Measured.from_json(json.loads(measured().to_json())) == measured()
+
+
+@pytest.mark.parametrize(("right", "said"), [(4, "| yes |"), (3, "| **no** |")])
+def test_the_report_admits_what_was_missed(right: int, said: str) -> None:
+    line = next(line for line in to_markdown(measured(right), None).splitlines() if "`diffusion-fast` loses" in line)
+    assert line.replace(" ", "").endswith(said.replace(" ", ""))
+
+
+def test_the_report_compares_auto_with_the_best_fixed_window() -> None:
+    page = to_markdown(measured(), None)
+    assert "32 (3×)" in page and "80%" in page
+
+
+def test_an_answer_that_did_not_end_is_not_right() -> None:
+    turn = Turn("facts", "Tell me.", "So it is.")
+    assert is_right(turn, "So it is.", True) and not is_right(turn, "So it is.", False)
+
+
+def test_table_cells_are_aligned() -> None:
+    assert table(("a", "long"), [("xyz", "1")]) == "| a   | long |\n| --- | ---  |\n| xyz | 1    |\n"

@@ -1,0 +1,270 @@
+"""Measure every decoder on questions that training never saw, by the product's own path.
+
+python -m tools.eval_windows --json docs/windows.json --markdown docs/windows.md --plot docs/windows.png
+
+Each answer comes from `coordinator.generate` on a chain; nothing here decodes. `--from FILE` lays out an earlier run's
+numbers again. `--plot` needs matplotlib (the extra `plot`).
+"""
+
+import functools
+import json
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import typer
+import uvloop
+
+from coordinator.chain import Arrival, Chain
+from coordinator.cluster import make_plan, open_peers, read_model
+from coordinator.decode import Decode, suit
+from coordinator.generate import Answer, generate
+from coordinator.options import ClusterOptions, cluster_options
+from coordinator.request import Request, check_request
+from coordinator.text import Tokenizer, eos_ids
+from coordinator.window import WindowChooser
+from protos.brigade_pb2 import Cache, Frame, Session, Window
+from tools.demo_data import mix
+from tools.demo_data.turn import Turn
+from tools.eval_demo import CHECKS, MAX_TOKENS, Output
+from tools.windows_data import Measured, Score, Speed
+from tools.windows_report import to_markdown, write_plot
+from worker.errors import InputError
+from worker.history import History
+from worker.machine import machine_name
+from worker.run import run_command
+
+ACCURACY = {"arithmetic": "right result", "code": "example holds", "facts": "exact text", "story": "exact text"}
+WINDOWS = (4, 8, 16, 32)  # MASK rows
+THRESHOLDS = (0.2, 0.4, 0.8)  # nats
+AR, NGRAM, AUTO = Decode("ar"), Decode("ngram"), Decode("diffusion")
+LOSSLESS = [Decode("diffusion", window) for window in WINDOWS]
+FAST = [Decode("diffusion-fast", window, threshold) for window in WINDOWS for threshold in THRESHOLDS]
+WANTED = [AR, Decode("diffusion", 16), Decode("diffusion-fast", 16, 0.4)]
+ALL = [AR, NGRAM, *LOSSLESS, *FAST]
+CHAINED = [AR, NGRAM, *WANTED[1:]]
+TIMED = [AR, NGRAM, *LOSSLESS, Decode("diffusion-fast", 16, 0.4), AUTO]
+STEP_ROWS = (1, 2, 4, 8, 16, 32, 64)
+HOP_S = 0.02
+PARTS = ("steps", "speeds", "wanted", "scores", "chain")
+NUM_HOPS = 3  # of a chain of three nodes: two between them, and the tokens' way back
+_PREFIX = 128  # tokens that a timed step finds in the caches
+
+
+class Sizes(NamedTuple):
+    """How many questions each part asks."""
+
+    limit: int  # of each kind, by every decoder
+    wanted: int  # of arithmetic, by the three decoders of which something is wanted
+    timed: int  # of each kind, for prices and on three processes
+
+
+class PricedChain(Chain):
+    """A chain that, once it has prices, tells how long its steps would take, whatever else this machine does.
+
+    `prices` are seconds by rows; each step that is asked for tokens takes `delay_s` more, as a network would.
+    """
+
+    prices: Mapping[int, float] | None = None
+    delay_s = 0.0
+    elapsed_s = 0.0
+
+    async def receive(self) -> Arrival:
+        arrival = await super().receive()
+        if self.prices is None:
+            return arrival
+        is_step = bool(arrival.result.samples or arrival.result.guesses)
+        took_s = self.delay_s * is_step + float(
+            np.interp(arrival.num_rows, list(self.prices), list(self.prices.values()))
+        )
+        self.elapsed_s += took_s
+        return replace(arrival, took_s=took_s)
+
+
+class Bench:
+    """An open chain with the model's tokenizer, and the questions' answers by any decoder."""
+
+    def __init__(self, chain: PricedChain, tokenizer: Tokenizer, make_request: Any) -> None:
+        """`make_request` takes prompt tokens and a Decode; gives a checked Request."""
+        self.chain = chain
+        self._tokenizer = tokenizer
+        self._make_request = make_request
+
+    async def ask(self, turn: Turn, decode: Decode) -> tuple[Answer, str]:
+        """The answer by this decoder, greedy, and its text."""
+        prompt = self._tokenizer.encode_chat([{"role": "user", "content": turn.prompt}])
+        stream = self._tokenizer.stream(())
+        answer = await generate(self.chain, self._make_request(tuple(prompt), decode), stream=stream)
+        return answer, stream.text
+
+    async def score(self, kind: str, limit: int, decodes: Iterable[Decode]) -> list[Score]:
+        """Every question by every decoder; the first of them is `ar`, with whose tokens the others are compared."""
+        turns = mix.held_out(kind, limit)
+        scores = [Score(kind, decode.kind, decode.window, _threshold(decode)) for decode in decodes]
+        for number, turn in enumerate(turns, 1):
+            expected: list[int] = []
+            for score, decode in zip(scores, decodes, strict=True):
+                answer, text = await self.ask(turn, decode)
+                expected = expected or answer.tokens
+                score.add(
+                    is_right=is_right(turn, text, answer.finish_reason == "stop"),
+                    is_equal=answer.tokens == expected,
+                    num_tokens=len(answer.tokens),
+                    num_steps=answer.num_steps,
+                    num_rows=answer.num_rows - answer.num_prompt + 1,
+                )
+            _progress(f"{len(self.chain.peers)} workers, {kind}: {number}/{len(turns)}")
+        return scores
+
+    async def price(self, step_ms: Mapping[str, float], delay_s: float, limit: int) -> list[Speed]:
+        """Tokens per second of whole answers by every decoder, at these prices per step.
+
+        What the chain learns of its steps begins anew with each decoder and kind.
+        """
+        self.chain.prices = {int(rows): cost / 1e3 for rows, cost in step_ms.items()}
+        self.chain.delay_s = delay_s
+        speeds = []
+        for kind in mix.MEASURED:
+            for decode in TIMED:
+                speed = Speed(kind, decode.kind, decode.window, 1e3 * delay_s)
+                self.chain.windows, picked = WindowChooser(), Counter[str]()
+                for turn in mix.held_out(kind, limit):
+                    self.chain.elapsed_s = 0.0
+                    answer, _ = await self.ask(turn, decode)
+                    speed.add(len(answer.tokens), self.chain.elapsed_s)
+                    picked[str(self.chain.windows.choose())] += 1
+                if decode == AUTO:
+                    speed.picked = dict(picked)
+                speeds.append(speed)
+            _progress(f"{1e3 * delay_s:g} ms: {kind}")
+        self.chain.prices = None
+        return speeds
+
+
+@functools.cache
+def is_right(turn: Turn, text: str, has_ended: bool) -> bool:
+    return CHECKS[turn.kind][ACCURACY[turn.kind]](turn, Output(text, [], has_ended))
+
+
+def _threshold(decode: Decode) -> float | None:
+    return decode.entropy_threshold if decode.kind == "diffusion-fast" else None
+
+
+async def step_costs(chain: Chain, rounds: int) -> dict[str, float]:
+    """Median milliseconds of a step by its rows: half of them tokens to verify, half MASK rows; all sizes in turn."""
+    history = History(5 + at % 64 for at in range(_PREFIX))
+    opening = Window(slot=0, prefix_hash=history.prefix_hash(0), tokens=history.tokens)
+    await _step(chain, Frame(opened=[Session(slot=0)], windows=[opening]))
+    times: dict[int, list[float]] = {rows: [] for rows in STEP_ROWS}
+    for _ in range(rounds):
+        for rows, taken in times.items():
+            known = (rows + 1) // 2
+            window = Window(
+                slot=0, base=_PREFIX, prefix_hash=history.prefix_hash(_PREFIX), tokens=history.tokens[:known],
+                wanted=known, masks=rows - known, guessed=rows - known,
+            )  # fmt: skip
+            taken.append(await _step(chain, Frame(windows=[window])))
+    await _step(chain, Frame(closed=[0]))
+    return {str(rows): 1e3 * statistics.median(taken) for rows, taken in times.items()}
+
+
+async def _step(chain: Chain, frame: Frame) -> float:
+    """Seconds of one frame, alone in the chain."""
+    frame.epoch = chain.epoch
+    await chain.send(frame)
+    return (await chain.receive()).took_s
+
+
+@asynccontextmanager
+async def open_bench(options: ClusterOptions) -> AsyncIterator[Bench]:
+    """The product's way to a chain, without its progress bars."""
+    checkpoint, spec = await read_model(options.model)
+    tokenizer = Tokenizer(checkpoint.folder)
+    eos = eos_ids(checkpoint.folder, checkpoint.config) | tokenizer.eos
+
+    def make_request(prompt: tuple[int, ...], decode: Decode) -> Request:
+        request = Request(prompt, MAX_TOKENS, decode=suit(decode, Cache(), spec), eos=eos)
+        check_request(request, spec)
+        return request
+
+    async with open_peers(options, spec) as peers:
+        plan = await make_plan(options.cluster, spec, peers, spec.context)
+        chain = PricedChain(checkpoint, spec, plan, peers)
+        async with chain:
+            await chain.open(lambda node, progress: None)
+            yield Bench(chain, tokenizer, make_request)
+
+
+async def measure(measured: Measured, parts: Sequence[str], sizes: Sizes, save: Callable[[], None]) -> None:
+    """Fill in these parts, and save after each kind. The counts do not depend on the machine, the times do."""
+    async with open_bench(cluster_options(None, measured.model, 0, None, None)) as bench:
+        if "steps" in parts:
+            measured.step_ms = await step_costs(bench.chain, rounds=30)
+        if "speeds" in parts:
+            measured.speeds = []
+            for delay_s in (0.0, NUM_HOPS * HOP_S):
+                measured.speeds += await bench.price(measured.step_ms, delay_s, sizes.timed)
+                save()
+        if "wanted" in parts:
+            measured.wanted = await bench.score("arithmetic", sizes.wanted, WANTED)
+        if "scores" in parts:
+            measured.scores = []
+            for kind in mix.MEASURED:
+                measured.scores += await bench.score(kind, sizes.limit, ALL)
+                save()
+    if "chain" in parts:
+        async with open_bench(cluster_options(None, measured.model, 2, None, None)) as bench:
+            measured.chain = []
+            for kind in mix.MEASURED:
+                measured.chain += await bench.score(kind, sizes.timed, CHAINED)
+
+
+def _progress(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def main(
+    model: Annotated[str, typer.Option(help="As for `brigade generate`; the questions suit `demo`.")] = "demo",
+    limit: Annotated[int, typer.Option(min=1, help="Questions per kind for each decoder.")] = 8,
+    wanted: Annotated[int, typer.Option(min=1, help="Arithmetic questions for the decoders with a goal.")] = 100,
+    timed: Annotated[int, typer.Option(min=1, help="Questions per kind for speeds and three processes.")] = 3,
+    earlier: Annotated[Path | None, typer.Option("--from", help="Begin with the numbers of this JSON file.")] = None,
+    part: Annotated[list[str] | None, typer.Option(help=f"With --from: measure only {', '.join(PARTS)}.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all numbers to this file.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write the tables to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write the picture to this file (PNG).")] = None,
+) -> None:
+    """Accuracy, tokens per step and cost of every decoder on the bundled model's held-out questions."""
+    if plot is not None and find_spec("matplotlib") is None:
+        raise InputError("--plot needs matplotlib; pip install 'brigade[plot]'")
+    if unknown := set(part or ()) - set(PARTS):
+        raise InputError(f"--part: expected one of {', '.join(PARTS)}, got {unknown.pop()!r}")
+    measured = Measured(machine_name(), model)
+    if earlier is not None:
+        measured = Measured.from_json(json.loads(earlier.read_text(encoding="utf-8")))
+
+    def save() -> None:
+        if json_file is not None:
+            json_file.write_text(measured.to_json(), encoding="utf-8")
+
+    parts = PARTS if earlier is None else part or ()
+    if parts:
+        measured.machine = machine_name()
+        uvloop.run(measure(measured, parts, Sizes(limit, wanted, timed), save))
+    save()
+    if markdown is not None:
+        markdown.write_text(to_markdown(measured, plot), encoding="utf-8")
+    if plot is not None:
+        write_plot(measured, plot)
+
+
+if __name__ == "__main__":
+    run_command(main)
