@@ -98,7 +98,7 @@ def test_verify_finds_every_decoder_equal_on_three_nodes(masked: Path, kind: str
 def test_verify_of_drafts_from_the_text_needs_no_mask_token(talker: Path) -> None:
     outcome = run("verify", "--decode", "ngram", "--local", "2", "--model", talker, "--max-tokens", "24")
     assert outcome.code == 0, outcome.err
-    assert outcome.out.splitlines()[-1] == f"the cluster is the model: {12 * 24} tokens equal"
+    assert outcome.out.splitlines()[-1] == f"the cluster is the model: {18 * 24} tokens equal"
 
 
 def test_verify_finds_an_altered_tensor_by_every_decoder(start: Starter, masked: Path, tmp_path: Path) -> None:
