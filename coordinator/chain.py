@@ -7,9 +7,9 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 
+from coordinator.costs import ChainCosts
 from coordinator.peer import Peer
 from coordinator.plan import Plan
-from coordinator.window import WindowChooser
 from protos.brigade_pb2 import AttachRequest, Frame, LoadProgress, LoadRequest, Result, Session, StatusReply, Window
 from worker.checkpoint import Checkpoint
 from worker.engine import Engine, num_rows
@@ -25,8 +25,18 @@ from worker.stage import Stage
 _PATIENCE_S = 6.0  # silence that a step may take beyond its own compute
 _FIRST_STEP_S = 60.0  # the first step may compile kernels and page weights in
 _PROBE_S = 1.5
+_WARM_UP_ROWS = 64
 
 Progress = Callable[[str, LoadProgress], None]
+
+
+@dataclass
+class Sent:
+    """A frame in flight."""
+
+    num_rows: int
+    at: float  # seconds, monotonic
+    is_alone: bool  # so far
 
 
 @dataclass(frozen=True)
@@ -47,14 +57,16 @@ class Chain:
     def __init__(self, checkpoint: Checkpoint, spec: ModelSpec, plan: Plan, peers: Sequence[Peer]) -> None:
         self.plan = plan
         self.peers = peers
-        self.windows = WindowChooser()  # knows what steps cost on this chain
+        self.costs = ChainCosts(1 + len(peers))
+        self.last_step = 0
         self.clock_offsets: list[int] = [0] * (1 + len(peers))  # nanoseconds, by stage
         self._checkpoint = checkpoint
         self._spec = spec
         self._stack = AsyncExitStack()
         self.thread = MlxThread()
         self._stage: Stage | None = None
-        self._sent: dict[int, tuple[int, float]] = {}  # frames in flight: rows, and when they were sent
+        self._sent: dict[int, Sent] = {}  # frames in flight, oldest first
+        self._last_result = 0.0  # seconds, monotonic
         self._row_s = 0.0  # what one row through the whole chain took, alone
 
     async def __aenter__(self) -> "Chain":
@@ -78,25 +90,38 @@ class Chain:
         await self._warm_up()
 
     @property
-    def context(self) -> int:
-        """Tokens that one session may have."""
-        return self._spec.context
+    def spec(self) -> ModelSpec:
+        return self._spec
 
-    async def send(self, frame: Frame) -> None:
+    @property
+    def num_stages(self) -> int:
+        return 1 + len(self.peers)
+
+    def send(self, frame: Frame) -> None:
         """Hand a frame to stage 0."""
         assert self._stage is not None
-        self._sent[frame.step] = sum(map(num_rows, frame.windows)), time.monotonic()
-        await self._stage.submit(frame)
+        for sent in self._sent.values():
+            sent.is_alone = False
+        self.last_step = frame.step
+        self._sent[frame.step] = Sent(sum(map(num_rows, frame.windows)), time.monotonic(), not self._sent)
+        self._stage.submit(frame)
 
     async def receive(self) -> Arrival:
-        """The next result.
+        """The next result; waits as long as there is nothing in flight.
 
         Raises:
             StageLost: a node closed, or was silent for longer than its work can take; the message names it.
             BrigadeError: what a stage failed with.
         """
-        rows_in_flight = sum(rows for rows, _ in self._sent.values())
-        return await self._receive(_PATIENCE_S + 2 * self._row_s * rows_in_flight)
+        while True:
+            waited_s, patience_s = self._silence_s(), self._patience_s()
+            if self._sent and waited_s >= patience_s:
+                raise await self._diagnose(waited_s)
+            try:
+                async with asyncio.timeout(patience_s - waited_s):
+                    return await self._next_arrival()
+            except TimeoutError:
+                continue  # unless a frame has been in flight all the time
 
     async def statuses(self) -> list[StatusReply]:
         """What every stage holds and has taken, stage 0 first; zeros for a worker that does not say."""
@@ -105,17 +130,31 @@ class Chain:
         theirs = [reply if isinstance(reply, StatusReply) else StatusReply() for reply in replies]
         return [self._stage.status(), *theirs]
 
-    async def _receive(self, deadline_s: float) -> Arrival:
+    async def _next_arrival(self) -> Arrival:
         assert self._stage is not None
-        try:
-            async with asyncio.timeout(deadline_s):
-                result = await self._stage.next_result()
-        except TimeoutError:
-            raise await self._diagnose(deadline_s) from None
+        result = await self._stage.next_result()
         if result.step not in self._sent:
             raise FrameError(f"the last stage answered step {result.step}, which is not in flight")
-        rows, sent = self._sent.pop(result.step)
-        return Arrival(result, time.monotonic_ns(), rows, time.monotonic() - sent)
+        sent = self._sent.pop(result.step)
+        self._last_result = time.monotonic()
+        arrival = Arrival(result, time.monotonic_ns(), sent.num_rows, self._took_s(result, sent))
+        if sent.num_rows:
+            stages_s = [(timing.sampled - timing.started) / 1e9 for timing in result.timings]
+            self.costs.observe(sent.num_rows, stages_s, arrival.took_s, was_alone=sent.is_alone)
+        return arrival
+
+    def _took_s(self, result: Result, sent: Sent) -> float:
+        return self._last_result - sent.at
+
+    def _silence_s(self) -> float:
+        """How long the frames in flight have brought no result."""
+        if not self._sent:
+            return 0.0
+        return time.monotonic() - max(self._last_result, next(iter(self._sent.values())).at)
+
+    def _patience_s(self) -> float:
+        rows_in_flight = sum(sent.num_rows for sent in self._sent.values())
+        return (_PATIENCE_S if self._row_s else _FIRST_STEP_S) + 2 * self._row_s * rows_in_flight
 
     async def _load(self, progress: Progress) -> Shard:
         """All shards at once, each node its own; the first failure ends the others."""
@@ -151,17 +190,18 @@ class Chain:
             self._stage.deliver(result)
 
     async def _warm_up(self) -> None:
-        """One row through all stages: compiles, pages in, and tells what a row costs."""
-        window = Window(slot=0, prefix_hash=History().prefix_hash(0), tokens=[0], wanted=1)
-        for step, frame in enumerate(
-            (Frame(opened=[Session(slot=0)], windows=[window]), Frame(windows=[window]), Frame(closed=[0]))
-        ):
+        """One row and a chunk of rows through all stages, twice: compiles, pages in, and tells what rows cost."""
+        prefix_hash = History().prefix_hash(0)
+        chunk = Window(slot=0, prefix_hash=prefix_hash, tokens=[0] * min(_WARM_UP_ROWS, self._spec.context), wanted=1)
+        row = Window(slot=0, prefix_hash=prefix_hash, tokens=[0], wanted=1)
+        frames = [Frame(opened=[Session(slot=0)])]
+        frames += [Frame(windows=[window]) for window in (chunk, chunk, row, row)]
+        for step, frame in enumerate([*frames, Frame(closed=[0])]):
             frame.epoch, frame.step = self.epoch, step
-            before = time.monotonic()
-            await self.send(frame)
-            await self._receive(_FIRST_STEP_S)
-            if frame.windows:
-                self._row_s = time.monotonic() - before
+            self.send(frame)
+            arrival = await self.receive()
+            if arrival.num_rows == 1:
+                self._row_s = arrival.took_s
 
     async def _diagnose(self, waited_s: float) -> BrigadeError:
         """Who is silent: asked of every node, since whoever waits for a result cannot know."""

@@ -6,7 +6,14 @@ import typer
 
 from coordinator import flags
 from coordinator.decode import make_cache_choice, make_decode
-from coordinator.options import cluster_options, parse_bias, parse_tokens
+from coordinator.options import (
+    cluster_options,
+    parse_bias,
+    parse_counts,
+    parse_layers,
+    parse_times,
+    parse_tokens,
+)
 from coordinator.request import make_sampling
 from worker.cli import worker
 from worker.errors import InputError
@@ -113,15 +120,42 @@ def plan(
     local: flags.Local = None,
     layers: flags.Layers = None,
     context: flags.Context = None,
+    simulate: flags.Simulate = False,
+    stage_ms: flags.StageMs = None,
+    row_ms: flags.RowMs = "0",
+    hop_ms: flags.HopMs = "0.5",
+    gbps: flags.Gbps = None,
+    measured: flags.Measured = None,
+    concurrency: flags.Concurrency = "1,2,4,8,16",
+    num_prompt: flags.NumPrompt = 128,
+    num_generated: flags.NumGenerated = 64,
+    prefill_step_size: flags.PrefillStepSize = None,
     as_json: flags.Json = False,
 ) -> None:
-    """Where each layer would go and whether it fits; loads nothing."""
+    """Where each layer would go and whether it fits; loads nothing. With --simulate, how fast it would be.
+
+    Two stages of 26.5 and 6.5 ms: brigade plan --simulate --stage-ms 26.5,6.5 --hop-ms 3,0.3
+    """
     options = cluster_options(config, model, local, layers, context)
+    counts = parse_counts("--concurrency", concurrency)
+    if not simulate and not stage_ms is measured is gbps is None:
+        raise InputError("--stage-ms, --measured and --gbps say what to simulate; they go with --simulate")
+    if simulate and (stage_ms is None) == (measured is None):
+        raise InputError("--simulate: expected either --stage-ms 26.5,6.5 or --measured FILE of `brigade bench --json`")
+    stages_ms = parse_times("--stage-ms", stage_ms, least=0.001) if stage_ms is not None else ()
+    rows_ms, hops_ms = parse_times("--row-ms", row_ms), parse_times("--hop-ms", hop_ms)
 
     from coordinator.commands import run_plan
+    from coordinator.forecast import Assumed, run_forecast
     from coordinator.run_async import run_async
 
-    run_async(run_plan(options, as_json=as_json))
+    if not simulate:
+        run_async(run_plan(options, as_json=as_json))
+    else:
+        assumed = Assumed(
+            stages_ms, rows_ms, hops_ms, gbps, measured, counts, num_prompt, num_generated, prefill_step_size
+        )
+        run_async(run_forecast(options, assumed, as_json=as_json))
 
 
 @app.command()
@@ -147,6 +181,41 @@ def verify(
     from coordinator.verify import run_verify
 
     return run_async(run_verify(options, decoder, max_tokens=max_tokens, seed=seed or 0, as_json=as_json))
+
+
+@app.command()
+def bench(
+    config: flags.Config = None,
+    model: flags.Model = None,
+    local: flags.Local = None,
+    layers: flags.Splits = None,
+    concurrency: flags.Concurrency = "1,4,8",
+    num_prompt: flags.NumPrompt = 128,
+    num_generated: flags.NumGenerated = 64,
+    num_trials: flags.NumTrials = 3,
+    decode: flags.Decodes = "ar",
+    as_json: flags.Json = False,
+    plot: flags.Plot = None,
+) -> None:
+    """Throughput and latency of many requests at once, against one process: this code's, and mlx_lm's.
+
+    Prompts are random tokens, all systems get the same ones in turn, and the figures are medians over the trials.
+
+    Two nodes on this machine, as without --config: brigade bench --local 1 --concurrency 1,4,8,16 --plot bench.png
+
+    Which split is best: brigade bench --config cluster.yaml --layers 20,16 --layers 24,12
+    """
+    options = cluster_options(config, model, 1 if config is None and local is None else local, None, None)
+    decodes = tuple(make_decode(kind.strip(), "auto", 0.4, 0.02) for kind in dict.fromkeys(decode.split(",")))
+    counts = parse_counts("--concurrency", concurrency)
+    splits = tuple(map(parse_layers, layers or [])) or (options.cluster.layers,)
+
+    from coordinator.bench import Workload
+    from coordinator.commands import run_bench
+    from coordinator.run_async import run_async
+
+    workload = Workload(counts, num_prompt, num_generated, decodes, splits, num_trials)
+    run_async(run_bench(options, workload, as_json=as_json, plot=plot))
 
 
 def _standard_input() -> str:

@@ -6,14 +6,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from coordinator.answer import Answer
+from coordinator.bench import Workload, measure
+from coordinator.bench_report import check_plot, to_markdown, write_plot
 from coordinator.chain import Chain
 from coordinator.cluster import make_plan, open_chain, open_peers, read_model
 from coordinator.decode import Decode, suit
-from coordinator.generate import Answer, generate
 from coordinator.options import ClusterOptions
 from coordinator.plan import require_fit
 from coordinator.report import logprobs_of, plan_as_json, print_plan, print_summary, stages_of, stats_of
 from coordinator.request import Request, check_request
+from coordinator.runner import generate
 from coordinator.text import TextStream, TokenIds, Tokenizer, eos_ids, has_tokenizer
 from coordinator.trace import trace_events
 from protos.brigade_pb2 import Cache, Sampling
@@ -51,7 +54,7 @@ async def run_generate(options: ClusterOptions, wish: Wish) -> None:
     ):
         _require_utf8(flag, text or "")
     if wish.trace is not None:
-        _create(wish.trace)
+        _require_writable("--trace", wish.trace)
     checkpoint, spec = await read_model(options.model)
     spec = replace(spec, cache=wish.cache)
     tokenizer = _tokenizer(wish, checkpoint.folder)
@@ -75,6 +78,17 @@ async def run_plan(options: ClusterOptions, *, as_json: bool) -> None:
     else:
         print_plan(plan, spec)
     require_fit(plan, spec)
+
+
+async def run_bench(options: ClusterOptions, workload: Workload, *, as_json: bool, plot: Path | None) -> None:
+    """Measure, then print the table or the JSON object; the picture goes to `plot`."""
+    if plot is not None:
+        check_plot(plot)
+        _require_writable("--plot", plot)
+    bench = await measure(options, workload)
+    if plot is not None:
+        write_plot(bench, plot)
+    print(json.dumps(bench.as_json()) if as_json else to_markdown(bench), flush=True)
 
 
 def _tokenizer(wish: Wish, folder: Path) -> Tokenizer | None:
@@ -111,7 +125,7 @@ def _prompt_ids(wish: Wish, tokenizer: Tokenizer | None) -> tuple[int, ...]:
 
 
 def _report(chain: Chain, answer: Answer, wish: Wish, stream: TextStream | TokenIds) -> None:
-    waterfall = answer.waterfall(chain)
+    waterfall = answer.waterfall(chain.clock_offsets)
     if wish.trace is not None:
         nodes = [node.name for node in chain.plan.assignments]
         trace = trace_events(answer.passages, chain.clock_offsets, nodes)
@@ -139,12 +153,12 @@ def _require_utf8(flag: str, text: str) -> None:
         raise InputError(f"{flag} is not UTF-8 text")
 
 
-def _create(trace: Path) -> None:
+def _require_writable(flag: str, path: Path) -> None:
     """Refuse now what cannot be written once the answer is there."""
     try:
-        trace.open("a").close()
+        path.open("a").close()
     except OSError as error:
-        raise InputError(f"--trace: cannot write {trace}: {error.strerror}") from error
+        raise InputError(f"{flag}: cannot write {path}: {error.strerror}") from error
 
 
 def _print_piece(text: str) -> None:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
+from coordinator.costs import StepCosts
 from coordinator.decoders import Autoregressive, Decoder, Fill, LosslessDiffusion, PromptLookup
 from coordinator.lengths import LENGTHS
 from coordinator.window import WindowChooser
@@ -26,12 +27,12 @@ class Decode:
     entropy_threshold: float = 0.4
     position_penalty: float = 0.02
 
-    def make_decoder(self, eos: frozenset[int], chooser: WindowChooser) -> Decoder:
-        """`chooser` is asked for the window if there is none."""
+    def make_decoder(self, eos: frozenset[int], costs: StepCosts) -> Decoder:
+        """`costs` of the chain's steps decide on the window if none is given."""
         if self.kind == "ngram":
             return PromptLookup()
         if self.kind == "diffusion":
-            return LosslessDiffusion(chooser if self.window is None else WindowChooser(self.window), eos)
+            return LosslessDiffusion(WindowChooser(costs, self.window), eos)
         if self.kind == "diffusion-fast":
             return Fill(self.window or _FILL_WINDOW, self.entropy_threshold, self.position_penalty, eos)
         return Autoregressive()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from coordinator.lengths import mask_count
+from coordinator.lengths import LENGTHS, mask_count
 from coordinator.window import WindowChooser
 from protos.brigade_pb2 import Sample
 
@@ -37,7 +37,12 @@ class Decoder(Protocol):
 
     @property
     def tail(self) -> int:
-        """The most known tokens that go into one window with a proposal; 0: as many as make a full window."""
+        """The most known tokens that go into one window with a proposal; 0: as many as make a full chunk."""
+        ...
+
+    @property
+    def num_ahead(self) -> int:
+        """The most rows that a window has beyond the last token that may become known."""
         ...
 
     def propose(self, tokens: Sequence[int], num_unfed: int, room: int) -> Proposal:
@@ -69,6 +74,7 @@ class Autoregressive:
     """One token per step."""
 
     tail = 0
+    num_ahead = 0
 
     def propose(self, tokens: Sequence[int], num_unfed: int, room: int) -> Proposal:
         return Proposal()
@@ -82,6 +88,7 @@ class PromptLookup:
 
     tail = 0
     _SIZES = (3, 7, 15)  # of drafts: with the last token a window of 4, 8 or 16 rows
+    num_ahead = _SIZES[-1]  # drafts that the end of the sequence came before
     _NGRAM = 3  # tokens that must have stood there before
     _LONGEST_PAUSE = 32  # steps
 
@@ -129,6 +136,8 @@ class PromptLookup:
 class LosslessDiffusion:
     """Drafts from MASK rows, verified by the token rows of the next window (same-forward verification, as in TiDAR)."""
 
+    num_ahead = LENGTHS[-1]
+
     def __init__(self, chooser: WindowChooser, eos: frozenset[int]) -> None:
         """`chooser` says how many MASK rows to aim at; as many tokens are fed at most."""
         self._chooser = chooser
@@ -160,6 +169,8 @@ class Fill:
 
     WeDLM, arXiv 2512.22737, Algorithm 1 and Eq. 11; filled tokens come first in the window, MASK rows after them.
     """
+
+    num_ahead = LENGTHS[-1]
 
     def __init__(self, window: int, threshold: float, penalty: float, eos: frozenset[int]) -> None:
         """`threshold` in nats; `penalty` in nats per position from the leftmost MASK."""

@@ -47,7 +47,9 @@ IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past the en
 PrefillStepSize = Annotated[
     int | None,
     typer.Option(
-        min=1, max=8192, help="The most rows of a prompt chunk. [default: up to 256, so that every stage works]"
+        min=1,
+        max=8192,
+        help="The most rows of a prompt chunk. [default: by what rows cost here, so that every stage works]",
     ),
 ]
 
@@ -140,4 +142,73 @@ Logprobs = Annotated[
 ]
 Trace = Annotated[
     Path | None, typer.Option(help="Write a Chrome trace of all stages to this file.", rich_help_panel=_OUTPUT)
+]
+
+_LOAD = "Load"
+Concurrency = Annotated[
+    str, typer.Option(metavar="1,4,8", help="How many requests at once, in turn.", rich_help_panel=_LOAD)
+]
+NumPrompt = Annotated[
+    int, typer.Option("--prompt-tokens", "-p", min=1, help="Tokens of each prompt.", rich_help_panel=_LOAD)
+]
+NumGenerated = Annotated[
+    int, typer.Option("--generation-tokens", "-g", min=2, help="Tokens of each answer.", rich_help_panel=_LOAD)
+]
+NumTrials = Annotated[
+    int, typer.Option("--num-trials", "-n", min=1, help="Trials of each; medians are shown.", rich_help_panel=_LOAD)
+]
+Decodes = Annotated[
+    str, typer.Option("--decode", metavar="ar,ngram,...", help="Decoders, as for `generate`.", rich_help_panel=_LOAD)
+]
+Splits = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--layers",
+        metavar="3,2,1",
+        help="Layers per node, coordinator first; repeat it to compare splits. [default: planned]",
+        rich_help_panel=_CLUSTER,
+    ),
+]
+Plot = Annotated[
+    Path | None, typer.Option(help="Draw throughput and latency to this image file.", rich_help_panel=_OUTPUT)
+]
+
+_SIMULATION = "Simulation"
+Simulate = Annotated[
+    bool,
+    typer.Option(
+        "--simulate",
+        help="Predict throughput and latency with the scheduler that serves requests, from --stage-ms or --measured.",
+        rich_help_panel=_SIMULATION,
+    ),
+]
+StageMs = Annotated[
+    str | None,
+    typer.Option(metavar="26.5,6.5", help="What a frame of one row takes on each stage.", rich_help_panel=_SIMULATION),
+]
+RowMs = Annotated[
+    str,
+    typer.Option(
+        metavar="MS,...",
+        help="What each further row of a frame adds; 0 where reading the weights is all that counts.",
+        rich_help_panel=_SIMULATION,
+    ),
+]
+HopMs = Annotated[
+    str,
+    typer.Option(
+        metavar="MS,...",
+        help="Latency after each stage; the last is the way back to the coordinator.",
+        rich_help_panel=_SIMULATION,
+    ),
+]
+Gbps = Annotated[
+    float | None,
+    typer.Option(min=0.001, help="Bandwidth of the hops, Gbit/s. [default: no limit]", rich_help_panel=_SIMULATION),
+]
+Measured = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="Take the times from what `brigade bench --json` printed.", rich_help_panel=_SIMULATION
+    ),
 ]

@@ -1,4 +1,4 @@
-"""The few lengths that windows have, so that every node sees few shapes. Pure."""
+"""The few lengths that windows have, so that what they cost is soon known. Pure."""
 
 LENGTHS = (1, 2, 4, 8, 16, 32, 64, 256)  # rows
 

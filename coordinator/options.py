@@ -1,6 +1,6 @@
 """What flags and cluster.yaml amount to together. Flags win over the file, the file over defaults."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from worker.config import Cluster, load_cluster
@@ -17,6 +17,10 @@ class ClusterOptions:
     model: str
     local: int | None
     context: int  # tokens
+
+    def with_layers(self, layers: tuple[int, ...] | None) -> "ClusterOptions":
+        """The same with this split; None leaves it to the plan."""
+        return replace(self, cluster=self.cluster.model_copy(update={"layers": layers}))
 
 
 def cluster_options(
@@ -44,6 +48,25 @@ def parse_tokens(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
         raise InputError(f"--prompt-tokens: expected token ids like 1,2,3, got {text!r}") from None
+
+
+def parse_counts(flag: str, text: str) -> tuple[int, ...]:
+    """Whole numbers from 1 to a million, ascending, each once."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and 0 < int(part) <= 1_000_000 for part in parts):
+        raise InputError(f"{flag}: expected whole numbers above 0 like 1,4,8, got {text!r}")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def parse_times(flag: str, text: str, *, least: float = 0.0) -> tuple[float, ...]:
+    """Milliseconds from `least` to a million."""
+    try:
+        times = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        times = (-1.0,)
+    if not all(least <= time <= 1e6 for time in times):  # false for what is no number, too
+        raise InputError(f"{flag}: expected milliseconds from {least:g} to 1000000 like 26.5,6.5, got {text!r}")
+    return times
 
 
 def parse_bias(text: str) -> dict[int, float]:

@@ -1,10 +1,18 @@
-"""Progress of loading on standard error: one row per node."""
+"""Progress of long work on standard error, where that is a terminal."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from coordinator.chain import Progress as Report
 from coordinator.plan import Plan
@@ -29,3 +37,13 @@ def show_progress(plan: Plan) -> Iterator[Report]:
             bars.update(tasks[node], phase=progress.phase, completed=progress.done, total=progress.total)
 
         yield report
+
+
+@contextmanager
+def show_count(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """Draw one bar that a call moves on by one."""
+    console = Console(stderr=True)
+    columns = TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        task = bars.add_task("", total=total)
+        yield lambda: bars.update(task, advance=1)

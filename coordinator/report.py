@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.generate import Answer
+from coordinator.answer import Answer
 from coordinator.plan import Plan, format_bytes
 from coordinator.waterfall import Waterfall
 from protos.brigade_pb2 import Sample

@@ -1,77 +1,157 @@
-"""Scheduler: sessions in, frames out; results in, commits out. No sockets, no clock, no MLX."""
+"""Scheduler: sessions in, frames out; results in, commits out. No sockets, no clock, no MLX.
+
+Two kinds of frames are in flight. A lane carries one decoding step each of several sessions; there are several lanes,
+so that every stage has one to work on, and each has its equal part of the sessions. A prompt frame carries a chunk of
+a prompt, or several short prompts. While anyone streams there is only one of them in flight, so no stream ever waits
+for more than one chunk; while nobody does there are enough of them to fill the pipe.
+"""
 
 from collections import deque
+from collections.abc import Callable
 
 from coordinator.session import Session
-from protos.brigade_pb2 import Cache, Frame, Result, Sample, Sampling
-from protos.brigade_pb2 import Session as SessionOpening
+from coordinator.slots import CacheCosts, Slots
+from protos.brigade_pb2 import Frame, Result, Sample
+from worker.errors import NodeBusy
+
+Commit = tuple[Session, list[Sample]]
 
 
 class Scheduler:
-    """Keeps up to `max_in_flight` frames on the chain, a window of one session each, in turn.
+    """Who goes with the next frame."""
 
-    A session with a prompt longer than a chunk has several frames in flight at once, so that all stages work on it.
-    """
+    def __init__(
+        self,
+        num_stages: int,
+        costs: CacheCosts,
+        epoch: int = 1,
+        max_waiting: int = 1024,
+        lanes: Callable[[int, float], int] | None = None,
+        last_step: int = 0,
+    ) -> None:
+        """`max_waiting` sessions wait for memory at most.
 
-    def __init__(self, max_in_flight: int, chunk: int, epoch: int = 1) -> None:
-        """`chunk` is the most rows of a prompt chunk; a window with a proposal is as long as its decoder makes it."""
-        self._max_in_flight = max_in_flight
-        self._chunk = chunk
+        `lanes` tells how many lanes a number of sessions, with so many rows each, should make; without it they make
+        one per stage. `last_step` is the last that the chain has seen.
+        """
+        self.slots = Slots(costs)
+        self._num_stages = num_stages
+        self._num_lanes = lanes or (lambda num_sessions, rows_each: num_stages)
         self._epoch = epoch
-        self._step = 0
-        self._turns: deque[Session] = deque()
-        self._in_flight: dict[int, Session | None] = {}
-        self._opened: list[SessionOpening] = []
-        self._closed: list[int] = []
-        self._free_slots: list[int] = []
-        self._num_slots = 0
+        self._max_waiting = max_waiting
+        self._waiting: deque[Session] = deque()
+        self._active: dict[int, Session] = {}  # by slot, in the order of arrival
+        self._unopened: set[int] = set()  # slots that no stage has heard of
+        self._last_step: dict[int, int] = {}  # by slot, the last that carried a window of its session
+        self._lanes: dict[int, list[Session]] = {}  # in flight, by step
+        self._prompts: dict[int, list[Session]] = {}  # likewise; without sessions if the frame only closes slots
+        self._step = last_step
+        self._turn = 0  # prompt frames so far
 
     @property
     def is_idle(self) -> bool:
-        return not self._in_flight
+        """Whether nothing is in flight."""
+        return not (self._lanes or self._prompts)
 
-    def open(self, session: Session, sampling: Sampling, cache: Cache | None = None) -> None:
-        """Give the session a slot; its first frame opens it on every stage."""
-        if not self._free_slots:
-            self._free_slots.append(self._num_slots)
-            self._num_slots += 1
-        session.slot = self._free_slots.pop()
-        self._opened.append(SessionOpening(slot=session.slot, sampling=sampling, cache=cache))
-        self._turns.append(session)
+    @property
+    def num_waiting(self) -> int:
+        """Sessions that have no slot yet."""
+        return len(self._waiting)
 
-    def close(self, session: Session) -> None:
-        """Take the session off; the next frame frees its slot on every stage."""
-        self._turns.remove(session)
-        unsent = next((opening for opening in self._opened if opening.slot == session.slot), None)
-        if unsent is None:
-            self._closed.append(session.slot)
-        else:
-            self._opened.remove(unsent)  # no stage has heard of it
-        self._free_slots.append(session.slot)
+    def submit(self, session: Session) -> None:
+        """Take a session in. It starts once every stage has memory for all of it, in the order of arrival.
+
+        Raises:
+            InputError: no stage could ever hold it. NodeBusy: too many wait already.
+        """
+        self.slots.check(session)
+        if len(self._waiting) >= self._max_waiting:
+            raise NodeBusy(f"{len(self._waiting)} requests wait already; try again later")
+        self._waiting.append(session)
+        self._admit()
+
+    def close(self, session: Session, *, keep: bool = False) -> None:
+        """Take the session off, ended or not; the next frame frees its slot, unless it is kept for its prefix."""
+        if session.finish_reason is None:
+            session.stop()
+        if self._active.get(session.slot) is session:
+            del self._active[session.slot]
+            self._unopened.discard(session.slot)
+            self.slots.close(session, keep=keep)
+        elif session in self._waiting:
+            self._waiting.remove(session)
+        self._admit()
 
     def schedule(self) -> Frame | None:
         """The next frame to send, or None while nothing can be sent."""
-        if len(self._in_flight) >= self._max_in_flight:
-            return None
-        session = next((session for session in self._turns if session.is_ready), None)
-        if session is None and not self._closed:
-            return None
+        sessions, in_flight = self._next_lane(), self._lanes
+        if not sessions:
+            sessions, in_flight = self._next_prompts(), self._prompts
+        if not sessions and (not self.slots.closed or [] in self._prompts.values()):
+            return None  # one frame at a time that only closes slots, however many close at once
         self._step += 1
-        frame = Frame(epoch=self._epoch, step=self._step, closed=self._closed, opened=self._opened)
-        self._closed, self._opened = [], []
-        if session is not None:
-            self._turns.remove(session)
-            self._turns.append(session)
-            frame.windows.append(session.next_window(self._chunk))
-        self._in_flight[frame.step] = session
+        frame = Frame(epoch=self._epoch, step=self._step)
+        # all before any window: a slot is copied as the frame before this one left it
+        frame.opened.extend(self.slots.open([session for session in sessions if session.slot in self._unopened]))
+        self._unopened.difference_update(session.slot for session in sessions)
+        for session in sessions:
+            frame.windows.append(session.next_window())
+            self._last_step[session.slot] = self._step
+        frame.closed.extend(self.slots.closed)
+        self.slots.closed.clear()
+        in_flight[frame.step] = sessions
         return frame
 
-    def commit(self, result: Result) -> list[tuple[Session, Sample]]:
-        """Take a result in; returns the tokens that became known with the sessions that they belong to.
+    def commit(self, result: Result) -> list[Commit]:
+        """Take a result in; returns every session of its frame with the tokens that became known.
 
-        The result of a session that has ended meanwhile is dropped: its slot may serve another one by now.
+        What belongs to a session that has ended meanwhile is dropped: its slot may serve another one by now. So is the
+        result of a frame that an earlier scheduler sent.
         """
-        session = self._in_flight.pop(result.step)
-        if session is None or session.finish_reason is not None:
+        sessions = (self._lanes if result.step in self._lanes else self._prompts).pop(result.step, [])
+        commits = []
+        for session in sessions:
+            if session.finish_reason is None:
+                samples = [sample for sample in result.samples if sample.slot == session.slot]
+                guesses = [guess for guess in result.guesses if guess.slot == session.slot]
+                commits.append((session, session.commit(samples, guesses)))
+        return commits
+
+    def _admit(self) -> None:
+        while self._waiting and self.slots.take(self._waiting[0]):
+            session = self._waiting.popleft()
+            self._active[session.slot] = session
+            self._unopened.add(session.slot)
+            self._last_step[session.slot] = 0
+
+    def _next_lane(self) -> list[Session]:
+        """Its equal part of those that decode, those that have waited longest first."""
+        decoding = [session for session in self._active.values() if not session.is_prefilling]
+        ready = [session for session in decoding if session.is_ready]
+        if not ready:
             return []
-        return [(session, sample) for sample in session.commit(result.samples, result.guesses)]
+        num_lanes = self._num_lanes(len(decoding), sum(session.num_rows_last for session in decoding) / len(decoding))
+        if len(self._lanes) >= num_lanes:
+            return []
+        ready.sort(key=lambda session: self._last_step[session.slot])
+        return ready[: -(-len(decoding) // num_lanes)]
+
+    def _next_prompts(self) -> list[Session]:
+        """One prompt's next chunk, and other prompts that fit beside it whole.
+
+        The oldest prompt and the shortest take turns: no prompt starves, and a short one never waits for a long one.
+        """
+        most = 1 if any(session.is_streaming for session in self._active.values()) else self._num_stages + 1
+        if sum(map(bool, self._prompts.values())) >= most:
+            return []
+        ready = [session for session in self._active.values() if session.is_prefilling and session.is_ready]
+        if not ready:
+            return []
+        self._turn += 1
+        first = ready[0] if self._turn % 2 else min(ready, key=lambda session: session.num_unfed)
+        chosen, room = [first], first.chunk - first.num_unfed
+        for session in ready:
+            if session is not first and session.num_unfed <= room:
+                chosen.append(session)
+                room -= session.num_unfed
+        return chosen

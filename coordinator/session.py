@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from coordinator.decoders import Autoregressive, Decoder, Proposal
-from coordinator.lengths import largest_within, padded
-from protos.brigade_pb2 import Sample, Window
+from coordinator.lengths import padded
+from protos.brigade_pb2 import Cache, Sample, Sampling, Window
 from worker.history import History
 
 _LONGEST_PERIOD = 64  # tokens that a repeat may span
@@ -20,12 +20,24 @@ class Session:
         eos: frozenset[int] = frozenset(),
         decoder: Decoder | None = None,
         repeat_guard: int = 0,
+        *,
+        chunk: int = 256,
+        sampling: Sampling | None = None,
+        cache: Cache | None = None,
     ) -> None:
+        """`chunk` is the most rows of a prompt chunk; a window with a proposal is as long as its decoder makes it."""
         self.slot = -1
         self.fed = 0  # leading known tokens that windows have carried so far
         self.num_prompt = len(prompt)
+        self.num_reused = 0  # leading tokens that another session had fed already
+        self.num_steps = 0  # windows that asked for tokens
+        self.num_rows = 0  # of all windows
+        self.num_rows_last = 1  # of the last window that asked for tokens
+        self.chunk = chunk
+        self.sampling = sampling or Sampling()
+        self.cache = cache or Cache()
         self.finish_reason: str | None = None
-        self._history = History(prompt)
+        self.history = History(prompt)
         self._max_tokens = max_tokens
         self._eos = eos
         self._decoder = decoder or Autoregressive()
@@ -34,29 +46,63 @@ class Session:
 
     @property
     def generated(self) -> list[int]:
-        return self._history.tokens[self.num_prompt :]
+        return self.history.tokens[self.num_prompt :]
 
     @property
     def num_generated(self) -> int:
-        return len(self._history) - self.num_prompt
+        return len(self.history) - self.num_prompt
+
+    @property
+    def num_unfed(self) -> int:
+        """Known tokens that no window has carried yet."""
+        return len(self.history) - self.fed
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether there is more to feed than the window of one decoding step takes."""
+        return self.num_unfed > max(1, self._decoder.tail)
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether somebody waits for the next token after another."""
+        return self.num_generated > 0 and not self.is_prefilling
 
     @property
     def is_ready(self) -> bool:
         """Whether a window can be sent: a prompt's chunks follow each other, a proposal waits for its answer."""
         return self.finish_reason is None and self._proposal is None
 
-    def next_window(self, budget: int) -> Window:
+    @property
+    def most_rows(self) -> int:
+        """Rows that every cache must have room for until the end."""
+        return self.num_prompt + self._max_tokens + self._decoder.num_ahead
+
+    @property
+    def rows_kept(self) -> int:
+        """Rows for which the caches have room once the session has ended here."""
+        return min(self.most_rows, self.fed + self._decoder.num_ahead)
+
+    def reuse(self, num_tokens: int) -> None:
+        """Begin after this many tokens: the slot holds them already. Leaves at least one token to feed."""
+        assert self.fed == 0 and num_tokens < len(self.history)
+        self.fed = self.num_reused = num_tokens
+
+    def next_window(self, budget: int | None = None) -> Window:
         """The next known tokens, a chunk of at most `budget` of them, or the last ones with the decoder's proposal."""
-        tokens, base = self._history.tokens, self.fed
+        tokens, base = self.history.tokens, self.fed
         unfed, tail = len(tokens) - base, self._decoder.tail
-        chunk = largest_within(max(1, min(unfed - (tail > 0), budget)))  # the last token goes with the proposal
+        chunk = max(1, min(unfed - (tail > 0), budget or self.chunk))  # the last token goes with the proposal
         if unfed > (tail or chunk):
             self.fed += chunk
-            return self._window(base, tokens[base : self.fed])
-        self.fed = len(tokens)
-        room = self._max_tokens - self.num_generated
-        self._proposal = self._decoder.propose(tokens, unfed, room)
-        return self._with_proposal(base, tokens[base:], self._proposal)
+            window = self._window(base, tokens[base : self.fed])
+        else:
+            self.fed = len(tokens)
+            self._proposal = self._decoder.propose(tokens, unfed, self._max_tokens - self.num_generated)
+            window = self._with_proposal(base, tokens[base:], self._proposal)
+            self.num_steps += 1
+            self.num_rows_last = 1 + len(self._proposal.drafts) + window.masks
+        self.num_rows += len(window.tokens) + window.masks
+        return window
 
     def commit(self, samples: Sequence[Sample], guesses: Sequence[Sample]) -> list[Sample]:
         """Take the answer to the window sent last; returns what became known, up to the end of the sequence.
@@ -69,8 +115,9 @@ class Session:
         accepted = self._decoder.accept(self._proposal, samples, guesses)
         self._proposal = None
         self.fed += accepted.num_cached
-        for number, sample in enumerate(accepted.samples, 1):
-            self._history.extend([sample.token])
+        num_taken = 0
+        for num_taken, sample in enumerate(accepted.samples, 1):  # noqa: B007 - used below
+            self.history.extend([sample.token])
             if sample.token in self._eos:
                 self.finish_reason = "stop"
             elif self.num_generated >= self._max_tokens:
@@ -78,22 +125,23 @@ class Session:
             elif self._repeat_guard and repeats(self.generated, self._repeat_guard):
                 self.finish_reason = "stop"
             if self.finish_reason:
-                return accepted.samples[:number]
-        return accepted.samples
+                break
+        self.fed = min(self.fed, len(self.history))
+        return accepted.samples[:num_taken]
 
     def stop(self) -> None:
         """End here: a stop string matched, or the client left."""
         self.finish_reason = "stop"
 
     def _window(self, base: int, tokens: Sequence[int]) -> Window:
-        return Window(slot=self.slot, base=base, prefix_hash=self._history.prefix_hash(base), tokens=tokens)
+        return Window(slot=self.slot, base=base, prefix_hash=self.history.prefix_hash(base), tokens=tokens)
 
     def _with_proposal(self, base: int, unfed: Sequence[int], proposal: Proposal) -> Window:
         window = self._window(base, [*unfed, *proposal.drafts, *(token for _, token in proposal.fills)])
         num_rows = len(window.tokens) + len(proposal.masks)
         window.wanted = 1 + len(proposal.drafts) if proposal.verifies else 0
         window.guessed = len(proposal.masks)
-        window.masks = window.guessed + padded(num_rows) - num_rows
+        window.masks = window.guessed + padded(num_rows) - num_rows if proposal.masks else 0
         if proposal.fills:
             fills = [at for at, _ in proposal.fills]
             padding = range(proposal.masks[-1] + 1, proposal.masks[-1] + 1 + window.masks - window.guessed)

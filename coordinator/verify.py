@@ -10,14 +10,14 @@ from rich.console import Console
 
 from coordinator.chain import Chain
 from coordinator.cluster import open_chain, read_model
+from coordinator.costs import StepCosts
 from coordinator.decode import Decode, suit
-from coordinator.generate import generate
 from coordinator.options import ClusterOptions
 from coordinator.reference import Reference
 from coordinator.request import Request, check_request
+from coordinator.runner import generate
 from coordinator.session import Session
 from coordinator.text import Tokenizer, has_tokenizer
-from coordinator.window import WindowChooser
 from protos.brigade_pb2 import Cache, Frame, Result, Sampling
 from protos.brigade_pb2 import Session as Opening
 from worker.call_thread import run_aside
@@ -97,9 +97,7 @@ def _load_alone(checkpoint: Checkpoint, spec: ModelSpec, decode: Decode) -> Alon
 
 def _run_alone(engine: Engine, request: Request) -> list[int]:
     """The request on an engine that is the whole model, without chain, scheduler and sockets."""
-    session = Session(
-        request.prompt, request.max_tokens, decoder=request.decode.make_decoder(request.eos, WindowChooser())
-    )
+    session = Session(request.prompt, request.max_tokens, decoder=request.decode.make_decoder(request.eos, StepCosts()))
     session.slot = 0
     frame = Frame(opened=[Opening(slot=0, sampling=request.sampling)])
     while session.finish_reason is None:

@@ -26,6 +26,7 @@ class Passage:
 
     timings: Sequence[Timing]
     returned: int
+    num_rows: int = 0
 
 
 @dataclass

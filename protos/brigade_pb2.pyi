@@ -118,14 +118,16 @@ class Frame(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., closed: _Optional[_Iterable[int]] = ..., opened: _Optional[_Iterable[_Union[Session, _Mapping]]] = ..., windows: _Optional[_Iterable[_Union[Window, _Mapping]]] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., timings: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ...) -> None: ...
 
 class Session(_message.Message):
-    __slots__ = ("slot", "sampling", "cache")
+    __slots__ = ("slot", "sampling", "cache", "fork_of")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
+    FORK_OF_FIELD_NUMBER: _ClassVar[int]
     slot: int
     sampling: Sampling
     cache: Cache
-    def __init__(self, slot: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache: _Optional[_Union[Cache, _Mapping]] = ...) -> None: ...
+    fork_of: int
+    def __init__(self, slot: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache: _Optional[_Union[Cache, _Mapping]] = ..., fork_of: _Optional[int] = ...) -> None: ...
 
 class Cache(_message.Message):
     __slots__ = ("kind", "size", "keep")
@@ -259,7 +261,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("node", "clock", "step", "busy_s", "slots", "cache_bytes", "weight_bytes", "peak_memory_bytes")
+    __slots__ = ("node", "clock", "step", "busy_s", "slots", "cache_bytes", "weight_bytes", "peak_memory_bytes", "sent_bytes")
     NODE_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -268,6 +270,7 @@ class StatusReply(_message.Message):
     CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     PEAK_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     node: str
     clock: int
     step: int
@@ -276,7 +279,8 @@ class StatusReply(_message.Message):
     cache_bytes: int
     weight_bytes: int
     peak_memory_bytes: int
-    def __init__(self, node: _Optional[str] = ..., clock: _Optional[int] = ..., step: _Optional[int] = ..., busy_s: _Optional[float] = ..., slots: _Optional[int] = ..., cache_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ...) -> None: ...
+    sent_bytes: int
+    def __init__(self, node: _Optional[str] = ..., clock: _Optional[int] = ..., step: _Optional[int] = ..., busy_s: _Optional[float] = ..., slots: _Optional[int] = ..., cache_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ...) -> None: ...
 
 class DigestRequest(_message.Message):
     __slots__ = ()

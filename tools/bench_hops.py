@@ -21,17 +21,18 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from coordinator.answer import Answer
 from coordinator.chain import Chain
 from coordinator.cli import DEMO_PROMPT
 from coordinator.cluster import make_plan, open_peers, read_model
+from coordinator.costs import ChainCosts
 from coordinator.decode import Decode
-from coordinator.generate import Answer, generate
 from coordinator.options import ClusterOptions, cluster_options
 from coordinator.peer import Peer
 from coordinator.plan import require_fit
 from coordinator.request import Request, check_request
+from coordinator.runner import generate
 from coordinator.text import Tokenizer, eos_ids
-from coordinator.window import WindowChooser
 from tools.proxy import proxy_to
 from worker.checkpoint import Checkpoint
 from worker.machine import machine_name
@@ -94,13 +95,13 @@ async def measure(options: ClusterOptions, delay_s: float, max_tokens: int) -> t
     decodes = [AR, *(decode for decode in DRAFTING if _is_able(decode, spec))]
     rows = [Row(_name(decode)) for decode in decodes]
     async with open_slow_chain(options, checkpoint, spec, delay_s) as chain:
-        chooser = chain.windows
+        costs = chain.costs
         for number, prompt in enumerate((PROMPTS[0], *PROMPTS)):
             ids = tuple(tokenizer.encode_chat([{"role": "user", "content": prompt}]))
             for row, decode in zip(rows, decodes, strict=True):
                 request = Request(ids, max_tokens if number else _WARM_UP_TOKENS, decode=decode, eos=eos)
                 check_request(request, spec)
-                chain.windows = chooser if decode == AUTO else WindowChooser()
+                chain.costs = costs if decode == AUTO else ChainCosts(chain.num_stages)
                 answer = await generate(chain, request)
                 if number:
                     row.add(answer)

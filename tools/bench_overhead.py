@@ -23,10 +23,11 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from coordinator.answer import Answer
 from coordinator.cluster import open_chain, read_model
-from coordinator.generate import Answer, generate
 from coordinator.options import ClusterOptions, cluster_options
 from coordinator.request import Request
+from coordinator.runner import generate
 from worker.machine import machine_name
 from worker.modelspec import DTYPE_BYTES, ModelSpec
 from worker.run import run_command

@@ -2,7 +2,7 @@
 
 python -m tools.eval_windows --json docs/windows.json --markdown docs/windows.md --plot docs/windows.png
 
-Each answer comes from `coordinator.generate` on a chain; nothing here decodes. `--from FILE` lays out an earlier run's
+Each answer comes from `coordinator.runner` on a chain; nothing here decodes. `--from FILE` lays out an earlier run's
 numbers again. `--plot` needs matplotlib (the extra `plot`).
 """
 
@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -23,15 +22,16 @@ import numpy as np
 import typer
 import uvloop
 
-from coordinator.chain import Arrival, Chain
+from coordinator.answer import Answer
+from coordinator.chain import Chain, Sent
 from coordinator.cluster import make_plan, open_peers, read_model
+from coordinator.costs import ChainCosts
 from coordinator.decode import Decode, suit
-from coordinator.generate import Answer, generate
 from coordinator.options import ClusterOptions, cluster_options
 from coordinator.request import Request, check_request
+from coordinator.runner import generate
 from coordinator.text import Tokenizer, eos_ids
-from coordinator.window import WindowChooser
-from protos.brigade_pb2 import Cache, Frame, Session, Window
+from protos.brigade_pb2 import Cache, Frame, Result, Session, Window
 from tools.demo_data import mix
 from tools.demo_data.turn import Turn
 from tools.eval_demo import CHECKS, MAX_TOKENS, Output
@@ -77,16 +77,26 @@ class PricedChain(Chain):
     delay_s = 0.0
     elapsed_s = 0.0
 
-    async def receive(self) -> Arrival:
-        arrival = await super().receive()
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.guessed: Counter[int] = Counter()  # steps by their number of MASK rows that are guessed
+
+    def send(self, frame: Frame) -> None:
+        self.guessed.update(window.guessed for window in frame.windows if window.guessed)
+        super().send(frame)
+
+    def usual_window(self) -> int:
+        """The window of most steps: a step has more than half as many MASK rows, and hardly ever more."""
+        [(guessed, _)] = self.guessed.most_common(1) or [(0, 0)]
+        return next((window for window in WINDOWS if window >= guessed), WINDOWS[-1])
+
+    def _took_s(self, result: Result, sent: Sent) -> float:
         if self.prices is None:
-            return arrival
-        is_step = bool(arrival.result.samples or arrival.result.guesses)
-        took_s = self.delay_s * is_step + float(
-            np.interp(arrival.num_rows, list(self.prices), list(self.prices.values()))
-        )
-        self.elapsed_s += took_s
-        return replace(arrival, took_s=took_s)
+            return super()._took_s(result, sent)
+        is_step = bool(result.samples or result.guesses)
+        took_s = float(np.interp(sent.num_rows, list(self.prices), list(self.prices.values())))
+        self.elapsed_s += took_s + self.delay_s * is_step
+        return took_s + self.delay_s * is_step
 
 
 class Bench:
@@ -135,12 +145,12 @@ class Bench:
         for kind in mix.MEASURED:
             for decode in TIMED:
                 speed = Speed(kind, decode.kind, decode.window, 1e3 * delay_s)
-                self.chain.windows, picked = WindowChooser(), Counter[str]()
+                self.chain.costs, picked = ChainCosts(self.chain.num_stages), Counter[str]()
                 for turn in mix.held_out(kind, limit):
-                    self.chain.elapsed_s = 0.0
+                    self.chain.elapsed_s, self.chain.guessed = 0.0, Counter()
                     answer, _ = await self.ask(turn, decode)
                     speed.add(len(answer.tokens), self.chain.elapsed_s)
-                    picked[str(self.chain.windows.choose())] += 1
+                    picked[str(self.chain.usual_window())] += 1
                 if decode == AUTO:
                     speed.picked = dict(picked)
                 speeds.append(speed)
@@ -179,7 +189,7 @@ async def step_costs(chain: Chain, rounds: int) -> dict[str, float]:
 async def _step(chain: Chain, frame: Frame) -> float:
     """Seconds of one frame, alone in the chain."""
     frame.epoch = chain.epoch
-    await chain.send(frame)
+    chain.send(frame)
     return (await chain.receive()).took_s
 
 

@@ -3,7 +3,7 @@
 Cutting moves a length and copies nothing. mlx-lm's layers see `offset` and `update_and_fetch`, as of its own caches.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import mlx.core as mx
@@ -12,9 +12,23 @@ from mlx_lm.models.cache import ArraysCache
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache
 from worker.errors import CacheMismatch
 from worker.families import LayerKind
+from worker.modelspec import ROW_BLOCK
 
 Mask = mx.array | str | None
 Parts = tuple[mx.array, ...]  # how rows are stored: as they are, or as quantised values, scales and biases
+
+
+class Lender(Protocol):
+    """Where a cache's rows are while its slot steps together with others: worker/pack.py."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def arrays(self) -> list[mx.array]: ...
+
+    def rows_of(self, member: "KVCache") -> tuple[mx.array, mx.array]: ...
+
+    def dissolve(self, besides: "Sequence[KVCache]" = ()) -> None: ...
 
 
 class LayerCache(Protocol):
@@ -30,6 +44,10 @@ class LayerCache(Protocol):
     def mask(self, num_rows: int) -> Mask: ...
 
     def arrays(self) -> list[mx.array]: ...
+
+    def fork(self, length: int) -> "LayerCache": ...
+
+    def close(self) -> None: ...
 
 
 def make_cache(kind: LayerKind, cache: Cache) -> LayerCache:
@@ -51,13 +69,14 @@ class KVCache:
     can see is let go of, some at a time.
     """
 
-    step = 256  # rows by which the buffers grow
+    step = ROW_BLOCK
 
     def __init__(self, window: int | None = None, keep: int = 0) -> None:
         self.length = 0
         self.window = window
         self.keep = keep
         self.dropped = 0  # tokens let go of, all right after the first `keep`
+        self.pack: Lender | None = None
         self._positions: mx.array | None = None
         self._keys = Rows(self._encode)
         self._values = Rows(self._encode)
@@ -68,11 +87,44 @@ class KVCache:
         return self.length if self._positions is None else self._positions
 
     @property
+    def can_be_packed(self) -> bool:
+        """Whether its rows may lie in a buffer with those of other slots: all are there, as they are."""
+        return type(self) is KVCache and self.window is None
+
+    @property
     def nbytes(self) -> int:
-        return self._keys.nbytes + self._values.nbytes
+        pack = self.pack  # read once: this is asked from other threads
+        return pack.nbytes if pack else self._keys.nbytes + self._values.nbytes
 
     def arrays(self) -> list[mx.array]:
-        return [*self._keys.parts, *self._values.parts]
+        return self.pack.arrays() if self.pack else [*self._keys.parts, *self._values.parts]
+
+    def held_rows(self) -> tuple[mx.array, mx.array] | None:
+        """Keys and values [1, H, length, K], wherever they are; None before the first."""
+        if self.pack:
+            return self.pack.rows_of(self)
+        return (self._keys.read(self.length)[0], self._values.read(self.length)[0]) if self._keys.parts else None
+
+    def lend(self, pack: Lender) -> None:
+        """The rows are in `pack` from now on."""
+        self.pack = pack
+        for rows in (self._keys, self._values):
+            rows.clear()
+
+    def take_back(self, keys: mx.array, values: mx.array) -> None:
+        """Have rows [1, H, length, K] of one's own again."""
+        self.pack = None
+        capacity = -(-self.length // self.step) * self.step
+        self._keys.fill(keys, capacity)
+        self._values.fill(values, capacity)
+
+    def close(self) -> None:
+        """Let go of all rows, now and not when Python finds the cycle. A pack is dissolved: it would keep them."""
+        if self.pack:
+            self.pack.dissolve(besides=[self])
+            self.pack = None
+        for rows in (self._keys, self._values):
+            rows.clear()
 
     def cut(self, length: int) -> None:
         """Keep the first `length` tokens. Raises CacheMismatch if not all that they can see is here."""
@@ -85,6 +137,8 @@ class KVCache:
 
     def reserve(self, num_rows: int, positions: mx.array | None) -> None:
         """Make room for a window of `num_rows` rows, whose `positions` [L] are given if they do not just count up."""
+        if self.pack:
+            self.pack.dissolve()
         self._positions = positions
         held = self.length - self.dropped
         if held + num_rows <= self._keys.capacity:
@@ -96,6 +150,20 @@ class KVCache:
             if out_of_sight:
                 rows.drop(self.keep, self.keep + out_of_sight, held)
             rows.grow(held - out_of_sight, -(-(held - out_of_sight + least) // self.step) * self.step)
+
+    def fork(self, length: int) -> "KVCache":
+        """Another cache that goes on from the first `length` tokens; rows are shared until either is written to.
+
+        Raises CacheMismatch as `cut` does.
+        """
+        if self.pack:
+            self.pack.dissolve()
+        other = type(self)(self.window, self.keep)
+        other.length, other.dropped = self.length, self.dropped
+        other.cut(length)
+        for copied, rows in ((other._keys, self._keys), (other._values, self._values)):
+            copied.share(rows, length - other.dropped, self.step)
+        return other
 
     def mask(self, num_rows: int) -> Mask:
         """Which of the held rows and of the window's own each row of the window sees."""
@@ -170,6 +238,25 @@ class Rows:
     def read(self, end: int) -> Parts:
         return tuple(part[:, :, :end] for part in self.parts)
 
+    def clear(self) -> None:
+        self.parts, self.capacity, self.nbytes = (), 0, 0
+
+    def fill(self, rows: mx.array, capacity: int) -> None:
+        """Hold a copy of these rows, with room for `capacity`."""
+        self.parts, self.capacity = self._encode(rows), 0
+        self.grow(rows.shape[2], capacity)
+
+    def share(self, other: "Rows", held: int, step: int) -> None:
+        """Hold the first `held` rows of `other`, by a copy if its buffer is larger than they need.
+
+        MLX copies a shared buffer before it writes to it.
+        """
+        self.parts = tuple(mx.stop_gradient(part) for part in other.parts)  # array objects of our own, the same data
+        self.capacity, self.nbytes = other.capacity, other.nbytes
+        capacity = -(-held // step) * step
+        if capacity < self.capacity:
+            self.grow(held, capacity)
+
     def grow(self, held: int, capacity: int) -> None:
         """Make room for `capacity` rows in all, of which the first `held` stay."""
 
@@ -209,6 +296,17 @@ class RecurrentState(ArraysCache):
         elif length != self.length:
             raise CacheMismatch(f"a recurrent layer cannot be cut to {length} tokens: its state is at {self.length}")
         self.length = length
+
+    def close(self) -> None:
+        self.cache = [None] * len(self.cache)
+
+    def fork(self, length: int) -> "RecurrentState":
+        """Another state that goes on from `length`. Raises CacheMismatch as `cut` does."""
+        other = RecurrentState()
+        other.cache = list(self.cache)  # a layer replaces these arrays, it does not write to them
+        other.length, other._nbytes = self.length, self._nbytes
+        other.cut(length)
+        return other
 
     def reserve(self, num_rows: int, positions: mx.array | None) -> None:
         pass

@@ -27,6 +27,12 @@ class History:
             self.tokens.append(token)
             self._hashes.append(((self._hashes[-1] ^ token) * _PRIME) & _LOW_64)
 
+    def fork(self, length: int) -> "History":
+        """Another history that goes on from the first `length` tokens."""
+        other = History()
+        other.tokens, other._hashes = self.tokens[:length], self._hashes[: length + 1]
+        return other
+
     def cut(self, length: int) -> None:
         """Forget everything after the first `length` tokens."""
         del self.tokens[length:]
@@ -35,3 +41,14 @@ class History:
     def prefix_hash(self, length: int) -> int:
         """The hash of the first `length` tokens. Raises IndexError beyond the end."""
         return self._hashes[length]
+
+    def num_shared(self, other: "History", limit: int) -> int:
+        """How many leading tokens, at most `limit`, both have."""
+        low, high = 0, min(limit, len(self), len(other))
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._hashes[middle] == other._hashes[middle]:
+                low = middle
+            else:
+                high = middle - 1
+        return low if self.tokens[:low] == other.tokens[:low] else 0  # hashes may collide, tokens may not

@@ -1,7 +1,7 @@
 """What a plan needs to know of a model: bytes per layer, cache growth, sizes. Loads nothing."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from protos.brigade_pb2 import CACHE_INT8, DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_FLOAT32, Cache, DType
@@ -11,6 +11,9 @@ from worker.families import Family, family_of, mask_token_of
 
 HIDDEN_DTYPES = {"F32": DTYPE_FLOAT32, "F16": DTYPE_FLOAT16, "BF16": DTYPE_BFLOAT16}
 DTYPE_BYTES = {DTYPE_FLOAT32: 4, DTYPE_FLOAT16: 2, DTYPE_BFLOAT16: 2}
+
+ROW_BLOCK = 256  # rows by which a cache grows
+LARGEST_PACK = 4096  # rows: a longer cache is work enough for one attention, and its padding would be dear
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -72,6 +75,32 @@ class ModelSpec:
         tokens = min(tokens, self.cache.size or tokens)
         scale = self._int8_scale if self.cache.kind == CACHE_INT8 else 1.0
         return sum(layer.cache_bytes(tokens, scale) for layer in self.layers[start:end])
+
+    def reserved_bytes(self, start: int, end: int, tokens: int) -> int:
+        """The most that such a cache may take in memory.
+
+        Rows come in blocks, those of a pack in powers of two of them, and a window slides in two more blocks.
+        """
+        slack = 2 * ROW_BLOCK
+        blocks = -(-tokens // ROW_BLOCK)
+        rows = ROW_BLOCK * (1 << (blocks - 1).bit_length() if tokens <= LARGEST_PACK else blocks)
+        tokens = min(rows, self.cache.size + slack) if self.cache.size else rows
+        scale = self._int8_scale if self.cache.kind == CACHE_INT8 else 1.0
+        layers = (replace(layer, window=layer.window and layer.window + slack) for layer in self.layers[start:end])
+        return sum(layer.cache_bytes(tokens, scale) for layer in layers)
+
+    @property
+    def longest_chunk(self) -> int | None:
+        """The most rows of a prompt chunk, where a cache slides: it has room for one chunk beside what it keeps."""
+        slides = self.cache.size or any(layer.window for layer in self.layers)
+        return ROW_BLOCK if slides else None
+
+    @property
+    def rows_that_can_be_cut(self) -> int:
+        """The length up to which a cache can be cut anywhere; a longer one can only go on."""
+        windows = [0 if layer.is_recurrent else layer.window or self.context for layer in self.layers]
+        recent = self.cache.size - self.cache.keep if self.cache.size else self.context
+        return min(*windows, recent)
 
     @property
     def _int8_scale(self) -> float:

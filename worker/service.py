@@ -142,7 +142,7 @@ class NodeService(NodeServicer):
             stage = self._stage_for(dict(context.invocation_metadata() or ()))
             await context.send_initial_metadata(ACCEPTED)
             async for frame in frames:
-                await stage.submit(frame)
+                stage.submit(frame)
         return RelayReply()
 
     async def Status(self, request: StatusRequest, context: Context) -> StatusReply:

@@ -15,10 +15,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
 from protos.brigade_pb2 import Cache
-from worker.cache import LayerCache, make_cache
+from worker.cache import LayerCache, Mask, make_cache
 from worker.checkpoint import Checkpoint, TensorInfo
 from worker.errors import ModelError
-from worker.families import family_of, mask_token_of
+from worker.families import LayerKind, family_of, mask_token_of
+from worker.lane import Lane, Place, serve_lanes
 from worker.modelspec import is_tied, layer_of, shard_tensors
 
 _MLX_DTYPES = {
@@ -50,6 +51,7 @@ class Shard:
         for layer in self.layers:
             if "self_attn" in layer:
                 layer.self_attn.rope = WindowRope(layer.self_attn.rope)
+                serve_lanes(layer.self_attn)
         self._embed = text.embed_tokens if self.is_first else None
         self._scale = family.embed_scale(self.args) if family.embed_scale else None
         self._norm = text.norm if self.is_last else None
@@ -59,23 +61,29 @@ class Shard:
         """Empty caches of the wanted kind for one slot, one per layer."""
         return [make_cache(kind, cache) for kind in self._kinds]
 
-    def __call__(self, x: mx.array, caches: Sequence[LayerCache], positions: mx.array | None = None) -> mx.array:
-        """Run the layers over one window of one slot and append it to the caches.
+    def __call__(self, x: mx.array, places: Sequence[Place]) -> mx.array:
+        """Run the layers over a lane, one window each of several slots, and append each window to its slot's caches.
 
         Args:
-            x: token ids [1, L] on the first shard, hidden states [1, L, D] elsewhere.
-            caches: one per layer, already cut to the window's base.
-            positions: of every row, [L] int32, if they do not just count up from the base.
+            x: token ids [1, sum L] on the first shard, hidden states [1, sum L, D] elsewhere, window after window.
+            places: where each window goes.
         Returns:
-            Hidden states [1, L, D].
+            Hidden states [1, sum L, D].
         """
         h = self.embed(x) if self._embed is not None else x
-        L = h.shape[1]
-        masks = {}
-        for layer, kind, cache in zip(self.layers, self._kinds, caches, strict=True):
-            cache.reserve(L, positions)
+        if len(places) == 1:
+            return self._run_alone(h, places[0])
+        lane = Lane(places)
+        for number, (layer, kind) in enumerate(zip(self.layers, self._kinds, strict=True)):
+            h = lane.run(layer, number, kind, h)
+        return h
+
+    def _run_alone(self, h: mx.array, place: Place) -> mx.array:
+        masks: dict[LayerKind, Mask] = {}
+        for layer, kind, cache in zip(self.layers, self._kinds, place.caches, strict=True):
+            cache.reserve(place.num_rows, place.positions)
             if kind not in masks:
-                masks[kind] = cache.mask(L)
+                masks[kind] = cache.mask(place.num_rows)
             h = layer(h, masks[kind], cache)
         return h
 
@@ -125,8 +133,8 @@ class WindowRope:
         self._rope = rope
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
-        """Rotate [1, H, L, K]; `offset` is the first row's position, or [L] with every row's."""
-        if isinstance(offset, int):
+        """Rotate [B, H, L, K]; `offset` is the first row's position, [B] of each slot's first, or for one slot [L]."""
+        if isinstance(offset, int) or x.shape[0] > 1:
             return self._rope(x, offset=offset)
         return self._rope(x.transpose(2, 1, 0, 3), offset=offset).transpose(2, 1, 0, 3)
 

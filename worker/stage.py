@@ -3,16 +3,18 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import mlx.core as mx
 
 from protos.brigade_pb2 import Frame, Result, StatusReply
-from worker.engine import Engine
+from worker.engine import Engine, Step
 from worker.errors import FrameError, StageLost
 from worker.mlx_thread import MlxThread
 
-_DEPTH = 64  # frames that may wait here: more than any chain has in flight, so a full queue is a peer's mistake
+_DEPTH = 64  # frames that may wait here: more than a scheduler ever has in flight, so one more is a peer's mistake
 
 Send = Callable[[Frame], Awaitable[None]]
 
@@ -24,10 +26,13 @@ class Stage:
         """`send` takes a frame to the next stage; the last stage has none."""
         self.engine = engine
         self.last_step = 0
+        self._sent_bytes = 0
         self._thread = thread
         self._epoch = epoch
         self._send = send
-        self._frames: asyncio.Queue[tuple[Frame, int]] = asyncio.Queue(_DEPTH)
+        self._frames: SimpleQueue[tuple[Frame, int]] = SimpleQueue()
+        self._arrived = asyncio.Event()
+        self._outputs: asyncio.Queue[Frame | Result] = asyncio.Queue()
         self._outcomes: asyncio.Queue[Result | BaseException] = asyncio.Queue()
         self._idle = asyncio.Event()  # no slot is open
         self._idle.set()
@@ -42,21 +47,21 @@ class Stage:
 
     def start(self, *watched: Coroutine[Any, Any, None]) -> None:
         """Start working, and run `watched` beside it: whichever ends or fails first fails the stage."""
-        for work in (self._work(), *watched):
+        for work in (self._work(), self._pass_on(), *watched):
             task = asyncio.create_task(work)
             task.add_done_callback(self._ended)
             self._tasks.append(task)
 
-    async def submit(self, frame: Frame) -> None:
+    def submit(self, frame: Frame) -> None:
         """Hand over a frame that has just arrived. Raises FrameError if it is of another epoch or one too many."""
         if frame.epoch != self._epoch:
             raise FrameError(f"expected frames of epoch {self._epoch}, got epoch {frame.epoch} (step {frame.step})")
         if frame.opened:
             self._idle.clear()
-        try:
-            self._frames.put_nowait((frame, time.monotonic_ns()))
-        except asyncio.QueueFull:
-            raise FrameError(f"expected at most {_DEPTH} frames in flight, got one more (step {frame.step})") from None
+        if self._frames.qsize() >= _DEPTH:
+            raise FrameError(f"expected at most {_DEPTH} frames in flight, got one more (step {frame.step})")
+        self._frames.put((frame, time.monotonic_ns()))
+        self._arrived.set()
 
     def deliver(self, result: Result) -> None:
         """Add a result that came from elsewhere: the coordinator's stage gets those of the last worker."""
@@ -79,6 +84,7 @@ class Stage:
             cache_bytes=self.engine.cache_bytes,
             weight_bytes=self.engine.weight_bytes,
             peak_memory_bytes=mx.get_peak_memory(),
+            sent_bytes=self._sent_bytes,
         )
 
     async def wait_idle(self) -> None:
@@ -93,14 +99,40 @@ class Stage:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _work(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
-            frame, received = await self._frames.get()
-            self._busy_since = time.monotonic()
-            output = await self._thread.run(lambda f=frame, r=received: self.engine.step(f, r))  # type: ignore[misc]
-            self._busy_since = None
-            self.last_step = frame.step
-            self._idle.clear() if self.engine.num_slots else self._idle.set()
+            await self._arrived.wait()
+            self._arrived.clear()
+            await self._thread.run(partial(self._run_waiting, loop))
+
+    def _run_waiting(self, loop: asyncio.AbstractEventLoop) -> None:
+        """On the MLX thread: all frames that wait, one after another."""
+        step = self._begin_next()
+        while step is not None:
+            following = self._begin_next() if self.engine.runs_ahead else None
+            output = self.engine.finish(step)
+            self._busy_since = None if following is None else time.monotonic()
+            loop.call_soon_threadsafe(self._outputs.put_nowait, output)
+            step = following or self._begin_next()
+
+    def _begin_next(self) -> Step | None:
+        if self._is_stopping:
+            return None
+        try:
+            frame, received = self._frames.get_nowait()
+        except Empty:
+            return None
+        self._busy_since = self._busy_since or time.monotonic()
+        return self.engine.begin(frame, received)
+
+    async def _pass_on(self) -> None:
+        while True:
+            output = await self._outputs.get()
+            self.last_step = output.step
+            if not self.engine.num_slots and self._frames.empty() and self._busy_since is None:
+                self._idle.set()
             output.timings[-1].sent = time.monotonic_ns()
+            self._sent_bytes += output.ByteSize()
             if isinstance(output, Result):
                 self.deliver(output)
             else:

@@ -16,7 +16,7 @@ from worker.run import run_command
 FIRST_STEP = 40  # that hangs: after the warm-up and some tokens
 FOREVER_S = 1e6
 
-_init, _step = Engine.__init__, Engine.step
+_init, _begin = Engine.__init__, Engine.begin
 
 
 def main() -> None:
@@ -27,14 +27,14 @@ def main() -> None:
         self.loop = asyncio.get_running_loop()  # an engine is made where a node is attached: on the event loop
         _init(self, *arguments, **keys)
 
-    def step(self: Any, frame: Frame, received: int) -> Any:
+    def begin(self: Any, frame: Frame, received: int) -> Any:
         if frame.step >= FIRST_STEP:
             if where == "loop":
                 self.loop.call_soon_threadsafe(time.sleep, FOREVER_S)
             time.sleep(FOREVER_S)
-        return _step(self, frame, received)
+        return _begin(self, frame, received)
 
-    Engine.__init__, Engine.step = init, step  # type: ignore[method-assign]
+    Engine.__init__, Engine.begin = init, begin  # type: ignore[method-assign]
     run_command(worker)
 
 

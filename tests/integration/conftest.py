@@ -13,19 +13,22 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+from coordinator.answer import Answer
 from coordinator.chain import Chain
-from coordinator.generate import Answer, generate
 from coordinator.peer import Peer
 from coordinator.plan import Node, plan
 from coordinator.reference import Reference
 from coordinator.request import Request
+from coordinator.runner import generate
 from protos.brigade_pb2 import LoadProgress, LoadRequest, Sampling
 from protos.brigade_pb2_grpc import add_NodeServicer_to_server
 from tests.tiny import make_model
 from worker.checkpoint import open_folder
+from worker.lane import Place
 from worker.mlx_thread import MlxThread
 from worker.modelspec import describe
 from worker.service import NodeService
+from worker.shard import Shard
 from worker.wire import SERVER_OPTIONS
 
 CHUNK = 8
@@ -67,6 +70,7 @@ class RunningNode:
     address: str
     service: NodeService
     thread: MlxThread
+    server: grpc.aio.Server
 
     def peer(self) -> Peer:
         return Peer(self.name, self.address)
@@ -86,7 +90,7 @@ async def serving(count: int, model: Path | None = None) -> AsyncIterator[list[R
             port = server.add_insecure_port("127.0.0.1:0")
             await server.start()
             stack.push_async_callback(server.stop, None)
-            nodes.append(RunningNode(service.name, f"127.0.0.1:{port}", service, thread))
+            nodes.append(RunningNode(service.name, f"127.0.0.1:{port}", service, thread, server))
         yield nodes
 
 
@@ -166,6 +170,29 @@ class Whole:
 
 
 Models = Callable[..., Whole]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward pass of a shard: its first layer, and the rows of every window in it."""
+
+    start: int
+    rows: tuple[int, ...]
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[Pass]:
+    """Every forward pass of any shard."""
+    found: list[Pass] = []
+    run = Shard.__call__
+
+    def note(shard: Shard, x: mx.array, places: Sequence[Place]) -> mx.array:
+        found.append(Pass(shard.start, tuple(place.num_rows for place in places)))
+        assert sum(found[-1].rows) == x.shape[1]
+        return run(shard, x, places)
+
+    monkeypatch.setattr(Shard, "__call__", note)
+    return found
 
 
 @pytest.fixture(scope="session")

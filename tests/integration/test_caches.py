@@ -11,7 +11,7 @@ from mlx_lm.models.cache import QuantizedKVCache
 from coordinator.decode import make_cache_choice
 from protos.brigade_pb2 import Cache, Sampling
 from tests.integration.conftest import CHUNK, Models, Whole, running
-from tests.integration.test_windows import BIASED, MASKED, PROMPT, SPLITS, Recompute, answer, logprobs
+from tests.integration.windows import BIASED, MASKED, PROMPT, SPLITS, Recompute, answer, logprobs
 from tests.tiny import VOCAB
 
 LONG = tuple((5 * i + i * i) % 89 for i in range(45))

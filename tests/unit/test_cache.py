@@ -254,3 +254,20 @@ class TestRecurrentState:
     def test_two_slots_share_nothing(self) -> None:
         first, second = self.state(), RecurrentState()
         assert len(first.arrays()) == 2 and second.arrays() == [] and second.length == 0
+
+
+def test_a_fork_of_a_part_takes_the_memory_of_that_part_and_a_fork_of_all_shares_until_it_is_written_to() -> None:
+    long = KVCache()
+    rows = mx.arange(5000 * 8, dtype=mx.float32).reshape(1, 1, 5000, 8)
+    long.reserve(5000, None)
+    long.update_and_fetch(rows, rows)
+    part, whole = long.fork(20), long.fork(5000)
+    assert part.nbytes == 2 * 256 * 8 * 4 and whole.nbytes == long.nbytes
+    new = mx.full((1, 1, 1, 8), -1.0)
+    for cache, length in ((part, 20), (whole, 5000)):
+        cache.reserve(1, None)
+        keys, _ = cache.update_and_fetch(new, new)
+        assert mx.array_equal(keys[:, :, :length], rows[:, :, :length]) and mx.array_equal(keys[:, :, length:], new)
+    long.cut(19)
+    long.reserve(1, None)
+    assert mx.array_equal(long.update_and_fetch(new, new)[0][:, :, :19], rows[:, :, :19])

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from coordinator.costs import StepCosts
 from coordinator.decode import KINDS, Decode, make_cache_choice, make_decode, suit
 from coordinator.decoders import Autoregressive, Fill, LosslessDiffusion, PromptLookup
-from coordinator.window import WindowChooser
 from protos.brigade_pb2 import CACHE_FULL, CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
 from worker.errors import InputError
 from worker.modelspec import LayerSpec, ModelSpec
@@ -65,24 +65,33 @@ def test_flags_become_the_decoder_they_name() -> None:
 )
 @pytest.mark.parametrize("window", ["auto", "5"])
 def test_each_kind_makes_its_decoder(kind: str, decoder: type, window: str) -> None:
-    assert type(decode(kind, window).make_decoder(frozenset(), WindowChooser())) is decoder
+    assert type(decode(kind, window).make_decoder(frozenset(), StepCosts())) is decoder
 
 
-def test_a_window_of_the_users_is_kept_and_auto_asks_the_chooser() -> None:
-    chooser = WindowChooser(8)
-    assert decode("diffusion", "5").make_decoder(frozenset(), chooser).tail == 5
-    assert decode("diffusion").make_decoder(frozenset(), chooser).tail == 8
-    assert decode("diffusion-fast", "5").make_decoder(frozenset(), chooser).tail == 5
+def small_steps() -> StepCosts:
+    """Of a chain on which every row is as dear as a whole step."""
+    costs = StepCosts()
+    for num_rows in (1, 1, 64, 64):
+        costs.observe(num_rows, 0.01 * num_rows)
+    return costs
+
+
+def test_a_window_of_the_users_is_kept_and_auto_goes_by_what_steps_cost() -> None:
+    costs = small_steps()
+    assert decode("diffusion", "5").make_decoder(frozenset(), costs).tail == 5
+    assert decode("diffusion").make_decoder(frozenset(), costs).tail == 4
+    assert decode("diffusion").make_decoder(frozenset(), StepCosts()).tail == 16
+    assert decode("diffusion-fast", "5").make_decoder(frozenset(), costs).tail == 5
 
 
 def test_the_text_of_diffusion_fast_does_not_depend_on_what_was_measured() -> None:
-    assert decode("diffusion-fast").make_decoder(frozenset(), WindowChooser(8)).tail == 16
+    assert decode("diffusion-fast").make_decoder(frozenset(), small_steps()).tail == 16
 
 
 def test_every_session_has_a_decoder_of_its_own() -> None:
     for kind in DRAFTING:
         one = decode(kind)
-        assert one.make_decoder(frozenset(), WindowChooser()) is not one.make_decoder(frozenset(), WindowChooser())
+        assert one.make_decoder(frozenset(), StepCosts()) is not one.make_decoder(frozenset(), StepCosts())
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,22 @@ import random
 
 import pytest
 
+from coordinator.costs import StepCosts
 from coordinator.window import WindowChooser
 
 
-def chooser(costs: dict[int, float], held: float | None = None, fixed: int | None = None) -> WindowChooser:
-    """One that has seen steps of so many rows take so many seconds, and so large a part of drafts hold."""
-    made = WindowChooser(fixed)
-    for num_rows, seconds in costs.items():
-        made.observe_step(num_rows, 60.0)  # the first of its size compiles kernels: it must not count
-        made.observe_step(num_rows, seconds)
+def costs_of(seconds_by_rows: dict[int, float]) -> StepCosts:
+    """A chain on which steps of so many rows were seen to take so many seconds."""
+    costs = StepCosts()
+    for num_rows, seconds in seconds_by_rows.items():
+        costs.observe(num_rows, 60.0)  # the first of its size compiles kernels: it must not count
+        costs.observe(num_rows, seconds)
+    return costs
+
+
+def chooser(costs: StepCosts | dict[int, float], held: float | None = None, fixed: int | None = None) -> WindowChooser:
+    """One on a chain with these costs, where so large a part of drafts hold."""
+    made = WindowChooser(costs if isinstance(costs, StepCosts) else costs_of(costs), fixed)
     if held is not None:
         observe(made, held)
     return made
@@ -40,7 +47,7 @@ def test_a_fixed_window_stays_whatever_it_costs_and_yields(window: int) -> None:
 
 
 def test_before_anything_is_measured_the_window_is_16() -> None:
-    assert WindowChooser().choose() == 16
+    assert WindowChooser(StepCosts()).choose() == 16
     assert chooser({}, 0.0).choose() == 16  # without costs, drafts tell nothing
 
 
@@ -92,10 +99,11 @@ def test_costs_between_measurements_lie_on_the_line_through_the_two_nearest() ->
 
 def test_a_single_measurement_is_no_reason_for_a_smaller_window() -> None:
     """As if steps cost the same: the largest is tried, and measured by that."""
-    one = chooser({1: 0.01}, 0.9)
+    costs = costs_of({1: 0.01})
+    one = chooser(costs, 0.9)
     assert one.choose() == 32
-    one.observe_step(64, 0.64)
-    one.observe_step(64, 0.64)
+    costs.observe(64, 0.64)
+    costs.observe(64, 0.64)
     assert one.choose() < 32
 
 
@@ -107,12 +115,13 @@ def test_measurements_that_fall_with_the_rows_do_not_make_rows_free_of_cost() ->
 
 
 def test_a_single_outlier_is_outvoted() -> None:
-    made = chooser(FLAT, 0.97)
-    made.observe_step(64, 0.5)
-    made.observe_step(64, 0.5)
+    costs = costs_of(FLAT)
+    made = chooser(costs, 0.97)
+    costs.observe(64, 0.5)
+    costs.observe(64, 0.5)
     assert made.choose() < 32
     for _ in range(30):
-        made.observe_step(64, 0.010)
+        costs.observe(64, 0.010)
     assert made.choose() == 32
 
 
@@ -144,12 +153,25 @@ def test_drafts_that_always_hold_are_never_thought_to_fail() -> None:
     assert made.choose() == 32
 
 
+def test_what_a_step_costs_is_known_to_every_request_and_how_drafts_hold_to_its_own_alone() -> None:
+    costs = StepCosts()
+    code, prose = chooser(costs, 0.99), chooser(costs, 0.1)
+    assert code.choose() == prose.choose() == 16 and not costs.is_known
+    for num_rows in (1, 8, 16, 32, 64):
+        costs.observe(num_rows, 60.0)
+        assert num_rows > 1 or not costs.is_known
+        costs.observe(num_rows, 0.010 + 0.0005 * num_rows)
+    assert (code.choose(), prose.choose()) == (32, 4)
+    assert costs.seconds(48) == pytest.approx(0.034)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_the_same_observations_make_the_same_choice(seed: int) -> None:
     def play() -> list[int]:
-        numbers, made, windows = random.Random(seed), WindowChooser(), []
+        numbers, costs, windows = random.Random(seed), StepCosts(), []
+        made = WindowChooser(costs)
         for _ in range(100):
-            made.observe_step(numbers.choice([1, 2, 8, 16, 32, 64, 256]), numbers.expovariate(100))
+            costs.observe(numbers.choice([1, 2, 8, 16, 32, 64, 256]), numbers.expovariate(100))
             made.observe_drafts(numbers.randint(0, 15), 15)
             windows.append(made.choose())
             assert made.choose() == windows[-1], "asking changes nothing"

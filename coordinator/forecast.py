@@ -1,0 +1,164 @@
+"""`brigade plan --simulate`: what a chain would make of many requests, from given or measured times. Loads nothing."""
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, median
+
+from rich.console import Console
+from rich.table import Table
+
+from coordinator.bench_results import CLUSTER, measured_pipeline
+from coordinator.cluster import read_model
+from coordinator.costs import chunk_size
+from coordinator.options import ClusterOptions
+from coordinator.simulate import Hop, Load, Pipeline, StageTimes, simulate
+from worker.errors import InputError
+from worker.modelspec import DTYPE_BYTES
+
+_MOST_STEPS, _MOST_TOKENS = 200_000, 10_000_000  # that a forecast goes through: a few seconds of work
+_ROWS = 64  # between which a further row's cost is drawn as a line
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """What a forecast goes by: times from flags or from a file, and the load."""
+
+    stage_ms: tuple[float, ...]
+    row_ms: tuple[float, ...]
+    hop_ms: tuple[float, ...]
+    gbps: float | None
+    measured: Path | None
+    concurrency: tuple[int, ...]
+    num_prompt: int
+    num_tokens: int
+    chunk: int | None
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What simulation says of so many requests at once."""
+
+    concurrency: int
+    tokens_per_s_per_request: float
+    tokens_per_s: float  # of all requests together while all of them decode
+    ttft_p50_s: float
+    gap_p50_ms: float  # between one token of a request and the next
+    gap_max_ms: float
+    utilisation: list[float]  # by stage
+
+
+async def run_forecast(options: ClusterOptions, assumed: Assumed, *, as_json: bool) -> None:
+    """Print a forecast per number of requests."""
+    row_bytes = 0
+    if assumed.gbps is not None:
+        _, spec = await read_model(options.model)
+        row_bytes = spec.hidden_size * DTYPE_BYTES[spec.dtype]
+    pipeline = (
+        read_pipeline(assumed.measured)
+        if assumed.measured
+        else given_pipeline(assumed.stage_ms, assumed.row_ms, assumed.hop_ms, assumed.gbps, row_bytes)
+    )
+    forecasts = forecast(pipeline, assumed)
+    if as_json:
+        print(json.dumps({"simulated": [asdict(found) for found in forecasts]}))
+    else:
+        _print(forecasts)
+
+
+def forecast(pipeline: Pipeline, assumed: Assumed) -> list[Forecast]:
+    """One forecast per number of requests, all of which arrive at once."""
+    chunk = assumed.chunk or chunk_size(assumed.num_prompt, pipeline.stages_s)
+    most = max(assumed.concurrency)
+    num_steps = most * (assumed.num_prompt // chunk + assumed.num_tokens)
+    if num_steps > _MOST_STEPS or most * assumed.num_prompt > _MOST_TOKENS:
+        raise InputError(
+            f"too much to simulate: {most} requests of {assumed.num_prompt} tokens, {assumed.num_tokens} to generate "
+            "each; use a smaller --concurrency, -p or -g"
+        )
+    found = []
+    for count in assumed.concurrency:
+        run = simulate(pipeline, Load((0.0,) * count, assumed.num_prompt, assumed.num_tokens, chunk))
+        found.append(
+            Forecast(
+                concurrency=count,
+                tokens_per_s_per_request=median((len(t) - 1) / (t[-1] - t[0]) for t in run.token_times),
+                tokens_per_s=run.tokens_per_s,
+                ttft_p50_s=median(run.ttft_s),
+                gap_p50_ms=1e3 * median(run.gaps_s),
+                gap_max_ms=1e3 * max(run.gaps_s),
+                utilisation=run.utilisation,
+            )
+        )
+    return found
+
+
+def given_pipeline(
+    stage_ms: Sequence[float], row_ms: Sequence[float], hop_ms: Sequence[float], gbps: float | None, row_bytes: int
+) -> Pipeline:
+    """From flags: milliseconds of a frame of one row by stage, of each further row, and of each hop.
+
+    The last hop leads back to the coordinator. A single `row_ms` or `hop_ms` stands for all.
+
+    Raises:
+        InputError: not a number per stage.
+    """
+    num_stages = len(stage_ms)
+    further, hops = _spread("--row-ms", row_ms, num_stages), _spread("--hop-ms", hop_ms, num_stages)
+    return Pipeline(
+        tuple(
+            StageTimes(((1, first / 1e3), (_ROWS, (first + (_ROWS - 1) * more) / 1e3)))
+            for first, more in zip(stage_ms, further, strict=True)
+        ),
+        tuple(Hop(ms / 1e3, gbps * 1e9 / 8 if gbps else float("inf"), row_bytes) for ms in hops),
+    )
+
+
+def read_pipeline(path: Path) -> Pipeline:
+    """From what `brigade bench --json` wrote: the cluster's stages and hops, means over its rows.
+
+    Raises:
+        InputError: it is no such file, or holds no cluster.
+    """
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        measured = [row for row in rows if row["system"] == CLUSTER and row["decode"] == "ar"]
+        splits = {tuple(row["layers"]) for row in measured}
+        if len(splits) != 1:
+            raise InputError(
+                f"{path}: expected one split of a cluster, found {len(splits)}; run bench with one --layers"
+            )
+        stages: list[dict[int, list[float]]] = [defaultdict(list) for _ in measured[0]["stage_ms"]]
+        for row in measured:
+            for stage, by_rows in zip(stages, row["stage_ms"], strict=True):
+                for num_rows, ms in by_rows.items():
+                    stage[int(num_rows)].append(float(ms))
+        hop_ms = [mean(column) for column in zip(*(row["hop_ms"] for row in measured), strict=True)]
+        return measured_pipeline([{rows: mean(ms) for rows, ms in stage.items()} for stage in stages], hop_ms)
+    except OSError as error:
+        raise InputError(f"--measured: cannot read {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise InputError(
+            f"--measured: expected what `brigade bench --json` prints, {path} holds something else"
+        ) from error
+
+
+def _print(forecasts: Sequence[Forecast]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("requests", "tok/s each", "tok/s all", "first token", "next token", "longest wait", "stages busy"):
+        table.add_column(column, justify="right")
+    for found in forecasts:
+        table.add_row(
+            str(found.concurrency), f"{found.tokens_per_s_per_request:.1f}", f"{found.tokens_per_s:.1f}",
+            f"{found.ttft_p50_s:.2f} s", f"{found.gap_p50_ms:.1f} ms", f"{found.gap_max_ms:.1f} ms",
+            " · ".join(f"{part:.0%}" for part in found.utilisation),
+        )  # fmt: skip
+    Console(highlight=False).print(table)
+
+
+def _spread(flag: str, values: Sequence[float], count: int) -> Sequence[float]:
+    if len(values) not in (1, count):
+        raise InputError(f"{flag}: expected one number, or one per stage ({count}), found {len(values)}")
+    return values if len(values) == count else [values[0]] * count

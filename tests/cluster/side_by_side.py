@@ -1,0 +1,103 @@
+"""Many requests at once on running workers: python -m tests.cluster.side_by_side SCENARIO CLUSTER_YAML; prints JSON."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from coordinator.chain import Chain
+from coordinator.cluster import open_chain, read_model
+from coordinator.decode import Decode
+from coordinator.options import cluster_options
+from coordinator.request import Request
+from coordinator.runner import Runner, generate
+from coordinator.waterfall import Passage
+from protos.brigade_pb2 import Sampling
+
+CHUNK = 128
+LONG = 14 * CHUNK
+CONTEXT = 16_384
+DECODES = (Decode(), Decode("ngram"), Decode("diffusion", 8), Decode("diffusion-fast", 8, 1.0), Decode("diffusion", 16))
+
+
+def tokens_of(length: int, seed: int) -> tuple[int, ...]:
+    return tuple(3 + (7 * i + i * i * (1 + seed % 5) + 11 * seed) % 311 for i in range(length))
+
+
+async def mixed(chain: Chain) -> dict[str, Any]:
+    """16 requests, each alone and then all at once."""
+    requests = [
+        Request(
+            tokens_of(1 + (37 * i) % 120, i),
+            8 + (5 * i) % 23,
+            Sampling(seed=i, temperature=(0.0, 1.0, 0.7)[i % 3], top_p=0.9 if i % 4 else 0.0),
+            DECODES[i % len(DECODES)],
+        )
+        for i in range(16)
+    ]
+    alone = [await generate(chain, request, chunk=32) for request in requests]
+    async with Runner(chain) as runner:
+        together = await asyncio.gather(*(runner.answer(request, chunk=32) for request in requests))
+    return {
+        "alone": [answer.tokens for answer in alone],
+        "together": [answer.tokens for answer in together],
+        "overlapped": max(a.started for a in together) < min(a.token_times[-1] for a in together),
+    }
+
+
+async def long_prompt(chain: Chain) -> dict[str, Any]:
+    """Streams that are joined by a prompt of many chunks: seconds between their tokens before and meanwhile."""
+    async with Runner(chain) as runner:
+        streaming = asyncio.Event()
+        tokens: list[str] = []
+
+        def count(text: str) -> None:
+            tokens.append(text)
+            if len(tokens) == 60:
+                streaming.set()
+
+        streams = [
+            asyncio.create_task(runner.answer(Request(tokens_of(5, i), 4000), emit=count, chunk=CHUNK))
+            for i in range(3)
+        ]
+        await runner.answer(
+            Request(tokens_of(2 * CHUNK, 9), 2), chunk=CHUNK
+        )  # kernels of a chunk's size are compiled now
+        await streaming.wait()
+        prompt = await runner.answer(Request(tokens_of(LONG, 7), 4), chunk=CHUNK)
+        first = prompt.token_times[0]
+        token_times = [list(ticket.answer.token_times) for ticket in runner._tickets.values()]
+        for stream in streams:
+            stream.cancel()
+        await asyncio.wait(streams)
+    gaps = [(after - before, before, after) for times in token_times for before, after in pairwise(times)]
+    chunks = [passage for passage in prompt.passages if passage.num_rows >= CHUNK]
+    return {
+        "num_chunks": len(chunks),
+        "chunk_s": [seconds(passage) for passage in chunks],
+        "ttft_s": prompt.ttft_s,
+        "gaps_before_s": [gap / 1e9 for gap, _, after in gaps if after < prompt.started],
+        "gaps_meanwhile_s": [gap / 1e9 for gap, before, after in gaps if after > prompt.started and before < first],
+    }
+
+
+def seconds(passage: Passage) -> float:
+    """From where stage 0 took the frame up to its result."""
+    return (passage.returned - passage.timings[0].started) / 1e9
+
+
+SCENARIOS: dict[str, Callable[[Chain], Any]] = {"mixed": mixed, "long prompt": long_prompt}
+
+
+async def main(scenario: str, config: Path) -> None:
+    options = cluster_options(config, None, None, None, CONTEXT)
+    checkpoint, spec = await read_model(options.model)
+    async with open_chain(options, checkpoint, spec, CONTEXT) as chain:
+        print(json.dumps(await SCENARIOS[scenario](chain)))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], Path(sys.argv[2])))

@@ -1,0 +1,147 @@
+"""`brigade bench` and `brigade plan --simulate` as users run them: real processes, and what they say of themselves."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.models import make_talker
+from tests.cluster.processes import Outcome, run
+
+LOAD = ("-p", "24", "-g", "16", "-n", "2")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_talker(tmp_path_factory.mktemp("models") / "talker")
+
+
+@pytest.fixture(scope="module")
+def measured(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """One bench of two nodes with a picture: its JSON object, and that as a file."""
+    folder = tmp_path_factory.mktemp("bench")
+    plot = folder / "bench.png"
+    done = run(
+        "bench", "--model", model, "--local", "1", "--concurrency", "4,1", *LOAD, "--json", "--plot", plot,
+        timeout_s=100,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    (folder / "bench.json").write_text(done.out)
+    return json.loads(done.out), folder / "bench.json"
+
+
+def test_every_system_is_measured_at_every_number_of_requests(measured: tuple[dict[str, Any], Path]) -> None:
+    bench, _ = measured
+    cases = [(row["system"], row["concurrency"]) for row in bench["rows"]]
+    assert cases == [(system, count) for count in (1, 4) for system in ("one process", "mlx_lm", "cluster")]
+    for row in bench["rows"]:
+        assert row["tokens_per_s"] > 0 and row["prompt_tokens_per_s"] > 0
+        assert 0 < row["gap_p50_ms"] <= row["gap_p95_ms"] and 0 < row["ttft_p50_s"] <= row["ttft_p95_s"]
+
+
+def test_the_ratios_are_those_of_the_rows(measured: tuple[dict[str, Any], Path]) -> None:
+    bench, _ = measured
+    rows = {(row["system"], row["concurrency"]): row for row in bench["rows"]}
+    alone, cluster = rows["one process", 1], rows["cluster", 1]
+    assert bench["ratio_vs_one_process"] == pytest.approx(
+        cluster["tokens_per_s_per_request"] / alone["tokens_per_s_per_request"]
+    )
+    assert bench["overhead_ms_per_token"] == pytest.approx(
+        1e3 / cluster["tokens_per_s_per_request"] - 1e3 / alone["tokens_per_s_per_request"]
+    )
+    assert bench["ratio_vs_mlx_lm_batch"] == pytest.approx(
+        rows["cluster", 4]["tokens_per_s"] / rows["mlx_lm", 4]["tokens_per_s"]
+    )
+    assert bench["prefill_ratio_vs_one_process"] == pytest.approx(
+        rows["cluster", 4]["prompt_tokens_per_s"] / rows["one process", 4]["prompt_tokens_per_s"]
+    )
+    assert "AMD" in bench["machine"] or "cores" in bench["machine"]
+
+
+def test_the_cluster_says_what_its_stages_and_hops_do(measured: tuple[dict[str, Any], Path]) -> None:
+    bench, _ = measured
+    for row in bench["rows"]:
+        if row["system"] == "cluster":
+            assert len(row["utilisation"]) == len(row["bytes_per_token"]) == len(row["hop_ms"]) == 2
+            assert all(0 < part <= 1 for part in row["utilisation"])
+            assert row["bubble"] == pytest.approx(1 - sum(row["utilisation"]) / 2)
+            assert row["bytes_per_token"][0] > 64 * 4, "a token's hidden state"
+            assert row["bytes_per_token"][1] < 200, "token ids, no logits"
+            assert 0 < row["loop_share"] < 1
+
+
+def test_a_simulation_of_the_measured_times_comes_near_what_was_measured(
+    measured: tuple[dict[str, Any], Path],
+) -> None:
+    """Loosely: this machine is shared while tests run. docs/bench.md has the comparison on a quiet one."""
+    bench, path = measured
+    for row in bench["rows"]:
+        if row["system"] == "cluster":
+            assert 0.5 < row["predicted_tokens_per_s"] / row["tokens_per_s"] < 2
+    done = run("plan", "--simulate", "--measured", path, "--concurrency", "1,4", "-p", "24", "-g", "16", "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)["simulated"]
+    assert [row["concurrency"] for row in found] == [1, 4]
+    assert found[1]["tokens_per_s"] > found[0]["tokens_per_s"]
+
+
+def test_the_table_is_markdown_with_a_row_per_case_and_the_ratios(model: Path) -> None:
+    done = run(
+        "bench", "--model", model, "--local", "1", "--layers", "1,3", "--layers", "3,1", "--concurrency", "2",
+        *LOAD[:-1], "1", timeout_s=100,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    rows = [line for line in lines if line.startswith("| ")]
+    assert len({line.count("|") for line in rows}) == 1
+    assert sum("cluster 1,3" in line for line in rows) == sum("cluster 3,1" in line for line in rows) == 1
+    assert sum(line.startswith("* ") for line in lines) == 2, "no request was alone: only the ratios of many"
+
+
+def test_without_workers_only_this_process_is_measured(model: Path) -> None:
+    done = run("bench", "--model", model, "--local", "0", "--concurrency", "1", *LOAD[:-1], "1", "--json")
+    assert done.code == 0, done.err
+    bench = json.loads(done.out)
+    assert {row["system"] for row in bench["rows"]} == {"one process", "mlx_lm"}
+    assert bench["ratio_vs_one_process"] is bench["ratio_vs_mlx_lm_batch"] is bench["overhead_ms_per_token"] is None
+
+
+def test_the_founding_measurement_simulated() -> None:
+    """26.5 and 6.5 ms of computing: one request goes as fast as its way through the chain, eight share the stages."""
+    done = run(
+        "plan", "--simulate", "--stage-ms", "26.5,6.5", "--hop-ms", "3,0.3", "--gbps", "40", "--concurrency", "1,8",
+        "--json",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    one, eight = json.loads(done.out)["simulated"]
+    assert one["tokens_per_s"] == pytest.approx(1e3 / (26.5 + 6.5 + 3 + 0.3), rel=0.01)
+    assert eight["tokens_per_s"] > 7.9 * one["tokens_per_s"], "rows cost nothing here: all eight go in one lane"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("bench", "--concurrency", "1,zero"), "--concurrency: expected whole numbers above 0"),
+        (("bench", "--concurrency", "0"), "--concurrency: expected whole numbers above 0"),
+        (("bench", "--decode", "fast"), "--decode: expected one of"),
+        (("bench", "-p", "4000"), "expected at most 2048 tokens together"),
+        (("plan", "--stage-ms", "1,2"), "go with --simulate"),
+        (("plan", "--simulate", "--stage-ms", "5,5", "--concurrency", "100000"), "too much to simulate"),
+        (("plan", "--simulate", "--stage-ms", "5,5", "-p", "1000000000"), "too much to simulate"),
+        (("plan", "--simulate", "--stage-ms", "0,5"), "--stage-ms: expected milliseconds from 0.001"),
+        (("bench", "--local", "1", "--layers", "9,9"), "layers: expected a sum of 8"),
+        (("bench", "--plot", "nowhere/x.png"), "--plot: cannot write nowhere/x.png"),
+        (("bench", "--plot", "x.txt"), "--plot: expected"),
+        (("plan", "--simulate"), "--simulate: expected either --stage-ms"),
+        (("plan", "--simulate", "--stage-ms", "a"), "--stage-ms: expected milliseconds"),
+        (("plan", "--simulate", "--stage-ms", "1,2", "--hop-ms", "1,2,3"), "--hop-ms: expected one number, or one"),
+        (("plan", "--simulate", "--measured", "nowhere.json"), "--measured: cannot read nowhere.json"),
+        (("plan", "--simulate", "--measured", "README.md"), "--measured: expected what `brigade bench --json` prints"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_one_line(arguments: tuple[str, ...], said: str) -> None:
+    done: Outcome = run(*arguments)
+    assert done.code == 2
+    assert said in done.err and done.err.count("\n") <= 2 and done.out == ""

@@ -1,0 +1,118 @@
+"""What the tests of many requests at once share: requests side by side, and budgets of their chains."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.answer import Answer
+from coordinator.chain import Chain
+from coordinator.decode import Decode
+from coordinator.request import Request
+from coordinator.runner import Runner, generate
+from protos.brigade_pb2 import Frame, Sampling
+from tests.integration.conftest import CHUNK, opened, serving
+
+SPLITS = [(4,), (1, 3), (1, 2, 1)]
+splits = pytest.mark.parametrize("layers", SPLITS, ids=lambda layers: "+".join(map(str, layers)))
+
+
+def tokens_of(length: int, seed: int = 0) -> tuple[int, ...]:
+    """A prompt below 89 that differs from those of other seeds from its first token on."""
+    return tuple((7 * i + i * i * (1 + seed % 5) + 11 * seed) % 89 for i in range(length))
+
+
+def request(prompt: Sequence[int], max_tokens: int, decode: Decode | None = None, **more: Any) -> Request:
+    """`more` are fields of the request, or of its sampling."""
+    fields = {name: more.pop(name) for name in ("cache", "eos", "stops", "sampling") if name in more}
+    sampling = fields.pop("sampling", None) or Sampling(**more)
+    return Request(tuple(prompt), max_tokens, sampling, decode or Decode(), **fields)
+
+
+async def solo(chain: Chain, requests: Sequence[Request]) -> list[Answer]:
+    """Each alone, one after another, with nothing to reuse."""
+    return [await generate(chain, each, chunk=CHUNK) for each in requests]
+
+
+async def together(chain: Chain, requests: Sequence[Request]) -> list[Answer]:
+    """All at once."""
+    async with Runner(chain) as runner:
+        return list(await asyncio.gather(*(runner.answer(each, chunk=CHUNK) for each in requests)))
+
+
+class Live:
+    """A request under way, watched piece by piece."""
+
+    def __init__(self, runner: Runner, each: Request, **more: Any) -> None:
+        self.num_pieces = 0
+        self._emit: Callable[[str], None] = more.pop("emit", lambda text: None)
+        self._pieces: asyncio.Queue[str] = asyncio.Queue()
+        self.task = asyncio.create_task(runner.answer(each, emit=self._note, chunk=CHUNK, **more))
+
+    async def wait_pieces(self, count: int) -> None:
+        """Return once it has emitted so many pieces."""
+        async with asyncio.timeout(20):
+            while self.num_pieces < count:
+                await self._pieces.get()
+
+    async def answer(self) -> Answer:
+        async with asyncio.timeout(60):
+            return await self.task
+
+    def _note(self, text: str) -> None:
+        self.num_pieces += 1
+        self._pieces.put_nowait(text)
+        self._emit(text)
+
+
+@asynccontextmanager
+async def running_within(folder: Path, layers: Sequence[int], num_rows: int, slots: int = 1) -> AsyncIterator[Chain]:
+    """A chain whose stages have cache memory for so many slots with so many rows of full caches each."""
+    async with serving(len(layers) - 1) as nodes, opened(folder, layers, nodes) as chain:
+        chain.plan = replace(
+            chain.plan,
+            assignments=tuple(
+                replace(a, memory_bytes=a.weight_bytes + slots * chain.spec.reserved_bytes(a.start, a.end, num_rows))
+                for a in chain.plan.assignments
+            ),
+        )
+        yield chain
+
+
+@pytest.fixture
+def frames(monkeypatch: pytest.MonkeyPatch) -> list[Frame]:
+    """Every frame that any chain sends."""
+    sent: list[Frame] = []
+    send = Chain.send
+
+    def note(chain: Chain, frame: Frame) -> None:
+        sent.append(Frame.FromString(frame.SerializeToString()))
+        send(chain, frame)
+
+    monkeypatch.setattr(Chain, "send", note)
+    return sent
+
+
+async def wait_freed(chain: Chain) -> None:
+    """Return once no stage holds a slot or any cache."""
+    async with asyncio.timeout(10):
+        while any(status.slots or status.cache_bytes for status in await chain.statuses()):
+            pass
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Return once the condition holds; asks whenever the loop comes round."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - of things that tell nobody
+            await asyncio.sleep(0)
+
+
+async def wait_slots(chain: Chain, count: int) -> None:
+    """Return once every stage holds so many slots."""
+    async with asyncio.timeout(10):
+        while {status.slots for status in await chain.statuses()} != {count}:
+            pass

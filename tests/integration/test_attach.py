@@ -1,0 +1,222 @@
+"""Who may load and attach, what an error leaves behind, and what is loaded only once."""
+
+import asyncio
+import gc
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from coordinator.peer import Peer
+from protos.brigade_pb2 import (
+    AttachRequest,
+    Cache,
+    Frame,
+)
+from protos.brigade_pb2 import Session as Opening
+from tests.integration.conftest import (
+    CHUNK,
+    Models,
+    RunningNode,
+    answer,
+    load,
+    load_request,
+    opened,
+    serving,
+)
+from tests.integration.upstream import attach_request, window_of
+from tests.tiny import VOCAB, make_model
+from worker.cache import LayerCache
+from worker.errors import BrigadeError, ModelError, NodeBusy
+from worker.lane import Place
+from worker.shard import Shard
+
+PROMPT = tuple((5 * i + 3) % VOCAB for i in range(3 * CHUNK + 2))
+
+Caches = list[weakref.ref[LayerCache]]
+
+
+@pytest.fixture
+def worker_caches(monkeypatch: pytest.MonkeyPatch) -> Caches:
+    """Weak references to all caches of workers: what is gone is gone."""
+    references: Caches = []
+    make: Callable[..., list[LayerCache]] = Shard.make_caches
+
+    def note(shard: Shard, cache: Cache) -> list[LayerCache]:
+        caches = make(shard, cache)
+        references.extend(weakref.ref(cache) for cache in caches if not shard.is_first)
+        return caches
+
+    monkeypatch.setattr(Shard, "make_caches", note)
+    return references
+
+
+# Who may attach
+
+
+async def test_attaching_to_a_node_that_holds_nothing_is_refused(models: Models) -> None:
+    async with serving(1) as [node]:
+        with pytest.raises(
+            ModelError, match=r"^worker node-1: expected to hold layers \[2, 4\) of .*, holds none by now; start again"
+        ):
+            await attach_and_leave(node, attach_request(models("qwen3").folder))
+
+
+async def test_attaching_to_other_layers_than_are_loaded_is_refused(models: Models) -> None:
+    async with serving(1) as [node]:
+        await load(node, load_request(models("qwen3").folder, 1, 3))
+        with pytest.raises(ModelError, match=r"^worker node-1: expected to hold layers \[2, 4\) of .*, holds \[1, 3\)"):
+            await attach_and_leave(node, attach_request(models("qwen3").folder))
+
+
+async def attach_and_leave(node: RunningNode, request: AttachRequest) -> None:
+    peer = node.peer()
+    try:
+        await peer.attach(request)
+    finally:
+        await peer.close()
+
+
+async def test_a_second_coordinator_is_refused_and_the_first_goes_on(models: Models) -> None:
+    whole = models("qwen3")
+    async with serving(1) as [node], opened(whole.folder, (2, 2), [node]) as chain:
+        before = (await answer(chain, PROMPT, 4)).tokens
+        with pytest.raises(NodeBusy, match=r"^worker node-1: already serves another coordinator"):
+            await load(node, load_request(whole.folder, 2, 4))
+        with pytest.raises(NodeBusy, match=r"^worker node-1: already serves another coordinator"):
+            await attach_and_leave(node, attach_request(models("qwen3").folder))
+        assert (await answer(chain, PROMPT, 4)).tokens == before == whole.tokens(PROMPT, 4)
+
+
+async def test_when_the_coordinator_is_gone_its_slots_are_too_and_another_can_attach(
+    models: Models, worker_caches: Caches
+) -> None:
+    whole = models("qwen3")
+    async with serving(2) as nodes:
+        async with opened(whole.folder, (1, 1, 2), nodes) as chain:
+            chain.send(Frame(epoch=1, step=51, opened=[Opening(slot=3)], windows=[window_of(PROMPT, 0, 3)]))
+            await chain.receive()
+            for peer in chain.peers:
+                status = await peer.status(5)
+                assert (status.slots, status.step) == (1, 51) and status.cache_bytes > 0
+        assert any(cache() for cache in worker_caches)
+        for node in nodes:
+            await wait_idle(node)
+        assert not [task for task in asyncio.all_tasks() if "Stage." in task.get_coro().__qualname__]
+        gc.collect()
+        assert not any(cache() for cache in worker_caches)
+        async with opened(whole.folder, (1, 1, 2), nodes) as chain:
+            assert (await answer(chain, PROMPT, 4)).tokens == whole.tokens(PROMPT, 4)
+
+
+async def wait_idle(node: RunningNode) -> None:
+    """Until the node has noticed that its coordinator is gone: it holds no slot and no cache, but still its shard."""
+    peer = node.peer()
+    try:
+        async with asyncio.timeout(5):
+            while (status := await peer.status(5)).slots or status.cache_bytes:  # noqa: ASYNC110 - asked from outside
+                await asyncio.sleep(0.01)
+    finally:
+        await peer.close()
+    assert status.weight_bytes > 0
+
+
+async def test_a_shard_of_another_model_that_was_loaded_meanwhile_is_refused(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two coordinators load at the same time: the first to attach must not run on what the other one loaded."""
+    mine, other = models("qwen3"), models("qwen3", seed=5)
+    attach: Callable[..., Any] = Peer.attach
+
+    async def attach_late(peer: Peer, request: AttachRequest) -> None:
+        await load(node, load_request(other.folder, 2, 4))
+        await attach(peer, request)
+
+    monkeypatch.setattr(Peer, "attach", attach_late)
+    async with serving(1) as [node]:
+        with pytest.raises(BrigadeError):
+            async with opened(mine.folder, (2, 2), [node]):
+                pass
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+async def test_an_error_in_a_stage_names_its_node_and_leaves_the_nodes_usable(
+    models: Models, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    whole = models("qwen3")
+    run: Callable[..., mx.array] = Shard.__call__
+
+    def fail(shard: Shard, x: mx.array, places: Sequence[Place]) -> mx.array:
+        if shard.start == failing:
+            raise ModelError("no such kernel")
+        return run(shard, x, places)
+
+    async with serving(2) as nodes:
+        async with opened(whole.folder, (1, 1, 2), nodes) as chain:
+            with monkeypatch.context() as patch:
+                patch.setattr(Shard, "__call__", fail)
+                with pytest.raises(ModelError, match=f"^worker node-{failing}: no such kernel"):
+                    await answer(chain, PROMPT, 3)
+        for node in nodes:
+            await wait_idle(node)
+        async with opened(whole.folder, (1, 1, 2), nodes) as chain:
+            assert (await answer(chain, PROMPT, 4)).tokens == whole.tokens(PROMPT, 4)
+
+
+# Loading once
+
+
+@pytest.fixture
+def files_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The weight files that anybody opens to read tensors."""
+    files: list[str] = []
+    read: Callable[..., Any] = mx.load
+
+    def note(file: str, *args: Any, **kwargs: Any) -> Any:
+        files.append(Path(file).name)
+        return read(file, *args, **kwargs)
+
+    monkeypatch.setattr(mx, "load", note)
+    return files
+
+
+async def test_the_same_load_again_reads_nothing(tmp_path: Path, files_read: list[str]) -> None:
+    folder = make_model(tmp_path / "model", num_files=3)
+    async with serving(1) as [node]:
+        assert (await load(node, load_request(folder, 2, 4)))[-1].phase == "load"
+        assert files_read
+        files_read.clear()
+        assert await load(node, load_request(folder, 2, 4)) == []
+        assert files_read == []
+        assert (await load(node, load_request(folder, 1, 4)))[-1].done > 0
+        assert files_read
+
+
+async def test_a_weight_file_that_changed_is_read_again(tmp_path: Path, files_read: list[str]) -> None:
+    """The same headers and other values: nothing but the time of its last change tells."""
+    folder = make_model(tmp_path / "model", num_files=2, seed=0)
+    other = make_model(tmp_path / "other", num_files=2, seed=1)
+    async with serving(1) as [node]:
+        await load(node, load_request(folder, 2, 4))
+        before = await digests(node)
+        for file in folder.glob("*.safetensors"):
+            file.write_bytes((other / file.name).read_bytes())
+            os.utime(file, ns=(0, file.stat().st_mtime_ns + 1_000_000))
+        files_read.clear()
+        await load(node, load_request(folder, 2, 4))
+        after = await digests(node)
+    assert files_read
+    assert before.keys() == after.keys()
+    assert all(before[name] != after[name] for name in before)
+
+
+async def digests(node: RunningNode) -> dict[str, str]:
+    peer = node.peer()
+    try:
+        return await peer.digests()
+    finally:
+        await peer.close()

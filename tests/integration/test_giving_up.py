@@ -1,0 +1,83 @@
+"""Requests and runners that are given up: nobody waits for ever, and the chain goes on with whoever comes next."""
+
+import asyncio
+import threading
+
+import pytest
+
+from coordinator.chain import Chain
+from coordinator.runner import Runner, generate
+from tests.integration.conftest import CHUNK, Models, opened, running, serving
+from tests.integration.many import Live, request, solo, tokens_of, wait_freed
+from worker.errors import StageLost
+
+FOREVER = 400  # tokens
+
+
+@pytest.mark.parametrize("busy", [0, 1])
+async def test_a_hundred_cancels_while_a_stage_is_busy_do_not_flood_the_chain(models: Models, busy: int) -> None:
+    release = threading.Event()
+    async with (
+        serving(1) as [node],
+        opened(models("qwen3").folder, (2, 2), [node]) as chain,
+        asyncio.timeout(20),
+        Runner(chain) as runner,
+    ):
+        live = [Live(runner, request(tokens_of(3, i), FOREVER)) for i in range(100)]
+        other = Live(runner, request(tokens_of(3, 101), 200))
+        for each in (other, *live):
+            await each.wait_pieces(1)
+        held = asyncio.create_task((chain.thread, node.thread)[busy].run(lambda: release.wait(8)))
+        for each in live:
+            each.task.cancel()
+        outcomes = await asyncio.gather(*(each.task for each in live), return_exceptions=True)
+        release.set()
+        await held
+        assert {type(outcome) for outcome in outcomes} == {asyncio.CancelledError}
+        assert len((await other.answer()).tokens) == 200
+
+
+@pytest.mark.parametrize("error", [None, KeyError("x")])
+async def test_leaving_the_runner_fails_its_requests_and_frees_their_slots(
+    models: Models, error: Exception | None
+) -> None:
+    async with running(models("qwen3").folder, (2, 2)) as chain:
+        live: list[Live] = []
+        try:
+            async with Runner(chain) as runner:
+                live += [Live(runner, request(tokens_of(3, i), FOREVER)) for i in range(3)]
+                await live[-1].wait_pieces(2)
+                if error:
+                    raise error
+        except KeyError as raised:
+            assert raised is error
+        outcomes = await asyncio.wait_for(asyncio.gather(*(each.task for each in live), return_exceptions=True), 3)
+        assert {type(outcome) for outcome in outcomes} == {StageLost}
+        await wait_freed(chain)
+
+
+async def test_after_a_request_was_cancelled_the_chain_serves_the_next(models: Models) -> None:
+    async with running(models("qwen3").folder, (2, 2)) as chain:
+        began = asyncio.Event()
+        work = generate(chain, request(tokens_of(3), FOREVER), emit=lambda text: began.set(), chunk=CHUNK)
+        task = asyncio.create_task(work)
+        await began.wait()
+        task.cancel()
+        await asyncio.wait([task])
+        await assert_serves(models, chain)
+
+
+async def test_after_a_reader_has_failed_the_chain_serves_the_next(models: Models) -> None:
+    def fail(text: str) -> None:
+        raise BrokenPipeError
+
+    async with running(models("qwen3").folder, (2, 2)) as chain:
+        with pytest.raises(BrokenPipeError):
+            await generate(chain, request(tokens_of(3), FOREVER), emit=fail, chunk=CHUNK)
+        await assert_serves(models, chain)
+
+
+async def assert_serves(models: Models, chain: Chain) -> None:
+    [answer] = await solo(chain, [request(tokens_of(30), 8)])
+    assert answer.tokens == models("qwen3").tokens(tokens_of(30), 8)
+    await wait_freed(chain)

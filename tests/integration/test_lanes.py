@@ -1,0 +1,208 @@
+"""Many requests at once, in lanes, are what each is alone, token for token."""
+
+import asyncio
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from coordinator.answer import Answer
+from coordinator.chain import Chain
+from coordinator.decode import Decode, make_cache_choice
+from coordinator.request import Request
+from coordinator.runner import Runner
+from tests.integration.conftest import CHUNK, Models, Pass, running
+from tests.integration.many import Live, request, solo, splits, together, tokens_of
+from tests.integration.windows import BIASED, MASKED
+from worker.engine import Engine
+
+FAMILIES = ("qwen3", "llama", "gemma3_text", "qwen3_5", "qwen3_moe")
+WIDE: dict[str, Any] = {"config": {"mask_token_id": 90, "head_dim": 32}, "sharpen": 4.0}  # int8 needs groups of 32
+PENALISED: dict[str, Any] = {
+    "seed": 5, "temperature": 1.5, "repetition_penalty": 1.4, "presence_penalty": 0.4, "frequency_penalty": 0.3,
+}  # fmt: skip
+MIXED = [  # prompts from one row to five chunks
+    request(tokens_of(1, 1), 16),
+    request(tokens_of(5, 2), 9, seed=3, temperature=1.0),
+    request(tokens_of(CHUNK + 3, 3), 14, **PENALISED),
+    request(tokens_of(4 * CHUNK + 5, 4), 12),
+    request(tokens_of(2, 5), 20, seed=4, temperature=1.5, top_p=0.8, top_k=20, min_p=0.01),
+    request(tokens_of(2 * CHUNK, 6), 4, repetition_penalty=1.5),
+    request(tokens_of(3, 7), 1),
+]
+
+
+@pytest.fixture(params=[False, True], ids=["in step", "ahead"])
+def runs_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether every engine begins a frame before it has finished the one before, as where a GPU is busy long after."""
+    monkeypatch.setattr(Engine, "runs_ahead", request.param)
+    return bool(request.param)
+
+
+def assert_same(found: Sequence[Answer], alone: Sequence[Answer]) -> None:
+    assert [each.tokens for each in found] == [each.tokens for each in alone]
+    assert [each.finish_reason for each in found] == [each.finish_reason for each in alone]
+
+
+@splits
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_requests_side_by_side_get_the_tokens_that_each_gets_alone(
+    models: Models, passes: list[Pass], runs_ahead: bool, family: str, layers: tuple[int, ...]
+) -> None:
+    async with running(models(family).folder, layers) as chain:
+        alone = await solo(chain, MIXED)
+        assert max(len(each.rows) for each in passes) == 1
+        assert_same(await together(chain, MIXED), alone)
+    assert max(len(each.rows) for each in passes) > 1, "no two windows ever shared a pass"
+    assert len({tuple(each.tokens) for each in alone}) == len(MIXED)
+
+
+@splits
+async def test_every_decoder_sampling_and_chunking_side_by_side_changes_no_token(
+    models: Models, passes: list[Pass], runs_ahead: bool, layers: tuple[int, ...]
+) -> None:
+    bias = dict(BIASED.logit_bias)
+    requests = [
+        request(tokens_of(11, 1), 24),
+        request(tokens_of(3, 2), 24, Decode("diffusion", 8), logit_bias=bias),
+        request(tokens_of(40, 3), 20, Decode("diffusion", 16), seed=1, temperature=1.0),
+        request(tokens_of(6, 4) * 5, 24, Decode("ngram"), logit_bias=bias),
+        request(tokens_of(2, 5), 20, Decode("diffusion-fast", 4, 1.0)),
+        request(tokens_of(19, 6), 20, Decode("diffusion-fast", 16, 2.0), seed=2, temperature=0.7),
+        request(tokens_of(25, 7), 20, Decode("ngram"), **PENALISED, logit_bias=bias),
+        request(tokens_of(9, 8), 24, Decode("diffusion", 4), **PENALISED, logit_bias=bias),
+    ]
+    async with running(models("qwen3", **MASKED).folder, layers) as chain:
+        alone = await solo(chain, requests)
+        assert_same(await together(chain, requests), alone)
+    assert any(len(set(each.rows)) >= 3 for each in passes), "windows of one length alone prove less"
+
+
+@splits
+async def test_full_rotating_and_int8_caches_share_a_lane(
+    models: Models, passes: list[Pass], runs_ahead: bool, layers: tuple[int, ...]
+) -> None:
+    caches = [make_cache_choice("full", None), make_cache_choice("rotating", 14), make_cache_choice("int8", None)]
+    decodes = [Decode(), Decode("diffusion", 4), Decode("ngram")]
+    requests = [
+        request(tokens_of(20 + 5 * i + j, i + 3 * j), 16, decode, cache=cache)
+        for i, cache in enumerate(caches)
+        for j, decode in enumerate(decodes)
+    ]
+    async with running(models("qwen3", **WIDE).folder, layers) as chain:
+        alone = await solo(chain, requests)
+        assert_same(await together(chain, requests), alone)
+    assert max(len(each.rows) for each in passes) > 1
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_5"])
+async def test_logprobs_side_by_side_are_close_to_those_alone(models: Models, family: str) -> None:
+    requests = [request(tokens_of(4 + 7 * i, i), 10, logprobs=4, seed=i, temperature=0.7 * i) for i in range(4)]
+    async with running(models(family).folder, (1, 3)) as chain:
+        alone = await solo(chain, requests)
+        found = await together(chain, requests)
+    assert_same(found, alone)
+    for one, other in zip(found, alone, strict=True):
+        for sample, expected in zip(one.samples, other.samples, strict=True):
+            assert len(sample.alternatives) >= 3
+            assert sample.logprob == pytest.approx(expected.logprob, abs=1e-4)
+            assert [a.token for a in sample.alternatives] == [a.token for a in expected.alternatives]
+            pairs = zip(sample.alternatives, expected.alternatives, strict=True)
+            assert all(a.logprob == pytest.approx(b.logprob, abs=1e-4) for a, b in pairs)
+
+
+@splits
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_5"])
+async def test_requests_that_join_and_leave_between_steps_change_no_token(
+    models: Models, runs_ahead: bool, family: str, layers: tuple[int, ...]
+) -> None:
+    """Each joins when the one before it has its second token, and leaves whenever it is done."""
+    requests = [request(tokens_of(1 + (9 * i) % 31, i), 4 + (5 * i) % 17, seed=i, temperature=i % 2) for i in range(9)]
+    async with running(models(family).folder, layers) as chain:
+        alone = await solo(chain, requests)
+        async with Runner(chain) as runner:
+            found = [await each.answer() for each in await staggered(runner, requests)]
+    assert_same(found, alone)
+    assert all(later.started > earlier.token_times[1] for earlier, later in pairwise(found))
+
+
+async def staggered(runner: Runner, requests: Sequence[Request]) -> list[Live]:
+    live: list[Live] = []
+    for each in requests:
+        if live:
+            await live[-1].wait_pieces(2)
+        live.append(Live(runner, each))
+    return live
+
+
+@splits
+async def test_windows_of_a_lane_share_one_pass_on_every_stage(
+    models: Models, passes: list[Pass], layers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """12 streams of 20 tokens take about 20 passes per lane, where one by one they would take 240."""
+    count, num_tokens, num_lanes = 12, 20, len(layers)
+    monkeypatch.setattr("coordinator.costs.LaneChooser.choose", lambda self, num_sessions, rows_each: num_lanes)
+    requests = [request(tokens_of(1, i), num_tokens) for i in range(count)]
+    async with running(models("qwen3").folder, layers) as chain:
+        passes.clear()
+        await together(chain, requests)
+    for start in (0, layers[0])[: len(layers)]:
+        here = [each for each in passes if each.start == start]
+        assert sum(sum(each.rows) for each in here) == count * num_tokens
+        assert sum(len(each.rows) == count // num_lanes for each in here) >= num_lanes * (num_tokens - 3)
+        assert len(here) <= num_lanes * (num_tokens + 3)
+
+
+async def test_no_row_but_those_asked_for_is_ever_computed(models: Models, passes: list[Pass]) -> None:
+    """Nothing is padded: a lane's rows are those of its windows."""
+    async with running(models("qwen3").folder, (1, 3)) as chain:
+        passes.clear()
+        found = await together(chain, MIXED)
+    rows = sum(len(each.prompt) + len(answer.tokens) - 1 for each, answer in zip(MIXED, found, strict=True))
+    for start in (0, 1):
+        assert sum(sum(each.rows) for each in passes if each.start == start) == rows
+
+
+@splits
+async def test_several_prompts_of_several_chunks_at_once_are_each_what_they_are_alone(
+    models: Models, runs_ahead: bool, layers: tuple[int, ...]
+) -> None:
+    requests = [request(tokens_of(5 * CHUNK + 3 * i, i), 6) for i in range(5)]
+    async with running(models("gemma3_text").folder, layers) as chain:
+        alone = await solo(chain, requests)
+        assert_same(await together(chain, requests), alone)
+
+
+async def test_the_passes_of_an_answer_are_those_of_its_own_windows(models: Models) -> None:
+    async with running(models("qwen3").folder, (2, 2)) as chain:
+        found = await together(chain, MIXED)
+        alone = await solo_passages(chain)
+    assert [len(each.passages) for each in found] == alone
+    assert [each.num_steps for each in found] == [len(each.tokens) for each in found]
+
+
+async def solo_passages(chain: Chain) -> list[int]:
+    return [len(each.passages) for each in await solo(chain, MIXED)]
+
+
+async def test_a_step_that_fails_ahead_of_another_fails_the_runner_not_the_process(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two frames are on the device where engines run ahead: no request may wait for ever for the lost one."""
+    begin, begun = Engine.begin, []
+
+    def fail(engine: Engine, frame: Any, received: int) -> Any:
+        begun.append(frame.step)
+        if len(begun) == 25:
+            raise RuntimeError("no such kernel")
+        return begin(engine, frame, received)
+
+    monkeypatch.setattr(Engine, "runs_ahead", True)
+    async with running(models("qwen3").folder, (4,)) as chain:
+        monkeypatch.setattr(Engine, "begin", fail)
+        async with Runner(chain) as runner, asyncio.timeout(10):
+            outcomes = await asyncio.gather(
+                *(runner.answer(request(tokens_of(3, i), 40), chunk=CHUNK) for i in range(4)), return_exceptions=True
+            )
+    assert [str(outcome) for outcome in outcomes] == ["no such kernel"] * 4

@@ -1,0 +1,307 @@
+"""What one request has fed is there for the next: continued, copied, evicted, and never changed under anyone."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from coordinator.answer import Answer
+from coordinator.chain import Chain
+from coordinator.decode import Decode, make_cache_choice
+from coordinator.request import Request
+from coordinator.runner import Runner
+from coordinator.slots import cache_costs
+from protos.brigade_pb2 import Frame
+from protos.brigade_pb2 import Session as Opening
+from tests.integration.conftest import CHUNK, Models, Pass, opened, running, serving
+from tests.integration.many import Live, request, running_within, solo, splits, tokens_of, until, wait_freed
+from tests.integration.many import frames as frames
+from tests.integration.upstream import feeding, frame, tensor, window_of
+from tests.integration.windows import MASKED
+from worker.errors import FrameError
+
+WIDE: dict[str, Any] = {"config": {"mask_token_id": 90, "head_dim": 32}, "sharpen": 4.0}
+KINDS: dict[str, tuple[str, dict[str, Any], Any]] = {
+    "full": ("qwen3", MASKED, make_cache_choice("full", None)),
+    "sliding": ("gemma3_text", {}, make_cache_choice("full", None)),
+    "recurrent": ("qwen3_5", {}, make_cache_choice("full", None)),
+    "int8": ("qwen3", WIDE, make_cache_choice("int8", None)),
+    "rotating": ("qwen3", MASKED, make_cache_choice("rotating", 14)),  # shorter than the prompts
+}
+caches = pytest.mark.parametrize("kind", KINDS)
+NEW = tokens_of(6, 9)  # what the user says next
+
+
+def rows_fed(frames: Sequence[Frame], since: int = 0) -> int:
+    return sum(len(window.tokens) + window.masks for frame in frames[since:] for window in frame.windows)
+
+
+def forks(frames: Sequence[Frame]) -> list[tuple[int, int]]:
+    """(slot, the slot it is a copy of), in order."""
+    return [(o.slot, o.fork_of) for frame in frames for o in frame.opened if o.HasField("fork_of")]
+
+
+async def fresh(chain: Chain, each: Request) -> Answer:
+    [answer] = await solo(chain, [each])
+    assert answer.num_reused == 0
+    return answer
+
+
+# --- the next turn of a conversation --------------------------------------------------------------------------------
+
+
+@splits
+@caches
+async def test_the_next_turn_of_a_conversation_feeds_only_what_is_new(
+    models: Models, frames: list[Frame], kind: str, layers: tuple[int, ...]
+) -> None:
+    family, arguments, cache = KINDS[kind]
+    async with running(models(family, **arguments).folder, layers) as chain:
+        async with Runner(chain) as runner:
+            first = await runner.answer(request(tokens_of(26), 8, cache=cache), chunk=CHUNK)
+            so_far = (*tokens_of(26), *first.tokens)
+            before = len(frames)
+            again = request((*so_far, *NEW), 8, cache=cache, seed=3, temperature=0.8)
+            found = await runner.answer(again, chunk=CHUNK)
+            assert found.num_reused == len(so_far) - 1  # the answer's last token was never fed
+            assert rows_fed(frames, before) == found.num_rows == 1 + len(NEW) + 8 - 1
+            assert runner.scheduler.slots.num_hits == 1
+        assert found.tokens == (await fresh(chain, again)).tokens
+
+
+@caches
+async def test_a_long_conversation_feeds_every_token_once(models: Models, frames: list[Frame], kind: str) -> None:
+    """Each turn goes on where the one before ended, in the same slot: nothing is copied, nothing else is held."""
+    family, arguments, cache = KINDS[kind]
+    async with running(models(family, **arguments).folder, (1, 3)) as chain:
+        frames.clear()
+        text, answers, asked = tokens_of(20), [], []
+        async with Runner(chain) as runner:
+            for turn in range(6):
+                asked.append(request(text, 5 + turn, cache=cache))
+                answers.append(await runner.answer(asked[-1], chunk=CHUNK))
+                text = (*text, *answers[-1].tokens, *tokens_of(3 + turn, turn))
+            statuses = await chain.statuses()
+        fed = len(asked[-1].prompt) + len(answers[-1].tokens) - 1
+        assert rows_fed(frames) == fed
+        assert {slot for slot, _ in forks(frames)} == {0} and [status.slots for status in statuses] == [1, 1]
+        alone = await solo(chain, asked)
+    assert [each.tokens for each in answers] == [each.tokens for each in alone]
+
+
+@pytest.mark.parametrize("decode", [Decode("diffusion", 8), Decode("diffusion-fast", 8, 1.0), Decode("ngram")])
+async def test_windows_leave_a_prefix_that_can_be_continued(models: Models, decode: Decode) -> None:
+    """Rejected drafts and MASK rows lie behind the end: they must not count as fed."""
+    async with running(models("qwen3", **MASKED).folder, (1, 3)) as chain:
+        async with Runner(chain) as runner:
+            asked = [request(tokens_of(26), 13, decode)]
+            answers = [await runner.answer(asked[0], chunk=CHUNK)]
+            for _ in range(2):
+                asked.append(request((*asked[-1].prompt, *answers[-1].tokens, *NEW), 13, decode))
+                answers.append(await runner.answer(asked[-1], chunk=CHUNK))
+                assert answers[-1].num_reused >= len(asked[-1].prompt) - len(NEW) - 9
+        alone = await solo(chain, asked)
+    assert [each.tokens for each in answers] == [each.tokens for each in alone]
+
+
+async def test_a_recurrent_model_begins_anew_where_a_prompt_leaves_the_old_text(models: Models) -> None:
+    async with running(models("qwen3_5").folder, (2, 2)) as chain:
+        async with Runner(chain) as runner:
+            first = await runner.answer(request(tokens_of(26), 8), chunk=CHUNK)
+            other = request((*tokens_of(26), *first.tokens[:-2], 3, *NEW), 8)
+            found = await runner.answer(other, chunk=CHUNK)
+        assert found.num_reused == 0
+        assert found.tokens == (await fresh(chain, other)).tokens
+
+
+async def test_another_kind_of_cache_is_never_reused(models: Models) -> None:
+    async with running(models("qwen3", **WIDE).folder, (2, 2)) as chain, Runner(chain) as runner:
+        for kind, size in (("full", None), ("int8", None), ("rotating", 14), ("rotating", 20)):
+            each = request(tokens_of(26), 8, cache=make_cache_choice(kind, size))
+            assert (await runner.answer(each, chunk=CHUNK)).num_reused == 0
+
+
+@splits
+async def test_a_prompt_that_leaves_the_old_text_reuses_what_both_share(
+    models: Models, layers: tuple[int, ...]
+) -> None:
+    """Two continuations of one text, several times: the kept text itself stays what it was."""
+    async with running(models("qwen3").folder, layers) as chain:
+        asked = [request((*tokens_of(30), *tokens_of(4, 1 + i % 2)), 6, seed=i, temperature=i % 2) for i in range(5)]
+        async with Runner(chain) as runner:
+            await runner.answer(request(tokens_of(35), 8), chunk=CHUNK)
+            found = [await runner.answer(each, chunk=CHUNK) for each in asked]
+        alone = await solo(chain, asked)
+    assert all(each.num_reused >= 30 for each in found)
+    assert [each.tokens for each in found] == [each.tokens for each in alone]
+
+
+# --- copies of what is still in use ---------------------------------------------------------------------------------
+
+
+@splits
+@pytest.mark.parametrize("kind", ["full", "int8"])
+async def test_two_live_requests_with_one_long_prefix_feed_it_once_and_both_are_right(
+    models: Models, frames: list[Frame], kind: str, layers: tuple[int, ...]
+) -> None:
+    """The source goes on while and after it was copied; the copy ends first, then another is made."""
+    family, arguments, cache = KINDS[kind]
+    long = request(tokens_of(40), 60, cache=cache)
+    short = [request((*tokens_of(40)[:36], *tokens_of(5, i)), 6, cache=cache, seed=i, temperature=1.0) for i in (1, 2)]
+    async with running(models(family, **arguments).folder, layers) as chain:
+        frames.clear()
+        async with Runner(chain) as runner:
+            source = Live(runner, long)
+            await source.wait_pieces(3)
+            copies = [await Live(runner, each).answer() for each in short]
+            assert not source.task.done()
+            found = [await source.answer(), *copies]
+        assert [slot for _, slot in forks(frames)] == [0, 0]
+        alone = await solo(chain, [long, *short])
+    assert [each.num_reused for each in found] == [0, 36, 36]
+    assert [each.tokens for each in found] == [each.tokens for each in alone]
+
+
+async def test_a_copy_of_a_slot_whose_prompt_is_still_being_fed_has_what_was_fed_by_then(
+    models: Models, frames: list[Frame]
+) -> None:
+    async with running(models("qwen3").folder, (1, 2, 1)) as chain:
+        frames.clear()
+        asked = [request(tokens_of(200), 6), request((*tokens_of(200)[:150], 5, 6), 6), request(tokens_of(100), 6)]
+        async with Runner(chain) as runner:
+            live = [Live(runner, asked[0])]
+            for number in (1, 2):
+                await until(lambda number=number: any(w.base >= 3 * CHUNK * number for f in frames for w in f.windows))
+                live.append(Live(runner, asked[number]))
+            found = [await each.answer() for each in live]
+        alone = await solo(chain, asked)
+    assert 0 < found[1].num_reused < 150 and 0 < found[2].num_reused < 100
+    assert [each.tokens for each in found] == [each.tokens for each in alone]
+
+
+@splits
+async def test_many_copies_of_one_prompt_with_seeds_of_their_own_are_each_what_they_are_alone(
+    models: Models, layers: tuple[int, ...]
+) -> None:
+    asked = [request(tokens_of(30), 12, seed=i, temperature=1.2) for i in range(6)]
+    async with running(models("qwen3").folder, layers) as chain:
+        async with Runner(chain) as runner:
+            live = []
+            for each in asked:
+                live.append(Live(runner, each))
+                await live[-1].wait_pieces(2)
+            found = [await each.answer() for each in live]
+        alone = await solo(chain, asked)
+    assert [each.num_reused for each in found] == [0] + [29] * 5
+    assert [each.tokens for each in found] == [each.tokens for each in alone]
+    assert len({tuple(each.tokens) for each in found}) > 1
+
+
+async def test_prompts_that_share_a_frame_and_a_prefix_are_copies_of_what_was_there_before_the_frame(
+    models: Models, frames: list[Frame]
+) -> None:
+    """Not of each other: none of them is there yet."""
+    asked = [request((*tokens_of(30), *tokens_of(3, i)), 5) for i in (1, 2, 3)]
+    async with running(models("qwen3").folder, (2, 2)) as chain:
+        alone = await solo(chain, asked)
+        async with Runner(chain) as runner:
+            await runner.answer(request(tokens_of(40), 2), chunk=CHUNK)
+            streaming = Live(runner, request(tokens_of(3, 1), 60))
+            await streaming.wait_pieces(2)
+            frames.clear()
+            first = asyncio.create_task(runner.answer(request(tokens_of(20, 9), 5)))  # the others wait behind it
+            found = await asyncio.gather(*(runner.answer(each) for each in asked))
+            await asyncio.gather(first, streaming.answer())
+    assert max(len(frame.opened) for frame in frames) >= 2, "they never shared a frame"
+    assert [each.num_reused for each in found] == [30] * 3
+    assert [each.tokens for each in found] == [each.tokens for each in alone]
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+@splits
+async def test_kept_prefixes_give_way_to_who_needs_their_memory_and_every_stage_frees_them(
+    models: Models, layers: tuple[int, ...]
+) -> None:
+    """Room for three slots: a fourth text evicts the oldest, on every stage."""
+    async with running_within(models("qwen3").folder, layers, 24, slots=3) as chain:
+        budgets = cache_costs(chain.plan, chain.spec).budgets
+        async with Runner(chain) as runner:
+            for number in range(8):
+                await runner.answer(request(tokens_of(20, number), 4), chunk=CHUNK)
+                statuses = await chain.statuses()
+                assert [status.slots for status in statuses] == [min(number + 1, 3)] * len(layers)
+                held = [status.cache_bytes for status in statuses]
+                assert all(0 < bytes_ <= budget for bytes_, budget in zip(held, budgets, strict=True))
+            newest = await runner.answer(request((*tokens_of(20, 7), 5), 4), chunk=CHUNK)
+            oldest = await runner.answer(request((*tokens_of(20, 1), 5), 4), chunk=CHUNK)
+        assert (newest.num_reused, oldest.num_reused) == (20, 0)
+        await wait_freed(chain)
+
+
+async def test_requests_wait_for_memory_and_no_stage_ever_holds_more_than_its_budget(models: Models) -> None:
+    asked = [request(tokens_of(30 + 60 * (i % 4), i % 3), 8) for i in range(12)]
+    async with running_within(models("qwen3").folder, (1, 3), 256, slots=2) as chain:
+        budgets = cache_costs(chain.plan, chain.spec).budgets
+        alone = await solo(chain, asked)
+        async with Runner(chain) as runner:
+            live = [Live(runner, each) for each in asked]
+            while not all(each.task.done() for each in live):
+                held = [status.cache_bytes for status in await chain.statuses()]
+                assert all(bytes_ <= budget for bytes_, budget in zip(held, budgets, strict=True)), held
+            found = [await each.answer() for each in live]
+        await wait_freed(chain)
+    assert [each.tokens for each in found] == [each.tokens for each in alone]
+
+
+@pytest.mark.parametrize("slots", [1, 2], ids=["in its place", "as a copy"])
+async def test_a_short_continuation_of_a_long_text_takes_no_more_than_it_was_promised(
+    models: Models, slots: int
+) -> None:
+    folder = models("qwen3", config={"max_position_embeddings": 4000}).folder
+    async with running_within(folder, (2, 2), 1024, slots) as chain, Runner(chain) as runner:
+        await runner.answer(request(tokens_of(900), 4), chunk=256)
+        for number in (1, 2, 3):
+            each = request((*tokens_of(900)[:30], *tokens_of(5, number)), 4)
+            assert (await runner.answer(each)).num_reused >= 30
+            promised = runner.scheduler.slots.promised
+            held = [status.cache_bytes for status in await chain.statuses()]
+            assert all(bytes_ <= most for bytes_, most in zip(held, promised, strict=True)), (held, promised)
+
+
+# --- what an engine refuses -----------------------------------------------------------------------------------------
+
+
+async def test_a_copy_of_a_slot_that_is_not_open_is_refused(models: Models, passes: list[Pass]) -> None:
+    async with feeding(models("qwen3").folder) as worker:
+        await worker.send(frame(1, [5, 6, 7], opened=[Opening(slot=4, fork_of=3)]))
+        with pytest.raises(FrameError, match=r"^worker node-1: slot 3, to be copied to slot 4, is not open"):
+            await worker.next_result()
+    assert passes == []
+
+
+async def test_a_copy_of_a_slot_that_the_same_frame_closes_is_made_before(models: Models) -> None:
+    whole = models("qwen3")
+    tokens = tokens_of(9)
+    async with serving(1) as nodes, opened(whole.folder, (2, 2), nodes) as chain:
+        chain.send(Frame(epoch=1, step=50, opened=[Opening(slot=0)], windows=[window_of(tokens[:8], 0)]))
+        await chain.receive()
+        opening = Opening(slot=1, fork_of=0)
+        chain.send(Frame(epoch=1, step=51, opened=[opening], closed=[0], windows=[window_of(tokens, 8, slot=1)]))
+        assert (await chain.receive()).result.samples[0].token == whole.tokens(tokens, 1)[0]
+        assert [status.slots for status in await chain.statuses()] == [1, 1]
+
+
+async def test_two_windows_for_one_slot_in_one_frame_are_refused(models: Models, passes: list[Pass]) -> None:
+    async with feeding(models("qwen3").folder) as worker:
+        await worker.send(
+            Frame(
+                epoch=1, step=7, opened=[Opening(slot=0)], hidden=tensor([1, 3, 64]),
+                windows=[window_of((5, 6), 0), window_of((5, 6, 7), 2)],
+            )
+        )  # fmt: skip
+        with pytest.raises(FrameError, match=r"^worker node-1: expected one window per slot, got slots \[0, 0\]"):
+            await worker.next_result()
+    assert passes == []

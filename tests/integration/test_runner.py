@@ -1,0 +1,265 @@
+"""Requests that share a chain come, leave and fail without touching each other; a lost chain fails them all."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from coordinator.decode import Decode
+from coordinator.request import Request
+from coordinator.runner import Runner
+from coordinator.text import StopText, TextStream
+from protos.brigade_pb2 import Frame
+from tests.integration.conftest import CHUNK, Models, opened, running, serving
+from tests.integration.many import Live, request, running_within, solo, splits, tokens_of, until, wait_freed, wait_slots
+from tests.integration.many import frames as frames
+from tests.integration.windows import MASKED, Words
+from worker.errors import InputError, ModelError, NodeBusy, StageLost
+from worker.lane import Place
+from worker.shard import Shard
+
+FOREVER = 450  # tokens: more than any test waits for
+STREAMS = [request(tokens_of(4 + 9 * i, i), 40, seed=i, temperature=i % 2) for i in range(3)]
+
+
+async def assert_cancelled(live: Live) -> None:
+    live.task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await live.task
+
+
+# --- who leaves -----------------------------------------------------------------------------------------------------
+
+
+@splits
+async def test_cancelling_while_decoding_frees_the_slot_on_every_stage_and_changes_nobodys_tokens(
+    models: Models, frames: list[Frame], layers: tuple[int, ...]
+) -> None:
+    async with running(models("qwen3").folder, layers) as chain:
+        alone = await solo(chain, STREAMS)
+        async with Runner(chain) as runner:
+            leaving = Live(runner, request(tokens_of(7, 9), FOREVER))
+            live = [Live(runner, each) for each in STREAMS]
+            await leaving.wait_pieces(3)
+            await live[-1].wait_pieces(3)
+            sent = len(frames)
+            await assert_cancelled(leaving)
+            found = [await each.answer() for each in live]
+            assert [0] in [list(frame.closed) for frame in frames[sent : sent + 1 + len(layers)]]
+            await wait_slots(chain, len(STREAMS))  # kept for their prefixes
+        await wait_freed(chain)
+    assert [each.tokens for each in found] == [each.tokens for each in alone]
+
+
+async def test_a_cancelled_request_alone_is_gone_with_the_very_next_frame(models: Models, frames: list[Frame]) -> None:
+    async with running(models("qwen3").folder, (1, 2, 1)) as chain, Runner(chain) as runner:
+        leaving = Live(runner, request(tokens_of(7), FOREVER))
+        await leaving.wait_pieces(3)
+        sent = len(frames)
+        await assert_cancelled(leaving)
+        await wait_freed(chain)
+        assert [list(frame.closed) for frame in frames[sent:]] == [[0]]
+        assert runner.scheduler.num_waiting == 0 and not runner.scheduler.slots.num_kept
+
+
+@splits
+async def test_cancelling_while_the_prompt_is_fed_frees_its_slot_and_changes_nobodys_tokens(
+    models: Models, frames: list[Frame], layers: tuple[int, ...]
+) -> None:
+    async with running(models("gemma3_text").folder, layers) as chain:
+        alone = await solo(chain, STREAMS)
+        async with Runner(chain) as runner:
+            live = [Live(runner, each) for each in STREAMS]
+            await live[0].wait_pieces(2)
+            frames.clear()
+            leaving = Live(runner, request(tokens_of(400, 9), 5))
+            await until(lambda: sum(len(w.tokens) == CHUNK for frame in frames for w in frame.windows) >= 5)
+            await assert_cancelled(leaving)
+            found = [await each.answer() for each in live]
+            assert leaving.num_pieces == 0
+            await wait_slots(chain, len(STREAMS))
+        await wait_freed(chain)
+    assert sum(len(w.tokens) for frame in frames for w in frame.windows if w.slot == 3) < 400
+    assert [each.tokens for each in found] == [each.tokens for each in alone]
+
+
+async def test_cancelling_while_waiting_leaves_no_trace_and_lets_the_next_one_in(models: Models) -> None:
+    asked = request(tokens_of(9, 1), 12)
+    async with running_within(models("qwen3").folder, (2, 2), 256) as chain:
+        [alone] = await solo(chain, [asked])
+        async with Runner(chain) as runner:
+            first = Live(runner, request(tokens_of(9), 60))
+            await first.wait_pieces(2)
+            waiting = [Live(runner, request(tokens_of(9, i), 60)) for i in range(2, 6)]
+            last = Live(runner, asked)
+            await first.wait_pieces(4)
+            assert runner.scheduler.num_waiting == 5
+            for each in waiting:
+                await assert_cancelled(each)
+            assert runner.scheduler.num_waiting == 1 and not first.task.done()
+            assert (await last.answer()).tokens == alone.tokens
+            assert all(each.num_pieces == 0 for each in waiting)
+            assert len((await first.answer()).tokens) == 60
+
+
+@splits
+async def test_many_cancels_at_once_free_all_their_slots_and_leave_the_others(
+    models: Models, layers: tuple[int, ...]
+) -> None:
+    """While waiting, while prompts are fed and while decoding."""
+    async with running(models("qwen3", **MASKED).folder, layers) as chain:
+        alone = await solo(chain, STREAMS)
+        async with Runner(chain) as runner:
+            decodes = [Decode(), Decode("diffusion", 8), Decode("ngram")]
+            leaving = [Live(runner, request(tokens_of(1 + 3 * i, i), FOREVER, decodes[i % 3])) for i in range(24)]
+            live = [Live(runner, each) for each in STREAMS]
+            await live[0].wait_pieces(2)
+            leaving += [Live(runner, request(tokens_of(300, i), 5)) for i in range(4)]
+            await live[0].wait_pieces(4)
+            for each in leaving:
+                each.task.cancel()
+            outcomes = await asyncio.gather(*(each.task for each in leaving), return_exceptions=True)
+            assert {type(outcome) for outcome in outcomes} == {asyncio.CancelledError}
+            found = [await each.answer() for each in live]
+            await wait_slots(chain, len(STREAMS))
+        await wait_freed(chain)
+    assert [each.tokens for each in found] == [each.tokens for each in alone]
+
+
+async def test_a_slot_that_was_freed_serves_the_next_request_rightly(models: Models, frames: list[Frame]) -> None:
+    """Cancelled with chunks still on their way: what comes back late belongs to nobody."""
+    asked = request(tokens_of(20, 5), 8)
+    async with running_within(models("qwen3").folder, (1, 2, 1), 512) as chain:
+        [alone] = await solo(chain, [asked])
+        async with Runner(chain) as runner:
+            for turn in range(6):
+                leaving = Live(runner, request(tokens_of(400, turn), 5))
+                await until(lambda turn=turn: any(w.base >= CHUNK * turn for frame in frames for w in frame.windows))
+                leaving.task.cancel()
+                assert (await runner.answer(asked, chunk=CHUNK)).tokens == alone.tokens
+                frames.clear()
+
+
+async def test_leaving_the_runner_while_requests_run_frees_everything(models: Models) -> None:
+    async with running(models("qwen3").folder, (1, 2, 1)) as chain:
+        async with Runner(chain) as runner:
+            live = [Live(runner, each) for each in (*STREAMS, request(tokens_of(300), FOREVER))]
+            await live[0].wait_pieces(2)
+        await wait_freed(chain)
+        for each in live:
+            each.task.cancel()
+        await asyncio.wait([each.task for each in live])
+        assert [found.tokens for found in await solo(chain, STREAMS[:1])] == [
+            models("qwen3").tokens(STREAMS[0].prompt, 40)
+        ]
+
+
+# --- who is refused, who fails --------------------------------------------------------------------------------------
+
+
+async def test_a_request_that_could_never_fit_is_refused_and_the_others_go_on(models: Models) -> None:
+    async with running_within(models("qwen3").folder, (1, 3), 256) as chain:
+        [alone] = await solo(chain, STREAMS[:1])
+        async with Runner(chain) as runner:
+            live = Live(runner, STREAMS[0])
+            await live.wait_pieces(2)
+            with pytest.raises(InputError, match="MiB of cache on coordinator"):
+                await runner.answer(request(tokens_of(9, 9), 300))
+            assert (await live.answer()).tokens == alone.tokens
+
+
+async def test_one_request_too_many_waiting_is_refused_and_the_others_go_on(models: Models) -> None:
+    async with running_within(models("qwen3").folder, (2, 2), 256) as chain, Runner(chain) as runner:
+        runner.scheduler._max_waiting = 2
+        live = [Live(runner, request(tokens_of(5, i), 20)) for i in range(3)]
+        await live[0].wait_pieces(1)
+        with pytest.raises(NodeBusy, match="2 requests wait already"):
+            await runner.answer(request(tokens_of(5, 7), 20))
+        assert [len((await each.answer()).tokens) for each in live] == [20] * 3
+
+
+async def test_an_exception_in_one_requests_emit_fails_that_request_alone(models: Models) -> None:
+    def fail(text: str) -> None:
+        if text.startswith(","):
+            raise KeyError("the client is gone")
+
+    async with running(models("qwen3").folder, (1, 3)) as chain:
+        alone = await solo(chain, STREAMS)
+        async with Runner(chain) as runner:
+            failing = Live(runner, request(tokens_of(4, 8), FOREVER), emit=fail)
+            live = [Live(runner, each) for each in STREAMS]
+            with pytest.raises(KeyError, match="the client is gone"):
+                await failing.answer()
+            found = [await each.answer() for each in live]
+            await wait_slots(chain, len(STREAMS))
+    assert [each.tokens for each in found] == [each.tokens for each in alone]
+    assert failing.num_pieces == 2
+
+
+@pytest.mark.parametrize("decode", [Decode(), Decode("ngram"), Decode("diffusion", 8)])
+async def test_a_stop_string_ends_one_of_several_requests_and_no_other(models: Models, decode: Decode) -> None:
+    async with running(models("qwen3", **MASKED).folder, (1, 3)) as chain:
+        asked = [request(each.prompt, 40, decode, sampling=each.sampling) for each in STREAMS]
+        alone = await solo(chain, asked)
+        stop = "".join(f" {token}" for token in alone[1].tokens[20:22])
+        text = "".join(f" {token}" for token in alone[1].tokens)
+        end = text.index(stop)
+        pieces: list[list[str]] = [[], [], []]
+        async with Runner(chain) as runner:
+            found = await asyncio.gather(*(
+                runner.answer(each, stream=TextStream(Words(), StopText(stops)), emit=out.append, chunk=CHUNK)
+                for each, stops, out in zip(asked, ([], [stop], []), pieces, strict=True)
+            ))  # fmt: skip
+    assert "".join(pieces[1]) == text[:end]
+    assert [each.finish_reason for each in found] == ["length", "stop", "length"]
+    assert [found[i].tokens for i in (0, 2)] == [alone[i].tokens for i in (0, 2)]
+
+
+# --- a chain that is lost -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dead", [1, 2])
+async def test_a_dead_worker_fails_every_request_at_once_by_its_name_and_later_ones_too(
+    models: Models, dead: int
+) -> None:
+    """Those that decode, that are fed, and that wait for memory."""
+    async with serving(2) as nodes, opened(models("qwen3").folder, (1, 2, 1), nodes) as chain:
+        async with Runner(chain) as runner:
+            live = [Live(runner, each) for each in endless()]
+            await live[0].wait_pieces(2)
+            await nodes[dead - 1].server.stop(None)
+            async with asyncio.timeout(5):
+                outcomes = await asyncio.gather(*(each.task for each in live), return_exceptions=True)
+                for outcome in outcomes:
+                    assert isinstance(outcome, StageLost) and str(outcome).startswith(f"worker node-{dead}: ")
+                with pytest.raises(StageLost, match=f"^worker node-{dead}: "):
+                    await runner.answer(STREAMS[0])
+        assert all(each.task.done() for each in live)
+
+
+def endless() -> Sequence[Request]:
+    return [request(tokens_of(3 + 60 * (i % 3), i), 300) for i in range(9)]
+
+
+async def test_an_error_in_one_stage_fails_every_request_and_names_the_node(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run: Callable[..., mx.array] = Shard.__call__
+    broken = threading.Event()
+
+    def fail(shard: Shard, x: mx.array, places: Sequence[Place]) -> Any:
+        if broken.is_set() and shard.is_last:
+            raise ModelError("no such kernel")
+        return run(shard, x, places)
+
+    monkeypatch.setattr(Shard, "__call__", fail)
+    async with running(models("qwen3").folder, (1, 2, 1)) as chain, Runner(chain) as runner:
+        live = [Live(runner, each) for each in endless()]
+        await live[0].wait_pieces(2)
+        broken.set()
+        async with asyncio.timeout(5):
+            outcomes = await asyncio.gather(*(each.task for each in live), return_exceptions=True)
+        assert {(type(each), str(each)) for each in outcomes} == {(ModelError, "worker node-2: no such kernel")}

@@ -1,0 +1,94 @@
+"""A test as the stage before one real worker, and hand-made frames."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from coordinator.peer import Peer
+from protos.brigade_pb2 import (
+    DTYPE_FLOAT32,
+    AttachRequest,
+    Frame,
+    Result,
+    Tensor,
+    Window,
+)
+from protos.brigade_pb2 import Session as Opening
+from tests.integration.conftest import (
+    load,
+    load_request,
+    serving,
+)
+from worker.history import History
+from worker.link import Link
+
+D = 64
+
+
+class Upstream:
+    """The test as stage 0 before one real worker, which holds the rest of the model."""
+
+    def __init__(self, peer: Peer, link: Link) -> None:
+        self._peer = peer
+        self._link = link
+        self._results = peer.results()
+
+    async def send(self, frame: Frame) -> None:
+        await self._link.send(frame)
+
+    async def next_result(self) -> Result:
+        async with asyncio.timeout(10):
+            return await anext(self._results)
+
+    async def wait_refused(self) -> None:
+        """Raises what the worker refuses the hop with."""
+        async with asyncio.timeout(10):
+            await self._link.wait_lost()
+
+
+def attach_request(folder: Path) -> AttachRequest:
+    """As stage 1 of epoch 1, holding layers [2, 4)."""
+    return AttachRequest(epoch=1, stage=1, loaded=load_request(folder, 2, 4))
+
+
+@asynccontextmanager
+async def feeding(folder: Path, epoch: int = 1, stage: int = 0) -> AsyncIterator[Upstream]:
+    """A worker that holds layers [2, 4) as stage 1 of epoch 1, and a hop into it that claims `epoch` and `stage`."""
+    async with serving(1) as [node]:
+        await load(node, load_request(folder, 2, 4))
+        async with AsyncExitStack() as stack:
+            peer = node.peer()
+            stack.push_async_callback(peer.close)
+            await peer.attach(attach_request(folder))
+            link = Link(node.name, node.address, epoch, stage)
+            stack.push_async_callback(link.close)
+            await link.wait_open()
+            yield Upstream(peer, link)
+
+
+def frame(step: int, tokens: list[int], before: tuple[int, ...] = (), **changes: Any) -> Frame:
+    """A sound frame into stage 1: slot 0 goes on after the tokens `before` by `tokens`."""
+    window = window_of((*before, *tokens), len(before))
+    sound = Frame(
+        epoch=1, step=step, opened=[] if before else [Opening(slot=0)], windows=[window], hidden=zeros(tokens)
+    )
+    sound.MergeFrom(Frame(**changes))
+    return sound
+
+
+def window_of(tokens: tuple[int, ...], base: int, slot: int = 0) -> Window:
+    """The window that feeds `tokens[base:]` and wants the last row's token."""
+    prefix_hash = History(tokens).prefix_hash(base)
+    return Window(slot=slot, base=base, prefix_hash=prefix_hash, tokens=tokens[base:], wanted=1)
+
+
+def zeros(tokens: list[int]) -> Tensor:
+    return tensor([1, len(tokens), D])
+
+
+def tensor(shape: list[int], dtype: int = DTYPE_FLOAT32, num_bytes: int | None = None) -> Tensor:
+    size = 4 if dtype == DTYPE_FLOAT32 else 2
+    return Tensor(dtype=dtype, shape=shape, data=bytes(math.prod(shape) * size if num_bytes is None else num_bytes))

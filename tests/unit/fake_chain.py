@@ -1,0 +1,255 @@
+"""A chain that checks every frame the way a stage does, a model of a few lines, and a scheduler that drives both."""
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from coordinator.decoders import Decoder
+from coordinator.scheduler import Scheduler
+from coordinator.session import Session
+from coordinator.slots import CacheCosts
+from protos.brigade_pb2 import CACHE_INT8, Cache, Frame, Result, Sample, Sampling, Window
+from worker.engine import num_rows
+from worker.history import History
+
+VOCAB = 50
+PLENTY = 10**9
+
+
+def continuation(tokens: Iterable[int]) -> Iterable[int]:
+    """What the model of these tests says after these tokens: every token matters, and so does its place."""
+    value = 7
+    for token in tokens:
+        value = (value * 31 + token + 1) % 1009
+    while True:
+        yield value % VOCAB
+        value = (value * 31 + value % VOCAB + 1) % 1009
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    return next(iter(continuation(tokens)))
+
+
+def plain_answer(prompt: Sequence[int], max_tokens: int, eos: frozenset[int] = frozenset()) -> list[int]:
+    answer: list[int] = []
+    for token in islice(continuation(prompt), max_tokens):
+        answer.append(token)
+        if token in eos:
+            break
+    return answer
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    numbers = random.Random(f"{length} {seed}")
+    return [numbers.randrange(VOCAB) for _ in range(length)]
+
+
+def costs_per_row(budget: int = PLENTY, num_stages: int = 2, cuttable: int = PLENTY) -> CacheCosts:
+    """Every row takes two bytes on the first stage, four on the second and so on; half of that as int8."""
+
+    def bytes_of(cache: Cache, rows: int) -> tuple[int, ...]:
+        return tuple(rows * (stage + 1) * (1 if cache.kind == CACHE_INT8 else 2) for stage in range(num_stages))
+
+    return CacheCosts(
+        budgets=tuple(budget * 2 * (stage + 1) for stage in range(num_stages)),  # `budget` rows of a full cache
+        nodes=tuple(f"node-{stage}" for stage in range(num_stages)),
+        bytes_of=bytes_of,
+        rows_that_can_be_cut=lambda cache: cuttable,
+    )
+
+
+@dataclass
+class Held:
+    """What the stages have in one slot. `num_rows` counts rejected drafts and MASK rows too, up to the next cut."""
+
+    history: History
+    cache: Cache
+    num_rows: int = 0
+
+
+@dataclass
+class FakeChain:
+    """All stages at once: results come in the order of the frames. Refuses whatever a stage would, and more.
+
+    Guesses for the places of MASK rows are right where they would be filled, and mostly where they are verified.
+    """
+
+    epoch: int = 1
+    cuttable: int = PLENTY
+    slots: dict[int, Held] = field(default_factory=dict)
+    frames: list[Frame] = field(default_factory=list)
+    in_flight: deque[tuple[Frame, Result]] = field(default_factory=deque)
+    openings: list[tuple[int, int]] = field(default_factory=list)  # slot and seed
+
+    def send(self, frame: Frame) -> None:
+        assert frame.epoch == self.epoch
+        assert frame.step == len(self.frames) + 1
+        assert frame.windows or frame.closed or frame.opened, "a frame for nothing"
+        frame = Frame.FromString(frame.SerializeToString())
+        self.frames.append(frame)
+        self._open_and_close(frame)
+        slots = [window.slot for window in frame.windows]
+        assert len(set(slots)) == len(slots), "two windows of one slot"
+        assert {opening.slot for opening in frame.opened} <= set(slots), "opened before it is needed"
+        result = Result(epoch=frame.epoch, step=frame.step)
+        for window in frame.windows:
+            self._take(window, result)
+        self.in_flight.append((frame, result))
+
+    def receive(self) -> Result:
+        return self.in_flight.popleft()[1]
+
+    @property
+    def windows(self) -> list[tuple[int, int, int, int]]:
+        """Slot, base, length and wanted rows of every window so far."""
+        return [(w.slot, w.base, len(w.tokens), w.wanted) for frame in self.frames for w in frame.windows]
+
+    @property
+    def lanes_in_flight(self) -> list[list[int]]:
+        """The slots of each frame in flight that asks every one of them for tokens."""
+        return [
+            [window.slot for window in frame.windows]
+            for frame, _ in self.in_flight
+            if frame.windows and all(window.wanted or window.guessed for window in frame.windows)
+        ]
+
+    @property
+    def forks(self) -> list[tuple[int, int]]:
+        """Every slot that began as a copy, and of which."""
+        return [(o.slot, o.fork_of) for frame in self.frames for o in frame.opened if o.HasField("fork_of")]
+
+    def held(self, bytes_of: Callable[[Cache, int], tuple[int, ...]]) -> tuple[int, ...]:
+        """Bytes by stage of all rows of all slots."""
+        sizes = [bytes_of(slot.cache, slot.num_rows) for slot in self.slots.values()]
+        return tuple(map(sum, zip(*sizes, strict=True))) if sizes else (0,) * len(bytes_of(Cache(), 0))
+
+    def _open_and_close(self, frame: Frame) -> None:
+        before = dict(self.slots)
+        for slot in frame.closed:
+            del self.slots[slot]  # KeyError: closed twice, or never opened
+        for opening in frame.opened:
+            held = Held(History(), opening.cache)
+            if opening.HasField("fork_of"):
+                assert opening.fork_of in before, f"slot {opening.fork_of} is not open, so it cannot be copied"
+                source = before[opening.fork_of]
+                assert source.cache == opening.cache, "a copy of another kind of cache"
+                held = Held(source.history.fork(len(source.history)), source.cache, source.num_rows)
+            goes_on = opening.HasField("fork_of") and opening.fork_of == opening.slot
+            assert goes_on or opening.slot not in self.slots, "opened twice"
+            self.slots[opening.slot] = held
+            self.openings.append((opening.slot, opening.sampling.seed))
+
+    def _take(self, window: Window, result: Result) -> None:
+        slot, num_tokens = self.slots[window.slot], len(window.tokens)
+        assert num_tokens >= max(1, window.wanted) and window.guessed <= window.masks
+        assert len(window.positions) in (0, num_rows(window))
+        assert window.base <= len(slot.history)
+        assert window.prefix_hash == slot.history.prefix_hash(window.base)
+        assert window.base == slot.num_rows or slot.num_rows <= self.cuttable, "cut where it cannot be cut"
+        slot.history.cut(window.base)
+        slot.history.extend(window.tokens)
+        slot.num_rows = window.base + num_rows(window)
+        for row in range(num_tokens - window.wanted, num_tokens):
+            token = next_token(slot.history.tokens[: window.base + row + 1])
+            result.samples.append(Sample(slot=window.slot, token=token))
+        result.guesses.extend(self._guesses(window, slot.history.tokens))
+
+    def _guesses(self, window: Window, tokens: Sequence[int]) -> Iterable[Sample]:
+        if not window.guessed:
+            return
+        num_tokens = len(window.tokens)
+        at = list(window.positions) or list(range(window.base, window.base + num_rows(window)))
+        masks = at[num_tokens : num_tokens + window.guessed]
+        known = window.base + num_tokens - window.wanted + 1 if window.wanted else masks[0]
+        text = list(islice(continuation(tokens[:known]), masks[-1] + 1 - known))
+        for position in masks:
+            is_right = not window.wanted or (position * 7 + known) % 5
+            token = text[position - known] if is_right else VOCAB - 1
+            yield Sample(slot=window.slot, token=token, entropy=(position * 13 + known) % 10 / 10)
+
+
+class Rig:
+    """A scheduler and its chain, stepped as the coordinator steps them: what has ended is closed at once."""
+
+    def __init__(
+        self,
+        *,
+        num_stages: int = 3,
+        chunk: int = 4,
+        epoch: int = 1,
+        budget: int = PLENTY,
+        cuttable: int = PLENTY,
+        max_waiting: int = 1024,
+        keep: bool = False,
+        lanes: Callable[[int, float], int] | None = None,
+    ) -> None:
+        """`budget` in rows; `keep` says whether the slots of those who end are kept."""
+        self.costs = costs_per_row(budget, num_stages, cuttable)
+        self.scheduler = Scheduler(num_stages, self.costs, epoch, max_waiting, lanes)
+        self.chain = FakeChain(epoch, cuttable)
+        self.chunk = chunk
+        self.keep = keep
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 3,
+        eos: frozenset[int] = frozenset(),
+        *,
+        seed: int = 0,
+        decoder: Decoder | None = None,
+        cache: Cache | None = None,
+    ) -> Session:
+        sampling = Sampling(seed=seed)
+        session = Session(prompt, max_tokens, eos, decoder, chunk=self.chunk, sampling=sampling, cache=cache)
+        self.scheduler.submit(session)
+        return session
+
+    def send_one(self) -> Frame | None:
+        if (frame := self.scheduler.schedule()) is not None:
+            self.chain.send(frame)
+        return frame
+
+    def send_all(self) -> list[Frame]:
+        frames = []
+        while (frame := self.send_one()) is not None:
+            frames.append(frame)
+        return frames
+
+    def take_one(self) -> list[tuple[Session, list[Sample]]]:
+        commits = self.scheduler.commit(self.chain.receive())
+        for session, _ in commits:
+            if session.finish_reason is not None:
+                self.scheduler.close(session, keep=self.keep)
+        return commits
+
+    def step(self) -> list[tuple[Session, list[Sample]]]:
+        self.send_all()
+        return self.take_one()
+
+    def run(self, *sessions: Session) -> None:
+        while any(session.finish_reason is None for session in sessions):
+            self.step()
+
+    def answer(self, prompt: Sequence[int], max_tokens: int = 3, **more: object) -> Session:
+        """Submit, run to the end and let the frame that closes go."""
+        session = self.submit(prompt, max_tokens, **more)  # type: ignore[arg-type]
+        self.run(session)
+        self.drain()
+        return session
+
+    def drain(self) -> None:
+        self.send_all()
+        while not self.scheduler.is_idle:
+            self.step()
+            self.send_all()
+
+    def end(self) -> None:
+        """No one is left, nothing is kept."""
+        self.drain()
+        self.scheduler.slots.forget_kept()
+        self.drain()
+        assert self.chain.slots == {}
+        assert not any(self.scheduler.slots.promised)

@@ -1,0 +1,78 @@
+"""A model of any size with random weights, in the real folder layout: for measuring speed where weights do not matter.
+
+python -m tools.random_model FOLDER [--hidden 256] [--layers 8] [--dtype bfloat16] [--bits 4]
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import mlx.core as mx
+import mlx.nn as nn
+import typer
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models import qwen3
+
+from worker.errors import InputError
+from worker.run import run_command
+
+_DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+_GROUP = 64
+_SHARD_BYTES = 4 * 2**30
+
+
+def main(
+    folder: Annotated[Path, typer.Argument(help="Where to write it; must not exist yet.")],
+    hidden: Annotated[int, typer.Option(min=64, help="Hidden size; heads have 64 numbers each.")] = 256,
+    layers: Annotated[int, typer.Option(min=1)] = 8,
+    vocab: Annotated[int, typer.Option(min=2)] = 2048,
+    context: Annotated[int, typer.Option(min=1, help="The longest sequence, tokens.")] = 16384,
+    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "bfloat16",
+    bits: Annotated[int | None, typer.Option(help="Quantise to 4 or 8 bits.")] = None,
+) -> None:
+    """Write a qwen3 model of random weights."""
+    if dtype not in _DTYPES or folder.exists() or hidden % 64 or bits not in (None, 4, 8):
+        raise InputError(
+            "expected a folder that does not exist, a hidden size that 64 divides, --dtype float32, float16 or "
+            "bfloat16, and --bits 4 or 8 if any"
+        )
+    heads = hidden // 64
+    config = {
+        "model_type": "qwen3", "hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": 3 * hidden,
+        "num_attention_heads": heads, "num_key_value_heads": max(1, heads // 2), "head_dim": 64, "rms_norm_eps": 1e-6,
+        "vocab_size": vocab, "rope_theta": 1e6, "max_position_embeddings": context, "tie_word_embeddings": True,
+        "eos_token_id": 0,
+    }  # fmt: skip
+    mx.random.seed(0)
+    model = qwen3.Model(qwen3.ModelArgs.from_dict(config))
+    model.update(tree_map(lambda array: _small(array).astype(_DTYPES[dtype]), model.parameters()))
+    if bits:
+        nn.quantize(model, group_size=_GROUP, bits=bits)
+        config["quantization"] = {"group_size": _GROUP, "bits": bits}
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    _save(folder, dict(tree_flatten(model.parameters())))
+
+
+def _small(array: mx.array) -> mx.array:
+    """Of a size that keeps activations finite through any number of layers."""
+    return array if array.ndim < 2 else mx.random.normal(array.shape) * array.shape[-1] ** -0.5
+
+
+def _save(folder: Path, weights: dict[str, mx.array]) -> None:
+    """Tensors in files of a few GiB, with an index."""
+    files: list[dict[str, mx.array]] = [{}]
+    for name, array in weights.items():
+        if sum(held.nbytes for held in files[-1].values()) + array.nbytes > _SHARD_BYTES:
+            files.append({})
+        files[-1][name] = array
+    weight_map: dict[str, str] = {}
+    for number, part in enumerate(files, 1):
+        file = f"model-{number:05}-of-{len(files):05}.safetensors"
+        mx.save_safetensors(str(folder / file), part, metadata={"format": "mlx"})
+        weight_map |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+if __name__ == "__main__":
+    run_command(main)
