@@ -10,6 +10,7 @@ from functools import partial
 from coordinator.costs import ChainCosts
 from coordinator.peer import Peer
 from coordinator.plan import Plan
+from coordinator.together import together
 from protos.brigade_pb2 import AttachRequest, Frame, LoadProgress, LoadRequest, Result, Session, StatusReply, Window
 from worker.checkpoint import Checkpoint
 from worker.engine import Engine, num_rows
@@ -137,14 +138,11 @@ class Chain:
             raise FrameError(f"the last stage answered step {result.step}, which is not in flight")
         sent = self._sent.pop(result.step)
         self._last_result = time.monotonic()
-        arrival = Arrival(result, time.monotonic_ns(), sent.num_rows, self._took_s(result, sent))
+        arrival = Arrival(result, time.monotonic_ns(), sent.num_rows, self._last_result - sent.at)
         if sent.num_rows:
             stages_s = [(timing.sampled - timing.started) / 1e9 for timing in result.timings]
             self.costs.observe(sent.num_rows, stages_s, arrival.took_s, was_alone=sent.is_alone)
         return arrival
-
-    def _took_s(self, result: Result, sent: Sent) -> float:
-        return self._last_result - sent.at
 
     def _silence_s(self) -> float:
         """How long the frames in flight have brought no result."""
@@ -159,17 +157,16 @@ class Chain:
     async def _load(self, progress: Progress) -> Shard:
         """All shards at once, each node its own; the first failure ends the others."""
         own = self.plan.assignments[0]
-        try:
-            async with asyncio.TaskGroup() as group:
-                for peer, request in zip(self.peers, self._load_requests(), strict=True):
-                    group.create_task(peer.load(request, partial(progress, peer.name)))
-                layers = own.start, own.end, self._spec.num_layers
-                shard = group.create_task(
-                    load_shard(self._checkpoint, *layers, self.thread, partial(progress, own.name))
-                )
-        except* BrigadeError as errors:
-            raise errors.exceptions[0] from None
-        return shard.result()
+        layers = own.start, own.end, self._spec.num_layers
+        theirs = [
+            peer.load(request, partial(progress, peer.name))
+            for peer, request in zip(self.peers, self._load_requests(), strict=True)
+        ]
+        shard, *_ = await together(
+            load_shard(self._checkpoint, *layers, self.thread, partial(progress, own.name)), *theirs
+        )
+        assert isinstance(shard, Shard)
+        return shard
 
     async def _start(self, engine: Engine) -> None:
         watched = [self._pump(peer) for peer in self.peers]

@@ -12,11 +12,11 @@ from coordinator.options import ClusterOptions
 from coordinator.peer import Peer
 from coordinator.plan import Node, Plan, check_split, plan, require_fit
 from coordinator.progress import show_progress
+from coordinator.together import together
 from protos.brigade_pb2 import HelloReply
 from worker.call_thread import run_aside
 from worker.checkpoint import Checkpoint
 from worker.config import Cluster, is_loopback, split_address
-from worker.errors import BrigadeError
 from worker.loading import open_checkpoint
 from worker.machine import memory_budget
 from worker.modelspec import ModelSpec, describe
@@ -89,17 +89,13 @@ async def _ask_nodes(cluster: Cluster, peers: Sequence[Peer]) -> list[Node]:
 
     Nodes of one machine share its memory: this one and the workers on its loopback get an equal part each.
     """
-    try:
-        async with asyncio.TaskGroup() as group:
-            greetings = [group.create_task(peer.hello()) for peer in peers]
-    except* BrigadeError as errors:
-        raise errors.exceptions[0] from None
+    greetings = await together(*(peer.hello() for peer in peers))
     configured = {worker.address: worker.memory for worker in cluster.workers}
     own_share = memory_budget() // (1 + sum(map(_is_here, peers)))
     nodes = [Node(cluster.coordinator.name, cluster.coordinator.memory or own_share)]
     for peer, greeting in zip(peers, greetings, strict=True):
-        _warn_of_versions(peer, greeting.result())
-        offered = own_share if _is_here(peer) else greeting.result().memory_bytes
+        _warn_of_versions(peer, greeting)
+        offered = own_share if _is_here(peer) else greeting.memory_bytes
         nodes.append(Node(peer.name, configured.get(peer.address) or offered))
     return nodes
 

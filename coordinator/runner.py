@@ -16,7 +16,7 @@ from coordinator.slots import cache_costs
 from coordinator.text import TextStream, TokenIds
 from coordinator.waterfall import Passage
 from protos.brigade_pb2 import Sample
-from worker.errors import StageLost
+from worker.errors import ModelError, StageLost
 
 _LEAVE_S = 2.0  # for what is on its way when a runner is left by an exception
 
@@ -73,7 +73,8 @@ class Runner:
         self._chain = chain
         self._tickets: dict[Session, _Ticket] = {}
         self._idle = asyncio.Event()
-        self._failure: BaseException | None = None
+        self._failure: BaseException | None = None  # of the chain: nothing can be sent any more
+        self._is_closing = False
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "Runner":
@@ -106,11 +107,13 @@ class Runner:
             emit: takes each piece of text as it becomes final.
             chunk: rows per prompt chunk; None chooses by `chunk_size`.
         Raises:
-            InputError: no node has memory for it. NodeBusy: too many requests wait.
-            BrigadeError: a stage failed; nothing more will come.
+            InputError: no node has memory for it. QueueFull: too many requests wait.
+            BrigadeError: a stage failed, or the runner has been left; nothing more will come.
         """
         if self._failure is not None:
             raise self._failure
+        if self._is_closing:
+            raise StageLost("the runner that was to answer this request has ended")
         ticket = _Ticket(self._make_session(request, chunk), request, stream or TokenIds())
         self.scheduler.submit(ticket.session)
         self._tickets[ticket.session] = ticket
@@ -147,9 +150,14 @@ class Runner:
         passage = Passage(arrival.result.timings, arrival.at, arrival.num_rows)
         for session, samples in self.scheduler.commit(arrival.result):
             ticket = self._tickets[session]
-            ticket.take(samples, passage)
-            if session.finish_reason is not None:
-                self._close(ticket, keep=True)
+            try:
+                ticket.take(samples, passage)
+            except ModelError as error:  # no text for this token: its own request's affair
+                self._close(ticket, keep=False)
+                ticket.fail(error)
+            else:
+                if session.finish_reason is not None:
+                    self._close(ticket, keep=True)
 
     def _send_all(self) -> None:
         if self._failure is not None:
@@ -164,6 +172,7 @@ class Runner:
 
     async def _drain(self) -> None:
         """End what still runs, free every slot on every stage, and take in what is still on its way."""
+        self._is_closing = True
         for ticket in list(self._tickets.values()):
             self._close(ticket, keep=False)
             ticket.fail(StageLost("the request was given up: its runner has ended"))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from coordinator.session import Session
 from coordinator.slots import CacheCosts, Slots
 from protos.brigade_pb2 import Frame, Result, Sample
-from worker.errors import NodeBusy
+from worker.errors import QueueFull
 
 Commit = tuple[Session, list[Sample]]
 
@@ -62,11 +62,11 @@ class Scheduler:
         """Take a session in. It starts once every stage has memory for all of it, in the order of arrival.
 
         Raises:
-            InputError: no stage could ever hold it. NodeBusy: too many wait already.
+            InputError: no stage could ever hold it. QueueFull: too many wait already.
         """
         self.slots.check(session)
         if len(self._waiting) >= self._max_waiting:
-            raise NodeBusy(f"{len(self._waiting)} requests wait already; try again later")
+            raise QueueFull(f"{len(self._waiting)} requests wait already; try again later")
         self._waiting.append(session)
         self._admit()
 

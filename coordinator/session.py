@@ -87,11 +87,11 @@ class Session:
         assert self.fed == 0 and num_tokens < len(self.history)
         self.fed = self.num_reused = num_tokens
 
-    def next_window(self, budget: int | None = None) -> Window:
-        """The next known tokens, a chunk of at most `budget` of them, or the last ones with the decoder's proposal."""
+    def next_window(self) -> Window:
+        """The next known tokens, a chunk of them, or the last ones with the decoder's proposal."""
         tokens, base = self.history.tokens, self.fed
         unfed, tail = len(tokens) - base, self._decoder.tail
-        chunk = max(1, min(unfed - (tail > 0), budget or self.chunk))  # the last token goes with the proposal
+        chunk = max(1, min(unfed - (tail > 0), self.chunk))  # the last token goes with the proposal
         if unfed > (tail or chunk):
             self.fed += chunk
             window = self._window(base, tokens[base : self.fed])

@@ -85,8 +85,11 @@ class TextStream:
         return self._stop.matched
 
     def push(self, token: int) -> str:
-        """Take a token; returns what can be printed now."""
-        self._detokenizer.add_token(token)
+        """Take a token; returns what can be printed now. Raises ModelError if the tokenizer has no text for it."""
+        try:
+            self._detokenizer.add_token(token)
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
+            raise ModelError(f"the model's tokenizer has no text for token {token} ({error!r})") from error
         return self._emit(self._stop.push(self._detokenizer.last_segment))
 
     def finish(self) -> str:

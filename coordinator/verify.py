@@ -97,11 +97,12 @@ def _load_alone(checkpoint: Checkpoint, spec: ModelSpec, decode: Decode) -> Alon
 
 def _run_alone(engine: Engine, request: Request) -> list[int]:
     """The request on an engine that is the whole model, without chain, scheduler and sockets."""
-    session = Session(request.prompt, request.max_tokens, decoder=request.decode.make_decoder(request.eos, StepCosts()))
+    decoder = request.decode.make_decoder(request.eos, StepCosts())
+    session = Session(request.prompt, request.max_tokens, decoder=decoder, chunk=_CHUNK)
     session.slot = 0
     frame = Frame(opened=[Opening(slot=0, sampling=request.sampling)])
     while session.finish_reason is None:
-        frame.windows.append(session.next_window(_CHUNK))
+        frame.windows.append(session.next_window())
         result = engine.step(frame, received=0)
         assert isinstance(result, Result)
         session.commit(result.samples, result.guesses)

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -23,7 +24,7 @@ import typer
 import uvloop
 
 from coordinator.answer import Answer
-from coordinator.chain import Chain, Sent
+from coordinator.chain import Arrival, Chain
 from coordinator.cluster import make_plan, open_peers, read_model
 from coordinator.costs import ChainCosts
 from coordinator.decode import Decode, suit
@@ -31,7 +32,7 @@ from coordinator.options import ClusterOptions, cluster_options
 from coordinator.request import Request, check_request
 from coordinator.runner import generate
 from coordinator.text import Tokenizer, eos_ids
-from protos.brigade_pb2 import Cache, Frame, Result, Session, Window
+from protos.brigade_pb2 import Cache, Frame, Session, Window
 from tools.demo_data import mix
 from tools.demo_data.turn import Turn
 from tools.eval_demo import CHECKS, MAX_TOKENS, Output
@@ -67,14 +68,32 @@ class Sizes(NamedTuple):
     timed: int  # of each kind, for prices and on three processes
 
 
+@dataclass(frozen=True)
+class Prices:
+    """What steps take, whatever else this machine does: seconds by rows, and `delay_s` more, as a network would."""
+
+    by_rows: Mapping[int, float]
+    delay_s: float
+
+    def seconds(self, num_rows: int) -> float:
+        return float(np.interp(num_rows, list(self.by_rows), list(self.by_rows.values()))) + self.delay_s
+
+
+class PricedCosts(ChainCosts):
+    """Costs that are what the prices say, not what was measured."""
+
+    def __init__(self, num_stages: int, prices: Prices) -> None:
+        super().__init__(num_stages)
+        self._prices = prices
+
+    def observe(self, num_rows: int, stages_s: Sequence[float], took_s: float, *, was_alone: bool) -> None:
+        super().observe(num_rows, stages_s, self._prices.seconds(num_rows), was_alone=was_alone)
+
+
 class PricedChain(Chain):
-    """A chain that, once it has prices, tells how long its steps would take, whatever else this machine does.
+    """A chain that counts its steps and, once it has prices, the seconds that they would take."""
 
-    `prices` are seconds by rows; each step that is asked for tokens takes `delay_s` more, as a network would.
-    """
-
-    prices: Mapping[int, float] | None = None
-    delay_s = 0.0
+    prices: Prices | None = None
     elapsed_s = 0.0
 
     def __init__(self, *arguments: Any) -> None:
@@ -90,13 +109,11 @@ class PricedChain(Chain):
         [(guessed, _)] = self.guessed.most_common(1) or [(0, 0)]
         return next((window for window in WINDOWS if window >= guessed), WINDOWS[-1])
 
-    def _took_s(self, result: Result, sent: Sent) -> float:
-        if self.prices is None:
-            return super()._took_s(result, sent)
-        is_step = bool(result.samples or result.guesses)
-        took_s = float(np.interp(sent.num_rows, list(self.prices), list(self.prices.values())))
-        self.elapsed_s += took_s + self.delay_s * is_step
-        return took_s + self.delay_s * is_step
+    async def receive(self) -> Arrival:
+        arrival = await super().receive()
+        if self.prices and (arrival.result.samples or arrival.result.guesses):
+            self.elapsed_s += self.prices.seconds(arrival.num_rows)
+        return arrival
 
 
 class Bench:
@@ -139,13 +156,12 @@ class Bench:
 
         What the chain learns of its steps begins anew with each decoder and kind.
         """
-        self.chain.prices = {int(rows): cost / 1e3 for rows, cost in step_ms.items()}
-        self.chain.delay_s = delay_s
+        self.chain.prices = prices = Prices({int(rows): cost / 1e3 for rows, cost in step_ms.items()}, delay_s)
         speeds = []
         for kind in mix.MEASURED:
             for decode in TIMED:
                 speed = Speed(kind, decode.kind, decode.window, 1e3 * delay_s)
-                self.chain.costs, picked = ChainCosts(self.chain.num_stages), Counter[str]()
+                self.chain.costs, picked = PricedCosts(self.chain.num_stages, prices), Counter[str]()
                 for turn in mix.held_out(kind, limit):
                     self.chain.elapsed_s, self.chain.guessed = 0.0, Counter()
                     answer, _ = await self.ask(turn, decode)

@@ -49,13 +49,19 @@ class NodeBusy(BrigadeError):
     status = grpc.StatusCode.ALREADY_EXISTS
 
 
+class QueueFull(BrigadeError):
+    """As many requests wait as may wait."""
+
+    status = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 class StageLost(BrigadeError):
     """A node of the chain closed, fell silent, or was never there."""
 
     status = grpc.StatusCode.UNAVAILABLE
 
 
-_FAMILY = (InputError, ConfigError, ModelError, FrameError, CacheMismatch, NodeBusy, StageLost)
+_FAMILY = (InputError, ConfigError, ModelError, FrameError, CacheMismatch, NodeBusy, QueueFull, StageLost)
 _BY_STATUS: dict[grpc.StatusCode, type[BrigadeError]] = {kind.status: kind for kind in _FAMILY}
 
 

@@ -8,6 +8,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -173,7 +174,7 @@ def serve_lanes(attention_layer: Any) -> None:
 
     def attend(queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, **more: Any) -> Any:
         if isinstance(cache, LaneCache):
-            return cache.attend(alone, queries, keys, values, scale)
+            return cache.attend(partial(alone, **more), queries, keys, values, scale)
         return alone(queries, keys, values, cache=cache, scale=scale, mask=mask, **more)
 
     attend.serves_lanes = True  # type: ignore[attr-defined]

@@ -118,11 +118,13 @@ class Stage:
     def _begin_next(self) -> Step | None:
         if self._is_stopping:
             return None
+        busy_since = self._busy_since
+        self._busy_since = busy_since or time.monotonic()  # before the frame is gone from the queue: see wait_idle
         try:
             frame, received = self._frames.get_nowait()
         except Empty:
+            self._busy_since = busy_since
             return None
-        self._busy_since = self._busy_since or time.monotonic()
         return self.engine.begin(frame, received)
 
     async def _pass_on(self) -> None:

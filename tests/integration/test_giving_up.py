@@ -7,9 +7,10 @@ import pytest
 
 from coordinator.chain import Chain
 from coordinator.runner import Runner, generate
+from coordinator.text import StopText, TextStream
 from tests.integration.conftest import CHUNK, Models, opened, running, serving
 from tests.integration.many import Live, request, solo, tokens_of, wait_freed
-from worker.errors import StageLost
+from worker.errors import ModelError, StageLost
 
 FOREVER = 400  # tokens
 
@@ -53,6 +54,43 @@ async def test_leaving_the_runner_fails_its_requests_and_frees_their_slots(
             assert raised is error
         outcomes = await asyncio.wait_for(asyncio.gather(*(each.task for each in live), return_exceptions=True), 3)
         assert {type(outcome) for outcome in outcomes} == {StageLost}
+        await wait_freed(chain)
+
+
+async def test_whoever_asks_a_runner_that_is_left_or_being_left_is_told_so(models: Models) -> None:
+    async with running(models("qwen3").folder, (2, 2)) as chain:
+        async with Runner(chain) as runner:
+            live = Live(runner, request(tokens_of(3), FOREVER))
+            await live.wait_pieces(2)
+            leaving = asyncio.create_task(runner.__aexit__(None))
+            await asyncio.wait([live.task])
+            assert not leaving.done()
+            with pytest.raises(StageLost, match="has ended"):
+                await asyncio.wait_for(runner.answer(request(tokens_of(4), 3)), 3)
+            await leaving
+        with pytest.raises(StageLost, match="has ended"):
+            await asyncio.wait_for(runner.answer(request(tokens_of(4), 3)), 3)
+        await wait_freed(chain)
+
+
+async def test_a_token_that_the_tokenizer_cannot_tell_fails_its_own_request_only(models: Models) -> None:
+    class Hole:
+        """A detokenizer with no text for its fifth token."""
+
+        last_segment = "x"
+        num_tokens = 0
+
+        def add_token(self, token: int) -> None:
+            self.num_tokens += 1
+            if self.num_tokens == 5:
+                raise TypeError("sequence item 0: expected str instance, NoneType found")
+
+    async with running(models("qwen3").folder, (2, 2)) as chain:
+        async with Runner(chain) as runner:
+            other = Live(runner, request(tokens_of(3, 1), 60))
+            with pytest.raises(ModelError, match=r"no text for token \d+ \(TypeError"):
+                await runner.answer(request(tokens_of(3), FOREVER), stream=TextStream(Hole(), StopText(())))
+            assert len((await other.answer()).tokens) == 60
         await wait_freed(chain)
 
 

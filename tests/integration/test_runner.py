@@ -17,7 +17,7 @@ from tests.integration.conftest import CHUNK, Models, opened, running, serving
 from tests.integration.many import Live, request, running_within, solo, splits, tokens_of, until, wait_freed, wait_slots
 from tests.integration.many import frames as frames
 from tests.integration.windows import MASKED, Words
-from worker.errors import InputError, ModelError, NodeBusy, StageLost
+from worker.errors import InputError, ModelError, QueueFull, StageLost
 from worker.lane import Place
 from worker.shard import Shard
 
@@ -176,7 +176,7 @@ async def test_one_request_too_many_waiting_is_refused_and_the_others_go_on(mode
         runner.scheduler._max_waiting = 2
         live = [Live(runner, request(tokens_of(5, i), 20)) for i in range(3)]
         await live[0].wait_pieces(1)
-        with pytest.raises(NodeBusy, match="2 requests wait already"):
+        with pytest.raises(QueueFull, match="2 requests wait already"):
             await runner.answer(request(tokens_of(5, 7), 20))
         assert [len((await each.answer()).tokens) for each in live] == [20] * 3
 

@@ -128,7 +128,7 @@ async def sample_many(
     bench: Bench, prompt: list[int], seeds: range, temperature: float, after: dict[str, list[tuple[list[int], int]]]
 ) -> None:
     """Sessions side by side in one frame; notes for each the first token after an acceptance and after a rejection."""
-    sessions = {slot: Session(prompt, 8, decoder=lossless(4)) for slot in range(len(seeds))}
+    sessions = {slot: Session(prompt, 8, decoder=lossless(4), chunk=CHUNK) for slot in range(len(seeds))}
     for slot, session in sessions.items():
         session.slot = slot
     opened = [
@@ -143,7 +143,7 @@ async def sample_many(
             after[kind].append((text, token))
 
     while active := {slot: session for slot, session in sessions.items() if session.finish_reason is None}:
-        windows = {slot: session.next_window(CHUNK) for slot, session in active.items()}
+        windows = {slot: session.next_window() for slot, session in active.items()}
         before = {slot: [*prompt, *session.generated] for slot, session in active.items()}
         answers = by_slot(await bench.send(list(windows.values()), opened))
         opened = []
@@ -183,12 +183,12 @@ async def test_different_decoders_windows_and_bases_in_one_frame_each_get_what_t
         ]
         sessions = {}
         for slot, (decode, prompt, _) in enumerate(plans):
-            sessions[slot] = Session(prompt, N, decoder=decode.make_decoder(frozenset(), StepCosts()))
+            sessions[slot] = Session(prompt, N, decoder=decode.make_decoder(frozenset(), StepCosts()), chunk=CHUNK)
             sessions[slot].slot = slot
         opened = [Opening(slot=slot, sampling=sampling) for slot, (_, _, sampling) in enumerate(plans)]
         bench, lengths = Bench(chain), set()
         while active := [session for session in sessions.values() if session.finish_reason is None]:
-            windows = [session.next_window(CHUNK) for session in active]
+            windows = [session.next_window() for session in active]
             lengths |= {tuple(len(window.tokens) + window.masks for window in windows)}
             answers = by_slot(await bench.send(windows, opened))
             opened = []

@@ -88,18 +88,18 @@ def positions(window: Window) -> list[int]:
     return list(window.positions) or list(range(window.base, window.base + num_rows(window)))
 
 
-def steps(session: Session, stage: FakeStage, budget: int = 256) -> Iterator[Step]:
+def steps(session: Session, stage: FakeStage) -> Iterator[Step]:
     """Run a session to its end, a window at a time."""
     while session.finish_reason is None:
         before = list(session.history.tokens)
-        window = session.next_window(budget)
+        window = session.next_window()
         samples, guesses = stage.answer(window)
         new = session.commit(samples, guesses)
         yield Step(window, guesses, [sample.token for sample in new], before)
 
 
-def run(session: Session, stage: FakeStage, budget: int = 256) -> list[Step]:
-    return list(steps(session, stage, budget))
+def run(session: Session, stage: FakeStage) -> list[Step]:
+    return list(steps(session, stage))
 
 
 def opened(
@@ -108,9 +108,10 @@ def opened(
     eos: frozenset[int] = frozenset(),
     decoder: Decoder | None = None,
     repeat_guard: int = 0,
+    chunk: int = 256,
 ) -> Session:
     """A session in slot 0, without a scheduler."""
-    session = Session(prompt, max_tokens, eos, decoder, repeat_guard)
+    session = Session(prompt, max_tokens, eos, decoder, repeat_guard, chunk=chunk)
     session.slot = 0
     return session
 
@@ -144,13 +145,13 @@ def test_the_windows_and_fills_of_wedlm_are_those_of_the_table() -> None:
     session = opened([0, 1, 2, 3, 4], 50, decoder=decoder)
     entropies: dict[int, float] = {}
     stage = FakeStage(lambda position: (100 + position, entropies[position]))
-    chunk = session.next_window(256)
+    chunk = session.next_window()
     assert list(chunk.tokens) == [0, 1, 2, 3] and not (chunk.wanted or chunk.masks)
     session.commit(*stage.answer(chunk))
     for tokens, masks, base, given, known, ahead in TABLE:
         entropies = given
         num_known = 5 + len(session.generated)
-        window = session.next_window(256)
+        window = session.next_window()
         at, num_tokens = positions(window), len(window.tokens)
         named = [name(token, position) for token, position in zip(window.tokens, at, strict=False)]
         assert " ".join(named) == tokens
@@ -215,9 +216,9 @@ def test_what_holds_of_every_run_of_wedlm(seed: int) -> None:
     W, N = numbers.choice([1, 2, 3, 4, 7, 8, 16, 32]), numbers.randint(1, 60)
     threshold = numbers.choice([0.0, 0.2, 0.8, 3.0])
     prompt = prompt_of(numbers.randint(1, 90), seed)
-    session = opened(prompt, N, decoder=Fill(W, threshold, 0.02, frozenset()))
+    session = opened(prompt, N, decoder=Fill(W, threshold, 0.02, frozenset()), chunk=numbers.choice([8, 256]))
     base, filled, num_steps = 0, {}, 0
-    for step in steps(session, FakeStage(random_guess(numbers, numbers.choice([0.3, 3.0]))), numbers.choice([8, 256])):
+    for step in steps(session, FakeStage(random_guess(numbers, numbers.choice([0.3, 3.0])))):
         window, at = step.window, positions(step.window)
         num_tokens = len(window.tokens)
         assert window.base >= base, "a base went back"
@@ -275,7 +276,7 @@ def test_a_filled_end_of_sequence_further_left_wins() -> None:
     stage = FakeStage(lambda at: (7 if at in (2, 4) else 20, now[at]))
     while session.finish_reason is None:
         now = next(entropies)
-        session.commit(*stage.answer(session.next_window(256)))
+        session.commit(*stage.answer(session.next_window()))
     assert session.generated == [20, 7]
 
 
@@ -321,9 +322,9 @@ def test_lossless_diffusion_gives_the_tokens_of_one_token_decoding_however_good_
         numbers = random.Random(f"{window} {quality} {seed}")
         prompt, N = prompt_of(numbers.randint(1, 100), seed), numbers.randint(1, 60)
         expected = plain_answer(prompt, N)
-        session = opened(prompt, N, decoder=LosslessDiffusion(WindowChooser(StepCosts(), window), frozenset()))
-        stage = FakeStage(oracle([*prompt, *expected], quality, numbers))
-        found = run(session, stage, numbers.choice([1, 4, 256]))
+        decoder = LosslessDiffusion(WindowChooser(StepCosts(), window), frozenset())
+        session = opened(prompt, N, decoder=decoder, chunk=numbers.choice([1, 4, 256]))
+        found = run(session, FakeStage(oracle([*prompt, *expected], quality, numbers)))
         assert session.generated == expected and session.finish_reason == "length"
         bases = [step.window.base for step in found]
         assert bases == sorted(bases)
@@ -584,9 +585,9 @@ def test_windows_with_mask_rows_have_eight_lengths_whatever_the_decoder_and_the_
         for window in (1, 2, 5, 16, 32, 48, 128) if num_prompt % 16 < 2 else (4, 16):
             made += [LosslessDiffusion(fixed(window), frozenset()), Fill(window, 0.5, 0.02, frozenset())]
         for decoder in made:
-            for budget in (24, 256):
-                session = opened(prompt, 5, decoder=deepcopy(decoder))
-                found = run(session, FakeStage(oracle(text, 0.7, random.Random(num_prompt))), budget)
+            for chunk in (24, 256):
+                session = opened(prompt, 5, decoder=deepcopy(decoder), chunk=chunk)
+                found = run(session, FakeStage(oracle(text, 0.7, random.Random(num_prompt))))
                 seen |= {num_rows(step.window) for step in found if step.window.masks}
     assert seen <= set(LENGTHS), f"other lengths: {sorted(seen - set(LENGTHS))}"
     assert len(LENGTHS) <= 8
@@ -617,10 +618,10 @@ def test_mask_rows_are_told_by_number_so_the_mask_id_in_a_text_is_a_token_like_a
 
 def test_bases_of_frames_in_flight_follow_each_other() -> None:
     """A long prompt's chunks are sent before the first is answered, the proposal with the last of them."""
-    session = opened(prompt_of(77), 8, decoder=Fill(16, 1e9, 0.0, frozenset()))
+    session = opened(prompt_of(77), 8, decoder=Fill(16, 1e9, 0.0, frozenset()), chunk=32)
     windows = []
     while session.is_ready:
-        windows.append(session.next_window(32))
+        windows.append(session.next_window())
     ends = [window.base + len(window.tokens) for window in windows]
     assert all(window.base == end for end, window in zip(ends, windows[1:], strict=False))
     assert ends[-1] == 77 and windows[-1].guessed == 8

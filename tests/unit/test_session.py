@@ -100,11 +100,6 @@ def test_where_a_decoder_adds_mask_rows_only_few_tokens_of_the_prompt_share_thei
     assert [(w.base, len(w.tokens), w.guessed) for w in windows] == expected
 
 
-def test_a_budget_stands_for_the_chunk_for_one_window() -> None:
-    session = opened(prompt_of(20), chunk=8)
-    assert [len(session.next_window(budget).tokens) for budget in (None, 3, 5, None)] == [8, 3, 5, 4]
-
-
 def test_each_token_after_the_prompt_goes_alone_and_is_wanted() -> None:
     session = opened(prompt_of(5), 4, chunk=4)
     windows = run(session)[2:]

@@ -8,7 +8,7 @@ from coordinator.session import Session
 from coordinator.window import WindowChooser
 from protos.brigade_pb2 import CACHE_FULL, CACHE_INT8, Cache
 from tests.unit.fake_chain import Rig, plain_answer, prompt_of
-from worker.errors import InputError, NodeBusy
+from worker.errors import InputError, QueueFull
 
 TEXT = prompt_of(200, seed=77)
 
@@ -82,7 +82,7 @@ def test_a_full_queue_says_so() -> None:
     rig = Rig(budget=20, max_waiting=2)
     for seed in range(3):
         rig.submit(prompt_of(10, seed=seed), 10)
-    with pytest.raises(NodeBusy, match="2 requests wait already"):
+    with pytest.raises(QueueFull, match="2 requests wait already"):
         rig.submit(prompt_of(10, seed=4), 10)
     with pytest.raises(InputError):  # not "try again later"
         rig.submit(prompt_of(30, seed=5), 10)

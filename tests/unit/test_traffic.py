@@ -13,7 +13,7 @@ from coordinator.session import Session
 from coordinator.window import WindowChooser
 from protos.brigade_pb2 import CACHE_FULL, CACHE_INT8, Cache
 from tests.unit.fake_chain import PLENTY, VOCAB, Rig, plain_answer, prompt_of
-from worker.errors import InputError, NodeBusy
+from worker.errors import InputError, QueueFull
 
 TEXTS = [prompt_of(60, seed=seed) for seed in (1, 2)]  # prompts begin with a part of one of them
 MAX_WAITING = 4
@@ -131,7 +131,7 @@ class Traffic:
             session = self.rig.submit(prompt, max_tokens, eos, decoder=decoder_of(kind, eos), cache=cache)
         except InputError:
             assert not fits
-        except NodeBusy:
+        except QueueFull:
             assert fits and num_waiting == MAX_WAITING
         else:
             assert fits and num_waiting < MAX_WAITING
