@@ -80,6 +80,7 @@ async def long_prompt(chain: Chain) -> dict[str, Any]:
         "chunk_s": [seconds(passage) for passage in chunks],
         "ttft_s": prompt.ttft_s,
         "gaps_before_s": [gap / 1e9 for gap, _, after in gaps if after < prompt.started],
+        "chunks_between": [sum(before < chunk.returned < after for chunk in chunks) for _, before, after in gaps],
         "gaps_meanwhile_s": [gap / 1e9 for gap, before, after in gaps if after > prompt.started and before < first],
     }
 
