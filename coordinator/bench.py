@@ -1,6 +1,5 @@
 """`brigade bench`: the cluster against one process, this code's and mlx_lm's, on the same requests in the same run."""
 
-import asyncio
 import random
 import sys
 import threading
@@ -17,6 +16,7 @@ from coordinator.bench_results import (
     Bench,
     Row,
     Trial,
+    sent_between,
     summarise,
     with_overheads,
     with_predictions,
@@ -25,16 +25,20 @@ from coordinator.chain import Chain
 from coordinator.cluster import open_chain, read_model
 from coordinator.decode import Decode, suit
 from coordinator.options import ClusterOptions
+from coordinator.plan import check_split
 from coordinator.progress import show_count
 from coordinator.reference import Reference
 from coordinator.request import Request, check_request
 from coordinator.runner import Runner
+from coordinator.session import Session
+from coordinator.slots import cache_costs
+from coordinator.together import together
 from protos.brigade_pb2 import Cache
+from worker.call_thread import run_aside
 from worker.checkpoint import Checkpoint
 from worker.errors import InputError
 from worker.machine import machine_name, memory_budget
-from worker.mlx_thread import MlxThread
-from worker.modelspec import ROW_BLOCK, ModelSpec
+from worker.modelspec import ModelSpec
 
 _WARM_UP_TOKENS = 3
 
@@ -52,6 +56,11 @@ class Workload:
     splits: tuple[Split, ...]
     num_trials: int
 
+    @property
+    def context(self) -> int:
+        """Tokens of one request."""
+        return self.num_prompt + self.num_tokens
+
     def requests(self, count: int, decode: Decode, spec: ModelSpec, seed: int) -> list[Request]:
         """Prompts of random tokens, no two alike; answers go on past the end-of-sequence token."""
         numbers = random.Random(f"{count} {seed}")
@@ -64,6 +73,7 @@ class System(Protocol):
 
     name: str
     layers: list[int] | None
+    chain: Chain  # whose nodes' memory it takes
 
     async def run(self, requests: Sequence[Request]) -> Trial: ...
 
@@ -74,43 +84,43 @@ class OnChain:
     def __init__(self, name: str, chain: Chain) -> None:
         self.name = name
         self.layers: list[int] | None = chain.plan.layers
-        self._chain = chain
+        self.chain = chain
 
     async def run(self, requests: Sequence[Request]) -> Trial:
-        before = await self._chain.statuses()
-        async with Runner(self._chain) as runner:
+        before = await self.chain.statuses()
+        async with Runner(self.chain) as runner:
             started, thread_s = time.monotonic(), time.thread_time()
-            answers = await asyncio.gather(*(runner.answer(request) for request in requests))
+            answers = await together(*(runner.answer(request) for request in requests))
             loop_share = (time.thread_time() - thread_s) / (time.monotonic() - started)
-        after = await self._chain.statuses()
+        after = await self.chain.statuses()
         passages = {id(passage): passage for answer in answers for passage in answer.passages}
         return Trial(
             num_prompt=sum(len(request.prompt) for request in requests),
             started=started,
             token_times=[[at / 1e9 for at in answer.token_times] for answer in answers],
             passages=list(passages.values()),
-            offsets=self._chain.clock_offsets,
-            sent_bytes=[new.sent_bytes - old.sent_bytes for old, new in zip(before, after, strict=True)],
+            offsets=self.chain.clock_offsets,
+            sent_bytes=sent_between(before, after),
             loop_share=loop_share,
         )
 
 
 class OnMlxLm:
-    """mlx_lm in this process: its batch generator, or its single stream for a single request."""
+    """mlx_lm in this process, on the thread of that chain: its batch generator, or its stream for a single request."""
 
     name = MLX_LM
     layers: list[int] | None = None
 
-    def __init__(self, reference: Reference, thread: MlxThread) -> None:
+    def __init__(self, reference: Reference, chain: Chain) -> None:
+        self.chain = chain
         self._reference = reference
-        self._thread = thread
 
     async def run(self, requests: Sequence[Request]) -> Trial:
         prompts, num_tokens = [request.prompt for request in requests], requests[0].max_tokens
         stop = threading.Event()
         started = time.monotonic()
         try:
-            times = await self._thread.run(
+            times = await self.chain.thread.run(
                 lambda: self._reference.time_batch(prompts, num_tokens, lambda: not stop.is_set())
             )
         finally:
@@ -119,16 +129,21 @@ class OnMlxLm:
 
 
 async def measure(options: ClusterOptions, workload: Workload) -> Bench:
-    """Measure everything that there is memory for; the trials of all systems take turns.
+    """Measure every case that there is memory for; the trials of all systems take turns.
 
     Raises:
-        InputError: the model cannot serve such requests. BrigadeError: the cluster failed.
+        ConfigError: the model cannot be split so. InputError: it cannot serve such requests, or there is memory for
+            no case. BrigadeError: the cluster failed.
     """
     checkpoint, spec = await read_model(options.model)
-    workload = replace(workload, decodes=tuple(suit(decode, Cache(), spec) for decode in workload.decodes))
-    if (length := workload.num_prompt + workload.num_tokens) > spec.context:
+    for split in workload.splits:
+        check_split(spec, 1 + options.num_workers, split)
+    # each once: `auto` may be one of the others
+    suited = dict.fromkeys(suit(decode, Cache(), spec) for decode in workload.decodes)
+    workload = replace(workload, decodes=tuple(suited))
+    if workload.context > spec.context:
         raise InputError(
-            f"-p and -g: expected at most {spec.context} tokens together, {spec.name}'s context, got {length}"
+            f"-p and -g: expected at most {spec.context} tokens together, {spec.name}'s context, got {workload.context}"
         )
     for decode in workload.decodes:
         check_request(workload.requests(1, decode, spec, seed=0)[0], spec)
@@ -137,8 +152,10 @@ async def measure(options: ClusterOptions, workload: Workload) -> Bench:
         alone = await _open_alone(options, checkpoint, spec, workload, stack)
         for split in workload.splits:
             async with _open_cluster(options, split, checkpoint, spec, workload, alone) as cluster:
-                taken = with_overheads(await _measure([*alone, *cluster], spec, workload))
-                rows += with_predictions(taken, workload.num_prompt, workload.num_tokens)
+                rows += with_overheads(await _measure([*alone, *cluster], spec, workload))
+    if not rows:
+        raise InputError("--concurrency: expected a case that fits in memory; what fits stands above")
+    rows = await run_aside(lambda: with_predictions(rows, workload.num_prompt, workload.num_tokens))
     return Bench(machine_name(), spec.name, workload.num_prompt, workload.num_tokens, rows)
 
 
@@ -154,9 +171,9 @@ async def _open_alone(
         )
         return []
     own = replace(options.with_layers(None), local=0)
-    chain = await stack.enter_async_context(open_chain(own, checkpoint, spec, _context(workload)))
+    chain = await stack.enter_async_context(open_chain(own, checkpoint, spec, workload.context))
     reference = await chain.thread.run(lambda: Reference(checkpoint.folder))
-    return [OnChain(ONE_PROCESS, chain), OnMlxLm(reference, chain.thread)]
+    return [OnChain(ONE_PROCESS, chain), OnMlxLm(reference, chain)]
 
 
 @asynccontextmanager
@@ -168,18 +185,12 @@ async def _open_cluster(
     workload: Workload,
     alone: Sequence[System],
 ) -> AsyncIterator[list[System]]:
-    """The cluster, unless it is the one process that is measured anyway."""
-    if options.local == 0 and alone:
+    """The cluster; without workers it is the one process, which may be measured already."""
+    if alone and not options.num_workers:
         yield []
         return
-    async with open_chain(options.with_layers(split), checkpoint, spec, _context(workload)) as chain:
-        yield [OnChain(CLUSTER, chain)]
-
-
-def _context(workload: Workload) -> int:
-    """Tokens that the plan keeps memory for: those of all requests at once, in blocks as caches hold them."""
-    blocks = 1 + (workload.num_prompt + workload.num_tokens) // ROW_BLOCK
-    return max(workload.concurrency) * blocks * ROW_BLOCK
+    async with open_chain(options.with_layers(split), checkpoint, spec, workload.context) as chain:
+        yield [OnChain(CLUSTER if options.num_workers else ONE_PROCESS, chain)]
 
 
 async def _measure(systems: Sequence[System], spec: ModelSpec, workload: Workload) -> list[Row]:
@@ -187,10 +198,29 @@ async def _measure(systems: Sequence[System], spec: ModelSpec, workload: Workloa
     cases = [(decode, count) for decode in workload.decodes for count in workload.concurrency]
     with show_count("trials", len(cases) * (1 + workload.num_trials)) as advance:
         for decode, count in cases:
-            able = [system for system in systems if decode.kind == "ar" or system.name != MLX_LM]
+            [request] = workload.requests(1, decode, spec, seed=0)
+            able = [system for system in systems if _is_able(system, count, request)]
             trials = await _take_turns(able, count, decode, spec, workload, advance)
             rows += [summarise(s.name, s.layers, decode.kind, taken) for s, taken in zip(able, trials, strict=True)]
     return rows
+
+
+def _is_able(system: System, count: int, request: Request) -> bool:
+    """Whether it decodes so, and has memory for so many such requests at once; says so if it has not."""
+    if system.name == MLX_LM and request.decode.kind != "ar":
+        return False
+    if count > (most := most_at_once(system.chain, request)):
+        print(f"{system.name}: {count} requests at once left out, there is memory for {most}", file=sys.stderr)
+    return count <= most
+
+
+def most_at_once(chain: Chain, request: Request) -> int:
+    """How many such requests the chain's nodes have memory for; any more would wait, and be measured waiting."""
+    decoder = request.decode.make_decoder(request.eos, chain.costs.steps)
+    rows = Session(request.prompt, request.max_tokens, decoder=decoder).most_rows
+    costs = cache_costs(chain.plan, chain.spec)
+    needed = costs.bytes_of(request.cache, rows)
+    return min(budget // max(1, need) for budget, need in zip(costs.budgets, needed, strict=True))
 
 
 async def _take_turns(

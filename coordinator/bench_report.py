@@ -11,12 +11,11 @@ _HEAD = (
     "system", "decode", "requests", "prompt tok/s", "tok/s each", "tok/s all", "first token p50/p95",
     "next token p50/p95", "busy", "bubble", "overhead", "bytes/token", "predicted",
 )  # fmt: skip
-
-
 _LEGEND = (
     "tok/s each: the median request, from its first token to its last. tok/s all, busy and bubble: while all requests",
-    "decode; busy is how much of that time each stage computes, bubble what is left, mean over the stages. overhead:",
-    "per token of a request, against one process. bytes/token: what a stage sends on. predicted: tok/s all, simulated.",
+    "decode, or from the first token to the last if they never do at once; busy is how much of that time each stage",
+    "computes, bubble what is left, mean over the stages. overhead: per token of a request, against one process.",
+    "bytes/token: what a stage sends on, ? if it did not say. predicted: tok/s all, simulated.",
 )
 
 
@@ -46,7 +45,11 @@ def check_plot(path: Path) -> None:
 
 
 def write_plot(bench: Bench, path: Path) -> None:
-    """Throughput and latency against the number of requests, a line per system, to an image file."""
+    """Throughput and latency against the number of requests, a line per system, to an image file.
+
+    Raises:
+        InputError: it cannot be written.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4), layout="constrained")
@@ -63,18 +66,23 @@ def write_plot(bench: Bench, path: Path) -> None:
         axes.grid(alpha=0.3)
     throughput.legend(fontsize=8)
     figure.suptitle(f"{bench.model} on {bench.machine}", fontsize=9)
-    figure.savefig(path, dpi=120)
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise InputError(f"--plot: cannot write {path}: {error.strerror}") from error
+
+
+def _system(row: Row) -> str:
+    return f"{row.system} {','.join(map(str, row.layers))}" if row.system == CLUSTER and row.layers else row.system
 
 
 def _name(row: Row) -> str:
-    split = f" {','.join(map(str, row.layers))}" if row.system == CLUSTER and row.layers else ""
-    return f"{row.system}{split}{'' if row.decode == 'ar' else f' ({row.decode})'}"
+    return _system(row) if row.decode == "ar" else f"{_system(row)} ({row.decode})"
 
 
 def _cells(row: Row) -> list[str]:
-    split = f" {','.join(map(str, row.layers))}" if row.system == CLUSTER and row.layers else ""
     return [
-        row.system + split,
+        _system(row),
         row.decode,
         str(row.concurrency),
         f"{row.prompt_tokens_per_s:.0f}",
@@ -85,7 +93,7 @@ def _cells(row: Row) -> list[str]:
         " · ".join(f"{part:.0%}" for part in row.utilisation or []),
         "" if row.bubble is None else f"{row.bubble:.0%}",
         "" if row.overhead_ms_per_token is None else f"{row.overhead_ms_per_token:+.2f} ms",
-        " · ".join(f"{count:.0f}" for count in row.bytes_per_token or []),
+        " · ".join("?" if count is None else f"{count:.0f}" for count in row.bytes_per_token or []),
         "" if row.predicted_tokens_per_s is None else f"{row.predicted_tokens_per_s:.1f}",
     ]
 

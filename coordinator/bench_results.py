@@ -20,6 +20,7 @@ from coordinator.simulate import (
     steady_span,
 )
 from coordinator.waterfall import Passage
+from protos.brigade_pb2 import StatusReply
 
 ONE_PROCESS, MLX_LM, CLUSTER = "one process", "mlx_lm", "cluster"
 
@@ -33,7 +34,7 @@ class Trial:
     token_times: list[list[float]]
     passages: list[Passage] = field(default_factory=list)
     offsets: Sequence[int] = ()  # nanoseconds, by stage
-    sent_bytes: Sequence[int] = ()  # by stage
+    sent_bytes: Sequence[int | None] = ()  # by stage; None where a node did not say
     loop_share: float | None = None  # of a core, taken by the coordinator's event loop
 
     @property
@@ -42,7 +43,7 @@ class Trial:
         return max(times[0] for times in self.token_times) - self.started
 
     def utilisation(self) -> list[float]:
-        """By stage, while all requests decode."""
+        """By stage, over the steady span."""
         span = steady_span(self.token_times)
         stages = zip(*(passage.timings for passage in self.passages), strict=True)
         return [
@@ -61,14 +62,14 @@ class Row:
     concurrency: int
     prompt_tokens_per_s: float
     tokens_per_s_per_request: float
-    tokens_per_s: float  # of all requests together while all of them decode
+    tokens_per_s: float  # of all requests together, over the steady span
     ttft_p50_s: float
     ttft_p95_s: float
     gap_p50_ms: float  # between one token of a request and the next
     gap_p95_ms: float
     utilisation: list[float] | None = None  # by stage
     bubble: float | None = None  # the part of the time that a stage is idle, mean over the stages
-    bytes_per_token: list[float] | None = None  # by stage: what it sends on, tokens of prompts included
+    bytes_per_token: list[float | None] | None = None  # by stage: what it sends on, tokens of prompts included
     loop_share: float | None = None
     overhead_ms_per_token: float | None = None  # against one process
     predicted_tokens_per_s: float | None = None  # by simulation with the measured stage times
@@ -159,14 +160,24 @@ def with_predictions(rows: Sequence[Row], num_prompt: int, num_tokens: int) -> l
 
 
 def measured_pipeline(stage_ms: Sequence[Mapping[int, float]], hop_ms: Sequence[float]) -> Pipeline:
-    """A row's stage and hop times, for simulation."""
+    """A row's stage and hop times, for simulation.
+
+    A hop that seems to take less than no time, since clocks are compared a little wrong, takes none.
+    """
     stages = (tuple(sorted((int(rows), ms / 1e3) for rows, ms in by_rows.items())) for by_rows in stage_ms)
-    return Pipeline(tuple(map(StageTimes, stages)), tuple(Hop(ms / 1e3) for ms in hop_ms))
+    return Pipeline(tuple(map(StageTimes, stages)), tuple(Hop(max(0.0, ms) / 1e3) for ms in hop_ms))
+
+
+def sent_between(before: Sequence[StatusReply], after: Sequence[StatusReply]) -> list[int | None]:
+    """By stage: bytes that it sent on; None for one that did not answer, whose status is all zeros."""
+    return [
+        new.sent_bytes - old.sent_bytes if old.clock and new.clock else None
+        for old, new in zip(before, after, strict=True)
+    ]
 
 
 def _with_stages(row: Row, trials: Sequence[Trial]) -> Row:
     num_stages = len(trials[0].offsets)
-    num_tokens = [trial.num_prompt + sum(map(len, trial.token_times)) for trial in trials]
     utilisation = [_median(column) for column in zip(*(trial.utilisation() for trial in trials), strict=True)]
     times: list[dict[int, list[float]]] = [defaultdict(list) for _ in range(num_stages)]
     hops: list[list[float]] = [[] for _ in range(num_stages)]
@@ -179,15 +190,21 @@ def _with_stages(row: Row, trials: Sequence[Trial]) -> Row:
         row,
         utilisation=utilisation,
         bubble=1 - sum(utilisation) / num_stages,
-        bytes_per_token=[
-            _median(trial.sent_bytes[stage] / count for trial, count in zip(trials, num_tokens, strict=True))
-            for stage in range(num_stages)
-        ],
+        bytes_per_token=[_bytes_per_token(trials, stage) for stage in range(num_stages)],
         loop_share=_median(trial.loop_share or 0.0 for trial in trials),
         # means: what now and then takes long takes its part of the time
         stage_ms=[{rows: statistics.fmean(taken) for rows, taken in sorted(by_rows.items())} for by_rows in times],
         hop_ms=[statistics.fmean(taken) for taken in hops],
     )
+
+
+def _bytes_per_token(trials: Sequence[Trial], stage: int) -> float | None:
+    known = [
+        sent / (trial.num_prompt + sum(map(len, trial.token_times)))
+        for trial in trials
+        if (sent := trial.sent_bytes[stage]) is not None
+    ]
+    return _median(known) if known else None
 
 
 def _passage_ms(passage: Passage, offsets: Sequence[int]) -> Iterator[tuple[float, float]]:

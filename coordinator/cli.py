@@ -1,12 +1,14 @@
 """The `brigade` command line: flags in, one function of another module out. MLX is imported once a command runs."""
 
 import sys
+from collections.abc import Sequence
 
 import typer
 
 from coordinator import flags
-from coordinator.decode import make_cache_choice, make_decode
+from coordinator.decode import Decode, make_cache_choice, make_decode
 from coordinator.options import (
+    MOST_REQUESTS,
     cluster_options,
     parse_bias,
     parse_counts,
@@ -115,6 +117,7 @@ def generate(
 
 @app.command()
 def plan(
+    ctx: typer.Context,
     config: flags.Config = None,
     model: flags.Model = None,
     local: flags.Local = None,
@@ -128,7 +131,7 @@ def plan(
     measured: flags.Measured = None,
     concurrency: flags.Concurrency = "1,2,4,8,16",
     num_prompt: flags.NumPrompt = 128,
-    num_generated: flags.NumGenerated = 64,
+    num_tokens: flags.NumTokens = 64,
     prefill_step_size: flags.PrefillStepSize = None,
     as_json: flags.Json = False,
 ) -> None:
@@ -136,12 +139,18 @@ def plan(
 
     Two stages of 26.5 and 6.5 ms: brigade plan --simulate --stage-ms 26.5,6.5 --hop-ms 3,0.3
     """
-    options = cluster_options(config, model, local, layers, context)
-    counts = parse_counts("--concurrency", concurrency)
-    if not simulate and not stage_ms is measured is gbps is None:
-        raise InputError("--stage-ms, --measured and --gbps say what to simulate; they go with --simulate")
+    times = ("row_ms", "hop_ms", "gbps")
+    load = ("concurrency", "num_prompt", "num_tokens", "prefill_step_size")
+    if simulate:
+        _refuse(ctx, ("local", "layers", "context"), "not expected with --simulate, which asks no nodes")
+    else:
+        _refuse(ctx, ("stage_ms", "measured", *times, *load), "expected only with --simulate")
     if simulate and (stage_ms is None) == (measured is None):
         raise InputError("--simulate: expected either --stage-ms 26.5,6.5 or --measured FILE of `brigade bench --json`")
+    if measured is not None:
+        _refuse(ctx, times, "not expected with --measured, which holds the times")
+    options = cluster_options(config, model, local, layers, context)
+    counts = parse_counts("--concurrency", concurrency, most=MOST_REQUESTS)
     stages_ms = parse_times("--stage-ms", stage_ms, least=0.001) if stage_ms is not None else ()
     rows_ms, hops_ms = parse_times("--row-ms", row_ms), parse_times("--hop-ms", hop_ms)
 
@@ -153,7 +162,7 @@ def plan(
         run_async(run_plan(options, as_json=as_json))
     else:
         assumed = Assumed(
-            stages_ms, rows_ms, hops_ms, gbps, measured, counts, num_prompt, num_generated, prefill_step_size
+            stages_ms, rows_ms, hops_ms, gbps, measured, counts, num_prompt, num_tokens, prefill_step_size
         )
         run_async(run_forecast(options, assumed, as_json=as_json))
 
@@ -191,7 +200,7 @@ def bench(
     layers: flags.Splits = None,
     concurrency: flags.Concurrency = "1,4,8",
     num_prompt: flags.NumPrompt = 128,
-    num_generated: flags.NumGenerated = 64,
+    num_tokens: flags.NumTokens = 64,
     num_trials: flags.NumTrials = 3,
     decode: flags.Decodes = "ar",
     as_json: flags.Json = False,
@@ -206,16 +215,29 @@ def bench(
     Which split is best: brigade bench --config cluster.yaml --layers 20,16 --layers 24,12
     """
     options = cluster_options(config, model, 1 if config is None and local is None else local, None, None)
-    decodes = tuple(make_decode(kind.strip(), "auto", 0.4, 0.02) for kind in dict.fromkeys(decode.split(",")))
-    counts = parse_counts("--concurrency", concurrency)
+    if layers and not options.num_workers:
+        raise InputError("--layers: expected workers to split the model over, found none; use --local N or --config")
+    decodes = tuple(
+        make_decode(kind.strip(), "auto", Decode.entropy_threshold, Decode.position_penalty)
+        for kind in decode.split(",")
+    )
+    counts = parse_counts("--concurrency", concurrency, most=MOST_REQUESTS)
     splits = tuple(map(parse_layers, layers or [])) or (options.cluster.layers,)
 
     from coordinator.bench import Workload
     from coordinator.commands import run_bench
     from coordinator.run_async import run_async
 
-    workload = Workload(counts, num_prompt, num_generated, decodes, splits, num_trials)
+    workload = Workload(counts, num_prompt, num_tokens, decodes, splits, num_trials)
     run_async(run_bench(options, workload, as_json=as_json, plot=plot))
+
+
+def _refuse(ctx: typer.Context, names: Sequence[str], why: str) -> None:
+    """Raise InputError if one of these parameters was given: it would change nothing."""
+    for parameter in ctx.command.params:
+        source = ctx.get_parameter_source(parameter.name or "")
+        if parameter.name in names and source and source.name == "COMMANDLINE":
+            raise InputError(f"{'/'.join(parameter.opts)}: {why}")
 
 
 def _standard_input() -> str:

@@ -30,8 +30,7 @@ async def open_peers(options: ClusterOptions, spec: ModelSpec) -> AsyncIterator[
         ConfigError: the model cannot be split over so many nodes; none is started then.
     """
     configured = options.cluster.workers
-    num_workers = len(configured) if options.local is None else options.local
-    check_split(spec, 1 + num_workers, options.cluster.layers)
+    check_split(spec, 1 + options.num_workers, options.cluster.layers)
     async with AsyncExitStack() as stack:
         if options.local is None:
             peers = [Peer(worker.name, worker.address, worker.model) for worker in configured]

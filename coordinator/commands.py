@@ -81,14 +81,14 @@ async def run_plan(options: ClusterOptions, *, as_json: bool) -> None:
 
 
 async def run_bench(options: ClusterOptions, workload: Workload, *, as_json: bool, plot: Path | None) -> None:
-    """Measure, then print the table or the JSON object; the picture goes to `plot`."""
+    """Measure, then print the table or the JSON object; last, where nothing can be lost any more, the picture."""
     if plot is not None:
         check_plot(plot)
         _require_writable("--plot", plot)
     bench = await measure(options, workload)
+    print(json.dumps(bench.as_json()) if as_json else to_markdown(bench), flush=True)
     if plot is not None:
         write_plot(bench, plot)
-    print(json.dumps(bench.as_json()) if as_json else to_markdown(bench), flush=True)
 
 
 def _tokenizer(wish: Wish, folder: Path) -> Tokenizer | None:

@@ -42,7 +42,7 @@ def make_decode(kind: str, window: str, entropy_threshold: float, position_penal
     """From flags. Raises InputError, naming the flag, for a value that none can have."""
     if kind not in KINDS:
         raise InputError(f"--decode: expected one of {', '.join(KINDS)}, got {kind!r}")
-    if window != "auto" and not (window.isdecimal() and 1 <= int(window) <= _LARGEST_WINDOW):
+    if window != "auto" and not (window.isdecimal() and len(window) < 9 and 1 <= int(window) <= _LARGEST_WINDOW):
         raise InputError(f"--window: expected a whole number from 1 to {_LARGEST_WINDOW} or `auto`, got {window!r}")
     for flag, value in (("--entropy-threshold", entropy_threshold), ("--position-penalty", position_penalty)):
         if not (math.isfinite(value) and value >= 0):

@@ -149,10 +149,10 @@ Concurrency = Annotated[
     str, typer.Option(metavar="1,4,8", help="How many requests at once, in turn.", rich_help_panel=_LOAD)
 ]
 NumPrompt = Annotated[
-    int, typer.Option("--prompt-tokens", "-p", min=1, help="Tokens of each prompt.", rich_help_panel=_LOAD)
+    int, typer.Option("--num-prompt", "-p", min=1, help="Tokens of each prompt.", rich_help_panel=_LOAD)
 ]
-NumGenerated = Annotated[
-    int, typer.Option("--generation-tokens", "-g", min=2, help="Tokens of each answer.", rich_help_panel=_LOAD)
+NumTokens = Annotated[
+    int, typer.Option("--num-tokens", "-g", min=2, help="Tokens of each answer.", rich_help_panel=_LOAD)
 ]
 NumTrials = Annotated[
     int, typer.Option("--num-trials", "-n", min=1, help="Trials of each; medians are shown.", rich_help_panel=_LOAD)

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
+from typing import Annotated
 
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from rich.console import Console
 from rich.table import Table
 
@@ -15,11 +17,33 @@ from coordinator.cluster import read_model
 from coordinator.costs import chunk_size
 from coordinator.options import ClusterOptions
 from coordinator.simulate import Hop, Load, Pipeline, StageTimes, simulate
+from worker.call_thread import run_aside
 from worker.errors import InputError
 from worker.modelspec import DTYPE_BYTES
 
-_MOST_STEPS, _MOST_TOKENS = 200_000, 10_000_000  # that a forecast goes through: a few seconds of work
+_MOST_STEPS = 100_000  # of all requests, on all stages: a quarter of a minute at worst
+_MOST_TOKENS = 1_000_000  # of prompts at once: some 100 MiB
 _ROWS = 64  # between which a further row's cost is drawn as a line
+
+_StageMs = Annotated[float, Field(ge=0.001, le=1e6, allow_inf_nan=False)]
+_HopMs = Annotated[float, Field(le=1e6, allow_inf_nan=False)]  # clocks compared a little wrong may make it negative
+_NumRows = Annotated[int, Field(ge=1, le=1_000_000)]
+_ByRows = Annotated[dict[_NumRows, _StageMs], Field(min_length=1)]
+_NullIsEmpty = BeforeValidator(lambda value: () if value is None else value)  # mlx_lm's rows have no stages
+
+
+class _Row(BaseModel):
+    """A row of `brigade bench --json`, as far as a forecast goes by it."""
+
+    system: str
+    decode: str
+    layers: Annotated[tuple[int, ...], _NullIsEmpty]
+    stage_ms: Annotated[tuple[_ByRows, ...], _NullIsEmpty]
+    hop_ms: Annotated[tuple[_HopMs, ...], _NullIsEmpty]
+
+
+class _File(BaseModel):
+    rows: list[_Row]
 
 
 @dataclass(frozen=True)
@@ -43,7 +67,7 @@ class Forecast:
 
     concurrency: int
     tokens_per_s_per_request: float
-    tokens_per_s: float  # of all requests together while all of them decode
+    tokens_per_s: float  # of all requests together, over the steady span
     ttft_p50_s: float
     gap_p50_ms: float  # between one token of a request and the next
     gap_max_ms: float
@@ -61,7 +85,7 @@ async def run_forecast(options: ClusterOptions, assumed: Assumed, *, as_json: bo
         if assumed.measured
         else given_pipeline(assumed.stage_ms, assumed.row_ms, assumed.hop_ms, assumed.gbps, row_bytes)
     )
-    forecasts = forecast(pipeline, assumed)
+    forecasts = await run_aside(lambda: forecast(pipeline, assumed))
     if as_json:
         print(json.dumps({"simulated": [asdict(found) for found in forecasts]}))
     else:
@@ -69,14 +93,18 @@ async def run_forecast(options: ClusterOptions, assumed: Assumed, *, as_json: bo
 
 
 def forecast(pipeline: Pipeline, assumed: Assumed) -> list[Forecast]:
-    """One forecast per number of requests, all of which arrive at once."""
+    """One forecast per number of requests, all of which arrive at once.
+
+    Raises:
+        InputError: that would take too long.
+    """
     chunk = assumed.chunk or chunk_size(assumed.num_prompt, pipeline.stages_s)
-    most = max(assumed.concurrency)
-    num_steps = most * (assumed.num_prompt // chunk + assumed.num_tokens)
-    if num_steps > _MOST_STEPS or most * assumed.num_prompt > _MOST_TOKENS:
+    num_steps = sum(assumed.concurrency) * (assumed.num_prompt // chunk + assumed.num_tokens) * len(pipeline.stages)
+    num_tokens = max(assumed.concurrency) * assumed.num_prompt
+    if num_steps > _MOST_STEPS or num_tokens > _MOST_TOKENS:
         raise InputError(
-            f"too much to simulate: {most} requests of {assumed.num_prompt} tokens, {assumed.num_tokens} to generate "
-            "each; use a smaller --concurrency, -p or -g"
+            f"too much to simulate: expected at most {_MOST_STEPS} steps on all stages and {_MOST_TOKENS} tokens of "
+            f"prompts, found {num_steps} and {num_tokens}; use a smaller --concurrency, -p or -g"
         )
     found = []
     for count in assumed.concurrency:
@@ -122,26 +150,33 @@ def read_pipeline(path: Path) -> Pipeline:
     Raises:
         InputError: it is no such file, or holds no cluster.
     """
+    measured = [row for row in _read_rows(path) if row.system == CLUSTER and row.decode == "ar"]
+    splits = {row.layers for row in measured}
+    if len(splits) != 1:
+        raise InputError(f"{path}: expected one split of a cluster, found {len(splits)}; run bench with one --layers")
+    num_stages = len(splits.pop())
+    if any(not 0 < num_stages == len(row.stage_ms) == len(row.hop_ms) for row in measured):
+        raise InputError(f"{path}: expected stage_ms and hop_ms of {num_stages} stages in every row, found others")
+    stages: list[dict[int, list[float]]] = [defaultdict(list) for _ in range(num_stages)]
+    for row in measured:
+        for stage, by_rows in zip(stages, row.stage_ms, strict=True):
+            for num_rows, ms in by_rows.items():
+                stage[num_rows].append(ms)
+    hop_ms = [mean(column) for column in zip(*(row.hop_ms for row in measured), strict=True)]
+    return measured_pipeline([{rows: mean(ms) for rows, ms in stage.items()} for stage in stages], hop_ms)
+
+
+def _read_rows(path: Path) -> list[_Row]:
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        measured = [row for row in rows if row["system"] == CLUSTER and row["decode"] == "ar"]
-        splits = {tuple(row["layers"]) for row in measured}
-        if len(splits) != 1:
-            raise InputError(
-                f"{path}: expected one split of a cluster, found {len(splits)}; run bench with one --layers"
-            )
-        stages: list[dict[int, list[float]]] = [defaultdict(list) for _ in measured[0]["stage_ms"]]
-        for row in measured:
-            for stage, by_rows in zip(stages, row["stage_ms"], strict=True):
-                for num_rows, ms in by_rows.items():
-                    stage[int(num_rows)].append(float(ms))
-        hop_ms = [mean(column) for column in zip(*(row["hop_ms"] for row in measured), strict=True)]
-        return measured_pipeline([{rows: mean(ms) for rows, ms in stage.items()} for stage in stages], hop_ms)
+        return _File.model_validate_json(path.read_bytes()).rows
     except OSError as error:
         raise InputError(f"--measured: cannot read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
         raise InputError(
-            f"--measured: expected what `brigade bench --json` prints, {path} holds something else"
+            f"--measured: expected what `brigade bench --json` prints, found in {path}: {where}: {first['msg']}, "
+            f"got {first['input']!r:.40}"
         ) from error
 
 

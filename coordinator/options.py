@@ -7,6 +7,7 @@ from worker.config import Cluster, load_cluster
 from worker.errors import ConfigError, InputError
 
 DEFAULT_CONTEXT = 4096  # tokens that a plan reserves cache for, if nobody says
+MOST_REQUESTS = 1024  # at once: as many as a scheduler lets wait
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,10 @@ class ClusterOptions:
     model: str
     local: int | None
     context: int  # tokens
+
+    @property
+    def num_workers(self) -> int:
+        return len(self.cluster.workers) if self.local is None else self.local
 
     def with_layers(self, layers: tuple[int, ...] | None) -> "ClusterOptions":
         """The same with this split; None leaves it to the plan."""
@@ -50,12 +55,15 @@ def parse_tokens(text: str) -> tuple[int, ...]:
         raise InputError(f"--prompt-tokens: expected token ids like 1,2,3, got {text!r}") from None
 
 
-def parse_counts(flag: str, text: str) -> tuple[int, ...]:
-    """Whole numbers from 1 to a million, ascending, each once."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and 0 < int(part) <= 1_000_000 for part in parts):
-        raise InputError(f"{flag}: expected whole numbers above 0 like 1,4,8, got {text!r}")
-    return tuple(sorted({int(part) for part in parts}))
+def parse_counts(flag: str, text: str, *, most: int = 1_000_000) -> tuple[int, ...]:
+    """Whole numbers from 1 to `most`, ascending, each once."""
+    try:
+        counts = {int(part) for part in text.split(",")}
+    except ValueError:  # no numbers, or of thousands of digits
+        counts = {0}
+    if not all(1 <= count <= most for count in counts):
+        raise InputError(f"{flag}: expected whole numbers from 1 to {most} like 1,4,8, got {text!r}")
+    return tuple(sorted(counts))
 
 
 def parse_times(flag: str, text: str, *, least: float = 0.0) -> tuple[float, ...]:

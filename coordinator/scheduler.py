@@ -6,8 +6,8 @@ a prompt, or several short prompts. While anyone streams there is only one of th
 for more than one chunk; while nobody does there are enough of them to fill the pipe.
 """
 
-from collections import deque
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
 
 from coordinator.session import Session
 from coordinator.slots import CacheCosts, Slots
@@ -109,13 +109,12 @@ class Scheduler:
         result of a frame that an earlier scheduler sent.
         """
         sessions = (self._lanes if result.step in self._lanes else self._prompts).pop(result.step, [])
-        commits = []
-        for session in sessions:
-            if session.finish_reason is None:
-                samples = [sample for sample in result.samples if sample.slot == session.slot]
-                guesses = [guess for guess in result.guesses if guess.slot == session.slot]
-                commits.append((session, session.commit(samples, guesses)))
-        return commits
+        samples, guesses = _by_slot(result.samples), _by_slot(result.guesses)
+        return [
+            (session, session.commit(samples[session.slot], guesses[session.slot]))
+            for session in sessions
+            if session.finish_reason is None
+        ]
 
     def _admit(self) -> None:
         while self._waiting and self.slots.take(self._waiting[0]):
@@ -155,3 +154,10 @@ class Scheduler:
                 chosen.append(session)
                 room -= session.num_unfed
         return chosen
+
+
+def _by_slot(samples: Iterable[Sample]) -> defaultdict[int, list[Sample]]:
+    found = defaultdict(list)
+    for sample in samples:
+        found[sample.slot].append(sample)
+    return found

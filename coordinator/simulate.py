@@ -83,12 +83,12 @@ class Simulated:
 
     @property
     def utilisation(self) -> list[float]:
-        """By stage, while all requests decode."""
+        """By stage, over the steady span."""
         return [busy_share(intervals, *steady_span(self.token_times)) for intervals in self.busy]
 
 
 def steady_span(token_times: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """While all requests decode: from when the last has its first token to when the first has its last one.
+    """From when the last request has its first token to when the first has its last one: while all of them decode.
 
     If they never decode all at once, from the first token of all to the last of all.
     """
@@ -99,7 +99,7 @@ def steady_span(token_times: Sequence[Sequence[float]]) -> tuple[float, float]:
 
 
 def aggregate_tokens_per_s(token_times: Sequence[Sequence[float]]) -> float:
-    """Tokens per second of all requests together while all of them decode; 0 if there is no such time."""
+    """Tokens per second of all requests together, over the steady span; 0 if all tokens come at one moment."""
     begin, end = steady_span(token_times)
     return sum(begin < at <= end for times in token_times for at in times) / (end - begin) if begin < end else 0.0
 
@@ -132,7 +132,8 @@ class _Run:
             Session([number, *range(1, load.num_prompt)], load.num_tokens, chunk=load.chunk)
             for number in range(len(load.arrivals_s))
         ]
-        self._simulated = Simulated(load.arrivals_s, [[] for _ in self._sessions], [[] for _ in range(num_stages)])
+        self._token_times: dict[Session, list[float]] = {session: [] for session in self._sessions}
+        self._simulated = Simulated(load.arrivals_s, list(self._token_times.values()), [[] for _ in range(num_stages)])
         self._free_at = [0.0] * num_stages  # by stage
         self._link_free_at = [0.0] * num_stages
         self._events: list[tuple[float, int, int, Frame | Session]] = []  # when, tie breaker, stage, what
@@ -174,6 +175,6 @@ class _Run:
     def _commit(self, now: float, frame: Frame) -> None:
         samples = [Sample(slot=window.slot, token=7) for window in frame.windows if window.wanted]
         for session, known in self._scheduler.commit(Result(step=frame.step, samples=samples)):
-            self._simulated.token_times[self._sessions.index(session)] += [now] * len(known)
+            self._token_times[session] += [now] * len(known)
             if session.finish_reason is not None:
                 self._scheduler.close(session)

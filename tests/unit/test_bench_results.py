@@ -2,6 +2,7 @@
 
 import pytest
 
+from coordinator.bench_report import to_markdown
 from coordinator.bench_results import (
     CLUSTER,
     MLX_LM,
@@ -10,12 +11,14 @@ from coordinator.bench_results import (
     Row,
     Trial,
     measured_pipeline,
+    sent_between,
     summarise,
     with_overheads,
     with_predictions,
 )
+from coordinator.simulate import Hop
 from coordinator.waterfall import Passage
-from protos.brigade_pb2 import Timing
+from protos.brigade_pb2 import StatusReply, Timing
 
 
 def times(first: float, gap: float, count: int) -> list[float]:
@@ -61,6 +64,22 @@ def test_stages_are_busy_while_they_compute_and_hops_are_what_lies_between() -> 
     assert found.hop_ms == pytest.approx([10, 20]) and found.loop_share == 0.03
 
 
+def test_what_a_stage_sent_is_unknown_where_its_worker_did_not_say() -> None:
+    """Of a worker that does not answer in time there is a status of zeros."""
+    before = [StatusReply(clock=5, sent_bytes=100), StatusReply(clock=7, sent_bytes=40), StatusReply()]
+    after = [StatusReply(clock=9, sent_bytes=180), StatusReply(), StatusReply(clock=8, sent_bytes=60)]
+    assert sent_between(before, after) == [80, None, None]
+
+
+def test_bytes_per_token_are_those_of_the_trials_that_know_them() -> None:
+    passage = Passage([Timing(stage=0, sampled=1), Timing(stage=1, sampled=1)], 2, 1)
+    trials = [Trial(2, 0.0, [times(1, 1, 2)], [passage], [0, 0], sent) for sent in ([400, None], [None, None])]
+    found = summarise(CLUSTER, [1, 1], "ar", trials)
+    assert found.bytes_per_token == [100, None]
+    cells = to_markdown(Bench("machine", "model", 2, 2, [found]))
+    assert "| 100 · ? " in cells
+
+
 def test_overhead_is_what_a_token_takes_longer_than_in_one_process_decoded_alike() -> None:
     rows = [
         row(ONE_PROCESS, 1, 100, 100), row(CLUSTER, 1, 80, 80), row(ONE_PROCESS, 1, 50, 50, decode="ngram"),
@@ -102,3 +121,7 @@ def test_a_pipeline_can_be_read_back_from_json() -> None:
     """There the numbers of rows are text."""
     pipeline = measured_pipeline([{"4": 20.0, "1": 10.0}], [3.0])  # type: ignore[dict-item]
     assert pipeline.stages_s(1) == [0.010] and pipeline.stages_s(4) == [0.020] and pipeline.hops_s(1) == 0.003
+
+
+def test_a_hop_that_clocks_make_negative_takes_no_time() -> None:
+    assert measured_pipeline([{1: 10.0}] * 2, [-0.2, 0.5]).hops == (Hop(0.0), Hop(0.0005))

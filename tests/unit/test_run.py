@@ -161,6 +161,7 @@ def test_no_command_shows_the_help_and_complains_of_nothing(run: Run) -> None:
         ("nonsense", "nonsense"),
         ("generate", "--prompt"),
         ("generate -p x --prompt-tokens 1", "--prompt-tokens"),
+        (f"generate -p x --window {'1' * 5000}", "--window"),
         ("generate -p x --nonsense", "--nonsense"),
         ("generate -p x --local 99", "--local"),
         ("generate -p x --top-k -1", "--top-k"),
