@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from coordinator.lengths import LENGTHS, mask_count
-from coordinator.window import WindowChooser
+from coordinator.window import SMALLEST, WindowChooser
 from protos.brigade_pb2 import Sample
 
 
@@ -45,10 +45,10 @@ class Decoder(Protocol):
         """The most rows that a window has beyond the last token that may become known."""
         ...
 
-    def propose(self, tokens: Sequence[int], num_unfed: int, room: int) -> Proposal:
+    def propose(self, tokens: Sequence[int], num_unfed: int, room: int, num_together: int = 1) -> Proposal:
         """What to feed after `tokens`, of which the last `num_unfed` are in the window too.
 
-        `room` is the number of tokens that may still become known, at least 1.
+        `room` is the number of tokens that may still become known, at least 1; `num_together` sessions share the step.
         """
         ...
 
@@ -76,7 +76,7 @@ class Autoregressive:
     tail = 0
     num_ahead = 0
 
-    def propose(self, tokens: Sequence[int], num_unfed: int, room: int) -> Proposal:
+    def propose(self, tokens: Sequence[int], num_unfed: int, room: int, num_together: int = 1) -> Proposal:
         return Proposal()
 
     def accept(self, proposal: Proposal, samples: Sequence[Sample], guesses: Sequence[Sample]) -> Accepted:
@@ -99,7 +99,7 @@ class PromptLookup:
         self._pause = 0  # steps until drafts are tried again
         self._failures = 0  # in a row
 
-    def propose(self, tokens: Sequence[int], num_unfed: int, room: int) -> Proposal:
+    def propose(self, tokens: Sequence[int], num_unfed: int, room: int, num_together: int = 1) -> Proposal:
         found = self._find(tokens)
         if num_unfed > 1 or found is None:
             return Proposal()
@@ -148,10 +148,11 @@ class LosslessDiffusion:
     def tail(self) -> int:
         return self._chooser.choose()
 
-    def propose(self, tokens: Sequence[int], num_unfed: int, room: int) -> Proposal:
-        window = self.tail
-        drafts = tuple(self._drafts[: min(window, room) - 1])
-        num_masks = 0 if drafts and drafts[-1] in self._eos else mask_count(num_unfed + len(drafts), window)
+    def propose(self, tokens: Sequence[int], num_unfed: int, room: int, num_together: int = 1) -> Proposal:
+        window = self._chooser.choose(num_together)
+        drafts = tuple(self._drafts[: min(window or SMALLEST, room) - 1])  # also the last window's, if this is none
+        ends = not window or (drafts and drafts[-1] in self._eos)
+        num_masks = 0 if ends else mask_count(num_unfed + len(drafts), window)
         first = len(tokens) + len(drafts)
         return Proposal(drafts=drafts, masks=tuple(range(first, first + num_masks)))
 
@@ -180,7 +181,7 @@ class Fill:
         self._eos = eos
         self._filled: dict[int, Sample] = {}
 
-    def propose(self, tokens: Sequence[int], num_unfed: int, room: int) -> Proposal:
+    def propose(self, tokens: Sequence[int], num_unfed: int, room: int, num_together: int = 1) -> Proposal:
         end = len(tokens) + min(self.tail, room)
         end = min([end, *(at for at, sample in self._filled.items() if sample.token in self._eos)])
         masks = tuple(at for at in range(len(tokens), end) if at not in self._filled)

@@ -102,7 +102,8 @@ DecodeKind = Annotated[
     ),
 ]
 Window = Annotated[
-    str, typer.Option(metavar="W|auto", help="MASK rows per window; `auto` measures.", rich_help_panel=_WINDOWS)
+    str,
+    typer.Option(metavar="W|auto", help="MASK rows per window; `auto` takes what pays.", rich_help_panel=_WINDOWS),
 ]
 EntropyThreshold = Annotated[
     float, typer.Option(help="diffusion-fast: fill where the entropy is below this, nats.", rich_help_panel=_WINDOWS)

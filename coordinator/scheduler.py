@@ -95,7 +95,7 @@ class Scheduler:
         frame.opened.extend(self.slots.open([session for session in sessions if session.slot in self._unopened]))
         self._unopened.difference_update(session.slot for session in sessions)
         for session in sessions:
-            frame.windows.append(session.next_window())
+            frame.windows.append(session.next_window(len(sessions)))
             self._last_step[session.slot] = self._step
         frame.closed.extend(self.slots.closed)
         self.slots.closed.clear()

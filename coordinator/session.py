@@ -87,8 +87,11 @@ class Session:
         assert self.fed == 0 and num_tokens < len(self.history)
         self.fed = self.num_reused = num_tokens
 
-    def next_window(self) -> Window:
-        """The next known tokens, a chunk of them, or the last ones with the decoder's proposal."""
+    def next_window(self, num_together: int = 1) -> Window:
+        """The next known tokens, a chunk of them, or the last ones with the decoder's proposal.
+
+        `num_together` sessions have a window in the same frame.
+        """
         tokens, base = self.history.tokens, self.fed
         unfed, tail = len(tokens) - base, self._decoder.tail
         chunk = max(1, min(unfed - (tail > 0), self.chunk))  # the last token goes with the proposal
@@ -97,7 +100,8 @@ class Session:
             window = self._window(base, tokens[base : self.fed])
         else:
             self.fed = len(tokens)
-            self._proposal = self._decoder.propose(tokens, unfed, self._max_tokens - self.num_generated)
+            room = self._max_tokens - self.num_generated
+            self._proposal = self._decoder.propose(tokens, unfed, room, num_together)
             window = self._with_proposal(base, tokens[base:], self._proposal)
             self.num_steps += 1
             self.num_rows_last = 1 + len(self._proposal.drafts) + window.masks

@@ -4,14 +4,18 @@ from coordinator.costs import StepCosts
 
 _CANDIDATES = (4, 8, 16, 32)
 _FIRST = 16
+_LONGEST_PAUSE = 32  # steps
 _WEIGHT = 0.2  # of a new observation
+
+SMALLEST = _CANDIDATES[0]
 
 
 class WindowChooser:
     """Chooses a request's window, the one that yields most tokens per second; a fixed one if told so.
 
     With drafts that hold with probability p each, a window of W yields 1 + p + ... + p^(W-1) tokens per step; its rows
-    are the drafts and as many MASK rows, 2 W in all.
+    are the drafts and as many MASK rows, 2 W in all. Where no window pays, none is made: one token per step, and now
+    and then a small window to see whether drafts hold again, more rarely each time that they do not.
     """
 
     def __init__(self, costs: StepCosts, fixed: int | None = None) -> None:
@@ -19,20 +23,36 @@ class WindowChooser:
         self._fixed = fixed
         self._held = 1.0
         self._tried = 1.25  # before anything is known: drafts hold four times in five
+        self._failures = 0  # in a row
+        self._pause = 0  # steps until a window that does not pay is tried
 
     def observe_drafts(self, num_held: int, num_drafts: int) -> None:
-        """Of so many drafts so many held, before the first that did not."""
-        if num_drafts:
-            self._held = (1 - _WEIGHT) * self._held + _WEIGHT * num_held
-            self._tried = (1 - _WEIGHT) * self._tried + _WEIGHT * min(num_held + 1, num_drafts)
+        """A step had so many drafts, of which so many held before the first that did not."""
+        if not num_drafts:
+            self._pause = self._pause - 1 if self._pause else 1  # what a tried window guesses is verified first
+            return
+        self._held = (1 - _WEIGHT) * self._held + _WEIGHT * num_held
+        self._tried = (1 - _WEIGHT) * self._tried + _WEIGHT * min(num_held + 1, num_drafts)
+        self._failures = 0 if num_held > num_drafts // 2 else self._failures + 1
+        self._pause = min(_LONGEST_PAUSE, 2**self._failures - 1)
 
-    def choose(self) -> int:
-        """The window for the next step, MASK rows."""
+    def choose(self, num_together: int = 1) -> int:
+        """The window for the next step, MASK rows; 0 for none.
+
+        `num_together` sessions share the step, and all are taken to be alike.
+        """
         if self._fixed is not None:
             return self._fixed
         if not self._costs.is_known:
             return _FIRST
-        return max(_CANDIDATES, key=lambda window: self._tokens(window) / self._costs.seconds(2 * window))
+        speeds = {window: self._tokens(window) / self._seconds(2 * window, num_together) for window in _CANDIDATES}
+        best = max(speeds, key=lambda window: speeds[window])
+        if speeds[best] >= 1 / self._seconds(1, num_together):
+            return best
+        return 0 if self._pause else SMALLEST
+
+    def _seconds(self, rows_each: int, num_together: int) -> float:
+        return self._costs.seconds(rows_each * num_together)
 
     def _tokens(self, window: int) -> float:
         held = min(0.995, self._held / self._tried)

@@ -98,16 +98,16 @@ class PricedChain(Chain):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.guessed: Counter[int] = Counter()  # steps by their number of MASK rows that are guessed
+        self.guessed: Counter[int] = Counter()  # steps that ask for tokens, by how many MASK rows are guessed
 
     def send(self, frame: Frame) -> None:
-        self.guessed.update(window.guessed for window in frame.windows if window.guessed)
+        self.guessed.update(window.guessed for window in frame.windows if window.wanted or window.guessed)
         super().send(frame)
 
     def usual_window(self) -> int:
-        """The window of most steps: a step has more than half as many MASK rows, and hardly ever more."""
+        """The window of most steps, 0 for none: a step has more than half as many MASK rows, and hardly ever more."""
         [(guessed, _)] = self.guessed.most_common(1) or [(0, 0)]
-        return next((window for window in WINDOWS if window >= guessed), WINDOWS[-1])
+        return next((window for window in (0, *WINDOWS) if window >= guessed), WINDOWS[-1])
 
     async def receive(self) -> Arrival:
         arrival = await super().receive()

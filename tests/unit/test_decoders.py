@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -311,6 +312,28 @@ def oracle(text: Sequence[int], quality: float, numbers: random.Random) -> Guess
         return (text[position] if right else numbers.randrange(VOCAB)), numbers.random()
 
     return guess
+
+
+@pytest.mark.parametrize("quality", [0.0, 0.3, 0.8, 0.97, 1.0])
+@pytest.mark.parametrize("num_together", [1, 8])
+def test_windows_that_come_and_go_change_no_token(quality: float, num_together: int) -> None:
+    """Where rows cost much, a step may have no MASK rows, and still verifies what the one before it guessed."""
+    costs = StepCosts()
+    for rows in (1, 1, 64, 64):
+        costs.observe(rows, 0.010 + 0.002 * rows)
+    numbers, kinds = random.Random(quality), Counter[tuple[bool, bool]]()
+    for seed in range(4):
+        prompt = prompt_of(numbers.randint(1, 100), seed)
+        expected = plain_answer(prompt, 80)
+        session = opened(prompt, 80, decoder=LosslessDiffusion(WindowChooser(costs), frozenset()))
+        stage = FakeStage(oracle([*prompt, *expected], quality, numbers))
+        while session.finish_reason is None:
+            num_unfed, window = session.num_unfed, session.next_window(num_together)
+            session.commit(*stage.answer(window))
+            kinds[bool(window.masks), len(window.tokens) > num_unfed] += bool(window.wanted)
+        assert session.generated == expected
+    assert kinds[True, False], "windows are tried at least"
+    assert quality > 0.5 or (kinds[False, False] > 200 and kinds[False, True])
 
 
 @pytest.mark.parametrize("quality", [0.0, 0.3, 0.8, 0.97, 1.0])
