@@ -13,7 +13,7 @@ _HEAD = (
 )  # fmt: skip
 _LEGEND = (
     "tok/s each: the median request, from its first token to its last. tok/s all, busy and bubble: while all requests",
-    "decode, or from the first token to the last if they never do at once; busy is how much of that time each stage",
+    "decode, or from the first token to the last if they hardly do at once; busy is how much of that time each stage",
     "computes, bubble what is left, mean over the stages. overhead: per token of a request, against one process.",
     "bytes/token: what a stage sends on, ? if it did not say. predicted: tok/s all, simulated.",
 )
@@ -30,8 +30,8 @@ def to_markdown(bench: Bench) -> str:
         "",
         *("| " + " | ".join(row) + " |" for row in table),
         "",
-        *_ratios(bench),
-        "",
+        *(lines := _ratios(bench)),
+        *([""] if lines else []),
         *_LEGEND,
     ])  # fmt: skip
 
@@ -41,7 +41,9 @@ def check_plot(path: Path) -> None:
     if path.suffix not in _IMAGES:
         raise InputError(f"--plot: expected a file ending in {', '.join(_IMAGES)}, got {str(path)!r}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise InputError("--plot needs matplotlib, which is not installed: pip install matplotlib")
+        raise InputError(
+            "--plot needs matplotlib, which is not installed: .venv/bin/pip install matplotlib, or make setup"
+        )
 
 
 def write_plot(bench: Bench, path: Path) -> None:
@@ -58,7 +60,8 @@ def write_plot(bench: Bench, path: Path) -> None:
         rows = list({row.concurrency: row for row in bench.rows if _name(row) == name}.values())
         counts = [row.concurrency for row in rows]
         throughput.plot(counts, [row.tokens_per_s for row in rows], marker="o", label=name)
-        latency.plot(counts, [row.gap_p50_ms for row in rows], marker="o", label=name)
+        gaps = [float("nan") if row.gap_p50_ms is None else row.gap_p50_ms for row in rows]
+        latency.plot(counts, gaps, marker="o", label=name)
     for axes, title in ((throughput, "tokens per second, all requests"), (latency, "ms between tokens, median")):
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("requests at once")
@@ -86,10 +89,10 @@ def _cells(row: Row) -> list[str]:
         row.decode,
         str(row.concurrency),
         f"{row.prompt_tokens_per_s:.0f}",
-        f"{row.tokens_per_s_per_request:.1f}",
+        "" if row.tokens_per_s_per_request is None else f"{row.tokens_per_s_per_request:.1f}",
         f"{row.tokens_per_s:.1f}",
         f"{row.ttft_p50_s:.3f} / {row.ttft_p95_s:.3f} s",
-        f"{row.gap_p50_ms:.1f} / {row.gap_p95_ms:.1f} ms",
+        "" if row.gap_p50_ms is None else f"{row.gap_p50_ms:.1f} / {row.gap_p95_ms:.1f} ms",
         " · ".join(f"{part:.0%}" for part in row.utilisation or []),
         "" if row.bubble is None else f"{row.bubble:.0%}",
         "" if row.overhead_ms_per_token is None else f"{row.overhead_ms_per_token:+.2f} ms",
@@ -107,4 +110,6 @@ def _ratios(bench: Bench) -> list[str]:
         ("prefill_ratio_vs_one_process", f"prompts of {most} request(s): {{:.2f}} x one process"),
         ("ratio_vs_mlx_lm_batch", f"{most} request(s), tokens per second of all: {{:.2f}} x mlx_lm in one process"),
     )
-    return [f"* {text.format(found[key])}" for key, text in named if found[key] is not None]
+    clusters = list(dict.fromkeys(_system(row) for row in bench.rows if row.system == CLUSTER))
+    of = f"{clusters[0]}, " if len(clusters) > 1 else ""  # the ratios are the first one's
+    return [f"* {of}{text.format(found[key])}" for key, text in named if found[key] is not None]

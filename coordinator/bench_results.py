@@ -61,12 +61,12 @@ class Row:
     decode: str
     concurrency: int
     prompt_tokens_per_s: float
-    tokens_per_s_per_request: float
+    tokens_per_s_per_request: float | None  # None, as of gaps, where all tokens come with one step
     tokens_per_s: float  # of all requests together, over the steady span
     ttft_p50_s: float
     ttft_p95_s: float
-    gap_p50_ms: float  # between one token of a request and the next
-    gap_p95_ms: float
+    gap_p50_ms: float | None  # between one token of a request and the next
+    gap_p95_ms: float | None
     utilisation: list[float] | None = None  # by stage
     bubble: float | None = None  # the part of the time that a stage is idle, mean over the stages
     bytes_per_token: list[float | None] | None = None  # by stage: what it sends on, tokens of prompts included
@@ -123,12 +123,12 @@ def summarise(system: str, layers: list[int] | None, decode: str, trials: Sequen
         decode=decode,
         concurrency=len(trials[0].token_times),
         prompt_tokens_per_s=_median(trial.num_prompt / trial.prefill_s for trial in trials),
-        tokens_per_s_per_request=_median(speeds),
+        tokens_per_s_per_request=_median(speeds) if speeds else None,
         tokens_per_s=_median(aggregate_tokens_per_s(trial.token_times) for trial in trials),
         ttft_p50_s=_median(ttfts),
         ttft_p95_s=_percentile(ttfts, 0.95),
-        gap_p50_ms=_median(gaps),
-        gap_p95_ms=_percentile(gaps, 0.95),
+        gap_p50_ms=_median(gaps) if speeds else None,
+        gap_p95_ms=_percentile(gaps, 0.95) if speeds else None,
     )
     return _with_stages(row, trials) if trials[0].passages else row
 
@@ -215,9 +215,8 @@ def _passage_ms(passage: Passage, offsets: Sequence[int]) -> Iterator[tuple[floa
 
 
 def _median(values: Iterable[float]) -> float:
-    """0 where there is nothing: all tokens may come with one step."""
-    return statistics.median(found) if (found := list(values)) else 0.0
+    return statistics.median(values)
 
 
 def _percentile(values: Sequence[float], part: float) -> float:
-    return sorted(values)[math.ceil(part * len(values)) - 1] if values else 0.0
+    return sorted(values)[math.ceil(part * len(values)) - 1]

@@ -130,8 +130,8 @@ def plan(
     gbps: flags.Gbps = None,
     measured: flags.Measured = None,
     concurrency: flags.Concurrency = "1,2,4,8,16",
-    num_prompt: flags.NumPrompt = 128,
-    num_tokens: flags.NumTokens = 64,
+    num_prompt: flags.ForecastPrompt = None,
+    num_tokens: flags.ForecastTokens = None,
     prefill_step_size: flags.PrefillStepSize = None,
     as_json: flags.Json = False,
 ) -> None:
@@ -143,6 +143,8 @@ def plan(
     load = ("concurrency", "num_prompt", "num_tokens", "prefill_step_size")
     if simulate:
         _refuse(ctx, ("local", "layers", "context"), "not expected with --simulate, which asks no nodes")
+        if gbps is None:
+            _refuse(ctx, ("config", "model"), "expected with --simulate only where --gbps needs a model's row size")
     else:
         _refuse(ctx, ("stage_ms", "measured", *times, *load), "expected only with --simulate")
     if simulate and (stage_ms is None) == (measured is None):
@@ -222,7 +224,7 @@ def bench(
         for kind in decode.split(",")
     )
     counts = parse_counts("--concurrency", concurrency, most=MOST_REQUESTS)
-    splits = tuple(map(parse_layers, layers or [])) or (options.cluster.layers,)
+    splits = tuple(dict.fromkeys(map(parse_layers, layers or []))) or (options.cluster.layers,)
 
     from coordinator.bench import Workload
     from coordinator.commands import run_bench

@@ -11,7 +11,7 @@ Config = Annotated[Path | None, typer.Option(help="cluster.yaml: the model and t
 Model = Annotated[
     str | None,
     typer.Option(
-        help="A folder, a hub repository (owner/name), or `demo`, the bundled model. [default: cluster.yaml's or demo]",
+        help="A folder, a hub repository (owner/name), or `demo`, the bundled model. (default: cluster.yaml's or demo)",
         rich_help_panel=_CLUSTER,
     ),
 ]
@@ -27,13 +27,13 @@ Local = Annotated[
 Layers = Annotated[
     str | None,
     typer.Option(
-        metavar="3,2,1", help="Layers per node, coordinator first. [default: planned]", rich_help_panel=_CLUSTER
+        metavar="3,2,1", help="Layers per node, coordinator first. (default: planned)", rich_help_panel=_CLUSTER
     ),
 ]
 Context = Annotated[
     int | None,
     typer.Option(
-        min=1, help="Tokens per session that the plan keeps memory for. [default: 4096]", rich_help_panel=_CLUSTER
+        min=1, help="Tokens per session that the plan keeps memory for. (default: 4096)", rich_help_panel=_CLUSTER
     ),
 ]
 
@@ -49,7 +49,7 @@ PrefillStepSize = Annotated[
     typer.Option(
         min=1,
         max=8192,
-        help="The most rows of a prompt chunk. [default: by what rows cost here, so that every stage works]",
+        help="The most rows of a prompt chunk. (default: by what rows cost here, so that every stage works)",
     ),
 ]
 
@@ -84,7 +84,7 @@ Seed = Annotated[
     typer.Option(
         min=0,
         max=2**64 - 1,
-        help="The same seed gives the same tokens, on any split. [default: random]",
+        help="The same seed gives the same tokens, on any split. (default: random)",
         rich_help_panel=_SAMPLING,
     ),
 ]
@@ -155,6 +155,18 @@ NumPrompt = Annotated[
 NumTokens = Annotated[
     int, typer.Option("--num-tokens", "-g", min=2, help="Tokens of each answer.", rich_help_panel=_LOAD)
 ]
+ForecastPrompt = Annotated[
+    int | None,
+    typer.Option(
+        "--num-prompt", "-p", min=1, help="Tokens of each prompt. (default: as measured, or 128)", rich_help_panel=_LOAD
+    ),
+]
+ForecastTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--num-tokens", "-g", min=2, help="Tokens of each answer. (default: as measured, or 64)", rich_help_panel=_LOAD
+    ),
+]
 NumTrials = Annotated[
     int, typer.Option("--num-trials", "-n", min=1, help="Trials of each; medians are shown.", rich_help_panel=_LOAD)
 ]
@@ -166,7 +178,7 @@ Splits = Annotated[
     typer.Option(
         "--layers",
         metavar="3,2,1",
-        help="Layers per node, coordinator first; repeat it to compare splits. [default: planned]",
+        help="Layers per node, coordinator first; repeat it to compare splits. (default: planned)",
         rich_help_panel=_CLUSTER,
     ),
 ]
@@ -205,7 +217,7 @@ HopMs = Annotated[
 ]
 Gbps = Annotated[
     float | None,
-    typer.Option(min=0.001, help="Bandwidth of the hops, Gbit/s. [default: no limit]", rich_help_panel=_SIMULATION),
+    typer.Option(min=0.001, help="Bandwidth of the hops, Gbit/s. (default: no limit)", rich_help_panel=_SIMULATION),
 ]
 Measured = Annotated[
     Path | None,

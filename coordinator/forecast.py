@@ -2,13 +2,13 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean, median
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, PositiveInt, ValidationError
 from rich.console import Console
 from rich.table import Table
 
@@ -37,12 +37,15 @@ class _Row(BaseModel):
 
     system: str
     decode: str
+    concurrency: PositiveInt
     layers: Annotated[tuple[int, ...], _NullIsEmpty]
     stage_ms: Annotated[tuple[_ByRows, ...], _NullIsEmpty]
     hop_ms: Annotated[tuple[_HopMs, ...], _NullIsEmpty]
 
 
 class _File(BaseModel):
+    prompt_tokens: PositiveInt
+    generated_tokens: PositiveInt
     rows: list[_Row]
 
 
@@ -56,9 +59,22 @@ class Assumed:
     gbps: float | None
     measured: Path | None
     concurrency: tuple[int, ...]
-    num_prompt: int
-    num_tokens: int
+    num_prompt: int | None  # None, as of `num_tokens`: what was measured, else a usual number
+    num_tokens: int | None
     chunk: int | None
+
+
+@dataclass(frozen=True)
+class Times:
+    """A chain as numbers, and the same as it was with so many requests, where that was measured."""
+
+    usual: Pipeline
+    by_count: Mapping[int, Pipeline] = field(default_factory=dict)
+    num_prompt: int = 128  # tokens per request
+    num_tokens: int = 64
+
+    def of(self, count: int) -> Pipeline:
+        return self.by_count.get(count, self.usual)
 
 
 @dataclass(frozen=True)
@@ -80,35 +96,36 @@ async def run_forecast(options: ClusterOptions, assumed: Assumed, *, as_json: bo
     if assumed.gbps is not None:
         _, spec = await read_model(options.model)
         row_bytes = spec.hidden_size * DTYPE_BYTES[spec.dtype]
-    pipeline = (
-        read_pipeline(assumed.measured)
+    times = (
+        read_times(assumed.measured)
         if assumed.measured
-        else given_pipeline(assumed.stage_ms, assumed.row_ms, assumed.hop_ms, assumed.gbps, row_bytes)
+        else Times(given_pipeline(assumed.stage_ms, assumed.row_ms, assumed.hop_ms, assumed.gbps, row_bytes))
     )
-    forecasts = await run_aside(lambda: forecast(pipeline, assumed))
+    forecasts = await run_aside(lambda: forecast(times, assumed))
     if as_json:
         print(json.dumps({"simulated": [asdict(found) for found in forecasts]}))
     else:
         _print(forecasts)
 
 
-def forecast(pipeline: Pipeline, assumed: Assumed) -> list[Forecast]:
+def forecast(times: Times, assumed: Assumed) -> list[Forecast]:
     """One forecast per number of requests, all of which arrive at once.
 
     Raises:
         InputError: that would take too long.
     """
-    chunk = assumed.chunk or chunk_size(assumed.num_prompt, pipeline.stages_s)
-    num_steps = sum(assumed.concurrency) * (assumed.num_prompt // chunk + assumed.num_tokens) * len(pipeline.stages)
-    num_tokens = max(assumed.concurrency) * assumed.num_prompt
-    if num_steps > _MOST_STEPS or num_tokens > _MOST_TOKENS:
+    num_prompt, num_tokens = assumed.num_prompt or times.num_prompt, assumed.num_tokens or times.num_tokens
+    chunks = {c: assumed.chunk or chunk_size(num_prompt, times.of(c).stages_s) for c in assumed.concurrency}
+    num_passages = sum(count * (num_prompt // chunk + num_tokens) for count, chunk in chunks.items())
+    num_steps, num_fed = num_passages * len(times.usual.stages), max(assumed.concurrency) * num_prompt
+    if num_steps > _MOST_STEPS or num_fed > _MOST_TOKENS:
         raise InputError(
             f"too much to simulate: expected at most {_MOST_STEPS} steps on all stages and {_MOST_TOKENS} tokens of "
-            f"prompts, found {num_steps} and {num_tokens}; use a smaller --concurrency, -p or -g"
+            f"prompts, found {num_steps} and {num_fed}; use a smaller --concurrency, -p or -g"
         )
     found = []
-    for count in assumed.concurrency:
-        run = simulate(pipeline, Load((0.0,) * count, assumed.num_prompt, assumed.num_tokens, chunk))
+    for count, chunk in chunks.items():
+        run = simulate(times.of(count), Load((0.0,) * count, num_prompt, num_tokens, chunk))
         found.append(
             Forecast(
                 concurrency=count,
@@ -144,31 +161,38 @@ def given_pipeline(
     )
 
 
-def read_pipeline(path: Path) -> Pipeline:
-    """From what `brigade bench --json` wrote: the cluster's stages and hops, means over its rows.
+def read_times(path: Path) -> Times:
+    """From what `brigade bench --json` wrote: the cluster's stages and hops, by requests and in the mean.
 
     Raises:
         InputError: it is no such file, or holds no cluster.
     """
-    measured = [row for row in _read_rows(path) if row.system == CLUSTER and row.decode == "ar"]
+    file = _read(path)
+    measured = [row for row in file.rows if row.system == CLUSTER and row.decode == "ar"]
     splits = {row.layers for row in measured}
     if len(splits) != 1:
-        raise InputError(f"{path}: expected one split of a cluster, found {len(splits)}; run bench with one --layers")
+        advice = "run bench with one --layers" if splits else "run bench with workers and --decode ar"
+        raise InputError(f"{path}: expected one split of a cluster, found {len(splits)}; {advice}")
     num_stages = len(splits.pop())
     if any(not 0 < num_stages == len(row.stage_ms) == len(row.hop_ms) for row in measured):
         raise InputError(f"{path}: expected stage_ms and hop_ms of {num_stages} stages in every row, found others")
-    stages: list[dict[int, list[float]]] = [defaultdict(list) for _ in range(num_stages)]
-    for row in measured:
+    by_count = {row.concurrency: measured_pipeline(row.stage_ms, row.hop_ms) for row in measured}
+    return Times(_mean(measured), by_count, file.prompt_tokens, file.generated_tokens)
+
+
+def _mean(rows: Sequence[_Row]) -> Pipeline:
+    stages: list[dict[int, list[float]]] = [defaultdict(list) for _ in rows[0].stage_ms]
+    for row in rows:
         for stage, by_rows in zip(stages, row.stage_ms, strict=True):
             for num_rows, ms in by_rows.items():
                 stage[num_rows].append(ms)
-    hop_ms = [mean(column) for column in zip(*(row.hop_ms for row in measured), strict=True)]
+    hop_ms = [mean(column) for column in zip(*(row.hop_ms for row in rows), strict=True)]
     return measured_pipeline([{rows: mean(ms) for rows, ms in stage.items()} for stage in stages], hop_ms)
 
 
-def _read_rows(path: Path) -> list[_Row]:
+def _read(path: Path) -> _File:
     try:
-        return _File.model_validate_json(path.read_bytes()).rows
+        return _File.model_validate_json(path.read_bytes())
     except OSError as error:
         raise InputError(f"--measured: cannot read {path}: {error.strerror}") from error
     except ValidationError as error:

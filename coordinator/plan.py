@@ -107,7 +107,7 @@ def require_fit(plan: Plan, spec: ModelSpec) -> None:
     lacking = ", ".join(f"{a.name} lacks {format_bytes(a.missing_bytes)}" for a in plan.assignments if not a.fits)
     raise ConfigError(
         f"{spec.name} with {plan.context} tokens of context does not fit: {lacking}. "
-        f"Use more nodes, a smaller --context or a quantised model.\n{_table(plan)}"
+        f"Use more nodes, fewer tokens (--context, of bench -p and -g) or a quantised model.\n{_table(plan)}"
     )
 
 

@@ -90,10 +90,10 @@ class Simulated:
 def steady_span(token_times: Sequence[Sequence[float]]) -> tuple[float, float]:
     """From when the last request has its first token to when the first has its last one: while all of them decode.
 
-    If they never decode all at once, from the first token of all to the last of all.
+    If less than half of their tokens come in that time, from the first token of all to the last of all.
     """
     begin, end = max(times[0] for times in token_times), min(times[-1] for times in token_times)
-    if begin < end:
+    if 2 * _num_within(token_times, begin, end) >= sum(map(len, token_times)):
         return begin, end
     return min(times[0] for times in token_times), max(times[-1] for times in token_times)
 
@@ -101,7 +101,11 @@ def steady_span(token_times: Sequence[Sequence[float]]) -> tuple[float, float]:
 def aggregate_tokens_per_s(token_times: Sequence[Sequence[float]]) -> float:
     """Tokens per second of all requests together, over the steady span; 0 if all tokens come at one moment."""
     begin, end = steady_span(token_times)
-    return sum(begin < at <= end for times in token_times for at in times) / (end - begin) if begin < end else 0.0
+    return _num_within(token_times, begin, end) / (end - begin) if begin < end else 0.0
+
+
+def _num_within(token_times: Sequence[Sequence[float]], begin: float, end: float) -> int:
+    return sum(begin < at <= end for times in token_times for at in times)
 
 
 def busy_share(intervals: Iterable[tuple[float, float]], begin: float, end: float) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import le
 
-from coordinator.plan import Plan
+from coordinator.plan import Plan, format_bytes
 from coordinator.session import Session
 from protos.brigade_pb2 import Cache
 from protos.brigade_pb2 import Session as Opening
@@ -74,8 +74,8 @@ class Slots:
         for node, need, budget in zip(self._costs.nodes, needed, self._costs.budgets, strict=True):
             if need > budget:
                 raise InputError(
-                    f"prompt and --max-tokens need {need >> 20} MiB of cache on {node}, which has {budget >> 20} MiB "
-                    "for it; ask for fewer tokens or use --kv int8"
+                    f"prompt and --max-tokens need {format_bytes(need)} of cache on {node}, which has "
+                    f"{format_bytes(budget)} for it; ask for fewer tokens or use --kv int8"
                 )
 
     def take(self, session: Session) -> bool:

@@ -80,11 +80,13 @@ class Prices:
 
 
 class PricedCosts(ChainCosts):
-    """Costs that are what the prices say, not what was measured."""
+    """Costs that are what the prices say, not what was measured; begins with those that a chain warms up with."""
 
     def __init__(self, num_stages: int, prices: Prices) -> None:
         super().__init__(num_stages)
         self._prices = prices
+        for num_rows in (64, 64, 1, 1):
+            self.observe(num_rows, [0.0] * num_stages, 0.0, was_alone=True)
 
     def observe(self, num_rows: int, stages_s: Sequence[float], took_s: float, *, was_alone: bool) -> None:
         super().observe(num_rows, stages_s, self._prices.seconds(num_rows), was_alone=was_alone)
@@ -98,21 +100,22 @@ class PricedChain(Chain):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.guessed: Counter[int] = Counter()  # steps that ask for tokens, by how many MASK rows are guessed
+        self.guessed: Counter[int] = Counter()  # steps by their number of MASK rows that are guessed
 
     def send(self, frame: Frame) -> None:
-        self.guessed.update(window.guessed for window in frame.windows if window.wanted or window.guessed)
+        self.guessed.update(window.guessed for window in frame.windows if window.guessed)
         super().send(frame)
 
     def usual_window(self) -> int:
-        """The window of most steps, 0 for none: a step has more than half as many MASK rows, and hardly ever more."""
+        """The window of most steps: a step has more than half as many MASK rows, and hardly ever more."""
         [(guessed, _)] = self.guessed.most_common(1) or [(0, 0)]
-        return next((window for window in (0, *WINDOWS) if window >= guessed), WINDOWS[-1])
+        return next((window for window in WINDOWS if window >= guessed), WINDOWS[-1])
 
     async def receive(self) -> Arrival:
         arrival = await super().receive()
-        if self.prices and (arrival.result.samples or arrival.result.guesses):
-            self.elapsed_s += self.prices.seconds(arrival.num_rows)
+        if self.prices:
+            is_waited_for = bool(arrival.result.samples or arrival.result.guesses)  # chunks follow each other
+            self.elapsed_s += self.prices.seconds(arrival.num_rows) - self.prices.delay_s * (not is_waited_for)
         return arrival
 
 

@@ -9,6 +9,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_given_up: list[threading.Thread] = []
 _Job = tuple[Callable[[], Any], asyncio.AbstractEventLoop, "asyncio.Future[Any]"]
 
 
@@ -33,6 +34,7 @@ class CallThread:
         """Let the thread finish what it has; give up on it after `timeout_s`."""
         self._jobs.put(None)
         self._thread.join(timeout_s)
+        _given_up[:] = [thread for thread in (*_given_up, self._thread) if thread.is_alive()]
 
     def _loop(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -46,6 +48,13 @@ class CallThread:
                 loop.call_soon_threadsafe(settle)
             del job, call, future, settle  # what a call held must not live until the next one
         self._at_end()
+
+
+def calls_are_left() -> bool:
+    """Whether a call that was given up still runs. Python must not be finalised then: it would end the call's thread
+    wherever that is, and C++ code aborts the process if that is in its middle.
+    """
+    return any(thread.is_alive() for thread in _given_up)
 
 
 async def run_aside(call: Callable[[], T]) -> T:

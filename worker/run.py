@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import typer
 from typer.exceptions import TyperException
 
+from worker.call_thread import calls_are_left
 from worker.errors import BrigadeError
 
 INTERRUPTED = 130
@@ -22,7 +23,12 @@ def run_command(command: Callable[..., Any] | typer.Typer) -> NoReturn:
         app.command()(command)
     else:
         app = command
-    sys.exit(_exit_code(app))
+    code = _exit_code(app)
+    if calls_are_left():
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _exit_code(app: typer.Typer) -> int:

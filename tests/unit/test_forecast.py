@@ -11,7 +11,7 @@ import pytest
 
 from coordinator import forecast as module
 from coordinator.cli import app
-from coordinator.forecast import Assumed, forecast, given_pipeline, read_pipeline, run_forecast
+from coordinator.forecast import Assumed, Times, forecast, given_pipeline, read_times, run_forecast
 from coordinator.options import cluster_options
 from worker.errors import InputError
 
@@ -20,20 +20,20 @@ TWO_STAGES = Assumed(
     num_prompt=1, num_tokens=20, chunk=None,
 )  # fmt: skip
 ROW = {
-    "system": "cluster", "decode": "ar", "layers": [4, 4],
+    "system": "cluster", "decode": "ar", "concurrency": 1, "layers": [4, 4],
     "stage_ms": [{"1": 10.0, "2": 12.0}, {"1": 6.0, "2": 8.0}], "hop_ms": [3.0, -0.1],
 }  # fmt: skip
-ALONE = {"system": "mlx_lm", "decode": "ar", "layers": None, "stage_ms": None, "hop_ms": None}
+ALONE = {"system": "mlx_lm", "decode": "ar", "concurrency": 1, "layers": None, "stage_ms": None, "hop_ms": None}
 
 
 def write(folder: Path, *rows: object) -> Path:
     path = folder / "bench.json"
-    path.write_text(json.dumps({"machine": "here", "rows": rows}))
+    path.write_text(json.dumps({"machine": "here", "prompt_tokens": 16, "generated_tokens": 20, "rows": rows}))
     return path
 
 
 def test_there_is_a_forecast_per_number_of_requests() -> None:
-    one, two = forecast(given_pipeline((10.0, 10.0), (0.0,), (0.0,), None, 0), TWO_STAGES)
+    one, two = forecast(Times(given_pipeline((10.0, 10.0), (0.0,), (0.0,), None, 0)), TWO_STAGES)
     assert (one.concurrency, two.concurrency) == (1, 2)
     assert one.tokens_per_s == one.tokens_per_s_per_request == pytest.approx(50)
     assert two.tokens_per_s == pytest.approx(100, rel=0.05)
@@ -49,14 +49,14 @@ def test_there_is_a_forecast_per_number_of_requests() -> None:
     ],
 )
 def test_what_would_take_too_long_is_refused_at_once(change: dict[str, Any]) -> None:
-    pipeline = given_pipeline((10.0,), (0.0,), (0.0,), None, 0)
+    times = Times(given_pipeline((10.0,), (0.0,), (0.0,), None, 0))
     with pytest.raises(InputError, match="too much to simulate: expected at most"):
-        forecast(pipeline, replace(TWO_STAGES, **change))
+        forecast(times, replace(TWO_STAGES, **change))
 
 
 def test_a_longer_chain_takes_longer_to_simulate() -> None:
     with pytest.raises(InputError, match="too much to simulate"):
-        forecast(given_pipeline((1.0,) * 10_000, (0.0,), (0.0,), None, 0), TWO_STAGES)
+        forecast(Times(given_pipeline((1.0,) * 10_000, (0.0,), (0.0,), None, 0)), TWO_STAGES)
 
 
 def test_a_forecast_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,11 +82,22 @@ def test_a_forecast_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(interrupt())
 
 
-def test_measured_times_are_the_means_of_the_clusters_rows(tmp_path: Path) -> None:
-    other = ROW | {"stage_ms": [{"1": 20.0}, {"1": 8.0}], "hop_ms": [5.0, 0.3]}
-    pipeline = read_pipeline(write(tmp_path, ALONE, ROW, other, ROW | {"decode": "ngram", "layers": [1, 7]}))
-    assert pipeline.stages_s(1) == pytest.approx([0.015, 0.007])
-    assert [hop.latency_s for hop in pipeline.hops] == pytest.approx([0.004, 0.0001])
+def test_measured_times_are_those_of_as_many_requests_or_the_means_of_the_clusters_rows(tmp_path: Path) -> None:
+    four = ROW | {"concurrency": 4, "stage_ms": [{"1": 20.0}, {"1": 8.0}], "hop_ms": [5.0, 0.3]}
+    times = read_times(write(tmp_path, ALONE, ROW, four, ROW | {"decode": "ngram", "layers": [1, 7]}))
+    for count, stages_s, hops_s in ((1, [0.010, 0.006], [0.003, 0]), (4, [0.020, 0.008], [0.005, 0.0003])):
+        assert times.of(count).stages_s(1) == pytest.approx(stages_s)
+        assert [hop.latency_s for hop in times.of(count).hops] == pytest.approx(hops_s)
+    assert times.of(2).stages_s(1) == pytest.approx([0.015, 0.007])
+    assert [hop.latency_s for hop in times.of(2).hops] == pytest.approx([0.004, 0.0001])
+
+
+def test_a_forecast_from_a_file_is_of_the_load_that_was_measured_unless_told_otherwise(tmp_path: Path) -> None:
+    times = read_times(write(tmp_path, ROW))
+    asked = replace(TWO_STAGES, num_prompt=None, num_tokens=None)
+    assert (times.num_prompt, times.num_tokens) == (16, 20)
+    assert forecast(times, asked) == forecast(times, replace(asked, num_prompt=16, num_tokens=20))
+    assert forecast(times, asked) != forecast(times, replace(asked, num_prompt=17))
 
 
 @pytest.mark.parametrize(
@@ -111,12 +122,12 @@ def test_measured_times_are_the_means_of_the_clusters_rows(tmp_path: Path) -> No
 )
 def test_a_file_whose_times_are_none_is_refused(tmp_path: Path, change: dict[str, object], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        read_pipeline(write(tmp_path, ROW | change))
+        read_times(write(tmp_path, ROW | change))
 
 
 def test_a_file_of_two_splits_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="expected one split of a cluster, found 2"):
-        read_pipeline(write(tmp_path, ROW, ROW | {"layers": [2, 6]}))
+        read_times(write(tmp_path, ROW, ROW | {"layers": [2, 6]}))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"rows": 5}', '{"rows": [1]}', "\udcff", "[" * 100_000])
@@ -124,7 +135,7 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "bench.json"
     path.write_text(text, errors="surrogateescape")
     with pytest.raises(InputError, match="expected what `brigade bench --json` prints, found in"):
-        read_pipeline(path)
+        read_times(path)
 
 
 @pytest.mark.parametrize(
@@ -140,6 +151,8 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
         ("plan --simulate --stage-ms 5,5 --local 1", "--local: not expected with --simulate"),
         ("plan --simulate --stage-ms 5,5 --layers 4,4", "--layers: not expected with --simulate"),
         ("plan --simulate --stage-ms 5,5 --context 9", "--context: not expected with --simulate"),
+        ("plan --simulate --stage-ms 5,5 --model demo", "--model: expected with --simulate only where --gbps"),
+        ("plan --simulate --measured x --config y", "--config: expected with --simulate only where --gbps"),
         ("plan --simulate --measured x --row-ms 1", "--row-ms: not expected with --measured"),
         ("plan --simulate --measured x --hop-ms 1", "--hop-ms: not expected with --measured"),
         ("plan --simulate --measured x --gbps 1", "--gbps: not expected with --measured"),

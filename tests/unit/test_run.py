@@ -10,6 +10,7 @@ import pytest
 import typer
 
 from coordinator.cli import app as brigade
+from worker import run as run_module
 from worker.errors import BrigadeError
 from worker.run import run_command
 
@@ -23,6 +24,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
     def run(command: Callable[..., Any] | typer.Typer, *arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["brigade", *arguments])
+        monkeypatch.setattr(run_module, "calls_are_left", lambda: False)  # those of other tests
         monkeypatch.setattr(sys, "stdout", sys.stdout)  # a command may take it away
         with pytest.raises(SystemExit) as ended:
             run_command(command)
