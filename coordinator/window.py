@@ -5,6 +5,7 @@ from coordinator.costs import StepCosts
 _CANDIDATES = (4, 8, 16, 32)
 _FIRST = 16
 _LONGEST_PAUSE = 32  # steps
+_SURE = 0.995  # drafts that always hold
 _WEIGHT = 0.2  # of a new observation
 
 SMALLEST = _CANDIDATES[0]
@@ -14,8 +15,8 @@ class WindowChooser:
     """Chooses a request's window, the one that yields most tokens per second; a fixed one if told so.
 
     With drafts that hold with probability p each, a window of W yields 1 + p + ... + p^(W-1) tokens per step; its rows
-    are the drafts and as many MASK rows, 2 W in all. Where no window pays, none is made: one token per step, and now
-    and then a small window to see whether drafts hold again, more rarely each time that they do not.
+    are the drafts and as many MASK rows, 2 W in all. Where no window pays, none is made: one token per step. Where one
+    would pay with drafts that hold, a small one is tried now and then, more rarely each time that its drafts fail.
     """
 
     def __init__(self, costs: StepCosts, fixed: int | None = None) -> None:
@@ -45,15 +46,17 @@ class WindowChooser:
             return self._fixed
         if not self._costs.is_known:
             return _FIRST
-        speeds = {window: self._tokens(window) / self._seconds(2 * window, num_together) for window in _CANDIDATES}
-        best = max(speeds, key=lambda window: speeds[window])
-        if speeds[best] >= 1 / self._seconds(1, num_together):
-            return best
-        return 0 if self._pause else SMALLEST
+        without = 1 / self._costs.seconds(num_together)
+        speed, window = self._best(min(_SURE, self._held / self._tried), num_together)
+        if speed >= without:
+            return window
+        may_pay = self._best(_SURE, num_together)[0] >= without
+        return SMALLEST if may_pay and not self._pause else 0
 
-    def _seconds(self, rows_each: int, num_together: int) -> float:
-        return self._costs.seconds(rows_each * num_together)
+    def _best(self, held: float, num_together: int) -> tuple[float, int]:
+        """The most tokens per second if so large a part of drafts hold, and by which window."""
 
-    def _tokens(self, window: int) -> float:
-        held = min(0.995, self._held / self._tried)
-        return (1 - held**window) / (1 - held)
+        def speed(window: int) -> float:
+            return (1 - held**window) / (1 - held) / self._costs.seconds(2 * window * num_together)
+
+        return max((speed(window), window) for window in _CANDIDATES)

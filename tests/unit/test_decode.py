@@ -79,7 +79,7 @@ def small_steps() -> StepCosts:
 def test_a_window_of_the_users_is_kept_and_auto_goes_by_what_steps_cost() -> None:
     costs = small_steps()
     assert decode("diffusion", "5").make_decoder(frozenset(), costs).tail == 5
-    assert decode("diffusion").make_decoder(frozenset(), costs).tail == 4
+    assert decode("diffusion").make_decoder(frozenset(), costs).tail == 0
     assert decode("diffusion").make_decoder(frozenset(), StepCosts()).tail == 16
     assert decode("diffusion-fast", "5").make_decoder(frozenset(), costs).tail == 5
 

@@ -315,8 +315,7 @@ def oracle(text: Sequence[int], quality: float, numbers: random.Random) -> Guess
 
 
 @pytest.mark.parametrize("quality", [0.0, 0.3, 0.8, 0.97, 1.0])
-@pytest.mark.parametrize("num_together", [1, 8])
-def test_windows_that_come_and_go_change_no_token(quality: float, num_together: int) -> None:
+def test_windows_that_come_and_go_change_no_token(quality: float) -> None:
     """Where rows cost much, a step may have no MASK rows, and still verifies what the one before it guessed."""
     costs = StepCosts()
     for rows in (1, 1, 64, 64):
@@ -328,12 +327,12 @@ def test_windows_that_come_and_go_change_no_token(quality: float, num_together: 
         session = opened(prompt, 80, decoder=LosslessDiffusion(WindowChooser(costs), frozenset()))
         stage = FakeStage(oracle([*prompt, *expected], quality, numbers))
         while session.finish_reason is None:
-            num_unfed, window = session.num_unfed, session.next_window(num_together)
+            num_unfed, window = session.num_unfed, session.next_window(numbers.choice([1, 1, 1, 8]))
             session.commit(*stage.answer(window))
             kinds[bool(window.masks), len(window.tokens) > num_unfed] += bool(window.wanted)
         assert session.generated == expected
-    assert kinds[True, False], "windows are tried at least"
-    assert quality > 0.5 or (kinds[False, False] > 200 and kinds[False, True])
+    assert all(kinds[with_masks, with_drafts] for with_masks in (True, False) for with_drafts in (False, True))
+    assert quality > 0.5 or kinds[False, False] > 200
 
 
 @pytest.mark.parametrize("quality", [0.0, 0.3, 0.8, 0.97, 1.0])

@@ -1,0 +1,77 @@
+"""What `--window auto` costs where drafts fail, and brings where they hold, against one token per step.
+
+python -m tools.bench_auto [--model demo] [--local 1] [--requests 1,8] [--rounds 5]
+
+Prompts are random tokens. Sampled at a high temperature no draft holds for long; greedily the bundled model's often do.
+"""
+
+import asyncio
+import random
+import statistics
+import time
+from typing import Annotated
+
+import typer
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from coordinator.chain import Chain
+from coordinator.cluster import open_chain, read_model
+from coordinator.decode import Decode
+from coordinator.options import DEFAULT_CONTEXT, ClusterOptions, cluster_options, parse_counts
+from coordinator.request import Request
+from coordinator.runner import Runner
+from protos.brigade_pb2 import Sampling
+from worker.machine import machine_name
+from worker.run import run_command
+
+_NUM_PROMPT, _NUM_TOKENS = 16, 64
+_TEMPERATURES = {"greedy": 0.0, "sampled, temperature 1.6": 1.6}
+_AR, _AUTO = Decode("ar"), Decode("diffusion")
+
+
+def main(
+    model: Annotated[str, typer.Option(help="A mask-trained model, as for `brigade generate`.")] = "demo",
+    local: Annotated[int, typer.Option(min=0, help="Workers on this machine.")] = 1,
+    requests: Annotated[str, typer.Option(help="How many requests at once, in turn.")] = "1,8",
+    rounds: Annotated[int, typer.Option(min=1, help="Of each, in turn; the median counts.")] = 5,
+) -> None:
+    """Tokens per second of all requests together, from the first prompt to the last token."""
+    options = cluster_options(None, model, local, None, None)
+    uvloop.run(_measure(options, parse_counts("--requests", requests), rounds))
+
+
+async def _measure(options: ClusterOptions, counts: tuple[int, ...], rounds: int) -> None:
+    checkpoint, spec = await read_model(options.model)
+    table = Table(title=f"{spec.name} on {machine_name()}", title_justify="left")
+    for column in ("requests", "sampling", "ar", "auto", "auto against ar", "tokens per step"):
+        table.add_column(column, justify="right")
+    async with open_chain(options, checkpoint, spec, DEFAULT_CONTEXT) as chain:
+        for name, temperature in _TEMPERATURES.items():
+            for count in counts:
+                taken = [await _round(chain, number, count, temperature) for number in range(1 + rounds)][1:]
+                one, auto, per_step = (statistics.median(column) for column in zip(*taken, strict=True))
+                cells = (f"{one:.1f}", f"{auto:.1f}", f"{auto / one:.2f} x", f"{per_step:.2f}")
+                table.add_row(str(count), name, *cells)
+    Console().print(table)
+
+
+async def _round(chain: Chain, number: int, count: int, temperature: float) -> tuple[float, float, float]:
+    """Tokens per second by `ar` and by `auto` on the same prompts, and the latter's tokens per step."""
+    numbers = random.Random(number)
+    prompts = [tuple(numbers.randrange(chain.spec.vocab_size) for _ in range(_NUM_PROMPT)) for _ in range(count)]
+    speeds, num_steps = [], 0
+    for decode in (_AR, _AUTO):
+        samplings = [Sampling(seed=seed, temperature=temperature) for seed in range(count)]
+        asked = [Request(p, _NUM_TOKENS, s, decode) for p, s in zip(prompts, samplings, strict=True)]
+        async with Runner(chain) as runner:
+            before = time.perf_counter()
+            answers = await asyncio.gather(*(runner.answer(each) for each in asked))
+            speeds.append(count * _NUM_TOKENS / (time.perf_counter() - before))
+        num_steps = sum(answer.num_steps for answer in answers)
+    return speeds[0], speeds[1], count * _NUM_TOKENS / num_steps
+
+
+if __name__ == "__main__":
+    run_command(main)
