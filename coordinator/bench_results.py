@@ -1,11 +1,11 @@
 """What a benchmark measured, as numbers: trials to rows, rows to ratios. Pure."""
 
 import math
-import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
+from statistics import fmean, median
 from typing import Any
 
 from coordinator.costs import chunk_size
@@ -92,8 +92,8 @@ class Bench:
         most = max(row.concurrency for row in self.rows)
 
         def ratio(value: str, count: int, of: str, to: str) -> float | None:
-            one, other = self._find(of, count), self._find(to, count)
-            return getattr(one, value) / divisor if one and other and (divisor := getattr(other, value)) else None
+            one, other = (getattr(self._find(system, count), value, None) for system in (of, to))
+            return one / other if one and other else None
 
         single = self._find(CLUSTER, 1)
         return {
@@ -122,12 +122,12 @@ def summarise(system: str, layers: list[int] | None, decode: str, trials: Sequen
         layers=layers,
         decode=decode,
         concurrency=len(trials[0].token_times),
-        prompt_tokens_per_s=_median(trial.num_prompt / trial.prefill_s for trial in trials),
-        tokens_per_s_per_request=_median(speeds) if speeds else None,
-        tokens_per_s=_median(aggregate_tokens_per_s(trial.token_times) for trial in trials),
-        ttft_p50_s=_median(ttfts),
+        prompt_tokens_per_s=median(trial.num_prompt / trial.prefill_s for trial in trials),
+        tokens_per_s_per_request=median(speeds) if speeds else None,
+        tokens_per_s=median(aggregate_tokens_per_s(trial.token_times) for trial in trials),
+        ttft_p50_s=median(ttfts),
         ttft_p95_s=_percentile(ttfts, 0.95),
-        gap_p50_ms=_median(gaps) if speeds else None,
+        gap_p50_ms=median(gaps) if speeds else None,
         gap_p95_ms=_percentile(gaps, 0.95) if speeds else None,
     )
     return _with_stages(row, trials) if trials[0].passages else row
@@ -178,7 +178,7 @@ def sent_between(before: Sequence[StatusReply], after: Sequence[StatusReply]) ->
 
 def _with_stages(row: Row, trials: Sequence[Trial]) -> Row:
     num_stages = len(trials[0].offsets)
-    utilisation = [_median(column) for column in zip(*(trial.utilisation() for trial in trials), strict=True)]
+    utilisation = [median(column) for column in zip(*(trial.utilisation() for trial in trials), strict=True)]
     times: list[dict[int, list[float]]] = [defaultdict(list) for _ in range(num_stages)]
     hops: list[list[float]] = [[] for _ in range(num_stages)]
     for trial in trials:
@@ -191,10 +191,10 @@ def _with_stages(row: Row, trials: Sequence[Trial]) -> Row:
         utilisation=utilisation,
         bubble=1 - sum(utilisation) / num_stages,
         bytes_per_token=[_bytes_per_token(trials, stage) for stage in range(num_stages)],
-        loop_share=_median(trial.loop_share or 0.0 for trial in trials),
+        loop_share=median(trial.loop_share or 0.0 for trial in trials),
         # means: what now and then takes long takes its part of the time
-        stage_ms=[{rows: statistics.fmean(taken) for rows, taken in sorted(by_rows.items())} for by_rows in times],
-        hop_ms=[statistics.fmean(taken) for taken in hops],
+        stage_ms=[{rows: fmean(taken) for rows, taken in sorted(by_rows.items())} for by_rows in times],
+        hop_ms=[fmean(taken) for taken in hops],
     )
 
 
@@ -204,7 +204,7 @@ def _bytes_per_token(trials: Sequence[Trial], stage: int) -> float | None:
         for trial in trials
         if (sent := trial.sent_bytes[stage]) is not None
     ]
-    return _median(known) if known else None
+    return median(known) if known else None
 
 
 def _passage_ms(passage: Passage, offsets: Sequence[int]) -> Iterator[tuple[float, float]]:
@@ -212,10 +212,6 @@ def _passage_ms(passage: Passage, offsets: Sequence[int]) -> Iterator[tuple[floa
     arrivals = [timing.received - offset for timing, offset in zip(passage.timings, offsets, strict=True)]
     for timing, offset, arrival in zip(passage.timings, offsets, [*arrivals[1:], passage.returned], strict=True):
         yield (timing.sampled - timing.started) / 1e6, (arrival - (timing.sampled - offset)) / 1e6
-
-
-def _median(values: Iterable[float]) -> float:
-    return statistics.median(values)
 
 
 def _percentile(values: Sequence[float], part: float) -> float:

@@ -45,7 +45,7 @@ class _Row(BaseModel):
 
 class _File(BaseModel):
     prompt_tokens: PositiveInt
-    generated_tokens: PositiveInt
+    generated_tokens: Annotated[int, Field(ge=2)]
     rows: list[_Row]
 
 

@@ -48,9 +48,9 @@ class WindowChooser:
             return _FIRST
         without = 1 / self._costs.seconds(num_together)
         speed, window = self._best(min(_SURE, self._held / self._tried), num_together)
-        if speed >= without:
+        if speed > without:
             return window
-        may_pay = self._best(_SURE, num_together)[0] >= without
+        may_pay = self._best(_SURE, num_together)[0] > without
         return SMALLEST if may_pay and not self._pause else 0
 
     def _best(self, held: float, num_together: int) -> tuple[float, int]:
@@ -59,4 +59,4 @@ class WindowChooser:
         def speed(window: int) -> float:
             return (1 - held**window) / (1 - held) / self._costs.seconds(2 * window * num_together)
 
-        return max((speed(window), window) for window in _CANDIDATES)
+        return max(((speed(window), window) for window in _CANDIDATES), key=lambda pair: pair[0])

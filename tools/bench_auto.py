@@ -5,24 +5,24 @@ python -m tools.bench_auto [--model demo] [--local 1] [--requests 1,8] [--rounds
 Prompts are random tokens. Sampled at a high temperature no draft holds for long; greedily the bundled model's often do.
 """
 
-import asyncio
 import random
 import statistics
 import time
 from typing import Annotated
 
 import typer
-import uvloop
 from rich.console import Console
 from rich.table import Table
 
 from coordinator.chain import Chain
 from coordinator.cluster import open_chain, read_model
-from coordinator.decode import Decode
+from coordinator.decode import Decode, suit
 from coordinator.options import DEFAULT_CONTEXT, ClusterOptions, cluster_options, parse_counts
-from coordinator.request import Request
+from coordinator.request import Request, check_request
+from coordinator.run_async import run_async
 from coordinator.runner import Runner
-from protos.brigade_pb2 import Sampling
+from coordinator.together import together
+from protos.brigade_pb2 import Cache, Sampling
 from worker.machine import machine_name
 from worker.run import run_command
 
@@ -39,19 +39,20 @@ def main(
 ) -> None:
     """Tokens per second of all requests together, from the first prompt to the last token."""
     options = cluster_options(None, model, local, None, None)
-    uvloop.run(_measure(options, parse_counts("--requests", requests), rounds))
+    run_async(_measure(options, parse_counts("--requests", requests), rounds))
 
 
 async def _measure(options: ClusterOptions, counts: tuple[int, ...], rounds: int) -> None:
     checkpoint, spec = await read_model(options.model)
+    suit(_AUTO, Cache(), spec)  # or it is refused
     table = Table(title=f"{spec.name} on {machine_name()}", title_justify="left")
     for column in ("requests", "sampling", "ar", "auto", "auto against ar", "tokens per step"):
         table.add_column(column, justify="right")
     async with open_chain(options, checkpoint, spec, DEFAULT_CONTEXT) as chain:
         for name, temperature in _TEMPERATURES.items():
             for count in counts:
-                taken = [await _round(chain, number, count, temperature) for number in range(1 + rounds)][1:]
-                one, auto, per_step = (statistics.median(column) for column in zip(*taken, strict=True))
+                taken = [await _round(chain, number, count, temperature) for number in range(1 + rounds)]
+                one, auto, per_step = (statistics.median(column) for column in zip(*taken[1:], strict=True))
                 cells = (f"{one:.1f}", f"{auto:.1f}", f"{auto / one:.2f} x", f"{per_step:.2f}")
                 table.add_row(str(count), name, *cells)
     Console().print(table)
@@ -61,16 +62,17 @@ async def _round(chain: Chain, number: int, count: int, temperature: float) -> t
     """Tokens per second by `ar` and by `auto` on the same prompts, and the latter's tokens per step."""
     numbers = random.Random(number)
     prompts = [tuple(numbers.randrange(chain.spec.vocab_size) for _ in range(_NUM_PROMPT)) for _ in range(count)]
-    speeds, num_steps = [], 0
-    for decode in (_AR, _AUTO):
+    speeds, num_steps = {}, {}
+    for decode in (_AR, _AUTO) if number % 2 else (_AUTO, _AR):
         samplings = [Sampling(seed=seed, temperature=temperature) for seed in range(count)]
         asked = [Request(p, _NUM_TOKENS, s, decode) for p, s in zip(prompts, samplings, strict=True)]
+        check_request(asked[0], chain.spec)
         async with Runner(chain) as runner:
             before = time.perf_counter()
-            answers = await asyncio.gather(*(runner.answer(each) for each in asked))
-            speeds.append(count * _NUM_TOKENS / (time.perf_counter() - before))
-        num_steps = sum(answer.num_steps for answer in answers)
-    return speeds[0], speeds[1], count * _NUM_TOKENS / num_steps
+            answers = await together(*(runner.answer(each) for each in asked))
+            speeds[decode] = count * _NUM_TOKENS / (time.perf_counter() - before)
+        num_steps[decode] = sum(answer.num_steps for answer in answers)
+    return speeds[_AR], speeds[_AUTO], count * _NUM_TOKENS / num_steps[_AUTO]
 
 
 if __name__ == "__main__":

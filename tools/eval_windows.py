@@ -100,20 +100,23 @@ class PricedChain(Chain):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.guessed: Counter[int] = Counter()  # steps by their number of MASK rows that are guessed
+        self.windows: Counter[int] = Counter()  # steps by their W, 0 for none
 
     def send(self, frame: Frame) -> None:
-        self.guessed.update(window.guessed for window in frame.windows if window.guessed)
+        for window in frame.windows:
+            if window.guessed:  # more than half of W, and hardly ever more than W
+                self.windows[next((w for w in WINDOWS if w >= window.guessed), WINDOWS[-1])] += 1
+            elif window.wanted and len(window.tokens) == 1:
+                self.windows[0] += 1
         super().send(frame)
 
     def usual_window(self) -> int:
-        """The window of most steps: a step has more than half as many MASK rows, and hardly ever more."""
-        [(guessed, _)] = self.guessed.most_common(1) or [(0, 0)]
-        return next((window for window in WINDOWS if window >= guessed), WINDOWS[-1])
+        """The W of most steps."""
+        return self.windows.most_common(1)[0][0]
 
     async def receive(self) -> Arrival:
         arrival = await super().receive()
-        if self.prices:
+        if self.prices and arrival.num_rows:
             is_waited_for = bool(arrival.result.samples or arrival.result.guesses)  # chunks follow each other
             self.elapsed_s += self.prices.seconds(arrival.num_rows) - self.prices.delay_s * (not is_waited_for)
         return arrival
@@ -166,7 +169,7 @@ class Bench:
                 speed = Speed(kind, decode.kind, decode.window, 1e3 * delay_s)
                 self.chain.costs, picked = PricedCosts(self.chain.num_stages, prices), Counter[str]()
                 for turn in mix.held_out(kind, limit):
-                    self.chain.elapsed_s, self.chain.guessed = 0.0, Counter()
+                    self.chain.elapsed_s, self.chain.windows = 0.0, Counter()
                     answer, _ = await self.ask(turn, decode)
                     speed.add(len(answer.tokens), self.chain.elapsed_s)
                     picked[str(self.chain.usual_window())] += 1

@@ -177,8 +177,9 @@ def _auto(measured: Measured) -> str:
         best = max(fixed, key=lambda window: fixed[window])
         lines.append((f"{speed.delay_ms:g}", speed.kind, picked, str(best), f"{speed.tokens_per_s / fixed[best]:.0%}"))
     header = ("delay, ms", "kind", "W that `auto` had chosen after each answer", "best fixed W", "speed against it")
-    return "## What `--window auto` picks\n\nFrom the same run; it begins to learn anew with each kind.\n\n" + table(
-        header, lines
+    return (
+        "## What `--window auto` picks\n\nFrom the same run; it begins to learn anew with each kind. 0 stands for no "
+        "window.\n\n" + table(header, lines)
     )
 
 

@@ -1,5 +1,6 @@
 """Runs a command: exceptions become messages and exit codes. The other of the two places that may catch anything."""
 
+import contextlib
 import os
 import sys
 import traceback
@@ -26,7 +27,8 @@ def run_command(command: Callable[..., Any] | typer.Typer) -> NoReturn:
     code = _exit_code(app)
     if calls_are_left():
         for stream in filter(None, (sys.stdout, sys.stderr)):
-            stream.flush()
+            with contextlib.suppress(OSError):  # its reader left
+                stream.flush()
         os._exit(code)
     sys.exit(code)
 

@@ -14,7 +14,7 @@ from coordinator.bench_results import ONE_PROCESS, Bench, Row
 from coordinator.decode import Decode
 from coordinator.options import cluster_options
 from tests.cluster.models import make_talker
-from tests.cluster.processes import Outcome, run, write_cluster
+from tests.cluster.processes import Outcome, Starter, run, write_cluster
 from worker.errors import InputError
 from worker.loading import open_checkpoint
 from worker.machine import machine_name
@@ -184,3 +184,9 @@ def test_what_cannot_be_is_refused_with_one_line(arguments: tuple[str, ...], sai
     done: Outcome = run(*arguments)
     assert done.code == 2
     assert said in done.err and done.err.count("\n") <= 2 and done.out == ""
+
+
+def test_auto_is_measured_against_one_token_per_step(start: Starter) -> None:
+    outcome = start.python("-m", "tools.bench_auto", "--rounds", "1", "--requests", "1,2").wait(120.0)
+    assert outcome.code == 0, outcome.err
+    assert [outcome.out.count(word) for word in ("greedy", "sampled", " x │")] == [2, 2, 4]

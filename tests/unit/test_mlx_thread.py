@@ -1,22 +1,17 @@
 """One thread, calls in order. Threads meet on events here; nothing sleeps."""
 
 import asyncio
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
 from worker.mlx_thread import MlxThread
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -197,36 +192,3 @@ def test_a_result_for_a_loop_that_is_gone_harms_nobody() -> None:
     leave.set()
     assert run(thread.run(lambda: 3)) == 3
     thread.close()
-
-
-COMMAND = """
-import asyncio
-import mlx.core as mx
-from worker.mlx_thread import MlxThread
-from worker.run import run_command
-
-def compute():
-    array = mx.random.normal((300, 300))
-    while True:
-        for _ in range(20):
-            array = mx.tanh(array @ array)
-        mx.eval(array)
-
-async def give_up():
-    thread = MlxThread()
-    await asyncio.wait([asyncio.ensure_future(thread.run(compute))], timeout=0.3)
-    thread.close(0.1)
-
-def command() -> int:
-    asyncio.run(give_up())
-    print("done")
-    return 7
-
-run_command(command)
-"""
-
-
-@pytest.mark.parametrize("attempt", range(4))  # finalising Python with such a call under way aborts about every third
-def test_a_process_ends_as_it_should_whatever_a_call_that_was_given_up_is_doing(attempt: int) -> None:
-    ended = subprocess.run([sys.executable, "-c", COMMAND], capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (7, "done\n", "")
