@@ -22,8 +22,8 @@ class WindowChooser:
     def __init__(self, costs: StepCosts, fixed: int | None = None) -> None:
         self._costs = costs
         self._fixed = fixed
-        self._held = 1.0
-        self._tried = 1.25  # before anything is known: drafts hold four times in five
+        self._held = 0.8 * _WEIGHT
+        self._tried = 1.0 * _WEIGHT  # before anything is known: of one draft, four fifths held
         self._failures = 0  # in a row
         self._pause = 0  # steps until a window that does not pay is tried
 
