@@ -2,11 +2,14 @@
 
 import gc
 import random
+import sys
+from types import ModuleType
 
 import mlx.core as mx
 import pytest
 
 from worker.cache import Int8Cache, KVCache
+from worker.lane import LaneCache, serve_lanes
 from worker.pack import Pack, pack_capacity, packed
 
 H, K = 2, 4
@@ -134,3 +137,30 @@ def test_whatever_they_do_every_cache_holds_its_own_tokens(seed: int) -> None:
             chosen[0].cache.close()
         for model in models:
             model.check()
+
+
+def test_what_a_layer_says_of_attention_beyond_the_cache_holds_for_every_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the attention sinks of a family to come."""
+    seen: list[object] = []
+
+    def attention(queries: mx.array, keys: mx.array, values: mx.array, **more: object) -> mx.array:
+        seen.append(more["sinks"])
+        return queries
+
+    class Layer:
+        pass
+
+    module = ModuleType("a_family_to_come")
+    module.scaled_dot_product_attention = attention  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(Layer, "__module__", module.__name__)
+    serve_lanes(Layer())
+    caches = [KVCache(), KVCache()]
+    for cache in caches:
+        cache.reserve(1, None)
+    lane = LaneCache(caches, [None, None], (1,), mx.array([0, 0]), groups=(), alone=(0, 1))
+    keys, values = lane.update_and_fetch(rows_of([1, 2]), rows_of([1, 2]))
+    output = module.scaled_dot_product_attention(
+        rows_of([3, 4]), keys, values, cache=lane, scale=1.0, mask=None, sinks=5
+    )
+    assert mx.array_equal(output, rows_of([3, 4])) and seen == [5, 5]

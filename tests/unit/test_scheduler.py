@@ -2,12 +2,12 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from coordinator.costs import StepCosts
-from coordinator.decoders import Autoregressive, Decoder, Fill, LosslessDiffusion, PromptLookup
+from coordinator.decoders import Autoregressive, Decoder, Fill, LosslessDiffusion, PromptLookup, Proposal
 from coordinator.session import Session
 from coordinator.window import WindowChooser
 from protos.brigade_pb2 import Frame
@@ -39,6 +39,17 @@ def is_chunk_of(frame: Frame, session: Session) -> bool:
     return any(window.slot == session.slot and not window.wanted for window in frame.windows)
 
 
+class Counting(Autoregressive):
+    """One token per step, which notes how many sessions share its steps."""
+
+    def __init__(self) -> None:
+        self.num_together: list[int] = []
+
+    def propose(self, tokens: Sequence[int], num_unfed: int, room: int, num_together: int = 1) -> Proposal:
+        self.num_together.append(num_together)
+        return super().propose(tokens, num_unfed, room)
+
+
 # --- what a frame is ------------------------------------------------------------------------------------------------
 
 
@@ -51,6 +62,15 @@ def test_the_answer_is_that_of_the_model_whatever_the_chunks_and_the_chain(
     rig = Rig(num_stages=num_stages, chunk=chunk)
     prompt = prompt_of(num_prompt)
     assert rig.answer(prompt, 6).generated == plain_answer(prompt, 6)
+
+
+def test_every_decoder_is_told_how_many_sessions_share_the_frame() -> None:
+    rig, counting = Rig(num_stages=1), Counting()
+    rig.submit(prompt_of(3, seed=9), 1000, decoder=counting)
+    streaming(rig, 4)
+    counting.num_together.clear()
+    rig.step()
+    assert counting.num_together == [5]
 
 
 def test_nothing_to_send_is_none() -> None:

@@ -169,6 +169,7 @@ def test_the_rate_of_all_together_is_taken_while_all_decode() -> None:
     assert aggregate_tokens_per_s([[0.0, 1.0, 2.0, 3.0, 4.0]]) == 1
     assert aggregate_tokens_per_s([[0.0, 1.0, 2.0, 3.0, 4.0], [2.0, 3.0, 4.0]]) == 2
     assert aggregate_tokens_per_s([[0.0, 1.0], [2.0, 4.0]]) == pytest.approx(3 / 4)  # never at once: of the whole time
+    assert aggregate_tokens_per_s([[0.0, 1.0, 2.0, 3.0], [2.9, 4.0]]) == pytest.approx(5 / 4)  # hardly ever: the same
 
 
 def test_requests_that_come_later_are_timed_from_their_arrival() -> None:
