@@ -166,7 +166,7 @@ async def test_a_request_that_could_never_fit_is_refused_and_the_others_go_on(mo
         async with Runner(chain) as runner:
             live = Live(runner, STREAMS[0])
             await live.wait_pieces(2)
-            with pytest.raises(InputError, match="MiB of cache on coordinator"):
+            with pytest.raises(InputError, match="KiB of cache on coordinator"):
                 await runner.answer(request(tokens_of(9, 9), 300))
             assert (await live.answer()).tokens == alone.tokens
 
