@@ -5,8 +5,8 @@ from typing import NoReturn
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while modules are imported: an end, not a traceback
 
-from coordinator.cli import app  # noqa: E402 - not before the line above
-from worker.run import run_command  # noqa: E402
+from coordinator.cli.app import app  # noqa: E402 - not before the line above
+from worker.process.run import run_command  # noqa: E402
 
 
 def main() -> NoReturn:

@@ -14,17 +14,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from coordinator.chain import Chain
-from coordinator.cluster import open_chain, read_model
-from coordinator.decode import Decode, suit
-from coordinator.options import DEFAULT_CONTEXT, ClusterOptions, cluster_options, parse_counts
-from coordinator.request import Request, check_request
-from coordinator.run_async import run_async
-from coordinator.runner import Runner
-from coordinator.together import together
+from coordinator.cli.run_async import run_async
+from coordinator.cluster.chain import Chain
+from coordinator.cluster.open import open_chain, read_model
+from coordinator.cluster.options import DEFAULT_CONTEXT, ClusterOptions, cluster_options, parse_counts
+from coordinator.cluster.runner import Runner
+from coordinator.cluster.together import together
+from coordinator.decoding.decode import Decode, suit
+from coordinator.sessions.request import Request, check_request
 from protos.brigade_pb2 import Cache, Sampling
-from worker.machine import machine_name
-from worker.run import run_command
+from worker.process.machine import machine_name
+from worker.process.run import run_command
 
 _NUM_PROMPT, _NUM_TOKENS = 16, 64
 _TEMPERATURES = {"greedy": 0.0, "sampled, temperature 1.6": 1.6}

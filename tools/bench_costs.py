@@ -12,15 +12,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from coordinator.options import parse_counts
+from coordinator.cluster.options import parse_counts
 from protos.brigade_pb2 import Frame, Session, Window
-from worker.engine import Engine
-from worker.history import History
-from worker.loading import open_checkpoint
-from worker.machine import machine_name
-from worker.modelspec import describe
-from worker.run import run_command
-from worker.shard import Shard
+from worker.compute.engine import Engine
+from worker.compute.shard import Shard
+from worker.memory.history import History
+from worker.model.modelspec import describe
+from worker.node.loading import open_checkpoint
+from worker.process.machine import machine_name
+from worker.process.run import run_command
 
 _CHUNK = 256  # rows of prompt at a time
 _SHORT = 128  # tokens of context in the table of batches

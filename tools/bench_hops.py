@@ -21,23 +21,23 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from coordinator.answer import Answer
-from coordinator.chain import Chain
-from coordinator.cli import DEMO_PROMPT
-from coordinator.cluster import make_plan, open_peers, read_model
-from coordinator.costs import ChainCosts
-from coordinator.decode import Decode
-from coordinator.options import ClusterOptions, cluster_options
-from coordinator.peer import Peer
-from coordinator.plan import require_fit
-from coordinator.request import Request, check_request
-from coordinator.runner import generate
-from coordinator.text import Tokenizer, eos_ids
+from coordinator.cli.app import DEMO_PROMPT
+from coordinator.cluster.chain import Chain
+from coordinator.cluster.open import make_plan, open_peers, read_model
+from coordinator.cluster.options import ClusterOptions, cluster_options
+from coordinator.cluster.peer import Peer
+from coordinator.cluster.runner import generate
+from coordinator.decoding.decode import Decode
+from coordinator.planning.costs import ChainCosts
+from coordinator.planning.plan import require_fit
+from coordinator.sessions.answer import Answer
+from coordinator.sessions.request import Request, check_request
+from coordinator.sessions.text import Tokenizer, eos_ids
 from tools.proxy import proxy_to
-from worker.checkpoint import Checkpoint
-from worker.machine import machine_name
-from worker.modelspec import ModelSpec
-from worker.run import run_command
+from worker.model.checkpoint import Checkpoint
+from worker.model.modelspec import ModelSpec
+from worker.process.machine import machine_name
+from worker.process.run import run_command
 
 PROMPTS = (
     DEMO_PROMPT,

@@ -23,15 +23,15 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from coordinator.answer import Answer
-from coordinator.cluster import open_chain, read_model
-from coordinator.options import ClusterOptions, cluster_options
-from coordinator.request import Request
-from coordinator.runner import generate
-from worker.machine import machine_name
-from worker.modelspec import DTYPE_BYTES, ModelSpec
-from worker.run import run_command
-from worker.wire import CHANNEL_OPTIONS, SERVER_OPTIONS
+from coordinator.cluster.open import open_chain, read_model
+from coordinator.cluster.options import ClusterOptions, cluster_options
+from coordinator.cluster.runner import generate
+from coordinator.sessions.answer import Answer
+from coordinator.sessions.request import Request
+from worker.model.modelspec import DTYPE_BYTES, ModelSpec
+from worker.node.wire import CHANNEL_OPTIONS, SERVER_OPTIONS
+from worker.process.machine import machine_name
+from worker.process.run import run_command
 
 _ECHO = "/brigade.bench.Echo/Stream"
 

@@ -2,8 +2,8 @@
 
 python -m tools.eval_windows --json docs/windows.json --markdown docs/windows.md --plot docs/windows.png
 
-Each answer comes from `coordinator.runner` on a chain; nothing here decodes. `--from FILE` lays out an earlier run's
-numbers again. `--plot` needs matplotlib (the extra `plot`).
+Each answer comes from `coordinator.cluster.runner` on a chain; nothing here decodes. `--from FILE` lays out an earlier
+run's numbers again. `--plot` needs matplotlib (the extra `plot`).
 """
 
 import functools
@@ -23,15 +23,15 @@ import numpy as np
 import typer
 import uvloop
 
-from coordinator.answer import Answer
-from coordinator.chain import Arrival, Chain
-from coordinator.cluster import make_plan, open_peers, read_model
-from coordinator.costs import ChainCosts
-from coordinator.decode import Decode, suit
-from coordinator.options import ClusterOptions, cluster_options
-from coordinator.request import Request, check_request
-from coordinator.runner import generate
-from coordinator.text import Tokenizer, eos_ids
+from coordinator.cluster.chain import Arrival, Chain
+from coordinator.cluster.open import make_plan, open_peers, read_model
+from coordinator.cluster.options import ClusterOptions, cluster_options
+from coordinator.cluster.runner import generate
+from coordinator.decoding.decode import Decode, suit
+from coordinator.planning.costs import ChainCosts
+from coordinator.sessions.answer import Answer
+from coordinator.sessions.request import Request, check_request
+from coordinator.sessions.text import Tokenizer, eos_ids
 from protos.brigade_pb2 import Cache, Frame, Session, Window
 from tools.demo_data import mix
 from tools.demo_data.turn import Turn
@@ -39,9 +39,9 @@ from tools.eval_demo import CHECKS, MAX_TOKENS, Output
 from tools.windows_data import Measured, Score, Speed
 from tools.windows_report import to_markdown, write_plot
 from worker.errors import InputError
-from worker.history import History
-from worker.machine import machine_name
-from worker.run import run_command
+from worker.memory.history import History
+from worker.process.machine import machine_name
+from worker.process.run import run_command
 
 ACCURACY = {"arithmetic": "right result", "code": "example holds", "facts": "exact text", "story": "exact text"}
 WINDOWS = (4, 8, 16, 32)  # MASK rows

@@ -37,7 +37,7 @@ def worker(
             "Use a loopback address, or a --config with `insecure: true` in it if you trust this network"
         )
 
-    from worker.serve import serve
+    from worker.node.serve import serve
 
     serve(
         name or f"worker-{port}",

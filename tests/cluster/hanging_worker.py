@@ -10,8 +10,8 @@ from typing import Any
 
 from protos.brigade_pb2 import Frame
 from worker.cli import worker
-from worker.engine import Engine
-from worker.run import run_command
+from worker.compute.engine import Engine
+from worker.process.run import run_command
 
 FIRST_STEP = 40  # that hangs: after the warm-up and some tokens
 FOREVER_S = 1e6

@@ -8,13 +8,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from coordinator.chain import Chain
-from coordinator.cluster import open_chain, read_model
-from coordinator.decode import Decode
-from coordinator.options import cluster_options
-from coordinator.request import Request
-from coordinator.runner import Runner, generate
-from coordinator.waterfall import Passage
+from coordinator.cluster.chain import Chain
+from coordinator.cluster.open import open_chain, read_model
+from coordinator.cluster.options import cluster_options
+from coordinator.cluster.runner import Runner, generate
+from coordinator.decoding.decode import Decode
+from coordinator.sessions.request import Request
+from coordinator.sessions.waterfall import Passage
 from protos.brigade_pb2 import Sampling
 
 CHUNK = 128

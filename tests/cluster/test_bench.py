@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from coordinator import commands
-from coordinator.bench import Workload
-from coordinator.bench_results import ONE_PROCESS, Bench, Row
-from coordinator.decode import Decode
-from coordinator.options import cluster_options
+from coordinator.cli import commands
+from coordinator.cluster.options import cluster_options
+from coordinator.decoding.decode import Decode
+from coordinator.measure.bench import Workload
+from coordinator.measure.bench_results import ONE_PROCESS, Bench, Row
 from tests.cluster.models import make_talker
 from tests.cluster.processes import Outcome, Starter, run, write_cluster
 from worker.errors import InputError
-from worker.loading import open_checkpoint
-from worker.machine import machine_name
-from worker.modelspec import describe
+from worker.model.modelspec import describe
+from worker.node.loading import open_checkpoint
+from worker.process.machine import machine_name
 
 LOAD = ("-p", "24", "-g", "16", "-n", "2")
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import typer
 
-from coordinator.cli import app
+from coordinator.cli.app import app
 from worker.config import load_cluster
 
 ROOT = Path(__file__).resolve().parents[2]

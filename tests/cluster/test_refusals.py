@@ -16,8 +16,8 @@ from protos.brigade_pb2 import HelloReply, HelloRequest
 from protos.brigade_pb2_grpc import NodeServicer, NodeStub, add_NodeServicer_to_server
 from tests.cluster.models import CONTEXT, VOCAB, altered_copy, reconfigured_copy
 from tests.cluster.processes import FINISH_S, Outcome, Starter, Worker, free_port, starting, write_cluster
-from worker.families import FAMILIES
-from worker.wire import PROTOCOL_VERSION
+from worker.model.families import FAMILIES
+from worker.node.wire import PROTOCOL_VERSION
 
 PROMPT = "--prompt-tokens 1,2,3"
 HERE = f"generate --model {{talker}} --local 0 {PROMPT}"

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from coordinator.cli import DEMO_PROMPT
+from coordinator.cli.app import DEMO_PROMPT
 from tests.cluster.conftest import RECITED
 from tests.cluster.models import altered_copy, make_talker, reconfigured_copy
 from tests.cluster.processes import FINISH_S, Outcome, Starter, Worker, free_port, run, run_all, write_cluster

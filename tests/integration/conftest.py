@@ -13,23 +13,23 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from coordinator.answer import Answer
-from coordinator.chain import Chain
-from coordinator.peer import Peer
-from coordinator.plan import Node, plan
-from coordinator.reference import Reference
-from coordinator.request import Request
-from coordinator.runner import generate
+from coordinator.cluster.chain import Chain
+from coordinator.cluster.peer import Peer
+from coordinator.cluster.runner import generate
+from coordinator.measure.reference import Reference
+from coordinator.planning.plan import Node, plan
+from coordinator.sessions.answer import Answer
+from coordinator.sessions.request import Request
 from protos.brigade_pb2 import LoadProgress, LoadRequest, Sampling
 from protos.brigade_pb2_grpc import add_NodeServicer_to_server
 from tests.tiny import make_model
-from worker.checkpoint import open_folder
-from worker.lane import Place
-from worker.mlx_thread import MlxThread
-from worker.modelspec import describe
-from worker.service import NodeService
-from worker.shard import Shard
-from worker.wire import SERVER_OPTIONS
+from worker.compute.shard import Shard
+from worker.memory.lane import Place
+from worker.model.checkpoint import open_folder
+from worker.model.modelspec import describe
+from worker.node.service import NodeService
+from worker.node.wire import SERVER_OPTIONS
+from worker.process.mlx_thread import MlxThread
 
 CHUNK = 8
 

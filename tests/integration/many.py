@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from coordinator.answer import Answer
-from coordinator.chain import Chain
-from coordinator.decode import Decode
-from coordinator.request import Request
-from coordinator.runner import Runner, generate
+from coordinator.cluster.chain import Chain
+from coordinator.cluster.runner import Runner, generate
+from coordinator.decoding.decode import Decode
+from coordinator.sessions.answer import Answer
+from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Frame, Sampling
 from tests.integration.conftest import CHUNK, opened, serving
 

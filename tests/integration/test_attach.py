@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from coordinator.peer import Peer
+from coordinator.cluster.peer import Peer
 from protos.brigade_pb2 import (
     AttachRequest,
     Cache,
@@ -30,10 +30,10 @@ from tests.integration.conftest import (
 )
 from tests.integration.upstream import attach_request, window_of
 from tests.tiny import VOCAB, make_model
-from worker.cache import LayerCache
+from worker.compute.shard import Shard
 from worker.errors import BrigadeError, ModelError, NodeBusy
-from worker.lane import Place
-from worker.shard import Shard
+from worker.memory.cache import LayerCache
+from worker.memory.lane import Place
 
 PROMPT = tuple((5 * i + 3) % VOCAB for i in range(3 * CHUNK + 2))
 

@@ -10,9 +10,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from coordinator.scheduler import Scheduler
-from coordinator.session import Session
-from coordinator.slots import cache_costs
+from coordinator.sessions.scheduler import Scheduler
+from coordinator.sessions.session import Session
+from coordinator.sessions.slots import cache_costs
 from protos.brigade_pb2 import (
     Frame,
     Sampling,
@@ -28,9 +28,9 @@ from tests.integration.conftest import (
 )
 from tests.integration.upstream import window_of
 from tests.tiny import VOCAB
+from worker.compute.shard import Shard
 from worker.errors import CacheMismatch
-from worker.lane import Place
-from worker.shard import Shard
+from worker.memory.lane import Place
 
 PROMPT = tuple((5 * i + 3) % VOCAB for i in range(3 * CHUNK + 2))
 

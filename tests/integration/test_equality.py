@@ -12,13 +12,13 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
 
-from coordinator.chain import Chain
+from coordinator.cluster.chain import Chain
 from protos.brigade_pb2 import Sampling
 from tests.integration.conftest import CHUNK, Models, Whole, answer, running
 from tests.tiny import FAMILIES, VOCAB, write_folder
-from worker.checkpoint import open_folder
-from worker.modelspec import describe
-from worker.shard import Shard
+from worker.compute.shard import Shard
+from worker.model.checkpoint import open_folder
+from worker.model.modelspec import describe
 
 EVERY_SPLIT = [(4,), (1, 3), (2, 2), (3, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (1, 1, 1, 1)]
 SOME_SPLITS = [(3, 1), (1, 2, 1)]

@@ -5,9 +5,9 @@ import threading
 
 import pytest
 
-from coordinator.chain import Chain
-from coordinator.runner import Runner, generate
-from coordinator.text import StopText, TextStream
+from coordinator.cluster.chain import Chain
+from coordinator.cluster.runner import Runner, generate
+from coordinator.sessions.text import StopText, TextStream
 from tests.integration.conftest import CHUNK, Models, opened, running, serving
 from tests.integration.many import Live, request, solo, tokens_of, wait_freed
 from worker.errors import ModelError, StageLost

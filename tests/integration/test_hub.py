@@ -21,8 +21,8 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
 
-from worker.checkpoint import open_folder
-from worker.hub import is_repository
+from worker.model.checkpoint import open_folder
+from worker.model.hub import is_repository
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -41,8 +41,8 @@ PLACES += [("layers.1.", SECOND), ("layers.2.", SECOND), ("", THIRD)]
 LOAD = """
 import asyncio, json, sys
 from worker.errors import ModelError
-from worker.loading import load_shard, open_checkpoint
-from worker.mlx_thread import MlxThread
+from worker.node.loading import load_shard, open_checkpoint
+from worker.process.mlx_thread import MlxThread
 
 async def main():
     checkpoint = open_checkpoint(sys.argv[1])
@@ -62,7 +62,7 @@ except ModelError as error:
 
 OPEN = """
 import sys, time
-from worker import hub
+from worker.model import hub
 from worker.errors import ModelError
 hub._TIMEOUT_S = 0.5
 begin = time.monotonic()

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from coordinator.answer import Answer
-from coordinator.chain import Chain
-from coordinator.decode import Decode, make_cache_choice
-from coordinator.request import Request
-from coordinator.runner import Runner
+from coordinator.cluster.chain import Chain
+from coordinator.cluster.runner import Runner
+from coordinator.decoding.decode import Decode, make_cache_choice
+from coordinator.sessions.answer import Answer
+from coordinator.sessions.request import Request
 from tests.integration.conftest import CHUNK, Models, Pass, running
 from tests.integration.many import Live, request, solo, splits, together, tokens_of
 from tests.integration.windows import BIASED, MASKED
-from worker.engine import Engine
+from worker.compute.engine import Engine
 
 FAMILIES = ("qwen3", "llama", "gemma3_text", "qwen3_5", "qwen3_moe")
 WIDE: dict[str, Any] = {"config": {"mask_token_id": 90, "head_dim": 32}, "sharpen": 4.0}  # int8 needs groups of 32
@@ -142,7 +142,9 @@ async def test_windows_of_a_lane_share_one_pass_on_every_stage(
 ) -> None:
     """12 streams of 20 tokens take about 20 passes per lane, where one by one they would take 240."""
     count, num_tokens, num_lanes = 12, 20, len(layers)
-    monkeypatch.setattr("coordinator.costs.LaneChooser.choose", lambda self, num_sessions, rows_each: num_lanes)
+    monkeypatch.setattr(
+        "coordinator.planning.costs.LaneChooser.choose", lambda self, num_sessions, rows_each: num_lanes
+    )
     requests = [request(tokens_of(1, i), num_tokens) for i in range(count)]
     async with running(models("qwen3").folder, layers) as chain:
         passes.clear()

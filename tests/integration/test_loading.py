@@ -25,10 +25,10 @@ from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_UNSPECIFIED, Fingerprint, H
 from protos.brigade_pb2_grpc import NodeStub
 from tests.integration.conftest import Models, RunningNode, answer, load, load_request, opened, serving
 from tests.tiny import make_model, write_folder
-from worker.checkpoint import open_folder
+from worker.compute.shard import Shard
 from worker.errors import ModelError, from_status
-from worker.shard import Shard
-from worker.wire import PROTOCOL_VERSION, open_channel
+from worker.model.checkpoint import open_folder
+from worker.node.wire import PROTOCOL_VERSION, open_channel
 
 WEIGHTS = "model.safetensors"
 Tensors = dict[str, mx.array]
@@ -385,10 +385,10 @@ import asyncio, json, resource, sys
 from pathlib import Path
 import mlx.core as mx
 import psutil
-from worker.checkpoint import open_folder
-from worker.families import family_of
-from worker.loading import load_shard
-from worker.mlx_thread import MlxThread
+from worker.model.checkpoint import open_folder
+from worker.model.families import family_of
+from worker.node.loading import load_shard
+from worker.process.mlx_thread import MlxThread
 
 
 def peak() -> int:

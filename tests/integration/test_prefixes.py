@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from coordinator.answer import Answer
-from coordinator.chain import Chain
-from coordinator.decode import Decode, make_cache_choice
-from coordinator.request import Request
-from coordinator.runner import Runner
-from coordinator.slots import cache_costs
+from coordinator.cluster.chain import Chain
+from coordinator.cluster.runner import Runner
+from coordinator.decoding.decode import Decode, make_cache_choice
+from coordinator.sessions.answer import Answer
+from coordinator.sessions.request import Request
+from coordinator.sessions.slots import cache_costs
 from protos.brigade_pb2 import Frame
 from protos.brigade_pb2 import Session as Opening
 from tests.integration.conftest import CHUNK, Models, Pass, opened, running, serving

@@ -17,7 +17,7 @@ from tests.integration.conftest import (
 )
 from tests.integration.upstream import D, feeding, frame, tensor
 from worker.errors import CacheMismatch, FrameError
-from worker.link import Link
+from worker.node.link import Link
 
 
 async def test_a_wrong_prefix_hash_is_refused_before_anything_is_computed(models: Models, passes: list[Pass]) -> None:

@@ -8,18 +8,18 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from coordinator.decode import Decode
-from coordinator.request import Request
-from coordinator.runner import Runner
-from coordinator.text import StopText, TextStream
+from coordinator.cluster.runner import Runner
+from coordinator.decoding.decode import Decode
+from coordinator.sessions.request import Request
+from coordinator.sessions.text import StopText, TextStream
 from protos.brigade_pb2 import Frame
 from tests.integration.conftest import CHUNK, Models, opened, running, serving
 from tests.integration.many import Live, request, running_within, solo, splits, tokens_of, until, wait_freed, wait_slots
 from tests.integration.many import frames as frames
 from tests.integration.windows import MASKED, Words
+from worker.compute.shard import Shard
 from worker.errors import InputError, ModelError, QueueFull, StageLost
-from worker.lane import Place
-from worker.shard import Shard
+from worker.memory.lane import Place
 
 FOREVER = 450  # tokens: more than any test waits for
 STREAMS = [request(tokens_of(4 + 9 * i, i), 40, seed=i, temperature=i % 2) for i in range(3)]

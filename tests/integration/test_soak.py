@@ -12,8 +12,8 @@ import mlx.core as mx
 import psutil
 import pytest
 
-from coordinator.request import Request
-from coordinator.runner import Runner
+from coordinator.cluster.runner import Runner
+from coordinator.sessions.request import Request
 from tests.integration.conftest import CHUNK, Models, running
 from tests.integration.many import request, solo, wait_freed, wait_slots
 

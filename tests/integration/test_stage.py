@@ -5,8 +5,8 @@ import threading
 from typing import Any
 
 from protos.brigade_pb2 import Frame, Result, Timing
-from worker.mlx_thread import MlxThread
-from worker.stage import Stage
+from worker.node.stage import Stage
+from worker.process.mlx_thread import MlxThread
 
 
 class SlowEngine:

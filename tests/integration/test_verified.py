@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from coordinator.costs import StepCosts
-from coordinator.decode import Decode
-from coordinator.request import Request
-from coordinator.runner import generate
-from coordinator.session import Session
-from coordinator.text import StopText, TextStream
+from coordinator.cluster.runner import generate
+from coordinator.decoding.decode import Decode
+from coordinator.planning.costs import StepCosts
+from coordinator.sessions.request import Request
+from coordinator.sessions.session import Session
+from coordinator.sessions.text import StopText, TextStream
 from protos.brigade_pb2 import Sampling
 from protos.brigade_pb2 import Session as Opening
 from tests.integration.conftest import CHUNK, Models, running
@@ -79,7 +79,7 @@ async def test_diffusion_works_with_sliding_windows(models: Models, layers: tupl
             for window in (4, 16, None):
                 found = await answer(chain, "diffusion", window, prompt=prompt, num_tokens=30, sampling=sampling)
                 assert found.tokens == expected
-    assert found.num_steps < 30 or window is None  # auto makes no window where none pays
+    assert found.num_steps < 30 if window else found.num_steps <= 30  # auto makes none where none pays
 
 
 async def test_the_same_seed_gives_the_same_text_of_diffusion_fast_on_every_split(models: Models) -> None:

@@ -22,8 +22,8 @@ from tests.integration.windows import (
     recompute,
     splits,
 )
-from worker.cache import KVCache, LayerCache
-from worker.shard import Shard
+from worker.compute.shard import Shard
+from worker.memory.cache import KVCache, LayerCache
 
 # --- WeDLM's decoder ------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from coordinator.peer import Peer
+from coordinator.cluster.peer import Peer
 from protos.brigade_pb2 import (
     DTYPE_FLOAT32,
     AttachRequest,
@@ -22,8 +22,8 @@ from tests.integration.conftest import (
     load_request,
     serving,
 )
-from worker.history import History
-from worker.link import Link
+from worker.memory.history import History
+from worker.node.link import Link
 
 D = 64
 

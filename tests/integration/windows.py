@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from mlx_lm.utils import load_model
 
-from coordinator.answer import Answer
-from coordinator.chain import Chain
-from coordinator.decode import Decode
-from coordinator.request import Request
-from coordinator.runner import generate
+from coordinator.cluster.chain import Chain
+from coordinator.cluster.runner import generate
+from coordinator.decoding.decode import Decode
+from coordinator.sessions.answer import Answer
+from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Frame, Result, Sample, Sampling, Window
 from protos.brigade_pb2 import Session as Opening
 from tests.integration.conftest import CHUNK
 from tests.tiny import VOCAB
-from worker.history import History
+from worker.memory.history import History
 
 MASK = 90
 MASKED = {"config": {"mask_token_id": MASK}, "sharpen": 4.0}  # sure enough that thresholds matter

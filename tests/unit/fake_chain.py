@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from coordinator.decoders import Decoder
-from coordinator.scheduler import Scheduler
-from coordinator.session import Session
-from coordinator.slots import CacheCosts
+from coordinator.decoding.decoders import Decoder
+from coordinator.sessions.scheduler import Scheduler
+from coordinator.sessions.session import Session
+from coordinator.sessions.slots import CacheCosts
 from protos.brigade_pb2 import CACHE_INT8, Cache, Frame, Result, Sample, Sampling, Window
-from worker.engine import num_rows
-from worker.history import History
+from worker.compute.engine import num_rows
+from worker.memory.history import History
 
 VOCAB = 50
 PLENTY = 10**9

@@ -2,20 +2,25 @@
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("protos", "worker", "coordinator", "tools")  # each may import itself and what stands left of it
+# Likewise for the rooms of a package; what stands beside the rooms (errors, config) may be imported by all of them.
+ROOMS = {
+    "worker": ("process", "model", "memory", "compute", "node"),
+    "coordinator": ("planning", "decoding", "sessions", "cluster", "measure", "cli"),
+}
+BESIDE_ROOMS = {"worker.errors", "worker.config"}
+PURE_ROOMS = ("planning", "decoding", "sessions")
+NOT_PURE = {"coordinator.sessions.text"}  # mlx-lm's tokenizers import MLX
+ALSO_PURE = {"coordinator.measure.simulate", "coordinator.cli.trace"}
+WORLDLY = {"grpc", "asyncio", "mlx", "mlx_lm", "time", "socket", "uvloop"}
 MAX_LINES = 350
-PURE = (
-    *("answer", "costs", "decode", "decoders", "lengths", "plan", "request", "scheduler"),
-    *("session", "simulate", "slots", "trace", "waterfall", "window"),
-)
-WORLDLY = {"grpc", "asyncio", "mlx", "time", "socket"}
-CATCH_ALL = {"worker/service.py", "worker/run.py", "worker/call_thread.py"}
+CATCH_ALL = {"worker/node/service.py", "worker/process/run.py", "worker/process/call_thread.py"}
 BANNED_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "torch"}
 BANNED_CALLS = {"eval", "exec", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
 RUNS_OUR_OWN_TEXT = {"tools/demo_data/functions.py"}  # it makes training examples from functions.toml beside it
@@ -34,12 +39,35 @@ def imports_only_leftwards(path: str, tree: ast.Module) -> Iterator[str]:
             yield f"{path}:{line} imports {module}"
 
 
-def pure_modules_know_no_world(path: str, tree: ast.Module) -> Iterator[str]:
-    if path not in {f"coordinator/{name}.py" for name in PURE}:
+def rooms_import_only_leftwards(path: str, tree: ast.Module) -> Iterator[str]:
+    package, *below = path.split("/")
+    rooms = ROOMS.get(package, ())
+    if len(below) < 2 or below[0] not in rooms:
         return
+    allowed = rooms[: rooms.index(below[0]) + 1]
     for line, module in _imports(path, tree):
-        if module.split(".")[0] in WORLDLY:
+        root, *inside = module.split(".")
+        if (
+            root == package
+            and not (inside and inside[0] in allowed)
+            and ".".join([root, *inside[:1]]) not in BESIDE_ROOMS
+        ):
             yield f"{path}:{line} imports {module}"
+
+
+def ways_into_the_world(module: str, trees: dict[str, ast.Module]) -> Iterator[list[str]]:
+    """Chains of imports from a module of ours to one that does I/O, tells the time or computes."""
+    seen = {module}
+    ways = [[module]]
+    while ways:
+        way = ways.pop()
+        path = _path_of(way[-1], trees)
+        for _, name in _imports(path, trees[path]):
+            if name.split(".")[0] in WORLDLY:
+                yield [*way, name]
+            elif name not in seen and _path_of(name, trees) in trees:
+                seen.add(name)
+                ways.append([*way, name])
 
 
 def nothing_loads_code_from_data(path: str, tree: ast.Module) -> Iterator[str]:
@@ -86,16 +114,21 @@ def _imports(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
             above = path.split("/")[: -node.level] if node.level else []
             module = ".".join([*above, *([node.module] if node.module else [])])
             yield node.lineno, module
-            if module == "":
-                yield from ((node.lineno, alias.name) for alias in node.names)
+            yield from ((node.lineno, f"{module}.{alias.name}" if module else alias.name) for alias in node.names)
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "__import__"):
             literal = [a.value for a in node.args[:1] if isinstance(a, ast.Constant) and isinstance(a.value, str)]
             yield from ((node.lineno, module) for module in literal)
 
 
+def _path_of(module: str, trees: Collection[str] = ()) -> str:
+    """The file of a module of ours, if it is one of these trees; a package is its `__init__`."""
+    path = module.replace(".", "/")
+    return package if (package := f"{path}/__init__.py") in trees else f"{path}.py"
+
+
 CHECKERS: tuple[Checker, ...] = (
     imports_only_leftwards,
-    pure_modules_know_no_world,
+    rooms_import_only_leftwards,
     nothing_loads_code_from_data,
     only_three_places_catch_anything,
     no_path_is_absolute,
@@ -111,12 +144,24 @@ FILES = [
     path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py")) if "__pycache__" not in path.parts
 ]
 TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+PURE = sorted(
+    {
+        name.removesuffix(".py").replace("/", ".")
+        for name in TREES
+        if name.startswith(tuple(f"coordinator/{room}/" for room in PURE_ROOMS)) and not name.endswith("__init__.py")
+    }
+    - NOT_PURE
+    | ALSO_PURE
+)
 WRITTEN = {name: tree for name, tree in TREES.items() if not is_generated(Path(name))}
 
 
 def test_the_whole_tree_is_read() -> None:
     assert {name.split("/")[0] for name in TREES} == set(PACKAGES)
-    assert set(CATCH_ALL) | {f"coordinator/{name}.py" for name in PURE} <= set(TREES)
+    assert set(CATCH_ALL) | {_path_of(module) for module in NOT_PURE | ALSO_PURE | BESIDE_ROOMS} <= set(TREES)
+    assert {path.parent.name for path in FILES if path.parent.parent.name in ROOMS} == {
+        room for rooms in ROOMS.values() for room in rooms
+    }
 
 
 def test_generated_code_imports_only_leftwards() -> None:
@@ -129,6 +174,23 @@ def test_the_tree_keeps_the_rule(checker: Checker) -> None:
     assert not [problem for name, tree in WRITTEN.items() for problem in checker(name, tree)]
 
 
+@pytest.mark.parametrize("module", PURE)
+def test_a_pure_module_reaches_no_world(module: str) -> None:
+    assert not list(ways_into_the_world(module, TREES))
+
+
+def test_a_way_into_the_world_is_found_through_others() -> None:
+    sources = {
+        "coordinator/planning/a.py": "from coordinator.planning import b",
+        "coordinator/planning/b.py": "import worker.errors",
+        "worker/errors.py": "def f():\n    import grpc.aio",
+    }
+    trees = {path: ast.parse(source) for path, source in sources.items()}
+    ways = [["coordinator.planning.a", "coordinator.planning.b", "worker.errors", "grpc.aio"]]
+    assert list(ways_into_the_world("coordinator.planning.a", trees)) == ways
+    assert not list(ways_into_the_world("coordinator.planning.a", trees | {"worker/errors.py": ast.parse("import os")}))
+
+
 def test_no_file_is_longer_than_350_lines() -> None:
     lengths = {name: len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in WRITTEN}
     assert not {name: length for name, length in lengths.items() if length > MAX_LINES}
@@ -137,18 +199,26 @@ def test_no_file_is_longer_than_350_lines() -> None:
 @pytest.mark.parametrize(
     ("checker", "path", "source"),
     [
-        (imports_only_leftwards, "worker/x.py", "import coordinator.plan"),
+        (imports_only_leftwards, "worker/x.py", "import coordinator.planning.plan"),
         (imports_only_leftwards, "worker/x.py", "from coordinator import plan"),
         (imports_only_leftwards, "worker/x.py", "def f():\n    from tools.train_demo import main"),
         (imports_only_leftwards, "worker/x.py", "from ..coordinator import plan"),
         (imports_only_leftwards, "worker/x.py", "from .. import coordinator"),
-        (imports_only_leftwards, "worker/x.py", "import importlib\nimportlib.import_module('coordinator.plan')"),
+        (
+            imports_only_leftwards,
+            "worker/x.py",
+            "import importlib\nimportlib.import_module('coordinator.planning.plan')",
+        ),
         (imports_only_leftwards, "protos/x.py", "import worker"),
         (imports_only_leftwards, "coordinator/x.py", "import tools"),
         (imports_only_leftwards, "tools/x.py", "from tests.tiny import make_model"),
-        (pure_modules_know_no_world, "coordinator/plan.py", "import mlx.core as mx"),
-        (pure_modules_know_no_world, "coordinator/session.py", "from time import monotonic"),
-        (pure_modules_know_no_world, "coordinator/trace.py", "def f():\n    import asyncio"),
+        (rooms_import_only_leftwards, "worker/model/x.py", "import worker.memory.cache"),
+        (rooms_import_only_leftwards, "worker/memory/x.py", "from worker.compute import engine"),
+        (rooms_import_only_leftwards, "worker/compute/x.py", "from ..node import wire"),
+        (rooms_import_only_leftwards, "coordinator/planning/x.py", "from coordinator.sessions.slots import Slots"),
+        (rooms_import_only_leftwards, "coordinator/sessions/x.py", "def f():\n    import coordinator.cluster.chain"),
+        (rooms_import_only_leftwards, "coordinator/cluster/x.py", "import coordinator.cli.app"),
+        (rooms_import_only_leftwards, "coordinator/cluster/x.py", "import coordinator"),
         (nothing_loads_code_from_data, "tools/x.py", "import pickle"),
         (nothing_loads_code_from_data, "tools/x.py", "from torch import nn"),
         (nothing_loads_code_from_data, "tools/x.py", "eval('1')"),
@@ -170,11 +240,21 @@ def test_a_breach_is_found(checker: Checker, path: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("checker", "path", "source"),
     [
-        (imports_only_leftwards, "coordinator/x.py", "import worker.wire\nfrom protos import brigade_pb2\nimport os"),
+        (
+            imports_only_leftwards,
+            "coordinator/x.py",
+            "import worker.node.wire\nfrom protos import brigade_pb2\nimport os",
+        ),
         (imports_only_leftwards, "worker/x.py", "from .wire import to_array"),
-        (pure_modules_know_no_world, "coordinator/chain.py", "import asyncio"),
+        (
+            rooms_import_only_leftwards,
+            "worker/node/x.py",
+            "from worker.compute.engine import Engine\nimport worker.errors",
+        ),
+        (rooms_import_only_leftwards, "coordinator/measure/x.py", "from coordinator.cluster.chain import Chain"),
+        (rooms_import_only_leftwards, "coordinator/__main__.py", "from coordinator.cli.app import app"),
         (nothing_loads_code_from_data, "worker/x.py", "import yaml\nmx.eval(a)\nmodel.eval()\nyaml.safe_load(text)"),
-        (only_three_places_catch_anything, "worker/service.py", "try:\n    f()\nexcept Exception:\n    pass"),
+        (only_three_places_catch_anything, "worker/node/service.py", "try:\n    f()\nexcept Exception:\n    pass"),
         (only_three_places_catch_anything, "worker/x.py", "try:\n    f()\nexcept (OSError, ValueError):\n    pass"),
         (no_path_is_absolute, "worker/x.py", "a = '/'\nb = '/v1/models'\nc = 'home/me'"),
     ],

@@ -10,7 +10,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSe
 from grpc_tools import protoc
 
 from protos import brigade_pb2, brigade_pb2_grpc
-from worker.service import NodeService
+from worker.node.service import NodeService
 
 ROOT = Path(__file__).resolve().parents[2]
 PROTO = "protos/brigade.proto"

@@ -1,0 +1,247 @@
+"""The `brigade` command line: flags in, one function of another module out. MLX is imported once a command runs."""
+
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from coordinator.cli import flags
+from coordinator.cluster.options import (
+    MOST_REQUESTS,
+    cluster_options,
+    parse_bias,
+    parse_counts,
+    parse_layers,
+    parse_times,
+    parse_tokens,
+)
+from coordinator.decoding.decode import Decode, make_cache_choice, make_decode
+from coordinator.sessions.request import make_sampling
+from worker.cli import worker
+from worker.errors import InputError
+
+DEMO_PROMPT = "Tom has 48 apples. He buys 27 more and then gives away 30. How many apples does Tom have?"
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Run one language model on several Macs, token for token the model it would be on one.",
+)
+app.command()(worker)
+
+
+@app.command()
+def demo(
+    prompt: flags.Prompt = DEMO_PROMPT,
+    max_tokens: flags.MaxTokens = 256,
+    as_json: flags.Json = False,
+) -> None:
+    """Two worker processes and this coordinator on loopback, the bundled model, one answer."""
+    options = cluster_options(None, "demo", 2, None, None)
+
+    from coordinator.cli.commands import Wish, run_generate
+    from coordinator.cli.run_async import run_async
+
+    print(f"> {prompt}\n", file=sys.stderr, flush=True)
+    run_async(run_generate(options, Wish(prompt=prompt, max_tokens=max_tokens, as_json=as_json)))
+
+
+@app.command()
+def generate(
+    prompt: flags.Prompt = None,
+    prompt_tokens: flags.PromptTokens = None,
+    system_prompt: flags.SystemPrompt = None,
+    raw: flags.Raw = False,
+    max_tokens: flags.MaxTokens = 256,
+    stop: flags.Stop = None,
+    ignore_eos: flags.IgnoreEos = False,
+    prefill_step_size: flags.PrefillStepSize = None,
+    config: flags.Config = None,
+    model: flags.Model = None,
+    local: flags.Local = None,
+    layers: flags.Layers = None,
+    context: flags.Context = None,
+    temp: flags.Temp = 0.0,
+    top_p: flags.TopP = 0.0,
+    top_k: flags.TopK = 0,
+    min_p: flags.MinP = 0.0,
+    repetition_penalty: flags.RepetitionPenalty = 0.0,
+    presence_penalty: flags.PresencePenalty = 0.0,
+    frequency_penalty: flags.FrequencyPenalty = 0.0,
+    logit_bias: flags.LogitBias = None,
+    seed: flags.Seed = None,
+    decode: flags.DecodeKind = "auto",
+    window: flags.Window = "auto",
+    entropy_threshold: flags.EntropyThreshold = 0.4,
+    position_penalty: flags.PositionPenalty = 0.02,
+    repeat_guard: flags.RepeatGuard = 0,
+    kv: flags.Kv = "full",
+    max_kv_size: flags.MaxKvSize = None,
+    logprobs: flags.Logprobs = None,
+    as_json: flags.Json = False,
+    trace: flags.Trace = None,
+) -> None:
+    """Answer one prompt; the text goes to standard output as it comes.
+
+    Everything in this process: brigade generate --local 0 -p "What is the capital of France?"
+
+    Two workers on this machine: brigade generate --local 2 -p "Tell me a story about a fox."
+
+    The workers of cluster.yaml: brigade generate --config cluster.yaml -p "Hello"
+    """
+    if repeat_guard == 1:
+        raise InputError("--repeat-guard: expected 0 (off) or at least 2 times, got 1")
+    if (prompt is None) == (prompt_tokens is None):
+        raise InputError("expected either --prompt TEXT (`-` reads standard input) or --prompt-tokens 1,2,3")
+    options = cluster_options(config, model, local, layers, context)
+    sampling = make_sampling(
+        temperature=temp, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
+        logit_bias=parse_bias(logit_bias or ""), seed=seed, logprobs=0 if logprobs is None else logprobs + 1,
+    )  # fmt: skip
+    tokens = None if prompt_tokens is None else parse_tokens(prompt_tokens)
+
+    from coordinator.cli.commands import Wish, run_generate
+    from coordinator.cli.run_async import run_async
+
+    wish = Wish(
+        prompt=_standard_input() if prompt == "-" else prompt, prompt_tokens=tokens, system=system_prompt, raw=raw,
+        max_tokens=max_tokens, sampling=sampling, stops=tuple(stop or ()), ignore_eos=ignore_eos,
+        decode=make_decode(decode, window, entropy_threshold, position_penalty),
+        cache=make_cache_choice(kv, max_kv_size), repeat_guard=repeat_guard,
+        chunk=prefill_step_size, as_json=as_json, trace=trace,
+    )  # fmt: skip
+    run_async(run_generate(options, wish))
+
+
+@app.command()
+def plan(
+    ctx: typer.Context,
+    config: flags.Config = None,
+    model: flags.Model = None,
+    local: flags.Local = None,
+    layers: flags.Layers = None,
+    context: flags.Context = None,
+    simulate: flags.Simulate = False,
+    stage_ms: flags.StageMs = None,
+    row_ms: flags.RowMs = "0",
+    hop_ms: flags.HopMs = "0.5",
+    gbps: flags.Gbps = None,
+    measured: flags.Measured = None,
+    concurrency: flags.Concurrency = "1,2,4,8,16",
+    num_prompt: flags.ForecastPrompt = None,
+    num_tokens: flags.ForecastTokens = None,
+    prefill_step_size: flags.PrefillStepSize = None,
+    as_json: flags.Json = False,
+) -> None:
+    """Where each layer would go and whether it fits; loads nothing. With --simulate, how fast it would be.
+
+    Two stages of 26.5 and 6.5 ms: brigade plan --simulate --stage-ms 26.5,6.5 --hop-ms 3,0.3
+    """
+    times = ("row_ms", "hop_ms", "gbps")
+    load = ("concurrency", "num_prompt", "num_tokens", "prefill_step_size")
+    if simulate:
+        _refuse(ctx, ("local", "layers", "context"), "not expected with --simulate, which asks no nodes")
+        if gbps is None:
+            _refuse(ctx, ("config", "model"), "expected with --simulate only where --gbps needs a model's row size")
+    else:
+        _refuse(ctx, ("stage_ms", "measured", *times, *load), "expected only with --simulate")
+    if simulate and (stage_ms is None) == (measured is None):
+        raise InputError("--simulate: expected either --stage-ms 26.5,6.5 or --measured FILE of `brigade bench --json`")
+    if measured is not None:
+        _refuse(ctx, times, "not expected with --measured, which holds the times")
+    options = cluster_options(config, model, local, layers, context)
+    counts = parse_counts("--concurrency", concurrency, most=MOST_REQUESTS)
+    stages_ms = parse_times("--stage-ms", stage_ms, least=0.001) if stage_ms is not None else ()
+    rows_ms, hops_ms = parse_times("--row-ms", row_ms), parse_times("--hop-ms", hop_ms)
+
+    from coordinator.cli.commands import run_plan
+    from coordinator.cli.run_async import run_async
+    from coordinator.measure.forecast import Assumed, run_forecast
+
+    if not simulate:
+        run_async(run_plan(options, as_json=as_json))
+    else:
+        assumed = Assumed(
+            stages_ms, rows_ms, hops_ms, gbps, measured, counts, num_prompt, num_tokens, prefill_step_size
+        )
+        run_async(run_forecast(options, assumed, as_json=as_json))
+
+
+@app.command()
+def verify(
+    config: flags.Config = None,
+    model: flags.Model = None,
+    local: flags.Local = None,
+    layers: flags.Layers = None,
+    context: flags.Context = None,
+    max_tokens: flags.MaxTokens = 32,
+    seed: flags.Seed = 0,
+    decode: flags.DecodeKind = "ar",
+    window: flags.Window = "auto",
+    entropy_threshold: flags.EntropyThreshold = 0.4,
+    position_penalty: flags.PositionPenalty = 0.02,
+    as_json: flags.Json = False,
+) -> int:
+    """Prove that the cluster's tokens are those of mlx-lm's model in one process; exit code 1 if they are not."""
+    options = cluster_options(config, model, local, layers, context)
+    decoder = make_decode(decode, window, entropy_threshold, position_penalty)
+
+    from coordinator.cli.run_async import run_async
+    from coordinator.measure.verify import run_verify
+
+    return run_async(run_verify(options, decoder, max_tokens=max_tokens, seed=seed or 0, as_json=as_json))
+
+
+@app.command()
+def bench(
+    config: flags.Config = None,
+    model: flags.Model = None,
+    local: flags.Local = None,
+    layers: flags.Splits = None,
+    concurrency: flags.Concurrency = "1,4,8",
+    num_prompt: flags.NumPrompt = 128,
+    num_tokens: flags.NumTokens = 64,
+    num_trials: flags.NumTrials = 3,
+    decode: flags.Decodes = "ar",
+    as_json: flags.Json = False,
+    plot: flags.Plot = None,
+) -> None:
+    """Throughput and latency of many requests at once, against one process: this code's, and mlx_lm's.
+
+    Prompts are random tokens, all systems get the same ones in turn, and the figures are medians over the trials.
+
+    Two nodes on this machine, as without --config: brigade bench --local 1 --concurrency 1,4,8,16 --plot bench.png
+
+    Which split is best: brigade bench --config cluster.yaml --layers 20,16 --layers 24,12
+    """
+    options = cluster_options(config, model, 1 if config is None and local is None else local, None, None)
+    if layers and not options.num_workers:
+        raise InputError("--layers: expected workers to split the model over, found none; use --local N or --config")
+    decodes = tuple(
+        make_decode(kind.strip(), "auto", Decode.entropy_threshold, Decode.position_penalty)
+        for kind in decode.split(",")
+    )
+    counts = parse_counts("--concurrency", concurrency, most=MOST_REQUESTS)
+    splits = tuple(dict.fromkeys(map(parse_layers, layers or []))) or (options.cluster.layers,)
+
+    from coordinator.cli.commands import run_bench
+    from coordinator.cli.run_async import run_async
+    from coordinator.measure.bench import Workload
+
+    workload = Workload(counts, num_prompt, num_tokens, decodes, splits, num_trials)
+    run_async(run_bench(options, workload, as_json=as_json, plot=plot))
+
+
+def _refuse(ctx: typer.Context, names: Sequence[str], why: str) -> None:
+    """Raise InputError if one of these parameters was given: it would change nothing."""
+    for parameter in ctx.command.params:
+        source = ctx.get_parameter_source(parameter.name or "")
+        if parameter.name in names and source and source.name == "COMMANDLINE":
+            raise InputError(f"{'/'.join(parameter.opts)}: {why}")
+
+
+def _standard_input() -> str:
+    """As python reads a flag, whatever the locale: bytes that are no UTF-8 become lone surrogates."""
+    return sys.stdin.buffer.read().decode(errors="surrogateescape")

@@ -1,0 +1,133 @@
+"""What a request took, for people (a summary and a waterfall on standard error) and for programs (JSON)."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from coordinator.planning.plan import Plan, format_bytes
+from coordinator.sessions.answer import Answer
+from coordinator.sessions.waterfall import Waterfall
+from protos.brigade_pb2 import Sample
+from worker.model.modelspec import ModelSpec
+
+_WATERFALL_COLUMNS = 40
+_PLAN_COLUMNS = 16
+
+
+def stats_of(answer: Answer) -> dict[str, Any]:
+    """The `stats` object of CLI.md. Speeds are null where there is nothing to divide by."""
+    decoded, num_tokens = answer.decode_s, len(answer.tokens)
+    return {
+        "ttft_s": answer.ttft_s,
+        "decode_s": decoded,
+        "tokens_per_s": (num_tokens - 1) / decoded if decoded else None,
+        "prompt_tokens_per_s": answer.num_prompt / answer.ttft_s,
+        "steps": answer.num_steps,
+        "tokens_per_step": num_tokens / answer.num_steps,
+        "recoveries": 0,
+        "peak_memory_bytes": sum(status.peak_memory_bytes for status in answer.statuses),
+        "cache_bytes": sum(status.cache_bytes for status in answer.statuses),
+    }
+
+
+def stages_of(answer: Answer, plan: Plan, waterfall: Waterfall) -> list[dict[str, Any]]:
+    """The `stages` list of CLI.md: milliseconds are sums over the request."""
+    return [
+        {
+            "node": node.name, "start": node.start, "end": node.end, "compute_ms": time.compute_ms,
+            "wire_ms": time.wire_ms, "queue_ms": time.queue_ms, "utilisation": time.utilisation,
+            "peak_memory_bytes": status.peak_memory_bytes, "cache_bytes": status.cache_bytes,
+        }
+        for node, time, status in zip(plan.assignments, waterfall.stages, answer.statuses, strict=True)
+    ]  # fmt: skip
+
+
+def logprobs_of(samples: list[Sample]) -> list[dict[str, Any]]:
+    return [
+        {
+            "token": sample.token,
+            "logprob": sample.logprob,
+            "top": [[other.token, other.logprob] for other in sample.alternatives],
+        }
+        for sample in samples
+    ]
+
+
+def print_summary(answer: Answer, plan: Plan, waterfall: Waterfall) -> None:
+    """Three lines, a row per stage, and the waterfall."""
+    console = Console(stderr=True, highlight=False)
+    stats = stats_of(answer)
+    speed = f", {stats['tokens_per_s']:.1f} tok/s" if stats["tokens_per_s"] else ""
+    console.print(
+        f"\nPrompt: {answer.num_prompt} tokens, {stats['prompt_tokens_per_s']:.1f} tok/s, "
+        f"first token after {stats['ttft_s']:.3f} s\n"
+        f"Generation: {len(answer.tokens)} tokens{speed}, {stats['tokens_per_step']:.2f} tokens per step\n"
+        f"Peak memory: {format_bytes(stats['peak_memory_bytes'])} over {len(plan.assignments)} node(s)"
+    )
+    console.print(_stage_table(answer, plan, waterfall))
+    console.print(_waterfall_table(waterfall))
+
+
+def _stage_table(answer: Answer, plan: Plan, waterfall: Waterfall) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("node", "layers", "compute", "wire in", "queue", "busy", "cache", "peak memory"):
+        table.add_column(column, justify="left" if column == "node" else "right")
+    for node, time, status in zip(plan.assignments, waterfall.stages, answer.statuses, strict=True):
+        table.add_row(
+            node.name, f"[{node.start}, {node.end})", f"{time.compute_ms:.1f} ms", f"{time.wire_ms:.1f} ms",
+            f"{time.queue_ms:.1f} ms", f"{time.utilisation:.0%}", format_bytes(status.cache_bytes),
+            format_bytes(status.peak_memory_bytes),
+        )  # fmt: skip
+    return table
+
+
+def _waterfall_table(waterfall: Waterfall) -> Table:
+    """Each part as a bar that begins where the part before it ended."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    before = 0.0
+    for part, took in waterfall.parts.items():
+        begin, end = (round(_WATERFALL_COLUMNS * moment / waterfall.wall_ms) for moment in (before, before + took))
+        bar = Text(" " * begin + "━" * (end - begin))
+        table.add_row(part, f"{took:.1f} ms", f"{took / waterfall.wall_ms:.0%}", bar)
+        before += took
+    table.add_row("wall time", f"{waterfall.wall_ms:.1f} ms", "", "")
+    return table
+
+
+def plan_as_json(plan: Plan, spec: ModelSpec) -> dict[str, Any]:
+    nodes = [
+        {
+            "node": node.name, "start": node.start, "end": node.end, "weight_bytes": node.weight_bytes,
+            "cache_bytes": node.cache_bytes, "memory_bytes": node.memory_bytes, "fits": node.fits,
+        }
+        for node in plan.assignments
+    ]  # fmt: skip
+    return {
+        "model": spec.name,
+        "num_layers": spec.num_layers,
+        "context": plan.context,
+        "fits": plan.fits,
+        "nodes": nodes,
+    }
+
+
+def print_plan(plan: Plan, spec: ModelSpec) -> None:
+    """A row per node on standard output, with its layers drawn to scale."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("node", "layers", "weights", "cache", "budget", "fits"):
+        table.add_column(column, justify="left" if column == "node" else "right")
+    table.add_column("")
+    for node in plan.assignments:
+        begin, end = (round(_PLAN_COLUMNS * edge / spec.num_layers) for edge in (node.start, node.end))
+        table.add_row(
+            node.name, f"[{node.start}, {node.end})", format_bytes(node.weight_bytes), format_bytes(node.cache_bytes),
+            format_bytes(node.memory_bytes), "yes" if node.fits else "NO", Text(" " * begin + "━" * (end - begin)),
+        )  # fmt: skip
+    console = Console(highlight=False)
+    console.print(
+        f"{spec.name} ({spec.family}): {spec.num_layers} layers, {format_bytes(spec.shard_bytes(0, spec.num_layers))}, "
+        f"one session of {plan.context} tokens"
+    )
+    console.print(table)

@@ -1,0 +1,1 @@
+"""Nodes, the chain over them, and requests running through it. I/O."""

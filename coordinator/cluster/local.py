@@ -1,0 +1,66 @@
+"""Worker processes on this machine, for `--local N`: started here, ended here, whatever happens."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from worker.errors import StageLost
+
+_START_S = 30.0
+_STOP_S = 5.0
+_SOURCE = str(Path(__file__).resolve().parents[2])  # where this very code is imported from
+
+
+class LocalWorker:
+    """A `python -m worker` on a free loopback port. It also ends by itself when this process is gone."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+        self.name = name
+        self.address = ""
+        self._process = process
+
+    @classmethod
+    async def start(cls, name: str) -> "LocalWorker":
+        """Start the process and wait until it listens. Raises StageLost if it does not."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",  # or a folder named worker where the user happens to be would be run instead
+            *("-m", "worker", "--name", name, "--bind", "127.0.0.1:0", "--follow-parent"),
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([_SOURCE, os.environ.get("PYTHONPATH", "")])},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the coordinator: it ends its workers in order
+        )
+        local = cls(name, process)
+        try:
+            local.address = await local._wait_listening()
+        finally:
+            if not local.address:
+                await local.stop()
+        return local
+
+    async def _wait_listening(self) -> str:
+        """The address that it says it listens on, as its first line."""
+        assert self._process.stdout is not None
+        try:
+            async with asyncio.timeout(_START_S):
+                line = await self._process.stdout.readline()
+            return str(json.loads(line)["address"])
+        except TimeoutError:
+            raise StageLost(f"worker {self.name}: did not start within {_START_S:.0f} s") from None
+        except (json.JSONDecodeError, KeyError, TypeError):
+            raise StageLost(f"worker {self.name}: ended while starting; what it said stands above") from None
+
+    async def stop(self) -> None:
+        """End the process: SIGTERM, then SIGKILL."""
+        if self._process.returncode is None:
+            self._process.terminate()
+            try:
+                async with asyncio.timeout(_STOP_S):
+                    await self._process.wait()
+            except TimeoutError:
+                self._process.kill()
+                await self._process.wait()

@@ -1,0 +1,110 @@
+"""From a configuration to a running chain: who takes part, what each holds, all opened and closed in order."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from importlib.metadata import version
+
+from coordinator.cluster.chain import Chain
+from coordinator.cluster.local import LocalWorker
+from coordinator.cluster.options import ClusterOptions
+from coordinator.cluster.peer import Peer
+from coordinator.cluster.progress import show_progress
+from coordinator.cluster.together import together
+from coordinator.planning.plan import Node, Plan, check_split, plan, require_fit
+from protos.brigade_pb2 import HelloReply
+from worker.config import Cluster, is_loopback, split_address
+from worker.model.checkpoint import Checkpoint
+from worker.model.modelspec import ModelSpec, describe
+from worker.node.loading import open_checkpoint
+from worker.process.call_thread import run_aside
+from worker.process.machine import memory_budget
+
+
+@asynccontextmanager
+async def open_peers(options: ClusterOptions, spec: ModelSpec) -> AsyncIterator[list[Peer]]:
+    """The workers: `local` processes of our own, or those of the configuration.
+
+    Raises:
+        ConfigError: the model cannot be split over so many nodes; none is started then.
+    """
+    configured = options.cluster.workers
+    check_split(spec, 1 + options.num_workers, options.cluster.layers)
+    async with AsyncExitStack() as stack:
+        if options.local is None:
+            peers = [Peer(worker.name, worker.address, worker.model) for worker in configured]
+        else:
+            peers = [Peer(worker.name, worker.address) for worker in await _start_local(options.local, stack)]
+        for peer in peers:
+            stack.push_async_callback(peer.close)
+        yield peers
+
+
+async def read_model(model: str) -> tuple[Checkpoint, ModelSpec]:
+    """Configuration and headers only. Raises ModelError if it is not there, damaged, or not supported."""
+    checkpoint = await run_aside(lambda: open_checkpoint(model))
+    return checkpoint, await run_aside(lambda: describe(checkpoint))
+
+
+async def make_plan(cluster: Cluster, spec: ModelSpec, peers: Sequence[Peer], context: int) -> Plan:
+    """Ask every node what it offers and split the model.
+
+    Raises:
+        ConfigError: `layers` does not suit the model and the nodes. StageLost: a node is missing.
+    """
+    return plan(spec, await _ask_nodes(cluster, peers), min(context, spec.context), cluster.layers)
+
+
+@asynccontextmanager
+async def open_chain(
+    options: ClusterOptions, checkpoint: Checkpoint, spec: ModelSpec, context: int
+) -> AsyncIterator[Chain]:
+    """The whole way: workers found or started, planned, refused if it does not fit, loaded, joined."""
+    async with open_peers(options, spec) as peers:
+        plan = await make_plan(options.cluster, spec, peers, context)
+        require_fit(plan, spec)
+        async with Chain(checkpoint, spec, plan, peers) as chain:
+            with show_progress(plan) as progress:
+                await chain.open(progress)
+            yield chain
+
+
+async def _start_local(count: int, stack: AsyncExitStack) -> list[LocalWorker]:
+    starts = [asyncio.create_task(LocalWorker.start(f"worker-{i + 1}")) for i in range(count)]
+
+    async def stop_all() -> None:
+        for start in starts:
+            start.cancel()
+        outcomes = await asyncio.gather(*starts, return_exceptions=True)
+        await asyncio.gather(*(worker.stop() for worker in outcomes if isinstance(worker, LocalWorker)))
+
+    stack.push_async_callback(stop_all)
+    return list(await asyncio.gather(*starts))
+
+
+async def _ask_nodes(cluster: Cluster, peers: Sequence[Peer]) -> list[Node]:
+    """Each node's memory budget: what the configuration says, else what it offers itself.
+
+    Nodes of one machine share its memory: this one and the workers on its loopback get an equal part each.
+    """
+    greetings = await together(*(peer.hello() for peer in peers))
+    configured = {worker.address: worker.memory for worker in cluster.workers}
+    own_share = memory_budget() // (1 + sum(map(_is_here, peers)))
+    nodes = [Node(cluster.coordinator.name, cluster.coordinator.memory or own_share)]
+    for peer, greeting in zip(peers, greetings, strict=True):
+        _warn_of_versions(peer, greeting)
+        offered = own_share if _is_here(peer) else greeting.memory_bytes
+        nodes.append(Node(peer.name, configured.get(peer.address) or offered))
+    return nodes
+
+
+def _is_here(peer: Peer) -> bool:
+    return is_loopback(split_address(peer.address)[0])
+
+
+def _warn_of_versions(peer: Peer, greeting: HelloReply) -> None:
+    """Other kernels may round otherwise: the likeliest reason for other tokens than on one Mac."""
+    for package, theirs in (("mlx", greeting.mlx_version), ("mlx-lm", greeting.mlx_lm_version)):
+        if theirs != (ours := version(package)):
+            print(f"warning: worker {peer.name} has {package} {theirs}, this node {ours}", file=sys.stderr)

@@ -1,0 +1,144 @@
+"""Peer: one worker as the coordinator sees it. Every call has a deadline, every error names the node."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import grpc.aio
+
+from protos.brigade_pb2 import (
+    AttachRequest,
+    DigestRequest,
+    HelloReply,
+    HelloRequest,
+    LoadProgress,
+    LoadRequest,
+    Result,
+    StatusReply,
+    StatusRequest,
+)
+from protos.brigade_pb2_grpc import NodeStub
+from worker.errors import ModelError, StageLost, from_status
+from worker.node.wire import PROTOCOL_VERSION, open_channel
+
+T = TypeVar("T")
+
+_HELLO_S = 5.0
+_ATTACH_S = 10.0
+_STALL_S = 120.0  # the longest that a load may go on without a sign of progress
+_DIGEST_S = 600.0
+
+
+class Peer:
+    """A worker's name, address and calls; `model` is its own copy, if it is not where the coordinator has it."""
+
+    def __init__(self, name: str, address: str, model: str | None = None) -> None:
+        self.name = name
+        self.address = address
+        self.model = model
+        self._channel = open_channel(address)
+        self._stub = NodeStub(self._channel)
+        self._attachment: grpc.aio.UnaryStreamCall[AttachRequest, Result] | None = None
+
+    async def hello(self) -> HelloReply:
+        """Ask who is there.
+
+        Raises:
+            StageLost: nobody, or not a worker.
+            ModelError: it speaks another version of the protocol.
+        """
+        request = HelloRequest(protocol_version=PROTOCOL_VERSION)
+        try:
+            reply = await self._stub.Hello(request, timeout=_HELLO_S, wait_for_ready=True)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise from_status(error, self.name) from error
+            raise StageLost(
+                f"worker {self.name}: nothing answers at {self.address} ({_HELLO_S:.0f} s). "
+                f"Start it there: brigade worker --config cluster.yaml --name {self.name}"
+            ) from error
+        if reply.protocol_version != PROTOCOL_VERSION:
+            raise ModelError(
+                f"worker {self.name}: speaks protocol {reply.protocol_version}, this coordinator {PROTOCOL_VERSION}; "
+                "install the same version of brigade on both"
+            )
+        return reply
+
+    async def load(self, request: LoadRequest, progress: Callable[[LoadProgress], None]) -> None:
+        """Have the worker load a shard. Raises what it refuses with, or StageLost if it stalls."""
+        call = self._stub.Load(request)
+        with self._naming():
+            try:
+                while True:
+                    async with asyncio.timeout(_STALL_S):
+                        report = await call.read()
+                    if report is grpc.aio.EOF:  # type: ignore[attr-defined]
+                        return
+                    progress(report)
+            except TimeoutError:
+                raise StageLost(f"worker {self.name}: no progress in loading for {_STALL_S:.0f} s") from None
+            finally:
+                call.cancel()
+
+    async def attach(self, request: AttachRequest) -> None:
+        """Join the worker to the chain. Raises what it refuses with, or StageLost."""
+        self._attachment = self._stub.Attach(request)
+        with self._naming():
+            try:
+                async with asyncio.timeout(_ATTACH_S):
+                    if not await self._attachment.initial_metadata():
+                        await self._attachment.read()  # refused: this raises the reason
+            except TimeoutError:
+                raise StageLost(f"worker {self.name}: did not join the chain within {_ATTACH_S:.0f} s") from None
+
+    async def results(self) -> AsyncIterator[Result]:
+        """What the attached worker reports; nothing unless it is the last. Raises once it is lost."""
+        assert self._attachment is not None
+        with self._naming():
+            async for result in self._attachment:
+                yield result
+        raise StageLost(f"worker {self.name}: left the chain")
+
+    async def status(self, timeout_s: float) -> StatusReply:
+        """What the worker is doing. Raises StageLost if it does not say so within `timeout_s`."""
+        return await self._named(self._stub.Status(StatusRequest(), timeout=timeout_s))
+
+    async def clock_offset(self, tries: int = 5) -> int:
+        """This worker's monotonic clock minus ours, nanoseconds; the quickest of some exchanges is the truest.
+
+        What lies within the error of the measurement is taken as 0: nodes of one machine share a clock.
+        """
+        best = None
+        for _ in range(tries):
+            before = time.monotonic_ns()
+            theirs = (await self.status(_HELLO_S)).clock
+            after = time.monotonic_ns()
+            if best is None or after - before < best[0]:
+                best = (after - before, theirs - (before + after) // 2)
+        assert best is not None
+        round_trip, offset = best
+        return 0 if abs(offset) <= round_trip // 2 else offset
+
+    async def digests(self) -> dict[str, str]:
+        """A digest per tensor of the loaded shard."""
+        return dict((await self._named(self._stub.Digest(DigestRequest(), timeout=_DIGEST_S))).digests)
+
+    async def close(self) -> None:
+        if self._attachment is not None:
+            self._attachment.cancel()
+        await self._channel.close(grace=None)
+
+    async def _named(self, call: Awaitable[T]) -> T:
+        try:
+            return await call
+        except grpc.RpcError as error:
+            raise from_status(error, self.name) from error
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise from_status(error, self.name) from error

@@ -1,0 +1,1 @@
+"""How a session's next window is made up, and what of its answer holds. Pure."""

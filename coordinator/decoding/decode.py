@@ -1,0 +1,93 @@
+"""Which decoder a request gets, and what models it can run on. Pure."""
+
+import math
+from dataclasses import dataclass, replace
+
+from coordinator.decoding.decoders import Autoregressive, Decoder, Fill, LosslessDiffusion, PromptLookup
+from coordinator.decoding.lengths import LENGTHS
+from coordinator.decoding.window import WindowChooser
+from coordinator.planning.costs import StepCosts
+from protos.brigade_pb2 import CACHE_FULL, CACHE_INT8, CACHE_ROTATING, Cache
+from worker.errors import InputError
+from worker.model.modelspec import ModelSpec
+
+KINDS = ("auto", "ar", "ngram", "diffusion", "diffusion-fast")
+_CACHES = {"full": CACHE_FULL, "rotating": CACHE_ROTATING, "int8": CACHE_INT8}
+_FILL_WINDOW = 16  # of diffusion-fast, whose text depends on it: never chosen by measurement
+_LARGEST_WINDOW = LENGTHS[-1] // 2  # MASK rows and as many drafts still make one of the lengths
+_KEEP = 4  # tokens at the beginning that a rotating cache never lets go of, as in mlx-lm
+
+
+@dataclass(frozen=True)
+class Decode:
+    """A decoder and its window: MASK rows, None to choose by measurement; threshold in nats, penalty per position."""
+
+    kind: str = "ar"
+    window: int | None = None
+    entropy_threshold: float = 0.4
+    position_penalty: float = 0.02
+
+    def make_decoder(self, eos: frozenset[int], costs: StepCosts) -> Decoder:
+        """`costs` of the chain's steps decide on the window if none is given."""
+        if self.kind == "ngram":
+            return PromptLookup()
+        if self.kind == "diffusion":
+            return LosslessDiffusion(WindowChooser(costs, self.window), eos)
+        if self.kind == "diffusion-fast":
+            return Fill(self.window or _FILL_WINDOW, self.entropy_threshold, self.position_penalty, eos)
+        return Autoregressive()
+
+
+def make_decode(kind: str, window: str, entropy_threshold: float, position_penalty: float) -> Decode:
+    """From flags. Raises InputError, naming the flag, for a value that none can have."""
+    if kind not in KINDS:
+        raise InputError(f"--decode: expected one of {', '.join(KINDS)}, got {kind!r}")
+    if window != "auto" and not (window.isdecimal() and len(window) < 9 and 1 <= int(window) <= _LARGEST_WINDOW):
+        raise InputError(f"--window: expected a whole number from 1 to {_LARGEST_WINDOW} or `auto`, got {window!r}")
+    for flag, value in (("--entropy-threshold", entropy_threshold), ("--position-penalty", position_penalty)):
+        if not (math.isfinite(value) and value >= 0):
+            raise InputError(f"{flag}: expected a number from 0, got {value:g}")
+    return Decode(kind, None if window == "auto" else int(window), entropy_threshold, position_penalty)
+
+
+def make_cache_choice(kind: str, max_kv_size: int | None) -> Cache:
+    """From flags. Raises InputError if they do not make sense together."""
+    if kind not in _CACHES:
+        raise InputError(f"--kv: expected one of {', '.join(_CACHES)}, got {kind!r}")
+    if (kind == "rotating") != (max_kv_size is not None):
+        raise InputError("--kv rotating and --max-kv-size N belong together: N is how many tokens it keeps")
+    if max_kv_size is None:
+        return Cache(kind=_CACHES[kind])
+    if not 2 * _KEEP < max_kv_size < 2**32:
+        raise InputError(f"--max-kv-size: expected more than {2 * _KEEP} tokens and less than 2^32, got {max_kv_size}")
+    return Cache(kind=CACHE_ROTATING, size=max_kv_size, keep=_KEEP)
+
+
+def suit(decode: Decode, cache: Cache, spec: ModelSpec) -> Decode:
+    """The decoder for this model, with `auto` resolved.
+
+    Raises:
+        InputError: the model has no MASK token, a layer that cannot be cut, or no room for the window.
+    """
+    if decode.kind == "auto":
+        able = spec.mask_token is not None and not spec.recurrent_layers
+        decode = replace(decode, kind="diffusion" if able else "ar")
+    if decode.kind == "ar":
+        return decode
+    if spec.recurrent_layers:
+        raise InputError(
+            f"--decode {decode.kind} needs to cut the cache, but {spec.name} has recurrent layers "
+            f"(the first is layer {spec.recurrent_layers[0]}), whose state cannot be cut; use --decode ar"
+        )
+    if decode.kind == "ngram":
+        return decode
+    if spec.mask_token is None:
+        raise InputError(
+            f"--decode {decode.kind} needs mask-trained weights, but {spec.name} has no mask_token_id in config.json; "
+            "use --decode ngram or ar"
+        )
+    window, room = decode.window or _FILL_WINDOW, min(spec.context, cache.size or spec.context)
+    if window >= room:
+        where = "the rotating cache keeps" if cache.size else "the model's context is"
+        raise InputError(f"--window: expected less than the {room} tokens that {where}, got {window}")
+    return decode

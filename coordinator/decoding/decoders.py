@@ -1,0 +1,217 @@
+"""Decoders: what a step proposes beyond the tokens that are known, and how much of it becomes known. Pure.
+
+Every decoder feeds the known tokens that no cache holds yet. Beyond them it may propose drafts (to be verified: each
+row's own next token decides), fills (tokens at positions ahead, which will not change), and MASK rows, for which the
+last stage guesses.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from coordinator.decoding.lengths import LENGTHS, mask_count
+from coordinator.decoding.window import SMALLEST, WindowChooser
+from protos.brigade_pb2 import Sample
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What a window carries after the known tokens."""
+
+    drafts: tuple[int, ...] = ()
+    fills: tuple[tuple[int, int], ...] = ()  # (position, token), ascending
+    masks: tuple[int, ...] = ()  # positions of the MASK rows to guess, ascending
+    verifies: bool = True  # whether each token row from the last known one on samples its next token
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """New known tokens, and how many of them the caches hold already."""
+
+    samples: list[Sample] = field(default_factory=list)
+    num_cached: int = 0
+
+
+class Decoder(Protocol):
+    """One session's way to decode; holds what it expects beyond the known tokens."""
+
+    @property
+    def tail(self) -> int:
+        """The most known tokens that go into one window with a proposal; 0: as many as make a full chunk."""
+        ...
+
+    @property
+    def num_ahead(self) -> int:
+        """The most rows that a window has beyond the last token that may become known."""
+        ...
+
+    def propose(self, tokens: Sequence[int], num_unfed: int, room: int, num_together: int = 1) -> Proposal:
+        """What to feed after `tokens`, of which the last `num_unfed` are in the window too.
+
+        `room` is the number of tokens that may still become known, at least 1; `num_together` sessions share the step.
+        """
+        ...
+
+    def accept(self, proposal: Proposal, samples: Sequence[Sample], guesses: Sequence[Sample]) -> Accepted:
+        """What became known by the answer to the proposal."""
+        ...
+
+
+def verify(drafts: Sequence[int], samples: Sequence[Sample]) -> Accepted:
+    """The drafts that are what the model itself would have said, and the token after them.
+
+    `samples[i]` is drawn after draft i - 1 as it would be in one-token decoding, by the same key, so the tokens are
+    those of one-token decoding: greedy and sampled alike. For a draft taken as certain this is the accept/resample
+    rule of speculative sampling (Leviathan et al., arXiv 2211.17192).
+    """
+    num_equal = 0
+    while num_equal < len(drafts) and drafts[num_equal] == samples[num_equal].token:
+        num_equal += 1
+    return Accepted(list(samples[: num_equal + 1]), num_equal)
+
+
+class Autoregressive:
+    """One token per step."""
+
+    tail = 0
+    num_ahead = 0
+
+    def propose(self, tokens: Sequence[int], num_unfed: int, room: int, num_together: int = 1) -> Proposal:
+        return Proposal()
+
+    def accept(self, proposal: Proposal, samples: Sequence[Sample], guesses: Sequence[Sample]) -> Accepted:
+        return Accepted(list(samples))
+
+
+class PromptLookup:
+    """Drafts copied from where the last tokens stood before (prompt lookup decoding); backs off while they fail."""
+
+    tail = 0
+    _SIZES = (3, 7, 15)  # of drafts: with the last token a window of 4, 8 or 16 rows
+    num_ahead = _SIZES[-1]  # drafts that the end of the sequence came before
+    _NGRAM = 3  # tokens that must have stood there before
+    _LONGEST_PAUSE = 32  # steps
+
+    def __init__(self) -> None:
+        self._ends: dict[tuple[int, ...], int] = {}  # n-gram -> where it last ended
+        self._indexed = 0
+        self._size = 0  # index into _SIZES
+        self._pause = 0  # steps until drafts are tried again
+        self._failures = 0  # in a row
+
+    def propose(self, tokens: Sequence[int], num_unfed: int, room: int, num_together: int = 1) -> Proposal:
+        found = self._find(tokens)
+        if num_unfed > 1 or found is None:
+            return Proposal()
+        if self._pause:
+            self._pause -= 1
+            return Proposal()
+        size = max((size for size in self._SIZES[: self._size + 1] if size < room), default=0)
+        period = len(tokens) - found  # a draft longer than that goes round: what loops may go on looping
+        return Proposal(drafts=tuple(tokens[found + i % period] for i in range(size)))
+
+    def accept(self, proposal: Proposal, samples: Sequence[Sample], guesses: Sequence[Sample]) -> Accepted:
+        accepted = verify(proposal.drafts, samples)
+        if proposal.drafts:
+            self._learn(accepted.num_cached, len(proposal.drafts))
+        return accepted
+
+    def _find(self, tokens: Sequence[int]) -> int | None:
+        """Where the last n-gram ended before, after which its continuation stands."""
+        n = self._NGRAM
+        for end in range(max(n, self._indexed), len(tokens)):  # the last one itself is looked up, then indexed
+            self._ends[tuple(tokens[end - n : end])] = end
+        self._indexed = len(tokens)
+        return self._ends.get(tuple(tokens[-n:]))
+
+    def _learn(self, num_equal: int, num_drafts: int) -> None:
+        if num_equal == num_drafts:
+            self._size = min(self._size + 1, len(self._SIZES) - 1)
+        elif num_equal < num_drafts // 2:
+            self._size = max(self._size - 1, 0)
+        self._failures = 0 if num_equal else self._failures + 1
+        self._pause = min(self._LONGEST_PAUSE, 2**self._failures - 1) if self._failures else 0
+
+
+class LosslessDiffusion:
+    """Drafts from MASK rows, verified by the token rows of the next window (same-forward verification, as in TiDAR)."""
+
+    num_ahead = LENGTHS[-1]
+
+    def __init__(self, chooser: WindowChooser, eos: frozenset[int]) -> None:
+        """`chooser` says how many MASK rows to aim at; as many tokens are fed at most."""
+        self._chooser = chooser
+        self._eos = eos
+        self._drafts: list[int] = []
+
+    @property
+    def tail(self) -> int:
+        return self._chooser.choose()
+
+    def propose(self, tokens: Sequence[int], num_unfed: int, room: int, num_together: int = 1) -> Proposal:
+        window = self._chooser.choose(num_together)
+        drafts = tuple(self._drafts[: min(window or SMALLEST, room) - 1])  # also the last window's, if this is none
+        ends = not window or (drafts and drafts[-1] in self._eos)
+        num_masks = 0 if ends else mask_count(num_unfed + len(drafts), window)
+        first = len(tokens) + len(drafts)
+        return Proposal(drafts=drafts, masks=tuple(range(first, first + num_masks)))
+
+    def accept(self, proposal: Proposal, samples: Sequence[Sample], guesses: Sequence[Sample]) -> Accepted:
+        accepted = verify(proposal.drafts, samples)
+        self._chooser.observe_drafts(accepted.num_cached, len(proposal.drafts))
+        whole = accepted.num_cached == len(proposal.drafts)
+        # the first guess is for the place that the last sample took; after a rejection all are for another text
+        self._drafts = until_eos([guess.token for guess in guesses[1:]], self._eos) if whole else []
+        return accepted
+
+
+class Fill:
+    """WeDLM's own decoder: confident guesses are filled in and kept, the leading run of them becomes known.
+
+    WeDLM, arXiv 2512.22737, Algorithm 1 and Eq. 11; filled tokens come first in the window, MASK rows after them.
+    """
+
+    num_ahead = LENGTHS[-1]
+
+    def __init__(self, window: int, threshold: float, penalty: float, eos: frozenset[int]) -> None:
+        """`threshold` in nats; `penalty` in nats per position from the leftmost MASK."""
+        self.tail = window
+        self._threshold = threshold
+        self._penalty = penalty
+        self._eos = eos
+        self._filled: dict[int, Sample] = {}
+
+    def propose(self, tokens: Sequence[int], num_unfed: int, room: int, num_together: int = 1) -> Proposal:
+        end = len(tokens) + min(self.tail, room)
+        end = min([end, *(at for at, sample in self._filled.items() if sample.token in self._eos)])
+        masks = tuple(at for at in range(len(tokens), end) if at not in self._filled)
+        fills = tuple((at, sample.token) for at, sample in sorted(self._filled.items()))
+        return Proposal(fills=fills, masks=masks, verifies=False)
+
+    def accept(self, proposal: Proposal, samples: Sequence[Sample], guesses: Sequence[Sample]) -> Accepted:
+        entropies = [guess.entropy for guess in guesses]
+        for chosen in choose_fills(proposal.masks, entropies, self._threshold, self._penalty):
+            self._filled[proposal.masks[chosen]] = guesses[chosen]
+        ends = [at for at, sample in self._filled.items() if sample.token in self._eos]
+        self._filled = {at: sample for at, sample in self._filled.items() if not ends or at <= min(ends)}
+        run = []
+        at = proposal.masks[0]
+        while at in self._filled:
+            run.append(self._filled.pop(at))
+            at += 1
+        return Accepted(run)
+
+
+def choose_fills(positions: Sequence[int], entropies: Sequence[float], threshold: float, penalty: float) -> list[int]:
+    """Which MASK rows to fill: those whose entropy and distance allow it, or else the best one (WeDLM, Eq. 11)."""
+    adjusted = [h + penalty * (at - positions[0]) for at, h in zip(positions, entropies, strict=True)]
+    chosen = [row for row, value in enumerate(adjusted) if value < threshold]
+    return chosen or [adjusted.index(min(adjusted))]
+
+
+def until_eos(tokens: Sequence[int], eos: frozenset[int]) -> list[int]:
+    """The tokens up to and including the first end-of-sequence token."""
+    for number, token in enumerate(tokens, 1):
+        if token in eos:
+            return list(tokens[:number])
+    return list(tokens)

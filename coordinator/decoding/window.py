@@ -1,0 +1,62 @@
+"""How many MASK rows a diffusion window should have: by what steps cost here and by how far drafts hold. Pure."""
+
+from coordinator.planning.costs import StepCosts
+
+_CANDIDATES = (4, 8, 16, 32)
+_FIRST = 16
+_LONGEST_PAUSE = 32  # steps
+_SURE = 0.995  # drafts that always hold
+_WEIGHT = 0.2  # of a new observation
+
+SMALLEST = _CANDIDATES[0]
+
+
+class WindowChooser:
+    """Chooses a request's window, the one that yields most tokens per second; a fixed one if told so.
+
+    With drafts that hold with probability p each, a window of W yields 1 + p + ... + p^(W-1) tokens per step; its rows
+    are the drafts and as many MASK rows, 2 W in all. Where no window pays, none is made: one token per step. Where one
+    would pay with drafts that hold, a small one is tried now and then, more rarely each time that its drafts fail.
+    """
+
+    def __init__(self, costs: StepCosts, fixed: int | None = None) -> None:
+        self._costs = costs
+        self._fixed = fixed
+        self._held = 0.8 * _WEIGHT
+        self._tried = 1.0 * _WEIGHT  # before anything is known: of one draft, four fifths held
+        self._failures = 0  # in a row
+        self._pause = 0  # steps until a window that does not pay is tried
+
+    def observe_drafts(self, num_held: int, num_drafts: int) -> None:
+        """A step had so many drafts, of which so many held before the first that did not."""
+        if not num_drafts:
+            self._pause = self._pause - 1 if self._pause else 1  # what a tried window guesses is verified first
+            return
+        self._held = (1 - _WEIGHT) * self._held + _WEIGHT * num_held
+        self._tried = (1 - _WEIGHT) * self._tried + _WEIGHT * min(num_held + 1, num_drafts)
+        self._failures = 0 if num_held > num_drafts // 2 else self._failures + 1
+        self._pause = min(_LONGEST_PAUSE, 2**self._failures - 1)
+
+    def choose(self, num_together: int = 1) -> int:
+        """The window for the next step, MASK rows; 0 for none.
+
+        `num_together` sessions share the step, and all are taken to be alike.
+        """
+        if self._fixed is not None:
+            return self._fixed
+        if not self._costs.is_known:
+            return _FIRST
+        without = 1 / self._costs.seconds(num_together)
+        speed, window = self._best(min(_SURE, self._held / self._tried), num_together)
+        if speed > without:
+            return window
+        may_pay = self._best(_SURE, num_together)[0] > without
+        return SMALLEST if may_pay and not self._pause else 0
+
+    def _best(self, held: float, num_together: int) -> tuple[float, int]:
+        """The most tokens per second if so large a part of drafts hold, and by which window."""
+
+        def speed(window: int) -> float:
+            return (1 - held**window) / (1 - held) / self._costs.seconds(2 * window * num_together)
+
+        return max(((speed(window), window) for window in _CANDIDATES), key=lambda pair: pair[0])

@@ -1,0 +1,1 @@
+"""What the cluster does, measured, compared and forecast."""

@@ -1,0 +1,218 @@
+"""What a benchmark measured, as numbers: trials to rows, rows to ratios. Pure."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from statistics import fmean, median
+from typing import Any
+
+from coordinator.measure.simulate import (
+    Hop,
+    Load,
+    Pipeline,
+    StageTimes,
+    aggregate_tokens_per_s,
+    busy_share,
+    simulate,
+    steady_span,
+)
+from coordinator.planning.costs import chunk_size
+from coordinator.sessions.waterfall import Passage
+from protos.brigade_pb2 import StatusReply
+
+ONE_PROCESS, MLX_LM, CLUSTER = "one process", "mlx_lm", "cluster"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Some requests, all at once. Times in seconds on the coordinator's clock; the rest only where there is a chain."""
+
+    num_prompt: int  # tokens of all prompts
+    started: float
+    token_times: list[list[float]]
+    passages: list[Passage] = field(default_factory=list)
+    offsets: Sequence[int] = ()  # nanoseconds, by stage
+    sent_bytes: Sequence[int | None] = ()  # by stage; None where a node did not say
+    loop_share: float | None = None  # of a core, taken by the coordinator's event loop
+
+    @property
+    def prefill_s(self) -> float:
+        """Until every request has its first token."""
+        return max(times[0] for times in self.token_times) - self.started
+
+    def utilisation(self) -> list[float]:
+        """By stage, over the steady span."""
+        span = steady_span(self.token_times)
+        stages = zip(*(passage.timings for passage in self.passages), strict=True)
+        return [
+            busy_share((((t.started - offset) / 1e9, (t.sampled - offset) / 1e9) for t in timings), *span)
+            for timings, offset in zip(stages, self.offsets, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Medians over the trials of one system with so many requests at once; percentiles are over all their tokens."""
+
+    system: str
+    layers: list[int] | None
+    decode: str
+    concurrency: int
+    prompt_tokens_per_s: float
+    tokens_per_s_per_request: float | None  # None, as of gaps, where all tokens come with one step
+    tokens_per_s: float  # of all requests together, over the steady span
+    ttft_p50_s: float
+    ttft_p95_s: float
+    gap_p50_ms: float | None  # between one token of a request and the next
+    gap_p95_ms: float | None
+    utilisation: list[float] | None = None  # by stage
+    bubble: float | None = None  # the part of the time that a stage is idle, mean over the stages
+    bytes_per_token: list[float | None] | None = None  # by stage: what it sends on, tokens of prompts included
+    loop_share: float | None = None
+    overhead_ms_per_token: float | None = None  # against one process
+    predicted_tokens_per_s: float | None = None  # by simulation with the measured stage times
+    stage_ms: list[dict[int, float]] | None = None  # by stage: rows of a frame -> mean
+    hop_ms: list[float] | None = None  # by stage: mean from the end of its computing to the arrival at the next one
+
+
+@dataclass(frozen=True)
+class Bench:
+    """All rows of one run."""
+
+    machine: str
+    model: str
+    num_prompt: int  # tokens per request
+    num_tokens: int
+    rows: list[Row]
+
+    def as_json(self) -> dict[str, Any]:
+        """The object of `bench --json`: ratios by one-token decoding on the first split, null where not measured."""
+        most = max(row.concurrency for row in self.rows)
+
+        def ratio(value: str, count: int, of: str, to: str) -> float | None:
+            one, other = (getattr(self._find(system, count), value, None) for system in (of, to))
+            return one / other if one and other else None
+
+        single = self._find(CLUSTER, 1)
+        return {
+            "machine": self.machine,
+            "model": self.model,
+            "prompt_tokens": self.num_prompt,
+            "generated_tokens": self.num_tokens,
+            "rows": [asdict(row) for row in self.rows],
+            "overhead_ms_per_token": single and single.overhead_ms_per_token,
+            "ratio_vs_one_process": ratio("tokens_per_s_per_request", 1, CLUSTER, ONE_PROCESS),
+            "prefill_ratio_vs_one_process": ratio("prompt_tokens_per_s", most, CLUSTER, ONE_PROCESS),
+            "ratio_vs_mlx_lm_batch": ratio("tokens_per_s", most, CLUSTER, MLX_LM),
+        }
+
+    def _find(self, system: str, count: int) -> Row | None:
+        return next((r for r in self.rows if (r.system, r.decode, r.concurrency) == (system, "ar", count)), None)
+
+
+def summarise(system: str, layers: list[int] | None, decode: str, trials: Sequence[Trial]) -> Row:
+    """One row of the trials of one system."""
+    ttfts = [times[0] - trial.started for trial in trials for times in trial.token_times]
+    gaps = [1e3 * (b - a) for trial in trials for times in trial.token_times for a, b in pairwise(times)]
+    speeds = [(len(t) - 1) / (t[-1] - t[0]) for trial in trials for t in trial.token_times if t[-1] > t[0]]
+    row = Row(
+        system=system,
+        layers=layers,
+        decode=decode,
+        concurrency=len(trials[0].token_times),
+        prompt_tokens_per_s=median(trial.num_prompt / trial.prefill_s for trial in trials),
+        tokens_per_s_per_request=median(speeds) if speeds else None,
+        tokens_per_s=median(aggregate_tokens_per_s(trial.token_times) for trial in trials),
+        ttft_p50_s=median(ttfts),
+        ttft_p95_s=_percentile(ttfts, 0.95),
+        gap_p50_ms=median(gaps) if speeds else None,
+        gap_p95_ms=_percentile(gaps, 0.95) if speeds else None,
+    )
+    return _with_stages(row, trials) if trials[0].passages else row
+
+
+def with_overheads(rows: Sequence[Row]) -> list[Row]:
+    """The cluster's rows with what a token takes longer than in one process, decoded alike."""
+    alone = {(r.decode, r.concurrency): r.tokens_per_s_per_request for r in rows if r.system == ONE_PROCESS}
+
+    def overhead(row: Row) -> float | None:
+        base = alone.get((row.decode, row.concurrency))
+        if row.system != CLUSTER or not base or not row.tokens_per_s_per_request:
+            return None
+        return 1e3 / row.tokens_per_s_per_request - 1e3 / base
+
+    return [replace(row, overhead_ms_per_token=overhead(row)) for row in rows]
+
+
+def with_predictions(rows: Sequence[Row], num_prompt: int, num_tokens: int) -> list[Row]:
+    """The rows with what simulation makes of their own stage and hop times."""
+
+    def predicted(row: Row) -> float | None:
+        if row.stage_ms is None or row.hop_ms is None or row.decode != "ar":
+            return None
+        pipeline = measured_pipeline(row.stage_ms, row.hop_ms)
+        chunk = chunk_size(num_prompt, pipeline.stages_s)
+        return simulate(pipeline, Load((0.0,) * row.concurrency, num_prompt, num_tokens, chunk)).tokens_per_s
+
+    return [replace(row, predicted_tokens_per_s=predicted(row)) for row in rows]
+
+
+def measured_pipeline(stage_ms: Sequence[Mapping[int, float]], hop_ms: Sequence[float]) -> Pipeline:
+    """A row's stage and hop times, for simulation.
+
+    A hop that seems to take less than no time, since clocks are compared a little wrong, takes none.
+    """
+    stages = (tuple(sorted((int(rows), ms / 1e3) for rows, ms in by_rows.items())) for by_rows in stage_ms)
+    return Pipeline(tuple(map(StageTimes, stages)), tuple(Hop(max(0.0, ms) / 1e3) for ms in hop_ms))
+
+
+def sent_between(before: Sequence[StatusReply], after: Sequence[StatusReply]) -> list[int | None]:
+    """By stage: bytes that it sent on; None for one that did not answer, whose status is all zeros."""
+    return [
+        new.sent_bytes - old.sent_bytes if old.clock and new.clock else None
+        for old, new in zip(before, after, strict=True)
+    ]
+
+
+def _with_stages(row: Row, trials: Sequence[Trial]) -> Row:
+    num_stages = len(trials[0].offsets)
+    utilisation = [median(column) for column in zip(*(trial.utilisation() for trial in trials), strict=True)]
+    times: list[dict[int, list[float]]] = [defaultdict(list) for _ in range(num_stages)]
+    hops: list[list[float]] = [[] for _ in range(num_stages)]
+    for trial in trials:
+        for passage in trial.passages:
+            for stage, (computed_ms, hop_ms) in enumerate(_passage_ms(passage, trial.offsets)):
+                times[stage][passage.num_rows].append(computed_ms)
+                hops[stage].append(hop_ms)
+    return replace(
+        row,
+        utilisation=utilisation,
+        bubble=1 - sum(utilisation) / num_stages,
+        bytes_per_token=[_bytes_per_token(trials, stage) for stage in range(num_stages)],
+        loop_share=median(trial.loop_share or 0.0 for trial in trials),
+        # means: what now and then takes long takes its part of the time
+        stage_ms=[{rows: fmean(taken) for rows, taken in sorted(by_rows.items())} for by_rows in times],
+        hop_ms=[fmean(taken) for taken in hops],
+    )
+
+
+def _bytes_per_token(trials: Sequence[Trial], stage: int) -> float | None:
+    known = [
+        sent / (trial.num_prompt + sum(map(len, trial.token_times)))
+        for trial in trials
+        if (sent := trial.sent_bytes[stage]) is not None
+    ]
+    return median(known) if known else None
+
+
+def _passage_ms(passage: Passage, offsets: Sequence[int]) -> Iterator[tuple[float, float]]:
+    """By stage: milliseconds of computing, and from its end to the arrival at the next stage, the last one's back."""
+    arrivals = [timing.received - offset for timing, offset in zip(passage.timings, offsets, strict=True)]
+    for timing, offset, arrival in zip(passage.timings, offsets, [*arrivals[1:], passage.returned], strict=True):
+        yield (timing.sampled - timing.started) / 1e6, (arrival - (timing.sampled - offset)) / 1e6
+
+
+def _percentile(values: Sequence[float], part: float) -> float:
+    return sorted(values)[math.ceil(part * len(values)) - 1]

@@ -1,0 +1,223 @@
+"""`brigade plan --simulate`: what a chain would make of many requests, from given or measured times. Loads nothing."""
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import mean, median
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, Field, PositiveInt, ValidationError
+from rich.console import Console
+from rich.table import Table
+
+from coordinator.cluster.open import read_model
+from coordinator.cluster.options import ClusterOptions
+from coordinator.measure.bench_results import CLUSTER, measured_pipeline
+from coordinator.measure.simulate import Hop, Load, Pipeline, StageTimes, simulate
+from coordinator.planning.costs import chunk_size
+from worker.errors import InputError
+from worker.model.modelspec import DTYPE_BYTES
+from worker.process.call_thread import run_aside
+
+_MOST_STEPS = 100_000  # of all requests, on all stages: a quarter of a minute at worst
+_MOST_TOKENS = 1_000_000  # of prompts at once: some 100 MiB
+_ROWS = 64  # between which a further row's cost is drawn as a line
+
+_StageMs = Annotated[float, Field(ge=0.001, le=1e6, allow_inf_nan=False)]
+_HopMs = Annotated[float, Field(le=1e6, allow_inf_nan=False)]  # clocks compared a little wrong may make it negative
+_NumRows = Annotated[int, Field(ge=1, le=1_000_000)]
+_ByRows = Annotated[dict[_NumRows, _StageMs], Field(min_length=1)]
+_NullIsEmpty = BeforeValidator(lambda value: () if value is None else value)  # mlx_lm's rows have no stages
+
+
+class _Row(BaseModel):
+    """A row of `brigade bench --json`, as far as a forecast goes by it."""
+
+    system: str
+    decode: str
+    concurrency: PositiveInt
+    layers: Annotated[tuple[int, ...], _NullIsEmpty]
+    stage_ms: Annotated[tuple[_ByRows, ...], _NullIsEmpty]
+    hop_ms: Annotated[tuple[_HopMs, ...], _NullIsEmpty]
+
+
+class _File(BaseModel):
+    prompt_tokens: PositiveInt
+    generated_tokens: Annotated[int, Field(ge=2)]
+    rows: list[_Row]
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """What a forecast goes by: times from flags or from a file, and the load."""
+
+    stage_ms: tuple[float, ...]
+    row_ms: tuple[float, ...]
+    hop_ms: tuple[float, ...]
+    gbps: float | None
+    measured: Path | None
+    concurrency: tuple[int, ...]
+    num_prompt: int | None  # None, as of `num_tokens`: what was measured, else a usual number
+    num_tokens: int | None
+    chunk: int | None
+
+
+@dataclass(frozen=True)
+class Times:
+    """A chain as numbers, and the same as it was with so many requests, where that was measured."""
+
+    usual: Pipeline
+    by_count: Mapping[int, Pipeline] = field(default_factory=dict)
+    num_prompt: int = 128  # tokens per request
+    num_tokens: int = 64
+
+    def of(self, count: int) -> Pipeline:
+        return self.by_count.get(count, self.usual)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What simulation says of so many requests at once."""
+
+    concurrency: int
+    tokens_per_s_per_request: float
+    tokens_per_s: float  # of all requests together, over the steady span
+    ttft_p50_s: float
+    gap_p50_ms: float  # between one token of a request and the next
+    gap_max_ms: float
+    utilisation: list[float]  # by stage
+
+
+async def run_forecast(options: ClusterOptions, assumed: Assumed, *, as_json: bool) -> None:
+    """Print a forecast per number of requests."""
+    row_bytes = 0
+    if assumed.gbps is not None:
+        _, spec = await read_model(options.model)
+        row_bytes = spec.hidden_size * DTYPE_BYTES[spec.dtype]
+    times = (
+        read_times(assumed.measured)
+        if assumed.measured
+        else Times(given_pipeline(assumed.stage_ms, assumed.row_ms, assumed.hop_ms, assumed.gbps, row_bytes))
+    )
+    forecasts = await run_aside(lambda: forecast(times, assumed))
+    if as_json:
+        print(json.dumps({"simulated": [asdict(found) for found in forecasts]}))
+    else:
+        _print(forecasts)
+
+
+def forecast(times: Times, assumed: Assumed) -> list[Forecast]:
+    """One forecast per number of requests, all of which arrive at once.
+
+    Raises:
+        InputError: that would take too long.
+    """
+    num_prompt, num_tokens = assumed.num_prompt or times.num_prompt, assumed.num_tokens or times.num_tokens
+    chunks = {c: assumed.chunk or chunk_size(num_prompt, times.of(c).stages_s) for c in assumed.concurrency}
+    num_passages = sum(count * (num_prompt // chunk + num_tokens) for count, chunk in chunks.items())
+    num_steps, num_fed = num_passages * len(times.usual.stages), max(assumed.concurrency) * num_prompt
+    if num_steps > _MOST_STEPS or num_fed > _MOST_TOKENS:
+        raise InputError(
+            f"too much to simulate: expected at most {_MOST_STEPS} steps on all stages and {_MOST_TOKENS} tokens of "
+            f"prompts, found {num_steps} and {num_fed}; use a smaller --concurrency, -p or -g"
+        )
+    found = []
+    for count, chunk in chunks.items():
+        run = simulate(times.of(count), Load((0.0,) * count, num_prompt, num_tokens, chunk))
+        found.append(
+            Forecast(
+                concurrency=count,
+                tokens_per_s_per_request=median((len(t) - 1) / (t[-1] - t[0]) for t in run.token_times),
+                tokens_per_s=run.tokens_per_s,
+                ttft_p50_s=median(run.ttft_s),
+                gap_p50_ms=1e3 * median(run.gaps_s),
+                gap_max_ms=1e3 * max(run.gaps_s),
+                utilisation=run.utilisation,
+            )
+        )
+    return found
+
+
+def given_pipeline(
+    stage_ms: Sequence[float], row_ms: Sequence[float], hop_ms: Sequence[float], gbps: float | None, row_bytes: int
+) -> Pipeline:
+    """From flags: milliseconds of a frame of one row by stage, of each further row, and of each hop.
+
+    The last hop leads back to the coordinator. A single `row_ms` or `hop_ms` stands for all.
+
+    Raises:
+        InputError: not a number per stage.
+    """
+    num_stages = len(stage_ms)
+    further, hops = _spread("--row-ms", row_ms, num_stages), _spread("--hop-ms", hop_ms, num_stages)
+    return Pipeline(
+        tuple(
+            StageTimes(((1, first / 1e3), (_ROWS, (first + (_ROWS - 1) * more) / 1e3)))
+            for first, more in zip(stage_ms, further, strict=True)
+        ),
+        tuple(Hop(ms / 1e3, gbps * 1e9 / 8 if gbps else float("inf"), row_bytes) for ms in hops),
+    )
+
+
+def read_times(path: Path) -> Times:
+    """From what `brigade bench --json` wrote: the cluster's stages and hops, by requests and in the mean.
+
+    Raises:
+        InputError: it is no such file, or holds no cluster.
+    """
+    file = _read(path)
+    measured = [row for row in file.rows if row.system == CLUSTER and row.decode == "ar"]
+    splits = {row.layers for row in measured}
+    if len(splits) != 1:
+        advice = "run bench with one --layers" if splits else "run bench with workers and --decode ar"
+        raise InputError(f"{path}: expected one split of a cluster, found {len(splits)}; {advice}")
+    num_stages = len(splits.pop())
+    if any(not 0 < num_stages == len(row.stage_ms) == len(row.hop_ms) for row in measured):
+        raise InputError(f"{path}: expected stage_ms and hop_ms of {num_stages} stages in every row, found others")
+    by_count = {row.concurrency: measured_pipeline(row.stage_ms, row.hop_ms) for row in measured}
+    return Times(_mean(measured), by_count, file.prompt_tokens, file.generated_tokens)
+
+
+def _mean(rows: Sequence[_Row]) -> Pipeline:
+    stages: list[dict[int, list[float]]] = [defaultdict(list) for _ in rows[0].stage_ms]
+    for row in rows:
+        for stage, by_rows in zip(stages, row.stage_ms, strict=True):
+            for num_rows, ms in by_rows.items():
+                stage[num_rows].append(ms)
+    hop_ms = [mean(column) for column in zip(*(row.hop_ms for row in rows), strict=True)]
+    return measured_pipeline([{rows: mean(ms) for rows, ms in stage.items()} for stage in stages], hop_ms)
+
+
+def _read(path: Path) -> _File:
+    try:
+        return _File.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise InputError(f"--measured: cannot read {path}: {error.strerror}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise InputError(
+            f"--measured: expected what `brigade bench --json` prints, found in {path}: {where}: {first['msg']}, "
+            f"got {first['input']!r:.40}"
+        ) from error
+
+
+def _print(forecasts: Sequence[Forecast]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("requests", "tok/s each", "tok/s all", "first token", "next token", "longest wait", "stages busy"):
+        table.add_column(column, justify="right")
+    for found in forecasts:
+        table.add_row(
+            str(found.concurrency), f"{found.tokens_per_s_per_request:.1f}", f"{found.tokens_per_s:.1f}",
+            f"{found.ttft_p50_s:.2f} s", f"{found.gap_p50_ms:.1f} ms", f"{found.gap_max_ms:.1f} ms",
+            " · ".join(f"{part:.0%}" for part in found.utilisation),
+        )  # fmt: skip
+    Console(highlight=False).print(table)
+
+
+def _spread(flag: str, values: Sequence[float], count: int) -> Sequence[float]:
+    if len(values) not in (1, count):
+        raise InputError(f"{flag}: expected one number, or one per stage ({count}), found {len(values)}")
+    return values if len(values) == count else [values[0]] * count

@@ -1,0 +1,1 @@
+"""What goes where and what it costs: plans and measured times. Pure."""

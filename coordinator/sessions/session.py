@@ -1,0 +1,162 @@
+"""Session: one request's tokens and how far the chain has been fed. No I/O, no MLX, no clock."""
+
+from collections.abc import Sequence
+
+from coordinator.decoding.decoders import Autoregressive, Decoder, Proposal
+from coordinator.decoding.lengths import padded
+from protos.brigade_pb2 import Cache, Sample, Sampling, Window
+from worker.memory.history import History
+
+_LONGEST_PERIOD = 64  # tokens that a repeat may span
+
+
+class Session:
+    """One sequence. Known tokens are fed in windows; the last window of what is known carries a decoder's proposal."""
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        eos: frozenset[int] = frozenset(),
+        decoder: Decoder | None = None,
+        repeat_guard: int = 0,
+        *,
+        chunk: int = 256,
+        sampling: Sampling | None = None,
+        cache: Cache | None = None,
+    ) -> None:
+        """`chunk` is the most rows of a prompt chunk; a window with a proposal is as long as its decoder makes it."""
+        self.slot = -1
+        self.fed = 0  # leading known tokens that windows have carried so far
+        self.num_prompt = len(prompt)
+        self.num_reused = 0  # leading tokens that another session had fed already
+        self.num_steps = 0  # windows that asked for tokens
+        self.num_rows = 0  # of all windows
+        self.num_rows_last = 1  # of the last window that asked for tokens
+        self.chunk = chunk
+        self.sampling = sampling or Sampling()
+        self.cache = cache or Cache()
+        self.finish_reason: str | None = None
+        self.history = History(prompt)
+        self._max_tokens = max_tokens
+        self._eos = eos
+        self._decoder = decoder or Autoregressive()
+        self._repeat_guard = repeat_guard
+        self._proposal: Proposal | None = None  # sent and not answered
+
+    @property
+    def generated(self) -> list[int]:
+        return self.history.tokens[self.num_prompt :]
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.history) - self.num_prompt
+
+    @property
+    def num_unfed(self) -> int:
+        """Known tokens that no window has carried yet."""
+        return len(self.history) - self.fed
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether there is more to feed than the window of one decoding step takes."""
+        return self.num_unfed > max(1, self._decoder.tail)
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether somebody waits for the next token after another."""
+        return self.num_generated > 0 and not self.is_prefilling
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a window can be sent: a prompt's chunks follow each other, a proposal waits for its answer."""
+        return self.finish_reason is None and self._proposal is None
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that every cache must have room for until the end."""
+        return self.num_prompt + self._max_tokens + self._decoder.num_ahead
+
+    @property
+    def rows_kept(self) -> int:
+        """Rows for which the caches have room once the session has ended here."""
+        return min(self.most_rows, self.fed + self._decoder.num_ahead)
+
+    def reuse(self, num_tokens: int) -> None:
+        """Begin after this many tokens: the slot holds them already. Leaves at least one token to feed."""
+        assert self.fed == 0 and num_tokens < len(self.history)
+        self.fed = self.num_reused = num_tokens
+
+    def next_window(self, num_together: int = 1) -> Window:
+        """The next known tokens, a chunk of them, or the last ones with the decoder's proposal.
+
+        `num_together` sessions have a window in the same frame.
+        """
+        tokens, base = self.history.tokens, self.fed
+        unfed, tail = len(tokens) - base, self._decoder.tail
+        chunk = max(1, min(unfed - (tail > 0), self.chunk))  # the last token goes with the proposal
+        if unfed > (tail or chunk):
+            self.fed += chunk
+            window = self._window(base, tokens[base : self.fed])
+        else:
+            self.fed = len(tokens)
+            room = self._max_tokens - self.num_generated
+            self._proposal = self._decoder.propose(tokens, unfed, room, num_together)
+            window = self._with_proposal(base, tokens[base:], self._proposal)
+            self.num_steps += 1
+            self.num_rows_last = 1 + len(self._proposal.drafts) + window.masks
+        self.num_rows += len(window.tokens) + window.masks
+        return window
+
+    def commit(self, samples: Sequence[Sample], guesses: Sequence[Sample]) -> list[Sample]:
+        """Take the answer to the window sent last; returns what became known, up to the end of the sequence.
+
+        Sets `finish_reason` with the last token. The answer to a prompt chunk is empty and changes nothing.
+        """
+        if not samples and not guesses:
+            return []
+        assert self._proposal is not None
+        accepted = self._decoder.accept(self._proposal, samples, guesses)
+        self._proposal = None
+        self.fed += accepted.num_cached
+        num_taken = 0
+        for num_taken, sample in enumerate(accepted.samples, 1):  # noqa: B007 - used below
+            self.history.extend([sample.token])
+            if sample.token in self._eos:
+                self.finish_reason = "stop"
+            elif self.num_generated >= self._max_tokens:
+                self.finish_reason = "length"
+            elif self._repeat_guard and repeats(self.generated, self._repeat_guard):
+                self.finish_reason = "stop"
+            if self.finish_reason:
+                break
+        self.fed = min(self.fed, len(self.history))
+        return accepted.samples[:num_taken]
+
+    def stop(self) -> None:
+        """End here: a stop string matched, or the client left."""
+        self.finish_reason = "stop"
+
+    def _window(self, base: int, tokens: Sequence[int]) -> Window:
+        return Window(slot=self.slot, base=base, prefix_hash=self.history.prefix_hash(base), tokens=tokens)
+
+    def _with_proposal(self, base: int, unfed: Sequence[int], proposal: Proposal) -> Window:
+        window = self._window(base, [*unfed, *proposal.drafts, *(token for _, token in proposal.fills)])
+        num_rows = len(window.tokens) + len(proposal.masks)
+        window.wanted = 1 + len(proposal.drafts) if proposal.verifies else 0
+        window.guessed = len(proposal.masks)
+        window.masks = window.guessed + padded(num_rows) - num_rows if proposal.masks else 0
+        if proposal.fills:
+            fills = [at for at, _ in proposal.fills]
+            padding = range(proposal.masks[-1] + 1, proposal.masks[-1] + 1 + window.masks - window.guessed)
+            window.positions.extend([*range(base, base + len(unfed)), *fills, *proposal.masks, *padding])
+        return window
+
+
+def repeats(tokens: Sequence[int], times: int) -> bool:
+    """Whether the tokens end in the same few of them, `times` times in a row."""
+    for period in range(1, min(_LONGEST_PERIOD, len(tokens) // times) + 1):
+        tail = tokens[len(tokens) - period * times :]
+        if all(tail[i] == tail[i % period] for i in range(len(tail))):
+            return True
+    return False

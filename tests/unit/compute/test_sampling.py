@@ -1,0 +1,249 @@
+"""The sampler against numpy, and against mlx-lm's own functions called with the same parameters and key."""
+
+import random
+from collections.abc import Iterator
+from itertools import pairwise
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+from protos.brigade_pb2 import Sampling
+from worker.compute.sampling import Draws, Sampler, random_key
+
+VOCAB = 97
+HISTORY = [5, 5, 5, 9, 12, 30, 31, 32, 5, 9]
+
+
+def after(sampler: Sampler, logits: mx.array, tokens: list[int]) -> Draws:
+    """The draw for the token that follows `tokens`; logits [1, V]."""
+    return sampler(logits, [len(tokens)], tokens, [len(tokens)])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def uncompiled() -> Iterator[None]:
+    """mlx-lm's filters are compiled anew for every parameter; on a CPU that takes a second each."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+def logits_of(seed: int) -> mx.array:
+    """[1, V]; spread so that every filter has something to keep and something to drop."""
+    return mx.array(np.random.default_rng(seed).normal(scale=1.5, size=(1, VOCAB)).astype(np.float32))
+
+
+def draw(sampling: Sampling, logits: mx.array, tokens: list[int] = HISTORY) -> int:
+    return int(after(Sampler(sampling), mx.array(logits), tokens).tokens.item())
+
+
+def draws(sampling: Sampling, num: int = 24) -> list[int]:
+    """The tokens at `num` positions, each over logits of its own."""
+    sampler = Sampler(sampling)
+    numbers = random.Random(0)
+    histories = [[numbers.randrange(VOCAB) for _ in range(n)] for n in range(1, num + 1)]
+    return [int(after(sampler, logits_of(n), history).tokens.item()) for n, history in enumerate(histories)]
+
+
+def mlx_lm_draws(sampling: Sampling, num: int = 24, **parameters: float | dict[int, float]) -> list[int]:
+    """The same by mlx-lm's functions, each parameter spelt out by the caller."""
+    chain = {key: parameters[key] for key in ("temp", "top_p", "top_k", "min_p") if key in parameters}
+    penalties = {key: value for key, value in parameters.items() if key not in chain}
+    choose, processors = make_sampler(**chain), make_logits_processors(**penalties)  # type: ignore[arg-type]
+    numbers = random.Random(0)
+    histories = [[numbers.randrange(VOCAB) for _ in range(n)] for n in range(1, num + 1)]
+    found = []
+    for n, history in enumerate(histories):
+        logits = logits_of(n)
+        for processor in processors:
+            logits = processor(mx.array(history), logits)
+        mx.random.seed(random_key(sampling.seed, len(history)))
+        found.append(int(choose(logits - mx.logsumexp(logits, axis=-1, keepdims=True)).item()))
+    return found
+
+
+BIAS = {3: 4.0, 40: 3.5, 7: -2.0}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "parameters"),
+    [
+        ({}, {}),
+        ({"temperature": 0.8}, {"temp": 0.8}),
+        ({"temperature": 2.5}, {"temp": 2.5}),
+        ({"temperature": 1.0, "top_p": 0.4}, {"temp": 1.0, "top_p": 0.4}),
+        ({"temperature": 1.0, "top_k": 3}, {"temp": 1.0, "top_k": 3}),
+        ({"temperature": 1.0, "min_p": 0.3}, {"temp": 1.0, "min_p": 0.3}),
+        ({"repetition_penalty": 1.8}, {"repetition_penalty": 1.8}),
+        ({"presence_penalty": 3.0}, {"presence_penalty": 3.0}),
+        ({"frequency_penalty": 2.0}, {"frequency_penalty": 2.0}),
+        ({"logit_bias": BIAS}, {"logit_bias": BIAS}),
+        (
+            {
+                "temperature": 0.9, "top_p": 0.9, "top_k": 20, "min_p": 0.02, "repetition_penalty": 1.2,
+                "presence_penalty": 0.5, "frequency_penalty": 0.3, "logit_bias": BIAS,
+            },
+            {
+                "temp": 0.9, "top_p": 0.9, "top_k": 20, "min_p": 0.02, "repetition_penalty": 1.2,
+                "presence_penalty": 0.5, "frequency_penalty": 0.3, "logit_bias": BIAS,
+            },
+        ),
+    ],
+    ids=lambda value: "+".join(value) or "greedy",
+)  # fmt: skip
+def test_every_parameter_does_what_it_does_in_mlx_lm(sampling: dict, parameters: dict) -> None:
+    assert draws(Sampling(seed=11, **sampling)) == mlx_lm_draws(Sampling(seed=11), **parameters)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"temperature": 3.0}, {"top_p": 0.2}, {"top_k": 2}, {"min_p": 0.5}, {"repetition_penalty": 2.0},
+        {"presence_penalty": 4.0}, {"frequency_penalty": 4.0}, {"logit_bias": {3: 8.0}}, {"seed": 12},
+    ],
+    ids=lambda value: next(iter(value)),
+)  # fmt: skip
+def test_every_parameter_matters(changed: dict) -> None:
+    """Or the test above would hold for a parameter that both sides ignore."""
+    usual = {"seed": 11, "temperature": 1.0}
+    assert draws(Sampling(**usual | changed)) != draws(Sampling(**usual))
+
+
+def test_every_parameter_of_the_proto_is_among_them() -> None:
+    fields = set(Sampling.DESCRIPTOR.fields_by_name) - {"logprobs"}
+    assert fields == {
+        "seed", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+        "frequency_penalty", "logit_bias",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("off", [{"top_p": 1.0}, {"top_p": 0.0}, {"repetition_penalty": 1.0}, {"min_p": 0.0}], ids=str)
+def test_a_filter_that_is_off_changes_nothing(off: dict) -> None:
+    assert draws(Sampling(seed=11, temperature=1.0, **off)) == draws(Sampling(seed=11, temperature=1.0))
+
+
+def test_greedy_takes_the_likeliest_token_whatever_the_seed() -> None:
+    for n in range(10):
+        logits = logits_of(n)
+        assert {draw(Sampling(seed=seed), logits) for seed in range(5)} == {int(np.argmax(np.array(logits)))}
+
+
+def test_a_draw_depends_on_seed_and_position_and_on_nothing_that_was_drawn_before() -> None:
+    sampling = Sampling(seed=7, temperature=1.5)
+    sampler, logits = Sampler(sampling), logits_of(1)
+    alone = [draw(sampling, logits, [1] * n) for n in range(30)]
+    in_order = [int(after(sampler, mx.array(logits), [1] * n).tokens.item()) for n in range(30)]
+    backwards = [int(after(sampler, mx.array(logits), [1] * n).tokens.item()) for n in reversed(range(30))][::-1]
+    mx.random.uniform(shape=(100,))
+    disturbed = [draw(sampling, logits, [1] * n) for n in range(30)]
+    assert alone == in_order == backwards == disturbed
+    assert len(set(alone)) > 5, "positions have draws of their own"
+
+
+def test_two_draws_in_one_graph_do_not_disturb_each_other() -> None:
+    """A step samples for several rows before anything is evaluated."""
+    sampling, logits = Sampling(seed=7, temperature=1.5), logits_of(1)
+    lazy = [after(Sampler(sampling), mx.array(logits), [1] * n).tokens for n in range(8)]
+    mx.eval(lazy)
+    assert [int(token.item()) for token in lazy] == [draw(sampling, logits, [1] * n) for n in range(8)]
+
+
+def test_the_same_seed_gives_other_draws_at_every_position_and_another_seed_others_again() -> None:
+    logits = mx.zeros((1, VOCAB))
+    drawn = {seed: [draw(Sampling(seed=seed, temperature=1), logits, [1] * n) for n in range(40)] for seed in (0, 1, 2)}
+    for seed, other in ((0, 1), (0, 2), (1, 2)):
+        equal = sum(a == b for a, b in zip(drawn[seed], drawn[other], strict=True))
+        assert equal < 6, "one in 97 would be equal by chance"
+        shifted = sum(a == b for a, b in zip(drawn[seed][1:], drawn[other][:-1], strict=True))
+        assert shifted < 6
+
+
+def test_draws_follow_the_distribution() -> None:
+    probabilities = np.array([0.5, 0.25, 0.125, 0.125])
+    logits = mx.log(mx.array(probabilities, mx.float32))[None]
+    sampler = Sampler(Sampling(seed=3, temperature=1.0))
+    num = 500
+    tokens = [after(sampler, logits, [0] * n).tokens for n in range(num)]
+    counts = np.bincount(np.array(mx.concatenate(tokens)), minlength=4)
+    chi2 = ((counts - num * probabilities) ** 2 / (num * probabilities)).sum()
+    assert chi2 < 16.3, f"{counts}: one in a thousand by chance, with three degrees of freedom"
+
+
+def test_keys_are_distinct_over_seeds_and_positions() -> None:
+    seeds = [*range(40), 2**31, 2**32 - 1, 2**63, 2**64 - 1]
+    positions = [*range(200), 2**17, 2**20]
+    keys = {random_key(seed, position) for seed in seeds for position in positions}
+    assert len(keys) == len(seeds) * len(positions)
+    assert all(0 <= key < 2**64 for key in keys)
+
+
+def test_no_two_positions_of_any_32_bit_seeds_share_a_key() -> None:
+    """Two keys are equal only where a multiple of the step equals the seeds' difference, and the step's multiples stay
+    further than 2^32 from 0 for a million positions: they come closest at Fibonacci numbers, as it is the golden ratio.
+    """
+    step = (random_key(0, 1) - random_key(0, 0)) % 2**64
+    fibonacci = [1, 2]
+    while fibonacci[-1] < 2**20:
+        fibonacci.append(fibonacci[-2] + fibonacci[-1])
+    nearest = [min(k * step % 2**64, -k * step % 2**64) for k in fibonacci]
+    assert all(a > b for a, b in pairwise(nearest)), "the best approximations are these"
+    assert min(nearest) > 2**32
+
+
+@pytest.mark.parametrize("num", [0, 1, 5, VOCAB - 1])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logprobs_are_those_of_the_distribution_and_alternatives_its_best(temperature: float, num: int) -> None:
+    logits = logits_of(5)
+    exact = np.array(logits[0], np.float64)
+    exact -= np.log(np.exp(exact).sum())
+    sample = after(Sampler(Sampling(seed=2, temperature=temperature, logprobs=num + 1)), logits, HISTORY).to_samples(
+        slot=3
+    )[0]
+    assert sample.slot == 3
+    assert sample.logprob == pytest.approx(exact[sample.token], abs=1e-5)
+    order = np.argsort(-exact)[:num].tolist()
+    assert [other.token for other in sample.alternatives] == order
+    assert [other.logprob for other in sample.alternatives] == pytest.approx(exact[order].tolist(), abs=1e-5)
+
+
+def test_logprobs_count_penalties_and_bias_but_neither_temperature_nor_filters() -> None:
+    """As mlx-lm reports them."""
+    biased = after(Sampler(Sampling(logit_bias={4: 2.0}, logprobs=1)), logits_of(5), HISTORY).to_samples(0)[0]
+    exact = np.array(logits_of(5)[0], np.float64)
+    exact[4] += 2.0
+    exact -= np.log(np.exp(exact).sum())
+    assert biased.logprob == pytest.approx(exact.max(), abs=1e-5)
+    filtered = Sampling(seed=2, temperature=3.0, top_k=2, top_p=0.3, logprobs=4)
+    sample = after(Sampler(filtered), logits_of(5), HISTORY).to_samples(0)[0]
+    plain = after(Sampler(Sampling(logprobs=4)), logits_of(5), HISTORY).to_samples(0)[0]
+    assert list(sample.alternatives) == list(plain.alternatives)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_asking_for_logprobs_does_not_change_the_token(temperature: float) -> None:
+    usual = {"seed": 4, "temperature": temperature}
+    assert draws(Sampling(**usual, logprobs=6)) == draws(Sampling(**usual))
+
+
+def test_without_logprobs_nothing_is_computed_for_them() -> None:
+    drawn = after(Sampler(Sampling(seed=4, temperature=1.0)), logits_of(1), HISTORY)
+    assert len(drawn.arrays()) == 1
+    sample = drawn.to_samples(0)[0]
+    assert sample.logprob == 0 and not sample.alternatives
+
+
+def test_penalties_leave_the_logits_of_the_caller_as_they_are() -> None:
+    logits = logits_of(1)
+    before = np.array(logits)
+    penalised = Sampling(repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=1.0, logit_bias=BIAS)
+    after(Sampler(penalised), logits, HISTORY).to_samples(0)[0]
+    np.testing.assert_array_equal(np.array(logits), before)
+
+
+def test_two_sessions_share_nothing() -> None:
+    penalised, plain = Sampler(Sampling(presence_penalty=50.0)), Sampler(Sampling())
+    logits = logits_of(1)
+    best = int(np.argmax(np.array(logits)))
+    assert int(after(penalised, mx.array(logits), [best]).tokens.item()) != best
+    assert int(after(plain, mx.array(logits), [best]).tokens.item()) == best

@@ -1,0 +1,189 @@
+"""Which decoder and cache a request gets, and every reason to refuse one."""
+
+import math
+from typing import Any
+
+import pytest
+
+from coordinator.decoding.decode import KINDS, Decode, make_cache_choice, make_decode, suit
+from coordinator.decoding.decoders import Autoregressive, Fill, LosslessDiffusion, PromptLookup
+from coordinator.planning.costs import StepCosts
+from protos.brigade_pb2 import CACHE_FULL, CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
+from worker.errors import InputError
+from worker.model.modelspec import LayerSpec, ModelSpec
+
+FULL = LayerSpec(100, 4)
+RECURRENT = LayerSpec(100, 0, cache_fixed=10)
+DRAFTING = [kind for kind in KINDS if kind not in ("auto", "ar")]
+DIFFUSION = ["diffusion", "diffusion-fast"]
+
+
+def spec(mask: int | None = 7, layers: tuple[LayerSpec, ...] = (FULL,) * 4, context: int = 100) -> ModelSpec:
+    return ModelSpec("tiny", "qwen3", layers, 1, 1, False, 8, 16, context, DTYPE_BFLOAT16, mask)
+
+
+def decode(kind: str = "ar", window: str = "auto", threshold: float = 0.4, penalty: float = 0.02) -> Decode:
+    return make_decode(kind, window, threshold, penalty)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kind": "magic"}, "--decode: expected one of auto, ar, ngram, diffusion, diffusion-fast, got 'magic'"),
+        ({"kind": ""}, "--decode"),
+        ({"window": "0"}, "--window: expected a whole number from 1 to 128 or `auto`, got '0'"),
+        ({"window": "-4"}, "--window"),
+        ({"window": "1.5"}, "--window"),
+        ({"window": ""}, "--window"),
+        ({"window": "many"}, "--window"),
+        ({"window": "²"}, "--window"),  # a digit to Unicode, no number to int()
+        ({"threshold": math.nan}, "--entropy-threshold: expected a number from 0, got nan"),
+        ({"threshold": math.inf}, "--entropy-threshold"),
+        ({"threshold": -0.1}, "--entropy-threshold: expected a number from 0, got -0.1"),
+        ({"penalty": math.nan}, "--position-penalty"),
+        ({"penalty": math.inf}, "--position-penalty"),
+        ({"penalty": -1.0}, "--position-penalty: expected a number from 0, got -1"),
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_value_that_no_decoder_can_have_is_refused_by_the_name_of_its_flag(
+    kind: str, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError) as refusal:
+        decode(**{"kind": kind} | arguments)
+    assert str(refusal.value).startswith(message)
+
+
+def test_flags_become_the_decoder_they_name() -> None:
+    assert decode("diffusion-fast", "8", 0.0, 0.1) == Decode("diffusion-fast", 8, 0.0, 0.1)
+    assert decode("auto", "auto").window is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "decoder"),
+    [("ar", Autoregressive), ("ngram", PromptLookup), ("diffusion", LosslessDiffusion), ("diffusion-fast", Fill)],
+)
+@pytest.mark.parametrize("window", ["auto", "5"])
+def test_each_kind_makes_its_decoder(kind: str, decoder: type, window: str) -> None:
+    assert type(decode(kind, window).make_decoder(frozenset(), StepCosts())) is decoder
+
+
+def small_steps() -> StepCosts:
+    """Of a chain on which every row is as dear as a whole step."""
+    costs = StepCosts()
+    for num_rows in (1, 1, 64, 64):
+        costs.observe(num_rows, 0.01 * num_rows)
+    return costs
+
+
+def test_a_window_of_the_users_is_kept_and_auto_goes_by_what_steps_cost() -> None:
+    costs = small_steps()
+    assert decode("diffusion", "5").make_decoder(frozenset(), costs).tail == 5
+    assert decode("diffusion").make_decoder(frozenset(), costs).tail == 0
+    assert decode("diffusion").make_decoder(frozenset(), StepCosts()).tail == 16
+    assert decode("diffusion-fast", "5").make_decoder(frozenset(), costs).tail == 5
+
+
+def test_the_text_of_diffusion_fast_does_not_depend_on_what_was_measured() -> None:
+    assert decode("diffusion-fast").make_decoder(frozenset(), small_steps()).tail == 16
+
+
+def test_every_session_has_a_decoder_of_its_own() -> None:
+    for kind in DRAFTING:
+        one = decode(kind)
+        assert one.make_decoder(frozenset(), StepCosts()) is not one.make_decoder(frozenset(), StepCosts())
+
+
+@pytest.mark.parametrize(
+    ("mask", "layers", "expected"),
+    [
+        (7, (FULL, FULL), "diffusion"),
+        (0, (FULL, FULL), "diffusion"),  # an id like any other
+        (None, (FULL, FULL), "ar"),
+        (7, (FULL, RECURRENT), "ar"),
+        (None, (RECURRENT,), "ar"),
+    ],
+)
+def test_auto_is_diffusion_where_the_model_can_and_one_token_decoding_elsewhere(
+    mask: int | None, layers: tuple[LayerSpec, ...], expected: str
+) -> None:
+    found = suit(decode("auto", "8", 0.3, 0.1), Cache(), spec(mask, layers))
+    assert found == Decode(expected, 8, 0.3, 0.1)
+
+
+@pytest.mark.parametrize("kind", DRAFTING)
+def test_a_model_with_recurrent_layers_is_refused_by_the_first_of_them(kind: str) -> None:
+    with pytest.raises(
+        InputError, match=f"--decode {kind} .*tiny .*the first is layer 2\\b.*cannot be cut.*--decode ar"
+    ):
+        suit(decode(kind), Cache(), spec(layers=(FULL, FULL, RECURRENT, FULL, RECURRENT)))
+
+
+@pytest.mark.parametrize("kind", DIFFUSION)
+def test_a_model_without_a_mask_token_is_refused_and_told_what_it_can(kind: str) -> None:
+    with pytest.raises(InputError, match=f"--decode {kind} .*tiny has no mask_token_id.*--decode ngram or ar"):
+        suit(decode(kind), Cache(), spec(mask=None))
+
+
+def test_a_model_without_a_mask_token_can_have_drafts_from_its_text() -> None:
+    assert suit(decode("ngram"), Cache(), spec(mask=None)).kind == "ngram"
+
+
+@pytest.mark.parametrize("kind", ["ar", "ngram"])
+def test_what_draws_no_masks_runs_with_any_cache_and_window(kind: str) -> None:
+    assert suit(decode(kind, "128"), make_cache_choice("rotating", 9), spec()).kind == kind
+
+
+@pytest.mark.parametrize("kind", [*DIFFUSION, "auto"])
+@pytest.mark.parametrize(
+    ("window", "max_kv_size", "room"),
+    [(100, None, 100), (128, None, 100), (16, 16, 16), (17, 16, 16), (99, 64, 64), (120, 1000, 100)],
+)
+def test_a_window_that_does_not_fit_is_refused(kind: str, window: int, max_kv_size: int | None, room: int) -> None:
+    cache = make_cache_choice("rotating" if max_kv_size else "full", max_kv_size)
+    where = "rotating cache keeps" if max_kv_size else "model's context is"
+    with pytest.raises(
+        InputError, match=f"--window: expected less than the {room} tokens that .*{where}, got {window}"
+    ):
+        suit(decode(kind, str(window)), cache, spec())
+
+
+@pytest.mark.parametrize("kind", DIFFUSION)
+@pytest.mark.parametrize(("window", "max_kv_size"), [(99, None), (15, 16), (1, 9)])
+def test_the_largest_window_that_fits_is_taken(kind: str, window: int, max_kv_size: int | None) -> None:
+    cache = make_cache_choice("rotating" if max_kv_size else "full", max_kv_size)
+    assert suit(decode(kind, str(window)), cache, spec()).window == window
+
+
+@pytest.mark.parametrize(
+    ("kind", "max_kv_size", "expected"),
+    [
+        ("full", None, Cache(kind=CACHE_FULL)),
+        ("int8", None, Cache(kind=CACHE_INT8)),
+        ("rotating", 9, Cache(kind=CACHE_ROTATING, size=9, keep=4)),
+        ("rotating", 4096, Cache(kind=CACHE_ROTATING, size=4096, keep=4)),
+    ],
+)
+def test_each_kind_of_cache(kind: str, max_kv_size: int | None, expected: Cache) -> None:
+    assert make_cache_choice(kind, max_kv_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "max_kv_size", "message"),
+    [
+        ("int4", None, "--kv: expected one of full, rotating, int8, got 'int4'"),
+        ("", None, "--kv"),
+        ("rotating", None, "--kv rotating and --max-kv-size N belong together"),
+        ("full", 100, "--kv rotating and --max-kv-size N belong together"),
+        ("int8", 100, "--kv rotating and --max-kv-size N belong together"),
+        ("rotating", 8, "--max-kv-size: expected more than 8 tokens and less than 2^32, got 8"),
+        ("rotating", 1, "--max-kv-size"),
+        ("rotating", 0, "--max-kv-size"),
+        ("rotating", -5, "--max-kv-size"),
+        ("rotating", 1 << 32, "--max-kv-size"),
+    ],
+)
+def test_a_cache_that_makes_no_sense_is_refused(kind: str, max_kv_size: int | None, message: str) -> None:
+    with pytest.raises(InputError) as refusal:
+        make_cache_choice(kind, max_kv_size)
+    assert str(refusal.value).startswith(message)

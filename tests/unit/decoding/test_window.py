@@ -1,0 +1,261 @@
+"""The window chooser: most tokens per second, by what steps cost and by how far drafts hold."""
+
+import random
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+
+from coordinator.decoding.window import WindowChooser
+from coordinator.planning.costs import StepCosts
+
+
+def costs_of(seconds_by_rows: dict[int, float]) -> StepCosts:
+    """A chain on which steps of so many rows were seen to take so many seconds."""
+    costs = StepCosts()
+    for num_rows, seconds in seconds_by_rows.items():
+        costs.observe(num_rows, 60.0)  # the first of its size compiles kernels: it must not count
+        costs.observe(num_rows, seconds)
+    return costs
+
+
+def chooser(costs: StepCosts | dict[int, float], held: float | None = None, fixed: int | None = None) -> WindowChooser:
+    """One on a chain with these costs, where so large a part of drafts hold."""
+    made = WindowChooser(costs if isinstance(costs, StepCosts) else costs_of(costs), fixed)
+    if held is not None:
+        observe(made, held)
+    return made
+
+
+def observe(made: WindowChooser, held: float, times: int = 200, num_drafts: int = 15) -> None:
+    """Drafts that hold each with this probability."""
+    numbers = random.Random(1)
+    for _ in range(times):
+        num_held = 0
+        while num_held < num_drafts and numbers.random() < held:
+            num_held += 1
+        made.observe_drafts(num_held, num_drafts)
+
+
+FLAT = {1: 0.010, 8: 0.010, 16: 0.010, 32: 0.010, 64: 0.010}
+LINEAR = {1: 0.001, 8: 0.008, 16: 0.016, 32: 0.032, 64: 0.064}
+
+
+@pytest.mark.parametrize("window", [1, 5, 16, 64])
+def test_a_fixed_window_stays_whatever_it_costs_and_yields(window: int) -> None:
+    for costs in ({}, FLAT, LINEAR):
+        for held in (None, 0.0, 1.0):
+            assert chooser(costs, held, fixed=window).choose() == window
+
+
+def test_before_anything_is_measured_the_window_is_16() -> None:
+    assert WindowChooser(StepCosts()).choose() == 16
+    assert chooser({}, 0.0).choose() == 16  # without costs, drafts tell nothing
+
+
+def test_where_rows_cost_nothing_and_drafts_hold_the_window_grows_to_the_largest() -> None:
+    assert chooser(FLAT, 0.97).choose() == 32
+
+
+def test_where_rows_cost_a_little_and_drafts_hold_seldom_the_window_shrinks_to_the_smallest() -> None:
+    assert chooser({n: 0.010 + 0.0001 * n for n in FLAT}, 0.2).choose() == 4
+
+
+def test_where_rows_cost_and_drafts_do_not_hold_there_is_no_window() -> None:
+    costs = {n: 0.010 + 0.001 * n for n in FLAT}
+    assert chooser(costs, 0.1).choose() == 0
+    assert chooser(costs, 0.9).choose() > 0
+
+
+def test_where_drafts_never_hold_and_rows_cost_nothing_no_row_is_added_for_them() -> None:
+    assert chooser(FLAT, 0.0).choose() in (0, 4)
+    assert chooser(FLAT, 0.0).choose(8) in (0, 4)
+
+
+def test_after_a_pause_a_window_is_tried_and_its_guesses_are_verified_before_the_next() -> None:
+    costs = {n: 0.010 + 0.001 * n for n in FLAT}
+    made, windows = chooser(costs, 0.1), []
+    for _ in range(100):
+        windows.append(made.choose())
+        made.observe_drafts(0, 3 if windows[-2:-1] == [4] else 0)
+    tried = [at for at, window in enumerate(windows) if window]
+    assert set(windows) == {0, 4} and all(after - before == 32 + 2 for before, after in pairwise(tried))
+
+
+@dataclass
+class Played:
+    """Steps of a session whose drafts hold with some probability: what they cost, what they brought."""
+
+    seconds: float = 0.0
+    num_tokens: int = 0
+    windows: list[int] = field(default_factory=list)
+
+
+def play(made: WindowChooser, costs: dict[int, float], held: float, num_steps: int) -> Played:
+    """As a session goes: a window's guesses are the next step's drafts, unless a draft failed before them."""
+    numbers, found, num_drafts, prices = random.Random(2), Played(), 0, costs_of(costs)
+    for _ in range(num_steps):
+        window = made.choose()
+        num_drafts = min(num_drafts, max(window, 4) - 1)
+        num_held = 0
+        while num_held < num_drafts and numbers.random() < held:
+            num_held += 1
+        made.observe_drafts(num_held, num_drafts)
+        found.seconds += prices.seconds(1 + num_drafts + window)
+        found.num_tokens += 1 + num_held
+        found.windows.append(window)
+        num_drafts = window - 1 if window and num_held == num_drafts else 0
+    return found
+
+
+def test_drafts_that_never_hold_cost_little_more_than_no_drafts_at_all() -> None:
+    dear = {n: 0.010 + 0.001 * n for n in FLAT}
+    found = play(chooser(dear), dear, held=0.0, num_steps=1000)
+    assert 20 <= sum(map(bool, found.windows)) <= 40
+    assert found.seconds < 1.05 * found.num_tokens * dear[1]
+
+
+def test_where_no_window_could_pay_none_is_tried() -> None:
+    found = play(chooser(LINEAR), LINEAR, held=1.0, num_steps=100)
+    assert found.windows == [0] * 100
+
+
+def test_drafts_that_hold_again_bring_windows_back() -> None:
+    costs = {n: 0.010 + 0.001 * n for n in FLAT}
+    made = chooser(costs)
+    assert play(made, costs, held=0.0, num_steps=300).windows[-20:].count(0) >= 19
+    assert play(made, costs, held=1.0, num_steps=100).windows[-10:] == [32] * 10
+
+
+def test_what_pays_for_one_session_may_not_pay_for_many_that_share_the_step() -> None:
+    """Rows cost nothing up to 64 of them, and after that what they cost alone."""
+    costs = {1: 0.064, 64: 0.064, 128: 0.128, 1024: 1.024}
+    made = chooser(costs, 0.8)
+    windows = [made.choose(num_together) for num_together in (1, 2, 4, 8, 16)]
+    assert windows == sorted(windows, reverse=True)
+    assert windows[0] == 32 and windows[-1] in (0, 4)
+    assert chooser(costs, 0.8, fixed=16).choose(16) == 16
+
+
+def test_the_worse_drafts_hold_the_smaller_the_window() -> None:
+    half = {rows: 0.010 + 0.0005 * rows for rows in FLAT}  # a row costs a twentieth of a step
+    windows = [chooser(half, held).choose() for held in (0.1, 0.5, 0.8, 0.9, 0.99)]
+    assert windows == sorted(windows) and windows[0] == 0 and windows[-1] == 32
+
+
+def test_the_dearer_rows_are_the_smaller_the_window() -> None:
+    windows = [chooser({n: 0.010 + slope * n for n in FLAT}, 0.9).choose() for slope in (0, 1e-4, 1e-3, 1e-2)]
+    assert windows == sorted(windows, reverse=True) and windows[0] == 32 and windows[-1] == 0
+
+
+@pytest.mark.parametrize("held", [0.3, 0.6, 0.8, 0.9, 0.97])
+@pytest.mark.parametrize("slope", [0.0, 1e-4, 5e-4, 2e-3])
+def test_the_choice_is_the_window_that_yields_most_tokens_per_second(held: float, slope: float) -> None:
+    """Counted out: drafts are drawn and steps are paid for, for each window; close calls may go either way."""
+    numbers = random.Random(3)
+
+    def rate(window: int) -> float:
+        tokens = 0
+        for _ in range(4000):
+            run = 1
+            while run < window and numbers.random() < held:
+                run += 1
+            tokens += run
+        return tokens / (4000 * (0.010 + slope * (2 * window or 1)))
+
+    costs = {n: 0.010 + slope * n for n in FLAT}
+    rates = {window: rate(window) for window in (0, 4, 8, 16, 32)}
+    assert rates[chooser(costs, held).choose()] > 0.93 * max(rates.values())
+
+
+def test_costs_between_measurements_lie_on_the_line_through_the_two_nearest() -> None:
+    measured = chooser({n: 0.010 + 0.0005 * n for n in FLAT}, 0.9)
+    for left_out in (8, 16, 32, 64):
+        guessed = chooser({n: 0.010 + 0.0005 * n for n in FLAT if n != left_out}, 0.9)
+        assert guessed.choose() == measured.choose()
+
+
+def test_a_single_measurement_is_no_reason_for_a_smaller_window() -> None:
+    """As if steps cost the same: the largest is tried, and measured by that."""
+    costs = costs_of({1: 0.01})
+    one = chooser(costs, 0.9)
+    assert one.choose() == 32
+    costs.observe(64, 0.64)
+    costs.observe(64, 0.64)
+    assert one.choose() < 32
+
+
+def test_measurements_that_fall_with_the_rows_do_not_make_rows_free_of_cost() -> None:
+    """Noise: an extrapolation to no seconds, or less, would make one window look infinitely good."""
+    for costs in ({8: 0.02, 16: 0.01}, {1: 0.02, 2: 0.001}, {32: 0.03, 64: 0.01}, {16: 0.001, 64: 1.0}):
+        assert chooser(costs, 1.0).choose() in (4, 8, 16, 32)
+
+
+def test_a_single_outlier_is_outvoted() -> None:
+    costs = costs_of(FLAT)
+    made = chooser(costs, 0.97)
+    costs.observe(64, 0.5)
+    costs.observe(64, 0.5)
+    assert made.choose() < 32
+    for _ in range(30):
+        costs.observe(64, 0.010)
+    assert made.choose() == 32
+
+
+def test_drafts_that_begin_to_fail_shrink_the_window_within_a_dozen_steps() -> None:
+    made = chooser({n: 0.010 + 0.0005 * n for n in FLAT}, 0.97)
+    before = made.choose()
+    observe(made, 0.1, times=12)
+    shrunk = made.choose()
+    assert shrunk < before
+    observe(made, 0.97, times=12)
+    assert made.choose() > shrunk
+
+
+def test_drafts_that_were_not_made_say_nothing_of_how_far_drafts_hold() -> None:
+    costs = {n: 0.010 + 0.0005 * n for n in FLAT}
+    made, other = chooser(costs, 0.9), chooser(costs, 0.9)
+    assert made.choose() > 4
+    for _ in range(50):
+        made.observe_drafts(0, 0)
+    assert made.choose() == other.choose()
+    observe(made, 0.5, times=1)
+    observe(other, 0.5, times=1)
+    assert made.choose() == other.choose()
+
+
+def test_drafts_that_always_hold_are_never_thought_to_fail() -> None:
+    """Of 3 drafts all 3 held: that is three of three, not three of four."""
+    made = chooser({n: 0.010 + 0.0005 * n for n in FLAT})
+    for _ in range(60):
+        made.observe_drafts(3, 3)
+    assert made.choose() == 32
+
+
+def test_what_a_step_costs_is_known_to_every_request_and_how_drafts_hold_to_its_own_alone() -> None:
+    costs = StepCosts()
+    code, prose = chooser(costs, 0.99), chooser(costs, 0.1)
+    assert code.choose() == prose.choose() == 16 and not costs.is_known
+    for num_rows in (1, 8, 16, 32, 64):
+        costs.observe(num_rows, 60.0)
+        assert num_rows > 1 or not costs.is_known
+        costs.observe(num_rows, 0.010 + 0.0005 * num_rows)
+    assert (code.choose(), prose.choose()) == (32, 0)
+    assert costs.seconds(48) == pytest.approx(0.034)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_same_observations_make_the_same_choice(seed: int) -> None:
+    def chosen() -> list[int]:
+        numbers, costs, windows = random.Random(seed), StepCosts(), []
+        made = WindowChooser(costs)
+        for _ in range(100):
+            costs.observe(numbers.choice([1, 2, 8, 16, 32, 64, 256]), numbers.expovariate(100))
+            made.observe_drafts(numbers.randint(0, 15), 15)
+            windows.append(made.choose())
+            assert made.choose() == windows[-1], "asking changes nothing"
+        return windows
+
+    first = chosen()
+    assert chosen() == first
+    assert set(first) <= {0, 4, 8, 16, 32} and len(set(first)) > 1

@@ -1,0 +1,69 @@
+import random
+from itertools import pairwise
+
+import pytest
+
+from worker.memory.history import History
+
+
+def fnv_1a(tokens: list[int]) -> int:
+    """As its authors write it, over token ids instead of bytes."""
+    value = 14695981039346656037
+    for token in tokens:
+        value = (value ^ token) * 1099511628211 % 2**64
+    return value
+
+
+@pytest.mark.parametrize("tokens", [[], [0], [97], [1, 2, 3], [151935, 0, 0, 2**32 - 1]])
+def test_a_prefix_hash_is_fnv_1a_over_its_token_ids(tokens: list[int]) -> None:
+    history = History(tokens)
+    assert [history.prefix_hash(n) for n in range(len(tokens) + 1)] == [
+        fnv_1a(tokens[:n]) for n in range(len(tokens) + 1)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_after_any_cuts_and_extensions_it_equals_a_fresh_history_of_its_tokens(seed: int) -> None:
+    numbers = random.Random(seed)
+    history, model = History(), []
+    for _ in range(100):
+        if model and numbers.random() < 0.4:
+            length = numbers.randrange(len(model) + 1)
+            history.cut(length)
+            model = model[:length]
+        else:
+            tokens = [numbers.randrange(1000) for _ in range(numbers.randrange(5))]
+            history.extend(tokens)
+            model = model + tokens
+        fresh = History(model)
+        assert history.tokens == model
+        assert len(history) == len(model)
+        assert [history.prefix_hash(n) for n in range(len(model) + 1)] == [
+            fresh.prefix_hash(n) for n in range(len(model) + 1)
+        ]
+
+
+@pytest.mark.parametrize("length", [4, 5, 100])
+def test_there_is_no_hash_of_more_than_it_holds(length: int) -> None:
+    history = History([1, 2, 3, 4])
+    history.cut(3)
+    with pytest.raises(IndexError):
+        history.prefix_hash(length)
+
+
+def test_any_one_change_of_a_sequence_changes_its_hash() -> None:
+    numbers = random.Random(0)
+    tokens = [numbers.randrange(1000) for _ in range(40)]
+    swapped = [[*tokens[:i], b, a, *tokens[i + 2 :]] for i, (a, b) in enumerate(pairwise(tokens)) if a != b]
+    changed = [[*tokens[:i], tokens[i] ^ 1, *tokens[i + 1 :]] for i in range(40)]
+    shorter = [tokens[:i] + tokens[i + 1 :] for i in range(40) if tokens[i : i + 1] != tokens[i + 1 : i + 2]]
+    zeros = [[0] * n for n in range(40)]
+    hashes = [History(t).prefix_hash(len(t)) for t in [tokens, *swapped, *changed, *shorter, *zeros]]
+    assert len(set(hashes)) == len(hashes)
+
+
+def test_it_takes_a_copy_of_what_it_is_made_of() -> None:
+    tokens = [1, 2]
+    history = History(tokens)
+    tokens.append(3)
+    assert history.tokens == [1, 2]

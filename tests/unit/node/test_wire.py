@@ -1,0 +1,186 @@
+"""Tensors as bytes, and errors as statuses: what goes in on one node comes out on another."""
+
+import grpc
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_FLOAT32, DTYPE_UNSPECIFIED, DType, Tensor
+from worker import errors
+from worker.compute.tensors import dtype_name, from_array, to_array
+from worker.errors import BrigadeError, FrameError, StageLost, from_status, name_node
+
+DTYPES = {DTYPE_FLOAT32: mx.float32, DTYPE_FLOAT16: mx.float16, DTYPE_BFLOAT16: mx.bfloat16}
+WORDS = {4: np.uint32, 2: np.uint16}
+
+KINDS = sorted(BrigadeError.__subclasses__(), key=lambda kind: kind.__name__)
+
+
+def bits(array: mx.array) -> np.ndarray:
+    word = WORDS[array.dtype.size]
+    return np.array(array.reshape(-1).view(mx.uint32 if word is np.uint32 else mx.uint16))
+
+
+def travelled(array: mx.array) -> mx.array:
+    return to_array(Tensor.FromString(from_array(array).SerializeToString()))
+
+
+def every_pattern(dtype: mx.Dtype) -> mx.array:
+    """All 65536 patterns of 16 bits; for 32 bits the same as upper halves, over a changing lower half."""
+    low = np.arange(65536, dtype=np.uint32)
+    words = low.astype(np.uint16) if dtype.size == 2 else (low << 16) | (low * 40503 & 0xFFFF)
+    return mx.array(words).view(dtype).reshape(1, 256, 256)
+
+
+@pytest.mark.parametrize(("enum", "dtype"), DTYPES.items(), ids=map(dtype_name, DTYPES))
+def test_every_bit_pattern_survives_with_dtype_and_shape(enum: DType, dtype: mx.Dtype) -> None:
+    """Among them both zeros, subnormals, infinities and every NaN."""
+    sent = every_pattern(dtype)
+    assert from_array(sent).dtype == enum
+    found = travelled(sent)
+    assert found.dtype == dtype and found.shape == sent.shape
+    np.testing.assert_array_equal(bits(found), bits(sent))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 7, 64), (1, 512, 3), (5,), (1, 0, 8)])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_any_shape_survives(dtype: mx.Dtype, shape: tuple[int, ...]) -> None:
+    sent = mx.random.normal(shape).astype(dtype)
+    found = travelled(sent)
+    assert found.shape == shape and mx.array_equal(found, sent)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda x: x[:, 3:5], lambda x: x.swapaxes(1, 2), lambda x: x[..., ::2], lambda x: mx.broadcast_to(x, (1, 8, 6))],
+    ids=["rows", "swapped", "every second", "broadcast"],
+)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_a_view_travels_as_what_it_shows(dtype: mx.Dtype, view) -> None:  # noqa: ANN001
+    source = mx.arange(48).reshape(1, 8, 6).astype(dtype)
+    sent = view(source)
+    found = travelled(sent)
+    assert found.shape == sent.shape and mx.array_equal(found, sent)
+
+
+def test_the_bytes_are_little_endian_rows() -> None:
+    tensor = from_array(mx.array([[1.0, -2.0]], mx.float32))
+    assert tensor.data == np.array([1.0, -2.0], "<f4").tobytes()
+    assert list(tensor.shape) == [1, 2]
+    assert from_array(mx.array([1.0], mx.bfloat16)).data == b"\x80\x3f"
+
+
+@pytest.mark.parametrize("dtype", [mx.int32, mx.uint8, mx.bool_, mx.complex64])
+def test_only_the_dtypes_of_hidden_states_travel(dtype: mx.Dtype) -> None:
+    with pytest.raises(FrameError, match=r"expected float32, float16 or bfloat16"):
+        from_array(mx.zeros((2, 2), dtype))
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_bytes"),
+    [
+        ((1, 2, 4), 15),
+        ((1, 2, 4), 17),
+        ((1, 2, 4), 0),
+        ((1, 2, 4), 32),
+        ((1, 0, 4), 2),
+        ((), 0),
+        ((2**32 - 1,) * 3, 16),
+    ],
+)
+def test_data_that_is_not_as_long_as_its_shape_says_is_refused(shape: tuple[int, ...], num_bytes: int) -> None:
+    """Before memory is allocated: the last shape would take 10^29 bytes."""
+    with pytest.raises(FrameError, match=rf"expected \d+ bytes for .*, got {num_bytes}"):
+        to_array(Tensor(dtype=DTYPE_BFLOAT16, shape=shape, data=bytes(num_bytes)))
+
+
+@pytest.mark.parametrize("dtype", [DTYPE_UNSPECIFIED, 4, 99])
+def test_an_unknown_dtype_is_refused_with_its_number(dtype: int) -> None:
+    tensor = Tensor.FromString(Tensor(dtype=dtype, shape=(2,), data=bytes(4)).SerializeToString())  # type: ignore[arg-type]
+    with pytest.raises(FrameError, match=f"expected a tensor of a known dtype, got {dtype}"):
+        to_array(tensor)
+
+
+def test_every_dtype_of_the_proto_has_an_mlx_dtype_and_a_name() -> None:
+    named = {dtype_name(number) for number in DType.values() if number != DTYPE_UNSPECIFIED}
+    assert named == {"float32", "float16", "bfloat16"}
+    for number in set(DType.values()) - {DTYPE_UNSPECIFIED}:
+        assert to_array(Tensor(dtype=number, shape=(0,))).dtype == getattr(mx, dtype_name(number))
+
+
+class FailedCall(grpc.RpcError):
+    """What grpc raises, as far as anyone looks at it."""
+
+    def __init__(self, code: grpc.StatusCode, details: str | None) -> None:
+        self._code, self._details = code, details
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str | None:
+        return self._details
+
+
+def test_each_error_has_a_status_of_its_own() -> None:
+    assert len(KINDS) >= 7
+    statuses = [kind.status for kind in KINDS]
+    assert len(set(statuses)) == len(statuses)
+    assert BrigadeError.status not in statuses, "an error without a class of its own must not come back as one"
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_an_error_comes_back_from_its_status_as_what_it_was_and_names_its_node_once(kind: type[BrigadeError]) -> None:
+    raised = kind("expected one thing, got another (step 41)")
+    details = name_node(raised, "mini")  # what the servicer aborts with
+    found = from_status(FailedCall(kind.status, details), "mini")
+    assert type(found) is kind
+    assert str(found) == "worker mini: expected one thing, got another (step 41)"
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_an_error_of_a_later_stage_keeps_that_stages_name_on_its_way_back(kind: type[BrigadeError]) -> None:
+    at_studio = name_node(kind("fell"), "studio")
+    at_mini = from_status(FailedCall(kind.status, at_studio), "studio")
+    details = name_node(at_mini, "mini")
+    assert str(from_status(FailedCall(kind.status, details), "mini")) == "worker studio: fell"
+
+
+@pytest.mark.parametrize(
+    ("details", "words"),
+    [
+        ("Stream removed (ping timeout)", "stopped answering (hung, asleep, or cut off)"),
+        ("recvmsg:Connection reset by peer (104)", "closed the connection (its process has ended)"),
+        ("Socket closed", "closed the connection (its process has ended)"),
+    ],
+)
+def test_a_broken_connection_is_told_in_plain_words(details: str, words: str) -> None:
+    found = from_status(FailedCall(grpc.StatusCode.UNAVAILABLE, details), "mini")
+    assert str(found) == f"worker mini: {words}"
+
+
+@pytest.mark.parametrize(
+    "code", sorted(set(grpc.StatusCode) - {kind.status for kind in KINDS}, key=lambda code: code.name)
+)
+@pytest.mark.parametrize("details", ["out of luck", "", None])
+def test_a_status_that_nobody_means_is_a_lost_stage_with_a_name_and_a_reason(
+    code: grpc.StatusCode, details: str | None
+) -> None:
+    found = from_status(FailedCall(code, details), "mini")
+    assert type(found) is StageLost
+    assert str(found) == f"worker mini: connection lost ({details or code.name})"
+
+
+def test_a_bug_on_another_node_is_told_in_its_own_words() -> None:
+    found = from_status(FailedCall(grpc.StatusCode.INTERNAL, "worker mini: internal error: KeyError('x')"), "mini")
+    assert str(found) == "worker mini: internal error: KeyError('x')"
+
+
+@pytest.mark.parametrize("kind", [BrigadeError, *KINDS], ids=lambda kind: kind.__name__)
+def test_every_error_says_what_it_is_for_and_which_exit_code_it_gives(kind: type[BrigadeError]) -> None:
+    assert kind.__doc__
+    expected = 2 if kind in (errors.InputError, errors.ConfigError, errors.ModelError) else 3
+    assert kind.exit_code == expected
+
+
+def test_a_number_that_is_no_dtype_has_a_name_for_messages_too() -> None:
+    assert dtype_name(99) == "dtype 99"  # type: ignore[arg-type]

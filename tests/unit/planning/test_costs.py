@@ -1,0 +1,112 @@
+"""What frames cost, as it is learned, and what follows from it: how many lanes, how long a prompt's chunks."""
+
+import random
+
+import pytest
+
+from coordinator.planning.costs import ChainCosts, LaneChooser, StagesSeconds, chunk_size, on_lines
+
+
+def stages(*first_and_row: tuple[float, float]) -> StagesSeconds:
+    """Stages that take so many milliseconds for a row and so many for each further one."""
+    return lambda rows: [(first + more * (rows - 1)) / 1e3 for first, more in first_and_row]
+
+
+def lanes(num_sessions: int, stages_s: StagesSeconds, hops_ms: float = 1.0) -> int:
+    return LaneChooser(len(stages_s(1)), stages_s, lambda rows: hops_ms / 1e3).choose(num_sessions, 1)
+
+
+@pytest.mark.parametrize(
+    ("num_sessions", "stages_s", "hops_ms", "expected"),
+    [
+        (8, stages((5, 1.5), (5, 1.5)), 1, 2),  # rows cost: one lane per stage
+        (8, stages((5, 1.5), (5, 1.5), (5, 1.5), (5, 1.5)), 1, 4),
+        (8, stages((26.5, 0), (6.5, 0)), 3, 1),  # rows are free and one stage does most: all in one
+        (8, stages((5, 5), (5, 5)), 60, 8),  # hops hold frames: more lanes than stages
+        (1, stages((5, 1.5), (5, 1.5)), 1, 2),  # a single one makes no lanes
+        (3, stages((5, 1.5), (5, 1.5), (5, 1.5), (5, 1.5)), 1, 3),  # never more than sessions
+    ],
+)
+def test_lanes_follow_from_what_rows_and_hops_cost(
+    num_sessions: int, stages_s: StagesSeconds, hops_ms: float, expected: int
+) -> None:
+    assert lanes(num_sessions, stages_s, hops_ms) == expected
+
+
+def test_while_nothing_is_known_there_is_a_lane_per_stage() -> None:
+    assert LaneChooser(3, lambda rows: [], lambda rows: 0.0).choose(8, 1) == 3
+
+
+def test_windows_of_many_rows_count_as_many_rows() -> None:
+    """Up to 64 rows cost nothing here: one-row windows of 16 sessions make one lane, windows of 64 rows do not."""
+
+    def stages_s(rows: int) -> list[float]:
+        return [0.030 + max(0, rows - 64) * 0.001, 0.005 + max(0, rows - 64) * 0.001]
+
+    chooser = LaneChooser(2, stages_s, lambda rows: 0.0)
+    assert chooser.choose(16, 1) == 1
+    assert chooser.choose(16, 64) == 2
+
+
+def test_a_small_gain_is_no_reason_to_change_the_lanes() -> None:
+    chooser = LaneChooser(2, stages((10.0, 0), (9.0, 0)), lambda rows: 0.0)
+    assert chooser.choose(8, 1) == 2, "one lane would take 19 ms instead of 20"
+
+
+def test_measurements_of_zero_seconds_do_not_break_the_choice() -> None:
+    assert 1 <= LaneChooser(2, lambda rows: [0.0, 0.0], lambda rows: 0.0).choose(8, 1) <= 2
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "stages_s", "expected"),
+    [
+        (1000, stages((5, 1.5), (5, 1.5)), 32),  # a row costs what it costs: many small chunks overlap
+        (1000, stages((5, 0.001), (5, 0.001)), 2048),  # weights are all that counts: the whole prompt at once
+        (10_000, stages((5, 0.001), (5, 0.001)), 2048),
+        (20, stages((5, 0.001), (5, 0.001)), 32),  # no longer than the prompt
+        (10_000, stages((300, 0.1), (300, 0.1)), 32),  # larger chunks would hold others up for too long
+        (1000, stages((5, 1.5)), 32),  # one stage: nothing to overlap, and rows cost alike in any chunk
+        (1000, lambda rows: [], 32),
+    ],
+)
+def test_chunks_are_as_long_as_pays(num_prompt: int, stages_s: StagesSeconds, expected: int) -> None:
+    assert chunk_size(num_prompt, stages_s) == expected
+
+
+def test_noise_of_a_few_percent_does_not_change_the_chunk() -> None:
+    """Or the same command would round differently from run to run."""
+    numbers = random.Random(1)
+    for exact in (stages((5, 1.5), (5, 1.5)), stages((5, 0.001), (5, 0.001))):
+        found = {
+            chunk_size(900, lambda rows, exact=exact: [s * numbers.uniform(0.98, 1.02) for s in exact(rows)])
+            for _ in range(50)
+        }
+        assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"), [(1, 1.0), (2, 2.0), (3, 3.0), (16, 3.0), (64, 3.0), (100, 3.0 + 36 * 2 / 63), (0, 0.5)]
+)
+def test_costs_lie_on_lines_between_measurements_and_never_fall_beyond_them(rows: int, expected: float) -> None:
+    assert on_lines([(1, 1.0), (3, 3.0), (64, 3.0)], rows) == pytest.approx(expected)
+
+
+def test_a_chain_learns_stages_from_every_frame_and_hops_from_lone_ones() -> None:
+    costs = ChainCosts(2)
+    for _ in range(3):
+        costs.observe(4, [0.010, 0.020], 0.5, was_alone=False)
+    assert costs.stages_s(4) == pytest.approx([0.010, 0.020])
+    assert costs.hops_s(4) == 0.0 and not costs.steps.is_known
+    for _ in range(3):
+        costs.observe(1, [0.005, 0.006], 0.013, was_alone=True)
+    assert costs.hops_s(1) == pytest.approx(0.002) and costs.steps.seconds(1) == pytest.approx(0.013)
+
+
+def test_one_slow_frame_hardly_counts_and_a_fast_one_does() -> None:
+    costs = ChainCosts(1)
+    for seconds in (9.0, 0.010, 0.010, 0.100):  # the first compiles: it never counts
+        costs.observe(1, [seconds], seconds, was_alone=False)
+    assert costs.stages_s(1)[0] < 0.020
+    for _ in range(6):
+        costs.observe(1, [0.005], 0.005, was_alone=False)
+    assert costs.stages_s(1)[0] < 0.006

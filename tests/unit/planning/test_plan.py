@@ -1,0 +1,240 @@
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from coordinator.planning.plan import Assignment, Node, Plan, format_bytes, plan, require_fit
+from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
+from worker.errors import ConfigError
+from worker.model.modelspec import LayerSpec, ModelSpec
+
+ROOMY = 10**6
+
+
+def model(
+    weights: list[int], embed: int = 0, head: int = 0, per_token: int = 0, window: int | None = None
+) -> ModelSpec:
+    return ModelSpec(
+        name="tiny",
+        family="qwen3",
+        layers=tuple(LayerSpec(weight, per_token, window=window) for weight in weights),
+        embed_bytes=embed,
+        head_bytes=head,
+        tied=False,
+        hidden_size=8,
+        vocab_size=16,
+        context=128,
+        dtype=DTYPE_BFLOAT16,
+    )
+
+
+def nodes(*budgets: int) -> list[Node]:
+    return [Node(f"n{i}", budget) for i, budget in enumerate(budgets)]
+
+
+def all_splits(spec: ModelSpec, num_nodes: int) -> Iterator[list[int]]:
+    for cuts in itertools.combinations(range(1, spec.num_layers), num_nodes - 1):
+        bounds = (0, *cuts, spec.num_layers)
+        yield [end - start for start, end in itertools.pairwise(bounds)]
+
+
+def excess(candidate: Plan) -> tuple[float, float]:
+    """Worst and summed shortage, relative to the budgets; added from the end, as floats add up differently."""
+    parts = [max(0, a.needed_bytes - a.memory_bytes) / a.memory_bytes for a in candidate.assignments]
+    return max(parts), sum(reversed(parts))
+
+
+def size(candidate: Plan, spec: ModelSpec) -> tuple[int, int]:
+    """What a token reads of the largest stage, then of all squared: everything but the embedding."""
+    weights = [a.weight_bytes - (spec.embed_bytes if a.start == 0 else 0) for a in candidate.assignments]
+    return max(weights), sum(weight**2 for weight in weights)
+
+
+def brute_force(spec: ModelSpec, where: list[Node], context: int) -> Plan:
+    """The best of all splits; the first in order of those that are equally good."""
+    candidates = [plan(spec, where, context, layers) for layers in sorted(all_splits(spec, len(where)))]
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    return min(fitting, key=lambda candidate: size(candidate, spec)) if fitting else min(candidates, key=excess)
+
+
+def random_case(seed: int) -> tuple[ModelSpec, list[Node], int]:
+    rng = random.Random(seed)
+    layers = tuple(
+        LayerSpec(rng.randint(1, 9), rng.randint(0, 2), rng.choice([0, 3]), rng.choice([None, 2]))
+        for _ in range(rng.randint(1, 8))
+    )
+    spec = ModelSpec("tiny", "qwen3", layers, rng.randint(0, 9), rng.randint(0, 9), False, 8, 16, 128, DTYPE_BFLOAT16)
+    budgets = [rng.randint(5, 60) for _ in range(rng.randint(1, min(4, len(layers))))]
+    return spec, nodes(*budgets), rng.randint(1, 5)
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_the_plan_is_the_best_of_all_splits(seed: int) -> None:
+    case = random_case(seed)
+    assert plan(*case) == brute_force(*case)
+
+
+def test_the_random_models_are_of_both_kinds_those_that_fit_and_those_that_do_not() -> None:
+    num_fitting = sum(plan(*random_case(seed)).fits for seed in range(150))
+    assert 30 < num_fitting < 120
+
+
+@pytest.mark.parametrize(
+    ("weights", "ends", "budgets", "layers"),
+    [
+        pytest.param([1] * 6, (0, 0), (ROOMY,), [6], id="one node alone holds everything"),
+        pytest.param([1] * 6, (0, 0), (ROOMY,) * 3, [2, 2, 2], id="equal layers split evenly"),
+        pytest.param([1] * 3, (0, 0), (ROOMY,) * 3, [1, 1, 1], id="as many nodes as layers"),
+        pytest.param([1] * 6, (2, 0), (ROOMY,) * 2, [3, 3], id="a token reads one row of the embedding"),
+        pytest.param([1] * 6, (2, 0), (4, ROOMY), [2, 4], id="but all of it takes memory"),
+        pytest.param([1] * 6, (0, 2), (ROOMY,) * 2, [4, 2], id="the head counts on the last node"),
+        pytest.param([9, 1, 1, 1], (0, 0), (ROOMY,) * 2, [1, 3], id="bytes count, not layers"),
+        pytest.param([1] * 7, (0, 0), (ROOMY,) * 3, [2, 2, 3], id="of equal splits the earliest"),
+        pytest.param([1, 5, 2, 3], (0, 0), (ROOMY,) * 3, [1, 1, 2], id="the largest stage before the sum of squares"),
+        pytest.param([4, 1, 1, 1, 1], (0, 0), (ROOMY,) * 3, [1, 2, 2], id="then the smallest sum of squares"),
+        pytest.param([1] * 6, (0, 0), (ROOMY, 1), [5, 1], id="no node gets more than its budget"),
+        pytest.param([1] * 6, (0, 0), (1, ROOMY), [1, 5], id="no node gets more than its budget, in any place"),
+    ],
+)
+def test_splits(weights: list[int], ends: tuple[int, int], budgets: tuple[int, ...], layers: list[int]) -> None:
+    found = plan(model(weights, *ends), nodes(*budgets), context=1)
+    assert found.layers == layers
+    assert found.fits
+
+
+def test_assignments_are_contiguous_and_account_for_every_byte() -> None:
+    spec = model([5, 6, 7, 8], embed=3, head=4, per_token=2)
+    found = plan(spec, nodes(50, 60, 70), context=10)
+    assert found.assignments == (
+        Assignment("n0", 0, 1, weight_bytes=3 + 5, cache_bytes=20, memory_bytes=50),
+        Assignment("n1", 1, 3, weight_bytes=6 + 7, cache_bytes=40, memory_bytes=60),
+        Assignment("n2", 3, 4, weight_bytes=8 + 4, cache_bytes=20, memory_bytes=70),
+    )
+    assert [a.needed_bytes for a in found.assignments] == [28, 53, 32]
+    assert found.context == 10
+
+
+@pytest.mark.parametrize(("context", "layers"), [(1, [2, 2]), (3, [2, 2]), (4, [1, 3]), (8, [1, 3])])
+def test_the_cache_at_the_whole_context_takes_memory(context: int, layers: list[int]) -> None:
+    assert plan(model([2, 2, 2, 2], per_token=1), nodes(10, ROOMY), context).layers == layers
+
+
+def test_a_sliding_window_bounds_the_cache() -> None:
+    assert plan(model([2, 2, 2, 2], per_token=1, window=3), nodes(10, ROOMY), context=1000).layers == [2, 2]
+
+
+def test_a_node_may_be_filled_to_the_last_byte() -> None:
+    assert plan(model([5, 5]), nodes(10), context=1).fits
+    assert not plan(model([5, 5]), nodes(9), context=1).fits
+
+
+@pytest.mark.parametrize(
+    ("budgets", "layers"),
+    [
+        pytest.param((10, 20), [4, 8], id="the shortage is shared in proportion to the budgets"),
+        pytest.param((1, 1000), [1, 11], id="a tiny node takes as little as it can"),
+        pytest.param((0, 100), [1, 11], id="a node without memory is no division by zero"),
+        pytest.param((5, 20, 200), [1, 1, 10], id="a shortage that must be is no reason for another"),
+    ],
+)
+def test_without_a_fit_the_plan_exceeds_the_budgets_least(budgets: tuple[int, ...], layers: list[int]) -> None:
+    found = plan(model([10] * 12), nodes(*budgets), context=1)
+    assert found.layers == layers
+    assert not found.fits
+
+
+def test_given_layers_are_taken_as_they_are() -> None:
+    found = plan(model([1] * 6), nodes(ROOMY, ROOMY), 1, layers=[5, 1])
+    assert found.layers == [5, 1]
+    assert [(a.start, a.end) for a in found.assignments] == [(0, 5), (5, 6)]
+
+
+def test_given_layers_that_do_not_fit_are_a_plan_that_does_not_fit() -> None:
+    assert not plan(model([1] * 6), nodes(3, 3), 1, layers=[4, 2]).fits
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([6], "layers: expected one number per node (2, coordinator first), found 6"),
+        ([1, 2, 3], "layers: expected one number per node (2, coordinator first), found 1,2,3"),
+        ([], "layers: expected one number per node (2, coordinator first), found none"),
+        ([6, 0], "layers: expected at least 1 layer on every node, found 6,0"),
+        ([-1, 7], "layers: expected at least 1 layer on every node, found -1,7"),
+        ([3, 2], "layers: expected a sum of 6, tiny's layers, found 3,2 (5)"),
+        ([4, 3], "layers: expected a sum of 6, tiny's layers, found 4,3 (7)"),
+    ],
+)
+def test_given_layers_must_be_a_split_of_the_model(layers: list[int], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(model([1] * 6), nodes(ROOMY, ROOMY), 1, layers)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("layers", [None, [1, 1, 1]])
+def test_more_nodes_than_layers_are_refused(layers: list[int] | None) -> None:
+    with pytest.raises(ConfigError, match="expected at most one node per layer, found 3 nodes for 2 layers"):
+        plan(model([1, 1]), nodes(ROOMY, ROOMY, ROOMY), 1, layers)
+
+
+@pytest.mark.parametrize("context", [0, -8])
+def test_a_context_of_no_tokens_is_refused(context: int) -> None:
+    with pytest.raises(ConfigError, match=f"context: expected at least 1 token, found {context}"):
+        plan(model([1, 1]), nodes(ROOMY), context)
+
+
+def test_a_plan_that_fits_is_not_refused() -> None:
+    spec = model([1] * 6)
+    require_fit(plan(spec, nodes(3, 3), 1), spec)
+
+
+def test_a_plan_that_does_not_fit_is_refused_with_what_is_missing_and_what_to_do() -> None:
+    spec = model([2**30] * 6, embed=2**29, per_token=2**20)
+    with pytest.raises(ConfigError) as caught:
+        require_fit(plan(spec, [Node("studio", 8 * 2**30), Node("mini", 2**30)], 512, [4, 2]), spec)
+    assert str(caught.value).splitlines() == [
+        "tiny with 512 tokens of context does not fit: mini lacks 2.0 GiB. "
+        "Use more nodes, fewer tokens (--context, of bench -p and -g) or a quantised model.",
+        "node    layers  weights    cache   needed   budget  missing",
+        "studio  [0, 4)  4.5 GiB  2.0 GiB  6.5 GiB  8.0 GiB        -",
+        "mini    [4, 6)  2.0 GiB  1.0 GiB  3.0 GiB  1.0 GiB  2.0 GiB",
+    ]
+
+
+def test_a_real_sized_plan_takes_no_time_to_speak_of() -> None:
+    spec = model([2**30] * 80, embed=2**30, head=2**30)
+    found = plan(spec, nodes(*[12 * 2**30] * 8), 4096)
+    assert found.fits
+    assert max(found.layers) - min(found.layers) <= 2
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (2**20 - 1, "1.0 MiB"),
+        (int(1.2 * 2**30), "1.2 GiB"),
+        (2**40, "1.0 TiB"),
+        (5000 * 2**40, "5000.0 TiB"),
+    ],
+)
+def test_sizes_are_readable(num_bytes: int, text: str) -> None:
+    assert format_bytes(num_bytes) == text
+
+
+def test_a_smaller_cache_makes_a_plan_fit() -> None:
+    """Of 2 layers with heads of 64 numbers in bfloat16: 8 bits and a scale and a bias per group, or fewer tokens."""
+    full = ModelSpec("tiny", "qwen3", (LayerSpec(0, 256),) * 2, 0, 0, False, 8, 16, 4096, DTYPE_BFLOAT16)
+    int8 = replace(full, cache=Cache(kind=CACHE_INT8))
+    rotating = replace(full, cache=Cache(kind=CACHE_ROTATING, size=100, keep=4))
+    assert full.cache_bytes(0, 2, 1000) == 2 * 256 * 1000
+    assert int8.cache_bytes(0, 2, 1000) == 2 * 256 * 1000 * (1 + 4 / 64) / 2
+    assert rotating.cache_bytes(0, 2, 1000) == 2 * 256 * 100
+    budget = [Node("n0", 300_000)]
+    assert not plan(full, budget, 1000).fits
+    assert plan(int8, budget, 1000).fits and plan(rotating, budget, 1000).fits

@@ -1,0 +1,142 @@
+import math
+import re
+from dataclasses import replace
+
+import pytest
+
+from coordinator.sessions.request import Request, check_request, check_sampling, make_sampling, room_for_answer
+from protos.brigade_pb2 import DTYPE_BFLOAT16, Sampling
+from worker.errors import InputError
+from worker.model.modelspec import LayerSpec, ModelSpec
+
+VOCAB, CONTEXT = 97, 128
+SPEC = ModelSpec(
+    name="tiny",
+    family="qwen3",
+    tied=False,
+    layers=(LayerSpec(1, 1),),
+    embed_bytes=1,
+    head_bytes=1,
+    hidden_size=8,
+    vocab_size=VOCAB,
+    context=CONTEXT,
+    dtype=DTYPE_BFLOAT16,
+)
+GOOD = Request(prompt=(1, 2, 3), max_tokens=5)
+
+NUMBERS = (
+    # flag, field of Sampling, lowest, highest
+    ("--temp", "temperature", 0, 100),
+    ("--top-p", "top_p", 0, 1),
+    ("--min-p", "min_p", 0, 1),
+    ("--repetition-penalty", "repetition_penalty", 0, 100),
+    ("--presence-penalty", "presence_penalty", -100, 100),
+    ("--frequency-penalty", "frequency_penalty", -100, 100),
+)
+
+
+@pytest.mark.parametrize(("flag", "field", "low", "high"), NUMBERS)
+def test_a_number_outside_its_range_is_refused_with_flag_range_and_value(
+    flag: str, field: str, low: float, high: float
+) -> None:
+    for value in (low - 0.01, high + 0.01, math.inf, -math.inf, math.nan):
+        with pytest.raises(InputError) as caught:
+            check_sampling(Sampling(**{field: value}))
+        assert str(caught.value) == f"{flag}: expected a number from {low} to {high}, got {value:g}"
+
+
+@pytest.mark.parametrize(("flag", "field", "low", "high"), NUMBERS)
+def test_the_ends_of_a_range_belong_to_it(flag: str, field: str, low: float, high: float) -> None:
+    for value in (low, high):
+        check_sampling(Sampling(**{field: value}))
+
+
+def test_every_number_of_the_proto_has_a_range() -> None:
+    """A parameter that is added to the proto must be checked too."""
+    kinds = {name: field for name, field in Sampling.DESCRIPTOR.fields_by_name.items()}
+    numbers = {name for name, field in kinds.items() if field.cpp_type == field.CPPTYPE_DOUBLE}
+    assert numbers == {field for _, field, _, _ in NUMBERS}
+
+
+@pytest.mark.parametrize("bias", [math.nan, math.inf, -math.inf])
+def test_a_bias_that_is_no_number_is_refused(bias: float) -> None:
+    with pytest.raises(InputError, match=r"--logit-bias: expected a number from .* to .*, got"):
+        check_sampling(Sampling(logit_bias={5: bias}))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "flag"),
+    [
+        ({"top_k": -1}, "--top-k"),
+        ({"top_k": 2**32}, "--top-k"),
+        ({"seed": -1}, "--seed"),
+        ({"seed": 2**64}, "--seed"),
+        ({"logit_bias": {-1: 1.0}}, "--logit-bias"),
+        ({"logit_bias": {2**32: 1.0}}, "--logit-bias"),
+    ],
+)
+def test_a_whole_number_that_cannot_travel_is_refused_with_its_flag_and_range(parameters: dict, flag: str) -> None:
+    with pytest.raises(InputError, match=rf"{flag}.*: expected a whole number from 0 to \d+, got -?\d+"):
+        make_sampling(**{"seed": 0, "top_k": 0} | parameters)
+
+
+def test_parameters_become_a_sampling_as_they_are() -> None:
+    made = make_sampling(seed=2**64 - 1, top_k=40, temperature=0.7, logit_bias={5: -1.5}, logprobs=3)
+    assert made == Sampling(seed=2**64 - 1, top_k=40, temperature=0.7, logit_bias={5: -1.5}, logprobs=3)
+
+
+def test_make_sampling_checks_the_ranges() -> None:
+    with pytest.raises(InputError, match="--top-p"):
+        make_sampling(seed=None, top_k=0, top_p=1.5)
+
+
+def test_without_a_seed_there_is_another_one_each_time() -> None:
+    seeds = {make_sampling(seed=None, top_k=0).seed for _ in range(20)}
+    assert len(seeds) > 15
+
+
+def test_seed_zero_is_a_seed() -> None:
+    assert {make_sampling(seed=0, top_k=0).seed for _ in range(20)} == {0}
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (replace(GOOD, prompt=()), "prompt is empty; expected at least one token"),
+        (replace(GOOD, prompt=(1, VOCAB)), "token id 97 .* expected 0 to 96"),
+        (replace(GOOD, prompt=(1, -1)), "token id -1 .* expected 0 to 96"),
+        (replace(GOOD, max_tokens=0), "--max-tokens: expected at least 1, got 0"),
+        (replace(GOOD, max_tokens=-5), "--max-tokens: expected at least 1, got -5"),
+        (replace(GOOD, prompt=(1,) * CONTEXT), "the prompt has 128 tokens; tiny has room for 128 with the answer"),
+        (replace(GOOD, sampling=Sampling(logit_bias={VOCAB: 1.0})), "--logit-bias: token id 97 .* vocabulary of 97"),
+        (replace(GOOD, sampling=Sampling(top_k=VOCAB)), "--top-k: expected less than the vocabulary's 97, got 97"),
+        (replace(GOOD, sampling=Sampling(logprobs=VOCAB + 1)), "--logprobs: expected less than .* 97, got 97"),
+        (replace(GOOD, sampling=Sampling(temperature=-1)), "--temp: expected a number from 0 to 100, got -1"),
+    ],
+)
+def test_what_the_model_cannot_serve_is_refused_with_what_was_expected(request_: Request, words: str) -> None:
+    with pytest.raises(InputError) as caught:
+        check_request(request_, SPEC)
+    assert re.search(words, str(caught.value))
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        GOOD,
+        replace(GOOD, prompt=(0, VOCAB - 1)),
+        replace(GOOD, prompt=(1,) * (CONTEXT - 1)),
+        replace(GOOD, max_tokens=10**6),
+        replace(GOOD, sampling=Sampling(top_k=VOCAB - 1, logprobs=VOCAB, logit_bias={0: 1.0, VOCAB - 1: -1.0})),
+        replace(GOOD, sampling=Sampling(temperature=0.7, top_p=1.0, min_p=0.05, repetition_penalty=1.1)),
+    ],
+)
+def test_what_the_model_can_serve_passes(request_: Request) -> None:
+    check_request(request_, SPEC)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "max_tokens", "expected"), [(3, 5, 5), (120, 5, 5), (123, 5, 5), (124, 5, 4), (127, 5, 1), (1, 1, 1)]
+)
+def test_an_answer_ends_where_the_context_ends(num_prompt: int, max_tokens: int, expected: int) -> None:
+    assert room_for_answer(Request((1,) * num_prompt, max_tokens), CONTEXT) == expected

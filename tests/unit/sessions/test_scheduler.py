@@ -1,0 +1,455 @@
+"""The scheduler, driven against a chain that checks every frame the way a stage does."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from coordinator.decoding.decoders import Autoregressive, Decoder, Fill, LosslessDiffusion, PromptLookup, Proposal
+from coordinator.decoding.window import WindowChooser
+from coordinator.planning.costs import StepCosts
+from coordinator.sessions.session import Session
+from protos.brigade_pb2 import Frame
+from tests.unit.fake_chain import VOCAB, Rig, plain_answer, prompt_of
+
+DECODERS: dict[str, Callable[[], Decoder]] = {
+    "ar": Autoregressive,
+    "ngram": PromptLookup,
+    "diffusion": lambda: LosslessDiffusion(WindowChooser(StepCosts(), 16), frozenset()),
+    "diffusion-fast": lambda: Fill(8, 0.4, 0.02, frozenset()),
+}
+
+
+def streaming(rig: Rig, num_sessions: int, max_tokens: int = 1000) -> list[Session]:
+    """So many sessions that have their first token, each from a prompt of its own, with nothing in flight."""
+    sessions = [rig.submit(prompt_of(3, seed=number), max_tokens) for number in range(num_sessions)]
+    while not all(session.num_generated for session in sessions):
+        rig.step()
+    while rig.chain.in_flight:
+        rig.take_one()
+    return sessions
+
+
+def slots_of(frame: Frame) -> list[int]:
+    return [window.slot for window in frame.windows]
+
+
+def is_chunk_of(frame: Frame, session: Session) -> bool:
+    return any(window.slot == session.slot and not window.wanted for window in frame.windows)
+
+
+class Counting(Autoregressive):
+    """One token per step, which notes how many sessions share its steps."""
+
+    def __init__(self) -> None:
+        self.num_together: list[int] = []
+
+    def propose(self, tokens: Sequence[int], num_unfed: int, room: int, num_together: int = 1) -> Proposal:
+        self.num_together.append(num_together)
+        return super().propose(tokens, num_unfed, room)
+
+
+# --- what a frame is ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 100])
+@pytest.mark.parametrize("num_stages", [1, 2, 5])
+@pytest.mark.parametrize("num_prompt", [1, 4, 11])
+def test_the_answer_is_that_of_the_model_whatever_the_chunks_and_the_chain(
+    num_prompt: int, num_stages: int, chunk: int
+) -> None:
+    rig = Rig(num_stages=num_stages, chunk=chunk)
+    prompt = prompt_of(num_prompt)
+    assert rig.answer(prompt, 6).generated == plain_answer(prompt, 6)
+
+
+def test_every_decoder_is_told_how_many_sessions_share_the_frame() -> None:
+    rig, counting = Rig(num_stages=1), Counting()
+    rig.submit(prompt_of(3, seed=9), 1000, decoder=counting)
+    streaming(rig, 4)
+    counting.num_together.clear()
+    rig.step()
+    assert counting.num_together == [5]
+
+
+def test_nothing_to_send_is_none() -> None:
+    rig = Rig(epoch=3)
+    assert rig.scheduler.schedule() is None and rig.scheduler.is_idle
+    rig.submit(prompt_of(1))
+    rig.send_all()
+    assert not rig.scheduler.is_idle
+    assert {frame.epoch for frame in rig.chain.frames} == {3}
+    rig.drain()
+    assert rig.scheduler.is_idle
+
+
+def test_a_slot_is_opened_by_the_first_frame_and_closed_by_the_one_after_the_end() -> None:
+    rig = Rig()
+    rig.answer(prompt_of(2), 2)
+    opened = [[opening.slot for opening in frame.opened] for frame in rig.chain.frames]
+    closed = [list(frame.closed) for frame in rig.chain.frames]
+    assert opened == [[0], [], []]
+    assert closed == [[], [], [0]]
+    assert not rig.chain.frames[-1].windows
+    assert rig.chain.slots == {} and rig.scheduler.is_idle
+
+
+def test_sampling_parameters_travel_once() -> None:
+    rig = Rig()
+    rig.answer(prompt_of(9), 4, seed=77)
+    assert rig.chain.openings == [(0, 77)]
+
+
+def test_slots_are_used_again() -> None:
+    rig = Rig()
+    for round_ in range(5):
+        sessions = [rig.submit(prompt_of(3, seed=round_ * 2 + i)) for i in range(2)]
+        assert {session.slot for session in sessions} == {0, 1}
+        rig.run(*sessions)
+
+
+def test_a_slot_closed_and_taken_in_the_same_frame_is_empty_when_it_is_taken() -> None:
+    rig = Rig()
+    rig.run(rig.submit(prompt_of(6)))
+    prompt = prompt_of(5)
+    new = rig.submit(prompt)
+    rig.run(new)
+    taken = next(frame for frame in rig.chain.frames if frame.closed)
+    assert list(taken.closed) == [opening.slot for opening in taken.opened] == [new.slot]
+    assert new.generated == plain_answer(prompt, 3)
+
+
+def test_commits_name_the_session_and_its_tokens_and_a_chunk_yields_none() -> None:
+    rig = Rig(num_stages=1, chunk=4)
+    session = rig.submit(prompt_of(8))
+    assert rig.step() == [(session, [])]
+    [(owner, [sample])] = rig.step()
+    assert owner is session
+    assert [sample.token] == session.generated
+
+
+def test_one_stream_cannot_have_two_tokens_in_flight() -> None:
+    """The next token depends on the last one: with the prompt in, there is one frame at a time."""
+    rig = Rig(num_stages=8)
+    session = rig.submit(prompt_of(2), max_tokens=5)
+    while session.finish_reason is None:
+        rig.send_all()
+        assert len(rig.chain.in_flight) == 1
+        rig.take_one()
+
+
+# --- lanes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_sessions", "sizes"),
+    [
+        (1, 1, [1]),
+        (1, 5, [5]),
+        (2, 1, [1]),
+        (2, 2, [1, 1]),
+        (2, 5, [3, 2]),
+        (3, 2, [1, 1]),
+        (3, 6, [2, 2, 2]),
+        (3, 7, [3, 3, 1]),
+        (4, 9, [3, 3, 3]),
+    ],
+)
+def test_streams_share_as_many_lanes_as_there_are_stages(num_stages: int, num_sessions: int, sizes: list[int]) -> None:
+    rig = Rig(num_stages=num_stages)
+    sessions = streaming(rig, num_sessions)
+    frames = rig.send_all()
+    assert [len(frame.windows) for frame in frames] == sizes
+    assert sorted(slot for frame in frames for slot in slots_of(frame)) == sorted(s.slot for s in sessions)
+    for _ in range(20):
+        rig.take_one()
+        assert len(rig.send_all()) == 1, "a lane that has come back goes again, whole"
+        assert sorted(map(len, rig.chain.lanes_in_flight)) == sorted(sizes)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whoever_comes_and_goes_lanes_are_few_and_equal_and_nobody_waits_while_another_steps_twice(seed: int) -> None:
+    numbers = random.Random(seed)
+    num_stages = numbers.randint(1, 5)
+    rig = Rig(num_stages=num_stages, chunk=6)
+    alive: list[Session] = []
+    lanes: set[int] = set()  # by step
+    passed: dict[Session, Counter[Session]] = {}  # since it became ready: how often each other one stepped
+    for number in range(600):
+        if numbers.random() < 0.1 and len(alive) < 12:
+            prompt = prompt_of(numbers.choice([1, 2, 5, 20]), seed=number)
+            alive.append(rig.submit(prompt, numbers.randint(1, 30), decoder=numbers.choice([*DECODERS.values()])()))
+        decoding = [session for session in alive if not session.is_prefilling]
+        ready = {session for session in decoding if session.is_ready}
+        frame = rig.send_one()
+        stepping = {session for session in ready if frame and session.slot in slots_of(frame)}
+        if stepping:
+            assert frame and len(frame.windows) == len(stepping) <= -(-len(decoding) // num_stages)
+            for waiting in ready - stepping:
+                passed.setdefault(waiting, Counter()).update(stepping)
+                assert max(passed[waiting].values()) == 1
+            for session in stepping:
+                passed.pop(session, None)
+            lanes.add(frame.step)
+        in_flight = [frame for frame, _ in rig.chain.in_flight if frame.step in lanes]
+        assert len(in_flight) <= num_stages
+        slots = [slot for frame in in_flight for slot in slots_of(frame)]
+        assert len(set(slots)) == len(slots), "in two lanes at once"
+        if rig.chain.in_flight and (frame is None or numbers.random() < 0.3):
+            rig.take_one()
+        alive = [session for session in alive if session.finish_reason is None]
+
+
+@pytest.mark.parametrize(("num_lanes", "sizes"), [(1, [7]), (2, [4, 3]), (3, [3, 3, 1])])
+def test_lanes_are_as_many_as_the_chooser_says(num_lanes: int, sizes: list[int]) -> None:
+    asked: list[tuple[int, float]] = []
+
+    def choose(num_sessions: int, rows_each: float) -> int:
+        asked.append((num_sessions, rows_each))
+        return num_lanes
+
+    rig = Rig(num_stages=3, lanes=choose)
+    streaming(rig, 7)
+    rig.send_all()
+    assert [len(lane) for lane in rig.chain.lanes_in_flight] == sizes
+    assert asked[-1][0] == 7
+
+
+def test_who_joins_steps_with_the_next_lane_that_has_room() -> None:
+    rig = Rig(num_stages=2)
+    old = streaming(rig, 2)
+    rig.send_all()
+    new = rig.submit(prompt_of(3, seed=9), 50)
+    rig.send_all()  # its prompt
+    assert sorted(map(len, rig.chain.lanes_in_flight))[:2] == [1, 1]
+    while not new.num_generated:
+        rig.take_one()
+        rig.send_all()
+    for _ in range(4):
+        rig.take_one()
+        rig.send_all()
+    assert sorted(map(len, rig.chain.lanes_in_flight)) == [1, 2]
+    assert {slot for lane in rig.chain.lanes_in_flight for slot in lane} == {session.slot for session in [*old, new]}
+
+
+def test_who_leaves_makes_lanes_smaller() -> None:
+    rig = Rig(num_stages=2)
+    sessions = streaming(rig, 6)
+    assert [len(frame.windows) for frame in rig.send_all()] == [3, 3]
+    for session in sessions[:4]:
+        rig.scheduler.close(session)
+    for _ in range(4):
+        rig.take_one()
+        rig.send_all()
+    assert sorted(map(len, rig.chain.lanes_in_flight)) == [1, 1]
+
+
+# --- prompts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 8])
+def test_while_nobody_streams_a_prompt_fills_the_pipe_and_no_more(num_stages: int) -> None:
+    rig = Rig(num_stages=num_stages, chunk=2)
+    rig.submit(prompt_of(100))
+    rig.send_all()
+    assert len(rig.chain.in_flight) == num_stages + 1
+    rig.take_one()
+    rig.send_all()
+    assert len(rig.chain.in_flight) == num_stages + 1
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_streams", [1, 5])
+def test_while_anyone_streams_one_chunk_is_in_flight(num_stages: int, num_streams: int) -> None:
+    rig = Rig(num_stages=num_stages, chunk=4)
+    streams = streaming(rig, num_streams)
+    long = [rig.submit(prompt_of(200, seed=seed), max_tokens=1) for seed in (1, 2)]
+    num_chunks = 0
+    while not all(session.num_generated for session in long):
+        num_chunks += sum(any(is_chunk_of(frame, session) for session in long) for frame in rig.send_all())
+        chunks = [frame for frame, _ in rig.chain.in_flight if any(is_chunk_of(frame, session) for session in long)]
+        assert len(chunks) <= 1
+        rig.take_one()
+    assert num_chunks >= 98 and all(session.finish_reason is None for session in streams)
+
+
+def test_a_stream_steps_between_any_two_chunks() -> None:
+    rig = Rig(num_stages=1, chunk=4)
+    [stream] = streaming(rig, 1)
+    long = rig.submit(prompt_of(40), max_tokens=1)
+    while not long.num_generated:
+        rig.send_all()
+        rig.take_one()
+    between = [slot for slot, *_ in rig.chain.windows[1:]]
+    assert between[:18] == [stream.slot, long.slot] * 9
+
+
+def test_the_oldest_prompt_and_the_shortest_take_turns() -> None:
+    rig = Rig(num_stages=1, chunk=4)
+    oldest, middle, shortest = (rig.submit(prompt_of(length), 1) for length in (60, 80, 30))
+    order = []
+    while len(order) < 14:
+        rig.send_all()
+        order = [slot for slot, *_ in rig.chain.windows]
+        rig.take_one()
+    assert order[:14] == [oldest.slot, shortest.slot] * 7
+    rig.run(oldest, middle, shortest)
+    assert [slot for slot, *_ in rig.chain.windows].count(middle.slot) == 20
+
+
+def test_no_prompt_starves_however_many_shorter_ones_come() -> None:
+    rig = Rig(num_stages=2, chunk=4)
+    long = rig.submit(prompt_of(60), 1)
+    for number in range(40):
+        rig.submit(prompt_of(6, seed=number), 1)
+        rig.step()
+    assert long.finish_reason is not None
+
+
+def test_a_short_prompt_beside_a_long_one_has_its_first_token_within_a_few_chunks() -> None:
+    rig = Rig(num_stages=2, chunk=8)
+    streaming(rig, 1)
+    long = rig.submit(prompt_of(800), 1)
+    for _ in range(10):
+        rig.step()
+    short = rig.submit(prompt_of(5), 1)
+    before = long.fed
+    rig.run(short)
+    assert long.fed - before <= 2 * 8
+
+
+def test_short_prompts_share_a_frame_as_far_as_they_fit_into_a_chunk() -> None:
+    rig = Rig(num_stages=2, chunk=16)
+    sessions = [rig.submit(prompt_of(length, seed=length), 1) for length in (5, 6, 7, 3, 2)]
+    rig.send_all()
+    lengths = [[len(window.tokens) for window in frame.windows] for frame in rig.chain.frames]
+    assert lengths == [[5, 6, 3, 2], [7]]
+    rig.run(*sessions)
+
+
+def test_the_end_of_a_long_prompt_shares_its_frame_too() -> None:
+    rig = Rig(num_stages=1, chunk=16)
+    long, short = rig.submit(prompt_of(36), 1), rig.submit(prompt_of(9), 1)
+    rig.run(long, short)
+    assert [len(window.tokens) for window in rig.chain.frames[0].windows] == [16]
+    assert [slots_of(frame) for frame in rig.chain.frames[:4]] == [
+        [long.slot],
+        [short.slot],  # the shortest in its turn: there is no room for a whole chunk beside it
+        [long.slot],
+        [long.slot],
+    ]
+    rig = Rig(num_stages=1, chunk=16)
+    long = rig.submit(prompt_of(20), 1)
+    rig.send_one()
+    short = rig.submit(prompt_of(9), 1)
+    frame = rig.send_one()
+    assert frame and [(window.slot, len(window.tokens)) for window in frame.windows] == [
+        (long.slot, 4),
+        (short.slot, 9),
+    ]
+
+
+# --- who leaves early -----------------------------------------------------------------------------------------------
+
+
+def test_an_ended_session_sends_nothing_more() -> None:
+    rig = Rig()
+    session = rig.submit(prompt_of(40))
+    rig.step()
+    session.stop()
+    assert rig.send_all() == []
+
+
+@pytest.mark.parametrize("num_moves", range(24))
+@pytest.mark.parametrize("kind", DECODERS)
+def test_a_cancel_frees_the_slot_with_the_very_next_frame_at_any_moment(kind: str, num_moves: int) -> None:
+    rig = Rig(num_stages=2, chunk=8)
+    other_prompt, numbers = prompt_of(11, seed=5), random.Random(num_moves)
+    other = rig.submit(other_prompt, 40)
+    session = rig.submit(prompt_of(50), 40, decoder=DECODERS[kind]())
+    for _ in range(num_moves):
+        if numbers.random() < 0.5 or not rig.chain.in_flight:
+            rig.send_one()
+        else:
+            rig.take_one()
+    was_opened = session.slot in rig.chain.slots
+    known = session.generated
+    rig.scheduler.close(session)
+    frame = rig.send_one()
+    assert list(frame.closed if frame else []) == ([session.slot] if was_opened else [])
+    assert session.slot not in rig.chain.slots
+    num_left = len(rig.chain.in_flight)
+    for _ in range(num_left):
+        assert all(owner is not session for owner, _ in rig.take_one())
+    assert session.generated == known and session.finish_reason == "stop"
+    rig.run(other)
+    assert other.generated == plain_answer(other_prompt, 40)
+    rig.end()
+
+
+def test_a_cancel_before_the_first_frame_leaves_nothing_behind() -> None:
+    """A client may leave while its request waits for a turn: no stage has heard of its slot, or must keep it."""
+    rig = Rig()
+    session = rig.submit(prompt_of(3))
+    rig.scheduler.close(session)
+    assert rig.send_all() == [] and not any(rig.scheduler.slots.promised)
+    assert rig.submit(prompt_of(3)).slot == 0
+
+
+def test_a_cancel_while_it_waits_for_memory_leaves_nothing_behind() -> None:
+    rig = Rig(budget=20)
+    first, waiting = rig.submit(prompt_of(10), 5), rig.submit(prompt_of(10, seed=1), 5)
+    assert rig.scheduler.num_waiting == 1
+    rig.scheduler.close(waiting)
+    assert rig.scheduler.num_waiting == 0
+    rig.run(first)
+    rig.end()
+    assert len(rig.chain.openings) == 1
+
+
+def test_to_close_twice_frees_once() -> None:
+    rig = Rig()
+    session = rig.answer(prompt_of(3))
+    new = rig.submit(prompt_of(4))
+    assert new.slot == session.slot
+    rig.send_all()
+    rig.scheduler.close(session)
+    rig.run(new)
+    assert new.generated == plain_answer(prompt_of(4), 3)
+    rig.end()
+
+
+def test_a_result_of_a_cancelled_session_does_not_reach_the_next_one_in_its_slot() -> None:
+    rig = Rig(num_stages=2)
+    old = rig.submit(prompt_of(2), max_tokens=9)
+    rig.send_all()  # its first token is on the way
+    rig.scheduler.close(old)
+    prompt = prompt_of(3)
+    new = rig.submit(prompt)
+    assert new.slot == old.slot
+    rig.send_all()
+    assert rig.chain.in_flight[0][1].samples and rig.take_one() == []
+    assert new.generated == old.generated == []
+    rig.run(new)
+    assert new.generated == plain_answer(prompt, 3)
+
+
+# --- all of it at once ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_sessions_with_different_decoders_side_by_side_get_what_each_gets_alone(seed: int) -> None:
+    numbers = random.Random(seed)
+    rig = Rig(num_stages=numbers.randint(1, 4), chunk=numbers.choice([1, 7, 16]))
+    sessions = []
+    for number, make in enumerate([*DECODERS.values()] * 3):
+        eos = frozenset({numbers.randrange(VOCAB)})
+        prompt = prompt_of(numbers.randint(1, 70), seed=number)
+        sessions.append((rig.submit(prompt, 30, eos, decoder=make()), plain_answer(prompt, 30, eos)))
+        for _ in range(numbers.randint(0, 3)):
+            rig.step()
+    rig.run(*(session for session, _ in sessions))
+    assert [session.generated for session, _ in sessions] == [expected for _, expected in sessions]
+    assert any(len(frame.windows) > 1 for frame in rig.chain.frames)
+    rig.end()

@@ -1,0 +1,212 @@
+"""One session: which windows it makes of a prompt and of what a decoder proposes, and when it ends."""
+
+import pytest
+
+from coordinator.decoding.decoders import Autoregressive, Fill, LosslessDiffusion, PromptLookup
+from coordinator.decoding.window import WindowChooser
+from coordinator.planning.costs import StepCosts
+from coordinator.sessions.session import Session
+from protos.brigade_pb2 import Frame, Sample, Window
+from protos.brigade_pb2 import Session as Opening
+from tests.unit.fake_chain import VOCAB, FakeChain, plain_answer, prompt_of
+from worker.compute.engine import num_rows
+
+
+def lossless(window: int = 16) -> LosslessDiffusion:
+    return LosslessDiffusion(WindowChooser(StepCosts(), window), frozenset())
+
+
+def fill(window: int = 16) -> Fill:
+    return Fill(window, 0.4, 0.02, frozenset())
+
+
+DECODERS = {"ar": Autoregressive, "ngram": PromptLookup, "diffusion": lossless, "diffusion-fast": fill}
+
+
+def opened(prompt: list[int], max_tokens: int = 3, **more: object) -> Session:
+    session = Session(prompt, max_tokens, **more)  # type: ignore[arg-type]
+    session.slot = 0
+    return session
+
+
+class Alone:
+    """A session and a chain that it has to itself."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.chain = FakeChain()
+        self.windows: list[Window] = []
+
+    def step(self) -> list[Sample]:
+        window = self.session.next_window()
+        self.windows.append(window)
+        opened = [] if len(self.windows) > 1 else [Opening(slot=0)]
+        self.chain.send(Frame(epoch=1, step=len(self.windows), opened=opened, windows=[window]))
+        result = self.chain.receive()
+        return self.session.commit(result.samples, result.guesses)
+
+    def run(self) -> None:
+        while self.session.finish_reason is None:
+            self.step()
+
+
+def run(session: Session) -> list[Window]:
+    alone = Alone(session)
+    alone.run()
+    return alone.windows
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "chunk", "expected"),
+    [
+        (1, 4, [(0, 1, 1)]),
+        (3, 4, [(0, 3, 1)]),
+        (4, 4, [(0, 4, 1)]),
+        (5, 4, [(0, 4, 0), (4, 1, 1)]),
+        (7, 4, [(0, 4, 0), (4, 3, 1)]),
+        (8, 4, [(0, 4, 0), (4, 4, 1)]),
+        (9, 4, [(0, 4, 0), (4, 4, 0), (8, 1, 1)]),
+        (3, 1, [(0, 1, 0), (1, 1, 0), (2, 1, 1)]),
+        (700, 300, [(0, 300, 0), (300, 300, 0), (600, 100, 1)]),
+    ],
+)
+def test_a_prompt_goes_in_whole_chunks_and_a_rest_and_only_its_last_row_is_wanted(
+    num_prompt: int, chunk: int, expected: list[tuple[int, int, int]]
+) -> None:
+    windows = run(opened(prompt_of(num_prompt), 1, chunk=chunk))
+    assert [(w.base, len(w.tokens), w.wanted) for w in windows] == expected
+    assert not any(w.masks or w.guessed for w in windows)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "chunk", "expected"),
+    [
+        (1, 8, [(0, 1, 4)]),
+        (4, 8, [(0, 4, 4)]),  # as many tokens as the decoder allows beside a proposal
+        (5, 8, [(0, 4, 0), (4, 1, 4)]),  # the last one is left for it
+        (8, 8, [(0, 7, 0), (7, 1, 4)]),
+        (9, 8, [(0, 8, 0), (8, 1, 4)]),
+        (12, 8, [(0, 8, 0), (8, 4, 4)]),
+        (13, 8, [(0, 8, 0), (8, 4, 0), (12, 1, 4)]),
+    ],
+)
+def test_where_a_decoder_adds_mask_rows_only_few_tokens_of_the_prompt_share_their_window(
+    num_prompt: int, chunk: int, expected: list[tuple[int, int, int]]
+) -> None:
+    session = opened(prompt_of(num_prompt), 20, chunk=chunk, decoder=fill(4))
+    windows = []
+    while session.is_ready:
+        windows.append(session.next_window())
+    assert [(w.base, len(w.tokens), w.guessed) for w in windows] == expected
+
+
+def test_each_token_after_the_prompt_goes_alone_and_is_wanted() -> None:
+    session = opened(prompt_of(5), 4, chunk=4)
+    windows = run(session)[2:]
+    assert [(w.base, len(w.tokens), w.wanted) for w in windows] == [(5, 1, 1), (6, 1, 1), (7, 1, 1)]
+    assert [list(w.tokens) for w in windows] == [[token] for token in session.generated[:3]]
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+@pytest.mark.parametrize("chunk", [1, 3, 16, 100])
+@pytest.mark.parametrize("num_prompt", [1, 4, 35])
+def test_the_answer_is_that_of_the_model_whatever_the_chunks_and_the_decoder(
+    num_prompt: int, chunk: int, kind: str
+) -> None:
+    prompt = prompt_of(num_prompt)
+    session = opened(prompt, 30, chunk=chunk, decoder=DECODERS[kind]())
+    run(session)
+    assert session.generated == plain_answer(prompt, 30) and session.num_generated == 30
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "eos_at", "reason", "num_generated"),
+    [(5, None, "length", 5), (1, None, "length", 1), (5, 2, "stop", 3), (5, 0, "stop", 1), (3, 2, "stop", 3)],
+)
+def test_why_a_session_ends(max_tokens: int, eos_at: int | None, reason: str, num_generated: int) -> None:
+    prompt = prompt_of(6, seed=4)
+    plain = plain_answer(prompt, max_tokens)
+    assert len(set(plain)) == len(plain), "choose a prompt whose answer has no repetition"
+    eos = frozenset() if eos_at is None else frozenset({plain[eos_at], VOCAB + 1})
+    session = opened(prompt, max_tokens, eos=eos)
+    run(session)
+    assert session.finish_reason == reason
+    assert session.generated == plain[:num_generated]
+
+
+def test_an_end_of_sequence_token_in_the_prompt_ends_nothing() -> None:
+    session = opened([1, VOCAB + 1, 2], 2, eos=frozenset({VOCAB + 1}))
+    run(session)
+    assert session.finish_reason == "length" and len(session.generated) == 2
+
+
+def test_a_session_is_ready_while_it_has_chunks_and_then_again_once_its_proposal_is_answered() -> None:
+    session = opened(prompt_of(9), 3, chunk=4)
+    alone = Alone(session)
+    states = [(session.is_prefilling, session.is_ready, session.is_streaming)]
+    while session.finish_reason is None:
+        alone.step()
+        states.append((session.is_prefilling, session.is_ready, session.is_streaming))
+    assert states == [
+        (True, True, False),
+        (True, True, False),
+        (False, True, False),  # one token of the prompt is left: the size of a decoding step
+        (False, True, True),
+        (False, True, True),
+        (False, False, True),
+    ]
+    waiting = opened(prompt_of(2))
+    waiting.next_window()
+    assert not waiting.is_ready
+
+
+def test_a_stopped_session_is_not_ready() -> None:
+    session = opened(prompt_of(40), chunk=4)
+    session.next_window()
+    session.stop()
+    assert session.finish_reason == "stop" and not session.is_ready
+
+
+def test_what_is_reused_is_not_fed_again() -> None:
+    prompt = prompt_of(20)
+    session = opened(prompt, chunk=8)
+    session.reuse(10)
+    window = session.next_window()
+    assert (window.base, list(window.tokens)) == (10, prompt[10:18])
+    assert window.prefix_hash == session.history.prefix_hash(10)
+    assert (session.num_reused, session.fed, session.num_unfed, session.num_rows) == (10, 18, 2, 8)
+
+
+@pytest.mark.parametrize("num_tokens", [20, 21])
+def test_one_token_at_least_must_be_fed_to_get_another(num_tokens: int) -> None:
+    with pytest.raises(AssertionError):
+        opened(prompt_of(20)).reuse(num_tokens)
+
+
+def test_nothing_is_reused_once_something_was_fed() -> None:
+    session = opened(prompt_of(20), chunk=4)
+    session.next_window()
+    with pytest.raises(AssertionError):
+        session.reuse(10)
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_no_window_writes_more_rows_than_were_promised(kind: str) -> None:
+    for num_prompt in (1, 2, 15, 16, 17, 40, 64, 100):
+        for max_tokens in (1, 2, 7, 31, 60):
+            for chunk in (1, 8, 256):
+                session = opened(prompt_of(num_prompt), max_tokens, chunk=chunk, decoder=DECODERS[kind]())
+                most = session.most_rows
+                assert max(window.base + num_rows(window) for window in run(session)) <= most
+                assert session.rows_kept <= most == session.most_rows
+
+
+def test_steps_and_rows_are_counted() -> None:
+    session = opened(prompt_of(9), 5, chunk=4)
+    windows = run(session)
+    assert session.num_steps == 5 == sum(window.wanted for window in windows)
+    assert session.num_rows == 9 + 4
+    filled = opened(prompt_of(9), 16, chunk=8, decoder=fill(8))
+    windows = run(filled)
+    assert filled.num_steps == sum(window.guessed > 0 for window in windows)
+    assert filled.num_rows == sum(map(num_rows, windows))

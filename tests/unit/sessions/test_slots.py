@@ -1,0 +1,312 @@
+"""Slots: who is let in, whose prefix is reused and how, and who has to go when memory is short."""
+
+import pytest
+
+from coordinator.decoding.decoders import Fill, LosslessDiffusion, PromptLookup
+from coordinator.decoding.window import WindowChooser
+from coordinator.planning.costs import StepCosts
+from coordinator.sessions.session import Session
+from protos.brigade_pb2 import CACHE_FULL, CACHE_INT8, Cache
+from tests.unit.fake_chain import Rig, plain_answer, prompt_of
+from worker.errors import InputError, QueueFull
+
+TEXT = prompt_of(200, seed=77)
+
+
+def fed(rig: Rig) -> dict[int, int]:
+    """Rows that the stages have, by slot."""
+    return {number: slot.num_rows for number, slot in rig.chain.slots.items()}
+
+
+# --- admission ------------------------------------------------------------------------------------------------------
+
+
+def test_what_could_never_fit_is_refused_with_the_node_that_is_too_small() -> None:
+    rig = Rig(budget=100)
+    assert rig.submit(prompt_of(60), 40).slot == 0
+    with pytest.raises(InputError, match="of cache on node-0, which has"):
+        rig.submit(prompt_of(61), 40)
+    assert rig.scheduler.num_waiting == 0
+
+
+def test_the_mask_rows_of_a_decoder_need_room_too() -> None:
+    rig = Rig(budget=300)
+    for decoder in (LosslessDiffusion(WindowChooser(StepCosts(), 4), frozenset()), Fill(4, 0.4, 0.02, frozenset())):
+        with pytest.raises(InputError):
+            rig.submit(prompt_of(40), 10, decoder=decoder)
+    rig.submit(prompt_of(40), 10)
+
+
+def test_a_cheaper_cache_lets_in_what_a_full_one_would_not() -> None:
+    rig = Rig(budget=100)
+    rig.submit(prompt_of(100), 100, cache=Cache(kind=CACHE_INT8))
+    assert rig.scheduler.slots.promised == rig.costs.budgets
+
+
+def test_sessions_start_in_the_order_of_arrival_once_there_is_memory() -> None:
+    """A small one does not overtake a large one: else large ones would never start."""
+    rig = Rig(budget=100)
+    first = rig.submit(prompt_of(50), 10)
+    large, small = rig.submit(prompt_of(80, seed=1), 10), rig.submit(prompt_of(5, seed=2), 5)
+    assert rig.scheduler.num_waiting == 2 and (large.slot, small.slot) == (-1, -1)
+    rig.run(first)
+    assert rig.scheduler.num_waiting == 0 and small.slot != large.slot >= 0
+    rig.run(large, small)
+    assert [large.generated, small.generated] == [
+        plain_answer(prompt_of(80, seed=1), 10),
+        plain_answer(prompt_of(5, seed=2), 5),
+    ]
+    rig.end()
+
+
+def test_whoever_is_cancelled_makes_room_at_once() -> None:
+    rig = Rig(budget=100)
+    first, second = rig.submit(prompt_of(60), 10), rig.submit(prompt_of(60, seed=1), 10)
+    rig.send_all()
+    rig.scheduler.close(first)
+    assert rig.scheduler.num_waiting == 0 and second.slot == first.slot
+    rig.send_all()
+    rig.run(second)
+    rig.end()
+
+
+def test_a_cancel_in_the_queue_lets_the_next_one_in() -> None:
+    rig = Rig(budget=100)
+    rig.submit(prompt_of(50), 10)
+    large, small = rig.submit(prompt_of(80, seed=1), 10), rig.submit(prompt_of(5, seed=2), 5)
+    rig.scheduler.close(large)
+    assert rig.scheduler.num_waiting == 0 and small.slot == 1
+
+
+def test_a_full_queue_says_so() -> None:
+    rig = Rig(budget=20, max_waiting=2)
+    for seed in range(3):
+        rig.submit(prompt_of(10, seed=seed), 10)
+    with pytest.raises(QueueFull, match="2 requests wait already"):
+        rig.submit(prompt_of(10, seed=4), 10)
+    with pytest.raises(InputError):  # not "try again later"
+        rig.submit(prompt_of(30, seed=5), 10)
+
+
+# --- reuse ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_goes_on_in_its_slot() -> None:
+    rig = Rig(keep=True, chunk=64)
+    first = rig.answer(prompt_of(40), 5)
+    prompt = [*first.history.tokens, 1, 2, 3]
+    second = rig.answer(prompt, 5)
+    assert second.slot == first.slot and rig.chain.forks == [(0, 0)]
+    assert second.num_reused == 44  # all but its last token, which was never fed
+    assert second.generated == plain_answer(prompt, 5)
+    assert rig.scheduler.slots.num_kept == 1 and rig.scheduler.slots.num_hits == 1
+    rig.end()
+
+
+def test_a_prefix_of_a_kept_slot_is_copied_and_the_slot_stays() -> None:
+    rig = Rig(keep=True, chunk=64)
+    rig.answer(TEXT[:60], 5)
+    prompt = [*TEXT[:30], 1, 2, 3]
+    second = rig.answer(prompt, 5)
+    assert rig.chain.forks == [(1, 0)] and second.num_reused == 30
+    assert second.generated == plain_answer(prompt, 5)
+    assert fed(rig) == {0: 64, 1: 37} and rig.scheduler.slots.num_kept == 2
+    rig.end()
+
+
+def test_a_prefix_of_a_live_session_is_copied_as_far_as_it_was_fed() -> None:
+    rig = Rig(num_stages=1, chunk=20)
+    live = rig.submit(TEXT[:100], 40)
+    rig.send_one()
+    rig.send_one()
+    prompt = [*TEXT[:90], 1]
+    other = rig.submit(prompt, 5)
+    rig.run(other)
+    assert rig.chain.forks == [(other.slot, live.slot)]
+    assert other.num_reused in (40, 60, 80, 90)  # whole chunks, or all that is shared
+    rig.run(live)
+    assert (live.generated, other.generated) == (plain_answer(TEXT[:100], 40), plain_answer(prompt, 5))
+
+
+def test_the_slot_with_most_of_the_prefix_is_the_one() -> None:
+    rig = Rig(keep=True, chunk=256)
+    for length in (50, 90, 70):
+        rig.answer([*TEXT[:length], 1, 2], 1)
+    assert rig.answer([*TEXT[:80], 3, 4], 1).num_reused == 80
+    assert rig.chain.forks[-1][1] == 1
+
+
+@pytest.mark.parametrize(("num_shared", "hits"), [(15, 0), (16, 1)])
+def test_a_short_common_beginning_is_not_worth_a_copy(num_shared: int, hits: int) -> None:
+    rig = Rig(keep=True, chunk=64)
+    rig.answer([*TEXT[:num_shared], 1, 2], 2)
+    rig.answer([*TEXT[:num_shared], 3, 4], 2)
+    assert rig.scheduler.slots.num_hits == len(rig.chain.forks) == hits
+
+
+def test_of_a_prompt_that_is_known_whole_the_last_token_is_fed_again() -> None:
+    rig = Rig(keep=True, chunk=64)
+    first, second = rig.answer(TEXT[:40], 5), rig.answer(TEXT[:40], 5)
+    assert second.num_reused == 39 and second.generated == first.generated
+    assert second.num_rows == 1 + 4
+
+
+def test_another_kind_of_cache_is_never_shared() -> None:
+    rig = Rig(keep=True, chunk=64)
+    rig.answer(TEXT[:60], 5, cache=Cache(kind=CACHE_FULL))
+    rig.answer(TEXT[:60], 5, cache=Cache(kind=CACHE_INT8))
+    rig.submit(TEXT[:60], 50, cache=Cache(kind=CACHE_INT8))
+    assert rig.scheduler.slots.num_hits == 0 and rig.chain.forks == []
+
+
+def test_where_a_cache_cannot_be_cut_only_what_goes_on_where_it_ends_is_reused() -> None:
+    rig = Rig(keep=True, chunk=64, cuttable=0)
+    first = rig.answer(TEXT[:60], 5)
+    assert rig.answer([*TEXT[:40], 1, 2], 5).num_reused == 0
+    prompt = [*first.history.tokens, 1]
+    assert rig.answer(prompt, 5).num_reused == 64
+    rig.end()
+
+
+def test_a_cache_can_be_cut_while_it_is_short_enough() -> None:
+    for length, reused in ((50, 40), (60, 0)):
+        rig = Rig(keep=True, chunk=64, cuttable=55)
+        rig.answer(TEXT[:length], 2)
+        assert rig.answer([*TEXT[:40], 1, 2], 2).num_reused == reused
+
+
+def test_a_kept_slot_that_another_covers_is_dropped() -> None:
+    rig = Rig(keep=True, chunk=256)
+    rig.answer(TEXT[:60], 1)
+    long = rig.answer(TEXT[:100], 1)  # takes it over
+    again = rig.answer(TEXT[:100], 1)
+    assert rig.scheduler.slots.num_kept == 1 and fed(rig) == {again.slot: 100}
+    assert long.slot != again.slot, "a copy, since it did not go on where the other ended"
+
+
+def test_at_most_64_slots_are_kept_the_latest_ones() -> None:
+    rig = Rig(keep=True, chunk=64)
+    for seed in range(70):
+        rig.answer(prompt_of(20, seed=seed), 1)
+    assert rig.scheduler.slots.num_kept == len(rig.chain.slots) == 64
+    assert rig.answer(prompt_of(20, seed=5), 1).num_reused == 0
+    assert rig.answer(prompt_of(20, seed=69), 1).num_reused == 19
+
+
+# --- short memory ---------------------------------------------------------------------------------------------------
+
+
+def test_what_is_kept_is_promised_no_more_than_it_holds() -> None:
+    rig = Rig(keep=True, chunk=64)
+    rig.answer(prompt_of(40), 2)
+    assert rig.scheduler.slots.promised == rig.chain.held(rig.costs.bytes_of) == (41 * 2, 41 * 4, 41 * 6)
+
+
+def kept_three(budget: int) -> Rig:
+    """Three kept slots of 41 rows, used in the order 1, 2, 0."""
+    rig = Rig(keep=True, chunk=64, budget=budget)
+    for seed in range(3):
+        rig.answer(prompt_of(40, seed=seed), 2)
+    rig.keep = False
+    rig.answer([*prompt_of(40)[:30], 1], 2)  # a copy of slot 0
+    return rig
+
+
+def test_the_least_recently_used_slot_gives_way_first() -> None:
+    rig = kept_three(budget=160)
+    rig.submit(prompt_of(50, seed=9), 10)
+    rig.send_all()
+    assert {0, 2} <= rig.chain.slots.keys() and rig.scheduler.slots.num_kept == 2
+    assert rig.chain.slots[1].history.tokens[:40] != prompt_of(40, seed=1)
+
+
+def test_no_slot_gives_way_without_need() -> None:
+    rig = kept_three(budget=200)
+    rig.submit(prompt_of(50, seed=9), 10)
+    assert rig.scheduler.slots.num_kept == 3
+
+
+def test_the_slot_that_a_session_copies_goes_last_and_then_becomes_its_own() -> None:
+    """Slot 1 is the least recently used, but it has the prefix: the others go first, then it is taken over and cut."""
+    rig = kept_three(budget=160)
+    other = rig.submit([*prompt_of(40, seed=1)[:30], 1], 40)  # 71 rows: without slot 2 there is room for a copy
+    rig.send_all()
+    assert rig.chain.forks[-1] == (other.slot, 1) and rig.scheduler.slots.num_kept == 2
+    assert {0, 1} <= rig.chain.slots.keys()
+    rig = kept_three(budget=160)
+    prompt = [*prompt_of(40, seed=1)[:30], 1]
+    greedy = rig.submit(prompt, 120)  # 151 rows: for nobody else
+    rig.send_all()
+    assert rig.chain.forks[-1] == (1, 1) and greedy.num_reused == 30
+    assert rig.chain.slots.keys() == {1} and rig.scheduler.slots.num_kept == 0
+    rig.run(greedy)
+    assert greedy.generated == plain_answer(prompt, 120)
+    rig.end()
+
+
+def test_live_sessions_never_give_way() -> None:
+    rig = Rig(keep=True, chunk=64, budget=100)
+    kept = rig.answer(prompt_of(20), 2)
+    live = rig.submit(prompt_of(40, seed=1), 20)
+    rig.step()
+    waiting = rig.submit(prompt_of(60, seed=2), 10)
+    assert rig.scheduler.num_waiting == 1 and rig.scheduler.slots.num_kept == 1, "nothing is freed in vain"
+    assert kept.slot in rig.chain.slots
+    rig.run(live, waiting)
+    assert live.generated == plain_answer(prompt_of(40, seed=1), 20)
+    rig.end()
+
+
+def test_a_cancel_before_the_first_frame_frees_a_slot_that_was_taken_over() -> None:
+    rig = Rig(keep=True, chunk=64)
+    first = rig.answer(prompt_of(40), 5)
+    session = rig.submit([*first.history.tokens, 1], 5)
+    assert session.slot == first.slot
+    rig.scheduler.close(session)
+    [frame] = rig.send_all()
+    assert list(frame.closed) == [first.slot] and not frame.opened
+    assert rig.chain.slots == {} and not any(rig.scheduler.slots.promised)
+
+
+def test_forget_kept_frees_what_is_kept_and_nothing_else() -> None:
+    rig = Rig(keep=True, chunk=64)
+    for seed in range(3):
+        rig.answer(prompt_of(20, seed=seed), 2)
+    live: Session = rig.submit(prompt_of(30, seed=9), 9)
+    rig.step()
+    rig.scheduler.slots.forget_kept()
+    rig.run(live)
+    assert rig.chain.slots.keys() == {live.slot} and rig.scheduler.slots.num_kept == 1
+    assert live.generated == plain_answer(prompt_of(30, seed=9), 9)
+    rig.end()
+
+
+def test_a_kept_slot_has_room_for_the_drafts_that_were_rejected_last() -> None:
+    start, rest = prompt_of(3), prompt_of(9)
+    prompt = next(p for x in range(5000) if plain_answer(p := [*start, x % 50, x // 50, *rest, *start], 1) == [x % 50])
+    rig = Rig(num_stages=1, keep=True, chunk=64)
+    rig.answer(prompt, 40, eos=frozenset({plain_answer(prompt, 2)[1]}), decoder=PromptLookup())
+    held, promised = rig.chain.held(rig.costs.bytes_of), rig.scheduler.slots.promised
+    assert held <= promised
+
+
+def test_a_slot_that_is_taken_over_stays_promised_until_it_is_cut() -> None:
+    """The stages cut it with the first window only."""
+    rig = Rig(num_stages=1, chunk=130, budget=300)
+    rig.answer(prompt_of(2, seed=9), 1)  # a turn, so that the shortest prompt is next
+    rig.keep = True
+    rig.answer(prompt_of(250), 2)
+    rig.submit([*prompt_of(250)[:20], *prompt_of(120, seed=1)], 2)  # 142 rows beside 251: takes the slot over
+    rig.submit(prompt_of(100, seed=2), 2)
+    rig.send_one()  # the second one's prompt: now 100 rows beside 251, of 300
+    assert rig.chain.held(rig.costs.bytes_of) <= rig.scheduler.slots.promised
+    assert rig.chain.held(rig.costs.bytes_of) <= rig.costs.budgets
+
+
+def test_two_that_open_in_one_frame_are_both_copied_from_the_slot_that_is_open() -> None:
+    rig = Rig(num_stages=1, chunk=256, keep=True)
+    prefix = prompt_of(40)
+    rig.answer([*prefix, 1, 2, 3], 1)
+    first, second = rig.submit([*prefix, 7, 8], 1), rig.submit([*prefix, 9, 8], 1)
+    rig.run(first, second)
+    assert rig.chain.forks == [(first.slot, 0), (second.slot, 0)]

@@ -1,0 +1,281 @@
+"""Text as it streams: stop strings against a plain search, characters against a real byte-level tokenizer."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from coordinator.sessions.text import StopText, TextStream, Tokenizer, eos_ids
+from worker.errors import InputError, ModelError
+
+# Latin, two, three and four byte characters, an emoji of seven code points, a flag, combining marks
+TEXTS = (
+    "plain words, and more.",
+    "naïve café — façade",
+    "日本語と中文、한국어",
+    "🙂🚀 👩‍👩‍👧‍👦 🇫🇷 done",
+    "e\u0301 a\u0323\u0302 ᾳ",
+    "mixed 日🙂x\n\n  two spaces\tand 漢字 end",
+)
+
+
+def plain_search(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
+    """What may be printed: the text up to the stop string that is complete first, else all of it."""
+    text = ""
+    for letter in "".join(pieces):
+        text += letter
+        if starts := [text.index(stop) for stop in stops if stop in text]:
+            return text[: min(starts)], True
+    return text, False
+
+
+def stream_through(pieces: list[str], stops: list[str]) -> tuple[list[str], bool]:
+    stop = StopText(stops)
+    return [*(stop.push(piece) for piece in pieces), stop.flush()], stop.matched
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_comes_out_is_exactly_what_stands_before_the_first_stop_string(seed: int) -> None:
+    """Few letters, so that stops overlap each other, themselves and the edges of the pieces."""
+    numbers = random.Random(seed)
+    num_matched = 0
+
+    def word(longest: int, shortest: int = 0) -> str:
+        return "".join(numbers.choice("aab") for _ in range(numbers.randint(shortest, longest)))
+
+    for _ in range(100):
+        stops = [word(5, 1) for _ in range(numbers.randint(0, 3))]
+        pieces = [word(4) for _ in range(numbers.randint(0, 10))]
+        emitted, matched = stream_through(pieces, stops)
+        assert ("".join(emitted), matched) == plain_search(pieces, stops), (stops, pieces)
+        assert not any(stop in "".join(emitted) for stop in stops), (stops, pieces)
+        num_matched += matched
+    assert 20 < num_matched < 80, "both outcomes must be tried"
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nothing_is_held_back_longer_than_it_could_be_a_stop_string(seed: int) -> None:
+    numbers = random.Random(seed)
+    stops = ["".join(numbers.choice("ab") for _ in range(numbers.randint(1, 4))) for _ in range(2)]
+    stop, text, out = StopText(stops), "", ""
+    for _ in range(20):
+        piece = numbers.choice(["a", "b", "c"])
+        text += piece
+        out += stop.push(piece)
+        if stop.matched:
+            return
+        held = text[len(out) :]
+        assert text.startswith(out)
+        assert held == "" or any(s.startswith(held) and s != held for s in stops)
+
+
+@pytest.mark.parametrize(
+    ("stops", "pieces", "expected"),
+    [
+        (["END"], ["some text E", "ND and more"], ["some text ", "", ""]),
+        (["END"], ["some text E", "N", "OUGH"], ["some text ", "", "ENOUGH", ""]),
+        (["END"], ["some text EN"], ["some text ", "EN"]),
+        (["aab"], ["a", "a", "a", "b"], ["", "", "a", "", ""]),
+        (["abcd", "bc"], ["a", "b", "c"], ["", "", "a", ""]),
+        (["xyz", "y"], ["x", "y"], ["", "x", ""]),
+        (["\n\n"], ["one\n", "two\n", "\n"], ["one", "\ntwo", "", ""]),
+        (["🙂"], ["ok 🙂", " no"], ["ok ", "", ""]),
+        ([""], ["nothing ", "stops"], ["nothing ", "stops", ""]),
+        (["a"], ["a"], ["", ""]),
+    ],
+)
+def test_stop_strings_piece_by_piece(stops: list[str], pieces: list[str], expected: list[str]) -> None:
+    assert stream_through(pieces, stops)[0] == expected
+
+
+def byte_level_tokenizer() -> FastTokenizer:
+    """One token per byte, and some merges that end inside characters or join the end of one to the next."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {char: i for i, char in enumerate(alphabet)}
+    merges = []
+    to_chars = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+
+    def chars(text: str) -> str:
+        return "".join(piece for piece, _ in to_chars.pre_tokenize_str(text))
+
+    for text in ("日", "🙂", "é", "语日"):
+        encoded = chars(text)
+        merges.append((encoded[0], encoded[1]))
+        merges.append((encoded[-2], encoded[-1]))
+    merges += [("e", "n"), ("en", "d"), (chars(" "), "a")]
+    kept = []
+    for left, right in merges:
+        if left + right not in vocab:
+            vocab[left + right] = len(vocab)
+            kept.append((left, right))
+    tokenizer = FastTokenizer(models.BPE(vocab=vocab, merges=kept))
+    tokenizer.pre_tokenizer = to_chars
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_end|>"])
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    byte_level_tokenizer().save(str(path / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "clean_up_tokenization_spaces": False,
+        "chat_template": "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}",
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer(folder)
+
+
+def is_whole(text: str) -> bool:
+    return "\ufffd" not in text
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_no_piece_has_half_a_character_and_together_they_are_the_text(tokenizer: Tokenizer, text: str) -> None:
+    stream = tokenizer.stream(())
+    tokens = tokenizer.encode(text)
+    pieces = [stream.push(token) for token in tokens]
+    pieces.append(stream.finish())
+    assert all(map(is_whole, pieces))
+    assert "".join(pieces) == stream.text == text
+
+
+def test_these_texts_do_split_characters_between_tokens(tokenizer: Tokenizer) -> None:
+    """Or the test above would prove nothing."""
+    for text in TEXTS[1:]:
+        stream = tokenizer.stream(())
+        assert "" in [stream.push(token) for token in tokenizer.encode(text)]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_an_answer_cut_anywhere_ends_with_its_last_whole_character(tokenizer: Tokenizer, text: str) -> None:
+    tokens = tokenizer.encode(text)
+    sizes = [len(byte_level_tokenizer().id_to_token(token)) for token in tokens]  # one letter stands for one byte
+    for length in range(len(tokens) + 1):
+        stream = tokenizer.stream(())
+        for token in tokens[:length]:
+            stream.push(token)
+        stream.finish()
+        assert stream.text == text.encode()[: sum(sizes[:length])].decode(errors="ignore")
+
+
+@pytest.mark.parametrize("stop", ["🙂", "日", "x", "中文", "\n\n", "👧", "e"])
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_stop_string_is_found_across_tokens(tokenizer: Tokenizer, text: str, stop: str) -> None:
+    stream = tokenizer.stream((stop,))
+    for token in tokenizer.encode(text):
+        assert not stream.is_stopped
+        stream.push(token)
+        if stream.is_stopped:
+            break
+    stream.finish()
+    assert stream.text == text.partition(stop)[0]
+    assert stream.is_stopped == (stop in text)
+
+
+def test_what_was_held_back_for_a_stop_string_comes_at_the_end(tokenizer: Tokenizer) -> None:
+    stream = tokenizer.stream(("END",))
+    pushed = [stream.push(token) for token in tokenizer.encode("text EN")]
+    assert "".join(pushed) == "text "
+    assert stream.finish() == "EN" and stream.text == "text EN" and not stream.is_stopped
+
+
+def test_two_streams_share_nothing(tokenizer: Tokenizer) -> None:
+    texts = ["日本語 🙂", "🚀 naïve 漢"]
+    streams = [tokenizer.stream(()) for _ in texts]
+    tokens = [tokenizer.encode(text) for text in texts]
+    for i in range(max(map(len, tokens))):
+        for stream, ids in zip(streams, tokens, strict=True):
+            if i < len(ids):
+                stream.push(ids[i])
+    for stream, text in zip(streams, texts, strict=True):
+        stream.finish()
+        assert stream.text == text
+
+
+def test_any_detokenizer_of_mlx_lm_will_do(folder: Path) -> None:
+    """The naive one decodes everything again at each token, and shows half characters in another way."""
+    from transformers import AutoTokenizer
+
+    wrapper = TokenizerWrapper(AutoTokenizer.from_pretrained(folder))
+    for text in TEXTS:
+        stream = TextStream(wrapper.detokenizer, StopText(()))
+        pieces = [stream.push(token) for token in wrapper.encode(text)]
+        pieces.append(stream.finish())
+        assert all(map(is_whole, pieces))
+        assert "".join(pieces) == text
+
+
+def test_the_conversation_ends_where_the_answer_begins(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode_chat([{"role": "system", "content": "be kind"}, {"role": "user", "content": "日"}])
+    stream = tokenizer.stream(())
+    for token in tokens:
+        stream.push(token)
+    stream.finish()
+    assert stream.text == "[system]be kind[user]日[assistant]"
+
+
+def test_a_model_without_a_chat_template_points_to_raw(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    with pytest.raises(InputError, match="--raw"):
+        Tokenizer(tmp_path).encode_chat([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize("damage", ["absent", "no JSON", "another file"])
+def test_a_tokenizer_that_cannot_be_read_is_a_model_error_of_one_line(tmp_path: Path, damage: str) -> None:
+    if damage != "absent":
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+        (tmp_path / "tokenizer.json").write_text("{" if damage == "no JSON" else '{"version": "1.0"}')
+    with pytest.raises(ModelError) as caught:
+        Tokenizer(tmp_path)
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_tokenizer_knows_its_end_of_sequence_token(tokenizer: Tokenizer) -> None:
+    assert tokenizer.eos == frozenset(tokenizer.encode("<|im_end|>"))
+    assert len(tokenizer.eos) == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        ({"eos_token_id": 2}, None, {2}),
+        ({"eos_token_id": [1, 2]}, None, {1, 2}),
+        ({"eos_token_id": 0}, None, {0}),
+        ({"eos_token_id": 2}, {"eos_token_id": 3}, {2, 3}),
+        ({"eos_token_id": 2}, {"eos_token_id": [3, 106]}, {2, 3, 106}),
+        ({"eos_token_id": [1]}, {}, {1}),
+        ({"text_config": {"eos_token_id": 7}}, None, {7}),
+        ({"eos_token_id": 1, "text_config": {"eos_token_id": [7, 8]}}, {"eos_token_id": 9}, {1, 7, 8, 9}),
+        ({"eos_token_id": None, "text_config": {}}, {"eos_token_id": None}, set()),
+        ({"text_config": None, "eos_token_id": 4}, None, {4}),
+        ({}, None, set()),
+    ],
+)
+def test_every_end_of_sequence_id_of_the_checkpoint_counts(
+    tmp_path: Path, config: dict, generation: dict | None, expected: set[int]
+) -> None:
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert eos_ids(tmp_path, config) == expected
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe{}", b""])
+def test_a_damaged_generation_config_is_a_model_error_that_names_the_file(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "generation_config.json").write_bytes(content)
+    with pytest.raises(ModelError, match=r"generation_config\.json"):
+        eos_ids(tmp_path, {})

@@ -1,0 +1,198 @@
+"""Timing records on made-up clocks: whatever they say, the parts add up to the request's wall time."""
+
+import json
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+
+from coordinator.cli.trace import trace_events
+from coordinator.sessions.waterfall import PARTS, Passage, Waterfall, make_waterfall, spans
+from protos.brigade_pb2 import Timing
+
+MS = 1_000_000  # nanoseconds
+COMPUTE = ("coordinator compute", "worker compute", "head + sampling")
+BETWEEN = ("wire", "return")
+
+
+def passage(start: int, stages: Sequence[tuple[int, int, int, int, int]], back: int, clocks: Sequence[int]) -> Passage:
+    """A frame that stage 0 received at `start`.
+
+    Args:
+        stages: per stage how long the hop into it, the queue, the computing, the sampling and the sending took.
+        back: how long the result took.
+        clocks: what each stage's clock is ahead by.
+    """
+    timings, now = [], start
+    for stage, (hop, *durations) in enumerate(stages):
+        moments = [now := now + hop]
+        moments += [now := now + duration for duration in durations]
+        received, started, computed, sampled, sent = (moment + clocks[stage] for moment in moments)
+        timings.append(
+            Timing(stage=stage, received=received, started=started, computed=computed, sampled=sampled, sent=sent)
+        )
+    return Passage(timings, now + back)
+
+
+def in_ns(waterfall: Waterfall) -> dict[str, int]:
+    """The parts, and that there is no other number behind them than whole nanoseconds."""
+    parts = {part: round(ms * MS) for part, ms in waterfall.parts.items()}
+    assert all(abs(parts[part] / MS - ms) < 1e-9 for part, ms in waterfall.parts.items())
+    return parts
+
+
+def assert_adds_up(waterfall: Waterfall, started: int, ended: int) -> None:
+    assert waterfall.wall_ms == (ended - started) / MS
+    assert tuple(waterfall.parts) == PARTS
+    assert min(waterfall.parts.values()) >= 0
+    assert sum(in_ns(waterfall).values()) == ended - started
+
+
+THREE = [(0, 1, 20, 0, 2), (5, 3, 30, 0, 1), (7, 0, 40, 10, 4)]
+
+
+def test_one_passage_is_divided_as_it_was() -> None:
+    way = passage(1000, THREE, back=6, clocks=[0, 0, 0])
+    found = make_waterfall([way], [0, 0, 0], started=990, ended=way.returned + 3)
+    assert in_ns(found) == {
+        "scheduling": 10 + 3,
+        "coordinator compute": 20 + 2,
+        "wire": 5 + 7,
+        "queue": 1 + 3 + 0,
+        "worker compute": 30 + 1 + 40 + 4,
+        "head + sampling": 10,
+        "return": 6,
+    }
+    assert_adds_up(found, 990, way.returned + 3)
+
+
+def test_each_stage_gets_its_own_sums_and_the_coordinator_the_way_back() -> None:
+    way = passage(0, [tuple(MS * n for n in stage) for stage in THREE], back=6 * MS, clocks=[0, 0, 0])  # type: ignore[misc]
+    stages = make_waterfall([way], [0, 0, 0], 0, way.returned).stages
+    assert [stage.compute_ms for stage in stages] == [22, 31, 54]
+    assert [stage.queue_ms for stage in stages] == [1, 3, 0]
+    assert [stage.wire_ms for stage in stages] == [6, 5, 7]
+    wall = way.returned / MS
+    assert [stage.utilisation for stage in stages] == [22 / wall, 31 / wall, 54 / wall]
+
+
+def test_a_single_stage_has_no_hop() -> None:
+    way = passage(0, [(0, 2, 30, 5, 1)], back=0, clocks=[0])
+    found = make_waterfall([way], [0], 0, way.returned)
+    assert in_ns(found) == dict.fromkeys(PARTS, 0) | {"queue": 2, "coordinator compute": 31, "head + sampling": 5}
+
+
+def test_a_request_without_a_frame_is_all_scheduling() -> None:
+    assert in_ns(make_waterfall([], [0], 10, 30)) == dict.fromkeys(PARTS, 0) | {"scheduling": 20}
+    assert make_waterfall([], [0], 10, 10).wall_ms == 0
+
+
+def random_passages(numbers: random.Random, num_stages: int, clocks: Sequence[int], *, overlap: bool) -> list[Passage]:
+    """Frames one after the other, or sent before the result of the one before is back; results stay in order."""
+    passages: list[Passage] = []
+    start = 1_000
+    for _ in range(numbers.randint(1, 12)):
+        stages = [tuple(numbers.randint(1, 50) * MS // 10 for _ in range(5)) for _ in range(num_stages)]
+        stages[0] = (0, *stages[0][1:])
+        way = passage(start, stages, numbers.randint(1, 50) * MS // 10, clocks)  # type: ignore[arg-type]
+        if passages and way.returned < passages[-1].returned:
+            way = Passage(way.timings, passages[-1].returned + 1)
+        passages.append(way)
+        start = start + numbers.randint(0, 9) * MS if overlap else way.returned + numbers.randint(0, 5)
+    return passages
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("seed", range(15))
+def test_the_parts_add_up_to_the_wall_time_to_the_nanosecond(seed: int, overlap: bool) -> None:
+    numbers = random.Random(seed)
+    clocks = [0, *(numbers.randint(-(10**12), 10**12) for _ in range(numbers.randint(0, 3)))]
+    passages = random_passages(numbers, len(clocks), clocks, overlap=overlap)
+    ended = passages[-1].returned + numbers.randint(0, 100)
+    assert_adds_up(make_waterfall(passages, clocks, 900, ended), 900, ended)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_offsets_of_the_clocks_do_not_matter_once_they_are_known(seed: int) -> None:
+    clocks = [0, 3 * 10**12, -5 * 10**11]
+    ways = [random_passages(random.Random(seed), 3, clocks_, overlap=bool(seed % 2)) for clocks_ in (clocks, [0, 0, 0])]
+    ended = ways[0][-1].returned
+    assert make_waterfall(ways[0], clocks, 0, ended) == make_waterfall(ways[1], [0, 0, 0], 0, ended)
+
+
+@pytest.mark.parametrize("error", [-40, -1, 1, 40])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_error_in_a_clock_moves_time_between_hops_and_nothing_else(stage: int, error: int) -> None:
+    hops = [(0, 1, 20, 0, 2), (50, 3, 30, 0, 1), (50, 0, 40, 10, 4)]
+    clocks = [0, 700, -300]
+    way = passage(1000, hops, back=50, clocks=clocks)
+    wrong = [clock + error * (i == stage) for i, clock in enumerate(clocks)]
+    true, found = (make_waterfall([way], offsets, 1000, way.returned) for offsets in (clocks, wrong))
+    kept = [part for part in PARTS if part not in BETWEEN]
+    assert {part: found.parts[part] for part in kept} == {part: true.parts[part] for part in kept}
+    assert sum(in_ns(found)[part] for part in BETWEEN) == sum(in_ns(true)[part] for part in BETWEEN)
+    assert [s.compute_ms for s in found.stages] == [s.compute_ms for s in true.stages]
+    assert sum(s.wire_ms for s in found.stages) == pytest.approx(sum(s.wire_ms for s in true.stages))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("seed", range(15))
+def test_even_a_clock_that_is_wrong_by_more_than_a_hop_leaves_the_sum_right(seed: int, overlap: bool) -> None:
+    """Clocks drift: after an hour a known offset is off by more than a hop takes. The parts must still add up."""
+    numbers = random.Random(seed)
+    clocks = [0, *(numbers.randint(-(10**12), 10**12) for _ in range(numbers.randint(1, 3)))]
+    passages = random_passages(numbers, len(clocks), clocks, overlap=overlap)
+    wrong = [0, *(clock + numbers.randint(-20, 20) * MS for clock in clocks[1:])]
+    ended = passages[-1].returned + numbers.randint(0, 100)
+    assert_adds_up(make_waterfall(passages, wrong, 900, ended), 900, ended)
+
+
+def test_frames_in_flight_together_are_not_counted_twice() -> None:
+    """Two stages of 10 ms, two frames right behind each other: the second one costs what it adds."""
+    first = passage(0, [(0, 0, 10, 0, 0), (0, 0, 10, 0, 0)], back=0, clocks=[0, 0])
+    second = passage(10, [(0, 0, 10, 0, 0), (0, 0, 10, 0, 0)], back=0, clocks=[0, 0])
+    found = make_waterfall([first, second], [0, 0], 0, 30)
+    assert in_ns(found) == dict.fromkeys(PARTS, 0) | {"coordinator compute": 10, "worker compute": 20}
+    assert [stage.utilisation for stage in found.stages] == pytest.approx([20 / 30, 20 / 30])
+
+
+def test_a_full_pipe_is_busy_everywhere() -> None:
+    ways = [passage(10 * i, [(0, 0, 10, 0, 0), (0, 0, 10, 0, 0)], 0, [0, 0]) for i in range(1000)]
+    stages = make_waterfall(ways, [0, 0], 0, ways[-1].returned).stages
+    assert all(0.99 < stage.utilisation <= 1 for stage in stages)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_spans_of_a_passage_have_no_gap_and_no_overlap(seed: int) -> None:
+    clocks = [0, 12345, -999]
+    for way in random_passages(random.Random(seed), 3, clocks, overlap=True):
+        tiles = spans(way, clocks)
+        assert all(before[3] == after[2] for before, after in pairwise(tiles))
+        assert tiles[0][2] == way.timings[0].received and tiles[-1][3] == way.returned
+
+
+class TestTrace:
+    clocks = (0, 10**9, -(10**9))
+
+    def trace(self) -> dict:
+        ways = [passage(1000 + 50 * i, THREE, 6, self.clocks) for i in range(2)]
+        return json.loads(json.dumps(trace_events(ways, self.clocks, ["coordinator", "mini", "studio"])))
+
+    def test_every_stage_has_a_named_track(self) -> None:
+        names = {e["tid"]: e["args"]["name"] for e in self.trace()["traceEvents"] if e["ph"] == "M"}
+        assert names == {0: "stage 0: coordinator", 1: "stage 1: mini", 2: "stage 2: studio"}
+
+    def test_every_span_is_an_event_in_microseconds_on_one_clock(self) -> None:
+        events = [e for e in self.trace()["traceEvents"] if e["ph"] == "X"]
+        first = [e for e in events if e["cat"] == "frame 0"]
+        assert (first[0]["name"], first[0]["ts"], first[0]["dur"]) == ("queue", 1.0, 0.001)
+        assert {e["name"] for e in first} <= set(PARTS)
+        assert all(b["ts"] == pytest.approx(a["ts"] + a["dur"]) for a, b in pairwise(first))
+        assert {e["tid"] for e in first} == {0, 1, 2}
+        assert {e["cat"] for e in events} == {"frame 0", "frame 1"}
+
+    def test_no_event_is_shorter_than_nothing(self) -> None:
+        ways = [passage(1000, THREE, 6, self.clocks)]
+        wrong = [clock + 20 * i for i, clock in enumerate(self.clocks)]
+        assert all(e["dur"] >= 0 for e in trace_events(ways, wrong, ["a", "b", "c"])["traceEvents"] if e["ph"] == "X")

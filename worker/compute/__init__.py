@@ -1,0 +1,1 @@
+"""A shard's layers and the sampler: everything that runs on the MLX thread."""

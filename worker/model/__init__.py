@@ -1,0 +1,1 @@
+"""What a model is: families, checkpoints, sizes. No MLX work."""

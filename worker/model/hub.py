@@ -1,0 +1,218 @@
+"""Models on the Hugging Face hub: small files and headers first, weight files only as a shard needs them."""
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgpack
+from huggingface_hub import HfApi, constants, get_cached_repo_tree, hf_hub_download, snapshot_download
+from huggingface_hub.errors import (
+    CachedRepoTreeNotFoundError,
+    GatedRepoError,
+    HFValidationError,
+    HTTPError,  # of whichever HTTP library this version of huggingface_hub stands on
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+    SafetensorsParsingError,
+)
+from huggingface_hub.utils import tqdm
+
+from worker.errors import ModelError
+from worker.model.checkpoint import (
+    SMALL_FILES,
+    Checkpoint,
+    TensorInfo,
+    read_config,
+    read_tensors,
+    tensors_of,
+    weight_files,
+)
+
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_TIMEOUT_S = 10.0
+_PARALLEL_FETCHES = 8
+
+
+def is_repository(model: str) -> bool:
+    """Whether the name has the shape owner/name or owner/name@revision."""
+    return _REPOSITORY.fullmatch(model) is not None
+
+
+def open_repository(model: str) -> Checkpoint:
+    """Open a hub repository, or what the local cache holds of it: its small files and the headers of its weights.
+
+    Args:
+        model: owner/name or owner/name@revision. The checkpoint's own name ends in the commit that it stands for.
+    Raises:
+        ModelError: it is not there, not readable, no safetensors model, or neither reachable nor in the cache.
+    """
+    repository, _, revision = model.partition("@")
+    with _explained(model):
+        folder = _snapshot(repository, revision or None)
+        config = read_config(folder)
+        tensors = _tensors(repository, folder, _weight_files(repository, folder))
+    return Checkpoint(f"{repository}@{folder.name}", folder, config, tensors, partial(_download, repository, folder))
+
+
+def _snapshot(repository: str, revision: str | None) -> Path:
+    """The cache's folder of the revision's commit (its name is the commit), with all small files in it."""
+    obstacle = _obstacle(repository, revision)
+    try:
+        folder = snapshot_download(
+            repository,
+            revision=revision,
+            allow_patterns=list(SMALL_FILES),
+            local_files_only=obstacle is not None,
+            tqdm_class=_counter(lambda nbytes: None),
+        )
+    except LocalEntryNotFoundError as error:
+        raise ModelError(
+            f"{repository} is not in the cache {constants.HF_HUB_CACHE}, or not all of its small files are, and "
+            f"{obstacle or 'the hub stopped answering'}; get it online once, or give a folder"
+        ) from error
+    return Path(folder)
+
+
+def _obstacle(repository: str, revision: str | None) -> str | None:
+    """Why the hub cannot be asked now; None if it can.
+
+    huggingface_hub's own first call waits without limit, and its listing tries six times: so this is asked first.
+    """
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    if revision and _COMMIT.fullmatch(revision) and _listing(repository, revision):
+        return None  # a commit never changes: nothing to ask
+    try:
+        HfApi().model_info(repository, revision=revision, timeout=_TIMEOUT_S)
+    except (RepositoryNotFoundError, RevisionNotFoundError):
+        raise
+    except (HTTPError, json.JSONDecodeError) as error:
+        return f"{constants.ENDPOINT} does not answer ({_first_line(error)})"
+    return None
+
+
+def _weight_files(repository: str, folder: Path) -> list[str]:
+    """As checkpoint.weight_files, but by the repository's listing: the folder holds what came so far."""
+    listing = _listing(repository, folder.name)
+    if listing is None or (folder / constants.SAFETENSORS_INDEX_FILE).exists():
+        return weight_files(folder)
+    for pattern in ("model*.safetensors", "*.safetensors"):
+        if files := sorted(path for path in listing if fnmatch(path, pattern) and "/" not in path):
+            return files
+    raise ModelError(
+        f"{repository} holds no *.safetensors, only {len(listing)} other files; "
+        "choose a repository in safetensors format, or convert it with mlx_lm.convert"
+    )
+
+
+def _listing(repository: str, commit: str) -> list[str] | None:
+    """The commit's files, here or not; None if the cache does not know."""
+    try:
+        return [file.path for file in get_cached_repo_tree(repository, revision=commit)]
+    except CachedRepoTreeNotFoundError:
+        return None
+
+
+def _tensors(repository: str, folder: Path, files: list[str]) -> dict[str, TensorInfo]:
+    """What the files hold: by the file if it is here, else by its header as kept by an earlier start or fetched now."""
+    keep = Path(constants.HF_HOME) / "brigade" / repository.replace("/", "--") / f"{folder.name}.msgpack"
+    absent = [file for file in files if not (folder / file).exists()]
+    kept = _read_kept(keep)
+    if unknown := [file for file in absent if file not in kept]:
+        with ThreadPoolExecutor(_PARALLEL_FETCHES) as pool:
+            fetched = pool.map(partial(_fetch_header, repository, folder.name), unknown)
+            kept |= zip(unknown, fetched, strict=True)
+        _write_kept(keep, kept)
+    tensors: dict[str, TensorInfo] = {}
+    for file in files:
+        tensors |= tensors_of(file, kept[file]) if file in absent else read_tensors(folder, file)
+    return tensors
+
+
+def _fetch_header(repository: str, commit: str, file: str) -> dict[str, Any]:
+    metadata = HfApi().parse_safetensors_file_metadata(repository, file, revision=commit, timeout=_TIMEOUT_S)
+    fields = ("dtype", "shape", "data_offsets")
+    return {name: {field: getattr(info, field) for field in fields} for name, info in metadata.tensors.items()}
+
+
+def _read_kept(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        return dict(msgpack.unpackb(path.read_bytes()))
+    except (FileNotFoundError, ValueError, TypeError):  # not there, or not ours: fetched again
+        return {}
+
+
+def _write_kept(path: Path, headers: dict[str, dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished.write_bytes(msgpack.packb(headers))
+    unfinished.replace(path)
+
+
+def _download(repository: str, folder: Path, files: Iterable[str], progress: Callable[[int], None]) -> None:
+    """Bring these weight files of the folder's commit; a file that is here counts at once."""
+    with _explained(repository):
+        for file in files:
+            if (folder / file).exists():
+                progress((folder / file).stat().st_size)
+            else:
+                hf_hub_download(repository, file, revision=folder.name, tqdm_class=_counter(progress))
+
+
+def _counter(progress: Callable[[int], None]) -> type[tqdm]:
+    """A progress bar that draws nothing and hands on the bytes that reached the disk."""
+
+    class Counter(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **(kwargs | {"disable": True}))
+
+        def update(self, n: float | None = 1) -> None:
+            progress(int(n or 0))
+
+        def update_transfer(self, n: float | None = 1) -> None:
+            """Bytes on the wire: having this method keeps huggingface_hub from making them a second bar."""
+
+        def set_transfer_postfix_str(self, *args: Any, **kwargs: Any) -> None:
+            """Belongs to `update_transfer`."""
+
+    return Counter
+
+
+@contextmanager
+def _explained(model: str) -> Iterator[None]:
+    """What huggingface_hub raises, as a ModelError that says what to do."""
+    repository = model.partition("@")[0]
+    try:
+        yield
+    except HFValidationError as error:
+        raise ModelError(f"{model} is no folder here and no repository's name (owner/name); correct it") from error
+    except GatedRepoError as error:
+        page = f"{constants.ENDPOINT}/{repository}"
+        raise ModelError(f"{repository} is gated; accept its terms at {page}, then run `hf auth login`") from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(
+            f"{repository} is no folder here and no repository that you may read at {constants.ENDPOINT}; "
+            "correct the name, or run `hf auth login` if it is private"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ModelError(f"{repository} has no such revision ({model}); give a branch, tag or commit") from error
+    except SafetensorsParsingError as error:
+        raise ModelError(f"{repository} holds a damaged safetensors file: {_first_line(error)}") from error
+    except (HTTPError, OSError, RuntimeError) as error:  # hf_xet raises a plain RuntimeError when a download fails
+        raise ModelError(
+            f"cannot get {model} from {constants.ENDPOINT}: {_first_line(error.__cause__ or error)}; "
+            "check network and disk, then start again"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__

@@ -1,0 +1,63 @@
+"""From a model's name to a shard in memory, with progress. Used by the coordinator and by workers alike."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from protos.brigade_pb2 import LoadProgress
+from worker.compute.shard import Shard
+from worker.model.checkpoint import DEMO, Checkpoint, open_folder
+from worker.model.hub import is_repository, open_repository
+from worker.model.modelspec import shard_tensors
+from worker.process.call_thread import run_aside
+from worker.process.machine import keep_resident
+from worker.process.mlx_thread import MlxThread
+
+Progress = Callable[[LoadProgress], None]
+
+
+def open_checkpoint(model: str) -> Checkpoint:
+    """Open `demo` (the bundled model), a local folder, or a hub repository (owner/name, owner/name@revision).
+
+    Raises:
+        ModelError: it is not there, or not a model.
+    """
+    if model == "demo":
+        return open_folder(DEMO, name="demo")
+    folder = Path(model).expanduser()
+    if is_repository(model) and not folder.exists():
+        return open_repository(model)
+    return open_folder(folder.absolute())
+
+
+async def load_shard(
+    checkpoint: Checkpoint, start: int, end: int, num_layers: int, thread: MlxThread, progress: Progress
+) -> Shard:
+    """Download what is missing, then build and materialise layers [start, end) on the MLX thread.
+
+    `progress` is called on the event loop.
+    """
+    loop = asyncio.get_running_loop()
+    names = shard_tensors(checkpoint, start, end, num_layers)
+    files = checkpoint.files_of(names)
+
+    def counter(phase: str, total: int) -> Callable[[int], None]:
+        done = 0
+
+        def advance(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            loop.call_soon_threadsafe(progress, LoadProgress(phase=phase, done=min(done, total), total=total))
+
+        return advance
+
+    def build() -> Shard:
+        shard = Shard(checkpoint, start, end)
+        keep_resident()
+        shard.materialise(counter("load", sum(checkpoint.tensors[name].nbytes for name in names)))
+        return shard
+
+    to_download = sum(info.nbytes for info in checkpoint.tensors.values() if info.file in files)
+    await run_aside(partial(checkpoint.fetch, names, counter("download", to_download)))
+    return await thread.run(build)

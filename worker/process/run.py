@@ -1,0 +1,91 @@
+"""Runs a command: exceptions become messages and exit codes. The other of the two places that may catch anything."""
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import typer
+from typer.exceptions import TyperException
+
+from worker.errors import BrigadeError
+from worker.process.call_thread import calls_are_left
+
+INTERRUPTED = 130
+
+
+def run_command(command: Callable[..., Any] | typer.Typer) -> NoReturn:
+    """Parse the process's arguments, run the command, leave with its exit code."""
+    _open_standard_streams()
+    if not isinstance(command, typer.Typer):
+        app = typer.Typer(add_completion=False)
+        app.command()(command)
+    else:
+        app = command
+    code = _exit_code(app)
+    if calls_are_left():
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            with contextlib.suppress(OSError):  # its reader left
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _exit_code(app: typer.Typer) -> int:
+    try:
+        code = app(standalone_mode=False) or 0
+        sys.stdout.flush()  # here, where a closed standard output can still be told from a failure
+        return code
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # that is how typer reports it
+            return _reader_left()
+        raise
+    except TyperException as error:
+        context = getattr(error, "ctx", None)
+        if message := error.format_message():  # none if no command was given: its help is out already
+            _complain(f"{message} (see {context.command_path if context else 'brigade'} --help)")
+        return 2
+    except (typer.Abort, KeyboardInterrupt):
+        return INTERRUPTED
+    except BrigadeError as error:
+        _complain(str(error))
+        return error.exit_code
+    except BrokenPipeError:
+        return _reader_left()
+    except OSError as error:
+        _complain(f"{error.filename or 'cannot write standard output'}: {error.strerror}")
+        sys.stdout = None  # what is still buffered cannot be written either
+        return 2
+    except Exception as error:
+        places = traceback.extract_tb(error.__traceback__)
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
+            places += traceback.extract_tb(error.__traceback__)
+        place = places[-1]
+        _complain(f"internal error: {error!r} at {place.filename.rpartition('/')[2]}:{place.lineno}; this is a bug")
+        return 3
+
+
+def _open_standard_streams() -> None:
+    """Put nothing where the caller closed a standard stream: else the next file or socket would become it."""
+    for number, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, mode)  # the lowest free number is this one
+    sys.stdin, sys.stdout, sys.stderr = (
+        stream or open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115 - for as long as the process lives
+        for stream, mode in ((sys.stdin, "r"), (sys.stdout, "w"), (sys.stderr, "w"))
+    )
+
+
+def _complain(message: str) -> None:
+    print(f"error: {message}", file=sys.stderr)
+
+
+def _reader_left() -> int:
+    """Standard output was closed (`| head`): not a failure, but nothing more may be written."""
+    sys.stdout = None
+    return 0
