@@ -276,9 +276,9 @@ def main(
 ) -> None:
     """Accuracy, tokens per step and cost of every decoder on the bundled model's held-out questions."""
     if plot is not None and find_spec("matplotlib") is None:
-        raise InputError("--plot needs matplotlib; pip install 'brigade[plot]'")
+        raise InputError("plot", "it needs matplotlib; pip install 'brigade[plot]'")
     if unknown := set(part or ()) - set(PARTS):
-        raise InputError(f"--part: expected one of {', '.join(PARTS)}, got {unknown.pop()!r}")
+        raise InputError("part", f"expected one of {', '.join(PARTS)}, got {unknown.pop()!r}")
     measured = Measured(machine_name(), model)
     if earlier is not None:
         measured = Measured.from_json(json.loads(earlier.read_text(encoding="utf-8")))

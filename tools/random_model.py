@@ -33,8 +33,9 @@ def main(
     """Write a qwen3 model of random weights."""
     if dtype not in _DTYPES or folder.exists() or hidden % 64 or bits not in (None, 4, 8):
         raise InputError(
+            "",
             "expected a folder that does not exist, a hidden size that 64 divides, --dtype float32, float16 or "
-            "bfloat16, and --bits 4 or 8 if any"
+            "bfloat16, and --bits 4 or 8 if any",
         )
     heads = hidden // 64
     config = {

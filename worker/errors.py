@@ -1,89 +1,69 @@
-"""The exception family, its exit codes and its gRPC status table."""
+"""The exception family and its exit codes. Knows nothing of how an error travels or is printed."""
 
-import grpc
+from typing import Self
 
 
 class BrigadeError(Exception):
     """Something a user, a file or a peer caused; the message says what was expected, what was found, what to do."""
 
     exit_code = 3
-    status = grpc.StatusCode.INTERNAL
+
+    def __init__(self, message: str, *, node: str = "") -> None:
+        """`node` is the worker that it is about; none where it is this process's own affair."""
+        super().__init__(message)
+        self.message = message
+        self.node = node
+
+    def at(self, node: str) -> Self:
+        """The same error, of this worker unless it is of another one already."""
+        self.node = self.node or node
+        return self
+
+    def __str__(self) -> str:
+        return f"worker {self.node}: {self.message}" if self.node else self.message
 
 
 class InputError(BrigadeError):
     """A request that cannot be served as it stands."""
 
     exit_code = 2
-    status = grpc.StatusCode.INVALID_ARGUMENT
+
+    def __init__(self, field: str, message: str) -> None:
+        """`field` is the parameter's name in a request (`max_tokens`); empty where no single one is to blame."""
+        super().__init__(message)
+        self.field = field
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.message}" if self.field else self.message
 
 
 class ConfigError(BrigadeError):
     """cluster.yaml, a flag or a layer split is wrong."""
 
     exit_code = 2
-    status = grpc.StatusCode.OUT_OF_RANGE
 
 
 class ModelError(BrigadeError):
     """A checkpoint is missing, damaged, unsupported, or not the same on every node."""
 
     exit_code = 2
-    status = grpc.StatusCode.FAILED_PRECONDITION
 
 
 class FrameError(BrigadeError):
     """A peer sent what this stage does not expect."""
 
-    status = grpc.StatusCode.DATA_LOSS
-
 
 class CacheMismatch(BrigadeError):
     """A slot does not hold the prefix that a window continues."""
-
-    status = grpc.StatusCode.ABORTED
 
 
 class NodeBusy(BrigadeError):
     """The node already serves another coordinator."""
 
-    status = grpc.StatusCode.ALREADY_EXISTS
-
 
 class QueueFull(BrigadeError):
     """As many requests wait as may wait."""
 
-    status = grpc.StatusCode.RESOURCE_EXHAUSTED
-
 
 class StageLost(BrigadeError):
     """A node of the chain closed, fell silent, or was never there."""
-
-    status = grpc.StatusCode.UNAVAILABLE
-
-
-_FAMILY = (InputError, ConfigError, ModelError, FrameError, CacheMismatch, NodeBusy, QueueFull, StageLost)
-_BY_STATUS: dict[grpc.StatusCode, type[BrigadeError]] = {kind.status: kind for kind in _FAMILY}
-
-
-def name_node(error: BrigadeError, node: str) -> str:
-    """The error's message, with the node in front unless it already names one."""
-    message = str(error)
-    return message if message.startswith("worker ") else f"worker {node}: {message}"
-
-
-def from_status(error: grpc.RpcError, node: str) -> BrigadeError:
-    """The error that `node` meant, or that its silence means, by a failed call's status."""
-    code, details = error.code(), error.details() or error.code().name
-    kind = _BY_STATUS.get(code, StageLost)
-    if kind is StageLost and not details.startswith("worker "):
-        details = _in_plain_words(details)
-    return kind(name_node(kind(details), node))
-
-
-def _in_plain_words(details: str) -> str:
-    """What gRPC says of a broken connection, for people."""
-    if "ping timeout" in details or "keepalive" in details:
-        return "stopped answering (hung, asleep, or cut off)"
-    if any(sign in details for sign in ("reset by peer", "Socket closed", "GOAWAY", "EOF", "Broken pipe")):
-        return "closed the connection (its process has ended)"
-    return f"connection lost ({details})"

@@ -91,9 +91,9 @@ def generate(
     The workers of cluster.yaml: brigade generate --config cluster.yaml -p "Hello"
     """
     if repeat_guard == 1:
-        raise InputError("--repeat-guard: expected 0 (off) or at least 2 times, got 1")
+        raise InputError("repeat_guard", "expected 0 (off) or at least 2 times, got 1")
     if (prompt is None) == (prompt_tokens is None):
-        raise InputError("expected either --prompt TEXT (`-` reads standard input) or --prompt-tokens 1,2,3")
+        raise InputError("", "expected either --prompt TEXT (`-` reads standard input) or --prompt-tokens 1,2,3")
     options = cluster_options(config, model, local, layers, context)
     sampling = make_sampling(
         temperature=temp, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty,
@@ -148,13 +148,13 @@ def plan(
     else:
         _refuse(ctx, ("stage_ms", "measured", *times, *load), "expected only with --simulate")
     if simulate and (stage_ms is None) == (measured is None):
-        raise InputError("--simulate: expected either --stage-ms 26.5,6.5 or --measured FILE of `brigade bench --json`")
+        raise InputError("simulate", "expected either --stage-ms 26.5,6.5 or --measured FILE of `brigade bench --json`")
     if measured is not None:
         _refuse(ctx, times, "not expected with --measured, which holds the times")
     options = cluster_options(config, model, local, layers, context)
-    counts = parse_counts("--concurrency", concurrency, most=MOST_REQUESTS)
-    stages_ms = parse_times("--stage-ms", stage_ms, least=0.001) if stage_ms is not None else ()
-    rows_ms, hops_ms = parse_times("--row-ms", row_ms), parse_times("--hop-ms", hop_ms)
+    counts = parse_counts("concurrency", concurrency, most=MOST_REQUESTS)
+    stages_ms = parse_times("stage_ms", stage_ms, least=0.001) if stage_ms is not None else ()
+    rows_ms, hops_ms = parse_times("row_ms", row_ms), parse_times("hop_ms", hop_ms)
 
     from coordinator.cli.commands import run_plan
     from coordinator.cli.run_async import run_async
@@ -218,12 +218,12 @@ def bench(
     """
     options = cluster_options(config, model, 1 if config is None and local is None else local, None, None)
     if layers and not options.num_workers:
-        raise InputError("--layers: expected workers to split the model over, found none; use --local N or --config")
+        raise InputError("layers", "expected workers to split the model over, found none; use --local N or --config")
     decodes = tuple(
         make_decode(kind.strip(), "auto", Decode.entropy_threshold, Decode.position_penalty)
         for kind in decode.split(",")
     )
-    counts = parse_counts("--concurrency", concurrency, most=MOST_REQUESTS)
+    counts = parse_counts("concurrency", concurrency, most=MOST_REQUESTS)
     splits = tuple(dict.fromkeys(map(parse_layers, layers or []))) or (options.cluster.layers,)
 
     from coordinator.cli.commands import run_bench
@@ -239,7 +239,7 @@ def _refuse(ctx: typer.Context, names: Sequence[str], why: str) -> None:
     for parameter in ctx.command.params:
         source = ctx.get_parameter_source(parameter.name or "")
         if parameter.name in names and source and source.name == "COMMANDLINE":
-            raise InputError(f"{'/'.join(parameter.opts)}: {why}")
+            raise InputError("", f"{'/'.join(parameter.opts)}: {why}")
 
 
 def _standard_input() -> str:

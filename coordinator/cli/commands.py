@@ -47,14 +47,10 @@ class Wish:
 
 async def run_generate(options: ClusterOptions, wish: Wish) -> None:
     """One request: text to standard output as it comes, the summary to standard error."""
-    for flag, text in (
-        ("--prompt", wish.prompt),
-        ("--system-prompt", wish.system),
-        *(("--stop", s) for s in wish.stops),
-    ):
-        _require_utf8(flag, text or "")
+    for name, text in (("prompt", wish.prompt), ("system_prompt", wish.system), *(("stop", s) for s in wish.stops)):
+        _require_utf8(name, text or "")
     if wish.trace is not None:
-        _require_writable("--trace", wish.trace)
+        _require_writable("trace", wish.trace)
     checkpoint, spec = await read_model(options.model)
     spec = replace(spec, cache=wish.cache)
     tokenizer = _tokenizer(wish, checkpoint.folder)
@@ -84,7 +80,7 @@ async def run_bench(options: ClusterOptions, workload: Workload, *, as_json: boo
     """Measure, then print the table or the JSON object; last, where nothing can be lost any more, the picture."""
     if plot is not None:
         check_plot(plot)
-        _require_writable("--plot", plot)
+        _require_writable("plot", plot)
     bench = await measure(options, workload)
     print(json.dumps(bench.as_json()) if as_json else to_markdown(bench), flush=True)
     if plot is not None:
@@ -117,7 +113,7 @@ def _prompt_ids(wish: Wish, tokenizer: Tokenizer | None) -> tuple[int, ...]:
         return wish.prompt_tokens
     assert tokenizer is not None and wish.prompt is not None
     if not (wish.prompt if wish.raw else wish.prompt.strip()):
-        raise InputError("the prompt is empty; expected some text")
+        raise InputError("prompt", "expected some text, found none")
     if wish.raw:
         return tuple(tokenizer.encode(wish.prompt))
     messages = [{"role": "system", "content": wish.system}] if wish.system else []
@@ -148,17 +144,17 @@ def _report(chain: Chain, answer: Answer, wish: Wish, stream: TextStream | Token
     print(json.dumps(result), flush=True)
 
 
-def _require_utf8(flag: str, text: str) -> None:
+def _require_utf8(name: str, text: str) -> None:
     if any("\ud800" <= letter <= "\udfff" for letter in text):  # how python reads bytes that are no UTF-8
-        raise InputError(f"{flag} is not UTF-8 text")
+        raise InputError(name, "expected UTF-8 text, found other bytes")
 
 
-def _require_writable(flag: str, path: Path) -> None:
+def _require_writable(name: str, path: Path) -> None:
     """Refuse now what cannot be written once the answer is there."""
     try:
         path.open("a").close()
     except OSError as error:
-        raise InputError(f"{flag}: cannot write {path}: {error.strerror}") from error
+        raise InputError(name, f"cannot write {path}: {error.strerror}") from error
 
 
 def _print_piece(text: str) -> None:

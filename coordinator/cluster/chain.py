@@ -206,11 +206,11 @@ class Chain:
         for peer, reply in zip(self.peers, replies, strict=True):
             if isinstance(reply, BaseException):
                 return StageLost(
-                    f"worker {peer.name}: no answer at {peer.address} after {waited_s:.1f} s without a result "
-                    "(stopped, hung, or cut off)"
+                    f"no answer at {peer.address} after {waited_s:.1f} s without a result (stopped, hung, or cut off)",
+                    node=peer.name,
                 )
             if reply.busy_s > waited_s / 2:
-                return StageLost(f"worker {peer.name}: its engine has been at one step for {reply.busy_s:.1f} s")
+                return StageLost(f"its engine has been at one step for {reply.busy_s:.1f} s", node=peer.name)
         assert self._stage is not None
         return StageLost(
             f"no result for {waited_s:.1f} s though every worker answers "

@@ -50,9 +50,9 @@ class LocalWorker:
                 line = await self._process.stdout.readline()
             return str(json.loads(line)["address"])
         except TimeoutError:
-            raise StageLost(f"worker {self.name}: did not start within {_START_S:.0f} s") from None
+            raise StageLost(f"did not start within {_START_S:.0f} s", node=self.name) from None
         except (json.JSONDecodeError, KeyError, TypeError):
-            raise StageLost(f"worker {self.name}: ended while starting; what it said stands above") from None
+            raise StageLost("ended while starting; what it said stands above", node=self.name) from None
 
     async def stop(self) -> None:
         """End the process: SIGTERM, then SIGKILL."""

@@ -52,28 +52,28 @@ def parse_tokens(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
-        raise InputError(f"--prompt-tokens: expected token ids like 1,2,3, got {text!r}") from None
+        raise InputError("prompt_tokens", f"expected token ids like 1,2,3, got {text!r}") from None
 
 
-def parse_counts(flag: str, text: str, *, most: int = 1_000_000) -> tuple[int, ...]:
+def parse_counts(field: str, text: str, *, most: int = 1_000_000) -> tuple[int, ...]:
     """Whole numbers from 1 to `most`, ascending, each once."""
     try:
         counts = {int(part) for part in text.split(",")}
     except ValueError:  # no numbers, or of thousands of digits
         counts = {0}
     if not all(1 <= count <= most for count in counts):
-        raise InputError(f"{flag}: expected whole numbers from 1 to {most} like 1,4,8, got {text!r}")
+        raise InputError(field, f"expected whole numbers from 1 to {most} like 1,4,8, got {text!r}")
     return tuple(sorted(counts))
 
 
-def parse_times(flag: str, text: str, *, least: float = 0.0) -> tuple[float, ...]:
+def parse_times(field: str, text: str, *, least: float = 0.0) -> tuple[float, ...]:
     """Milliseconds from `least` to a million."""
     try:
         times = tuple(float(part) for part in text.split(","))
     except ValueError:
         times = (-1.0,)
     if not all(least <= time <= 1e6 for time in times):  # false for what is no number, too
-        raise InputError(f"{flag}: expected milliseconds from {least:g} to 1000000 like 26.5,6.5, got {text!r}")
+        raise InputError(field, f"expected milliseconds from {least:g} to 1000000 like 26.5,6.5, got {text!r}")
     return times
 
 
@@ -82,4 +82,4 @@ def parse_bias(text: str) -> dict[int, float]:
         pairs = [pair.split(":") for pair in text.split(",") if pair.strip()]
         return {int(token): float(bias) for token, bias in pairs}
     except ValueError:
-        raise InputError(f"--logit-bias: expected ID:BIAS pairs like 5:-1.5,7:2, got {text!r}") from None
+        raise InputError("logit_bias", f"expected ID:BIAS pairs like 5:-1.5,7:2, got {text!r}") from None

@@ -20,7 +20,8 @@ from protos.brigade_pb2 import (
     StatusRequest,
 )
 from protos.brigade_pb2_grpc import NodeStub
-from worker.errors import ModelError, StageLost, from_status
+from worker.errors import ModelError, StageLost
+from worker.node.status import error_of
 from worker.node.wire import PROTOCOL_VERSION, open_channel
 
 T = TypeVar("T")
@@ -54,15 +55,17 @@ class Peer:
             reply = await self._stub.Hello(request, timeout=_HELLO_S, wait_for_ready=True)
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise from_status(error, self.name) from error
+                raise error_of(error, self.name) from error
             raise StageLost(
-                f"worker {self.name}: nothing answers at {self.address} ({_HELLO_S:.0f} s). "
-                f"Start it there: brigade worker --config cluster.yaml --name {self.name}"
+                f"nothing answers at {self.address} ({_HELLO_S:.0f} s). "
+                f"Start it there: brigade worker --config cluster.yaml --name {self.name}",
+                node=self.name,
             ) from error
         if reply.protocol_version != PROTOCOL_VERSION:
             raise ModelError(
-                f"worker {self.name}: speaks protocol {reply.protocol_version}, this coordinator {PROTOCOL_VERSION}; "
-                "install the same version of brigade on both"
+                f"speaks protocol {reply.protocol_version}, this coordinator {PROTOCOL_VERSION}; "
+                "install the same version of brigade on both",
+                node=self.name,
             )
         return reply
 
@@ -78,7 +81,7 @@ class Peer:
                         return
                     progress(report)
             except TimeoutError:
-                raise StageLost(f"worker {self.name}: no progress in loading for {_STALL_S:.0f} s") from None
+                raise StageLost(f"no progress in loading for {_STALL_S:.0f} s", node=self.name) from None
             finally:
                 call.cancel()
 
@@ -91,7 +94,7 @@ class Peer:
                     if not await self._attachment.initial_metadata():
                         await self._attachment.read()  # refused: this raises the reason
             except TimeoutError:
-                raise StageLost(f"worker {self.name}: did not join the chain within {_ATTACH_S:.0f} s") from None
+                raise StageLost(f"did not join the chain within {_ATTACH_S:.0f} s", node=self.name) from None
 
     async def results(self) -> AsyncIterator[Result]:
         """What the attached worker reports; nothing unless it is the last. Raises once it is lost."""
@@ -99,7 +102,7 @@ class Peer:
         with self._naming():
             async for result in self._attachment:
                 yield result
-        raise StageLost(f"worker {self.name}: left the chain")
+        raise StageLost("left the chain", node=self.name)
 
     async def status(self, timeout_s: float) -> StatusReply:
         """What the worker is doing. Raises StageLost if it does not say so within `timeout_s`."""
@@ -134,11 +137,11 @@ class Peer:
         try:
             return await call
         except grpc.RpcError as error:
-            raise from_status(error, self.name) from error
+            raise error_of(error, self.name) from error
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
         try:
             yield
         except grpc.RpcError as error:
-            raise from_status(error, self.name) from error
+            raise error_of(error, self.name) from error

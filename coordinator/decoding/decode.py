@@ -39,27 +39,27 @@ class Decode:
 
 
 def make_decode(kind: str, window: str, entropy_threshold: float, position_penalty: float) -> Decode:
-    """From flags. Raises InputError, naming the flag, for a value that none can have."""
+    """From flags. Raises InputError, naming the parameter, for a value that none can have."""
     if kind not in KINDS:
-        raise InputError(f"--decode: expected one of {', '.join(KINDS)}, got {kind!r}")
+        raise InputError("decode", f"expected one of {', '.join(KINDS)}, got {kind!r}")
     if window != "auto" and not (window.isdecimal() and len(window) < 9 and 1 <= int(window) <= _LARGEST_WINDOW):
-        raise InputError(f"--window: expected a whole number from 1 to {_LARGEST_WINDOW} or `auto`, got {window!r}")
-    for flag, value in (("--entropy-threshold", entropy_threshold), ("--position-penalty", position_penalty)):
+        raise InputError("window", f"expected a whole number from 1 to {_LARGEST_WINDOW} or `auto`, got {window!r}")
+    for field, value in (("entropy_threshold", entropy_threshold), ("position_penalty", position_penalty)):
         if not (math.isfinite(value) and value >= 0):
-            raise InputError(f"{flag}: expected a number from 0, got {value:g}")
+            raise InputError(field, f"expected a number from 0, got {value:g}")
     return Decode(kind, None if window == "auto" else int(window), entropy_threshold, position_penalty)
 
 
 def make_cache_choice(kind: str, max_kv_size: int | None) -> Cache:
     """From flags. Raises InputError if they do not make sense together."""
     if kind not in _CACHES:
-        raise InputError(f"--kv: expected one of {', '.join(_CACHES)}, got {kind!r}")
+        raise InputError("kv", f"expected one of {', '.join(_CACHES)}, got {kind!r}")
     if (kind == "rotating") != (max_kv_size is not None):
-        raise InputError("--kv rotating and --max-kv-size N belong together: N is how many tokens it keeps")
+        raise InputError("max_kv_size", "expected with a rotating cache, and only there: how many tokens it keeps")
     if max_kv_size is None:
         return Cache(kind=_CACHES[kind])
     if not 2 * _KEEP < max_kv_size < 2**32:
-        raise InputError(f"--max-kv-size: expected more than {2 * _KEEP} tokens and less than 2^32, got {max_kv_size}")
+        raise InputError("max_kv_size", f"expected more than {2 * _KEEP} tokens and less than 2^32, got {max_kv_size}")
     return Cache(kind=CACHE_ROTATING, size=max_kv_size, keep=_KEEP)
 
 
@@ -76,18 +76,20 @@ def suit(decode: Decode, cache: Cache, spec: ModelSpec) -> Decode:
         return decode
     if spec.recurrent_layers:
         raise InputError(
-            f"--decode {decode.kind} needs to cut the cache, but {spec.name} has recurrent layers "
-            f"(the first is layer {spec.recurrent_layers[0]}), whose state cannot be cut; use --decode ar"
+            "decode",
+            f"{decode.kind} needs to cut the cache, but {spec.name} has recurrent layers "
+            f"(the first is layer {spec.recurrent_layers[0]}), whose state cannot be cut; use ar",
         )
     if decode.kind == "ngram":
         return decode
     if spec.mask_token is None:
         raise InputError(
-            f"--decode {decode.kind} needs mask-trained weights, but {spec.name} has no mask_token_id in config.json; "
-            "use --decode ngram or ar"
+            "decode",
+            f"{decode.kind} needs mask-trained weights, but {spec.name} has no mask_token_id in config.json; "
+            "use ngram or ar",
         )
     window, room = decode.window or _FILL_WINDOW, min(spec.context, cache.size or spec.context)
     if window >= room:
         where = "the rotating cache keeps" if cache.size else "the model's context is"
-        raise InputError(f"--window: expected less than the {room} tokens that {where}, got {window}")
+        raise InputError("window", f"expected less than the {room} tokens that {where}, got {window}")
     return decode

@@ -143,7 +143,8 @@ async def measure(options: ClusterOptions, workload: Workload) -> Bench:
     workload = replace(workload, decodes=tuple(suited))
     if workload.context > spec.context:
         raise InputError(
-            f"-p and -g: expected at most {spec.context} tokens together, {spec.name}'s context, got {workload.context}"
+            "num_prompt",
+            f"expected at most {spec.context} tokens with --num-tokens, {spec.name}'s context, got {workload.context}",
         )
     for decode in workload.decodes:
         check_request(workload.requests(1, decode, spec, seed=0)[0], spec)
@@ -154,7 +155,7 @@ async def measure(options: ClusterOptions, workload: Workload) -> Bench:
             async with _open_cluster(options, split, checkpoint, spec, workload, alone) as cluster:
                 rows += with_overheads(await _measure([*alone, *cluster], spec, workload))
     if not rows:
-        raise InputError("--concurrency: expected a case that fits in memory; what fits stands above")
+        raise InputError("concurrency", "expected a case that fits in memory; what fits stands above")
     rows = await run_aside(lambda: with_predictions(rows, workload.num_prompt, workload.num_tokens))
     return Bench(machine_name(), spec.name, workload.num_prompt, workload.num_tokens, rows)
 

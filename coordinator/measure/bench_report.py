@@ -39,10 +39,10 @@ def to_markdown(bench: Bench) -> str:
 def check_plot(path: Path) -> None:
     """Raise InputError for what could only be found out after the measurement."""
     if path.suffix not in _IMAGES:
-        raise InputError(f"--plot: expected a file ending in {', '.join(_IMAGES)}, got {str(path)!r}")
+        raise InputError("plot", f"expected a file ending in {', '.join(_IMAGES)}, got {str(path)!r}")
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError(
-            "--plot needs matplotlib, which is not installed: .venv/bin/pip install matplotlib, or make setup"
+            "plot", "matplotlib, which draws, is not installed: .venv/bin/pip install matplotlib, or make setup"
         )
 
 
@@ -72,7 +72,7 @@ def write_plot(bench: Bench, path: Path) -> None:
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:
-        raise InputError(f"--plot: cannot write {path}: {error.strerror}") from error
+        raise InputError("plot", f"cannot write {path}: {error.strerror}") from error
 
 
 def _system(row: Row) -> str:

@@ -120,8 +120,9 @@ def forecast(times: Times, assumed: Assumed) -> list[Forecast]:
     num_steps, num_fed = num_passages * len(times.usual.stages), max(assumed.concurrency) * num_prompt
     if num_steps > _MOST_STEPS or num_fed > _MOST_TOKENS:
         raise InputError(
-            f"too much to simulate: expected at most {_MOST_STEPS} steps on all stages and {_MOST_TOKENS} tokens of "
-            f"prompts, found {num_steps} and {num_fed}; use a smaller --concurrency, -p or -g"
+            "simulate",
+            f"expected at most {_MOST_STEPS} steps on all stages and {_MOST_TOKENS} tokens of "
+            f"prompts, found {num_steps} and {num_fed}; use a smaller --concurrency, -p or -g",
         )
     found = []
     for count, chunk in chunks.items():
@@ -151,7 +152,7 @@ def given_pipeline(
         InputError: not a number per stage.
     """
     num_stages = len(stage_ms)
-    further, hops = _spread("--row-ms", row_ms, num_stages), _spread("--hop-ms", hop_ms, num_stages)
+    further, hops = _spread("row_ms", row_ms, num_stages), _spread("hop_ms", hop_ms, num_stages)
     return Pipeline(
         tuple(
             StageTimes(((1, first / 1e3), (_ROWS, (first + (_ROWS - 1) * more) / 1e3)))
@@ -172,10 +173,11 @@ def read_times(path: Path) -> Times:
     splits = {row.layers for row in measured}
     if len(splits) != 1:
         advice = "run bench with one --layers" if splits else "run bench with workers and --decode ar"
-        raise InputError(f"{path}: expected one split of a cluster, found {len(splits)}; {advice}")
+        raise InputError("measured", f"{path}: expected one split of a cluster, found {len(splits)}; {advice}")
     num_stages = len(splits.pop())
     if any(not 0 < num_stages == len(row.stage_ms) == len(row.hop_ms) for row in measured):
-        raise InputError(f"{path}: expected stage_ms and hop_ms of {num_stages} stages in every row, found others")
+        expected = f"stage_ms and hop_ms of {num_stages} stages in every row"
+        raise InputError("measured", f"{path}: expected {expected}, found others")
     by_count = {row.concurrency: measured_pipeline(row.stage_ms, row.hop_ms) for row in measured}
     return Times(_mean(measured), by_count, file.prompt_tokens, file.generated_tokens)
 
@@ -194,13 +196,14 @@ def _read(path: Path) -> _File:
     try:
         return _File.model_validate_json(path.read_bytes())
     except OSError as error:
-        raise InputError(f"--measured: cannot read {path}: {error.strerror}") from error
+        raise InputError("measured", f"cannot read {path}: {error.strerror}") from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise InputError(
-            f"--measured: expected what `brigade bench --json` prints, found in {path}: {where}: {first['msg']}, "
-            f"got {first['input']!r:.40}"
+            "measured",
+            f"expected what `brigade bench --json` prints, found in {path}: {where}: {first['msg']}, "
+            f"got {first['input']!r:.40}",
         ) from error
 
 
@@ -217,7 +220,7 @@ def _print(forecasts: Sequence[Forecast]) -> None:
     Console(highlight=False).print(table)
 
 
-def _spread(flag: str, values: Sequence[float], count: int) -> Sequence[float]:
+def _spread(field: str, values: Sequence[float], count: int) -> Sequence[float]:
     if len(values) not in (1, count):
-        raise InputError(f"{flag}: expected one number, or one per stage ({count}), found {len(values)}")
+        raise InputError(field, f"expected one number, or one per stage ({count}), found {len(values)}")
     return values if len(values) == count else [values[0]] * count

@@ -53,7 +53,7 @@ async def run_verify(options: ClusterOptions, decode: Decode, *, max_tokens: int
     checkpoint, spec = await read_model(options.model)
     decode = suit(decode, Cache(), spec)
     if max_tokens >= spec.context:
-        raise InputError(f"--max-tokens: expected less than the model's context of {spec.context}, got {max_tokens}")
+        raise InputError("max_tokens", f"expected less than the model's context of {spec.context}, got {max_tokens}")
     requests = _requests(checkpoint, spec, decode, max_tokens, seed)
     for _, request in requests:
         check_request(request, spec)

@@ -30,30 +30,30 @@ class Request:
 
 def make_sampling(*, seed: int | None, top_k: int, **parameters: Any) -> Sampling:
     """Sampling parameters, with a random seed if none is given. Raises InputError for a value that none can have."""
-    biased = [("--logit-bias: token id", token, 32) for token in parameters.get("logit_bias", ())]
-    for flag, number, bits in (("--seed", seed or 0, 64), ("--top-k", top_k, 32), *biased):
+    biased = [("logit_bias", token, 32) for token in parameters.get("logit_bias", ())]
+    for name, number, bits in (("seed", seed or 0, 64), ("top_k", top_k, 32), *biased):
         if not 0 <= number < 2**bits:
-            raise InputError(f"{flag}: expected a whole number from 0 to {2**bits - 1}, got {number}")
+            raise InputError(name, f"expected a whole number from 0 to {2**bits - 1}, got {number}")
     sampling = Sampling(seed=random.getrandbits(32) if seed is None else seed, top_k=top_k, **parameters)
     check_sampling(sampling)
     return sampling
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raises InputError, naming the flag, for a value outside its range."""
-    for flag, value, low, high in (
-        ("--temp", sampling.temperature, 0.0, 100.0),
-        ("--top-p", sampling.top_p, 0.0, 1.0),
-        ("--min-p", sampling.min_p, 0.0, 1.0),
-        ("--repetition-penalty", sampling.repetition_penalty, 0.0, 100.0),
-        ("--presence-penalty", sampling.presence_penalty, -100.0, 100.0),
-        ("--frequency-penalty", sampling.frequency_penalty, -100.0, 100.0),
-        *(("--logit-bias", bias, -1e9, 1e9) for bias in sampling.logit_bias.values()),
+    """Raises InputError, naming the parameter, for a value outside its range."""
+    for name, value, low, high in (
+        ("temperature", sampling.temperature, 0.0, 100.0),
+        ("top_p", sampling.top_p, 0.0, 1.0),
+        ("min_p", sampling.min_p, 0.0, 1.0),
+        ("repetition_penalty", sampling.repetition_penalty, 0.0, 100.0),
+        ("presence_penalty", sampling.presence_penalty, -100.0, 100.0),
+        ("frequency_penalty", sampling.frequency_penalty, -100.0, 100.0),
+        *(("logit_bias", bias, -1e9, 1e9) for bias in sampling.logit_bias.values()),
     ):
         if not (math.isfinite(value) and low <= value <= high):
-            raise InputError(f"{flag}: expected a number from {low:g} to {high:g}, got {value:g}")
+            raise InputError(name, f"expected a number from {low:g} to {high:g}, got {value:g}")
     if 0 < sampling.temperature < _COLDEST:
-        raise InputError(f"--temp: expected 0 or at least {_COLDEST:g}, got {sampling.temperature:g}")
+        raise InputError("temperature", f"expected 0 or at least {_COLDEST:g}, got {sampling.temperature:g}")
 
 
 def check_request(request: Request, spec: ModelSpec) -> None:
@@ -65,25 +65,27 @@ def check_request(request: Request, spec: ModelSpec) -> None:
     """
     check_sampling(request.sampling)
     if not request.prompt:
-        raise InputError("the prompt is empty; expected at least one token")
+        raise InputError("prompt", "expected at least one token, found none")
     if outside := [token for token in request.prompt if not 0 <= token < spec.vocab_size]:
-        raise InputError(f"token id {outside[0]} is outside the vocabulary; expected 0 to {spec.vocab_size - 1}")
+        raise InputError("prompt", f"expected token ids from 0 to {spec.vocab_size - 1}, found {outside[0]}")
     if outside := [token for token in request.sampling.logit_bias if token >= spec.vocab_size]:
-        raise InputError(f"--logit-bias: token id {outside[0]} is outside the vocabulary of {spec.vocab_size}")
-    for flag, count in (("--top-k", request.sampling.top_k), ("--logprobs", request.sampling.logprobs - 1)):
+        raise InputError("logit_bias", f"expected token ids from 0 to {spec.vocab_size - 1}, found {outside[0]}")
+    for name, count in (("top_k", request.sampling.top_k), ("logprobs", request.sampling.logprobs - 1)):
         if count >= spec.vocab_size:
-            raise InputError(f"{flag}: expected less than the vocabulary's {spec.vocab_size}, got {count}")
+            raise InputError(name, f"expected less than the vocabulary's {spec.vocab_size}, got {count}")
     if request.cache.kind == CACHE_INT8 and spec.head_size % _INT8_GROUP:
         raise InputError(
-            f"--kv int8: expected heads of a multiple of {_INT8_GROUP} numbers, but those of {spec.name} have "
-            f"{spec.head_size}; use --kv full"
+            "kv",
+            f"int8 needs heads of a multiple of {_INT8_GROUP} numbers, but those of {spec.name} have "
+            f"{spec.head_size}; use full",
         )
     if request.max_tokens < 1:
-        raise InputError(f"--max-tokens: expected at least 1, got {request.max_tokens}")
+        raise InputError("max_tokens", f"expected at least 1, got {request.max_tokens}")
     if len(request.prompt) >= spec.context:
         raise InputError(
-            f"the prompt has {len(request.prompt)} tokens; {spec.name} has room for {spec.context} with the answer; "
-            "shorten it"
+            "prompt",
+            f"expected less than the {spec.context} tokens that {spec.name} has room for, found "
+            f"{len(request.prompt)}; shorten it",
         )
 
 

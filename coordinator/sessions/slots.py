@@ -74,8 +74,9 @@ class Slots:
         for node, need, budget in zip(self._costs.nodes, needed, self._costs.budgets, strict=True):
             if need > budget:
                 raise InputError(
-                    f"prompt and --max-tokens need {format_bytes(need)} of cache on {node}, which has "
-                    f"{format_bytes(budget)} for it; ask for fewer tokens or use --kv int8"
+                    "max_tokens",
+                    f"with the prompt they need {format_bytes(need)} of cache on {node}, which has "
+                    f"{format_bytes(budget)} for it; ask for fewer tokens or use an int8 cache",
                 )
 
     def take(self, session: Session) -> bool:

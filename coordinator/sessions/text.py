@@ -28,11 +28,11 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """A conversation's token ids, up to where the answer begins."""
         if not self._wrapper.has_chat_template:
-            raise InputError("this model has no chat template; use --raw to give the prompt as it stands")
+            raise InputError("prompt", "this model has no chat template; give it raw, as it stands")
         try:
             return list(self._wrapper.apply_chat_template(list(messages), add_generation_prompt=True))
         except TemplateError as error:
-            raise InputError(f"the chat template refuses this conversation ({error}); use --raw") from error
+            raise InputError("prompt", f"the chat template refuses this conversation ({error}); give it raw") from error
 
     def encode(self, text: str) -> list[int]:
         return list(self._wrapper.encode(text))

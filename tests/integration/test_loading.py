@@ -26,8 +26,9 @@ from protos.brigade_pb2_grpc import NodeStub
 from tests.integration.conftest import Models, RunningNode, answer, load, load_request, opened, serving
 from tests.tiny import make_model, write_folder
 from worker.compute.shard import Shard
-from worker.errors import ModelError, from_status
+from worker.errors import ModelError
 from worker.model.checkpoint import open_folder
+from worker.node.status import error_of
 from worker.node.wire import PROTOCOL_VERSION, open_channel
 
 WEIGHTS = "model.safetensors"
@@ -142,7 +143,7 @@ async def test_another_version_of_the_protocol_is_refused_with_both_versions() -
         assert (await hello(HelloRequest(protocol_version=PROTOCOL_VERSION))).node == "node-1"
         with pytest.raises(grpc.RpcError) as caught:
             await hello(HelloRequest(protocol_version=PROTOCOL_VERSION + 41))
-    error = from_status(caught.value, "node-1")
+    error = error_of(caught.value, "node-1")
     assert isinstance(error, ModelError)
     assert f"worker node-1: speaks protocol {PROTOCOL_VERSION}" in str(error)
     assert f"the coordinator speaks {PROTOCOL_VERSION + 41}" in str(error)

@@ -6,7 +6,8 @@ import grpc.aio
 
 from protos.brigade_pb2 import Frame
 from protos.brigade_pb2_grpc import NodeStub
-from worker.errors import StageLost, from_status
+from worker.errors import StageLost
+from worker.node.status import error_of
 from worker.node.wire import open_channel
 
 CONNECT_TIMEOUT_S = 5.0
@@ -27,7 +28,7 @@ class Link:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 metadata = await self._call.initial_metadata()
         except TimeoutError:
-            raise StageLost(f"worker {self._node}: did not take the hop within {CONNECT_TIMEOUT_S:.0f} s") from None
+            raise StageLost(f"did not take the hop within {CONNECT_TIMEOUT_S:.0f} s", node=self._node) from None
         if not metadata:
             await self.wait_lost()
 
@@ -43,8 +44,8 @@ class Link:
         try:
             await self._call
         except grpc.RpcError as error:
-            raise from_status(error, self._node) from error
-        raise StageLost(f"worker {self._node}: ended the hop")
+            raise error_of(error, self._node) from error
+        raise StageLost("ended the hop", node=self._node)
 
     async def close(self) -> None:
         self._call.cancel()

@@ -29,12 +29,13 @@ from protos.brigade_pb2_grpc import NodeServicer
 from worker.compute.engine import Engine
 from worker.compute.shard import Shard
 from worker.compute.tensors import dtype_name
-from worker.errors import BrigadeError, FrameError, ModelError, NodeBusy, name_node
+from worker.errors import BrigadeError, FrameError, ModelError, NodeBusy, StageLost
 from worker.model.checkpoint import Checkpoint
 from worker.model.modelspec import describe
 from worker.node.link import Link
 from worker.node.loading import load_shard, open_checkpoint
 from worker.node.stage import Stage
+from worker.node.status import abort
 from worker.node.wire import ACCEPTED, PROTOCOL_VERSION
 from worker.process.call_thread import run_aside
 from worker.process.machine import memory_budget
@@ -169,9 +170,9 @@ class NodeService(NodeServicer):
         try:
             yield
         except BrigadeError as error:
-            await context.abort(error.status, name_node(error, self.name))
+            await abort(context, error.at(self.name))
         except Exception as error:
-            await context.abort(grpc.StatusCode.INTERNAL, f"worker {self.name}: internal error: {error!r}")
+            await abort(context, StageLost(f"internal error: {error!r}", node=self.name))
 
     def _open(self, request: LoadRequest) -> tuple[Checkpoint, tuple[tuple[str, int], ...]]:
         """This node's copy of the model, if it is the one that the coordinator means, and its stamp."""

@@ -10,10 +10,11 @@ from typing import Any, NoReturn
 import typer
 from typer.exceptions import TyperException
 
-from worker.errors import BrigadeError
+from worker.errors import BrigadeError, InputError
 from worker.process.call_thread import calls_are_left
 
 INTERRUPTED = 130
+_FLAGS = {"temperature": "temp"}  # that are spelled otherwise than the parameter
 
 
 def run_command(command: Callable[..., Any] | typer.Typer) -> NoReturn:
@@ -50,7 +51,7 @@ def _exit_code(app: typer.Typer) -> int:
     except (typer.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except BrigadeError as error:
-        _complain(str(error))
+        _complain(_spelled(error))
         return error.exit_code
     except BrokenPipeError:
         return _reader_left()
@@ -79,6 +80,13 @@ def _open_standard_streams() -> None:
         stream or open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115 - for as long as the process lives
         for stream, mode in ((sys.stdin, "r"), (sys.stdout, "w"), (sys.stderr, "w"))
     )
+
+
+def _spelled(error: BrigadeError) -> str:
+    """The error with the parameter that it is about as a flag."""
+    if isinstance(error, InputError) and error.field:
+        return f"--{_FLAGS.get(error.field, error.field).replace('_', '-')}: {error.message}"
+    return str(error)
 
 
 def _complain(message: str) -> None:

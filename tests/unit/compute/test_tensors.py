@@ -1,19 +1,15 @@
-"""Tensors as bytes, and errors as statuses: what goes in on one node comes out on another."""
+"""Hidden states as bytes: what goes in on one node comes out on another."""
 
-import grpc
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_FLOAT32, DTYPE_UNSPECIFIED, DType, Tensor
-from worker import errors
 from worker.compute.tensors import dtype_name, from_array, to_array
-from worker.errors import BrigadeError, FrameError, StageLost, from_status, name_node
+from worker.errors import FrameError
 
 DTYPES = {DTYPE_FLOAT32: mx.float32, DTYPE_FLOAT16: mx.float16, DTYPE_BFLOAT16: mx.bfloat16}
 WORDS = {4: np.uint32, 2: np.uint16}
-
-KINDS = sorted(BrigadeError.__subclasses__(), key=lambda kind: kind.__name__)
 
 
 def bits(array: mx.array) -> np.ndarray:
@@ -106,80 +102,6 @@ def test_every_dtype_of_the_proto_has_an_mlx_dtype_and_a_name() -> None:
     assert named == {"float32", "float16", "bfloat16"}
     for number in set(DType.values()) - {DTYPE_UNSPECIFIED}:
         assert to_array(Tensor(dtype=number, shape=(0,))).dtype == getattr(mx, dtype_name(number))
-
-
-class FailedCall(grpc.RpcError):
-    """What grpc raises, as far as anyone looks at it."""
-
-    def __init__(self, code: grpc.StatusCode, details: str | None) -> None:
-        self._code, self._details = code, details
-
-    def code(self) -> grpc.StatusCode:
-        return self._code
-
-    def details(self) -> str | None:
-        return self._details
-
-
-def test_each_error_has_a_status_of_its_own() -> None:
-    assert len(KINDS) >= 7
-    statuses = [kind.status for kind in KINDS]
-    assert len(set(statuses)) == len(statuses)
-    assert BrigadeError.status not in statuses, "an error without a class of its own must not come back as one"
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_an_error_comes_back_from_its_status_as_what_it_was_and_names_its_node_once(kind: type[BrigadeError]) -> None:
-    raised = kind("expected one thing, got another (step 41)")
-    details = name_node(raised, "mini")  # what the servicer aborts with
-    found = from_status(FailedCall(kind.status, details), "mini")
-    assert type(found) is kind
-    assert str(found) == "worker mini: expected one thing, got another (step 41)"
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_an_error_of_a_later_stage_keeps_that_stages_name_on_its_way_back(kind: type[BrigadeError]) -> None:
-    at_studio = name_node(kind("fell"), "studio")
-    at_mini = from_status(FailedCall(kind.status, at_studio), "studio")
-    details = name_node(at_mini, "mini")
-    assert str(from_status(FailedCall(kind.status, details), "mini")) == "worker studio: fell"
-
-
-@pytest.mark.parametrize(
-    ("details", "words"),
-    [
-        ("Stream removed (ping timeout)", "stopped answering (hung, asleep, or cut off)"),
-        ("recvmsg:Connection reset by peer (104)", "closed the connection (its process has ended)"),
-        ("Socket closed", "closed the connection (its process has ended)"),
-    ],
-)
-def test_a_broken_connection_is_told_in_plain_words(details: str, words: str) -> None:
-    found = from_status(FailedCall(grpc.StatusCode.UNAVAILABLE, details), "mini")
-    assert str(found) == f"worker mini: {words}"
-
-
-@pytest.mark.parametrize(
-    "code", sorted(set(grpc.StatusCode) - {kind.status for kind in KINDS}, key=lambda code: code.name)
-)
-@pytest.mark.parametrize("details", ["out of luck", "", None])
-def test_a_status_that_nobody_means_is_a_lost_stage_with_a_name_and_a_reason(
-    code: grpc.StatusCode, details: str | None
-) -> None:
-    found = from_status(FailedCall(code, details), "mini")
-    assert type(found) is StageLost
-    assert str(found) == f"worker mini: connection lost ({details or code.name})"
-
-
-def test_a_bug_on_another_node_is_told_in_its_own_words() -> None:
-    found = from_status(FailedCall(grpc.StatusCode.INTERNAL, "worker mini: internal error: KeyError('x')"), "mini")
-    assert str(found) == "worker mini: internal error: KeyError('x')"
-
-
-@pytest.mark.parametrize("kind", [BrigadeError, *KINDS], ids=lambda kind: kind.__name__)
-def test_every_error_says_what_it_is_for_and_which_exit_code_it_gives(kind: type[BrigadeError]) -> None:
-    assert kind.__doc__
-    expected = 2 if kind in (errors.InputError, errors.ConfigError, errors.ModelError) else 3
-    assert kind.exit_code == expected
 
 
 def test_a_number_that_is_no_dtype_has_a_name_for_messages_too() -> None:

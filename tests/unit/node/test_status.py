@@ -1,0 +1,107 @@
+"""Errors as statuses: what is raised on one node is raised on another, of the same kind and naming the same node."""
+
+import asyncio
+from typing import Any, NoReturn
+
+import grpc
+import pytest
+
+from worker import errors
+from worker.errors import BrigadeError, InputError, QueueFull, StageLost
+from worker.node.status import abort, error_of
+
+KINDS = sorted(BrigadeError.__subclasses__(), key=lambda kind: kind.__name__)
+OF_NODES = [kind for kind in KINDS if kind not in (InputError, QueueFull)]  # those two are the coordinator's own
+
+
+class Aborted(grpc.RpcError):
+    """A call as its caller sees it, and as grpc raises it."""
+
+    def __init__(self, code: grpc.StatusCode, details: str | None, metadata: tuple[tuple[str, str], ...] = ()) -> None:
+        self._code, self._details, self._metadata = code, details, metadata
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str | None:
+        return self._details
+
+    def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
+        return self._metadata
+
+
+class Context:
+    """The call as its servicer sees it."""
+
+    async def abort(self, code: grpc.StatusCode, details: str, metadata: tuple[tuple[str, str], ...]) -> NoReturn:
+        raise Aborted(code, details, metadata)
+
+
+def travelled(error: BrigadeError, node: str) -> BrigadeError:
+    """The error as whoever called `node` gets it."""
+    context: Any = Context()
+    with pytest.raises(Aborted) as caught:
+        asyncio.run(abort(context, error))
+    return error_of(caught.value, node)
+
+
+@pytest.mark.parametrize("kind", OF_NODES, ids=lambda kind: kind.__name__)
+def test_an_error_arrives_as_what_it_was_with_its_node(kind: type[BrigadeError]) -> None:
+    found = travelled(kind("expected one thing, got another (step 41)").at("mini"), "mini")
+    assert (type(found), found.message, found.node) == (kind, "expected one thing, got another (step 41)", "mini")
+    assert str(found) == "worker mini: expected one thing, got another (step 41)"
+
+
+@pytest.mark.parametrize("kind", OF_NODES, ids=lambda kind: kind.__name__)
+def test_an_error_of_a_later_stage_keeps_that_stages_name_on_its_way_back(kind: type[BrigadeError]) -> None:
+    at_mini = travelled(kind("worker bees are no node").at("studio"), "studio")
+    found = travelled(at_mini.at("mini"), "mini")
+    assert (found.node, str(found)) == ("studio", "worker studio: worker bees are no node")
+
+
+@pytest.mark.parametrize("kind", [InputError, QueueFull], ids=lambda kind: kind.__name__)
+def test_no_worker_can_make_a_coordinator_believe_that_its_own_request_or_queue_is_at_fault(
+    kind: type[BrigadeError],
+) -> None:
+    metadata = (("brigade-error", kind.__name__), ("brigade-node", "mini"))
+    found = error_of(Aborted(grpc.StatusCode.RESOURCE_EXHAUSTED, "message too large", metadata), "mini")
+    assert type(found) is StageLost and found.node == "mini"
+
+
+@pytest.mark.parametrize(
+    ("details", "words"),
+    [
+        ("Stream removed (ping timeout)", "stopped answering (hung, asleep, or cut off)"),
+        ("recvmsg:Connection reset by peer (104)", "closed the connection (its process has ended)"),
+        ("Socket closed", "closed the connection (its process has ended)"),
+    ],
+)
+def test_a_broken_connection_is_told_in_plain_words(details: str, words: str) -> None:
+    assert str(error_of(Aborted(grpc.StatusCode.UNAVAILABLE, details), "mini")) == f"worker mini: {words}"
+
+
+@pytest.mark.parametrize("code", sorted(grpc.StatusCode, key=lambda code: code.name))
+@pytest.mark.parametrize("details", ["out of luck", "", None])
+def test_a_status_that_no_node_of_ours_gave_is_a_lost_stage_with_a_name_and_a_reason(
+    code: grpc.StatusCode, details: str | None
+) -> None:
+    found = error_of(Aborted(code, details), "mini")
+    assert type(found) is StageLost
+    assert str(found) == f"worker mini: connection lost ({details or code.name})"
+
+
+@pytest.mark.parametrize("kind", [BrigadeError, *KINDS], ids=lambda kind: kind.__name__)
+def test_every_error_says_what_it_is_for_and_which_exit_code_it_gives(kind: type[BrigadeError]) -> None:
+    assert kind.__doc__
+    expected = 2 if kind in (errors.InputError, errors.ConfigError, errors.ModelError) else 3
+    assert kind.exit_code == expected
+
+
+def test_an_error_is_named_once() -> None:
+    assert str(StageLost("fell").at("studio").at("mini")) == "worker studio: fell"
+    assert str(StageLost("fell")) == "fell"
+
+
+def test_an_input_error_names_its_parameter() -> None:
+    assert str(InputError("top_p", "expected less")) == "top_p: expected less"
+    assert str(InputError("", "expected less")) == "expected less"

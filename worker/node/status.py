@@ -1,0 +1,45 @@
+"""How an error travels: a gRPC status for whoever watches calls, its kind and its node in the trailing metadata."""
+
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from worker.errors import BrigadeError, CacheMismatch, ConfigError, FrameError, ModelError, NodeBusy, StageLost
+
+_KIND, _NODE = "brigade-error", "brigade-node"
+
+_STATUSES: dict[type[BrigadeError], grpc.StatusCode] = {
+    CacheMismatch: grpc.StatusCode.ABORTED,
+    ConfigError: grpc.StatusCode.OUT_OF_RANGE,
+    FrameError: grpc.StatusCode.DATA_LOSS,
+    ModelError: grpc.StatusCode.FAILED_PRECONDITION,
+    NodeBusy: grpc.StatusCode.ALREADY_EXISTS,
+    StageLost: grpc.StatusCode.UNAVAILABLE,
+}
+_KINDS = {kind.__name__: kind for kind in _STATUSES}
+
+
+async def abort(context: grpc.aio.ServicerContext, error: BrigadeError) -> None:
+    """End the call with this error. Never returns: grpc ends the call by an exception."""
+    status = _STATUSES.get(type(error), grpc.StatusCode.INTERNAL)
+    await context.abort(status, error.message, ((_KIND, type(error).__name__), (_NODE, error.node)))
+
+
+def error_of(call: grpc.RpcError, node: str) -> BrigadeError:
+    """What ended a call to `node`: the error that a node of ours means, or else that this one is lost."""
+    details = call.details() or call.code().name
+    metadata: Any = call.trailing_metadata() or ()
+    said = dict(metadata)
+    if kind := _KINDS.get(said.get(_KIND, "")):
+        return kind(details, node=said.get(_NODE) or node)
+    return StageLost(_in_plain_words(details), node=node)
+
+
+def _in_plain_words(details: str) -> str:
+    """What gRPC says of a broken connection, for people."""
+    if "ping timeout" in details or "keepalive" in details:
+        return "stopped answering (hung, asleep, or cut off)"
+    if any(sign in details for sign in ("reset by peer", "Socket closed", "GOAWAY", "EOF", "Broken pipe")):
+        return "closed the connection (its process has ended)"
+    return f"connection lost ({details})"
