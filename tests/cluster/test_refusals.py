@@ -17,6 +17,7 @@ from protos.brigade_pb2_grpc import NodeServicer, NodeStub, add_NodeServicer_to_
 from tests.cluster.models import CONTEXT, VOCAB, altered_copy, reconfigured_copy
 from tests.cluster.processes import FINISH_S, Outcome, Starter, Worker, free_port, starting, write_cluster
 from worker.model.families import FAMILIES
+from worker.node.status import error_of
 from worker.node.wire import PROTOCOL_VERSION
 
 PROMPT = "--prompt-tokens 1,2,3"
@@ -78,15 +79,15 @@ REFUSALS = [
     Refusal("no address", 2, "--bind elsewhere", "expected HOST:PORT.*'elsewhere'", program="worker"),
     Refusal("no such worker", 2, "--config {c} --name maxi", "'maxi'.*mini, air", program="worker"),
     Refusal("unknown flag of a worker", 2, "--bnid 1", "No such option: --bnid", program="worker"),
-    _of_prompt("empty prompt", "--prompt=", "the prompt is empty"),
-    _of_prompt("empty standard input", "--prompt -", "the prompt is empty", stdin=""),
-    _of_prompt("standard input is no text", "--prompt -", "not UTF-8", stdin="\udcff\udcfe"),
+    _of_prompt("empty prompt", "--prompt=", "--prompt: expected some text, found none"),
+    _of_prompt("empty standard input", "--prompt -", "--prompt: expected some text, found none", stdin=""),
+    _of_prompt("standard input is no text", "--prompt -", "--prompt: expected UTF-8 text", stdin="\udcff\udcfe"),
     _of_prompt("ids are no numbers", "--prompt-tokens 1,x", "--prompt-tokens: expected token ids.*got '1,x'"),
-    _of_prompt("id outside the vocabulary", f"--prompt-tokens 1,{VOCAB}", f"id {VOCAB} .*0 to {VOCAB - 1}"),
-    _of_prompt("negative id", "--prompt-tokens=-5", f"id -5 is outside.*0 to {VOCAB - 1}"),
+    _of_prompt("id outside the vocabulary", f"--prompt-tokens 1,{VOCAB}", f"--prompt: .*{VOCAB - 1}, found {VOCAB}"),
+    _of_prompt("negative id", "--prompt-tokens=-5", f"--prompt: expected .*{VOCAB - 1}, found -5"),
     _of_prompt(
         "prompt longer than the context", "--prompt-tokens " + ",".join(["5"] * (CONTEXT + 1)),
-        f"the prompt has {CONTEXT + 1} tokens; .*{CONTEXT}",
+        f"--prompt: expected less than the {CONTEXT} tokens that .*, found {CONTEXT + 1}",
     ),
     _of_prompt("prompt given twice", f"--prompt go {PROMPT}", "either --prompt TEXT .* or --prompt-tokens"),
     _of_prompt("no prompt", "", "either --prompt TEXT .* or --prompt-tokens"),
@@ -274,7 +275,8 @@ def test_a_worker_refuses_a_coordinator_of_another_version(workers: list[Worker]
     with grpc.insecure_channel(workers[0].address) as channel, pytest.raises(grpc.RpcError) as caught:
         NodeStub(channel).Hello(HelloRequest(protocol_version=999), timeout=5.0)
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert re.search(rf"worker mini: speaks protocol {PROTOCOL_VERSION}.*999", caught.value.details())
+    assert re.search(rf"speaks protocol {PROTOCOL_VERSION}.*999", caught.value.details())
+    assert error_of(caught.value, "seen from here").node == "mini"
 
 
 def _assert_refused(outcome: Outcome, code: int, message: str, max_lines: int = 2) -> None:

@@ -50,12 +50,12 @@ def test_there_is_a_forecast_per_number_of_requests() -> None:
 )
 def test_what_would_take_too_long_is_refused_at_once(change: dict[str, Any]) -> None:
     times = Times(given_pipeline((10.0,), (0.0,), (0.0,), None, 0))
-    with pytest.raises(InputError, match="too much to simulate: expected at most"):
+    with pytest.raises(InputError, match=r"^simulate: expected at most"):
         forecast(times, replace(TWO_STAGES, **change))
 
 
 def test_a_longer_chain_takes_longer_to_simulate() -> None:
-    with pytest.raises(InputError, match="too much to simulate"):
+    with pytest.raises(InputError, match=r"^simulate: expected at most"):
         forecast(Times(given_pipeline((1.0,) * 10_000, (0.0,), (0.0,), None, 0)), TWO_STAGES)
 
 
@@ -156,16 +156,16 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
         ("plan --simulate --measured x --row-ms 1", "--row-ms: not expected with --measured"),
         ("plan --simulate --measured x --hop-ms 1", "--hop-ms: not expected with --measured"),
         ("plan --simulate --measured x --gbps 1", "--gbps: not expected with --measured"),
-        ("plan --simulate", "--simulate: expected either --stage-ms"),
-        ("plan --simulate --stage-ms 5 --measured x", "--simulate: expected either --stage-ms"),
-        ("plan --simulate --stage-ms a", "--stage-ms: expected milliseconds"),
-        ("plan --simulate --stage-ms 0,5", "--stage-ms: expected milliseconds from 0.001"),
-        ("plan --simulate --stage-ms 1 --concurrency 3000", "--concurrency: expected whole numbers from 1 to 1024"),
-        ("bench --concurrency 1,zero", "--concurrency: expected whole numbers from 1 to 1024"),
-        ("bench --concurrency 0", "--concurrency: expected whole numbers from 1 to 1024"),
-        (f"bench --concurrency {'9' * 5000}", "--concurrency: expected whole numbers from 1 to 1024"),
-        ("bench --decode fast", "--decode: expected one of"),
-        ("bench --local 0 --layers 99,7", "--layers: expected workers to split the model over, found none"),
+        ("plan --simulate", "simulate: expected either --stage-ms"),
+        ("plan --simulate --stage-ms 5 --measured x", "simulate: expected either --stage-ms"),
+        ("plan --simulate --stage-ms a", "stage_ms: expected milliseconds"),
+        ("plan --simulate --stage-ms 0,5", "stage_ms: expected milliseconds from 0.001"),
+        ("plan --simulate --stage-ms 1 --concurrency 3000", "concurrency: expected whole numbers from 1 to 1024"),
+        ("bench --concurrency 1,zero", "concurrency: expected whole numbers from 1 to 1024"),
+        ("bench --concurrency 0", "concurrency: expected whole numbers from 1 to 1024"),
+        (f"bench --concurrency {'9' * 5000}", "concurrency: expected whole numbers from 1 to 1024"),
+        ("bench --decode fast", "decode: expected one of"),
+        ("bench --local 0 --layers 99,7", "layers: expected workers to split the model over, found none"),
     ],
 )
 def test_flags_that_mean_nothing_together_are_refused(arguments: str, said: str) -> None:

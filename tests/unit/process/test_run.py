@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from coordinator.cli.app import app as brigade
-from worker.errors import BrigadeError
+from worker.errors import BrigadeError, InputError
 from worker.process import run as run_module
 from worker.process.run import run_command
 
@@ -56,7 +56,18 @@ def test_a_command_may_choose_its_exit_code(run: Run, code: int) -> None:
 
 @pytest.mark.parametrize("kind", [BrigadeError, *KINDS], ids=lambda kind: kind.__name__)
 def test_an_error_of_the_family_is_its_message_and_its_exit_code(run: Run, kind: type[BrigadeError]) -> None:
-    assert run(raising(kind("expected this, got that"))) == (kind.exit_code, "", "error: expected this, got that\n")
+    words = ("", "expected this, got that") if kind is InputError else ("expected this, got that",)
+    assert run(raising(kind(*words))) == (kind.exit_code, "", "error: expected this, got that\n")
+
+
+@pytest.mark.parametrize(("field", "flag"), [("seed", "--seed"), ("top_k", "--top-k"), ("temperature", "--temp")])
+def test_a_parameter_is_spelled_as_the_flag_that_it_is_here(run: Run, field: str, flag: str) -> None:
+    error = InputError(field, "expected this, got that")
+    assert run(raising(error)) == (2, "", f"error: {flag}: expected this, got that\n")
+
+
+def test_an_error_of_a_worker_names_it(run: Run) -> None:
+    assert run(raising(BrigadeError("is gone", node="air"))) == (3, "", "error: worker air: is gone\n")
 
 
 def test_what_the_user_can_mend_is_exit_code_2_and_what_went_wrong_on_the_way_is_3() -> None:
