@@ -23,7 +23,8 @@ from rich.table import Table
 
 from coordinator.cli.app import DEMO_PROMPT
 from coordinator.cluster.chain import Chain
-from coordinator.cluster.open import make_plan, open_peers, read_model
+from coordinator.cluster.deployment import Deployment
+from coordinator.cluster.open import joined, make_plan, open_peers, read_model
 from coordinator.cluster.options import ClusterOptions, cluster_options
 from coordinator.cluster.peer import Peer
 from coordinator.cluster.runner import generate
@@ -122,9 +123,7 @@ async def open_slow_chain(
             stack.push_async_callback(peers[-1].close)
         plan = await make_plan(options.cluster, spec, peers, spec.context)
         require_fit(plan, spec)
-        chain = await stack.enter_async_context(Chain(checkpoint, spec, plan, peers))
-        await chain.open(lambda node, progress: None)
-        yield chain
+        yield await stack.enter_async_context(joined(Deployment(checkpoint, spec, plan, peers)))
 
 
 def _is_able(decode: Decode, spec: ModelSpec) -> bool:

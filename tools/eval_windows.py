@@ -24,6 +24,7 @@ import typer
 import uvloop
 
 from coordinator.cluster.chain import Arrival, Chain
+from coordinator.cluster.deployment import Deployment, OwnNode
 from coordinator.cluster.open import make_plan, open_peers, read_model
 from coordinator.cluster.options import ClusterOptions, cluster_options
 from coordinator.cluster.runner import generate
@@ -98,8 +99,8 @@ class PricedChain(Chain):
     prices: Prices | None = None
     elapsed_s = 0.0
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
         self.windows: Counter[int] = Counter()  # steps by their W, 0 for none
 
     def send(self, frame: Frame) -> None:
@@ -229,9 +230,10 @@ async def open_bench(options: ClusterOptions) -> AsyncIterator[Bench]:
 
     async with open_peers(options, spec) as peers:
         plan = await make_plan(options.cluster, spec, peers, spec.context)
-        chain = PricedChain(checkpoint, spec, plan, peers)
-        async with chain:
-            await chain.open(lambda node, progress: None)
+        deployment = Deployment(checkpoint, spec, plan, peers)
+        async with OwnNode() as own, PricedChain(own, deployment) as chain:
+            await own.load(deployment)
+            await chain.open()
             yield Bench(chain, tokenizer, make_request)
 
 

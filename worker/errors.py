@@ -19,6 +19,13 @@ class BrigadeError(Exception):
         self.node = self.node or node
         return self
 
+    def again(self) -> Self:
+        """The same error anew: one object that is raised at several places gathers all their tracebacks."""
+        other = type(self).__new__(type(self), *self.args)
+        other.__dict__.update(self.__dict__)
+        other.__cause__ = self.__cause__
+        return other
+
     def __str__(self) -> str:
         return f"worker {self.node}: {self.message}" if self.node else self.message
 
@@ -63,6 +70,10 @@ class NodeBusy(BrigadeError):
 
 class QueueFull(BrigadeError):
     """As many requests wait as may wait."""
+
+
+class ReaderLost(BrigadeError):
+    """Nobody has read an answer for so long that it was given up."""
 
 
 class StageLost(BrigadeError):

@@ -60,7 +60,7 @@ async def run_generate(options: ClusterOptions, wish: Wish) -> None:
     context = max(options.context, len(request.prompt) + request.max_tokens)
     async with open_chain(options, checkpoint, spec, context) as chain:
         emit = (lambda text: None) if wish.as_json else _print_piece
-        answer = await generate(chain, request, stream=stream, emit=emit, chunk=wish.chunk)
+        answer = await generate(chain, request, stream=stream, emit=emit, chunk=wish.chunk, traced=True)
         _report(chain, answer, wish, stream)
 
 

@@ -1,5 +1,6 @@
 """What a request took, for people (a summary and a waterfall on standard error) and for programs (JSON)."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -7,9 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.planning.plan import Plan, format_bytes
-from coordinator.sessions.answer import Answer
+from coordinator.sessions.answer import Answer, Token
 from coordinator.sessions.waterfall import Waterfall
-from protos.brigade_pb2 import Sample
 from worker.model.modelspec import ModelSpec
 
 _WATERFALL_COLUMNS = 40
@@ -44,12 +44,12 @@ def stages_of(answer: Answer, plan: Plan, waterfall: Waterfall) -> list[dict[str
     ]  # fmt: skip
 
 
-def logprobs_of(samples: list[Sample]) -> list[dict[str, Any]]:
+def logprobs_of(samples: Sequence[Token]) -> list[dict[str, Any]]:
     return [
         {
             "token": sample.token,
             "logprob": sample.logprob,
-            "top": [[other.token, other.logprob] for other in sample.alternatives],
+            "top": [list(other) for other in sample.alternatives],
         }
         for sample in samples
     ]

@@ -1,34 +1,30 @@
-"""Chain: all stages as one thing that takes frames and gives results. The I/O of the coordinator; no decisions."""
+"""Chain: all stages as one thing that takes frames and gives results, for one epoch. I/O; no decisions."""
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from functools import partial
+from typing import Self
 
+from coordinator.cluster.deployment import Deployment, OwnNode, Progress
 from coordinator.cluster.peer import Peer
-from coordinator.cluster.together import together
+from coordinator.cluster.stillness import Stillness
 from coordinator.planning.costs import ChainCosts
-from coordinator.planning.plan import Plan
-from protos.brigade_pb2 import AttachRequest, Frame, LoadProgress, LoadRequest, Result, Session, StatusReply, Window
+from coordinator.planning.patience import Patience, StepKind
+from protos.brigade_pb2 import AttachRequest, Frame, LoadProgress, Result, Session, StatusReply, Window
 from worker.compute.engine import Engine, num_rows
-from worker.compute.shard import Shard
 from worker.errors import BrigadeError, FrameError, StageLost
 from worker.memory.history import History
-from worker.model.checkpoint import Checkpoint
 from worker.model.modelspec import ModelSpec
 from worker.node.link import Link
-from worker.node.loading import load_shard
 from worker.node.stage import Stage
 from worker.process.mlx_thread import MlxThread
 
-_PATIENCE_S = 6.0  # silence that a step may take beyond its own compute
-_FIRST_STEP_S = 60.0  # the first step may compile kernels and page weights in
 _PROBE_S = 1.5
+_ASK_AGAIN_S = 5.0
+_COMPILES_S = 2.0  # after which the first step of a kind is said to compile
 _WARM_UP_ROWS = 64
-
-Progress = Callable[[str, LoadProgress], None]
 
 
 @dataclass
@@ -36,8 +32,10 @@ class Sent:
     """A frame in flight."""
 
     num_rows: int
+    kind: StepKind
     at: float  # seconds, monotonic
     is_alone: bool  # so far
+    is_said_to_compile: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,48 +49,62 @@ class Arrival:
 
 
 class Chain:
-    """Stage 0 here, the later stages on the peers. Use as an async context manager."""
+    """Stage 0 here, the later stages on the workers, all loaded. Use as an async context manager."""
 
-    epoch = 1
-
-    def __init__(self, checkpoint: Checkpoint, spec: ModelSpec, plan: Plan, peers: Sequence[Peer]) -> None:
-        self.plan = plan
-        self.peers = peers
-        self.costs = ChainCosts(1 + len(peers))
+    def __init__(
+        self,
+        own: OwnNode,
+        deployment: Deployment,
+        epoch: int = 1,
+        *,
+        costs: ChainCosts | None = None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """`costs` are what an earlier chain of the same plan has learned; `say` takes lines for the user."""
+        self.epoch = epoch
+        self.deployment = deployment
+        self.plan = deployment.plan
+        self.peers = deployment.peers
+        self.costs = costs or ChainCosts(self.num_stages)
         self.last_step = 0
-        self.clock_offsets: list[int] = [0] * (1 + len(peers))  # nanoseconds, by stage
-        self._checkpoint = checkpoint
-        self._spec = spec
+        self.clock_offsets: list[int] = [0] * self.num_stages  # nanoseconds, by stage
+        self._own = own
+        self._say = say
+        self._patience = Patience(self.costs)
+        self._stillness = Stillness()
         self._stack = AsyncExitStack()
-        self.thread = MlxThread()
         self._stage: Stage | None = None
         self._sent: dict[int, Sent] = {}  # frames in flight, oldest first
         self._last_result = 0.0  # seconds, monotonic
-        self._row_s = 0.0  # what one row through the whole chain took, alone
 
-    async def __aenter__(self) -> "Chain":
-        self._stack.callback(self.thread.close)
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         await self._stack.aclose()
 
-    async def open(self, progress: Progress) -> None:
-        """Load every shard, join the stages last to first, and run one row through them.
+    async def open(self, progress: Progress = lambda node, report: None) -> None:
+        """Join the stages last to first, and run some rows through them.
 
         Raises:
             BrigadeError: what the first node that cannot take part says.
         """
-        shard = await self._load(progress)
         for stage in range(len(self.peers), 0, -1):
-            await self.peers[stage - 1].attach(self._attach_request(stage))
-            self.clock_offsets[stage] = await self.peers[stage - 1].clock_offset()
-        await self._start(Engine(shard, 0, self._spec.dtype))
-        await self._warm_up()
+            peer = self.peers[stage - 1]
+            self._stack.callback(peer.detach)
+            await peer.attach(self._attach_request(stage))
+            self.clock_offsets[stage] = await peer.clock_offset()
+        await self._start()
+        await self._warm_up(progress)
 
     @property
     def spec(self) -> ModelSpec:
-        return self._spec
+        return self.deployment.spec
+
+    @property
+    def thread(self) -> MlxThread:
+        """This process's, which every chain uses."""
+        return self._own.thread
 
     @property
     def num_stages(self) -> int:
@@ -104,7 +116,8 @@ class Chain:
         for sent in self._sent.values():
             sent.is_alone = False
         self.last_step = frame.step
-        self._sent[frame.step] = Sent(sum(map(num_rows, frame.windows)), time.monotonic(), not self._sent)
+        kind = self._patience.kind_of(frame)
+        self._sent[frame.step] = Sent(sum(map(num_rows, frame.windows)), kind, time.monotonic(), not self._sent)
         self._stage.submit(frame)
 
     async def receive(self) -> Arrival:
@@ -114,15 +127,15 @@ class Chain:
             StageLost: a node closed, or was silent for longer than its work can take; the message names it.
             BrigadeError: what a stage failed with.
         """
+        assert self._stage is not None
         while True:
-            waited_s, patience_s = self._silence_s(), self._patience_s()
-            if self._sent and waited_s >= patience_s:
-                raise await self._diagnose(waited_s)
             try:
-                async with asyncio.timeout(patience_s - waited_s):
-                    return await self._next_arrival()
+                async with asyncio.timeout(self._left_s()):
+                    return self._arrived(await self._stage.next_result())
             except TimeoutError:
-                continue  # unless a frame has been in flight all the time
+                await self._look_after_oldest()
+            except StageLost as error:
+                raise self._stillness.blame() or error from error.__cause__
 
     async def statuses(self) -> list[StatusReply]:
         """What every stage holds and has taken, stage 0 first; zeros for a worker that does not say."""
@@ -131,12 +144,18 @@ class Chain:
         theirs = [reply if isinstance(reply, StatusReply) else StatusReply() for reply in replies]
         return [self._stage.status(), *theirs]
 
-    async def _next_arrival(self) -> Arrival:
-        assert self._stage is not None
-        result = await self._stage.next_result()
-        if result.step not in self._sent:
-            raise FrameError(f"the last stage answered step {result.step}, which is not in flight")
+    def _arrived(self, result: Result) -> Arrival:
+        """Take a result in. Raises FrameError for one that answers nothing that was asked."""
+        found = result.epoch, [timing.stage for timing in result.timings]
+        expected = self.epoch, list(range(self.num_stages))
+        if result.step not in self._sent or found != expected:
+            raise FrameError(
+                f"expected a result of a step in flight, (epoch, stages passed) {expected}, "
+                f"got {found} of step {result.step}",
+                node=self.peers[-1].name if self.peers else "",
+            )
         sent = self._sent.pop(result.step)
+        self._patience.done(sent.kind)
         self._last_result = time.monotonic()
         arrival = Arrival(result, time.monotonic_ns(), sent.num_rows, self._last_result - sent.at)
         if sent.num_rows:
@@ -144,40 +163,47 @@ class Chain:
             self.costs.observe(sent.num_rows, stages_s, arrival.took_s, was_alone=sent.is_alone)
         return arrival
 
-    def _silence_s(self) -> float:
-        """How long the frames in flight have brought no result."""
+    def _left_s(self) -> float:
+        """Seconds until the oldest frame is to be looked after; with nothing in flight, until it is asked again."""
         if not self._sent:
-            return 0.0
-        return time.monotonic() - max(self._last_result, next(iter(self._sent.values())).at)
+            return _ASK_AGAIN_S
+        oldest = self._oldest()
+        is_new = not self._patience.is_known(oldest.kind) and not oldest.is_said_to_compile
+        return max(0.0, (_COMPILES_S if is_new else self._allowed_s(oldest)) - self._silence_s(oldest))
 
-    def _patience_s(self) -> float:
-        rows_in_flight = sum(sent.num_rows for sent in self._sent.values())
-        return (_PATIENCE_S if self._row_s else _FIRST_STEP_S) + 2 * self._row_s * rows_in_flight
+    async def _look_after_oldest(self) -> None:
+        """Say that it compiles, where it may. Raises what is wrong once it has taken longer than it can take."""
+        if not self._sent:
+            return
+        oldest = self._oldest()
+        silence_s = self._silence_s(oldest)
+        if silence_s >= self._allowed_s(oldest):
+            raise await self._diagnose(silence_s)
+        if silence_s >= _COMPILES_S and not oldest.is_said_to_compile and not self._patience.is_known(oldest.kind):
+            oldest.is_said_to_compile = True
+            self._say("compiling: the first step of its kind on this chain, which may take a minute")
 
-    async def _load(self, progress: Progress) -> Shard:
-        """All shards at once, each node its own; the first failure ends the others."""
-        own = self.plan.assignments[0]
-        layers = own.start, own.end, self._spec.num_layers
-        theirs = [
-            peer.load(request, partial(progress, peer.name))
-            for peer, request in zip(self.peers, self._load_requests(), strict=True)
-        ]
-        shard, *_ = await together(
-            load_shard(self._checkpoint, *layers, self.thread, partial(progress, own.name)), *theirs
-        )
-        assert isinstance(shard, Shard)
-        return shard
+    def _oldest(self) -> Sent:
+        return next(iter(self._sent.values()))
 
-    async def _start(self, engine: Engine) -> None:
-        watched = [self._pump(peer) for peer in self.peers]
-        send = None
+    def _allowed_s(self, sent: Sent) -> float:
+        return self._patience.allowed_s(sent.kind, sent.num_rows)
+
+    def _silence_s(self, sent: Sent) -> float:
+        """How long this frame, the oldest, has brought no result while this process was there to see it."""
+        return time.monotonic() - max(self._last_result, sent.at, self._stillness.woke_at)
+
+    async def _start(self) -> None:
+        assert self._own.shard is not None
+        send, watched = None, []
         if self.peers:
             link = Link(self.peers[0].name, self.peers[0].address, self.epoch, 0)
             self._stack.push_async_callback(link.close)
             await link.wait_open()
             watched.append(link.wait_lost())
             send = link.send
-        self._stage = Stage(engine, self.thread, self.epoch, send)
+        watched += [*map(self._pump, self.peers), self._stillness.watch()]
+        self._stage = Stage(Engine(self._own.shard, 0, self.spec.dtype), self._own.thread, self.epoch, send)
         self._stack.push_async_callback(self._stage.stop)
         self._stage.start(*watched)
 
@@ -186,52 +212,40 @@ class Chain:
         async for result in peer.results():
             self._stage.deliver(result)
 
-    async def _warm_up(self) -> None:
+    async def _warm_up(self, progress: Progress) -> None:
         """One row and a chunk of rows through all stages, twice: compiles, pages in, and tells what rows cost."""
         prefix_hash = History().prefix_hash(0)
-        chunk = Window(slot=0, prefix_hash=prefix_hash, tokens=[0] * min(_WARM_UP_ROWS, self._spec.context), wanted=1)
+        chunk = Window(slot=0, prefix_hash=prefix_hash, tokens=[0] * min(_WARM_UP_ROWS, self.spec.context), wanted=1)
         row = Window(slot=0, prefix_hash=prefix_hash, tokens=[0], wanted=1)
         frames = [Frame(opened=[Session(slot=0)])]
         frames += [Frame(windows=[window]) for window in (chunk, chunk, row, row)]
-        for step, frame in enumerate([*frames, Frame(closed=[0])]):
+        frames.append(Frame(closed=[0]))
+        for step, frame in enumerate(frames):
             frame.epoch, frame.step = self.epoch, step
             self.send(frame)
-            arrival = await self.receive()
-            if arrival.num_rows == 1:
-                self._row_s = arrival.took_s
+            await self.receive()
+            for node in self.plan.assignments:
+                progress(node.name, LoadProgress(phase="warm-up", done=step + 1, total=len(frames)))
 
     async def _diagnose(self, waited_s: float) -> BrigadeError:
         """Who is silent: asked of every node, since whoever waits for a result cannot know."""
+        assert self._stage is not None
         replies = await asyncio.gather(*(peer.status(_PROBE_S) for peer in self.peers), return_exceptions=True)
         for peer, reply in zip(self.peers, replies, strict=True):
             if isinstance(reply, BaseException):
-                return StageLost(
-                    f"no answer at {peer.address} after {waited_s:.1f} s without a result (stopped, hung, or cut off)",
-                    node=peer.name,
+                said = (
+                    f"no answer at {peer.address} after {waited_s:.1f} s without a result (stopped, hung, or cut off)"
                 )
+                return StageLost(said, node=peer.name)
             if reply.busy_s > waited_s / 2:
                 return StageLost(f"its engine has been at one step for {reply.busy_s:.1f} s", node=peer.name)
-        assert self._stage is not None
         return StageLost(
             f"no result for {waited_s:.1f} s though every worker answers "
             f"(coordinator busy for {self._stage.busy_s:.1f} s; last step {self._stage.last_step})"
         )
 
-    def _load_requests(self) -> list[LoadRequest]:
-        return [
-            LoadRequest(
-                model=peer.model or self._checkpoint.name,
-                fingerprint=self._checkpoint.fingerprint,
-                start=assignment.start,
-                end=assignment.end,
-                num_layers=self._spec.num_layers,
-                dtype=self._spec.dtype,
-            )
-            for peer, assignment in zip(self.peers, self.plan.assignments[1:], strict=True)
-        ]
-
     def _attach_request(self, stage: int) -> AttachRequest:
-        request = AttachRequest(epoch=self.epoch, stage=stage, loaded=self._load_requests()[stage - 1])
+        request = AttachRequest(epoch=self.epoch, stage=stage, loaded=self.deployment.load_request(stage))
         if stage < len(self.peers):
             successor = self.peers[stage]
             request.successor, request.successor_name = successor.address, successor.name

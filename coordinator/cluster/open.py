@@ -2,11 +2,12 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
 
 from coordinator.cluster.chain import Chain
+from coordinator.cluster.deployment import Deployment, OwnNode, Progress
 from coordinator.cluster.local import LocalWorker
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.peer import Peer
@@ -61,12 +62,27 @@ async def open_chain(
     options: ClusterOptions, checkpoint: Checkpoint, spec: ModelSpec, context: int
 ) -> AsyncIterator[Chain]:
     """The whole way: workers found or started, planned, refused if it does not fit, loaded, joined."""
-    async with open_peers(options, spec) as peers:
+    async with open_peers(options, spec) as peers, AsyncExitStack() as stack:
         plan = await make_plan(options.cluster, spec, peers, context)
         require_fit(plan, spec)
-        async with Chain(checkpoint, spec, plan, peers) as chain:
-            with show_progress(plan) as progress:
-                await chain.open(progress)
+        with show_progress(plan) as progress:
+            deployment = Deployment(checkpoint, spec, plan, peers)
+            chain = await stack.enter_async_context(joined(deployment, progress, say=_to_stderr))
+        yield chain
+
+
+@asynccontextmanager
+async def joined(
+    deployment: Deployment,
+    progress: Progress = lambda node, report: None,
+    *,
+    say: Callable[[str], None] = lambda line: None,
+) -> AsyncIterator[Chain]:
+    """Every shard loaded, and the first chain over them."""
+    async with OwnNode() as own:
+        await own.load(deployment, progress)
+        async with Chain(own, deployment, say=say) as chain:
+            await chain.open(progress)
             yield chain
 
 
@@ -97,6 +113,10 @@ async def _ask_nodes(cluster: Cluster, peers: Sequence[Peer]) -> list[Node]:
         offered = own_share if _is_here(peer) else greeting.memory_bytes
         nodes.append(Node(peer.name, configured.get(peer.address) or offered))
     return nodes
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _is_here(peer: Peer) -> bool:

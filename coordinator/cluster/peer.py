@@ -128,9 +128,14 @@ class Peer:
         """A digest per tensor of the loaded shard."""
         return dict((await self._named(self._stub.Digest(DigestRequest(), timeout=_DIGEST_S))).digests)
 
-    async def close(self) -> None:
+    def detach(self) -> None:
+        """Have the worker leave the chain: it drops every slot and keeps its shard."""
         if self._attachment is not None:
             self._attachment.cancel()
+            self._attachment = None
+
+    async def close(self) -> None:
+        self.detach()
         await self._channel.close(grace=None)
 
     async def _named(self, call: Awaitable[T]) -> T:

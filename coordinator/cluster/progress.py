@@ -14,7 +14,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from coordinator.cluster.chain import Progress as Report
+from coordinator.cluster.deployment import Progress as Report
 from coordinator.planning.plan import Plan
 from protos.brigade_pb2 import LoadProgress
 

@@ -1,79 +1,43 @@
-"""Runner: many requests through one chain. Schedules, sends, receives, commits; hands each request its own text."""
+"""Runner: requests under way. They outlive chains; on which one they run now is the epoch's affair."""
 
 import asyncio
 import contextlib
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
+from functools import cache, partial
 
 from coordinator.cluster.chain import Arrival, Chain
-from coordinator.planning.costs import LaneChooser, chunk_size
-from coordinator.sessions.answer import Answer
+from coordinator.cluster.epoch import Epoch
+from coordinator.cluster.ticket import Step, Text, Ticket
+from coordinator.planning.costs import chunk_size
+from coordinator.sessions.answer import Answer, Piece, Token
 from coordinator.sessions.request import Request, room_for_answer
-from coordinator.sessions.scheduler import Scheduler
+from coordinator.sessions.scheduler import Commit, Scheduler
 from coordinator.sessions.session import Session
-from coordinator.sessions.slots import cache_costs
-from coordinator.sessions.text import TextStream, TokenIds
+from coordinator.sessions.text import TokenIds
 from coordinator.sessions.waterfall import Passage
-from protos.brigade_pb2 import Sample
-from worker.errors import ModelError, StageLost
+from worker.errors import BrigadeError, QueueFull, ReaderLost, StageLost
 
 _LEAVE_S = 2.0  # for what is on its way when a runner is left by an exception
+_UNREAD_S = 30.0  # how long a session stays paused for a reader who does not read
+_MAX_WAIT_S = 600.0  # for memory
 
-
-class _Ticket:
-    """One request under way: what it has so far, and pieces of text on their way to whoever waits for them."""
-
-    def __init__(self, session: Session, request: Request, stream: TextStream | TokenIds) -> None:
-        self.session = session
-        self.answer = Answer(session.num_prompt, time.monotonic_ns())
-        self._eos = request.eos
-        self._stream = stream
-        self._pieces: asyncio.Queue[str | BaseException | None] = asyncio.Queue()
-
-    def take(self, samples: list[Sample], passage: Passage) -> None:
-        """Take what a step made known; stops the session where a stop string ends."""
-        self.answer.passages.append(passage)
-        for sample in samples:
-            self.answer.samples.append(sample)
-            self.answer.token_times.append(passage.returned)
-            if sample.token not in self._eos:  # the end-of-sequence token has no text
-                self._pieces.put_nowait(self._stream.push(sample.token))
-            if self._stream.is_stopped:
-                self.session.stop()
-                break  # the rest of the step lies behind the stop string
-        if self.session.finish_reason is not None:
-            self._end(self.session.finish_reason)
-
-    def fail(self, error: BaseException) -> None:
-        self._pieces.put_nowait(error)
-
-    async def pieces(self) -> AsyncIterator[str]:
-        """Pieces of text as they become final. Raises what the request failed with."""
-        while (piece := await self._pieces.get()) is not None:
-            if isinstance(piece, BaseException):
-                raise piece
-            yield piece
-
-    def _end(self, finish_reason: str) -> None:
-        self.answer.finish_reason = finish_reason
-        self.answer.num_reused = self.session.num_reused
-        self.answer.num_steps, self.answer.num_rows = self.session.num_steps, self.session.num_rows
-        self._pieces.put_nowait(self._stream.finish())
-        self._pieces.put_nowait(None)
+NextChain = Callable[[BrigadeError], Awaitable[Chain]]
 
 
 class Runner:
     """Answers requests, as many at once as the stages have memory for. Use as an async context manager."""
 
-    def __init__(self, chain: Chain) -> None:
-        lanes = LaneChooser(chain.num_stages, chain.costs.stages_s, chain.costs.hops_s)
-        costs = cache_costs(chain.plan, chain.spec)
-        self.scheduler = Scheduler(chain.num_stages, costs, chain.epoch, lanes=lanes.choose, last_step=chain.last_step)
-        self._chain = chain
-        self._tickets: dict[Session, _Ticket] = {}
-        self._idle = asyncio.Event()
-        self._failure: BaseException | None = None  # of the chain: nothing can be sent any more
+    def __init__(self, chain: Chain, *, when_lost: NextChain | None = None, max_wait_s: float = _MAX_WAIT_S) -> None:
+        """`when_lost` opens the chain on which requests go on once one has failed; without it they fail, too.
+
+        A request that has waited for memory for `max_wait_s` is refused.
+        """
+        self._epoch = Epoch(chain)
+        self._when_lost = when_lost
+        self._max_wait_s = max_wait_s
+        self._tickets: dict[Session, Ticket] = {}
+        self._failure: BaseException | None = None  # nothing can be sent any more
         self._is_closing = False
         self._task: asyncio.Task[None] | None = None
 
@@ -92,49 +56,85 @@ class Runner:
             self._task.cancel()
             await asyncio.wait([self._task])
 
+    @property
+    def scheduler(self) -> Scheduler:
+        """The present epoch's."""
+        return self._epoch.scheduler
+
+    async def stream(
+        self, request: Request, *, text: Text | None = None, chunk: int | None = None, traced: bool = False
+    ) -> AsyncGenerator[Piece, None]:
+        """Run a checked request, piece by piece. Closing the iterator frees its slot on every stage within a step.
+
+        Tokens become text here, in the reader's own task. A session pauses while 256 steps are unread, and is given
+        up if that lasts for 30 s.
+
+        Args:
+            text: turns tokens into text and watches for stop strings; without one the ids are the text.
+            chunk: rows per prompt chunk; None chooses by `chunk_size`.
+            traced: keep the timing records of every frame, for a waterfall or a trace.
+        Raises:
+            InputError: no node has memory for it. QueueFull: too many requests wait, or it has waited too long.
+            ReaderLost: it was not read. BrigadeError: a stage failed, or the runner has been left.
+        """
+        text = text or TokenIds()
+        ticket = self._submit(request, chunk, traced=traced)
+        try:
+            while True:
+                piece = ticket.say(await ticket.next_step(), text)
+                self._resume_if_read(ticket)
+                if piece.finish_reason is not None:
+                    self._close(ticket, keep=True)
+                yield piece
+                if piece.finish_reason is not None:
+                    return
+        finally:
+            self._close(ticket, keep=False)
+
     async def answer(
         self,
         request: Request,
         *,
-        stream: TextStream | TokenIds | None = None,
+        stream: Text | None = None,
         emit: Callable[[str], None] = lambda text: None,
         chunk: int | None = None,
+        traced: bool = False,
     ) -> Answer:
-        """Run a checked request; cancelling it frees its slot on every stage within a step.
+        """All pieces of `stream` as one; `emit` takes each one's text as it comes."""
+        answer = Answer()
+        async with contextlib.aclosing(self.stream(request, text=stream, chunk=chunk, traced=traced)) as pieces:
+            async for piece in pieces:
+                answer.add(piece)
+                if piece.text:
+                    emit(piece.text)
+        return answer
 
-        Args:
-            stream: turns tokens into text and watches for stop strings; without one the ids are the text.
-            emit: takes each piece of text as it becomes final.
-            chunk: rows per prompt chunk; None chooses by `chunk_size`.
-        Raises:
-            InputError: no node has memory for it. QueueFull: too many requests wait.
-            BrigadeError: a stage failed, or the runner has been left; nothing more will come.
-        """
+    def _submit(self, request: Request, chunk: int | None, *, traced: bool) -> Ticket:
         if self._failure is not None:
-            raise self._failure
+            raise self._failure.again() if isinstance(self._failure, BrigadeError) else self._failure
         if self._is_closing:
             raise StageLost("the runner that was to answer this request has ended")
-        ticket = _Ticket(self._make_session(request, chunk), request, stream or TokenIds())
-        self.scheduler.submit(ticket.session)
+        ticket = Ticket(self._make_session(request, chunk), request.eos, traced=traced)
         self._tickets[ticket.session] = ticket
         try:
-            self._send_all()
-            async for piece in ticket.pieces():
-                emit(piece)
-        finally:
-            if ticket.session in self._tickets:
-                self._close(ticket, keep=False)
-                self._send_all()
-        return ticket.answer
+            self._epoch.submit(ticket.session)
+        except BrigadeError:
+            del self._tickets[ticket.session]
+            raise
+        if ticket.session.slot < 0:
+            waited = QueueFull(f"waited {self._max_wait_s:.0f} s for memory; try again later")
+            self._give_up_after(self._max_wait_s, ticket, waited)
+        return ticket
 
     def _make_session(self, request: Request, chunk: int | None) -> Session:
-        chunk = chunk or chunk_size(len(request.prompt), self._chain.costs.stages_s)
-        longest = replace(self._chain.spec, cache=request.cache).longest_chunk
+        chain = self._epoch.chain
+        chunk = chunk or chunk_size(len(request.prompt), chain.costs.stages_s)
+        longest = replace(chain.spec, cache=request.cache).longest_chunk
         return Session(
             request.prompt,
-            room_for_answer(request, self._chain.spec.context),
+            room_for_answer(request, chain.spec.context),
             request.eos,
-            request.decode.make_decoder(request.eos, self._chain.costs.steps),
+            request.decode.make_decoder(request.eos, chain.costs.steps),
             request.repeat_guard,
             chunk=min(chunk, longest) if longest else chunk,
             sampling=request.sampling,
@@ -143,50 +143,79 @@ class Runner:
 
     async def _run(self) -> None:
         while True:
-            self._take(await self._chain.receive())
-            self._send_all()
-
-    def _take(self, arrival: Arrival) -> None:
-        passage = Passage(arrival.result.timings, arrival.at, arrival.num_rows)
-        for session, samples in self.scheduler.commit(arrival.result):
-            ticket = self._tickets[session]
             try:
-                ticket.take(samples, passage)
-            except ModelError as error:  # no text for this token: its own request's affair
-                self._close(ticket, keep=False)
-                ticket.fail(error)
-            else:
-                if session.finish_reason is not None:
-                    self._close(ticket, keep=True)
+                await self._epoch.run(self._take)
+            except BrigadeError as error:
+                if self._when_lost is None or self._is_closing:
+                    raise
+                self._go_on(await self._when_lost(error))
 
-    def _send_all(self) -> None:
-        if self._failure is not None:
-            return
-        while (frame := self.scheduler.schedule()) is not None:
-            self._chain.send(frame)
-        self._idle.set() if self.scheduler.is_idle else self._idle.clear()
+    def _go_on(self, chain: Chain) -> None:
+        """Begin the next epoch: every session is fed anew, from its own tokens."""
+        self._epoch = Epoch(chain)
+        for ticket in list(self._tickets.values()):
+            ticket.session.rewind()
+            try:
+                self._epoch.scheduler.submit(ticket.session)
+            except BrigadeError as error:  # it does not fit on what is left
+                self._fail(ticket, error)
+        self._epoch.send_all()
 
-    def _close(self, ticket: _Ticket, *, keep: bool) -> None:
+    def _take(self, arrival: Arrival, commits: list[Commit]) -> None:
+        passage = cache(partial(Passage.of, arrival.result, arrival.at, arrival.num_rows))  # one for all, if any
+        for session, samples in commits:
+            ticket = self._tickets[session]
+            if not session.is_paused:
+                ticket.end_deadline()  # it has a slot
+            ticket.pass_by(passage)
+            if samples or session.finish_reason is not None:
+                ticket.put(Step([*map(Token.of, samples)], arrival.at, session.finish_reason))
+            if session.finish_reason is not None:
+                self._forget(ticket, keep=True)
+            elif ticket.is_full and not session.is_paused:
+                session.is_paused = True
+                self._give_up_after(_UNREAD_S, ticket, ReaderLost(f"nobody read the answer for {_UNREAD_S:.0f} s"))
+
+    def _resume_if_read(self, ticket: Ticket) -> None:
+        if ticket.session.is_paused and ticket.is_read_again:
+            ticket.end_deadline()
+            ticket.session.is_paused = False
+            self._epoch.send_all()
+
+    def _give_up_after(self, seconds: float, ticket: Ticket, error: BrigadeError) -> None:
+        ticket.deadline = asyncio.get_running_loop().call_later(seconds, self._fail, ticket, error)
+
+    def _fail(self, ticket: Ticket, error: BaseException) -> None:
+        if ticket.session in self._tickets:
+            ticket.fail(error)
+            self._close(ticket, keep=False)
+
+    def _close(self, ticket: Ticket, *, keep: bool) -> None:
+        """End a request wherever it is, if it has not ended; its slot goes with the next frame, or stays."""
+        if ticket.session in self._tickets:
+            self._forget(ticket, keep=keep)
+            self._epoch.send_all()
+
+    def _forget(self, ticket: Ticket, *, keep: bool) -> None:
+        ticket.end_deadline()
         del self._tickets[ticket.session]
-        self.scheduler.close(ticket.session, keep=keep)
+        self._epoch.close(ticket.session, keep=keep)
 
     async def _drain(self) -> None:
         """End what still runs, free every slot on every stage, and take in what is still on its way."""
         self._is_closing = True
         for ticket in list(self._tickets.values()):
-            self._close(ticket, keep=False)
             ticket.fail(StageLost("the request was given up: its runner has ended"))
+            self._forget(ticket, keep=False)
         self.scheduler.slots.forget_kept()
-        self._send_all()
-        while not self._idle.is_set() and self._failure is None:
-            await self._idle.wait()
+        self._epoch.send_all()
+        await self._epoch.wait_idle()
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
-        """The chain failed: so does every request."""
+        """The chain failed for good: so does every request."""
         if task.cancelled():
             return
         self._failure = task.exception() or StageLost("the runner ended by itself")
-        self._idle.set()
         for ticket in self._tickets.values():
             ticket.fail(self._failure)
 
@@ -195,12 +224,13 @@ async def generate(
     chain: Chain,
     request: Request,
     *,
-    stream: TextStream | TokenIds | None = None,
+    stream: Text | None = None,
     emit: Callable[[str], None] = lambda text: None,
     chunk: int | None = None,
+    traced: bool = False,
 ) -> Answer:
     """Run one checked request through an otherwise idle chain; as `Runner.answer`, with the stages' statuses."""
     async with Runner(chain) as runner:
-        answer = await runner.answer(request, stream=stream, emit=emit, chunk=chunk)
+        answer = await runner.answer(request, stream=stream, emit=emit, chunk=chunk, traced=traced)
         answer.statuses = await chain.statuses()  # while the caches are still there
     return answer

@@ -90,7 +90,7 @@ class OnChain:
         before = await self.chain.statuses()
         async with Runner(self.chain) as runner:
             started, thread_s = time.monotonic(), time.thread_time()
-            answers = await together(*(runner.answer(request) for request in requests))
+            answers = await together(*(runner.answer(request, traced=True) for request in requests))
             loop_share = (time.thread_time() - thread_s) / (time.monotonic() - started)
         after = await self.chain.statuses()
         passages = {id(passage): passage for answer in answers for passage in answer.passages}

@@ -83,6 +83,10 @@ class ChainCosts:
         """What a frame spends between the stages, whatever its rows."""
         return self._hops_s
 
+    def passage_s(self, num_rows: int) -> float:
+        """What a frame of so many rows takes through the whole chain, alone; 0 while that is not known."""
+        return sum(self.stages_s(num_rows)) + self._hops_s
+
 
 class LaneChooser:
     """How many lanes a number of sessions should make.

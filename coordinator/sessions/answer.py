@@ -1,30 +1,96 @@
-"""Answer: what came of a request, token by token. Pure."""
+"""Answer: what came of a request, piece by piece and as a whole. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from coordinator.sessions.waterfall import Passage, Waterfall, make_waterfall
 from protos.brigade_pb2 import Sample, StatusReply
 
 
-@dataclass
-class Answer:
-    """What came of a request. Moments are nanoseconds on the coordinator's monotonic clock."""
+class Token(NamedTuple):
+    """One generated token; with its logprob, and the likeliest alternatives with theirs, where they were asked for."""
+
+    token: int
+    logprob: float = 0.0
+    alternatives: tuple[tuple[int, float], ...] = ()
+
+    @classmethod
+    def of(cls, sample: Sample) -> "Token":
+        """A copy: a part of a result would keep all of it in memory."""
+        others = tuple((other.token, other.logprob) for other in sample.alternatives)
+        return cls(sample.token, sample.logprob, others)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a request took. Moments are nanoseconds on the coordinator's monotonic clock."""
 
     num_prompt: int
     started: int
-    samples: list[Sample] = field(default_factory=list)
-    token_times: list[int] = field(default_factory=list)
-    passages: list[Passage] = field(default_factory=list)  # of all frames that carried a window of it
+    num_reused: int  # leading tokens of the prompt that were in the caches already
+    num_steps: int  # windows that asked for tokens
+    num_rows: int  # of all windows
+    passages: Sequence[Passage] = ()  # of all frames that carried a window of it, if they were to be kept
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one step made known: text that is final, and the tokens. The last one says why the answer ended."""
+
+    text: str
+    tokens: Sequence[Token]
+    at: int  # nanoseconds on the coordinator's monotonic clock
+    finish_reason: str | None = None
+    usage: Usage | None = None  # with the last one
+
+
+@dataclass
+class Answer:
+    """What came of a request, all pieces together."""
+
+    text: str = ""
+    samples: list[Token] = field(default_factory=list)
+    token_times: list[int] = field(default_factory=list)  # nanoseconds on the coordinator's monotonic clock
     statuses: list[StatusReply] = field(default_factory=list)  # of every stage, at the end of the answer
     finish_reason: str = ""
-    num_reused: int = 0  # leading tokens of the prompt that were in the caches already
-    num_steps: int = 0  # windows that asked for tokens
-    num_rows: int = 0  # of all windows
+    usage: Usage = field(default_factory=lambda: Usage(0, 0, 0, 0, 0))
+
+    def add(self, piece: Piece) -> None:
+        """Take the next piece in."""
+        self.text += piece.text
+        self.samples += piece.tokens
+        self.token_times += [piece.at] * len(piece.tokens)
+        if piece.finish_reason is not None and piece.usage is not None:
+            self.finish_reason, self.usage = piece.finish_reason, piece.usage
 
     @property
     def tokens(self) -> list[int]:
         return [sample.token for sample in self.samples]
+
+    @property
+    def num_prompt(self) -> int:
+        return self.usage.num_prompt
+
+    @property
+    def started(self) -> int:
+        return self.usage.started
+
+    @property
+    def num_reused(self) -> int:
+        return self.usage.num_reused
+
+    @property
+    def num_steps(self) -> int:
+        return self.usage.num_steps
+
+    @property
+    def num_rows(self) -> int:
+        return self.usage.num_rows
+
+    @property
+    def passages(self) -> Sequence[Passage]:
+        return self.usage.passages
 
     @property
     def ttft_s(self) -> float:

@@ -37,6 +37,7 @@ class Session:
         self.sampling = sampling or Sampling()
         self.cache = cache or Cache()
         self.finish_reason: str | None = None
+        self.is_paused = False  # whoever reads the answer is behind
         self.history = History(prompt)
         self._max_tokens = max_tokens
         self._eos = eos
@@ -70,7 +71,7 @@ class Session:
     @property
     def is_ready(self) -> bool:
         """Whether a window can be sent: a prompt's chunks follow each other, a proposal waits for its answer."""
-        return self.finish_reason is None and self._proposal is None
+        return self.finish_reason is None and self._proposal is None and not self.is_paused
 
     @property
     def most_rows(self) -> int:
@@ -86,6 +87,11 @@ class Session:
         """Begin after this many tokens: the slot holds them already. Leaves at least one token to feed."""
         assert self.fed == 0 and num_tokens < len(self.history)
         self.fed = self.num_reused = num_tokens
+
+    def rewind(self) -> None:
+        """Forget what the chain holds: a new one is fed all tokens that are known."""
+        self.slot, self.fed, self.num_reused = -1, 0, 0
+        self._proposal = None
 
     def next_window(self, num_together: int = 1) -> Window:
         """The next known tokens, a chunk of them, or the last ones with the decoder's proposal.

@@ -6,8 +6,9 @@ so each is clipped to the time after the previous result: what remains tiles the
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from protos.brigade_pb2 import Timing
+from protos.brigade_pb2 import Result
 
 PARTS = (
     "scheduling",
@@ -20,13 +21,29 @@ PARTS = (
 )
 
 
+class Moments(NamedTuple):
+    """When a frame passed one stage, on that stage's own clock, nanoseconds: the fields of the proto's Timing."""
+
+    received: int
+    started: int
+    computed: int
+    sampled: int
+    sent: int
+
+
 @dataclass(frozen=True)
 class Passage:
-    """One frame's way through the chain: its timing records and when its result was back, nanoseconds."""
+    """One frame's way through the chain: its moments by stage and when its result was back, nanoseconds."""
 
-    timings: Sequence[Timing]
+    timings: Sequence[Moments]
     returned: int
     num_rows: int = 0
+
+    @classmethod
+    def of(cls, result: Result, returned: int, num_rows: int) -> "Passage":
+        """A copy of the result's records: a part of a result would keep all of it in memory."""
+        timings = tuple(Moments(t.received, t.started, t.computed, t.sampled, t.sent) for t in result.timings)
+        return cls(timings, returned, num_rows)
 
 
 @dataclass
@@ -81,12 +98,8 @@ def spans(passage: Passage, offsets: Sequence[int]) -> list[tuple[str, int, int,
     """The passage as (part, stage, begin, end), gapless, on the coordinator's clock."""
     tiles = []
     left = None
-    for timing in passage.timings:
-        stage = timing.stage
-        received, started, computed, sampled, sent = (
-            moment - offsets[stage]
-            for moment in (timing.received, timing.started, timing.computed, timing.sampled, timing.sent)
-        )
+    for stage, timing in enumerate(passage.timings):
+        received, started, computed, sampled, sent = (moment - offsets[stage] for moment in timing)
         if left is not None:
             tiles.append(("wire", stage, left, received))
         compute = "worker compute" if stage else "coordinator compute"

@@ -14,6 +14,8 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from coordinator.cluster.chain import Chain
+from coordinator.cluster.deployment import Deployment
+from coordinator.cluster.open import joined
 from coordinator.cluster.peer import Peer
 from coordinator.cluster.runner import generate
 from coordinator.measure.reference import Reference
@@ -104,9 +106,8 @@ async def opened(folder: Path, layers: Sequence[int], nodes: Sequence[RunningNod
         for peer in peers:
             stack.push_async_callback(peer.close)
         memory = [Node(name, 1 << 40) for name in ("coordinator", *(peer.name for peer in peers))]
-        chain = await stack.enter_async_context(Chain(checkpoint, spec, plan(spec, memory, 128, layers), peers))
-        await chain.open(lambda node, report: None)
-        yield chain
+        deployment = Deployment(checkpoint, spec, plan(spec, memory, 128, layers), peers)
+        yield await stack.enter_async_context(joined(deployment))
 
 
 @asynccontextmanager
@@ -118,7 +119,8 @@ async def running(folder: Path, layers: Sequence[int]) -> AsyncIterator[Chain]:
 
 async def answer(chain: Chain, prompt: Sequence[int], num_tokens: int, sampling: Sampling | None = None) -> Answer:
     """What the chain makes of a prompt, fed in chunks of `CHUNK`."""
-    return await generate(chain, Request(tuple(prompt), num_tokens, sampling or Sampling()), chunk=CHUNK)
+    asked = Request(tuple(prompt), num_tokens, sampling or Sampling())
+    return await generate(chain, asked, chunk=CHUNK, traced=True)
 
 
 def load_request(folder: Path, start: int, end: int) -> LoadRequest:

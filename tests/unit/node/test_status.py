@@ -7,11 +7,12 @@ import grpc
 import pytest
 
 from worker import errors
-from worker.errors import BrigadeError, InputError, QueueFull, StageLost
+from worker.errors import BrigadeError, InputError, QueueFull, ReaderLost, StageLost
 from worker.node.status import abort, error_of
 
 KINDS = sorted(BrigadeError.__subclasses__(), key=lambda kind: kind.__name__)
-OF_NODES = [kind for kind in KINDS if kind not in (InputError, QueueFull)]  # those two are the coordinator's own
+OWN = (InputError, QueueFull, ReaderLost)  # the coordinator's: no node means them
+OF_NODES = [kind for kind in KINDS if kind not in OWN]
 
 
 class Aborted(grpc.RpcError):
@@ -59,7 +60,7 @@ def test_an_error_of_a_later_stage_keeps_that_stages_name_on_its_way_back(kind: 
     assert (found.node, str(found)) == ("studio", "worker studio: worker bees are no node")
 
 
-@pytest.mark.parametrize("kind", [InputError, QueueFull], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", OWN, ids=lambda kind: kind.__name__)
 def test_no_worker_can_make_a_coordinator_believe_that_its_own_request_or_queue_is_at_fault(
     kind: type[BrigadeError],
 ) -> None:
@@ -105,3 +106,14 @@ def test_an_error_is_named_once() -> None:
 def test_an_input_error_names_its_parameter() -> None:
     assert str(InputError("top_p", "expected less")) == "top_p: expected less"
     assert str(InputError("", "expected less")) == "expected less"
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_an_error_for_several_places_is_one_object_per_place(kind: type[BrigadeError]) -> None:
+    error = kind("top_p", "fell") if kind is InputError else kind("fell", node="mini")
+    error.__cause__ = KeyError("x")
+    with pytest.raises(kind):
+        raise error
+    other = error.again()
+    assert other is not error and other.__traceback__ is None
+    assert (type(other), str(other), vars(other), other.__cause__) == (kind, str(error), vars(error), error.__cause__)

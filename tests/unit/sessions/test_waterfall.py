@@ -8,8 +8,7 @@ from itertools import pairwise
 import pytest
 
 from coordinator.cli.trace import trace_events
-from coordinator.sessions.waterfall import PARTS, Passage, Waterfall, make_waterfall, spans
-from protos.brigade_pb2 import Timing
+from coordinator.sessions.waterfall import PARTS, Moments, Passage, Waterfall, make_waterfall, spans
 
 MS = 1_000_000  # nanoseconds
 COMPUTE = ("coordinator compute", "worker compute", "head + sampling")
@@ -28,10 +27,7 @@ def passage(start: int, stages: Sequence[tuple[int, int, int, int, int]], back: 
     for stage, (hop, *durations) in enumerate(stages):
         moments = [now := now + hop]
         moments += [now := now + duration for duration in durations]
-        received, started, computed, sampled, sent = (moment + clocks[stage] for moment in moments)
-        timings.append(
-            Timing(stage=stage, received=received, started=started, computed=computed, sampled=sampled, sent=sent)
-        )
+        timings.append(Moments(*(moment + clocks[stage] for moment in moments)))
     return Passage(timings, now + back)
 
 

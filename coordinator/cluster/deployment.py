@@ -1,0 +1,76 @@
+"""Which shard of which model is on which node, and loading it there. What is loaded outlives chains."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from coordinator.cluster.peer import Peer
+from coordinator.cluster.together import together
+from coordinator.planning.plan import Plan
+from protos.brigade_pb2 import LoadProgress, LoadRequest
+from worker.compute.shard import Shard
+from worker.model.checkpoint import Checkpoint
+from worker.model.modelspec import ModelSpec
+from worker.node.loading import load_shard
+from worker.process.mlx_thread import MlxThread
+
+Progress = Callable[[str, LoadProgress], None]  # takes the node's name
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A model, its plan, and the workers that hold all but the first shard, in the plan's order."""
+
+    checkpoint: Checkpoint
+    spec: ModelSpec
+    plan: Plan
+    peers: Sequence[Peer]
+
+    def load_request(self, stage: int) -> LoadRequest:
+        """What the worker of this stage, from 1, is asked to hold."""
+        peer, assignment = self.peers[stage - 1], self.plan.assignments[stage]
+        return LoadRequest(
+            model=peer.model or self.checkpoint.name,
+            fingerprint=self.checkpoint.fingerprint,
+            start=assignment.start,
+            end=assignment.end,
+            num_layers=self.spec.num_layers,
+            dtype=self.spec.dtype,
+        )
+
+
+class OwnNode:
+    """This process as the node of stage 0: its MLX thread and its shard. Use as an async context manager."""
+
+    def __init__(self) -> None:
+        self.thread = MlxThread()
+        self.shard: Shard | None = None
+
+    async def __aenter__(self) -> "OwnNode":
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.thread.close()
+
+    async def load(self, deployment: Deployment, progress: Progress = lambda node, report: None) -> None:
+        """Have every node load its shard, all at once; the first failure ends the others.
+
+        A node that holds it already keeps it.
+
+        Raises:
+            BrigadeError: what the first node that cannot load says.
+        """
+        theirs = [
+            peer.load(deployment.load_request(stage), partial(progress, peer.name))
+            for stage, peer in enumerate(deployment.peers, 1)
+        ]
+        await together(self._load_own(deployment, progress), *theirs)
+
+    async def _load_own(self, deployment: Deployment, progress: Progress) -> None:
+        own, num_layers = deployment.plan.assignments[0], deployment.spec.num_layers
+        if self.shard is not None and (self.shard.start, self.shard.end) == (own.start, own.end):
+            return
+        self.shard = None
+        self.shard = await load_shard(
+            deployment.checkpoint, own.start, own.end, num_layers, self.thread, partial(progress, own.name)
+        )

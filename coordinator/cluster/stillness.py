@@ -1,0 +1,46 @@
+"""Stillness: whether this very process stood still for a while, so that no worker is blamed for what it missed."""
+
+import asyncio
+import time
+from typing import NoReturn
+
+from worker.errors import StageLost
+
+_TICK_S = 0.25
+_STILL_S = 3.5  # late by so much: asleep or stopped, not busy; other nodes wait as long before they give one up
+_RECENT_S = 30.0  # what breaks so soon after it broke because of it
+
+
+class Stillness:
+    """Notes when this process did not run: the machine slept, or the process was stopped.
+
+    Monotonic clocks may stand still while a machine sleeps, so the time of day is looked at as well.
+    """
+
+    def __init__(self) -> None:
+        self.woke_at = 0.0  # seconds, monotonic: when it last ran again after that
+        self._still_s = 0.0  # how long it had stood still then
+        self._last = time.monotonic(), time.time()
+
+    async def watch(self) -> NoReturn:
+        """Look at the clocks until cancelled."""
+        while True:
+            self._look()
+            await asyncio.sleep(_TICK_S)
+
+    def blame(self) -> StageLost | None:
+        """The error that whatever broke now comes from, if this process stood still lately."""
+        self._look()
+        if not self.woke_at or time.monotonic() - self.woke_at > _RECENT_S:
+            return None
+        return StageLost(
+            f"this process stood still for {self._still_s:.0f} s (the machine slept, or it was stopped), and the other "
+            "nodes gave it up; keep it awake (on a Mac: caffeinate -i in front of the command) and start again"
+        )
+
+    def _look(self) -> None:
+        now = time.monotonic(), time.time()
+        passed_s = max(after - before for before, after in zip(self._last, now, strict=True))
+        self._last = now
+        if passed_s > _TICK_S + _STILL_S:
+            self.woke_at, self._still_s = now[0], passed_s

@@ -1,0 +1,102 @@
+"""Ticket: one request under way, and what became known of it on its way to whoever reads it."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from coordinator.sessions.answer import Piece, Token, Usage
+from coordinator.sessions.session import Session
+from coordinator.sessions.waterfall import Passage
+from worker.errors import BrigadeError
+
+MOST_UNREAD = 256  # steps: then the session pauses until half of them are read
+
+
+class Text(Protocol):
+    """Turns tokens into text: a TextStream, or a TokenIds where there is no tokenizer."""
+
+    @property
+    def is_stopped(self) -> bool: ...
+
+    def push(self, token: int) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step made known of a session, not read yet."""
+
+    tokens: Sequence[Token]
+    at: int  # nanoseconds on the coordinator's monotonic clock
+    finish_reason: str | None
+
+
+class Ticket:
+    """A session, and its steps until they are read."""
+
+    def __init__(self, session: Session, eos: frozenset[int], *, traced: bool) -> None:
+        self.session = session
+        self.deadline: asyncio.TimerHandle | None = None  # while the session waits for memory, or for its reader
+        self._eos = eos
+        self._started = time.monotonic_ns()
+        self._passages: list[Passage] | None = [] if traced else None
+        self._steps: asyncio.Queue[Step | BaseException] = asyncio.Queue()
+
+    @property
+    def is_full(self) -> bool:
+        return self._steps.qsize() >= MOST_UNREAD
+
+    @property
+    def is_read_again(self) -> bool:
+        return self._steps.qsize() <= MOST_UNREAD // 2
+
+    def end_deadline(self) -> None:
+        """What was waited for has come."""
+        if self.deadline is not None:
+            self.deadline.cancel()
+            self.deadline = None
+
+    def put(self, step: Step) -> None:
+        """Leave what became known for whoever reads."""
+        self._steps.put_nowait(step)
+
+    def pass_by(self, make: Callable[[], Passage]) -> None:
+        """Note a frame that carried a window of the session, if that was asked for."""
+        if self._passages is not None:
+            self._passages.append(make())
+
+    def fail(self, error: BaseException) -> None:
+        """What is read next, after all that is known already."""
+        self._steps.put_nowait(error.again() if isinstance(error, BrigadeError) else error)
+
+    async def next_step(self) -> Step:
+        """Raises what the request failed with."""
+        step = await self._steps.get()
+        if isinstance(step, BaseException):
+            raise step
+        return step
+
+    def say(self, step: Step, text: Text) -> Piece:
+        """The step as text, up to where a stop string ends it. Raises ModelError if a token has no text."""
+        said, tokens = [], []
+        for token in step.tokens:
+            tokens.append(token)
+            if token.token not in self._eos:  # the end-of-sequence token has no text
+                said.append(text.push(token.token))
+            if text.is_stopped:
+                break  # the rest of the step lies behind the stop string
+        finish_reason = "stop" if text.is_stopped else step.finish_reason
+        if finish_reason is None:
+            return Piece("".join(said), tokens, step.at)
+        said.append(text.finish())
+        return Piece("".join(said), tokens, step.at, finish_reason, self._usage(step.at))
+
+    def _usage(self, ended: int) -> Usage:
+        passages = [passage for passage in self._passages or () if passage.returned <= ended]
+        session = self.session
+        return Usage(
+            session.num_prompt, self._started, session.num_reused, session.num_steps, session.num_rows, passages
+        )
