@@ -1,0 +1,177 @@
+"""One chain after another: nothing is loaded twice, requests go on with the tokens they would have had."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from coordinator.cluster.chain import Chain
+from coordinator.cluster.deployment import Deployment, OwnNode
+from coordinator.cluster.runner import Runner
+from coordinator.decoding.decode import Decode
+from coordinator.planning.plan import Node, plan
+from protos.brigade_pb2 import Frame, Result, Sampling
+from protos.brigade_pb2 import Session as Opening
+from tests.integration.conftest import Models, running, serving
+from tests.integration.many import Live, request, solo, tokens_of
+from tests.integration.upstream import window_of
+from tests.integration.windows import MASKED
+from worker.compute.shard import Shard
+from worker.errors import BrigadeError, FrameError, StageLost
+from worker.model.checkpoint import open_folder
+from worker.model.modelspec import describe
+
+Held = Callable[[], None]
+
+DECODES = [Decode(), Decode("ngram"), Decode("diffusion", 8), Decode("diffusion-fast", 8)]
+
+
+@dataclass
+class Cluster:
+    """Loaded nodes, and the chains that were opened over them."""
+
+    own: OwnNode
+    deployment: Deployment
+    stack: AsyncExitStack
+    epoch: int = 0
+
+    async def open(self, error: BrigadeError | None = None) -> Chain:
+        """The next epoch's chain, once the last one is closed."""
+        await self.stack.aclose()
+        self.epoch += 1
+        chain = Chain(self.own, self.deployment, self.epoch)
+        await self.stack.enter_async_context(chain)
+        await chain.open()
+        return chain
+
+
+@asynccontextmanager
+async def loaded(folder: Path, layers: Sequence[int]) -> AsyncIterator[Cluster]:
+    checkpoint = open_folder(folder)
+    spec = describe(checkpoint)
+    async with serving(len(layers) - 1) as nodes, AsyncExitStack() as stack, OwnNode() as own:
+        peers = [node.peer() for node in nodes]
+        for peer in peers:
+            stack.push_async_callback(peer.close)
+        memory = [Node(name, 1 << 40) for name in ("coordinator", *(peer.name for peer in peers))]
+        deployment = Deployment(checkpoint, spec, plan(spec, memory, 128, layers), peers)
+        await own.load(deployment)
+        async with AsyncExitStack() as chains:
+            yield Cluster(own, deployment, chains)
+
+
+async def test_requests_go_on_after_lost_chains_with_the_tokens_of_the_unfailed_run(models: Models) -> None:
+    """Greedy and sampled, every decoder, penalties: while some stream and one is still fed its prompt."""
+    folder = models("qwen3", **MASKED).folder
+    penalised = Sampling(seed=5, temperature=0.9, repetition_penalty=1.3)
+    asked = [request(tokens_of(5 + 9 * i, i), 40, decode, sampling=sampling)
+             for i, decode in enumerate(DECODES) for sampling in (Sampling(), penalised)]  # fmt: skip
+    async with running(folder, (1, 2, 1)) as chain:
+        expected = await solo(chain, asked)
+    async with loaded(folder, (1, 2, 1)) as cluster, Runner(await cluster.open(), when_lost=cluster.open) as runner:
+        live = [Live(runner, each) for each in asked]
+        for _ in range(2):
+            before = live[0].num_pieces
+            await live[0].wait_pieces(before + 3)
+            cluster.deployment.peers[1].detach()  # the last worker leaves the chain
+        found = [await each.answer() for each in live]
+    assert cluster.epoch == 3
+    assert [each.tokens for each in found] == [each.tokens for each in expected]
+    assert [each.text for each in found] == [each.text for each in expected]
+
+
+async def test_a_chain_is_opened_again_without_reading_a_tensor(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with loaded(models("qwen3").folder, (2, 2)) as cluster:
+        monkeypatch.setattr(Shard, "materialise", lambda shard, progress: pytest.fail("read again"))
+        await cluster.own.load(cluster.deployment)
+        [before] = await solo(await cluster.open(), [request(tokens_of(9), 6)])
+        [after] = await solo(await cluster.open(), [request(tokens_of(9), 6)])
+    assert before.tokens == after.tokens
+
+
+async def test_requests_fail_if_no_chain_can_be_opened_again(models: Models) -> None:
+    async def give_up(error: BrigadeError) -> Chain:
+        raise StageLost("nobody is left") from error
+
+    async with (
+        loaded(models("qwen3").folder, (2, 2)) as cluster,
+        Runner(await cluster.open(), when_lost=give_up) as runner,
+    ):
+        live = [Live(runner, request(tokens_of(5, i), 300)) for i in range(3)]
+        await live[-1].wait_pieces(2)
+        cluster.deployment.peers[0].detach()
+        outcomes = await asyncio.gather(*(each.task for each in live), return_exceptions=True)
+        assert [str(outcome) for outcome in outcomes] == ["nobody is left"] * 3
+        assert len({id(outcome) for outcome in outcomes}) == 3, "each has its own, with its own traceback"
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda result: setattr(result, "epoch", 7),
+        lambda result: setattr(result, "step", 999),
+        lambda result: result.timings.pop(),
+        lambda result: result.timings.add(stage=2),
+    ],
+    ids=["epoch", "step", "a timing less", "a timing more"],
+)
+async def test_a_result_that_answers_nothing_that_was_asked_is_refused(
+    models: Models, spoil: Callable[[Result], object]
+) -> None:
+    async with running(models("qwen3").folder, (2, 2)) as chain:
+        chain.send(Frame(epoch=chain.epoch, step=50, closed=[3]))
+        assert chain._stage is not None
+        result = await chain._stage.next_result()
+        spoil(result)
+        with pytest.raises(FrameError, match=r"^worker node-1: expected a result of a step in flight"):
+            chain._arrived(result)
+
+
+@asynccontextmanager
+async def hasty(models: Models, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> AsyncIterator[tuple[Chain, Held]]:
+    """A chain of two nodes that waits for tenths of seconds, with a slot open, and its MLX thread held by request."""
+    monkeypatch.setattr("coordinator.planning.patience._SILENCE_S", 0.3)
+    monkeypatch.setattr("coordinator.cluster.chain._COMPILES_S", 0.1)
+    release = threading.Event()
+    async with loaded(models("qwen3").folder, (2, 2)) as cluster:
+        chain = Chain(cluster.own, cluster.deployment, say=said.append)
+        await cluster.stack.enter_async_context(chain)
+        await chain.open()
+        chain.send(Frame(epoch=1, step=50, opened=[Opening(slot=0)]))
+        await chain.receive()
+        held = asyncio.create_task(chain.thread.run(lambda: release.wait(5)))
+        try:
+            yield chain, release.set
+        finally:
+            release.set()
+            await held
+
+
+async def test_a_hung_engine_is_found_by_what_such_a_step_took(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row as the warm-up had some."""
+    said: list[str] = []
+    async with hasty(models, monkeypatch, said) as (chain, _):
+        chain.send(Frame(epoch=1, step=51, windows=[window_of(tokens_of(1), 0)]))
+        with pytest.raises(StageLost, match=r"no result for 0\.\d s though every worker answers \(coordinator busy"):
+            await chain.receive()
+    assert not said
+
+
+async def test_the_first_step_of_a_kind_is_waited_for_and_said_to_compile(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of a number that the warm-up had not."""
+    said: list[str] = []
+    async with hasty(models, monkeypatch, said) as (chain, release):
+        chain.send(Frame(epoch=1, step=51, windows=[window_of(tokens_of(9), 0)]))
+        waiting = asyncio.create_task(chain.receive())
+        assert not (await asyncio.wait([waiting], timeout=0.6))[0], "twice what a known step may take"
+        release()
+        assert (await waiting).result.step == 51
+    assert len(said) == 1 and said[0].startswith("compiling")

@@ -1,0 +1,140 @@
+"""A request as a stream of pieces: bounded, failing alone, ending when it is closed."""
+
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from coordinator.cluster import runner as runner_module
+from coordinator.cluster import ticket
+from coordinator.cluster.runner import Runner
+from coordinator.decoding.decode import Decode
+from coordinator.sessions.answer import Answer
+from coordinator.sessions.text import StopText, TextStream
+from tests.integration.conftest import CHUNK, Models, running
+from tests.integration.many import Live, request, running_within, solo, tokens_of, wait_freed, wait_slots
+from tests.integration.windows import MASKED, Words
+from worker.errors import QueueFull, ReaderLost
+
+LAYERS = (1, 3)
+ASKED = request(tokens_of(20), 12, seed=3, temperature=0.9, logprobs=3)
+
+
+async def test_pieces_folded_are_the_answer(models: Models) -> None:
+    async with running(models("qwen3").folder, LAYERS) as chain:
+        [expected] = await solo(chain, [ASKED])
+        async with Runner(chain) as runner:
+            found = Answer()
+            async for piece in runner.stream(ASKED, chunk=CHUNK):
+                assert (piece.finish_reason is None) == (piece.usage is None)
+                found.add(piece)
+    assert found.samples == expected.samples and len(found.samples) == 12
+    assert all(len(token.alternatives) == 2 and token.logprob < 0 for token in found.samples)
+    assert (found.text, found.finish_reason) == (",".join(map(str, found.tokens)), "length")
+    assert found.usage.num_prompt == 20 and found.usage.num_steps == 12
+    assert found.passages == [] and found.token_times == sorted(found.token_times)
+
+
+async def test_passages_are_kept_where_they_are_asked_for(models: Models) -> None:
+    async with running(models("qwen3").folder, LAYERS) as chain, Runner(chain) as runner:
+        found = await runner.answer(ASKED, chunk=CHUNK, traced=True)
+        assert len(found.passages) == 2 + 12  # 20 tokens of prompt in chunks of 8, the last with the first token
+
+
+@pytest.mark.parametrize("decode", [Decode(), Decode("diffusion", 8)], ids=lambda decode: decode.kind)
+async def test_a_stop_string_ends_the_stream_and_frees_or_keeps_the_slot(models: Models, decode: Decode) -> None:
+    asked = request(tokens_of(20), 60, decode)
+    async with running(models("qwen3", **MASKED).folder, LAYERS) as chain:
+        [whole] = await solo(chain, [asked])
+        stop = f" {whole.tokens[20]} {whole.tokens[21]}"
+        async with Runner(chain) as runner:
+            found = await runner.answer(asked, stream=TextStream(Words(), StopText([stop])), chunk=CHUNK)
+            await wait_slots(chain, 1)  # kept for its prefix
+            assert found.finish_reason == "stop" and found.tokens == whole.tokens[: len(found.tokens)]
+            assert found.text == "".join(f" {token}" for token in whole.tokens).split(stop)[0]
+            again = await runner.answer(asked, chunk=CHUNK)
+            assert again.tokens == whole.tokens and again.num_reused == 19
+        await wait_freed(chain)
+
+
+async def test_a_reader_that_is_behind_pauses_its_own_session_only(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ticket, "MOST_UNREAD", 6)
+    slow = request(tokens_of(9, 1), 40)
+    async with running(models("qwen3").folder, LAYERS) as chain:
+        [expected] = await solo(chain, [slow])
+        async with Runner(chain) as runner, aclosing(runner.stream(slow, chunk=CHUNK)) as pieces:
+            found = Answer()
+            found.add(await anext(pieces))
+            other = Live(runner, request(tokens_of(9, 2), 80))
+            assert len((await other.answer()).tokens) == 80
+            [session] = runner._tickets
+            assert session.is_paused and session.num_generated == 1 + 6, "one read, six unread, and not one more"
+            async for piece in pieces:
+                found.add(piece)
+    assert found.tokens == expected.tokens
+
+
+async def test_a_reader_that_never_comes_back_loses_its_request_and_nothing_else(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ticket, "MOST_UNREAD", 4)
+    monkeypatch.setattr(runner_module, "_UNREAD_S", 0.05)
+    async with running(models("qwen3").folder, LAYERS) as chain, Runner(chain) as runner:
+        async with aclosing(runner.stream(request(tokens_of(9), 300), chunk=CHUNK)) as pieces:
+            await anext(pieces)
+            await wait_slots(chain, 0)
+            with pytest.raises(ReaderLost, match="nobody read the answer"):
+                while True:
+                    await anext(pieces)
+        assert len((await runner.answer(ASKED)).tokens) == 12
+
+
+class Broken:
+    """A detokenizer that fails at one of the places where it is called."""
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+        self._num_tokens = 0
+
+    def add_token(self, token: int) -> None:
+        self._num_tokens += 1
+        self._fail_at("add_token", self._num_tokens == 5)
+
+    @property
+    def last_segment(self) -> str:
+        self._fail_at("last_segment", self._num_tokens == 5)
+        return "x"
+
+    def finalize(self) -> None:
+        self._fail_at("finish", True)
+
+    def _fail_at(self, place: str, now: bool) -> None:
+        if place == self._place and now:
+            raise RuntimeError(f"the tokenizer broke in {place}")
+
+
+@pytest.mark.parametrize("place", ["add_token", "last_segment", "finish"])
+async def test_a_tokenizer_that_breaks_anywhere_fails_its_own_request_only(models: Models, place: str) -> None:
+    async with running(models("qwen3").folder, LAYERS) as chain:
+        async with Runner(chain) as runner:
+            other = Live(runner, request(tokens_of(3, 1), 40))
+            text: Any = TextStream(Broken(place), StopText(()))
+            with pytest.raises(RuntimeError, match=f"broke in {place}"):
+                await runner.answer(request(tokens_of(3), 12), stream=text)
+            assert len((await other.answer()).tokens) == 40
+        await wait_freed(chain)
+
+
+async def test_whoever_waits_too_long_for_memory_is_told_so(models: Models) -> None:
+    async with (
+        running_within(models("qwen3").folder, LAYERS, 256) as chain,
+        Runner(chain, max_wait_s=0.05) as runner,
+        aclosing(runner.stream(request(tokens_of(9, 1), 200), chunk=CHUNK)) as first,
+    ):
+        await anext(first)
+        with pytest.raises(QueueFull, match="waited 0 s for memory; try again later"):
+            await runner.answer(request(tokens_of(9, 2), 200))
+        assert runner.scheduler.num_waiting == 0
+        assert (await anext(first)).tokens, "whoever has a slot is not bothered"

@@ -1,0 +1,115 @@
+"""Deadlines follow from what such steps took before: tight for known kinds at any size, a minute for the first."""
+
+import pytest
+
+from coordinator.planning.costs import ChainCosts
+from coordinator.planning.patience import Patience
+from protos.brigade_pb2 import CACHE_INT8, Cache, Frame, Sampling, Session, Window
+
+FIRST_S, SILENCE_S = 60.0, 6.0
+
+
+def costs_of(seconds_per_row: float) -> ChainCosts:
+    """Two stages, half each, with hops of 10 ms."""
+    costs = ChainCosts(2)
+    for num_rows in (1, 64, 2048):
+        half = seconds_per_row * num_rows / 2
+        for _ in range(2):
+            costs.observe(num_rows, [half, half], 2 * half + 0.01, was_alone=True)
+    return costs
+
+
+def rows(count: int, *, wanted: int = 0, slots: int = 1) -> Frame:
+    return Frame(windows=[Window(slot=slot, tokens=[0] * count, wanted=wanted) for slot in range(slots)])
+
+
+def known(patience: Patience, frame: Frame) -> bool:
+    return patience.is_known(patience.kind_of(frame))
+
+
+def do(patience: Patience, *frames: Frame) -> None:
+    for frame in frames:
+        patience.done(patience.kind_of(frame))
+
+
+OPENED = Frame(opened=[Session(slot=slot) for slot in range(16)])
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 64, 256, 512])
+def test_a_step_as_there_were_some_is_overdue_within_ten_seconds_whatever_its_size(num_rows: int) -> None:
+    patience = Patience(costs_of(0.005))
+    do(patience, OPENED, rows(num_rows))
+    allowed_s = patience.allowed_s(patience.kind_of(rows(num_rows)), num_rows)
+    assert SILENCE_S <= allowed_s <= 10
+
+
+def test_the_largest_chunks_on_slow_nodes_are_not_waited_for_by_minutes() -> None:
+    """36 ms per row: a chunk of 2,048 takes 74 s; three in flight were given 448 s once."""
+    patience = Patience(costs_of(0.036))
+    do(patience, OPENED, rows(2048))
+    allowed_s = patience.allowed_s(patience.kind_of(rows(2048)), 2048)
+    assert 74 < allowed_s < 74 * 1.6 + SILENCE_S
+    do(patience, rows(1, wanted=1))
+    assert patience.allowed_s(patience.kind_of(rows(1, wanted=1)), 1) < 7, "a token behind them waits for itself only"
+
+
+def test_the_first_step_of_a_size_gets_a_minute_and_sizes_count_by_powers_of_two() -> None:
+    patience = Patience(costs_of(0.001))
+    do(patience, OPENED, rows(64))
+    assert known(patience, rows(64)) and known(patience, rows(127))
+    for num_rows in (63, 128):
+        kind = patience.kind_of(rows(num_rows))
+        assert not patience.is_known(kind) and patience.allowed_s(kind, num_rows) == FIRST_S
+
+
+def test_lanes_count_by_powers_of_two_as_well() -> None:
+    patience = Patience(costs_of(0.001))
+    do(patience, OPENED, rows(1, wanted=1, slots=8), rows(12, slots=1))
+    assert known(patience, rows(1, wanted=1, slots=9))
+    assert not known(patience, rows(3, wanted=1, slots=3))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1.0),
+        Sampling(top_p=0.9),
+        Sampling(top_k=3),
+        Sampling(min_p=0.1),
+        Sampling(repetition_penalty=1.2),
+        Sampling(presence_penalty=1.2),
+        Sampling(frequency_penalty=1.2),
+        Sampling(logit_bias={3: 1.0}),
+        Sampling(logprobs=4),
+    ],
+    ids=lambda sampling: sampling.ListFields()[0][0].name,
+)
+def test_the_first_use_of_a_part_of_the_sampler_gets_a_minute(sampling: Sampling) -> None:
+    patience = Patience(costs_of(0.001))
+    greedy = rows(1, wanted=1)
+    do(patience, OPENED, greedy)
+    assert known(patience, greedy)
+    do(patience, Frame(opened=[Session(slot=0, sampling=sampling)]))
+    assert not known(patience, greedy)
+    do(patience, greedy)
+    assert known(patience, greedy)
+
+
+def test_a_seed_makes_no_other_kind_but_a_cache_does() -> None:
+    patience = Patience(costs_of(0.001))
+    do(patience, OPENED, rows(1, wanted=1))
+    do(patience, Frame(opened=[Session(slot=0, sampling=Sampling(seed=7))]))
+    assert known(patience, rows(1, wanted=1))
+    do(patience, Frame(opened=[Session(slot=0, cache=Cache(kind=CACHE_INT8))]))
+    assert not known(patience, rows(1, wanted=1))
+
+
+def test_a_frame_without_rows_needs_no_kernels() -> None:
+    patience = Patience(ChainCosts(2))
+    assert known(patience, Frame(closed=[1])) and patience.allowed_s(frozenset(), 0) == SILENCE_S
+
+
+def test_costs_that_are_not_known_yet_are_not_waited_for() -> None:
+    patience = Patience(ChainCosts(2))
+    do(patience, OPENED, rows(4))
+    assert patience.allowed_s(patience.kind_of(rows(4)), 4) == SILENCE_S
