@@ -18,14 +18,16 @@ from protos.brigade_pb2 import Cache
 from worker.errors import ModelError
 from worker.memory.cache import LayerCache, Mask, make_cache
 from worker.memory.lane import Lane, Place, serve_lanes
-from worker.model.checkpoint import Checkpoint, TensorInfo
+from worker.model.checkpoint import Checkpoint
 from worker.model.families import LayerKind, family_of, mask_token_of
+from worker.model.headers import TensorInfo
 from worker.model.modelspec import is_tied, layer_of, shard_tensors
+from worker.model.quantisation import quantisation_of
 
 _MLX_DTYPES = {
-    "F64": mx.float64, "F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "I64": mx.int64, "I32": mx.int32,
-    "I16": mx.int16, "I8": mx.int8, "U64": mx.uint64, "U32": mx.uint32, "U16": mx.uint16, "U8": mx.uint8,
-    "BOOL": mx.bool_, "F8_E4M3": mx.uint8, "F8_E5M2": mx.uint8,
+    "F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "I64": mx.int64, "I32": mx.int32, "I16": mx.int16,
+    "I8": mx.int8, "U64": mx.uint64, "U32": mx.uint32, "U16": mx.uint16, "U8": mx.uint8, "BOOL": mx.bool_,
+    "F8_E4M3": mx.uint8, "F8_E8M0": mx.uint8,
 }  # fmt: skip
 
 
@@ -225,18 +227,21 @@ def _inside(name: str, start: int, end: int) -> bool:
 
 def _quantise(model: Any, checkpoint: Checkpoint, weights: dict[str, mx.array]) -> None:
     """Turn the layers that the checkpoint holds in quantised form into quantised ones, as they are."""
-    quantization = checkpoint.config.get("quantization")
+    quantization = quantisation_of(checkpoint)
     if quantization is None:
-        if method := checkpoint.config.get("quantization_config", {}).get("quant_method"):
-            raise ModelError(f"{checkpoint.name} is quantised as {method!r}; convert it with mlx_lm.convert first")
         return
 
     def parameters(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        if not hasattr(module, "to_quantized"):  # an empty module stands for what another shard holds
+            return False
         if path in quantization:
             return quantization[path]
-        if not hasattr(module, "to_quantized") or f"{path}.scales" not in weights:
+        if f"{path}.scales" not in weights:
             return False
         return infer_quant_config(path, module, weights)
 
     mode = quantization.get("mode", "affine")
-    nn.quantize(model, quantization["group_size"], quantization["bits"], mode=mode, class_predicate=parameters)
+    try:
+        nn.quantize(model, quantization["group_size"], quantization["bits"], mode=mode, class_predicate=parameters)
+    except (ValueError, TypeError, KeyError, IndexError, ZeroDivisionError) as error:
+        raise ModelError(f"{checkpoint.name} is not quantised as its config.json says: {error}") from error

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
-from huggingface_hub import HfApi, constants, get_cached_repo_tree, hf_hub_download, snapshot_download
+from huggingface_hub import HfApi, RepoFile, constants, get_cached_repo_tree, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (
     CachedRepoTreeNotFoundError,
     GatedRepoError,
@@ -26,15 +26,8 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import tqdm
 
 from worker.errors import ModelError
-from worker.model.checkpoint import (
-    SMALL_FILES,
-    Checkpoint,
-    TensorInfo,
-    read_config,
-    read_tensors,
-    tensors_of,
-    weight_files,
-)
+from worker.model.checkpoint import SMALL_FILES, Checkpoint, read_config, weight_files
+from worker.model.headers import TensorInfo, read_tensors, tensors_of
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -59,8 +52,11 @@ def open_repository(model: str) -> Checkpoint:
     with _explained(model):
         folder = _snapshot(repository, revision or None)
         config = read_config(folder)
-        tensors = _tensors(repository, folder, _weight_files(repository, folder))
-    return Checkpoint(f"{repository}@{folder.name}", folder, config, tensors, partial(_download, repository, folder))
+        files = _weight_files(repository, folder)
+        tensors = _tensors(repository, folder, files)
+    hashes = _hashes(repository, folder.name, files)
+    name, download = f"{repository}@{folder.name}", partial(_download, repository, folder)
+    return Checkpoint(name, folder, config, tensors, download, hashes)
 
 
 def _snapshot(repository: str, revision: str | None) -> Path:
@@ -114,12 +110,19 @@ def _weight_files(repository: str, folder: Path) -> list[str]:
     )
 
 
-def _listing(repository: str, commit: str) -> list[str] | None:
-    """The commit's files, here or not; None if the cache does not know."""
+def _listing(repository: str, commit: str) -> dict[str, RepoFile] | None:
+    """The commit's files by name, here or not; None if the cache does not know."""
     try:
-        return [file.path for file in get_cached_repo_tree(repository, revision=commit)]
+        return {file.path: file for file in get_cached_repo_tree(repository, revision=commit)}
     except CachedRepoTreeNotFoundError:
         return None
+
+
+def _hashes(repository: str, commit: str, files: list[str]) -> dict[str, str]:
+    """The hub's own hash of each of these files, as far as its listing is in the cache."""
+    listing = _listing(repository, commit) or {}
+    known = [listing[file] for file in files if file in listing]
+    return {file.path: file.lfs.sha256 if file.lfs else file.blob_id for file in known}
 
 
 def _tensors(repository: str, folder: Path, files: list[str]) -> dict[str, TensorInfo]:

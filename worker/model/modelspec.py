@@ -8,6 +8,7 @@ from protos.brigade_pb2 import CACHE_INT8, DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_
 from worker.errors import ModelError
 from worker.model.checkpoint import Checkpoint
 from worker.model.families import Family, family_of, mask_token_of
+from worker.model.quantisation import quantisation_of
 
 HIDDEN_DTYPES = {"F32": DTYPE_FLOAT32, "F16": DTYPE_FLOAT16, "BF16": DTYPE_BFLOAT16}
 DTYPE_BYTES = {DTYPE_FLOAT32: 4, DTYPE_FLOAT16: 2, DTYPE_BFLOAT16: 2}
@@ -155,6 +156,7 @@ def describe(checkpoint: Checkpoint) -> ModelSpec:
         ModelError: the family is not supported, or configuration and tensors do not fit together.
     """
     family = family_of(checkpoint.config)
+    quantisation_of(checkpoint)  # refuses what cannot be read, before it is downloaded
     args = family.text_args(checkpoint.config)
     num_layers = int(args.num_hidden_layers)
     if num_layers > len(checkpoint.tensors):
@@ -195,11 +197,17 @@ def describe(checkpoint: Checkpoint) -> ModelSpec:
 
 
 def _hidden_dtype(checkpoint: Checkpoint) -> DType:
-    """Hidden states have the embedding's dtype; a quantised embedding yields that of its scales."""
+    """Hidden states have the embedding's dtype; a quantised embedding yields that of its scales.
+
+    Scales of one byte (mxfp4, nvfp4, mxfp8) yield bfloat16, which becomes float32 at the first norm of another dtype.
+    """
     for suffix in ("embed_tokens.scales", "embed_tokens.weight"):
         for name, info in checkpoint.tensors.items():
             if name.endswith(suffix) and info.dtype in HIDDEN_DTYPES:
                 return HIDDEN_DTYPES[info.dtype]
+    if any(name.endswith("embed_tokens.scales") for name in checkpoint.tensors):
+        norms = {info.dtype for name, info in checkpoint.tensors.items() if name.endswith("input_layernorm.weight")}
+        return DTYPE_BFLOAT16 if norms <= {"BF16"} else DTYPE_FLOAT32
     raise ModelError(f"{checkpoint.name} holds no embed_tokens tensor in F32, F16 or BF16")
 
 

@@ -93,7 +93,9 @@ def test_a_file_that_ends_early_is_refused(folder: Path, size: int) -> None:
     assert "download it again" in message
 
 
-@pytest.mark.parametrize("header", [b"", b"{", b"[1, 2]", b"\xff\xfe{}", b"null"])
+@pytest.mark.parametrize(
+    "header", [b"", b"{", b"[1, 2]", b"\xff\xfe{}", b"null", pytest.param(b"[" * 100_000, id="deep")]
+)
 def test_a_header_that_is_no_json_object_is_refused(folder: Path, header: bytes) -> None:
     file = folder / "model.safetensors"
     write_raw(file, header, 33)
@@ -130,6 +132,8 @@ def with_entry(**changes: Any) -> Edit:
         pytest.param(with_entry(dtype=None), "b.weight", id="dtype-none"),
         pytest.param(with_entry(shape=["x"]), "b.weight", id="shape"),
         pytest.param(with_entry(shape=None), "b.weight", id="shape-none"),
+        pytest.param(with_entry(shape=[-2, -2]), "b.weight has a malformed", id="negative-shape"),
+        pytest.param(with_entry(data_offsets=[24.0, 32.0]), "b.weight has a malformed", id="broken-offsets"),
         pytest.param(with_entry(data_offsets=[24]), "b.weight", id="one-offset"),
         pytest.param(with_entry(data_offsets=None), "b.weight", id="no-offsets"),
         pytest.param(with_entry(data_offsets=["a", "b"]), "b.weight", id="text-offsets"),
@@ -172,6 +176,7 @@ def test_an_index_that_is_none_is_refused(folder: Path, index: bytes) -> None:
     [
         (b"{", "is not valid JSON"),
         (b"\xff\xff", "is not valid JSON"),
+        pytest.param(b"[" * 100_000, "is not valid JSON", id="deep"),
         (b"[]", "names no model_type; expected a model folder"),
         (b'{"hidden_size": 8}', "names no model_type; expected a model folder"),
         (b'{"model_type": 3}', "names no model_type; expected a model folder"),

@@ -1,0 +1,165 @@
+"""Safetensors headers: what tensors a weight file holds, as its header says, and as one node tells another."""
+
+import json
+import math
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from worker.errors import ModelError
+
+_MAX_HEADER_BYTES = 100_000_000
+_ITEM_BITS = {
+    "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16, "I8": 8,
+    "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E8M0": 8,
+}  # fmt: skip
+# ^ what MLX reads: a file with any other (F64, F8_E5M2, F4, ...) it does not open at all
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a safetensors file, as its header describes it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    begin: int = field(default=0, compare=False)  # byte in the file's data; of no meaning where the file is not here
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * _ITEM_BITS[self.dtype] // 8
+
+
+def read_tensors(folder: Path, file: str) -> dict[str, TensorInfo]:
+    """The tensors of a safetensors file that is here, by its header.
+
+    Raises:
+        ModelError: the file is missing, cut short or corrupt.
+    """
+    header, data_bytes = _read_header(folder / file)
+    tensors = tensors_of(file, header)
+    _check_extent(folder / file, header, data_bytes)
+    return tensors
+
+
+def tensors_of(file: str, header: Mapping[str, Any]) -> dict[str, TensorInfo]:
+    """The tensors that a safetensors header describes.
+
+    Raises:
+        ModelError: an entry is malformed, of an unknown dtype, or its offsets do not fit its shape.
+    """
+    tensors = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        try:
+            begin, end = entry["data_offsets"]
+            if not (isinstance(begin, int) and isinstance(end, int)):
+                raise TypeError(f"offsets {begin!r} and {end!r}")
+            info = TensorInfo(str(entry["dtype"]), _shape(entry["shape"]), file, begin)
+            span = end - begin
+        except (KeyError, TypeError, ValueError) as error:
+            problem = f"tensor {name} has a malformed header entry ({error!r})"
+            raise ModelError(f"{file}: {problem}; download it again") from error
+        if info.dtype not in _ITEM_BITS:
+            problem = f"tensor {name} has dtype {info.dtype}, which is not supported"
+            raise ModelError(f"{file}: {problem}; choose another conversion of the model")
+        if info.nbytes != span:
+            problem = f"tensor {name} takes {info.nbytes} bytes but its offsets span {span}"
+            raise ModelError(f"{file}: {problem}; download it again")
+        tensors[name] = info
+    return tensors
+
+
+def pack_headers(tensors: Mapping[str, TensorInfo]) -> bytes:
+    """All tensors' names, dtypes, shapes and files: about 3 bytes per tensor of a large checkpoint."""
+    files: dict[str, dict[str, Any]] = {}
+    for name, info in sorted(tensors.items()):
+        files.setdefault(info.file, {})[name] = [info.dtype, info.shape]
+    return zlib.compress(json.dumps(files, separators=(",", ":")).encode())
+
+
+def unpack_headers(packed: bytes) -> dict[str, TensorInfo]:
+    """What `pack_headers` packed; nothing of nothing.
+
+    Raises:
+        ModelError: it is something else.
+    """
+    if not packed:
+        return {}
+    try:
+        unpacker = zlib.decompressobj()
+        text = unpacker.decompress(packed, _MAX_HEADER_BYTES)
+        if not unpacker.eof:
+            raise ValueError(f"not whole, or longer than {_MAX_HEADER_BYTES} bytes")
+        return {
+            name: TensorInfo(_known(dtype), _shape(shape), inside(file))
+            for file, tensors in json.loads(text).items()
+            for name, (dtype, shape) in tensors.items()
+        }
+    except (zlib.error, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(
+            f"got malformed tensor headers from the coordinator ({error}); install the same version of brigade on both"
+        ) from error
+
+
+def inside(file: str) -> str:
+    """The file's name. Raises ValueError if it leads out of the model's folder."""
+    if Path(file).name != file:
+        raise ValueError(f"it names {file!r}")
+    return file
+
+
+def require_file(path: Path) -> None:
+    """Raise ModelError for what is there but no file: reading a pipe, say, could take for ever."""
+    if path.exists() and not path.is_file():
+        raise ModelError(f"{path} is not a file; expected a model folder in Hugging Face layout")
+
+
+def _known(dtype: str) -> str:
+    if dtype not in _ITEM_BITS:
+        raise ValueError(f"dtype {dtype!r}")
+    return dtype
+
+
+def _shape(sizes: Any) -> tuple[int, ...]:
+    shape = tuple(int(n) for n in sizes)
+    if any(n < 0 for n in shape):
+        raise ValueError(f"shape {shape}")
+    return shape
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The header, and how many bytes of tensors follow it."""
+    require_file(path)
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+                raise ModelError(f"{path} is cut short or not safetensors ({size} bytes); download it again")
+            header: dict[str, Any] = json.loads(file.read(length))
+    except FileNotFoundError:
+        raise ModelError(
+            f"{path} is missing, though the model's index names it; download it again. Only a worker may lack files, "
+            "those of other nodes' layers. Of a hub repository (owner/name) each node downloads only its own"
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ModelError(f"{path} has a corrupt safetensors header ({error}); download it again") from error
+    if not isinstance(header, dict):
+        raise ModelError(f"{path} has a corrupt safetensors header (not an object); download it again")
+    return header, size - 8 - length
+
+
+def _check_extent(path: Path, header: Mapping[str, Any], data_bytes: int) -> None:
+    """The tensors must tile the data section: no gap at the end, no overlap."""
+    spans = sorted(tuple(entry["data_offsets"]) for name, entry in header.items() if name != "__metadata__")
+    expected = 0
+    for begin, end in spans:
+        if begin != expected or end < begin:
+            raise ModelError(f"{path}: tensors overlap or leave a gap at byte {begin}; download it again")
+        expected = end
+    if expected != data_bytes:
+        raise ModelError(f"{path}: expected {expected} bytes of tensors, found {data_bytes}; download it again")
