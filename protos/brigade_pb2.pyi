@@ -59,21 +59,40 @@ class Fingerprint(_message.Message):
     tensors: str
     def __init__(self, config: _Optional[str] = ..., tokenizer: _Optional[str] = ..., tensors: _Optional[str] = ...) -> None: ...
 
+class Contents(_message.Message):
+    __slots__ = ("headers", "marks", "hub_hashes")
+    class HubHashesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    HEADERS_FIELD_NUMBER: _ClassVar[int]
+    MARKS_FIELD_NUMBER: _ClassVar[int]
+    HUB_HASHES_FIELD_NUMBER: _ClassVar[int]
+    headers: bytes
+    marks: bytes
+    hub_hashes: _containers.ScalarMap[str, str]
+    def __init__(self, headers: _Optional[bytes] = ..., marks: _Optional[bytes] = ..., hub_hashes: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
 class LoadRequest(_message.Message):
-    __slots__ = ("model", "fingerprint", "start", "end", "num_layers", "dtype")
+    __slots__ = ("model", "fingerprint", "start", "end", "num_layers", "dtype", "contents")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    CONTENTS_FIELD_NUMBER: _ClassVar[int]
     model: str
     fingerprint: Fingerprint
     start: int
     end: int
     num_layers: int
     dtype: DType
-    def __init__(self, model: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., num_layers: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ...) -> None: ...
+    contents: Contents
+    def __init__(self, model: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., num_layers: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., contents: _Optional[_Union[Contents, _Mapping]] = ...) -> None: ...
 
 class LoadProgress(_message.Message):
     __slots__ = ("phase", "done", "total")

@@ -7,11 +7,13 @@ from functools import partial
 from coordinator.cluster.peer import Peer
 from coordinator.cluster.together import together
 from coordinator.planning.plan import Plan
-from protos.brigade_pb2 import LoadProgress, LoadRequest
+from protos.brigade_pb2 import Contents, LoadProgress, LoadRequest
 from worker.compute.shard import Shard
 from worker.model.checkpoint import Checkpoint
+from worker.model.contents import contents_of
 from worker.model.modelspec import ModelSpec
 from worker.node.loading import load_shard
+from worker.process.call_thread import run_aside
 from worker.process.mlx_thread import MlxThread
 
 Progress = Callable[[str, LoadProgress], None]  # takes the node's name
@@ -26,8 +28,8 @@ class Deployment:
     plan: Plan
     peers: Sequence[Peer]
 
-    def load_request(self, stage: int) -> LoadRequest:
-        """What the worker of this stage, from 1, is asked to hold."""
+    def load_request(self, stage: int, contents: Contents | None = None) -> LoadRequest:
+        """What the worker of this stage, from 1, is asked to hold; `contents` is what is known of our own copy."""
         peer, assignment = self.peers[stage - 1], self.plan.assignments[stage]
         return LoadRequest(
             model=peer.model or self.checkpoint.name,
@@ -36,6 +38,7 @@ class Deployment:
             end=assignment.end,
             num_layers=self.spec.num_layers,
             dtype=self.spec.dtype,
+            contents=contents,
         )
 
 
@@ -60,8 +63,9 @@ class OwnNode:
         Raises:
             BrigadeError: what the first node that cannot load says.
         """
+        contents = await run_aside(partial(contents_of, deployment.checkpoint)) if deployment.peers else None
         theirs = [
-            peer.load(deployment.load_request(stage), partial(progress, peer.name))
+            peer.load(deployment.load_request(stage, contents), partial(progress, peer.name))
             for stage, peer in enumerate(deployment.peers, 1)
         ]
         await together(self._load_own(deployment, progress), *theirs)

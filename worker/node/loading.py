@@ -1,13 +1,14 @@
 """From a model's name to a shard in memory, with progress. Used by the coordinator and by workers alike."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 from protos.brigade_pb2 import LoadProgress
 from worker.compute.shard import Shard
 from worker.model.checkpoint import DEMO, Checkpoint, open_folder
+from worker.model.headers import TensorInfo
 from worker.model.hub import is_repository, open_repository
 from worker.model.modelspec import shard_tensors
 from worker.process.call_thread import run_aside
@@ -17,9 +18,11 @@ from worker.process.mlx_thread import MlxThread
 Progress = Callable[[LoadProgress], None]
 
 
-def open_checkpoint(model: str) -> Checkpoint:
+def open_checkpoint(model: str, known: Mapping[str, TensorInfo] | None = None) -> Checkpoint:
     """Open `demo` (the bundled model), a local folder, or a hub repository (owner/name, owner/name@revision).
 
+    Args:
+        known: the headers of another node's copy: with them a folder may lack files.
     Raises:
         ModelError: it is not there, or not a model.
     """
@@ -28,7 +31,7 @@ def open_checkpoint(model: str) -> Checkpoint:
     folder = Path(model).expanduser()
     if is_repository(model) and not folder.exists():
         return open_repository(model)
-    return open_folder(folder.absolute())
+    return open_folder(folder.absolute(), known=known)
 
 
 async def load_shard(

@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from protos.brigade_pb2 import (
     AttachRequest,
+    Contents,
     DigestReply,
     DigestRequest,
     Frame,
@@ -31,6 +32,8 @@ from worker.compute.shard import Shard
 from worker.compute.tensors import dtype_name
 from worker.errors import BrigadeError, FrameError, ModelError, NodeBusy, StageLost
 from worker.model.checkpoint import Checkpoint
+from worker.model.contents import check_contents, check_files
+from worker.model.headers import unpack_headers
 from worker.model.modelspec import describe
 from worker.node.link import Link
 from worker.node.loading import load_shard, open_checkpoint
@@ -99,6 +102,9 @@ class NodeService(NodeServicer):
         async with self._reporting(context), self._loading:
             self._refuse_if_busy()
             checkpoint, stamp = await run_aside(partial(self._open, request))
+            contents = Contents()
+            contents.CopyFrom(request.contents)
+            request.ClearField("contents")  # what the coordinator knows may grow: the shard is the same
             if self._loaded and (self._loaded.request, self._loaded.stamp) == (request, stamp):
                 return
             self._loaded = None
@@ -114,7 +120,9 @@ class NodeService(NodeServicer):
                     yield report
             finally:
                 load.cancel()  # if the coordinator has left; what the MLX thread is at ends by itself
-            self._loaded = Loaded(request, checkpoint.stamp(), await load)
+            shard = await load
+            await run_aside(partial(check_contents, checkpoint, contents))  # files that have only now arrived
+            self._loaded = Loaded(request, checkpoint.stamp(), shard)
 
     async def Attach(self, request: AttachRequest, context: Context) -> AsyncIterator[Result]:
         async with self._reporting(context), contextlib.AsyncExitStack() as stack:
@@ -176,7 +184,7 @@ class NodeService(NodeServicer):
 
     def _open(self, request: LoadRequest) -> tuple[Checkpoint, tuple[tuple[str, int], ...]]:
         """This node's copy of the model, if it is the one that the coordinator means, and its stamp."""
-        checkpoint = open_checkpoint(self._model or request.model)
+        checkpoint = open_checkpoint(self._model or request.model, unpack_headers(request.contents.headers))
         check_request(request, checkpoint)
         return checkpoint, checkpoint.stamp()
 
@@ -227,6 +235,7 @@ def check_request(request: LoadRequest, checkpoint: Checkpoint) -> None:
                 f"its {what} of {checkpoint.name} (sha256 {here[:12]}) differ from the coordinator's ({there[:12]}); "
                 "copy the same model to both nodes"
             )
+    check_contents(checkpoint, request.contents)
     spec = describe(checkpoint)
     layers = f"[{request.start}, {request.end}) of {request.num_layers} layers"
     if request.num_layers != spec.num_layers or not 0 < request.start < request.end <= spec.num_layers:
@@ -234,3 +243,4 @@ def check_request(request: LoadRequest, checkpoint: Checkpoint) -> None:
     if request.dtype != spec.dtype:
         expected, found = dtype_name(request.dtype), dtype_name(spec.dtype)
         raise ModelError(f"expected hidden states of {expected}, its copy of {checkpoint.name} makes {found}")
+    check_files(checkpoint, request.start, request.end, request.num_layers)

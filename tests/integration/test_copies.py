@@ -1,0 +1,240 @@
+"""Nodes with copies of their own: a fine-tune is told from its model, and a worker needs only its layers' files."""
+
+import json
+import shutil
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from protos.brigade_pb2 import Contents, LoadRequest
+from tests.integration.conftest import Models, RunningNode, Whole, load, load_request, opened, serving
+from tests.integration.test_equality import SAMPLINGS, assert_equal, raw_hybrid
+from tests.tiny import write_folder
+from worker.errors import ModelError
+from worker.model.checkpoint import Checkpoint, open_folder
+from worker.model.contents import contents_of
+from worker.model.modelspec import shard_tensors
+
+FILES = [f"model-{i:05}-of-00004.safetensors" for i in (1, 2, 3, 4)]
+GREEDY = {"greedy": SAMPLINGS["greedy"]}
+
+
+@pytest.fixture
+def whole(models: Models) -> Whole:
+    return models("qwen3", num_files=4)
+
+
+@pytest.fixture
+def copy(whole: Whole, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole.folder, tmp_path / "copy"))
+
+
+def full_request(folder: Path, start: int, end: int) -> LoadRequest:
+    """As a coordinator sends it."""
+    request = load_request(folder, start, end)
+    request.contents.CopyFrom(contents_of(open_folder(folder)))
+    return request
+
+
+async def refusal(request: LoadRequest, copy: Path) -> str:
+    async with serving(1, copy) as [node]:
+        with pytest.raises(ModelError) as caught:
+            await load(node, request)
+    return str(caught.value)
+
+
+def tune(folder: Path, file: str) -> None:
+    """Other values in one weight file, same names, shapes and dtypes."""
+    tensors = mx.load(str(folder / file))
+    mx.save_safetensors(str(folder / file), {name: tensor * 1.01 for name, tensor in tensors.items()})
+
+
+# Fine-tunes
+
+
+@pytest.mark.parametrize("file", FILES)
+async def test_a_fine_tune_with_equal_headers_is_refused_and_a_differing_file_named(
+    whole: Whole, copy: Path, file: str
+) -> None:
+    tune(copy, file)
+    assert open_folder(copy).fingerprint == open_folder(whole.folder).fingerprint
+    async with serving(1, copy) as nodes:
+        with pytest.raises(ModelError) as caught:
+            async with opened(whole.folder, (2, 2), nodes):
+                pytest.fail("the chain opened")
+    assert str(caught.value) == (
+        f"worker node-1: its weights in {file} differ from the coordinator's; copy the same model to both nodes"
+    )
+
+
+async def test_a_node_that_holds_the_model_refuses_its_fine_tune(whole: Whole, copy: Path) -> None:
+    async with serving(1, whole.folder) as [node]:
+        await load(node, full_request(whole.folder, 2, 4))
+        tune(copy, FILES[0])
+        request = full_request(copy, 2, 4)
+        request.model = str(whole.folder)
+        with pytest.raises(ModelError, match=f"its weights in {FILES[0]} differ"):
+            await load(node, request)
+
+
+async def test_a_shard_that_is_held_is_not_loaded_again_because_its_coordinator_knows_more(whole: Whole) -> None:
+    request, more = (make(whole.folder, 2, 4) for make in (load_request, full_request))
+    async with serving(1) as [node]:
+        assert await load(node, request)
+        assert not await load(node, more)
+        assert not await load(node, request)
+        async with opened(whole.folder, (2, 2), [node]) as chain:
+            await assert_equal(chain, whole, GREEDY)
+
+
+async def test_files_that_arrive_while_loading_are_compared_too(
+    whole: Whole, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker whose copy comes from a hub that names no hashes; the coordinator's is a folder."""
+    tune(copy, FILES[3])
+    request = full_request(whole.folder, 2, 4)
+    monkeypatch.setattr("worker.node.service.open_checkpoint", lambda model, known: arriving(copy, model))
+    async with serving(1) as [node]:
+        with pytest.raises(ModelError, match=f"its weights in {FILES[3]} differ"):
+            await load(node, request)
+        assert not node.service._loaded
+
+
+def arriving(origin: Path, model: str) -> Checkpoint:
+    """A checkpoint whose weight files come only when they are fetched."""
+    folder = origin.parent / "cache"
+    shutil.copytree(origin, folder, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
+
+    def download(files: Iterable[str], progress: Any) -> None:
+        for file in files:
+            shutil.copy(origin / file, folder)
+
+    return replace(open_folder(origin), folder=folder, name=model, download=download)
+
+
+# Folders that lack files
+
+
+def needed(folder: Path, start: int, end: int) -> set[str]:
+    checkpoint = open_folder(folder)
+    return checkpoint.files_of(shard_tensors(checkpoint, start, end, 4))
+
+
+def keep_only(folder: Path, files: set[str]) -> Path:
+    absent = [path for path in folder.glob("*.safetensors") if path.name not in files]
+    for path in absent:
+        path.unlink()
+    assert absent
+    return folder
+
+
+@pytest.mark.parametrize("start", [1, 2, 3])
+@pytest.mark.parametrize("indexed", [True, False], ids=["index", "no index"])
+async def test_a_worker_needs_only_the_files_of_its_layers(whole: Whole, copy: Path, indexed: bool, start: int) -> None:
+    keep_only(copy, needed(whole.folder, start, 4))
+    if not indexed:
+        (copy / "model.safetensors.index.json").unlink()
+    async with serving(1, copy) as nodes, opened(whole.folder, (start, 4 - start), nodes) as chain:
+        await assert_equal(chain, whole, GREEDY)
+
+
+async def test_the_middle_of_a_chain_needs_neither_the_first_files_nor_the_last(whole: Whole, copy: Path) -> None:
+    keep_only(copy, needed(whole.folder, 1, 2))
+    async with serving(1, copy) as [middle], serving(1) as [last], opened(whole.folder, (1, 1, 2), [middle, last]) as c:
+        await assert_equal(c, whole, GREEDY)
+
+
+async def test_a_checkpoint_that_must_be_seen_whole_is_converted_as_mlx_lm_converts_it(
+    models: Models, tmp_path: Path
+) -> None:
+    """Whether this one's norms are shifted shows in its convolutions alone, which here lie in absent files."""
+    raw = raw_hybrid(models("qwen3_5"), tmp_path / "raw")
+    in_one_file_per_layer(raw)
+    copy = keep_only(Path(shutil.copytree(raw.folder, tmp_path / "copy")), needed(raw.folder, 3, 4))
+    assert not any("conv1d" in name for file in copy.glob("*.safetensors") for name in mx.load(str(file)))
+    async with serving(1, copy) as nodes, opened(raw.folder, (3, 1), nodes) as chain:
+        await assert_equal(chain, raw, GREEDY)
+
+
+def in_one_file_per_layer(whole: Whole) -> None:
+    tensors: dict[str, mx.array] = {}
+    for path in whole.folder.glob("*.safetensors"):
+        tensors |= mx.load(str(path))
+        mx.eval(tensors)
+        path.unlink()
+    places = {name: f"{(name.split('.layers.')[1:] or ['rest'])[0][:1]}.safetensors" for name in tensors}
+    for file in set(places.values()):
+        mx.save_safetensors(str(whole.folder / file), {name: tensors[name] for name in tensors if places[name] == file})
+    (whole.folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+async def test_a_file_of_its_own_layers_that_a_worker_lacks_is_named_with_its_layers(whole: Whole, copy: Path) -> None:
+    request = full_request(whole.folder, 1, 4)
+    held = open_folder(copy)
+    names = shard_tensors(held, 1, 4, 4)
+    layers = sorted(
+        {int(name.split(".")[2]) for name in names if held.tensors[name].file == FILES[2] and "layers" in name}
+    )
+    (copy / FILES[2]).unlink()
+    expected = f"worker node-1: lacks {FILES[2]}, which holds layers [{layers[0]}, {layers[-1] + 1}); copy it to {copy}"
+    assert await refusal(request, copy) == expected
+    (copy / FILES[3]).unlink()
+    assert f"lacks {FILES[2]}, which holds layers" in (message := await refusal(request, copy))
+    assert "(and 1 more such file)" in message
+
+
+async def test_a_head_that_a_worker_lacks_is_named(models: Models, tmp_path: Path) -> None:
+    whole = models("qwen3")
+    tensors = dict(tree_flatten(whole.reference.model.parameters()))
+    head = {name: tensors.pop(name) for name in ("lm_head.weight", "model.norm.weight")}
+    write_folder(tmp_path / "copy", json.loads((whole.folder / "config.json").read_text()), tensors)
+    mx.save_safetensors(str(tmp_path / "copy" / "model-head.safetensors"), head)
+    request = full_request(tmp_path / "copy", 2, 4)
+    (tmp_path / "copy" / "model-head.safetensors").unlink()
+    assert "lacks model-head.safetensors, which holds the embedding or the head; copy it to" in await refusal(
+        request, tmp_path / "copy"
+    )
+
+
+async def test_a_refused_folder_leaves_what_was_loaded(whole: Whole, copy: Path) -> None:
+    async with serving(1, copy) as [node]:
+        await load(node, full_request(whole.folder, 3, 4))
+        keep_only(copy, needed(whole.folder, 3, 4))
+        with pytest.raises(ModelError, match="lacks"):
+            await load(node, full_request(whole.folder, 1, 4))
+        assert await digests(node)
+
+
+async def digests(node: RunningNode) -> dict[str, str]:
+    peer = node.peer()
+    try:
+        return await peer.digests()
+    finally:
+        await peer.close()
+
+
+async def test_a_file_that_only_another_model_knows_does_not_make_it_this_one(models: Models, copy: Path) -> None:
+    """What is absent is believed to be as the coordinator says; what is here is not."""
+    (copy / FILES[0]).unlink()
+    request = full_request(models("qwen3", num_files=4, config={"intermediate_size": 128}).folder, 2, 4)
+    request.fingerprint.config = open_folder(models("qwen3", num_files=4).folder).fingerprint.config
+    assert "tensor headers" in await refusal(request, copy)
+
+
+async def test_a_coordinator_needs_every_header_and_says_so(whole: Whole, copy: Path) -> None:
+    (copy / FILES[3]).unlink()
+    async with serving(1, whole.folder) as nodes:
+        with pytest.raises(ModelError, match=r"is missing, .* Only a worker may lack files"):
+            async with opened(copy, (2, 2), nodes):
+                pytest.fail("the chain opened")
+
+
+async def test_headers_that_are_none_are_refused(whole: Whole) -> None:
+    request = load_request(whole.folder, 2, 4)
+    request.contents.CopyFrom(Contents(headers=b"not packed"))
+    assert "malformed tensor headers" in await refusal(request, whole.folder)
