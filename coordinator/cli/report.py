@@ -49,7 +49,7 @@ def logprobs_of(samples: Sequence[Token]) -> list[dict[str, Any]]:
         {
             "token": sample.token,
             "logprob": sample.logprob,
-            "top": [list(other) for other in sample.alternatives],
+            "top": [[other.token, other.logprob] for other in sample.alternatives],
         }
         for sample in samples
     ]

@@ -13,12 +13,12 @@ class Token(NamedTuple):
 
     token: int
     logprob: float = 0.0
-    alternatives: tuple[tuple[int, float], ...] = ()
+    alternatives: "tuple[Token, ...]" = ()
 
     @classmethod
     def of(cls, sample: Sample) -> "Token":
         """A copy: a part of a result would keep all of it in memory."""
-        others = tuple((other.token, other.logprob) for other in sample.alternatives)
+        others = tuple(cls(other.token, other.logprob) for other in sample.alternatives)
         return cls(sample.token, sample.logprob, others)
 
 
