@@ -1,21 +1,23 @@
-"""The sampler of the last stage: mlx-lm's own functions, with randomness keyed by (seed, position).
+"""The sampler of the last stage: mlx-lm's own penalties and filters, then Gumbel-max keyed by (seed, position).
 
 The same seed gives the same token at the same position, whatever the split, the batch, the decoder, or a replay. A
-guess for a position is drawn with the key that the token there will be drawn with, so that where model and guess agree
-the two agree on the draw as well.
+guess for a position is drawn with the noise that the token there will be drawn with, so that where model and guess
+agree the two agree on the draw as well (arXiv 2408.07978). Rounding moves a draw only where two tokens nearly tie.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
 
 from protos.brigade_pb2 import Alternative, Sample, Sampling
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _LOW_64 = (1 << 64) - 1
+_LOW_32 = (1 << 32) - 1
+_HALF_A_STEP = 2.0**-33  # MLX's uniform numbers near 0 are multiples of 2^-32
 
 
 @dataclass(frozen=True)
@@ -44,13 +46,11 @@ class Draws:
 
 
 class Sampler:
-    """One session's sampling parameters, bound to mlx-lm's sampler chain."""
+    """One session's sampling parameters, bound to mlx-lm's functions."""
 
     def __init__(self, sampling: Sampling) -> None:
         self._sampling = sampling
-        self._choose = make_sampler(
-            temp=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p
-        )
+        self._filters = _filters(sampling)
         self._processors = make_logits_processors(
             logit_bias=dict(sampling.logit_bias),
             repetition_penalty=sampling.repetition_penalty,
@@ -59,7 +59,13 @@ class Sampler:
         )
 
     def __call__(
-        self, logits: mx.array, positions: Sequence[int], tokens: list[int], known: Sequence[int], entropy: bool = False
+        self,
+        logits: mx.array,
+        positions: Sequence[int],
+        tokens: list[int],
+        known: Sequence[int],
+        entropy: bool = False,
+        allowed: mx.array | None = None,
     ) -> Draws:
         """Choose a token for each row.
 
@@ -68,8 +74,11 @@ class Sampler:
             positions: where each row's token would stand in the sequence.
             tokens: the session's tokens, of which penalties look at the first `known` for each row.
             entropy: whether to report the entropy of each row's raw logits.
+            allowed: which tokens may be chosen, [V] or [N, V] bool, at least one per row; None allows all.
         """
         entropies = _entropy(logits) if entropy else None
+        if allowed is not None:
+            logits = mx.where(allowed, logits, -mx.inf)
         if self._processors:
             rows = zip(logits.split(len(positions)), known, strict=True)
             logits = mx.concatenate([self._process(row, tokens[:length]) for row, length in rows])
@@ -88,18 +97,49 @@ class Sampler:
         return logits
 
     def _draw(self, logprobs: mx.array, positions: Sequence[int]) -> mx.array:
-        if self._sampling.temperature == 0:
-            return self._choose(logprobs)
-        tokens = []
-        for row, position in zip(logprobs.split(len(positions)), positions, strict=True):
-            mx.random.seed(random_key(self._sampling.seed, position))
-            tokens.append(self._choose(row))
-        return mx.concatenate(tokens)
+        """A token [N] for each row of [N, V]."""
+        temperature = self._sampling.temperature
+        if temperature == 0:
+            return mx.argmax(logprobs, axis=-1)
+        for keep in self._filters:
+            logprobs = keep(logprobs)
+        noise = gumbel(self._sampling.seed, positions, logprobs.shape[-1])
+        return mx.argmax(logprobs / temperature + noise, axis=-1)
+
+
+def gumbel(seed: int, positions: Sequence[int], vocab_size: int) -> mx.array:
+    """Noise [N, V] float32, a row for each position: with it, the argmax of logits is a draw from their softmax.
+
+    Every backend of MLX makes the same random bits (Threefry-2x32), and a row's are its own whatever the others are.
+    """
+    numbers = [random_key(seed, position) for position in positions]
+    keys = mx.array([[number >> 32, number & _LOW_32] for number in numbers], mx.uint32)
+    return _gumbel_of(mx.vmap(lambda key: mx.random.uniform(shape=(vocab_size,), key=key))(keys))
+
+
+def _gumbel_of(uniform: mx.array) -> mx.array:
+    """Numbers in [0, 1) to Gumbel noise, finite for each of them.
+
+    The largest noise comes from the least numbers, where float32 is finest: tokens of probability 1e-9 get their turns.
+    """
+    return -mx.log(-mx.log1p(-mx.maximum(uniform, _HALF_A_STEP)))
 
 
 def random_key(seed: int, position: int) -> int:
     """The key of one position's draw: 64 bits, different for every position of a seed."""
     return (seed + (position + 1) * _GOLDEN) & _LOW_64
+
+
+def _filters(sampling: Sampling) -> list[Callable[[mx.array], mx.array]]:
+    """mlx-lm's filters that are on, in the order of its `make_sampler`."""
+    filters: list[Callable[[mx.array], mx.array]] = []
+    if 0 < sampling.top_p < 1:
+        filters.append(lambda logprobs: apply_top_p(logprobs, sampling.top_p))
+    if sampling.min_p:
+        filters.append(lambda logprobs: apply_min_p(logprobs, sampling.min_p))
+    if sampling.top_k:
+        filters.append(lambda logprobs: apply_top_k(logprobs, sampling.top_k))
+    return filters
 
 
 def _entropy(logits: mx.array) -> mx.array:

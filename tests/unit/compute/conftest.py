@@ -1,0 +1,14 @@
+"""What the tests of computations share."""
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+import pytest
+
+
+@pytest.fixture(scope="module")
+def uncompiled() -> Iterator[None]:
+    """mlx-lm's filters are compiled anew for every parameter; on a CPU that takes a second each."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
