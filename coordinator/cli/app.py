@@ -177,7 +177,7 @@ def verify(
     layers: flags.Layers = None,
     context: flags.Context = None,
     max_tokens: flags.MaxTokens = 32,
-    seed: flags.Seed = 0,
+    seed: flags.FixedSeed = 0,
     decode: flags.DecodeKind = "ar",
     window: flags.Window = "auto",
     entropy_threshold: flags.EntropyThreshold = 0.4,
@@ -191,7 +191,7 @@ def verify(
     from coordinator.cli.run_async import run_async
     from coordinator.measure.verify import run_verify
 
-    return run_async(run_verify(options, decoder, max_tokens=max_tokens, seed=seed or 0, as_json=as_json))
+    return run_async(run_verify(options, decoder, max_tokens=max_tokens, seed=seed, as_json=as_json))
 
 
 @app.command()

@@ -89,6 +89,8 @@ Seed = Annotated[
     ),
 ]
 
+FixedSeed = Annotated[int, typer.Option("--seed", min=0, max=2**64 - 1, help="Of the random prompts and the draws.")]
+
 _WINDOWS, _CACHE = "Windows", "Cache"
 DecodeKind = Annotated[
     str,

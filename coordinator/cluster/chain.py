@@ -144,6 +144,12 @@ class Chain:
         theirs = [reply if isinstance(reply, StatusReply) else StatusReply() for reply in replies]
         return [self._stage.status(), *theirs]
 
+    async def digests(self) -> dict[str, str]:
+        """A digest per tensor that stage 0 holds."""
+        shard = self._own.shard
+        assert shard is not None
+        return await self.thread.run(lambda: dict(shard.digests()))
+
     def _arrived(self, result: Result) -> Arrival:
         """Take a result in. Raises FrameError for one that answers nothing that was asked."""
         found = result.epoch, [timing.stage for timing in result.timings]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 
 from rich.console import Console
 from rich.progress import (
@@ -47,3 +48,13 @@ def show_count(what: str, total: int) -> Iterator[Callable[[], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         task = bars.add_task("", total=total)
         yield lambda: bars.update(task, advance=1)
+
+
+@contextmanager
+def show_steps(total: int) -> Iterator[Callable[[str], None]]:
+    """Draw one bar and what is being done; a call names the step that begins."""
+    console = Console(stderr=True)
+    columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        task, done = bars.add_task("", total=total), count()
+        yield lambda step: bars.update(task, completed=next(done), description=step, refresh=True)

@@ -30,15 +30,22 @@ class Reference:
         cache = make_prompt_cache(self.model)
         sampler = Sampler(sampling)
         tokens = list(prompt)
-        fed = 0
+        windows = chunks(prompt, chunk)
         while len(tokens) < len(prompt) + num_tokens:
-            window = tokens[fed : fed + chunk]
+            logits = self._feed(windows, cache)
+            tokens.append(sampler(logits, [len(tokens)], tokens, [len(tokens)]).to_samples(slot=0)[0].token)
+            windows = [tokens[-1:]]
+        return tokens[len(prompt) :]
+
+    def logits_after(self, windows: Sequence[Sequence[int]]) -> mx.array:
+        """The logits [1, V] float32 of what follows these windows of tokens, fed one after another."""
+        return self._feed(windows, make_prompt_cache(self.model))
+
+    def _feed(self, windows: Sequence[Sequence[int]], cache: list[object]) -> mx.array:
+        for window in windows:
             logits = self.logits(window, cache)
             mx.eval(logits)
-            fed += len(window)
-            if fed == len(tokens):
-                tokens.append(sampler(logits, [len(tokens)], tokens, [len(tokens)]).to_samples(slot=0)[0].token)
-        return tokens[len(prompt) :]
+        return logits
 
     def logits(self, window: Sequence[int], cache: list[object]) -> mx.array:
         """Feed one window [L]; its last row's logits [1, V] float32."""
@@ -70,3 +77,8 @@ class Reference:
                 places[response.uid].append(now)
         batch.close()
         return times
+
+
+def chunks(prompt: Sequence[int], chunk: int) -> list[Sequence[int]]:
+    """The windows in which a session feeds its prompt."""
+    return [prompt[first : first + chunk] for first in range(0, len(prompt), chunk)]

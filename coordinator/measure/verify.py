@@ -1,19 +1,21 @@
 """`brigade verify`: every tensor of every node, then tokens greedy and sampled, against mlx-lm in one process."""
 
-import json
 import random
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from itertools import zip_longest
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.open import open_chain, read_model
 from coordinator.cluster.options import ClusterOptions
+from coordinator.cluster.peer import Peer
+from coordinator.cluster.progress import show_steps
 from coordinator.cluster.runner import generate
 from coordinator.decoding.decode import Decode, suit
-from coordinator.measure.reference import Reference
+from coordinator.measure.reference import Reference, chunks
+from coordinator.measure.rounding import Rounding, measure_rounding
+from coordinator.measure.verdict import Case, Report
 from coordinator.planning.costs import StepCosts
 from coordinator.sessions.request import Request, check_request
 from coordinator.sessions.session import Session
@@ -27,29 +29,37 @@ from worker.model.checkpoint import Checkpoint
 from worker.model.modelspec import ModelSpec
 from worker.process.call_thread import run_aside
 
-Alone = Callable[[Request], list[int]]
 Named = tuple[str, Request]
+Begin = Callable[[str], None]
 
 _TEXTS = ("Tell me a story about a fox.", "What is 48 + 27?")
 _CHUNK = 16  # rows: small, so that prompts of a few dozen tokens already cross chunks
 
 
 @dataclass(frozen=True)
-class Case:
-    """One prompt, its sampling, and what both sides made of it."""
+class Alone:
+    """The whole model in this process. MLX thread only.
 
-    name: str
-    expected: list[int]
-    found: list[int]
+    `measure` takes a request, the tokens expected up to and with a difference, and the token found there; None where
+    there is no other way of evaluating the same thing.
+    """
 
-    @property
-    def first_difference(self) -> int | None:
-        pairs = enumerate(zip_longest(self.expected, self.found))
-        return next((i for i, (expected, found) in pairs if expected != found), None)
+    generate: Callable[[Request], list[int]]
+    measure: Callable[[Request, list[int], int], Rounding] | None = None
 
 
 async def run_verify(options: ClusterOptions, decode: Decode, *, max_tokens: int, seed: int, as_json: bool) -> int:
     """The exit code: 0 if the cluster is the model, 1 if not. Needs memory for the whole model in this process."""
+    report = await verify(options, decode, max_tokens=max_tokens, seed=seed)
+    if as_json:
+        print(report.to_json())
+    else:
+        report.print(Console(highlight=False))
+    return 0 if report.holds else 1
+
+
+async def verify(options: ClusterOptions, decode: Decode, *, max_tokens: int, seed: int) -> Report:
+    """Compare a cluster, opened for this, with its model; shows on standard error how far it is."""
     checkpoint, spec = await read_model(options.model)
     decode = suit(decode, Cache(), spec)
     if max_tokens >= spec.context:
@@ -57,42 +67,46 @@ async def run_verify(options: ClusterOptions, decode: Decode, *, max_tokens: int
     requests = _requests(checkpoint, spec, decode, max_tokens, seed)
     for _, request in requests:
         check_request(request, spec)
-    await run_aside(lambda: checkpoint.fetch(checkpoint.tensors, lambda nbytes: None))
+    with show_steps(1) as begin:
+        begin("fetching the whole model")
+        await run_aside(lambda: checkpoint.fetch(checkpoint.tensors, lambda nbytes: None))
     async with open_chain(options, checkpoint, spec, options.context) as chain:
-        num_tensors, differing = await _compare_tensors(chain, checkpoint)
-        alone = await chain.thread.run(lambda: _load_alone(checkpoint, spec, decode))
-        cases = [await _compare(chain, alone, name, request) for name, request in requests]
-    equal = not differing and all(case.first_difference is None for case in cases)
-    if as_json:
-        tensors = [{"node": node, "tensor": tensor} for node, tensor in differing]
-        print(json.dumps({"equal": equal, "tensors": tensors, "cases": [asdict(case) for case in cases]}))
-    else:
-        _print(chain, decode, num_tensors, differing, cases)
-    return 0 if equal else 1
+        with show_steps(chain.num_stages + 1 + len(requests)) as begin:
+            num_tensors, differing = await compare_tensors(chain, checkpoint, begin)
+            begin("loading the model in one process")
+            alone = await chain.thread.run(lambda: load_alone(checkpoint, spec, decode))
+            cases = [await compare(chain, alone, name, request, begin) for name, request in requests]
+        return Report(chain.plan.assignments, num_tensors, differing, cases)
 
 
-async def _compare_tensors(chain: Chain, checkpoint: Checkpoint) -> tuple[int, list[tuple[str, str]]]:
-    """How many tensors the workers hold, and (node, tensor) wherever one is not that of the coordinator's copy."""
+async def compare_tensors(chain: Chain, checkpoint: Checkpoint, begin: Begin) -> tuple[int, list[tuple[str, str]]]:
+    """How many tensors the nodes hold, and (node, tensor) wherever one is not what the coordinator's files hold."""
     num_tensors, differing = 0, []
-    for peer, node in zip(chain.peers, chain.plan.assignments[1:], strict=True):
-        theirs = await peer.digests()
+    holders: list[Chain | Peer] = [chain, *chain.peers]
+    for node, holder in zip(chain.plan.assignments, holders, strict=True):
+        begin(f"tensors of {node.name}")
+        theirs = await holder.digests()
         ours = await chain.thread.run(lambda n=node: dict(Shard(checkpoint, n.start, n.end).digests()))  # type: ignore[misc]
         num_tensors += len(ours)
-        differing += [(peer.name, name) for name, digest in sorted(ours.items()) if theirs.get(name) != digest]
+        names = sorted({*ours, *theirs})
+        differing += [(node.name, name) for name in names if theirs.get(name) != ours.get(name)]
     return num_tensors, differing
 
 
-def _load_alone(checkpoint: Checkpoint, spec: ModelSpec, decode: Decode) -> Alone:
-    """The whole model in this process, as a function from a request to its tokens.
-
-    What is lossless is compared with one-token decoding by mlx-lm; `diffusion-fast`, which mlx-lm does not have, with
-    the same decoder on one shard that is the whole model.
+def load_alone(checkpoint: Checkpoint, spec: ModelSpec, decode: Decode) -> Alone:
+    """What is lossless is compared with one-token decoding by mlx-lm; `diffusion-fast`, which mlx-lm does not have,
+    with the same decoder on one shard that is the whole model.
     """
-    if decode.kind != "diffusion-fast":
-        reference = Reference(checkpoint.folder)
-        return lambda request: reference.generate(request.prompt, request.max_tokens, request.sampling, _CHUNK)
-    shard = Shard(checkpoint, 0, spec.num_layers)
-    return lambda request: _run_alone(Engine(shard, 0, spec.dtype), request)
+    if decode.kind == "diffusion-fast":
+        shard = Shard(checkpoint, 0, spec.num_layers)
+        return Alone(lambda request: _run_alone(Engine(shard, 0, spec.dtype), request))
+    reference = Reference(checkpoint.folder)
+
+    def measure(request: Request, expected: list[int], found: int) -> Rounding:
+        windows = [*chunks(request.prompt, _CHUNK), *([token] for token in expected[:-1])]
+        return measure_rounding(reference, request.sampling, windows, expected[-1], found)
+
+    return Alone(lambda r: reference.generate(r.prompt, r.max_tokens, r.sampling, _CHUNK), measure)
 
 
 def _run_alone(engine: Engine, request: Request) -> list[int]:
@@ -140,27 +154,14 @@ def _text_prompts(checkpoint: Checkpoint, spec: ModelSpec, max_tokens: int) -> d
     return {text: prompt for text, prompt in prompts.items() if 0 < len(prompt) <= spec.context - max_tokens}
 
 
-async def _compare(chain: Chain, alone: Alone, name: str, request: Request) -> Case:
-    answer = await generate(chain, request, chunk=_CHUNK)
-    expected = await chain.thread.run(lambda: alone(request))
-    return Case(name, expected, answer.tokens)
-
-
-def _print(chain: Chain, decode: Decode, num_tensors: int, differing: list[tuple[str, str]], cases: list[Case]) -> None:
-    console = Console(highlight=False)
-    console.print(
-        "split: " + " · ".join(f"{n.name} [{n.start}, {n.end})" for n in chain.plan.assignments), markup=False
-    )
-    if chain.peers and not differing:
-        console.print(f"equal    {num_tensors} tensors on {len(chain.peers)} worker(s)")
-    for node, tensor in differing:
-        console.print(f"DIFFERS  tensor {tensor} on worker {node}")
-    for case in cases:
-        at = case.first_difference
-        verdict = f"equal    {case.name}: {len(case.found)} tokens" if at is None else (
-            f"DIFFERS  {case.name}: token {at} is {case.found[at : at + 1]}, alone it is {case.expected[at : at + 1]}"
-        )  # fmt: skip
-        console.print(verdict)
-    total = sum(len(case.found) for case in cases if case.first_difference is None)
-    equal = not differing and all(case.first_difference is None for case in cases)
-    console.print(f"the cluster is the model: {total} tokens equal" if equal else "the cluster is NOT the model")
+async def compare(chain: Chain, alone: Alone, name: str, request: Request, begin: Begin) -> Case:
+    """One request on both sides; where their tokens part, whether rounding explains it."""
+    begin(name)
+    found = (await generate(chain, request, chunk=_CHUNK)).tokens
+    expected = await chain.thread.run(lambda: alone.generate(request))
+    case = Case(name, expected, found)
+    at, measure = case.first_difference, alone.measure
+    if at is None or measure is None or at >= min(len(expected), len(found)):
+        return case
+    rounding = await chain.thread.run(lambda: measure(request, expected[: at + 1], found[at]))
+    return replace(case, rounding=rounding)

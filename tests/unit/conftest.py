@@ -1,4 +1,4 @@
-"""What the tests of computations share."""
+"""What unit tests share."""
 
 from collections.abc import Iterator
 
