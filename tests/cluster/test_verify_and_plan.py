@@ -39,7 +39,8 @@ def test_verify_finds_every_split_equal(talker: Path, split: tuple[str, ...]) ->
     outcome = run("verify", "--model", talker, *split, "--json", "--max-tokens", "12")
     assert outcome.code == 0, outcome.err
     found = json.loads(outcome.out)
-    assert (found["equal"], found["tensors"]) == (True, [])
+    assert (found["equal"], found["within_rounding"], found["tensors"]) == (True, 0, [])
+    assert found["num_tensors"] == 47, "of the coordinator's layers too"
     assert len(found["cases"]) >= 6
     for case in found["cases"]:
         assert case["expected"] == case["found"] and len(case["found"]) == 12, case["name"]

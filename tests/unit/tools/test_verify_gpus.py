@@ -1,0 +1,21 @@
+"""The table of many runs of `verify`."""
+
+from coordinator.measure.rounding import Rounding
+from coordinator.measure.verdict import Case
+from tools.verify_gpus import Run, summarise
+
+EQUAL, DIFFERING = Case("a", [1, 2], [1, 2]), Case("b", [1, 2], [1, 3], Rounding(0.5, 0.01))
+ROUNDED = Case("c", [1, 2, 3], [1, 2, 4], Rounding(0.002, 0.01))
+
+
+def test_runs_of_all_seeds_are_added_up_and_every_figure_of_rounding_is_shown() -> None:
+    runs = [
+        Run("demo", "one process", "ar", 0, 1.0, [EQUAL, ROUNDED]),
+        Run("demo", "one process", "ngram", 0, 1.0, [DIFFERING]),
+        Run("demo", "one process", "ar", 1, 1.0, [EQUAL, EQUAL, ROUNDED]),
+        Run("demo", "one process", "ngram", 1, 1.0, error="StageLost: gone"),
+    ]
+    assert summarise(runs) == [
+        ("demo", "one process", "ar", "2", "10", "3", "2", "0", "0", "0.002 <= 0.01, 0.002 <= 0.01"),
+        ("demo", "one process", "ngram", "2", "1", "0", "0", "1", "1", ""),
+    ]
