@@ -11,6 +11,7 @@ import typer
 from typer.exceptions import TyperException
 
 from worker.errors import BrigadeError, InputError
+from worker.process.app import App
 from worker.process.call_thread import calls_are_left
 
 INTERRUPTED = 130
@@ -20,18 +21,19 @@ _FLAGS = {"temperature": "temp"}  # that are spelled otherwise than the paramete
 def run_command(command: Callable[..., Any] | typer.Typer) -> NoReturn:
     """Parse the process's arguments, run the command, leave with its exit code."""
     _open_standard_streams()
-    if not isinstance(command, typer.Typer):
-        app = typer.Typer(add_completion=False)
-        app.command()(command)
-    else:
-        app = command
-    code = _exit_code(app)
+    code = _exit_code(command if isinstance(command, typer.Typer) else _app_of(command))
     if calls_are_left():
         for stream in filter(None, (sys.stdout, sys.stderr)):
             with contextlib.suppress(OSError):  # its reader left
                 stream.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _app_of(command: Callable[..., Any]) -> typer.Typer:
+    app = App()
+    app.command()(command)
+    return app
 
 
 def _exit_code(app: typer.Typer) -> int:
