@@ -16,7 +16,7 @@ from worker.node.loading import load_shard
 from worker.process.call_thread import run_aside
 from worker.process.mlx_thread import MlxThread
 
-Progress = Callable[[str, LoadProgress], None]  # takes the node's name
+Progress = Callable[[str, LoadProgress], None]  # takes the node's name, or none for all of them
 
 
 @dataclass(frozen=True)
