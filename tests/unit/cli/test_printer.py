@@ -9,10 +9,10 @@ from coordinator.cli.demo import compare
 from coordinator.cli.generate import Printer
 from coordinator.cli.report import print_summary
 from coordinator.cli.wish import Task
-from coordinator.sessions.answer import Answer
+from coordinator.sessions.answer import Answer, Token, Usage
 from coordinator.sessions.request import Request
 from coordinator.sessions.text import TokenIds
-from protos.brigade_pb2 import Sample, Sampling
+from protos.brigade_pb2 import Sampling
 from tests.unit.sessions.test_request import SPEC
 from worker.errors import StageLost
 from worker.model.checkpoint import DEMO, open_folder
@@ -72,8 +72,8 @@ def test_a_reader_that_left_is_written_nothing_more(capsys: pytest.CaptureFixtur
 
 
 def make_answer(tokens: Sequence[int] = (5, 6, 7), finish_reason: str = "length", num_steps: int = 2) -> Answer:
-    answer = Answer(4, 0, samples=[Sample(token=token) for token in tokens], finish_reason=finish_reason)
-    answer.num_steps = num_steps
+    answer = Answer(usage=Usage(4, 0, 0, num_steps, 4), finish_reason=finish_reason)
+    answer.samples = [Token(token) for token in tokens]
     answer.token_times = [500_000_000 + 250_000_000 * i for i in range(len(tokens))]
     return answer
 
