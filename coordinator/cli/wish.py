@@ -157,10 +157,7 @@ def _prompt_ids(wish: Wish, tokenizer: Tokenizer | None) -> tuple[int, ...]:
             raise InputError("system_prompt", "this model has no chat template that would give it its place")
         return tuple(tokenizer.encode(wish.prompt))
     messages = [{"role": "system", "content": wish.system}] if wish.system else []
-    try:
-        return tuple(tokenizer.encode_chat([*messages, {"role": "user", "content": wish.prompt}]))
-    except InputError as error:
-        raise InputError(error.field, f"{error.message} (--raw)") from error
+    return tuple(tokenizer.encode_chat([*messages, {"role": "user", "content": wish.prompt}]))
 
 
 def _require_utf8(name: str, text: str) -> None:

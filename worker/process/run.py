@@ -16,6 +16,7 @@ from worker.process.call_thread import calls_are_left
 
 INTERRUPTED = 130
 _FLAGS = {"temperature": "temp"}  # that are spelled otherwise than the parameter
+_WAYS_OUT = {"give it raw": "--raw", "use an int8 cache": "--kv int8"}  # what messages advise, and the flags for it
 
 
 def run_command(command: Callable[..., Any] | typer.Typer) -> NoReturn:
@@ -85,10 +86,13 @@ def _open_standard_streams() -> None:
 
 
 def _spelled(error: BrigadeError) -> str:
-    """The error with the parameter that it is about as a flag."""
-    if isinstance(error, InputError) and error.field:
-        return f"--{_FLAGS.get(error.field, error.field).replace('_', '-')}: {error.message}"
-    return str(error)
+    """The error with the parameter that it is about as a flag, and with the flag for what it advises."""
+    if not isinstance(error, InputError) or not error.field:
+        return str(error)
+    message = error.message
+    for advice, flag in _WAYS_OUT.items():
+        message = message.replace(advice, f"{advice} ({flag})")
+    return f"--{_FLAGS.get(error.field, error.field).replace('_', '-')}: {message}"
 
 
 def _complain(message: str) -> None:
