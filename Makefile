@@ -1,4 +1,4 @@
-# Everything from nothing but Python >= 3.11: `make demo`, `make test`, `make check`.
+# Everything from nothing but Python >= 3.11: `make demo`, `make test`, `make check`. After `make setup`: .venv/bin/brigade.
 SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
@@ -8,8 +8,8 @@ BIN := .venv/bin
 demo: .venv/.ready
 	@$(BIN)/brigade demo
 
-test: .venv/.ready-dev
-	$(BIN)/python -m pytest
+test: .venv/.ready-dev # the -v beside the configuration's -q: a line per file
+	$(BIN)/python -m pytest -v --durations=10
 
 check: .venv/.ready-dev
 	$(BIN)/ruff format --check .

@@ -18,4 +18,5 @@ else
   .venv/bin/python -m pip install --quiet --upgrade 'pip>=25.1' # the first that knows dependency groups
   .venv/bin/python -m pip install --quiet --editable . ${extra:+--group "$extra"}
 fi
+echo "done: the command is .venv/bin/brigade" >&2
 touch .venv/.ready ${extra:+.venv/.ready-$extra}

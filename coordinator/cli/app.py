@@ -1,11 +1,14 @@
 """The `brigade` command line: flags in, one function of another module out. MLX is imported once a command runs."""
 
+import platform
 import sys
-from collections.abc import Sequence
+from importlib.metadata import version as version_of
+from typing import Annotated, Any
 
 import typer
 
 from coordinator.cli import flags
+from coordinator.cli.refusals import refuse, refuse_idle, require_one_prompt, require_text
 from coordinator.cluster.options import (
     MOST_REQUESTS,
     cluster_options,
@@ -19,36 +22,58 @@ from coordinator.decoding.decode import Decode, make_cache_choice, make_decode
 from coordinator.sessions.request import make_sampling
 from worker.cli import worker
 from worker.errors import InputError
+from worker.process.app import App
 
 DEMO_PROMPT = "Tom has 48 apples. He buys 27 more and then gives away 30. How many apples does Tom have?"
 
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    help="Run one language model on several Macs, token for token the model it would be on one.",
-)
+app = App(no_args_is_help=True)
 app.command()(worker)
+
+
+def print_version(is_wanted: bool) -> None:
+    """What a report of a bug should begin with."""
+    if is_wanted:
+        others = ", ".join(f"{package} {version_of(package)}" for package in ("mlx", "mlx-lm"))
+        print(f"brigade {version_of('brigade')} ({others}, Python {platform.python_version()})")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=print_version, help="Print the versions and leave.")
+    ] = False,
+) -> None:
+    """Run one language model on several Macs, token for token the model it would be on one."""
 
 
 @app.command()
 def demo(
-    prompt: flags.Prompt = DEMO_PROMPT,
+    ctx: typer.Context,
+    text: flags.Text = None,
+    prompt: flags.Prompt = None,
     max_tokens: flags.MaxTokens = 256,
     as_json: flags.Json = False,
 ) -> None:
-    """Two worker processes and this coordinator on loopback, the bundled model, one answer."""
+    """Two worker processes and this coordinator on loopback, the bundled model, one answer, in windows and without."""
+    if text is not None or prompt is not None:
+        require_one_prompt(ctx)
     options = cluster_options(None, "demo", 2, None, None)
 
-    from coordinator.cli.commands import Wish, run_generate
+    from coordinator.cli.demo import run_demo
+    from coordinator.cli.generate import run_generate
     from coordinator.cli.run_async import run_async
+    from coordinator.cli.wish import Wish
 
-    print(f"> {prompt}\n", file=sys.stderr, flush=True)
-    run_async(run_generate(options, Wish(prompt=prompt, max_tokens=max_tokens, as_json=as_json)))
+    asked = DEMO_PROMPT if text is None and prompt is None else _read(text, prompt)
+    wish = Wish(prompt=asked, max_tokens=max_tokens, as_json=as_json)
+    run_async(run_generate(options, wish) if as_json else run_demo(options, wish))
 
 
 @app.command()
 def generate(
+    ctx: typer.Context,
+    text: flags.Text = None,
     prompt: flags.Prompt = None,
     prompt_tokens: flags.PromptTokens = None,
     system_prompt: flags.SystemPrompt = None,
@@ -62,11 +87,11 @@ def generate(
     local: flags.Local = None,
     layers: flags.Layers = None,
     context: flags.Context = None,
-    temp: flags.Temp = 0.0,
-    top_p: flags.TopP = 0.0,
-    top_k: flags.TopK = 0,
-    min_p: flags.MinP = 0.0,
-    repetition_penalty: flags.RepetitionPenalty = 0.0,
+    temp: flags.Temp = None,
+    top_p: flags.TopP = None,
+    top_k: flags.TopK = None,
+    min_p: flags.MinP = None,
+    repetition_penalty: flags.RepetitionPenalty = None,
     presence_penalty: flags.PresencePenalty = 0.0,
     frequency_penalty: flags.FrequencyPenalty = 0.0,
     logit_bias: flags.LogitBias = None,
@@ -80,37 +105,42 @@ def generate(
     max_kv_size: flags.MaxKvSize = None,
     logprobs: flags.Logprobs = None,
     as_json: flags.Json = False,
+    stats: flags.Stats = False,
     trace: flags.Trace = None,
 ) -> None:
     """Answer one prompt; the text goes to standard output as it comes.
 
-    Everything in this process: brigade generate --local 0 -p "What is the capital of France?"
+    Everything in this process: brigade generate --local 0 "What is the capital of France?"
 
-    Two workers on this machine: brigade generate --local 2 -p "Tell me a story about a fox."
+    Two workers on this machine: brigade generate --local 2 "Tell me a story about a fox."
 
-    The workers of cluster.yaml: brigade generate --config cluster.yaml -p "Hello"
+    The workers of cluster.yaml: brigade generate --config cluster.yaml "Hello"
     """
     if repeat_guard == 1:
         raise InputError("repeat_guard", "expected 0 (off) or at least 2 times, got 1")
-    if (prompt is None) == (prompt_tokens is None):
-        raise InputError("", "expected either --prompt TEXT (`-` reads standard input) or --prompt-tokens 1,2,3")
+    require_one_prompt(ctx)
+    require_text({"system_prompt": system_prompt, "stop": stop, "logit_bias": logit_bias})
     options = cluster_options(config, model, local, layers, context)
-    sampling = make_sampling(
-        temperature=temp, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
-        logit_bias=parse_bias(logit_bias or ""), seed=seed, logprobs=0 if logprobs is None else logprobs + 1,
-    )  # fmt: skip
+    chosen: dict[str, Any] = {
+        "temperature": temp, "top_p": top_p, "top_k": top_k, "min_p": min_p, "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty,
+        "logit_bias": parse_bias(logit_bias or ""), "seed": seed, "logprobs": 0 if logprobs is None else logprobs + 1,
+    }  # fmt: skip
+    sampling = {name: value for name, value in chosen.items() if value is not None}
+    make_sampling(**sampling)  # refuses now what the model's own choices cannot mend
     tokens = None if prompt_tokens is None else parse_tokens(prompt_tokens)
+    decoder = make_decode(decode, window, entropy_threshold, position_penalty)
+    cache = make_cache_choice(kv, max_kv_size)
+    refuse_idle(ctx)
 
-    from coordinator.cli.commands import Wish, run_generate
+    from coordinator.cli.generate import run_generate
     from coordinator.cli.run_async import run_async
+    from coordinator.cli.wish import Wish
 
     wish = Wish(
-        prompt=_standard_input() if prompt == "-" else prompt, prompt_tokens=tokens, system=system_prompt, raw=raw,
-        max_tokens=max_tokens, sampling=sampling, stops=tuple(stop or ()), ignore_eos=ignore_eos,
-        decode=make_decode(decode, window, entropy_threshold, position_penalty),
-        cache=make_cache_choice(kv, max_kv_size), repeat_guard=repeat_guard,
-        chunk=prefill_step_size, as_json=as_json, trace=trace,
+        prompt=_read(text, prompt), prompt_tokens=tokens, system=system_prompt, raw=raw, max_tokens=max_tokens,
+        sampling=sampling, stops=tuple(stop or ()), ignore_eos=ignore_eos, decode=decoder, cache=cache,
+        repeat_guard=repeat_guard, chunk=prefill_step_size, as_json=as_json, with_stats=stats, trace=trace,
     )  # fmt: skip
     run_async(run_generate(options, wish))
 
@@ -142,15 +172,15 @@ def plan(
     times = ("row_ms", "hop_ms", "gbps")
     load = ("concurrency", "num_prompt", "num_tokens", "prefill_step_size")
     if simulate:
-        _refuse(ctx, ("local", "layers", "context"), "not expected with --simulate, which asks no nodes")
+        refuse(ctx, ("local", "layers", "context"), "not expected with --simulate, which asks no nodes")
         if gbps is None:
-            _refuse(ctx, ("config", "model"), "expected with --simulate only where --gbps needs a model's row size")
+            refuse(ctx, ("config", "model"), "expected with --simulate only where --gbps needs a model's row size")
     else:
-        _refuse(ctx, ("stage_ms", "measured", *times, *load), "expected only with --simulate")
+        refuse(ctx, ("stage_ms", "measured", *times, *load), "expected only with --simulate")
     if simulate and (stage_ms is None) == (measured is None):
         raise InputError("simulate", "expected either --stage-ms 26.5,6.5 or --measured FILE of `brigade bench --json`")
     if measured is not None:
-        _refuse(ctx, times, "not expected with --measured, which holds the times")
+        refuse(ctx, times, "not expected with --measured, which holds the times")
     options = cluster_options(config, model, local, layers, context)
     counts = parse_counts("concurrency", concurrency, most=MOST_REQUESTS)
     stages_ms = parse_times("stage_ms", stage_ms, least=0.001) if stage_ms is not None else ()
@@ -171,13 +201,14 @@ def plan(
 
 @app.command()
 def verify(
+    ctx: typer.Context,
     config: flags.Config = None,
     model: flags.Model = None,
     local: flags.Local = None,
     layers: flags.Layers = None,
     context: flags.Context = None,
     max_tokens: flags.MaxTokens = 32,
-    seed: flags.FixedSeed = 0,
+    seed: flags.VerifySeed = 0,
     decode: flags.DecodeKind = "ar",
     window: flags.Window = "auto",
     entropy_threshold: flags.EntropyThreshold = 0.4,
@@ -187,6 +218,7 @@ def verify(
     """Prove that the cluster's tokens are those of mlx-lm's model in one process; exit code 1 if they are not."""
     options = cluster_options(config, model, local, layers, context)
     decoder = make_decode(decode, window, entropy_threshold, position_penalty)
+    refuse_idle(ctx)
 
     from coordinator.cli.run_async import run_async
     from coordinator.measure.verify import run_verify
@@ -234,12 +266,10 @@ def bench(
     run_async(run_bench(options, workload, as_json=as_json, plot=plot))
 
 
-def _refuse(ctx: typer.Context, names: Sequence[str], why: str) -> None:
-    """Raise InputError if one of these parameters was given: it would change nothing."""
-    for parameter in ctx.command.params:
-        source = ctx.get_parameter_source(parameter.name or "")
-        if parameter.name in names and source and source.name == "COMMANDLINE":
-            raise InputError("", f"{'/'.join(parameter.opts)}: {why}")
+def _read(text: str | None, prompt: str | None) -> str | None:
+    """The prompt, from standard input if it is `-`."""
+    given = text if prompt is None else prompt
+    return _standard_input() if given == "-" else given
 
 
 def _standard_input() -> str:

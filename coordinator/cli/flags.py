@@ -37,7 +37,10 @@ Context = Annotated[
     ),
 ]
 
-Prompt = Annotated[str | None, typer.Option("--prompt", "-p", help="What to ask; `-` reads standard input.")]
+Text = Annotated[str | None, typer.Argument(metavar="PROMPT", show_default=False, help="What to ask, in quotes.")]
+Prompt = Annotated[
+    str | None, typer.Option("--prompt", "-p", help="What to ask, as a flag; `-` reads standard input either way.")
+]
 PromptTokens = Annotated[str | None, typer.Option(metavar="1,2,3", help="The prompt as token ids.")]
 SystemPrompt = Annotated[str | None, typer.Option(help="Said to the model before the prompt.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, without the chat template.")]
@@ -53,21 +56,40 @@ PrefillStepSize = Annotated[
     ),
 ]
 
+_MODELS = "(default: the model's, else {})"  # what its generation_config.json says, if it says that it is to be sampled
 Temp = Annotated[
-    float, typer.Option(help="Temperature; 0 takes the likeliest token.", rich_help_panel=_SAMPLING)
-]  # fmt: skip
-TopP = Annotated[
-    float, typer.Option(help="Sample from the likeliest tokens of this total; 0 or 1: off.", rich_help_panel=_SAMPLING)
-]
-TopK = Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0: off.", rich_help_panel=_SAMPLING)]
-MinP = Annotated[
-    float,
+    float | None,
     typer.Option(
-        help="Sample from tokens at least this times as likely as the best; 0: off.", rich_help_panel=_SAMPLING
+        help=f"Temperature; 0 takes the likeliest token. {_MODELS.format(0)}",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        help=f"Sample from the likeliest tokens of this total; 0 or 1: off. {_MODELS.format('off')}",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+TopK = Annotated[
+    int | None,
+    typer.Option(
+        help=f"Sample from the k likeliest tokens; 0: off. {_MODELS.format('off')}", rich_help_panel=_SAMPLING
+    ),
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(
+        help=f"Sample from tokens at least this times as likely as the best; 0: off. {_MODELS.format('off')}",
+        rich_help_panel=_SAMPLING,
     ),
 ]
 RepetitionPenalty = Annotated[
-    float, typer.Option(help="Divide the logits of the last 20 tokens; 0: off.", rich_help_panel=_SAMPLING)
+    float | None,
+    typer.Option(
+        help=f"Divide the logits of the last 20 tokens; 0 or 1: off. {_MODELS.format('off')}",
+        rich_help_panel=_SAMPLING,
+    ),
 ]
 PresencePenalty = Annotated[
     float, typer.Option(help="Subtract from the logits of the last 20 tokens.", rich_help_panel=_SAMPLING)
@@ -88,8 +110,7 @@ Seed = Annotated[
         rich_help_panel=_SAMPLING,
     ),
 ]
-
-FixedSeed = Annotated[int, typer.Option("--seed", min=0, max=2**64 - 1, help="Of the random prompts and the draws.")]
+VerifySeed = Annotated[int, typer.Option("--seed", min=0, max=2**64 - 1, help="Of the prompts and the samples.")]
 
 _WINDOWS, _CACHE = "Windows", "Cache"
 DecodeKind = Annotated[
@@ -133,6 +154,15 @@ MaxKvSize = Annotated[
 Json = Annotated[
     bool,
     typer.Option("--json", help="One JSON object on stdout at the end, nothing else there.", rich_help_panel=_OUTPUT),
+]
+Stats = Annotated[
+    bool,
+    typer.Option(
+        "--stats",
+        "-v",
+        help="Where each millisecond went, by node and by kind of work, on stderr.",
+        rich_help_panel=_OUTPUT,
+    ),
 ]
 Logprobs = Annotated[
     int | None,

@@ -1,6 +1,8 @@
-"""What a request took, for people (a summary and a waterfall on standard error) and for programs (JSON)."""
+"""What a request took, for people (two lines, with --stats tables, on standard error) and for programs (JSON)."""
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -10,10 +12,17 @@ from rich.text import Text
 from coordinator.planning.plan import Plan, format_bytes
 from coordinator.sessions.answer import Answer, Token
 from coordinator.sessions.waterfall import Waterfall
+from worker.errors import InputError
 from worker.model.modelspec import ModelSpec
 
 _WATERFALL_COLUMNS = 40
 _PLAN_COLUMNS = 16
+_STAGES_LEGEND = """\
+compute: the node's layers at work; busy: compute's share of the wall time
+wire in, queue: waits while nothing else went on, for the hop into this node
+(into the first: for the results), and for the node's turn
+"""
+_WATERFALL_LEGEND = "each moment of the request is in one row: what its next result waited for"
 
 
 def stats_of(answer: Answer) -> dict[str, Any]:
@@ -55,19 +64,40 @@ def logprobs_of(samples: Sequence[Token]) -> list[dict[str, Any]]:
     ]
 
 
-def print_summary(answer: Answer, plan: Plan, waterfall: Waterfall) -> None:
-    """Three lines, a row per stage, and the waterfall."""
-    console = Console(stderr=True, highlight=False)
+def print_summary(answer: Answer, ended: str, drawn: str = "") -> None:
+    """Two lines: how fast it was, why it ended; how the tokens were drawn, where they were."""
     stats = stats_of(answer)
     speed = f", {stats['tokens_per_s']:.1f} tok/s" if stats["tokens_per_s"] else ""
-    console.print(
-        f"\nPrompt: {answer.num_prompt} tokens, {stats['prompt_tokens_per_s']:.1f} tok/s, "
-        f"first token after {stats['ttft_s']:.3f} s\n"
-        f"Generation: {len(answer.tokens)} tokens{speed}, {stats['tokens_per_step']:.2f} tokens per step\n"
-        f"Peak memory: {format_bytes(stats['peak_memory_bytes'])} over {len(plan.assignments)} node(s)"
+    prompt = f"prompt: {answer.num_prompt} tokens, {stats['prompt_tokens_per_s']:.1f} tok/s"
+    say(
+        f"\n{len(answer.tokens)} tokens{speed}, {stats['tokens_per_step']:.2f} per step; "
+        f"first after {stats['ttft_s']:.3f} s ({prompt})\n{ended}{drawn and f'; {drawn}'}"
     )
+
+
+def print_stats(answer: Answer, plan: Plan, waterfall: Waterfall, *, with_legend: bool = False) -> None:
+    """A row per stage, and the waterfall."""
+    console = Console(stderr=True, highlight=False)
+    console.print()
     console.print(_stage_table(answer, plan, waterfall))
+    if with_legend:
+        console.print(_STAGES_LEGEND, style="dim")
     console.print(_waterfall_table(waterfall))
+    if with_legend:
+        console.print(_WATERFALL_LEGEND, style="dim")
+
+
+def say(lines: str) -> None:
+    """To people: standard error, as it stands."""
+    print(lines, file=sys.stderr, flush=True)
+
+
+def require_writable(name: str, path: Path) -> None:
+    """Refuse now what cannot be written once the answer is there."""
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise InputError(name, f"cannot write {path}: {error.strerror}") from error
 
 
 def _stage_table(answer: Answer, plan: Plan, waterfall: Waterfall) -> Table:

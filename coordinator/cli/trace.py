@@ -1,23 +1,88 @@
-"""`--trace FILE`: a request's stages as Chrome trace events (chrome://tracing, Perfetto), one track per stage. Pure."""
+"""`--trace FILE`: a request's frames as Chrome trace events (chrome://tracing, Perfetto). Pure.
 
-from collections.abc import Sequence
-from typing import Any
+A process per node, and in it as many tracks as frames were there at once: viewers drop slices of one track that cross.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
 
 from coordinator.sessions.waterfall import Passage, spans
 
+Span = tuple[str, int, int]  # part, begin, end, in whole microseconds: viewers cut fractions off, and ends must meet
 
-def trace_events(passages: Sequence[Passage], offsets: Sequence[int], nodes: Sequence[str]) -> dict[str, Any]:
-    """The trace as the JSON object that viewers read; times in microseconds on the coordinator's clock."""
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": stage, "args": {"name": f"stage {stage}: {node}"}}
-        for stage, node in enumerate(nodes)
-    ]
-    for number, passage in enumerate(passages):
-        events += [
-            {
-                "ph": "X", "name": part, "cat": f"frame {number}", "pid": 0, "tid": stage,
-                "ts": begin / 1e3, "dur": max(0, end - begin) / 1e3,
-            }
-            for part, stage, begin, end in spans(passage, offsets)
-        ]  # fmt: skip
+
+class Visit(NamedTuple):
+    """One frame on one node."""
+
+    node: int
+    spans: Sequence[Span]
+    args: dict[str, int]
+
+    @property
+    def begin(self) -> int:
+        return self.spans[0][1]
+
+    @property
+    def end(self) -> int:
+        return self.spans[-1][2]
+
+
+def trace_events(
+    passages: Sequence[Passage], offsets: Sequence[int], nodes: Sequence[str], token_times: Sequence[int]
+) -> dict[str, Any]:
+    """The trace as the JSON object that viewers read, on the coordinator's clock, from the first frame on.
+
+    Args:
+        offsets: by stage, that node's clock minus the coordinator's, nanoseconds.
+        token_times: when each token of the answer was known: with the result of the frame that brought it.
+    """
+    num_tokens = Counter(token_times)
+    visits = [
+        visit for passage in passages for visit in _visits(passage, offsets, num_tokens[passage.returned])
+    ]  # fmt: skip
+    origin = min((visit.begin for visit in visits), default=0)
+    events: list[dict[str, Any]] = []
+    for node, name in enumerate(nodes):
+        tracks = _tracks([visit for visit in visits if visit.node == node])
+        events += _names(node, f"stage {node}: {name}", len(tracks))
+        for track, there in enumerate(tracks):
+            events += (event for visit in there for event in _slices(visit, track, origin))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _visits(passage: Passage, offsets: Sequence[int], num_tokens: int) -> Iterator[Visit]:
+    args = {"step": passage.step, "rows": passage.num_rows, "tokens": num_tokens}
+    for node, tiles in groupby(spans(passage, offsets), key=lambda tile: tile[1]):
+        found: list[Span] = []
+        for part, _, begin, end in tiles:
+            begin = max(begin // 1000, found[-1][2] if found else begin // 1000)
+            found.append((part, begin, max(begin, end // 1000)))  # a tile may run backwards where a clock is wrong
+        yield Visit(node, found, args)
+
+
+def _tracks(visits: Sequence[Visit]) -> list[list[Visit]]:
+    """The visits on as few tracks as keep those apart that were there at once."""
+    tracks: list[list[Visit]] = []
+    for visit in sorted(visits, key=lambda visit: visit.begin):
+        free = next((track for track in tracks if track[-1].end <= visit.begin), None)
+        if free is None:
+            tracks.append(free := [])
+        free.append(visit)
+    return tracks
+
+
+def _names(node: int, name: str, num_tracks: int) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "name": "process_name", "pid": node, "tid": 0, "args": {"name": name}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": node, "tid": 0, "args": {"sort_index": node}}
+    for track in range(num_tracks):
+        yield {"ph": "M", "name": "thread_name", "pid": node, "tid": track, "args": {"name": f"frames {track + 1}"}}
+
+
+def _slices(visit: Visit, track: int, origin: int) -> Iterator[dict[str, Any]]:
+    for part, begin, end in visit.spans:
+        yield {
+            "ph": "X", "name": part, "cat": "frame", "pid": visit.node, "tid": track,
+            "ts": begin - origin, "dur": end - begin, "args": visit.args,
+        }  # fmt: skip

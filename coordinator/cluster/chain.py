@@ -227,11 +227,10 @@ class Chain:
         frames += [Frame(windows=[window]) for window in (chunk, chunk, row, row)]
         frames.append(Frame(closed=[0]))
         for step, frame in enumerate(frames):
+            progress("", LoadProgress(phase="warm-up", done=step, total=len(frames)))
             frame.epoch, frame.step = self.epoch, step
             self.send(frame)
             await self.receive()
-            for node in self.plan.assignments:
-                progress(node.name, LoadProgress(phase="warm-up", done=step + 1, total=len(frames)))
 
     async def _diagnose(self, waited_s: float) -> BrigadeError:
         """Who is silent: asked of every node, since whoever waits for a result cannot know."""

@@ -16,7 +16,7 @@ from worker.node.loading import load_shard
 from worker.process.call_thread import run_aside
 from worker.process.mlx_thread import MlxThread
 
-Progress = Callable[[str, LoadProgress], None]  # takes the node's name
+Progress = Callable[[str, LoadProgress], None]  # takes the node's name, or none for all of them
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ class OwnNode:
     async def _load_own(self, deployment: Deployment, progress: Progress) -> None:
         own, num_layers = deployment.plan.assignments[0], deployment.spec.num_layers
         if self.shard is not None and (self.shard.start, self.shard.end) == (own.start, own.end):
+            progress(own.name, LoadProgress(phase="kept", done=self.shard.nbytes, total=self.shard.nbytes))
             return
         self.shard = None
         self.shard = await load_shard(

@@ -11,7 +11,7 @@ from coordinator.cluster.deployment import Deployment, OwnNode, Progress
 from coordinator.cluster.local import LocalWorker
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.peer import Peer
-from coordinator.cluster.progress import show_progress
+from coordinator.cluster.progress import ASKING, STARTING, show_progress
 from coordinator.cluster.together import together
 from coordinator.planning.plan import Node, Plan, check_split, plan, require_fit
 from protos.brigade_pb2 import HelloReply
@@ -62,10 +62,13 @@ async def open_chain(
     options: ClusterOptions, checkpoint: Checkpoint, spec: ModelSpec, context: int
 ) -> AsyncIterator[Chain]:
     """The whole way: workers found or started, planned, refused if it does not fit, loaded, joined."""
-    async with open_peers(options, spec) as peers, AsyncExitStack() as stack:
-        plan = await make_plan(options.cluster, spec, peers, context)
-        require_fit(plan, spec)
-        with show_progress(plan) as progress:
+    async with AsyncExitStack() as stack:
+        with show_progress() as progress:
+            progress("", STARTING if options.local else ASKING)
+            peers = await stack.enter_async_context(open_peers(options, spec))
+            progress("", ASKING)
+            plan = await make_plan(options.cluster, spec, peers, context)
+            require_fit(plan, spec)
             deployment = Deployment(checkpoint, spec, plan, peers)
             chain = await stack.enter_async_context(joined(deployment, progress, say=_to_stderr))
         yield chain

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from worker.config import Cluster, load_cluster
-from worker.errors import ConfigError, InputError
+from worker.errors import InputError
 
 DEFAULT_CONTEXT = 4096  # tokens that a plan reserves cache for, if nobody says
 MOST_REQUESTS = 1024  # at once: as many as a scheduler lets wait
@@ -31,7 +31,7 @@ class ClusterOptions:
 def cluster_options(
     config: Path | None, model: str | None, local: int | None, layers: str | None, context: int | None
 ) -> ClusterOptions:
-    """Raises ConfigError for what cannot be read or does not agree."""
+    """Raises ConfigError for what cannot be read or does not agree, InputError for layers that are no numbers."""
     cluster = load_cluster(config) if config else Cluster()
     if layers is not None:
         cluster = cluster.model_copy(update={"layers": parse_layers(layers)})
@@ -45,7 +45,7 @@ def parse_layers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ConfigError(f"--layers: expected whole numbers like 3,2,1, got {text!r}") from None
+        raise InputError("layers", f"expected whole numbers like 3,2,1, got {text!r}") from None
 
 
 def parse_tokens(text: str) -> tuple[int, ...]:

@@ -1,5 +1,7 @@
-"""Progress of long work on standard error, where that is a terminal."""
+"""Progress of long work on standard error: bars where that is a terminal, else a line for what takes long."""
 
+import asyncio
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -7,36 +9,35 @@ from itertools import count
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    Task,
     TaskID,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 
 from coordinator.cluster.deployment import Progress as Report
-from coordinator.planning.plan import Plan
+from coordinator.planning.plan import format_bytes
 from protos.brigade_pb2 import LoadProgress
+
+STARTING = LoadProgress(phase="starting workers")
+ASKING = LoadProgress(phase="asking nodes")
+
+_IN_BYTES = ("download", "load", "kept")  # kept: the node holds its shard already
+_WORK = ("download", "load", "warm-up")  # what is worth a line; waiting for nodes has deadlines of its own
+_LONG_S = 2.0
+_ALL = "all nodes"
 
 
 @contextmanager
-def show_progress(plan: Plan) -> Iterator[Report]:
-    """Draw a bar per node while the shards load; draws nothing where standard error is not a terminal."""
+def show_progress() -> Iterator[Report]:
+    """Show what the nodes are at. What is yielded takes a report as a phase begins and whenever it comes on."""
     console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.fields[node]:<12}"), TextColumn("{task.fields[phase]:<8}"), BarColumn(), DownloadColumn(),
-        TextColumn("layers {task.fields[layers]}"), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        tasks: dict[str, TaskID] = {
-            node.name: bars.add_task("", node=node.name, phase="", layers=f"[{node.start}, {node.end})", total=None)
-            for node in plan.assignments
-        }
-
-        def report(node: str, progress: LoadProgress) -> None:
-            bars.update(tasks[node], phase=progress.phase, completed=progress.done, total=progress.total)
-
+    with _bars(console) if console.is_terminal else _lines() as report:
         yield report
 
 
@@ -58,3 +59,67 @@ def show_steps(total: int) -> Iterator[Callable[[str], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         task, done = bars.add_task("", total=total), count()
         yield lambda step: bars.update(task, completed=next(done), description=step, refresh=True)
+
+
+@contextmanager
+def _bars(console: Console) -> Iterator[Report]:
+    """A row per node: its phase, how far it is, and for how long it has been at it."""
+    columns = (
+        TextColumn("{task.fields[node]:<12}"), TextColumn("{task.description:<16}"), BarColumn(), _Done(),
+        TimeElapsedColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True) as bars:
+        rows: dict[str, TaskID] = {}
+        phases: dict[str, str] = {}
+
+        def begin(node: str, phase: str) -> None:
+            """A row of its own for each node, or one for all."""
+            for other in [other for other in rows if other == node or not (other and node)]:
+                bars.remove_task(rows.pop(other))
+            rows[node], phases[node] = bars.add_task(phase, node=node or _ALL, total=None), phase
+
+        def report(node: str, progress: LoadProgress) -> None:
+            is_new = node not in rows or phases[node] != progress.phase
+            if is_new:
+                begin(node, progress.phase)
+            bars.update(rows[node], completed=progress.done, total=progress.total or None, refresh=is_new)
+
+        yield report
+
+
+@contextmanager
+def _lines() -> Iterator[Report]:
+    """One line per node and phase of work, once it has taken long."""
+    loop = asyncio.get_running_loop()
+    phases: dict[str, str] = {}
+    timers: dict[str, asyncio.TimerHandle] = {}
+
+    def report(node: str, progress: LoadProgress) -> None:
+        if phases.get(node) == progress.phase:
+            return
+        phases[node] = progress.phase
+        if node in timers:
+            timers.pop(node).cancel()
+        if progress.phase in _WORK:
+            size = f" {format_bytes(progress.total)}" if progress.phase in _IN_BYTES else ""
+            timers[node] = loop.call_later(_LONG_S, _say, f"{node or _ALL}: {progress.phase}{size} ...")
+
+    try:
+        yield report
+    finally:
+        for timer in timers.values():
+            timer.cancel()
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+class _Done(ProgressColumn):
+    """How much is done: bytes or steps."""
+
+    def render(self, task: Task) -> Text:
+        if task.total is None:
+            return Text("")
+        form = format_bytes if task.description in _IN_BYTES else str
+        return Text(f"{form(int(task.completed))} of {form(int(task.total))}")

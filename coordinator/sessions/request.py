@@ -28,7 +28,7 @@ class Request:
     repeat_guard: int = 0  # end once the last tokens repeat so many times; 0 never does
 
 
-def make_sampling(*, seed: int | None, top_k: int, **parameters: Any) -> Sampling:
+def make_sampling(*, seed: int | None = None, top_k: int = 0, **parameters: Any) -> Sampling:
     """Sampling parameters, with a random seed if none is given. Raises InputError for a value that none can have."""
     biased = [("logit_bias", token, 32) for token in parameters.get("logit_bias", ())]
     for name, number, bits in (("seed", seed or 0, 64), ("top_k", top_k, 32), *biased):

@@ -1,6 +1,5 @@
 """Text in, tokens out and back: chat template, streaming detokenisation, stop strings. Knows nothing of the chain."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from huggingface_hub.errors import StrictDataclassError
 from jinja2 import TemplateError
 from mlx_lm import tokenizer_utils
 
+from coordinator.sessions.generation_config import read_generation_config
 from worker.errors import InputError, ModelError
 
 
@@ -23,11 +23,18 @@ class Tokenizer:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             raise ModelError(f"cannot load the tokenizer of {folder}: {reason}") from error
         if len(self._wrapper.get_vocab()) < 2:  # transformers makes an empty one where there are no files
-            raise ModelError(f"{folder} holds no tokenizer; copy its tokenizer files there, or use --prompt-tokens")
+            raise ModelError(
+                f"{folder} holds no tokenizer; copy its tokenizer files there, or give the prompt as token ids"
+            )
+
+    @property
+    def has_chat_template(self) -> bool:
+        """A base model has none: its prompts are given as they stand."""
+        return bool(self._wrapper.has_chat_template)
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """A conversation's token ids, up to where the answer begins."""
-        if not self._wrapper.has_chat_template:
+        if not self.has_chat_template:
             raise InputError("prompt", "this model has no chat template; give it raw, as it stands")
         try:
             return list(self._wrapper.apply_chat_template(list(messages), add_generation_prompt=True))
@@ -39,11 +46,7 @@ class Tokenizer:
 
     def encode_prompt(self, text: str) -> list[int]:
         """As a conversation's first message if there is a chat template, else as it stands."""
-        return (
-            self.encode_chat([{"role": "user", "content": text}])
-            if self._wrapper.has_chat_template
-            else self.encode(text)
-        )
+        return self.encode_chat([{"role": "user", "content": text}]) if self.has_chat_template else self.encode(text)
 
     def stream(self, stops: Sequence[str]) -> "TextStream":
         return TextStream(self._wrapper.detokenizer, StopText(stops))
@@ -59,13 +62,8 @@ def has_tokenizer(folder: Path) -> bool:
 
 def eos_ids(folder: Path, config: dict[str, Any]) -> frozenset[int]:
     """All end-of-sequence ids that the checkpoint names, in config.json and generation_config.json."""
-    found = [config.get("eos_token_id"), (config.get("text_config") or {}).get("eos_token_id")]
-    path = folder / "generation_config.json"
-    if path.exists():
-        try:
-            found.append(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id"))
-        except (ValueError, AttributeError) as error:
-            raise ModelError(f"{path} is not valid JSON ({error})") from error
+    places = config, config.get("text_config") or {}, read_generation_config(folder)
+    found = [place.get("eos_token_id") for place in places]
     ids: set[int] = set()
     for value in found:
         ids |= set(value) if isinstance(value, list) else {value} if isinstance(value, int) else set()
@@ -79,6 +77,7 @@ class TextStream:
         self._detokenizer = detokenizer
         self._stop = stop
         self.text = ""
+        self.num_tokens = 0
 
     @property
     def is_stopped(self) -> bool:
@@ -86,6 +85,7 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """Take a token; returns what can be printed now. Raises ModelError if the tokenizer has no text for it."""
+        self.num_tokens += 1
         try:
             self._detokenizer.add_token(token)
         except (LookupError, TypeError, ValueError, OverflowError) as error:
@@ -110,12 +110,12 @@ class TokenIds:
 
     def __init__(self) -> None:
         self.text = ""
-        self._began = False
+        self.num_tokens = 0
 
     def push(self, token: int) -> str:
         """Take a token; returns what can be printed now."""
-        separator, self._began = "," if self._began else "", True
-        return f"{separator}{token}"
+        self.num_tokens += 1
+        return f",{token}" if self.num_tokens > 1 else str(token)
 
     def finish(self) -> str:
         return ""

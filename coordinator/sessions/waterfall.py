@@ -19,6 +19,7 @@ PARTS = (
     "head + sampling",
     "return",
 )
+_COMPUTING = ("coordinator compute", "worker compute", "head + sampling")
 
 
 class Moments(NamedTuple):
@@ -38,19 +39,20 @@ class Passage:
     timings: Sequence[Moments]
     returned: int
     num_rows: int = 0
+    step: int = 0
 
     @classmethod
     def of(cls, result: Result, returned: int, num_rows: int) -> "Passage":
         """A copy of the result's records: a part of a result would keep all of it in memory."""
         timings = tuple(Moments(t.received, t.started, t.computed, t.sampled, t.sent) for t in result.timings)
-        return cls(timings, returned, num_rows)
+        return cls(timings, returned, num_rows, result.step)
 
 
 @dataclass
 class StageTime:
     """One stage's sums over a request, in milliseconds."""
 
-    compute_ms: float = 0.0
+    compute_ms: float = 0.0  # while it was at a frame of this request or at several: no moment counts twice
     wire_ms: float = 0.0  # of the hop into this stage; on the first one the way back to it
     queue_ms: float = 0.0
     utilisation: float = 0.0  # compute over wall time
@@ -76,6 +78,7 @@ def make_waterfall(passages: Sequence[Passage], offsets: Sequence[int], started:
     """
     parts = dict.fromkeys(PARTS, 0)
     stages = [StageTime() for _ in offsets]
+    busy: list[list[tuple[int, int]]] = [[] for _ in offsets]
     before = started
     for passage in passages:
         tiles = spans(passage, offsets)
@@ -85,11 +88,15 @@ def make_waterfall(passages: Sequence[Passage], offsets: Sequence[int], started:
         for part, stage, begin, end in tiles:
             until = max(before, min(end, passage.returned))  # a tile may run backwards where a clock is wrong
             parts[part] += until - before
-            _add(stages[stage], part, (end - begin) / 1e6, (until - before) / 1e6)
+            if part in _COMPUTING:
+                busy[stage].append((begin, end))
+            else:
+                _add_wait(stages[stage], part, (until - before) / 1e6)
             before = until
     parts["scheduling"] += max(0, ended - before)
     wall_ms = (ended - started) / 1e6
-    for time in stages:
+    for time, intervals in zip(stages, busy, strict=True):
+        time.compute_ms = _covered(intervals) / 1e6
         time.utilisation = time.compute_ms / wall_ms if wall_ms else 0.0
     return Waterfall(wall_ms, {part: value / 1e6 for part, value in parts.items()}, stages)
 
@@ -115,11 +122,18 @@ def spans(passage: Passage, offsets: Sequence[int]) -> list[tuple[str, int, int,
     return tiles
 
 
-def _add(stage: StageTime, part: str, whole_ms: float, alone_ms: float) -> None:
-    """A stage computes whether or not others do; a wait counts only while nothing else went on."""
-    if part in ("wire", "return"):
-        stage.wire_ms += alone_ms
-    elif part == "queue":
+def _add_wait(stage: StageTime, part: str, alone_ms: float) -> None:
+    """A wait counts only while nothing else went on."""
+    if part == "queue":
         stage.queue_ms += alone_ms
     else:
-        stage.compute_ms += whole_ms
+        stage.wire_ms += alone_ms
+
+
+def _covered(intervals: Sequence[tuple[int, int]]) -> int:
+    """How much time the intervals cover together: a stage takes up a frame while it still sends the one before."""
+    covered, until = 0, min((begin for begin, _ in intervals), default=0)
+    for begin, end in sorted(intervals):
+        covered += max(0, end - max(begin, until))
+        until = max(until, end)
+    return covered

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import re
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,8 @@ from tokenizers import Tokenizer
 
 from tests.cluster.conftest import RECITED
 from tests.cluster.models import END, EOS, decode, reconfigured_copy
-from tests.cluster.processes import Outcome, Starter, run, run_all
+from tests.cluster.processes import FINISH_S, Outcome, Starter, run, run_all
+from tests.unit.cli.test_trace import assert_no_two_cross, slices
 
 PROMPT = "The quick brown fox, Zürich and 日本語: what comes next?"
 NUM_TOKENS = 48
@@ -98,18 +101,16 @@ def test_the_waterfalls_parts_add_up_to_the_wall_time(answers: dict[str, Any], s
 
 def test_the_trace_has_every_frame_on_every_stage(answers: dict[str, Any]) -> None:
     events = answers["trace"]["traceEvents"]
-    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    assert sorted(names) == [0, 1, 2]
-    assert all(stage["node"] in names[i] for i, stage in enumerate(answers["three"]["stages"]))
-    spans = [event for event in events if event["ph"] == "X"]
-    assert len(spans) == len(events) - 3
-    for span in spans:
-        assert set(span) >= {"name", "pid", "tid", "ts", "dur"}
-        assert span["ts"] > 0 and span["dur"] >= 0
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {i: f"stage {i}: {stage['node']}" for i, stage in enumerate(answers["three"]["stages"])}
+    assert_no_two_cross(events)
     chunks = -(-answers["three"]["prompt_tokens"] // 16)
     for stage in range(3):
-        frames = {span["cat"] for span in spans if span["tid"] == stage and "compute" in span["name"]}
-        assert len(frames) >= chunks + NUM_TOKENS - 1, f"stage {stage}"
+        computing = [event for event in slices(events) if event["pid"] == stage and "compute" in event["name"]]
+        assert len({event["args"]["step"] for event in computing}) >= chunks + NUM_TOKENS - 1, f"stage {stage}"
+    brought = {event["args"]["step"]: event["args"]["tokens"] for event in slices(events)}
+    assert sum(brought.values()) == NUM_TOKENS
+    assert {event["args"]["rows"] for event in slices(events)} <= set(range(1, 17))
 
 
 def test_logprobs_are_of_the_tokens_and_their_alternatives(answers: dict[str, Any]) -> None:
@@ -131,14 +132,40 @@ def test_the_text_is_what_the_tokens_say_as_a_whole(answers: dict[str, Any], tal
 
 def test_standard_output_is_the_text_and_nothing_else(answers: dict[str, Any], talker: Path) -> None:
     whole = answers["one process"]
-    outcome = run(
-        "generate", "--model", talker, "--local", "1", "--prompt", PROMPT, "--prefill-step-size", "16",
+    common = (
+        "generate", "--model", talker, "--local", "1", PROMPT, "--prefill-step-size", "16",
         "--temp", "0.9", "--seed", "11", "--ignore-eos", "--max-tokens", str(NUM_TOKENS),
     )  # fmt: skip
-    assert outcome.code == 0
-    assert outcome.out == whole["text"] + "\n"
-    assert "tok/s" in outcome.err and "wall time" in outcome.err
-    assert whole["text"] not in outcome.err
+    brief, full = run_all(common, (*common, "--stats"))
+    for outcome in (brief, full):
+        assert (outcome.code, outcome.out) == (0, whole["text"] + "\n")
+        blank, speed, ended, *more = outcome.err.splitlines()
+        assert blank == "" and speed.startswith(f"{NUM_TOKENS} tokens, ") and "tok/s" in speed
+        assert ended == f"cut off at --max-tokens {NUM_TOKENS}; sampled at --temp 0.9, --seed 11"
+        assert ("wall time" in outcome.err, bool(more)) == (outcome is full, outcome is full)
+
+
+def test_an_interrupt_ends_the_line_and_tells_what_there_was(start: Starter, reciter: Path) -> None:
+    running = start.brigade("generate", "--model", reciter, "--local", "0", "go", "--max-tokens", "39000")
+    running.out.wait_match(RECITED, FINISH_S)
+    running.send_signal(signal.SIGINT)
+    outcome = running.wait()
+    assert outcome.code == 130
+    assert outcome.out.endswith("\n") and outcome.out.count("\n") == 1
+    assert re.fullmatch(r"interrupted after \d+ tokens, [\d.]+ tok/s; first after [\d.]+ s\n", outcome.err)
+
+
+def test_a_base_model_goes_on_with_the_text_and_is_sampled_as_its_makers_say(talker: Path, tmp_path: Path) -> None:
+    base = reconfigured_copy(talker, tmp_path / "base")
+    settings = json.loads((base / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (base / "tokenizer_config.json").write_text(json.dumps(settings))
+    (base / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.6, "top_k": 20}))
+    outcome = run("generate", "--model", base, "--local", "0", PROMPT, "--max-tokens", "8")
+    assert outcome.code == 0 and outcome.out.strip()
+    assert outcome.err.startswith("note: this model has no chat template; the prompt is given as it stands\n")
+    drawn = r"sampled as the model's generation_config\.json says \(temperature 0\.6, top_k 20\), --seed \d+\n$"
+    assert re.search(drawn, outcome.err)
 
 
 def test_text_comes_while_it_is_made_and_never_half_a_character(start: Starter, reciter: Path) -> None:

@@ -1,5 +1,7 @@
 """README and code agree: its commands exist with the flags it gives them, and the first one does what it says."""
 
+import contextlib
+import os
 import re
 import shlex
 import subprocess
@@ -15,7 +17,7 @@ from worker.config import load_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-COMMANDS = sorted(set(re.findall(r"`(brigade [a-z][^`\n]*)`", README)))
+COMMANDS = sorted({*re.findall(r"`(brigade [a-z][^`\n]*)`", README), *re.findall(r"^brigade [^#\n]*", README, re.M)})
 
 
 def test_the_readme_shows_every_command() -> None:
@@ -34,6 +36,11 @@ def test_the_readmes_commands_exist_with_their_flags(command: str) -> None:
     assert {argument for argument in arguments if argument.startswith("-")} <= known
 
 
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:coordinator|worker|tools)/[\w/.]+)`", README))))
+def test_the_readmes_files_exist(path: str) -> None:
+    assert (ROOT / path).exists()
+
+
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"make ([a-z]+)", README))))
 def test_the_readmes_make_targets_exist(target: str) -> None:
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
@@ -47,19 +54,34 @@ def test_the_readmes_cluster_file_is_one(tmp_path: Path) -> None:
     assert load_cluster(ROOT / "cluster.yaml").workers
 
 
-def test_demo_answers_right_on_three_processes_and_leaves_none_behind() -> None:
-    before = {process.pid for process in psutil.process_iter()}
+def test_demo_answers_right_on_three_processes_and_leaves_none_behind(tmp_path: Path) -> None:
+    mark = {"BRIGADE_TEST_MARK": str(tmp_path)}  # that its processes inherit, and nobody else's have
     done = subprocess.run(
-        [sys.executable, "-m", "coordinator", "demo"], cwd=ROOT, capture_output=True, text=True, timeout=100
-    )
+        [sys.executable, "-m", "coordinator", "demo"],
+        cwd=ROOT, env=os.environ | mark, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith("Answer: 45")  # 48 + 27 - 30
-    for said in ("coordinator", "worker-1", "worker-2", "tok/s", "wall time"):
+    for said in (
+        "coordinator",
+        "worker-1",
+        "worker-2",
+        "tok/s",
+        "ended by itself",
+        "wall time",
+        "busy: compute's share",
+    ):
         assert said in done.stderr
-    ours = [
-        p for p in psutil.process_iter(["cmdline"]) if p.pid not in before and "worker" in (p.info["cmdline"] or [])
-    ]
-    assert not ours
+    assert re.search(r"in windows +125 tokens in \d+ steps", done.stderr)
+    assert re.search(r"one token per step 125 tokens in 125 steps, [\d.]+ tok/s: the same tokens", done.stderr)
+    assert "Try next: " in done.stderr.splitlines()[-1]
+    assert not [process for process in psutil.process_iter() if _has(process, mark)]
+
+
+def _has(process: psutil.Process, mark: dict[str, str]) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return mark.items() <= process.environ().items()
+    return False
 
 
 def test_an_older_python_gets_one_clear_line(tmp_path: Path) -> None:

@@ -303,6 +303,14 @@ async def test_progress_ends_at_the_bytes_of_the_shards_tensors(models: Models, 
     assert reports[-1].done == reports[-1].total == expected
 
 
+async def test_a_node_that_holds_the_shard_already_says_that_it_kept_it(models: Models) -> None:
+    async with worker() as node:
+        request = load_request(models("qwen3").folder, 1, 2)
+        first, second = await load(node, request), await load(node, request)
+    assert {report.phase for report in first} <= {"download", "load"}
+    assert [(report.phase, report.done, report.total) for report in second] == [("kept", *[first[-1].total] * 2)]
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("quantize", [None, {"group_size": 64, "bits": 4}])
 async def test_the_digests_of_all_shards_are_those_of_the_whole_models_tensors(

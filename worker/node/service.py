@@ -106,6 +106,8 @@ class NodeService(NodeServicer):
             contents.CopyFrom(request.contents)
             request.ClearField("contents")  # what the coordinator knows may grow: the shard is the same
             if self._loaded and (self._loaded.request, self._loaded.stamp) == (request, stamp):
+                nbytes = self._loaded.shard.nbytes
+                yield LoadProgress(phase="kept", done=nbytes, total=nbytes)
                 return
             self._loaded = None
             progress: asyncio.Queue[LoadProgress | None] = asyncio.Queue()

@@ -11,27 +11,30 @@ import typer
 from typer.exceptions import TyperException
 
 from worker.errors import BrigadeError, InputError
+from worker.process.app import App
 from worker.process.call_thread import calls_are_left
 
 INTERRUPTED = 130
 _FLAGS = {"temperature": "temp"}  # that are spelled otherwise than the parameter
+_WAYS_OUT = {"give it raw": "--raw", "use an int8 cache": "--kv int8"}  # what messages advise, and the flags for it
 
 
 def run_command(command: Callable[..., Any] | typer.Typer) -> NoReturn:
     """Parse the process's arguments, run the command, leave with its exit code."""
     _open_standard_streams()
-    if not isinstance(command, typer.Typer):
-        app = typer.Typer(add_completion=False)
-        app.command()(command)
-    else:
-        app = command
-    code = _exit_code(app)
+    code = _exit_code(command if isinstance(command, typer.Typer) else _app_of(command))
     if calls_are_left():
         for stream in filter(None, (sys.stdout, sys.stderr)):
             with contextlib.suppress(OSError):  # its reader left
                 stream.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _app_of(command: Callable[..., Any]) -> typer.Typer:
+    app = App()
+    app.command()(command)
+    return app
 
 
 def _exit_code(app: typer.Typer) -> int:
@@ -83,10 +86,13 @@ def _open_standard_streams() -> None:
 
 
 def _spelled(error: BrigadeError) -> str:
-    """The error with the parameter that it is about as a flag."""
-    if isinstance(error, InputError) and error.field:
-        return f"--{_FLAGS.get(error.field, error.field).replace('_', '-')}: {error.message}"
-    return str(error)
+    """The error with the parameter that it is about as a flag, and with the flag for what it advises."""
+    if not isinstance(error, InputError) or not error.field:
+        return str(error)
+    message = error.message
+    for advice, flag in _WAYS_OUT.items():
+        message = message.replace(advice, f"{advice} ({flag})")
+    return f"--{_FLAGS.get(error.field, error.field).replace('_', '-')}: {message}"
 
 
 def _complain(message: str) -> None:

@@ -142,20 +142,20 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
     ("arguments", "said"),
     [
         *(
-            (f"plan {flag} 1", f"{flag}.*: expected only with --simulate")
-            for flag in ("--stage-ms", "--row-ms", "--hop-ms", "--gbps", "--measured", "--concurrency")
+            (f"plan --{name.replace('_', '-')} 1", f"{name}: expected only with --simulate")
+            for name in ("stage_ms", "row_ms", "hop_ms", "gbps", "measured", "concurrency")
         ),
-        ("plan -p 1", "--num-prompt/-p: expected only with --simulate"),
-        ("plan -g 64", "--num-tokens/-g: expected only with --simulate"),  # its default, but given
-        ("plan --prefill-step-size 1", "--prefill-step-size: expected only with --simulate"),
-        ("plan --simulate --stage-ms 5,5 --local 1", "--local: not expected with --simulate"),
-        ("plan --simulate --stage-ms 5,5 --layers 4,4", "--layers: not expected with --simulate"),
-        ("plan --simulate --stage-ms 5,5 --context 9", "--context: not expected with --simulate"),
-        ("plan --simulate --stage-ms 5,5 --model demo", "--model: expected with --simulate only where --gbps"),
-        ("plan --simulate --measured x --config y", "--config: expected with --simulate only where --gbps"),
-        ("plan --simulate --measured x --row-ms 1", "--row-ms: not expected with --measured"),
-        ("plan --simulate --measured x --hop-ms 1", "--hop-ms: not expected with --measured"),
-        ("plan --simulate --measured x --gbps 1", "--gbps: not expected with --measured"),
+        ("plan -p 1", "num_prompt: expected only with --simulate"),
+        ("plan -g 64", "num_tokens: expected only with --simulate"),  # its default, but given
+        ("plan --prefill-step-size 1", "prefill_step_size: expected only with --simulate"),
+        ("plan --simulate --stage-ms 5,5 --local 1", "local: not expected with --simulate"),
+        ("plan --simulate --stage-ms 5,5 --layers 4,4", "layers: not expected with --simulate"),
+        ("plan --simulate --stage-ms 5,5 --context 9", "context: not expected with --simulate"),
+        ("plan --simulate --stage-ms 5,5 --model demo", "model: expected with --simulate only where --gbps"),
+        ("plan --simulate --measured x --config y", "config: expected with --simulate only where --gbps"),
+        ("plan --simulate --measured x --row-ms 1", "row_ms: not expected with --measured"),
+        ("plan --simulate --measured x --hop-ms 1", "hop_ms: not expected with --measured"),
+        ("plan --simulate --measured x --gbps 1", "gbps: not expected with --measured"),
         ("plan --simulate", "simulate: expected either --stage-ms"),
         ("plan --simulate --stage-ms 5 --measured x", "simulate: expected either --stage-ms"),
         ("plan --simulate --stage-ms a", "stage_ms: expected milliseconds"),

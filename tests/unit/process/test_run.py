@@ -66,6 +66,14 @@ def test_a_parameter_is_spelled_as_the_flag_that_it_is_here(run: Run, field: str
     assert run(raising(error)) == (2, "", f"error: {flag}: expected this, got that\n")
 
 
+@pytest.mark.parametrize(
+    ("advice", "flag"), [("give it raw, as it stands", "--raw"), ("use an int8 cache", "--kv int8")]
+)
+def test_what_a_message_advises_is_spelled_as_a_flag_too(run: Run, advice: str, flag: str) -> None:
+    code, _, err = run(raising(InputError("prompt", f"too much; {advice}")))
+    assert code == 2 and f"({flag})" in err
+
+
 def test_an_error_of_a_worker_names_it(run: Run) -> None:
     assert run(raising(BrigadeError("is gone", node="air"))) == (3, "", "error: worker air: is gone\n")
 

@@ -1,13 +1,11 @@
 """Timing records on made-up clocks: whatever they say, the parts add up to the request's wall time."""
 
-import json
 import random
 from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
 
-from coordinator.cli.trace import trace_events
 from coordinator.sessions.waterfall import PARTS, Moments, Passage, Waterfall, make_waterfall, spans
 
 MS = 1_000_000  # nanoseconds
@@ -168,27 +166,18 @@ def test_the_spans_of_a_passage_have_no_gap_and_no_overlap(seed: int) -> None:
         assert tiles[0][2] == way.timings[0].received and tiles[-1][3] == way.returned
 
 
-class TestTrace:
-    clocks = (0, 10**9, -(10**9))
+@pytest.mark.parametrize("seed", range(10))
+def test_no_stage_is_busy_for_longer_than_the_request_took(seed: int) -> None:
+    """A stage begins with a frame while it still sends the one before: that moment counts once."""
+    numbers = random.Random(seed)
+    clocks = [0, 10**12, -(10**11)]
+    ways = random_passages(numbers, 3, clocks, overlap=True)
+    found = make_waterfall(ways, clocks, 1_000, ways[-1].returned)
+    assert all(0 < stage.utilisation <= 1 for stage in found.stages)
 
-    def trace(self) -> dict:
-        ways = [passage(1000 + 50 * i, THREE, 6, self.clocks) for i in range(2)]
-        return json.loads(json.dumps(trace_events(ways, self.clocks, ["coordinator", "mini", "studio"])))
 
-    def test_every_stage_has_a_named_track(self) -> None:
-        names = {e["tid"]: e["args"]["name"] for e in self.trace()["traceEvents"] if e["ph"] == "M"}
-        assert names == {0: "stage 0: coordinator", 1: "stage 1: mini", 2: "stage 2: studio"}
-
-    def test_every_span_is_an_event_in_microseconds_on_one_clock(self) -> None:
-        events = [e for e in self.trace()["traceEvents"] if e["ph"] == "X"]
-        first = [e for e in events if e["cat"] == "frame 0"]
-        assert (first[0]["name"], first[0]["ts"], first[0]["dur"]) == ("queue", 1.0, 0.001)
-        assert {e["name"] for e in first} <= set(PARTS)
-        assert all(b["ts"] == pytest.approx(a["ts"] + a["dur"]) for a, b in pairwise(first))
-        assert {e["tid"] for e in first} == {0, 1, 2}
-        assert {e["cat"] for e in events} == {"frame 0", "frame 1"}
-
-    def test_no_event_is_shorter_than_nothing(self) -> None:
-        ways = [passage(1000, THREE, 6, self.clocks)]
-        wrong = [clock + 20 * i for i, clock in enumerate(self.clocks)]
-        assert all(e["dur"] >= 0 for e in trace_events(ways, wrong, ["a", "b", "c"])["traceEvents"] if e["ph"] == "X")
+def test_a_moment_in_which_a_stage_computes_and_sends_counts_once() -> None:
+    first = passage(0, [(0, 0, 10 * MS, 0, 5 * MS)], back=0, clocks=[0])
+    second = passage(10 * MS, [(0, 0, 10 * MS, 0, 5 * MS)], back=0, clocks=[0])
+    [stage] = make_waterfall([first, second], [0], 0, 25 * MS).stages
+    assert (stage.compute_ms, stage.utilisation) == (25, 1)

@@ -1,0 +1,107 @@
+"""`brigade generate`: one request, its text as it comes, and what it took."""
+
+import asyncio
+import json
+import sys
+import time
+from types import TracebackType
+from typing import Any, Self
+
+from coordinator.cli.report import logprobs_of, print_stats, print_summary, say, stages_of, stats_of
+from coordinator.cli.trace import trace_events
+from coordinator.cli.wish import Task, Wish, prepare
+from coordinator.cluster.chain import Chain
+from coordinator.cluster.open import open_chain
+from coordinator.cluster.options import ClusterOptions
+from coordinator.cluster.runner import generate
+from coordinator.sessions.answer import Answer
+from coordinator.sessions.text import TextStream, TokenIds
+
+
+class Printer:
+    """Prints an answer's pieces as they come. Use as a context manager: it never leaves a line open.
+
+    Whoever interrupts the answer is told what there was of it.
+    """
+
+    def __init__(self, stream: TextStream | TokenIds, *, is_silent: bool = False) -> None:
+        self._stream = stream
+        self._is_silent = is_silent
+        self._began = self._first_at = self._last_at = time.monotonic()
+        self._last = "\n"
+
+    def __enter__(self) -> Self:
+        self._began = self._first_at = self._last_at = time.monotonic()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None or not issubclass(kind, OSError):  # or its reader left
+            self._end_line(is_done=kind is None)
+        if kind is asyncio.CancelledError and self._stream.num_tokens:
+            say(self._figures())
+
+    def __call__(self, text: str) -> None:
+        """Take a piece of text, as it becomes final."""
+        self._last_at = time.monotonic()
+        if self._first_at == self._began:
+            self._first_at = self._last_at
+        if text and not self._is_silent:
+            self._last = text
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    def _end_line(self, *, is_done: bool) -> None:
+        """A whole answer ends with a line end of its own, one that broke off only if its line is open."""
+        if not self._is_silent and (is_done or not self._last.endswith("\n")):
+            print(flush=True)
+
+    def _figures(self) -> str:
+        num_tokens, took_s = self._stream.num_tokens, self._last_at - self._first_at
+        speed = f", {(num_tokens - 1) / took_s:.1f} tok/s" if took_s else ""
+        return f"interrupted after {num_tokens} tokens{speed}; first after {self._first_at - self._began:.3f} s"
+
+
+async def run_generate(options: ClusterOptions, wish: Wish) -> None:
+    """One request: text to standard output as it comes, the summary to standard error."""
+    task = await prepare(wish, options)
+    stream = task.stream()
+    context = max(options.context, len(task.request.prompt) + task.request.max_tokens)
+    async with open_chain(options, task.checkpoint, task.spec, context) as chain:
+        with Printer(stream, is_silent=wish.as_json) as emit:
+            answer = await generate(
+                chain, task.request, stream=stream, emit=emit, chunk=wish.chunk, traced=wish.is_traced
+            )
+        if wish.trace is not None:
+            _write_trace(wish, chain, answer)
+        if wish.as_json:
+            print(json.dumps(_as_json(task, chain, answer, stream)), flush=True)
+            return
+        print_summary(answer, task.how_it_ended(answer, stream), task.how_it_was_drawn())
+        if wish.with_stats:
+            print_stats(answer, chain.plan, answer.waterfall(chain.clock_offsets))
+
+
+def _write_trace(wish: Wish, chain: Chain, answer: Answer) -> None:
+    assert wish.trace is not None
+    nodes = [node.name for node in chain.plan.assignments]
+    trace = trace_events(answer.passages, chain.clock_offsets, nodes, answer.token_times)
+    wish.trace.write_text(json.dumps(trace), encoding="utf-8")
+
+
+def _as_json(task: Task, chain: Chain, answer: Answer, stream: TextStream | TokenIds) -> dict[str, Any]:
+    """The object of `--json`."""
+    waterfall = answer.waterfall(chain.clock_offsets)
+    sampling = task.request.sampling
+    return {
+        "text": stream.text,
+        "tokens": answer.tokens,
+        "prompt_tokens": answer.num_prompt,
+        "finish_reason": answer.finish_reason,
+        "logprobs": logprobs_of(answer.samples) if sampling.logprobs else None,
+        "seed": sampling.seed,
+        "stats": stats_of(answer),
+        "stages": stages_of(answer, chain.plan, waterfall),
+        "waterfall": {"wall_ms": waterfall.wall_ms, **waterfall.parts},
+    }

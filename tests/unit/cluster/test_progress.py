@@ -1,0 +1,68 @@
+"""Progress of loading: labelled phases on a terminal, elsewhere a line for what takes long."""
+
+import asyncio
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from coordinator.cluster import progress as progress_module
+from coordinator.cluster.progress import ASKING, STARTING, show_progress
+from protos.brigade_pb2 import LoadProgress
+
+MIB = 2**20
+
+
+def load(done: int, total: int = 3 * MIB, phase: str = "load") -> LoadProgress:
+    return LoadProgress(phase=phase, done=done, total=total)
+
+
+async def _show(monkeypatch: pytest.MonkeyPatch, long_s: float) -> None:
+    monkeypatch.setattr(progress_module, "_LONG_S", long_s)
+    with show_progress() as report:
+        report("", STARTING)
+        report("", ASKING)
+        report("mini", load(0))
+        report("air", load(MIB, MIB, "kept"))
+        await asyncio.sleep(0)  # what takes no time at all is long here
+        await asyncio.sleep(0)
+        report("mini", load(MIB))
+        report("", LoadProgress(phase="warm-up", total=6))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+
+def test_where_nobody_watches_long_work_is_a_line_per_phase(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asyncio.run(_show(monkeypatch, 0.0))
+    assert capsys.readouterr() == ("", "mini: load 3.0 MiB ...\nall nodes: warm-up ...\n")
+
+
+def test_where_nobody_watches_short_work_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asyncio.run(_show(monkeypatch, 2.0))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_terminal_shows_every_phase_with_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(
+        progress_module, "Console", lambda **_: Console(file=screen, force_terminal=True, width=100, color_system=None)
+    )
+    steps = [
+        ("", STARTING, "all nodes    starting workers"),
+        ("", ASKING, "all nodes    asking nodes"),
+        ("mini", load(MIB, phase="download"), "mini         download .* 1.0 MiB of 3.0 MiB"),
+        ("mini", load(2 * MIB), "mini         load .* 2.0 MiB of 3.0 MiB"),
+        ("air", load(MIB, MIB, "kept"), "air          kept .* 1.0 MiB of 1.0 MiB"),
+        ("", LoadProgress(phase="warm-up", done=2, total=6), "all nodes    warm-up .* 2 of 6"),
+    ]
+    with show_progress() as report:
+        for node, progress, row in steps:
+            screen.truncate(screen.seek(0))
+            report(node, progress)
+            assert re.search(row, screen.getvalue())
+    assert "load" not in screen.getvalue(), "once all nodes warm up, none of them loads"
