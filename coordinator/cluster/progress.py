@@ -1,6 +1,6 @@
 """Progress of long work on standard error, where that is a terminal."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -39,11 +39,26 @@ def show_progress(plan: Plan) -> Iterator[Report]:
         yield report
 
 
+class Count:
+    """One bar: says what is being done, and how much of all is done."""
+
+    def __init__(self, bars: Progress, total: int) -> None:
+        self._bars = bars
+        self._task = bars.add_task("", total=total)
+
+    def at(self, what: str) -> None:
+        """Name what begins now."""
+        self._bars.update(self._task, description=what)
+
+    def advance(self) -> None:
+        """One more is done."""
+        self._bars.update(self._task, advance=1)
+
+
 @contextmanager
-def show_count(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """Draw one bar that a call moves on by one."""
+def show_count(total: int) -> Iterator[Count]:
+    """Draw one bar; draws nothing where standard error is not a terminal."""
     console = Console(stderr=True)
-    columns = TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        task = bars.add_task("", total=total)
-        yield lambda: bars.update(task, advance=1)
+        yield Count(bars, total)
