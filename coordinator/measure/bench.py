@@ -173,7 +173,8 @@ async def _open_cluster(
 async def _measure(systems: Sequence[System], spec: ModelSpec, workload: Workload, bench: Bench) -> None:
     """Add to `bench` a row per system and case, and what frames cost on the cluster."""
     able = {case: [system for system in systems if _is_able(system, *case, spec, workload)] for case in workload.cases}
-    priced = [s for s in systems if isinstance(s, OnChain) and s.name == CLUSTER and Decode("ar") in workload.decodes]
+    by_ar = {system for (decode, _), own in able.items() if decode.kind == "ar" for system in own}
+    priced = [s for s in systems if s in by_ar and isinstance(s, OnChain) and s.name == CLUSTER]
     num_runs = (1 + workload.num_trials) * sum(map(len, able.values())) + len(priced)
     rows: list[Row] = []
     with show_count(num_runs) as count:
@@ -196,7 +197,7 @@ def _is_able(system: System, decode: Decode, num_requests: int, spec: ModelSpec,
     [request] = workload.requests(1, decode, spec, seed=0)
     if num_requests > (most := most_at_once(system.chain, request)):
         name = name_of(system.name, system.layers)
-        _say(f"{name}: {num_requests} requests at once left out, there is memory for {most}")
+        _say(f"{name}: {num_requests} at once left out, there is memory for {most}")
     return num_requests <= most
 
 
@@ -246,7 +247,8 @@ async def measure_frame_costs(system: OnChain, spec: ModelSpec, workload: Worklo
 
 
 def _leave_out(what: str, error: BrigadeError) -> None:
-    _say(f"{what} left out: {str(error).partition(chr(10))[0]}")
+    first, *_ = error.message.splitlines()  # of a plan that does not fit the rest is its table
+    _say(f"{what} left out: {first}")
 
 
 def _say(line: str) -> None:
