@@ -39,7 +39,7 @@ def main(
 ) -> None:
     """Tokens per second of all requests together, from the first prompt to the last token."""
     options = cluster_options(None, model, local, None, None)
-    run_async(_measure(options, parse_counts("--requests", requests), rounds))
+    run_async(_measure(options, parse_counts("requests", requests), rounds))
 
 
 async def _measure(options: ClusterOptions, counts: tuple[int, ...], rounds: int) -> None:

@@ -38,8 +38,8 @@ def main(
     shard = Shard(checkpoint, 0, spec.num_layers)
     shard.materialise(lambda nbytes: None)
     engine = Engine(shard, 0, spec.dtype)
-    rows = [(length, 1) for length in parse_counts("--contexts", contexts)]
-    rows += [(_SHORT, count) for count in parse_counts("--batches", batches)]
+    rows = [(length, 1) for length in parse_counts("contexts", contexts)]
+    rows += [(_SHORT, count) for count in parse_counts("batches", batches)]
     table = Table(title=f"{spec.name}, {spec.num_layers} layers, on {machine_name()}", title_justify="left")
     for column in ("context", "sessions", "ms per step", "ms per token", "tok/s of all"):
         table.add_column(column, justify="right")

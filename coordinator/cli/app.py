@@ -167,7 +167,14 @@ def plan(
 ) -> None:
     """Where each layer would go and whether it fits; loads nothing. With --simulate, how fast it would be.
 
-    Two stages of 26.5 and 6.5 ms: brigade plan --simulate --stage-ms 26.5,6.5 --hop-ms 3,0.3
+    Does it fit, with 16,000 tokens per session: brigade plan --config cluster.yaml --context 16000
+
+    And with other layers on each node: brigade plan --config cluster.yaml --layers 20,16
+
+    Two stages of 26.5 and 6.5 ms, which are not there: brigade plan --simulate --stage-ms 26.5,6.5 --hop-ms 3,0.3
+
+    From a run with one request, what 16 would make: brigade bench --concurrency 1 --json > one.json; brigade plan
+    --simulate --measured one.json --concurrency 16
     """
     times = ("row_ms", "hop_ms", "gbps")
     load = ("concurrency", "num_prompt", "num_tokens", "prefill_step_size")
@@ -238,16 +245,24 @@ def bench(
     num_trials: flags.NumTrials = 3,
     decode: flags.Decodes = "ar",
     as_json: flags.Json = False,
+    wide: flags.Wide = False,
     plot: flags.Plot = None,
 ) -> None:
     """Throughput and latency of many requests at once, against one process: this code's, and mlx_lm's.
 
     Prompts are random tokens, all systems get the same ones in turn, and the figures are medians over the trials.
+    What does not fit, or cannot be compared, is said in one line and left out.
 
     Two nodes on this machine, as without --config: brigade bench --local 1 --concurrency 1,4,8,16 --plot bench.png
 
     Which split is best: brigade bench --config cluster.yaml --layers 20,16 --layers 24,12
+
+    What drafts bring: brigade bench --config cluster.yaml --concurrency 1 --decode ar,ngram,diffusion
+
+    To forecast more requests with `brigade plan --simulate --measured`: brigade bench --concurrency 1 --json > one.json
     """
+    if wide and as_json:
+        raise InputError("wide", "not expected with --json, which holds all columns")
     options = cluster_options(config, model, 1 if config is None and local is None else local, None, None)
     if layers and not options.num_workers:
         raise InputError("layers", "expected workers to split the model over, found none; use --local N or --config")
@@ -256,6 +271,8 @@ def bench(
         for kind in decode.split(",")
     )
     counts = parse_counts("concurrency", concurrency, most=MOST_REQUESTS)
+    if plot is not None and len(counts) == 1:
+        raise InputError("plot", f"expected several --concurrency to draw a line through, found {counts[0]} only")
     splits = tuple(dict.fromkeys(map(parse_layers, layers or []))) or (options.cluster.layers,)
 
     from coordinator.cli.commands import run_bench
@@ -263,7 +280,7 @@ def bench(
     from coordinator.measure.bench import Workload
 
     workload = Workload(counts, num_prompt, num_tokens, decodes, splits, num_trials)
-    run_async(run_bench(options, workload, as_json=as_json, plot=plot))
+    run_async(run_bench(options, workload, as_json=as_json, is_wide=wide, plot=plot))
 
 
 def _read(text: str | None, prompt: str | None) -> str | None:

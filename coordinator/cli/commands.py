@@ -7,7 +7,8 @@ from coordinator.cli.report import plan_as_json, print_plan, require_writable
 from coordinator.cluster.open import make_plan, open_peers, read_model
 from coordinator.cluster.options import ClusterOptions
 from coordinator.measure.bench import Workload, measure
-from coordinator.measure.bench_report import check_plot, to_markdown, write_plot
+from coordinator.measure.bench_plot import check_plot, write_plot
+from coordinator.measure.bench_report import print_bench, to_markdown
 from coordinator.planning.plan import require_fit
 
 
@@ -23,12 +24,25 @@ async def run_plan(options: ClusterOptions, *, as_json: bool) -> None:
     require_fit(plan, spec)
 
 
-async def run_bench(options: ClusterOptions, workload: Workload, *, as_json: bool, plot: Path | None) -> None:
-    """Measure, then print the table or the JSON object; last, where nothing can be lost any more, the picture."""
+async def run_bench(
+    options: ClusterOptions, workload: Workload, *, as_json: bool, is_wide: bool = False, plot: Path | None
+) -> None:
+    """Measure, then print the table or the JSON object; last, where nothing can be lost any more, the picture.
+
+    Raises:
+        BrigadeError: the cluster failed; after what was measured until then is printed.
+    """
     if plot is not None:
         check_plot(plot)
         require_writable("plot", plot)
     bench = await measure(options, workload)
-    print(json.dumps(bench.as_json()) if as_json else to_markdown(bench), flush=True)
+    if as_json:
+        print(json.dumps(bench.as_json()), flush=True)
+    elif is_wide:
+        print(to_markdown(bench), flush=True)
+    else:
+        print_bench(bench)
     if plot is not None:
         write_plot(bench, plot)
+    if bench.failure is not None:
+        raise bench.failure

@@ -215,7 +215,16 @@ Splits = Annotated[
     ),
 ]
 Plot = Annotated[
-    Path | None, typer.Option(help="Draw throughput and latency to this image file.", rich_help_panel=_OUTPUT)
+    Path | None,
+    typer.Option(help="Draw throughput and latency over --concurrency to this image file.", rich_help_panel=_OUTPUT),
+]
+Wide = Annotated[
+    bool,
+    typer.Option(
+        "--wide",
+        help="All columns, as Markdown: percentiles, each stage's part, bytes sent, predictions.",
+        rich_help_panel=_OUTPUT,
+    ),
 ]
 
 _SIMULATION = "Simulation"
@@ -223,7 +232,8 @@ Simulate = Annotated[
     bool,
     typer.Option(
         "--simulate",
-        help="Predict throughput and latency with the scheduler that serves requests, from --stage-ms or --measured.",
+        help="Predict throughput and latency with the scheduler that serves requests, from --stage-ms or --measured; "
+        "asks no node.",
         rich_help_panel=_SIMULATION,
     ),
 ]
@@ -254,6 +264,8 @@ Gbps = Annotated[
 Measured = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE", help="Take the times from what `brigade bench --json` printed.", rich_help_panel=_SIMULATION
+        metavar="FILE",
+        help="Take times and load from what `brigade bench --json` printed, for other numbers of requests, too.",
+        rich_help_panel=_SIMULATION,
     ),
 ]

@@ -139,6 +139,7 @@ def plan_as_json(plan: Plan, spec: ModelSpec) -> dict[str, Any]:
         "num_layers": spec.num_layers,
         "context": plan.context,
         "fits": plan.fits,
+        "layers": plan.layers,
         "nodes": nodes,
     }
 

@@ -32,6 +32,8 @@ _WORK = ("download", "load", "warm-up")  # what is worth a line; waiting for nod
 _LONG_S = 2.0
 _ALL = "all nodes"
 
+Begin = Callable[[str], None]  # takes what begins now
+
 
 @contextmanager
 def show_progress() -> Iterator[Report]:
@@ -42,20 +44,10 @@ def show_progress() -> Iterator[Report]:
 
 
 @contextmanager
-def show_count(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """Draw one bar that a call moves on by one."""
-    console = Console(stderr=True)
-    columns = TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        task = bars.add_task("", total=total)
-        yield lambda: bars.update(task, advance=1)
-
-
-@contextmanager
-def show_steps(total: int) -> Iterator[Callable[[str], None]]:
+def show_steps(total: int) -> Iterator[Begin]:
     """Draw one bar and what is being done; a call names the step that begins."""
     console = Console(stderr=True)
-    columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False)
+    columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         task, done = bars.add_task("", total=total), count()
         yield lambda step: bars.update(task, completed=next(done), description=step, refresh=True)

@@ -2,45 +2,42 @@
 
 import random
 import sys
-import threading
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
 
-from coordinator.cluster.chain import Chain
-from coordinator.cluster.open import open_chain, read_model
+from coordinator.cluster.open import make_plan, open_chain, read_model
 from coordinator.cluster.options import ClusterOptions
-from coordinator.cluster.progress import show_count
-from coordinator.cluster.runner import Runner
-from coordinator.cluster.together import together
+from coordinator.cluster.progress import Begin, show_steps
 from coordinator.decoding.decode import Decode, suit
 from coordinator.measure.bench_results import (
     CLUSTER,
     MLX_LM,
     ONE_PROCESS,
     Bench,
+    FrameCosts,
     Row,
     Trial,
-    sent_between,
+    frame_costs,
+    name_of,
     summarise,
     with_overheads,
     with_predictions,
 )
 from coordinator.measure.reference import Reference
-from coordinator.planning.plan import check_split
+from coordinator.measure.systems import OnChain, OnMlxLm, System, most_at_once
+from coordinator.planning.plan import check_split, format_bytes
 from coordinator.sessions.request import Request, check_request
-from coordinator.sessions.session import Session
-from coordinator.sessions.slots import cache_costs
 from protos.brigade_pb2 import Cache
-from worker.errors import InputError
+from worker.errors import BrigadeError, ConfigError, InputError
 from worker.model.checkpoint import Checkpoint
 from worker.model.modelspec import ModelSpec
 from worker.process.call_thread import run_aside
 from worker.process.machine import machine_name, memory_budget
 
 _WARM_UP_TOKENS = 3
+_ROWS_TRIED = (1, 4, 8)  # of a lane, for what frames cost
+_TOKENS_TRIED = 16  # while all requests decode
 
 Split = tuple[int, ...] | None  # layers per node; None: as planned
 
@@ -61,6 +58,11 @@ class Workload:
         """Tokens of one request."""
         return self.num_prompt + self.num_tokens
 
+    @property
+    def cases(self) -> list[tuple[Decode, int]]:
+        """Decoders and numbers of requests, in the order in which they are measured."""
+        return [(decode, count) for decode in self.decodes for count in self.concurrency]
+
     def requests(self, count: int, decode: Decode, spec: ModelSpec, seed: int) -> list[Request]:
         """Prompts of random tokens, no two alike; answers go on past the end-of-sequence token."""
         numbers = random.Random(f"{count} {seed}")
@@ -68,110 +70,75 @@ class Workload:
         return [Request(prompt, self.num_tokens, decode=decode) for prompt in prompts]
 
 
-class System(Protocol):
-    """Something that answers requests, all of them at once."""
-
-    name: str
-    layers: list[int] | None
-    chain: Chain  # whose nodes' memory it takes
-
-    async def run(self, requests: Sequence[Request]) -> Trial: ...
-
-
-class OnChain:
-    """This code: in one process, or on the cluster."""
-
-    def __init__(self, name: str, chain: Chain) -> None:
-        self.name = name
-        self.layers: list[int] | None = chain.plan.layers
-        self.chain = chain
-
-    async def run(self, requests: Sequence[Request]) -> Trial:
-        before = await self.chain.statuses()
-        async with Runner(self.chain) as runner:
-            started, thread_s = time.monotonic(), time.thread_time()
-            answers = await together(*(runner.answer(request, traced=True) for request in requests))
-            loop_share = (time.thread_time() - thread_s) / (time.monotonic() - started)
-        after = await self.chain.statuses()
-        passages = {id(passage): passage for answer in answers for passage in answer.passages}
-        return Trial(
-            num_prompt=sum(len(request.prompt) for request in requests),
-            started=started,
-            token_times=[[at / 1e9 for at in answer.token_times] for answer in answers],
-            passages=list(passages.values()),
-            offsets=self.chain.clock_offsets,
-            sent_bytes=sent_between(before, after),
-            loop_share=loop_share,
-        )
-
-
-class OnMlxLm:
-    """mlx_lm in this process, on the thread of that chain: its batch generator, or its stream for a single request."""
-
-    name = MLX_LM
-    layers: list[int] | None = None
-
-    def __init__(self, reference: Reference, chain: Chain) -> None:
-        self.chain = chain
-        self._reference = reference
-
-    async def run(self, requests: Sequence[Request]) -> Trial:
-        prompts, num_tokens = [request.prompt for request in requests], requests[0].max_tokens
-        stop = threading.Event()
-        started = time.monotonic()
-        try:
-            times = await self.chain.thread.run(
-                lambda: self._reference.time_batch(prompts, num_tokens, lambda: not stop.is_set())
-            )
-        finally:
-            stop.set()  # if the user has had enough, the thread must end with this process
-        return Trial(sum(map(len, prompts)), started, times)
-
-
 async def measure(options: ClusterOptions, workload: Workload) -> Bench:
-    """Measure every case that there is memory for; the trials of all systems take turns.
+    """Measure every case that can be, and say in one line which cannot; the trials of all systems take turns.
+
+    A cluster that fails ends the run; what was measured until then is returned with its failure.
 
     Raises:
-        ConfigError: the model cannot be split so. InputError: it cannot serve such requests, or there is memory for
-            no case. BrigadeError: the cluster failed.
+        ConfigError: the model cannot be split so, or does not fit and nothing else is left to measure.
+        InputError: it cannot serve such requests, or there is memory for no case.
+        BrigadeError: the cluster failed before anything was measured.
     """
     checkpoint, spec = await read_model(options.model)
     for split in workload.splits:
         check_split(spec, 1 + options.num_workers, split)
-    # each once: `auto` may be one of the others
-    suited = dict.fromkeys(suit(decode, Cache(), spec) for decode in workload.decodes)
-    workload = replace(workload, decodes=tuple(suited))
+    workload = _suited(workload, spec)
+    bench = Bench(machine_name(), spec.name, workload.num_prompt, workload.num_tokens, rows=[])
+    async with AsyncExitStack() as stack:
+        alone = await _open_alone(options, checkpoint, spec, workload, stack)
+        try:
+            for split in workload.splits:
+                async with _open_cluster(options, split, checkpoint, spec, workload, alone) as cluster:
+                    if cluster or len(workload.splits) == 1:
+                        await _measure([*alone, *cluster], spec, workload, bench)
+        except BrigadeError as error:
+            if not bench.rows:
+                raise
+            bench = replace(bench, failure=error)
+    if not bench.rows:
+        raise InputError("concurrency", "expected a case that fits in memory; what fits stands above")
+    rows = await run_aside(lambda: with_predictions(bench.rows, workload.num_prompt, workload.num_tokens))
+    return replace(bench, rows=rows)
+
+
+def _suited(workload: Workload, spec: ModelSpec) -> Workload:
+    """The workload with those of its decoders that this model has, each once: `auto` may be one of the others."""
     if workload.context > spec.context:
         raise InputError(
             "num_prompt",
             f"expected at most {spec.context} tokens with --num-tokens, {spec.name}'s context, got {workload.context}",
         )
-    for decode in workload.decodes:
-        check_request(workload.requests(1, decode, spec, seed=0)[0], spec)
-    rows: list[Row] = []
-    async with AsyncExitStack() as stack:
-        alone = await _open_alone(options, checkpoint, spec, workload, stack)
-        for split in workload.splits:
-            async with _open_cluster(options, split, checkpoint, spec, workload, alone) as cluster:
-                rows += with_overheads(await _measure([*alone, *cluster], spec, workload))
-    if not rows:
-        raise InputError("concurrency", "expected a case that fits in memory; what fits stands above")
-    rows = await run_aside(lambda: with_predictions(rows, workload.num_prompt, workload.num_tokens))
-    return Bench(machine_name(), spec.name, workload.num_prompt, workload.num_tokens, rows)
+    suited: list[Decode] = []
+    for number, decode in enumerate(workload.decodes, start=1):
+        try:
+            own = suit(decode, Cache(), spec)
+            check_request(workload.requests(1, own, spec, seed=0)[0], spec)
+        except InputError as error:
+            if number == len(workload.decodes) and not suited:
+                raise
+            _leave_out(f"--decode {decode.kind}", error)
+        else:
+            suited.append(own)
+    return replace(workload, decodes=tuple(dict.fromkeys(suited)))
 
 
 async def _open_alone(
     options: ClusterOptions, checkpoint: Checkpoint, spec: ModelSpec, workload: Workload, stack: AsyncExitStack
 ) -> list[System]:
     """One process by this code and by mlx_lm, if both fit beside this node's part of the cluster."""
-    if 3 * spec.shard_bytes(0, spec.num_layers) > memory_budget():
-        print(
+    own = replace(options.with_layers(None), local=0)
+    [whole] = (await make_plan(own.cluster, spec, [], workload.context)).assignments
+    if not whole.fits:
+        needed, budget = format_bytes(whole.needed_bytes), format_bytes(whole.memory_bytes)
+        _say(f"no comparison with one process: {whole.name} has {budget} for it, the model takes {needed}")
+        return []
+    if 3 * whole.weight_bytes > memory_budget():
+        _say(
             "no comparison with one process: this machine does not hold the model for this code, for mlx_lm and its "
-            "part of the cluster at once",
-            file=sys.stderr,
+            "part of the cluster at once"
         )
         return []
-    own = replace(options.with_layers(None), local=0)
     chain = await stack.enter_async_context(open_chain(own, checkpoint, spec, workload.context))
     reference = await chain.thread.run(lambda: Reference(checkpoint.folder))
     return [OnChain(ONE_PROCESS, chain), OnMlxLm(reference, chain)]
@@ -185,61 +152,102 @@ async def _open_cluster(
     spec: ModelSpec,
     workload: Workload,
     alone: Sequence[System],
-) -> AsyncIterator[list[System]]:
-    """The cluster; without workers it is the one process, which may be measured already."""
+) -> AsyncIterator[list[OnChain]]:
+    """The cluster, if it fits; without workers it is the one process, which may be measured already."""
     if alone and not options.num_workers:
         yield []
         return
-    async with open_chain(options.with_layers(split), checkpoint, spec, workload.context) as chain:
-        yield [OnChain(CLUSTER if options.num_workers else ONE_PROCESS, chain)]
+    name = CLUSTER if options.num_workers else ONE_PROCESS
+    async with AsyncExitStack() as stack:
+        opening = open_chain(options.with_layers(split), checkpoint, spec, workload.context)
+        try:
+            opened = [OnChain(name, await stack.enter_async_context(opening))]
+        except ConfigError as error:
+            if not alone and len(workload.splits) == 1:
+                raise  # there is nothing else to measure
+            _leave_out(name_of(name, split), error)
+            opened = []
+        yield opened
 
 
-async def _measure(systems: Sequence[System], spec: ModelSpec, workload: Workload) -> list[Row]:
-    rows = []
-    cases = [(decode, count) for decode in workload.decodes for count in workload.concurrency]
-    with show_count("trials", len(cases) * (1 + workload.num_trials)) as advance:
-        for decode, count in cases:
-            [request] = workload.requests(1, decode, spec, seed=0)
-            able = [system for system in systems if _is_able(system, count, request)]
-            trials = await _take_turns(able, count, decode, spec, workload, advance)
-            rows += [summarise(s.name, s.layers, decode.kind, taken) for s, taken in zip(able, trials, strict=True)]
-    return rows
+async def _measure(systems: Sequence[System], spec: ModelSpec, workload: Workload, bench: Bench) -> None:
+    """Add to `bench` a row per system and case, and what frames cost on the cluster."""
+    able = {case: [system for system in systems if _is_able(system, *case, spec, workload)] for case in workload.cases}
+    by_ar = {system for (decode, _), own in able.items() if decode.kind == "ar" for system in own}
+    priced = [s for s in systems if s in by_ar and isinstance(s, OnChain) and s.name == CLUSTER]
+    num_runs = (1 + workload.num_trials) * sum(map(len, able.values())) + len(priced)
+    rows: list[Row] = []
+    with show_steps(num_runs) as begin:
+        try:
+            for (decode, num_requests), own in able.items():
+                taken = await _take_turns(own, num_requests, decode, spec, workload, begin)
+                rows += [summarise(s.name, s.layers, decode.kind, trials) for s, trials in taken.items()]
+            for system in priced:
+                begin(f"{name_of(system.name, system.layers)}, what frames of several sizes take")
+                bench.frame_costs.append(await measure_frame_costs(system, spec, workload))
+            finally:
+            bench.rows.extend(with_overheads(rows))
 
 
-def _is_able(system: System, count: int, request: Request) -> bool:
+def _is_able(system: System, decode: Decode, num_requests: int, spec: ModelSpec, workload: Workload) -> bool:
     """Whether it decodes so, and has memory for so many such requests at once; says so if it has not."""
-    if system.name == MLX_LM and request.decode.kind != "ar":
+    if system.name == MLX_LM and decode.kind != "ar":
         return False
-    if count > (most := most_at_once(system.chain, request)):
-        print(f"{system.name}: {count} requests at once left out, there is memory for {most}", file=sys.stderr)
-    return count <= most
-
-
-def most_at_once(chain: Chain, request: Request) -> int:
-    """How many such requests the chain's nodes have memory for; any more would wait, and be measured waiting."""
-    decoder = request.decode.make_decoder(request.eos, chain.costs.steps)
-    rows = Session(request.prompt, request.max_tokens, decoder=decoder).most_rows
-    costs = cache_costs(chain.plan, chain.spec)
-    needed = costs.bytes_of(request.cache, rows)
-    return min(budget // max(1, need) for budget, need in zip(costs.budgets, needed, strict=True))
+    [request] = workload.requests(1, decode, spec, seed=0)
+    if num_requests > (most := most_at_once(system.chain, request)):
+        name = name_of(system.name, system.layers)
+        _say(f"{name}: {num_requests} at once left out, there is memory for {most}")
+    return num_requests <= most
 
 
 async def _take_turns(
     systems: Sequence[System],
-    count: int,
+    num_requests: int,
     decode: Decode,
     spec: ModelSpec,
     workload: Workload,
-    advance: Callable[[], None],
-) -> list[list[Trial]]:
+    begin: Begin,
+) -> dict[System, list[Trial]]:
     """By system: its trials. The first round only warms up: it compiles, and pages weights in."""
-    trials: list[list[Trial]] = [[] for _ in systems]
+    trials: dict[System, list[Trial]] = {system: [] for system in systems}
     for number in range(1 + workload.num_trials):
-        requests = workload.requests(count, decode, spec, seed=number)
+        requests = workload.requests(num_requests, decode, spec, seed=number)
         if number == 0:
             requests = [replace(request, max_tokens=_WARM_UP_TOKENS) for request in requests]
-        for system, taken in zip(systems, trials, strict=True):
-            trial = await system.run(requests)
-            taken += [trial] if number else []
-        advance()
+        for system in list(trials):
+            case = f"{name_of(system.name, system.layers)}, {decode.kind}, {num_requests} at once"
+            begin(f"{case}, {f'trial {number}' if number else 'warming up'}")
+            try:
+                trial = await system.run(requests)
+            except InputError as error:
+                _leave_out(case, error)
+                del trials[system]
+            else:
+                trials[system] += [trial] if number else []
     return trials
+
+
+async def measure_frame_costs(system: OnChain, spec: ModelSpec, workload: Workload) -> FrameCosts:
+    """What frames of several sizes take while all stages have some: ever more requests that go on from one prompt.
+
+    One request alone says what a row costs while all other stages are idle: too little where nodes share a machine,
+    and nothing of what further rows cost. The prompt is fed once, so that this takes a moment.
+    """
+    [asked] = workload.requests(1, Decode("ar"), spec, seed=0)
+    most = max(1, most_at_once(system.chain, asked) - 1)  # the prompt itself stays, too
+    trials = []
+    for count in sorted({min(most, rows * system.chain.num_stages) for rows in _ROWS_TRIED}):
+        num_tokens = min(workload.num_tokens, count + _TOKENS_TRIED)  # they begin one after another
+        requests, first = [replace(asked, max_tokens=num_tokens)] * count, replace(asked, max_tokens=1)
+        await system.run(requests, first)  # warms up
+        trials.append(await system.run(requests, first))
+    return frame_costs(system.chain.plan.layers, trials)
+
+
+def _leave_out(what: str, error: BrigadeError) -> None:
+    first, *_ = error.message.splitlines()  # of a plan that does not fit the rest is its table
+    _say(f"{what} left out: {first}")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)

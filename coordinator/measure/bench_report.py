@@ -1,17 +1,26 @@
-"""A benchmark for people: a Markdown table, and a picture."""
+"""A benchmark for people: a table of 100 columns, or all there is as Markdown."""
 
-import importlib.util
-from pathlib import Path
+from collections.abc import Iterable
 
-from coordinator.measure.bench_results import CLUSTER, Bench, Row
-from worker.errors import InputError
+from rich.console import Console
+from rich.table import Table
 
-_IMAGES = (".png", ".svg", ".pdf")
-_HEAD = (
+from coordinator.measure.bench_results import CLUSTER, Bench, Row, fastest, name_of
+
+_COLUMNS = 100
+_WIDE = (
     "system", "decode", "requests", "prompt tok/s", "tok/s each", "tok/s all", "first token p50/p95",
     "next token p50/p95", "busy", "bubble", "overhead", "bytes/token", "predicted",
 )  # fmt: skip
+_NARROW = (
+    "system", "decode", "at once", "prompt tok/s", "tok/s each", "tok/s all", "first token s", "next token ms", "busy",
+    "extra ms",
+)  # fmt: skip
 _LEGEND = (
+    "tok/s all, busy: while all decode. First and next token: medians. extra: per token, to one process.",
+    "Percentiles, busy by stage, bytes and predictions: --wide.",
+)
+_WIDE_LEGEND = (
     "tok/s each: the median request, from its first token to its last. tok/s all, busy and bubble: while all requests",
     "decode, or from the first token to the last if they hardly do at once; busy is how much of that time each stage",
     "computes, bubble what is left, mean over the stages. overhead: per token of a request, against one process.",
@@ -19,71 +28,37 @@ _LEGEND = (
 )
 
 
+def print_bench(bench: Bench) -> None:
+    """What most look for, in 100 columns, on standard output: the rows, the ratios and the winner."""
+    console = Console(highlight=False, markup=False)
+    console.width = min(_COLUMNS, console.width) if console.is_terminal else _COLUMNS
+    has_decodes = len({row.decode for row in bench.rows}) > 1
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1))
+    for name in _NARROW:
+        if name != "decode" or has_decodes:
+            is_name = name in ("system", "decode")
+            table.add_column(name, justify="left" if is_name else "right", no_wrap=is_name, overflow="fold")
+    for row in bench.rows:
+        cells = _narrow_cells(row)
+        table.add_row(*(cells if has_decodes else [cells[0], *cells[2:]]))
+    console.print(_title(bench), "", table, *_below(bench, _LEGEND), sep="\n")
+
+
 def to_markdown(bench: Bench) -> str:
-    """All rows, and the ratios under them."""
-    cells = [list(_HEAD), *map(_cells, bench.rows)]
+    """All there is to a row, however wide; and the ratios and the winner under them."""
+    cells = [list(_WIDE), *map(_wide_cells, bench.rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     table = [[text.ljust(width) for text, width in zip(row, widths, strict=True)] for row in cells]
     table.insert(1, ["-" * width for width in widths])
-    return "\n".join([
-        f"{bench.model} on {bench.machine}: {bench.num_prompt} tokens of prompt, {bench.num_tokens} generated",
-        "",
-        *("| " + " | ".join(row) + " |" for row in table),
-        "",
-        *(lines := _ratios(bench)),
-        *([""] if lines else []),
-        *_LEGEND,
-    ])  # fmt: skip
-
-
-def check_plot(path: Path) -> None:
-    """Raise InputError for what could only be found out after the measurement."""
-    if path.suffix not in _IMAGES:
-        raise InputError("plot", f"expected a file ending in {', '.join(_IMAGES)}, got {str(path)!r}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise InputError(
-            "plot", "matplotlib, which draws, is not installed: .venv/bin/pip install matplotlib, or make setup"
-        )
-
-
-def write_plot(bench: Bench, path: Path) -> None:
-    """Throughput and latency against the number of requests, a line per system, to an image file.
-
-    Raises:
-        InputError: it cannot be written.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    throughput, latency = figure.subplots(1, 2)
-    for name in dict.fromkeys(map(_name, bench.rows)):
-        rows = list({row.concurrency: row for row in bench.rows if _name(row) == name}.values())
-        counts = [row.concurrency for row in rows]
-        throughput.plot(counts, [row.tokens_per_s for row in rows], marker="o", label=name)
-        gaps = [float("nan") if row.gap_p50_ms is None else row.gap_p50_ms for row in rows]
-        latency.plot(counts, gaps, marker="o", label=name)
-    for axes, title in ((throughput, "tokens per second, all requests"), (latency, "ms between tokens, median")):
-        axes.set_title(title, fontsize=10)
-        axes.set_xlabel("requests at once")
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-    throughput.legend(fontsize=8)
-    figure.suptitle(f"{bench.model} on {bench.machine}", fontsize=9)
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise InputError("plot", f"cannot write {path}: {error.strerror}") from error
+    lines = ["| " + " | ".join(row) + " |" for row in table]
+    return "\n".join([_title(bench), "", *lines, *_below(bench, _WIDE_LEGEND)])
 
 
 def _system(row: Row) -> str:
-    return f"{row.system} {','.join(map(str, row.layers))}" if row.system == CLUSTER and row.layers else row.system
+    return name_of(row.system, row.layers)
 
 
-def _name(row: Row) -> str:
-    return _system(row) if row.decode == "ar" else f"{_system(row)} ({row.decode})"
-
-
-def _cells(row: Row) -> list[str]:
+def _speeds(row: Row) -> list[str]:
     return [
         _system(row),
         row.decode,
@@ -91,6 +66,22 @@ def _cells(row: Row) -> list[str]:
         f"{row.prompt_tokens_per_s:.0f}",
         "" if row.tokens_per_s_per_request is None else f"{row.tokens_per_s_per_request:.1f}",
         f"{row.tokens_per_s:.1f}",
+    ]
+
+
+def _narrow_cells(row: Row) -> list[str]:
+    return [
+        *_speeds(row),
+        f"{row.ttft_p50_s:.3f}",
+        "" if row.gap_p50_ms is None else f"{row.gap_p50_ms:.1f}",
+        "" if row.bubble is None else f"{1 - row.bubble:.0%}",
+        "" if row.overhead_ms_per_token is None else f"{row.overhead_ms_per_token:+.2f}",
+    ]
+
+
+def _wide_cells(row: Row) -> list[str]:
+    return [
+        *_speeds(row),
         f"{row.ttft_p50_s:.3f} / {row.ttft_p95_s:.3f} s",
         "" if row.gap_p50_ms is None else f"{row.gap_p50_ms:.1f} / {row.gap_p95_ms:.1f} ms",
         " · ".join(f"{part:.0%}" for part in row.utilisation or []),
@@ -99,6 +90,34 @@ def _cells(row: Row) -> list[str]:
         " · ".join("?" if count is None else f"{count:.0f}" for count in row.bytes_per_token or []),
         "" if row.predicted_tokens_per_s is None else f"{row.predicted_tokens_per_s:.1f}",
     ]
+
+
+def _title(bench: Bench) -> str:
+    return f"{bench.model} on {bench.machine}: {bench.num_prompt} tokens of prompt, {bench.num_tokens} generated"
+
+
+def _below(bench: Bench, legend: Iterable[str]) -> list[str]:
+    lines = [*_ratios(bench), *_winners(bench)]
+    return ["", *lines, *([""] if lines else []), *legend]
+
+
+def _winners(bench: Bench) -> list[str]:
+    """Which split is best, and which for a single request if that is another one."""
+    best = fastest(bench.rows)
+    has_decodes = len({row.decode for row in bench.rows}) > 1
+    lines = []
+    for number, row in enumerate(best):
+        name = f"{_system(row)} by {row.decode}" if has_decodes else _system(row)
+        others = [
+            other.tokens_per_s
+            for other in bench.rows
+            if (other.system, other.concurrency) == (CLUSTER, row.concurrency) and other.layers != row.layers
+        ]
+        if number == 0 or row.layers != best[0].layers:
+            gain = f", {row.tokens_per_s / max(others) - 1:.0%} more than the next" if max(others) else ""
+            requests = f"{row.concurrency} request" + ("s" if row.concurrency > 1 else "")
+            lines.append(f"* fastest with {requests}: {name}, {row.tokens_per_s:.1f} tok/s{gain}")
+    return lines
 
 
 def _ratios(bench: Bench) -> list[str]:

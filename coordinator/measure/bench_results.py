@@ -21,6 +21,7 @@ from coordinator.measure.simulate import (
 from coordinator.planning.costs import chunk_size
 from coordinator.sessions.waterfall import Passage
 from protos.brigade_pb2 import StatusReply
+from worker.errors import BrigadeError
 
 ONE_PROCESS, MLX_LM, CLUSTER = "one process", "mlx_lm", "cluster"
 
@@ -78,6 +79,15 @@ class Row:
 
 
 @dataclass(frozen=True)
+class FrameCosts:
+    """What frames of several sizes take on one split while all its stages are at work, in milliseconds."""
+
+    layers: list[int]
+    stage_ms: list[dict[int, float]]  # by stage: rows of a frame -> mean
+    hop_ms: list[float]
+
+
+@dataclass(frozen=True)
 class Bench:
     """All rows of one run."""
 
@@ -86,6 +96,8 @@ class Bench:
     num_prompt: int  # tokens per request
     num_tokens: int
     rows: list[Row]
+    frame_costs: list[FrameCosts] = field(default_factory=list)  # by split
+    failure: BrigadeError | None = None  # of the cluster, that ended the run: the rows are those until then
 
     def as_json(self) -> dict[str, Any]:
         """The object of `bench --json`: ratios by one-token decoding on the first split, null where not measured."""
@@ -106,10 +118,37 @@ class Bench:
             "ratio_vs_one_process": ratio("tokens_per_s_per_request", 1, CLUSTER, ONE_PROCESS),
             "prefill_ratio_vs_one_process": ratio("prompt_tokens_per_s", most, CLUSTER, ONE_PROCESS),
             "ratio_vs_mlx_lm_batch": ratio("tokens_per_s", most, CLUSTER, MLX_LM),
+            "fastest": [
+                {key: getattr(row, key) for key in ("concurrency", "layers", "decode", "tokens_per_s")}
+                for row in fastest(self.rows)
+            ],
+            "frame_costs": [asdict(costs) for costs in self.frame_costs],
         }
 
     def _find(self, system: str, count: int) -> Row | None:
         return next((r for r in self.rows if (r.system, r.decode, r.concurrency) == (system, "ar", count)), None)
+
+
+def fastest(rows: Sequence[Row]) -> list[Row]:
+    """Of several splits: the row with the most tok/s at the largest number of requests, and the same of one request.
+
+    Only numbers of requests at which every split was measured are compared; without two splits there is nothing to.
+    """
+    by_split: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
+    for row in rows:
+        if row.system == CLUSTER:
+            by_split[tuple(row.layers or ())].add(row.concurrency)
+    counts = set.intersection(*by_split.values()) if len(by_split) > 1 else set()
+    compared = sorted({max(counts), 1} & counts, reverse=True) if counts else []
+    return [
+        max((r for r in rows if (r.system, r.concurrency) == (CLUSTER, count)), key=lambda row: row.tokens_per_s)
+        for count in compared
+    ]
+
+
+def name_of(system: str, layers: Sequence[int] | None) -> str:
+    """What a system is called in tables and messages: a cluster with its split."""
+    return f"{system} {','.join(map(str, layers))}" if system == CLUSTER and layers else system
 
 
 def summarise(system: str, layers: list[int] | None, decode: str, trials: Sequence[Trial]) -> Row:
@@ -176,9 +215,9 @@ def sent_between(before: Sequence[StatusReply], after: Sequence[StatusReply]) ->
     ]
 
 
-def _with_stages(row: Row, trials: Sequence[Trial]) -> Row:
+def frame_costs(layers: list[int], trials: Sequence[Trial]) -> FrameCosts:
+    """What the trials' frames took, by their rows. Means: what now and then takes long takes its part of the time."""
     num_stages = len(trials[0].offsets)
-    utilisation = [median(column) for column in zip(*(trial.utilisation() for trial in trials), strict=True)]
     times: list[dict[int, list[float]]] = [defaultdict(list) for _ in range(num_stages)]
     hops: list[list[float]] = [[] for _ in range(num_stages)]
     for trial in trials:
@@ -186,15 +225,22 @@ def _with_stages(row: Row, trials: Sequence[Trial]) -> Row:
             for stage, (computed_ms, hop_ms) in enumerate(_passage_ms(passage, trial.offsets)):
                 times[stage][passage.num_rows].append(computed_ms)
                 hops[stage].append(hop_ms)
+    stage_ms = [{rows: fmean(taken) for rows, taken in sorted(by_rows.items())} for by_rows in times]
+    return FrameCosts(layers, stage_ms, [fmean(taken) for taken in hops])
+
+
+def _with_stages(row: Row, trials: Sequence[Trial]) -> Row:
+    num_stages = len(trials[0].offsets)
+    utilisation = [median(column) for column in zip(*(trial.utilisation() for trial in trials), strict=True)]
+    costs = frame_costs(row.layers or [], trials)
     return replace(
         row,
         utilisation=utilisation,
         bubble=1 - sum(utilisation) / num_stages,
         bytes_per_token=[_bytes_per_token(trials, stage) for stage in range(num_stages)],
         loop_share=median(trial.loop_share or 0.0 for trial in trials),
-        # means: what now and then takes long takes its part of the time
-        stage_ms=[{rows: fmean(taken) for rows, taken in sorted(by_rows.items())} for by_rows in times],
-        hop_ms=[fmean(taken) for taken in hops],
+        stage_ms=costs.stage_ms,
+        hop_ms=costs.hop_ms,
     )
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean, median
@@ -43,10 +43,19 @@ class _Row(BaseModel):
     hop_ms: Annotated[tuple[_HopMs, ...], _NullIsEmpty]
 
 
+class _Costs(BaseModel):
+    """What frames took while all stages had some; files of an older bench have none."""
+
+    layers: tuple[int, ...]
+    stage_ms: tuple[_ByRows, ...]
+    hop_ms: tuple[_HopMs, ...]
+
+
 class _File(BaseModel):
     prompt_tokens: PositiveInt
     generated_tokens: Annotated[int, Field(ge=2)]
     rows: list[_Row]
+    frame_costs: list[_Costs] = []
 
 
 @dataclass(frozen=True)
@@ -66,7 +75,10 @@ class Assumed:
 
 @dataclass(frozen=True)
 class Times:
-    """A chain as numbers, and the same as it was with so many requests, where that was measured."""
+    """A chain as numbers, and the same as it was with so many requests, where that was measured.
+
+    What was measured with some requests says nothing of others if all frames had one size: what do rows cost?
+    """
 
     usual: Pipeline
     by_count: Mapping[int, Pipeline] = field(default_factory=dict)
@@ -75,6 +87,22 @@ class Times:
 
     def of(self, count: int) -> Pipeline:
         return self.by_count.get(count, self.usual)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The fewest and the most rows of a frame whose time is known on every stage."""
+        stages = [stage.by_rows for stage in self.usual.stages]
+        return max(stage[0][0] for stage in stages), min(stage[-1][0] for stage in stages)
+
+    def check(self, counts: Sequence[int]) -> None:
+        """Raise InputError if one of these numbers of requests was not measured and cannot be told from the others."""
+        unknown = [count for count in counts if count not in self.by_count]
+        if self.by_count and unknown and self.sizes[0] == self.sizes[1]:
+            raise InputError(
+                "concurrency",
+                f"expected {_listed(self.by_count)}, as measured, got {_listed(unknown)}: all frames had one size, "
+                "which does not tell what further rows cost; run bench with --concurrency 1,8 or a longer prompt",
+            )
 
 
 @dataclass(frozen=True)
@@ -106,14 +134,21 @@ async def run_forecast(options: ClusterOptions, assumed: Assumed, *, as_json: bo
         print(json.dumps({"simulated": [asdict(found) for found in forecasts]}))
     else:
         _print(forecasts)
+        if times.by_count and not times.by_count.keys() >= set(assumed.concurrency):
+            least, most = times.sizes
+            print(
+                f"\n{_listed(times.by_count)} at once: by the times of those requests. All others: by what frames of "
+                f"{least} to {most} rows took, on straight lines between and beyond."
+            )
 
 
 def forecast(times: Times, assumed: Assumed) -> list[Forecast]:
     """One forecast per number of requests, all of which arrive at once.
 
     Raises:
-        InputError: that would take too long.
+        InputError: that would take too long, or the times say nothing of so many requests.
     """
+    times.check(assumed.concurrency)
     num_prompt, num_tokens = assumed.num_prompt or times.num_prompt, assumed.num_tokens or times.num_tokens
     chunks = {c: assumed.chunk or chunk_size(num_prompt, times.of(c).stages_s) for c in assumed.concurrency}
     num_passages = sum(count * (num_prompt // chunk + num_tokens) for count, chunk in chunks.items())
@@ -179,17 +214,29 @@ def read_times(path: Path) -> Times:
         expected = f"stage_ms and hop_ms of {num_stages} stages in every row"
         raise InputError("measured", f"{path}: expected {expected}, found others")
     by_count = {row.concurrency: measured_pipeline(row.stage_ms, row.hop_ms) for row in measured}
-    return Times(_mean(measured), by_count, file.prompt_tokens, file.generated_tokens)
+    costs = [costs for costs in file.frame_costs if costs.layers == measured[0].layers]
+    if any(not num_stages == len(found.stage_ms) == len(found.hop_ms) for found in costs):
+        raise InputError("measured", f"{path}: expected frame_costs of {num_stages} stages, found others")
+    return Times(_usual(measured, costs), by_count, file.prompt_tokens, file.generated_tokens)
 
 
-def _mean(rows: Sequence[_Row]) -> Pipeline:
+def _usual(rows: Sequence[_Row], costs: Sequence[_Costs]) -> Pipeline:
+    """The mean of all rows, but what frames cost while all stages had some where that is known."""
+    by_rows, hops_ms = _mean(rows)
+    for found in costs:
+        by_rows = [usual | busy for usual, busy in zip(by_rows, found.stage_ms, strict=True)]
+        hops_ms = found.hop_ms
+    return measured_pipeline(by_rows, hops_ms)
+
+
+def _mean(rows: Sequence[_Row]) -> tuple[list[dict[int, float]], Sequence[float]]:
     stages: list[dict[int, list[float]]] = [defaultdict(list) for _ in rows[0].stage_ms]
     for row in rows:
         for stage, by_rows in zip(stages, row.stage_ms, strict=True):
             for num_rows, ms in by_rows.items():
                 stage[num_rows].append(ms)
     hop_ms = [mean(column) for column in zip(*(row.hop_ms for row in rows), strict=True)]
-    return measured_pipeline([{rows: mean(ms) for rows, ms in stage.items()} for stage in stages], hop_ms)
+    return [{num_rows: mean(ms) for num_rows, ms in stage.items()} for stage in stages], hop_ms
 
 
 def _read(path: Path) -> _File:
@@ -218,6 +265,10 @@ def _print(forecasts: Sequence[Forecast]) -> None:
             " · ".join(f"{part:.0%}" for part in found.utilisation),
         )  # fmt: skip
     Console(highlight=False).print(table)
+
+
+def _listed(counts: Iterable[int]) -> str:
+    return ", ".join(map(str, counts))
 
 
 def _spread(field: str, values: Sequence[float], count: int) -> Sequence[float]:

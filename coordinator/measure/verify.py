@@ -10,7 +10,7 @@ from coordinator.cluster.chain import Chain
 from coordinator.cluster.open import open_chain, read_model
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.peer import Peer
-from coordinator.cluster.progress import show_steps
+from coordinator.cluster.progress import Begin, show_steps
 from coordinator.cluster.runner import generate
 from coordinator.decoding.decode import Decode, suit
 from coordinator.measure.reference import Reference, chunks
@@ -30,7 +30,6 @@ from worker.model.modelspec import ModelSpec
 from worker.process.call_thread import run_aside
 
 Named = tuple[str, Request]
-Begin = Callable[[str], None]
 
 _TEXTS = ("Tell me a story about a fox.", "What is 48 + 27?")
 _CHUNK = 16  # rows: small, so that prompts of a few dozen tokens already cross chunks

@@ -1,5 +1,6 @@
 """What frames take on this chain, learned as they pass, and what follows for the number of lanes. Pure."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 StagesSeconds = Callable[[int], Sequence[float]]  # by a frame's rows: what each stage computes; nothing if unknown
@@ -11,6 +12,7 @@ _CHUNK_GAIN = 1.1  # what a larger chunk has to promise
 _LONGEST_CHUNK_S = 0.5  # through the whole chain: what other streams may have to wait
 _WEIGHT = 0.1  # of a new observation
 _WEIGHT_LESS = 0.4  # of one that is less: work takes no less than it takes, but anything may come between
+_SETTLED = 8  # times that a size has to be seen before its cost is believed rather than the line between others
 _WORTH = 1.15  # a change of lanes leaves a gap, and measurements are noisy: it has to promise that much more
 
 
@@ -37,7 +39,7 @@ class StepCosts:
     """Seconds by number of rows: of whole steps, or of one stage's computing."""
 
     def __init__(self) -> None:
-        self._seen: set[int] = set()  # numbers of rows
+        self._seen: Counter[int] = Counter()  # how often, by number of rows
         self._step_s: dict[int, float] = {}  # seconds by number of rows
 
     @property
@@ -47,15 +49,24 @@ class StepCosts:
     def observe(self, num_rows: int, seconds: float) -> None:
         """So many rows took so long."""
         num_rows = _rounded(num_rows)
-        if num_rows not in self._seen:
-            self._seen.add(num_rows)  # the first of a size compiles its kernels: it says nothing of the next
-            return
+        self._seen[num_rows] += 1
+        if self._seen[num_rows] == 1:
+            return  # the first of a size compiles its kernels: it says nothing of the next
         known = self._step_s.get(num_rows, seconds)
         self._step_s[num_rows] = known + (_WEIGHT if seconds > known else _WEIGHT_LESS) * (seconds - known)
 
     def seconds(self, num_rows: int) -> float:
         """What so many rows cost, by what is known."""
-        return on_lines(sorted(self._step_s.items()), num_rows)
+        return on_lines(self._believed(), num_rows)
+
+    def _believed(self) -> list[tuple[int, float]]:
+        """Without sizes seen by chance between well-known ones: one that once took long would never be tried again."""
+        settled = [rows for rows in self._step_s if self._seen[rows] >= _SETTLED] or [0]
+        return sorted(
+            (rows, step_s)
+            for rows, step_s in self._step_s.items()
+            if self._seen[rows] >= _SETTLED or not min(settled) < rows < max(settled)
+        )
 
 
 class ChainCosts:

@@ -87,6 +87,7 @@ def test_plan_as_json_adds_up_to_the_model(talker: Path, workers: list[Worker], 
     nodes = found["nodes"]
     assert [node["node"] for node in nodes] == ["coordinator", "mini", "air"]
     assert [node["start"] for node in nodes] + [4] == [0] + [node["end"] for node in nodes]
+    assert found["layers"] == [node["end"] - node["start"] for node in nodes]
     header_bytes = 8 + int.from_bytes((talker / "model.safetensors").read_bytes()[:8], "little")
     weights = (talker / "model.safetensors").stat().st_size - header_bytes
     assert sum(node["weight_bytes"] for node in nodes) == weights

@@ -1,15 +1,19 @@
 """From trials to rows and ratios, on numbers that can be checked by hand."""
 
+from dataclasses import replace
+
 import pytest
 
-from coordinator.measure.bench_report import to_markdown
+from coordinator.measure.bench_report import print_bench, to_markdown
 from coordinator.measure.bench_results import (
     CLUSTER,
     MLX_LM,
     ONE_PROCESS,
     Bench,
+    FrameCosts,
     Row,
     Trial,
+    fastest,
     measured_pipeline,
     sent_between,
     summarise,
@@ -23,6 +27,10 @@ from protos.brigade_pb2 import StatusReply
 
 def times(first: float, gap: float, count: int) -> list[float]:
     return [first + gap * number for number in range(count)]
+
+
+def split(layers: list[int], count: int, together: float, decode: str = "ar") -> Row:
+    return replace(row(CLUSTER, count, together / count, together, decode=decode), layers=layers)
 
 
 def row(system: str, count: int, each: float, together: float, prompt: float = 100.0, decode: str = "ar") -> Row:
@@ -125,3 +133,67 @@ def test_a_pipeline_can_be_read_back_from_json() -> None:
 
 def test_a_hop_that_clocks_make_negative_takes_no_time() -> None:
     assert measured_pipeline([{1: 10.0}] * 2, [-0.2, 0.5]).hops == (Hop(0.0), Hop(0.0005))
+
+
+EVEN, FRONT, LONG = [4, 4], [5, 3], [12, 13, 13, 13, 13]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([split(EVEN, 1, 90), split(EVEN, 8, 300)], []),  # one split is no contest
+        ([split(EVEN, 1, 90), split(EVEN, 8, 300), split(FRONT, 1, 80), split(FRONT, 8, 330)], [(8, FRONT), (1, EVEN)]),
+        ([split(EVEN, 1, 90), split(FRONT, 1, 80)], [(1, EVEN)]),
+        ([split(EVEN, 2, 90), split(EVEN, 8, 300), split(FRONT, 2, 100)], [(2, FRONT)]),  # no memory for 8 there
+        ([split(EVEN, 2, 90), split(FRONT, 8, 100)], []),  # nothing was measured of both
+    ],
+)
+def test_the_fastest_of_several_splits_is_that_with_most_requests_and_that_with_one(
+    rows: list[Row], expected: list[tuple[int, list[int]]]
+) -> None:
+    alone = [row(ONE_PROCESS, 8, 99, 999), row(MLX_LM, 1, 999, 999)]
+    assert [(found.concurrency, found.layers) for found in fastest([*alone, *rows])] == expected
+
+
+def test_the_table_names_the_winner_and_who_wins_with_one_request_if_that_is_another(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = [split(EVEN, 1, 90), split(EVEN, 8, 300), split(FRONT, 1, 80), split(FRONT, 8, 330)]
+    bench = Bench("machine", "model", 16, 16, rows)
+    print_bench(bench)
+    lines = capsys.readouterr().out.splitlines()
+    winners = [line for line in lines if "fastest" in line]
+    assert winners == [
+        "* fastest with 8 requests: cluster 5,3, 330.0 tok/s, 10% more than the next",
+        "* fastest with 1 request: cluster 4,4, 90.0 tok/s, 12% more than the next",
+    ]
+    assert winners == [line for line in to_markdown(bench).splitlines() if "fastest" in line]
+    print_bench(Bench("machine", "model", 16, 16, [*rows, split(EVEN, 1, 990)]))
+    assert capsys.readouterr().out.count("fastest") == 2
+    print_bench(Bench("machine", "model", 16, 16, [*rows[:2], split(FRONT, 1, 80), split(FRONT, 8, 290)]))
+    assert capsys.readouterr().out.count("fastest") == 1, "the same one wins both"
+
+
+def test_the_table_fits_a_hundred_columns_and_cuts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    measured = replace(
+        split(LONG, 1024, 2468.1, decode="diffusion-fast"), overhead_ms_per_token=-122.71, bubble=0.0,
+        utilisation=[1.0] * 5, bytes_per_token=[16384.0] * 5, ttft_p50_s=23.456, gap_p50_ms=234.5, gap_p95_ms=234.5,
+    )  # fmt: skip
+    bench = Bench("AMD EPYC, 2 cores, 24 GiB, Linux x86_64", "model", 16384, 4096, [row(MLX_LM, 1, 90, 90), measured])
+    print_bench(bench)
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 100
+    cells = ("cluster 12,13,13,13,13", "diffusion-fast", "1024", "2468.1", "23.456", "234.5", "100%", "-122.71")
+    for cell in cells:
+        assert cell in out
+    assert "…" not in out
+    assert "100% · 100% · 100% · 100% · 100%" in to_markdown(bench), "the stages' parts are for --wide"
+
+
+def test_json_says_which_split_was_fastest_and_what_frames_cost() -> None:
+    rows = [split(EVEN, 1, 90), split(FRONT, 1, 80)]
+    costs = [FrameCosts(EVEN, [{1: 5.0, 4: 8.0}] * 2, [0.3, 0.3])]
+    found = Bench("machine", "model", 16, 16, rows, costs).as_json()
+    assert found["fastest"] == [{"concurrency": 1, "layers": EVEN, "decode": "ar", "tokens_per_s": 90}]
+    assert found["frame_costs"] == [{"layers": EVEN, "stage_ms": [{1: 5.0, 4: 8.0}] * 2, "hop_ms": [0.3, 0.3]}]
+    assert "failure" not in found

@@ -54,6 +54,12 @@ def test_what_would_take_too_long_is_refused_at_once(change: dict[str, Any]) -> 
         forecast(times, replace(TWO_STAGES, **change))
 
 
+def test_hops_are_one_or_as_many_as_stages() -> None:
+    assert given_pipeline((1.0, 2.0), (0.0,), (3.0,), None, 0) == given_pipeline((1, 2), (0, 0), (3, 3), None, 0)
+    with pytest.raises(InputError, match=r"^hop_ms: expected one number, or one per stage \(2\), found 3$"):
+        given_pipeline((1.0, 2.0), (0.0,), (1.0, 2.0, 3.0), None, 0)
+
+
 def test_a_longer_chain_takes_longer_to_simulate() -> None:
     with pytest.raises(InputError, match=r"^simulate: expected at most"):
         forecast(Times(given_pipeline((1.0,) * 10_000, (0.0,), (0.0,), None, 0)), TWO_STAGES)
@@ -90,6 +96,61 @@ def test_measured_times_are_those_of_as_many_requests_or_the_means_of_the_cluste
         assert [hop.latency_s for hop in times.of(count).hops] == pytest.approx(hops_s)
     assert times.of(2).stages_s(1) == pytest.approx([0.015, 0.007])
     assert [hop.latency_s for hop in times.of(2).hops] == pytest.approx([0.004, 0.0001])
+
+
+COSTS = {"layers": [4, 4], "stage_ms": [{"1": 7.0, "4": 9.0}, {"1": 7.5, "4": 9.5}], "hop_ms": [1.0, 0.5]}
+
+
+def write_with_costs(folder: Path, costs: object, *rows: object) -> Path:
+    path = write(folder, *rows)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"frame_costs": [costs]}))
+    return path
+
+
+def test_more_requests_than_were_measured_go_by_what_frames_cost_while_all_stages_were_at_work(tmp_path: Path) -> None:
+    """One request's row says what a row costs while the other stage is idle: too little where both share a machine."""
+    alone = ROW | {"stage_ms": [{"1": 4.0, "32": 40.0}, {"1": 5.0, "32": 36.0}]}
+    times = read_times(write_with_costs(tmp_path, COSTS, alone))
+    assert times.of(1).stages_s(1) == pytest.approx([0.004, 0.005])
+    assert times.of(8).stages_s(1) == pytest.approx([0.007, 0.0075])
+    assert times.of(8).stages_s(4) == pytest.approx([0.009, 0.0095])
+    assert times.of(8).stages_s(32) == pytest.approx([0.040, 0.036]), "chunks of prompts as in the rows"
+    assert [hop.latency_s for hop in times.of(8).hops] == pytest.approx([0.001, 0.0005])
+    [eight] = forecast(times, replace(TWO_STAGES, concurrency=(8,), num_tokens=200))
+    assert eight.tokens_per_s == pytest.approx(8 / 0.019, rel=0.05), "two lanes of four: the slower stage is never idle"
+
+
+def test_rows_cost_what_lies_on_a_line_between_one_row_and_a_prompts_chunk(tmp_path: Path) -> None:
+    """A file without frame costs, of one request: eight in two lanes of four rows take what the line says, not 6 ms."""
+    times = read_times(write(tmp_path, ROW | {"stage_ms": [{"1": 6.0, "31": 36.0}] * 2, "hop_ms": [0.0, 0.0]}))
+    assert times.of(8).stages_s(4) == pytest.approx([0.009, 0.009])
+    [eight] = forecast(times, replace(TWO_STAGES, concurrency=(8,), num_tokens=200))
+    assert eight.tokens_per_s == pytest.approx(8 / 0.018, rel=0.05)
+
+
+def test_what_rows_cost_is_not_made_up_where_all_frames_had_one_size(tmp_path: Path) -> None:
+    times = read_times(write(tmp_path, ROW | {"stage_ms": [{"1": 6.0}, {"1": 6.0}]}))
+    assert forecast(times, replace(TWO_STAGES, concurrency=(1,)))
+    with pytest.raises(InputError, match=r"expected 1, as measured, got 2, 8: all frames had one size") as refused:
+        forecast(times, replace(TWO_STAGES, concurrency=(1, 2, 8)))
+    assert refused.value.field == "concurrency"
+
+
+def test_frame_costs_of_other_splits_are_not_taken(tmp_path: Path) -> None:
+    times = read_times(write_with_costs(tmp_path, COSTS | {"layers": [1, 7]}, ROW))
+    assert times.of(8).stages_s(1) == pytest.approx([0.010, 0.006])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hop_ms": [0.1]}, "expected frame_costs of 2 stages"),
+        ({"stage_ms": [{"1": 0}, {"1": 1}]}, r"frame_costs\.0\.stage_ms\.0\.1.* got 0$"),
+    ],
+)
+def test_frame_costs_that_are_none_are_refused(tmp_path: Path, change: dict[str, object], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        read_times(write_with_costs(tmp_path, COSTS | change, ROW))
 
 
 def test_a_forecast_from_a_file_is_of_the_load_that_was_measured_unless_told_otherwise(tmp_path: Path) -> None:
@@ -165,6 +226,8 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
         ("bench --concurrency 0", "concurrency: expected whole numbers from 1 to 1024"),
         (f"bench --concurrency {'9' * 5000}", "concurrency: expected whole numbers from 1 to 1024"),
         ("bench --decode fast", "decode: expected one of"),
+        ("bench --plot x.png --concurrency 4", "plot: expected several --concurrency to draw a line through, found 4"),
+        ("bench --wide --json", "wide: not expected with --json"),
         ("bench --local 0 --layers 99,7", "layers: expected workers to split the model over, found none"),
     ],
 )

@@ -110,3 +110,24 @@ def test_one_slow_frame_hardly_counts_and_a_fast_one_does() -> None:
     for _ in range(6):
         costs.observe(1, [0.005], 0.005, was_alone=False)
     assert costs.stages_s(1)[0] < 0.006
+
+
+def test_one_slow_frame_of_a_size_does_not_keep_lanes_from_that_size_for_ever() -> None:
+    """Eight sessions on two stages: lanes of four are best, though the first ones ever seen were held up by a chunk."""
+    costs = ChainCosts(2)
+    for rows, stage_s, times in ((1, 0.005, 20), (8, 0.015, 20), (32, 0.040, 20), (4, 0.039, 3)):
+        for _ in range(times):
+            costs.observe(rows, [stage_s] * 2, 2 * stage_s, was_alone=False)
+    assert LaneChooser(2, costs.stages_s, costs.hops_s).choose(8, 1) == 2
+    assert costs.stages_s(4)[0] < 0.010
+    for _ in range(20):
+        costs.observe(4, [0.008] * 2, 0.016, was_alone=False)
+    assert costs.stages_s(4)[0] == pytest.approx(0.008, rel=0.01), "once it is well known it counts"
+
+
+def test_a_size_beyond_all_others_counts_at_once() -> None:
+    costs = ChainCosts(1)
+    for rows, stage_s, times in ((1, 0.005, 20), (2, 0.006, 20), (512, 0.020, 2)):
+        for _ in range(times):
+            costs.observe(rows, [stage_s], stage_s, was_alone=False)
+    assert costs.stages_s(512) == [0.020], "a line through small ones could be all noise there"

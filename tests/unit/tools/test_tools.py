@@ -1,0 +1,14 @@
+"""Every tool can be imported, wherever what it uses has moved."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+TOOLS = sorted(".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "tools").rglob("*.py"))
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_every_tool_can_be_imported(name: str) -> None:
+    assert importlib.import_module(name).__doc__
