@@ -185,7 +185,7 @@ async def _measure(systems: Sequence[System], spec: ModelSpec, workload: Workloa
             for system in priced:
                 begin(f"{name_of(system.name, system.layers)}, what frames of several sizes take")
                 bench.frame_costs.append(await measure_frame_costs(system, spec, workload))
-            finally:
+        finally:
             bench.rows.extend(with_overheads(rows))
 
 
