@@ -118,8 +118,24 @@ class AttachRequest(_message.Message):
     loaded: LoadRequest
     def __init__(self, epoch: _Optional[int] = ..., stage: _Optional[int] = ..., successor: _Optional[str] = ..., successor_name: _Optional[str] = ..., loaded: _Optional[_Union[LoadRequest, _Mapping]] = ...) -> None: ...
 
+class Part(_message.Message):
+    __slots__ = ("number", "frame", "data")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    FRAME_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    frame: Frame
+    data: bytes
+    def __init__(self, number: _Optional[int] = ..., frame: _Optional[_Union[Frame, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class Credit(_message.Message):
+    __slots__ = ("frames",)
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    frames: int
+    def __init__(self, frames: _Optional[int] = ...) -> None: ...
+
 class Frame(_message.Message):
-    __slots__ = ("epoch", "step", "closed", "opened", "windows", "hidden", "timings")
+    __slots__ = ("epoch", "step", "closed", "opened", "windows", "hidden", "timings", "failures")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
@@ -127,6 +143,7 @@ class Frame(_message.Message):
     WINDOWS_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     closed: _containers.RepeatedScalarFieldContainer[int]
@@ -134,7 +151,20 @@ class Frame(_message.Message):
     windows: _containers.RepeatedCompositeFieldContainer[Window]
     hidden: Tensor
     timings: _containers.RepeatedCompositeFieldContainer[Timing]
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., closed: _Optional[_Iterable[int]] = ..., opened: _Optional[_Iterable[_Union[Session, _Mapping]]] = ..., windows: _Optional[_Iterable[_Union[Window, _Mapping]]] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., timings: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ...) -> None: ...
+    failures: _containers.RepeatedCompositeFieldContainer[Failure]
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., closed: _Optional[_Iterable[int]] = ..., opened: _Optional[_Iterable[_Union[Session, _Mapping]]] = ..., windows: _Optional[_Iterable[_Union[Window, _Mapping]]] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., timings: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ...) -> None: ...
+
+class Failure(_message.Message):
+    __slots__ = ("slot", "kind", "message", "node")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    kind: str
+    message: str
+    node: str
+    def __init__(self, slot: _Optional[int] = ..., kind: _Optional[str] = ..., message: _Optional[str] = ..., node: _Optional[str] = ...) -> None: ...
 
 class Session(_message.Message):
     __slots__ = ("slot", "sampling", "cache", "fork_of")
@@ -210,14 +240,12 @@ class Window(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., base: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., wanted: _Optional[int] = ..., masks: _Optional[int] = ..., guessed: _Optional[int] = ..., positions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Tensor(_message.Message):
-    __slots__ = ("dtype", "shape", "data")
+    __slots__ = ("dtype", "shape")
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
-    DATA_FIELD_NUMBER: _ClassVar[int]
     dtype: DType
     shape: _containers.RepeatedScalarFieldContainer[int]
-    data: bytes
-    def __init__(self, dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Timing(_message.Message):
     __slots__ = ("stage", "received", "started", "computed", "sampled", "sent")
@@ -236,18 +264,20 @@ class Timing(_message.Message):
     def __init__(self, stage: _Optional[int] = ..., received: _Optional[int] = ..., started: _Optional[int] = ..., computed: _Optional[int] = ..., sampled: _Optional[int] = ..., sent: _Optional[int] = ...) -> None: ...
 
 class Result(_message.Message):
-    __slots__ = ("epoch", "step", "samples", "timings", "guesses")
+    __slots__ = ("epoch", "step", "samples", "timings", "guesses", "failures")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     GUESSES_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     samples: _containers.RepeatedCompositeFieldContainer[Sample]
     timings: _containers.RepeatedCompositeFieldContainer[Timing]
     guesses: _containers.RepeatedCompositeFieldContainer[Sample]
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., timings: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ..., guesses: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ...) -> None: ...
+    failures: _containers.RepeatedCompositeFieldContainer[Failure]
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., timings: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ..., guesses: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ...) -> None: ...
 
 class Sample(_message.Message):
     __slots__ = ("slot", "token", "logprob", "alternatives", "entropy")
@@ -270,10 +300,6 @@ class Alternative(_message.Message):
     token: int
     logprob: float
     def __init__(self, token: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
-
-class RelayReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()

@@ -49,10 +49,10 @@ class NodeStub:
                 request_serializer=protos_dot_brigade__pb2.AttachRequest.SerializeToString,
                 response_deserializer=protos_dot_brigade__pb2.Result.FromString,
                 _registered_method=True)
-        self.Relay = channel.stream_unary(
+        self.Relay = channel.stream_stream(
                 '/brigade.v1.Node/Relay',
-                request_serializer=protos_dot_brigade__pb2.Frame.SerializeToString,
-                response_deserializer=protos_dot_brigade__pb2.RelayReply.FromString,
+                request_serializer=protos_dot_brigade__pb2.Part.SerializeToString,
+                response_deserializer=protos_dot_brigade__pb2.Credit.FromString,
                 _registered_method=True)
         self.Status = channel.unary_unary(
                 '/brigade.v1.Node/Status',
@@ -92,7 +92,8 @@ class NodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Relay(self, request_iterator, context):
-        """One hop: the previous stage's frames. One such stream lives as long as the chain.
+        """One hop: the previous stage's frames, in parts. One such stream lives as long as the chain. The receiver grants credit
+        first, and then as it is done with frames; the sender never sends a frame without.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -130,10 +131,10 @@ def add_NodeServicer_to_server(servicer, server):
                     request_deserializer=protos_dot_brigade__pb2.AttachRequest.FromString,
                     response_serializer=protos_dot_brigade__pb2.Result.SerializeToString,
             ),
-            'Relay': grpc.stream_unary_rpc_method_handler(
+            'Relay': grpc.stream_stream_rpc_method_handler(
                     servicer.Relay,
-                    request_deserializer=protos_dot_brigade__pb2.Frame.FromString,
-                    response_serializer=protos_dot_brigade__pb2.RelayReply.SerializeToString,
+                    request_deserializer=protos_dot_brigade__pb2.Part.FromString,
+                    response_serializer=protos_dot_brigade__pb2.Credit.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
@@ -248,12 +249,12 @@ class Node:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.stream_unary(
+        return grpc.experimental.stream_stream(
             request_iterator,
             target,
             '/brigade.v1.Node/Relay',
-            protos_dot_brigade__pb2.Frame.SerializeToString,
-            protos_dot_brigade__pb2.RelayReply.FromString,
+            protos_dot_brigade__pb2.Part.SerializeToString,
+            protos_dot_brigade__pb2.Credit.FromString,
             options,
             channel_credentials,
             insecure,

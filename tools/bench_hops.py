@@ -37,6 +37,7 @@ from coordinator.sessions.text import Tokenizer, eos_ids
 from tools.proxy import proxy_to
 from worker.model.checkpoint import Checkpoint
 from worker.model.modelspec import ModelSpec
+from worker.node.network import Network
 from worker.process.machine import machine_name
 from worker.process.run import run_command
 
@@ -119,7 +120,7 @@ async def open_slow_chain(
         peers = []
         for peer in direct:
             proxy = stack.enter_context(proxy_to(peer.address, latency_s=delay_s))
-            peers.append(Peer(peer.name, proxy.address))
+            peers.append(Peer(peer.name, proxy.address, Network()))
             stack.push_async_callback(peers[-1].close)
         plan = await make_plan(options.cluster, spec, peers, spec.context)
         require_fit(plan, spec)

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Annotated, Any
 
-import grpc.aio
+import grpc
 import typer
 import uvloop
 from rich.console import Console
@@ -29,7 +29,7 @@ from coordinator.cluster.runner import generate
 from coordinator.sessions.answer import Answer
 from coordinator.sessions.request import Request
 from worker.model.modelspec import DTYPE_BYTES, ModelSpec
-from worker.node.wire import CHANNEL_OPTIONS, SERVER_OPTIONS
+from worker.node.network import Network
 from worker.process.machine import machine_name
 from worker.process.run import run_command
 
@@ -102,7 +102,7 @@ def _hidden_bytes(spec: ModelSpec) -> int:
 async def _echo_ms(spec: ModelSpec, count: int) -> list[float]:
     """Round trips of one token's hidden state over a bare bidirectional stream to another process."""
     payload = bytes(_hidden_bytes(spec))
-    async with _echo_process() as address, grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+    async with _echo_process() as address, Network().channel("echo", address) as channel:
         call = channel.stream_stream(_ECHO)()  # type: ignore[call-arg]
         times = []
         for _ in range(count):
@@ -131,11 +131,12 @@ async def _serve_echo() -> None:
         async for request in requests:
             yield request
 
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    network = Network()
+    server = network.server()
     handler = grpc.stream_stream_rpc_method_handler(echo)
     service, method = _ECHO.strip("/").split("/")
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
-    print(server.add_insecure_port("127.0.0.1:0"), flush=True)
+    print(network.listen(server, "127.0.0.1:0"), flush=True)
     await server.start()
     await server.wait_for_termination(timeout=600)
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from worker.config import Cluster, is_loopback, load_cluster, split_address
+from worker.config import Cluster, load_cluster, split_address
 from worker.errors import ConfigError
 
 DEFAULT_BIND = "127.0.0.1:50070"
@@ -30,18 +30,15 @@ def worker(
         found = f"{config} has no worker {name!r}" if name else "--name is missing"
         raise ConfigError(f"{found}: expected one of: {known}")
     address = bind or (entry.address if entry else DEFAULT_BIND)
-    host, port = split_address(address)
-    if not is_loopback(host) and not cluster.insecure:
-        raise ConfigError(
-            f"will not listen on {address}: links between nodes are not encrypted yet. "
-            "Use a loopback address, or a --config with `insecure: true` in it if you trust this network"
-        )
+    _, port = split_address(address)
 
+    from worker.node.network import Network
     from worker.node.serve import serve
 
     serve(
         name or f"worker-{port}",
         address,
+        Network(insecure=cluster.insecure),
         model=model or (entry.model if entry else None),
         memory_bytes=entry.memory if entry else None,
         follow_parent=follow_parent,

@@ -46,6 +46,11 @@ def is_loopback(host: str) -> bool:
     return ipaddress.ip_address(ip).is_loopback if ip else host.lower() == "localhost"
 
 
+def may_be_plaintext(host: str, *, insecure: bool) -> bool:
+    """Whether a link to this host need not be encrypted: it stays on this machine, or the user trusts the network."""
+    return insecure or is_loopback(host)
+
+
 def _ip(host: str, version: int) -> str | None:
     try:
         ip = ipaddress.ip_address(host)
@@ -214,8 +219,7 @@ def _disagreements(raw: dict[Any, Any]) -> Iterator[str]:
     addresses = {f"workers[{i}].address": worker.get("address") for i, worker in enumerate(workers)}
     yield from _repeated(names, lambda name: name if isinstance(name, str) else None)
     yield from _repeated(addresses, _place)
-    if raw.get("insecure", False) is False:
-        yield from _exposed(addresses)
+    yield from _exposed(addresses, insecure=raw.get("insecure", False) is not False)
     if isinstance(layers, list) and isinstance(listed, list) and len(layers) != 1 + len(workers):
         yield f"layers: expected {1 + len(workers)} number(s), one per node, coordinator first, found {len(layers)}"
 
@@ -235,9 +239,9 @@ def _repeated(values: dict[str, Any], identity: Callable[[Any], Hashable | None]
             yield f"{path}: expected one that no other node has, found {value!r} at {first} too"
 
 
-def _exposed(addresses: dict[str, Any]) -> Iterator[str]:
+def _exposed(addresses: dict[str, Any], *, insecure: bool) -> Iterator[str]:
     for path, address in addresses.items():
-        if (place := _place(address)) and not is_loopback(place[0]):
+        if (place := _place(address)) and not may_be_plaintext(place[0], insecure=insecure):
             yield (
                 f"{path}: expected a loopback address, found {address!r}: links between nodes are not encrypted yet; "
                 "set `insecure: true` if you trust this network"

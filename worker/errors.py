@@ -64,6 +64,10 @@ class CacheMismatch(BrigadeError):
     """A slot does not hold the prefix that a window continues."""
 
 
+class OutOfMemory(BrigadeError):
+    """A node has no memory left for what it was to do."""
+
+
 class NodeBusy(BrigadeError):
     """The node already serves another coordinator."""
 

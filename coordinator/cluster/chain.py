@@ -13,11 +13,11 @@ from coordinator.cluster.stillness import Stillness
 from coordinator.planning.costs import ChainCosts
 from coordinator.planning.patience import Patience, StepKind
 from protos.brigade_pb2 import AttachRequest, Frame, LoadProgress, Result, Session, StatusReply, Window
-from worker.compute.engine import Engine, num_rows
+from worker.compute.engine import Engine
+from worker.compute.header import num_rows
 from worker.errors import BrigadeError, FrameError, StageLost
 from worker.memory.history import History
 from worker.model.modelspec import ModelSpec
-from worker.node.link import Link
 from worker.node.stage import Stage
 from worker.process.mlx_thread import MlxThread
 
@@ -203,7 +203,7 @@ class Chain:
         assert self._own.shard is not None
         send, watched = None, []
         if self.peers:
-            link = Link(self.peers[0].name, self.peers[0].address, self.epoch, 0)
+            link = self.peers[0].link(self.epoch, 0)
             self._stack.push_async_callback(link.close)
             await link.wait_open()
             watched.append(link.wait_lost())

@@ -1,6 +1,7 @@
 """Epoch: one chain with the sessions that run on it now. Schedules, sends, receives, commits; requests outlive it."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -9,6 +10,7 @@ from coordinator.planning.costs import LaneChooser
 from coordinator.sessions.scheduler import Commit, Scheduler
 from coordinator.sessions.session import Session
 from coordinator.sessions.slots import cache_costs
+from worker.errors import BrigadeError
 
 
 class Epoch:
@@ -31,6 +33,8 @@ class Epoch:
         try:
             while True:
                 arrival = await self.chain.receive()
+                for failure in arrival.result.failures:  # ends everything until the scheduler ends its session alone
+                    raise BrigadeError(f"{failure.kind}: {failure.message}", node=failure.node)
                 take(arrival, self.scheduler.commit(arrival.result))
                 self.send_all()
         finally:
@@ -50,8 +54,9 @@ class Epoch:
         """Send all frames that can be sent now."""
         if self._has_ended:
             return
-        while (frame := self.scheduler.schedule()) is not None:
-            self.chain.send(frame)
+        with contextlib.suppress(BrigadeError):  # the chain has failed: `run` raises it
+            while (frame := self.scheduler.schedule()) is not None:
+                self.chain.send(frame)
         if self.scheduler.is_idle:
             self._idle.set()
         else:

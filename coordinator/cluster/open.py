@@ -19,6 +19,7 @@ from worker.config import Cluster, is_loopback, split_address
 from worker.model.checkpoint import Checkpoint
 from worker.model.modelspec import ModelSpec, describe
 from worker.node.loading import open_checkpoint
+from worker.node.network import Network
 from worker.process.call_thread import run_aside
 from worker.process.machine import memory_budget
 
@@ -33,10 +34,11 @@ async def open_peers(options: ClusterOptions, spec: ModelSpec) -> AsyncIterator[
     configured = options.cluster.workers
     check_split(spec, 1 + options.num_workers, options.cluster.layers)
     async with AsyncExitStack() as stack:
+        network = Network(insecure=options.cluster.insecure)
         if options.local is None:
-            peers = [Peer(worker.name, worker.address, worker.model) for worker in configured]
+            peers = [Peer(worker.name, worker.address, network, worker.model) for worker in configured]
         else:
-            peers = [Peer(worker.name, worker.address) for worker in await _start_local(options.local, stack)]
+            peers = [Peer(worker.name, worker.address, network) for worker in await _start_local(options.local, stack)]
         for peer in peers:
             stack.push_async_callback(peer.close)
         yield peers

@@ -21,8 +21,9 @@ from protos.brigade_pb2 import (
 )
 from protos.brigade_pb2_grpc import NodeStub
 from worker.errors import ModelError, StageLost
+from worker.node.link import Link
+from worker.node.network import PROTOCOL_VERSION, Network
 from worker.node.status import error_of
-from worker.node.wire import PROTOCOL_VERSION, open_channel
 
 T = TypeVar("T")
 
@@ -35,11 +36,12 @@ _DIGEST_S = 600.0
 class Peer:
     """A worker's name, address and calls; `model` is its own copy, if it is not where the coordinator has it."""
 
-    def __init__(self, name: str, address: str, model: str | None = None) -> None:
+    def __init__(self, name: str, address: str, network: Network, model: str | None = None) -> None:
         self.name = name
         self.address = address
         self.model = model
-        self._channel = open_channel(address)
+        self._network = network
+        self._channel = network.channel(name, address)
         self._stub = NodeStub(self._channel)
         self._attachment: grpc.aio.UnaryStreamCall[AttachRequest, Result] | None = None
 
@@ -95,6 +97,10 @@ class Peer:
                         await self._attachment.read()  # refused: this raises the reason
             except TimeoutError:
                 raise StageLost(f"did not join the chain within {_ATTACH_S:.0f} s", node=self.name) from None
+
+    def link(self, epoch: int, stage: int) -> Link:
+        """A hop to the worker from this process as `stage`."""
+        return Link(self._network, self.name, self.address, epoch, stage)
 
     async def results(self) -> AsyncIterator[Result]:
         """What the attached worker reports; nothing unless it is the last. Raises once it is lost."""

@@ -17,8 +17,8 @@ from protos.brigade_pb2_grpc import NodeServicer, NodeStub, add_NodeServicer_to_
 from tests.cluster.models import CONTEXT, VOCAB, altered_copy, reconfigured_copy
 from tests.cluster.processes import FINISH_S, Outcome, Starter, Worker, free_port, starting, write_cluster
 from worker.model.families import FAMILIES
+from worker.node.network import PROTOCOL_VERSION
 from worker.node.status import error_of
-from worker.node.wire import PROTOCOL_VERSION
 
 PROMPT = "--prompt-tokens 1,2,3"
 HERE = f"generate --model {{talker}} --local 0 {PROMPT}"

@@ -23,17 +23,18 @@ from coordinator.planning.plan import Node, plan
 from coordinator.sessions.answer import Answer
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import LoadProgress, LoadRequest, Sampling
-from protos.brigade_pb2_grpc import add_NodeServicer_to_server
 from tests.tiny import make_model
 from worker.compute.shard import Shard
 from worker.memory.lane import Place
 from worker.model.checkpoint import open_folder
 from worker.model.modelspec import describe
+from worker.node.network import Network
+from worker.node.relay import add_node
 from worker.node.service import NodeService
-from worker.node.wire import SERVER_OPTIONS
 from worker.process.mlx_thread import MlxThread
 
 CHUNK = 8
+NETWORK = Network()
 
 _runner = pytest.StashKey[asyncio.Runner]()
 
@@ -75,7 +76,7 @@ class RunningNode:
     server: grpc.aio.Server
 
     def peer(self) -> Peer:
-        return Peer(self.name, self.address)
+        return Peer(self.name, self.address, NETWORK)
 
 
 @asynccontextmanager
@@ -86,10 +87,10 @@ async def serving(count: int, model: Path | None = None) -> AsyncIterator[list[R
         for number in range(1, count + 1):
             thread = MlxThread()
             stack.callback(thread.close)
-            service = NodeService(f"node-{number}", thread, str(model) if model else None)
-            server = grpc.aio.server(options=SERVER_OPTIONS)
-            add_NodeServicer_to_server(service, server)
-            port = server.add_insecure_port("127.0.0.1:0")
+            service = NodeService(f"node-{number}", thread, NETWORK, str(model) if model else None)
+            server = NETWORK.server()
+            add_node(service, server)
+            port = NETWORK.listen(server, "127.0.0.1:0")
             await server.start()
             stack.push_async_callback(server.stop, None)
             nodes.append(RunningNode(service.name, f"127.0.0.1:{port}", service, thread, server))

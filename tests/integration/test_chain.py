@@ -29,7 +29,6 @@ from tests.integration.conftest import (
 from tests.integration.upstream import window_of
 from tests.tiny import VOCAB
 from worker.compute.shard import Shard
-from worker.errors import CacheMismatch
 from worker.memory.lane import Place
 
 PROMPT = tuple((5 * i + 3) % VOCAB for i in range(3 * CHUNK + 2))
@@ -216,8 +215,8 @@ async def test_a_sliding_layer_that_has_let_go_of_rows_refuses_a_base_that_needs
         chain.send(Frame(epoch=1, step=52, windows=[window_of(tokens, 256)]))  # the same again is possible
         assert (await chain.receive()).result.samples[0].token == whole.tokens(tokens, 1)[0]
         chain.send(Frame(epoch=1, step=53, windows=[window_of(tokens[:252], 251)]))
-        with pytest.raises(CacheMismatch, match="251"):
-            await chain.receive()
+        (failure,) = (await chain.receive()).result.failures
+        assert (failure.slot, failure.kind) == (0, "CacheMismatch") and "251" in failure.message
 
 
 async def test_a_recurrent_layer_refuses_to_go_back(models: Models) -> None:
@@ -225,5 +224,6 @@ async def test_a_recurrent_layer_refuses_to_go_back(models: Models) -> None:
         chain.send(Frame(epoch=1, step=50, opened=[Opening(slot=0)], windows=[window_of(PROMPT[:6], 0)]))
         await chain.receive()
         chain.send(Frame(epoch=1, step=51, windows=[window_of(PROMPT[:6], 4)]))
-        with pytest.raises(CacheMismatch, match="recurrent layer cannot be cut to 4 tokens: its state is at 6"):
-            await chain.receive()
+        (failure,) = (await chain.receive()).result.failures
+        assert failure.kind == "CacheMismatch"
+        assert failure.message == "a recurrent layer cannot be cut to 4 tokens: its state is at 6"

@@ -194,11 +194,11 @@ async def test_a_step_that_fails_ahead_of_another_fails_the_runner_not_the_proce
     """Two frames are on the device where engines run ahead: no request may wait for ever for the lost one."""
     begin, begun = Engine.begin, []
 
-    def fail(engine: Engine, frame: Any, received: int) -> Any:
+    def fail(engine: Engine, frame: Any, *rest: Any) -> Any:
         begun.append(frame.step)
         if len(begun) == 25:
             raise RuntimeError("no such kernel")
-        return begin(engine, frame, received)
+        return begin(engine, frame, *rest)
 
     monkeypatch.setattr(Engine, "runs_ahead", True)
     async with running(models("qwen3").folder, (4,)) as chain:

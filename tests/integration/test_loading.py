@@ -23,13 +23,13 @@ from mlx.utils import tree_flatten
 
 from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_UNSPECIFIED, Fingerprint, HelloRequest, LoadRequest
 from protos.brigade_pb2_grpc import NodeStub
-from tests.integration.conftest import Models, RunningNode, answer, load, load_request, opened, serving
+from tests.integration.conftest import NETWORK, Models, RunningNode, answer, load, load_request, opened, serving
 from tests.tiny import make_model, write_folder
 from worker.compute.shard import Shard
 from worker.errors import ModelError
 from worker.model.checkpoint import open_folder
+from worker.node.network import PROTOCOL_VERSION
 from worker.node.status import error_of
-from worker.node.wire import PROTOCOL_VERSION, open_channel
 
 WEIGHTS = "model.safetensors"
 Tensors = dict[str, mx.array]
@@ -138,7 +138,7 @@ async def test_layers_or_hidden_states_that_the_model_does_not_have_are_refused(
 
 
 async def test_another_version_of_the_protocol_is_refused_with_both_versions() -> None:
-    async with worker() as node, open_channel(node.address) as channel:
+    async with worker() as node, NETWORK.channel("node-1", node.address) as channel:
         hello = NodeStub(channel).Hello
         assert (await hello(HelloRequest(protocol_version=PROTOCOL_VERSION))).node == "node-1"
         with pytest.raises(grpc.RpcError) as caught:

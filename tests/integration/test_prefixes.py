@@ -12,7 +12,7 @@ from coordinator.decoding.decode import Decode, make_cache_choice
 from coordinator.sessions.answer import Answer
 from coordinator.sessions.request import Request
 from coordinator.sessions.slots import cache_costs
-from protos.brigade_pb2 import Frame
+from protos.brigade_pb2 import Frame, Timing
 from protos.brigade_pb2 import Session as Opening
 from tests.integration.conftest import CHUNK, Models, Pass, opened, running, serving
 from tests.integration.many import Live, request, running_within, solo, splits, tokens_of, until, wait_freed
@@ -298,7 +298,7 @@ async def test_two_windows_for_one_slot_in_one_frame_are_refused(models: Models,
     async with feeding(models("qwen3").folder) as worker:
         await worker.send(
             Frame(
-                epoch=1, step=7, opened=[Opening(slot=0)], hidden=tensor([1, 3, 64]),
+                epoch=1, step=7, opened=[Opening(slot=0)], hidden=tensor([1, 3, 64]), timings=[Timing()],
                 windows=[window_of((5, 6), 0), window_of((5, 6, 7), 2)],
             )
         )  # fmt: skip

@@ -6,51 +6,19 @@ from protos.brigade_pb2 import (
     DTYPE_BFLOAT16,
     DTYPE_UNSPECIFIED,
     Tensor,
+    Timing,
 )
-from protos.brigade_pb2 import Session as Opening
 from tests.integration.conftest import (
+    NETWORK,
     Models,
     Pass,
     load,
     load_request,
     serving,
 )
-from tests.integration.upstream import D, feeding, frame, tensor
-from worker.errors import CacheMismatch, FrameError
+from tests.integration.upstream import D, feeding, frame, parts_of, tensor
+from worker.errors import FrameError
 from worker.node.link import Link
-
-
-async def test_a_wrong_prefix_hash_is_refused_before_anything_is_computed(models: Models, passes: list[Pass]) -> None:
-    async with feeding(models("qwen3").folder) as worker:
-        await worker.send(frame(1, [5, 6, 7]))
-        assert len((await worker.next_result()).samples) == 1
-        assert passes == [Pass(2, (3,))]
-        await worker.send(frame(2, [8], before=(5, 6, 9)))
-        with pytest.raises(
-            CacheMismatch, match=r"worker node-1: .*slot 0 was to continue at 3 tokens .*another prefix"
-        ):
-            await worker.next_result()
-        assert passes == [Pass(2, (3,))]
-
-
-async def test_a_slot_that_lacks_the_prefix_is_refused_before_anything_is_computed(
-    models: Models, passes: list[Pass]
-) -> None:
-    """A restarted worker never goes on from an empty cache."""
-    async with feeding(models("qwen3").folder) as worker:
-        await worker.send(frame(1, [8], before=(5, 6, 9), opened=[Opening(slot=0)]))
-        with pytest.raises(CacheMismatch, match=r"worker node-1: .*slot 0 was to continue at 3 tokens .*only 0 tokens"):
-            await worker.next_result()
-    assert passes == []
-
-
-async def test_a_slot_opened_again_starts_empty(models: Models) -> None:
-    async with feeding(models("qwen3").folder) as worker:
-        await worker.send(frame(1, [5, 6, 7]))
-        await worker.next_result()
-        await worker.send(frame(2, [8], before=(5, 6, 7), opened=[Opening(slot=0)]))
-        with pytest.raises(CacheMismatch, match="only 0 tokens"):
-            await worker.next_result()
 
 
 async def test_a_closed_slot_takes_no_more_windows(models: Models) -> None:
@@ -65,36 +33,69 @@ async def test_a_closed_slot_takes_no_more_windows(models: Models) -> None:
 # Frames and hops that are refused
 
 REFUSED = {
-    "another width": (
-        tensor([1, 3, D // 2]),
-        r"\[1, 3, 64\] float32 from stage 0, got \[1, 3, 32\] float32 \(step 1\)",
-    ),
-    "other rows": (tensor([1, 2, D]), r"\[1, 3, 64\] float32 from stage 0, got \[1, 2, 64\] float32 \(step 1\)"),
-    "another rank": (tensor([3, D]), r"\[1, 3, 64\] float32 from stage 0, got \[3, 64\] float32 \(step 1\)"),
-    "another dtype": (
-        tensor([1, 3, D], DTYPE_BFLOAT16),
-        r"\[1, 3, 64\] float32 from stage 0, got \[1, 3, 64\] bfloat16 \(step 1\)",
-    ),
-    "no dtype": (
-        tensor([1, 3, D], DTYPE_UNSPECIFIED),
-        r"float32 from stage 0, got \[1, 3, 64\] unspecified \(step 1\)",
-    ),
-    "an unknown dtype": (tensor([1, 3, D], 9), r"float32 from stage 0, got \[1, 3, 64\] .*9 \(step 1\)"),
-    "no hidden states": (Tensor(), r"\[1, 3, 64\] float32 from stage 0, got \[\] unspecified \(step 1\)"),
-    "bytes missing": (tensor([1, 3, D], num_bytes=700), r"768 bytes for \[1, 3, 64\], got 700"),
-    "bytes to spare": (tensor([1, 3, D], num_bytes=769), r"768 bytes for \[1, 3, 64\], got 769"),
+    "another width": (tensor([1, 3, D // 2]), r"\[1, 3, 32\] float32"),
+    "other rows": (tensor([1, 2, D]), r"\[1, 2, 64\] float32"),
+    "another rank": (tensor([3, D]), r"\[3, 64\] float32"),
+    "more than there is memory": (tensor([2**32 - 1] * 3), r"\[4294967295, 4294967295, 4294967295\] float32"),
+    "another dtype": (tensor([1, 3, D], DTYPE_BFLOAT16), r"\[1, 3, 64\] bfloat16"),
+    "no dtype": (tensor([1, 3, D], DTYPE_UNSPECIFIED), r"\[1, 3, 64\] unspecified"),
+    "an unknown dtype": (tensor([1, 3, D], 9), r"\[1, 3, 64\] .*9"),
+    "no hidden states": (Tensor(), r"\[\] unspecified"),
 }
 
 
-@pytest.mark.parametrize(("hidden", "message"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("hidden", "found"), REFUSED.values(), ids=REFUSED)
 async def test_hidden_states_of_another_shape_or_dtype_are_refused(
-    models: Models, passes: list[Pass], hidden: Tensor, message: str
+    models: Models, passes: list[Pass], hidden: Tensor, found: str
 ) -> None:
+    """By the header alone: none of the bytes that it announces is sent."""
     async with feeding(models("qwen3").folder) as worker:
         odd = frame(1, [5, 6, 7])
         odd.hidden.CopyFrom(hidden)
+        await worker.send(odd, num_bytes=0)
+        message = rf"^worker node-1: expected hidden \[1, 3, 64\] float32 from stage 0, got {found} \(step 1\)"
+        with pytest.raises(FrameError, match=message):
+            await worker.next_result()
+        with pytest.raises(FrameError, match=message):
+            await worker.wait_refused()
+    assert passes == []
+
+
+@pytest.mark.parametrize("num_bytes", [0, 700, 769])
+async def test_a_payload_that_is_not_as_long_as_its_header_says_is_refused(
+    models: Models, passes: list[Pass], num_bytes: int
+) -> None:
+    async with feeding(models("qwen3").folder) as worker:
+        await worker.send(frame(1, [5, 6, 7]), num_bytes=num_bytes)
+        expected = rf"^worker node-1: expected 768 bytes in part 0, got {num_bytes} \(step 1\)"
+        with pytest.raises(FrameError, match=expected):
+            await worker.next_result()
+    assert passes == []
+
+
+async def test_a_frame_of_several_parts_is_taken_only_whole_and_in_order(models: Models, passes: list[Pass]) -> None:
+    """1,025 rows of 256 bytes are one row more than one part takes."""
+    long = frame(1, list(range(90)) * 12)
+    async with feeding(models("qwen3").folder) as worker:
+        await worker.send(long)
+        assert len((await worker.next_result()).samples) == 1
+        first, _ = parts_of(long, bytes(len(long.windows[0].tokens) * D * 4))
+        await worker.send_parts([first, first])
+        with pytest.raises(FrameError, match=r"^worker node-1: expected part 1 \(step 1\), got part 0"):
+            await worker.next_result()
+    assert passes == [Pass(2, (1080,))]
+
+
+@pytest.mark.parametrize("count", [0, 2])
+async def test_a_frame_with_another_number_of_timings_than_stages_passed_is_refused(
+    models: Models, passes: list[Pass], count: int
+) -> None:
+    async with feeding(models("qwen3").folder) as worker:
+        odd = frame(1, [5, 6, 7])
+        del odd.timings[:]
+        odd.timings.extend([Timing()] * count)
         await worker.send(odd)
-        with pytest.raises(FrameError, match=f"^worker node-1: expected .*{message}"):
+        with pytest.raises(FrameError, match=rf"^worker node-1: expected 1 timings.*got {count} \(step 1\)"):
             await worker.next_result()
     assert passes == []
 
@@ -118,8 +119,9 @@ async def test_a_frame_of_another_epoch_is_refused(models: Models, passes: list[
         stale = frame(7, [5, 6, 7])
         stale.epoch = 2
         await worker.send(stale)
-        with pytest.raises(FrameError, match=r"^worker node-1: expected .*epoch 1, got epoch 2 \(step 7\)"):
-            await worker.wait_refused()
+        for refused in (worker.wait_refused(), worker.next_result()):
+            with pytest.raises(FrameError, match=r"^worker node-1: expected .*epoch 1, got epoch 2 \(step 7\)"):
+                await refused
     assert passes == []
 
 
@@ -134,9 +136,24 @@ async def test_a_hop_from_the_wrong_stage_or_epoch_is_refused(models: Models, ep
 async def test_a_hop_into_a_node_that_is_not_attached_is_refused(models: Models) -> None:
     async with serving(1) as [node]:
         await load(node, load_request(models("qwen3").folder, 2, 4))
-        link = Link(node.name, node.address, 1, 0)
+        link = Link(NETWORK, node.name, node.address, 1, 0)
         try:
             with pytest.raises(FrameError, match=r"^worker node-1: is not part of a chain"):
                 await link.wait_open()
         finally:
             await link.close()
+
+
+async def test_a_second_hop_from_the_same_stage_is_refused(models: Models) -> None:
+    """Two streams would not say whose frame comes first."""
+    async with feeding(models("qwen3").folder) as worker:
+        other = worker.another_link()
+        try:
+            with pytest.raises(
+                FrameError, match=r"^worker node-1: expected one hop from the stage before, got another"
+            ):
+                await other.wait_open()
+        finally:
+            await other.close()
+        await worker.send(frame(1, [5, 6, 7]))
+        assert len((await worker.next_result()).samples) == 1

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from protos.brigade_pb2 import (
     Frame,
     Result,
     Tensor,
+    Timing,
     Window,
 )
 from protos.brigade_pb2 import Session as Opening
@@ -24,8 +25,10 @@ from tests.integration.conftest import (
 )
 from worker.memory.history import History
 from worker.node.link import Link
+from worker.node.parts import cut, write_part
 
 D = 64
+SIZES = {DTYPE_FLOAT32: 4}  # bytes; those of all others are 2
 
 
 class Upstream:
@@ -36,8 +39,16 @@ class Upstream:
         self._link = link
         self._results = peer.results()
 
-    async def send(self, frame: Frame) -> None:
-        await self._link.send(frame)
+    async def send(self, frame: Frame, num_bytes: int | None = None) -> None:
+        """Send a header and zeros, as many as it announces or another number."""
+        size = math.prod(frame.hidden.shape) * SIZES.get(frame.hidden.dtype, 2) if num_bytes is None else num_bytes
+        await self.send_parts(parts_of(frame, bytes(size)))
+
+    async def send_parts(self, parts: Sequence[bytes]) -> None:
+        await self._link.send(parts)
+
+    def another_link(self) -> Link:
+        return self._peer.link(1, 0)
 
     async def next_result(self) -> Result:
         async with asyncio.timeout(10):
@@ -63,7 +74,7 @@ async def feeding(folder: Path, epoch: int = 1, stage: int = 0) -> AsyncIterator
             peer = node.peer()
             stack.push_async_callback(peer.close)
             await peer.attach(attach_request(folder))
-            link = Link(node.name, node.address, epoch, stage)
+            link = peer.link(epoch, stage)
             stack.push_async_callback(link.close)
             await link.wait_open()
             yield Upstream(peer, link)
@@ -73,7 +84,12 @@ def frame(step: int, tokens: list[int], before: tuple[int, ...] = (), **changes:
     """A sound frame into stage 1: slot 0 goes on after the tokens `before` by `tokens`."""
     window = window_of((*before, *tokens), len(before))
     sound = Frame(
-        epoch=1, step=step, opened=[] if before else [Opening(slot=0)], windows=[window], hidden=zeros(tokens)
+        epoch=1,
+        step=step,
+        opened=[] if before else [Opening(slot=0)],
+        windows=[window],
+        hidden=tensor([1, len(tokens), D]),
+        timings=[Timing()],
     )
     sound.MergeFrom(Frame(**changes))
     return sound
@@ -85,10 +101,12 @@ def window_of(tokens: tuple[int, ...], base: int, slot: int = 0) -> Window:
     return Window(slot=slot, base=base, prefix_hash=prefix_hash, tokens=tokens[base:], wanted=1)
 
 
-def zeros(tokens: list[int]) -> Tensor:
-    return tensor([1, len(tokens), D])
+def tensor(shape: list[int], dtype: int = DTYPE_FLOAT32) -> Tensor:
+    return Tensor(dtype=dtype, shape=shape)  # type: ignore[arg-type]
 
 
-def tensor(shape: list[int], dtype: int = DTYPE_FLOAT32, num_bytes: int | None = None) -> Tensor:
-    size = 4 if dtype == DTYPE_FLOAT32 else 2
-    return Tensor(dtype=dtype, shape=shape, data=bytes(math.prod(shape) * size if num_bytes is None else num_bytes))
+def parts_of(frame: Frame, payload: bytes) -> list[bytes]:
+    """The messages that carry this header and these bytes, whether or not they suit each other."""
+    header = frame.SerializeToString()
+    pieces = enumerate(cut(memoryview(payload)))
+    return [write_part(number, b"" if number else header, data) for number, data in pieces]

@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
 from protos.brigade_pb2 import Cache
+from worker.compute.exhaustion import out_of_memory
 from worker.errors import ModelError
 from worker.memory.cache import LayerCache, Mask, make_cache
 from worker.memory.lane import Lane, Place, serve_lanes
@@ -109,14 +110,16 @@ class Shard:
         """Read the shard's tensors from disk, a layer at a time; `progress` takes the bytes that became resident.
 
         Raises:
-            ModelError: a file ends early or cannot be read.
+            ModelError: a file ends early or cannot be read. OutOfMemory: they do not fit.
         """
+        layers = f"layers [{self.start}, {self.end})"
         for module in [*self.layers, self.model]:
             arrays = [array for _, array in _tensors(module)]
             try:
                 mx.eval(arrays)
             except RuntimeError as error:
-                raise ModelError(f"cannot read the tensors of layers [{self.start}, {self.end}): {error}") from error
+                named = out_of_memory(str(error), f"with {layers}, {self.nbytes / 2**30:.2f} GiB")
+                raise named or ModelError(f"cannot read the tensors of {layers}: {error}") from error
             if module is not self.model:
                 progress(sum(array.nbytes for array in arrays))
         progress(self.nbytes - sum(array.nbytes for layer in self.layers for _, array in _tensors(layer)))

@@ -7,16 +7,13 @@ import os
 import signal
 import sys
 
-import grpc
-import grpc.aio
 import mlx.core as mx
 import uvloop
 from grpc_health.v1 import health, health_pb2_grpc
 
-from protos.brigade_pb2_grpc import add_NodeServicer_to_server
-from worker.errors import ConfigError
+from worker.node.network import Network
+from worker.node.relay import add_node
 from worker.node.service import NodeService
-from worker.node.wire import SERVER_OPTIONS
 from worker.process.mlx_thread import MlxThread
 from worker.process.run import INTERRUPTED
 
@@ -24,33 +21,32 @@ _DRAIN_S = 10.0  # how long sessions in progress may take to end
 _LAST_WORD_S = 1.0  # for what the coordinator of the drained sessions still reads and asks
 
 
-def serve(name: str, bind: str, *, model: str | None, memory_bytes: int | None, follow_parent: bool) -> None:
+def serve(
+    name: str, bind: str, network: Network, *, model: str | None, memory_bytes: int | None, follow_parent: bool
+) -> None:
     """Serve as one node until SIGTERM or SIGINT; `bind` is HOST:PORT, port 0 takes a free one.
 
     With `follow_parent` the process also ends when its standard input closes, and says where it listens as one line
     of JSON on standard output: how the coordinator keeps workers of its own.
 
     Raises:
-        ConfigError: the port is in use.
+        ConfigError: the network does not allow it, or the port is in use.
     """
     thread = MlxThread()
-    service = NodeService(name, thread, model, memory_bytes)
+    service = NodeService(name, thread, network, model, memory_bytes)
     try:
-        uvloop.run(_serve(service, bind, follow_parent=follow_parent))
+        uvloop.run(_serve(service, bind, network, follow_parent=follow_parent))
     finally:
         thread.close()
         mx.clear_streams()
 
 
-async def _serve(service: NodeService, bind: str, *, follow_parent: bool) -> None:
-    server = grpc.aio.server(options=SERVER_OPTIONS)
-    add_NodeServicer_to_server(service, server)
+async def _serve(service: NodeService, bind: str, network: Network, *, follow_parent: bool) -> None:
+    server = network.server()
+    add_node(service, server)
     checks = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
-    try:
-        port = server.add_insecure_port(bind)
-    except RuntimeError as error:
-        raise ConfigError(f"cannot listen on {bind}: in use or not an address of this machine; try --bind") from error
+    port = network.listen(server, bind)
     stop = _stop_event(follow_parent=follow_parent)
     await server.start()
     address = f"{bind.rpartition(':')[0]}:{port}"

@@ -14,22 +14,21 @@ import mlx.core as mx
 from protos.brigade_pb2 import (
     AttachRequest,
     Contents,
+    Credit,
     DigestReply,
     DigestRequest,
-    Frame,
     HelloReply,
     HelloRequest,
     LoadProgress,
     LoadRequest,
-    RelayReply,
     Result,
     StatusReply,
     StatusRequest,
 )
 from protos.brigade_pb2_grpc import NodeServicer
 from worker.compute.engine import Engine
+from worker.compute.header import dtype_name
 from worker.compute.shard import Shard
-from worker.compute.tensors import dtype_name
 from worker.errors import BrigadeError, FrameError, ModelError, NodeBusy, StageLost
 from worker.model.checkpoint import Checkpoint
 from worker.model.contents import check_contents, check_files
@@ -37,9 +36,9 @@ from worker.model.headers import unpack_headers
 from worker.model.modelspec import describe
 from worker.node.link import Link
 from worker.node.loading import load_shard, open_checkpoint
+from worker.node.network import ACCEPTED, PROTOCOL_VERSION, Network
 from worker.node.stage import Stage
 from worker.node.status import abort
-from worker.node.wire import ACCEPTED, PROTOCOL_VERSION
 from worker.process.call_thread import run_aside
 from worker.process.machine import memory_budget
 from worker.process.mlx_thread import MlxThread
@@ -59,10 +58,18 @@ class Loaded:
 class NodeService(NodeServicer):
     """One node: at most one shard, at most one chain."""
 
-    def __init__(self, name: str, thread: MlxThread, model: str | None = None, memory_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        thread: MlxThread,
+        network: Network,
+        model: str | None = None,
+        memory_bytes: int | None = None,
+    ) -> None:
         """`model` is this node's own copy, if it is not where the coordinator says."""
         self.name = name
         self._thread = thread
+        self._network = network
         self._model = model
         self._memory_bytes = memory_bytes
         self._loading = asyncio.Lock()
@@ -137,10 +144,10 @@ class NodeService(NodeServicer):
             stack.callback(self._detach)
             link = None
             if request.successor:
-                link = Link(request.successor_name, request.successor, request.epoch, request.stage)
+                link = Link(self._network, request.successor_name, request.successor, request.epoch, request.stage)
                 stack.push_async_callback(link.close)
                 await link.wait_open()
-            engine = Engine(loaded.shard, request.stage, loaded.request.dtype)
+            engine = Engine(loaded.shard, request.stage, loaded.request.dtype, self.name)
             stage = Stage(engine, self._thread, request.epoch, link.send if link else None)
             stack.push_async_callback(stage.stop)
             stage.start(*([link.wait_lost()] if link else []))
@@ -149,13 +156,11 @@ class NodeService(NodeServicer):
             while True:
                 yield await stage.next_result()
 
-    async def Relay(self, frames: AsyncIterator[Frame], context: Context) -> RelayReply:
+    async def Relay(self, parts: AsyncIterator[bytes], context: Context) -> AsyncIterator[Credit]:
         async with self._reporting(context):
             stage = self._stage_for(dict(context.invocation_metadata() or ()))
-            await context.send_initial_metadata(ACCEPTED)
-            async for frame in frames:
-                stage.submit(frame)
-        return RelayReply()
+            async for credit in stage.take_hop(parts):
+                yield credit
 
     async def Status(self, request: StatusRequest, context: Context) -> StatusReply:
         reply = StatusReply(clock=time.monotonic_ns(), peak_memory_bytes=mx.get_peak_memory())

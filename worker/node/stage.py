@@ -2,38 +2,53 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import mlx.core as mx
 
-from protos.brigade_pb2 import Frame, Result, StatusReply
+from protos.brigade_pb2 import Credit, Frame, Result, StatusReply
 from worker.compute.engine import Engine, Step
 from worker.errors import FrameError, StageLost
+from worker.node.hop import put, take
+from worker.node.parts import Arrival, Joiner
 from worker.process.mlx_thread import MlxThread
 
 _DEPTH = 64  # frames that may wait here: more than a scheduler ever has in flight, so one more is a peer's mistake
 
-Send = Callable[[Frame], Awaitable[None]]
+Send = Callable[[Sequence[bytes]], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """A frame for the next stage, as messages."""
+
+    step: int
+    parts: Sequence[bytes]
 
 
 class Stage:
-    """One shard at its place in the chain."""
+    """One shard at its place in the chain. Once it has failed every call of it fails."""
 
     def __init__(self, engine: Engine, thread: MlxThread, epoch: int, send: Send | None) -> None:
-        """`send` takes a frame to the next stage; the last stage has none."""
+        """`send` takes a frame's parts to the next stage; the last stage has none."""
         self.engine = engine
         self.last_step = 0
         self._sent_bytes = 0
         self._thread = thread
         self._epoch = epoch
         self._send = send
-        self._frames: SimpleQueue[tuple[Frame, int]] = SimpleQueue()
+        self._frames: SimpleQueue[tuple[Arrival, int]] = SimpleQueue()
         self._arrived = asyncio.Event()
-        self._outputs: asyncio.Queue[Frame | Result] = asyncio.Queue()
-        self._outcomes: asyncio.Queue[Result | BaseException] = asyncio.Queue()
+        self._outputs: asyncio.Queue[Outgoing | Result] = asyncio.Queue()
+        self._outcomes: asyncio.Queue[Result | None] = asyncio.Queue()  # None, once and for all: it has failed
+        self._failure: BaseException | None = None
+        self._has_hop = False
+        self._credit: asyncio.Queue[int] = asyncio.Queue()  # to grant; 0 ends the hop
+        self._num_done = 0  # frames that credit is due for
         self._idle = asyncio.Event()  # no slot is open
         self._idle.set()
         self._busy_since: float | None = None
@@ -53,25 +68,53 @@ class Stage:
             self._tasks.append(task)
 
     def submit(self, frame: Frame) -> None:
-        """Hand over a frame that has just arrived. Raises FrameError if it is of another epoch or one too many."""
-        if frame.epoch != self._epoch:
-            raise FrameError(f"expected frames of epoch {self._epoch}, got epoch {frame.epoch} (step {frame.step})")
-        if frame.opened:
-            self._idle.clear()
-        if self._frames.qsize() >= _DEPTH:
-            raise FrameError(f"expected at most {_DEPTH} frames in flight, got one more (step {frame.step})")
-        self._frames.put((frame, time.monotonic_ns()))
-        self._arrived.set()
+        """Hand over a frame that was made here.
+
+        Raises:
+            FrameError: it is not for this stage, or one too many. BrigadeError: whatever ended the stage.
+        """
+        self._raise_failure()
+        try:
+            self._check(frame)
+            self._take_in(Arrival(frame))
+        except FrameError as error:
+            self._fail(error)
+            raise
+
+    async def take_hop(self, parts: AsyncIterator[bytes]) -> AsyncIterator[Credit]:
+        """Take in the frames of the stage before this one, and grant it credit for more, until it ends the hop.
+
+        Raises:
+            FrameError: it has a hop already, or a frame is refused. BrigadeError: whatever ended the stage.
+        """
+        self._raise_failure()
+        if self._has_hop:
+            raise FrameError("expected one hop from the stage before, got another one")
+        self._has_hop = True
+        joiner = Joiner(self._check)
+        reading = asyncio.create_task(self._read(parts, joiner))
+        reading.add_done_callback(self._hop_ended)
+        try:
+            yield Credit(frames=_DEPTH)
+            while frames := await self._credit.get():
+                yield Credit(frames=frames)
+        finally:
+            reading.cancel()
+        self._raise_failure()
+        joiner.end()
 
     def deliver(self, result: Result) -> None:
         """Add a result that came from elsewhere: the coordinator's stage gets those of the last worker."""
-        self._outcomes.put_nowait(result)
+        if self._failure is None:
+            self._outcomes.put_nowait(result)
 
     async def next_result(self) -> Result:
-        """The next result, in order. Raises whatever ended the stage."""
+        """The next result, in order. Raises whatever ended the stage, now and ever after."""
         outcome = await self._outcomes.get()
-        if isinstance(outcome, BaseException):
-            raise outcome
+        if outcome is None:
+            self._outcomes.put_nowait(None)  # for the next call
+            self._raise_failure()
+        assert outcome is not None
         return outcome
 
     def status(self) -> StatusReply:
@@ -94,6 +137,7 @@ class Stage:
     async def stop(self) -> None:
         self._is_stopping = True
         self._idle.set()
+        self._credit.put_nowait(0)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -110,7 +154,8 @@ class Stage:
         step = self._begin_next()
         while step is not None:
             following = self._begin_next() if self.engine.runs_ahead else None
-            output = self.engine.finish(step)
+            header, array = self.engine.finish(step)
+            output = header if isinstance(header, Result) else Outgoing(header.step, put(header, array))
             self._busy_since = None if following is None else time.monotonic()
             loop.call_soon_threadsafe(self._outputs.put_nowait, output)
             step = following or self._begin_next()
@@ -121,11 +166,11 @@ class Stage:
         busy_since = self._busy_since
         self._busy_since = busy_since or time.monotonic()  # before the frame is gone from the queue: see wait_idle
         try:
-            frame, received = self._frames.get_nowait()
+            arrival, received = self._frames.get_nowait()
         except Empty:
             self._busy_since = busy_since
             return None
-        return self.engine.begin(frame, received)
+        return self.engine.begin(arrival.header, take(arrival.header, arrival.payload), received)
 
     async def _pass_on(self) -> None:
         while True:
@@ -133,15 +178,60 @@ class Stage:
             self.last_step = output.step
             if not self.engine.num_slots and self._frames.empty() and self._busy_since is None:
                 self._idle.set()
-            output.timings[-1].sent = time.monotonic_ns()
-            self._sent_bytes += output.ByteSize()
             if isinstance(output, Result):
+                output.timings[-1].sent = time.monotonic_ns()
+                self._sent_bytes += output.ByteSize()
                 self.deliver(output)
             else:
                 assert self._send is not None
-                await self._send(output)
+                self._sent_bytes += sum(map(len, output.parts))
+                await self._send(output.parts)
+            if self._has_hop:
+                self._grant()
+
+    def _grant(self) -> None:
+        """Let the sender replace the frames that are done, half of its credit at a time: each grant is a message."""
+        self._num_done += 1
+        if self._num_done == _DEPTH // 2:
+            self._num_done = 0
+            self._credit.put_nowait(_DEPTH // 2)
+
+    async def _read(self, parts: AsyncIterator[bytes], joiner: Joiner) -> None:
+        async for part in parts:
+            if arrival := joiner.add(part):
+                self._take_in(arrival)
+
+    def _check(self, frame: Frame) -> None:
+        if frame.epoch != self._epoch:
+            raise FrameError(f"expected frames of epoch {self._epoch}, got epoch {frame.epoch} (step {frame.step})")
+        self.engine.check(frame)
+
+    def _take_in(self, arrival: Arrival) -> None:
+        frame = arrival.header
+        if frame.opened:
+            self._idle.clear()
+        if self._frames.qsize() >= _DEPTH:
+            raise FrameError(f"expected at most {_DEPTH} frames in flight, got one more (step {frame.step})")
+        self._frames.put((arrival, time.monotonic_ns()))
+        self._arrived.set()
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         if not self._is_stopping:
             error = None if task.cancelled() else task.exception()
-            self._outcomes.put_nowait(error or StageLost("a part of the stage ended by itself"))
+            self._fail(error or StageLost("a part of the stage ended by itself"))
+
+    def _hop_ended(self, reading: "asyncio.Task[None]") -> None:
+        """A sender that sends what it must not ends the stage; of one that has gone the coordinator knows otherwise."""
+        if not reading.cancelled() and (error := reading.exception()):
+            self._fail(error)
+        self._credit.put_nowait(0)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failure is None:
+            self._failure = error
+            self._outcomes.put_nowait(None)
+            self._credit.put_nowait(0)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)  # or it would grow with every time that it is raised

@@ -5,7 +5,16 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from worker.errors import BrigadeError, CacheMismatch, ConfigError, FrameError, ModelError, NodeBusy, StageLost
+from worker.errors import (
+    BrigadeError,
+    CacheMismatch,
+    ConfigError,
+    FrameError,
+    ModelError,
+    NodeBusy,
+    OutOfMemory,
+    StageLost,
+)
 
 _KIND, _NODE = "brigade-error", "brigade-node"
 
@@ -15,6 +24,7 @@ _STATUSES: dict[type[BrigadeError], grpc.StatusCode] = {
     FrameError: grpc.StatusCode.DATA_LOSS,
     ModelError: grpc.StatusCode.FAILED_PRECONDITION,
     NodeBusy: grpc.StatusCode.ALREADY_EXISTS,
+    OutOfMemory: grpc.StatusCode.RESOURCE_EXHAUSTED,
     StageLost: grpc.StatusCode.UNAVAILABLE,
 }
 _KINDS = {kind.__name__: kind for kind in _STATUSES}

@@ -82,7 +82,8 @@ def test_what_the_user_can_mend_is_exit_code_2_and_what_went_wrong_on_the_way_is
     codes = {kind.__name__: kind.exit_code for kind in KINDS}
     assert codes == {
         "InputError": 2, "ConfigError": 2, "ModelError": 2,
-        "FrameError": 3, "CacheMismatch": 3, "NodeBusy": 3, "QueueFull": 3, "StageLost": 3, "ReaderLost": 3,
+        "FrameError": 3, "CacheMismatch": 3, "NodeBusy": 3, "OutOfMemory": 3, "QueueFull": 3, "StageLost": 3,
+        "ReaderLost": 3,
     }  # fmt: skip
 
 

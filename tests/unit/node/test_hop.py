@@ -1,0 +1,125 @@
+"""Hidden states as bytes: what goes in on one node comes out on another."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_FLOAT32, DTYPE_UNSPECIFIED, DType, Frame, Timing
+from worker.compute.header import dtype_name
+from worker.errors import FrameError
+from worker.node.hop import put, take
+from worker.node.parts import PART_BYTES, Arrival, Joiner
+
+DTYPES = {DTYPE_FLOAT32: mx.float32, DTYPE_FLOAT16: mx.float16, DTYPE_BFLOAT16: mx.bfloat16}
+WORDS = {4: np.uint32, 2: np.uint16}
+
+
+def bits(array: mx.array) -> np.ndarray:
+    word = WORDS[array.dtype.size]
+    return np.array(array.reshape(-1).view(mx.uint32 if word is np.uint32 else mx.uint16))
+
+
+def accept(header: Frame) -> None:
+    pass
+
+
+def sent(array: mx.array | None) -> list[bytes]:
+    return put(Frame(step=41, timings=[Timing(stage=0), Timing(stage=1, received=5)]), array)
+
+
+def arrived(parts: list[bytes]) -> Arrival:
+    joiner = Joiner(accept)
+    *before, arrival = map(joiner.add, parts)
+    assert before == [None] * len(before) and arrival is not None
+    return arrival
+
+
+def travelled(array: mx.array) -> mx.array:
+    arrival = arrived(sent(array))
+    found = take(arrival.header, arrival.payload)
+    assert found is not None
+    return found
+
+
+def every_pattern(dtype: mx.Dtype) -> mx.array:
+    """All 65536 patterns of 16 bits; for 32 bits the same as upper halves, over a changing lower half."""
+    low = np.arange(65536, dtype=np.uint32)
+    words = low.astype(np.uint16) if dtype.size == 2 else (low << 16) | (low * 40503 & 0xFFFF)
+    return mx.array(words).view(dtype).reshape(1, 256, 256)
+
+
+@pytest.mark.parametrize(("enum", "dtype"), DTYPES.items(), ids=map(dtype_name, DTYPES))
+def test_every_bit_pattern_survives_with_dtype_and_shape(enum: DType, dtype: mx.Dtype) -> None:
+    """Among them both zeros, subnormals, infinities and every NaN."""
+    array = every_pattern(dtype)
+    assert arrived(sent(array)).header.hidden.dtype == enum
+    found = travelled(array)
+    assert found.dtype == dtype and found.shape == array.shape
+    np.testing.assert_array_equal(bits(found), bits(array))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 7, 64), (1, 512, 3), (5,), (1, 1, PART_BYTES), (1, 1025, 300)])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_any_shape_survives(dtype: mx.Dtype, shape: tuple[int, ...]) -> None:
+    array = mx.random.normal(shape).astype(dtype)
+    found = travelled(array)
+    assert found.shape == shape and mx.array_equal(found, array)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda x: x[:, 3:5], lambda x: x.swapaxes(1, 2), lambda x: x[..., ::2], lambda x: mx.broadcast_to(x, (1, 8, 6))],
+    ids=["rows", "swapped", "every second", "broadcast"],
+)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_a_view_travels_as_what_it_shows(dtype: mx.Dtype, view) -> None:  # noqa: ANN001
+    source = mx.arange(48).reshape(1, 8, 6).astype(dtype)
+    array = view(source)
+    found = travelled(array)
+    assert found.shape == array.shape and mx.array_equal(found, array)
+
+
+def test_the_bytes_are_little_endian_rows() -> None:
+    arrival = arrived(sent(mx.array([[1.0, -2.0]], mx.float32)))
+    assert b"".join(arrival.payload) == np.array([1.0, -2.0], "<f4").tobytes()
+    assert list(arrival.header.hidden.shape) == [1, 2]
+    assert b"".join(arrived(sent(mx.array([1.0], mx.bfloat16))).payload) == b"\x80\x3f"
+
+
+def test_a_frame_without_an_array_is_its_header_alone() -> None:
+    (part,) = sent(None)
+    arrival = arrived([part])
+    assert arrival.header.step == 41 and take(arrival.header, arrival.payload) is None
+
+
+def test_putting_a_frame_closes_its_last_timing_and_no_other() -> None:
+    before, last = arrived(sent(mx.zeros((1, 1, 8)))).header.timings
+    assert (before.sent, last.received) == (0, 5) and last.sent > 0
+
+
+def test_an_array_that_has_been_taken_is_nobody_elses_memory() -> None:
+    """What the parts were is freed or used again while the model is at it."""
+    header = arrived(sent(mx.ones((1, 3, 8), mx.bfloat16))).header
+    for sizes in ([48], [16, 32]):
+        pieces = [memoryview(bytearray(b"\x80\x3f" * (size // 2))) for size in sizes]
+        found = take(header, pieces)
+        for piece in pieces:
+            piece[:] = bytes(len(piece))
+        assert found is not None and mx.array_equal(found, mx.ones((1, 3, 8), mx.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [mx.int32, mx.uint8, mx.bool_, mx.complex64])
+def test_only_the_dtypes_of_hidden_states_travel(dtype: mx.Dtype) -> None:
+    with pytest.raises(FrameError, match=r"expected float32, float16 or bfloat16"):
+        sent(mx.zeros((2, 2), dtype))
+
+
+def test_every_dtype_of_the_proto_has_an_mlx_dtype_and_a_name() -> None:
+    named = {dtype_name(number) for number in DType.values() if number != DTYPE_UNSPECIFIED}
+    assert named == {"float32", "float16", "bfloat16"}
+    for name in named:
+        assert travelled(mx.zeros((1, 1, 2), getattr(mx, name))).dtype == getattr(mx, name)
+
+
+def test_a_number_that_is_no_dtype_has_a_name_for_messages_too() -> None:
+    assert dtype_name(99) == "dtype 99"  # type: ignore[arg-type]

@@ -1,0 +1,171 @@
+"""Frames in parts: what is cut on one end is joined on the other, and whatever is not as it has to be is refused."""
+
+import contextlib
+import random
+import re
+
+import pytest
+
+from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT32, Frame, Part, Tensor
+from worker.errors import FrameError
+from worker.node.parts import PART_BYTES, Arrival, Joiner, cut, most_chunk_rows, payload_bytes, read_part, write_part
+
+SIZES = (0, 4, PART_BYTES - 4, PART_BYTES, PART_BYTES + 4, 3 * PART_BYTES)
+
+
+def accept(header: Frame) -> None:
+    pass
+
+
+def header(size: int, step: int = 41) -> Frame:
+    """A frame with so many bytes of hidden states."""
+    frame = Frame(epoch=1, step=step)
+    if size:
+        frame.hidden.CopyFrom(Tensor(dtype=DTYPE_FLOAT32, shape=[1, size // 4, 1]))
+    return frame
+
+
+def parts_of(size: int, step: int = 41) -> list[bytes]:
+    raw = header(size, step).SerializeToString()
+    pieces = enumerate(cut(memoryview(payload(size))))
+    return [write_part(number, b"" if number else raw, data) for number, data in pieces]
+
+
+def payload(size: int) -> bytes:
+    return random.Random(size).randbytes(size)
+
+
+def joined(arrival: Arrival | None) -> tuple[int, bytes]:
+    assert arrival is not None
+    return arrival.header.step, b"".join(arrival.payload)
+
+
+def refused(messages: list[bytes], expected: str) -> None:
+    """The last of these messages is refused, those before it are taken."""
+    joiner = Joiner(accept)
+    for message in messages[:-1]:
+        joiner.add(message)
+    with pytest.raises(FrameError, match=f"^{re.escape(expected)}$"):
+        joiner.add(messages[-1])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_frame_comes_out_as_it_went_in_and_only_once_its_last_part_is_there(size: int) -> None:
+    joiner = Joiner(accept)
+    for step in (41, 42):
+        *first, last = parts_of(size, step)
+        assert [joiner.add(part) for part in first] == [None] * len(first)
+        assert joined(joiner.add(last)) == (step, payload(size))
+    joiner.end()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_no_part_is_longer_than_a_mebibyte(size: int) -> None:
+    assert max(map(len, parts_of(size))) <= 1 << 20
+
+
+@pytest.mark.parametrize("number", [0, 1, 127, 128, 300, 2**32 - 1])
+@pytest.mark.parametrize("size", [0, 1, 127, 128, 70_000])
+def test_a_part_is_what_the_proto_says_in_both_directions(number: int, size: int) -> None:
+    frame, data = header(8), payload(size)
+    message = Part(number=number, frame=frame, data=data).SerializeToString(deterministic=True)
+    assert write_part(number, frame.SerializeToString(), memoryview(data)) == message
+    found_number, found_header, found_data = read_part(message)
+    assert (found_number, Frame.FromString(bytes(found_header)), bytes(found_data)) == (number, frame, data)
+
+
+def test_reading_a_part_copies_nothing() -> None:
+    (message,) = parts_of(1000)
+    _, _, data = read_part(message)
+    assert data.obj is message
+
+
+@pytest.mark.parametrize(
+    ("choose", "expected"),
+    [
+        (lambda parts: parts[1:2], "expected the first part of a frame, got part 1"),
+        (lambda parts: [*parts, parts[2]], "expected the first part of a frame, got part 2"),
+        (lambda parts: [parts[0], parts[2]], "expected part 1 (step 41), got part 2"),
+        (lambda parts: [*parts[:2], parts[1]], "expected part 2 (step 41), got part 1"),
+        (lambda parts: [*parts[:2], parts[0]], "expected part 2 (step 41), got part 0"),
+    ],
+    ids=["no first", "one too many", "left out", "twice", "another frame too early"],
+)
+def test_a_part_that_is_not_the_next_is_refused(choose, expected: str) -> None:  # noqa: ANN001
+    refused(choose(parts_of(2 * PART_BYTES + 8)), expected)
+
+
+@pytest.mark.parametrize("size", [0, PART_BYTES - 1, PART_BYTES + 1])
+def test_a_part_that_is_too_short_or_too_long_is_refused(size: int) -> None:
+    first, *_ = parts_of(3 * PART_BYTES)
+    odd = write_part(1, b"", memoryview(bytes(size)))
+    refused([first, odd], f"expected {PART_BYTES} bytes in part 1, got {size} (step 41)")
+
+
+def test_a_last_part_that_is_longer_than_the_header_said_is_refused() -> None:
+    first, _ = parts_of(PART_BYTES + 8)
+    refused([first, write_part(1, b"", memoryview(bytes(9)))], "expected 8 bytes in part 1, got 9 (step 41)")
+
+
+def test_a_hop_that_ends_within_a_frame_is_refused() -> None:
+    joiner = Joiner(accept)
+    joiner.add(parts_of(2 * PART_BYTES)[0])
+    with pytest.raises(FrameError, match=r"^expected part 1 \(step 41\), got the end of the hop$"):
+        joiner.end()
+
+
+def test_a_header_is_refused_before_its_payload_is_waited_for() -> None:
+    def refuse(frame: Frame) -> None:
+        raise FrameError(f"not step {frame.step}")
+
+    with pytest.raises(FrameError, match=r"^not step 41$"):
+        Joiner(refuse).add(parts_of(2 * PART_BYTES)[0])
+
+
+@pytest.mark.parametrize(
+    "message",
+    [b"\x08", b"\x12\x05abc", b"\x1a\xff", b"\xff" * 40, b"\x20\x01", b"\x09" + bytes(8), b"\x12\x02\xff\xff"],
+)
+def test_bytes_that_are_no_part_are_refused(message: bytes) -> None:
+    with pytest.raises(FrameError, match=r"^expected (a part|the header) of a frame, got "):
+        Joiner(accept).add(message)
+
+
+def test_random_bytes_never_raise_anything_but_a_frame_error() -> None:
+    numbers = random.Random(7)
+    sound = parts_of(64)[0]
+    for _ in range(2000):
+        message = bytearray(sound)
+        for _ in range(numbers.randrange(1, 4)):
+            message[numbers.randrange(len(message))] = numbers.randrange(256)
+        with contextlib.suppress(FrameError):
+            Joiner(accept).add(bytes(message[: numbers.randrange(len(message) + 1)]))
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"), [([], 2), ([1, 2, 4], 16), ([1, 0, 4], 0), ([1, 16384, 8192], 1 << 28)], ids=str
+)
+def test_a_header_says_how_many_bytes_belong_to_it(shape: list[int], expected: int) -> None:
+    assert payload_bytes(Frame(hidden=Tensor(dtype=DTYPE_BFLOAT16, shape=shape))) == expected
+
+
+def test_a_header_that_announces_more_than_a_frame_may_have_is_refused() -> None:
+    with pytest.raises(
+        FrameError, match=r"^expected at most 268435456 bytes of hidden states, got 268451840 \(step 3\)"
+    ):
+        payload_bytes(Frame(step=3, hidden=Tensor(dtype=DTYPE_BFLOAT16, shape=[1, 16385, 8192])))
+    with pytest.raises(FrameError, match="at most"):
+        payload_bytes(Frame(hidden=Tensor(dtype=DTYPE_BFLOAT16, shape=[2**32 - 1] * 3)))
+
+
+def test_an_unknown_dtype_is_refused_with_its_number() -> None:
+    unknown = Tensor.FromString(b"\x08\x63\x12\x01\x02")
+    with pytest.raises(FrameError, match=r"^expected hidden states of a known dtype, got 99 \(step 0\)"):
+        payload_bytes(Frame(hidden=unknown))
+    assert payload_bytes(Frame()) == 0
+
+
+@pytest.mark.parametrize(("row_bytes", "expected"), [(512, 131072), (8192, 8192), (16384, 4096), (1 << 27, 1)])
+def test_a_chunk_may_have_as_many_rows_as_go_into_64_mebibytes(row_bytes: int, expected: int) -> None:
+    assert most_chunk_rows(row_bytes) == expected
+    assert payload_bytes(Frame(hidden=Tensor(dtype=DTYPE_FLOAT32, shape=[expected, row_bytes // 4]))) > 0

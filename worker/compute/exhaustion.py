@@ -1,0 +1,39 @@
+"""MLX out of memory, told from its other errors by their texts: it has no exception of its own for it."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from worker.errors import OutOfMemory
+
+_SIZE = re.compile(r"(?:Unable|Attempting) to allocate (\d+) bytes")
+_LIMIT = re.compile(r"maximum allowed buffer size of (\d+) bytes")
+_SIGNS = ("MemoryError", "out of memory", "OutOfMemory", "Insufficient Memory", "bad_alloc")
+
+
+def out_of_memory(text: str, doing: str) -> OutOfMemory | None:
+    """What an error of MLX with this text means, if it means that there is no memory for `doing`."""
+    size, limit = _SIZE.search(text), _LIMIT.search(text)
+    if not size and not any(sign in text for sign in _SIGNS):
+        return None
+    wanted = f"could not get {_gib(size[1])}" if size else "the device does not say how much was missing"
+    most = f" at once, where {_gib(limit[1])} is the most" if limit else ""
+    return OutOfMemory(
+        f"out of memory {doing}: {wanted}{most}; "
+        "give this node fewer layers, or ask for less context, shorter prompt chunks or fewer requests at once"
+    )
+
+
+@contextmanager
+def memory_errors_named(doing: str) -> Iterator[None]:
+    """Raise OutOfMemory where MLX says so in its own words; also a decorator."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if (named := out_of_memory(f"{error!r}", doing)) is None:
+            raise
+        raise named from error
+
+
+def _gib(num_bytes: str) -> str:
+    return f"{int(num_bytes) / 2**30:.2f} GiB"

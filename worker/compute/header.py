@@ -1,0 +1,56 @@
+"""What the header of a frame must say, so that it can be refused before its payload is taken. Pure: no I/O, no MLX."""
+
+from protos.brigade_pb2 import DType, Frame, Window
+from worker.errors import FrameError
+
+
+def num_rows(window: Window) -> int:
+    """A window's length: its tokens and its MASK rows."""
+    return len(window.tokens) + window.masks
+
+
+def asked_rows(window: Window, first: int = 0) -> range:
+    """The rows that the last stage samples, wanted ones before guessed ones, if the window begins at row `first`."""
+    num_tokens = len(window.tokens)
+    return range(first + num_tokens - window.wanted, first + num_tokens + window.guessed)
+
+
+def dtype_name(dtype: DType) -> str:
+    """For messages; a peer may send a number that is no dtype."""
+    return DType.Name(dtype).removeprefix("DTYPE_").lower() if dtype in DType.values() else f"dtype {dtype}"
+
+
+def check_header(frame: Frame, stage: int, hidden_size: int, dtype: DType) -> None:
+    """Raise FrameError unless the frame is one that this stage can take."""
+    if len(frame.timings) != stage:
+        raise FrameError(
+            f"expected {stage} timings, one per stage passed, got {len(frame.timings)} (step {frame.step})"
+        )
+    _check_windows(frame)
+    rows = sum(map(num_rows, frame.windows)) if stage else 0  # tokens come in the header itself
+    expected = ([1, rows, hidden_size], dtype) if rows else ([], DType.DTYPE_UNSPECIFIED)
+    found = list(frame.hidden.shape), frame.hidden.dtype
+    if found != expected:
+        raise FrameError(
+            f"expected hidden {expected[0]} {dtype_name(expected[1])} from stage {stage - 1}, "
+            f"got {found[0]} {dtype_name(found[1])} (step {frame.step})"
+        )
+
+
+def _check_windows(frame: Frame) -> None:
+    """Raise FrameError unless every window's numbers fit together and each has a slot of its own."""
+    slots = [window.slot for window in frame.windows]
+    if len(set(slots)) < len(slots):
+        raise FrameError(f"expected one window per slot, got slots {slots} (step {frame.step})")
+    for window in frame.windows:
+        _check_window(window, frame.step)
+
+
+def _check_window(window: Window, step: int) -> None:
+    found = f"in the window of slot {window.slot} (step {step})"
+    if len(window.tokens) < max(1, window.wanted):
+        raise FrameError(f"expected at least {max(1, window.wanted)} tokens, got {len(window.tokens)} {found}")
+    if window.guessed > window.masks:
+        raise FrameError(f"expected at most {window.masks} guesses, as many as MASK rows, got {window.guessed} {found}")
+    if len(window.positions) not in (0, num_rows(window)):
+        raise FrameError(f"expected {num_rows(window)} positions or none, got {len(window.positions)} {found}")

@@ -1,0 +1,48 @@
+"""Slot: what a stage holds of one session."""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from protos.brigade_pb2 import Sampling, Window
+from worker.compute.header import num_rows
+from worker.compute.sampling import Sampler
+from worker.errors import CacheMismatch
+from worker.memory.cache import LayerCache
+from worker.memory.history import History
+from worker.memory.lane import Place
+
+
+class Slot:
+    """A session's row on this stage: its tokens, its caches and, on the last stage, its sampler."""
+
+    def __init__(self, caches: Sequence[LayerCache], history: History, sampling: Sampling) -> None:
+        self.caches = caches
+        self.history = history
+        self.sampler = Sampler(sampling)
+
+    def fork(self, length: int, sampling: Sampling) -> "Slot":
+        """Another slot that goes on from the first `length` tokens. Raises CacheMismatch if that cannot be."""
+        return Slot([cache.fork(length) for cache in self.caches], self.history.fork(length), sampling)
+
+    def close(self) -> None:
+        for cache in self.caches:
+            cache.close()
+
+    def begin(self, window: Window) -> Place:
+        """Cut to the window's base and take its tokens; returns where its rows go.
+
+        Raises:
+            CacheMismatch: the slot does not hold the prefix that the window continues. It can go on from one it holds:
+                the history is cut first, so no cache is ever shorter, and the next window cuts them all again.
+        """
+        base, held = window.base, len(self.history)
+        if base > held or self.history.prefix_hash(base) != window.prefix_hash:
+            found = f"only {held} tokens" if base > held else "another prefix"
+            raise CacheMismatch(f"slot {window.slot} was to continue at {base} tokens but holds {found}")
+        self.history.cut(base)
+        for cache in self.caches:
+            cache.cut(base)
+        self.history.extend(window.tokens)
+        positions = mx.array(list(window.positions), mx.int32) if window.positions else None
+        return Place(self.caches, base, num_rows(window), positions)

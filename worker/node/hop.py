@@ -1,0 +1,54 @@
+"""Hop: a frame's header and array as messages, and back. Runs on the MLX thread; each side copies the array once."""
+
+import time
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_FLOAT32, DType, Frame, Tensor
+from worker.compute.exhaustion import memory_errors_named
+from worker.errors import FrameError
+from worker.node.parts import cut, write_part
+
+_DTYPES: dict[DType, mx.Dtype] = {
+    DTYPE_FLOAT32: mx.float32,
+    DTYPE_FLOAT16: mx.float16,
+    DTYPE_BFLOAT16: mx.bfloat16,
+}
+_ENUMS = {dtype: enum for enum, dtype in _DTYPES.items()}
+
+
+def put(header: Frame, array: mx.array | None) -> list[bytes]:
+    """The messages that carry a frame; closes its last timing, since nothing may change the header from then on."""
+    payload = memoryview(b"")
+    if array is not None:
+        header.hidden.CopyFrom(_describe(array))
+        payload = memoryview(mx.contiguous(array).reshape(-1).view(mx.uint8))  # type: ignore[arg-type]
+    first, *others = cut(payload)
+    rest = [write_part(number, b"", data) for number, data in enumerate(others, start=1)]
+    header.timings[-1].sent = time.monotonic_ns()
+    return [write_part(0, header.SerializeToString(), first), *rest]
+
+
+@memory_errors_named("for a frame's hidden states")
+def take(header: Frame, payload: Sequence[memoryview]) -> mx.array | None:
+    """The array of a frame that has arrived, evaluated; None if it has none."""
+    if header.hidden.dtype not in _DTYPES:
+        return None
+    if len(payload) == 1:
+        raw = mx.array(np.frombuffer(payload[0], np.uint8))
+    else:
+        raw = mx.zeros(sum(map(len, payload)), mx.uint8, stream=mx.cpu)  # memory that both processors see
+        mx.eval(raw)
+        at, into = 0, memoryview(raw)  # type: ignore[arg-type]
+        for piece in payload:
+            into[at : at + len(piece)] = piece
+            at += len(piece)
+    return raw.view(_DTYPES[header.hidden.dtype]).reshape(header.hidden.shape)
+
+
+def _describe(array: mx.array) -> Tensor:
+    if array.dtype not in _ENUMS:
+        raise FrameError(f"hidden states of dtype {array.dtype} do not travel; expected float32, float16 or bfloat16")
+    return Tensor(dtype=_ENUMS[array.dtype], shape=array.shape)

@@ -1,0 +1,153 @@
+"""Frames in parts of bytes: cut before a hop, joined behind it. Pure: no I/O, no MLX.
+
+A part is the message `Part` of brigade.proto, written and read here and not by protobuf, which would copy the payload
+once more on either side. Small parts keep both event loops free: while one is written or read nothing else runs.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from protos.brigade_pb2 import DType, Frame, Part
+from worker.errors import FrameError
+from worker.model.modelspec import DTYPE_BYTES
+
+PART_BYTES = 1 << 18
+_MOST_PAYLOAD_BYTES = 1 << 28  # of a frame: a lane of many windows may be longer than any chunk
+_MOST_CHUNK_BYTES = 1 << 26
+
+_BYTES = 2  # protobuf's wire type of what has a length
+_NUMBER, _FRAME, _DATA = (Part.DESCRIPTOR.fields_by_name[name].number for name in ("number", "frame", "data"))
+
+
+def most_chunk_rows(row_bytes: int) -> int:
+    """How many rows a prompt chunk may have, if a row takes so many bytes between two stages."""
+    return max(1, _MOST_CHUNK_BYTES // row_bytes)
+
+
+def payload_bytes(frame: Frame) -> int:
+    """How many bytes belong to this header. Raises FrameError if nobody can say, or if a frame may not have as many."""
+    hidden = frame.hidden
+    if hidden.dtype == DType.DTYPE_UNSPECIFIED:
+        return 0
+    if hidden.dtype not in DTYPE_BYTES:
+        raise FrameError(f"expected hidden states of a known dtype, got {hidden.dtype} (step {frame.step})")
+    size = math.prod(hidden.shape) * DTYPE_BYTES[hidden.dtype]
+    if size > _MOST_PAYLOAD_BYTES:
+        raise FrameError(
+            f"expected at most {_MOST_PAYLOAD_BYTES} bytes of hidden states, got {size} (step {frame.step})"
+        )
+    return size
+
+
+def cut(payload: memoryview) -> Iterator[memoryview]:
+    """The payload in the pieces that its parts carry: one at least, if an empty one."""
+    return (payload[at : at + PART_BYTES] for at in range(0, max(1, len(payload)), PART_BYTES))
+
+
+def write_part(number: int, header: bytes, data: memoryview) -> bytes:
+    """A serialised `Part`; copies the data once."""
+    fields = (_varint(_NUMBER << 3), _varint(number)) if number else ()
+    frame = (_varint(_FRAME << 3 | _BYTES), _varint(len(header)), header) if header else ()
+    payload = (_varint(_DATA << 3 | _BYTES), _varint(len(data)), data) if data else ()
+    return b"".join((*fields, *frame, *payload))
+
+
+def read_part(message: bytes) -> tuple[int, memoryview, memoryview]:
+    """Number, header and data of a serialised `Part`; copies nothing. Raises FrameError if it is none."""
+    view, at = memoryview(message), 0
+    fields: dict[int, Any] = {}
+    try:
+        while at < len(view):
+            key, at = _read_varint(message, at)
+            value, at = _read_varint(message, at)
+            if key == _NUMBER << 3:
+                fields[_NUMBER] = value
+            elif key in (_FRAME << 3 | _BYTES, _DATA << 3 | _BYTES) and at + value <= len(view):
+                fields[key >> 3] = view[at : at + value]
+                at += value
+            else:
+                raise FrameError(f"expected a part of a frame, got {len(message)} bytes that are none")
+    except IndexError:
+        raise FrameError(f"expected a part of a frame, got {len(message)} bytes that end in the middle") from None
+    return fields.get(_NUMBER, 0), fields.get(_FRAME, view[:0]), fields.get(_DATA, view[:0])
+
+
+@dataclass
+class Arrival:
+    """A frame's header, and its payload in the pieces in which it came."""
+
+    header: Frame
+    payload: list[memoryview] = field(default_factory=list)
+    num_missing: int = 0  # bytes
+
+
+class Joiner:
+    """Frames out of parts, strictly in order. A refusal ends the hop: nothing says where the next frame begins."""
+
+    def __init__(self, check: Callable[[Frame], None]) -> None:
+        """`check` raises FrameError for a header whose payload is not to be taken."""
+        self._check = check
+        self._arriving: Arrival | None = None
+
+    def add(self, message: bytes) -> Arrival | None:
+        """Take the next part; returns the frame that it completes.
+
+        Raises:
+            FrameError: it is no part, not the one that comes next, not as long as it has to be, or `check` refuses.
+        """
+        number, header, data = read_part(message)
+        arriving = self._arriving
+        if number != (len(arriving.payload) if arriving else 0):
+            raise self._unexpected(f"part {number}")
+        if arriving is None:
+            arriving = self._begin(header)
+        expected = min(PART_BYTES, arriving.num_missing)
+        if len(data) != expected:
+            step = arriving.header.step
+            raise FrameError(f"expected {expected} bytes in part {number}, got {len(data)} (step {step})")
+        arriving.payload.append(data)
+        arriving.num_missing -= len(data)
+        self._arriving = arriving if arriving.num_missing else None
+        return None if self._arriving else arriving
+
+    def end(self) -> None:
+        """Raise FrameError if the hop ended within a frame."""
+        if self._arriving is not None:
+            raise self._unexpected("the end of the hop")
+
+    def _begin(self, header: memoryview) -> Arrival:
+        try:
+            frame = Frame.FromString(header)  # type: ignore[arg-type]
+        except DecodeError:
+            raise FrameError(f"expected the header of a frame, got {len(header)} bytes that are none") from None
+        self._check(frame)
+        return Arrival(frame, num_missing=payload_bytes(frame))
+
+    def _unexpected(self, found: str) -> FrameError:
+        if self._arriving is None:
+            return FrameError(f"expected the first part of a frame, got {found}")
+        return FrameError(
+            f"expected part {len(self._arriving.payload)} (step {self._arriving.header.step}), got {found}"
+        )
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _read_varint(message: bytes, at: int) -> tuple[int, int]:
+    """The number at this place, and the place behind it. Raises IndexError beyond the end."""
+    value = shift = 0
+    while (byte := message[at]) > 0x7F:
+        value |= (byte & 0x7F) << shift
+        shift, at = shift + 7, at + 1
+    return value | byte << shift, at + 1
