@@ -123,17 +123,7 @@ async def _serve() -> None:
 async def _measure(hidden_size: int, rows: Sequence[int], count: int) -> None:
     thread, ticker = MlxThread(), Ticker()
     table = Table(title=f"frames of {hidden_size} x bfloat16 on {machine_name()}, medians", title_justify="left")
-    columns = (
-        "rows",
-        "MiB",
-        "ms per frame",
-        "gap, sender",
-        "its own",
-        "gap, receiver",
-        "its own",
-        "gap, idle",
-        "its own",
-    )
+    columns = ("rows", "MiB", "ms", "sender gap", "own", "receiver gap", "own", "idle gap", "own")
     for column in columns:
         table.add_column(column, justify="right")
     async with _receiver() as (port, answers):

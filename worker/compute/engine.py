@@ -10,7 +10,6 @@ from itertools import accumulate
 import mlx.core as mx
 
 from protos.brigade_pb2 import DType, Failure, Frame, Result, Sampling, Session, Timing, Window
-from worker.compute.exhaustion import memory_errors_named
 from worker.compute.header import asked_rows, check_header, num_rows
 from worker.compute.sampling import Draws
 from worker.compute.shard import Shard
@@ -84,13 +83,13 @@ class Engine:
         output, _ = self.finish(self.begin(frame, None, received))
         return output
 
-    @memory_errors_named("at a step")
     def begin(self, frame: Frame, x: mx.array | None, received: int) -> Step:
         """Start one frame on the device.
 
         Args:
             frame: a header that `check` has let pass.
-            x: its hidden states [1, sum L, D]; None on the first stage and where there is no window.
+            x: its hidden states [1, sum L, D]; None on the first stage and where there is no window. All that is
+                built depends on this object alone, so a placeholder would do whose memory is filled in later.
             received: when it arrived, nanoseconds on this node's monotonic clock.
         Raises:
             FrameError: a slot is not open.
@@ -107,7 +106,6 @@ class Engine:
             step.begun = time.monotonic_ns()
         return step
 
-    @memory_errors_named("at a step")
     def finish(self, step: Step) -> tuple[Frame | Result, mx.array | None]:
         """Wait for a step that has begun: steps end in the order in which they began.
 

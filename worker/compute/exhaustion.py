@@ -26,7 +26,7 @@ def out_of_memory(text: str, doing: str) -> OutOfMemory | None:
 
 @contextmanager
 def memory_errors_named(doing: str) -> Iterator[None]:
-    """Raise OutOfMemory where MLX says so in its own words; also a decorator."""
+    """Raise OutOfMemory where MLX says so in its own words."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

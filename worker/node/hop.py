@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_FLOAT32, DType, Frame, Tensor
-from worker.compute.exhaustion import memory_errors_named
+from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_FLOAT32, DType, Frame
 from worker.errors import FrameError
 from worker.node.parts import cut, write_part
 
@@ -23,15 +22,15 @@ def put(header: Frame, array: mx.array | None) -> list[bytes]:
     """The messages that carry a frame; closes its last timing, since nothing may change the header from then on."""
     payload = memoryview(b"")
     if array is not None:
-        header.hidden.CopyFrom(_describe(array))
-        payload = memoryview(mx.contiguous(array).reshape(-1).view(mx.uint8))  # type: ignore[arg-type]
+        header.hidden.dtype = _dtype(array)
+        header.hidden.shape.extend(array.shape)
+        payload = _bytes_of(array)
     first, *others = cut(payload)
     rest = [write_part(number, b"", data) for number, data in enumerate(others, start=1)]
     header.timings[-1].sent = time.monotonic_ns()
     return [write_part(0, header.SerializeToString(), first), *rest]
 
 
-@memory_errors_named("for a frame's hidden states")
 def take(header: Frame, payload: Sequence[memoryview]) -> mx.array | None:
     """The array of a frame that has arrived, evaluated; None if it has none."""
     if header.hidden.dtype not in _DTYPES:
@@ -48,7 +47,15 @@ def take(header: Frame, payload: Sequence[memoryview]) -> mx.array | None:
     return raw.view(_DTYPES[header.hidden.dtype]).reshape(header.hidden.shape)
 
 
-def _describe(array: mx.array) -> Tensor:
+def _dtype(array: mx.array) -> DType:
     if array.dtype not in _ENUMS:
         raise FrameError(f"hidden states of dtype {array.dtype} do not travel; expected float32, float16 or bfloat16")
-    return Tensor(dtype=_ENUMS[array.dtype], shape=array.shape)
+    return _ENUMS[array.dtype]
+
+
+def _bytes_of(array: mx.array) -> memoryview:
+    """The array's own memory, or that of a copy where its rows do not lie end to end."""
+    view = memoryview(array.view(mx.uint8))  # type: ignore[arg-type]
+    if not view.c_contiguous:
+        view = memoryview(mx.contiguous(array).view(mx.uint8))  # type: ignore[arg-type]
+    return view.cast("B")

@@ -19,8 +19,9 @@ PART_BYTES = 1 << 18
 _MOST_PAYLOAD_BYTES = 1 << 28  # of a frame: a lane of many windows may be longer than any chunk
 _MOST_CHUNK_BYTES = 1 << 26
 
-_BYTES = 2  # protobuf's wire type of what has a length
-_NUMBER, _FRAME, _DATA = (Part.DESCRIPTOR.fields_by_name[name].number for name in ("number", "frame", "data"))
+_BYTES = 2  # protobuf's wire type of what has a length; that of a number is 0
+_NUMBER = Part.DESCRIPTOR.fields_by_name["number"].number << 3
+_FRAME, _DATA = (Part.DESCRIPTOR.fields_by_name[name].number << 3 | _BYTES for name in ("frame", "data"))
 
 
 def most_chunk_rows(row_bytes: int) -> int:
@@ -50,10 +51,10 @@ def cut(payload: memoryview) -> Iterator[memoryview]:
 
 def write_part(number: int, header: bytes, data: memoryview) -> bytes:
     """A serialised `Part`; copies the data once."""
-    fields = (_varint(_NUMBER << 3), _varint(number)) if number else ()
-    frame = (_varint(_FRAME << 3 | _BYTES), _varint(len(header)), header) if header else ()
-    payload = (_varint(_DATA << 3 | _BYTES), _varint(len(data)), data) if data else ()
-    return b"".join((*fields, *frame, *payload))
+    count = (bytes([_NUMBER]), _varint(number)) if number else ()
+    frame = (bytes([_FRAME]), _varint(len(header)), header) if header else ()
+    payload = (bytes([_DATA]), _varint(len(data)), data) if data else ()
+    return b"".join((*count, *frame, *payload))
 
 
 def read_part(message: bytes) -> tuple[int, memoryview, memoryview]:
@@ -64,10 +65,10 @@ def read_part(message: bytes) -> tuple[int, memoryview, memoryview]:
         while at < len(view):
             key, at = _read_varint(message, at)
             value, at = _read_varint(message, at)
-            if key == _NUMBER << 3:
-                fields[_NUMBER] = value
-            elif key in (_FRAME << 3 | _BYTES, _DATA << 3 | _BYTES) and at + value <= len(view):
-                fields[key >> 3] = view[at : at + value]
+            if key == _NUMBER:
+                fields[key] = value
+            elif key in (_FRAME, _DATA) and at + value <= len(view):
+                fields[key] = view[at : at + value]
                 at += value
             else:
                 raise FrameError(f"expected a part of a frame, got {len(message)} bytes that are none")

@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from protos.brigade_pb2 import Credit, Frame, Result, StatusReply
 from worker.compute.engine import Engine, Step
+from worker.compute.exhaustion import memory_errors_named
 from worker.errors import FrameError, StageLost
 from worker.node.hop import put, take
 from worker.node.parts import Arrival, Joiner
@@ -151,14 +152,15 @@ class Stage:
 
     def _run_waiting(self, loop: asyncio.AbstractEventLoop) -> None:
         """On the MLX thread: all frames that wait, one after another."""
-        step = self._begin_next()
-        while step is not None:
-            following = self._begin_next() if self.engine.runs_ahead else None
-            header, array = self.engine.finish(step)
-            output = header if isinstance(header, Result) else Outgoing(header.step, put(header, array))
-            self._busy_since = None if following is None else time.monotonic()
-            loop.call_soon_threadsafe(self._outputs.put_nowait, output)
-            step = following or self._begin_next()
+        with memory_errors_named("at a step"):
+            step = self._begin_next()
+            while step is not None:
+                following = self._begin_next() if self.engine.runs_ahead else None
+                header, array = self.engine.finish(step)
+                output = header if isinstance(header, Result) else Outgoing(header.step, put(header, array))
+                self._busy_since = None if following is None else time.monotonic()
+                loop.call_soon_threadsafe(self._outputs.put_nowait, output)
+                step = following or self._begin_next()
 
     def _begin_next(self) -> Step | None:
         if self._is_stopping:

@@ -44,10 +44,6 @@ def test_another_error_stays_what_it_is(text: str) -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError("[malloc] Unable to allocate 5 bytes."), MemoryError()])
 def test_it_is_raised_instead_of_what_mlx_raises(error: Exception) -> None:
-    @memory_errors_named("at a step")
-    def compute() -> None:
+    with pytest.raises(OutOfMemory) as caught, memory_errors_named("at a step"):
         raise error
-
-    with pytest.raises(OutOfMemory) as caught:
-        compute()
     assert caught.value.__cause__ is error
