@@ -52,24 +52,19 @@ async def long_prompt(chain: Chain) -> dict[str, Any]:
     """Streams that are joined by a prompt of many chunks: seconds between their tokens before and meanwhile."""
     async with Runner(chain) as runner:
         streaming = asyncio.Event()
-        tokens: list[str] = []
+        token_times: list[list[int]] = [[], [], []]
 
-        def count(text: str) -> None:
-            tokens.append(text)
-            if len(tokens) == 60:
-                streaming.set()
+        async def read(number: int) -> None:
+            async for piece in runner.stream(Request(tokens_of(5, number), 4000), chunk=CHUNK):
+                token_times[number] += [piece.at] * len(piece.tokens)
+                if sum(map(len, token_times)) >= 60:
+                    streaming.set()
 
-        streams = [
-            asyncio.create_task(runner.answer(Request(tokens_of(5, i), 4000), emit=count, chunk=CHUNK))
-            for i in range(3)
-        ]
-        await runner.answer(
-            Request(tokens_of(2 * CHUNK, 9), 2), chunk=CHUNK
-        )  # kernels of a chunk's size are compiled now
+        streams = [asyncio.create_task(read(number)) for number in range(len(token_times))]
+        await runner.answer(Request(tokens_of(2 * CHUNK, 9), 2), chunk=CHUNK)  # compiles kernels of a chunk's size
         await streaming.wait()
-        prompt = await runner.answer(Request(tokens_of(LONG, 7), 4), chunk=CHUNK)
+        prompt = await runner.answer(Request(tokens_of(LONG, 7), 4), chunk=CHUNK, traced=True)
         first = prompt.token_times[0]
-        token_times = [list(ticket.answer.token_times) for ticket in runner._tickets.values()]
         for stream in streams:
             stream.cancel()
         await asyncio.wait(streams)
