@@ -122,8 +122,8 @@ class Session:
     def commit(self, samples: Sequence[Sample], guesses: Sequence[Sample]) -> list[Sample]:
         """Take the answer to the window sent last; returns what became known, up to the end of the sequence.
 
-        Sets `finish_reason` with the last token. The answer to a prompt chunk is empty and changes nothing; nor does one
-        that comes after the end.
+        Sets `finish_reason` with the last token. The answer to a prompt chunk is empty and changes nothing. One that
+        comes after the end is dropped.
         """
         if self.finish_reason is not None or not (samples or guesses):
             return []
