@@ -51,11 +51,10 @@ class Slots:
     """Every session that is taken in has a slot here: the record of its state and of the memory promised to it."""
 
     def __init__(self, costs: CacheCosts, max_waiting: int = 1024) -> None:
-        """`max_waiting` sessions wait for memory at most."""
+        self.max_waiting = max_waiting  # sessions that wait for memory at most
         self.closed: list[int] = []  # slots that the stages have and are to free with the next frame
         self.num_hits = 0  # sessions that began with what another had fed
         self._costs = costs
-        self._max_waiting = max_waiting
         # In the order of arrival; a kept one moves to the end whenever it is used: the least recently used comes first.
         self._slots: dict[Session, Slot] = {}
 
@@ -88,7 +87,7 @@ class Slots:
         """
         needed = self._costs.bytes_of(session.cache, session.most_rows)
         self._check(needed)
-        if (num_waiting := self.num_waiting) >= self._max_waiting:
+        if (num_waiting := self.num_waiting) >= self.max_waiting:
             raise QueueFull(f"{num_waiting} requests wait already; try again later")
         self._slots[session] = Slot(session, needed, promised=(0,) * len(needed))
         self._admit()
