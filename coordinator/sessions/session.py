@@ -84,11 +84,6 @@ class Session:
         assert self.fed == 0 and num_tokens < len(self.history)
         self.fed = self.num_reused = num_tokens
 
-    def rewind(self) -> None:
-        """Forget what the chain holds: a new one is fed all tokens that are known."""
-        self.slot, self.fed, self.num_reused = -1, 0, 0
-        self._proposal = None
-
     def next_window(self, num_together: int = 1) -> Window:
         """The next known tokens, a chunk of them, or the last ones with the decoder's proposal.
 
