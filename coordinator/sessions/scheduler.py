@@ -7,7 +7,7 @@ for more than one chunk; while nobody does there are enough of them to fill the 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from coordinator.sessions.session import Session
 from coordinator.sessions.slot import Slot
@@ -91,14 +91,13 @@ class Scheduler:
         in_flight[frame.step] = chosen
         return frame
 
-    def commit(self, result: Result, failed: Collection[int] = ()) -> list[Commit]:
+    def commit(self, result: Result) -> list[Commit]:
         """Take a result in; returns every session of its frame with the tokens that became known.
 
-        What belongs to a session that has ended meanwhile is dropped: its slot may serve another one by now. So is the
-        result of a frame that an earlier scheduler of this epoch sent.
+        A session whose window failed on some stage ends here, with the reason "error". What belongs to one that has
+        ended meanwhile is dropped: its slot may serve another by now. So is the result of a frame that an earlier
+        scheduler of this epoch sent.
 
-        Args:
-            failed: slots whose windows some stage could not compute. Their sessions end, for the reason "error".
         Raises:
             FrameError: it is of another epoch.
         """
@@ -106,6 +105,7 @@ class Scheduler:
             raise FrameError(f"expected a result of epoch {self._epoch}, got epoch {result.epoch} (step {result.step})")
         slots = (self._lanes if result.step in self._lanes else self._prompts).pop(result.step, [])
         samples, guesses = _by_slot(result.samples), _by_slot(result.guesses)
+        failed = {failure.slot for failure in result.failures}
         running = [slot for slot in slots if slot.session.finish_reason is None]
         for slot in running:
             if slot.number in failed:
