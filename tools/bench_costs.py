@@ -17,7 +17,7 @@ from protos.brigade_pb2 import Frame, Session, Window
 from worker.compute.engine import Engine
 from worker.compute.shard import Shard
 from worker.memory.history import History
-from worker.model.modelspec import describe
+from worker.model.describe import describe
 from worker.node.loading import open_checkpoint
 from worker.process.machine import machine_name
 from worker.process.run import run_command

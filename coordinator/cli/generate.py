@@ -15,6 +15,7 @@ from coordinator.cluster.open import open_chain
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.runner import generate
 from coordinator.sessions.answer import Answer
+from coordinator.sessions.request import most_rows
 from coordinator.sessions.text import TextStream, TokenIds
 
 
@@ -67,7 +68,7 @@ async def run_generate(options: ClusterOptions, wish: Wish) -> None:
     """One request: text to standard output as it comes, the summary to standard error."""
     task = await prepare(wish, options)
     stream = task.stream()
-    context = max(options.context, len(task.request.prompt) + task.request.max_tokens)
+    context = max(options.context, most_rows(task.request, task.spec.context))
     async with open_chain(options, task.checkpoint, task.spec, context) as chain:
         with Printer(stream, is_silent=wish.as_json) as emit:
             answer = await generate(

@@ -17,7 +17,8 @@ from coordinator.planning.plan import Node, Plan, check_split, plan, require_fit
 from protos.brigade_pb2 import HelloReply
 from worker.config import Cluster, is_loopback, split_address
 from worker.model.checkpoint import Checkpoint
-from worker.model.modelspec import ModelSpec, describe
+from worker.model.describe import describe
+from worker.model.modelspec import ModelSpec
 from worker.node.loading import open_checkpoint
 from worker.node.network import Network
 from worker.process.call_thread import run_aside

@@ -121,7 +121,7 @@ class Runner:
         except BrigadeError:
             del self._tickets[ticket.session]
             raise
-        if ticket.session.slot < 0:
+        if ticket.session.slot is None:
             waited = QueueFull(f"waited {self._max_wait_s:.0f} s for memory; try again later")
             self._give_up_after(self._max_wait_s, ticket, waited)
         return ticket

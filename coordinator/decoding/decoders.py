@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from coordinator.decoding.lengths import LENGTHS, mask_count
+from coordinator.decoding.lengths import mask_count, most_masks, most_padding
 from coordinator.decoding.window import SMALLEST, WindowChooser
 from protos.brigade_pb2 import Sample
 
@@ -56,6 +56,10 @@ class Decoder(Protocol):
         """What became known by the answer to the proposal."""
         ...
 
+    def rewind(self) -> None:
+        """The caches are lost, and the answer to the last proposal with them: all known tokens will be fed again."""
+        ...
+
 
 def verify(drafts: Sequence[int], samples: Sequence[Sample]) -> Accepted:
     """The drafts that are what the model itself would have said, and the token after them.
@@ -82,13 +86,16 @@ class Autoregressive:
     def accept(self, proposal: Proposal, samples: Sequence[Sample], guesses: Sequence[Sample]) -> Accepted:
         return Accepted(list(samples))
 
+    def rewind(self) -> None:
+        pass
+
 
 class PromptLookup:
     """Drafts copied from where the last tokens stood before (prompt lookup decoding); backs off while they fail."""
 
     tail = 0
+    num_ahead = 0  # a draft stands where a token may become known
     _SIZES = (3, 7, 15)  # of drafts: with the last token a window of 4, 8 or 16 rows
-    num_ahead = _SIZES[-1]  # drafts that the end of the sequence came before
     _NGRAM = 3  # tokens that must have stood there before
     _LONGEST_PAUSE = 32  # steps
 
@@ -116,6 +123,9 @@ class PromptLookup:
             self._learn(accepted.num_cached, len(proposal.drafts))
         return accepted
 
+    def rewind(self) -> None:
+        pass  # what it knows is the text, which stays
+
     def _find(self, tokens: Sequence[int]) -> int | None:
         """Where the last n-gram ended before, after which its continuation stands."""
         n = self._NGRAM
@@ -136,20 +146,21 @@ class PromptLookup:
 class LosslessDiffusion:
     """Drafts from MASK rows, verified by the token rows of the next window (same-forward verification, as in TiDAR)."""
 
-    num_ahead = LENGTHS[-1]
-
     def __init__(self, chooser: WindowChooser, eos: frozenset[int]) -> None:
         """`chooser` says how many MASK rows to aim at; as many tokens are fed at most."""
+        # at least one token was known and one more may become so: all MASK rows but one may lie beyond
+        self.num_ahead = max(most_masks(window) for window in chooser.windows) - 1
         self._chooser = chooser
         self._eos = eos
         self._drafts: list[int] = []
+        self._window: int | None = None  # of the step to come, once it is chosen
 
     @property
     def tail(self) -> int:
-        return self._chooser.choose()
+        return self._choose(1)
 
     def propose(self, tokens: Sequence[int], num_unfed: int, room: int, num_together: int = 1) -> Proposal:
-        window = self._chooser.choose(num_together)
+        window = self._choose(num_together)
         drafts = tuple(self._drafts[: min(window or SMALLEST, room) - 1])  # also the last window's, if this is none
         ends = not window or (drafts and drafts[-1] in self._eos)
         num_masks = 0 if ends else mask_count(num_unfed + len(drafts), window)
@@ -158,11 +169,21 @@ class LosslessDiffusion:
 
     def accept(self, proposal: Proposal, samples: Sequence[Sample], guesses: Sequence[Sample]) -> Accepted:
         accepted = verify(proposal.drafts, samples)
+        self._window = None
         self._chooser.observe_drafts(accepted.num_cached, len(proposal.drafts))
         whole = accepted.num_cached == len(proposal.drafts)
         # the first guess is for the place that the last sample took; after a rejection all are for another text
         self._drafts = until_eos([guess.token for guess in guesses[1:]], self._eos) if whole else []
         return accepted
+
+    def rewind(self) -> None:
+        self._drafts, self._window = [], None
+
+    def _choose(self, num_together: int) -> int:
+        """Once per step, however often it is asked for: choosing costs more than all else that is done for a window."""
+        if self._window is None:
+            self._window = self._chooser.choose(num_together)
+        return self._window
 
 
 class Fill:
@@ -171,11 +192,10 @@ class Fill:
     WeDLM, arXiv 2512.22737, Algorithm 1 and Eq. 11; filled tokens come first in the window, MASK rows after them.
     """
 
-    num_ahead = LENGTHS[-1]
-
     def __init__(self, window: int, threshold: float, penalty: float, eos: frozenset[int]) -> None:
         """`threshold` in nats; `penalty` in nats per position from the leftmost MASK."""
         self.tail = window
+        self.num_ahead = most_padding(2 * window)  # of known tokens and of positions that may become so
         self._threshold = threshold
         self._penalty = penalty
         self._eos = eos
@@ -200,6 +220,9 @@ class Fill:
             run.append(self._filled.pop(at))
             at += 1
         return Accepted(run)
+
+    def rewind(self) -> None:
+        pass  # what is filled was decided, and the text to come depends on it
 
 
 def choose_fills(positions: Sequence[int], entropies: Sequence[float], threshold: float, penalty: float) -> list[int]:

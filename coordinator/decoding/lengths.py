@@ -1,5 +1,7 @@
 """The few lengths that windows have, so that what they cost is soon known. Pure."""
 
+from functools import cache
+
 LENGTHS = (1, 2, 4, 8, 16, 32, 64, 256)  # rows
 
 
@@ -20,3 +22,15 @@ def mask_count(num_tokens: int, wanted: int) -> int:
     """
     rows = largest_within(num_tokens + wanted)
     return (rows if rows - num_tokens > wanted // 2 else padded(num_tokens + wanted)) - num_tokens
+
+
+@cache
+def most_masks(wanted: int) -> int:
+    """The most MASK rows that a window about `wanted` gets, with as many token rows at most."""
+    return max(mask_count(num_tokens, wanted) for num_tokens in range(1, wanted + 1))
+
+
+@cache
+def most_padding(num_rows: int) -> int:
+    """The most rows that are added to so many, or to fewer, to make one of the lengths."""
+    return max(padded(rows) - rows for rows in range(1, num_rows + 1))

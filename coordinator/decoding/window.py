@@ -1,5 +1,7 @@
 """How many MASK rows a diffusion window should have: by what steps cost here and by how far drafts hold. Pure."""
 
+from collections.abc import Mapping
+
 from coordinator.planning.costs import StepCosts
 
 _CANDIDATES = (4, 8, 16, 32)
@@ -27,6 +29,11 @@ class WindowChooser:
         self._failures = 0  # in a row
         self._pause = 0  # steps until a window that does not pay is tried
 
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """All that it may ever choose, besides none."""
+        return _CANDIDATES if self._fixed is None else (self._fixed,)
+
     def observe_drafts(self, num_held: int, num_drafts: int) -> None:
         """A step had so many drafts, of which so many held before the first that did not."""
         if not num_drafts:
@@ -47,16 +54,15 @@ class WindowChooser:
         if not self._costs.is_known:
             return _FIRST
         without = 1 / self._costs.seconds(num_together)
-        speed, window = self._best(min(_SURE, self._held / self._tried), num_together)
+        step_s = {window: self._costs.seconds(2 * window * num_together) for window in _CANDIDATES}
+        speed, window = _best(min(_SURE, self._held / self._tried), step_s)
         if speed > without:
             return window
-        may_pay = self._best(_SURE, num_together)[0] > without
+        may_pay = _best(_SURE, step_s)[0] > without
         return SMALLEST if may_pay and not self._pause else 0
 
-    def _best(self, held: float, num_together: int) -> tuple[float, int]:
-        """The most tokens per second if so large a part of drafts hold, and by which window."""
 
-        def speed(window: int) -> float:
-            return (1 - held**window) / (1 - held) / self._costs.seconds(2 * window * num_together)
-
-        return max(((speed(window), window) for window in _CANDIDATES), key=lambda pair: pair[0])
+def _best(held: float, step_s: Mapping[int, float]) -> tuple[float, int]:
+    """The most tokens per second if so large a part of drafts hold, and by which window; a step's seconds by window."""
+    speeds = ((1 - held**window) / (1 - held) / seconds for window, seconds in step_s.items())
+    return max(zip(speeds, step_s, strict=True), key=lambda pair: pair[0])

@@ -178,7 +178,7 @@ class _Run:
 
     def _commit(self, now: float, frame: Frame) -> None:
         samples = [Sample(slot=window.slot, token=7) for window in frame.windows if window.wanted]
-        for session, known in self._scheduler.commit(Result(step=frame.step, samples=samples)):
+        for session, known in self._scheduler.commit(Result(epoch=frame.epoch, step=frame.step, samples=samples)):
             self._token_times[session] += [now] * len(known)
             if session.finish_reason is not None:
                 self._scheduler.close(session)

@@ -5,6 +5,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import accumulate
 
 from worker.errors import ConfigError
 from worker.model.modelspec import ModelSpec
@@ -47,7 +48,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Plan:
-    """One assignment per node in chain order, with cache for one session of `context` tokens."""
+    """One assignment per node in chain order, with what admission reserves for one session of `context` tokens."""
 
     assignments: tuple[Assignment, ...]
     context: int
@@ -124,19 +125,20 @@ def _ends(layers: Sequence[int]) -> tuple[int, ...]:
 
 
 def _assign(spec: ModelSpec, node: Node, start: int, end: int, context: int) -> Assignment:
-    weights, cached = spec.shard_bytes(start, end), spec.cache_bytes(start, end, context)
+    weights, cached = spec.shard_bytes(start, end), spec.reserved_bytes(start, end, context)
     return Assignment(node.name, start, end, weights, cached, node.memory_bytes)
 
 
 def _best_ends(spec: ModelSpec, nodes: Sequence[Node], context: int) -> tuple[int, ...]:
     """Each sweep minimises one thing among the splits that the sweep before it left."""
     shard_bytes = cache(spec.shard_bytes)
-    cache_bytes = cache(lambda start, end: spec.cache_bytes(start, end, context))
+    caches = [spec.reserved_bytes(layer, layer + 1, context) for layer in range(spec.num_layers)]
+    up_to = list(accumulate(caches, initial=0))
     sweep = partial(_sweep, len(nodes), spec.num_layers)
 
     def excess(i: int, start: int, end: int) -> float:
         """What is missing, as a fraction of the budget; exactly 0 if it fits."""
-        needed, budget = shard_bytes(start, end) + cache_bytes(start, end), nodes[i].memory_bytes
+        needed, budget = shard_bytes(start, end) + up_to[end] - up_to[start], nodes[i].memory_bytes
         return max(0, needed - budget) / max(1, budget)
 
     def weight(i: int, start: int, end: int) -> float:

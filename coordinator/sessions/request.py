@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coordinator.decoding.decode import Decode
+from coordinator.planning.costs import StepCosts
+from coordinator.sessions.session import Session
 from protos.brigade_pb2 import CACHE_INT8, Cache, Sampling
 from worker.errors import InputError
 from worker.model.modelspec import ModelSpec
@@ -87,6 +89,12 @@ def check_request(request: Request, spec: ModelSpec) -> None:
             f"expected less than the {spec.context} tokens that {spec.name} has room for, found "
             f"{len(request.prompt)}; shorten it",
         )
+
+
+def most_rows(request: Request, context: int) -> int:
+    """Rows that every cache must have room for until the request is answered, as admission counts them."""
+    decoder = request.decode.make_decoder(request.eos, StepCosts())
+    return Session(request.prompt, room_for_answer(request, context), decoder=decoder).most_rows
 
 
 def room_for_answer(request: Request, context: int) -> int:

@@ -6,13 +6,14 @@ a prompt, or several short prompts. While anyone streams there is only one of th
 for more than one chunk; while nobody does there are enough of them to fill the pipe.
 """
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 
 from coordinator.sessions.session import Session
+from coordinator.sessions.slot import Slot
 from coordinator.sessions.slots import CacheCosts, Slots
 from protos.brigade_pb2 import Frame, Result, Sample
-from worker.errors import QueueFull
+from worker.errors import FrameError
 
 Commit = tuple[Session, list[Sample]]
 
@@ -34,17 +35,12 @@ class Scheduler:
         `lanes` tells how many lanes a number of sessions, with so many rows each, should make; without it they make
         one per stage. `last_step` is the last that the chain has seen.
         """
-        self.slots = Slots(costs)
+        self.slots = Slots(costs, max_waiting)
         self._num_stages = num_stages
         self._num_lanes = lanes or (lambda num_sessions, rows_each: num_stages)
         self._epoch = epoch
-        self._max_waiting = max_waiting
-        self._waiting: deque[Session] = deque()
-        self._active: dict[int, Session] = {}  # by slot, in the order of arrival
-        self._unopened: set[int] = set()  # slots that no stage has heard of
-        self._last_step: dict[int, int] = {}  # by slot, the last that carried a window of its session
-        self._lanes: dict[int, list[Session]] = {}  # in flight, by step
-        self._prompts: dict[int, list[Session]] = {}  # likewise; without sessions if the frame only closes slots
+        self._lanes: dict[int, list[Slot]] = {}  # in flight, by step
+        self._prompts: dict[int, list[Slot]] = {}  # likewise; without slots if the frame only closes some
         self._step = last_step
         self._turn = 0  # prompt frames so far
 
@@ -56,7 +52,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sessions that have no slot yet."""
-        return len(self._waiting)
+        return self.slots.num_waiting
 
     def submit(self, session: Session) -> None:
         """Take a session in. It starts once every stage has memory for all of it, in the order of arrival.
@@ -64,95 +60,89 @@ class Scheduler:
         Raises:
             InputError: no stage could ever hold it. QueueFull: too many wait already.
         """
-        self.slots.check(session)
-        if len(self._waiting) >= self._max_waiting:
-            raise QueueFull(f"{len(self._waiting)} requests wait already; try again later")
-        self._waiting.append(session)
-        self._admit()
+        self.slots.add(session)
 
     def close(self, session: Session, *, keep: bool = False) -> None:
-        """Take the session off, ended or not; the next frame frees its slot, unless it is kept for its prefix."""
+        """Take the session off, whether it waits, runs or has ended.
+
+        The next frame frees its slot, unless it is kept for its prefix.
+        """
         if session.finish_reason is None:
             session.stop()
-        if self._active.get(session.slot) is session:
-            del self._active[session.slot]
-            self._unopened.discard(session.slot)
-            self.slots.close(session, keep=keep)
-        elif session in self._waiting:
-            self._waiting.remove(session)
-        self._admit()
+        self.slots.close(session, keep=keep)
 
     def schedule(self) -> Frame | None:
         """The next frame to send, or None while nothing can be sent."""
-        sessions, in_flight = self._next_lane(), self._lanes
-        if not sessions:
-            sessions, in_flight = self._next_prompts(), self._prompts
-        if not sessions and (not self.slots.closed or [] in self._prompts.values()):
+        active = self.slots.active
+        chosen, in_flight = self._next_lane(active), self._lanes
+        if not chosen:
+            chosen, in_flight = self._next_prompts(active), self._prompts
+        if not chosen and (not self.slots.closed or [] in self._prompts.values()):
             return None  # one frame at a time that only closes slots, however many close at once
         self._step += 1
         frame = Frame(epoch=self._epoch, step=self._step)
         # all before any window: a slot is copied as the frame before this one left it
-        frame.opened.extend(self.slots.open([session for session in sessions if session.slot in self._unopened]))
-        self._unopened.difference_update(session.slot for session in sessions)
-        for session in sessions:
-            frame.windows.append(session.next_window(len(sessions)))
-            self._last_step[session.slot] = self._step
+        frame.opened.extend(self.slots.open(chosen))
+        for slot in chosen:
+            frame.windows.append(slot.session.next_window(len(chosen)))
+            slot.last_step = self._step
         frame.closed.extend(self.slots.closed)
         self.slots.closed.clear()
-        in_flight[frame.step] = sessions
+        in_flight[frame.step] = chosen
         return frame
 
     def commit(self, result: Result) -> list[Commit]:
         """Take a result in; returns every session of its frame with the tokens that became known.
 
-        What belongs to a session that has ended meanwhile is dropped: its slot may serve another one by now. So is the
-        result of a frame that an earlier scheduler sent.
+        A session whose window failed on some stage ends here, with the reason "error". What belongs to one that has
+        ended meanwhile is dropped: its slot may serve another by now. So is the result of a frame that an earlier
+        scheduler of this epoch sent.
+
+        Raises:
+            FrameError: it is of another epoch.
         """
-        sessions = (self._lanes if result.step in self._lanes else self._prompts).pop(result.step, [])
+        if result.epoch != self._epoch:
+            raise FrameError(f"expected a result of epoch {self._epoch}, got epoch {result.epoch} (step {result.step})")
+        slots = (self._lanes if result.step in self._lanes else self._prompts).pop(result.step, [])
         samples, guesses = _by_slot(result.samples), _by_slot(result.guesses)
-        return [
-            (session, session.commit(samples[session.slot], guesses[session.slot]))
-            for session in sessions
-            if session.finish_reason is None
-        ]
+        failed = {failure.slot for failure in result.failures}
+        running = [slot for slot in slots if slot.session.finish_reason is None]
+        for slot in running:
+            if slot.number in failed:
+                slot.session.fail()
+        return [(slot.session, slot.session.commit(samples[slot.number], guesses[slot.number])) for slot in running]
 
-    def _admit(self) -> None:
-        while self._waiting and self.slots.take(self._waiting[0]):
-            session = self._waiting.popleft()
-            self._active[session.slot] = session
-            self._unopened.add(session.slot)
-            self._last_step[session.slot] = 0
-
-    def _next_lane(self) -> list[Session]:
+    def _next_lane(self, active: Sequence[Slot]) -> list[Slot]:
         """Its equal part of those that decode, those that have waited longest first."""
-        decoding = [session for session in self._active.values() if not session.is_prefilling]
-        ready = [session for session in decoding if session.is_ready]
+        decoding = [slot for slot in active if not slot.session.is_prefilling]
+        ready = [slot for slot in decoding if slot.session.is_ready]
         if not ready:
             return []
-        num_lanes = self._num_lanes(len(decoding), sum(session.num_rows_last for session in decoding) / len(decoding))
+        rows_each = sum(slot.session.num_rows_last for slot in decoding) / len(decoding)
+        num_lanes = self._num_lanes(len(decoding), rows_each)
         if len(self._lanes) >= num_lanes:
             return []
-        ready.sort(key=lambda session: self._last_step[session.slot])
+        ready.sort(key=lambda slot: slot.last_step)
         return ready[: -(-len(decoding) // num_lanes)]
 
-    def _next_prompts(self) -> list[Session]:
+    def _next_prompts(self, active: Sequence[Slot]) -> list[Slot]:
         """One prompt's next chunk, and other prompts that fit beside it whole.
 
         The oldest prompt and the shortest take turns: no prompt starves, and a short one never waits for a long one.
         """
-        most = 1 if any(session.is_streaming for session in self._active.values()) else self._num_stages + 1
+        most = 1 if any(slot.session.is_streaming for slot in active) else self._num_stages + 1
         if sum(map(bool, self._prompts.values())) >= most:
             return []
-        ready = [session for session in self._active.values() if session.is_prefilling and session.is_ready]
+        ready = [slot for slot in active if slot.session.is_prefilling and slot.session.is_ready]
         if not ready:
             return []
         self._turn += 1
-        first = ready[0] if self._turn % 2 else min(ready, key=lambda session: session.num_unfed)
-        chosen, room = [first], first.chunk - first.num_unfed
-        for session in ready:
-            if session is not first and session.num_unfed <= room:
-                chosen.append(session)
-                room -= session.num_unfed
+        first = ready[0] if self._turn % 2 else min(ready, key=lambda slot: slot.session.num_unfed)
+        chosen, room = [first], first.session.chunk - first.session.num_unfed
+        for slot in ready:
+            if slot is not first and slot.session.num_unfed <= room:
+                chosen.append(slot)
+                room -= slot.session.num_unfed
         return chosen
 
 

@@ -26,13 +26,14 @@ class Session:
         cache: Cache | None = None,
     ) -> None:
         """`chunk` is the most rows of a prompt chunk; a window with a proposal is as long as its decoder makes it."""
-        self.slot = -1
+        self.slot: int | None = None  # its number on the stages, once it is promised one
         self.fed = 0  # leading known tokens that windows have carried so far
         self.num_prompt = len(prompt)
         self.num_reused = 0  # leading tokens that another session had fed already
         self.num_steps = 0  # windows that asked for tokens
         self.num_rows = 0  # of all windows
         self.num_rows_last = 1  # of the last window that asked for tokens
+        self.rows_written = 0  # rows that the caches have had room for so far
         self.chunk = chunk
         self.sampling = sampling or Sampling()
         self.cache = cache or Cache()
@@ -61,7 +62,7 @@ class Session:
     @property
     def is_prefilling(self) -> bool:
         """Whether there is more to feed than the window of one decoding step takes."""
-        return self.num_unfed > max(1, self._decoder.tail)
+        return self.num_unfed > 1 and self.num_unfed > self._decoder.tail
 
     @property
     def is_streaming(self) -> bool:
@@ -78,20 +79,10 @@ class Session:
         """Rows that every cache must have room for until the end."""
         return self.num_prompt + self._max_tokens + self._decoder.num_ahead
 
-    @property
-    def rows_kept(self) -> int:
-        """Rows for which the caches have room once the session has ended here."""
-        return min(self.most_rows, self.fed + self._decoder.num_ahead)
-
     def reuse(self, num_tokens: int) -> None:
         """Begin after this many tokens: the slot holds them already. Leaves at least one token to feed."""
         assert self.fed == 0 and num_tokens < len(self.history)
         self.fed = self.num_reused = num_tokens
-
-    def rewind(self) -> None:
-        """Forget what the chain holds: a new one is fed all tokens that are known."""
-        self.slot, self.fed, self.num_reused = -1, 0, 0
-        self._proposal = None
 
     def next_window(self, num_together: int = 1) -> Window:
         """The next known tokens, a chunk of them, or the last ones with the decoder's proposal.
@@ -99,27 +90,37 @@ class Session:
         `num_together` sessions have a window in the same frame.
         """
         tokens, base = self.history.tokens, self.fed
-        unfed, tail = len(tokens) - base, self._decoder.tail
-        chunk = max(1, min(unfed - (tail > 0), self.chunk))  # the last token goes with the proposal
-        if unfed > (tail or chunk):
+        if chunk := self._num_chunk():
             self.fed += chunk
             window = self._window(base, tokens[base : self.fed])
         else:
             self.fed = len(tokens)
             room = self._max_tokens - self.num_generated
-            self._proposal = self._decoder.propose(tokens, unfed, room, num_together)
+            self._proposal = self._decoder.propose(tokens, len(tokens) - base, room, num_together)
             window = self._with_proposal(base, tokens[base:], self._proposal)
             self.num_steps += 1
             self.num_rows_last = 1 + len(self._proposal.drafts) + window.masks
-        self.num_rows += len(window.tokens) + window.masks
+        num_rows = len(window.tokens) + window.masks
+        self.num_rows += num_rows
+        self.rows_written = max(self.rows_written, base + num_rows)
         return window
+
+    def _num_chunk(self) -> int:
+        """Rows of the chunk that is next; 0 if all that is unfed goes with a proposal."""
+        unfed = self.num_unfed
+        if unfed <= 1:
+            return 0  # the decoder need not be asked
+        tail = self._decoder.tail
+        chunk = min(unfed - (tail > 0), self.chunk)  # the last token goes with the proposal
+        return chunk if unfed > (tail or chunk) else 0
 
     def commit(self, samples: Sequence[Sample], guesses: Sequence[Sample]) -> list[Sample]:
         """Take the answer to the window sent last; returns what became known, up to the end of the sequence.
 
-        Sets `finish_reason` with the last token. The answer to a prompt chunk is empty and changes nothing.
+        Sets `finish_reason` with the last token. The answer to a prompt chunk is empty and changes nothing. One that
+        comes after the end is dropped.
         """
-        if not samples and not guesses:
+        if self.finish_reason is not None or not (samples or guesses):
             return []
         assert self._proposal is not None
         accepted = self._decoder.accept(self._proposal, samples, guesses)
@@ -143,7 +144,20 @@ class Session:
         """End here: a stop string matched, or the client left."""
         self.finish_reason = "stop"
 
+    def fail(self) -> None:
+        """End here: a window could not be computed, and no two stages need hold the same of it."""
+        self.finish_reason = "error"
+
+    def rewind(self) -> None:
+        """Begin again on another chain: whatever is known is to be fed, as if it had just come as the prompt."""
+        assert self.finish_reason is None
+        self.slot = None
+        self.fed = self.num_reused = self.rows_written = 0
+        self._proposal = None
+        self._decoder.rewind()
+
     def _window(self, base: int, tokens: Sequence[int]) -> Window:
+        assert self.slot is not None
         return Window(slot=self.slot, base=base, prefix_hash=self.history.prefix_hash(base), tokens=tokens)
 
     def _with_proposal(self, base: int, unfed: Sequence[int], proposal: Proposal) -> Window:

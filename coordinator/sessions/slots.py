@@ -4,21 +4,22 @@ The one authority over cache memory: what is promised never exceeds a stage's bu
 session that needs its memory; the least recently used goes first.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from operator import le
+from itertools import count
+from operator import add, sub
 
 from coordinator.planning.plan import Plan, format_bytes
+from coordinator.sessions.room import make_room
 from coordinator.sessions.session import Session
+from coordinator.sessions.slot import ACTIVE, ON_STAGES, Bytes, Slot, State
 from protos.brigade_pb2 import Cache
 from protos.brigade_pb2 import Session as Opening
-from worker.errors import InputError
+from worker.errors import InputError, QueueFull
 from worker.model.modelspec import ModelSpec
 
 _MOST_KEPT = 64  # slots of ended sessions
 _LEAST_SHARED = 16  # tokens: for fewer a copy is not worth its while
-
-Bytes = tuple[int, ...]  # a number per stage
 
 
 @dataclass(frozen=True)
@@ -47,30 +48,86 @@ def cache_costs(plan: Plan, spec: ModelSpec) -> CacheCosts:
 
 
 class Slots:
-    """Slot numbers, the memory promised to them, and the prefixes that they keep."""
+    """Every session that is taken in has a slot here: the record of its state and of the memory promised to it."""
 
-    def __init__(self, costs: CacheCosts) -> None:
+    def __init__(self, costs: CacheCosts, max_waiting: int = 1024) -> None:
+        self.max_waiting = max_waiting  # sessions that wait for memory at most
         self.closed: list[int] = []  # slots that the stages have and are to free with the next frame
         self.num_hits = 0  # sessions that began with what another had fed
         self._costs = costs
-        self._live: dict[int, Session] = {}
-        self._kept: dict[int, Session] = {}  # least recently used first
-        self._promised: dict[int, Bytes] = {}
-        self._on_stages: set[int] = set()
-        self._free: list[int] = []
+        # In the order of arrival; a kept one moves to the end whenever it is used: the least recently used comes first.
+        self._slots: dict[Session, Slot] = {}
+
+    @property
+    def active(self) -> list[Slot]:
+        """Of sessions that run or are about to, in the order of arrival."""
+        return [slot for slot in self._slots.values() if slot.state in ACTIVE]
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._in(State.WAITING))
+
+    @property
+    def num_kept(self) -> int:
+        return len(self._in(State.KEPT))
 
     @property
     def promised(self) -> Bytes:
         """Bytes by stage, kept slots included."""
-        return self._total(())
+        total: Bytes = (0,) * len(self._costs.budgets)
+        for slot in self._slots.values():
+            total = tuple(map(add, total, slot.promised))
+        return total
 
-    @property
-    def num_kept(self) -> int:
-        return len(self._kept)
+    def add(self, session: Session) -> None:
+        """Take a session in. It waits until there is memory for all of it, and those before it have theirs.
 
-    def check(self, session: Session) -> None:
-        """Raise InputError if the session could not even run alone."""
+        Raises:
+            InputError: no stage could ever hold it. QueueFull: too many wait already.
+        """
         needed = self._costs.bytes_of(session.cache, session.most_rows)
+        self._check(needed)
+        if (num_waiting := self.num_waiting) >= self.max_waiting:
+            raise QueueFull(f"{num_waiting} requests wait already; try again later")
+        self._slots[session] = Slot(session, needed, promised=(0,) * len(needed))
+        self._admit()
+
+    def open(self, slots: Sequence[Slot]) -> list[Opening]:
+        """What opens those that no stage has heard of, with the frame that carries their first windows.
+
+        Each begins as a copy of the slot that has most of its prefix by now, active or kept.
+        """
+        new = [slot for slot in slots if slot.state is not State.OPEN]
+        openings = [self._opening(slot) for slot in new]
+        for slot in new:  # none is copied before it is there
+            slot.enter(State.OPEN)
+            slot.promised = slot.needed
+        return openings
+
+    def close(self, session: Session, *, keep: bool) -> None:
+        """Take the slot from a session that waits, runs or has ended, or keep it for its prefix.
+
+        What no stage has computed, or not all of them, is not kept.
+        """
+        slot = self._slots.get(session)
+        if slot is None or slot.state is State.KEPT:
+            return
+        if keep and slot.state is State.OPEN and session.finish_reason != "error":
+            self._keep(slot)
+        else:
+            self._free(slot)
+        self._admit()
+
+    def forget_kept(self) -> None:
+        """Free every kept slot."""
+        for slot in self._in(State.KEPT):
+            self._free(slot)
+
+    def _in(self, state: State) -> list[Slot]:
+        return [slot for slot in self._slots.values() if slot.state is state]
+
+    def _check(self, needed: Bytes) -> None:
+        """Raise InputError for a session that could not even run alone."""
         for node, need, budget in zip(self._costs.nodes, needed, self._costs.budgets, strict=True):
             if need > budget:
                 raise InputError(
@@ -79,83 +136,81 @@ class Slots:
                     f"{format_bytes(budget)} for it; ask for fewer tokens or use an int8 cache",
                 )
 
-    def take(self, session: Session) -> bool:
-        """Promise a slot to the session; False while there is no room.
+    def _admit(self) -> None:
+        """Promise memory to those who wait, in the order of arrival: nobody overtakes a large one."""
+        for slot in self._in(State.WAITING):
+            if not self._promise(slot):
+                return
 
-        A kept slot that the session continues where it ends, or that would have to give way to it, becomes its own.
-        """
-        needed = self._costs.bytes_of(session.cache, session.most_rows)
-        if not self._has_room(needed, without=self._kept):
+    def _promise(self, slot: Slot) -> bool:
+        """Give the slot a number and its memory; False while there is no room."""
+        kept, session = self._in(State.KEPT), slot.session
+        source, shared = self._closest(session, kept)
+        free = tuple(map(sub, self._costs.budgets, self.promised))
+        room = make_room(
+            slot.needed,
+            free,
+            [each.promised for each in kept],
+            kept.index(source) if source else None,
+            goes_on=source is not None and shared == source.session.fed,
+        )
+        if room is None:
             return False
-        source, shared = self._closest(session, self._kept.values())
-        givers = [slot for slot, kept in self._kept.items() if kept is not source]
-        takes_over = source is not None and shared == source.fed
-        while not self._has_room(needed, without=[source.slot] if source and takes_over else []):
-            if givers:
-                self._forget(givers.pop(0))
-            else:
-                takes_over = True
-        if source and takes_over:
-            del self._kept[source.slot]
-            # its rows beyond what is shared are there until the session's first window cuts them
-            needed = tuple(map(max, needed, self._promised[source.slot]))
-            session.slot = source.slot
-            session.reuse(shared)
+        for place in room.leaving:
+            self._free(kept[place])
+        if source and room.takes_over:
+            self._take_over(slot, source, shared)
         else:
-            session.slot = self._free.pop() if self._free else len(self._promised)
-        self._live[session.slot] = session
-        self._promised[session.slot] = needed
+            session.slot = self._unused_number()
+            slot.promised = slot.needed
+            slot.enter(State.PROMISED)
         return True
 
-    def open(self, sessions: Sequence[Session]) -> list[Opening]:
-        """What opens the sessions' slots on the stages, with the frame that carries their first windows.
+    def _take_over(self, slot: Slot, source: Slot, shared: int) -> None:
+        """Its rows beyond what is shared are there until the session's first window cuts them."""
+        del self._slots[source.session]
+        slot.session.slot = source.number
+        slot.session.reuse(shared)
+        slot.promised = tuple(map(max, slot.needed, source.promised))
+        slot.enter(State.TAKEN_OVER)
 
-        Each begins as a copy of the slot that has most of its prefix by now, live or kept.
-        """
-        openings = [self._open(session) for session in sessions]
-        self._on_stages.update(session.slot for session in sessions)  # none is copied before it is there
-        return openings
-
-    def _open(self, session: Session) -> Opening:
-        opening = Opening(slot=session.slot, sampling=session.sampling, cache=session.cache)
-        if session.num_reused:
-            opening.fork_of = session.slot
+    def _opening(self, slot: Slot) -> Opening:
+        session = slot.session
+        opening = Opening(slot=slot.number, sampling=session.sampling, cache=session.cache)
+        if slot.state is State.TAKEN_OVER:
+            opening.fork_of = slot.number
         else:
-            source, shared = self._closest(session, [*self._live.values(), *self._kept.values()])
+            source, shared = self._closest(session, [*self.active, *self._in(State.KEPT)])
             if source:
-                opening.fork_of = source.slot
+                opening.fork_of = source.number
                 session.reuse(shared)
-                if source.slot in self._kept:
-                    self._kept[source.slot] = self._kept.pop(source.slot)  # now the most recently used
+                if source.state is State.KEPT:
+                    self._use(source)
         self.num_hits += opening.HasField("fork_of")
-        self._promised[session.slot] = self._costs.bytes_of(session.cache, session.most_rows)
         return opening
 
-    def close(self, session: Session, *, keep: bool) -> None:
-        """Take the slot from an ended session, or keep it for its prefix."""
-        del self._live[session.slot]
-        if not keep:
-            return self._forget(session.slot)
-        for slot, kept in list(self._kept.items()):
-            if self._is_covered(kept, session):
-                self._forget(slot)
-        self._kept[session.slot] = session
-        self._promised[session.slot] = self._costs.bytes_of(session.cache, session.rows_kept)
-        if len(self._kept) > _MOST_KEPT:
-            self._forget(next(iter(self._kept)))
+    def _keep(self, slot: Slot) -> None:
+        for kept in self._in(State.KEPT):
+            if self._is_covered(kept.session, slot.session):
+                self._free(kept)
+        slot.enter(State.KEPT)
+        slot.promised = self._costs.bytes_of(slot.session.cache, slot.session.rows_written)
+        self._use(slot)
+        if self.num_kept > _MOST_KEPT:
+            self._free(self._in(State.KEPT)[0])
 
-    def forget_kept(self) -> None:
-        """Free every kept slot."""
-        for slot in list(self._kept):
-            self._forget(slot)
+    def _use(self, slot: Slot) -> None:
+        self._slots[slot.session] = self._slots.pop(slot.session)
 
-    def _forget(self, slot: int) -> None:
-        self._kept.pop(slot, None)
-        del self._promised[slot]
-        self._free.append(slot)
-        if slot in self._on_stages:
-            self._on_stages.remove(slot)
-            self.closed.append(slot)
+    def _free(self, slot: Slot) -> None:
+        if slot.state in ON_STAGES:
+            self.closed.append(slot.number)
+        slot.enter(State.FREE)
+        del self._slots[slot.session]
+
+    def _unused_number(self) -> int:
+        used = {slot.number for slot in self._slots.values() if slot.state is not State.WAITING}
+        return next(number for number in count() if number not in used)
 
     def _is_covered(self, kept: Session, session: Session) -> bool:
         """Whether whoever could go on from `kept` can go on from `session` just as well."""
@@ -163,23 +218,16 @@ class Slots:
             return False
         return session.fed <= self._costs.rows_that_can_be_cut(session.cache) or kept.fed == session.fed
 
-    def _closest(self, session: Session, holders: Iterable[Session]) -> tuple[Session | None, int]:
+    def _closest(self, session: Session, holders: Iterable[Slot]) -> tuple[Slot | None, int]:
         """The holder of most of the session's leading tokens, and how many of them can be reused."""
-        best: Session | None = None
+        best: Slot | None = None
         most = _LEAST_SHARED - 1
-        for holder in holders:
-            if holder is session or holder.cache != session.cache or holder.slot not in self._on_stages:
+        for slot in holders:
+            holder = slot.session
+            if holder is session or holder.cache != session.cache or slot.state not in ON_STAGES:
                 continue
             shared = session.history.num_shared(holder.history, min(holder.fed, len(session.history) - 1))
             can_be_cut = holder.fed <= self._costs.rows_that_can_be_cut(holder.cache)
             if shared > most and (can_be_cut or shared == holder.fed):
-                best, most = holder, shared
+                best, most = slot, shared
         return best, most
-
-    def _has_room(self, needed: Bytes, without: Collection[int]) -> bool:
-        after = map(sum, zip(self._total(without), needed, strict=True))
-        return all(map(le, after, self._costs.budgets))
-
-    def _total(self, without: Collection[int]) -> Bytes:
-        promises = [promise for slot, promise in self._promised.items() if slot not in without]
-        return tuple(map(sum, zip(*promises, strict=True))) if promises else (0,) * len(self._costs.budgets)

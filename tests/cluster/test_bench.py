@@ -22,7 +22,7 @@ from coordinator.sessions.request import Request
 from tests.cluster.models import make_talker
 from tests.cluster.processes import Outcome, Starter, run, write_cluster
 from worker.errors import BrigadeError, InputError, StageLost
-from worker.model.modelspec import describe
+from worker.model.describe import describe
 from worker.node.loading import open_checkpoint
 from worker.process.machine import machine_name
 

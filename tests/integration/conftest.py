@@ -27,7 +27,7 @@ from tests.tiny import make_model
 from worker.compute.shard import Shard
 from worker.memory.lane import Place
 from worker.model.checkpoint import open_folder
-from worker.model.modelspec import describe
+from worker.model.describe import describe
 from worker.node.network import Network
 from worker.node.relay import add_node
 from worker.node.service import NodeService

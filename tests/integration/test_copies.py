@@ -18,7 +18,7 @@ from tests.tiny import write_folder
 from worker.errors import ModelError
 from worker.model.checkpoint import Checkpoint, open_folder
 from worker.model.contents import contents_of
-from worker.model.modelspec import shard_tensors
+from worker.model.describe import shard_tensors
 
 FILES = [f"model-{i:05}-of-00004.safetensors" for i in (1, 2, 3, 4)]
 GREEDY = {"greedy": SAMPLINGS["greedy"]}

@@ -16,7 +16,7 @@ from worker.compute.shard import Shard
 from worker.errors import FrameError
 from worker.memory.history import History
 from worker.model.checkpoint import open_folder
-from worker.model.modelspec import describe
+from worker.model.describe import describe
 
 PROMPTS = [tokens_of(9 + 3 * number, number) for number in range(3)]
 

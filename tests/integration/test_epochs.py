@@ -23,7 +23,7 @@ from tests.integration.windows import MASKED
 from worker.compute.shard import Shard
 from worker.errors import BrigadeError, FrameError, StageLost
 from worker.model.checkpoint import open_folder
-from worker.model.modelspec import describe
+from worker.model.describe import describe
 
 Held = Callable[[], None]
 

@@ -18,7 +18,7 @@ from tests.integration.conftest import CHUNK, Models, Whole, answer, running
 from tests.tiny import FAMILIES, VOCAB, write_folder
 from worker.compute.shard import Shard
 from worker.model.checkpoint import open_folder
-from worker.model.modelspec import describe
+from worker.model.describe import describe
 
 EVERY_SPLIT = [(4,), (1, 3), (2, 2), (3, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (1, 1, 1, 1)]
 SOME_SPLITS = [(3, 1), (1, 2, 1)]

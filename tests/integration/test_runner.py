@@ -173,7 +173,7 @@ async def test_a_request_that_could_never_fit_is_refused_and_the_others_go_on(mo
 
 async def test_one_request_too_many_waiting_is_refused_and_the_others_go_on(models: Models) -> None:
     async with running_within(models("qwen3").folder, (2, 2), 256) as chain, Runner(chain) as runner:
-        runner.scheduler._max_waiting = 2
+        runner.scheduler.slots.max_waiting = 2
         live = [Live(runner, request(tokens_of(5, i), 20)) for i in range(3)]
         await live[0].wait_pieces(1)
         with pytest.raises(QueueFull, match="2 requests wait already"):

@@ -10,7 +10,7 @@ from tests.integration.conftest import Models, Whole, running
 from tests.integration.test_equality import LONG, NUM_TOKENS, SAMPLINGS, assert_equal, split_name
 from tests.tiny import write_folder
 from worker.model.checkpoint import open_folder
-from worker.model.modelspec import describe
+from worker.model.describe import describe
 
 two_way = pytest.mark.parametrize("layers", [(1, 3), (2, 2), (3, 1)], ids=split_name)
 

@@ -21,7 +21,7 @@ from tests.integration.conftest import Models, running
 from tests.tiny import VOCAB, make_model
 from worker.compute.shard import Shard
 from worker.model.checkpoint import open_folder
-from worker.model.modelspec import describe
+from worker.model.describe import describe
 
 PROMPT = tuple((5 * i + i * i) % VOCAB for i in range(17))  # its last chunk is one row, as roughness needs
 SAMPLED = Sampling(seed=3, temperature=0.8, top_k=40)

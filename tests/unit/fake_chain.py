@@ -18,23 +18,28 @@ VOCAB = 50
 PLENTY = 10**9
 
 
-def continuation(tokens: Iterable[int]) -> Iterable[int]:
-    """What the model of these tests says after these tokens: every token matters, and so does its place."""
-    value = 7
-    for token in tokens:
+def continuation(tokens: Iterable[int], seed: int = 0) -> Iterable[int]:
+    """What the model of these tests says after these tokens: every token matters, and so does its place.
+
+    With a seed it is drawn, by that and the place.
+    """
+    value, position = 7, 0
+    for position, token in enumerate(tokens, 1):  # noqa: B007 - used below
         value = (value * 31 + token + 1) % 1009
     while True:
-        yield value % VOCAB
-        value = (value * 31 + value % VOCAB + 1) % 1009
+        token = (value + seed * (position * position + 1)) % VOCAB
+        yield token
+        value = (value * 31 + token + 1) % 1009
+        position += 1
 
 
-def next_token(tokens: Sequence[int]) -> int:
-    return next(iter(continuation(tokens)))
+def next_token(tokens: Sequence[int], seed: int = 0) -> int:
+    return next(iter(continuation(tokens, seed)))
 
 
-def plain_answer(prompt: Sequence[int], max_tokens: int, eos: frozenset[int] = frozenset()) -> list[int]:
+def plain_answer(prompt: Sequence[int], max_tokens: int, eos: frozenset[int] = frozenset(), seed: int = 0) -> list[int]:
     answer: list[int] = []
-    for token in islice(continuation(prompt), max_tokens):
+    for token in islice(continuation(prompt, seed), max_tokens):
         answer.append(token)
         if token in eos:
             break
@@ -67,17 +72,20 @@ class Held:
     history: History
     cache: Cache
     num_rows: int = 0
+    seed: int = 0  # of what is sampled; 0 is greedy
 
 
 @dataclass
 class FakeChain:
     """All stages at once: results come in the order of the frames. Refuses whatever a stage would, and more.
 
-    Guesses for the places of MASK rows are right where they would be filled, and mostly where they are verified.
+    Guesses for the places of MASK rows are right where they would be filled, and mostly where they are verified. On a
+    lossy chain those to be filled are anything, by all that their row sees: what is filled ahead decides on the text.
     """
 
     epoch: int = 1
     cuttable: int = PLENTY
+    is_lossy: bool = False
     slots: dict[int, Held] = field(default_factory=dict)
     frames: list[Frame] = field(default_factory=list)
     in_flight: deque[tuple[Frame, Result]] = field(default_factory=deque)
@@ -136,6 +144,7 @@ class FakeChain:
                 source = before[opening.fork_of]
                 assert source.cache == opening.cache, "a copy of another kind of cache"
                 held = Held(source.history.fork(len(source.history)), source.cache, source.num_rows)
+            held.seed = opening.sampling.seed if opening.sampling.temperature else 0
             goes_on = opening.HasField("fork_of") and opening.fork_of == opening.slot
             assert goes_on or opening.slot not in self.slots, "opened twice"
             self.slots[opening.slot] = held
@@ -152,18 +161,22 @@ class FakeChain:
         slot.history.extend(window.tokens)
         slot.num_rows = window.base + num_rows(window)
         for row in range(num_tokens - window.wanted, num_tokens):
-            token = next_token(slot.history.tokens[: window.base + row + 1])
+            token = next_token(slot.history.tokens[: window.base + row + 1], slot.seed)
             result.samples.append(Sample(slot=window.slot, token=token))
-        result.guesses.extend(self._guesses(window, slot.history.tokens))
+        result.guesses.extend(self._guesses(window, slot.history.tokens, slot.seed))
 
-    def _guesses(self, window: Window, tokens: Sequence[int]) -> Iterable[Sample]:
+    def _guesses(self, window: Window, tokens: Sequence[int], seed: int) -> Iterable[Sample]:
         if not window.guessed:
             return
         num_tokens = len(window.tokens)
         at = list(window.positions) or list(range(window.base, window.base + num_rows(window)))
         masks = at[num_tokens : num_tokens + window.guessed]
         known = window.base + num_tokens - window.wanted + 1 if window.wanted else masks[0]
-        text = list(islice(continuation(tokens[:known]), masks[-1] + 1 - known))
+        text = list(islice(continuation(tokens[:known], seed), masks[-1] + 1 - known))
+        if self.is_lossy and not window.wanted:
+            seen = [*enumerate(tokens[: window.base]), *zip(at, tokens[window.base :], strict=False)]
+            numbers = random.Random(f"{seed} {seen}")
+            text = [numbers.randrange(VOCAB) for _ in text]
         for position in masks:
             is_right = not window.wanted or (position * 7 + known) % 5
             token = text[position - known] if is_right else VOCAB - 1
@@ -189,6 +202,7 @@ class Rig:
         self.costs = costs_per_row(budget, num_stages, cuttable)
         self.scheduler = Scheduler(num_stages, self.costs, epoch, max_waiting, lanes)
         self.chain = FakeChain(epoch, cuttable)
+        self.num_stages = num_stages
         self.chunk = chunk
         self.keep = keep
 
@@ -199,13 +213,23 @@ class Rig:
         eos: frozenset[int] = frozenset(),
         *,
         seed: int = 0,
+        temperature: float = 0.0,
         decoder: Decoder | None = None,
         cache: Cache | None = None,
     ) -> Session:
-        sampling = Sampling(seed=seed)
+        sampling = Sampling(seed=seed, temperature=temperature)
         session = Session(prompt, max_tokens, eos, decoder, chunk=self.chunk, sampling=sampling, cache=cache)
         self.scheduler.submit(session)
         return session
+
+    def lose_chain(self, sessions: Iterable[Session]) -> None:
+        """All that the stages hold and all that is in flight is gone; the sessions go on with another chain."""
+        epoch = self.chain.epoch + 1
+        self.scheduler = Scheduler(self.num_stages, self.costs, epoch)
+        self.chain = FakeChain(epoch, self.chain.cuttable, self.chain.is_lossy)
+        for session in sessions:
+            session.rewind()
+            self.scheduler.submit(session)
 
     def send_one(self) -> Frame | None:
         if (frame := self.scheduler.schedule()) is not None:

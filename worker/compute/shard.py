@@ -19,10 +19,11 @@ from worker.compute.exhaustion import out_of_memory
 from worker.errors import ModelError
 from worker.memory.cache import LayerCache, Mask, make_cache
 from worker.memory.lane import Lane, Place, serve_lanes
+from worker.model.cachespec import LayerKind
 from worker.model.checkpoint import Checkpoint
-from worker.model.families import LayerKind, family_of, mask_token_of
+from worker.model.describe import is_tied, layer_of, shard_tensors
+from worker.model.families import family_of, mask_token_of
 from worker.model.headers import TensorInfo
-from worker.model.modelspec import is_tied, layer_of, shard_tensors
 from worker.model.quantisation import quantisation_of
 
 _MLX_DTYPES = {

@@ -3,17 +3,27 @@
 Cutting moves a length and copies nothing. mlx-lm's layers see `offset` and `update_and_fetch`, as of its own caches.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache
+from protos.brigade_pb2 import Cache
 from worker.errors import CacheMismatch
 from worker.memory.rows import Parts, Rows
-from worker.model.families import LayerKind
-from worker.model.modelspec import ROW_BLOCK
+from worker.model.cachespec import (
+    INT8,
+    ROW_BLOCK,
+    STATE,
+    WHOLE,
+    CacheSpec,
+    Form,
+    LayerKind,
+    cache_spec,
+    int8_group,
+    whole_blocks,
+)
 
 Mask = mx.array | str | None
 
@@ -52,14 +62,8 @@ class LayerCache(Protocol):
 
 def make_cache(kind: LayerKind, cache: Cache) -> LayerCache:
     """The cache of one layer, as the layer and the session's choice of cache want it."""
-    if kind.recurrent:
-        return RecurrentState()
-    if cache.kind == CACHE_INT8:
-        return Int8Cache(kind.window)
-    if cache.kind == CACHE_ROTATING:
-        recent = cache.size - cache.keep
-        return KVCache(min(recent, kind.window or recent), 0 if kind.window else cache.keep)
-    return KVCache(kind.window)
+    spec = cache_spec(kind, cache)
+    return _FRESH[spec.form](spec)
 
 
 class KVCache:
@@ -69,9 +73,11 @@ class KVCache:
     can see is let go of, some at a time.
     """
 
+    form: Form = WHOLE
     step = ROW_BLOCK
 
     def __init__(self, window: int | None = None, keep: int = 0) -> None:
+        self.can_be_packed = CacheSpec(self.form, window, keep).can_be_packed
         self.length = 0
         self.window = window
         self.keep = keep
@@ -85,11 +91,6 @@ class KVCache:
     def offset(self) -> int | mx.array:
         """For RoPE: where the next row is, or every row of a reordered window."""
         return self.length if self._positions is None else self._positions
-
-    @property
-    def can_be_packed(self) -> bool:
-        """Whether its rows may lie in a buffer with those of other slots: all are there, as they are."""
-        return type(self) is KVCache and self.window is None
 
     @property
     def nbytes(self) -> int:
@@ -114,7 +115,7 @@ class KVCache:
     def take_back(self, keys: mx.array, values: mx.array) -> None:
         """Have rows [1, H, length, K] of one's own again."""
         self.pack = None
-        capacity = -(-self.length // self.step) * self.step
+        capacity = whole_blocks(self.length, self.step)
         self._keys.fill(keys, capacity)
         self._values.fill(values, capacity)
 
@@ -149,7 +150,7 @@ class KVCache:
         for rows in (self._keys, self._values):
             if out_of_sight:
                 rows.drop(self.keep, self.keep + out_of_sight, held)
-            rows.grow(held - out_of_sight, -(-(held - out_of_sight + least) // self.step) * self.step)
+            rows.grow(held - out_of_sight, whole_blocks(held - out_of_sight + least, self.step))
 
     def fork(self, length: int) -> "KVCache":
         """Another cache that goes on from the first `length` tokens; rows are shared until either is written to.
@@ -200,6 +201,7 @@ class KVCache:
 class Int8Cache(KVCache):
     """Keys and values quantised to 8 bits, a scale and a bias per group; mlx-lm's attention reads them as they are."""
 
+    form = INT8
     bits = 8
 
     @property
@@ -211,7 +213,7 @@ class Int8Cache(KVCache):
         self._group_size = 64
 
     def _encode(self, rows: mx.array) -> Parts:
-        self._group_size = 64 if rows.shape[-1] % 64 == 0 else 32
+        self._group_size = int8_group(rows.shape[-1])
         return tuple(mx.quantize(rows, group_size=self._group_size, bits=self.bits))
 
     def _read(self, rows: Rows, end: int) -> mx.array | Parts:
@@ -263,3 +265,10 @@ class RecurrentState(ArraysCache):
         """Called by mlx-lm's layer once it has taken `num_rows` rows."""
         self.length += num_rows
         self._nbytes = sum(array.nbytes for array in self.arrays())
+
+
+_FRESH: dict[Form, Callable[[CacheSpec], LayerCache]] = {
+    WHOLE: lambda spec: KVCache(spec.window, spec.keep),
+    INT8: lambda spec: Int8Cache(spec.window, spec.keep),
+    STATE: lambda spec: RecurrentState(),
+}

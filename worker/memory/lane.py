@@ -15,8 +15,8 @@ from typing import Any
 import mlx.core as mx
 
 from worker.memory.cache import KVCache, LayerCache, Mask
-from worker.memory.pack import pack_capacity, packed
-from worker.model.families import LayerKind
+from worker.memory.pack import packed
+from worker.model.cachespec import LayerKind, pack_capacity
 
 Attention = Callable[..., mx.array]
 

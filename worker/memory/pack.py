@@ -9,15 +9,6 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from worker.memory.cache import KVCache
-from worker.model.modelspec import LARGEST_PACK, ROW_BLOCK
-
-
-def pack_capacity(num_rows: int) -> int | None:
-    """Rows that a pack has per slot: the same for caches of similar length; None for one that is better off alone."""
-    capacity = ROW_BLOCK
-    while capacity < num_rows:
-        capacity *= 2
-    return capacity if capacity <= LARGEST_PACK else None
 
 
 def packed(members: Sequence[KVCache], capacity: int, like: tuple[mx.array, mx.array]) -> "Pack":

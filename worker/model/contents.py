@@ -13,8 +13,8 @@ from pathlib import Path
 from protos.brigade_pb2 import Contents
 from worker.errors import ModelError
 from worker.model.checkpoint import Checkpoint
+from worker.model.describe import layer_of, shard_tensors
 from worker.model.headers import TensorInfo, pack_headers
-from worker.model.modelspec import layer_of, shard_tensors
 
 _SAMPLES = 4096  # tensors; a checkpoint that has more is seen through as many that its names' checksums choose
 _SAMPLE_BYTES = 512

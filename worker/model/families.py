@@ -7,15 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from worker.errors import ModelError
-
-
-@dataclass(frozen=True)
-class LayerKind:
-    """How a layer remembers: every position, the last `window` positions, or a state of constant size."""
-
-    recurrent: bool = False
-    window: int | None = None
-
+from worker.model.cachespec import LayerKind
 
 FULL = LayerKind()
 RECURRENT = LayerKind(recurrent=True)

@@ -8,9 +8,9 @@ from pathlib import Path
 from protos.brigade_pb2 import LoadProgress
 from worker.compute.shard import Shard
 from worker.model.checkpoint import DEMO, Checkpoint, open_folder
+from worker.model.describe import shard_tensors
 from worker.model.headers import TensorInfo
 from worker.model.hub import is_repository, open_repository
-from worker.model.modelspec import shard_tensors
 from worker.process.call_thread import run_aside
 from worker.process.machine import keep_resident
 from worker.process.mlx_thread import MlxThread

@@ -32,8 +32,8 @@ from worker.compute.shard import Shard
 from worker.errors import BrigadeError, FrameError, ModelError, NodeBusy, StageLost
 from worker.model.checkpoint import Checkpoint
 from worker.model.contents import check_contents, check_files
+from worker.model.describe import describe
 from worker.model.headers import unpack_headers
-from worker.model.modelspec import describe
 from worker.node.link import Link
 from worker.node.loading import load_shard, open_checkpoint
 from worker.node.network import ACCEPTED, PROTOCOL_VERSION, Network

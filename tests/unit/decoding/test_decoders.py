@@ -454,14 +454,14 @@ def test_a_stop_inside_a_window_drops_the_rest_of_it() -> None:
         frame = scheduler.schedule()
         assert frame is not None
         samples, guesses = stage.answer(frame.windows[0])
-        scheduler.commit(Result(step=frame.step, samples=samples, guesses=guesses))
+        scheduler.commit(Result(epoch=1, step=frame.step, samples=samples, guesses=guesses))
     known = session.generated
     frame = scheduler.schedule()
     assert frame is not None
     samples, guesses = stage.answer(frame.windows[0])
     session.stop()
     assert len(samples) > 1
-    assert scheduler.commit(Result(step=frame.step, samples=samples, guesses=guesses)) == []
+    assert scheduler.commit(Result(epoch=1, step=frame.step, samples=samples, guesses=guesses)) == []
     assert session.generated == known and session.finish_reason == "stop"
     assert scheduler.schedule() is None
 

@@ -10,7 +10,8 @@ import pytest
 
 from worker.memory.cache import Int8Cache, KVCache
 from worker.memory.lane import LaneCache, serve_lanes
-from worker.memory.pack import Pack, pack_capacity, packed
+from worker.memory.pack import Pack, packed
+from worker.model.cachespec import pack_capacity
 
 H, K = 2, 4
 

@@ -12,7 +12,8 @@ import pytest
 from protos.brigade_pb2 import DTYPE_BFLOAT16
 from worker.errors import ModelError
 from worker.model.checkpoint import Checkpoint, TensorInfo, open_folder
-from worker.model.modelspec import LayerSpec, describe, is_tied, layer_of, shard_tensors
+from worker.model.describe import describe, is_tied, layer_of, shard_tensors
+from worker.model.modelspec import LayerSpec
 
 CONFIG = {
     "model_type": "qwen3", "hidden_size": 8, "num_hidden_layers": 3, "intermediate_size": 16, "vocab_size": 10,
@@ -322,12 +323,7 @@ def test_a_description_counts_bytes(tied: bool) -> None:
     assert (spec.name, spec.family, spec.hidden_size, spec.vocab_size) == ("synthetic", "qwen3", 8, 10)
     assert (spec.context, spec.dtype) == (64, DTYPE_BFLOAT16)
     assert [spec.shard_bytes(i, i + 1) for i in range(3)] == [384 + 160, 384, 384 + 176]
-    assert spec.cache_bytes(0, 2, tokens=5) == 2 * 16 * 5
-
-
-def test_a_sliding_layer_s_cache_stops_growing_at_its_window() -> None:
-    layer = LayerSpec(weight_bytes=1, cache_per_token=16, window=8)
-    assert [layer.cache_bytes(tokens) for tokens in (0, 7, 8, 9, 1000)] == [0, 112, 128, 128, 128]
+    assert spec.reserved_bytes(0, 2, 5) == 2 * 16 * 256
 
 
 def test_a_layer_without_tensors_is_refused() -> None:

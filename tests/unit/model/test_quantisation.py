@@ -9,7 +9,7 @@ import pytest
 from tests.unit.model.test_checkpoint import CONFIG, synthetic
 from worker.errors import ModelError
 from worker.model.checkpoint import Checkpoint
-from worker.model.modelspec import describe
+from worker.model.describe import describe
 from worker.model.quantisation import quantisation_of
 
 AFFINE = {"group_size": 64, "bits": 4}

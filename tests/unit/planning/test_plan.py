@@ -11,6 +11,7 @@ from worker.errors import ConfigError
 from worker.model.modelspec import LayerSpec, ModelSpec
 
 ROOMY = 10**6
+BLOCK = 256  # rows by which a cache grows
 
 
 def model(
@@ -60,14 +61,19 @@ def brute_force(spec: ModelSpec, where: list[Node], context: int) -> Plan:
 
 
 def random_case(seed: int) -> tuple[ModelSpec, list[Node], int]:
+    """Sizes in blocks of rows, which is what a cache takes."""
     rng = random.Random(seed)
     layers = tuple(
-        LayerSpec(rng.randint(1, 9), rng.randint(0, 2), rng.choice([0, 3]), rng.choice([None, 2]))
+        LayerSpec(
+            BLOCK * rng.randint(1, 9), rng.randint(0, 2), cache_fixed=BLOCK * rng.choice([0, 3]),
+            window=rng.choice([None, 2]),
+        )
         for _ in range(rng.randint(1, 8))
-    )
-    spec = ModelSpec("tiny", "qwen3", layers, rng.randint(0, 9), rng.randint(0, 9), False, 8, 16, 128, DTYPE_BFLOAT16)
-    budgets = [rng.randint(5, 60) for _ in range(rng.randint(1, min(4, len(layers))))]
-    return spec, nodes(*budgets), rng.randint(1, 5)
+    )  # fmt: skip
+    embed, head = BLOCK * rng.randint(0, 9), BLOCK * rng.randint(0, 9)
+    spec = ModelSpec("tiny", "qwen3", layers, embed, head, False, 8, 16, 128, DTYPE_BFLOAT16)
+    budgets = [BLOCK * rng.randint(5, 60) for _ in range(rng.randint(1, min(4, len(layers))))]
+    return spec, nodes(*budgets), rng.choice([1, BLOCK, BLOCK + 1, 4 * BLOCK])
 
 
 @pytest.mark.parametrize("seed", range(150))
@@ -106,23 +112,25 @@ def test_splits(weights: list[int], ends: tuple[int, int], budgets: tuple[int, .
 
 def test_assignments_are_contiguous_and_account_for_every_byte() -> None:
     spec = model([5, 6, 7, 8], embed=3, head=4, per_token=2)
-    found = plan(spec, nodes(50, 60, 70), context=10)
+    found = plan(spec, nodes(2000, 3000, 4000), context=300)
     assert found.assignments == (
-        Assignment("n0", 0, 1, weight_bytes=3 + 5, cache_bytes=20, memory_bytes=50),
-        Assignment("n1", 1, 3, weight_bytes=6 + 7, cache_bytes=40, memory_bytes=60),
-        Assignment("n2", 3, 4, weight_bytes=8 + 4, cache_bytes=20, memory_bytes=70),
+        Assignment("n0", 0, 1, weight_bytes=3 + 5, cache_bytes=1024, memory_bytes=2000),
+        Assignment("n1", 1, 3, weight_bytes=6 + 7, cache_bytes=2048, memory_bytes=3000),
+        Assignment("n2", 3, 4, weight_bytes=8 + 4, cache_bytes=1024, memory_bytes=4000),
     )
-    assert [a.needed_bytes for a in found.assignments] == [28, 53, 32]
-    assert found.context == 10
+    assert [a.needed_bytes for a in found.assignments] == [1032, 2061, 1036]
+    assert found.context == 300
 
 
-@pytest.mark.parametrize(("context", "layers"), [(1, [2, 2]), (3, [2, 2]), (4, [1, 3]), (8, [1, 3])])
+@pytest.mark.parametrize(("context", "layers"), [(1, [2, 2]), (256, [2, 2]), (257, [1, 3]), (512, [1, 3])])
 def test_the_cache_at_the_whole_context_takes_memory(context: int, layers: list[int]) -> None:
-    assert plan(model([2, 2, 2, 2], per_token=1), nodes(10, ROOMY), context).layers == layers
+    assert plan(model([2, 2, 2, 2], per_token=1), nodes(520, ROOMY), context).layers == layers
 
 
 def test_a_sliding_window_bounds_the_cache() -> None:
-    assert plan(model([2, 2, 2, 2], per_token=1, window=3), nodes(10, ROOMY), context=1000).layers == [2, 2]
+    """Its rows and a block to slide in."""
+    assert plan(model([2, 2, 2, 2], per_token=1, window=1), nodes(520, ROOMY), context=1000).layers == [2, 2]
+    assert plan(model([2, 2, 2, 2], per_token=1, window=2), nodes(520, ROOMY), context=1000).layers == [1, 3]
 
 
 def test_a_node_may_be_filled_to_the_last_byte() -> None:
@@ -232,9 +240,9 @@ def test_a_smaller_cache_makes_a_plan_fit() -> None:
     full = ModelSpec("tiny", "qwen3", (LayerSpec(0, 256),) * 2, 0, 0, False, 8, 16, 4096, DTYPE_BFLOAT16)
     int8 = replace(full, cache=Cache(kind=CACHE_INT8))
     rotating = replace(full, cache=Cache(kind=CACHE_ROTATING, size=100, keep=4))
-    assert full.cache_bytes(0, 2, 1000) == 2 * 256 * 1000
-    assert int8.cache_bytes(0, 2, 1000) == 2 * 256 * 1000 * (1 + 4 / 64) / 2
-    assert rotating.cache_bytes(0, 2, 1000) == 2 * 256 * 100
+    assert full.reserved_bytes(0, 2, 1000) == 2 * 256 * 1024
+    assert int8.reserved_bytes(0, 2, 1000) == 2 * 256 * 1024 * (1 + 4 / 64) / 2
+    assert rotating.reserved_bytes(0, 2, 1000) == 2 * 256 * 512
     budget = [Node("n0", 300_000)]
     assert not plan(full, budget, 1000).fits
     assert plan(int8, budget, 1000).fits and plan(rotating, budget, 1000).fits

@@ -4,7 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.sessions.request import Request, check_request, check_sampling, make_sampling, room_for_answer
+from coordinator.decoding.decode import Decode
+from coordinator.sessions.request import (
+    Request,
+    check_request,
+    check_sampling,
+    make_sampling,
+    most_rows,
+    room_for_answer,
+)
 from protos.brigade_pb2 import DTYPE_BFLOAT16, Sampling
 from worker.errors import InputError
 from worker.model.modelspec import LayerSpec, ModelSpec
@@ -141,3 +149,20 @@ def test_what_the_model_can_serve_passes(request_: Request) -> None:
 )
 def test_an_answer_ends_where_the_context_ends(num_prompt: int, max_tokens: int, expected: int) -> None:
     assert room_for_answer(Request((1,) * num_prompt, max_tokens), CONTEXT) == expected
+
+
+@pytest.mark.parametrize(
+    ("decode", "max_tokens", "rows"),
+    [
+        (Decode("ar"), 20, 30 + 20),
+        (Decode("ngram"), 20, 30 + 20),
+        (Decode("diffusion"), 20, 30 + 20 + 47),
+        (Decode("diffusion", 4), 20, 30 + 20 + 5),
+        (Decode("diffusion-fast"), 20, 30 + 20 + 15),
+        (Decode("ar"), 1000, 128),  # the context ends there
+    ],
+)
+def test_the_rows_of_a_request_are_those_of_its_tokens_and_of_what_its_decoder_needs_beyond(
+    decode: Decode, max_tokens: int, rows: int
+) -> None:
+    assert most_rows(Request(tuple(range(30)), max_tokens, decode=decode), 128) == rows

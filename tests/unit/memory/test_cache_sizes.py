@@ -1,0 +1,147 @@
+"""What the one pure module says of a cache is what real caches hold and do: alone, sliding, quantised, in packs."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache
+from tests.tiny import make_model
+from worker.compute.shard import Shard
+from worker.errors import CacheMismatch
+from worker.memory.cache import KVCache, LayerCache, make_cache
+from worker.memory.lane import Place
+from worker.memory.pack import packed
+from worker.model.cachespec import LayerKind, LayerNumbers, cache_spec, pack_capacity
+from worker.model.checkpoint import open_folder
+from worker.model.describe import describe
+
+H, K, ITEM = 2, 64, 2  # heads, head size, bytes of bfloat16
+NUMBERS = LayerNumbers(per_token=2 * H * K * ITEM, fixed=0, item=ITEM, head_size=K)
+FULL, INT8 = Cache(), Cache(kind=CACHE_INT8)
+
+
+def rotating(size: int) -> Cache:
+    return Cache(kind=CACHE_ROTATING, size=size, keep=4)
+
+
+def rows(count: int) -> mx.array:
+    return mx.zeros((1, H, count, K), mx.bfloat16)
+
+
+def feed(cache: LayerCache, count: int) -> None:
+    assert isinstance(cache, KVCache)
+    cache.reserve(count, None)
+    cache.update_and_fetch(rows(count), rows(count))
+
+
+def most_held(cache: LayerCache, num_rows: int, chunk: int) -> int:
+    """The most bytes while a session grows to so many rows: its prompt in chunks, then drafts, half of them cut."""
+    most = fed = 0
+    while fed < num_rows:
+        count = min(chunk if fed < num_rows // 2 else 16, num_rows - fed)
+        feed(cache, count)
+        most = max(most, cache.nbytes)
+        fed += count if count != 16 else 8
+        cache.cut(fed)
+    return most
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "chunk"), [(1, 1), (255, 1), (256, 1), (257, 256), (700, 64), (2100, 256), (4096, 256), (4097, 64)]
+)
+@pytest.mark.parametrize(
+    ("kind", "choice"),
+    [
+        (LayerKind(), INT8),
+        (LayerKind(window=1), FULL),
+        (LayerKind(window=2), FULL),
+        (LayerKind(window=512), FULL),
+        (LayerKind(window=513), FULL),
+        (LayerKind(window=512), INT8),
+        (LayerKind(), rotating(100)),
+        (LayerKind(), rotating(1024)),
+        (LayerKind(window=300), rotating(1024)),
+        (LayerKind(window=3000), rotating(1024)),
+    ],
+)
+def test_a_cache_that_is_never_packed_comes_to_hold_just_what_is_reserved(
+    kind: LayerKind, choice: Cache, chunk: int, num_rows: int
+) -> None:
+    reserved = cache_spec(kind, choice).nbytes(NUMBERS, num_rows)
+    assert most_held(make_cache(kind, choice), num_rows, chunk) == reserved
+
+
+@pytest.mark.parametrize("num_rows", [1, 256, 257, 700, 2100, 4096, 4097, 5000])
+def test_a_full_cache_comes_to_hold_what_is_reserved_in_a_pack_and_no_more_alone(num_rows: int) -> None:
+    spec, members = cache_spec(LayerKind(), FULL), [KVCache(), KVCache()]
+    reserved = spec.nbytes(NUMBERS, num_rows)
+    assert most_held(members[0], num_rows, 256) <= reserved
+    feed(members[1], num_rows)
+    if capacity := pack_capacity(num_rows):
+        packed(members, capacity, (rows(1), rows(1)))
+        assert spec.can_be_packed and all(member.can_be_packed for member in members)
+    assert [member.nbytes for member in members] == [reserved] * 2
+
+
+@pytest.mark.parametrize(
+    ("choice", "dtype"),
+    [(FULL, mx.bfloat16), (FULL, mx.float32), (INT8, mx.float32), (rotating(100), mx.float32)],
+    ids=["full", "full32", "int8", "rotating"],
+)
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_5"])
+def test_every_layer_of_a_real_lane_holds_what_is_reserved_for_it(
+    family: str, choice: Cache, dtype: mx.Dtype, tmp_path: Path
+) -> None:
+    """Full, sliding and recurrent layers, in a lane of two."""
+    config = {"head_dim": 64, "linear_key_head_dim": 32} if family == "qwen3_5" else {"head_dim": 64}
+    checkpoint = open_folder(make_model(tmp_path / "model", family, dtype=dtype, config=config))
+    spec, shard = replace(describe(checkpoint), cache=choice), Shard(checkpoint, 0, 4)
+    slots = [shard.make_caches(choice) for _ in range(2)]
+    for base, count in ((0, 60), (60, 200), (260, 1)):
+        mx.eval(shard(mx.zeros((1, 2 * count), mx.int32), [Place(caches, base, count) for caches in slots]))
+    for caches in slots:
+        assert [cache.nbytes for cache in caches] == [spec.reserved_bytes(i, i + 1, 261) for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "choice"),
+    [
+        (LayerKind(), FULL),
+        (LayerKind(), INT8),
+        (LayerKind(window=40), FULL),
+        (LayerKind(window=40), INT8),
+        (LayerKind(), rotating(40)),
+        (LayerKind(window=20), rotating(40)),
+    ],
+)
+def test_up_to_the_length_that_is_named_a_cache_can_be_cut_anywhere_and_not_beyond(
+    kind: LayerKind, choice: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KVCache, "step", 1)  # so that rows are let go of as soon as they may be
+    limit = cache_spec(kind, choice).rows_that_can_be_cut
+
+    def can_be_cut(length: int, to: int) -> bool:
+        cache = make_cache(kind, choice)
+        for _ in range(length):
+            feed(cache, 1)
+        try:
+            cache.cut(to)
+        except CacheMismatch:
+            return False
+        return True
+
+    assert all(can_be_cut(limit or 100, to) for to in range(limit or 100))
+    if limit:
+        keep = choice.keep if not kind.window else 0
+        assert not can_be_cut(limit + 1, keep + 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "takes_back", "rows_that_can_be_cut"),
+    [(LayerKind(), True, None), (LayerKind(window=9), True, 9), (LayerKind(recurrent=True), False, 0)],
+)
+def test_what_each_kind_of_layer_can_do(kind: LayerKind, takes_back: bool, rows_that_can_be_cut: int | None) -> None:
+    spec = cache_spec(kind, FULL)
+    assert (spec.form.takes_back, spec.rows_that_can_be_cut) == (takes_back, rows_that_can_be_cut)

@@ -1,0 +1,46 @@
+"""A plan and admission go by the same figure: what is said to fit is let in after loading."""
+
+import pytest
+
+from coordinator.planning.plan import Node, plan
+from coordinator.sessions.session import Session
+from coordinator.sessions.slots import Slots, cache_costs
+from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
+from worker.errors import InputError
+from worker.model.modelspec import LayerSpec, ModelSpec
+
+MIB = 2**20
+ROW = 2 * 8 * 128 * 2  # keys and values of 8 heads of 128 numbers in bfloat16
+FULL, INT8, ROTATING = Cache(), Cache(kind=CACHE_INT8), Cache(kind=CACHE_ROTATING, size=1000, keep=4)
+WHOLE, SLIDING, RECURRENT = LayerSpec(7, ROW), LayerSpec(7, ROW, window=512), LayerSpec(7, 0, cache_fixed=5 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("layers", "cache", "context", "mib"),
+    [
+        ((WHOLE,) * 36, FULL, 2048, 288),
+        ((WHOLE,) * 36, FULL, 2100, 576),  # a pack has a power of two of blocks
+        ((WHOLE,) * 36, FULL, 4097, 612),  # beyond the largest pack it has just the blocks
+        ((WHOLE,) * 36, INT8, 2100, 36 * 2304 * (2048 + 128) / MIB),  # never packed
+        ((WHOLE,) * 36, ROTATING, 2100, 36 * 1280 * ROW / MIB),
+        ((WHOLE, *[SLIDING] * 5) * 6, FULL, 2100, (6 * 4096 + 30 * 768) * ROW / MIB),
+        ((WHOLE, *[RECURRENT] * 3) * 9, FULL, 2100, 9 * 4096 * ROW / MIB + 27 * 5),
+    ],
+)
+def test_what_a_plan_says_fits_is_let_in_and_nothing_else(
+    layers: tuple[LayerSpec, ...], cache: Cache, context: int, mib: float
+) -> None:
+    spec = ModelSpec("tiny", "qwen3", layers, 0, 0, False, 64, 99, 8192, DTYPE_BFLOAT16, head_size=128, cache=cache)
+    weights, needed = 36 * 7, round(mib * MIB)
+    for budget in (weights + needed, weights + needed - 1):
+        found = plan(spec, [Node("mini", budget)], context)
+        assert found.assignments[0].cache_bytes == needed
+        slots = Slots(cache_costs(found, spec))
+        session = Session([1] * (context - 10), 10, cache=cache)
+        if found.fits:
+            slots.add(session)
+            assert slots.promised == (needed,)
+        else:
+            with pytest.raises(InputError, match="of cache on mini"):
+                slots.add(session)
+    assert not found.fits

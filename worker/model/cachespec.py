@@ -1,0 +1,125 @@
+"""What one layer's cache of one session takes, and where it can be cut. Plain numbers, and the one place that knows.
+
+How a layer remembers (`LayerKind`) and what the session chose (`Cache`) make a `CacheSpec`. Plan, admission and the
+caches themselves all ask it. Another way to remember is another `Form`, a row of the table below, and its class in
+worker/memory/cache.py.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache
+
+ROW_BLOCK = 256  # rows by which a cache grows; a decoder's window is no longer
+LARGEST_PACK = 4096  # rows: a longer cache is work enough for one attention, and its padding would be dear
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """How a layer remembers: every position, the last `window` positions, or a state of constant size."""
+
+    recurrent: bool = False
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class LayerNumbers:
+    """What a layer keeps, in bytes of the model's own dtype: so many per token, so many whatever the tokens."""
+
+    per_token: int
+    fixed: int
+    item: int  # bytes per number
+    head_size: int
+
+
+@dataclass(frozen=True)
+class Form:
+    """A way to store what is remembered."""
+
+    name: str
+    has_rows: bool  # one per token; otherwise a state
+    can_be_packed: bool  # its rows may lie in one buffer with those of other slots, while none slides out
+    takes_back: bool  # rows of the last window can be cut, as drafts that fail have to be
+    row_bytes: Callable[[LayerNumbers], int]
+
+
+def int8_group(head_size: int) -> int:
+    """How many numbers of a head are quantised together."""
+    return 64 if head_size % 64 == 0 else 32
+
+
+def _int8_row_bytes(layer: LayerNumbers) -> int:
+    """A byte per number; a scale and a bias, in the model's dtype, per group."""
+    numbers = layer.per_token // layer.item
+    return numbers + numbers // int8_group(layer.head_size) * 2 * layer.item
+
+
+# fmt: off
+WHOLE = Form("whole", has_rows=True,  can_be_packed=True,  takes_back=True,  row_bytes=lambda layer: layer.per_token)
+INT8  = Form("int8",  has_rows=True,  can_be_packed=False, takes_back=True,  row_bytes=_int8_row_bytes)
+STATE = Form("state", has_rows=False, can_be_packed=False, takes_back=False, row_bytes=lambda layer: 0)
+# fmt: on
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """One layer's cache. With a `window`, a query sees the first `keep` tokens and the `window` latest, itself too."""
+
+    form: Form
+    window: int | None = None  # None: nothing slides out
+    keep: int = 0
+
+    @property
+    def can_be_packed(self) -> bool:
+        return self.form.can_be_packed and self.window is None
+
+    @property
+    def longest_chunk(self) -> int | None:
+        """The most rows of a prompt chunk: where rows slide out there is room for one block beside what is seen."""
+        return None if self.window is None else ROW_BLOCK
+
+    @property
+    def rows_that_can_be_cut(self) -> int | None:
+        """The length up to which it can be cut anywhere, None for any; a longer cache can only go on."""
+        if not self.form.has_rows:
+            return 0
+        return None if self.window is None else self.keep + self.window
+
+    def capacity(self, num_rows: int) -> int:
+        """The most rows that its buffer has room for by the time that `num_rows` have been written."""
+        if not self.form.has_rows:
+            return 0
+        if self.can_be_packed:
+            return pack_capacity(num_rows) or whole_blocks(num_rows)
+        if self.window is None:
+            return whole_blocks(num_rows)
+        return min(whole_blocks(num_rows), whole_blocks(self.keep + self.window - 1 + ROW_BLOCK))
+
+    def nbytes(self, layer: LayerNumbers, num_rows: int) -> int:
+        """The most that it takes in memory by then."""
+        return layer.fixed + self.capacity(num_rows) * self.form.row_bytes(layer)
+
+
+def cache_spec(kind: LayerKind, cache: Cache) -> CacheSpec:
+    """The cache of one layer, as the layer and the session's choice of cache want it."""
+    if kind.recurrent:
+        return CacheSpec(STATE)
+    if cache.kind == CACHE_INT8:
+        return CacheSpec(INT8, kind.window)
+    if cache.kind == CACHE_ROTATING:
+        recent = cache.size - cache.keep
+        return CacheSpec(WHOLE, min(recent, kind.window or recent), 0 if kind.window else cache.keep)
+    return CacheSpec(WHOLE, kind.window)
+
+
+def whole_blocks(num_rows: int, block: int = ROW_BLOCK) -> int:
+    """So many rows, rounded up to whole blocks."""
+    return -(-num_rows // block) * block
+
+
+def pack_capacity(num_rows: int) -> int | None:
+    """Rows that a pack has per slot: the same for caches of similar length; None for one that is better off alone."""
+    capacity = ROW_BLOCK
+    while capacity < num_rows:
+        capacity *= 2
+    return capacity if capacity <= LARGEST_PACK else None
