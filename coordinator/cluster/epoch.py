@@ -33,8 +33,6 @@ class Epoch:
         try:
             while True:
                 arrival = await self.chain.receive()
-                for failure in arrival.result.failures:  # ends everything until the scheduler ends its session alone
-                    raise BrigadeError(f"{failure.kind}: {failure.message}", node=failure.node)
                 take(arrival, self.scheduler.commit(arrival.result))
                 self.send_all()
         finally:

@@ -17,6 +17,8 @@ from coordinator.sessions.session import Session
 from coordinator.sessions.text import TokenIds
 from coordinator.sessions.waterfall import Passage
 from worker.errors import BrigadeError, QueueFull, ReaderLost, StageLost
+from worker.node.parts import most_chunk_rows
+from worker.node.status import error_named
 
 _LEAVE_S = 2.0  # for what is on its way when a runner is left by an exception
 _UNREAD_S = 30.0  # how long a session stays paused for a reader who does not read
@@ -129,14 +131,14 @@ class Runner:
     def _make_session(self, request: Request, chunk: int | None) -> Session:
         chain = self._epoch.chain
         chunk = chunk or chunk_size(len(request.prompt), chain.costs.stages_s)
-        longest = replace(chain.spec, cache=request.cache).longest_chunk
+        most = [most_chunk_rows(chain.spec.row_bytes), replace(chain.spec, cache=request.cache).longest_chunk]
         return Session(
             request.prompt,
             room_for_answer(request, chain.spec.context),
             request.eos,
             request.decode.make_decoder(request.eos, chain.costs.steps),
             request.repeat_guard,
-            chunk=min(chunk, longest) if longest else chunk,
+            chunk=min(chunk, *filter(None, most)),
             sampling=request.sampling,
             cache=request.cache,
         )
@@ -163,8 +165,12 @@ class Runner:
 
     def _take(self, arrival: Arrival, commits: list[Commit]) -> None:
         passage = cache(partial(Passage.of, arrival.result, arrival.at, arrival.num_rows))  # one for all, if any
+        failures = {failure.slot: failure for failure in arrival.result.failures}
         for session, samples in commits:
             ticket = self._tickets[session]
+            if session.slot is not None and (failure := failures.get(session.slot)):
+                self._fail(ticket, error_named(failure.kind, failure.message, failure.node))
+                continue
             if not session.is_paused:
                 ticket.end_deadline()  # it has a slot
             ticket.pass_by(passage)

@@ -18,7 +18,6 @@ from coordinator.measure.bench_results import CLUSTER, measured_pipeline
 from coordinator.measure.simulate import Hop, Load, Pipeline, StageTimes, simulate
 from coordinator.planning.costs import chunk_size
 from worker.errors import InputError
-from worker.model.modelspec import DTYPE_BYTES
 from worker.process.call_thread import run_aside
 
 _MOST_STEPS = 100_000  # of all requests, on all stages: a quarter of a minute at worst
@@ -123,7 +122,7 @@ async def run_forecast(options: ClusterOptions, assumed: Assumed, *, as_json: bo
     row_bytes = 0
     if assumed.gbps is not None:
         _, spec = await read_model(options.model)
-        row_bytes = spec.hidden_size * DTYPE_BYTES[spec.dtype]
+        row_bytes = spec.row_bytes
     times = (
         read_times(assumed.measured)
         if assumed.measured

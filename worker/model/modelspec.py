@@ -42,6 +42,11 @@ class ModelSpec:
     cache: Cache = field(default_factory=Cache)  # the kind that sessions are to have
 
     @property
+    def row_bytes(self) -> int:
+        """What one row of hidden states takes between two stages."""
+        return self.hidden_size * DTYPE_BYTES[self.dtype]
+
+    @property
     def num_layers(self) -> int:
         return len(self.layers)
 

@@ -41,9 +41,14 @@ def error_of(call: grpc.RpcError, node: str) -> BrigadeError:
     details = call.details() or call.code().name
     metadata: Any = call.trailing_metadata() or ()
     said = dict(metadata)
-    if kind := _KINDS.get(said.get(_KIND, "")):
-        return kind(details, node=said.get(_NODE) or node)
+    if said.get(_KIND) in _KINDS:
+        return error_named(said[_KIND], details, said.get(_NODE) or node)
     return StageLost(_in_plain_words(details), node=node)
+
+
+def error_named(kind: str, message: str, node: str) -> BrigadeError:
+    """The error of this class name, as another node says it; a lost stage if a node cannot mean it."""
+    return _KINDS.get(kind, StageLost)(message, node=node)
 
 
 def _in_plain_words(details: str) -> str:
