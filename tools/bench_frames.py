@@ -142,7 +142,7 @@ async def _measure(hidden_size: int, rows: Sequence[int], count: int) -> None:
         for num_rows in rows:
             array = await thread.run(lambda n=num_rows: _hidden(n, hidden_size))  # type: ignore[misc]
             found = [await one(array) for _ in range(_WARM_UP + count)][_WARM_UP:]
-            idle = [await _idle(ticker) for _ in range(count)]
+            idle = [await _idle(ticker) for _ in range(min(count, 40))]
             medians = [statistics.median(values) for values in (*zip(*found, strict=True), *zip(*idle, strict=True))]
             size = num_rows * hidden_size * 2 / 2**20
             table.add_row(str(num_rows), f"{size:.2f}", *(f"{value:.2f}" for value in medians))
