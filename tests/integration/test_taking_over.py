@@ -81,6 +81,17 @@ async def test_it_may_do_so_in_the_same_epoch_or_a_later_one_and_not_in_an_earli
         await attach(node, attaching(folder, 6))
 
 
+async def test_two_coordinators_that_say_no_name_are_not_the_same(models: Models) -> None:
+    folder = models("qwen3").folder
+    async with serving(1) as [node]:
+        await load(node, load_request(folder, 2, 4))
+        peer = node.peer()
+        await peer.attach(attach_request(folder))
+        with pytest.raises(NodeBusy, match=r"^worker node-1: already serves another coordinator"):
+            await attach(node, attach_request(folder))
+        await peer.close()
+
+
 async def test_it_may_do_so_while_the_node_still_tries_to_reach_the_next_stage(models: Models) -> None:
     whole = models("qwen3")
     request = attaching(whole.folder)

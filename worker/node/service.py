@@ -106,9 +106,8 @@ class NodeService(NodeServicer):
     async def Load(self, request: LoadRequest, context: Context) -> None:
         async with self._reporting(context):
             with self.log.refusing(f"to load for coordinator {request.coordinator.name}"):
-                await self._make_way_for(request.coordinator)
                 async with self._loader.turn(context.write):
-                    await self._make_way_for(request.coordinator)  # another one may have attached meanwhile
+                    await self._make_way_for(request.coordinator)
                     await self._loader.load(request, context.write)
 
     async def Attach(self, request: AttachRequest, context: Context) -> None:
