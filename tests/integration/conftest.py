@@ -81,9 +81,7 @@ class RunningNode:
 
 
 @asynccontextmanager
-async def serving(
-    count: int, model: Path | None = None, out: TextIO | None = None
-) -> AsyncIterator[list[RunningNode]]:
+async def serving(count: int, model: Path | None = None, out: TextIO | None = None) -> AsyncIterator[list[RunningNode]]:
     """`count` workers called node-1, node-2, ...; `model` is their own copy of the model, `out` takes what they say."""
     async with AsyncExitStack() as stack:
         nodes = []
