@@ -174,7 +174,7 @@ class Runner:
         """A node is about to end: those that run may finish, those that wait may not begin, nothing is kept."""
         draining = self._epoch.chain.draining
         assert draining is not None
-        for ticket in [ticket for ticket in self._tickets.values() if ticket.session.slot < 0]:
+        for ticket in [ticket for ticket in self._tickets.values() if ticket.session.slot is None]:
             ticket.fail(draining)
             self._forget(ticket, keep=False)
         self.scheduler.slots.forget_kept()
