@@ -36,18 +36,40 @@ class HelloRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("protocol_version", "node", "memory_bytes", "mlx_version", "mlx_lm_version")
+    __slots__ = ("protocol_version", "node", "memory_bytes", "mlx_version", "mlx_lm_version", "incarnation", "configuration")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     MLX_VERSION_FIELD_NUMBER: _ClassVar[int]
     MLX_LM_VERSION_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CONFIGURATION_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     node: str
     memory_bytes: int
     mlx_version: str
     mlx_lm_version: str
-    def __init__(self, protocol_version: _Optional[int] = ..., node: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., mlx_version: _Optional[str] = ..., mlx_lm_version: _Optional[str] = ...) -> None: ...
+    incarnation: str
+    configuration: Configuration
+    def __init__(self, protocol_version: _Optional[int] = ..., node: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., mlx_version: _Optional[str] = ..., mlx_lm_version: _Optional[str] = ..., incarnation: _Optional[str] = ..., configuration: _Optional[_Union[Configuration, _Mapping]] = ...) -> None: ...
+
+class Configuration(_message.Message):
+    __slots__ = ("model", "layers", "context")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    context: int
+    def __init__(self, model: _Optional[str] = ..., layers: _Optional[_Iterable[int]] = ..., context: _Optional[int] = ...) -> None: ...
+
+class Coordinator(_message.Message):
+    __slots__ = ("id", "name")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    name: str
+    def __init__(self, id: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
 class Fingerprint(_message.Message):
     __slots__ = ("config", "tokenizer", "tensors")
@@ -77,7 +99,7 @@ class Contents(_message.Message):
     def __init__(self, headers: _Optional[bytes] = ..., marks: _Optional[bytes] = ..., hub_hashes: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
-    __slots__ = ("model", "fingerprint", "start", "end", "num_layers", "dtype", "contents")
+    __slots__ = ("model", "fingerprint", "start", "end", "num_layers", "dtype", "contents", "coordinator")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +107,7 @@ class LoadRequest(_message.Message):
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     CONTENTS_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_FIELD_NUMBER: _ClassVar[int]
     model: str
     fingerprint: Fingerprint
     start: int
@@ -92,7 +115,8 @@ class LoadRequest(_message.Message):
     num_layers: int
     dtype: DType
     contents: Contents
-    def __init__(self, model: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., num_layers: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., contents: _Optional[_Union[Contents, _Mapping]] = ...) -> None: ...
+    coordinator: Coordinator
+    def __init__(self, model: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., num_layers: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., contents: _Optional[_Union[Contents, _Mapping]] = ..., coordinator: _Optional[_Union[Coordinator, _Mapping]] = ...) -> None: ...
 
 class LoadProgress(_message.Message):
     __slots__ = ("phase", "done", "total")
@@ -105,18 +129,36 @@ class LoadProgress(_message.Message):
     def __init__(self, phase: _Optional[str] = ..., done: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("epoch", "stage", "successor", "successor_name", "loaded")
+    __slots__ = ("epoch", "stage", "successor", "successor_name", "loaded", "coordinator", "predecessor_name", "num_stages")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     SUCCESSOR_FIELD_NUMBER: _ClassVar[int]
     SUCCESSOR_NAME_FIELD_NUMBER: _ClassVar[int]
     LOADED_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_FIELD_NUMBER: _ClassVar[int]
+    PREDECESSOR_NAME_FIELD_NUMBER: _ClassVar[int]
+    NUM_STAGES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     stage: int
     successor: str
     successor_name: str
     loaded: LoadRequest
-    def __init__(self, epoch: _Optional[int] = ..., stage: _Optional[int] = ..., successor: _Optional[str] = ..., successor_name: _Optional[str] = ..., loaded: _Optional[_Union[LoadRequest, _Mapping]] = ...) -> None: ...
+    coordinator: Coordinator
+    predecessor_name: str
+    num_stages: int
+    def __init__(self, epoch: _Optional[int] = ..., stage: _Optional[int] = ..., successor: _Optional[str] = ..., successor_name: _Optional[str] = ..., loaded: _Optional[_Union[LoadRequest, _Mapping]] = ..., coordinator: _Optional[_Union[Coordinator, _Mapping]] = ..., predecessor_name: _Optional[str] = ..., num_stages: _Optional[int] = ...) -> None: ...
+
+class Report(_message.Message):
+    __slots__ = ("result", "draining")
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    result: Result
+    draining: Draining
+    def __init__(self, result: _Optional[_Union[Result, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
+
+class Draining(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Part(_message.Message):
     __slots__ = ("number", "frame", "data")

@@ -47,7 +47,7 @@ class NodeStub:
         self.Attach = channel.unary_stream(
                 '/brigade.v1.Node/Attach',
                 request_serializer=protos_dot_brigade__pb2.AttachRequest.SerializeToString,
-                response_deserializer=protos_dot_brigade__pb2.Result.FromString,
+                response_deserializer=protos_dot_brigade__pb2.Report.FromString,
                 _registered_method=True)
         self.Relay = channel.stream_stream(
                 '/brigade.v1.Node/Relay',
@@ -77,7 +77,8 @@ class NodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Load(self, request, context):
-        """Loads a shard; streams progress and ends once it is ready. A node that already holds this very shard answers at once.
+        """Loads a shard; streams progress and ends once it is ready. A node that already holds this very shard keeps it and says
+        so at once. Ending the stream stops the load.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -86,6 +87,7 @@ class NodeServicer:
     def Attach(self, request, context):
         """Joins the node to a chain for as long as the stream lives: it opens its hop to the next stage first, and then reports
         each step of the chain's last stage. Ending it drops every slot. A failure anywhere in the node ends it with a status.
+        A node serves one coordinator; that one may attach it anew, in the same epoch or a later one, which ends this stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -129,7 +131,7 @@ def add_NodeServicer_to_server(servicer, server):
             'Attach': grpc.unary_stream_rpc_method_handler(
                     servicer.Attach,
                     request_deserializer=protos_dot_brigade__pb2.AttachRequest.FromString,
-                    response_serializer=protos_dot_brigade__pb2.Result.SerializeToString,
+                    response_serializer=protos_dot_brigade__pb2.Report.SerializeToString,
             ),
             'Relay': grpc.stream_stream_rpc_method_handler(
                     servicer.Relay,
@@ -227,7 +229,7 @@ class Node:
             target,
             '/brigade.v1.Node/Attach',
             protos_dot_brigade__pb2.AttachRequest.SerializeToString,
-            protos_dot_brigade__pb2.Result.FromString,
+            protos_dot_brigade__pb2.Report.FromString,
             options,
             channel_credentials,
             insecure,

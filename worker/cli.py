@@ -39,6 +39,7 @@ def worker(
         name or f"worker-{port}",
         address,
         Network(insecure=cluster.insecure),
+        cluster=cluster if config else None,
         model=model or (entry.model if entry else None),
         memory_bytes=entry.memory if entry else None,
         follow_parent=follow_parent,

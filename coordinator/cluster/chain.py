@@ -15,7 +15,7 @@ from coordinator.planning.patience import Patience, StepKind
 from protos.brigade_pb2 import AttachRequest, Frame, LoadProgress, Result, Session, StatusReply, Window
 from worker.compute.engine import Engine
 from worker.compute.header import num_rows
-from worker.errors import BrigadeError, FrameError, StageLost
+from worker.errors import BrigadeError, FrameError, NodeBusy, StageLost
 from worker.memory.history import History
 from worker.model.modelspec import ModelSpec
 from worker.node.stage import Stage
@@ -67,6 +67,7 @@ class Chain:
         self.peers = deployment.peers
         self.costs = costs or ChainCosts(self.num_stages)
         self.last_step = 0
+        self.on_draining: Callable[[], None] = lambda: None  # called when a worker says that it is about to end
         self.clock_offsets: list[int] = [0] * self.num_stages  # nanoseconds, by stage
         self._own = own
         self._say = say
@@ -109,6 +110,12 @@ class Chain:
     @property
     def num_stages(self) -> int:
         return 1 + len(self.peers)
+
+    @property
+    def draining(self) -> NodeBusy | None:
+        """Why no new session may begin, if a worker is about to end."""
+        names = (peer.name for peer in self.peers if peer.is_draining)
+        return next((NodeBusy("is shutting down and takes no new request", node=name) for name in names), None)
 
     def send(self, frame: Frame) -> None:
         """Hand a frame to stage 0."""
@@ -203,7 +210,7 @@ class Chain:
         assert self._own.shard is not None
         send, watched = None, []
         if self.peers:
-            link = self.peers[0].link(self.epoch, 0)
+            link = self.peers[0].link(self.epoch, 0, self.plan.assignments[0].name)
             self._stack.push_async_callback(link.close)
             await link.wait_open()
             watched.append(link.wait_lost())
@@ -215,7 +222,7 @@ class Chain:
 
     async def _pump(self, peer: Peer) -> None:
         assert self._stage is not None
-        async for result in peer.results():
+        async for result in peer.results(lambda: self.on_draining()):
             self._stage.deliver(result)
 
     async def _warm_up(self, progress: Progress) -> None:
@@ -250,7 +257,14 @@ class Chain:
         )
 
     def _attach_request(self, stage: int) -> AttachRequest:
-        request = AttachRequest(epoch=self.epoch, stage=stage, loaded=self.deployment.load_request(stage))
+        request = AttachRequest(
+            epoch=self.epoch,
+            stage=stage,
+            num_stages=self.num_stages,
+            predecessor_name=self.plan.assignments[stage - 1].name,
+            coordinator=self.deployment.coordinator,
+            loaded=self.deployment.load_request(stage),
+        )
         if stage < len(self.peers):
             successor = self.peers[stage]
             request.successor, request.successor_name = successor.address, successor.name

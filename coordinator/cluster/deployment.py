@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from coordinator.cluster.peer import Peer
+from coordinator.cluster.peer import COORDINATOR_ID, Peer
 from coordinator.cluster.together import together
 from coordinator.planning.plan import Plan
-from protos.brigade_pb2 import Contents, LoadProgress, LoadRequest
+from protos.brigade_pb2 import Contents, Coordinator, LoadProgress, LoadRequest
 from worker.compute.shard import Shard
 from worker.model.checkpoint import Checkpoint
 from worker.model.contents import contents_of
@@ -28,6 +28,11 @@ class Deployment:
     plan: Plan
     peers: Sequence[Peer]
 
+    @property
+    def coordinator(self) -> Coordinator:
+        """This process, as workers are told."""
+        return Coordinator(id=COORDINATOR_ID, name=self.plan.assignments[0].name)
+
     def load_request(self, stage: int, contents: Contents | None = None) -> LoadRequest:
         """What the worker of this stage, from 1, is asked to hold; `contents` is what is known of our own copy."""
         peer, assignment = self.peers[stage - 1], self.plan.assignments[stage]
@@ -39,6 +44,7 @@ class Deployment:
             num_layers=self.spec.num_layers,
             dtype=self.spec.dtype,
             contents=contents,
+            coordinator=self.coordinator,
         )
 
 

@@ -45,8 +45,8 @@ class Epoch:
         self.send_all()
 
     def close(self, session: Session, *, keep: bool) -> None:
-        """Take a session off, ended or not; to be followed by `send_all`."""
-        self.scheduler.close(session, keep=keep)
+        """Take a session off, ended or not; to be followed by `send_all`. Nothing is kept while a node drains."""
+        self.scheduler.close(session, keep=keep and self.chain.draining is None)
 
     def send_all(self) -> None:
         """Send all frames that can be sent now."""

@@ -4,17 +4,15 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from importlib.metadata import version
 
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.deployment import Deployment, OwnNode, Progress
+from coordinator.cluster.greetings import differences, greet
 from coordinator.cluster.local import LocalWorker
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.peer import Peer
 from coordinator.cluster.progress import ASKING, STARTING, show_progress
-from coordinator.cluster.together import together
 from coordinator.planning.plan import Node, Plan, check_split, plan, require_fit
-from protos.brigade_pb2 import HelloReply
 from worker.config import Cluster, is_loopback, split_address
 from worker.model.checkpoint import Checkpoint
 from worker.model.describe import describe
@@ -110,12 +108,13 @@ async def _ask_nodes(cluster: Cluster, peers: Sequence[Peer]) -> list[Node]:
 
     Nodes of one machine share its memory: this one and the workers on its loopback get an equal part each.
     """
-    greetings = await together(*(peer.hello() for peer in peers))
+    greetings = await greet(peers)
     configured = {worker.address: worker.memory for worker in cluster.workers}
     own_share = memory_budget() // (1 + sum(map(_is_here, peers)))
     nodes = [Node(cluster.coordinator.name, cluster.coordinator.memory or own_share)]
     for peer, greeting in zip(peers, greetings, strict=True):
-        _warn_of_versions(peer, greeting)
+        for difference in differences(peer.name, cluster, greeting):
+            _to_stderr(f"warning: {difference}")
         offered = own_share if _is_here(peer) else greeting.memory_bytes
         nodes.append(Node(peer.name, configured.get(peer.address) or offered))
     return nodes
@@ -127,10 +126,3 @@ def _to_stderr(line: str) -> None:
 
 def _is_here(peer: Peer) -> bool:
     return is_loopback(split_address(peer.address)[0])
-
-
-def _warn_of_versions(peer: Peer, greeting: HelloReply) -> None:
-    """Other kernels may round otherwise: the likeliest reason for other tokens than on one Mac."""
-    for package, theirs in (("mlx", greeting.mlx_version), ("mlx-lm", greeting.mlx_lm_version)):
-        if theirs != (ours := version(package)):
-            print(f"warning: worker {peer.name} has {package} {theirs}, this node {ours}", file=sys.stderr)

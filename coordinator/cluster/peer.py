@@ -1,6 +1,7 @@
 """Peer: one worker as the coordinator sees it. Every call has a deadline, every error names the node."""
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from protos.brigade_pb2 import (
     HelloRequest,
     LoadProgress,
     LoadRequest,
+    Report,
     Result,
     StatusReply,
     StatusRequest,
@@ -27,6 +29,7 @@ from worker.node.status import error_of
 
 T = TypeVar("T")
 
+COORDINATOR_ID = secrets.token_hex(8)  # of this process: what it has attached it may attach anew
 _HELLO_S = 5.0
 _ATTACH_S = 10.0
 _STALL_S = 120.0  # the longest that a load may go on without a sign of progress
@@ -43,7 +46,8 @@ class Peer:
         self._network = network
         self._channel = network.channel(name, address)
         self._stub = NodeStub(self._channel)
-        self._attachment: grpc.aio.UnaryStreamCall[AttachRequest, Result] | None = None
+        self._attachment: grpc.aio.UnaryStreamCall[AttachRequest, Report] | None = None
+        self.is_draining = False  # it is about to end, and has said so
 
     async def hello(self) -> HelloReply:
         """Ask who is there.
@@ -88,7 +92,9 @@ class Peer:
                 call.cancel()
 
     async def attach(self, request: AttachRequest) -> None:
-        """Join the worker to the chain. Raises what it refuses with, or StageLost."""
+        """Join the worker to the chain, anew if it is part of one. Raises what it refuses with, or StageLost."""
+        self.detach()
+        self.is_draining = False
         self._attachment = self._stub.Attach(request)
         with self._naming():
             try:
@@ -98,16 +104,23 @@ class Peer:
             except TimeoutError:
                 raise StageLost(f"did not join the chain within {_ATTACH_S:.0f} s", node=self.name) from None
 
-    def link(self, epoch: int, stage: int) -> Link:
-        """A hop to the worker from this process as `stage`."""
-        return Link(self._network, self.name, self.address, epoch, stage)
+    def link(self, epoch: int, stage: int, sender: str = "") -> Link:
+        """A hop to the worker from this process, the node `sender`, as `stage`."""
+        return Link(self._network, self.name, self.address, epoch, stage, sender)
 
-    async def results(self) -> AsyncIterator[Result]:
-        """What the attached worker reports; nothing unless it is the last. Raises once it is lost."""
+    async def results(self, on_draining: Callable[[], None] = lambda: None) -> AsyncIterator[Result]:
+        """What the attached worker reports; nothing unless it is the last. Raises once it is lost.
+
+        `on_draining` is called when it says that it is about to end.
+        """
         assert self._attachment is not None
         with self._naming():
-            async for result in self._attachment:
-                yield result
+            async for report in self._attachment:
+                if report.HasField("draining"):
+                    self.is_draining = True
+                    on_draining()
+                else:
+                    yield report.result
         raise StageLost("left the chain", node=self.name)
 
     async def status(self, timeout_s: float) -> StatusReply:

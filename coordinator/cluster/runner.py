@@ -35,7 +35,7 @@ class Runner:
 
         A request that has waited for memory for `max_wait_s` is refused.
         """
-        self._epoch = Epoch(chain)
+        self._epoch = self._epoch_of(chain)
         self._when_lost = when_lost
         self._max_wait_s = max_wait_s
         self._tickets: dict[Session, Ticket] = {}
@@ -77,7 +77,8 @@ class Runner:
             traced: keep the timing records of every frame, for a waterfall or a trace.
         Raises:
             InputError: no node has memory for it. QueueFull: too many requests wait, or it has waited too long.
-            ReaderLost: it was not read. BrigadeError: a stage failed, or the runner has been left.
+            ReaderLost: it was not read. NodeBusy: a node is about to end, and the request had not begun.
+            BrigadeError: a stage failed, or the runner has been left.
         """
         text = text or TokenIds()
         ticket = self._submit(request, chunk, traced=traced)
@@ -116,6 +117,8 @@ class Runner:
             raise self._failure.again() if isinstance(self._failure, BrigadeError) else self._failure
         if self._is_closing:
             raise StageLost("the runner that was to answer this request has ended")
+        if draining := self._epoch.chain.draining:
+            raise draining
         ticket = Ticket(self._make_session(request, chunk), request.eos, traced=traced)
         self._tickets[ticket.session] = ticket
         try:
@@ -154,13 +157,27 @@ class Runner:
 
     def _go_on(self, chain: Chain) -> None:
         """Begin the next epoch: every session is fed anew, from its own tokens."""
-        self._epoch = Epoch(chain)
+        self._epoch = self._epoch_of(chain)
         for ticket in list(self._tickets.values()):
             ticket.session.rewind()
             try:
                 self._epoch.scheduler.submit(ticket.session)
             except BrigadeError as error:  # it does not fit on what is left
                 self._fail(ticket, error)
+        self._epoch.send_all()
+
+    def _epoch_of(self, chain: Chain) -> Epoch:
+        chain.on_draining = self._drain_chain
+        return Epoch(chain)
+
+    def _drain_chain(self) -> None:
+        """A node is about to end: those that run may finish, those that wait may not begin, nothing is kept."""
+        draining = self._epoch.chain.draining
+        assert draining is not None
+        for ticket in [ticket for ticket in self._tickets.values() if ticket.session.slot is None]:
+            ticket.fail(draining)
+            self._forget(ticket, keep=False)
+        self.scheduler.slots.forget_kept()
         self._epoch.send_all()
 
     def _take(self, arrival: Arrival, commits: list[Commit]) -> None:

@@ -67,8 +67,9 @@ REFUSALS = [
     _of_model("more nodes than layers", "one_layer", "found 3 nodes for 1 layers", "--config {c}"),
     Refusal("no cluster.yaml", 2, f"generate {PROMPT} --config {{nowhere}}", "{nowhere} does not exist"),
     Refusal(
-        "a worker that is not there", 3, f"generate --model {{talker}} --config {{absent}} {PROMPT}",
-        "worker ghost: nothing answers at 127.0.0.1:.*brigade worker --config .* --name ghost",
+        "workers that are not there", 3, f"generate --model {{talker}} --config {{absent}} {PROMPT}",
+        "worker ghost: nothing answers at 127.0.0.1:.*brigade worker --config .* --name ghost\n"
+        "worker shade: nothing answers at 127.0.0.1:.*brigade worker --config .* --name shade\n",
     ),
     Refusal(
         "a worker of another version", 2, f"generate --model {{talker}} --config {{stranger}} {PROMPT}",
@@ -148,7 +149,9 @@ def places(
         "nowhere": folder / "nowhere",
         "mini": workers[0].address,
         "c": write_cluster(folder / "cluster.yaml", *nodes),
-        "absent": write_cluster(folder / "absent.yaml", nodes[0], ("ghost", f"127.0.0.1:{free_port()}")),
+        "absent": write_cluster(
+            folder / "absent.yaml", nodes[0], *((name, f"127.0.0.1:{free_port()}") for name in ("ghost", "shade"))
+        ),
         "stranger": write_cluster(folder / "stranger.yaml", nodes[0], ("stranger", stranger)),
     }
     return {name: str(place) for name, place in found.items()}

@@ -215,6 +215,9 @@ def test_sigterm_lets_a_running_session_end_and_then_ends_the_worker(pair: Pair,
     assert "400 tokens" in outcome.err
     ended = pair["last"].running.wait(FAILURE_S)
     assert ended.code == 0 and "Traceback" not in ended.err
+    lines = [line.removeprefix("worker last: ") for line in ended.err.splitlines()]
+    assert "draining: 1 sessions in progress or kept, at most 10 s" in lines
+    assert lines[-1] == "drained" or lines[-2:] == ["drained", "left the chain of coordinator coordinator"]
 
 
 def test_a_second_sigterm_ends_the_worker_at_once(pair: Pair, start: Starter) -> None:
@@ -226,13 +229,27 @@ def test_a_second_sigterm_ends_the_worker_at_once(pair: Pair, start: Starter) ->
     _assert_names(outcome, "last")
 
 
-def test_an_idle_worker_ends_at_once_without_a_word(start: Starter) -> None:
+def test_a_worker_with_another_configuration_is_pointed_out(pair: Pair, tmp_path: Path) -> None:
+    workers = [("first", pair.address("first")), ("air", pair.address("last"))]
+    other = write_cluster(tmp_path / "cluster.yaml", *workers, model="demo")
+    outcome = run("plan", "--config", other)
+    assert outcome.code == 0
+    warned = [line for line in outcome.err.splitlines() if line.startswith("warning: ")]
+    assert warned == [
+        f"warning: worker first has another cluster.yaml: model is {pair.model} there, demo here",
+        "warning: worker air calls itself last: one of both has the wrong name or address",
+        f"warning: worker air has another cluster.yaml: model is {pair.model} there, demo here",
+    ]
+    assert "warning" not in run("plan", "--config", pair.config).err
+
+
+def test_an_idle_worker_ends_at_once(start: Starter) -> None:
     worker = start.worker("mini")
     address = worker.address
     worker.send_signal(signal.SIGTERM)
     outcome = worker.running.wait(5.0)
     assert (outcome.code, outcome.out) == (0, "")
-    assert outcome.err == f"worker mini listens on {address}\n"
+    assert outcome.err == f"worker mini listens on {address}\nworker mini: drained\n"
 
 
 def _after(fault: Callable[[], None], running: Running) -> Outcome:

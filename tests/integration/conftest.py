@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import grpc.aio
 import mlx.core as mx
@@ -28,6 +28,7 @@ from worker.compute.shard import Shard
 from worker.memory.lane import Place
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
+from worker.node.log import Log
 from worker.node.network import Network
 from worker.node.relay import add_node
 from worker.node.service import NodeService
@@ -80,14 +81,15 @@ class RunningNode:
 
 
 @asynccontextmanager
-async def serving(count: int, model: Path | None = None) -> AsyncIterator[list[RunningNode]]:
-    """`count` workers called node-1, node-2, ...; `model` is their own copy of the model."""
+async def serving(count: int, model: Path | None = None, out: TextIO | None = None) -> AsyncIterator[list[RunningNode]]:
+    """`count` workers called node-1, node-2, ...; `model` is their own copy of the model, `out` takes what they say."""
     async with AsyncExitStack() as stack:
         nodes = []
         for number in range(1, count + 1):
             thread = MlxThread()
             stack.callback(thread.close)
-            service = NodeService(f"node-{number}", thread, NETWORK, str(model) if model else None)
+            name = f"node-{number}"
+            service = NodeService(name, thread, NETWORK, str(model) if model else None, log=Log(name, out))
             server = NETWORK.server()
             add_node(service, server)
             port = NETWORK.listen(server, "127.0.0.1:0")

@@ -21,10 +21,13 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from coordinator.cluster.runner import Runner
 from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_UNSPECIFIED, Fingerprint, HelloRequest, LoadRequest
 from protos.brigade_pb2_grpc import NodeStub
 from tests.integration.conftest import NETWORK, Models, RunningNode, answer, load, load_request, opened, serving
+from tests.integration.many import Live, request
 from tests.tiny import make_model, write_folder
+from worker.compute import shard as shard_module
 from worker.compute.shard import Shard
 from worker.errors import ModelError
 from worker.model.checkpoint import open_folder
@@ -331,6 +334,23 @@ async def test_the_digests_of_all_shards_are_those_of_the_whole_models_tensors(
 
 def digest(array: mx.array) -> str:
     return hashlib.blake2b(bytes(np.array(array.view(mx.uint8))), digest_size=16).hexdigest()
+
+
+async def test_digests_leave_room_for_frames_between_their_pieces_and_are_the_same_then(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_module, "_DIGEST_BYTES", 512)
+    async with serving(1) as [node], opened(models("qwen3").folder, (2, 2), [node]) as chain, Runner(chain) as runner:
+        idle = await chain.peers[0].digests()
+        live = Live(runner, request((5, 6, 7), 400))
+        await live.wait_pieces(1)
+        before = live.num_pieces
+        assert await chain.peers[0].digests() == idle
+        assert before + 5 < live.num_pieces < 400
+        live.task.cancel()
+        await asyncio.wait([live.task])
+    shard = Shard(open_folder(models("qwen3").folder), 2, 4)
+    assert {name: digest(array) for name, array in tree_flatten(shard.model.parameters()) if array.size} == idle
 
 
 async def test_one_altered_byte_changes_exactly_that_tensors_digest(folder: Path) -> None:

@@ -82,6 +82,20 @@ async def test_a_stopped_stage_leaves_the_frames_that_wait() -> None:
 # --- failures -------------------------------------------------------------------------------------------------------
 
 
+async def test_a_stage_with_frames_without_end_lets_other_calls_run_on_its_thread() -> None:
+    """Such as a digest's: they wait for one step at most, not for the last frame."""
+    engine = HeldEngine()
+    async with started(engine) as stage, asyncio.timeout(10):
+        for step in range(20):
+            stage.submit(Frame(epoch=1, step=step))
+        await asyncio.to_thread(engine.began.wait, 10)
+        begun = asyncio.create_task(stage._thread.run(lambda: list(engine.begun)))
+        await asyncio.sleep(0)
+        engine.release.set()
+        assert await begun == [0]
+        assert [(await stage.next_result()).step for _ in range(20)] == list(range(20))
+
+
 async def test_a_failed_stage_fails_every_call_from_then_on() -> None:
     engine = HeldEngine(step1=FrameError("odd"))
     engine.release.set()

@@ -16,11 +16,11 @@ CONNECT_TIMEOUT_S = 5.0
 class Link:
     """A long-lived stream of frames to one node; opened once per epoch."""
 
-    def __init__(self, network: Network, node: str, address: str, epoch: int, stage: int) -> None:
-        """`stage` is the sender's place in the chain."""
+    def __init__(self, network: Network, node: str, address: str, epoch: int, stage: int, sender: str = "") -> None:
+        """`stage` is the sender's place in the chain, `sender` its own name."""
         self._node = node
         self._channel = network.channel(node, address)
-        self._call = open_relay(self._channel, epoch, stage)
+        self._call = open_relay(self._channel, epoch, stage, sender)
         self._credit = asyncio.Semaphore(0)
         self._is_open = asyncio.Event()
         self._reading = asyncio.create_task(self._read_credit())  # until the hop is lost

@@ -1,8 +1,8 @@
 """From a model's name to a shard in memory, with progress. Used by the coordinator and by workers alike."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 
 from protos.brigade_pb2 import LoadProgress
@@ -34,33 +34,62 @@ def open_checkpoint(model: str, known: Mapping[str, TensorInfo] | None = None) -
     return open_folder(folder.absolute(), known=known)
 
 
+class GivenUp(Exception):
+    """Ends a load that nobody waits for any more, on the thread where it runs."""
+
+
 async def load_shard(
-    checkpoint: Checkpoint, start: int, end: int, num_layers: int, thread: MlxThread, progress: Progress
+    checkpoint: Checkpoint,
+    start: int,
+    end: int,
+    num_layers: int,
+    thread: MlxThread,
+    progress: Progress,
+    given_up: threading.Event | None = None,
 ) -> Shard:
     """Download what is missing, then build and materialise layers [start, end) on the MLX thread.
 
-    `progress` is called on the event loop.
+    Args:
+        progress: is called on the event loop.
+        given_up: once it is set, GivenUp is raised after the next piece of a file or the next layer. Cancelling sets
+            it too, but returns at once: who cares for the files and the memory sets it and waits.
     """
     loop = asyncio.get_running_loop()
+    given_up = given_up or threading.Event()
     names = shard_tensors(checkpoint, start, end, num_layers)
     files = checkpoint.files_of(names)
+
+    def go_on() -> None:
+        if given_up.is_set():
+            raise GivenUp
 
     def counter(phase: str, total: int) -> Callable[[int], None]:
         done = 0
 
         def advance(nbytes: int) -> None:
             nonlocal done
+            go_on()
             done += nbytes
             loop.call_soon_threadsafe(progress, LoadProgress(phase=phase, done=min(done, total), total=total))
 
         return advance
 
+    def fetch() -> None:
+        advance = counter("download", sum(info.nbytes for info in checkpoint.tensors.values() if info.file in files))
+        for file in sorted(files):  # one by one: not every way of downloading lets its progress stop it
+            go_on()
+            checkpoint.fetch([name for name in names if checkpoint.tensors[name].file == file], advance)
+
     def build() -> Shard:
+        go_on()
         shard = Shard(checkpoint, start, end)
         keep_resident()
         shard.materialise(counter("load", sum(checkpoint.tensors[name].nbytes for name in names)))
         return shard
 
-    to_download = sum(info.nbytes for info in checkpoint.tensors.values() if info.file in files)
-    await run_aside(partial(checkpoint.fetch, names, counter("download", to_download)))
-    return await thread.run(build)
+    try:
+        await run_aside(fetch)
+        return await thread.run(build)
+    except asyncio.CancelledError:
+        given_up.set()
+        raise

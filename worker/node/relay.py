@@ -9,10 +9,13 @@ from protos.brigade_pb2_grpc import NodeServicer, add_NodeServicer_to_server
 _SERVICE = DESCRIPTOR.services_by_name["Node"].full_name
 
 
-def open_relay(channel: grpc.aio.Channel, epoch: int, stage: int) -> grpc.aio.StreamStreamCall[bytes, Credit]:
-    """A hop from `stage` of this epoch to whoever the channel leads to."""
+def open_relay(
+    channel: grpc.aio.Channel, epoch: int, stage: int, sender: str
+) -> grpc.aio.StreamStreamCall[bytes, Credit]:
+    """A hop from `stage` of this epoch, which is the node `sender`, to whoever the channel leads to."""
     call = channel.stream_stream(f"/{_SERVICE}/Relay", request_serializer=None, response_deserializer=Credit.FromString)
-    return call(metadata=(("epoch", str(epoch)), ("stage", str(stage))))  # type: ignore[call-arg]
+    metadata = (("epoch", str(epoch)), ("stage", str(stage)), ("node", sender))
+    return call(metadata=metadata)  # type: ignore[call-arg]
 
 
 def add_node(service: NodeServicer, server: grpc.aio.Server) -> None:

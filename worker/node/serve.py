@@ -11,6 +11,9 @@ import mlx.core as mx
 import uvloop
 from grpc_health.v1 import health, health_pb2_grpc
 
+from protos.brigade_pb2 import Configuration
+from worker.config import Cluster
+from worker.node.log import Log
 from worker.node.network import Network
 from worker.node.relay import add_node
 from worker.node.service import NodeService
@@ -22,18 +25,29 @@ _LAST_WORD_S = 1.0  # for what the coordinator of the drained sessions still rea
 
 
 def serve(
-    name: str, bind: str, network: Network, *, model: str | None, memory_bytes: int | None, follow_parent: bool
+    name: str,
+    bind: str,
+    network: Network,
+    *,
+    cluster: Cluster | None,
+    model: str | None,
+    memory_bytes: int | None,
+    follow_parent: bool,
 ) -> None:
     """Serve as one node until SIGTERM or SIGINT; `bind` is HOST:PORT, port 0 takes a free one.
 
     With `follow_parent` the process also ends when its standard input closes, and says where it listens as one line
-    of JSON on standard output: how the coordinator keeps workers of its own.
+    of JSON on standard output, and nothing else: how the coordinator keeps workers of its own.
 
+    Args:
+        cluster: the node's own configuration, of which coordinators are told.
     Raises:
         ConfigError: the network does not allow it, or the port is in use.
     """
     thread = MlxThread()
-    service = NodeService(name, thread, network, model, memory_bytes)
+    configuration = configuration_of(cluster) if cluster else None
+    log = Log(name, None if follow_parent else sys.stderr)
+    service = NodeService(name, thread, network, model, memory_bytes, configuration, log)
     try:
         uvloop.run(_serve(service, bind, network, follow_parent=follow_parent))
     finally:
@@ -52,16 +66,30 @@ async def _serve(service: NodeService, bind: str, network: Network, *, follow_pa
     address = f"{bind.rpartition(':')[0]}:{port}"
     if follow_parent:
         print(json.dumps({"name": service.name, "address": address}), flush=True)
-    else:
-        print(f"worker {service.name} listens on {address}", file=sys.stderr, flush=True)
+    service.log.listens(address)
     await stop.wait()
     await checks.enter_graceful_shutdown()
     if not follow_parent:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(service.drain(), _DRAIN_S)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(service.wait_detached(), _LAST_WORD_S)
+        await drain(service)
     await server.stop(grace=None)
+
+
+async def drain(service: NodeService) -> None:
+    """Let sessions in progress end, for `_DRAIN_S` at most; those whom it concerns are told."""
+    if service.num_slots:
+        service.log.draining(service.num_slots, _DRAIN_S)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_DRAIN_S):
+            await service.drain()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(service.wait_detached(), _LAST_WORD_S)
+            await service.wait_idle()  # a session may have been on its way here when the coordinator was told
+    service.log.drained(service.num_slots)
+
+
+def configuration_of(cluster: Cluster) -> Configuration:
+    """What nodes tell each other of a configuration, to notice where theirs differ."""
+    return Configuration(model=cluster.model or "", layers=cluster.layers or (), context=cluster.context or 0)
 
 
 def _stop_event(*, follow_parent: bool) -> asyncio.Event:

@@ -160,6 +160,7 @@ class Stage:
                 output = header if isinstance(header, Result) else Outgoing(header.step, put(header, array))
                 self._busy_since = None if following is None else time.monotonic()
                 loop.call_soon_threadsafe(self._outputs.put_nowait, output)
+                self._thread.give_way()  # frames may come without end
                 step = following or self._begin_next()
 
     def _begin_next(self) -> Step | None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import traceback
 import weakref
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
@@ -11,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from worker.process.call_thread import calls_are_left
 from worker.process.mlx_thread import MlxThread
 
 
@@ -140,6 +142,79 @@ def test_nothing_that_a_call_took_or_made_is_kept_while_the_thread_waits_for_the
 
     run(work())
     assert taken.wait(2) and made.wait(2)
+
+
+def test_an_exception_that_is_raised_again_and_again_does_not_gather_frames(thread: MlxThread) -> None:
+    error = ValueError("the stage has failed")
+
+    def fail() -> None:
+        raise error
+
+    async def depth() -> int:
+        with pytest.raises(ValueError, match="has failed"):
+            await thread.run(fail)
+        return len(traceback.extract_tb(error.__traceback__))
+
+    async def work() -> list[int]:
+        return [await depth() for _ in range(400)]
+
+    depths = run(work())
+    assert max(depths) < 150
+    assert depths[-1] == depths[-2]
+
+
+def test_a_long_call_lets_those_that_wait_run_where_it_gives_way(thread: MlxThread) -> None:
+    log: list[str] = []
+    entered, go_on = threading.Event(), threading.Event()
+
+    def long() -> None:
+        entered.set()
+        assert go_on.wait(5)
+        log.append("first half")
+        thread.give_way()
+        log.append("second half")
+
+    async def work() -> None:
+        waits = asyncio.ensure_future(thread.run(long))
+        await asyncio.to_thread(entered.wait, 5)
+        others = [asyncio.ensure_future(thread.run(partial(log.append, name))) for name in ("a", "b")]
+        await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.gather(waits, *others)
+
+    run(work())
+    assert log == ["first half", "a", "b", "second half"]
+
+
+def test_a_thread_that_is_closed_while_a_call_gives_way_ends_after_that_call() -> None:
+    thread = MlxThread()
+    entered, go_on, done = threading.Event(), threading.Event(), threading.Event()
+
+    def long() -> None:
+        entered.set()
+        assert go_on.wait(5)
+        thread.give_way()
+        done.set()
+
+    async def work() -> None:
+        waits = asyncio.ensure_future(thread.run(long))
+        await asyncio.to_thread(entered.wait, 5)
+        thread.close(timeout_s=0)
+        go_on.set()
+        await waits
+        thread.close()
+
+    run(work())
+    assert done.is_set()
+    assert not calls_are_left()
+
+
+def test_a_call_after_the_end_is_refused_at_once() -> None:
+    """Nobody would ever run it, and it would be waited for in vain."""
+    thread = MlxThread()
+    thread.close()
+    with pytest.raises(RuntimeError, match="the mlx thread was closed before this call"):
+        run(thread.run(lambda: 1))
 
 
 def test_mlx_computes_there(thread: MlxThread) -> None:

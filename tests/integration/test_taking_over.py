@@ -1,0 +1,186 @@
+"""A node and its one coordinator: that one may come again at once, no other may; and who stands where in a chain."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from coordinator.cluster.peer import COORDINATOR_ID, Peer
+from protos.brigade_pb2 import Alternative, AttachRequest, Coordinator, Result, Sample
+from tests.integration.conftest import Models, RunningNode, answer, load, load_request, opened, serving
+from tests.integration.many import until
+from tests.integration.upstream import attach_request
+from tests.tiny import VOCAB
+from worker.errors import BrigadeError, FrameError, NodeBusy, StageLost
+
+PROMPT = tuple((5 * i + 3) % VOCAB for i in range(20))
+ME = Coordinator(id=COORDINATOR_ID, name="max")
+HUGE = Result(step=1, samples=[Sample(alternatives=[Alternative(token=7, logprob=0.5)] * 200_000)])
+
+
+def attaching(folder: Path, epoch: int = 1, coordinator: Coordinator = ME) -> AttachRequest:
+    request = attach_request(folder)
+    request.epoch = epoch
+    request.coordinator.CopyFrom(coordinator)
+    return request
+
+
+@asynccontextmanager
+async def attached(node: RunningNode, folder: Path, epoch: int = 1) -> AsyncIterator[Peer]:
+    """A node that holds layers [2, 4) and belongs to a chain of this process that nobody cares for any more."""
+    await load(node, load_request(folder, 2, 4))
+    peer = node.peer()
+    try:
+        await peer.attach(attaching(folder, epoch))
+        yield peer
+    finally:
+        await peer.close()
+
+
+async def attach(node: RunningNode, request: AttachRequest) -> None:
+    peer = node.peer()
+    try:
+        await peer.attach(request)
+    finally:
+        await peer.close()
+
+
+@pytest.mark.parametrize("unread", [0, 40])
+async def test_the_same_coordinator_opens_its_chain_again_over_its_own_attachment(models: Models, unread: int) -> None:
+    """Even where the old stream is stuck, because nobody reads it: forty results of 2 MB are more than gRPC takes."""
+    whole = models("qwen3")
+    async with serving(1) as [node], attached(node, whole.folder) as old:
+        for _ in range(unread):
+            node.service._attachment.stage.deliver(HUGE)  # type: ignore[union-attr]
+        async with opened(whole.folder, (2, 2), [node]) as chain:
+            assert (await answer(chain, PROMPT, 4)).tokens == whole.tokens(PROMPT, 4)
+            if not unread:
+                with pytest.raises(StageLost, match=r"^worker node-1: was attached anew by the same coordinator"):
+                    await anext(old.results())
+            assert (await answer(chain, PROMPT, 4)).tokens == whole.tokens(PROMPT, 4)
+
+
+async def test_it_may_do_so_in_the_same_epoch_or_a_later_one_and_not_in_an_earlier_one(models: Models) -> None:
+    folder = models("qwen3").folder
+    async with serving(1) as [node], attached(node, folder, epoch=5) as old:
+        with pytest.raises(FrameError, match=r"^worker node-1: expected epoch 5 or a later one, got 4"):
+            await attach(node, attaching(folder, 4))
+        with pytest.raises(NodeBusy, match=r"^worker node-1: already serves another coordinator"):
+            await attach(node, attaching(folder, 6, Coordinator(id="another", name="max")))
+        with pytest.raises(NodeBusy, match=r"^worker node-1: already serves another coordinator"):
+            await attach(node, attaching(folder, 6, Coordinator(name="max")))
+        late = asyncio.ensure_future(anext(old.results()))
+        await asyncio.wait([late], timeout=0.05)
+        assert not late.done()
+        await attach(node, attaching(folder, 5))
+        with pytest.raises(StageLost, match="attached anew"):
+            await late
+        await attach(node, attaching(folder, 6))
+
+
+async def test_two_coordinators_that_say_no_name_are_not_the_same(models: Models) -> None:
+    folder = models("qwen3").folder
+    async with serving(1) as [node]:
+        await load(node, load_request(folder, 2, 4))
+        peer = node.peer()
+        await peer.attach(attach_request(folder))
+        with pytest.raises(NodeBusy, match=r"^worker node-1: already serves another coordinator"):
+            await attach(node, attach_request(folder))
+        await peer.close()
+
+
+async def test_it_may_do_so_while_the_node_still_tries_to_reach_the_next_stage(models: Models) -> None:
+    whole = models("qwen3")
+    request = attaching(whole.folder)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        request.loaded.CopyFrom(load_request(whole.folder, 1, 3))
+        request.successor, request.successor_name = f"127.0.0.1:{silent.getsockname()[1]}", "air"
+        async with serving(1) as [node]:
+            await load(node, request.loaded)
+            first = asyncio.create_task(attach(node, request))
+            await until(lambda: node.service._attachment)
+            async with opened(whole.folder, (2, 2), [node]) as chain:
+                assert (await answer(chain, PROMPT, 4)).tokens == whole.tokens(PROMPT, 4)
+                with pytest.raises(StageLost, match="attached anew"):
+                    await first
+
+
+@pytest.mark.parametrize(
+    ("layers", "successor", "message"),
+    [
+        ((2, 4), "127.0.0.1:9", r"expected no next stage after layers \[2, 4\) of 4, got 127.0.0.1:9"),
+        ((1, 3), "", r"expected a next stage after layers \[1, 3\) of 4, got none"),
+    ],
+)
+async def test_a_shard_in_the_wrong_place_of_the_chain_is_refused(
+    models: Models, layers: tuple[int, int], successor: str, message: str
+) -> None:
+    loaded = load_request(models("qwen3").folder, *layers)
+    async with serving(1) as [node]:
+        await load(node, loaded)
+        with pytest.raises(FrameError, match=f"^worker node-1: {message}$"):
+            await attach(node, AttachRequest(epoch=1, stage=1, loaded=loaded, successor=successor))
+
+
+async def test_a_hop_that_is_refused_is_named_with_who_was_expected(models: Models) -> None:
+    folder = models("qwen3").folder
+    request = attaching(folder)
+    request.predecessor_name = "max"
+    async with serving(1) as [node]:
+        await load(node, request.loaded)
+        peer = node.peer()
+        await peer.attach(request)
+        link = peer.link(1, 3, "air")
+        with pytest.raises(FrameError, match=r"a hop of .*\('1', '0'\) from max, got \('1', '3'\) from air$"):
+            await link.wait_open()
+        await link.close()
+        await peer.close()
+
+
+async def test_every_stage_is_told_who_comes_before_it_and_how_long_the_chain_is(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[AttachRequest] = []
+    attach = Peer.attach
+
+    async def note(peer: Peer, request: AttachRequest) -> None:
+        told.append(request)
+        await attach(peer, request)
+
+    monkeypatch.setattr(Peer, "attach", note)
+    async with serving(2) as nodes, opened(models("qwen3").folder, (1, 2, 1), nodes):
+        pass
+    places = [(request.stage, request.num_stages, request.predecessor_name) for request in reversed(told)]
+    assert places == [(1, 3, "coordinator"), (2, 3, "node-1")]
+    assert {(request.coordinator.id, request.coordinator.name) for request in told} == {(COORDINATOR_ID, "coordinator")}
+
+
+async def test_a_node_says_which_life_it_lives() -> None:
+    async def incarnation(node: RunningNode) -> str:
+        peer = node.peer()
+        try:
+            return (await peer.hello()).incarnation
+        finally:
+            await peer.close()
+
+    async with serving(2) as [node, other]:
+        first = await incarnation(node)
+        assert first and first == await incarnation(node) != await incarnation(other)
+
+
+async def test_a_node_that_was_left_alone_is_free_for_any_coordinator(models: Models) -> None:
+    folder = models("qwen3").folder
+    async with serving(1) as [node]:
+        async with attached(node, folder):
+            pass
+        await until(lambda: not node.service._attachment)
+        with pytest.raises(BrigadeError, match="holds"):  # asked for other layers: admitted, then refused by the shard
+            request = attaching(folder, 1, Coordinator(id="another"))
+            request.loaded.start = 1
+            await attach(node, request)
+        await attach(node, attaching(folder, 1, Coordinator(id="another")))

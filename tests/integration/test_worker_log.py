@@ -1,0 +1,102 @@
+"""What a worker says of itself on standard error."""
+
+import io
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from coordinator.cluster.runner import Runner
+from tests.integration.conftest import Models, RunningNode, answer, load, load_request, opened, serving
+from tests.integration.many import request, tokens_of, until
+from worker.errors import BrigadeError, ModelError
+from worker.node import serve
+from worker.node.log import Log
+
+
+@asynccontextmanager
+async def overheard() -> AsyncIterator[tuple[RunningNode, io.StringIO]]:
+    """A worker, and what it says."""
+    out = io.StringIO()
+    async with serving(1, out=out) as [node]:
+        yield node, out
+
+
+def assert_lines(out: io.StringIO, *patterns: str) -> None:
+    lines = out.getvalue().splitlines()
+    assert len(lines) == len(patterns), lines
+    for line, pattern in zip(lines, patterns, strict=True):
+        assert re.fullmatch(f"worker node-1: {pattern}", line), line
+
+
+async def test_a_worker_tells_the_life_of_its_shard_and_its_chain(models: Models) -> None:
+    folder = models("qwen3").folder
+    shard = rf"layers \[2, 4\) of {re.escape(str(folder))}"
+    async with overheard() as (node, out):
+        for _ in range(2):
+            async with opened(folder, (2, 2), [node]) as chain:
+                await answer(chain, (1, 2, 3), 3)
+            await until(lambda: not node.service._attachment)
+        chain_of_mine = "the chain of coordinator coordinator"
+        joined, left = f"joined {chain_of_mine} as stage 1 of 2, epoch 1", f"left {chain_of_mine}"
+        assert_lines(
+            out,
+            f"loading {shard}",
+            rf"loaded {shard}: \d+\.\d MiB in \d+\.\d s",
+            joined,
+            left,
+            f"kept {shard}",
+            joined,
+            left,
+        )
+
+
+async def test_it_tells_whom_it_refused_and_why(models: Models) -> None:
+    folder = models("qwen3").folder
+    other = load_request(folder, 2, 4)
+    other.num_layers, other.coordinator.name = 5, "max"
+    async with overheard() as (node, out):
+        with pytest.raises(ModelError):
+            await load(node, other)
+        assert_lines(out, r"refused to load for coordinator max: cannot hold \[2, 4\) of 5 layers: .*")
+
+
+async def test_it_tells_why_it_left_a_chain_that_failed(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with overheard() as (node, out):
+        async with opened(models("qwen3").folder, (2, 2), [node]) as chain:
+
+            def fail(*arguments: object) -> None:
+                raise ModelError("no such kernel")
+
+            monkeypatch.setattr(node.service._attachment.stage.engine, "begin", fail)  # type: ignore[union-attr]
+            with pytest.raises(BrigadeError):
+                await answer(chain, (1, 2, 3), 3)
+        await until(lambda: "left" in out.getvalue())
+    assert out.getvalue().splitlines()[-1] == "worker node-1: left the chain of coordinator coordinator: no such kernel"
+
+
+async def test_it_tells_what_it_waits_for_when_it_is_to_end(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "_LAST_WORD_S", 0.05)
+    async with overheard() as (node, out), opened(models("qwen3").folder, (2, 2), [node]) as chain:
+        async with Runner(chain) as runner:
+            await runner.answer(request(tokens_of(20), 3))
+            out.truncate(out.seek(0))
+            await serve.drain(node.service)
+        assert_lines(out, "draining: 1 sessions in progress or kept, at most 10 s", "drained")
+
+
+def test_a_worker_without_a_place_to_say_it_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    log = Log("mini", None)
+    log.listens("127.0.0.1:1")
+    log.draining(3, 10.0)
+    log.drained(1)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_nobody_who_reads_it_is_no_failure() -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    Log("mini", Gone()).drained(0)

@@ -1,0 +1,107 @@
+"""What the workers' answers to the first question tell the coordinator's user."""
+
+import asyncio
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+
+from coordinator.cluster.greetings import differences, greet
+from protos.brigade_pb2 import Configuration, HelloReply
+from worker.config import Cluster
+from worker.errors import BrigadeError, ModelError, StageLost
+
+OURS = Cluster(model="org/model", layers=(4, 2), context=4096)
+SAME = Configuration(model="org/model", layers=[4, 2], context=4096)
+ANOTHER = "worker mini has another cluster.yaml: "
+
+
+def reply(configuration: Configuration | None = None, **changes: str) -> HelloReply:
+    fields: dict[str, Any] = {"node": "mini", "mlx_version": version("mlx"), "mlx_lm_version": version("mlx-lm")}
+    return HelloReply(configuration=configuration, **(fields | changes))
+
+
+@pytest.mark.parametrize(
+    ("greeting", "lines"),
+    [
+        (reply(), []),
+        (reply(node="worker-50070"), []),  # started without a configuration: nobody chose that name
+        (reply(SAME), []),
+        (reply(Configuration()), []),
+        (reply(SAME, mlx_version="0.1"), [f"worker mini has mlx 0.1, this node {version('mlx')}"]),
+        (reply(SAME, mlx_lm_version="0.2"), [f"worker mini has mlx-lm 0.2, this node {version('mlx-lm')}"]),
+        (reply(SAME, node="air"), ["worker mini calls itself air: one of both has the wrong name or address"]),
+        (reply(Configuration(model="demo")), [f"{ANOTHER}model is demo there, org/model here"]),
+        (reply(Configuration(layers=[3, 3])), [f"{ANOTHER}layers is [3, 3] there, [4, 2] here"]),
+        (reply(Configuration(context=512)), [f"{ANOTHER}context is 512 there, 4096 here"]),
+    ],
+)
+def test_what_may_surprise_somebody_is_told_in_a_line_each(greeting: HelloReply, lines: list[str]) -> None:
+    assert list(differences("mini", OURS, greeting)) == lines
+
+
+def test_what_only_one_of_both_says_is_no_difference() -> None:
+    assert not list(differences("mini", Cluster(), reply(SAME)))
+
+
+def test_several_differences_are_several_lines() -> None:
+    other = Configuration(model="demo", layers=[3, 3], context=512)
+    assert len(list(differences("mini", OURS, reply(other, node="air", mlx_version="0.1")))) == 5
+
+
+@dataclass
+class Answering:
+    """A worker that answers so."""
+
+    outcome: HelloReply | BaseException
+
+    async def hello(self) -> HelloReply:
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        return self.outcome
+
+
+def ask(*outcomes: HelloReply | BaseException) -> list[HelloReply]:
+    peers: list[Any] = [Answering(outcome) for outcome in outcomes]
+    return asyncio.run(greet(peers))
+
+
+def test_the_answers_come_in_the_order_of_the_workers() -> None:
+    assert [greeting.node for greeting in ask(reply(node="a"), reply(node="b"))] == ["a", "b"]
+    assert ask() == []
+
+
+def test_one_that_cannot_take_part_is_its_own_error() -> None:
+    error = ModelError("speaks protocol 2", node="b")
+    with pytest.raises(ModelError) as caught:
+        ask(reply(), error)
+    assert caught.value is error
+
+
+OLD, GONE, AWAY = (
+    ModelError("speaks protocol 2", node="a"),
+    StageLost("nothing answers", node="b"),
+    StageLost("nothing answers", node="c"),
+)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "kind", "lines"),
+    [
+        ((GONE, reply(), AWAY), StageLost, ["worker b: nothing answers", "worker c: nothing answers"]),
+        ((OLD, GONE), StageLost, ["worker a: speaks protocol 2", "worker b: nothing answers"]),
+        ((OLD, OLD), ModelError, ["worker a: speaks protocol 2"] * 2),
+    ],
+)
+def test_several_are_named_in_a_line_each(
+    outcomes: tuple[HelloReply | BaseException, ...], kind: type[BrigadeError], lines: list[str]
+) -> None:
+    with pytest.raises(kind) as caught:
+        ask(*outcomes)
+    assert str(caught.value).splitlines() == lines
+
+
+def test_a_bug_is_not_taken_for_a_missing_worker() -> None:
+    with pytest.raises(KeyError):
+        ask(GONE, KeyError("x"))

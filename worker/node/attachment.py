@@ -1,0 +1,92 @@
+"""Attachment: this node's place in one chain, for as long as the coordinator's Attach stream lives."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+
+from protos.brigade_pb2 import AttachRequest, Draining, Report
+from worker.compute.engine import Engine
+from worker.compute.shard import Shard
+from worker.errors import FrameError
+from worker.node.link import Link
+from worker.node.network import Network
+from worker.node.stage import Stage
+from worker.process.mlx_thread import MlxThread
+
+
+class Attachment:
+    """Made by the task that serves the stream, which `replace` cancels."""
+
+    def __init__(self, request: AttachRequest, write: Callable[[Report], Awaitable[None]]) -> None:
+        """`write` takes a report to the coordinator, one at a time; it waits while the coordinator reads none."""
+        self.request = request
+        self.stage: Stage | None = None  # once it is open
+        self.is_replaced = False
+        self._write = write
+        self._writing = asyncio.Lock()
+        self._server = asyncio.current_task()
+        self._stack = AsyncExitStack()
+        self._is_closing = False
+        self._is_draining = asyncio.Event()
+        self._ended = asyncio.Event()
+
+    async def open(self, shard: Shard, thread: MlxThread, network: Network, name: str) -> None:
+        """Open the hop to the next stage, then start; `name` is this node's.
+
+        Raises:
+            BrigadeError: what the next stage refuses with.
+        """
+        request = self.request
+        link = None
+        if request.successor:
+            link = Link(network, request.successor_name, request.successor, request.epoch, request.stage, name)
+            self._stack.push_async_callback(link.close)
+            await link.wait_open()
+        engine = Engine(shard, request.stage, request.loaded.dtype, name)
+        self.stage = Stage(engine, thread, request.epoch, link.send if link else None)
+        self._stack.push_async_callback(self.stage.stop)
+        self.stage.start(self._report_draining(), *([link.wait_lost()] if link else []))
+
+    async def report_results(self) -> None:
+        """Never return; raise whatever ends the stage."""
+        assert self.stage is not None
+        while True:
+            await self._report(Report(result=await self.stage.next_result()))
+
+    def say_draining(self) -> None:
+        """Tell the coordinator that this node is about to end."""
+        self._is_draining.set()
+
+    async def close(self) -> None:
+        """Give back all that it holds."""
+        self._is_closing = True
+        try:
+            await self._stack.aclose()
+        finally:
+            self._ended.set()
+
+    async def replace(self) -> None:
+        """End it, since its coordinator attaches the node anew; return once it holds nothing any more."""
+        if not (self.is_replaced or self._is_closing):
+            self.is_replaced = True
+            assert self._server is not None
+            self._server.cancel()
+        await self._ended.wait()
+
+    async def _report_draining(self) -> None:
+        await self._is_draining.wait()
+        await self._report(Report(draining=Draining()))
+        await asyncio.Event().wait()  # the stage goes on
+
+    async def _report(self, report: Report) -> None:
+        async with self._writing:
+            await self._write(report)
+
+
+def check_place(request: AttachRequest) -> None:
+    """Raise FrameError unless the shard is at the chain's end exactly if no stage comes after it."""
+    loaded, successor = request.loaded, request.successor
+    if (loaded.end == loaded.num_layers) == bool(successor):
+        layers = f"layers [{loaded.start}, {loaded.end}) of {loaded.num_layers}"
+        expected, found = ("no next stage", successor) if successor else ("a next stage", "none")
+        raise FrameError(f"expected {expected} after {layers}, got {found}")

@@ -1,0 +1,173 @@
+"""Loader: the one shard that a node holds. One load at a time, and none that nobody waits for."""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+
+from protos.brigade_pb2 import LoadProgress, LoadRequest
+from worker.compute.header import dtype_name
+from worker.compute.shard import Shard
+from worker.errors import ModelError
+from worker.model.checkpoint import Checkpoint
+from worker.model.contents import check_contents, check_files
+from worker.model.describe import describe
+from worker.model.headers import unpack_headers
+from worker.node.loading import load_shard, open_checkpoint
+from worker.node.log import Log
+from worker.process.call_thread import run_aside
+from worker.process.mlx_thread import MlxThread
+
+_WAITING_S = 1.0  # between two signs of life of a load that waits for another one
+
+Stamp = tuple[tuple[str, int], ...]
+Report = Callable[[LoadProgress], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The shard this node holds, and what it answers."""
+
+    request: LoadRequest  # whoever asked
+    stamp: Stamp
+    shard: Shard
+
+
+class Loader:
+    """Where a node's shard comes from."""
+
+    def __init__(self, thread: MlxThread, model: str | None, log: Log) -> None:
+        """`model` is this node's own copy, if it is not where the coordinator says."""
+        self.loaded: Loaded | None = None
+        self._thread = thread
+        self._model = model
+        self._log = log
+        self._turn = asyncio.Lock()
+
+    @property
+    def is_busy(self) -> bool:
+        return self._turn.locked()
+
+    @contextlib.asynccontextmanager
+    async def turn(self, report: Report) -> AsyncIterator[None]:
+        """Wait for whatever loads now to end, and say so meanwhile; until the end of the context nobody else loads."""
+        wait_s = 0.0
+        while not await self._take_turn(wait_s):
+            await report(LoadProgress(phase="waiting"))
+            wait_s = _WAITING_S
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    async def load(self, request: LoadRequest, report: Report) -> None:
+        """Hold the shard that is asked for, in a turn of one's own. Cancelling it stops the load.
+
+        Raises:
+            ModelError: this node has another model, or a damaged one.
+        """
+        checkpoint, stamp = await run_aside(partial(self._open, request))
+        held, wanted = self.loaded, _shard_of(request)
+        if held and (held.request, held.stamp) == (wanted, stamp):
+            self._log.kept(request)
+            await report(LoadProgress(phase="kept", done=held.shard.nbytes, total=held.shard.nbytes))
+            return
+        self.loaded = held = None  # its memory is needed
+        self._log.loading(request)
+        began = time.monotonic()
+        shard = await self._load(checkpoint, request, report)
+        await run_aside(partial(check_contents, checkpoint, request.contents))  # files that have only now arrived
+        self.loaded = Loaded(wanted, checkpoint.stamp(), shard)
+        self._log.loaded(request, shard.nbytes, time.monotonic() - began)
+
+    def loaded_as(self, expected: LoadRequest) -> Loaded:
+        """The loaded shard, if it is the one that the coordinator means. Raises ModelError if it is not."""
+        loaded = self.loaded
+        if loaded is None or loaded.request != _shard_of(expected):
+            held = f"[{loaded.request.start}, {loaded.request.end}) of {loaded.request.model}" if loaded else "none"
+            raise ModelError(
+                f"expected to hold layers [{expected.start}, {expected.end}) of {expected.model}, holds {held} by now; "
+                "start again"
+            )
+        return loaded
+
+    async def digests(self) -> dict[str, str]:
+        """A digest per tensor, a piece at a time: frames go between. Raises ModelError if nothing is loaded."""
+        if (loaded := self.loaded) is None:
+            raise ModelError("holds no shard; load first")
+        pieces, found = loaded.shard.digest_pieces(), dict[str, str]()
+        del loaded
+        try:
+            while (piece := await self._thread.run(partial(next, pieces, False))) is not False:
+                found.update([piece] if piece else [])
+        finally:
+            await self._thread.run(pieces.close)  # where its arrays belong
+        return found
+
+    async def _take_turn(self, wait_s: float) -> bool:
+        try:
+            async with asyncio.timeout(wait_s):
+                return await self._turn.acquire()
+        except TimeoutError:
+            return False
+
+    async def _load(self, checkpoint: Checkpoint, request: LoadRequest, report: Report) -> Shard:
+        """The shard; if nobody waits for it any more, return once what loads it has noticed."""
+        given_up = threading.Event()
+        progress: asyncio.Queue[LoadProgress | None] = asyncio.Queue()
+        layers = request.start, request.end, request.num_layers
+        load = asyncio.create_task(load_shard(checkpoint, *layers, self._thread, progress.put_nowait, given_up))
+        load.add_done_callback(lambda _: progress.put_nowait(None))
+        try:
+            while (each := await progress.get()) is not None:
+                await report(each)
+            return await load
+        except asyncio.CancelledError:
+            self._log.gave_up(request)
+            raise
+        finally:
+            given_up.set()
+            await asyncio.gather(load, return_exceptions=True)
+
+    def _open(self, request: LoadRequest) -> tuple[Checkpoint, Stamp]:
+        """This node's copy of the model, if it is the one that the coordinator means, and its stamp."""
+        checkpoint = open_checkpoint(self._model or request.model, unpack_headers(request.contents.headers))
+        check_request(request, checkpoint)
+        return checkpoint, checkpoint.stamp()
+
+
+def check_request(request: LoadRequest, checkpoint: Checkpoint) -> None:
+    """Refuse before anything is read: another model, or layers that it does not have.
+
+    Raises:
+        ModelError: naming both values.
+    """
+    ours, theirs = checkpoint.fingerprint, request.fingerprint
+    for part, what in (("config", "config.json"), ("tokenizer", "tokenizer files"), ("tensors", "tensor headers")):
+        here, there = getattr(ours, part), getattr(theirs, part)
+        if here != there:
+            raise ModelError(
+                f"its {what} of {checkpoint.name} (sha256 {here[:12]}) differ from the coordinator's ({there[:12]}); "
+                "copy the same model to both nodes"
+            )
+    check_contents(checkpoint, request.contents)
+    spec = describe(checkpoint)
+    layers = f"[{request.start}, {request.end}) of {request.num_layers} layers"
+    if request.num_layers != spec.num_layers or not 0 < request.start < request.end <= spec.num_layers:
+        raise ModelError(f"cannot hold {layers}: its copy of {checkpoint.name} has {spec.num_layers}")
+    if request.dtype != spec.dtype:
+        expected, found = dtype_name(request.dtype), dtype_name(spec.dtype)
+        raise ModelError(f"expected hidden states of {expected}, its copy of {checkpoint.name} makes {found}")
+    check_files(checkpoint, request.start, request.end, request.num_layers)
+
+
+def _shard_of(request: LoadRequest) -> LoadRequest:
+    """What is to be loaded, whoever asks and whatever is known of it there."""
+    shard = LoadRequest()
+    shard.CopyFrom(request)
+    shard.ClearField("coordinator")
+    shard.ClearField("contents")
+    return shard

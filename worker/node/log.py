@@ -1,0 +1,72 @@
+"""What a worker says on standard error: one line for each thing that a person would want to know."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import TextIO
+
+from protos.brigade_pb2 import AttachRequest, LoadRequest
+from worker.errors import BrigadeError
+
+
+class Log:
+    """Lines that begin with the node's name; none at all without somewhere to write them."""
+
+    def __init__(self, name: str, out: TextIO | None) -> None:
+        self._name = name
+        self._out = out
+
+    def listens(self, address: str) -> None:
+        self._write(f"worker {self._name} listens on {address}")
+
+    def loading(self, request: LoadRequest) -> None:
+        self._say(f"loading {_shard(request)}")
+
+    def loaded(self, request: LoadRequest, num_bytes: int, took_s: float) -> None:
+        self._say(f"loaded {_shard(request)}: {num_bytes / 2**20:.1f} MiB in {took_s:.1f} s")
+
+    def kept(self, request: LoadRequest) -> None:
+        self._say(f"kept {_shard(request)}")
+
+    def gave_up(self, request: LoadRequest) -> None:
+        self._say(f"gave up loading {_shard(request)}: coordinator {request.coordinator.name} has left")
+
+    @contextlib.contextmanager
+    def refusing(self, what: str) -> Iterator[None]:
+        """Say why, if what is done here is refused."""
+        try:
+            yield
+        except BrigadeError as error:
+            self._say(f"refused {what}: {error}")
+            raise
+
+    @contextlib.contextmanager
+    def in_chain(self, request: AttachRequest) -> Iterator[None]:
+        """Say that the node has joined, and in the end that it has left; and why, if it failed."""
+        chain = f"the chain of coordinator {request.coordinator.name}"
+        self._say(f"joined {chain} as stage {request.stage} of {request.num_stages}, epoch {request.epoch}")
+        why = ""
+        try:
+            yield
+        except BrigadeError as error:
+            why = f": {error}"
+            raise
+        finally:
+            self._say(f"left {chain}{why}")
+
+    def draining(self, num_slots: int, within_s: float) -> None:
+        self._say(f"draining: {num_slots} sessions in progress or kept, at most {within_s:.0f} s")
+
+    def drained(self, num_slots: int) -> None:
+        self._say(f"ends with {num_slots} sessions in progress" if num_slots else "drained")
+
+    def _say(self, text: str) -> None:
+        self._write(f"worker {self._name}: {text}")
+
+    def _write(self, line: str) -> None:
+        if self._out is not None:
+            with contextlib.suppress(OSError):  # whoever read it has gone: no reason to stop serving
+                print(line, file=self._out, flush=True)
+
+
+def _shard(request: LoadRequest) -> str:
+    return f"layers [{request.start}, {request.end}) of {request.model}"
