@@ -31,10 +31,9 @@ DECODERS = {
     "auto": (),
     "auto, window 8": ("--window", "8"),
     "ngram": ("--decode", "ngram"),
-    "diffusion": ("--decode", "diffusion"),
+    "diffusion": ("--decode", "diffusion", "--window", "auto"),
     "window 4": ("--decode", "diffusion", "--window", "4"),
     "window 8": ("--decode", "diffusion", "--window", "8"),
-    "window auto": ("--decode", "diffusion", "--window", "auto"),
     "diffusion-fast": ("--decode", "diffusion-fast"),
 }
 LOSSLESS = [name for name in DECODERS if name != "diffusion-fast"]
