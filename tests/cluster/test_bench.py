@@ -153,7 +153,7 @@ def test_what_cannot_be_measured_is_said_in_a_line_each_and_the_rest_goes_on(mod
     spec = describe(open_checkpoint(str(model)))
     one = spec.shard_bytes(0, 1) + 2 * spec.reserved_bytes(0, 1, 24 + 16)
     config = write_cluster(tmp_path / "cluster.yaml", model=str(model), coordinator=f"{{name: me, memory: {one}}}")
-    done = run(
+    done = run_here(
         "bench", "--config", config, "--local", "1", "--layers", "3,1", "--layers", "1,3", "--concurrency", "1",
         "--decode", "ar,diffusion", *LOAD[:-1], "1",
     )  # fmt: skip
