@@ -11,12 +11,14 @@ from protos.brigade_pb2 import Cache, Sampling
 from tests.integration.conftest import Models, Whole, running
 from tests.integration.windows import (
     BIASED,
+    COVERING,
     MASK,
     MASKED,
     PROMPT,
     WINDOWS,
     N,
     Recompute,
+    all_or_some,
     answer,
     families,
     recompute,
@@ -30,14 +32,15 @@ from worker.memory.cache import KVCache, LayerCache
 
 @splits
 @families
+@all_or_some
 async def test_diffusion_fast_is_wedlm_recomputed_from_nothing_at_every_step(
-    models: Models, family: str, layers: tuple[int, ...]
+    models: Models, is_all: bool, family: str, layers: tuple[int, ...]
 ) -> None:
     whole = models(family, **MASKED)
     alone = recompute(whole.folder)
     several = 0
     async with running(whole.folder, layers) as chain:
-        for window, threshold in WINDOWS if family == "qwen3" else WINDOWS[::3]:
+        for window, threshold in WINDOWS if is_all or (family, layers) == COVERING else WINDOWS[::3]:
             expected = expected_wedlm(alone, window, threshold, len(PROMPT) + N)
             found = await answer(chain, "diffusion-fast", window, threshold=threshold)
             assert found.tokens == expected, f"W={window}, tau={threshold}"
