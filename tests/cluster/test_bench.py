@@ -92,7 +92,9 @@ def test_what_was_measured_can_be_simulated(measured: tuple[dict[str, Any], Path
     bench, path = measured
     predicted = {row["system"]: row["predicted_tokens_per_s"] for row in bench["rows"]}
     assert predicted["one process"] > 0 and predicted["cluster"] > 0 and predicted["mlx_lm"] is None
-    done = run_here("plan", "--simulate", "--measured", path, "--concurrency", "1,4,9", "-p", "24", "-g", "16", "--json")
+    done = run_here(
+        "plan", "--simulate", "--measured", path, "--concurrency", "1,4,9", "-p", "24", "-g", "16", "--json"
+    )
     assert done.code == 0, done.err
     found = json.loads(done.out)["simulated"]
     assert [row["concurrency"] for row in found] == [1, 4, 9]

@@ -130,7 +130,7 @@ def test_standard_output_is_the_text_and_nothing_else(answers: dict[str, Any], t
         "generate", "--model", talker, "--local", "1", PROMPT, "--prefill-step-size", "16",
         "--temp", "0.9", "--seed", "11", "--ignore-eos", "--max-tokens", str(NUM_TOKENS),
     )  # fmt: skip
-    brief, full = run_all(common, (*common, "--stats"))
+    brief, full = run(*common), run_here(*common, "--stats")
     for outcome in (brief, full):
         assert (outcome.code, outcome.out) == (0, whole["text"] + "\n")
         blank, speed, ended, *more = outcome.err.splitlines()
@@ -155,7 +155,7 @@ def test_a_base_model_goes_on_with_the_text_and_is_sampled_as_its_makers_say(tal
     del settings["chat_template"]
     (base / "tokenizer_config.json").write_text(json.dumps(settings))
     (base / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.6, "top_k": 20}))
-    outcome = run("generate", "--model", base, "--local", "0", PROMPT, "--max-tokens", "8")
+    outcome = run_here("generate", "--model", base, "--local", "0", PROMPT, "--max-tokens", "8")
     assert outcome.code == 0 and outcome.out.strip()
     assert outcome.err.startswith("note: this model has no chat template; the prompt is given as it stands\n")
     drawn = r"sampled as the model's generation_config\.json says \(temperature 0\.6, top_k 20\), --seed \d+\n$"

@@ -197,7 +197,8 @@ def test_diffusion_gives_what_ar_gives_under_every_other_flag(flags: tuple[str, 
     for key in ("tokens", "text", "finish_reason"):
         assert diffusion[key] == ar[key], key
     assert reason in (None, ar["finish_reason"])
-    assert diffusion["stats"]["tokens_per_step"] > 1 == ar["stats"]["tokens_per_step"]
+    # a stop string is found while the next step is under way
+    assert diffusion["stats"]["tokens_per_step"] > 1 >= ar["stats"]["tokens_per_step"]
 
 
 @pytest.mark.parametrize("flags", [(), ("--stop", "friends")], ids=["whole", "stopped"])

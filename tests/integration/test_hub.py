@@ -42,7 +42,7 @@ COMMIT = "c0ffee" + 34 * "0"
 PLACES = [("embed_tokens", FIRST), ("layers.0.", FIRST), ("layers.1.self_attn", FIRST)]
 PLACES += [("layers.1.", SECOND), ("layers.2.", SECOND), ("", THIRD)]
 
-SCRIPT = """
+LOAD = """
 import sys
 from worker.process.imports import skip_init
 skip_init("mlx_lm")
@@ -203,11 +203,11 @@ def asking(monkeypatch: pytest.MonkeyPatch) -> Ask:
     return asking
 
 
-def start(model: str, endpoint: str, home: Path, **settings: str) -> subprocess.CompletedProcess[str]:
-    """Load a shard in a process of its own, which asks the hub as its environment says."""
+def start(script: str, argument: str, endpoint: str, home: Path, **settings: str) -> subprocess.CompletedProcess[str]:
+    """Run the script in a process of its own, which asks the hub as its environment says."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environment = inherited | {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, **settings}
-    command = [sys.executable, "-W", "error", "-c", SCRIPT, model]
+    command = [sys.executable, "-W", "error", "-c", script, argument]
     root = Path(__file__).parents[2]
     return subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=20, check=False)
 
@@ -277,7 +277,7 @@ class Start:
 def first(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Start:
     home = tmp_path_factory.mktemp("home")
     with serving(Hub({"brigade/tiny": {path.name: path.read_bytes() for path in folder.iterdir()}})) as hub:
-        process = start("brigade/tiny", hub.endpoint, home)
+        process = start(LOAD, "brigade/tiny", hub.endpoint, home)
     assert process.returncode == 0, process.stderr
     return Start(hub, json.loads(process.stdout), home)
 
@@ -395,6 +395,6 @@ def test_a_weight_file_that_is_neither_here_nor_reachable_is_refused_with_advice
 ) -> None:
     with asking(hub.endpoint, tmp_path):
         hub_module.open_repository("brigade/tiny")
-    process = start("brigade/tiny", hub.endpoint, tmp_path, HF_HUB_OFFLINE="1")
+    process = start(LOAD, "brigade/tiny", hub.endpoint, tmp_path, HF_HUB_OFFLINE="1")
     assert process.stderr.startswith("ModelError: cannot get brigade/tiny")
     assert "HF_HUB_OFFLINE" in process.stderr
