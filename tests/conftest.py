@@ -1,11 +1,29 @@
-"""What a run of the suite says of itself: how many tests of each folder, and how long they took."""
+"""What all tests share: MLX's streams on this thread, and what a run says of itself at its end."""
 
+import threading
 from collections import Counter
+from collections.abc import Iterator
 
+import mlx.core as mx
 import pytest
 
 
+@pytest.fixture(scope="session", autouse=True)
+def streams() -> Iterator[None]:
+    """A command that a test runs on this thread must not take from the next test what it computes on."""
+    clear = mx.clear_streams
+
+    def clear_elsewhere() -> None:
+        if threading.current_thread() is not threading.main_thread():
+            clear()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mx, "clear_streams", clear_elsewhere)
+        yield
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many tests of each folder there were, and how long they took."""
     seconds: Counter[str] = Counter()
     tests: dict[str, set[str]] = {}
     for report in (each for reports in terminalreporter.stats.values() for each in reports):

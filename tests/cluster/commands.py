@@ -7,12 +7,10 @@ of processes that `tests.cluster.processes` starts.
 import io
 import json
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import mlx.core as mx
 import typer
 
 from coordinator.cli.app import app
@@ -20,7 +18,6 @@ from tests.cluster.processes import Outcome
 from worker.cli import worker
 from worker.process import run as run_module
 
-_clear = mx.clear_streams
 _WORKER = typer.Typer(add_completion=False)
 _WORKER.command()(worker)
 PROGRAMS = {"coordinator": app, "worker": _WORKER}
@@ -36,19 +33,12 @@ def run_here(*arguments: str | Path, stdin: str = "", program: str = "coordinato
         mock.patch.object(sys, "stdout", out),
         mock.patch.object(sys, "stderr", err),
         mock.patch.object(run_module, "calls_are_left", lambda: False),  # those of other tests
-        mock.patch.object(mx, "clear_streams", _clear_streams),
     ):
         try:
             run_module.run_command(PROGRAMS[program])
         except SystemExit as ended:
             code = int(ended.code or 0)
     return Outcome(code, out.getvalue(), err.getvalue())
-
-
-def _clear_streams() -> None:
-    """Not on this thread: a command's end would take from the next test what it computes on."""
-    if threading.current_thread() is not threading.main_thread():
-        _clear()
 
 
 def answer_here(*arguments: str | Path, stdin: str = "") -> dict[str, Any]:
