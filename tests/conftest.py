@@ -22,6 +22,13 @@ def streams() -> Iterator[None]:
         yield
 
 
+def pytest_report_header(config: pytest.Config) -> str:
+    return (
+        "unit: rules without sockets; integration: real gRPC and tiny models in this process; cluster: real processes; "
+        f"selected: {config.getoption('markexpr') or 'all'}"
+    )
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """How many tests of each folder there were, and how long they took."""
     seconds: Counter[str] = Counter()
