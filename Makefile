@@ -8,8 +8,8 @@ BIN := .venv/bin
 demo: .venv/.ready
 	@$(BIN)/brigade demo
 
-test: .venv/.ready-dev # the -v beside the configuration's -q: a line per file
-	$(BIN)/python -m pytest -v --durations=10
+test: .venv/.ready-dev
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 10
 
 check: .venv/.ready-dev
 	$(BIN)/ruff format --check .

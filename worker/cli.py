@@ -7,6 +7,7 @@ import typer
 
 from worker.config import Cluster, load_cluster, split_address
 from worker.errors import ConfigError
+from worker.process.imports import skip_init
 
 DEFAULT_BIND = "127.0.0.1:50070"
 
@@ -32,6 +33,7 @@ def worker(
     address = bind or (entry.address if entry else DEFAULT_BIND)
     _, port = split_address(address)
 
+    skip_init("mlx_lm")
     from worker.node.network import Network
     from worker.node.serve import serve
 

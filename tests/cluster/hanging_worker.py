@@ -27,12 +27,12 @@ def main() -> None:
         self.loop = asyncio.get_running_loop()  # an engine is made where a node is attached: on the event loop
         _init(self, *arguments, **keys)
 
-    def begin(self: Any, frame: Frame, received: int) -> Any:
+    def begin(self: Any, frame: Frame, *arguments: Any) -> Any:
         if frame.step >= FIRST_STEP:
             if where == "loop":
                 self.loop.call_soon_threadsafe(time.sleep, FOREVER_S)
             time.sleep(FOREVER_S)
-        return _begin(self, frame, received)
+        return _begin(self, frame, *arguments)
 
     Engine.__init__, Engine.begin = init, begin  # type: ignore[method-assign]
     run_command(worker)

@@ -9,8 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -194,12 +193,6 @@ def run(*arguments: str | Path, stdin: str | None = None, timeout_s: float = FIN
     """Run `python -m coordinator ...` to its end."""
     with starting() as start:
         return start.brigade(*arguments, stdin=stdin).wait(timeout_s)
-
-
-def run_all(*commands: Sequence[str | Path]) -> list[Outcome]:
-    """Run several, two at a time: starting them is most of what takes time."""
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(lambda command: run(*command), commands))
 
 
 def write_cluster(path: Path, *nodes: tuple[str, str] | tuple[str, str, str], **keys: str) -> Path:

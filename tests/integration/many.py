@@ -14,7 +14,7 @@ from coordinator.cluster.runner import Runner, generate
 from coordinator.decoding.decode import Decode
 from coordinator.sessions.answer import Answer
 from coordinator.sessions.request import Request
-from protos.brigade_pb2 import Frame, Sampling
+from protos.brigade_pb2 import Frame, Sampling, StatusReply, Window
 from tests.integration.conftest import CHUNK, opened, serving
 
 SPLITS = [(4,), (1, 3), (1, 2, 1)]
@@ -83,14 +83,33 @@ async def running_within(folder: Path, layers: Sequence[int], num_rows: int, slo
         yield chain
 
 
+class Frames(list[Frame]):
+    """What was sent so far, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sent = asyncio.Event()
+
+    def note(self, frame: Frame) -> None:
+        self.append(Frame.FromString(frame.SerializeToString()))
+        self._sent.set()
+
+    async def wait_window(self, is_it: Callable[[Window], bool], count: int = 1) -> None:
+        """Return once so many windows of this kind are among them."""
+        async with asyncio.timeout(20):
+            while sum(is_it(window) for frame in self for window in frame.windows) < count:
+                self._sent.clear()
+                await self._sent.wait()
+
+
 @pytest.fixture
-def frames(monkeypatch: pytest.MonkeyPatch) -> list[Frame]:
+def frames(monkeypatch: pytest.MonkeyPatch) -> Frames:
     """Every frame that any chain sends."""
-    sent: list[Frame] = []
+    sent = Frames()
     send = Chain.send
 
     def note(chain: Chain, frame: Frame) -> None:
-        sent.append(Frame.FromString(frame.SerializeToString()))
+        sent.note(frame)
         send(chain, frame)
 
     monkeypatch.setattr(Chain, "send", note)
@@ -99,20 +118,16 @@ def frames(monkeypatch: pytest.MonkeyPatch) -> list[Frame]:
 
 async def wait_freed(chain: Chain) -> None:
     """Return once no stage holds a slot or any cache."""
-    async with asyncio.timeout(10):
-        while any(status.slots or status.cache_bytes for status in await chain.statuses()):
-            pass
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Return once the condition holds; asks whenever the loop comes round."""
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - of things that tell nobody
-            await asyncio.sleep(0)
+    await _wait_statuses(chain, lambda status: not status.slots and not status.cache_bytes)
 
 
 async def wait_slots(chain: Chain, count: int) -> None:
     """Return once every stage holds so many slots."""
+    await _wait_statuses(chain, lambda status: status.slots == count)
+
+
+async def _wait_statuses(chain: Chain, is_it: Callable[[StatusReply], bool]) -> None:
+    """A node tells nobody when its state changes: it is asked now and then, and left its time in between."""
     async with asyncio.timeout(10):
-        while {status.slots for status in await chain.statuses()} != {count}:
-            pass
+        while not all(map(is_it, await chain.statuses())):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)

@@ -1,5 +1,6 @@
-"""The hub, served by a real HTTP server on this machine and asked by real processes, as huggingface_hub asks it."""
+"""The hub, served by a real HTTP server on this machine and asked by huggingface_hub: in two processes, and in this."""
 
+import asyncio
 import hashlib
 import json
 import os
@@ -8,8 +9,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,13 +19,16 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from huggingface_hub import close_session, constants
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
 
+from worker.errors import ModelError
+from worker.model import hub as hub_module
 from worker.model.checkpoint import open_folder
 from worker.model.hub import is_repository
-
-pytestmark = pytest.mark.timeout(30)
+from worker.node.loading import load_shard, open_checkpoint
+from worker.process.mlx_thread import MlxThread
 
 CONFIG = {
     "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 128, "vocab_size": 96,
@@ -39,37 +43,16 @@ PLACES = [("embed_tokens", FIRST), ("layers.0.", FIRST), ("layers.1.self_attn", 
 PLACES += [("layers.1.", SECOND), ("layers.2.", SECOND), ("", THIRD)]
 
 LOAD = """
-import asyncio, json, sys
+import sys
+from worker.process.imports import skip_init
+skip_init("mlx_lm")
+from tests.integration.test_hub import print_report
 from worker.errors import ModelError
-from worker.node.loading import load_shard, open_checkpoint
-from worker.process.mlx_thread import MlxThread
 
-async def main():
-    checkpoint = open_checkpoint(sys.argv[1])
-    before = sorted(path.name for path in checkpoint.folder.iterdir())
-    progress, thread = [], MlxThread()
-    shard = await load_shard(checkpoint, 0, 2, 4, thread, lambda p: progress.append((p.phase, p.done, p.total)))
-    digests = dict(await thread.run(lambda: list(shard.digests())))
-    thread.close()
-    mark = checkpoint.fingerprint.SerializeToString(deterministic=True).hex()
-    print(json.dumps(dict(name=checkpoint.name, folder=str(checkpoint.folder), before=before, progress=progress,
-                          digests=digests, fingerprint=mark)))
 try:
-    asyncio.run(main())
+    print_report(sys.argv[1])
 except ModelError as error:
     sys.exit(f"ModelError: {error}")
-"""
-
-OPEN = """
-import sys, time
-from worker.model import hub
-from worker.errors import ModelError
-hub._TIMEOUT_S = 0.5
-begin = time.monotonic()
-try:
-    print(hub.open_repository(sys.argv[1]).name)
-except ModelError as error:
-    sys.exit(f"ModelError after {time.monotonic() - begin:.1f} s: {error}")
 """
 
 
@@ -193,31 +176,73 @@ def hub(folder: Path) -> Iterator[Hub]:
         yield hub
 
 
-def start(script: str, model: str, endpoint: str, home: Path, **settings: str) -> subprocess.CompletedProcess[str]:
-    """Run the script in a process of its own: huggingface_hub reads its settings when it is imported."""
+Ask = Callable[..., AbstractContextManager[None]]
+
+
+@pytest.fixture
+def asking(monkeypatch: pytest.MonkeyPatch) -> Ask:
+    """`with asking(endpoint, home, offline=False):` as if huggingface_hub had been imported with these settings."""
+
+    @contextmanager
+    def asking(endpoint: str, home: Path, *, offline: bool = False) -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            for name, value in {
+                "ENDPOINT": endpoint,
+                "HUGGINGFACE_CO_URL_TEMPLATE": endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+                "HF_HOME": str(home),
+                "HF_HUB_CACHE": str(home / "hub"),
+                "HF_XET_CACHE": str(home / "xet"),
+                "HF_TOKEN_PATH": str(home / "token"),
+                "HF_HUB_OFFLINE": offline,
+            }.items():
+                patch.setattr(constants, name, value)
+            close_session()
+            yield
+        close_session()
+
+    return asking
+
+
+def start(script: str, argument: str, endpoint: str, home: Path, **settings: str) -> subprocess.CompletedProcess[str]:
+    """Run the script in a process of its own, which asks the hub as its environment says."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environment = inherited | {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, **settings}
-    command = [sys.executable, "-W", "error", "-c", script, model]
+    command = [sys.executable, "-W", "error", "-c", script, argument]
     root = Path(__file__).parents[2]
     return subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=20, check=False)
 
 
-def load(model: str, endpoint: str, home: Path, **settings: str) -> dict[str, Any]:
-    process = start(LOAD, model, endpoint, home, **settings)
-    assert process.returncode == 0, process.stderr
-    return dict(json.loads(process.stdout))
+def report(model: str) -> dict[str, Any]:
+    """What loading layers [0, 2) of it brings, from first to last."""
+    checkpoint = open_checkpoint(model)
+    before = sorted(path.name for path in checkpoint.folder.iterdir())
+    progress: list[tuple[str, int, int]] = []
+
+    async def load() -> dict[str, str]:
+        thread = MlxThread()
+        try:
+            shard = await load_shard(checkpoint, 0, 2, 4, thread, lambda p: progress.append((p.phase, p.done, p.total)))
+            return dict(await thread.run(lambda: list(shard.digests())))
+        finally:
+            thread.close()
+
+    digests = asyncio.run(load())
+    return {
+        "name": checkpoint.name, "folder": str(checkpoint.folder), "before": before, "progress": progress,
+        "digests": digests, "fingerprint": checkpoint.fingerprint.SerializeToString(deterministic=True).hex(),
+    }  # fmt: skip
 
 
-def refusal(model: str, endpoint: str, home: Path, **settings: str) -> str:
-    """The message of the ModelError with which opening the model ends; huggingface_hub's retries would take 23 s."""
-    process = start(OPEN, model, endpoint, home, **settings)
-    assert process.returncode == 1, process.stdout
-    match = re.search(r"^ModelError after (\S+) s: (.*)\Z", process.stderr, re.MULTILINE | re.DOTALL)
-    assert match, process.stderr
-    assert "Traceback" not in process.stderr
-    assert float(match[1]) < 10
-    assert len(match[2].strip().splitlines()) <= 2
-    return match[2]
+def print_report(model: str) -> None:
+    print(json.dumps(report(model)))
+
+
+def refusal(model: str) -> str:
+    """The message of the ModelError with which opening the model ends."""
+    with pytest.raises(ModelError) as caught:
+        hub_module.open_repository(model)
+    assert len(str(caught.value).strip().splitlines()) <= 2
+    return str(caught.value)
 
 
 def of_shard(model: qwen3.Model) -> dict[str, str]:
@@ -252,7 +277,9 @@ class Start:
 def first(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Start:
     home = tmp_path_factory.mktemp("home")
     with serving(Hub({"brigade/tiny": {path.name: path.read_bytes() for path in folder.iterdir()}})) as hub:
-        return Start(hub, load("brigade/tiny", hub.endpoint, home), home)
+        process = start(LOAD, "brigade/tiny", hub.endpoint, home)
+    assert process.returncode == 0, process.stderr
+    return Start(hub, json.loads(process.stdout), home)
 
 
 def test_a_shard_downloads_only_the_files_that_hold_its_tensors(first: Start, folder: Path, model: qwen3.Model) -> None:
@@ -278,41 +305,46 @@ def test_the_fingerprint_is_that_of_the_plain_folder(first: Start, folder: Path)
     assert first.report["fingerprint"] == expected
 
 
-@pytest.mark.parametrize("settings", [{"HF_HUB_OFFLINE": "1"}, {}], ids=["offline", "unreachable"])
-def test_a_second_start_loads_the_same_shard_without_a_hub(first: Start, settings: dict[str, str]) -> None:
-    second = load("brigade/tiny", first.hub.endpoint, first.home, **settings)
+@pytest.mark.parametrize("offline", [True, False], ids=["offline", "unreachable"])
+def test_a_second_start_loads_the_same_shard_without_a_hub(first: Start, asking: Ask, offline: bool) -> None:
+    with asking(first.hub.endpoint, first.home, offline=offline):
+        second = report("brigade/tiny")
     for same in ("name", "digests", "fingerprint"):
         assert second[same] == first.report[same]
 
 
-def test_a_second_start_online_asks_for_no_file_again(hub: Hub, tmp_path: Path) -> None:
-    load("brigade/tiny", hub.endpoint, tmp_path)
-    hub.asked.clear()
-    load("brigade/tiny", hub.endpoint, tmp_path)
-    assert not [path for _, path, _ in hub.asked if "/resolve/" in path]
+def test_a_second_start_online_asks_for_no_file_again(hub: Hub, asking: Ask, tmp_path: Path) -> None:
+    with asking(hub.endpoint, tmp_path):
+        report("brigade/tiny")
+        hub.asked.clear()
+        report("brigade/tiny")
+    assert hub.asked and not [path for _, path, _ in hub.asked if "/resolve/" in path]
 
 
-def test_a_commit_that_is_in_the_cache_is_not_asked_for(hub: Hub, tmp_path: Path) -> None:
-    name = load("brigade/tiny", hub.endpoint, tmp_path)["name"]
-    hub.asked.clear()
-    assert load(name, hub.endpoint, tmp_path)["name"] == name
+def test_a_commit_that_is_in_the_cache_is_not_asked_for(hub: Hub, asking: Ask, tmp_path: Path) -> None:
+    with asking(hub.endpoint, tmp_path):
+        name = report("brigade/tiny")["name"]
+        hub.asked.clear()
+        assert report(name)["name"] == name
     assert not [path for _, path, _ in hub.asked if "brigade/tiny" in path]
 
 
-def test_headers_of_files_that_are_here_are_not_fetched(hub: Hub, tmp_path: Path) -> None:
-    load("brigade/tiny", hub.endpoint, tmp_path)
-    (kept,) = (tmp_path / "brigade").rglob("*.msgpack")
-    kept.write_text("{")
-    hub.asked.clear()
-    assert start(OPEN, "brigade/tiny", hub.endpoint, tmp_path).returncode == 0
+def test_headers_of_files_that_are_here_are_not_fetched(hub: Hub, asking: Ask, tmp_path: Path) -> None:
+    with asking(hub.endpoint, tmp_path):
+        report("brigade/tiny")
+        (kept,) = (tmp_path / "brigade").rglob("*.msgpack")
+        kept.write_text("{")
+        hub.asked.clear()
+        hub_module.open_repository("brigade/tiny")
     assert hub.ranges() == [THIRD]
 
 
-def test_without_an_index_the_repository_s_listing_names_the_files(hub: Hub, tmp_path: Path) -> None:
-    assert start(OPEN, "brigade/unindexed", hub.endpoint, tmp_path).stdout == f"brigade/unindexed@{COMMIT}\n"
+def test_without_an_index_the_repository_s_listing_names_the_files(hub: Hub, asking: Ask, tmp_path: Path) -> None:
+    with asking(hub.endpoint, tmp_path):
+        assert hub_module.open_repository("brigade/unindexed").name == f"brigade/unindexed@{COMMIT}"
     assert hub.ranges() == [FIRST, SECOND, THIRD]
-    offline = start(OPEN, "brigade/unindexed@main", hub.endpoint, tmp_path, HF_HUB_OFFLINE="1")
-    assert offline.stdout == f"brigade/unindexed@{COMMIT}\n"
+    with asking(hub.endpoint, tmp_path, offline=True):
+        assert hub_module.open_repository("brigade/unindexed@main").name == f"brigade/unindexed@{COMMIT}"
 
 
 @pytest.mark.parametrize(
@@ -327,34 +359,42 @@ def test_without_an_index_the_repository_s_listing_names_the_files(hub: Hub, tmp
     ],
 )
 def test_a_repository_that_cannot_serve_is_refused_with_advice(
-    hub: Hub, tmp_path: Path, name: str, expected: str
+    hub: Hub, asking: Ask, tmp_path: Path, name: str, expected: str
 ) -> None:
-    assert expected in refusal(name, hub.endpoint, tmp_path)
+    with asking(hub.endpoint, tmp_path):
+        assert expected in refusal(name)
 
 
-def test_offline_without_a_cache_is_refused_at_once(hub: Hub, tmp_path: Path) -> None:
-    message = refusal("brigade/tiny", hub.endpoint, tmp_path, HF_HUB_OFFLINE="1")
+def test_offline_without_a_cache_is_refused_at_once(hub: Hub, asking: Ask, tmp_path: Path) -> None:
+    with asking(hub.endpoint, tmp_path, offline=True):
+        message = refusal("brigade/tiny")
     assert "HF_HUB_OFFLINE is set" in message
     assert "get it online once" in message
     assert hub.asked == []
 
 
-def test_a_hub_that_is_down_is_refused_without_retries(tmp_path: Path) -> None:
+@pytest.mark.timeout(10)  # huggingface_hub's retries would take 23 s
+def test_a_hub_that_is_down_is_refused_without_retries(asking: Ask, tmp_path: Path) -> None:
     with serving(Hub({})) as hub:
         pass
-    assert f"{hub.endpoint} does not answer" in refusal("brigade/tiny", hub.endpoint, tmp_path)
+    with asking(hub.endpoint, tmp_path):
+        assert f"{hub.endpoint} does not answer" in refusal("brigade/tiny")
 
 
-def test_a_hub_that_never_answers_is_given_up(tmp_path: Path) -> None:
+@pytest.mark.timeout(10)
+def test_a_hub_that_never_answers_is_given_up(asking: Ask, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(hub_module, "_TIMEOUT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        assert f"{endpoint} does not answer" in refusal("brigade/tiny", endpoint, tmp_path)
+        with asking(endpoint, tmp_path):
+            assert f"{endpoint} does not answer" in refusal("brigade/tiny")
 
 
 def test_a_weight_file_that_is_neither_here_nor_reachable_is_refused_with_advice(
-    hub: Hub, folder: Path, tmp_path: Path
+    hub: Hub, asking: Ask, tmp_path: Path
 ) -> None:
-    start(OPEN, "brigade/tiny", hub.endpoint, tmp_path)
+    with asking(hub.endpoint, tmp_path):
+        hub_module.open_repository("brigade/tiny")
     process = start(LOAD, "brigade/tiny", hub.endpoint, tmp_path, HF_HUB_OFFLINE="1")
     assert process.stderr.startswith("ModelError: cannot get brigade/tiny")
     assert "HF_HUB_OFFLINE" in process.stderr

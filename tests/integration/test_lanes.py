@@ -13,7 +13,7 @@ from coordinator.decoding.decode import Decode, make_cache_choice
 from coordinator.sessions.answer import Answer
 from coordinator.sessions.request import Request
 from tests.integration.conftest import CHUNK, Models, Pass, running
-from tests.integration.many import Live, request, solo, splits, together, tokens_of
+from tests.integration.many import SPLITS, Live, request, solo, splits, together, tokens_of
 from tests.integration.windows import BIASED, MASKED
 from worker.compute.engine import Engine
 
@@ -33,11 +33,29 @@ MIXED = [  # prompts from one row to five chunks
 ]
 
 
-@pytest.fixture(params=[False, True], ids=["in step", "ahead"])
+@pytest.fixture
 def runs_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether every engine begins a frame before it has finished the one before, as where a GPU is busy long after."""
     monkeypatch.setattr(Engine, "runs_ahead", request.param)
     return bool(request.param)
+
+
+def ways(*layers: tuple[int, ...], runs_ahead: bool, long: bool = False) -> list[Any]:
+    names = (f"{'ahead' if runs_ahead else 'in step'}-{'+'.join(map(str, split))}" for split in layers)
+    marks = [pytest.mark.long] if long else []
+    return [pytest.param(runs_ahead, split, id=name, marks=marks) for name, split in zip(names, layers, strict=True)]
+
+
+# running ahead is an engine's own affair, whatever stands before and behind it
+in_step_and_ahead = pytest.mark.parametrize(
+    ("runs_ahead", "layers"),
+    [
+        *ways(*SPLITS, runs_ahead=False),
+        *ways((1, 2, 1), runs_ahead=True),
+        *ways((4,), (1, 3), runs_ahead=True, long=True),
+    ],
+    indirect=["runs_ahead"],
+)
 
 
 def assert_same(found: Sequence[Answer], alone: Sequence[Answer]) -> None:
@@ -45,7 +63,7 @@ def assert_same(found: Sequence[Answer], alone: Sequence[Answer]) -> None:
     assert [each.finish_reason for each in found] == [each.finish_reason for each in alone]
 
 
-@splits
+@in_step_and_ahead
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_requests_side_by_side_get_the_tokens_that_each_gets_alone(
     models: Models, passes: list[Pass], runs_ahead: bool, family: str, layers: tuple[int, ...]
@@ -58,7 +76,7 @@ async def test_requests_side_by_side_get_the_tokens_that_each_gets_alone(
     assert len({tuple(each.tokens) for each in alone}) == len(MIXED)
 
 
-@splits
+@in_step_and_ahead
 async def test_every_decoder_sampling_and_chunking_side_by_side_changes_no_token(
     models: Models, passes: list[Pass], runs_ahead: bool, layers: tuple[int, ...]
 ) -> None:
@@ -79,7 +97,7 @@ async def test_every_decoder_sampling_and_chunking_side_by_side_changes_no_token
     assert any(len(set(each.rows)) >= 3 for each in passes), "windows of one length alone prove less"
 
 
-@splits
+@in_step_and_ahead
 async def test_full_rotating_and_int8_caches_share_a_lane(
     models: Models, passes: list[Pass], runs_ahead: bool, layers: tuple[int, ...]
 ) -> None:
@@ -112,7 +130,7 @@ async def test_logprobs_side_by_side_are_close_to_those_alone(models: Models, fa
             assert all(a.logprob == pytest.approx(b.logprob, abs=1e-4) for a, b in pairs)
 
 
-@splits
+@in_step_and_ahead
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_5"])
 async def test_requests_that_join_and_leave_between_steps_change_no_token(
     models: Models, runs_ahead: bool, family: str, layers: tuple[int, ...]
@@ -166,7 +184,7 @@ async def test_no_row_but_those_asked_for_is_ever_computed(models: Models, passe
         assert sum(sum(each.rows) for each in passes if each.start == start) == rows
 
 
-@splits
+@in_step_and_ahead
 async def test_several_prompts_of_several_chunks_at_once_are_each_what_they_are_alone(
     models: Models, runs_ahead: bool, layers: tuple[int, ...]
 ) -> None:

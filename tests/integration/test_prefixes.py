@@ -15,7 +15,7 @@ from coordinator.sessions.slots import cache_costs
 from protos.brigade_pb2 import Frame, Timing
 from protos.brigade_pb2 import Session as Opening
 from tests.integration.conftest import CHUNK, Models, Pass, opened, running, serving
-from tests.integration.many import Live, request, running_within, solo, splits, tokens_of, until, wait_freed
+from tests.integration.many import Frames, Live, request, running_within, solo, splits, tokens_of, wait_freed
 from tests.integration.many import frames as frames
 from tests.integration.upstream import feeding, frame, tensor, window_of
 from tests.integration.windows import MASKED
@@ -164,7 +164,7 @@ async def test_two_live_requests_with_one_long_prefix_feed_it_once_and_both_are_
 
 
 async def test_a_copy_of_a_slot_whose_prompt_is_still_being_fed_has_what_was_fed_by_then(
-    models: Models, frames: list[Frame]
+    models: Models, frames: Frames
 ) -> None:
     async with running(models("qwen3").folder, (1, 2, 1)) as chain:
         frames.clear()
@@ -172,7 +172,7 @@ async def test_a_copy_of_a_slot_whose_prompt_is_still_being_fed_has_what_was_fed
         async with Runner(chain) as runner:
             live = [Live(runner, asked[0])]
             for number in (1, 2):
-                await until(lambda number=number: any(w.base >= 3 * CHUNK * number for f in frames for w in f.windows))
+                await frames.wait_window(lambda window, number=number: window.base >= 3 * CHUNK * number)
                 live.append(Live(runner, asked[number]))
             found = [await each.answer() for each in live]
         alone = await solo(chain, asked)

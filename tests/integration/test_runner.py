@@ -14,7 +14,17 @@ from coordinator.sessions.request import Request
 from coordinator.sessions.text import StopText, TextStream
 from protos.brigade_pb2 import Frame
 from tests.integration.conftest import CHUNK, Models, opened, running, serving
-from tests.integration.many import Live, request, running_within, solo, splits, tokens_of, until, wait_freed, wait_slots
+from tests.integration.many import (
+    Frames,
+    Live,
+    request,
+    running_within,
+    solo,
+    splits,
+    tokens_of,
+    wait_freed,
+    wait_slots,
+)
 from tests.integration.many import frames as frames
 from tests.integration.windows import MASKED, Words
 from worker.compute.shard import Shard
@@ -67,7 +77,7 @@ async def test_a_cancelled_request_alone_is_gone_with_the_very_next_frame(models
 
 @splits
 async def test_cancelling_while_the_prompt_is_fed_frees_its_slot_and_changes_nobodys_tokens(
-    models: Models, frames: list[Frame], layers: tuple[int, ...]
+    models: Models, frames: Frames, layers: tuple[int, ...]
 ) -> None:
     async with running(models("gemma3_text").folder, layers) as chain:
         alone = await solo(chain, STREAMS)
@@ -76,7 +86,7 @@ async def test_cancelling_while_the_prompt_is_fed_frees_its_slot_and_changes_nob
             await live[0].wait_pieces(2)
             frames.clear()
             leaving = Live(runner, request(tokens_of(400, 9), 5))
-            await until(lambda: sum(len(w.tokens) == CHUNK for frame in frames for w in frame.windows) >= 5)
+            await frames.wait_window(lambda window: len(window.tokens) == CHUNK, count=5)
             await assert_cancelled(leaving)
             found = [await each.answer() for each in live]
             assert leaving.num_pieces == 0
@@ -129,7 +139,7 @@ async def test_many_cancels_at_once_free_all_their_slots_and_leave_the_others(
     assert [each.tokens for each in found] == [each.tokens for each in alone]
 
 
-async def test_a_slot_that_was_freed_serves_the_next_request_rightly(models: Models, frames: list[Frame]) -> None:
+async def test_a_slot_that_was_freed_serves_the_next_request_rightly(models: Models, frames: Frames) -> None:
     """Cancelled with chunks still on their way: what comes back late belongs to nobody."""
     asked = request(tokens_of(20, 5), 8)
     async with running_within(models("qwen3").folder, (1, 2, 1), 512) as chain:
@@ -137,7 +147,7 @@ async def test_a_slot_that_was_freed_serves_the_next_request_rightly(models: Mod
         async with Runner(chain) as runner:
             for turn in range(6):
                 leaving = Live(runner, request(tokens_of(400, turn), 5))
-                await until(lambda turn=turn: any(w.base >= CHUNK * turn for frame in frames for w in frame.windows))
+                await frames.wait_window(lambda window, turn=turn: window.base >= CHUNK * turn)
                 leaving.task.cancel()
                 assert (await runner.answer(asked, chunk=CHUNK)).tokens == alone.tokens
                 frames.clear()

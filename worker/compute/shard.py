@@ -12,7 +12,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.utils import infer_quant_config
 
 from protos.brigade_pb2 import Cache
 from worker.compute.exhaustion import out_of_memory
@@ -253,6 +252,8 @@ def _quantise(model: Any, checkpoint: Checkpoint, weights: dict[str, mx.array]) 
             return quantization[path]
         if f"{path}.scales" not in weights:
             return False
+        from mlx_lm.utils import infer_quant_config  # and with it transformers, which most workers never need
+
         return infer_quant_config(path, module, weights)
 
     mode = quantization.get("mode", "affine")

@@ -1,0 +1,42 @@
+"""What all tests share: MLX's streams on this thread, and what a run says of itself at its end."""
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+
+import mlx.core as mx
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def streams() -> Iterator[None]:
+    """A command that a test runs on this thread must not take from the next test what it computes on."""
+    clear = mx.clear_streams
+
+    def clear_elsewhere() -> None:
+        if threading.current_thread() is not threading.main_thread():
+            clear()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mx, "clear_streams", clear_elsewhere)
+        yield
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return (
+        "unit: rules without sockets; integration: real gRPC and tiny models in this process; cluster: real processes; "
+        f"selected: {config.getoption('markexpr') or 'all'}"
+    )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many tests of each folder there were, and how long they took."""
+    seconds: Counter[str] = Counter()
+    tests: dict[str, set[str]] = {}
+    for report in (each for reports in terminalreporter.stats.values() for each in reports):
+        if isinstance(report, pytest.TestReport):
+            folder = "/".join(report.nodeid.split("/")[:2])
+            seconds[folder] += report.duration
+            tests.setdefault(folder, set()).add(report.nodeid)
+    for folder, taken in sorted(seconds.items()):
+        terminalreporter.write_line(f"{folder}: {len(tests[folder])} tests, {taken:.0f} s")

@@ -1,0 +1,22 @@
+"""A worker starts without what only coordinators need. In a process of its own: this one has imported everything."""
+
+import subprocess
+import sys
+
+SCRIPT = """
+import sys
+from worker.process.imports import skip_init
+
+skip_init("mlx_lm")
+skip_init("no_such_package")
+import worker.node.serve
+from mlx_lm.models import cache, qwen3
+
+assert qwen3.Model and cache.KVCache
+print("transformers" in sys.modules, "mlx_lm.generate" in sys.modules)
+"""
+
+
+def test_a_worker_imports_models_and_no_tokenizers() -> None:
+    done = subprocess.run([sys.executable, "-W", "error", "-c", SCRIPT], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("False False\n", "")
