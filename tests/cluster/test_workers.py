@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from tests.cluster.commands import answer_here
+from tests.cluster.commands import answer_here, run_here
 from tests.cluster.processes import FINISH_S, Outcome, Running, Starter, Worker, free_port, write_cluster
 from tools.proxy import proxy_to
 
@@ -229,7 +229,7 @@ def test_a_second_sigterm_ends_the_worker_at_once(pair: Pair, start: Starter) ->
 def test_a_worker_with_another_configuration_is_pointed_out(pair: Pair, tmp_path: Path) -> None:
     workers = [("first", pair.address("first")), ("air", pair.address("last"))]
     other = write_cluster(tmp_path / "cluster.yaml", *workers, model="demo")
-    outcome = run("plan", "--config", other)
+    outcome = run_here("plan", "--config", other)
     assert outcome.code == 0
     warned = [line for line in outcome.err.splitlines() if line.startswith("warning: ")]
     assert warned == [
@@ -237,7 +237,7 @@ def test_a_worker_with_another_configuration_is_pointed_out(pair: Pair, tmp_path
         "warning: worker air calls itself last: one of both has the wrong name or address",
         f"warning: worker air has another cluster.yaml: model is {pair.model} there, demo here",
     ]
-    assert "warning" not in run("plan", "--config", pair.config).err
+    assert "warning" not in run_here("plan", "--config", pair.config).err
 
 
 def test_an_idle_worker_ends_at_once(start: Starter) -> None:

@@ -116,6 +116,13 @@ def frames(monkeypatch: pytest.MonkeyPatch) -> Frames:
     return sent
 
 
+async def until(condition: Callable[[], object]) -> None:
+    """Return once the condition holds: for what tells nobody, asked now and then."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
 async def wait_freed(chain: Chain) -> None:
     """Return once no stage holds a slot or any cache."""
     await _wait_statuses(chain, lambda status: not status.slots and not status.cache_bytes)

@@ -5,7 +5,7 @@ import grpc.aio
 from worker.config import may_be_plaintext, split_address
 from worker.errors import ConfigError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 ACCEPTED = (("brigade-accepted", "1"),)  # initial metadata of a stream that was not refused
 
 _MAX_MESSAGE_BYTES = 256 * 1024 * 1024
