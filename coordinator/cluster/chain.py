@@ -57,21 +57,20 @@ class Chain:
         deployment: Deployment,
         epoch: int = 1,
         *,
-        costs: ChainCosts | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`costs` are what an earlier chain of the same plan has learned; `say` takes lines for the user."""
+        """`say` takes lines for the user."""
         self.epoch = epoch
         self.deployment = deployment
         self.plan = deployment.plan
         self.peers = deployment.peers
-        self.costs = costs or ChainCosts(self.num_stages)
+        self.costs = ChainCosts(self.num_stages)
         self.last_step = 0
-        self.on_draining: Callable[[], None] = lambda: None  # called when a worker says that it is about to end
+        self.on_draining: Callable[[], None] | None = None  # called when a worker says that it is about to end
         self.clock_offsets: list[int] = [0] * self.num_stages  # nanoseconds, by stage
         self._own = own
         self._say = say
-        self._patience = Patience(self.costs)
+        self._patience = Patience()
         self._stillness = Stillness()
         self._stack = AsyncExitStack()
         self._stage: Stage | None = None
@@ -200,7 +199,7 @@ class Chain:
         return next(iter(self._sent.values()))
 
     def _allowed_s(self, sent: Sent) -> float:
-        return self._patience.allowed_s(sent.kind, sent.num_rows)
+        return self._patience.allowed_s(sent.kind, self.costs.passage_s(sent.num_rows))
 
     def _silence_s(self, sent: Sent) -> float:
         """How long this frame, the oldest, has brought no result while this process was there to see it."""
@@ -222,8 +221,12 @@ class Chain:
 
     async def _pump(self, peer: Peer) -> None:
         assert self._stage is not None
-        async for result in peer.results(lambda: self.on_draining()):
+        async for result in peer.results(self._begin_draining):
             self._stage.deliver(result)
+
+    def _begin_draining(self) -> None:
+        if self.on_draining is not None:
+            self.on_draining()
 
     async def _warm_up(self, progress: Progress) -> None:
         """One row and a chunk of rows through all stages, twice: compiles, pages in, and tells what rows cost."""

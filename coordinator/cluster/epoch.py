@@ -39,11 +39,6 @@ class Epoch:
             self._has_ended = True
             self._idle.set()
 
-    def submit(self, session: Session) -> None:
-        """Take a session in, and send what can be sent. Raises as `Scheduler.submit`."""
-        self.scheduler.submit(session)
-        self.send_all()
-
     def close(self, session: Session, *, keep: bool) -> None:
         """Take a session off, ended or not; to be followed by `send_all`. Nothing is kept while a node drains."""
         self.scheduler.close(session, keep=keep and self.chain.draining is None)

@@ -56,6 +56,7 @@ class Runner:
                     await self._drain()
         finally:
             self._task.cancel()
+            self._epoch.chain.on_draining = None
             await asyncio.wait([self._task])
 
     @property
@@ -122,14 +123,19 @@ class Runner:
         ticket = Ticket(self._make_session(request, chunk), request.eos, traced=traced)
         self._tickets[ticket.session] = ticket
         try:
-            self._epoch.submit(ticket.session)
+            self._enter(ticket)
         except BrigadeError:
             del self._tickets[ticket.session]
             raise
-        if ticket.session.slot is None:
+        self._epoch.send_all()
+        return ticket
+
+    def _enter(self, ticket: Ticket) -> None:
+        """Have the present epoch run the session; it waits for memory no longer than it may."""
+        self._epoch.scheduler.submit(ticket.session)
+        if ticket.session.slot is None and ticket.deadline is None:
             waited = QueueFull(f"waited {self._max_wait_s:.0f} s for memory; try again later")
             self._give_up_after(self._max_wait_s, ticket, waited)
-        return ticket
 
     def _make_session(self, request: Request, chunk: int | None) -> Session:
         chain = self._epoch.chain
@@ -161,7 +167,7 @@ class Runner:
         for ticket in list(self._tickets.values()):
             ticket.session.rewind()
             try:
-                self._epoch.scheduler.submit(ticket.session)
+                self._enter(ticket)
             except BrigadeError as error:  # it does not fit on what is left
                 self._fail(ticket, error)
         self._epoch.send_all()
@@ -192,7 +198,8 @@ class Runner:
                 ticket.end_deadline()  # it has a slot
             ticket.pass_by(passage)
             if samples or session.finish_reason is not None:
-                ticket.put(Step([*map(Token.of, samples)], arrival.at, session.finish_reason))
+                known = [*map(Token.of, samples)]
+                ticket.put(Step(known, arrival.at, session.finish_reason, session.num_steps, session.num_rows))
             if session.finish_reason is not None:
                 self._forget(ticket, keep=True)
             elif ticket.is_full and not session.is_paused:

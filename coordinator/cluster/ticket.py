@@ -32,6 +32,8 @@ class Step:
     tokens: Sequence[Token]
     at: int  # nanoseconds on the coordinator's monotonic clock
     finish_reason: str | None
+    num_steps: int  # of the session, up to this one
+    num_rows: int
 
 
 class Ticket:
@@ -88,15 +90,13 @@ class Ticket:
                 said.append(text.push(token.token))
             if text.is_stopped:
                 break  # the rest of the step lies behind the stop string
-        finish_reason = "stop" if text.is_stopped else step.finish_reason
-        if finish_reason is None:
+        if not text.is_stopped and step.finish_reason is None:
             return Piece("".join(said), tokens, step.at)
-        said.append(text.finish())
-        return Piece("".join(said), tokens, step.at, finish_reason, self._usage(step.at))
+        said.append(text.finish())  # what was held back may be a stop string as well
+        finish_reason = "stop" if text.is_stopped else step.finish_reason
+        return Piece("".join(said), tokens, step.at, finish_reason, self._usage(step))
 
-    def _usage(self, ended: int) -> Usage:
-        passages = [passage for passage in self._passages or () if passage.returned <= ended]
+    def _usage(self, last: Step) -> Usage:
+        passages = [passage for passage in self._passages or () if passage.returned <= last.at]
         session = self.session
-        return Usage(
-            session.num_prompt, self._started, session.num_reused, session.num_steps, session.num_rows, passages
-        )
+        return Usage(session.num_prompt, self._started, session.num_reused, last.num_steps, last.num_rows, passages)

@@ -95,8 +95,8 @@ class ChainCosts:
         return self._hops_s
 
     def passage_s(self, num_rows: int) -> float:
-        """What a frame of so many rows takes through the whole chain, alone; 0 while that is not known."""
-        return sum(self.stages_s(num_rows)) + self._hops_s
+        """What a frame of so many rows takes through the whole chain, alone; 0 without rows, or while not known."""
+        return sum(self.stages_s(num_rows)) + self._hops_s if num_rows else 0.0
 
 
 class LaneChooser:

@@ -2,7 +2,6 @@
 
 from collections.abc import Hashable
 
-from coordinator.planning.costs import ChainCosts
 from protos.brigade_pb2 import Frame, Sampling, Session, Window
 
 _SILENCE_S = 6.0  # that a step may take beyond its own time
@@ -15,8 +14,7 @@ StepKind = frozenset[Hashable]  # what a step needs kernels for
 class Patience:
     """Which kinds of steps one chain has done, and how long each may take."""
 
-    def __init__(self, costs: ChainCosts) -> None:
-        self._costs = costs
+    def __init__(self) -> None:
         self._done: set[Hashable] = set()
         self._traits: dict[int, StepKind] = {}  # of the session in each slot
 
@@ -42,9 +40,8 @@ class Patience:
         """Whether all that it needs has been done before."""
         return kind <= self._done
 
-    def allowed_s(self, kind: StepKind, num_rows: int) -> float:
-        """Seconds without a result after which a step of this kind, with so many rows, is overdue."""
-        usual_s = self._costs.passage_s(num_rows) if num_rows else 0.0
+    def allowed_s(self, kind: StepKind, usual_s: float) -> float:
+        """Seconds without a result after which a step of this kind, which usually takes so long, is overdue."""
         allowed_s = _SILENCE_S + _NOISE * usual_s
         return allowed_s if self.is_known(kind) else max(_FIRST_S, allowed_s)
 

@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from coordinator.cluster.chain import Chain
 from coordinator.cluster.deployment import Deployment, OwnNode
 from coordinator.cluster.runner import Runner
 from coordinator.decoding.decode import Decode
-from coordinator.planning.plan import Node, plan
+from coordinator.planning.plan import Node, Plan, plan
 from protos.brigade_pb2 import Frame, Result, Sampling
 from protos.brigade_pb2 import Session as Opening
 from tests.integration.conftest import Models, running, serving
@@ -21,7 +21,7 @@ from tests.integration.many import Live, request, solo, tokens_of
 from tests.integration.upstream import window_of
 from tests.integration.windows import MASKED
 from worker.compute.shard import Shard
-from worker.errors import BrigadeError, FrameError, StageLost
+from worker.errors import BrigadeError, FrameError, QueueFull, StageLost
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
 
@@ -93,6 +93,34 @@ async def test_a_chain_is_opened_again_without_reading_a_tensor(
         [before] = await solo(await cluster.open(), [request(tokens_of(9), 6)])
         [after] = await solo(await cluster.open(), [request(tokens_of(9), 6)])
     assert before.tokens == after.tokens
+
+
+async def test_whoever_has_to_wait_on_the_next_chain_waits_no_longer_than_others(models: Models) -> None:
+    """The last worker comes back with room for one session only."""
+    async with loaded(models("qwen3").folder, (2, 2)) as cluster:
+
+        async def open_narrow(error: BrigadeError) -> Chain:
+            chain = await cluster.open()
+            chain.plan = narrowed(chain)
+            return chain
+
+        async with Runner(await cluster.open(), when_lost=open_narrow, max_wait_s=0.2) as runner:
+            live = [Live(runner, request(tokens_of(5, i), 200)) for i in range(2)]
+            for each in live:
+                await each.wait_pieces(2)
+            cluster.deployment.peers[0].detach()
+            with pytest.raises(QueueFull, match="for memory"):
+                await live[1].answer()
+            assert len((await live[0].answer()).tokens) == 200
+
+
+def narrowed(chain: Chain) -> Plan:
+    """The chain's plan with memory for one cache of 256 rows per stage."""
+    nodes = (
+        replace(node, memory_bytes=node.weight_bytes + chain.spec.reserved_bytes(node.start, node.end, 256))
+        for node in chain.plan.assignments
+    )
+    return replace(chain.plan, assignments=tuple(nodes))
 
 
 async def test_requests_fail_if_no_chain_can_be_opened_again(models: Models) -> None:

@@ -51,6 +51,7 @@ async def test_a_stop_string_ends_the_stream_and_frees_or_keeps_the_slot(models:
             found = await runner.answer(asked, stream=TextStream(Words(), StopText([stop])), chunk=CHUNK)
             await wait_slots(chain, 1)  # kept for its prefix
             assert found.finish_reason == "stop" and found.tokens == whole.tokens[: len(found.tokens)]
+            assert found.usage.num_steps <= len(found.tokens), "not the step that was under way when it was found"
             assert found.text == "".join(f" {token}" for token in whole.tokens).split(stop)[0]
             again = await runner.answer(asked, chunk=CHUNK)
             assert again.tokens == whole.tokens and again.num_reused == 19
@@ -89,6 +90,23 @@ async def test_a_reader_that_never_comes_back_loses_its_request_and_nothing_else
                 while True:
                     await anext(pieces)
         assert len((await runner.answer(ASKED)).tokens) == 12
+
+
+async def test_a_stop_string_that_the_last_held_back_text_completes_is_a_stop(models: Models) -> None:
+    class Late:
+        """A detokenizer that keeps all of its text until the end."""
+
+        last_segment = ""
+
+        def add_token(self, token: int) -> None: ...
+
+        def finalize(self) -> None:
+            self.last_segment = "all of it, and more"
+
+    async with running(models("qwen3").folder, LAYERS) as chain, Runner(chain) as runner:
+        text: Any = TextStream(Late(), StopText([", and"]))
+        found = await runner.answer(request(tokens_of(5), 4), stream=text)
+    assert (found.text, found.finish_reason) == ("all of it", "stop")
 
 
 class Broken:

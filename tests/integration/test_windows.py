@@ -159,7 +159,8 @@ async def test_the_chain_learns_what_its_steps_cost(models: Models, monkeypatch:
         found = await answer(chain, "diffusion", num_tokens=30, sampling=BIASED)
         assert len(seen) >= found.num_steps - 1
         assert all(seconds > 0 for _, seconds in seen)
-        assert {num_rows for num_rows, _ in seen} <= {1, 2, 4, 8, 16, 32, 64}
+        sizes = {num_rows for num_rows, _ in seen}  # drafts that no MASK row follows make a step of up to 4 rows
+        assert sizes <= {1, 2, 3, 4, 8, 16, 32, 64}
         seen.clear()
         long = await answer(chain, "ar", prompt=PROMPT * 6, num_tokens=2)
         num_frames = -(-len(PROMPT * 6) // CHUNK) + long.num_steps - 1

@@ -37,33 +37,36 @@ OPENED = Frame(opened=[Session(slot=slot) for slot in range(16)])
 
 @pytest.mark.parametrize("num_rows", [1, 16, 64, 256, 512])
 def test_a_step_as_there_were_some_is_overdue_within_ten_seconds_whatever_its_size(num_rows: int) -> None:
-    patience = Patience(costs_of(0.005))
+    patience = Patience()
     do(patience, OPENED, rows(num_rows))
-    allowed_s = patience.allowed_s(patience.kind_of(rows(num_rows)), num_rows)
+    allowed_s = patience.allowed_s(patience.kind_of(rows(num_rows)), costs_of(0.005).passage_s(num_rows))
     assert SILENCE_S <= allowed_s <= 10
 
 
 def test_the_largest_chunks_on_slow_nodes_are_not_waited_for_by_minutes() -> None:
     """36 ms per row: a chunk of 2,048 takes 74 s; three in flight were given 448 s once."""
-    patience = Patience(costs_of(0.036))
+    patience, costs = Patience(), costs_of(0.036)
     do(patience, OPENED, rows(2048))
-    allowed_s = patience.allowed_s(patience.kind_of(rows(2048)), 2048)
+    allowed_s = patience.allowed_s(patience.kind_of(rows(2048)), costs.passage_s(2048))
     assert 74 < allowed_s < 74 * 1.6 + SILENCE_S
     do(patience, rows(1, wanted=1))
-    assert patience.allowed_s(patience.kind_of(rows(1, wanted=1)), 1) < 7, "a token behind them waits for itself only"
+    usual_s = costs.passage_s(1)
+    assert patience.allowed_s(patience.kind_of(rows(1, wanted=1)), usual_s) < 7, (
+        "a token behind them waits for itself only"
+    )
 
 
 def test_the_first_step_of_a_size_gets_a_minute_and_sizes_count_by_powers_of_two() -> None:
-    patience = Patience(costs_of(0.001))
+    patience = Patience()
     do(patience, OPENED, rows(64))
     assert known(patience, rows(64)) and known(patience, rows(127))
     for num_rows in (63, 128):
         kind = patience.kind_of(rows(num_rows))
-        assert not patience.is_known(kind) and patience.allowed_s(kind, num_rows) == FIRST_S
+        assert not patience.is_known(kind) and patience.allowed_s(kind, 0.2) == FIRST_S
 
 
 def test_lanes_count_by_powers_of_two_as_well() -> None:
-    patience = Patience(costs_of(0.001))
+    patience = Patience()
     do(patience, OPENED, rows(1, wanted=1, slots=8), rows(12, slots=1))
     assert known(patience, rows(1, wanted=1, slots=9))
     assert not known(patience, rows(3, wanted=1, slots=3))
@@ -85,7 +88,7 @@ def test_lanes_count_by_powers_of_two_as_well() -> None:
     ids=lambda sampling: sampling.ListFields()[0][0].name,
 )
 def test_the_first_use_of_a_part_of_the_sampler_gets_a_minute(sampling: Sampling) -> None:
-    patience = Patience(costs_of(0.001))
+    patience = Patience()
     greedy = rows(1, wanted=1)
     do(patience, OPENED, greedy)
     assert known(patience, greedy)
@@ -96,7 +99,7 @@ def test_the_first_use_of_a_part_of_the_sampler_gets_a_minute(sampling: Sampling
 
 
 def test_a_seed_makes_no_other_kind_but_a_cache_does() -> None:
-    patience = Patience(costs_of(0.001))
+    patience = Patience()
     do(patience, OPENED, rows(1, wanted=1))
     do(patience, Frame(opened=[Session(slot=0, sampling=Sampling(seed=7))]))
     assert known(patience, rows(1, wanted=1))
@@ -105,11 +108,13 @@ def test_a_seed_makes_no_other_kind_but_a_cache_does() -> None:
 
 
 def test_a_frame_without_rows_needs_no_kernels() -> None:
-    patience = Patience(ChainCosts(2))
-    assert known(patience, Frame(closed=[1])) and patience.allowed_s(frozenset(), 0) == SILENCE_S
+    patience = Patience()
+    assert (
+        known(patience, Frame(closed=[1])) and patience.allowed_s(frozenset(), ChainCosts(2).passage_s(0)) == SILENCE_S
+    )
 
 
 def test_costs_that_are_not_known_yet_are_not_waited_for() -> None:
-    patience = Patience(ChainCosts(2))
+    patience = Patience()
     do(patience, OPENED, rows(4))
-    assert patience.allowed_s(patience.kind_of(rows(4)), 4) == SILENCE_S
+    assert patience.allowed_s(patience.kind_of(rows(4)), ChainCosts(2).passage_s(4)) == SILENCE_S
