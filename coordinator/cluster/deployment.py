@@ -51,15 +51,19 @@ class Deployment:
 class OwnNode:
     """This process as the node of stage 0: its MLX thread and its shard. Use as an async context manager."""
 
-    def __init__(self) -> None:
-        self.thread = MlxThread()
+    def __init__(self, thread: MlxThread | None = None) -> None:
+        """`thread` is this process's, where it has one already; without it one is made, and closed with this node."""
+        self.thread = thread or MlxThread()
         self.shard: Shard | None = None
+        self._source: Checkpoint | None = None  # of the shard; fine-tunes of one model may be alike in all but weights
+        self._closes_thread = thread is None
 
     async def __aenter__(self) -> "OwnNode":
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self.thread.close()
+        if self._closes_thread:
+            self.thread.close()
 
     async def load(self, deployment: Deployment, progress: Progress = lambda node, report: None) -> None:
         """Have every node load its shard, all at once; the first failure ends the others.
@@ -78,10 +82,12 @@ class OwnNode:
 
     async def _load_own(self, deployment: Deployment, progress: Progress) -> None:
         own, num_layers = deployment.plan.assignments[0], deployment.spec.num_layers
-        if self.shard is not None and (self.shard.start, self.shard.end) == (own.start, own.end):
-            progress(own.name, LoadProgress(phase="kept", done=self.shard.nbytes, total=self.shard.nbytes))
+        held = self.shard
+        if held and self._source is deployment.checkpoint and (held.start, held.end) == (own.start, own.end):
+            progress(own.name, LoadProgress(phase="kept", done=held.nbytes, total=held.nbytes))
             return
-        self.shard = None
+        self.shard = held = None  # its memory is needed
         self.shard = await load_shard(
             deployment.checkpoint, own.start, own.end, num_layers, self.thread, partial(progress, own.name)
         )
+        self._source = deployment.checkpoint

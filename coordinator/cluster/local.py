@@ -29,7 +29,7 @@ class LocalWorker:
             sys.executable,
             "-P",  # or a folder named worker where the user happens to be would be run instead
             *("-m", "worker", "--name", name, "--bind", "127.0.0.1:0", "--follow-parent"),
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([_SOURCE, os.environ.get("PYTHONPATH", "")])},
+            env=os.environ | {"PYTHONPATH": _search_path()},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the coordinator: it ends its workers in order
@@ -64,3 +64,8 @@ class LocalWorker:
             except TimeoutError:
                 self._process.kill()
                 await self._process.wait()
+
+
+def _search_path() -> str:
+    """PYTHONPATH with this code. No part of it is empty: that would be the folder where the user happens to be."""
+    return os.pathsep.join(filter(None, [_SOURCE, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]))
