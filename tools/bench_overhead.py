@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -31,6 +31,7 @@ from coordinator.sessions.request import Request
 from worker.model.modelspec import DTYPE_BYTES, ModelSpec
 from worker.node.network import Network
 from worker.process.machine import machine_name
+from worker.process.mlx_thread import MlxThread
 from worker.process.run import run_command
 
 _ECHO = "/brigade.bench.Echo/Stream"
@@ -56,17 +57,18 @@ async def _measure(options: ClusterOptions, num_tokens: int, num_prompt: int, ro
     short = Request((5, 6, 7, 8), num_tokens)
     long = Request(tuple(5 + i % 64 for i in range(min(num_prompt, spec.context - 1))), 1)
     one_ms, two_ms, one_s, two_s = [], [], [], []
-    async with (
-        open_chain(options, checkpoint, spec, context) as one,
-        open_chain(replace(options, local=1), checkpoint, spec, context) as two,
-    ):
-        for _ in range(rounds):
-            one_ms += _token_ms(await generate(one, short))
-            two_ms += _token_ms(await generate(two, short))
-        for _ in range(rounds):
-            one_s.append((await generate(one, long)).ttft_s)
-            two_s.append((await generate(two, long)).ttft_s)
-        layers = two.plan.layers
+    with closing(MlxThread()) as thread:
+        async with (
+            open_chain(options, checkpoint, spec, context, thread) as one,
+            open_chain(replace(options, local=1), checkpoint, spec, context, thread) as two,
+        ):
+            for _ in range(rounds):
+                one_ms += _token_ms(await generate(one, short))
+                two_ms += _token_ms(await generate(two, short))
+            for _ in range(rounds):
+                one_s.append((await generate(one, long)).ttft_s)
+                two_s.append((await generate(two, long)).ttft_s)
+            layers = two.plan.layers
     echo_ms = await _echo_ms(spec, num_tokens * rounds)
     _print(spec, layers, len(long.prompt), one_ms, two_ms, echo_ms, one_s, two_s)
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from coordinator.cli.generate import Printer
-from coordinator.cli.report import print_stats, print_summary, say, stats_of
+from coordinator.cli.report import print_stats, print_summary, stats_of
 from coordinator.cli.wish import Wish, prepare
 from coordinator.cluster.open import open_chain
 from coordinator.cluster.options import ClusterOptions
+from coordinator.cluster.progress import say
 from coordinator.cluster.runner import generate
 from coordinator.decoding.decode import Decode
 from coordinator.sessions.answer import Answer

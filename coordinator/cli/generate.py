@@ -7,12 +7,13 @@ import time
 from types import TracebackType
 from typing import Any, Self
 
-from coordinator.cli.report import logprobs_of, print_stats, print_summary, say, stages_of, stats_of
+from coordinator.cli.report import logprobs_of, print_stats, print_summary, stages_of, stats_of
 from coordinator.cli.trace import trace_events
 from coordinator.cli.wish import Task, Wish, prepare
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.open import open_chain
 from coordinator.cluster.options import ClusterOptions
+from coordinator.cluster.progress import say
 from coordinator.cluster.runner import generate
 from coordinator.sessions.answer import Answer
 from coordinator.sessions.request import most_rows

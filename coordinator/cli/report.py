@@ -1,6 +1,5 @@
 """What a request took, for people (two lines, with --stats tables, on standard error) and for programs (JSON)."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from coordinator.cluster.progress import say
 from coordinator.planning.plan import Plan, format_bytes
 from coordinator.sessions.answer import Answer, Token
 from coordinator.sessions.waterfall import Waterfall
@@ -85,11 +85,6 @@ def print_stats(answer: Answer, plan: Plan, waterfall: Waterfall, *, with_legend
     console.print(_waterfall_table(waterfall))
     if with_legend:
         console.print(_WATERFALL_LEGEND, style="dim")
-
-
-def say(lines: str) -> None:
-    """To people: standard error, as it stands."""
-    print(lines, file=sys.stderr, flush=True)
 
 
 def require_writable(name: str, path: Path) -> None:

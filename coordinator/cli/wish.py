@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.cli.refusals import SAMPLED
-from coordinator.cli.report import require_writable, say
+from coordinator.cli.report import require_writable
 from coordinator.cluster.open import read_model
 from coordinator.cluster.options import ClusterOptions
+from coordinator.cluster.progress import say
 from coordinator.decoding.decode import Decode, suit
 from coordinator.sessions.answer import Answer
 from coordinator.sessions.generation_config import read_generation_config, sampling_defaults

@@ -1,7 +1,6 @@
 """From a configuration to a running chain: who takes part, what each holds, all opened and closed in order."""
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -11,7 +10,7 @@ from coordinator.cluster.greetings import differences, greet
 from coordinator.cluster.local import LocalWorker
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.peer import Peer
-from coordinator.cluster.progress import ASKING, STARTING, show_progress
+from coordinator.cluster.progress import ASKING, STARTING, say, show_progress
 from coordinator.planning.plan import Node, Plan, check_split, plan, require_fit
 from worker.config import Cluster, is_loopback, split_address
 from worker.model.checkpoint import Checkpoint
@@ -21,6 +20,7 @@ from worker.node.loading import open_checkpoint
 from worker.node.network import Network
 from worker.process.call_thread import run_aside
 from worker.process.machine import memory_budget
+from worker.process.mlx_thread import MlxThread
 
 
 @asynccontextmanager
@@ -60,9 +60,12 @@ async def make_plan(cluster: Cluster, spec: ModelSpec, peers: Sequence[Peer], co
 
 @asynccontextmanager
 async def open_chain(
-    options: ClusterOptions, checkpoint: Checkpoint, spec: ModelSpec, context: int
+    options: ClusterOptions, checkpoint: Checkpoint, spec: ModelSpec, context: int, thread: MlxThread | None = None
 ) -> AsyncIterator[Chain]:
-    """The whole way: workers found or started, planned, refused if it does not fit, loaded, joined."""
+    """The whole way: workers found or started, planned, refused if it does not fit, loaded, joined.
+
+    Whoever has several chains open at once gives all of them this process's MLX thread.
+    """
     async with AsyncExitStack() as stack:
         with show_progress() as progress:
             progress("", STARTING if options.local else ASKING)
@@ -71,7 +74,7 @@ async def open_chain(
             plan = await make_plan(options.cluster, spec, peers, context)
             require_fit(plan, spec)
             deployment = Deployment(checkpoint, spec, plan, peers)
-            chain = await stack.enter_async_context(joined(deployment, progress, say=_to_stderr))
+            chain = await stack.enter_async_context(joined(deployment, progress, say=say, thread=thread))
         yield chain
 
 
@@ -81,9 +84,10 @@ async def joined(
     progress: Progress = lambda node, report: None,
     *,
     say: Callable[[str], None] = lambda line: None,
+    thread: MlxThread | None = None,
 ) -> AsyncIterator[Chain]:
     """Every shard loaded, and the first chain over them."""
-    async with OwnNode() as own:
+    async with OwnNode(thread) as own:
         await own.load(deployment, progress)
         async with Chain(own, deployment, say=say) as chain:
             await chain.open(progress)
@@ -114,14 +118,10 @@ async def _ask_nodes(cluster: Cluster, peers: Sequence[Peer]) -> list[Node]:
     nodes = [Node(cluster.coordinator.name, cluster.coordinator.memory or own_share)]
     for peer, greeting in zip(peers, greetings, strict=True):
         for difference in differences(peer.name, cluster, greeting):
-            _to_stderr(f"warning: {difference}")
+            say(f"warning: {difference}")
         offered = own_share if _is_here(peer) else greeting.memory_bytes
         nodes.append(Node(peer.name, configured.get(peer.address) or offered))
     return nodes
-
-
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _is_here(peer: Peer) -> bool:

@@ -35,6 +35,11 @@ _ALL = "all nodes"
 Begin = Callable[[str], None]  # takes what begins now
 
 
+def say(lines: str) -> None:
+    """To people: standard error, as it stands."""
+    print(lines, file=sys.stderr, flush=True)
+
+
 @contextmanager
 def show_progress() -> Iterator[Report]:
     """Show what the nodes are at. What is yielded takes a report as a phase begins and whenever it comes on."""
@@ -94,17 +99,13 @@ def _lines() -> Iterator[Report]:
             timers.pop(node).cancel()
         if progress.phase in _WORK:
             size = f" {format_bytes(progress.total)}" if progress.phase in _IN_BYTES else ""
-            timers[node] = loop.call_later(_LONG_S, _say, f"{node or _ALL}: {progress.phase}{size} ...")
+            timers[node] = loop.call_later(_LONG_S, say, f"{node or _ALL}: {progress.phase}{size} ...")
 
     try:
         yield report
     finally:
         for timer in timers.values():
             timer.cancel()
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 class _Done(ProgressColumn):

@@ -1,14 +1,13 @@
 """`brigade bench`: the cluster against one process, this code's and mlx_lm's, on the same requests in the same run."""
 
 import random
-import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, replace
 
 from coordinator.cluster.open import make_plan, open_chain, read_model
 from coordinator.cluster.options import ClusterOptions
-from coordinator.cluster.progress import Begin, show_steps
+from coordinator.cluster.progress import Begin, say, show_steps
 from coordinator.decoding.decode import Decode, suit
 from coordinator.measure.bench_results import (
     CLUSTER,
@@ -34,6 +33,7 @@ from worker.model.checkpoint import Checkpoint
 from worker.model.modelspec import ModelSpec
 from worker.process.call_thread import run_aside
 from worker.process.machine import machine_name, memory_budget
+from worker.process.mlx_thread import MlxThread
 
 _WARM_UP_TOKENS = 3
 _ROWS_TRIED = (1, 4, 8)  # of a lane, for what frames cost
@@ -84,12 +84,14 @@ async def measure(options: ClusterOptions, workload: Workload) -> Bench:
     for split in workload.splits:
         check_split(spec, 1 + options.num_workers, split)
     workload = _suited(workload, spec)
-    bench = Bench(machine_name(), spec.name, workload.num_prompt, workload.num_tokens, rows=[])
+    most = max(workload.concurrency)
+    bench = Bench(machine_name(), spec.name, workload.num_prompt, workload.num_tokens, most, rows=[])
     async with AsyncExitStack() as stack:
-        alone = await _open_alone(options, checkpoint, spec, workload, stack)
+        thread = stack.enter_context(closing(MlxThread()))
+        alone = await _open_alone(options, checkpoint, spec, workload, thread, stack)
         try:
             for split in workload.splits:
-                async with _open_cluster(options, split, checkpoint, spec, workload, alone) as cluster:
+                async with _open_cluster(options, split, checkpoint, spec, workload, thread, alone) as cluster:
                     if cluster or len(workload.splits) == 1:
                         await _measure([*alone, *cluster], spec, workload, bench)
         except BrigadeError as error:
@@ -124,22 +126,27 @@ def _suited(workload: Workload, spec: ModelSpec) -> Workload:
 
 
 async def _open_alone(
-    options: ClusterOptions, checkpoint: Checkpoint, spec: ModelSpec, workload: Workload, stack: AsyncExitStack
+    options: ClusterOptions,
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    workload: Workload,
+    thread: MlxThread,
+    stack: AsyncExitStack,
 ) -> list[System]:
     """One process by this code and by mlx_lm, if both fit beside this node's part of the cluster."""
     own = replace(options.with_layers(None), local=0)
     [whole] = (await make_plan(own.cluster, spec, [], workload.context)).assignments
     if not whole.fits:
         needed, budget = format_bytes(whole.needed_bytes), format_bytes(whole.memory_bytes)
-        _say(f"no comparison with one process: {whole.name} has {budget} for it, the model takes {needed}")
+        say(f"no comparison with one process: {whole.name} has {budget} for it, the model takes {needed}")
         return []
     if 3 * whole.weight_bytes > memory_budget():
-        _say(
+        say(
             "no comparison with one process: this machine does not hold the model for this code, for mlx_lm and its "
             "part of the cluster at once"
         )
         return []
-    chain = await stack.enter_async_context(open_chain(own, checkpoint, spec, workload.context))
+    chain = await stack.enter_async_context(open_chain(own, checkpoint, spec, workload.context, thread))
     reference = await chain.thread.run(lambda: Reference(checkpoint.folder))
     return [OnChain(ONE_PROCESS, chain), OnMlxLm(reference, chain)]
 
@@ -151,6 +158,7 @@ async def _open_cluster(
     checkpoint: Checkpoint,
     spec: ModelSpec,
     workload: Workload,
+    thread: MlxThread,
     alone: Sequence[System],
 ) -> AsyncIterator[list[OnChain]]:
     """The cluster, if it fits; without workers it is the one process, which may be measured already."""
@@ -159,7 +167,7 @@ async def _open_cluster(
         return
     name = CLUSTER if options.num_workers else ONE_PROCESS
     async with AsyncExitStack() as stack:
-        opening = open_chain(options.with_layers(split), checkpoint, spec, workload.context)
+        opening = open_chain(options.with_layers(split), checkpoint, spec, workload.context, thread)
         try:
             opened = [OnChain(name, await stack.enter_async_context(opening))]
         except ConfigError as error:
@@ -196,7 +204,7 @@ def _is_able(system: System, decode: Decode, num_requests: int, spec: ModelSpec,
     [request] = workload.requests(1, decode, spec, seed=0)
     if num_requests > (most := most_at_once(system.chain, request)):
         name = name_of(system.name, system.layers)
-        _say(f"{name}: {num_requests} at once left out, there is memory for {most}")
+        say(f"{name}: {num_requests} at once left out, there is memory for {most}")
     return num_requests <= most
 
 
@@ -246,8 +254,4 @@ async def measure_frame_costs(system: OnChain, spec: ModelSpec, workload: Worklo
 
 def _leave_out(what: str, error: BrigadeError) -> None:
     first, *_ = error.message.splitlines()  # of a plan that does not fit the rest is its table
-    _say(f"{what} left out: {first}")
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr)
+    say(f"{what} left out: {first}")

@@ -122,7 +122,7 @@ def _winners(bench: Bench) -> list[str]:
 
 def _ratios(bench: Bench) -> list[str]:
     found = bench.as_json()
-    most = max(row.concurrency for row in bench.rows)
+    most = bench.most_requests
     named = (
         ("ratio_vs_one_process", "one request, tokens per second: {:.2f} x one process"),
         ("overhead_ms_per_token", "one request, per token: {:+.2f} ms against one process"),

@@ -95,13 +95,13 @@ class Bench:
     model: str
     num_prompt: int  # tokens per request
     num_tokens: int
+    most_requests: int  # at once, of those asked for
     rows: list[Row]
     frame_costs: list[FrameCosts] = field(default_factory=list)  # by split
     failure: BrigadeError | None = None  # of the cluster, that ended the run: the rows are those until then
 
     def as_json(self) -> dict[str, Any]:
         """The object of `bench --json`: ratios by one-token decoding on the first split, null where not measured."""
-        most = max(row.concurrency for row in self.rows)
 
         def ratio(value: str, count: int, of: str, to: str) -> float | None:
             one, other = (getattr(self._find(system, count), value, None) for system in (of, to))
@@ -116,8 +116,8 @@ class Bench:
             "rows": [asdict(row) for row in self.rows],
             "overhead_ms_per_token": single and single.overhead_ms_per_token,
             "ratio_vs_one_process": ratio("tokens_per_s_per_request", 1, CLUSTER, ONE_PROCESS),
-            "prefill_ratio_vs_one_process": ratio("prompt_tokens_per_s", most, CLUSTER, ONE_PROCESS),
-            "ratio_vs_mlx_lm_batch": ratio("tokens_per_s", most, CLUSTER, MLX_LM),
+            "prefill_ratio_vs_one_process": ratio("prompt_tokens_per_s", self.most_requests, CLUSTER, ONE_PROCESS),
+            "ratio_vs_mlx_lm_batch": ratio("tokens_per_s", self.most_requests, CLUSTER, MLX_LM),
             "fastest": [
                 {key: getattr(row, key) for key in ("concurrency", "layers", "decode", "tokens_per_s")}
                 for row in fastest(self.rows)

@@ -11,8 +11,7 @@ from coordinator.cluster.together import together
 from coordinator.measure.bench_results import MLX_LM, Trial, sent_between
 from coordinator.measure.reference import Reference
 from coordinator.sessions.answer import Answer
-from coordinator.sessions.request import Request
-from coordinator.sessions.session import Session
+from coordinator.sessions.request import Request, most_rows
 from coordinator.sessions.slots import cache_costs
 from worker.errors import InputError
 
@@ -86,10 +85,8 @@ class OnMlxLm:
 
 def most_at_once(chain: Chain, request: Request) -> int:
     """How many such requests the chain's nodes have memory for; any more would wait, and be measured waiting."""
-    decoder = request.decode.make_decoder(request.eos, chain.costs.steps)
-    rows = Session(request.prompt, request.max_tokens, decoder=decoder).most_rows
     costs = cache_costs(chain.plan, chain.spec)
-    needed = costs.bytes_of(request.cache, rows)
+    needed = costs.bytes_of(request.cache, most_rows(request, chain.spec.context))
     return min(budget // max(1, need) for budget, need in zip(costs.budgets, needed, strict=True))
 
 

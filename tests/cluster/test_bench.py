@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -207,6 +208,24 @@ def test_the_bar_says_which_case_it_is_at_and_how_far(model: Path, bars: list[Ba
     assert len(bar.begun) == bar.total == 8
 
 
+def test_all_systems_share_the_one_thread_that_owns_mlx(
+    model: Path, bars: list[Bar], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, used = set(threading.enumerate()), []
+    run_trial = OnChain.run
+
+    async def run_and_note(self: OnChain, requests: Sequence[Request], *more: Any) -> Trial:
+        trial = await run_trial(self, requests, *more)
+        used.append([thread for thread in {*threading.enumerate()} - before if thread.name == "mlx"])
+        return trial
+
+    monkeypatch.setattr(OnChain, "run", run_and_note)
+    options = cluster_options(None, str(model), 1, None, None)
+    found = asyncio.run(module.measure(options, Workload((1,), 2, 2, (Decode(),), (None,), 1)))
+    assert [row.system for row in found.rows] == ["one process", "mlx_lm", "cluster"]
+    assert all(len(threads) == 1 for threads in used)
+
+
 def test_what_mlx_lm_cannot_batch_is_left_out(
     model: Path, bars: list[Bar], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -254,7 +273,7 @@ def test_a_picture_that_cannot_be_drawn_costs_no_results(
 
     async def measure_while_the_folder_goes(*_: object) -> Bench:
         shutil.rmtree(folder)
-        return Bench("here", "model", 2, 2, [Row(ONE_PROCESS, [4], "ar", 1, 1, 1, 1, 1, 1, 1, 1)])
+        return Bench("here", "model", 2, 2, 1, [Row(ONE_PROCESS, [4], "ar", 1, 1, 1, 1, 1, 1, 1, 1)])
 
     monkeypatch.setattr(commands, "measure", measure_while_the_folder_goes)
     workload = Workload((1,), 2, 2, (Decode(),), (None,), 1)

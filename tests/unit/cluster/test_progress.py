@@ -3,6 +3,8 @@
 import asyncio
 import io
 import re
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 from rich.console import Console
@@ -18,8 +20,7 @@ def load(done: int, total: int = 3 * MIB, phase: str = "load") -> LoadProgress:
     return LoadProgress(phase=phase, done=done, total=total)
 
 
-async def _show(monkeypatch: pytest.MonkeyPatch, long_s: float) -> None:
-    monkeypatch.setattr(progress_module, "_LONG_S", long_s)
+async def _show() -> None:
     with show_progress() as report:
         report("", STARTING)
         report("", ASKING)
@@ -36,15 +37,39 @@ async def _show(monkeypatch: pytest.MonkeyPatch, long_s: float) -> None:
 def test_where_nobody_watches_long_work_is_a_line_per_phase(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asyncio.run(_show(monkeypatch, 0.0))
+    monkeypatch.setattr(progress_module, "_LONG_S", 0.0)
+    asyncio.run(_show())
     assert capsys.readouterr() == ("", "mini: load 3.0 MiB ...\nall nodes: warm-up ...\n")
 
 
 def test_where_nobody_watches_short_work_says_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asyncio.run(_show(monkeypatch, 2.0))
-    assert capsys.readouterr() == ("", "")
+    timers: list[tuple[asyncio.TimerHandle, Callable[[], None]]] = []
+
+    def all_go_off() -> None:
+        for timer, call in timers:
+            if not timer.cancelled():
+                call()
+
+    async def show() -> None:
+        loop = asyncio.get_running_loop()
+        set_timer = loop.call_later
+
+        def note(delay: float, call: Callable[..., None], *arguments: str) -> asyncio.TimerHandle:
+            timers.append((set_timer(3600.0, call, *arguments), partial(call, *arguments)))
+            return timers[-1][0]
+
+        monkeypatch.setattr(loop, "call_later", note)
+        with show_progress() as report:
+            report("mini", load(0))
+            report("mini", load(MIB, MIB, "kept"))
+            all_go_off()
+            report("air", load(0))
+        all_go_off()
+
+    asyncio.run(show())
+    assert len(timers) == 2 and capsys.readouterr() == ("", "")
 
 
 def test_a_terminal_shows_every_phase_with_its_node(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,7 @@ def test_bytes_per_token_are_those_of_the_trials_that_know_them() -> None:
     trials = [Trial(2, 0.0, [times(1, 1, 2)], [passage], [0, 0], sent) for sent in ([400, None], [None, None])]
     found = summarise(CLUSTER, [1, 1], "ar", trials)
     assert found.bytes_per_token == [100, None]
-    cells = to_markdown(Bench("machine", "model", 2, 2, [found]))
+    cells = to_markdown(Bench("machine", "model", 2, 2, 1, [found]))
     assert "| 100 · ? " in cells
 
 
@@ -103,7 +103,7 @@ def test_the_ratios_are_those_that_are_promised() -> None:
         row(ONE_PROCESS, 8, 20, 150, prompt=300), row(MLX_LM, 8, 25, 200, prompt=400),
         row(CLUSTER, 8, 40, 300, prompt=450), row(CLUSTER, 1, 1, 1), row(CLUSTER, 8, 1, 1),  # of a second split
     ]  # fmt: skip
-    found = Bench("machine", "model", 16, 16, with_overheads(rows)).as_json()
+    found = Bench("machine", "model", 16, 16, 8, with_overheads(rows)).as_json()
     assert found["ratio_vs_one_process"] == pytest.approx(0.9)
     assert found["overhead_ms_per_token"] == pytest.approx(1e3 / 90 - 10)
     assert found["prefill_ratio_vs_one_process"] == pytest.approx(1.5)
@@ -111,9 +111,20 @@ def test_the_ratios_are_those_that_are_promised() -> None:
 
 
 def test_a_comparison_that_was_not_run_is_null() -> None:
-    found = Bench("machine", "model", 16, 16, [row(ONE_PROCESS, 8, 20, 150), row(MLX_LM, 8, 25, 200)]).as_json()
+    found = Bench("machine", "model", 16, 16, 8, [row(ONE_PROCESS, 8, 20, 150), row(MLX_LM, 8, 25, 200)]).as_json()
     keys = ("overhead_ms_per_token", "ratio_vs_one_process", "prefill_ratio_vs_one_process", "ratio_vs_mlx_lm_batch")
     assert [found[key] for key in keys] == [None] * 4
+
+
+def test_a_ratio_of_as_many_requests_as_asked_for_is_null_if_they_did_not_fit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = [row(system, 4, 20, 80) for system in (ONE_PROCESS, MLX_LM, CLUSTER)]
+    bench = Bench("machine", "model", 16, 16, 8, rows)
+    found = bench.as_json()
+    assert found["prefill_ratio_vs_one_process"] is None and found["ratio_vs_mlx_lm_batch"] is None
+    print_bench(bench)
+    assert " x " not in capsys.readouterr().out
 
 
 def test_a_prediction_needs_stages_and_follows_from_their_times() -> None:
@@ -159,7 +170,7 @@ def test_the_table_names_the_winner_and_who_wins_with_one_request_if_that_is_ano
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     rows = [split(EVEN, 1, 90), split(EVEN, 8, 300), split(FRONT, 1, 80), split(FRONT, 8, 330)]
-    bench = Bench("machine", "model", 16, 16, rows)
+    bench = Bench("machine", "model", 16, 16, 8, rows)
     print_bench(bench)
     lines = capsys.readouterr().out.splitlines()
     winners = [line for line in lines if "fastest" in line]
@@ -168,9 +179,9 @@ def test_the_table_names_the_winner_and_who_wins_with_one_request_if_that_is_ano
         "* fastest with 1 request: cluster 4,4, 90.0 tok/s, 12% more than the next",
     ]
     assert winners == [line for line in to_markdown(bench).splitlines() if "fastest" in line]
-    print_bench(Bench("machine", "model", 16, 16, [*rows, split(EVEN, 1, 990)]))
+    print_bench(Bench("machine", "model", 16, 16, 8, [*rows, split(EVEN, 1, 990)]))
     assert capsys.readouterr().out.count("fastest") == 2
-    print_bench(Bench("machine", "model", 16, 16, [*rows[:2], split(FRONT, 1, 80), split(FRONT, 8, 290)]))
+    print_bench(Bench("machine", "model", 16, 16, 8, [*rows[:2], split(FRONT, 1, 80), split(FRONT, 8, 290)]))
     assert capsys.readouterr().out.count("fastest") == 1, "the same one wins both"
 
 
@@ -179,7 +190,9 @@ def test_the_table_fits_a_hundred_columns_and_cuts_nothing(capsys: pytest.Captur
         split(LONG, 1024, 2468.1, decode="diffusion-fast"), overhead_ms_per_token=-122.71, bubble=0.0,
         utilisation=[1.0] * 5, bytes_per_token=[16384.0] * 5, ttft_p50_s=23.456, gap_p50_ms=234.5, gap_p95_ms=234.5,
     )  # fmt: skip
-    bench = Bench("AMD EPYC, 2 cores, 24 GiB, Linux x86_64", "model", 16384, 4096, [row(MLX_LM, 1, 90, 90), measured])
+    bench = Bench(
+        "AMD EPYC, 2 cores, 24 GiB, Linux x86_64", "model", 16384, 4096, 1024, [row(MLX_LM, 1, 90, 90), measured]
+    )
     print_bench(bench)
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 100
@@ -193,7 +206,7 @@ def test_the_table_fits_a_hundred_columns_and_cuts_nothing(capsys: pytest.Captur
 def test_json_says_which_split_was_fastest_and_what_frames_cost() -> None:
     rows = [split(EVEN, 1, 90), split(FRONT, 1, 80)]
     costs = [FrameCosts(EVEN, [{1: 5.0, 4: 8.0}] * 2, [0.3, 0.3])]
-    found = Bench("machine", "model", 16, 16, rows, costs).as_json()
+    found = Bench("machine", "model", 16, 16, 8, rows, costs).as_json()
     assert found["fastest"] == [{"concurrency": 1, "layers": EVEN, "decode": "ar", "tokens_per_s": 90}]
     assert found["frame_costs"] == [{"layers": EVEN, "stage_ms": [{1: 5.0, 4: 8.0}] * 2, "hop_ms": [0.3, 0.3]}]
     assert "failure" not in found
