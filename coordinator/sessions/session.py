@@ -99,7 +99,8 @@ class Session:
             self._proposal = self._decoder.propose(tokens, len(tokens) - base, room, num_together)
             window = self._with_proposal(base, tokens[base:], self._proposal)
             self.num_steps += 1
-            self.num_rows_last = 1 + len(self._proposal.drafts) + window.masks
+            num_known = 1 if self._proposal.verifies else len(tokens) - base  # any more are the end of a prompt
+            self.num_rows_last = num_known + len(self._proposal.drafts) + len(self._proposal.fills) + window.masks
         num_rows = len(window.tokens) + window.masks
         self.num_rows += num_rows
         self.rows_written = max(self.rows_written, base + num_rows)

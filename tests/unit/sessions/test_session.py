@@ -210,3 +210,19 @@ def test_steps_and_rows_are_counted() -> None:
     windows = run(filled)
     assert filled.num_steps == sum(window.guessed > 0 for window in windows)
     assert filled.num_rows == sum(map(num_rows, windows))
+
+
+def test_the_rows_of_a_filling_decoder_are_all_that_its_windows_hold() -> None:
+    """Known tokens and filled ones are fed again with each window: they cost what others cost."""
+    alone = Alone(opened(prompt_of(1), 60, decoder=fill()))
+    while alone.session.finish_reason is None:
+        alone.step()
+        assert alone.session.num_rows_last == num_rows(alone.windows[-1])
+    assert any(window.positions for window in alone.windows), "some were filled out of order"
+
+
+@pytest.mark.parametrize("name", ["ar", "ngram"])
+def test_the_rows_of_a_prompts_end_say_nothing_of_those_to_come(name: str) -> None:
+    alone = Alone(opened(prompt_of(9), 3, decoder=DECODERS[name]()))
+    alone.step()
+    assert num_rows(alone.windows[0]) == 9 and alone.session.num_rows_last == 1
