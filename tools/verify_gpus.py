@@ -81,7 +81,8 @@ def main(
     size = Size(64, 2, 300, 4) if quick else Size(1024, 8, 32_000, 32)
     seeds = range(1) if quick else count()
     with tempfile.TemporaryDirectory() as folder:
-        models = _make_models(Path(folder), size)
+        with mx.stream(mx.cpu):  # on a GPU, making the larger random model does not come to an end
+            models = _make_models(Path(folder), size)
         runs = uvloop.run(_run_all(models, seeds, size.max_tokens, time.monotonic() + seconds, json_file))
     mx.clear_streams()
     return _print(runs)
@@ -168,9 +169,12 @@ def _visible(gpu: str | None) -> Iterator[None]:
     before = os.environ.get(_VISIBLE)
     if gpu is not None:
         os.environ[_VISIBLE] = gpu
-    yield
-    if gpu is not None:
-        os.environ.pop(_VISIBLE) if before is None else os.environ.update({_VISIBLE: before})
+    try:
+        yield
+    finally:
+        os.environ.pop(_VISIBLE, None)
+        if before is not None:
+            os.environ[_VISIBLE] = before
 
 
 def _second_gpu() -> str | None:

@@ -1,8 +1,12 @@
 """The table of many runs of `verify`."""
 
+import os
+
+import pytest
+
 from coordinator.measure.rounding import Rounding
 from coordinator.measure.verdict import Case
-from tools.verify_gpus import Run, summarise
+from tools.verify_gpus import Run, _visible, summarise
 
 EQUAL, DIFFERING = Case("a", [1, 2], [1, 2]), Case("b", [1, 2], [1, 3], Rounding(0.5, 0.01))
 ROUNDED = Case("c", [1, 2, 3], [1, 2, 4], Rounding(0.002, 0.01))
@@ -19,3 +23,16 @@ def test_runs_of_all_seeds_are_added_up_and_every_figure_of_rounding_is_shown() 
         ("demo", "one process", "ar", "2", "10", "3", "2", "0", "0", "0.002 <= 0.01, 0.002 <= 0.01"),
         ("demo", "one process", "ngram", "2", "1", "0", "0", "1", "1", ""),
     ]
+
+
+@pytest.mark.parametrize("before", [None, "0,1"])
+def test_a_process_that_does_not_start_leaves_the_gpus_visible(
+    monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if before is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
+    with pytest.raises(OSError), _visible("1"):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+        raise OSError("no such program")
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == before
