@@ -37,11 +37,10 @@ def require_one_prompt(ctx: typer.Context) -> None:
     found = {"the argument": "text", "--prompt": "prompt", "--prompt-tokens": "prompt_tokens"}
     given = [f"{name} {_short(ctx.params[key])}" for name, key in found.items() if ctx.params.get(key) is not None]
     if len(given) != 1:
-        raise InputError(
-            "",
-            "expected either --prompt TEXT (or TEXT alone in quotes; `-` reads standard input) or "
-            f"--prompt-tokens 1,2,3, found {' and '.join(given) or 'none'}",
-        )
+        expected = "--prompt TEXT (or TEXT alone in quotes; `-` reads standard input)"
+        if "prompt_tokens" in ctx.params:
+            expected = f"either {expected} or --prompt-tokens 1,2,3"
+        raise InputError("", f"expected {expected}, found {' and '.join(given) or 'none'}")
 
 
 def _idle(given: Mapping[str, Any]) -> Iterator[tuple[Sequence[str], str]]:
