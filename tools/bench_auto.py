@@ -14,10 +14,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from coordinator.cli.parse import parse_counts
 from coordinator.cli.run_async import run_async
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.open import open_chain, read_model
-from coordinator.cluster.options import DEFAULT_CONTEXT, ClusterOptions, cluster_options, parse_counts
+from coordinator.cluster.options import DEFAULT_CONTEXT, ClusterOptions, cluster_options
 from coordinator.cluster.runner import Runner
 from coordinator.cluster.together import together
 from coordinator.decoding.decode import Decode, suit

@@ -8,18 +8,12 @@ from typing import Annotated, Any
 import typer
 
 from coordinator.cli import flags
+from coordinator.cli.parse import parse_bias, parse_counts, parse_layers, parse_times, parse_tokens
 from coordinator.cli.refusals import refuse, refuse_idle, require_one_prompt, require_text
-from coordinator.cluster.options import (
-    MOST_REQUESTS,
-    cluster_options,
-    parse_bias,
-    parse_counts,
-    parse_layers,
-    parse_times,
-    parse_tokens,
-)
+from coordinator.cluster.options import cluster_options
 from coordinator.decoding.decode import Decode, make_cache_choice, make_decode
 from coordinator.sessions.request import make_sampling
+from coordinator.sessions.slots import MOST_WAITING
 from worker.cli import worker
 from worker.errors import InputError
 from worker.process.app import App
@@ -98,8 +92,8 @@ def generate(
     seed: flags.Seed = None,
     decode: flags.DecodeKind = "auto",
     window: flags.Window = "auto",
-    entropy_threshold: flags.EntropyThreshold = 0.4,
-    position_penalty: flags.PositionPenalty = 0.02,
+    entropy_threshold: flags.EntropyThreshold = Decode.entropy_threshold,
+    position_penalty: flags.PositionPenalty = Decode.position_penalty,
     repeat_guard: flags.RepeatGuard = 0,
     kv: flags.Kv = "full",
     max_kv_size: flags.MaxKvSize = None,
@@ -120,7 +114,7 @@ def generate(
         raise InputError("repeat_guard", "expected 0 (off) or at least 2 times, got 1")
     require_one_prompt(ctx)
     require_text({"system_prompt": system_prompt, "stop": stop, "logit_bias": logit_bias})
-    options = cluster_options(config, model, local, layers, context)
+    options = cluster_options(config, model, local, _layers(layers), context)
     chosen: dict[str, Any] = {
         "temperature": temp, "top_p": top_p, "top_k": top_k, "min_p": min_p, "repetition_penalty": repetition_penalty,
         "presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty,
@@ -188,14 +182,14 @@ def plan(
         raise InputError("simulate", "expected either --stage-ms 26.5,6.5 or --measured FILE of `brigade bench --json`")
     if measured is not None:
         refuse(ctx, times, "not expected with --measured, which holds the times")
-    options = cluster_options(config, model, local, layers, context)
-    counts = parse_counts("concurrency", concurrency, most=MOST_REQUESTS)
+    options = cluster_options(config, model, local, _layers(layers), context)
+    counts = parse_counts("concurrency", concurrency, most=MOST_WAITING)
     stages_ms = parse_times("stage_ms", stage_ms, least=0.001) if stage_ms is not None else ()
     rows_ms, hops_ms = parse_times("row_ms", row_ms), parse_times("hop_ms", hop_ms)
 
-    from coordinator.cli.commands import run_plan
+    from coordinator.cli.commands import run_forecast, run_plan
     from coordinator.cli.run_async import run_async
-    from coordinator.measure.forecast import Assumed, run_forecast
+    from coordinator.measure.forecast import Assumed
 
     if not simulate:
         run_async(run_plan(options, as_json=as_json))
@@ -218,17 +212,17 @@ def verify(
     seed: flags.VerifySeed = 0,
     decode: flags.DecodeKind = "ar",
     window: flags.Window = "auto",
-    entropy_threshold: flags.EntropyThreshold = 0.4,
-    position_penalty: flags.PositionPenalty = 0.02,
+    entropy_threshold: flags.EntropyThreshold = Decode.entropy_threshold,
+    position_penalty: flags.PositionPenalty = Decode.position_penalty,
     as_json: flags.Json = False,
 ) -> int:
     """Prove that the cluster's tokens are those of mlx-lm's model in one process; exit code 1 if they are not."""
-    options = cluster_options(config, model, local, layers, context)
+    options = cluster_options(config, model, local, _layers(layers), context)
     decoder = make_decode(decode, window, entropy_threshold, position_penalty)
     refuse_idle(ctx)
 
+    from coordinator.cli.commands import run_verify
     from coordinator.cli.run_async import run_async
-    from coordinator.measure.verify import run_verify
 
     return run_async(run_verify(options, decoder, max_tokens=max_tokens, seed=seed, as_json=as_json))
 
@@ -270,7 +264,7 @@ def bench(
         make_decode(kind.strip(), "auto", Decode.entropy_threshold, Decode.position_penalty)
         for kind in decode.split(",")
     )
-    counts = parse_counts("concurrency", concurrency, most=MOST_REQUESTS)
+    counts = parse_counts("concurrency", concurrency, most=MOST_WAITING)
     if plot is not None and len(counts) == 1:
         raise InputError("plot", f"expected several --concurrency to draw a line through, found {counts[0]} only")
     splits = tuple(dict.fromkeys(map(parse_layers, layers or []))) or (options.cluster.layers,)
@@ -281,6 +275,10 @@ def bench(
 
     workload = Workload(counts, num_prompt, num_tokens, decodes, splits, num_trials)
     run_async(run_bench(options, workload, as_json=as_json, is_wide=wide, plot=plot))
+
+
+def _layers(text: str | None) -> tuple[int, ...] | None:
+    return None if text is None else parse_layers(text)
 
 
 def _read(text: str | None, prompt: str | None) -> str | None:

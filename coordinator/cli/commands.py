@@ -1,15 +1,23 @@
-"""What `plan` and `bench` do once their flags are parsed."""
+"""What `plan`, `verify` and `bench` do once their flags are parsed."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
+from rich.console import Console
+
+from coordinator.cli.forecasts import print_forecasts
 from coordinator.cli.report import plan_as_json, print_plan, require_writable
 from coordinator.cluster.open import make_plan, open_peers, read_model
 from coordinator.cluster.options import ClusterOptions
+from coordinator.decoding.decode import Decode
 from coordinator.measure.bench import Workload, measure
 from coordinator.measure.bench_plot import check_plot, write_plot
 from coordinator.measure.bench_report import print_bench, to_markdown
+from coordinator.measure.forecast import Assumed, find_times, forecast
+from coordinator.measure.verify import verify
 from coordinator.planning.plan import require_fit
+from worker.process.call_thread import run_aside
 
 
 async def run_plan(options: ClusterOptions, *, as_json: bool) -> None:
@@ -22,6 +30,26 @@ async def run_plan(options: ClusterOptions, *, as_json: bool) -> None:
     else:
         print_plan(plan, spec)
     require_fit(plan, spec)
+
+
+async def run_forecast(options: ClusterOptions, assumed: Assumed, *, as_json: bool) -> None:
+    """Print a forecast per number of requests."""
+    times = await find_times(options, assumed)
+    forecasts = await run_aside(lambda: forecast(times, assumed))
+    if as_json:
+        print(json.dumps({"simulated": [asdict(found) for found in forecasts]}))
+    else:
+        print_forecasts(forecasts, times)
+
+
+async def run_verify(options: ClusterOptions, decode: Decode, *, max_tokens: int, seed: int, as_json: bool) -> int:
+    """Print what was compared. The exit code: 0 if the cluster is the model, 1 if not."""
+    report = await verify(options, decode, max_tokens=max_tokens, seed=seed)
+    if as_json:
+        print(report.to_json())
+    else:
+        report.print(Console(highlight=False))
+    return 0 if report.holds else 1
 
 
 async def run_bench(

@@ -1,16 +1,13 @@
 """`brigade plan --simulate`: what a chain would make of many requests, from given or measured times. Loads nothing."""
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
 from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, Field, PositiveInt, ValidationError
-from rich.console import Console
-from rich.table import Table
 
 from coordinator.cluster.open import read_model
 from coordinator.cluster.options import ClusterOptions
@@ -18,7 +15,6 @@ from coordinator.measure.bench_results import CLUSTER, measured_pipeline
 from coordinator.measure.simulate import Hop, Load, Pipeline, StageTimes, simulate
 from coordinator.planning.costs import chunk_size
 from worker.errors import InputError
-from worker.process.call_thread import run_aside
 
 _MOST_STEPS = 100_000  # of all requests, on all stages: a quarter of a minute at worst
 _MOST_TOKENS = 1_000_000  # of prompts at once: some 100 MiB
@@ -99,7 +95,7 @@ class Times:
         if self.by_count and unknown and self.sizes[0] == self.sizes[1]:
             raise InputError(
                 "concurrency",
-                f"expected {_listed(self.by_count)}, as measured, got {_listed(unknown)}: all frames had one size, "
+                f"expected {listed(self.by_count)}, as measured, got {listed(unknown)}: all frames had one size, "
                 "which does not tell what further rows cost; run bench with --concurrency 1,8 or a longer prompt",
             )
 
@@ -117,28 +113,15 @@ class Forecast:
     utilisation: list[float]  # by stage
 
 
-async def run_forecast(options: ClusterOptions, assumed: Assumed, *, as_json: bool) -> None:
-    """Print a forecast per number of requests."""
+async def find_times(options: ClusterOptions, assumed: Assumed) -> Times:
+    """Measured or given ones; a model is looked at only where bandwidth counts."""
+    if assumed.measured:
+        return read_times(assumed.measured)
     row_bytes = 0
     if assumed.gbps is not None:
         _, spec = await read_model(options.model)
         row_bytes = spec.row_bytes
-    times = (
-        read_times(assumed.measured)
-        if assumed.measured
-        else Times(given_pipeline(assumed.stage_ms, assumed.row_ms, assumed.hop_ms, assumed.gbps, row_bytes))
-    )
-    forecasts = await run_aside(lambda: forecast(times, assumed))
-    if as_json:
-        print(json.dumps({"simulated": [asdict(found) for found in forecasts]}))
-    else:
-        _print(forecasts)
-        if times.by_count and not times.by_count.keys() >= set(assumed.concurrency):
-            least, most = times.sizes
-            print(
-                f"\n{_listed(times.by_count)} at once: by the times of those requests. All others: by what frames of "
-                f"{least} to {most} rows took, on straight lines between and beyond."
-            )
+    return Times(given_pipeline(assumed.stage_ms, assumed.row_ms, assumed.hop_ms, assumed.gbps, row_bytes))
 
 
 def forecast(times: Times, assumed: Assumed) -> list[Forecast]:
@@ -253,20 +236,7 @@ def _read(path: Path) -> _File:
         ) from error
 
 
-def _print(forecasts: Sequence[Forecast]) -> None:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("requests", "tok/s each", "tok/s all", "first token", "next token", "longest wait", "stages busy"):
-        table.add_column(column, justify="right")
-    for found in forecasts:
-        table.add_row(
-            str(found.concurrency), f"{found.tokens_per_s_per_request:.1f}", f"{found.tokens_per_s:.1f}",
-            f"{found.ttft_p50_s:.2f} s", f"{found.gap_p50_ms:.1f} ms", f"{found.gap_max_ms:.1f} ms",
-            " · ".join(f"{part:.0%}" for part in found.utilisation),
-        )  # fmt: skip
-    Console(highlight=False).print(table)
-
-
-def _listed(counts: Iterable[int]) -> str:
+def listed(counts: Iterable[int]) -> str:
     return ", ".join(map(str, counts))
 
 

@@ -4,8 +4,6 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from rich.console import Console
-
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.open import open_chain, read_model
 from coordinator.cluster.options import ClusterOptions
@@ -47,18 +45,11 @@ class Alone:
     measure: Callable[[Request, list[int], int], Rounding] | None = None
 
 
-async def run_verify(options: ClusterOptions, decode: Decode, *, max_tokens: int, seed: int, as_json: bool) -> int:
-    """The exit code: 0 if the cluster is the model, 1 if not. Needs memory for the whole model in this process."""
-    report = await verify(options, decode, max_tokens=max_tokens, seed=seed)
-    if as_json:
-        print(report.to_json())
-    else:
-        report.print(Console(highlight=False))
-    return 0 if report.holds else 1
-
-
 async def verify(options: ClusterOptions, decode: Decode, *, max_tokens: int, seed: int) -> Report:
-    """Compare a cluster, opened for this, with its model; shows on standard error how far it is."""
+    """Compare a cluster, opened for this, with its model; shows on standard error how far it is.
+
+    Needs memory for the whole model in this process.
+    """
     checkpoint, spec = await read_model(options.model)
     decode = suit(decode, Cache(), spec)
     if max_tokens >= spec.context:

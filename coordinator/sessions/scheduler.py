@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from coordinator.sessions.session import Session
 from coordinator.sessions.slot import Slot
-from coordinator.sessions.slots import CacheCosts, Slots
+from coordinator.sessions.slots import MOST_WAITING, CacheCosts, Slots
 from protos.brigade_pb2 import Frame, Result, Sample
 from worker.errors import FrameError
 
@@ -26,7 +26,7 @@ class Scheduler:
         num_stages: int,
         costs: CacheCosts,
         epoch: int = 1,
-        max_waiting: int = 1024,
+        max_waiting: int = MOST_WAITING,
         lanes: Callable[[int, float], int] | None = None,
         last_step: int = 0,
     ) -> None:

@@ -18,6 +18,7 @@ from protos.brigade_pb2 import Session as Opening
 from worker.errors import InputError, QueueFull
 from worker.model.modelspec import ModelSpec
 
+MOST_WAITING = 1024  # sessions that wait for memory, if nobody says otherwise
 _MOST_KEPT = 64  # slots of ended sessions
 _LEAST_SHARED = 16  # tokens: for fewer a copy is not worth its while
 
@@ -50,7 +51,7 @@ def cache_costs(plan: Plan, spec: ModelSpec) -> CacheCosts:
 class Slots:
     """Every session that is taken in has a slot here: the record of its state and of the memory promised to it."""
 
-    def __init__(self, costs: CacheCosts, max_waiting: int = 1024) -> None:
+    def __init__(self, costs: CacheCosts, max_waiting: int = MOST_WAITING) -> None:
         self.max_waiting = max_waiting  # sessions that wait for memory at most
         self.closed: list[int] = []  # slots that the stages have and are to free with the next frame
         self.num_hits = 0  # sessions that began with what another had fed

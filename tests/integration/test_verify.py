@@ -8,13 +8,14 @@ import mlx.core as mx
 import pytest
 from rich.console import Console
 
+from coordinator.cli.commands import run_verify
 from coordinator.cluster import progress
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.options import cluster_options
 from coordinator.decoding.decode import Decode
 from coordinator.measure.reference import Reference
 from coordinator.measure.verdict import Case
-from coordinator.measure.verify import compare, compare_tensors, load_alone, run_verify
+from coordinator.measure.verify import compare, compare_tensors, load_alone
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Sampling
 from tests.integration.conftest import Models, running

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
+from coordinator.cli import commands
 from coordinator.cli import generate as generate_module
 from coordinator.cli import run_async as run_async_module
 from coordinator.cli.app import app
 from coordinator.cli.wish import Wish
 from coordinator.cluster.options import ClusterOptions
-from coordinator.measure import verify as verify_module
 
 Command = Callable[..., Any]
 
@@ -30,7 +30,7 @@ def wished(brigade: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., W
         found.append(wish)
 
     monkeypatch.setattr(generate_module, "run_generate", note)
-    monkeypatch.setattr(verify_module, "run_verify", note)
+    monkeypatch.setattr(commands, "run_verify", note)
     monkeypatch.setattr(run_async_module, "run_async", lambda work: None)
 
     def wished(*arguments: str) -> Wish:

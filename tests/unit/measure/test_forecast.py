@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from coordinator.cli import commands
 from coordinator.cli.app import app
 from coordinator.cluster.options import cluster_options
-from coordinator.measure import forecast as module
-from coordinator.measure.forecast import Assumed, Times, forecast, given_pipeline, read_times, run_forecast
+from coordinator.measure.forecast import Assumed, Times, forecast, given_pipeline, read_times
 from worker.errors import InputError
 
 TWO_STAGES = Assumed(
@@ -74,11 +74,11 @@ def test_a_forecast_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
         go_on.wait(30.0)
         return []
 
-    monkeypatch.setattr(module, "forecast", forecast_for_ever)
+    monkeypatch.setattr(commands, "forecast", forecast_for_ever)
     options = cluster_options(None, None, None, None, None)
 
     async def interrupt() -> None:
-        task = asyncio.create_task(run_forecast(options, TWO_STAGES, as_json=True))
+        task = asyncio.create_task(commands.run_forecast(options, TWO_STAGES, as_json=True))
         assert await asyncio.to_thread(begun.wait, 10.0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -1,0 +1,28 @@
+"""Forecasts for people: a table on standard output, and where its numbers come from."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from coordinator.measure.forecast import Forecast, Times, listed
+
+
+def print_forecasts(forecasts: Sequence[Forecast], times: Times) -> None:
+    """A row per number of requests; below it, which of them were not measured."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("requests", "tok/s each", "tok/s all", "first token", "next token", "longest wait", "stages busy"):
+        table.add_column(column, justify="right")
+    for found in forecasts:
+        table.add_row(
+            str(found.concurrency), f"{found.tokens_per_s_per_request:.1f}", f"{found.tokens_per_s:.1f}",
+            f"{found.ttft_p50_s:.2f} s", f"{found.gap_p50_ms:.1f} ms", f"{found.gap_max_ms:.1f} ms",
+            " · ".join(f"{part:.0%}" for part in found.utilisation),
+        )  # fmt: skip
+    Console(highlight=False).print(table)
+    if times.by_count and not times.by_count.keys() >= {found.concurrency for found in forecasts}:
+        least, most = times.sizes
+        print(
+            f"\n{listed(times.by_count)} at once: by the times of those requests. All others: by what frames of "
+            f"{least} to {most} rows took, on straight lines between and beyond."
+        )
