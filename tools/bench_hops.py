@@ -28,12 +28,13 @@ from coordinator.cluster.open import joined, make_plan, open_peers, read_model
 from coordinator.cluster.options import ClusterOptions, cluster_options
 from coordinator.cluster.peer import Peer
 from coordinator.cluster.runner import generate
+from coordinator.cluster.tokenizer import Tokenizer
 from coordinator.decoding.decode import Decode
 from coordinator.planning.costs import ChainCosts
 from coordinator.planning.plan import require_fit
 from coordinator.sessions.answer import Answer
+from coordinator.sessions.generation_config import eos_ids
 from coordinator.sessions.request import Request, check_request
-from coordinator.sessions.text import Tokenizer, eos_ids
 from tools.proxy import proxy_to
 from worker.model.checkpoint import Checkpoint
 from worker.model.modelspec import ModelSpec
@@ -93,7 +94,7 @@ async def measure(options: ClusterOptions, delay_s: float, max_tokens: int) -> t
     """
     checkpoint, spec = await read_model(options.model)
     tokenizer = Tokenizer(checkpoint.folder)
-    eos = eos_ids(checkpoint.folder, checkpoint.config) | tokenizer.eos
+    eos = eos_ids(checkpoint.config, checkpoint.generation_config) | tokenizer.eos
     decodes = [AR, *(decode for decode in DRAFTING if _is_able(decode, spec))]
     rows = [Row(_name(decode)) for decode in decodes]
     async with open_slow_chain(options, checkpoint, spec, delay_s) as chain:

@@ -28,11 +28,12 @@ from coordinator.cluster.deployment import Deployment, OwnNode
 from coordinator.cluster.open import make_plan, open_peers, read_model
 from coordinator.cluster.options import ClusterOptions, cluster_options
 from coordinator.cluster.runner import generate
+from coordinator.cluster.tokenizer import Tokenizer
 from coordinator.decoding.decode import Decode, suit
 from coordinator.planning.costs import ChainCosts
 from coordinator.sessions.answer import Answer
+from coordinator.sessions.generation_config import eos_ids
 from coordinator.sessions.request import Request, check_request
-from coordinator.sessions.text import Tokenizer, eos_ids
 from protos.brigade_pb2 import Cache, Frame, Session, Window
 from tools.demo_data import mix
 from tools.demo_data.turn import Turn
@@ -221,7 +222,7 @@ async def open_bench(options: ClusterOptions) -> AsyncIterator[Bench]:
     """The product's way to a chain, without its progress bars."""
     checkpoint, spec = await read_model(options.model)
     tokenizer = Tokenizer(checkpoint.folder)
-    eos = eos_ids(checkpoint.folder, checkpoint.config) | tokenizer.eos
+    eos = eos_ids(checkpoint.config, checkpoint.generation_config) | tokenizer.eos
 
     def make_request(prompt: tuple[int, ...], decode: Decode) -> Request:
         request = Request(prompt, MAX_TOKENS, decode=suit(decode, Cache(), spec), eos=eos)

@@ -10,11 +10,12 @@ from coordinator.cli.report import require_writable
 from coordinator.cluster.open import read_model
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say
+from coordinator.cluster.tokenizer import Tokenizer, has_tokenizer
 from coordinator.decoding.decode import Decode, suit
 from coordinator.sessions.answer import Answer
-from coordinator.sessions.generation_config import read_generation_config, sampling_defaults
+from coordinator.sessions.generation_config import eos_ids, sampling_defaults
 from coordinator.sessions.request import Request, check_request, make_sampling, room_for_answer
-from coordinator.sessions.text import TextStream, TokenIds, Tokenizer, eos_ids, has_tokenizer
+from coordinator.sessions.text import TextStream, TokenIds
 from protos.brigade_pb2 import Cache
 from worker.errors import InputError, ModelError
 from worker.model.checkpoint import Checkpoint
@@ -93,7 +94,7 @@ async def prepare(wish: Wish, options: ClusterOptions) -> Task:
     checkpoint, spec = await read_model(options.model)
     spec = replace(spec, cache=wish.cache)
     tokenizer = _tokenizer(wish, checkpoint.folder)
-    defaults = sampling_defaults(read_generation_config(checkpoint.folder))
+    defaults = sampling_defaults(checkpoint.generation_config)
     defaults = {name: value for name, value in defaults.items() if name not in wish.sampling}
     request = _make_request(wish, checkpoint, spec, tokenizer, defaults)
     _check(wish, request, spec)
@@ -118,7 +119,7 @@ def _check(wish: Wish, request: Request, spec: ModelSpec) -> None:
 def _make_request(
     wish: Wish, checkpoint: Checkpoint, spec: ModelSpec, tokenizer: Tokenizer | None, defaults: Mapping[str, float]
 ) -> Request:
-    eos = eos_ids(checkpoint.folder, checkpoint.config) | (tokenizer.eos if tokenizer else frozenset())
+    eos = eos_ids(checkpoint.config, checkpoint.generation_config) | (tokenizer.eos if tokenizer else frozenset())
     try:
         sampling = make_sampling(**{**defaults, **wish.sampling})
     except InputError as error:  # what was chosen is checked already

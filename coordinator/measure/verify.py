@@ -10,6 +10,7 @@ from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.peer import Peer
 from coordinator.cluster.progress import Begin, show_steps
 from coordinator.cluster.runner import generate
+from coordinator.cluster.tokenizer import Tokenizer, has_tokenizer
 from coordinator.decoding.decode import Decode, suit
 from coordinator.measure.reference import Reference, chunks
 from coordinator.measure.rounding import Rounding, measure_rounding
@@ -17,7 +18,6 @@ from coordinator.measure.verdict import Case, Report
 from coordinator.planning.costs import StepCosts
 from coordinator.sessions.request import Request, check_request
 from coordinator.sessions.session import Session
-from coordinator.sessions.text import Tokenizer, has_tokenizer
 from protos.brigade_pb2 import Cache, Frame, Result, Sampling
 from protos.brigade_pb2 import Session as Opening
 from worker.compute.engine import Engine

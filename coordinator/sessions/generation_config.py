@@ -1,8 +1,6 @@
 """What a checkpoint's generation_config.json says: where answers end, and how its makers sample. Pure."""
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from worker.errors import ModelError
@@ -11,18 +9,14 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _OFF_AT_ONE = ("top_p", "repetition_penalty")
 
 
-def read_generation_config(folder: Path) -> dict[str, Any]:
-    """The file as it stands; empty if there is none. Raises ModelError if it holds no JSON object."""
-    path = folder / "generation_config.json"
-    if not path.exists():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise ModelError(f"{path} is not valid JSON (expected keys and values)")
-    return found
+def eos_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> frozenset[int]:
+    """All end-of-sequence ids that the checkpoint names, in config.json and generation_config.json."""
+    places = config, config.get("text_config") or {}, generation_config
+    found = [place.get("eos_token_id") for place in places]
+    ids: set[int] = set()
+    for value in found:
+        ids |= set(value) if isinstance(value, list) else {value} if isinstance(value, int) else set()
+    return frozenset(ids)
 
 
 def sampling_defaults(config: Mapping[str, Any]) -> dict[str, float]:

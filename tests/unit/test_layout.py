@@ -16,7 +16,6 @@ ROOMS = {
 }
 BESIDE_ROOMS = {"worker.errors", "worker.config"}
 PURE_ROOMS = ("planning", "decoding", "sessions")
-NOT_PURE = {"coordinator.sessions.text"}  # mlx-lm's tokenizers import MLX
 ALSO_PURE = {"coordinator.measure.simulate", "coordinator.cli.trace", "worker.compute.header", "worker.node.parts"}
 WORLDLY = {"grpc", "asyncio", "mlx", "mlx_lm", "time", "socket", "uvloop"}
 # what finds and reads checkpoints: what comes of it, ModelSpec, is plain numbers
@@ -152,7 +151,6 @@ PURE = sorted(
         for name in TREES
         if name.startswith(tuple(f"coordinator/{room}/" for room in PURE_ROOMS)) and not name.endswith("__init__.py")
     }
-    - NOT_PURE
     | ALSO_PURE
 )
 WRITTEN = {name: tree for name, tree in TREES.items() if not is_generated(Path(name))}
@@ -161,7 +159,7 @@ WRITTEN = {name: tree for name, tree in TREES.items() if not is_generated(Path(n
 def test_the_whole_tree_is_read() -> None:
     assert {name.split("/")[0] for name in TREES} == set(PACKAGES)
     assert set(CATCH_ALL) | {
-        _path_of(module) for module in NOT_PURE | ALSO_PURE | BESIDE_ROOMS | CHECKPOINTS - {"huggingface_hub"}
+        _path_of(module) for module in ALSO_PURE | BESIDE_ROOMS | CHECKPOINTS - {"huggingface_hub"}
     } <= set(TREES)
     assert {path.parent.name for path in FILES if path.parent.parent.name in ROOMS} == {
         room for rooms in ROOMS.values() for room in rooms

@@ -42,6 +42,20 @@ class Checkpoint:
             tensors=_sha256(_canonical(layout)),
         )
 
+    @cached_property
+    def generation_config(self) -> dict[str, Any]:
+        """generation_config.json as it stands; empty if there is none. Raises ModelError if it holds no JSON object."""
+        path = self.folder / "generation_config.json"
+        if not path.exists():
+            return {}
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ModelError(f"{path} is not valid JSON ({error})") from error
+        if not isinstance(found, dict):
+            raise ModelError(f"{path} is not valid JSON (expected keys and values)")
+        return found
+
     def fetch(self, names: Iterable[str], progress: Callable[[int], None]) -> None:
         """Bring the files that hold these tensors into the folder; `progress` takes the bytes that arrived."""
         if self.download is not None:

@@ -1,4 +1,4 @@
-"""generation_config.json: how the model's makers want it sampled, if they do."""
+"""generation_config.json: where answers end, and how the model's makers want it sampled, if they do."""
 
 import json
 from pathlib import Path
@@ -6,9 +6,13 @@ from typing import Any
 
 import pytest
 
-from coordinator.sessions.generation_config import read_generation_config, sampling_defaults
+from coordinator.sessions.generation_config import eos_ids, sampling_defaults
 from worker.errors import ModelError
-from worker.model.checkpoint import DEMO
+from worker.model.checkpoint import DEMO, Checkpoint
+
+
+def bare(folder: Path) -> Checkpoint:
+    return Checkpoint("", folder, {}, {})
 
 
 @pytest.mark.parametrize(
@@ -46,10 +50,39 @@ def test_half_a_token_is_no_number_of_tokens() -> None:
 
 
 def test_a_folder_without_the_file_says_nothing(tmp_path: Path) -> None:
-    assert read_generation_config(tmp_path) == {}
+    assert bare(tmp_path).generation_config == {}
     (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": True}))
-    assert read_generation_config(tmp_path) == {"do_sample": True}
+    assert bare(tmp_path).generation_config == {"do_sample": True}
 
 
 def test_the_bundled_model_is_greedy() -> None:
-    assert sampling_defaults(read_generation_config(DEMO)) == {}
+    assert sampling_defaults(bare(DEMO).generation_config) == {}
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        ({"eos_token_id": 2}, None, {2}),
+        ({"eos_token_id": [1, 2]}, None, {1, 2}),
+        ({"eos_token_id": 0}, None, {0}),
+        ({"eos_token_id": 2}, {"eos_token_id": 3}, {2, 3}),
+        ({"eos_token_id": 2}, {"eos_token_id": [3, 106]}, {2, 3, 106}),
+        ({"eos_token_id": [1]}, {}, {1}),
+        ({"text_config": {"eos_token_id": 7}}, None, {7}),
+        ({"eos_token_id": 1, "text_config": {"eos_token_id": [7, 8]}}, {"eos_token_id": 9}, {1, 7, 8, 9}),
+        ({"eos_token_id": None, "text_config": {}}, {"eos_token_id": None}, set()),
+        ({"text_config": None, "eos_token_id": 4}, None, {4}),
+        ({}, None, set()),
+    ],
+)
+def test_every_end_of_sequence_id_of_the_checkpoint_counts(
+    config: dict[str, Any], generation: dict[str, Any] | None, expected: set[int]
+) -> None:
+    assert eos_ids(config, generation or {}) == expected
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe{}", b""])
+def test_a_damaged_generation_config_is_a_model_error_that_names_the_file(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "generation_config.json").write_bytes(content)
+    with pytest.raises(ModelError, match=r"generation_config\.json"):
+        sampling_defaults(bare(tmp_path).generation_config)

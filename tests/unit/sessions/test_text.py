@@ -9,7 +9,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from coordinator.sessions.text import StopText, TextStream, Tokenizer, eos_ids
+from coordinator.cluster.tokenizer import Tokenizer
+from coordinator.sessions.text import StopText, TextStream
 from worker.errors import InputError, ModelError
 
 # Latin, two, three and four byte characters, an emoji of seven code points, a flag, combining marks
@@ -248,34 +249,3 @@ def test_a_tokenizer_that_cannot_be_read_is_a_model_error_of_one_line(tmp_path: 
 def test_the_tokenizer_knows_its_end_of_sequence_token(tokenizer: Tokenizer) -> None:
     assert tokenizer.eos == frozenset(tokenizer.encode("<|im_end|>"))
     assert len(tokenizer.eos) == 1
-
-
-@pytest.mark.parametrize(
-    ("config", "generation", "expected"),
-    [
-        ({"eos_token_id": 2}, None, {2}),
-        ({"eos_token_id": [1, 2]}, None, {1, 2}),
-        ({"eos_token_id": 0}, None, {0}),
-        ({"eos_token_id": 2}, {"eos_token_id": 3}, {2, 3}),
-        ({"eos_token_id": 2}, {"eos_token_id": [3, 106]}, {2, 3, 106}),
-        ({"eos_token_id": [1]}, {}, {1}),
-        ({"text_config": {"eos_token_id": 7}}, None, {7}),
-        ({"eos_token_id": 1, "text_config": {"eos_token_id": [7, 8]}}, {"eos_token_id": 9}, {1, 7, 8, 9}),
-        ({"eos_token_id": None, "text_config": {}}, {"eos_token_id": None}, set()),
-        ({"text_config": None, "eos_token_id": 4}, None, {4}),
-        ({}, None, set()),
-    ],
-)
-def test_every_end_of_sequence_id_of_the_checkpoint_counts(
-    tmp_path: Path, config: dict, generation: dict | None, expected: set[int]
-) -> None:
-    if generation is not None:
-        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    assert eos_ids(tmp_path, config) == expected
-
-
-@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe{}", b""])
-def test_a_damaged_generation_config_is_a_model_error_that_names_the_file(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "generation_config.json").write_bytes(content)
-    with pytest.raises(ModelError, match=r"generation_config\.json"):
-        eos_ids(tmp_path, {})
