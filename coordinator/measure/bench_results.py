@@ -87,9 +87,9 @@ class FrameCosts:
     hop_ms: list[float]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Bench:
-    """All rows of one run."""
+    """All rows of one run, which measuring adds to."""
 
     machine: str
     model: str
