@@ -137,7 +137,7 @@ class Bench:
         """The answer by this decoder, greedy, and its text."""
         prompt = self._tokenizer.encode_chat([{"role": "user", "content": turn.prompt}])
         stream = self._tokenizer.stream(())
-        answer = await generate(self.chain, self._make_request(tuple(prompt), decode), stream=stream)
+        answer = await generate(self.chain, self._make_request(tuple(prompt), decode), text=stream)
         return answer, stream.text
 
     async def score(self, kind: str, limit: int, decodes: Iterable[Decode]) -> list[Score]:

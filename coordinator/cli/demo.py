@@ -26,10 +26,10 @@ async def run_demo(options: ClusterOptions, wish: Wish) -> None:
     stream = task.stream()
     async with open_chain(options, task.checkpoint, task.spec, options.context) as chain:
         with Printer(stream) as emit:
-            answer = await generate(chain, task.request, stream=stream, emit=emit, traced=True)
+            answer = await generate(chain, task.request, text=stream, emit=emit, traced=True)
         print_summary(answer, task.how_it_ended(answer, stream))
         print_stats(answer, chain.plan, answer.waterfall(chain.clock_offsets), with_legend=True)
-        stepwise = await generate(chain, replace(task.request, decode=Decode("ar")), stream=task.stream())
+        stepwise = await generate(chain, replace(task.request, decode=Decode("ar")), text=task.stream())
     say(f"\n{compare(answer, stepwise)}\n\nTry next: {our_command()} {shlex.join(_NEXT)}")
 
 

@@ -73,7 +73,7 @@ async def run_generate(options: ClusterOptions, wish: Wish) -> None:
     async with open_chain(options, task.checkpoint, task.spec, context) as chain:
         with Printer(stream, is_silent=wish.as_json) as emit:
             answer = await generate(
-                chain, task.request, stream=stream, emit=emit, chunk=wish.chunk, traced=wish.is_traced
+                chain, task.request, text=stream, emit=emit, chunk=wish.chunk, traced=wish.is_traced
             )
         if wish.trace is not None:
             _write_trace(wish, chain, answer)

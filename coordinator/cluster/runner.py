@@ -8,13 +8,13 @@ from functools import cache, partial
 
 from coordinator.cluster.chain import Arrival, Chain
 from coordinator.cluster.epoch import Epoch
-from coordinator.cluster.ticket import Step, Text, Ticket
+from coordinator.cluster.ticket import Step, Ticket
 from coordinator.planning.costs import chunk_size
 from coordinator.sessions.answer import Answer, Piece, Token
 from coordinator.sessions.request import Request, room_for_answer
 from coordinator.sessions.scheduler import Commit, Scheduler
 from coordinator.sessions.session import Session
-from coordinator.sessions.text import TokenIds
+from coordinator.sessions.text import Text, TokenIds
 from coordinator.sessions.waterfall import Passage
 from worker.errors import BrigadeError, QueueFull, ReaderLost, StageLost
 from worker.node.parts import most_chunk_rows
@@ -99,14 +99,14 @@ class Runner:
         self,
         request: Request,
         *,
-        stream: Text | None = None,
-        emit: Callable[[str], None] = lambda text: None,
+        text: Text | None = None,
+        emit: Callable[[str], None] = lambda piece: None,
         chunk: int | None = None,
         traced: bool = False,
     ) -> Answer:
         """All pieces of `stream` as one; `emit` takes each one's text as it comes."""
         answer = Answer()
-        async with contextlib.aclosing(self.stream(request, text=stream, chunk=chunk, traced=traced)) as pieces:
+        async with contextlib.aclosing(self.stream(request, text=text, chunk=chunk, traced=traced)) as pieces:
             async for piece in pieces:
                 answer.add(piece)
                 if piece.text:
@@ -254,13 +254,13 @@ async def generate(
     chain: Chain,
     request: Request,
     *,
-    stream: Text | None = None,
-    emit: Callable[[str], None] = lambda text: None,
+    text: Text | None = None,
+    emit: Callable[[str], None] = lambda piece: None,
     chunk: int | None = None,
     traced: bool = False,
 ) -> Answer:
     """Run one checked request through an otherwise idle chain; as `Runner.answer`, with the stages' statuses."""
     async with Runner(chain) as runner:
-        answer = await runner.answer(request, stream=stream, emit=emit, chunk=chunk, traced=traced)
+        answer = await runner.answer(request, text=text, emit=emit, chunk=chunk, traced=traced)
         answer.statuses = await chain.statuses()  # while the caches are still there
     return answer

@@ -4,25 +4,14 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from coordinator.sessions.answer import Piece, Token, Usage
 from coordinator.sessions.session import Session
+from coordinator.sessions.text import Text
 from coordinator.sessions.waterfall import Passage
 from worker.errors import BrigadeError
 
 MOST_UNREAD = 256  # steps: then the session pauses until half of them are read
-
-
-class Text(Protocol):
-    """Turns tokens into text: a TextStream, or a TokenIds where there is no tokenizer."""
-
-    @property
-    def is_stopped(self) -> bool: ...
-
-    def push(self, token: int) -> str: ...
-
-    def finish(self) -> str: ...
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,26 @@
 """Answers as text: streaming detokenisation, stop strings. Knows nothing of the chain. Pure."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from worker.errors import ModelError
+
+
+class Text(Protocol):
+    """One answer's text as its tokens come."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string has ended it."""
+        ...
+
+    def push(self, token: int) -> str:
+        """Take a token; returns what can be printed now."""
+        ...
+
+    def finish(self) -> str:
+        """The text that was held back, once no more tokens come."""
+        ...
 
 
 class TextStream:

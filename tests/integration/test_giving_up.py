@@ -89,7 +89,7 @@ async def test_a_token_that_the_tokenizer_cannot_tell_fails_its_own_request_only
         async with Runner(chain) as runner:
             other = Live(runner, request(tokens_of(3, 1), 60))
             with pytest.raises(ModelError, match=r"no text for token \d+ \(TypeError"):
-                await runner.answer(request(tokens_of(3), FOREVER), stream=TextStream(Hole(), StopText(())))
+                await runner.answer(request(tokens_of(3), FOREVER), text=TextStream(Hole(), StopText(())))
             assert len((await other.answer()).tokens) == 60
         await wait_freed(chain)
 

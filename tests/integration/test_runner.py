@@ -220,7 +220,7 @@ async def test_a_stop_string_ends_one_of_several_requests_and_no_other(models: M
         pieces: list[list[str]] = [[], [], []]
         async with Runner(chain) as runner:
             found = await asyncio.gather(*(
-                runner.answer(each, stream=TextStream(Words(), StopText(stops)), emit=out.append, chunk=CHUNK)
+                runner.answer(each, text=TextStream(Words(), StopText(stops)), emit=out.append, chunk=CHUNK)
                 for each, stops, out in zip(asked, ([], [stop], []), pieces, strict=True)
             ))  # fmt: skip
     assert "".join(pieces[1]) == text[:end]

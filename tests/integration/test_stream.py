@@ -48,7 +48,7 @@ async def test_a_stop_string_ends_the_stream_and_frees_or_keeps_the_slot(models:
         [whole] = await solo(chain, [asked])
         stop = f" {whole.tokens[20]} {whole.tokens[21]}"
         async with Runner(chain) as runner:
-            found = await runner.answer(asked, stream=TextStream(Words(), StopText([stop])), chunk=CHUNK)
+            found = await runner.answer(asked, text=TextStream(Words(), StopText([stop])), chunk=CHUNK)
             await wait_slots(chain, 1)  # kept for its prefix
             assert found.finish_reason == "stop" and found.tokens == whole.tokens[: len(found.tokens)]
             assert found.usage.num_steps <= len(found.tokens), "not the step that was under way when it was found"
@@ -105,7 +105,7 @@ async def test_a_stop_string_that_the_last_held_back_text_completes_is_a_stop(mo
 
     async with running(models("qwen3").folder, LAYERS) as chain, Runner(chain) as runner:
         text: Any = TextStream(Late(), StopText([", and"]))
-        found = await runner.answer(request(tokens_of(5), 4), stream=text)
+        found = await runner.answer(request(tokens_of(5), 4), text=text)
     assert (found.text, found.finish_reason) == ("all of it", "stop")
 
 
@@ -140,7 +140,7 @@ async def test_a_tokenizer_that_breaks_anywhere_fails_its_own_request_only(model
             other = Live(runner, request(tokens_of(3, 1), 40))
             text: Any = TextStream(Broken(place), StopText(()))
             with pytest.raises(RuntimeError, match=f"broke in {place}"):
-                await runner.answer(request(tokens_of(3), 12), stream=text)
+                await runner.answer(request(tokens_of(3), 12), text=text)
             assert len((await other.answer()).tokens) == 40
         await wait_freed(chain)
 

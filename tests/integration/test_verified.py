@@ -236,7 +236,7 @@ async def test_a_stop_string_ends_an_answer_where_it_would_one_token_at_a_time(
             for decode in (Decode("ar"), Decode(kind, window)):
                 stream, pieces = TextStream(Words(), StopText([stop])), []
                 request = Request(PROMPT, 20, BIASED, decode, stops=(stop,))
-                ended = await generate(chain, request, stream=stream, emit=pieces.append, chunk=CHUNK)
+                ended = await generate(chain, request, text=stream, emit=pieces.append, chunk=CHUNK)
                 found.append((ended.tokens, ended.finish_reason, "".join(pieces), stream.text))
             assert found[0] == found[1]
             assert found[0][1] == "stop" and stop not in found[0][2]
