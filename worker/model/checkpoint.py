@@ -128,7 +128,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def choose_weight_files(names: Iterable[str]) -> list[str]:
-    """Which of a folder's files make up the model if no index says so: there may be other forms of it beside its own."""
+    """A model's files where no index names them: beside its own there may be other forms of it."""
     found = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
     return [name for name in found if name.startswith("model")] or found
 
