@@ -1,5 +1,6 @@
 """The exception family and its exit codes. Knows nothing of how an error travels or is printed."""
 
+import traceback
 from typing import Self
 
 
@@ -64,6 +65,12 @@ class CacheMismatch(BrigadeError):
     """A slot does not hold the prefix that a window continues."""
 
 
+class SamplingError(BrigadeError):
+    """A session's sampling parameters suit no sampler, or not this model's."""
+
+    exit_code = 2
+
+
 class OutOfMemory(BrigadeError):
     """A node has no memory left for what it was to do."""
 
@@ -82,3 +89,26 @@ class ReaderLost(BrigadeError):
 
 class StageLost(BrigadeError):
     """A node of the chain closed, fell silent, or was never there."""
+
+
+class InternalError(BrigadeError):
+    """A bug of ours: it would happen again."""
+
+
+def internal_error_text(error: BaseException) -> str:
+    """What an error that nobody foresaw is, and the file and line that raised it."""
+    places = traceback.extract_tb(error.__traceback__)
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+        places += traceback.extract_tb(error.__traceback__)
+    place = f" at {places[-1].filename.rpartition('/')[2]}:{places[-1].lineno}" if places else ""
+    return f"internal error: {error!r}{place}; this is a bug"
+
+
+def without_trace(error: BaseException) -> BrigadeError:
+    """The error to be kept and raised again: with its traceback it would keep all that was at work when it came up."""
+    if not isinstance(error, BrigadeError):
+        return InternalError(internal_error_text(error))
+    kept = error.again()
+    kept.__cause__ = None
+    return kept

@@ -1,6 +1,7 @@
 """Real nodes inside this process: gRPC servers on port 0, each with its own MLX thread. Async tests share one loop."""
 
 import asyncio
+import gc
 import inspect
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -183,6 +184,15 @@ class Pass:
 
     start: int
     rows: tuple[int, ...]
+
+
+@pytest.fixture
+def without_collector() -> Iterator[None]:
+    """What is let go of has to be gone at once: memory must not wait for Python to find cycles."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Who may load and attach, what an error leaves behind, and what is loaded only once."""
 
 import asyncio
-import gc
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ from tests.integration.conftest import (
     opened,
     serving,
 )
+from tests.integration.many import until
 from tests.integration.upstream import attach_request, window_of
 from tests.tiny import VOCAB, make_model
 from worker.compute.shard import Shard
@@ -93,7 +93,7 @@ async def test_a_second_coordinator_is_refused_and_the_first_goes_on(models: Mod
 
 
 async def test_when_the_coordinator_is_gone_its_slots_are_too_and_another_can_attach(
-    models: Models, worker_caches: Caches
+    models: Models, worker_caches: Caches, without_collector: None
 ) -> None:
     whole = models("qwen3")
     async with serving(2) as nodes:
@@ -107,8 +107,7 @@ async def test_when_the_coordinator_is_gone_its_slots_are_too_and_another_can_at
         for node in nodes:
             await wait_idle(node)
         assert not [task for task in asyncio.all_tasks() if "Stage." in task.get_coro().__qualname__]
-        gc.collect()
-        assert not any(cache() for cache in worker_caches)
+        await until(lambda: not any(cache() for cache in worker_caches))
         async with opened(whole.folder, (1, 1, 2), nodes) as chain:
             assert (await answer(chain, PROMPT, 4)).tokens == whole.tokens(PROMPT, 4)
 
@@ -145,7 +144,11 @@ async def test_a_shard_of_another_model_that_was_loaded_meanwhile_is_refused(
 
 @pytest.mark.parametrize("failing", [1, 2])
 async def test_an_error_in_a_stage_names_its_node_and_leaves_the_nodes_usable(
-    models: Models, monkeypatch: pytest.MonkeyPatch, failing: int
+    models: Models,
+    monkeypatch: pytest.MonkeyPatch,
+    worker_caches: Caches,
+    without_collector: None,
+    failing: int,
 ) -> None:
     whole = models("qwen3")
     run: Callable[..., mx.array] = Shard.__call__
@@ -163,6 +166,7 @@ async def test_an_error_in_a_stage_names_its_node_and_leaves_the_nodes_usable(
                     await answer(chain, PROMPT, 3)
         for node in nodes:
             await wait_idle(node)
+        await until(lambda: not any(cache() for cache in worker_caches))
         async with opened(whole.folder, (1, 1, 2), nodes) as chain:
             assert (await answer(chain, PROMPT, 4)).tokens == whole.tokens(PROMPT, 4)
 
@@ -213,6 +217,24 @@ async def test_a_weight_file_that_changed_is_read_again(tmp_path: Path, files_re
     assert files_read
     assert before.keys() == after.keys()
     assert all(before[name] != after[name] for name in before)
+
+
+async def test_a_weight_file_that_changes_while_it_is_read_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_model(tmp_path / "model", num_files=2)
+    file = sorted(folder.glob("*.safetensors"))[0]
+    materialise: Callable[..., None] = Shard.materialise
+
+    def replace_and_read(shard: Shard, progress: Callable[[int], None]) -> None:
+        os.utime(file, ns=(0, file.stat().st_mtime_ns + 1_000_000))
+        materialise(shard, progress)
+
+    async with serving(1) as [node]:
+        with monkeypatch.context() as patch, pytest.raises(ModelError, match=rf"{file.name} changed while it was read"):
+            patch.setattr(Shard, "materialise", replace_and_read)
+            await load(node, load_request(folder, 2, 4))
+        assert (await load(node, load_request(folder, 2, 4)))[-1].phase == "load"
 
 
 async def digests(node: RunningNode) -> dict[str, str]:

@@ -144,9 +144,9 @@ def test_an_error_in_sampling_ends_that_session_alone(models: Models, layers: tu
     whole = models("qwen3")
     row = Row(whole, layers)
     odd = Sampling(temperature=1.0, top_k=1 << 20)  # mlx-lm refuses more than the vocabulary has
-    assert failures(row.feed(PROMPTS, {1: odd})) == [(1, "ValueError", f"node-{len(layers) - 1}")]
+    assert failures(row.feed(PROMPTS, {1: odd})) == [(1, "SamplingError", f"node-{len(layers) - 1}")]
     result = row.run(last_windows())
-    assert failures(result) == [(1, "ValueError", f"node-{len(layers) - 1}")]
+    assert failures(result) == [(1, "SamplingError", f"node-{len(layers) - 1}")]
     assert "top_k" in result.failures[0].message
     assert tokens(result) == {slot: whole.tokens(PROMPTS[slot], 1)[0] for slot in (0, 2)}
 
@@ -155,7 +155,7 @@ def test_parameters_that_make_no_sampler_end_their_own_session(models: Models) -
     whole = models("qwen3")
     row = Row(whole, (2, 2))
     result = row.feed(PROMPTS, {1: Sampling(repetition_penalty=-1.0)})
-    assert failures(result) == [(1, "ValueError", "node-0")]
+    assert failures(result) == [(1, "SamplingError", "node-0")]
     assert set(tokens(result)) == {0, 2}
 
 
@@ -165,6 +165,21 @@ def test_what_breaks_a_whole_frame_still_ends_the_stage(models: Models) -> None:
         row.run([window_of((5, 6), 0)])
     with pytest.raises(FrameError, match="slot 3, to be copied to slot 4, is not open"):
         row.run([], opened=[Opening(slot=4, fork_of=3)])
+
+
+def test_a_bug_of_ours_in_a_session_is_no_failure_of_that_session(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = Row(models("qwen3"), (4,))
+    row.feed(PROMPTS)
+
+    def fail(*anything: object) -> None:
+        raise IndexError("of ours")
+
+    for broken in ("worker.compute.slot.Slot.fork", "worker.compute.sampling.Sampler._draw"):
+        with monkeypatch.context() as patch, pytest.raises(IndexError, match="of ours"):
+            patch.setattr(broken, fail)
+            row.run(last_windows(), opened=[Opening(slot=4, fork_of=0)])
 
 
 def test_a_chunk_is_waited_for_by_itself_though_the_next_has_begun(models: Models) -> None:

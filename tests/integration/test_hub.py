@@ -222,7 +222,7 @@ def report(model: str) -> dict[str, Any]:
         thread = MlxThread()
         try:
             shard = await load_shard(checkpoint, 0, 2, 4, thread, lambda p: progress.append((p.phase, p.done, p.total)))
-            return dict(await thread.run(lambda: list(shard.digests())))
+            return await thread.run(shard.digests)
         finally:
             thread.close()
 

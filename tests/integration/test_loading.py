@@ -1,7 +1,6 @@
 """Loading through the real Load call: who is refused and why, what damage is named, what memory it takes, digests."""
 
 import asyncio
-import gc
 import hashlib
 import json
 import math
@@ -25,11 +24,11 @@ from coordinator.cluster.runner import Runner
 from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_UNSPECIFIED, Fingerprint, HelloRequest, LoadRequest
 from protos.brigade_pb2_grpc import NodeStub
 from tests.integration.conftest import NETWORK, Models, RunningNode, answer, load, load_request, opened, serving
-from tests.integration.many import Live, request
+from tests.integration.many import Live, request, until
 from tests.tiny import make_model, write_folder
 from worker.compute import shard as shard_module
 from worker.compute.shard import Shard
-from worker.errors import ModelError
+from worker.errors import BrigadeError, ModelError
 from worker.model.checkpoint import open_folder
 from worker.node.network import PROTOCOL_VERSION
 from worker.node.status import error_of
@@ -323,7 +322,7 @@ async def test_the_digests_of_all_shards_are_those_of_the_whole_models_tensors(
     whole = models("qwen3", dtype=mx.bfloat16, tied=tied, quantize=quantize, config=config, num_files=2)
     expected = {name: digest(array) for name, array in tree_flatten(whole.reference.model.parameters())}
     async with serving(2) as nodes, opened(whole.folder, (1, 2, 1), nodes) as chain:
-        found = await chain.thread.run(lambda: dict(Shard(open_folder(whole.folder), 0, 1).digests()))
+        found = await chain.thread.run(lambda: Shard(open_folder(whole.folder), 0, 1).digests())
         for peer in chain.peers:
             theirs = await peer.digests()
             assert theirs
@@ -388,14 +387,13 @@ async def test_a_node_that_holds_nothing_has_no_digests() -> None:
 
 
 async def test_a_node_lets_go_of_its_shard_before_it_loads_another(
-    models: Models, monkeypatch: pytest.MonkeyPatch
+    models: Models, monkeypatch: pytest.MonkeyPatch, without_collector: None
 ) -> None:
     shards: list[weakref.ref[Shard]] = []
     alive: list[int] = []
     materialise: Callable[..., None] = Shard.materialise
 
     def note(shard: Shard, progress: Callable[[int], None]) -> None:
-        gc.collect()
         alive.append(sum(other() is not None for other in shards))
         shards.append(weakref.ref(shard))
         materialise(shard, progress)
@@ -407,6 +405,31 @@ async def test_a_node_lets_go_of_its_shard_before_it_loads_another(
         await load(node, load_request(models("qwen3").folder, 1, 4))
         await load(node, load_request(models("llama").folder, 1, 4))
     assert alive == [0, 0, 0]
+
+
+@pytest.mark.parametrize("error", [ModelError("no such kernel"), IndexError("no such kernel")], ids=repr)
+async def test_a_node_that_failed_lets_go_of_its_shard_before_it_loads_another(
+    models: Models, monkeypatch: pytest.MonkeyPatch, without_collector: None, error: Exception
+) -> None:
+    """Its error passes through what holds the shard, and its coordinator still has that error."""
+    shards: list[weakref.ref[Shard]] = []
+    run: Callable[..., mx.array] = Shard.__call__
+
+    def fail(shard: Shard, *arguments: Any) -> mx.array:
+        if shard.is_first:
+            return run(shard, *arguments)
+        shards.append(weakref.ref(shard))
+        raise type(error)(*error.args)
+
+    async with worker() as node:
+        async with opened(models("qwen3").folder, (2, 2), [node]) as chain:
+            monkeypatch.setattr(Shard, "__call__", fail)
+            with pytest.raises(BrigadeError, match="no such kernel"):
+                await answer(chain, (1, 2, 3), 4)
+        await until(lambda: not node.service._attachment)
+        assert shards[0]() is not None
+        await load(node, load_request(models("qwen3").folder, 1, 4))
+        assert shards[0]() is None
 
 
 LOAD = """

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from protos.brigade_pb2 import DTYPE_FLOAT32, Credit, Frame, Result, Timing
+from protos.brigade_pb2 import DTYPE_FLOAT32, Credit, Frame, Result, Session, Timing
 from protos.brigade_pb2_grpc import NodeServicer
 from tests.integration.conftest import NETWORK, Models, load, load_request, serving
 from tests.integration.upstream import feeding, frame, parts_of, tensor
@@ -37,6 +37,9 @@ class HeldEngine:
         self._outputs = {int(step.removeprefix("step")): output for step, output in outputs.items()}
 
     def check(self, header: Frame) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
     def begin(self, header: Frame, x: mx.array | None, received: int) -> Frame:
@@ -67,6 +70,50 @@ async def started(engine: Any, send: Send | None = None) -> AsyncIterator[Stage]
         engine.release.set()
         await thread.run(lambda: None)
         thread.close()
+
+
+async def test_what_waits_for_the_thread_runs_only_once_a_stopped_stage_has_left_it() -> None:
+    """A load, perhaps, for which the memory of that stage is needed."""
+    engine = HeldEngine()
+    async with started(engine) as stage, asyncio.timeout(10):
+        for step in range(2):
+            stage.submit(Frame(epoch=1, step=step))
+        await asyncio.to_thread(engine.began.wait, 10)
+        await stage.stop()
+        callers = stage._thread.submit(lambda: [frame.name for frame in traceback.extract_stack()])
+        engine.release.set()
+        assert "_run_waiting" not in await callers
+
+
+async def test_a_stage_is_not_idle_while_a_frame_that_opens_a_slot_passes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though no slot was open when it was asked, right before the frame's step ended."""
+
+    class Opening(HeldEngine):
+        num_open = 0
+
+        @property
+        def num_slots(self) -> int:  # type: ignore[override]
+            found = self.num_open
+            self.release.set()
+            assert ended.wait(10)
+            return found
+
+        def finish(self, header: Frame) -> tuple[Any, mx.array | None]:
+            if header.opened:
+                assert self.release.wait(10)
+                self.num_open = 1
+            return Result(step=header.step, timings=[Timing()]), None
+
+    ended = threading.Event()
+    engine = Opening()
+    async with started(engine) as stage, asyncio.timeout(10):
+        monkeypatch.setattr(stage._thread, "give_way", lambda: ended.set() if engine.num_open else None)
+        stage.submit(Frame(epoch=1, step=0))
+        stage.submit(Frame(epoch=1, step=1, opened=[Session(slot=0)]))
+        await stage.next_result()
+        engine.release.set()
+        await stage.next_result()
+        assert not stage._idle.is_set()
 
 
 async def test_a_stopped_stage_leaves_the_frames_that_wait() -> None:

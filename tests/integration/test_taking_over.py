@@ -100,6 +100,7 @@ async def test_it_may_do_so_while_the_node_still_tries_to_reach_the_next_stage(m
         silent.listen()
         request.loaded.CopyFrom(load_request(whole.folder, 1, 3))
         request.successor, request.successor_name = f"127.0.0.1:{silent.getsockname()[1]}", "air"
+        request.num_stages = 3
         async with serving(1) as [node]:
             await load(node, request.loaded)
             first = asyncio.create_task(attach(node, request))
@@ -111,20 +112,24 @@ async def test_it_may_do_so_while_the_node_still_tries_to_reach_the_next_stage(m
 
 
 @pytest.mark.parametrize(
-    ("layers", "successor", "message"),
+    ("layers", "stage", "successor", "message"),
     [
-        ((2, 4), "127.0.0.1:9", r"expected no next stage after layers \[2, 4\) of 4, got 127.0.0.1:9"),
-        ((1, 3), "", r"expected a next stage after layers \[1, 3\) of 4, got none"),
+        ((2, 4), 1, "127.0.0.1:9", r"expected no next stage after layers \[2, 4\) of 4, got 127.0.0.1:9"),
+        ((1, 3), 1, "", r"expected a next stage after layers \[1, 3\) of 4, got none"),
+        ((1, 3), 2, "127.0.0.1:9", r"expected no next stage after stage 2 of 3, got 127.0.0.1:9"),
+        ((2, 4), 1, "", r"expected a next stage after stage 1 of 3, got none"),
+        ((2, 4), 0, "", r"expected a stage after the first of 3, got stage 0"),
+        ((2, 4), 3, "", r"expected a stage after the first of 3, got stage 3"),
     ],
 )
 async def test_a_shard_in_the_wrong_place_of_the_chain_is_refused(
-    models: Models, layers: tuple[int, int], successor: str, message: str
+    models: Models, layers: tuple[int, int], stage: int, successor: str, message: str
 ) -> None:
     loaded = load_request(models("qwen3").folder, *layers)
     async with serving(1) as [node]:
         await load(node, loaded)
         with pytest.raises(FrameError, match=f"^worker node-1: {message}$"):
-            await attach(node, AttachRequest(epoch=1, stage=1, loaded=loaded, successor=successor))
+            await attach(node, AttachRequest(epoch=1, stage=stage, num_stages=3, loaded=loaded, successor=successor))
 
 
 async def test_a_hop_that_is_refused_is_named_with_who_was_expected(models: Models) -> None:

@@ -1,5 +1,6 @@
 """What a worker says of itself on standard error."""
 
+import asyncio
 import io
 import re
 from collections.abc import AsyncIterator
@@ -10,8 +11,10 @@ import pytest
 from coordinator.cluster.runner import Runner
 from tests.integration.conftest import Models, RunningNode, answer, load, load_request, opened, serving
 from tests.integration.many import request, tokens_of, until
-from worker.errors import BrigadeError, ModelError
-from worker.node import serve
+from worker.errors import BrigadeError, InternalError, ModelError
+from worker.model.contents import check_contents
+from worker.node import loader, serve
+from worker.node.loader import Loader
 from worker.node.log import Log
 
 
@@ -74,6 +77,51 @@ async def test_it_tells_why_it_left_a_chain_that_failed(models: Models, monkeypa
                 await answer(chain, (1, 2, 3), 3)
         await until(lambda: "left" in out.getvalue())
     assert out.getvalue().splitlines()[-1] == "worker node-1: left the chain of coordinator coordinator: no such kernel"
+
+
+async def test_it_tells_where_a_bug_of_ours_is_and_so_does_its_coordinator(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with overheard() as (node, out):
+        async with opened(models("qwen3").folder, (2, 2), [node]) as chain:
+
+            def fail(*arguments: object) -> None:
+                raise KeyError("slot")
+
+            monkeypatch.setattr(node.service._attachment.stage.engine, "begin", fail)  # type: ignore[union-attr]
+            place = rf"test_worker_log\.py:{fail.__code__.co_firstlineno + 1}"
+            text = rf"internal error: KeyError\('slot'\) at {place}; this is a bug"
+            with pytest.raises(InternalError, match=f"^worker node-1: {text}$"):
+                await answer(chain, (1, 2, 3), 3)
+        await until(lambda: "left" in out.getvalue())
+        assert re.fullmatch(f"worker node-1: left the chain of .*: {text}", out.getvalue().splitlines()[-1])
+        monkeypatch.setattr(Loader, "_open", fail)
+        with pytest.raises(InternalError, match=f"^worker node-1: {text}$"):
+            await load(node, load_request(models("qwen3").folder, 1, 4))
+    assert re.fullmatch(f"worker node-1: {text}", out.getvalue().splitlines()[-1])
+
+
+async def test_it_tells_that_a_load_was_given_up_wherever_that_was(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checking = asyncio.Event()
+
+    async def stand_still(*arguments: object) -> None:
+        checking.set()
+        await asyncio.Event().wait()
+
+    async with overheard() as (node, out):
+        run_aside = loader.run_aside
+        monkeypatch.setattr(
+            loader, "run_aside", lambda call: stand_still() if call.func is check_contents else run_aside(call)
+        )
+        loading = asyncio.create_task(load(node, load_request(models("qwen3").folder, 2, 4)))
+        await checking.wait()
+        loading.cancel()
+        await until(lambda: "gave up" in out.getvalue())
+    assert_lines(
+        out, r"loading layers \[2, 4\) of .*", r"gave up loading layers \[2, 4\) of .*: nobody waits for it any more"
+    )
 
 
 async def test_it_tells_what_it_waits_for_when_it_is_to_end(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:

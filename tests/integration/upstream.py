@@ -62,7 +62,7 @@ class Upstream:
 
 def attach_request(folder: Path) -> AttachRequest:
     """As stage 1 of epoch 1, holding layers [2, 4)."""
-    return AttachRequest(epoch=1, stage=1, loaded=load_request(folder, 2, 4))
+    return AttachRequest(epoch=1, stage=1, num_stages=2, loaded=load_request(folder, 2, 4))
 
 
 @asynccontextmanager

@@ -14,13 +14,12 @@ from worker.compute.header import asked_rows, check_header, num_rows
 from worker.compute.sampling import Draws
 from worker.compute.shard import Shard
 from worker.compute.slot import Slot
-from worker.errors import CacheMismatch, FrameError
+from worker.errors import BrigadeError, CacheMismatch, FrameError, SamplingError
 from worker.memory.history import History
 from worker.memory.lane import Place
 
 _SHORT_BEGIN = 0.5
 _WEIGHT = 0.2  # of a new observation
-_SAMPLING_ERRORS = (ArithmeticError, LookupError, TypeError, ValueError)  # what mlx-lm's own functions raise
 
 
 @dataclass
@@ -73,6 +72,14 @@ class Engine:
     def cache_bytes(self) -> int:
         slots = list(self._slots.values())  # asked from another thread: a step may open or close slots meanwhile
         return sum(cache.nbytes for slot in slots for cache in slot.caches)
+
+    def close(self) -> None:
+        """Let go of all slots: now, since their memory is needed, and not one after another with packs made anew."""
+        slots = list(self._slots.values())
+        self._slots.clear()
+        for caches in zip(*(slot.caches for slot in slots), strict=True):
+            for cache in caches:
+                cache.close(besides=caches)
 
     def check(self, frame: Frame) -> None:
         """Raise FrameError unless this is a frame for this stage, by its header alone. Any thread may ask."""
@@ -144,7 +151,7 @@ class Engine:
             if session.HasField("fork_of"):
                 return self._fork(session, length)
             return self._empty(session, session.sampling)
-        except (CacheMismatch, *_SAMPLING_ERRORS) as error:
+        except (CacheMismatch, SamplingError) as error:
             self._fail(step, session.slot, error)
             return self._empty(session, Sampling())
 
@@ -159,9 +166,9 @@ class Engine:
             raise CacheMismatch(f"slot {session.fork_of}, of which {length} tokens are to be copied, holds only {held}")
         return source.fork(length, session.sampling)
 
-    def _fail(self, step: Step, slot: int, error: Exception) -> None:
+    def _fail(self, step: Step, slot: int, error: BrigadeError) -> None:
         if all(failure.slot != slot for failure in step.frame.failures):  # an earlier stage has said so
-            step.failures.append(Failure(slot=slot, kind=type(error).__name__, message=str(error), node=self._node))
+            step.failures.append(Failure(slot=slot, kind=type(error).__name__, message=error.message, node=self._node))
 
     def _begin_windows(self, step: Step) -> list[Place]:
         """Where the rows of each window go, if its slot can take it; no later stage sees the others."""
@@ -202,7 +209,7 @@ class Engine:
             for window, own in zip(asked, logits, strict=True):
                 try:
                     step.draws.append((window, self._draw(window, own)))
-                except _SAMPLING_ERRORS as error:
+                except SamplingError as error:
                     self._fail(step, window.slot, error)
             mx.async_eval([array for _, draws in step.draws for array in draws.arrays()])
 

@@ -1,6 +1,6 @@
 """What the header of a frame must say, so that it can be refused before its payload is taken. Pure: no I/O, no MLX."""
 
-from protos.brigade_pb2 import DType, Frame, Window
+from protos.brigade_pb2 import CACHE_ROTATING, CacheKind, DType, Frame, Session, Window
 from worker.errors import FrameError
 
 
@@ -26,6 +26,7 @@ def check_header(frame: Frame, stage: int, hidden_size: int, dtype: DType) -> No
         raise FrameError(
             f"expected {stage} timings, one per stage passed, got {len(frame.timings)} (step {frame.step})"
         )
+    _check_openings(frame)
     _check_windows(frame)
     rows = sum(map(num_rows, frame.windows)) if stage else 0  # tokens come in the header itself
     expected = ([1, rows, hidden_size], dtype) if rows else ([], DType.DTYPE_UNSPECIFIED)
@@ -34,6 +35,25 @@ def check_header(frame: Frame, stage: int, hidden_size: int, dtype: DType) -> No
         raise FrameError(
             f"expected hidden {expected[0]} {dtype_name(expected[1])} from stage {stage - 1}, "
             f"got {found[0]} {dtype_name(found[1])} (step {frame.step})"
+        )
+
+
+def _check_openings(frame: Frame) -> None:
+    """Raise FrameError unless every slot is opened once, and with a cache that there is."""
+    slots = [session.slot for session in frame.opened]
+    if len(set(slots)) < len(slots):
+        raise FrameError(f"expected to open a slot once, got slots {slots} (step {frame.step})")
+    for session in frame.opened:
+        _check_cache(session, frame.step)
+
+
+def _check_cache(session: Session, step: int) -> None:
+    cache, found = session.cache, f"for slot {session.slot} (step {step})"
+    if cache.kind not in CacheKind.values():
+        raise FrameError(f"expected a known kind of cache, got {cache.kind} {found}")
+    if cache.kind == CACHE_ROTATING and cache.keep >= cache.size:
+        raise FrameError(
+            f"expected to keep fewer than {cache.size} tokens of a cache of as many, got {cache.keep} {found}"
         )
 
 

@@ -5,7 +5,8 @@ guess for a position is drawn with the noise that the token there will be drawn 
 agree the two agree on the draw as well (arXiv 2408.07978). Rounding moves a draw only where two tokens nearly tie.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +14,13 @@ import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
 
 from protos.brigade_pb2 import Alternative, Sample, Sampling
+from worker.errors import SamplingError
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _LOW_64 = (1 << 64) - 1
 _LOW_32 = (1 << 32) - 1
 _HALF_A_STEP = 2.0**-33  # MLX's uniform numbers near 0 are multiples of 2^-32
+_CONTEXT = 20  # tokens that penalties look back at, as in mlx-lm
 
 
 @dataclass(frozen=True)
@@ -49,14 +52,19 @@ class Sampler:
     """One session's sampling parameters, bound to mlx-lm's functions."""
 
     def __init__(self, sampling: Sampling) -> None:
+        """Raises SamplingError if mlx-lm takes no such parameters."""
         self._sampling = sampling
         self._filters = _filters(sampling)
-        self._processors = make_logits_processors(
-            logit_bias=dict(sampling.logit_bias),
-            repetition_penalty=sampling.repetition_penalty,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-        )
+        with _refusals_named():
+            self._processors = make_logits_processors(
+                logit_bias=dict(sampling.logit_bias),
+                repetition_penalty=sampling.repetition_penalty,
+                repetition_context_size=_CONTEXT,
+                presence_penalty=sampling.presence_penalty,
+                presence_context_size=_CONTEXT,
+                frequency_penalty=sampling.frequency_penalty,
+                frequency_context_size=_CONTEXT,
+            )
 
     def __call__(
         self,
@@ -75,13 +83,17 @@ class Sampler:
             tokens: the session's tokens, of which penalties look at the first `known` for each row.
             entropy: whether to report the entropy of each row's raw logits.
             allowed: which tokens may be chosen, [V] or [N, V] bool, at least one per row; None allows all.
+        Raises:
+            SamplingError: mlx-lm takes no such parameters for this vocabulary.
         """
         entropies = _entropy(logits) if entropy else None
         if allowed is not None:
             logits = mx.where(allowed, logits, -mx.inf)
         if self._processors:
             rows = zip(logits.split(len(positions)), known, strict=True)
-            logits = mx.concatenate([self._process(row, tokens[:length]) for row, length in rows])
+            logits = mx.concatenate(
+                [self._process(row, tokens[max(0, length - _CONTEXT) : length]) for row, length in rows]
+            )
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         drawn = self._draw(logprobs, positions)
         if not self._sampling.logprobs:
@@ -92,8 +104,9 @@ class Sampler:
 
     def _process(self, logits: mx.array, history: list[int]) -> mx.array:
         tokens = mx.array(history, mx.int32)
-        for processor in self._processors:
-            logits = processor(tokens, logits)
+        with _refusals_named():
+            for processor in self._processors:
+                logits = processor(tokens, logits)
         return logits
 
     def _draw(self, logprobs: mx.array, positions: Sequence[int]) -> mx.array:
@@ -101,10 +114,20 @@ class Sampler:
         temperature = self._sampling.temperature
         if temperature == 0:
             return mx.argmax(logprobs, axis=-1)
-        for keep in self._filters:
-            logprobs = keep(logprobs)
+        with _refusals_named():
+            for keep in self._filters:
+                logprobs = keep(logprobs)
         noise = gumbel(self._sampling.seed, positions, logprobs.shape[-1])
         return mx.argmax(logprobs / temperature + noise, axis=-1)
+
+
+@contextmanager
+def _refusals_named() -> Iterator[None]:
+    """Raise SamplingError where mlx-lm's own functions refuse a parameter. Nothing else may stand in here."""
+    try:
+        yield
+    except ValueError as error:
+        raise SamplingError(f"cannot sample as this request asks: {error}") from error
 
 
 def gumbel(seed: int, positions: Sequence[int], vocab_size: int) -> mx.array:

@@ -4,7 +4,7 @@ Shape letters, here and everywhere: B slots, L window length, D hidden, V vocabu
 """
 
 import hashlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,20 +126,22 @@ class Shard:
                 progress(sum(array.nbytes for array in arrays))
         progress(self.nbytes - sum(array.nbytes for layer in self.layers for _, array in _tensors(layer)))
 
-    def digests(self) -> Iterator[tuple[str, str]]:
-        """Name and BLAKE2b digest of every tensor held."""
-        return (found for found in self.digest_pieces() if found is not None)
+    def digests(self) -> dict[str, str]:
+        """The BLAKE2b digest of every tensor held, by name."""
+        found: dict[str, str] = {}
+        for _ in self.digest_into(found):
+            pass
+        return found
 
-    def digest_pieces(self) -> Generator[tuple[str, str] | None, None, None]:
-        """As `digests`, a few milliseconds at a time: None after each piece of a tensor but its last."""
+    def digest_into(self, found: dict[str, str]) -> Generator[None, None, None]:
+        """As `digests`, a few milliseconds at a time: yields after each piece of a tensor."""
         for name, array in _tensors(self.model):
             raw = np.array(array.reshape(-1).view(mx.uint8), copy=False)
             digest = hashlib.blake2b(digest_size=16)
             for first in range(0, len(raw), _DIGEST_BYTES):
-                if first:
-                    yield None
                 digest.update(raw[first : first + _DIGEST_BYTES].data)
-            yield name, digest.hexdigest()
+                yield
+            found[name] = digest.hexdigest()
 
 
 class WindowRope:

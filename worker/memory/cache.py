@@ -38,7 +38,7 @@ class Lender(Protocol):
 
     def rows_of(self, member: "KVCache") -> tuple[mx.array, mx.array]: ...
 
-    def dissolve(self, besides: "Sequence[KVCache]" = ()) -> None: ...
+    def dissolve(self, besides: Sequence[object] = ()) -> None: ...
 
 
 class LayerCache(Protocol):
@@ -57,13 +57,21 @@ class LayerCache(Protocol):
 
     def fork(self, length: int) -> "LayerCache": ...
 
-    def close(self) -> None: ...
+    def close(self, besides: "Sequence[LayerCache]" = ()) -> None: ...
 
 
 def make_cache(kind: LayerKind, cache: Cache) -> LayerCache:
     """The cache of one layer, as the layer and the session's choice of cache want it."""
     spec = cache_spec(kind, cache)
     return _FRESH[spec.form](spec)
+
+
+def _as_they_are(rows: mx.array) -> Parts:
+    return (rows,)
+
+
+def _in_8_bits(rows: mx.array) -> Parts:
+    return tuple(mx.quantize(rows, group_size=int8_group(rows.shape[-1]), bits=8))
 
 
 class KVCache:
@@ -75,6 +83,7 @@ class KVCache:
 
     form: Form = WHOLE
     step = ROW_BLOCK
+    encode = staticmethod(_as_they_are)  # a method of the cache would make a cycle of it and its rows
 
     def __init__(self, window: int | None = None, keep: int = 0) -> None:
         self.can_be_packed = CacheSpec(self.form, window, keep).can_be_packed
@@ -84,8 +93,8 @@ class KVCache:
         self.dropped = 0  # tokens let go of, all right after the first `keep`
         self.pack: Lender | None = None
         self._positions: mx.array | None = None
-        self._keys = Rows(self._encode)
-        self._values = Rows(self._encode)
+        self._keys = Rows(self.encode)
+        self._values = Rows(self.encode)
 
     @property
     def offset(self) -> int | mx.array:
@@ -119,10 +128,10 @@ class KVCache:
         self._keys.fill(keys, capacity)
         self._values.fill(values, capacity)
 
-    def close(self) -> None:
-        """Let go of all rows, now and not when Python finds the cycle. A pack is dissolved: it would keep them."""
+    def close(self, besides: Sequence[LayerCache] = ()) -> None:
+        """Let go of all rows. A pack would keep them, so it is dissolved; those of `besides` are about to close too."""
         if self.pack:
-            self.pack.dissolve(besides=[self])
+            self.pack.dissolve(besides=[self, *besides])
             self.pack = None
         for rows in (self._keys, self._values):
             rows.clear()
@@ -191,9 +200,6 @@ class KVCache:
         """The first position after the kept ones that the query at `position` sees."""
         return max(self.keep, position - self.window + 1) if self.window else self.keep
 
-    def _encode(self, rows: mx.array) -> Parts:
-        return (rows,)
-
     def _read(self, rows: Rows, end: int) -> mx.array | Parts:
         return rows.read(end)[0]
 
@@ -203,18 +209,14 @@ class Int8Cache(KVCache):
 
     form = INT8
     bits = 8
+    encode = staticmethod(_in_8_bits)
 
     @property
     def group_size(self) -> int:
-        return self._group_size
-
-    def __init__(self, window: int | None = None, keep: int = 0) -> None:
-        super().__init__(window, keep)
-        self._group_size = 64
-
-    def _encode(self, rows: mx.array) -> Parts:
-        self._group_size = int8_group(rows.shape[-1])
-        return tuple(mx.quantize(rows, group_size=self._group_size, bits=self.bits))
+        """How many numbers share a scale: mlx-lm's attention asks for it once there are rows."""
+        packed, scales, _ = self._values.parts
+        head_size = packed.shape[-1] * (32 // self.bits)
+        return head_size // scales.shape[-1]
 
     def _read(self, rows: Rows, end: int) -> mx.array | Parts:
         return rows.read(end)
@@ -244,7 +246,7 @@ class RecurrentState(ArraysCache):
             raise CacheMismatch(f"a recurrent layer cannot be cut to {length} tokens: its state is at {self.length}")
         self.length = length
 
-    def close(self) -> None:
+    def close(self, besides: Sequence[LayerCache] = ()) -> None:
         self.cache = [None] * len(self.cache)
 
     def fork(self, length: int) -> "RecurrentState":

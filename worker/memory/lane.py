@@ -1,7 +1,7 @@
 """A lane: the windows of several slots in one pass. Their rows lie end to end, so every matrix product takes them all.
 
-Only attention tells the slots apart: windows of equal length on caches of similar length attend together (worker/
-pack.py), the others one by one.
+Only attention tells the slots apart: windows of equal length on caches of similar length attend together (pack.py), the
+others one by one.
 """
 
 import sys

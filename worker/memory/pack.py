@@ -52,7 +52,7 @@ class Pack:
         for member in self.members:
             member.length += keys.shape[2]
 
-    def dissolve(self, besides: Sequence[KVCache] = ()) -> None:
+    def dissolve(self, besides: Sequence[object] = ()) -> None:
         """Give the members their rows back, at once: whatever still waits for this buffer would keep all of it.
 
         Those of `besides` have no more use for them.

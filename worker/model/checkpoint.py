@@ -122,10 +122,15 @@ def weight_files(folder: Path) -> list[str]:
     """The names of the safetensors files that make up the model, by its index if it has one."""
     if (places := _index(folder)) is not None:
         return sorted(set(places.values()))
-    for pattern in ("model*.safetensors", "*.safetensors"):  # beside the model's own there may be other forms of it
-        if found := sorted(path.name for path in folder.glob(pattern)):
-            return found
+    if found := choose_weight_files(path.name for path in folder.iterdir()):
+        return found
     raise ModelError(f"{folder} holds no *.safetensors; only safetensors checkpoints are read")
+
+
+def choose_weight_files(names: Iterable[str]) -> list[str]:
+    """A model's files where no index names them: beside its own there may be other forms of it."""
+    found = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
+    return [name for name in found if name.startswith("model")] or found
 
 
 def _index(folder: Path) -> dict[str, str] | None:

@@ -1,6 +1,7 @@
 """Reads what a plan needs of a checkpoint, and which tensors a shard of it needs. Headers only: loads nothing."""
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_FLOAT32, DType
@@ -66,32 +67,16 @@ def describe(checkpoint: Checkpoint) -> ModelSpec:
     num_layers = int(args.num_hidden_layers)
     if num_layers > len(checkpoint.tensors):
         raise ModelError(f"{checkpoint.name}: config.json has {num_layers} layers, more than there are tensors")
-    weights = dict.fromkeys(range(num_layers), 0)
-    tied = is_tied(checkpoint)
-    embed = head = 0
-    for name, info in checkpoint.tensors.items():
-        if name.startswith(family.ignored) or (tied and is_head(name)):
-            continue
-        layer = layer_of(name)
-        if layer is None:
-            embed, head = (embed + info.nbytes, head) if is_embedding(name) else (embed, head + info.nbytes)
-        elif layer in weights:
-            weights[layer] += info.nbytes
-        else:
-            raise ModelError(f"{checkpoint.name}: config.json has {num_layers} layers but there is a tensor {name}")
-    if missing := [i for i, size in weights.items() if size == 0]:
-        raise ModelError(
-            f"{checkpoint.name}: config.json has {num_layers} layers but layer {missing[0]} has no tensors"
-        )
+    weights = _weight_bytes(checkpoint, family, num_layers)
     dtype = _hidden_dtype(checkpoint)
     item = DTYPE_BYTES[dtype]
     return ModelSpec(
         name=checkpoint.name,
         family=checkpoint.config["model_type"],
-        layers=tuple(_layer_spec(family, args, i, weights[i], item) for i in range(num_layers)),
-        embed_bytes=embed,
-        head_bytes=head,
-        tied=tied,
+        layers=tuple(_layer_spec(family, args, i, weights.layers[i], item) for i in range(num_layers)),
+        embed_bytes=weights.embedding,
+        head_bytes=weights.head,
+        tied=is_tied(checkpoint),
         hidden_size=int(args.hidden_size),
         vocab_size=int(args.vocab_size),
         context=int(getattr(args, "max_position_embeddings", None) or 4096),
@@ -99,6 +84,34 @@ def describe(checkpoint: Checkpoint) -> ModelSpec:
         mask_token=mask_token_of(checkpoint.config),
         head_size=_head_size(args),
     )
+
+
+@dataclass
+class _WeightBytes:
+    layers: list[int]
+    embedding: int = 0
+    head: int = 0  # with the final norm
+
+
+def _weight_bytes(checkpoint: Checkpoint, family: Family, num_layers: int) -> _WeightBytes:
+    """What each part of the model takes. Raises ModelError unless the tensors are those of so many layers."""
+    found, tied = _WeightBytes([0] * num_layers), is_tied(checkpoint)
+    problem = f"{checkpoint.name}: config.json has {num_layers} layers but"
+    for name, info in checkpoint.tensors.items():
+        if name.startswith(family.ignored) or (tied and is_head(name)):
+            continue
+        layer = layer_of(name)
+        if layer is not None and layer >= num_layers:
+            raise ModelError(f"{problem} there is a tensor {name}")
+        if layer is not None:
+            found.layers[layer] += info.nbytes
+        elif is_embedding(name):
+            found.embedding += info.nbytes
+        else:
+            found.head += info.nbytes
+    if 0 in found.layers:
+        raise ModelError(f"{problem} layer {found.layers.index(0)} has no tensors")
+    return found
 
 
 def _hidden_dtype(checkpoint: Checkpoint) -> DType:

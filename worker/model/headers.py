@@ -107,7 +107,7 @@ def unpack_headers(packed: bytes) -> dict[str, TensorInfo]:
 
 def inside(file: str) -> str:
     """The file's name. Raises ValueError if it leads out of the model's folder."""
-    if Path(file).name != file:
+    if Path(file).name != file or file == "..":
         raise ValueError(f"it names {file!r}")
     return file
 

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import tqdm
 
 from worker.errors import ModelError
-from worker.model.checkpoint import SMALL_FILES, Checkpoint, read_config, weight_files
+from worker.model.checkpoint import SMALL_FILES, Checkpoint, choose_weight_files, read_config, weight_files
 from worker.model.headers import TensorInfo, read_tensors, tensors_of
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?")
@@ -101,9 +100,8 @@ def _weight_files(repository: str, folder: Path) -> list[str]:
     listing = _listing(repository, folder.name)
     if listing is None or (folder / constants.SAFETENSORS_INDEX_FILE).exists():
         return weight_files(folder)
-    for pattern in ("model*.safetensors", "*.safetensors"):
-        if files := sorted(path for path in listing if fnmatch(path, pattern) and "/" not in path):
-            return files
+    if files := choose_weight_files(listing):
+        return files
     raise ModelError(
         f"{repository} holds no *.safetensors, only {len(listing)} other files; "
         "choose a repository in safetensors format, or convert it with mlx_lm.convert"

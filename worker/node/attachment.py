@@ -63,6 +63,7 @@ class Attachment:
         try:
             await self._stack.aclose()
         finally:
+            self.stage = None
             self._ended.set()
 
     async def replace(self) -> None:
@@ -84,9 +85,14 @@ class Attachment:
 
 
 def check_place(request: AttachRequest) -> None:
-    """Raise FrameError unless the shard is at the chain's end exactly if no stage comes after it."""
-    loaded, successor = request.loaded, request.successor
-    if (loaded.end == loaded.num_layers) == bool(successor):
-        layers = f"layers [{loaded.start}, {loaded.end}) of {loaded.num_layers}"
-        expected, found = ("no next stage", successor) if successor else ("a next stage", "none")
-        raise FrameError(f"expected {expected} after {layers}, got {found}")
+    """Raise FrameError unless shard, stage and successor say alike whether this is the chain's end."""
+    loaded, stage, num_stages = request.loaded, request.stage, request.num_stages
+    if not 0 < stage < num_stages:
+        raise FrameError(f"expected a stage after the first of {num_stages}, got stage {stage}")
+    for is_last, place in (
+        (loaded.end == loaded.num_layers, f"layers [{loaded.start}, {loaded.end}) of {loaded.num_layers}"),
+        (stage == num_stages - 1, f"stage {stage} of {num_stages}"),
+    ):
+        if is_last == bool(request.successor):
+            expected, found = ("no next stage", request.successor) if is_last else ("a next stage", "none")
+            raise FrameError(f"expected {expected} after {place}, got {found}")

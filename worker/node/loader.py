@@ -23,6 +23,8 @@ from worker.process.mlx_thread import MlxThread
 
 _WAITING_S = 1.0  # between two signs of life of a load that waits for another one
 
+_ENDED = object()
+
 Stamp = tuple[tuple[str, int], ...]
 Report = Callable[[LoadProgress], Awaitable[None]]
 
@@ -76,12 +78,12 @@ class Loader:
             await report(LoadProgress(phase="kept", done=held.shard.nbytes, total=held.shard.nbytes))
             return
         self.loaded = held = None  # its memory is needed
-        self._log.loading(request)
-        began = time.monotonic()
-        shard = await self._load(checkpoint, request, report)
-        await run_aside(partial(check_contents, checkpoint, request.contents))  # files that have only now arrived
-        self.loaded = Loaded(wanted, checkpoint.stamp(), shard)
-        self._log.loaded(request, shard.nbytes, time.monotonic() - began)
+        with self._log.loading(request):
+            began = time.monotonic()
+            shard = await self._load(checkpoint, request, report)
+            await run_aside(partial(check_contents, checkpoint, request.contents))  # files that have only now arrived
+            self.loaded = Loaded(wanted, _stamp_after(checkpoint, stamp), shard)
+            self._log.loaded(request, shard.nbytes, time.monotonic() - began)
 
     def loaded_as(self, expected: LoadRequest) -> Loaded:
         """The loaded shard, if it is the one that the coordinator means. Raises ModelError if it is not."""
@@ -98,11 +100,12 @@ class Loader:
         """A digest per tensor, a piece at a time: frames go between. Raises ModelError if nothing is loaded."""
         if (loaded := self.loaded) is None:
             raise ModelError("holds no shard; load first")
-        pieces, found = loaded.shard.digest_pieces(), dict[str, str]()
+        found: dict[str, str] = {}
+        pieces = loaded.shard.digest_into(found)
         del loaded
         try:
-            while (piece := await self._thread.run(partial(next, pieces, False))) is not False:
-                found.update([piece] if piece else [])
+            while await self._thread.run(partial(next, pieces, _ENDED)) is not _ENDED:
+                pass
         finally:
             await self._thread.run(pieces.close)  # where its arrays belong
         return found
@@ -125,9 +128,6 @@ class Loader:
             while (each := await progress.get()) is not None:
                 await report(each)
             return await load
-        except asyncio.CancelledError:
-            self._log.gave_up(request)
-            raise
         finally:
             given_up.set()
             await asyncio.gather(load, return_exceptions=True)
@@ -162,6 +162,14 @@ def check_request(request: LoadRequest, checkpoint: Checkpoint) -> None:
         expected, found = dtype_name(request.dtype), dtype_name(spec.dtype)
         raise ModelError(f"expected hidden states of {expected}, its copy of {checkpoint.name} makes {found}")
     check_files(checkpoint, request.start, request.end, request.num_layers)
+
+
+def _stamp_after(checkpoint: Checkpoint, before: Stamp) -> Stamp:
+    """The stamp once all is read. Raises ModelError if a file that was here before has changed since."""
+    after = checkpoint.stamp()
+    if changed := sorted(set(before) - set(after)):
+        raise ModelError(f"{checkpoint.folder / changed[0][0]} changed while it was read; start again")
+    return after
 
 
 def _shard_of(request: LoadRequest) -> LoadRequest:

@@ -2,7 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from protos.brigade_pb2 import LoadProgress
@@ -54,42 +55,56 @@ async def load_shard(
         given_up: once it is set, GivenUp is raised after the next piece of a file or the next layer. Cancelling sets
             it too, but returns at once: who cares for the files and the memory sets it and waits.
     """
-    loop = asyncio.get_running_loop()
     given_up = given_up or threading.Event()
-    names = shard_tensors(checkpoint, start, end, num_layers)
-    files = checkpoint.files_of(names)
+    load = _Load(checkpoint, shard_tensors(checkpoint, start, end, num_layers), progress, given_up)
+    try:
+        await run_aside(load.fetch)
+        return await thread.run(partial(load.build, start, end))
+    except asyncio.CancelledError:
+        given_up.set()
+        raise
 
-    def go_on() -> None:
-        if given_up.is_set():
+
+class _Load:
+    """The two halves of a load, each on its thread: both end by GivenUp once nobody waits for them."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, names: Sequence[str], progress: Progress, given_up: threading.Event
+    ) -> None:
+        """`names` are those of the tensors that are wanted."""
+        self._checkpoint = checkpoint
+        self._names = names
+        self._progress = progress
+        self._given_up = given_up
+        self._loop = asyncio.get_running_loop()
+
+    def fetch(self) -> None:
+        tensors, files = self._checkpoint.tensors, self._checkpoint.files_of(self._names)
+        advance = self._counter("download", sum(info.nbytes for info in tensors.values() if info.file in files))
+        for file in sorted(files):  # one by one: not every way of downloading lets its progress stop it
+            self._go_on()
+            self._checkpoint.fetch([name for name in self._names if tensors[name].file == file], advance)
+
+    def build(self, start: int, end: int) -> Shard:
+        self._go_on()
+        shard = Shard(self._checkpoint, start, end)
+        keep_resident()
+        shard.materialise(self._counter("load", sum(self._checkpoint.tensors[name].nbytes for name in self._names)))
+        return shard
+
+    def _go_on(self) -> None:
+        if self._given_up.is_set():
             raise GivenUp
 
-    def counter(phase: str, total: int) -> Callable[[int], None]:
+    def _counter(self, phase: str, total: int) -> Callable[[int], None]:
+        """Takes the bytes that have come, one after another, and reports how many there are by then."""
         done = 0
 
         def advance(nbytes: int) -> None:
             nonlocal done
-            go_on()
+            self._go_on()
             done += nbytes
-            loop.call_soon_threadsafe(progress, LoadProgress(phase=phase, done=min(done, total), total=total))
+            report = LoadProgress(phase=phase, done=min(done, total), total=total)
+            self._loop.call_soon_threadsafe(self._progress, report)
 
         return advance
-
-    def fetch() -> None:
-        advance = counter("download", sum(info.nbytes for info in checkpoint.tensors.values() if info.file in files))
-        for file in sorted(files):  # one by one: not every way of downloading lets its progress stop it
-            go_on()
-            checkpoint.fetch([name for name in names if checkpoint.tensors[name].file == file], advance)
-
-    def build() -> Shard:
-        go_on()
-        shard = Shard(checkpoint, start, end)
-        keep_resident()
-        shard.materialise(counter("load", sum(checkpoint.tensors[name].nbytes for name in names)))
-        return shard
-
-    try:
-        await run_aside(fetch)
-        return await thread.run(build)
-    except asyncio.CancelledError:
-        given_up.set()
-        raise

@@ -1,5 +1,6 @@
 """What a worker says on standard error: one line for each thing that a person would want to know."""
 
+import asyncio
 import contextlib
 from collections.abc import Iterator
 from typing import TextIO
@@ -18,8 +19,15 @@ class Log:
     def listens(self, address: str) -> None:
         self._write(f"worker {self._name} listens on {address}")
 
-    def loading(self, request: LoadRequest) -> None:
+    @contextlib.contextmanager
+    def loading(self, request: LoadRequest) -> Iterator[None]:
+        """Say what is loaded, and whether it was given up: its coordinator left, or this node ends."""
         self._say(f"loading {_shard(request)}")
+        try:
+            yield
+        except asyncio.CancelledError:
+            self._say(f"gave up loading {_shard(request)}: nobody waits for it any more")
+            raise
 
     def loaded(self, request: LoadRequest, num_bytes: int, took_s: float) -> None:
         self._say(f"loaded {_shard(request)}: {num_bytes / 2**20:.1f} MiB in {took_s:.1f} s")
@@ -27,8 +35,8 @@ class Log:
     def kept(self, request: LoadRequest) -> None:
         self._say(f"kept {_shard(request)}")
 
-    def gave_up(self, request: LoadRequest) -> None:
-        self._say(f"gave up loading {_shard(request)}: coordinator {request.coordinator.name} has left")
+    def failed(self, text: str) -> None:
+        self._say(text)
 
     @contextlib.contextmanager
     def refusing(self, what: str) -> Iterator[None]:

@@ -8,7 +8,7 @@ from worker.errors import ConfigError
 PROTOCOL_VERSION = 2
 ACCEPTED = (("brigade-accepted", "1"),)  # initial metadata of a stream that was not refused
 
-_MAX_MESSAGE_BYTES = 256 * 1024 * 1024
+_MAX_MESSAGE_BYTES = 16 * 2**20  # gRPC takes them whole; the longest, headers of a large model, have a few MiB
 _BOTH_ENDS = [
     ("grpc.keepalive_time_ms", 2000),
     ("grpc.keepalive_timeout_ms", 2000),

@@ -18,6 +18,7 @@ from worker.model.modelspec import DTYPE_BYTES
 PART_BYTES = 1 << 18
 _MOST_PAYLOAD_BYTES = 1 << 28  # of a frame: a lane of many windows may be longer than any chunk
 _MOST_CHUNK_BYTES = 1 << 26
+_MOST_VARINT_BYTES = 10  # of 7 bits each
 
 _BYTES = 2  # protobuf's wire type of what has a length; that of a number is 0
 _NUMBER = Part.DESCRIPTOR.fields_by_name["number"].number << 3
@@ -71,7 +72,7 @@ def read_part(message: bytes) -> tuple[int, memoryview, memoryview]:
                 fields[key] = view[at : at + value]
                 at += value
             else:
-                raise FrameError(f"expected a part of a frame, got {len(message)} bytes that are none")
+                raise _no_part(message)
     except IndexError:
         raise FrameError(f"expected a part of a frame, got {len(message)} bytes that end in the middle") from None
     return fields.get(_NUMBER, 0), fields.get(_FRAME, view[:0]), fields.get(_DATA, view[:0])
@@ -146,9 +147,16 @@ def _varint(value: int) -> bytes:
 
 
 def _read_varint(message: bytes, at: int) -> tuple[int, int]:
-    """The number at this place, and the place behind it. Raises IndexError beyond the end."""
-    value = shift = 0
-    while (byte := message[at]) > 0x7F:
-        value |= (byte & 0x7F) << shift
-        shift, at = shift + 7, at + 1
-    return value | byte << shift, at + 1
+    """The number at this place, and the place behind it. Raises IndexError beyond the end, FrameError if too long."""
+    value = 0
+    for place, byte in enumerate(message[at : at + _MOST_VARINT_BYTES]):
+        value |= (byte & 0x7F) << 7 * place
+        if byte <= 0x7F:
+            return value, at + place + 1
+    if at + _MOST_VARINT_BYTES > len(message):
+        raise IndexError
+    raise _no_part(message)
+
+
+def _no_part(message: bytes) -> FrameError:
+    return FrameError(f"expected a part of a frame, got {len(message)} bytes that are none")

@@ -102,8 +102,12 @@ def _stop_event(*, follow_parent: bool) -> asyncio.Event:
             os._exit(INTERRUPTED)
         stop.set()
 
+    def on_input() -> None:
+        if not os.read(sys.stdin.fileno(), 1):
+            stop.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     if follow_parent:
-        loop.add_reader(sys.stdin.fileno(), lambda: stop.set() if not os.read(sys.stdin.fileno(), 1) else None)
+        loop.add_reader(sys.stdin.fileno(), on_input)
     return stop

@@ -24,7 +24,15 @@ from protos.brigade_pb2 import (
     StatusRequest,
 )
 from protos.brigade_pb2_grpc import NodeServicer
-from worker.errors import BrigadeError, FrameError, ModelError, NodeBusy, StageLost
+from worker.errors import (
+    BrigadeError,
+    FrameError,
+    InternalError,
+    ModelError,
+    NodeBusy,
+    StageLost,
+    internal_error_text,
+)
 from worker.node.attachment import Attachment, check_place
 from worker.node.loader import Loader
 from worker.node.log import Log
@@ -115,12 +123,14 @@ class NodeService(NodeServicer):
             with self.log.refusing(f"to join the chain of coordinator {request.coordinator.name}"):
                 await self._make_way_for(request.coordinator, request.epoch)
                 if self._loader.is_busy:
-                    raise NodeBusy("is loading for another coordinator; try again once it has")
-                loaded = self._loader.loaded_as(request.loaded)
+                    raise NodeBusy("is loading a shard; try again once it has")
+                self._loader.loaded_as(request.loaded)
                 check_place(request)
                 attachment = Attachment(request, context.write)
                 await stack.enter_async_context(self._holding(attachment))
-                await attachment.open(loaded.shard, self._thread, self._network, self.name)
+                await attachment.open(
+                    self._loader.loaded_as(request.loaded).shard, self._thread, self._network, self.name
+                )
                 self._refuse_if_draining()
             with self.log.in_chain(request):
                 await context.send_initial_metadata(ACCEPTED)
@@ -129,8 +139,8 @@ class NodeService(NodeServicer):
     async def Relay(self, parts: AsyncIterator[bytes], context: Context) -> AsyncIterator[Credit]:
         async with self._reporting(context):
             with self.log.refusing("a hop"):
-                stage = self._stage_for(dict(context.invocation_metadata() or ()))
-            async for credit in stage.take_hop(parts):
+                hop = self._stage_for(dict(context.invocation_metadata() or ())).take_hop(parts)
+            async for credit in hop:
                 yield credit
 
     async def Status(self, request: StatusRequest, context: Context) -> StatusReply:
@@ -154,7 +164,9 @@ class NodeService(NodeServicer):
         except BrigadeError as error:
             await abort(context, error.at(self.name))
         except Exception as error:
-            await abort(context, StageLost(f"internal error: {error!r}", node=self.name))
+            text = internal_error_text(error)
+            self.log.failed(text)
+            await abort(context, InternalError(text, node=self.name))
 
     @property
     def _stage(self) -> Stage | None:

@@ -13,7 +13,7 @@ import mlx.core as mx
 from protos.brigade_pb2 import Credit, Frame, Result, StatusReply
 from worker.compute.engine import Engine, Step
 from worker.compute.exhaustion import memory_errors_named
-from worker.errors import FrameError, StageLost
+from worker.errors import BrigadeError, FrameError, StageLost, without_trace
 from worker.node.hop import put, take
 from worker.node.parts import Arrival, Joiner
 from worker.process.mlx_thread import MlxThread
@@ -46,7 +46,7 @@ class Stage:
         self._arrived = asyncio.Event()
         self._outputs: asyncio.Queue[Outgoing | Result] = asyncio.Queue()
         self._outcomes: asyncio.Queue[Result | None] = asyncio.Queue()  # None, once and for all: it has failed
-        self._failure: BaseException | None = None
+        self._failure: BrigadeError | None = None
         self._has_hop = False
         self._credit: asyncio.Queue[int] = asyncio.Queue()  # to grant; 0 ends the hop
         self._num_done = 0  # frames that credit is due for
@@ -142,6 +142,8 @@ class Stage:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()  # the error of one that failed leads back here
+        self._thread.submit(self.engine.close)  # behind the step in progress, which may take long: not waited for
 
     async def _work(self) -> None:
         loop = asyncio.get_running_loop()
@@ -160,6 +162,8 @@ class Stage:
                 output = header if isinstance(header, Result) else Outgoing(header.step, put(header, array))
                 self._busy_since = None if following is None else time.monotonic()
                 loop.call_soon_threadsafe(self._outputs.put_nowait, output)
+                if self._is_stopping:  # what waits, a load perhaps, must find the memory free that this frame holds
+                    return
                 self._thread.give_way()  # frames may come without end
                 step = following or self._begin_next()
 
@@ -179,7 +183,8 @@ class Stage:
         while True:
             output = await self._outputs.get()
             self.last_step = output.step
-            if not self.engine.num_slots and self._frames.empty() and self._busy_since is None:
+            # in the order in which a frame moves: it is in the queue, then begun, then its slot is there
+            if self._frames.empty() and self._busy_since is None and not self.engine.num_slots:
                 self._idle.set()
             if isinstance(output, Result):
                 output.timings[-1].sent = time.monotonic_ns()
@@ -231,10 +236,10 @@ class Stage:
 
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:
-            self._failure = error
+            self._failure = without_trace(error)
             self._outcomes.put_nowait(None)
             self._credit.put_nowait(0)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            raise self._failure.with_traceback(None)  # or it would grow with every time that it is raised
+            raise self._failure.again()

@@ -1,5 +1,6 @@
 """How an error travels: a gRPC status for whoever watches calls, its kind and its node in the trailing metadata."""
 
+from traceback import clear_frames
 from typing import Any
 
 import grpc
@@ -10,9 +11,11 @@ from worker.errors import (
     CacheMismatch,
     ConfigError,
     FrameError,
+    InternalError,
     ModelError,
     NodeBusy,
     OutOfMemory,
+    SamplingError,
     StageLost,
 )
 
@@ -22,9 +25,11 @@ _STATUSES: dict[type[BrigadeError], grpc.StatusCode] = {
     CacheMismatch: grpc.StatusCode.ABORTED,
     ConfigError: grpc.StatusCode.OUT_OF_RANGE,
     FrameError: grpc.StatusCode.DATA_LOSS,
+    InternalError: grpc.StatusCode.INTERNAL,
     ModelError: grpc.StatusCode.FAILED_PRECONDITION,
     NodeBusy: grpc.StatusCode.ALREADY_EXISTS,
     OutOfMemory: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    SamplingError: grpc.StatusCode.INVALID_ARGUMENT,
     StageLost: grpc.StatusCode.UNAVAILABLE,
 }
 _KINDS = {kind.__name__: kind for kind in _STATUSES}
@@ -32,8 +37,17 @@ _KINDS = {kind.__name__: kind for kind in _STATUSES}
 
 async def abort(context: grpc.aio.ServicerContext, error: BrigadeError) -> None:
     """End the call with this error. Never returns: grpc ends the call by an exception."""
+    _forget_traces(error)
     status = _STATUSES.get(type(error), grpc.StatusCode.INTERNAL)
     await context.abort(status, error.message, ((_KIND, type(error).__name__), (_NODE, error.node)))
+
+
+def _forget_traces(error: BaseException | None) -> None:
+    """Empty the frames that it passed: grpc keeps what ends a call, and with it this error and all that they hold."""
+    while error is not None:
+        clear_frames(error.__traceback__)
+        error.with_traceback(None)
+        error = error.__cause__ or error.__context__
 
 
 def error_of(call: grpc.RpcError, node: str) -> BrigadeError:

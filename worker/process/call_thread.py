@@ -33,13 +33,17 @@ class CallThread:
         Raises:
             RuntimeError: the thread was closed before, so that nobody would ever run it.
         """
+        return await self.submit(call)
+
+    def submit(self, call: Callable[[], T]) -> "asyncio.Future[T]":
+        """As `run`, for a call that nobody has to wait for. Raises RuntimeError likewise."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         with self._closing:
             if self._is_closed:
                 raise RuntimeError(f"the {self._thread.name} thread was closed before this call")
             self._jobs.put((call, loop, future))
-        return await future
+        return future
 
     def give_way(self) -> None:
         """Run what waits by now: for a call on this thread that goes on for long, between two of its parts."""
@@ -90,6 +94,7 @@ def _run(job: _Job) -> None:
         settle = partial(_settle, future, None, error.with_traceback(_cut(error.__traceback__)))
     if not loop.is_closed():
         loop.call_soon_threadsafe(settle)
+    del job, call, future, settle  # the frames of an error lead back to this one, and it would keep them with the error
 
 
 def _cut(trace: TracebackType | None) -> TracebackType | None:

@@ -3,14 +3,13 @@
 import contextlib
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import typer
 from typer.exceptions import TyperException
 
-from worker.errors import BrigadeError, InputError
+from worker.errors import BrigadeError, InputError, internal_error_text
 from worker.process.app import App
 from worker.process.call_thread import calls_are_left
 
@@ -63,12 +62,7 @@ def _exit_code(app: typer.Typer) -> int:
         sys.stdout = None  # what is still buffered cannot be written either
         return 2
     except Exception as error:
-        places = traceback.extract_tb(error.__traceback__)
-        while isinstance(error, ExceptionGroup):
-            error = error.exceptions[0]
-            places += traceback.extract_tb(error.__traceback__)
-        place = places[-1]
-        _complain(f"internal error: {error!r} at {place.filename.rpartition('/')[2]}:{place.lineno}; this is a bug")
+        _complain(internal_error_text(error))
         return 3
 
 

@@ -1,6 +1,7 @@
 """The sampler against numpy, and against what mlx-lm's own functions leave to choose from."""
 
 import random
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -51,6 +52,26 @@ def mlx_lm_draws(sampling: Sampling, num: int = 24, **parameters: float | dict[i
             chosen = mx.array(np.array(chosen) + numpy_gumbel(sampling.seed, len(history), VOCAB)).argmax(axis=-1)
         found.append(int(chosen.item()))
     return found
+
+
+def test_penalties_look_at_no_more_tokens_than_they_need_however_long_the_history_is() -> None:
+    """It is copied for every row, where steps are waited for."""
+
+    class Noted(list[int]):
+        def __getitem__(self, key: Any) -> Any:
+            found = super().__getitem__(key)
+            taken.append(len(found))
+            return found
+
+    taken: list[int] = []
+    history = [n % VOCAB for n in range(1000)]
+    sampling = Sampling(repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.5)
+    found = after(Sampler(sampling), logits_of(1), Noted(history)).tokens.item()
+    processed = logits_of(1)
+    for processor in make_logits_processors(repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.5):
+        processed = processor(mx.array(history), processed)
+    assert found == mx.argmax(processed, axis=-1).item()
+    assert taken == [20]
 
 
 BIAS = {3: 4.0, 40: 3.5, 7: -2.0}

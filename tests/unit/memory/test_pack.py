@@ -3,6 +3,7 @@
 import gc
 import random
 import sys
+import weakref
 from types import ModuleType
 
 import mlx.core as mx
@@ -138,6 +139,18 @@ def test_whatever_they_do_every_cache_holds_its_own_tokens(seed: int) -> None:
             chosen[0].cache.close()
         for model in models:
             model.check()
+
+
+def test_caches_that_are_closed_together_get_no_rows_back_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is done where memory is needed."""
+    models = [Model(), Model(), Model()]
+    step(models, [[1, 2, 3], [4, 5, 6], [7, 8, 9]])
+    caches = [model.cache for model in models]
+    pack = weakref.ref(caches[0].pack)
+    monkeypatch.setattr(KVCache, "take_back", None)
+    for cache in caches:
+        cache.close(besides=caches)
+    assert pack() is None and all(cache.nbytes == 0 and not cache.arrays() for cache in caches)
 
 
 def test_what_a_layer_says_of_attention_beyond_the_cache_holds_for_every_slot(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ def packed(files: Any) -> bytes:
 
 
 MALFORMED = {
+    "a file outside": zlib.compress(json.dumps({"..": {"a": ["F32", [1]]}}).encode()),
     "not packed": b"\0",
     "cut short": packed({FIRST: {A: ["F32", [2, 3]]}})[:-5],
     "no JSON": zlib.compress(b"{"),

@@ -60,8 +60,14 @@ def test_a_frame_comes_out_as_it_went_in_and_only_once_its_last_part_is_there(si
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_no_part_is_longer_than_a_mebibyte(size: int) -> None:
-    assert max(map(len, parts_of(size))) <= 1 << 20
+def test_no_part_has_more_payload_than_it_may(size: int) -> None:
+    beside = len(write_part(2**32 - 1, header(size).SerializeToString(), memoryview(b""))) + 5
+    assert max(map(len, parts_of(size))) <= PART_BYTES + beside
+
+
+@pytest.mark.parametrize("key", [b"", b"\x08"], ids=["key", "value"])
+def test_a_number_without_end_is_no_part(key: bytes) -> None:
+    refused([key + b"\xff" * 100], f"expected a part of a frame, got {100 + len(key)} bytes that are none")
 
 
 @pytest.mark.parametrize("number", [0, 1, 127, 128, 300, 2**32 - 1])

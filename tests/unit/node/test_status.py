@@ -94,7 +94,7 @@ def test_a_status_that_no_node_of_ours_gave_is_a_lost_stage_with_a_name_and_a_re
 @pytest.mark.parametrize("kind", [BrigadeError, *KINDS], ids=lambda kind: kind.__name__)
 def test_every_error_says_what_it_is_for_and_which_exit_code_it_gives(kind: type[BrigadeError]) -> None:
     assert kind.__doc__
-    expected = 2 if kind in (errors.InputError, errors.ConfigError, errors.ModelError) else 3
+    expected = 2 if kind in (errors.InputError, errors.ConfigError, errors.ModelError, errors.SamplingError) else 3
     assert kind.exit_code == expected
 
 

@@ -81,9 +81,9 @@ def test_an_error_of_a_worker_names_it(run: Run) -> None:
 def test_what_the_user_can_mend_is_exit_code_2_and_what_went_wrong_on_the_way_is_3() -> None:
     codes = {kind.__name__: kind.exit_code for kind in KINDS}
     assert codes == {
-        "InputError": 2, "ConfigError": 2, "ModelError": 2,
+        "InputError": 2, "ConfigError": 2, "ModelError": 2, "SamplingError": 2,
         "FrameError": 3, "CacheMismatch": 3, "NodeBusy": 3, "OutOfMemory": 3, "QueueFull": 3, "StageLost": 3,
-        "ReaderLost": 3,
+        "ReaderLost": 3, "InternalError": 3,
     }  # fmt: skip
 
 
