@@ -88,9 +88,12 @@ def print_stats(answer: Answer, plan: Plan, waterfall: Waterfall, *, with_legend
 
 
 def require_writable(name: str, path: Path) -> None:
-    """Refuse now what cannot be written once the answer is there."""
+    """Refuse now what cannot be written once the answer is there; leaves no empty file behind."""
+    is_new = not path.exists()
     try:
         path.open("a").close()
+        if is_new:
+            path.unlink()
     except OSError as error:
         raise InputError(name, f"cannot write {path}: {error.strerror}") from error
 

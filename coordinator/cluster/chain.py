@@ -225,6 +225,7 @@ class Chain:
             self._stage.deliver(result)
 
     def _begin_draining(self) -> None:
+        self._say(f"{self.draining}; what runs may end, for at most ten seconds")
         if self.on_draining is not None:
             self.on_draining()
 

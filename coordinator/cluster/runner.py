@@ -16,7 +16,7 @@ from coordinator.sessions.scheduler import Commit, Scheduler
 from coordinator.sessions.session import Session
 from coordinator.sessions.text import Text, TokenIds
 from coordinator.sessions.waterfall import Passage
-from worker.errors import BrigadeError, QueueFull, ReaderLost, StageLost
+from worker.errors import BrigadeError, InternalError, QueueFull, ReaderLost, StageLost
 from worker.node.parts import most_chunk_rows
 from worker.node.status import error_named
 
@@ -157,8 +157,8 @@ class Runner:
             try:
                 await self._epoch.run(self._take)
             except BrigadeError as error:
-                if self._when_lost is None or self._is_closing:
-                    raise
+                if self._when_lost is None or self._is_closing or isinstance(error, InternalError):
+                    raise  # a bug would meet the requests on the next chain, too
                 self._go_on(await self._when_lost(error))
 
     def _go_on(self, chain: Chain) -> None:

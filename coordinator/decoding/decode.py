@@ -70,7 +70,8 @@ def suit(decode: Decode, cache: Cache, spec: ModelSpec) -> Decode:
         InputError: the model has no MASK token, a layer that cannot be cut, or no room for the window.
     """
     if decode.kind == "auto":
-        able = spec.mask_token is not None and not spec.recurrent_layers
+        has_room = decode.window is not None or _room(cache, spec) > _FILL_WINDOW
+        able = spec.mask_token is not None and not spec.recurrent_layers and has_room
         decode = replace(decode, kind="diffusion" if able else "ar")
     if decode.kind == "ar":
         return decode
@@ -88,8 +89,13 @@ def suit(decode: Decode, cache: Cache, spec: ModelSpec) -> Decode:
             f"{decode.kind} needs mask-trained weights, but {spec.name} has no mask_token_id in config.json; "
             "use ngram or ar",
         )
-    window, room = decode.window or _FILL_WINDOW, min(spec.context, cache.size or spec.context)
+    window, room = decode.window or _FILL_WINDOW, _room(cache, spec)
     if window >= room:
         where = "the rotating cache keeps" if cache.size else "the model's context is"
         raise InputError("window", f"expected less than the {room} tokens that {where}, got {window}")
     return decode
+
+
+def _room(cache: Cache, spec: ModelSpec) -> int:
+    """Tokens that a session's caches hold at most."""
+    return min(spec.context, cache.size or spec.context)

@@ -19,6 +19,10 @@ from worker.errors import (
     StageLost,
 )
 
+_ENDED = (
+    *("reset by peer", "Socket closed", "GOAWAY", "EOF", "Broken pipe"),
+    *("Cancelling all calls", "Internal error from Core"),  # a server that stops, or is killed, within a call
+)
 _KIND, _NODE = "brigade-error", "brigade-node"
 
 _STATUSES: dict[type[BrigadeError], grpc.StatusCode] = {
@@ -69,6 +73,6 @@ def _in_plain_words(details: str) -> str:
     """What gRPC says of a broken connection, for people."""
     if "ping timeout" in details or "keepalive" in details:
         return "stopped answering (hung, asleep, or cut off)"
-    if any(sign in details for sign in ("reset by peer", "Socket closed", "GOAWAY", "EOF", "Broken pipe")):
+    if any(sign in details for sign in _ENDED):
         return "closed the connection (its process has ended)"
     return f"connection lost ({details})"

@@ -144,6 +144,11 @@ def test_a_window_that_does_not_fit_is_refused(kind: str, window: int, max_kv_si
         suit(decode(kind, str(window)), cache, spec())
 
 
+def test_auto_makes_no_window_where_the_cache_has_no_room_for_one_and_the_user_asked_for_none() -> None:
+    assert suit(decode("auto"), make_cache_choice("rotating", 16), spec()).kind == "ar"
+    assert suit(decode("auto"), make_cache_choice("rotating", 17), spec()).kind == "diffusion"
+
+
 @pytest.mark.parametrize("kind", DIFFUSION)
 @pytest.mark.parametrize(("window", "max_kv_size"), [(99, None), (15, 16), (1, 9)])
 def test_the_largest_window_that_fits_is_taken(kind: str, window: int, max_kv_size: int | None) -> None:

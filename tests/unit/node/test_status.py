@@ -75,6 +75,8 @@ def test_no_worker_can_make_a_coordinator_believe_that_its_own_request_or_queue_
         ("Stream removed (ping timeout)", "stopped answering (hung, asleep, or cut off)"),
         ("recvmsg:Connection reset by peer (104)", "closed the connection (its process has ended)"),
         ("Socket closed", "closed the connection (its process has ended)"),
+        ("Cancelling all calls", "closed the connection (its process has ended)"),
+        ("Internal error from Core", "closed the connection (its process has ended)"),
     ],
 )
 def test_a_broken_connection_is_told_in_plain_words(details: str, words: str) -> None:
