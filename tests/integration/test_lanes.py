@@ -16,6 +16,7 @@ from tests.integration.conftest import CHUNK, Models, Pass, running
 from tests.integration.many import SPLITS, Live, request, solo, splits, together, tokens_of
 from tests.integration.windows import BIASED, MASKED
 from worker.compute.engine import Engine
+from worker.errors import InternalError
 
 FAMILIES = ("qwen3", "llama", "gemma3_text", "qwen3_5", "qwen3_moe")
 WIDE: dict[str, Any] = {"config": {"mask_token_id": 90, "head_dim": 32}, "sharpen": 4.0}  # int8 needs groups of 32
@@ -225,4 +226,5 @@ async def test_a_step_that_fails_ahead_of_another_fails_the_runner_not_the_proce
             outcomes = await asyncio.gather(
                 *(runner.answer(request(tokens_of(3, i), 40), chunk=CHUNK) for i in range(4)), return_exceptions=True
             )
-    assert [str(outcome) for outcome in outcomes] == ["no such kernel"] * 4
+    assert [type(outcome) for outcome in outcomes] == [InternalError] * 4
+    assert all("RuntimeError('no such kernel') at test_lanes.py" in str(outcome) for outcome in outcomes)
