@@ -1,10 +1,10 @@
 """What `plan`, `verify` and `bench` do once their flags are parsed."""
 
 import json
+import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-
-from rich.console import Console
 
 from coordinator.cli.forecasts import print_forecasts
 from coordinator.cli.report import plan_as_json, print_plan, require_writable
@@ -43,12 +43,17 @@ async def run_forecast(options: ClusterOptions, assumed: Assumed, *, as_json: bo
 
 
 async def run_verify(options: ClusterOptions, decode: Decode, *, max_tokens: int, seed: int, as_json: bool) -> int:
-    """Print what was compared. The exit code: 0 if the cluster is the model, 1 if not."""
-    report = await verify(options, decode, max_tokens=max_tokens, seed=seed)
+    """Print what was compared. The exit code: 0 if the cluster is the model, 1 if not.
+
+    Into a pipe or a file each line goes as it is found; a terminal shows a bar meanwhile, and the lines at the end.
+    """
+    lines: list[str] = []
+    tell = lines.append if as_json or sys.stdout.isatty() else partial(print, flush=True)
+    report = await verify(options, decode, max_tokens=max_tokens, seed=seed, tell=tell)
     if as_json:
         print(report.to_json())
     else:
-        report.print(Console(highlight=False))
+        print("\n".join([*lines, report.summary()]), flush=True)
     return 0 if report.holds else 1
 
 

@@ -53,7 +53,10 @@ def show_steps(total: int) -> Iterator[Begin]:
     """Draw one bar and what is being done; a call names the step that begins."""
     console = Console(stderr=True)
     columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+    # standard output may be a pipe all the same: what is printed there must not be drawn here
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal, redirect_stdout=False
+    ) as bars:
         task, done = bars.add_task("", total=total), count()
         yield lambda step: bars.update(task, completed=next(done), description=step, refresh=True)
 

@@ -3,11 +3,9 @@
 import json
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
-
-from rich.console import Console
 
 from coordinator.measure.rounding import Rounding
 from coordinator.planning.plan import Assignment
@@ -57,14 +55,14 @@ class Case:
         return f"{self.verdict:<8} {self.name}: {told}{rest}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Report:
-    """All tensors and all cases."""
+    """All tensors, and the cases so far."""
 
     split: tuple[Assignment, ...]
     num_tensors: int
     differing: list[tuple[str, str]]  # node and tensor
-    cases: list[Case]
+    cases: list[Case] = field(default_factory=list)
 
     @property
     def holds(self) -> bool:
@@ -83,11 +81,8 @@ class Report:
             }
         )
 
-    def print(self, console: Console) -> None:
-        for line in self._lines():
-            console.print(line, markup=False)
-
-    def _lines(self) -> list[str]:
+    def of_tensors(self) -> list[str]:
+        """The split, and what became of the tensors; a line per case and the summary follow."""
         own, *workers = self.split
         places = {own.name: "the coordinator"} | {worker.name: f"worker {worker.name}" for worker in workers}
         tensors = [f"DIFFERS  tensor {tensor} on {places[node]}" for node, tensor in self.differing]
@@ -95,11 +90,9 @@ class Report:
         return [
             "split: " + " · ".join(f"{node.name} [{node.start}, {node.end})" for node in self.split),
             *(tensors or [f"equal    {self.num_tensors} tensors on {where}"]),
-            *map(str, self.cases),
-            self._summary(),
         ]
 
-    def _summary(self) -> str:
+    def summary(self) -> str:
         if not self.holds:
             return "the cluster is NOT the model"
         rounded = sum(case.verdict == "rounding" for case in self.cases)

@@ -45,8 +45,17 @@ class Alone:
     measure: Callable[[Request, list[int], int], Rounding] | None = None
 
 
-async def verify(options: ClusterOptions, decode: Decode, *, max_tokens: int, seed: int) -> Report:
+async def verify(
+    options: ClusterOptions,
+    decode: Decode,
+    *,
+    max_tokens: int,
+    seed: int,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Report:
     """Compare a cluster, opened for this, with its model; shows on standard error how far it is.
+
+    `tell` takes each line of the report as it is found, all but the summary.
 
     Needs memory for the whole model in this process.
     """
@@ -65,8 +74,13 @@ async def verify(options: ClusterOptions, decode: Decode, *, max_tokens: int, se
             num_tensors, differing = await compare_tensors(chain, checkpoint, begin)
             begin("loading the model in one process")
             alone = await chain.thread.run(lambda: load_alone(checkpoint, spec, decode))
-            cases = [await compare(chain, alone, name, request, begin) for name, request in requests]
-        return Report(chain.plan.assignments, num_tensors, differing, cases)
+            report = Report(chain.plan.assignments, num_tensors, differing)
+            for line in report.of_tensors():
+                tell(line)
+            for name, request in requests:
+                report.cases.append(await compare(chain, alone, name, request, begin))
+                tell(str(report.cases[-1]))
+        return report
 
 
 async def compare_tensors(chain: Chain, checkpoint: Checkpoint, begin: Begin) -> tuple[int, list[tuple[str, str]]]:

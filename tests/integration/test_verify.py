@@ -1,8 +1,10 @@
 """`verify` on chains that are the model and on chains that are not quite."""
 
 import io
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -13,6 +15,7 @@ from coordinator.cluster import progress
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.options import cluster_options
 from coordinator.decoding.decode import Decode
+from coordinator.measure import verify as verify_module
 from coordinator.measure.reference import Reference
 from coordinator.measure.verdict import Case
 from coordinator.measure.verify import compare, compare_tensors, load_alone
@@ -143,3 +146,25 @@ async def test_verify_shows_how_far_it_is_and_ends_with_its_verdict(
     monkeypatch.setattr(Shard, "logits", lambda shard, h, compute=Shard.logits: -compute(shard, h))
     assert await run_verify(options, Decode(), max_tokens=2, seed=0, as_json=False) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "the cluster is NOT the model"
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+async def test_verify_into_a_pipe_says_each_line_as_it_is_found(
+    models: Models, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_terminal: bool
+) -> None:
+    """A terminal shows a bar meanwhile, and the lines after it."""
+    out: list[str] = []
+    compare = verify_module.compare
+
+    async def note(*arguments: Any) -> Case:
+        out.append(capsys.readouterr().out)
+        return await compare(*arguments)
+
+    monkeypatch.setattr(verify_module, "compare", note)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    options = cluster_options(None, str(models("qwen3").folder), 0, None, None)
+    assert await run_verify(options, Decode(), max_tokens=2, seed=0, as_json=False) == 0
+    first, *others = out
+    assert first.startswith("split: ") != is_terminal
+    assert all(text.startswith("equal ") and text.count("\n") == 1 for text in others) != is_terminal
+    assert capsys.readouterr().out.startswith("split: ") == is_terminal
