@@ -338,7 +338,7 @@ def digest(array: mx.array) -> str:
 async def test_digests_leave_room_for_frames_between_their_pieces_and_are_the_same_then(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shard_module, "_DIGEST_BYTES", 512)
+    monkeypatch.setattr(shard_module, "_DIGEST_BYTES", 64)
     async with serving(1) as [node], opened(models("qwen3").folder, (2, 2), [node]) as chain, Runner(chain) as runner:
         idle = await chain.peers[0].digests()
         live = Live(runner, request((5, 6, 7), 400))
