@@ -81,8 +81,7 @@ def main(
     size = Size(64, 2, 300, 4) if quick else Size(1024, 8, 32_000, 32)
     seeds = range(1) if quick else count()
     with tempfile.TemporaryDirectory() as folder:
-        with mx.stream(mx.cpu):  # on a GPU, making the larger random model does not come to an end
-            models = _make_models(Path(folder), size)
+        models = _make_models(Path(folder), size)
         runs = uvloop.run(_run_all(models, seeds, size.max_tokens, time.monotonic() + seconds, json_file))
     mx.clear_streams()
     return _print(runs)
@@ -123,7 +122,8 @@ async def _run_all(
             "one process": (Cluster(), 0),
             f"two processes{', two GPUs' if _second_gpu() else ''}": (Cluster(workers=(worker,)), None),
         }
-        for seed, model, place, decode in product(seeds, models, clusters, _DECODES):
+        cases = list(product(models, clusters, _DECODES))
+        for seed, (model, place, decode) in ((seed, case) for seed in seeds for case in cases):
             if time.monotonic() > end:
                 break
             cluster, local = clusters[place]
