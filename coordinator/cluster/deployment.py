@@ -81,13 +81,13 @@ class OwnNode:
         await together(self._load_own(deployment, progress), *theirs)
 
     async def _load_own(self, deployment: Deployment, progress: Progress) -> None:
-        own, num_layers = deployment.plan.assignments[0], deployment.spec.num_layers
+        own = deployment.plan.assignments[0]
         held = self.shard
         if held and self._source is deployment.checkpoint and (held.start, held.end) == (own.start, own.end):
             progress(own.name, LoadProgress(phase="kept", done=held.nbytes, total=held.nbytes))
             return
         self.shard = held = None  # its memory is needed
         self.shard = await load_shard(
-            deployment.checkpoint, own.start, own.end, num_layers, self.thread, partial(progress, own.name)
+            deployment.checkpoint, own.start, own.end, self.thread, partial(progress, own.name)
         )
         self._source = deployment.checkpoint

@@ -12,18 +12,18 @@ from mlx_lm.utils import load_model
 
 from protos.brigade_pb2 import Sampling
 from worker.compute.sampling import Sampler
-from worker.model.checkpoint import read_config
-from worker.model.families import family_of, mask_token_of
+from worker.model.checkpoint import open_folder
+from worker.model.describe import describe
+from worker.model.families import module_of
 
 
 class Reference:
     """The unsharded model of a folder."""
 
     def __init__(self, folder: Path) -> None:
-        config = read_config(folder)
-        module = family_of(config).module
-        self._mask_token = mask_token_of(config)
-        self.model, _ = load_model(folder, model_config={"model_type": module})
+        checkpoint = open_folder(folder)
+        self.model, _ = load_model(folder, model_config={"model_type": module_of(checkpoint.config)})
+        self._mask_token = describe(checkpoint).mask_token
 
     def generate(self, prompt: Sequence[int], num_tokens: int, sampling: Sampling, chunk: int) -> list[int]:
         """Continue the prompt by `num_tokens` tokens, fed in chunks of `chunk` tokens as a session does."""

@@ -75,12 +75,8 @@ def check_request(request: Request, spec: ModelSpec) -> None:
     for name, count in (("top_k", request.sampling.top_k), ("logprobs", request.sampling.logprobs - 1)):
         if count >= spec.vocab_size:
             raise InputError(name, f"expected less than the vocabulary's {spec.vocab_size}, got {count}")
-    if request.cache.kind == CACHE_INT8 and spec.head_size % _INT8_GROUP:
-        raise InputError(
-            "kv",
-            f"int8 needs heads of a multiple of {_INT8_GROUP} numbers, but those of {spec.name} have "
-            f"{spec.head_size}; use full",
-        )
+    if request.cache.kind == CACHE_INT8 and spec.int8_refusal:
+        raise InputError("kv", f"{spec.name} cannot keep its caches in 8 bits: {spec.int8_refusal}; use full")
     if request.max_tokens < 1:
         raise InputError("max_tokens", f"expected at least 1, got {request.max_tokens}")
     if len(request.prompt) >= spec.context:

@@ -122,7 +122,7 @@ def arriving(origin: Path, model: str) -> Checkpoint:
 
 def needed(folder: Path, start: int, end: int) -> set[str]:
     checkpoint = open_folder(folder)
-    return checkpoint.files_of(shard_tensors(checkpoint, start, end, 4))
+    return checkpoint.files_of(shard_tensors(checkpoint, start, end))
 
 
 def keep_only(folder: Path, files: set[str]) -> Path:
@@ -176,7 +176,7 @@ def in_one_file_per_layer(whole: Whole) -> None:
 async def test_a_file_of_its_own_layers_that_a_worker_lacks_is_named_with_its_layers(whole: Whole, copy: Path) -> None:
     request = full_request(whole.folder, 1, 4)
     held = open_folder(copy)
-    names = shard_tensors(held, 1, 4, 4)
+    names = shard_tensors(held, 1, 4)
     layers = sorted(
         {int(name.split(".")[2]) for name in names if held.tensors[name].file == FILES[2] and "layers" in name}
     )

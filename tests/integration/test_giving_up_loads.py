@@ -141,7 +141,7 @@ async def test_a_load_that_was_given_up_reads_no_layer_more_and_the_next_one_sta
 async def test_a_coordinator_whose_own_load_is_cancelled_goes_on_at_once_and_the_download_stops(tmp_path: Path) -> None:
     hub, thread = SlowHub(), MlxThread()
     checkpoint = hub.checkpoint(make_model(tmp_path / "model"))
-    load = asyncio.create_task(load_shard(checkpoint, 0, 4, 4, thread, lambda report: None))
+    load = asyncio.create_task(load_shard(checkpoint, 0, 4, thread, lambda report: None))
     hub.permits.release()
     await until(lambda: hub.pieces)
     load.cancel()

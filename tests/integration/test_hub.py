@@ -221,7 +221,7 @@ def report(model: str) -> dict[str, Any]:
     async def load() -> dict[str, str]:
         thread = MlxThread()
         try:
-            shard = await load_shard(checkpoint, 0, 2, 4, thread, lambda p: progress.append((p.phase, p.done, p.total)))
+            shard = await load_shard(checkpoint, 0, 2, thread, lambda p: progress.append((p.phase, p.done, p.total)))
             return await thread.run(shard.digests)
         finally:
             thread.close()

@@ -438,7 +438,7 @@ from pathlib import Path
 import mlx.core as mx
 import psutil
 from worker.model.checkpoint import open_folder
-from worker.model.families import family_of
+from worker.model.families import model_classes
 from worker.node.loading import load_shard
 from worker.process.mlx_thread import MlxThread
 
@@ -452,11 +452,11 @@ def peak() -> int:
 
 async def main(folder: str, start: int, end: int, num_layers: int) -> None:
     checkpoint = open_folder(Path(folder))
-    family_of(checkpoint.config).code()
+    model_classes(checkpoint.config)
     thread = MlxThread()
     await thread.run(lambda: mx.eval(mx.ones((8, 8)) @ mx.ones((8, 8))))
     before = psutil.Process().memory_info().rss
-    shard = await load_shard(checkpoint, start, end, num_layers, thread, lambda report: None)
+    shard = await load_shard(checkpoint, start, end, thread, lambda report: None)
     print(json.dumps({"shard": shard.nbytes, "growth": max(peak() - before, mx.get_peak_memory())}))
     thread.close()
 

@@ -71,19 +71,18 @@ class Engine:
     @property
     def cache_bytes(self) -> int:
         slots = list(self._slots.values())  # asked from another thread: a step may open or close slots meanwhile
-        return sum(cache.nbytes for slot in slots for cache in slot.caches)
+        return sum(slot.caches.nbytes for slot in slots)
 
     def close(self) -> None:
         """Let go of all slots: now, since their memory is needed, and not one after another with packs made anew."""
         slots = list(self._slots.values())
         self._slots.clear()
-        for caches in zip(*(slot.caches for slot in slots), strict=True):
-            for cache in caches:
-                cache.close(besides=caches)
+        for slot in slots:
+            slot.caches.close(besides=[other.caches for other in slots])
 
     def check(self, frame: Frame) -> None:
         """Raise FrameError unless this is a frame for this stage, by its header alone. Any thread may ask."""
-        check_header(frame, self._stage, self._shard.args.hidden_size, self._dtype)
+        check_header(frame, self._stage, self._shard.anatomy.hidden_size, self._dtype)
 
     def step(self, frame: Frame, received: int) -> Frame | Result:
         """`begin` and `finish` in one, for a shard that is the whole model."""
@@ -199,7 +198,7 @@ class Engine:
         # A prompt chunk's rows end in the caches, the last layer's of which depend on all others; what the last layer
         # makes of them is never computed. The next chunk writes into these very objects, even before this one is done.
         chunks = [self._slots[window.slot] for window in step.windows if not asked_rows(window)]
-        step.ready = [mx.stop_gradient(array) for slot in chunks for array in slot.caches[-1].arrays()]
+        step.ready = [mx.stop_gradient(array) for slot in chunks for array in slot.caches.arrays()]
         if asked:
             step.ready.append(h if len(rows) == h.shape[1] else h[:, mx.array(rows)])
         mx.async_eval(step.ready)  # the device works while the sampling graph is built

@@ -1,14 +1,12 @@
 """Slot: what a stage holds of one session."""
 
-from collections.abc import Sequence
-
 import mlx.core as mx
 
 from protos.brigade_pb2 import Sampling, Window
 from worker.compute.header import num_rows
 from worker.compute.sampling import Sampler
 from worker.errors import CacheMismatch
-from worker.memory.cache import LayerCache
+from worker.memory.caches import Caches
 from worker.memory.history import History
 from worker.memory.lane import Place
 
@@ -16,18 +14,17 @@ from worker.memory.lane import Place
 class Slot:
     """A session's row on this stage: its tokens, its caches and, on the last stage, its sampler."""
 
-    def __init__(self, caches: Sequence[LayerCache], history: History, sampling: Sampling) -> None:
+    def __init__(self, caches: Caches, history: History, sampling: Sampling) -> None:
         self.caches = caches
         self.history = history
         self.sampler = Sampler(sampling)
 
     def fork(self, length: int, sampling: Sampling) -> "Slot":
         """Another slot that goes on from the first `length` tokens. Raises CacheMismatch if that cannot be."""
-        return Slot([cache.fork(length) for cache in self.caches], self.history.fork(length), sampling)
+        return Slot(self.caches.fork(length), self.history.fork(length), sampling)
 
     def close(self) -> None:
-        for cache in self.caches:
-            cache.close()
+        self.caches.close()
 
     def begin(self, window: Window) -> Place:
         """Cut to the window's base and take its tokens; returns where its rows go.
@@ -41,8 +38,7 @@ class Slot:
             found = f"only {held} tokens" if base > held else "another prefix"
             raise CacheMismatch(f"slot {window.slot} was to continue at {base} tokens but holds {found}")
         self.history.cut(base)
-        for cache in self.caches:
-            cache.cut(base)
+        self.caches.cut(base)
         self.history.extend(window.tokens)
         positions = mx.array(list(window.positions), mx.int32) if window.positions else None
         return Place(self.caches, base, num_rows(window), positions)

@@ -3,24 +3,19 @@
 Cutting moves a length and copies nothing. mlx-lm's layers see `offset` and `update_and_fetch`, as of its own caches.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache
 
-from protos.brigade_pb2 import Cache
 from worker.errors import CacheMismatch
 from worker.memory.rows import Parts, Rows
 from worker.model.cachespec import (
     INT8,
     ROW_BLOCK,
-    STATE,
     WHOLE,
     CacheSpec,
     Form,
-    LayerKind,
-    cache_spec,
     int8_group,
     whole_blocks,
 )
@@ -51,19 +46,15 @@ class LayerCache(Protocol):
 
     def reserve(self, num_rows: int, positions: mx.array | None) -> None: ...
 
-    def mask(self, num_rows: int) -> Mask: ...
+    def make_mask(self, num_rows: int, return_array: bool = False, window_size: int | None = None) -> Mask: ...
+
+    def settle(self, length: int) -> None: ...
 
     def arrays(self) -> list[mx.array]: ...
 
     def fork(self, length: int) -> "LayerCache": ...
 
     def close(self, besides: "Sequence[LayerCache]" = ()) -> None: ...
-
-
-def make_cache(kind: LayerKind, cache: Cache) -> LayerCache:
-    """The cache of one layer, as the layer and the session's choice of cache want it."""
-    spec = cache_spec(kind, cache)
-    return _FRESH[spec.form](spec)
 
 
 def _as_they_are(rows: mx.array) -> Parts:
@@ -175,17 +166,54 @@ class KVCache:
             copied.share(rows, length - other.dropped, self.step)
         return other
 
-    def mask(self, num_rows: int) -> Mask:
-        """Which of the held rows and of the window's own each row of the window sees."""
+    def make_mask(self, num_rows: int, return_array: bool = False, window_size: int | None = None) -> Mask:
+        """Which of the held rows and of the window's own each row of the window sees; asked for by mlx-lm's models.
+
+        Args:
+            return_array: not by a name, even where there is one.
+            window_size: of a layer that sees less than its cache holds.
+        """
         held = self.length - self.dropped
-        if self.window is None or (held + num_rows <= self.window + self.keep and not self.dropped):
-            return None if num_rows == 1 else "causal"
+        windows = [size for size in (self.window, window_size) if size is not None]
+        slides = self.dropped or any(held + num_rows > size + self.keep for size in windows)
+        if not slides and num_rows == 1:
+            return None
+        if not slides and not return_array and (window_size is None or self.window is not None):
+            return "causal"
         rows = mx.arange(held + num_rows)
         old = mx.where(rows[:held] < self.keep, rows[:held], rows[:held] + self.dropped)
         new = mx.arange(self.length, self.length + num_rows) if self._positions is None else self._positions
         positions = mx.concatenate([old, new])[None]
-        in_sight = (positions > new[:, None] - self.window) | (positions < self.keep)
-        return in_sight & (rows[None] <= rows[held:, None])
+        in_sight = rows[None] <= rows[held:, None]
+        for size in windows:
+            in_sight &= (positions > new[:, None] - size) | (positions < self.keep)
+        return in_sight
+
+    def settle(self, length: int) -> None:
+        """A pass is over by which there are `length` tokens. Moves what stands for a layer that is elsewhere."""
+        self.length = length
+
+    @property
+    def keys(self) -> mx.array:
+        """The buffer, for models that make it wait for something else."""
+        return self._keys.parts[0]
+
+    @keys.setter
+    def keys(self, buffer: mx.array) -> None:
+        self._keys.parts = (buffer,)
+
+    @property
+    def values(self) -> mx.array:
+        return self._values.parts[0]
+
+    @values.setter
+    def values(self, buffer: mx.array) -> None:
+        self._values.parts = (buffer,)
+
+    start_position = 0  # of what is held, for models that let go of rows themselves: here nothing is
+
+    def maybe_trim_front(self) -> None:
+        """Called by such models."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array | Parts, mx.array | Parts]:
         """Append [1, H, L, K] and return everything held."""
@@ -220,57 +248,3 @@ class Int8Cache(KVCache):
 
     def _read(self, rows: Rows, end: int) -> mx.array | Parts:
         return rows.read(end)
-
-
-class RecurrentState(ArraysCache):
-    """The state of a recurrent layer: it has no rows, so it can go on or start again, but not be cut."""
-
-    def __init__(self) -> None:
-        super().__init__(size=2)
-        self.length = 0
-        self._nbytes = 0
-
-    def arrays(self) -> list[mx.array]:
-        return [array for array in self.cache if array is not None]  # type: ignore[misc]
-
-    @property
-    def nbytes(self) -> int:
-        return self._nbytes
-
-    def cut(self, length: int) -> None:
-        """Go on at `length`, or start again at 0. Raises CacheMismatch for anything in between."""
-        if length == 0:
-            self.cache = [None] * len(self.cache)
-            self._nbytes = 0
-        elif length != self.length:
-            raise CacheMismatch(f"a recurrent layer cannot be cut to {length} tokens: its state is at {self.length}")
-        self.length = length
-
-    def close(self, besides: Sequence[LayerCache] = ()) -> None:
-        self.cache = [None] * len(self.cache)
-
-    def fork(self, length: int) -> "RecurrentState":
-        """Another state that goes on from `length`. Raises CacheMismatch as `cut` does."""
-        other = RecurrentState()
-        other.cache = list(self.cache)  # a layer replaces these arrays, it does not write to them
-        other.length, other._nbytes = self.length, self._nbytes
-        other.cut(length)
-        return other
-
-    def reserve(self, num_rows: int, positions: mx.array | None) -> None:
-        pass
-
-    def mask(self, num_rows: int) -> Mask:
-        return None
-
-    def advance(self, num_rows: int) -> None:
-        """Called by mlx-lm's layer once it has taken `num_rows` rows."""
-        self.length += num_rows
-        self._nbytes = sum(array.nbytes for array in self.arrays())
-
-
-_FRESH: dict[Form, Callable[[CacheSpec], LayerCache]] = {
-    WHOLE: lambda spec: KVCache(spec.window, spec.keep),
-    INT8: lambda spec: Int8Cache(spec.window, spec.keep),
-    STATE: lambda spec: RecurrentState(),
-}

@@ -1,139 +1,219 @@
-"""A lane: the windows of several slots in one pass. Their rows lie end to end, so every matrix product takes them all.
+"""A lane: the windows of several slots in one pass. Where a layer expects one cache it finds a view of several.
 
-Only attention tells the slots apart: windows of equal length on caches of similar length attend together (pack.py), the
-others one by one.
+Rows lie end to end, so every matrix product takes them all, and only attention tells the slots apart: windows of equal
+length on caches of similar length attend together (pack.py), the others one by one. Windows of one length may also lie
+side by side, as in any batch, for models that want that. A layer whose caches allow neither takes slot after slot.
 """
 
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
 
-from worker.memory.cache import KVCache, LayerCache, Mask
+from worker.memory.cache import KVCache, Mask
+from worker.memory.caches import Caches
 from worker.memory.pack import packed
-from worker.model.cachespec import LayerKind, pack_capacity
+from worker.model.cachespec import pack_capacity
+from worker.model.doors import Run
 
 Attention = Callable[..., mx.array]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one window goes: its slot's caches, one per layer, already cut to `base`."""
+    """Where one window goes: its slot's caches, already cut to `base`."""
 
-    caches: Sequence[LayerCache]
+    caches: Caches
     base: int
     num_rows: int
     positions: mx.array | None = None  # [L] int32; None: they count up from the base
+
+    @property
+    def is_alike(self) -> tuple[int, int | None, bool]:
+        """Equal for windows that may be a batch."""
+        return self.num_rows, pack_capacity(self.base + self.num_rows), self.positions is None
 
 
 class Lane:
     """Several places, and what all layers need to know of them; made once per pass."""
 
-    def __init__(self, places: Sequence[Place]) -> None:
+    def __init__(self, places: Sequence[Place], *, side_by_side: bool = False) -> None:
+        """`side_by_side`: hidden states are [B, L, D], all windows having L rows; else [1, sum L, D]."""
         self.places = places
-        self.splits = tuple(accumulate(place.num_rows for place in places[:-1]))
-        self._counts_up = all(place.positions is None for place in places)
-        self._offset = mx.concatenate([_positions(place) for place in places])
-        self._masks: dict[LayerKind, list[Mask]] = {}
-        alike: dict[tuple[int, int | None, tuple[bool, ...]], list[int]] = defaultdict(list)
-        for number, place in enumerate(places):
-            suited = tuple(isinstance(cache, KVCache) and cache.can_be_packed for cache in place.caches)
-            alike[place.num_rows, pack_capacity(place.base + place.num_rows), suited].append(number)
-        self._groups = [
-            _Group(numbers, places, capacity, suited)
-            for (_, capacity, suited), numbers in alike.items()
-            if len(numbers) > 1 and capacity is not None
+        self.side_by_side = side_by_side
+        self.counts_up = all(place.positions is None for place in places)
+        self._splits = tuple(accumulate(place.num_rows for place in places[:-1]))
+        bases = [place.base for place in places]
+        self.offset = mx.array(bases) if side_by_side else mx.concatenate([_positions(place) for place in places])
+        self._reserve(groups := list(_groups(places)))
+        self.views = [
+            self._view([place.caches.listed[number] for place in places], [g for g in groups if g.suited[number]])
+            for number in range(len(places[0].caches.listed))
         ]
 
-    def run(self, layer: Any, number: int, kind: LayerKind, h: mx.array) -> mx.array:
-        """One of the shard's layers over the lane: hidden states [1, sum L, D] to the same."""
-        caches: list[Any] = [place.caches[number] for place in self.places]
-        if kind.recurrent:  # a state has no rows that could be told apart: slot by slot
-            rows = zip(h.split(self.splits, axis=1), caches, strict=True)
-            return mx.concatenate([layer(x, None, cache) for x, cache in rows], axis=1)
-        groups = [group for group in self._groups if group.suited[number]]
-        if groups and len(groups[0].numbers) == len(caches) and self._counts_up:  # a batch as any other
-            batch = layer(h.reshape(len(caches), -1, h.shape[-1]), groups[0].mask, BatchCache(groups[0], caches))
-            return batch.reshape(h.shape)
-        return layer(h, None, self._cache(caches, kind, groups))
+    def split(self, rows: mx.array, axis: int = 1) -> list[mx.array]:
+        """Each slot's of the rows of all."""
+        if self.side_by_side:
+            return rows.split(len(self.places), axis=0)
+        return rows.split(self._splits, axis=axis)
 
-    def _cache(self, caches: list[Any], kind: LayerKind, groups: Sequence["_Group"]) -> "LaneCache":
-        together = {number for group in groups for number in group.numbers}
-        alone = [number for number in range(len(caches)) if number not in together]
-        for number in alone:
-            caches[number].reserve(self.places[number].num_rows, self.places[number].positions)
-        if kind not in self._masks:
-            self._masks[kind] = [
-                caches[number].mask(place.num_rows) if number in alone else None
-                for number, place in enumerate(self.places)
-            ]
-        return LaneCache(caches, self._masks[kind], self.splits, self._offset, groups, alone)
+    def join(self, rows: Sequence[mx.array], axis: int = 1) -> mx.array:
+        return mx.concatenate(list(rows), axis=0 if self.side_by_side else axis)
+
+    def settle(self) -> None:
+        for place in self.places:
+            place.caches.settle(place.base + place.num_rows)
+
+    def _reserve(self, groups: Sequence["_Group"]) -> None:
+        """Room for every window; a pack has it already."""
+        for at, place in enumerate(self.places):
+            group = next((group for group in groups if at in group.numbers), None)
+            for number in place.caches.own_numbers:
+                if group is None or not group.suited[number]:
+                    place.caches.listed[number].reserve(place.num_rows, place.positions)
+
+    def _view(self, caches: list[Any], groups: list["_Group"]) -> "View":
+        together = len(groups) == 1 and len(groups[0].numbers) == len(caches) and self.counts_up
+        if together and self.side_by_side:
+            return BatchCache(self, caches, groups[0])
+        if self.side_by_side or not isinstance(caches[0], KVCache):
+            return View(self, caches)
+        return LaneCache(self, caches, groups, together)
 
 
-class BatchCache:
-    """One layer's packed caches of a lane whose windows are all of one length: rows [B, H, L, K], as in any batch."""
+class LaneMask:
+    """What a model gets as its mask and hands to its layers: a mask for each slot, or for each group of them."""
 
-    def __init__(self, group: "_Group", caches: Sequence[KVCache]) -> None:
-        self.offset = group.bases
+    def __init__(self, alone: dict[int, Mask], groups: Sequence[mx.array]) -> None:
+        self.alone = alone
+        self.groups = groups
+
+
+class View:
+    """Several slots' caches where a layer expects one: such a layer takes slot after slot."""
+
+    def __init__(self, lane: Lane, caches: Sequence[Any]) -> None:
+        self.caches = caches
+        self._lane = lane
+
+    @property
+    def offset(self) -> mx.array:
+        """The position of every row, or of each slot's first where they lie side by side."""
+        return self._lane.offset
+
+    def __getitem__(self, number: int) -> "View":
+        """Of layers with several caches each."""
+        return View(self._lane, [cache[number] for cache in self.caches])
+
+    def make_mask(self, num_rows: int, return_array: bool = False, window_size: int | None = None) -> LaneMask:
+        """As of a single cache, and of any slot's; asked for by mlx-lm's models."""
+        places = enumerate(zip(self.caches, self._lane.places, strict=True))
+        return LaneMask({i: cache.make_mask(p.num_rows, return_array, window_size) for i, (cache, p) in places}, [])
+
+    def run(self, layer: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The layer over the lane; `args` begin with its hidden states."""
+        results = []
+        for number, hidden in enumerate(self._lane.split(args[0])):
+            others = [self._of_slot(value, number) for value in args[1:]]
+            named = {key: self._of_slot(value, number) for key, value in kwargs.items()}
+            results.append(layer(hidden, *others, **named))
+        if not isinstance(results[0], tuple | list):
+            return self._lane.join(results)
+        return (self._lane.join([result[0] for result in results]), *[None] * (len(results[0]) - 1))
+
+    def _of_slot(self, value: Any, number: int) -> Any:
+        """What one slot has where the lane has this: its own mask, cache, or numbers."""
+        if isinstance(value, LaneMask):
+            return value.alone[number]
+        if isinstance(value, View):
+            return value.caches[number]
+        of_batch = isinstance(value, mx.array) and value.ndim > 0 and value.shape[0] == len(self.caches)
+        return value[number : number + 1] if of_batch and self._lane.side_by_side else value
+
+
+class BatchCache(View):
+    """Packed caches of windows that lie side by side: rows [B, H, L, K], as in any batch."""
+
+    def __init__(self, lane: Lane, caches: Sequence[KVCache], group: "_Group") -> None:
+        super().__init__(lane, caches)
         self._group = group
-        self._caches = caches
+
+    @property
+    def offset(self) -> mx.array:
+        """The position of each slot's first row."""
+        return self._group.bases
+
+    def make_mask(self, num_rows: int, return_array: bool = False, window_size: int | None = None) -> mx.array:  # type: ignore[override]
+        return self._group.mask(window_size)
+
+    def run(self, layer: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return layer(*args, **kwargs)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append [B, H, L, K]; returns what all slots hold, right-padded."""
-        return self._group.append(self._caches, keys, values)
+        return self._group.append(self.caches, keys, values)
 
 
-class LaneCache:
-    """One layer's caches of all slots of a lane, where mlx-lm's layer expects one cache."""
+class LaneCache(View):
+    """Caches of rows that lie end to end; attention comes to `attend` with what `update_and_fetch` gave it."""
 
-    def __init__(
-        self,
-        caches: Sequence[Any],
-        masks: Sequence[Mask],
-        splits: tuple[int, ...],
-        offset: mx.array,
-        groups: Sequence["_Group"],
-        alone: Sequence[int],
-    ) -> None:
-        """`offset` has the position of every row, for RoPE."""
-        self.offset = offset
-        self._caches = caches
-        self._masks = masks
-        self._splits = splits
+    def __init__(self, lane: Lane, caches: Sequence[KVCache], groups: Sequence["_Group"], together: bool) -> None:
+        """`together`: one group has all of them, so the layer may as well see a batch."""
+        super().__init__(lane, caches)
         self._groups = groups
-        self._alone = alone
+        self._together = together
+        grouped = {number for group in groups for number in group.numbers}
+        self._alone = [number for number in range(len(caches)) if number not in grouped]
+
+    def make_mask(self, num_rows: int, return_array: bool = False, window_size: int | None = None) -> LaneMask:
+        places = self._lane.places
+        alone = {i: self.caches[i].make_mask(places[i].num_rows, return_array, window_size) for i in self._alone}
+        return LaneMask(alone, [group.mask(window_size) for group in self._groups])
+
+    def run(self, layer: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        x, *others = args
+        if not self._together or any(isinstance(other, mx.array) for other in (*others, *kwargs.values())):
+            return layer(*args, **kwargs)
+        batch = BatchCache(self._lane, self.caches, self._groups[0])
+        B, (_, _, D) = len(self.caches), x.shape
+        named = {key: self._as_batch(value, batch) for key, value in kwargs.items()}
+        result = layer(x.reshape(B, -1, D), *[self._as_batch(value, batch) for value in others], **named)
+        if isinstance(result, tuple | list):
+            return (result[0].reshape(x.shape), *[None] * (len(result) - 1))
+        return result.reshape(x.shape)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[list[Any], list[Any]]:
         """Append each slot's rows of [1, H, sum L, K]; returns what each group and each single slot holds now."""
-        k, v = self._split(keys), self._split(values)
-        held = [group.append(self._caches, group.stack(k), group.stack(v)) for group in self._groups]
-        held += [self._caches[number].update_and_fetch(k[number], v[number]) for number in self._alone]
+        k, v = self._lane.split(keys, axis=2), self._lane.split(values, axis=2)
+        held = [group.append(self.caches, group.stack(k), group.stack(v)) for group in self._groups]
+        held += [self.caches[number].update_and_fetch(k[number], v[number]) for number in self._alone]
         return [keys for keys, _ in held], [values for _, values in held]
 
-    def attend(self, attention: Attention, queries: mx.array, keys: list[Any], values: list[Any], scale: float) -> Any:
+    def attend(
+        self, attention: Attention, queries: mx.array, keys: list[Any], values: list[Any], mask: LaneMask, **more: Any
+    ) -> mx.array:
         """Each slot's queries of [1, H, sum L, K] on its own keys and values."""
-        q = self._split(queries)
+        q = self._lane.split(queries, axis=2)
         outputs: dict[int, mx.array] = {}
-        for group, k, v in zip(self._groups, keys, values, strict=False):
-            together = attention(group.stack(q), k, v, cache=None, scale=scale, mask=group.mask)
+        for group, k, v, group_mask in zip(self._groups, keys, values, mask.groups, strict=False):
+            together = attention(group.stack(q), k, v, cache=None, mask=group_mask, **more)
             outputs |= zip(group.numbers, together.split(len(group.numbers)), strict=True)
         singles = zip(self._alone, keys[len(self._groups) :], values[len(self._groups) :], strict=True)
         for number, k, v in singles:
-            cache, mask = self._caches[number], self._masks[number]
-            outputs[number] = attention(q[number], k, v, cache=cache, scale=scale, mask=mask)
-        return mx.concatenate([outputs[number] for number in range(len(q))], axis=2)
+            outputs[number] = attention(q[number], k, v, cache=self.caches[number], mask=mask.alone[number], **more)
+        return self._lane.join([outputs[number] for number in range(len(q))], axis=2)
 
-    def _split(self, rows: mx.array) -> list[mx.array]:
-        return rows.split(self._splits, axis=2)
+    def _as_batch(self, value: Any, batch: BatchCache) -> Any:
+        if isinstance(value, LaneMask):
+            return value.groups[0]
+        return batch if value is self else value
 
 
 class _Group:
-    """Windows of the same length L whose caches are packed together, in the layers that are `suited`."""
+    """Windows of the same length L whose caches are packed together, where these are `suited`."""
 
     def __init__(
         self, numbers: Sequence[int], places: Sequence[Place], capacity: int, suited: tuple[bool, ...]
@@ -145,7 +225,15 @@ class _Group:
         self.bases = mx.array([places[number].base for number in numbers], mx.int32)
         self._rows = self.bases[:, None, None, None] + mx.arange(L)[:, None]  # [B, 1, L, 1]
         self._end = max(places[number].base for number in numbers) + L
-        self.mask = mx.arange(self._end) <= self._rows  # [B, 1, L, end]
+        self._masks: dict[int | None, mx.array] = {}
+
+    def mask(self, window_size: int | None) -> mx.array:
+        """Which rows each row sees [B, 1, L, end], of the last `window_size` or of all."""
+        if window_size not in self._masks:
+            columns = mx.arange(self._end)
+            in_sight = columns <= self._rows
+            self._masks[window_size] = in_sight & (columns > self._rows - window_size) if window_size else in_sight
+        return self._masks[window_size]
 
     def append(self, caches: Sequence[KVCache], keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write [B, H, L, K] of one layer; returns what the group's slots hold there, right-padded."""
@@ -158,24 +246,15 @@ class _Group:
         return mx.concatenate([rows[number] for number in self.numbers])
 
 
+def _groups(places: Sequence[Place]) -> Iterator[_Group]:
+    alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for number, place in enumerate(places):
+        suited = tuple(isinstance(cache, KVCache) and cache.can_be_packed for cache in place.caches.listed)
+        alike[*place.is_alike[:2], suited].append(number)
+    for (_, capacity, suited), numbers in alike.items():
+        if len(numbers) > 1 and capacity is not None:
+            yield _Group(numbers, places, capacity, suited)
+
+
 def _positions(place: Place) -> mx.array:
     return mx.arange(place.base, place.base + place.num_rows) if place.positions is None else place.positions
-
-
-def serve_lanes(attention_layer: Any) -> None:
-    """Let this kind of attention layer work on a LaneCache; on any other cache it does what it did.
-
-    mlx-lm's layers all call the `scaled_dot_product_attention` of their own module with the cache.
-    """
-    module: Any = sys.modules[type(attention_layer).__module__]
-    alone = module.scaled_dot_product_attention
-    if getattr(alone, "serves_lanes", False):
-        return
-
-    def attend(queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, **more: Any) -> Any:
-        if isinstance(cache, LaneCache):
-            return cache.attend(partial(alone, **more), queries, keys, values, scale)
-        return alone(queries, keys, values, cache=cache, scale=scale, mask=mask, **more)
-
-    attend.serves_lanes = True  # type: ignore[attr-defined]
-    module.scaled_dot_product_attention = attend

@@ -1,6 +1,6 @@
 """What one layer's cache of one session takes, and where it can be cut. Plain numbers, and the one place that knows.
 
-How a layer remembers (`LayerKind`) and what the session chose (`Cache`) make a `CacheSpec`. Plan, admission and the
+What a layer remembers (`Memory`) and what the session chose (`Cache`) make a `CacheSpec`. Plan, admission and the
 caches themselves all ask it. Another way to remember is another `Form`, a row of the table below, and its class in
 worker/memory/cache.py.
 """
@@ -15,21 +15,24 @@ LARGEST_PACK = 4096  # rows: a longer cache is work enough for one attention, an
 
 
 @dataclass(frozen=True)
-class LayerKind:
-    """How a layer remembers: every position, the last `window` positions, or a state of constant size."""
+class Memory:
+    """One cache of a layer: keys and values of every position or of the last `window`, or a state of constant size.
 
-    recurrent: bool = False
+    Sizes are as the model itself keeps them.
+    """
+
     window: int | None = None
+    heads: int = 0
+    key_size: int = 0  # numbers of one head
+    value_size: int = 0
+    item: int = 2  # bytes per number
+    state_arrays: int = 0  # a state has so many arrays, and no rows
+    state_bytes: int = 0
 
-
-@dataclass(frozen=True)
-class LayerNumbers:
-    """What a layer keeps, in bytes of the model's own dtype: so many per token, so many whatever the tokens."""
-
-    per_token: int
-    fixed: int
-    item: int  # bytes per number
-    head_size: int
+    @property
+    def row_bytes(self) -> int:
+        """What one token takes."""
+        return self.heads * (self.key_size + self.value_size) * self.item
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Form:
     has_rows: bool  # one per token; otherwise a state
     can_be_packed: bool  # its rows may lie in one buffer with those of other slots, while none slides out
     takes_back: bool  # rows of the last window can be cut, as drafts that fail have to be
-    row_bytes: Callable[[LayerNumbers], int]
+    row_bytes: Callable[[Memory], int]
 
 
 def int8_group(head_size: int) -> int:
@@ -48,16 +51,16 @@ def int8_group(head_size: int) -> int:
     return 64 if head_size % 64 == 0 else 32
 
 
-def _int8_row_bytes(layer: LayerNumbers) -> int:
+def _int8_row_bytes(memory: Memory) -> int:
     """A byte per number; a scale and a bias, in the model's dtype, per group."""
-    numbers = layer.per_token // layer.item
-    return numbers + numbers // int8_group(layer.head_size) * 2 * layer.item
+    sizes = (memory.key_size, memory.value_size)
+    return memory.heads * sum(size + size // int8_group(size) * 2 * memory.item for size in sizes)
 
 
 # fmt: off
-WHOLE = Form("whole", has_rows=True,  can_be_packed=True,  takes_back=True,  row_bytes=lambda layer: layer.per_token)
+WHOLE = Form("whole", has_rows=True,  can_be_packed=True,  takes_back=True,  row_bytes=lambda memory: memory.row_bytes)
 INT8  = Form("int8",  has_rows=True,  can_be_packed=False, takes_back=True,  row_bytes=_int8_row_bytes)
-STATE = Form("state", has_rows=False, can_be_packed=False, takes_back=False, row_bytes=lambda layer: 0)
+STATE = Form("state", has_rows=False, can_be_packed=False, takes_back=False, row_bytes=lambda memory: 0)
 # fmt: on
 
 
@@ -95,21 +98,21 @@ class CacheSpec:
             return whole_blocks(num_rows)
         return min(whole_blocks(num_rows), whole_blocks(self.keep + self.window - 1 + ROW_BLOCK))
 
-    def nbytes(self, layer: LayerNumbers, num_rows: int) -> int:
-        """The most that it takes in memory by then."""
-        return layer.fixed + self.capacity(num_rows) * self.form.row_bytes(layer)
+    def nbytes(self, memory: Memory, num_rows: int) -> int:
+        """The most that it takes by then."""
+        return memory.state_bytes + self.capacity(num_rows) * self.form.row_bytes(memory)
 
 
-def cache_spec(kind: LayerKind, cache: Cache) -> CacheSpec:
-    """The cache of one layer, as the layer and the session's choice of cache want it."""
-    if kind.recurrent:
+def cache_spec(memory: Memory, cache: Cache) -> CacheSpec:
+    """How a layer's cache is stored, as the layer and the session's choice of cache want it."""
+    if memory.state_arrays:
         return CacheSpec(STATE)
     if cache.kind == CACHE_INT8:
-        return CacheSpec(INT8, kind.window)
+        return CacheSpec(INT8, memory.window)
     if cache.kind == CACHE_ROTATING:
         recent = cache.size - cache.keep
-        return CacheSpec(WHOLE, min(recent, kind.window or recent), 0 if kind.window else cache.keep)
-    return CacheSpec(WHOLE, kind.window)
+        return CacheSpec(WHOLE, min(recent, memory.window or recent), 0 if memory.window else cache.keep)
+    return CacheSpec(WHOLE, memory.window)
 
 
 def whole_blocks(num_rows: int, block: int = ROW_BLOCK) -> int:

@@ -18,7 +18,7 @@ SMALL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
 Download = Callable[[Iterable[str], Callable[[int], None]], None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one object is one copy: what is found out about it is kept by it
 class Checkpoint:
     """A model's configuration and the headers of all its tensors, whether or not their files are here yet."""
 

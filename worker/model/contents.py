@@ -13,7 +13,7 @@ from pathlib import Path
 from protos.brigade_pb2 import Contents
 from worker.errors import ModelError
 from worker.model.checkpoint import Checkpoint
-from worker.model.describe import layer_of, shard_tensors
+from worker.model.describe import described, shard_tensors
 from worker.model.headers import TensorInfo, pack_headers
 
 _SAMPLES = 4096  # tensors; a checkpoint that has more is seen through as many that its names' checksums choose
@@ -56,7 +56,7 @@ def check_contents(checkpoint: Checkpoint, theirs: Contents) -> None:
         _require_equal(checkpoint.hub_hashes[file] == theirs.hub_hashes[file], file)
 
 
-def check_files(checkpoint: Checkpoint, start: int, end: int, num_layers: int) -> None:
+def check_files(checkpoint: Checkpoint, start: int, end: int) -> None:
     """Refuse a folder without the files of layers [start, end), before anything is read.
 
     Raises:
@@ -64,11 +64,11 @@ def check_files(checkpoint: Checkpoint, start: int, end: int, num_layers: int) -
     """
     if checkpoint.download is not None:
         return
-    names = shard_tensors(checkpoint, start, end, num_layers)
+    names = shard_tensors(checkpoint, start, end)
     if not (lacking := checkpoint.lacking(names)):
         return
-    layers = [layer_of(name) for name in names if checkpoint.tensors[name].file == lacking[0]]
-    numbers = [layer for layer in layers if layer is not None]
+    places = described(checkpoint).places
+    numbers = [places[n] for n in names if checkpoint.tensors[n].file == lacking[0] and places[n] >= 0]
     what = f"layers [{min(numbers)}, {max(numbers) + 1})" if numbers else "the embedding or the head"
     more = len(lacking) - 1
     others = f" (and {more} more such file{'s' if more > 1 else ''})" if more else ""

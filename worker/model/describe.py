@@ -1,149 +1,155 @@
-"""Reads what a plan needs of a checkpoint, and which tensors a shard of it needs. Headers only: loads nothing."""
+"""Reads what a plan needs of a checkpoint, and which tensors a shard of it needs. Headers only: reads no tensor."""
 
-import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_FLOAT32, DType
+import mlx.core as mx
+
+from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_FLOAT32
 from worker.errors import ModelError
+from worker.model.anatomy import Anatomy, examine
+from worker.model.build import absent, build, tensors_of_module
 from worker.model.checkpoint import Checkpoint
-from worker.model.families import Family, family_of, mask_token_of
-from worker.model.modelspec import DTYPE_BYTES, LayerSpec, ModelSpec
-from worker.model.quantisation import quantisation_of
+from worker.model.families import mask_token_of
+from worker.model.headers import TensorInfo
+from worker.model.modelspec import LayerSpec, ModelSpec
+from worker.model.skeleton import Skeleton, is_text, layer_in_checkpoint, skeleton_of
 
-HIDDEN_DTYPES = {"F32": DTYPE_FLOAT32, "F16": DTYPE_FLOAT16, "BF16": DTYPE_BFLOAT16}
+_DTYPES = {mx.float32: DTYPE_FLOAT32, mx.float16: DTYPE_FLOAT16, mx.bfloat16: DTYPE_BFLOAT16}
+_CONTEXTS = (
+    "max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "model_max_length", "n_ctx",
+)  # fmt: skip
+_DEFAULT_CONTEXT = 4096
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-
-
-def layer_of(name: str) -> int | None:
-    """The layer that a checkpoint tensor belongs to; None for the embedding, the norm and the head."""
-    match = _LAYER.search(name)
-    return int(match[1]) if match else None
-
-
-def is_embedding(name: str) -> bool:
-    return "embed_tokens." in name
+FRONT, BACK = -1, -2  # beside the numbers of layers: the embedding, and norm and head
 
 
-def is_tied(checkpoint: Checkpoint) -> bool:
-    """Whether the head is the embedding: by configuration, or because there is no lm_head (mlx-lm goes by both)."""
-    args = family_of(checkpoint.config).text_args(checkpoint.config)
-    has_head = any(is_head(name) for name in checkpoint.tensors)
-    return bool(getattr(args, "tie_word_embeddings", False)) or not has_head
+@dataclass(frozen=True)
+class Described:
+    """A checkpoint's anatomy, and where its tensors go. Holds no array."""
+
+    anatomy: Anatomy
+    sizes: dict[int, int]  # bytes in memory, by layer, FRONT and BACK
+    places: dict[str, int]  # of each of the checkpoint's tensors that is part of the model
+
+    @cached_property
+    def spec_layers(self) -> tuple[LayerSpec, ...]:
+        layers = range(self.anatomy.num_layers)
+        return tuple(LayerSpec(self.sizes.get(i, 0), self.anatomy.memories_of(i)) for i in layers)
 
 
-def is_head(name: str) -> bool:
-    return "lm_head." in name
+_DESCRIBED: WeakKeyDictionary[Checkpoint, Described] = WeakKeyDictionary()
 
 
-def shard_tensors(checkpoint: Checkpoint, start: int, end: int, num_layers: int) -> list[str]:
+def described(checkpoint: Checkpoint) -> Described:
+    """What one pass of the model shows, and its tensors' places; found once per checkpoint.
+
+    Raises:
+        ModelError: as `describe` does.
+    """
+    if checkpoint not in _DESCRIBED:
+        _DESCRIBED[checkpoint] = _describe(checkpoint)
+    return _DESCRIBED[checkpoint]
+
+
+def shard_tensors(checkpoint: Checkpoint, start: int, end: int) -> list[str]:
     """Names, as in the checkpoint, of all tensors that the shard [start, end) needs."""
-    ignored = family_of(checkpoint.config).ignored
-    tied = is_tied(checkpoint)
-    first, last = start == 0, end == num_layers
-
-    def needed(name: str) -> bool:
-        if name.startswith(ignored):
-            return False
-        if (layer := layer_of(name)) is not None:
-            return start <= layer < end
-        if is_embedding(name):
-            return first or (last and tied)
-        return last and not (tied and is_head(name))
-
-    return [name for name in checkpoint.tensors if needed(name)]
+    found = described(checkpoint)
+    is_last = end == found.anatomy.num_layers
+    wanted = {*range(start, end)}
+    wanted |= {FRONT} if start == 0 or (is_last and found.anatomy.tied) else set()
+    wanted |= {BACK} if is_last else set()
+    return [name for name, place in found.places.items() if place in wanted]
 
 
 def describe(checkpoint: Checkpoint) -> ModelSpec:
     """Everything a plan needs, from configuration and headers.
 
     Raises:
-        ModelError: the family is not supported, or configuration and tensors do not fit together.
+        ModelError: the model cannot be cut, or configuration and tensors do not fit together.
     """
-    family = family_of(checkpoint.config)
-    quantisation_of(checkpoint)  # refuses what cannot be read, before it is downloaded
-    args = family.text_args(checkpoint.config)
-    num_layers = int(args.num_hidden_layers)
-    if num_layers > len(checkpoint.tensors):
-        raise ModelError(f"{checkpoint.name}: config.json has {num_layers} layers, more than there are tensors")
-    weights = _weight_bytes(checkpoint, family, num_layers)
-    dtype = _hidden_dtype(checkpoint)
-    item = DTYPE_BYTES[dtype]
+    found = described(checkpoint)
+    anatomy = found.anatomy
     return ModelSpec(
         name=checkpoint.name,
         family=checkpoint.config["model_type"],
-        layers=tuple(_layer_spec(family, args, i, weights.layers[i], item) for i in range(num_layers)),
-        embed_bytes=weights.embedding,
-        head_bytes=weights.head,
-        tied=is_tied(checkpoint),
-        hidden_size=int(args.hidden_size),
-        vocab_size=int(args.vocab_size),
-        context=int(getattr(args, "max_position_embeddings", None) or 4096),
-        dtype=dtype,
-        mask_token=mask_token_of(checkpoint.config),
-        head_size=_head_size(args),
+        layers=found.spec_layers,
+        embed_bytes=found.sizes.get(FRONT, 0),
+        head_bytes=found.sizes.get(BACK, 0),
+        tied=anatomy.tied,
+        hidden_size=anatomy.hidden_size,
+        vocab_size=anatomy.vocab_size,
+        context=_context(checkpoint.config),
+        dtype=_DTYPES[anatomy.dtype],
+        mask_token=mask_token_of(checkpoint.config, anatomy.vocab_size),
+        int8_refusal=anatomy.int8_refusal,
     )
 
 
-@dataclass
-class _WeightBytes:
-    layers: list[int]
-    embedding: int = 0
-    head: int = 0  # with the final norm
+def _describe(checkpoint: Checkpoint) -> Described:
+    unread: dict[int, str] = {}
+
+    def tensor(name: str, info: TensorInfo) -> mx.array:
+        array = absent(name, info)
+        kept.append(array)  # or its id might be another's soon
+        unread[id(array)] = name
+        return array
+
+    kept: list[mx.array] = []
+    model = build(checkpoint, tensor)
+    skeleton = skeleton_of(model)
+    parameters = tensors_of_module(model)
+    sizes: dict[int, int] = {}
+    for name, array in parameters:
+        place = _place(skeleton, name)
+        sizes[place] = sizes.get(place, 0) + array.nbytes
+    as_they_are = {unread[id(array)]: _place(skeleton, name) for name, array in parameters if id(array) in unread}
+    try:
+        anatomy = examine(model)
+    except (ModelError, *_UNFIT) as error:
+        reason = error.message if isinstance(error, ModelError) else f"its forward fails: {error}"
+        raise ModelError(
+            f"{checkpoint.name}: a {checkpoint.config['model_type']} model cannot be cut between its layers: "
+            f"{reason.splitlines()[0]}"
+        ) from error
+    if anatomy.dtype not in _DTYPES:
+        raise ModelError(f"{checkpoint.name}: its hidden states are {anatomy.dtype}; expected float32, 16 or bfloat16")
+    places = dict(_places(checkpoint, skeleton, as_they_are))
+    if anatomy.tied:
+        places = {name: place for name, place in places.items() if name in as_they_are or "lm_head." not in name}
+    return Described(anatomy, sizes, places)
 
 
-def _weight_bytes(checkpoint: Checkpoint, family: Family, num_layers: int) -> _WeightBytes:
-    """What each part of the model takes. Raises ModelError unless the tensors are those of so many layers."""
-    found, tied = _WeightBytes([0] * num_layers), is_tied(checkpoint)
-    problem = f"{checkpoint.name}: config.json has {num_layers} layers but"
-    for name, info in checkpoint.tensors.items():
-        if name.startswith(family.ignored) or (tied and is_head(name)):
-            continue
-        layer = layer_of(name)
-        if layer is not None and layer >= num_layers:
-            raise ModelError(f"{problem} there is a tensor {name}")
-        if layer is not None:
-            found.layers[layer] += info.nbytes
-        elif is_embedding(name):
-            found.embedding += info.nbytes
-        else:
-            found.head += info.nbytes
-    if 0 in found.layers:
-        raise ModelError(f"{problem} layer {found.layers.index(0)} has no tensors")
-    return found
+_UNFIT = (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError)
 
 
-def _hidden_dtype(checkpoint: Checkpoint) -> DType:
-    """Hidden states have the embedding's dtype; a quantised embedding yields that of its scales.
-
-    Scales of one byte (mxfp4, nvfp4, mxfp8) yield bfloat16, which becomes float32 at the first norm of another dtype.
-    """
-    for suffix in ("embed_tokens.scales", "embed_tokens.weight"):
-        for name, info in checkpoint.tensors.items():
-            if name.endswith(suffix) and info.dtype in HIDDEN_DTYPES:
-                return HIDDEN_DTYPES[info.dtype]
-    if any(name.endswith("embed_tokens.scales") for name in checkpoint.tensors):
-        norms = {info.dtype for name, info in checkpoint.tensors.items() if name.endswith("input_layernorm.weight")}
-        return DTYPE_BFLOAT16 if norms <= {"BF16"} else DTYPE_FLOAT32
-    raise ModelError(f"{checkpoint.name} holds no embed_tokens tensor in F32, F16 or BF16")
-
-
-def _layer_spec(family: Family, args: Any, index: int, weight_bytes: int, item: int) -> LayerSpec:
-    kind = family.layer_kind(args, index)
-    if kind.recurrent:
-        return LayerSpec(weight_bytes, 0, cache_fixed=_recurrent_bytes(args, item))
-    per_token = 2 * (args.num_key_value_heads or args.num_attention_heads) * _head_size(args) * item
-    return LayerSpec(weight_bytes, int(per_token), window=kind.window)
+def _places(checkpoint: Checkpoint, skeleton: Skeleton, as_they_are: dict[str, int]) -> Iterator[tuple[str, int]]:
+    """Where the checkpoint's tensors go: as the parameter does, or by its own name if it becomes part of one."""
+    embedding = {path.rpartition(".")[2] for path, _ in skeleton.front}
+    for name in checkpoint.tensors:
+        if name in as_they_are:
+            yield name, as_they_are[name]
+        elif is_text(name):
+            layer = layer_in_checkpoint(name)
+            if layer is None:
+                yield name, FRONT if embedding & set(name.split(".")) else BACK
+            elif layer < len(skeleton.layers):
+                yield name, layer
 
 
-def _head_size(args: Any) -> int:
-    return int(getattr(args, "head_dim", None) or args.hidden_size // args.num_attention_heads)
+def _place(skeleton: Skeleton, parameter: str) -> int:
+    if (layer := skeleton.layer_of(parameter)) is not None:
+        return layer
+    return FRONT if skeleton.is_front(parameter) else BACK
 
 
-def _recurrent_bytes(args: Any, item: int) -> int:
-    """Convolution tail plus the fp32 state of a gated delta net (mlx-lm, models/qwen3_5.py)."""
-    keys = args.linear_num_key_heads * args.linear_key_head_dim
-    values = args.linear_num_value_heads * args.linear_value_head_dim
-    convolution = (args.linear_conv_kernel_dim - 1) * (2 * keys + values) * item
-    return int(convolution + values * args.linear_key_head_dim * 4)
+def _context(config: dict[str, Any]) -> int:
+    text = config.get("text_config")
+    for part in (text if isinstance(text, dict) else {}, config):
+        for key in _CONTEXTS:
+            if isinstance(part.get(key), int) and part[key] > 0:
+                return int(part[key])
+    return _DEFAULT_CONTEXT

@@ -1,88 +1,96 @@
-"""What differs between model families: one row per family, one function per difference; mlx-lm stays untouched."""
+"""What a model type must be told apart for. Everything else about it is mlx-lm's own code, asked by anatomy.py."""
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
-from types import ModuleType
+import re
+from enum import Enum
 from typing import Any
 
 from worker.errors import ModelError
-from worker.model.cachespec import LayerKind
 
-FULL = LayerKind()
-RECURRENT = LayerKind(recurrent=True)
-
-
-def _full(args: Any, index: int) -> LayerKind:
-    return FULL
-
-
-def _by_layer_types(args: Any, index: int) -> LayerKind:
-    sliding = args.layer_types[index] == "sliding_attention"
-    return LayerKind(window=args.sliding_window) if sliding else FULL
-
-
-def _gemma3(args: Any, index: int) -> LayerKind:
-    is_global = (index + 1) % args.sliding_window_pattern == 0
-    return FULL if is_global else LayerKind(window=args.sliding_window)
-
-
-def _qwen3_5(args: Any, index: int) -> LayerKind:
-    return FULL if (index + 1) % args.full_attention_interval == 0 else RECURRENT
-
-
-def _sqrt_hidden(args: Any) -> float:
-    return float(args.hidden_size**0.5)
-
-
-@dataclass(frozen=True)
-class Family:
-    """One model_type: the mlx-lm module that holds its layers, and where it differs from the plain skeleton."""
-
-    module: str
-    layer_kind: Callable[[Any, int], LayerKind] = _full
-    embed_scale: Callable[[Any], float] | None = None
-    ignored: tuple[str, ...] = ()  # prefixes of checkpoint tensors that are not part of the text model
-
-    def code(self) -> ModuleType:
-        return importlib.import_module(f"mlx_lm.models.{self.module}")
-
-    def text_args(self, config: dict[str, Any]) -> Any:
-        """mlx-lm's own arguments of the text model, with its defaults filled in."""
-        code = self.code()
-        args = getattr(code, "TextModelArgs", code.ModelArgs)
-        try:
-            found = args.from_dict(config.get("text_config") or config)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise ModelError(f"config.json does not describe a {self.module} model: {error}") from error
-        for key in _SIZES:
-            size = getattr(found, key, None)
-            if (size is not None or key in _ALWAYS) and not (isinstance(size, int) and size > 0):
-                raise ModelError(f"config.json: {key}: expected a whole number above 0, found {size!r}")
-        return found
-
-
-_ALWAYS = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads")
-_SIZES = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-_VISION = ("vision_tower", "model.visual", "mtp.", "model.mtp.", "language_model.mtp.")
-_QWEN3, _QWEN2 = Family("qwen3"), Family("qwen2")
-
-FAMILIES = {
-    "gemma3_text": Family("gemma3_text", layer_kind=_gemma3, embed_scale=_sqrt_hidden),
-    "llama": Family("llama", layer_kind=_by_layer_types),
-    "mistral": Family("llama", layer_kind=_by_layer_types),
-    "qwen2": _QWEN2,
-    "qwen3": _QWEN3,
-    "qwen3_5": Family("qwen3_5", layer_kind=_qwen3_5, ignored=_VISION),
-    "qwen3_moe": Family("qwen3_moe"),
-    "wedlm": _QWEN3,
-}
-
-
+_SAFE_NAME = re.compile(r"[\w-]+")
 _WEDLM_MASK = 151665  # WeDLM's own default, used where config.json does not say
+# mlx-lm tells these apart by the architecture too (mlx_lm/utils.py)
+_BY_ARCHITECTURE = {("bailing_hybrid", "BailingMoeV3ForCausalLM"): "bailing_moe_v3"}
 
 
-def mask_token_of(config: dict[str, Any]) -> int | None:
+# What cannot work though nothing in a pass shows it.
+_REFUSED = {"plamo3": "mlx-lm's own code for it answers a prompt otherwise than the same tokens one by one"}
+
+
+class LaneForm(Enum):
+    """How windows of several slots may go through a model's layers in one pass."""
+
+    ROWS = "rows"  # end to end, of any lengths
+    BATCH = "batch"  # side by side, those of one length
+    ALONE = "alone"  # one after another
+
+
+# What a test has shown, type by type (tests/model_types). A type that no test has seen steps alone: its lanes might be
+# wrong without a word, as those of gemma2 and phi3small are in mlx-lm's own batches.
+_LANES = {
+    LaneForm.ROWS: """
+        Klear afmoe apertus baichuan_m1 bailing_moe bitnet cohere cohere2 dbrx deepseek deepseek_v2 deepseek_v32 dots1
+        ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe falcon_h1 gear gemma gemma3 gemma3_text gemma4 gemma4_text glm
+        glm4 glm4_moe glm_moe_dsa gpt_neox gpt_oss granite granitemoe granitemoehybrid helium hunyuan hunyuan_v1_dense
+        internlm2 internlm3 jamba laguna lfm2 lfm2-vl lfm2_moe lille-130m llama llama4_text longcat_flash mamba mamba2
+        mellum mimo mimo_v2_flash minicpm minicpm3 minimax minimax_m3_vl mixtral muse_glimmer nanbeige nemotron
+        nemotron-nas nemotron_h olmo2 olmo3 olmo_hybrid olmoe openelm phi3 phimoe pixtral qwen qwen2 qwen2_moe qwen2_vl
+        qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe recurrent_gemma seed_oss smollm3 solar_open
+        spark2_5 starcoder2 step3p5 telechat3 youtu_llm
+    """,
+    LaneForm.BATCH: """
+        bailing_hybrid bailing_moe_linear bailing_moe_v3 deepseek_v3 glm4_moe_lite gpt2 gptj kimi_k25 kimi_linear
+        kimi_vl ministral3 mistral3 mistral4 nanochat phi phixtral plamo plamo2 stablelm
+    """,
+    LaneForm.ALONE: "gemma2 gpt_bigcode llama4 longcat_flash_ngram phi3small",
+}
+_LANE_OF = {name: form for form, names in _LANES.items() for name in names.split()}
+
+
+def module_of(config: dict[str, Any]) -> str:
+    """The module of mlx_lm.models whose code the checkpoint runs on.
+
+    Raises:
+        ModelError: this mlx-lm has none.
+    """
+    model_type = config["model_type"]
+    if model_type == "wedlm":
+        return "qwen3" if config.get("qk_norm", not config.get("attention_bias", False)) else "qwen2"
+    for architecture in config.get("architectures") or ():
+        if found := _BY_ARCHITECTURE.get((model_type, architecture)):
+            return found
+    if _has_module(model_type):
+        return str(model_type)
+    from mlx_lm.utils import MODEL_REMAPPING  # and with it transformers, which most workers never need
+
+    alias = MODEL_REMAPPING.get(model_type)
+    if alias is None:
+        raise ModelError(
+            f"model_type {model_type!r} is not supported: this version of mlx-lm has no code for it; "
+            "install one that has"
+        )
+    return str(alias)
+
+
+def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
+    """mlx-lm's own classes of the model and of its arguments. Raises ModelError as `module_of` does."""
+    module = module_of(config)
+    if module in _REFUSED:
+        raise ModelError(f"model_type {config['model_type']!r} is not supported: {_REFUSED[module]}")
+    code = importlib.import_module(f"mlx_lm.models.{module}")
+    return code.Model, code.ModelArgs
+
+
+def lane_form(config: dict[str, Any]) -> LaneForm:
+    return _LANE_OF.get(module_of(config), LaneForm.ALONE)
+
+
+def is_tested(config: dict[str, Any]) -> bool:
+    """Whether tests have seen this type; one that they have not is held to `brigade verify`."""
+    return module_of(config) in _LANE_OF
+
+
+def mask_token_of(config: dict[str, Any], vocab_size: int) -> int | None:
     """The id that MASK rows are embedded with; None for a checkpoint without mask-trained weights.
 
     Raises:
@@ -90,7 +98,6 @@ def mask_token_of(config: dict[str, Any]) -> int | None:
     """
     default = _WEDLM_MASK if config["model_type"] == "wedlm" else None
     token = config.get("mask_token_id", default)
-    vocab_size = family_of(config).text_args(config).vocab_size
     if token is None or (isinstance(token, int) and 0 <= token < vocab_size):
         return token
     if "mask_token_id" not in config:
@@ -98,13 +105,10 @@ def mask_token_of(config: dict[str, Any]) -> int | None:
     raise ModelError(f"config.json: mask_token_id: expected a token id from 0 to {vocab_size - 1}, got {token!r}")
 
 
-def family_of(config: dict[str, Any]) -> Family:
-    """The family of a checkpoint. Raises ModelError for an unsupported model_type, naming those that are."""
-    model_type = config["model_type"]
-    if model_type == "wedlm" and not config.get("qk_norm", not config.get("attention_bias", False)):
-        return _QWEN2
+def _has_module(name: str) -> bool:
+    if not _SAFE_NAME.fullmatch(name):
+        return False
     try:
-        return FAMILIES[model_type]
-    except KeyError:
-        supported = ", ".join(sorted(FAMILIES))
-        raise ModelError(f"model_type {model_type!r} is not supported; supported: {supported}") from None
+        return hasattr(importlib.import_module(f"mlx_lm.models.{name}"), "ModelArgs")
+    except ModuleNotFoundError:
+        return False

@@ -4,23 +4,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_FLOAT32, Cache, DType
-from worker.model.cachespec import CacheSpec, LayerKind, LayerNumbers, cache_spec
+from worker.model.cachespec import CacheSpec, Memory, cache_spec
 
 DTYPE_BYTES = {DTYPE_FLOAT32: 4, DTYPE_FLOAT16: 2, DTYPE_BFLOAT16: 2}
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer's weights, and what its cache takes: `fixed` bytes plus `per_token` bytes for up to `window` tokens."""
+    """One layer's weights, and what it remembers: one cache, none, or several."""
 
     weight_bytes: int
-    cache_per_token: int
-    cache_fixed: int = 0
-    window: int | None = None
-
-    @property
-    def kind(self) -> LayerKind:
-        return LayerKind(recurrent=self.cache_fixed > 0 and self.cache_per_token == 0, window=self.window)
+    memories: tuple[Memory, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -38,7 +32,7 @@ class ModelSpec:
     context: int  # tokens
     dtype: DType
     mask_token: int | None = None  # None: no mask-trained weights
-    head_size: int = 64
+    int8_refusal: str = ""  # why caches cannot be kept in 8 bits
     cache: Cache = field(default_factory=Cache)  # the kind that sessions are to have
 
     @property
@@ -59,16 +53,20 @@ class ModelSpec:
 
     def reserved_bytes(self, start: int, end: int, num_rows: int) -> int:
         """The most that one session's cache of so many rows takes in layers [start, end), of the kind of `cache`."""
-        item = DTYPE_BYTES[self.dtype]
         return sum(
-            cache.nbytes(LayerNumbers(layer.cache_per_token, layer.cache_fixed, item, self.head_size), num_rows)
-            for layer, cache in zip(self.layers[start:end], self._caches(start, end), strict=True)
+            cache_spec(memory, self.cache).nbytes(memory, num_rows)
+            for layer in self.layers[start:end]
+            for memory in layer.memories
         )
 
     @property
     def recurrent_layers(self) -> list[int]:
         """Layers whose cache cannot take rows back, as drafts that fail would have it do."""
-        return [i for i, cache in enumerate(self._caches()) if not cache.form.takes_back]
+        return [
+            number
+            for number, layer in enumerate(self.layers)
+            if not all(cache_spec(memory, self.cache).form.takes_back for memory in layer.memories)
+        ]
 
     @property
     def longest_chunk(self) -> int | None:
@@ -81,5 +79,5 @@ class ModelSpec:
         lengths = [cache.rows_that_can_be_cut for cache in self._caches()]
         return min((length for length in lengths if length is not None), default=self.context)
 
-    def _caches(self, start: int = 0, end: int | None = None) -> Iterator[CacheSpec]:
-        return (cache_spec(layer.kind, self.cache) for layer in self.layers[start:end])
+    def _caches(self) -> Iterator[CacheSpec]:
+        return (cache_spec(memory, self.cache) for layer in self.layers for memory in layer.memories)

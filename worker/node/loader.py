@@ -121,7 +121,7 @@ class Loader:
         """The shard; if nobody waits for it any more, return once what loads it has noticed."""
         given_up = threading.Event()
         progress: asyncio.Queue[LoadProgress | None] = asyncio.Queue()
-        layers = request.start, request.end, request.num_layers
+        layers = request.start, request.end
         load = asyncio.create_task(load_shard(checkpoint, *layers, self._thread, progress.put_nowait, given_up))
         load.add_done_callback(lambda _: progress.put_nowait(None))
         try:
@@ -161,7 +161,7 @@ def check_request(request: LoadRequest, checkpoint: Checkpoint) -> None:
     if request.dtype != spec.dtype:
         expected, found = dtype_name(request.dtype), dtype_name(spec.dtype)
         raise ModelError(f"expected hidden states of {expected}, its copy of {checkpoint.name} makes {found}")
-    check_files(checkpoint, request.start, request.end, request.num_layers)
+    check_files(checkpoint, request.start, request.end)
 
 
 def _stamp_after(checkpoint: Checkpoint, before: Stamp) -> Stamp:

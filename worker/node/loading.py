@@ -43,7 +43,6 @@ async def load_shard(
     checkpoint: Checkpoint,
     start: int,
     end: int,
-    num_layers: int,
     thread: MlxThread,
     progress: Progress,
     given_up: threading.Event | None = None,
@@ -56,7 +55,7 @@ async def load_shard(
             it too, but returns at once: who cares for the files and the memory sets it and waits.
     """
     given_up = given_up or threading.Event()
-    load = _Load(checkpoint, shard_tensors(checkpoint, start, end, num_layers), progress, given_up)
+    load = _Load(checkpoint, shard_tensors(checkpoint, start, end), progress, given_up)
     try:
         await run_aside(load.fetch)
         return await thread.run(partial(load.build, start, end))

@@ -6,8 +6,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from worker.compute.shard import _MLX_DTYPES
 from worker.errors import ModelError
+from worker.model.build import MLX_DTYPES
 from worker.model.headers import _ITEM_BITS, read_tensors
 
 OTHERS = {"F64": 64, "F8_E5M2": 8, "F8_E4M3FNUZ": 8, "F6_E2M3": 6, "F4": 4}
@@ -25,7 +25,7 @@ def test_what_is_accepted_mlx_opens_as_what_stands_in_for_it(tmp_path: Path, dty
     file = write(tmp_path, dtype, _ITEM_BITS[dtype])
     assert read_tensors(tmp_path, file.name)["a"].nbytes == _ITEM_BITS[dtype]
     found = mx.load(str(file))["a"]
-    assert (found.dtype, found.shape) == (_MLX_DTYPES[dtype], (8,))
+    assert (found.dtype, found.shape) == (MLX_DTYPES[dtype], (8,))
 
 
 @pytest.mark.parametrize("dtype", OTHERS)

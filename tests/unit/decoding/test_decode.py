@@ -10,10 +10,11 @@ from coordinator.decoding.decoders import Autoregressive, Fill, LosslessDiffusio
 from coordinator.planning.costs import StepCosts
 from protos.brigade_pb2 import CACHE_FULL, CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
 from worker.errors import InputError
+from worker.model.cachespec import Memory
 from worker.model.modelspec import LayerSpec, ModelSpec
 
-FULL = LayerSpec(100, 4)
-RECURRENT = LayerSpec(100, 0, cache_fixed=10)
+FULL = LayerSpec(100, (Memory(None, 1, 1, 1, 2),))
+RECURRENT = LayerSpec(100, (Memory(state_arrays=1, state_bytes=10),))
 DRAFTING = [kind for kind in KINDS if kind not in ("auto", "ar")]
 DIFFUSION = ["diffusion", "diffusion-fast"]
 

@@ -10,8 +10,10 @@ from mlx_lm.models.base import create_causal_mask
 
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache
 from worker.errors import CacheMismatch
-from worker.memory.cache import Int8Cache, KVCache, RecurrentState, make_cache
-from worker.model.cachespec import LayerKind
+from worker.memory.cache import Int8Cache, KVCache
+from worker.memory.caches import make_cache
+from worker.memory.state import RecurrentState
+from worker.model.cachespec import Memory
 
 
 def rows(tokens: list[int], width: int = 1, heads: int = 1) -> mx.array:
@@ -23,7 +25,7 @@ def feed(cache: KVCache, tokens: list[int]) -> tuple[np.ndarray, np.ndarray, np.
     """One step as a layer takes it: keys [n] and values [n] as the queries find them, and who sees whom [L, n]."""
     L = len(tokens)
     cache.reserve(L, None)
-    mask = cache.mask(L)
+    mask = cache.make_mask(L)
     keys, values = cache.update_and_fetch(rows(tokens), -rows(tokens, width=2))
     n = keys.shape[2]
     if mask is None:
@@ -205,14 +207,14 @@ def test_heads_widths_and_dtype_stay_as_they_come() -> None:
 
 def test_each_kind_of_layer_gets_its_cache() -> None:
     rotating, int8 = Cache(kind=CACHE_ROTATING, size=20, keep=4), Cache(kind=CACHE_INT8)
-    assert isinstance(make_cache(LayerKind(recurrent=True), rotating), RecurrentState)
+    assert isinstance(make_cache(Memory(state_arrays=2), rotating), RecurrentState)
     for layer, choice, kind, window, keep in (
-        (LayerKind(), Cache(), KVCache, None, 0),
-        (LayerKind(window=7), Cache(), KVCache, 7, 0),
-        (LayerKind(), rotating, KVCache, 16, 4),
-        (LayerKind(window=7), rotating, KVCache, 7, 0),
-        (LayerKind(), int8, Int8Cache, None, 0),
-        (LayerKind(window=7), int8, Int8Cache, 7, 0),
+        (Memory(), Cache(), KVCache, None, 0),
+        (Memory(window=7), Cache(), KVCache, 7, 0),
+        (Memory(), rotating, KVCache, 16, 4),
+        (Memory(window=7), rotating, KVCache, 7, 0),
+        (Memory(), int8, Int8Cache, None, 0),
+        (Memory(window=7), int8, Int8Cache, 7, 0),
     ):
         cache = make_cache(layer, choice)
         assert type(cache) is kind and (cache.window, cache.keep) == (window, keep)
@@ -220,7 +222,7 @@ def test_each_kind_of_layer_gets_its_cache() -> None:
 
 class TestRecurrentState:
     def state(self, num_tokens: int = 5) -> RecurrentState:
-        state = RecurrentState()
+        state = RecurrentState(2)
         state[0] = mx.ones((1, 3, 2))
         state[1] = mx.ones((1, 2, 4, 4))
         state.advance(num_tokens)
@@ -248,11 +250,11 @@ class TestRecurrentState:
     def test_its_size_does_not_depend_on_what_it_has_seen(self) -> None:
         state = self.state(1)
         before = state.nbytes
-        state.advance(1000)
+        state.settle(1001)
         assert (state.length, state.nbytes) == (1001, before) == (1001, (6 + 32) * 4)
 
     def test_two_slots_share_nothing(self) -> None:
-        first, second = self.state(), RecurrentState()
+        first, second = self.state(), RecurrentState(2)
         assert len(first.arrays()) == 2 and second.arrays() == [] and second.length == 0
 
 

@@ -10,15 +10,22 @@ from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache
 from tests.tiny import make_model
 from worker.compute.shard import Shard
 from worker.errors import CacheMismatch
-from worker.memory.cache import KVCache, LayerCache, make_cache
+from worker.memory.cache import KVCache, LayerCache
+from worker.memory.caches import make_cache
 from worker.memory.lane import Place
 from worker.memory.pack import packed
-from worker.model.cachespec import LayerKind, LayerNumbers, cache_spec, pack_capacity
+from worker.model.cachespec import Memory, cache_spec, pack_capacity
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
 
 H, K, ITEM = 2, 64, 2  # heads, head size, bytes of bfloat16
-NUMBERS = LayerNumbers(per_token=2 * H * K * ITEM, fixed=0, item=ITEM, head_size=K)
+
+
+def memory(window: int | None = None) -> Memory:
+    return Memory(window, H, K, K, ITEM)
+
+
+STATE = Memory(state_arrays=2)
 FULL, INT8 = Cache(), Cache(kind=CACHE_INT8)
 
 
@@ -52,31 +59,31 @@ def most_held(cache: LayerCache, num_rows: int, chunk: int) -> int:
     ("num_rows", "chunk"), [(1, 1), (255, 1), (256, 1), (257, 256), (700, 64), (2100, 256), (4096, 256), (4097, 64)]
 )
 @pytest.mark.parametrize(
-    ("kind", "choice"),
+    ("kept", "choice"),
     [
-        (LayerKind(), INT8),
-        (LayerKind(window=1), FULL),
-        (LayerKind(window=2), FULL),
-        (LayerKind(window=512), FULL),
-        (LayerKind(window=513), FULL),
-        (LayerKind(window=512), INT8),
-        (LayerKind(), rotating(100)),
-        (LayerKind(), rotating(1024)),
-        (LayerKind(window=300), rotating(1024)),
-        (LayerKind(window=3000), rotating(1024)),
+        (memory(), INT8),
+        (memory(window=1), FULL),
+        (memory(window=2), FULL),
+        (memory(window=512), FULL),
+        (memory(window=513), FULL),
+        (memory(window=512), INT8),
+        (memory(), rotating(100)),
+        (memory(), rotating(1024)),
+        (memory(window=300), rotating(1024)),
+        (memory(window=3000), rotating(1024)),
     ],
 )
 def test_a_cache_that_is_never_packed_comes_to_hold_just_what_is_reserved(
-    kind: LayerKind, choice: Cache, chunk: int, num_rows: int
+    kept: Memory, choice: Cache, chunk: int, num_rows: int
 ) -> None:
-    reserved = cache_spec(kind, choice).nbytes(NUMBERS, num_rows)
-    assert most_held(make_cache(kind, choice), num_rows, chunk) == reserved
+    reserved = cache_spec(kept, choice).nbytes(memory(), num_rows)
+    assert most_held(make_cache(kept, choice), num_rows, chunk) == reserved
 
 
 @pytest.mark.parametrize("num_rows", [1, 256, 257, 700, 2100, 4096, 4097, 5000])
 def test_a_full_cache_comes_to_hold_what_is_reserved_in_a_pack_and_no_more_alone(num_rows: int) -> None:
-    spec, members = cache_spec(LayerKind(), FULL), [KVCache(), KVCache()]
-    reserved = spec.nbytes(NUMBERS, num_rows)
+    spec, members = cache_spec(memory(), FULL), [KVCache(), KVCache()]
+    reserved = spec.nbytes(memory(), num_rows)
     assert most_held(members[0], num_rows, 256) <= reserved
     feed(members[1], num_rows)
     if capacity := pack_capacity(num_rows):
@@ -102,28 +109,28 @@ def test_every_layer_of_a_real_lane_holds_what_is_reserved_for_it(
     for base, count in ((0, 60), (60, 200), (260, 1)):
         mx.eval(shard(mx.zeros((1, 2 * count), mx.int32), [Place(caches, base, count) for caches in slots]))
     for caches in slots:
-        assert [cache.nbytes for cache in caches] == [spec.reserved_bytes(i, i + 1, 261) for i in range(4)]
+        assert [cache.nbytes for cache in caches.own] == [spec.reserved_bytes(i, i + 1, 261) for i in range(4)]
 
 
 @pytest.mark.parametrize(
-    ("kind", "choice"),
+    ("kept", "choice"),
     [
-        (LayerKind(), FULL),
-        (LayerKind(), INT8),
-        (LayerKind(window=40), FULL),
-        (LayerKind(window=40), INT8),
-        (LayerKind(), rotating(40)),
-        (LayerKind(window=20), rotating(40)),
+        (memory(), FULL),
+        (memory(), INT8),
+        (memory(window=40), FULL),
+        (memory(window=40), INT8),
+        (memory(), rotating(40)),
+        (memory(window=20), rotating(40)),
     ],
 )
 def test_up_to_the_length_that_is_named_a_cache_can_be_cut_anywhere_and_not_beyond(
-    kind: LayerKind, choice: Cache, monkeypatch: pytest.MonkeyPatch
+    kept: Memory, choice: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(KVCache, "step", 1)  # so that rows are let go of as soon as they may be
-    limit = cache_spec(kind, choice).rows_that_can_be_cut
+    limit = cache_spec(kept, choice).rows_that_can_be_cut
 
     def can_be_cut(length: int, to: int) -> bool:
-        cache = make_cache(kind, choice)
+        cache = make_cache(kept, choice)
         for _ in range(length):
             feed(cache, 1)
         try:
@@ -134,14 +141,14 @@ def test_up_to_the_length_that_is_named_a_cache_can_be_cut_anywhere_and_not_beyo
 
     assert all(can_be_cut(limit or 100, to) for to in range(limit or 100))
     if limit:
-        keep = choice.keep if not kind.window else 0
+        keep = choice.keep if not kept.window else 0
         assert not can_be_cut(limit + 1, keep + 1)
 
 
 @pytest.mark.parametrize(
-    ("kind", "takes_back", "rows_that_can_be_cut"),
-    [(LayerKind(), True, None), (LayerKind(window=9), True, 9), (LayerKind(recurrent=True), False, 0)],
+    ("kept", "takes_back", "rows_that_can_be_cut"),
+    [(memory(), True, None), (memory(window=9), True, 9), (STATE, False, 0)],
 )
-def test_what_each_kind_of_layer_can_do(kind: LayerKind, takes_back: bool, rows_that_can_be_cut: int | None) -> None:
-    spec = cache_spec(kind, FULL)
+def test_what_each_kind_of_layer_can_do(kept: Memory, takes_back: bool, rows_that_can_be_cut: int | None) -> None:
+    spec = cache_spec(kept, FULL)
     assert (spec.form.takes_back, spec.rows_that_can_be_cut) == (takes_back, rows_that_can_be_cut)

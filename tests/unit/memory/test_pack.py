@@ -9,8 +9,9 @@ from types import ModuleType
 import mlx.core as mx
 import pytest
 
+from worker.compute.attention import serve_lanes
 from worker.memory.cache import Int8Cache, KVCache
-from worker.memory.lane import LaneCache, serve_lanes
+from worker.memory.lane import LaneCache
 from worker.memory.pack import Pack, packed
 from worker.model.cachespec import pack_capacity
 

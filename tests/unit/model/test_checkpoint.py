@@ -11,9 +11,11 @@ import pytest
 
 from protos.brigade_pb2 import DTYPE_BFLOAT16
 from worker.errors import ModelError
+from worker.model.cachespec import Memory
 from worker.model.checkpoint import Checkpoint, TensorInfo, open_folder
-from worker.model.describe import describe, is_tied, layer_of, shard_tensors
+from worker.model.describe import describe, shard_tensors
 from worker.model.modelspec import LayerSpec
+from worker.model.skeleton import layer_in_checkpoint
 
 CONFIG = {
     "model_type": "qwen3", "hidden_size": 8, "num_hidden_layers": 3, "intermediate_size": 16, "vocab_size": 10,
@@ -273,8 +275,8 @@ def test_fetch_asks_for_each_file_once() -> None:
         ("model.sublayers.3.weight", None),
     ],
 )
-def test_layer_of(name: str, layer: int | None) -> None:
-    assert layer_of(name) == layer
+def test_layer_in_checkpoint(name: str, layer: int | None) -> None:
+    assert layer_in_checkpoint(name) == layer
 
 
 def synthetic(*, tied: bool, layers: int = 3, **config: Any) -> Checkpoint:
@@ -306,17 +308,17 @@ EMBED, NORM, HEAD = {"model.embed_tokens.weight"}, {"model.norm.weight"}, {"lm_h
 )
 def test_a_shard_needs_its_layers_and_what_lies_at_its_end(tied: bool, start: int, end: int, besides: set[str]) -> None:
     checkpoint = synthetic(tied=tied)
-    assert is_tied(checkpoint) == tied
-    names = shard_tensors(checkpoint, start, end, 3)
-    assert {name for name in names if layer_of(name) is None} == besides
-    assert {layer_of(name) for name in names} - {None} == set(range(start, end))
+    assert describe(checkpoint).tied == tied
+    names = shard_tensors(checkpoint, start, end)
+    assert {name for name in names if layer_in_checkpoint(name) is None} == besides
+    assert {layer_in_checkpoint(name) for name in names} - {None} == set(range(start, end))
     assert len(names) == len(besides) + 2 * (end - start)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_description_counts_bytes(tied: bool) -> None:
     spec = describe(synthetic(tied=tied))
-    layer = LayerSpec(weight_bytes=2 * (64 + 128), cache_per_token=2 * 2 * 2 * 2)  # k and v, heads, head size, item
+    layer = LayerSpec(2 * (64 + 128), (Memory(None, 2, 2, 2, 2),))
     assert spec.layers == (layer, layer, layer)
     assert (spec.embed_bytes, spec.head_bytes, spec.tied) == (160, 16 if tied else 16 + 160, tied)
     assert spec.shard_bytes(0, 3) == 3 * 384 + 16 + (160 if tied else 2 * 160)

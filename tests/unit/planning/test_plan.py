@@ -8,10 +8,16 @@ import pytest
 from coordinator.planning.plan import Assignment, Node, Plan, format_bytes, plan, require_fit
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
 from worker.errors import ConfigError
+from worker.model.cachespec import Memory
 from worker.model.modelspec import LayerSpec, ModelSpec
 
 ROOMY = 10**6
 BLOCK = 256  # rows by which a cache grows
+
+
+def rows(per_token: int, window: int | None = None) -> Memory:
+    """A cache of so many bytes per token."""
+    return Memory(window, 1, per_token, 0, 1)
 
 
 def model(
@@ -20,7 +26,7 @@ def model(
     return ModelSpec(
         name="tiny",
         family="qwen3",
-        layers=tuple(LayerSpec(weight, per_token, window=window) for weight in weights),
+        layers=tuple(LayerSpec(weight, (rows(per_token, window),)) for weight in weights),
         embed_bytes=embed,
         head_bytes=head,
         tied=False,
@@ -65,8 +71,11 @@ def random_case(seed: int) -> tuple[ModelSpec, list[Node], int]:
     rng = random.Random(seed)
     layers = tuple(
         LayerSpec(
-            BLOCK * rng.randint(1, 9), rng.randint(0, 2), cache_fixed=BLOCK * rng.choice([0, 3]),
-            window=rng.choice([None, 2]),
+            BLOCK * rng.randint(1, 9),
+            (
+                rows(rng.randint(0, 2), rng.choice([None, 2])),
+                Memory(state_arrays=1, state_bytes=BLOCK * rng.choice([0, 3])),
+            ),
         )
         for _ in range(rng.randint(1, 8))
     )  # fmt: skip
@@ -237,7 +246,9 @@ def test_sizes_are_readable(num_bytes: int, text: str) -> None:
 
 def test_a_smaller_cache_makes_a_plan_fit() -> None:
     """Of 2 layers with heads of 64 numbers in bfloat16: 8 bits and a scale and a bias per group, or fewer tokens."""
-    full = ModelSpec("tiny", "qwen3", (LayerSpec(0, 256),) * 2, 0, 0, False, 8, 16, 4096, DTYPE_BFLOAT16)
+    full = ModelSpec(
+        "tiny", "qwen3", (LayerSpec(0, (Memory(None, 1, 64, 64, 2),)),) * 2, 0, 0, False, 8, 16, 4096, DTYPE_BFLOAT16
+    )
     int8 = replace(full, cache=Cache(kind=CACHE_INT8))
     rotating = replace(full, cache=Cache(kind=CACHE_ROTATING, size=100, keep=4))
     assert full.reserved_bytes(0, 2, 1000) == 2 * 256 * 1024

@@ -7,12 +7,15 @@ from coordinator.sessions.session import Session
 from coordinator.sessions.slots import Slots, cache_costs
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
 from worker.errors import InputError
+from worker.model.cachespec import Memory
 from worker.model.modelspec import LayerSpec, ModelSpec
 
 MIB = 2**20
 ROW = 2 * 8 * 128 * 2  # keys and values of 8 heads of 128 numbers in bfloat16
 FULL, INT8, ROTATING = Cache(), Cache(kind=CACHE_INT8), Cache(kind=CACHE_ROTATING, size=1000, keep=4)
-WHOLE, SLIDING, RECURRENT = LayerSpec(7, ROW), LayerSpec(7, ROW, window=512), LayerSpec(7, 0, cache_fixed=5 * MIB)
+WHOLE = LayerSpec(7, (Memory(None, 8, 128, 128, 2),))
+SLIDING = LayerSpec(7, (Memory(512, 8, 128, 128, 2),))
+RECURRENT = LayerSpec(7, (Memory(state_arrays=2, state_bytes=5 * MIB),))
 
 
 @pytest.mark.parametrize(
@@ -30,7 +33,7 @@ WHOLE, SLIDING, RECURRENT = LayerSpec(7, ROW), LayerSpec(7, ROW, window=512), La
 def test_what_a_plan_says_fits_is_let_in_and_nothing_else(
     layers: tuple[LayerSpec, ...], cache: Cache, context: int, mib: float
 ) -> None:
-    spec = ModelSpec("tiny", "qwen3", layers, 0, 0, False, 64, 99, 8192, DTYPE_BFLOAT16, head_size=128, cache=cache)
+    spec = ModelSpec("tiny", "qwen3", layers, 0, 0, False, 64, 99, 8192, DTYPE_BFLOAT16, cache=cache)
     weights, needed = 36 * 7, round(mib * MIB)
     for budget in (weights + needed, weights + needed - 1):
         found = plan(spec, [Node("mini", budget)], context)

@@ -15,6 +15,7 @@ from coordinator.sessions.request import (
 )
 from protos.brigade_pb2 import DTYPE_BFLOAT16, Sampling
 from worker.errors import InputError
+from worker.model.cachespec import Memory
 from worker.model.modelspec import LayerSpec, ModelSpec
 
 VOCAB, CONTEXT = 97, 128
@@ -22,7 +23,7 @@ SPEC = ModelSpec(
     name="tiny",
     family="qwen3",
     tied=False,
-    layers=(LayerSpec(1, 1),),
+    layers=(LayerSpec(1, (Memory(None, 1, 1, 1, 1),)),),
     embed_bytes=1,
     head_bytes=1,
     hidden_size=8,

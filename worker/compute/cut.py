@@ -1,0 +1,122 @@
+"""A model cut to the layers of one stage, run by the model's own forward over its whole list of layers.
+
+Layers of other stages have lost their arrays, and their doors let nothing run: those before the stage return what came
+in, and behind its last layer the forward is left.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from worker.memory.lane import View
+from worker.model.anatomy import Anatomy, as_returned, strip_front
+from worker.model.build import tensors_of_module
+from worker.model.doors import Run, put_doors
+from worker.model.skeleton import skeleton_of
+
+
+class _Left(Exception):
+    """The last layer of the stage has run; carries what it returned."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self.result = result
+
+
+class _Keeper:
+    """Stands at the doors of a stage. Knows the numbers of its layers, not the layers."""
+
+    def __init__(self, start: int, end: int, returns: Sequence[int]) -> None:
+        self.incoming: mx.array | None = None
+        self._start, self._end = start, end
+        self._returns = returns
+        self.is_past = False  # all layers are: only norm and head are wanted
+
+    def enter(self, index: int, run: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if index < self._start or self.is_past:
+            assert self.incoming is not None
+            return as_returned(self.incoming, self._returns[index])
+        if not args:  # by its name: what comes first is the hidden state all the same
+            name = next(iter(kwargs))
+            args, kwargs = [kwargs[name]], {key: value for key, value in kwargs.items() if key != name}
+        view = next((value for value in (*args, *kwargs.values()) if isinstance(value, View)), None)
+        result = run(*args, **kwargs) if view is None else view.run(run, args, kwargs)
+        if index == self._end - 1:
+            raise _Left(result)
+        return result
+
+
+class CutModel:
+    """Layers [start, end) of one of mlx-lm's models."""
+
+    def __init__(self, model: Any, anatomy: Anatomy, start: int, end: int) -> None:
+        """Take everything that other stages hold out of the model."""
+        skeleton = skeleton_of(model)
+        is_last = end == anatomy.num_layers
+        self.layers = skeleton.layers[start:end]
+        for layer in [*skeleton.layers[:start], *skeleton.layers[end:]]:
+            _drop_arrays(layer, besides=self.layers)
+        if start > 0 and not (is_last and anatomy.tied):
+            strip_front(skeleton, anatomy)
+        if not is_last:
+            for _, (parent, key) in skeleton.back:
+                _drop(parent, key, besides=self.layers)
+        self._model = model
+        self._is_first = start == 0
+        self._keeper = _Keeper(start, end, anatomy.returns)
+        self._anatomy = anatomy
+        put_doors(skeleton.layers, self._keeper)
+
+    @property
+    def tensors(self) -> list[tuple[str, mx.array]]:
+        """All that this stage holds, by the model's own names."""
+        return tensors_of_module(self._model)
+
+    def replace(self, tensors: dict[str, mx.array]) -> None:
+        """Hold these instead of what has their names."""
+        self._model.load_weights(list(tensors.items()), strict=False)
+
+    def run(self, x: mx.array, caches: Sequence[Any]) -> mx.array:
+        """Token ids [B, L] on the first stage, hidden states [B, L, D] elsewhere, to hidden states [B, L, D].
+
+        `caches` are for the whole list of layers, and take the rows.
+        """
+        self._keeper.incoming = None if self._is_first else x
+        ids = x if self._is_first else mx.zeros(x.shape[:2], mx.int32)
+        try:
+            self._model(ids, cache=caches)
+        except _Left as left:
+            return left.result[0] if isinstance(left.result, tuple | list) else left.result
+        finally:
+            self._keeper.incoming = None
+        raise AssertionError("the forward came to its end before the stage did")
+
+    def logits(self, h: mx.array, caches: Sequence[Any]) -> mx.array:
+        """Hidden states [1, N, D] of the last layer to logits [1, N, V]: norm, head and what else follows the layers.
+
+        `caches` hold nothing, and will not.
+        """
+        self._keeper.incoming, self._keeper.is_past = h, True
+        try:
+            return self._model(mx.zeros(h.shape[:2], mx.int32), cache=caches)
+        finally:
+            self._keeper.incoming, self._keeper.is_past = None, False
+
+
+def _drop(parent: nn.Module, key: str, besides: Sequence[nn.Module]) -> None:
+    part = parent[key]
+    if isinstance(part, mx.array):
+        del parent[key]
+    for module in part if isinstance(part, list) else [part]:
+        if isinstance(module, nn.Module):
+            _drop_arrays(module, besides)
+
+
+def _drop_arrays(module: nn.Module, besides: Sequence[nn.Module]) -> None:
+    """Take all arrays out of a module; but not out of what these others have too."""
+    kept = {id(part) for other in besides for part in other.modules()}
+    for part in module.modules():
+        for key in [key for key, value in part.items() if isinstance(value, mx.array) and id(part) not in kept]:
+            del part[key]

@@ -1,0 +1,147 @@
+"""Caches: all that one slot remembers on one stage, in the order of the model's own list of caches.
+
+That list is as long as the whole model. For a layer that is elsewhere it holds a cache of a layer of the same kind that
+is here, or one that only counts: so a model that makes a mask from the cache of its first layer gets the right one.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from protos.brigade_pb2 import Cache
+from worker.memory.cache import Int8Cache, KVCache, LayerCache, Mask
+from worker.memory.state import RecurrentState
+from worker.model.anatomy import Entry
+from worker.model.cachespec import INT8, STATE, WHOLE, CacheSpec, Form, Memory, cache_spec
+
+
+class Several:
+    """The caches of a layer that has more than one; the layer asks for each by its number."""
+
+    def __init__(self, caches: Sequence[LayerCache]) -> None:
+        self.caches = list(caches)
+
+    def __getitem__(self, number: int) -> LayerCache:
+        return self.caches[number]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(cache.nbytes for cache in self.caches)
+
+    def arrays(self) -> list[mx.array]:
+        return [array for cache in self.caches for array in cache.arrays()]
+
+    def cut(self, length: int) -> None:
+        for cache in self.caches:
+            cache.cut(length)
+
+    def reserve(self, num_rows: int, positions: mx.array | None) -> None:
+        for cache in self.caches:
+            cache.reserve(num_rows, positions)
+
+    def make_mask(self, num_rows: int, return_array: bool = False, window_size: int | None = None) -> Mask:
+        return self.caches[0].make_mask(num_rows, return_array, window_size)
+
+    def settle(self, length: int) -> None:
+        for cache in self.caches:
+            cache.settle(length)
+
+    def fork(self, length: int) -> "Several":
+        return Several([cache.fork(length) for cache in self.caches])
+
+    def close(self, besides: Sequence[LayerCache] = ()) -> None:
+        for cache in self.caches:
+            cache.close()
+
+
+class Caches:
+    """One slot's caches: its `own`, whose numbers are `own_numbers`, and `listed` as the model expects them."""
+
+    def __init__(self, entries: Sequence[Entry], own: Sequence[int], cache: Cache) -> None:
+        """Empty caches.
+
+        Args:
+            entries: the model's own list of caches.
+            own: the numbers of those whose layers are here.
+            cache: the kind that the session wants.
+        """
+        self._entries, self.own_numbers, self._cache = entries, own, cache
+        self._fill([_make(entries[number], cache) for number in own])
+
+    def _fill(self, own: list[LayerCache]) -> None:
+        here = dict(zip(self.own_numbers, own, strict=True))
+        alike: dict[Any, LayerCache] = {}
+        for number, cache in here.items():
+            alike.setdefault(_kind(self._entries[number]), cache)
+        self.own = own
+        self._counting: list[LayerCache] = []
+        self.listed: list[LayerCache] = []
+        for number, entry in enumerate(self._entries):
+            if number not in here and _kind(entry) not in alike:
+                alike[_kind(entry)] = _make(entry, self._cache)
+                self._counting.append(alike[_kind(entry)])
+            self.listed.append(here.get(number, alike[_kind(entry)]))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(cache.nbytes for cache in self.own)
+
+    def arrays(self) -> list[mx.array]:
+        """The buffers of the last layer that has any: they depend on all that the pass has computed for others."""
+        return self.own[-1].arrays() if self.own else []
+
+    def cut(self, length: int) -> None:
+        """Raises CacheMismatch if one of them cannot be cut there."""
+        for cache in self.own:
+            cache.cut(length)
+        for cache in self._counting:
+            cache.settle(length)
+
+    def reserve(self, num_rows: int, positions: mx.array | None) -> None:
+        for cache in self.own:
+            cache.reserve(num_rows, positions)
+
+    def settle(self, length: int) -> None:
+        """A pass is over by which there are `length` tokens."""
+        for cache in [*self.own, *self._counting]:
+            cache.settle(length)
+
+    def fork(self, length: int) -> "Caches":
+        """Caches of another slot that go on from the first `length` tokens. Raises CacheMismatch as `cut` does."""
+        other = Caches.__new__(Caches)
+        other._entries, other.own_numbers, other._cache = self._entries, self.own_numbers, self._cache
+        other._fill([cache.fork(length) for cache in self.own])
+        for cache in other._counting:
+            cache.settle(length)
+        return other
+
+    def close(self, besides: "Sequence[Caches]" = ()) -> None:
+        """Let go of everything; those of `besides` are about to close too."""
+        for number, cache in enumerate(self.own):
+            cache.close(besides=[other.own[number] for other in besides])
+
+
+def _make(entry: Entry, cache: Cache) -> LayerCache:
+    return (
+        Several([make_cache(part, cache) for part in entry]) if isinstance(entry, tuple) else make_cache(entry, cache)
+    )
+
+
+def _kind(entry: Entry) -> Any:
+    """Equal for caches of which masks and offsets are equal."""
+    if isinstance(entry, tuple):
+        return tuple(map(_kind, entry))
+    return entry.window, entry.state_arrays
+
+
+def make_cache(memory: Memory, cache: Cache) -> LayerCache:
+    """An empty cache for what a layer remembers, as the session's choice of cache wants it."""
+    spec = cache_spec(memory, cache)
+    return RecurrentState(memory.state_arrays) if spec.form is STATE else _FRESH[spec.form](spec)
+
+
+_FRESH: dict[Form, Callable[[CacheSpec], LayerCache]] = {
+    WHOLE: lambda spec: KVCache(spec.window, spec.keep),
+    INT8: lambda spec: Int8Cache(spec.window, spec.keep),
+}

@@ -1,0 +1,258 @@
+"""Anatomy: how a model's layers are called, fed and what they keep, seen in one pass of which nothing is computed.
+
+So a type that nobody has heard of yet is admitted, or refused with the reason found.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+
+from worker.errors import ModelError
+from worker.model.cachespec import Memory, int8_group
+from worker.model.doors import Run, put_doors
+from worker.model.skeleton import Skeleton, skeleton_of
+
+_ROWS = 8  # of the pass: several, so that masks are made
+
+Entry = Memory | tuple[Memory, ...]  # one of the model's own list of caches: a single one, or several together
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Plain facts about a model: nothing here holds an array."""
+
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    dtype: mx.Dtype  # of hidden states
+    returns: tuple[int, ...]  # how many parts each layer's result has; 0 for an array by itself
+    entries: tuple[Entry, ...]  # the model's own list of caches
+    layer_of_entry: tuple[int, ...]  # whose they are; the embedding's is layer 0's
+    tied: bool  # whether the head needs the embedding
+    int8_refusal: str = ""  # why caches cannot be kept in 8 bits
+
+    def entries_of(self, start: int, end: int) -> list[int]:
+        """The numbers of the caches of layers [start, end)."""
+        return [number for number, layer in enumerate(self.layer_of_entry) if start <= layer < end]
+
+    def memories_of(self, layer: int) -> tuple[Memory, ...]:
+        return tuple(memory for number in self.entries_of(layer, layer + 1) for memory in parts(self.entries[number]))
+
+
+@dataclass
+class _Call:
+    """How one layer was called, and what it returned."""
+
+    index: int
+    arguments: dict[str, Any]
+    result: Any
+
+
+@dataclass
+class _Watch:
+    """Stands at every door and lets every layer run."""
+
+    calls: list[_Call] = field(default_factory=list)
+
+    def enter(self, index: int, run: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        result = run(*args, **kwargs)
+        self.calls.append(_Call(index, {**{str(n): arg for n, arg in enumerate(args)}, **kwargs}, result))
+        return result
+
+
+class _Skip:
+    """Stands at every door and lets no layer run: what follows sees what is given here."""
+
+    def __init__(self, given: Any) -> None:
+        self._given = given
+
+    def enter(self, index: int, run: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return self._given
+
+
+class Blank:
+    """An embedding that another node holds: something of the right shape and dtype, never computed."""
+
+    def __init__(self, width: int, dtype: mx.Dtype) -> None:
+        self._width, self._dtype = width, dtype
+
+    def __call__(self, ids: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        return mx.zeros((*ids.shape[:2], self._width), self._dtype)
+
+
+def parts(entry: Entry) -> tuple[Memory, ...]:
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def examine(model: Any) -> Anatomy:
+    """One pass of a whole model, none of it computed. The model is of no use afterwards.
+
+    Raises:
+        ModelError: it cannot be cut between its layers; the message says why, without the model's name.
+    """
+    skeleton, watch, caches = skeleton_of(model), _Watch(), make_prompt_cache(model)
+    num_layers = len(skeleton.layers)
+    if len(model.layers) != num_layers:
+        raise ModelError("its layers are in two lists")
+    put_doors(skeleton.layers, watch)
+    logits = model(_ids(), cache=caches)
+    calls = watch.calls
+    if [call.index for call in calls] != list(range(num_layers)):
+        raise ModelError(f"it calls its layers in the order {_listed([call.index for call in calls])}")
+    _require_chain(calls, caches)
+    hidden = [_first(call.result) for call in calls]
+    if len({array.dtype for array in hidden}) > 1 or len({array.shape for array in hidden}) > 1:
+        raise ModelError("its hidden states change their shape or dtype on the way")
+    anatomy = Anatomy(
+        num_layers=num_layers,
+        hidden_size=hidden[0].shape[-1],
+        vocab_size=logits.shape[-1],
+        dtype=hidden[0].dtype,
+        returns=tuple(len(call.result) if isinstance(call.result, tuple | list) else 0 for call in calls),
+        entries=tuple(map(_entry, caches)),
+        layer_of_entry=tuple(_owners(calls, caches)),
+        tied=False,
+    )
+    refusal = _int8_refusal(model, caches, anatomy)
+    return replace(anatomy, tied=_needs_embedding(model, skeleton, anatomy), int8_refusal=refusal)
+
+
+def _ids() -> mx.array:
+    return mx.zeros((1, _ROWS), mx.int32)
+
+
+def _require_chain(calls: Sequence[_Call], caches: Sequence[Any]) -> None:
+    """Every layer may be fed with what the layer before returned first, a mask, a cache, or small numbers per row.
+
+    Raises:
+        ModelError: naming what else a layer takes, and which layer gave it.
+    """
+    for call in calls[1:]:
+        came = _first(calls[call.index - 1].result)
+        width = came.shape[-1]
+        if not any(value is came for value in call.arguments.values()):
+            raise ModelError(f"layer {call.index} does not take what layer {call.index - 1} returns as it is")
+        for name, value in call.arguments.items():
+            plain = value is None or isinstance(value, bool | int | float | str) or "mask" in name
+            known = value is came or any(value is cache for cache in caches)
+            small = isinstance(value, mx.array) and width not in value.shape[1:] and _is_mask_or_numbers(value)
+            if not (plain or known or small) or (small and _giver(value, calls, call.index - 1) is not None):
+                raise ModelError(_refusal(value, calls, call.index))
+
+
+def _is_mask_or_numbers(value: mx.array) -> bool:
+    return value.ndim <= 2 or value.shape[-2:] == (_ROWS, _ROWS)
+
+
+def _refusal(value: Any, calls: Sequence[_Call], index: int) -> str:
+    giver = _giver(value, calls, index)
+    whose = "another result" if giver is None else f"a result of layer {giver}"
+    return f"layer {index} takes more than a hidden state, {whose} besides"
+
+
+def _giver(value: Any, calls: Sequence[_Call], before: int) -> int | None:
+    """The layer that returned this, among those before."""
+    for call in calls[:before]:
+        if any(part is value for part in _flat(call.result)):
+            return call.index
+    return None
+
+
+def _owners(calls: Sequence[_Call], caches: Sequence[Any]) -> Iterator[int]:
+    for cache in caches:
+        owners = [call.index for call in calls if any(value is cache for value in call.arguments.values())]
+        if len(owners) > 1:
+            raise ModelError(f"layer {owners[1]} takes keys and values of layer {owners[0]}")
+        yield owners[0] if owners else 0  # the embedding's own, which is where layer 0 is
+
+
+def _entry(cache: Any) -> Entry:
+    return tuple(map(_memory, cache.caches)) if isinstance(cache, CacheList) else _memory(cache)
+
+
+def _memory(cache: Any) -> Memory:
+    """What one of mlx-lm's own caches holds after the pass."""
+    if isinstance(cache, ArraysCache):
+        arrays: Sequence[mx.array | None] = cache.cache
+        nbytes = sum(array.nbytes for array in arrays if array is not None)
+        return Memory(state_arrays=len(cache.cache), state_bytes=nbytes)
+    if type(cache) not in (KVCache, RotatingKVCache, ChunkedKVCache):
+        raise ModelError(f"its caches are of a kind of their own, {type(cache).__name__}")
+    if cache.keys is None:  # a layer that never asks its cache
+        return Memory()
+    window = cache.max_size if isinstance(cache, RotatingKVCache) else None
+    _, heads, _, key_size = cache.keys.shape
+    return Memory(window, heads, key_size, cache.values.shape[-1], cache.keys.dtype.size)
+
+
+def _int8_refusal(model: Any, caches: Sequence[Any], anatomy: Anatomy) -> str:
+    """Why this model's caches cannot be kept in 8 bits; found by a pass over such caches."""
+    if any(isinstance(entry, tuple) for entry in anatomy.entries):
+        return "a layer of it has several caches"
+    memories = [memory for entry in anatomy.entries for memory in parts(entry) if not memory.state_arrays]
+    sizes = {size for memory in memories for size in (memory.key_size, memory.value_size)}
+    if not memories:
+        return "it has no keys and values"
+    if odd := sorted(size for size in sizes if size == 0 or size % 32):
+        return f"int8 needs heads of a multiple of 32 numbers, but they have {odd[0]}"
+    quantised = [
+        cache if isinstance(cache, ArraysCache) else QuantizedKVCache(int8_group(entry.value_size), bits=8)  # type: ignore[union-attr]
+        for cache, entry in zip(make_prompt_cache(model), anatomy.entries, strict=True)
+    ]
+    try:
+        model(_ids(), cache=quantised)
+    except (TypeError, ValueError, AttributeError, IndexError) as error:
+        return f"its attention does not read keys and values in 8 bits ({str(error).partition(chr(10))[0][:80]})"
+    return ""
+
+
+def _needs_embedding(model: Any, skeleton: Skeleton, anatomy: Anatomy) -> bool:
+    """Whether norm and head fail without the embedding."""
+    strip_front(skeleton, anatomy)
+    given = mx.zeros((1, _ROWS, anatomy.hidden_size), anatomy.dtype)
+    put_doors(skeleton.layers, _Skip(as_returned(given, anatomy.returns[-1])))
+    try:
+        model(_ids(), cache=make_prompt_cache(model))
+    except AttributeError:
+        return True
+    return False
+
+
+def strip_front(skeleton: Skeleton, anatomy: Anatomy) -> None:
+    """Take the embedding out; something that is never computed stands in for it."""
+    for _, (parent, key) in skeleton.front:
+        setattr(parent, key, Blank(anatomy.hidden_size, anatomy.dtype))
+
+
+def as_returned(hidden: mx.array, num_parts: int) -> Any:
+    """A hidden state in the form in which a layer would return it."""
+    return (hidden, *[None] * (num_parts - 1)) if num_parts else hidden
+
+
+def _first(result: Any) -> mx.array:
+    return result[0] if isinstance(result, tuple | list) else result
+
+
+def _flat(result: Any) -> Iterator[Any]:
+    yield result
+    if isinstance(result, tuple | list):
+        for part in result:
+            yield from _flat(part)
+    elif isinstance(result, dict):
+        for part in result.values():
+            yield from _flat(part)
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")

@@ -1,0 +1,146 @@
+"""From a checkpoint to mlx-lm's own model of it, whole, and bound to tensors of which none has been read.
+
+What is not computed costs nothing: a model of 671 billion parameters is built in a fraction of a second.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from worker.errors import ModelError
+from worker.model.checkpoint import Checkpoint
+from worker.model.families import model_classes
+from worker.model.headers import TensorInfo
+from worker.model.quantisation import quantisation_of
+from worker.model.skeleton import is_text, skeleton_of
+
+MLX_DTYPES = {
+    "F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "I64": mx.int64, "I32": mx.int32, "I16": mx.int16,
+    "I8": mx.int8, "U64": mx.uint64, "U32": mx.uint32, "U16": mx.uint16, "U8": mx.uint8, "BOOL": mx.bool_,
+    "F8_E4M3": mx.uint8, "F8_E8M0": mx.uint8,
+}  # fmt: skip
+
+_MISFITS = (TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError, StopIteration)
+_SIZES = (
+    "num_hidden_layers", "num_layers", "n_layers", "n_layer", "hidden_size", "vocab_size", "num_attention_heads",
+    "num_key_value_heads", "head_dim",
+)  # fmt: skip
+_LAYERS = _SIZES[:4]
+
+
+def absent(name: str, info: TensorInfo) -> mx.array:
+    """What stands for a tensor that another node reads: of its shape, and no number if it were ever computed with."""
+    dtype = MLX_DTYPES[info.dtype]
+    return mx.full(info.shape, math.nan if mx.issubdtype(dtype, mx.floating) else 0, dtype)
+
+
+def build(checkpoint: Checkpoint, tensor: Callable[[str, TensorInfo], mx.array] = absent) -> Any:
+    """The whole model, its parameters bound to what `tensor` makes of each of the checkpoint's tensors.
+
+    Nothing is evaluated here, and `tensor` should not either. mlx-lm's `sanitize` decides by looking at the whole
+    checkpoint, so it gets to see the whole checkpoint.
+
+    Raises:
+        ModelError: configuration and tensors do not fit together, or make no model that mlx-lm knows.
+    """
+    _check_sizes(checkpoint)
+    model = _construct(checkpoint)
+    weights = {name: tensor(name, info) for name, info in checkpoint.tensors.items()}
+    try:
+        if hasattr(model, "sanitize"):
+            weights = model.sanitize(weights)
+    except _MISFITS as error:
+        raise ModelError(f"{checkpoint.name} does not fit its config.json: {_told(error)}") from error
+    _quantise(model, checkpoint, weights)
+    _bind(model, checkpoint, weights)
+    return model.eval()
+
+
+def tensors_of_module(module: Any) -> list[tuple[str, mx.array]]:
+    return tree_flatten(module.parameters())  # type: ignore[return-value]
+
+
+def _check_sizes(checkpoint: Checkpoint) -> None:
+    """Refuse what would make a model without end, or an error without words."""
+    config = checkpoint.config
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        for key in _SIZES:
+            size = part.get(key)
+            if size is not None and not isinstance(size, list) and not (isinstance(size, int) and size > 0):
+                raise ModelError(f"config.json: {key}: expected a whole number above 0, found {size!r}")
+            if key in _LAYERS and isinstance(size, int) and size > len(checkpoint.tensors):
+                raise ModelError(f"{checkpoint.name}: config.json has {size} layers, more than there are tensors")
+
+
+def _construct(checkpoint: Checkpoint) -> Any:
+    model_class, args_class = model_classes(checkpoint.config)
+    try:
+        return model_class(args_class.from_dict(_with_infinities(checkpoint.config)))
+    except (*_MISFITS, AssertionError) as error:
+        reason = f"config.json does not describe a {checkpoint.config['model_type']} model: {_told(error)}"
+        raise ModelError(f"{checkpoint.name}: {reason}") from error
+
+
+def _with_infinities(value: Any) -> Any:
+    """Numbers that JSON does not know, as transformers writes them: {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        if set(value) == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _with_infinities(item) for key, item in value.items()}
+    return [_with_infinities(item) for item in value] if isinstance(value, list) else value
+
+
+def _quantise(model: Any, checkpoint: Checkpoint, weights: dict[str, mx.array]) -> None:
+    """Turn the layers that the checkpoint holds in quantised form into quantised ones, as they are."""
+    quantization = quantisation_of(checkpoint)
+    if quantization is None:
+        return
+
+    def parameters(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        if path in quantization:
+            return quantization[path]
+        if not hasattr(module, "to_quantized") or f"{path}.scales" not in weights:
+            return False
+        from mlx_lm.utils import infer_quant_config  # and with it transformers, which most workers never need
+
+        return infer_quant_config(path, module, weights)
+
+    mode = quantization.get("mode", "affine")
+    try:
+        nn.quantize(model, quantization["group_size"], quantization["bits"], mode=mode, class_predicate=parameters)
+    except _MISFITS as error:
+        raise ModelError(f"{checkpoint.name} is not quantised as its config.json says: {_told(error)}") from error
+
+
+def _bind(model: Any, checkpoint: Checkpoint, weights: dict[str, mx.array]) -> None:
+    """Give the model its tensors; those of layers that it does not have (MTP) are left out."""
+    wanted = dict(tensors_of_module(model))
+    skeleton = skeleton_of(model)
+    num_layers = len(skeleton.layers)
+    bound = {
+        name: array
+        for name, array in weights.items()
+        if name in wanted or ((skeleton.layer_of(name) or 0) < num_layers and is_text(name))
+    }
+    if missing := sorted(wanted.keys() - bound.keys()):
+        raise ModelError(f"{checkpoint.name} lacks tensor {missing[0]}{_advice(missing)}")
+    try:
+        model.load_weights(list(bound.items()), strict=True)
+    except ValueError as error:
+        reason = "".join(str(error).splitlines()[:2])  # the second line names the first tensor that is left over
+        raise ModelError(f"{checkpoint.name} does not fit its config.json: {reason}") from error
+
+
+def _advice(missing: Sequence[str]) -> str:
+    if missing[0].endswith("lm_head.weight") and len(missing) == 1:
+        return ", and its config.json does not tie the head to the embedding; download it again"
+    return f" ({len(missing)} missing); download it again"
+
+
+def _told(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
