@@ -86,8 +86,9 @@ class OwnNode:
         if held and self._source is deployment.checkpoint and (held.start, held.end) == (own.start, own.end):
             progress(own.name, LoadProgress(phase="kept", done=held.nbytes, total=held.nbytes))
             return
+        tensors = held.tensors if held and self._source is deployment.checkpoint else {}
         self.shard = held = None  # its memory is needed
         self.shard = await load_shard(
-            deployment.checkpoint, own.start, own.end, self.thread, partial(progress, own.name)
+            deployment.checkpoint, own.start, own.end, self.thread, partial(progress, own.name), held=tensors
         )
         self._source = deployment.checkpoint

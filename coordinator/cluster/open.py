@@ -15,6 +15,7 @@ from coordinator.planning.plan import Node, Plan, check_split, plan, require_fit
 from worker.config import Cluster, is_loopback, split_address
 from worker.model.checkpoint import Checkpoint
 from worker.model.describe import describe
+from worker.model.families import is_tested
 from worker.model.modelspec import ModelSpec
 from worker.node.loading import open_checkpoint
 from worker.node.network import Network
@@ -44,9 +45,16 @@ async def open_peers(options: ClusterOptions, spec: ModelSpec) -> AsyncIterator[
 
 
 async def read_model(model: str) -> tuple[Checkpoint, ModelSpec]:
-    """Configuration and headers only. Raises ModelError if it is not there, damaged, or not supported."""
+    """Configuration and headers only; says so if the type is a new one.
+
+    Raises:
+        ModelError: it is not there, damaged, or not supported.
+    """
     checkpoint = await run_aside(lambda: open_checkpoint(model))
-    return checkpoint, await run_aside(lambda: describe(checkpoint))
+    spec = await run_aside(lambda: describe(checkpoint))
+    if not is_tested(checkpoint.config):
+        say(f"note: no test has seen a {spec.family} model yet; compare with `brigade verify` before you rely on it")
+    return checkpoint, spec
 
 
 async def make_plan(cluster: Cluster, spec: ModelSpec, peers: Sequence[Peer], context: int) -> Plan:

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from worker.memory.lane import View
-from worker.model.anatomy import Anatomy, as_returned, strip_front
+from worker.model.anatomy import Anatomy, as_returned, as_rows, strip_front
 from worker.model.build import tensors_of_module
 from worker.model.doors import Run, put_doors
 from worker.model.skeleton import skeleton_of
@@ -28,16 +28,16 @@ class _Left(Exception):
 class _Keeper:
     """Stands at the doors of a stage. Knows the numbers of its layers, not the layers."""
 
-    def __init__(self, start: int, end: int, returns: Sequence[int]) -> None:
+    def __init__(self, start: int, end: int, anatomy: Anatomy) -> None:
         self.incoming: mx.array | None = None
         self._start, self._end = start, end
-        self._returns = returns
+        self._anatomy = anatomy
         self.is_past = False  # all layers are: only norm and head are wanted
 
     def enter(self, index: int, run: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if index < self._start or self.is_past:
             assert self.incoming is not None
-            return as_returned(self.incoming, self._returns[index])
+            return as_returned(self.incoming, self._anatomy.shapes, self._anatomy.returns[index])
         if not args:  # by its name: what comes first is the hidden state all the same
             name = next(iter(kwargs))
             args, kwargs = [kwargs[name]], {key: value for key, value in kwargs.items() if key != name}
@@ -65,7 +65,7 @@ class CutModel:
                 _drop(parent, key, besides=self.layers)
         self._model = model
         self._is_first = start == 0
-        self._keeper = _Keeper(start, end, anatomy.returns)
+        self._keeper = _Keeper(start, end, anatomy)
         self._anatomy = anatomy
         put_doors(skeleton.layers, self._keeper)
 
@@ -88,7 +88,7 @@ class CutModel:
         try:
             self._model(ids, cache=caches)
         except _Left as left:
-            return left.result[0] if isinstance(left.result, tuple | list) else left.result
+            return as_rows(left.result, self._anatomy.shapes)
         finally:
             self._keeper.incoming = None
         raise AssertionError("the forward came to its end before the stage did")

@@ -32,11 +32,12 @@ _DIGEST_BYTES = 4 * 2**20  # of a tensor that are hashed at once
 class Shard:
     """Layers [start, end), the embedding if first, the final norm and head if last."""
 
-    def __init__(self, checkpoint: Checkpoint, start: int, end: int, held: "Shard | None" = None) -> None:
+    def __init__(self, checkpoint: Checkpoint, start: int, end: int, held: dict[str, mx.array] | None = None) -> None:
         """Build the shard; its tensors stay unread until `materialise`.
 
         Args:
-            held: another shard of this very checkpoint, of which what it has already read is taken over.
+            held: `tensors` of another shard of this very checkpoint: what is of use here is taken over, all else is let
+                go of.
         Raises:
             ModelError: a tensor is missing, left over, or of another shape than the configuration says.
         """
@@ -45,8 +46,9 @@ class Shard:
         self.is_first, self.is_last = start == 0, end == self.anatomy.num_layers
         reader = _Reader(checkpoint, shard_tensors(checkpoint, start, end))
         self._cut = CutModel(build(checkpoint, reader), self.anatomy, start, end)
-        if held is not None:
-            self._take_over(held)
+        if held:
+            self._cut.replace({name: held[name] for name, _ in self._cut.tensors if name in held})
+            held.clear()
         self.nbytes = sum(array.nbytes for _, array in self._cut.tensors)
         reader.require_none_absent(self._cut.tensors)
         self.mask_token = mask_token_of(checkpoint.config, self.anatomy.vocab_size)
@@ -128,6 +130,11 @@ class Shard:
                 raise named or ModelError(f"cannot read the tensors of {layers}: {error}") from error
             progress(array.nbytes)
 
+    @property
+    def tensors(self) -> dict[str, mx.array]:
+        """All that is held, by the model's own names, which are the same in every shard."""
+        return dict(self._cut.tensors)
+
     def digests(self) -> dict[str, str]:
         """The BLAKE2b digest of every tensor held, by name."""
         found: dict[str, str] = {}
@@ -144,10 +151,6 @@ class Shard:
                 digest.update(raw[first : first + _DIGEST_BYTES].data)
                 yield
             found[name] = digest.hexdigest()
-
-    def _take_over(self, held: "Shard") -> None:
-        theirs = dict(held._cut.tensors)
-        self._cut.replace({name: theirs[name] for name, _ in self._cut.tensors if name in theirs})
 
 
 class _Reader:

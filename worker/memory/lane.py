@@ -122,7 +122,7 @@ class View:
             results.append(layer(hidden, *others, **named))
         if not isinstance(results[0], tuple | list):
             return self._lane.join(results)
-        return (self._lane.join([result[0] for result in results]), *[None] * (len(results[0]) - 1))
+        return tuple(self._lane.join(part) if _has_rows(part[0]) else None for part in zip(*results, strict=True))
 
     def _of_slot(self, value: Any, number: int) -> Any:
         """What one slot has where the lane has this: its own mask, cache, or numbers."""
@@ -254,6 +254,11 @@ def _groups(places: Sequence[Place]) -> Iterator[_Group]:
     for (_, capacity, suited), numbers in alike.items():
         if len(numbers) > 1 and capacity is not None:
             yield _Group(numbers, places, capacity, suited)
+
+
+def _has_rows(part: Any) -> bool:
+    """Whether this is, of what a layer returned, something that other layers could use."""
+    return isinstance(part, mx.array) and part.ndim >= 3
 
 
 def _positions(place: Place) -> mx.array:

@@ -3,8 +3,10 @@
 So a type that nobody has heard of yet is admitted, or refused with the reason found.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -33,7 +35,7 @@ class Anatomy:
     """Plain facts about a model: nothing here holds an array."""
 
     num_layers: int
-    hidden_size: int
+    shapes: tuple[tuple[int, ...], ...]  # of a row of what travels: the hidden state's, and what else goes with it
     vocab_size: int
     dtype: mx.Dtype  # of hidden states
     returns: tuple[int, ...]  # how many parts each layer's result has; 0 for an array by itself
@@ -41,6 +43,11 @@ class Anatomy:
     layer_of_entry: tuple[int, ...]  # whose they are; the embedding's is layer 0's
     tied: bool  # whether the head needs the embedding
     int8_refusal: str = ""  # why caches cannot be kept in 8 bits
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of a row that travels between stages."""
+        return sum(map(math.prod, self.shapes))
 
     def entries_of(self, start: int, end: int) -> list[int]:
         """The numbers of the caches of layers [start, end)."""
@@ -84,11 +91,11 @@ class _Skip:
 class Blank:
     """An embedding that another node holds: something of the right shape and dtype, never computed."""
 
-    def __init__(self, width: int, dtype: mx.Dtype) -> None:
-        self._width, self._dtype = width, dtype
+    def __init__(self, shape: Sequence[int], dtype: mx.Dtype) -> None:
+        self._shape, self._dtype = shape, dtype
 
     def __call__(self, ids: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        return mx.zeros((*ids.shape[:2], self._width), self._dtype)
+        return mx.zeros((*ids.shape[:2], *self._shape), self._dtype)
 
 
 def parts(entry: Entry) -> tuple[Memory, ...]:
@@ -110,18 +117,19 @@ def examine(model: Any) -> Anatomy:
     calls = watch.calls
     if [call.index for call in calls] != list(range(num_layers)):
         raise ModelError(f"it calls its layers in the order {_listed([call.index for call in calls])}")
-    _require_chain(calls, caches)
+    owners = tuple(_owners(calls, caches))
+    shapes = _travelling(calls, caches)
     hidden = [_first(call.result) for call in calls]
     if len({array.dtype for array in hidden}) > 1 or len({array.shape for array in hidden}) > 1:
         raise ModelError("its hidden states change their shape or dtype on the way")
     anatomy = Anatomy(
         num_layers=num_layers,
-        hidden_size=hidden[0].shape[-1],
+        shapes=shapes,
         vocab_size=logits.shape[-1],
         dtype=hidden[0].dtype,
         returns=tuple(len(call.result) if isinstance(call.result, tuple | list) else 0 for call in calls),
         entries=tuple(map(_entry, caches)),
-        layer_of_entry=tuple(_owners(calls, caches)),
+        layer_of_entry=owners,
         tied=False,
     )
     refusal = _int8_refusal(model, caches, anatomy)
@@ -132,23 +140,37 @@ def _ids() -> mx.array:
     return mx.zeros((1, _ROWS), mx.int32)
 
 
-def _require_chain(calls: Sequence[_Call], caches: Sequence[Any]) -> None:
-    """Every layer may be fed with what the layer before returned first, a mask, a cache, or small numbers per row.
+def _travelling(calls: Sequence[_Call], caches: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+    """The shapes of a row of what every layer hands to the next: the first parts of its result.
+
+    Besides that a layer may take masks, a cache, and small numbers per row, which every stage can make for itself.
 
     Raises:
         ModelError: naming what else a layer takes, and which layer gave it.
     """
+    last = _first(calls[-1].result).shape
+    if len(last) != 3 or last[1] != _ROWS:
+        raise ModelError(f"its hidden states have shape {list(last)}, not a row for each of {_ROWS} tokens")
+    travelling: set[tuple[tuple[int, ...], ...]] = {((last[-1],),)} if len(calls) == 1 else set()
     for call in calls[1:]:
-        came = _first(calls[call.index - 1].result)
-        width = came.shape[-1]
-        if not any(value is came for value in call.arguments.values()):
+        came = [part for part in _parts(calls[call.index - 1].result) if isinstance(part, mx.array)]
+        taken = [any(value is part for value in call.arguments.values()) for part in came]
+        if not taken[0]:
             raise ModelError(f"layer {call.index} does not take what layer {call.index - 1} returns as it is")
+        rows = came[: 1 + max(number for number, is_taken in enumerate(taken) if is_taken)]
+        if any(part.shape[:2] != rows[0].shape[:2] for part in rows):
+            raise ModelError(_refusal(rows[-1], calls, call.index))
+        travelling.add(tuple(part.shape[2:] for part in rows))
         for name, value in call.arguments.items():
             plain = value is None or isinstance(value, bool | int | float | str) or "mask" in name
-            known = value is came or any(value is cache for cache in caches)
-            small = isinstance(value, mx.array) and width not in value.shape[1:] and _is_mask_or_numbers(value)
-            if not (plain or known or small) or (small and _giver(value, calls, call.index - 1) is not None):
+            known = any(value is other for other in (*rows, *caches))
+            small = isinstance(value, mx.array) and rows[0].shape[-1] not in value.shape[1:]
+            own = small and _is_mask_or_numbers(value) and _giver(value, calls, call.index - 1) is None
+            if not (plain or known or own):
                 raise ModelError(_refusal(value, calls, call.index))
+    if len(travelling) > 1:
+        raise ModelError("what its layers hand on changes from layer to layer")
+    return travelling.pop()
 
 
 def _is_mask_or_numbers(value: mx.array) -> bool:
@@ -221,7 +243,7 @@ def _needs_embedding(model: Any, skeleton: Skeleton, anatomy: Anatomy) -> bool:
     """Whether norm and head fail without the embedding."""
     strip_front(skeleton, anatomy)
     given = mx.zeros((1, _ROWS, anatomy.hidden_size), anatomy.dtype)
-    put_doors(skeleton.layers, _Skip(as_returned(given, anatomy.returns[-1])))
+    put_doors(skeleton.layers, _Skip(as_returned(given, anatomy.shapes, anatomy.returns[-1])))
     try:
         model(_ids(), cache=make_prompt_cache(model))
     except AttributeError:
@@ -232,16 +254,32 @@ def _needs_embedding(model: Any, skeleton: Skeleton, anatomy: Anatomy) -> bool:
 def strip_front(skeleton: Skeleton, anatomy: Anatomy) -> None:
     """Take the embedding out; something that is never computed stands in for it."""
     for _, (parent, key) in skeleton.front:
-        setattr(parent, key, Blank(anatomy.hidden_size, anatomy.dtype))
+        setattr(parent, key, Blank(anatomy.shapes[0], anatomy.dtype))
 
 
-def as_returned(hidden: mx.array, num_parts: int) -> Any:
-    """A hidden state in the form in which a layer would return it."""
-    return (hidden, *[None] * (num_parts - 1)) if num_parts else hidden
+def as_returned(rows: mx.array, shapes: Sequence[tuple[int, ...]], num_parts: int) -> Any:
+    """Rows that travelled, in the form in which a layer returned them: by themselves, or as the first of some parts."""
+    if not num_parts:
+        return rows
+    splits = tuple(accumulate(map(math.prod, shapes[:-1])))
+    parts = rows.split(splits, axis=-1) if splits else [rows]
+    shaped = [part.reshape(*rows.shape[:2], *shape) for part, shape in zip(parts, shapes, strict=True)]
+    return (*shaped, *[None] * (num_parts - len(shaped)))
+
+
+def as_rows(result: Any, shapes: Sequence[tuple[int, ...]]) -> mx.array:
+    """What travels of what a layer returned, side by side."""
+    if len(shapes) == 1:
+        return _first(result)
+    return mx.concatenate([part.reshape(*part.shape[:2], -1) for part in result[: len(shapes)]], axis=-1)
+
+
+def _parts(result: Any) -> Sequence[Any]:
+    return result if isinstance(result, tuple | list) else [result]
 
 
 def _first(result: Any) -> mx.array:
-    return result[0] if isinstance(result, tuple | list) else result
+    return _parts(result)[0]
 
 
 def _flat(result: Any) -> Iterator[Any]:

@@ -40,7 +40,7 @@ _LANES = {
     """,
     LaneForm.BATCH: """
         bailing_hybrid bailing_moe_linear bailing_moe_v3 deepseek_v3 glm4_moe_lite gpt2 gptj kimi_k25 kimi_linear
-        kimi_vl ministral3 mistral3 mistral4 nanochat phi phixtral plamo plamo2 stablelm
+        kimi_vl ministral3 mistral3 mistral4 nanochat phi phixtral plamo plamo2 rwkv7 stablelm
     """,
     LaneForm.ALONE: "gemma2 gpt_bigcode llama4 longcat_flash_ngram phi3small",
 }

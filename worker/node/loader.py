@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 
+import mlx.core as mx
+
 from protos.brigade_pb2 import LoadProgress, LoadRequest
 from worker.compute.header import dtype_name
 from worker.compute.shard import Shard
@@ -77,10 +79,11 @@ class Loader:
             self._log.kept(request)
             await report(LoadProgress(phase="kept", done=held.shard.nbytes, total=held.shard.nbytes))
             return
+        tensors = held.shard.tensors if held and _is_of_same_model(held, wanted, stamp) else {}
         self.loaded = held = None  # its memory is needed
         with self._log.loading(request):
             began = time.monotonic()
-            shard = await self._load(checkpoint, request, report)
+            shard = await self._load(checkpoint, request, tensors, report)
             await run_aside(partial(check_contents, checkpoint, request.contents))  # files that have only now arrived
             self.loaded = Loaded(wanted, _stamp_after(checkpoint, stamp), shard)
             self._log.loaded(request, shard.nbytes, time.monotonic() - began)
@@ -117,12 +120,14 @@ class Loader:
         except TimeoutError:
             return False
 
-    async def _load(self, checkpoint: Checkpoint, request: LoadRequest, report: Report) -> Shard:
+    async def _load(
+        self, checkpoint: Checkpoint, request: LoadRequest, held: dict[str, mx.array], report: Report
+    ) -> Shard:
         """The shard; if nobody waits for it any more, return once what loads it has noticed."""
         given_up = threading.Event()
         progress: asyncio.Queue[LoadProgress | None] = asyncio.Queue()
         layers = request.start, request.end
-        load = asyncio.create_task(load_shard(checkpoint, *layers, self._thread, progress.put_nowait, given_up))
+        load = asyncio.create_task(load_shard(checkpoint, *layers, self._thread, progress.put_nowait, given_up, held))
         load.add_done_callback(lambda _: progress.put_nowait(None))
         try:
             while (each := await progress.get()) is not None:
@@ -170,6 +175,14 @@ def _stamp_after(checkpoint: Checkpoint, before: Stamp) -> Stamp:
     if changed := sorted(set(before) - set(after)):
         raise ModelError(f"{checkpoint.folder / changed[0][0]} changed while it was read; start again")
     return after
+
+
+def _is_of_same_model(held: Loaded, wanted: LoadRequest, stamp: Stamp) -> bool:
+    """Whether layers of what is held can be kept: other layers of the same copy, whose files have not changed since."""
+    other = LoadRequest()
+    other.CopyFrom(wanted)
+    other.start, other.end = held.request.start, held.request.end
+    return other == held.request and set(held.stamp) <= set(stamp)
 
 
 def _shard_of(request: LoadRequest) -> LoadRequest:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+import mlx.core as mx
+
 from protos.brigade_pb2 import LoadProgress
 from worker.compute.shard import Shard
 from worker.model.checkpoint import DEMO, Checkpoint, open_folder
@@ -46,6 +48,7 @@ async def load_shard(
     thread: MlxThread,
     progress: Progress,
     given_up: threading.Event | None = None,
+    held: dict[str, mx.array] | None = None,
 ) -> Shard:
     """Download what is missing, then build and materialise layers [start, end) on the MLX thread.
 
@@ -53,12 +56,13 @@ async def load_shard(
         progress: is called on the event loop.
         given_up: once it is set, GivenUp is raised after the next piece of a file or the next layer. Cancelling sets
             it too, but returns at once: who cares for the files and the memory sets it and waits.
+        held: what another shard of this very checkpoint has read. It is emptied.
     """
     given_up = given_up or threading.Event()
     load = _Load(checkpoint, shard_tensors(checkpoint, start, end), progress, given_up)
     try:
         await run_aside(load.fetch)
-        return await thread.run(partial(load.build, start, end))
+        return await thread.run(partial(load.build, start, end, held))
     except asyncio.CancelledError:
         given_up.set()
         raise
@@ -84,9 +88,9 @@ class _Load:
             self._go_on()
             self._checkpoint.fetch([name for name in self._names if tensors[name].file == file], advance)
 
-    def build(self, start: int, end: int) -> Shard:
+    def build(self, start: int, end: int, held: dict[str, mx.array] | None) -> Shard:
         self._go_on()
-        shard = Shard(self._checkpoint, start, end)
+        shard = Shard(self._checkpoint, start, end, held)
         keep_resident()
         shard.materialise(self._counter("load", sum(self._checkpoint.tensors[name].nbytes for name in self._names)))
         return shard
