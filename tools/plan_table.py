@@ -17,7 +17,7 @@ import typer
 
 from coordinator.planning.plan import Node, Plan, format_bytes, plan
 from tools.sparse_model import PUBLISHED, write_sparse
-from worker.errors import BrigadeError
+from worker.errors import BrigadeError, InputError
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
 from worker.model.modelspec import ModelSpec
@@ -54,17 +54,14 @@ def main(
     context: Annotated[int, typer.Option(min=1, help="Tokens of one session that memory is kept for.")] = 16384,
 ) -> None:
     """Print the table as Markdown."""
-    rows, refused = [], []
-    for name in models or [path.stem for path in PUBLISHED.glob("*.json")]:
-        try:
-            rows.append(_read(name))
-        except BrigadeError as error:
-            refused.append(f"{name}: {error}")
+    known = sorted(path.stem for path in PUBLISHED.glob("*.json"))
+    for name in set(models or ()) - set(known):
+        raise InputError("models", f"expected one of {', '.join(known)}, got {name!r}")
+    rows = [row for row in map(_read, models or known) if row]
     print(f"| model | GB | layers | {' | '.join(_SETS)} | configuration from |")
     print(f"| --- | ---: | ---: | {'--- | ' * len(_SETS)}--- |")
     for row in sorted(rows, key=lambda row: row.nbytes):
         print(_line(row, context))
-    print(*sorted(refused), sep="\n", file=sys.stderr)
 
 
 def nodes_of(gigabytes: tuple[int, ...]) -> list[Node]:
@@ -82,14 +79,19 @@ def cell(found: Plan) -> str:
     return f"lacks {format_bytes(sum(assignment.missing_bytes for assignment in found.assignments))}"
 
 
-def _read(name: str) -> _Row:
+def _read(name: str) -> _Row | None:
+    """None, and a line on standard error, for a model that Brigade refuses."""
     published = json.loads((PUBLISHED / f"{name}.json").read_text(encoding="utf-8"))
     config = published["config"]
     bits = None if "quantization_config" in config else 4  # else its maker has done it
     with TemporaryDirectory() as parent:
         folder = Path(parent, name)
         write_sparse(folder, config, bits)
-        return _Row(describe(open_folder(folder, name)), published["source"])
+        try:
+            return _Row(describe(open_folder(folder, name)), published["source"])
+        except BrigadeError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            return None
 
 
 def _line(row: _Row, context: int) -> str:
