@@ -2,18 +2,21 @@
 
 import pytest
 
-from coordinator.planning.plan import plan
+from coordinator.planning.plan import Assignment, Plan
 from tools.plan_table import cell, main, nodes_of
 from worker.errors import InputError
-from worker.model.modelspec import LayerSpec, ModelSpec
 from worker.process.machine import budget_from
 
 GIB = 2**30
 
 
-def spec(layer_gib: int) -> ModelSpec:
-    layers = (LayerSpec(layer_gib * GIB, cache_per_token=1024),) * 10
-    return ModelSpec("big", "llama", layers, 0, 0, tied=False, hidden_size=64, vocab_size=96, context=4096, dtype=3)
+def planned(*needed_gib: float) -> Plan:
+    """Five layers on each of some Macs of 64 GB."""
+    assignments = [
+        Assignment(mac.name, 5 * i, 5 * i + 5, int(gib * GIB), 0, mac.memory_bytes)
+        for i, (mac, gib) in enumerate(zip(nodes_of((64,) * len(needed_gib)), needed_gib, strict=True))
+    ]
+    return Plan(tuple(assignments), 1024)
 
 
 def test_a_mac_has_the_budget_that_its_worker_would_report() -> None:
@@ -22,9 +25,8 @@ def test_a_mac_has_the_budget_that_its_worker_would_report() -> None:
 
 
 def test_a_cell_says_the_split_or_what_is_missing() -> None:
-    macs = nodes_of((64, 64))  # 43.2 GiB each
-    assert cell(plan(spec(8), macs, 1024)) == "5+5"
-    assert cell(plan(spec(9), macs, 1024)) == "lacks 3.6 GiB"
+    assert cell(planned(40, 43)) == "5+5"
+    assert cell(planned(45, 40, 45)) == "lacks 3.6 GiB"
 
 
 def test_the_table_has_a_row_per_model_with_its_source(capsys: pytest.CaptureFixture[str]) -> None:
