@@ -17,7 +17,6 @@ import mlx.core as mx
 import typer
 
 from worker.errors import InputError
-from worker.model.describe import describe
 from worker.model.headers import TensorInfo
 from worker.node.loading import load_shard, open_checkpoint
 from worker.process.mlx_thread import MlxThread
@@ -53,12 +52,11 @@ def main(
 async def measure(folder: Path, start: int, end: int) -> Loaded:
     """Load layers [start, end) as a worker does, in a process that has loaded nothing before."""
     checkpoint = open_checkpoint(str(folder))
-    num_layers = describe(checkpoint).num_layers
     with closing(MlxThread()) as thread:
         await thread.run(mx.reset_peak_memory)
         (_PROC / "clear_refs").write_text("5")  # the peak counts from here
         rss, read = _rss("VmRSS"), _read_bytes()
-        shard = await load_shard(checkpoint, start, end, num_layers, thread, lambda progress: None)
+        shard = await load_shard(checkpoint, start, end, thread, lambda progress: None)
         return Loaded(
             checkpoint=_nbytes(checkpoint.tensors.values()),
             shard=shard.nbytes,

@@ -44,9 +44,9 @@ def test_a_shard_reads_and_allocates_no_more_than_its_part(tmp_path: Path, file_
     assert loaded.peak_mlx <= 1.01 * loaded.shard
 
 
-def test_experts_that_are_stacked_take_one_layer_more_while_they_are(tmp_path: Path) -> None:
+def test_experts_that_are_stacked_take_one_tensor_more_while_they_are(tmp_path: Path) -> None:
     write_sparse(tmp_path / "model", EXPERTS, None, unstacked=True)
     loaded = load(tmp_path / "model")
     assert loaded.shard <= loaded.read <= 1.1 * loaded.shard
-    assert loaded.peak_mlx <= loaded.shard + LAYER
-    assert loaded.peak_rss <= loaded.shard + 1.35 * LAYER
+    assert loaded.peak_mlx <= loaded.shard + LAYER / 3
+    assert loaded.peak_rss <= 1.35 * loaded.shard
