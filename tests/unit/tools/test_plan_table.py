@@ -1,0 +1,44 @@
+"""The table of what fits where: budgets as workers report them, plans as the planner makes them."""
+
+from pathlib import Path
+
+import pytest
+
+from coordinator.planning.plan import Assignment, Plan
+from tools.plan_table import cell, main, nodes_of
+from worker.errors import InputError
+from worker.process.machine import budget_from
+
+GIB = 2**30
+
+
+def planned(*needed_gib: float) -> Plan:
+    """Five layers on each of some Macs of 64 GB."""
+    assignments = [
+        Assignment(mac.name, 5 * i, 5 * i + 5, int(gib * GIB), 0, mac.memory_bytes)
+        for i, (mac, gib) in enumerate(zip(nodes_of((64,) * len(needed_gib)), needed_gib, strict=True))
+    ]
+    return Plan(tuple(assignments), 1024)
+
+
+def test_a_mac_has_the_budget_that_its_worker_would_report() -> None:
+    (mac,) = nodes_of((64,))
+    assert mac.memory_bytes == budget_from({"max_recommended_working_set_size": 48 * GIB}, available=0)
+
+
+def test_a_cell_says_the_split_or_what_is_missing() -> None:
+    assert cell(planned(40, 43)) == "5+5"
+    assert cell(planned(45, 40, 45)) == "lacks 3.6 GiB"
+
+
+def test_the_readme_has_the_rows_that_the_tool_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["Llama-3.3-70B", "gpt-oss-120b", "GLM-4.7"], context=16384)
+    printed = capsys.readouterr().out.splitlines()
+    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(printed) == 5
+    assert [line for line in readme if line in printed] == printed
+
+
+def test_a_model_without_a_file_is_refused_by_name() -> None:
+    with pytest.raises(InputError, match=r"expected one of .*GLM-5.*, got 'GLM-9'"):
+        main(["GLM-9"], context=16384)

@@ -1,0 +1,105 @@
+"""What fits where: the planner's answer for large models on sets of Macs, as a table for the README.
+
+python -m tools.plan_table [MODEL ...] [--context 16384]
+
+Each model is a file of tools/published: its maker's configuration, and where that was found. Its tensors are those that
+mlx_lm.convert would write in 4 bits (tools/sparse_model.py); files of holes stand for them, so nothing is downloaded.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import typer
+
+from coordinator.planning.plan import Node, Plan, format_bytes, plan
+from tools.sparse_model import PUBLISHED, write_sparse
+from worker.errors import BrigadeError, InputError
+from worker.model.checkpoint import open_folder
+from worker.model.describe import describe
+from worker.model.modelspec import ModelSpec
+from worker.process.machine import budget_from
+from worker.process.run import run_command
+
+_RECOMMENDED = 0.75  # of a Mac's memory: what Metal says at least; newer systems say up to 0.93
+_SETS = {  # GiB of memory per Mac; the first is the coordinator
+    "two MacBook Pro 64 GB": (64, 64),
+    "Mac Studio 256 GB, MacBook Pro 128 GB": (256, 128),
+    "four Mac Studio 512 GB": (512, 512, 512, 512),
+}
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A model, and where its configuration was found: a repository and a path in it, or a paper."""
+
+    spec: ModelSpec
+    source: str
+
+    @property
+    def nbytes(self) -> int:
+        return self.spec.shard_bytes(0, self.spec.num_layers)
+
+    @property
+    def repository(self) -> str:
+        """The path is in the file."""
+        return self.source if self.source.startswith("arXiv") else self.source.partition(" ")[0]
+
+
+def main(
+    models: Annotated[list[str] | None, typer.Argument(help="Files of tools/published, without .json; all.")] = None,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of one session that memory is kept for.")] = 16384,
+) -> None:
+    """Print the table as Markdown."""
+    known = sorted(path.stem for path in PUBLISHED.glob("*.json"))
+    for name in set(models or ()) - set(known):
+        raise InputError("models", f"expected one of {', '.join(known)}, got {name!r}")
+    rows = [row for row in map(_read, models or known) if row]
+    print(f"| model | GB | layers | {' | '.join(_SETS)} | configuration from |")
+    print(f"| --- | ---: | ---: | {'--- | ' * len(_SETS)}--- |")
+    for row in sorted(rows, key=lambda row: row.nbytes):
+        print(_line(row, context))
+
+
+def nodes_of(gigabytes: tuple[int, ...]) -> list[Node]:
+    """Macs with so much memory each, and the budgets that a worker on each would report at least."""
+    return [
+        Node(f"mac{number}", budget_from({"max_recommended_working_set_size": int(_RECOMMENDED * size * 2**30)}, 0))
+        for number, size in enumerate(gigabytes, 1)
+    ]
+
+
+def cell(found: Plan) -> str:
+    """The split by layers, or what is missing."""
+    if found.fits:
+        return "+".join(map(str, found.layers))
+    return f"lacks {format_bytes(sum(assignment.missing_bytes for assignment in found.assignments))}"
+
+
+def _read(name: str) -> _Row | None:
+    """None, and a line on standard error, for a model that Brigade refuses."""
+    published = json.loads((PUBLISHED / f"{name}.json").read_text(encoding="utf-8"))
+    config = published["config"]
+    bits = None if "quantization_config" in config else 4  # else its maker has done it
+    with TemporaryDirectory() as parent:
+        folder = Path(parent, name)
+        write_sparse(folder, config, bits)
+        try:
+            return _Row(describe(open_folder(folder, name)), published["source"])
+        except BrigadeError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            return None
+
+
+def _line(row: _Row, context: int) -> str:
+    spec = row.spec
+    plans = [plan(spec, nodes_of(sizes), min(context, spec.context)) for sizes in _SETS.values()]
+    cells = [spec.name, f"{row.nbytes / 1e9:.0f}", str(spec.num_layers), *map(cell, plans), row.repository]
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    run_command(main)
