@@ -8,11 +8,10 @@ from typing import Any
 from coordinator.decoding.decode import Decode
 from coordinator.planning.costs import StepCosts
 from coordinator.sessions.session import Session
-from protos.brigade_pb2 import CACHE_INT8, Cache, Sampling
+from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache, Sampling
 from worker.errors import InputError
 from worker.model.modelspec import ModelSpec
 
-_INT8_GROUP = 32  # the fewest numbers that MLX quantises together
 _COLDEST = 1e-6  # below it the division by the temperature leaves float32
 
 
@@ -75,8 +74,10 @@ def check_request(request: Request, spec: ModelSpec) -> None:
     for name, count in (("top_k", request.sampling.top_k), ("logprobs", request.sampling.logprobs - 1)):
         if count >= spec.vocab_size:
             raise InputError(name, f"expected less than the vocabulary's {spec.vocab_size}, got {count}")
-    if request.cache.kind == CACHE_INT8 and spec.int8_refusal:
-        raise InputError("kv", f"{spec.name} cannot keep its caches in 8 bits: {spec.int8_refusal}; use full")
+    refusals = {CACHE_INT8: ("int8", spec.int8_refusal), CACHE_ROTATING: ("rotating", spec.rotating_refusal)}
+    kind, refusal = refusals.get(request.cache.kind, ("", ""))
+    if refusal:
+        raise InputError("kv", f"{spec.name} cannot have {kind} caches: {refusal}; use full")
     if request.max_tokens < 1:
         raise InputError("max_tokens", f"expected at least 1, got {request.max_tokens}")
     if len(request.prompt) >= spec.context:

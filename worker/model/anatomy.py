@@ -4,7 +4,7 @@ So a type that nobody has heard of yet is admitted, or refused with the reason f
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -43,6 +43,7 @@ class Anatomy:
     layer_of_entry: tuple[int, ...]  # whose they are; the embedding's is layer 0's
     tied: bool  # whether the head needs the embedding
     int8_refusal: str = ""  # why caches cannot be kept in 8 bits
+    rotating_refusal: str = ""  # why they cannot let go of tokens
 
     @property
     def hidden_size(self) -> int:
@@ -132,8 +133,12 @@ def examine(model: Any) -> Anatomy:
         layer_of_entry=owners,
         tied=False,
     )
-    refusal = _int8_refusal(model, caches, anatomy)
-    return replace(anatomy, tied=_needs_embedding(model, skeleton, anatomy), int8_refusal=refusal)
+    return replace(
+        anatomy,
+        int8_refusal=_int8_refusal(model, anatomy.entries),
+        rotating_refusal=_trial(model, anatomy.entries, lambda memory: RotatingKVCache(_ROWS // 2, keep=1)),
+        tied=_needs_embedding(model, skeleton, anatomy),  # the last: it takes the embedding out
+    )
 
 
 def _ids() -> mx.array:
@@ -218,24 +223,34 @@ def _memory(cache: Any) -> Memory:
     return Memory(window, heads, key_size, cache.values.shape[-1], cache.keys.dtype.size)
 
 
-def _int8_refusal(model: Any, caches: Sequence[Any], anatomy: Anatomy) -> str:
+def _int8_refusal(model: Any, entries: Sequence[Entry]) -> str:
     """Why this model's caches cannot be kept in 8 bits; found by a pass over such caches."""
-    if any(isinstance(entry, tuple) for entry in anatomy.entries):
-        return "a layer of it has several caches"
-    memories = [memory for entry in anatomy.entries for memory in parts(entry) if not memory.state_arrays]
-    sizes = {size for memory in memories for size in (memory.key_size, memory.value_size)}
-    if not memories:
+    sizes = {
+        size
+        for entry in entries
+        for memory in parts(entry)
+        if memory.heads
+        for size in (memory.key_size, memory.value_size)
+    }
+    if not sizes:
         return "it has no keys and values"
     if odd := sorted(size for size in sizes if size == 0 or size % 32):
-        return f"int8 needs heads of a multiple of 32 numbers, but they have {odd[0]}"
-    quantised = [
-        cache if isinstance(cache, ArraysCache) else QuantizedKVCache(int8_group(entry.value_size), bits=8)  # type: ignore[union-attr]
-        for cache, entry in zip(make_prompt_cache(model), anatomy.entries, strict=True)
-    ]
+        return f"8 bits need heads of a multiple of 32 numbers, but they have {odd[0]}"
+    return _trial(model, entries, lambda memory: QuantizedKVCache(int8_group(memory.value_size), bits=8))
+
+
+def _trial(model: Any, entries: Sequence[Entry], make: Callable[[Memory], Any]) -> str:
+    """What goes wrong in a pass and a step with these in place of the model's own keys and values."""
+    if any(isinstance(entry, tuple) for entry in entries):
+        return "a layer of it has several"
+
+    memories = [memory for entry in entries for memory in parts(entry)]
+    caches = [ArraysCache(memory.state_arrays) if memory.state_arrays else make(memory) for memory in memories]
     try:
-        model(_ids(), cache=quantised)
+        model(_ids(), cache=caches)
+        model(_ids()[:, :1], cache=caches)
     except (TypeError, ValueError, AttributeError, IndexError) as error:
-        return f"its attention does not read keys and values in 8 bits ({str(error).partition(chr(10))[0][:80]})"
+        return f"its attention cannot read them ({str(error).partition(chr(10))[0][:80]})"
     return ""
 
 

@@ -86,6 +86,7 @@ def describe(checkpoint: Checkpoint) -> ModelSpec:
         dtype=_DTYPES[anatomy.dtype],
         mask_token=mask_token_of(checkpoint.config, anatomy.vocab_size),
         int8_refusal=anatomy.int8_refusal,
+        rotating_refusal=anatomy.rotating_refusal,
     )
 
 

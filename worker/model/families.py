@@ -74,6 +74,10 @@ def module_of(config: dict[str, Any]) -> str:
 
 def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
     """mlx-lm's own classes of the model and of its arguments. Raises ModelError as `module_of` does."""
+    if config.get("model_file"):
+        raise ModelError(
+            f"config.json: model_file: {config['model_file']!r} is Python code of the model's own, not run here"
+        )
     module = module_of(config)
     if module in _REFUSED:
         raise ModelError(f"model_type {config['model_type']!r} is not supported: {_REFUSED[module]}")

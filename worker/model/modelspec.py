@@ -33,6 +33,7 @@ class ModelSpec:
     dtype: DType
     mask_token: int | None = None  # None: no mask-trained weights
     int8_refusal: str = ""  # why caches cannot be kept in 8 bits
+    rotating_refusal: str = ""  # why they cannot let go of tokens
     cache: Cache = field(default_factory=Cache)  # the kind that sessions are to have
 
     @property
