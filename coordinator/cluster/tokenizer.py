@@ -88,8 +88,8 @@ def _config_of(checkpoint: Checkpoint) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
     except _UNREADABLE:  # a model that transformers does not know, or not with such values: tokenizers need none
-        model_type, tokenizer_class = (checkpoint.config.get(key) for key in ("model_type", "tokenizer_class"))
+        model_type = checkpoint.config.get("model_type", "")
+        named: dict[str, Any] = {"tokenizer_class": checkpoint.config.get("tokenizer_class")}
         if model_type in CONFIG_MAPPING:
-            return CONFIG_MAPPING[model_type](tokenizer_class=tokenizer_class)
-        named: dict[str, Any] = {"model_type": model_type or "", "tokenizer_class": tokenizer_class}
-        return PreTrainedConfig(**named)
+            return CONFIG_MAPPING[model_type](**named)
+        return PreTrainedConfig(**(named | {"model_type": model_type}))

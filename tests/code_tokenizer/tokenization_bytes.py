@@ -29,7 +29,7 @@ class TikTokenTokenizer(PreTrainedTokenizer):
         return self._ranks[token.encode("latin-1")]
 
     def _convert_id_to_token(self, index: int) -> str:
-        return self._bytes[index].decode("latin-1")
+        return self._bytes.get(index, b"").decode("latin-1")
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
         return "".join(tokens).encode("latin-1").decode(errors="replace")
