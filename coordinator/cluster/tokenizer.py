@@ -28,7 +28,7 @@ class Tokenizer:
         """Raises ModelError if there is no tokenizer that can be read, or it is code that is not trusted."""
         code = trusted_code(checkpoint, is_trusted=trust_remote_code)
         folder = checkpoint.folder
-        # Without the first transformers would ask on a terminal, without the second trust the model's own code too.
+        # Without a configuration transformers would run the model's own code to have one, once it trusts the tokenizer's.
         settings = {"trust_remote_code": bool(code), "config": _config_of(checkpoint)}
         try:
             if code:

@@ -181,6 +181,17 @@ def test_code_that_transformers_knows_to_be_needless_is_not_run(folder: Path, ta
     assert tokenizer.encode(TEXT) == Tokenizer(open_folder(talker)).encode(TEXT)
 
 
+@pytest.mark.parametrize("name", ["AutoTokenizer", "AutoProcessor", "AutoConfig"])
+def test_a_class_that_would_ask_anew_asks_nobody(tmp_path: Path, talker: Path, name: str) -> None:
+    """Of transformers' own classes some begin again, without what they were told of trust."""
+    (tmp_path / "tokenizer.json").write_bytes((talker / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
+    own_code = OWN_CODE | {"AutoProcessor": "modeling_new.Processor"}
+    (tmp_path / "processor_config.json").write_text(json.dumps({"auto_map": own_code}))
+    write_model_code(tmp_path)
+    assert "cannot load the tokenizer" in refusal(of(tmp_path, auto_map=own_code))
+
+
 @pytest.mark.parametrize("model_type", ["kimi_k2", "deepseek_v3"])
 def test_to_trust_a_tokenizer_runs_no_code_of_its_model(folder: Path, model_type: str) -> None:
     write_model_code(folder)
