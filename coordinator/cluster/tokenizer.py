@@ -28,7 +28,7 @@ class Tokenizer:
         """Raises ModelError if there is no tokenizer that can be read, or it is code that is not trusted."""
         code = trusted_code(checkpoint, is_trusted=trust_remote_code)
         folder = checkpoint.folder
-        # Without a configuration transformers would run the model's own code to have one, once it trusts the tokenizer's.
+        # Without a configuration transformers, once it trusts the tokenizer's code, would run the model's to have one.
         settings = {"trust_remote_code": bool(code), "config": _config_of(checkpoint)}
         try:
             if code:
