@@ -93,7 +93,7 @@ async def measure(options: ClusterOptions, delay_s: float, max_tokens: int) -> t
     only for the windows that choose for themselves.
     """
     checkpoint, spec = await read_model(options.model)
-    tokenizer = Tokenizer(checkpoint.folder)
+    tokenizer = Tokenizer(checkpoint)
     eos = eos_ids(checkpoint.config, checkpoint.generation_config) | tokenizer.eos
     decodes = [AR, *(decode for decode in DRAFTING if _is_able(decode, spec))]
     rows = [Row(_name(decode)) for decode in decodes]

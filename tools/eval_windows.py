@@ -221,7 +221,7 @@ async def _step(chain: Chain, frame: Frame) -> float:
 async def open_bench(options: ClusterOptions) -> AsyncIterator[Bench]:
     """The product's way to a chain, without its progress bars."""
     checkpoint, spec = await read_model(options.model)
-    tokenizer = Tokenizer(checkpoint.folder)
+    tokenizer = Tokenizer(checkpoint)
     eos = eos_ids(checkpoint.config, checkpoint.generation_config) | tokenizer.eos
 
     def make_request(prompt: tuple[int, ...], decode: Decode) -> Request:

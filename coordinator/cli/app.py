@@ -81,6 +81,7 @@ def generate(
     local: flags.Local = None,
     layers: flags.Layers = None,
     context: flags.Context = None,
+    trust_remote_code: flags.TrustRemoteCode = False,
     temp: flags.Temp = None,
     top_p: flags.TopP = None,
     top_k: flags.TopK = None,
@@ -114,7 +115,7 @@ def generate(
         raise InputError("repeat_guard", "expected 0 (off) or at least 2 times, got 1")
     require_one_prompt(ctx)
     require_text({"system_prompt": system_prompt, "stop": stop, "logit_bias": logit_bias})
-    options = cluster_options(config, model, local, _layers(layers), context)
+    options = cluster_options(config, model, local, _layers(layers), context, trust_remote_code)
     chosen: dict[str, Any] = {
         "temperature": temp, "top_p": top_p, "top_k": top_k, "min_p": min_p, "repetition_penalty": repetition_penalty,
         "presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty,
@@ -208,6 +209,7 @@ def verify(
     local: flags.Local = None,
     layers: flags.Layers = None,
     context: flags.Context = None,
+    trust_remote_code: flags.TrustRemoteCode = False,
     max_tokens: flags.MaxTokens = 32,
     seed: flags.VerifySeed = 0,
     decode: flags.DecodeKind = "ar",
@@ -217,7 +219,7 @@ def verify(
     as_json: flags.Json = False,
 ) -> int:
     """Prove that the cluster's tokens are those of mlx-lm's model in one process; exit code 1 if they are not."""
-    options = cluster_options(config, model, local, _layers(layers), context)
+    options = cluster_options(config, model, local, _layers(layers), context, trust_remote_code)
     decoder = make_decode(decode, window, entropy_threshold, position_penalty)
     refuse_idle(ctx)
 

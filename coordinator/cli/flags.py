@@ -36,6 +36,15 @@ Context = Annotated[
         min=1, help="Tokens per session that the plan keeps memory for. (default: 4096)", rich_help_panel=_CLUSTER
     ),
 ]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="Run the Python code that is some models' tokenizer (Kimi's), once you have read it: it may do all that "
+        "you may. Without this it is neither run nor fetched.",
+        rich_help_panel=_CLUSTER,
+    ),
+]
 
 Text = Annotated[str | None, typer.Argument(metavar="PROMPT", show_default=False, help="What to ask, in quotes.")]
 Prompt = Annotated[

@@ -10,7 +10,7 @@ from coordinator.cli.report import require_writable
 from coordinator.cluster.open import read_model
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say
-from coordinator.cluster.tokenizer import Tokenizer, has_tokenizer
+from coordinator.cluster.tokenizer import Tokenizer, find_tokenizer
 from coordinator.decoding.decode import Decode, suit
 from coordinator.sessions.answer import Answer
 from coordinator.sessions.generation_config import eos_ids, sampling_defaults
@@ -93,7 +93,7 @@ async def prepare(wish: Wish, options: ClusterOptions) -> Task:
         require_writable("trace", wish.trace)
     checkpoint, spec = await read_model(options.model)
     spec = replace(spec, cache=wish.cache)
-    tokenizer = _tokenizer(wish, checkpoint.folder)
+    tokenizer = _tokenizer(wish, checkpoint, options.trust_remote_code)
     defaults = sampling_defaults(checkpoint.generation_config)
     defaults = {name: value for name, value in defaults.items() if name not in wish.sampling}
     request = _make_request(wish, checkpoint, spec, tokenizer, defaults)
@@ -136,11 +136,11 @@ def _make_request(
     )
 
 
-def _tokenizer(wish: Wish, folder: Path) -> Tokenizer | None:
-    """None only where nothing asks for text and the model has no tokenizer."""
-    if wish.prompt is None and not wish.stops and not has_tokenizer(folder):
-        return None
-    return Tokenizer(folder)
+def _tokenizer(wish: Wish, checkpoint: Checkpoint, trust_remote_code: bool) -> Tokenizer | None:
+    """None only where nothing asks for text."""
+    if wish.prompt is None and not wish.stops:
+        return find_tokenizer(checkpoint, trust_remote_code=trust_remote_code)
+    return Tokenizer(checkpoint, trust_remote_code=trust_remote_code)
 
 
 def _is_plain(wish: Wish, tokenizer: Tokenizer | None) -> bool:

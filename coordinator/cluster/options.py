@@ -16,6 +16,7 @@ class ClusterOptions:
     model: str
     local: int | None
     context: int  # tokens
+    trust_remote_code: bool = False  # whether a tokenizer may be Python code; no file and no peer can say so
 
     @property
     def num_workers(self) -> int:
@@ -27,7 +28,12 @@ class ClusterOptions:
 
 
 def cluster_options(
-    config: Path | None, model: str | None, local: int | None, layers: tuple[int, ...] | None, context: int | None
+    config: Path | None,
+    model: str | None,
+    local: int | None,
+    layers: tuple[int, ...] | None,
+    context: int | None,
+    trust_remote_code: bool = False,
 ) -> ClusterOptions:
     """Raises ConfigError for what cannot be read or does not agree."""
     cluster = load_cluster(config) if config else Cluster()
@@ -36,4 +42,4 @@ def cluster_options(
     elif local is not None:
         cluster = cluster.model_copy(update={"layers": None})  # the file's are meant for the file's workers
     tokens = context or cluster.context or DEFAULT_CONTEXT
-    return ClusterOptions(cluster, model or cluster.model or "demo", local, tokens)
+    return ClusterOptions(cluster, model or cluster.model or "demo", local, tokens, trust_remote_code)

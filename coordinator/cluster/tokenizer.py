@@ -1,24 +1,40 @@
 """A checkpoint's tokenizer and chat template: text to tokens, and what turns tokens into text."""
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from jinja2 import TemplateError
 from mlx_lm import tokenizer_utils
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
+from coordinator.cluster.progress import say
+from coordinator.cluster.tokenizer_code import fetch_code, trusted_code
 from coordinator.sessions.text import StopText, TextStream
 from worker.errors import InputError, ModelError
+from worker.model.checkpoint import Checkpoint
+
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_UNREADABLE = (
+    OSError, ValueError, LookupError, TypeError, AttributeError, StrictDataclassError,
+    ImportError, SyntaxError, NameError, AssertionError, RuntimeError,  # of a tokenizer that is code
+)  # fmt: skip
 
 
 class Tokenizer:
     """The checkpoint's tokenizer, chat template and streaming detokenizer, as mlx-lm loads them."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises ModelError if the folder holds no tokenizer that can be read."""
+    def __init__(self, checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> None:
+        """Raises ModelError if there is no tokenizer that can be read, or it is code that is not trusted."""
+        code = trusted_code(checkpoint, is_trusted=trust_remote_code)
+        folder = checkpoint.folder
+        # Without a configuration transformers, once it trusts the tokenizer's code, would run the model's to have one.
+        settings = {"trust_remote_code": bool(code), "config": _config_of(checkpoint)}
         try:
-            self._wrapper = tokenizer_utils.load(folder, {"trust_remote_code": False})
-        except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+            if code:
+                fetch_code(checkpoint)
+            self._wrapper = tokenizer_utils.load(folder, settings)
+        except _UNREADABLE as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             raise ModelError(f"cannot load the tokenizer of {folder}: {reason}") from error
         if len(self._wrapper.get_vocab()) < 2:  # transformers makes an empty one where there are no files
@@ -55,5 +71,25 @@ class Tokenizer:
         return frozenset(self._wrapper.eos_token_ids)
 
 
-def has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+def find_tokenizer(checkpoint: Checkpoint, *, trust_remote_code: bool) -> Tokenizer | None:
+    """For what can do without: None if there is no tokenizer, or if it is code that is not trusted, which is said."""
+    try:
+        code = trusted_code(checkpoint, is_trusted=trust_remote_code)
+    except ModelError as error:
+        say(f"note: {error}")
+        return None
+    if not code and not any((checkpoint.folder / name).exists() for name in _FILES):
+        return None
+    return Tokenizer(checkpoint, trust_remote_code=trust_remote_code)
+
+
+def _config_of(checkpoint: Checkpoint) -> PreTrainedConfig:
+    """What transformers chooses a tokenizer by. Left to itself it would run the model's own Python to know it."""
+    try:
+        return AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
+    except _UNREADABLE:  # a model that transformers does not know, or not with such values: tokenizers need none
+        model_type = checkpoint.config.get("model_type", "")
+        named: dict[str, Any] = {"tokenizer_class": checkpoint.config.get("tokenizer_class")}
+        if model_type in CONFIG_MAPPING:
+            return CONFIG_MAPPING[model_type](**named)
+        return PreTrainedConfig(**(named | {"model_type": model_type}))

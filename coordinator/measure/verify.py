@@ -10,7 +10,7 @@ from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.peer import Peer
 from coordinator.cluster.progress import Begin, show_steps
 from coordinator.cluster.runner import generate
-from coordinator.cluster.tokenizer import Tokenizer, has_tokenizer
+from coordinator.cluster.tokenizer import Tokenizer, find_tokenizer
 from coordinator.decoding.decode import Decode, suit
 from coordinator.measure.reference import Reference, chunks
 from coordinator.measure.rounding import Rounding, measure_rounding
@@ -63,7 +63,8 @@ async def verify(
     decode = suit(decode, Cache(), spec)
     if max_tokens >= spec.context:
         raise InputError("max_tokens", f"expected less than the model's context of {spec.context}, got {max_tokens}")
-    requests = _requests(checkpoint, spec, decode, max_tokens, seed)
+    tokenizer = find_tokenizer(checkpoint, trust_remote_code=options.trust_remote_code)
+    requests = _requests(tokenizer, spec, decode, max_tokens, seed)
     for _, request in requests:
         check_request(request, spec)
     with show_steps(1) as begin:
@@ -128,12 +129,12 @@ def _run_alone(engine: Engine, request: Request) -> list[int]:
     return session.generated
 
 
-def _requests(checkpoint: Checkpoint, spec: ModelSpec, decode: Decode, max_tokens: int, seed: int) -> list[Named]:
+def _requests(tokenizer: Tokenizer | None, spec: ModelSpec, decode: Decode, max_tokens: int, seed: int) -> list[Named]:
     """Prompts of several kinds, each greedy, sampled, and sampled with penalties."""
     sampled = Sampling(seed=seed, temperature=0.8, top_p=0.95, top_k=40, min_p=0.01)
     penalised = Sampling(seed=(seed + 1) % 2**64, temperature=1.0, repetition_penalty=1.3, frequency_penalty=0.2)
     kinds = (("greedy", Sampling()), ("sampled", sampled), ("penalised", penalised))
-    prompts = {**_random_prompts(spec, max_tokens, seed), **_text_prompts(checkpoint, spec, max_tokens)}
+    prompts = {**_random_prompts(spec, max_tokens, seed), **_text_prompts(tokenizer, spec, max_tokens)}
     return [
         (f"{kind}, {name}", Request(prompt, max_tokens, sampling, decode))
         for name, prompt in prompts.items()
@@ -149,11 +150,10 @@ def _random_prompts(spec: ModelSpec, max_tokens: int, seed: int) -> dict[str, tu
     return {f"{n} random tokens": tuple(numbers.randrange(spec.vocab_size) for _ in range(n)) for n in lengths}
 
 
-def _text_prompts(checkpoint: Checkpoint, spec: ModelSpec, max_tokens: int) -> dict[str, tuple[int, ...]]:
+def _text_prompts(tokenizer: Tokenizer | None, spec: ModelSpec, max_tokens: int) -> dict[str, tuple[int, ...]]:
     """Text as the model knows it, where it has a tokenizer: random tokens alone lead to dull answers."""
-    if not has_tokenizer(checkpoint.folder):
+    if tokenizer is None:
         return {}
-    tokenizer = Tokenizer(checkpoint.folder)
     prompts = {text: tuple(tokenizer.encode_prompt(text)) for text in _TEXTS}
     return {text: prompt for text, prompt in prompts.items() if 0 < len(prompt) <= spec.context - max_tokens}
 

@@ -17,6 +17,7 @@ from protos.brigade_pb2_grpc import NodeServicer, NodeStub, add_NodeServicer_to_
 from tests.cluster.commands import run_here
 from tests.cluster.models import CONTEXT, VOCAB, altered_copy, reconfigured_copy
 from tests.cluster.processes import FINISH_S, Outcome, Starter, Worker, free_port, starting, write_cluster
+from tests.code_tokenizer import write_code_tokenizer
 from worker.node.network import PROTOCOL_VERSION
 from worker.node.status import error_of
 
@@ -62,6 +63,14 @@ REFUSALS = [
     _of_model("unknown model_type", "unknown", "'mamba9' is not supported: this version of mlx-lm has no code for it"),
     Refusal("no tokenizer", 2, "generate --model {no_tokenizer} --local 0 --raw --prompt go", "no tokenizer"),
     Refusal("broken tokenizer", 2, "generate --model {bad_tokenizer} --local 0 --prompt go", "cannot load the token"),
+    Refusal(
+        "a tokenizer that is code", 2, "generate --model {code} --local 0 --prompt go",
+        r"tokenizer of {code} is Python code: {code}/tokenization_bytes\.py, .*\n.*--trust-remote-code",
+    ),
+    Refusal(
+        "code of another repository", 2, "generate --model {others_code} --local 0 --trust-remote-code --prompt go",
+        r"tokenizer of {others_code} is Python code that is not its own: owner/name--tokenization_bytes\.Bytes\n",
+    ),
     _of_model("layers do not add up", "talker", r"a sum of 4.*found 1,1,1 \(3\)", "--config {c} --layers 1,1,1"),
     _of_model("a zero among the layers", "talker", "at least 1 layer.*found 2,0,2", "--config {c} --layers 2,0,2"),
     _of_model("layers are no numbers", "talker", "--layers: expected whole numbers.*'two,2'", "--layers two,2"),
@@ -178,6 +187,10 @@ def _models(talker: Path, folder: Path) -> dict[str, Path]:
     (copy("bad_tokenizer") / "tokenizer.json").write_text('{"version": ')
     for file in copy("no_tokenizer").glob("tokenizer*"):
         file.unlink()
+    write_code_tokenizer(copy("code"))
+    write_code_tokenizer(
+        copy("others_code"), auto_map={"AutoTokenizer": ["owner/name--tokenization_bytes.Bytes", None]}
+    )
     for name, damage in (
         ("cut_short", lambda data: data[:-100]),
         ("corrupt", lambda data: data[:8] + b"x" * 32 + data[40:]),

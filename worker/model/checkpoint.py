@@ -13,7 +13,7 @@ from worker.errors import ModelError
 from worker.model.headers import TensorInfo, inside, read_tensors, require_file
 
 DEMO = Path(__file__).parents[1] / "demo"
-SMALL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
+SMALL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "tiktoken.model", "*.tiktoken", "tokenizer.jsonl")
 
 Download = Callable[[Iterable[str], Callable[[int], None]], None]
 
@@ -74,8 +74,8 @@ class Checkpoint:
         return tuple((f, (self.folder / f).stat().st_mtime_ns) for f in files if (self.folder / f).exists())
 
     def _tokenizer_files(self) -> list[Path]:
-        """Only such as also come from a hub, or a folder and its repository would differ."""
-        names = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
+        """Only such as also come from a hub, or a folder and its repository would differ. So none that are code."""
+        names = ("tokenizer", "tiktoken", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
         small = {path for pattern in SMALL_FILES for path in self.folder.glob(pattern)}
         return sorted(path for path in small if path.name.startswith(names) and path.is_file())
 

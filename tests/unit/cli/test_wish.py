@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from coordinator.cli.wish import Task, Wish, prepare
 from coordinator.cluster.options import cluster_options
-from tests.cluster.models import VOCAB, make_talker
+from tests.cluster.models import END, VOCAB, make_talker, reconfigured_copy
 from worker.errors import InputError, ModelError
 
 PROMPT = "The quick brown fox"
@@ -107,6 +107,14 @@ def test_how_to_draw_is_refused_where_the_model_draws_nothing(folder: Path, samp
     (sampled / "generation_config.json").write_text("{}")
     with pytest.raises(InputError, match=f"{name}: changes nothing at temperature 0"):
         prepared(folder, sampling=chosen)
+
+
+def test_an_answer_ends_where_tokenizer_configuration_or_its_text_part_say(folder: Path, tmp_path: Path) -> None:
+    """Vision checkpoints say it in `text_config`."""
+    model = reconfigured_copy(folder, tmp_path / "model", eos_token_id=7, text_config={"eos_token_id": [8, 9]})
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 10]}))
+    assert prepared(model).request.eos == {END, 7, 8, 9, 10}
+    assert prepared(model, ignore_eos=True).request.eos == frozenset()
 
 
 def test_sampling_of_the_file_that_none_can_have_is_the_files_fault(sampled: Path) -> None:

@@ -227,6 +227,7 @@ def change_text(file: str, text: str) -> Callable[[Path], object]:
         pytest.param(change_text("tokenizer.json", '{"vocab": [ ]}'), "tokenizer", id="tokenizer-byte"),
         pytest.param(change_text("chat_template.jinja", "{{ messages }}"), "tokenizer", id="chat-template"),
         pytest.param(change_text("added_tokens.json", "{}"), "tokenizer", id="tokenizer-file"),
+        pytest.param(change_text("tiktoken.model", "IQ== 0"), "tokenizer", id="tiktoken-file"),
     ],
 )
 def test_the_fingerprint_tells_what_differs(folder: Path, change: Callable[[Path], object], part: str) -> None:
@@ -237,10 +238,12 @@ def test_the_fingerprint_tells_what_differs(folder: Path, change: Callable[[Path
     assert [name for name in parts if getattr(before, name) != getattr(after, name)] == [part]
 
 
-def test_the_fingerprint_ignores_values_file_split_key_order_and_place(folder: Path, tmp_path: Path) -> None:
+def test_the_fingerprint_ignores_values_file_split_key_order_place_and_code(folder: Path, tmp_path: Path) -> None:
     other = write_folder(tmp_path / "elsewhere" / "model")
     (other / "config.json").write_text(json.dumps(dict(reversed(CONFIG.items())), indent=2))
     (other / "README.md").write_text("another")
+    (other / "tokenization_kimi.py").write_text("code, which comes only where it is trusted")
+    (other / "tokenizer.py").write_text("such, too")
     (other / "model.safetensors").unlink()
     for number, (name, tensor) in enumerate(reversed(TENSORS.items())):
         write_tensors(other / f"model-{number}.safetensors", {name: tensor}, fill=b"\7")

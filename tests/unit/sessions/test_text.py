@@ -12,6 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from coordinator.cluster.tokenizer import Tokenizer
 from coordinator.sessions.text import StopText, TextStream
 from worker.errors import InputError, ModelError
+from worker.model.checkpoint import Checkpoint
 
 # Latin, two, three and four byte characters, an emoji of seven code points, a flag, combining marks
 TEXTS = (
@@ -135,9 +136,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def bare(folder: Path) -> Checkpoint:
+    return Checkpoint("", folder, {}, {})
+
+
 @pytest.fixture(scope="module")
 def tokenizer(folder: Path) -> Tokenizer:
-    return Tokenizer(folder)
+    return Tokenizer(bare(folder))
 
 
 def is_whole(text: str) -> bool:
@@ -233,7 +238,7 @@ def test_a_model_without_a_chat_template_points_to_raw(folder: Path, tmp_path: P
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     with pytest.raises(InputError, match=r"^prompt: .*no chat template; give it raw"):
-        Tokenizer(tmp_path).encode_chat([{"role": "user", "content": "hi"}])
+        Tokenizer(bare(tmp_path)).encode_chat([{"role": "user", "content": "hi"}])
 
 
 @pytest.mark.parametrize("damage", ["absent", "no JSON", "another file"])
@@ -242,7 +247,7 @@ def test_a_tokenizer_that_cannot_be_read_is_a_model_error_of_one_line(tmp_path: 
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
         (tmp_path / "tokenizer.json").write_text("{" if damage == "no JSON" else '{"version": "1.0"}')
     with pytest.raises(ModelError) as caught:
-        Tokenizer(tmp_path)
+        Tokenizer(bare(tmp_path))
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
 
 

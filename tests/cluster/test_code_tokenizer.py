@@ -1,0 +1,48 @@
+"""A model whose tokenizer is Python code, as Kimi's: with --trust-remote-code like any other, without it in ids."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.commands import answer_here, parse, run_here
+from tests.cluster.models import make_talker
+from tests.code_tokenizer import CODE, code_kept_in, write_code_tokenizer
+
+ASKED = ("--local", "0", "--raw", "--prompt", "aé", "--max-tokens", "6", "--ignore-eos")
+TRUSTED = "--trust-remote-code"
+
+
+@pytest.fixture(scope="module")
+def kimi(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("kimi")
+    with code_kept_in(folder / "modules"):
+        yield write_code_tokenizer(make_talker(folder / "model"))
+
+
+def test_trusted_code_makes_text_of_tokens_and_tokens_of_text(kimi: Path) -> None:
+    by_text = answer_here("--model", kimi, TRUSTED, *ASKED)
+    assert by_text["prompt_tokens"] == len("aé".encode())
+    said = bytes(token for token in by_text["tokens"] if token < 256)
+    assert by_text["text"] == said.decode(errors="replace").rstrip("\ufffd"), "but for half a character"
+
+
+def test_token_ids_need_no_trust_and_it_is_said_what_stays_unread(kimi: Path) -> None:
+    outcome = run_here("generate", "--model", kimi, "--local", "0", "--prompt-tokens", "97,195,169", "--json")
+    assert parse(outcome)["prompt_tokens"] == 3
+    note, advice = outcome.err.splitlines()
+    assert note.startswith("note: ") and str(kimi / CODE) in note and TRUSTED in advice
+
+
+@pytest.mark.parametrize("flags", [(), (TRUSTED,)])
+def test_verify_has_texts_among_its_prompts_where_the_code_is_trusted(kimi: Path, flags: tuple[str, ...]) -> None:
+    outcome = run_here("verify", "--model", kimi, "--local", "0", "--max-tokens", "1", *flags)
+    assert outcome.code == 0, outcome.err
+    assert ("What is 48 + 27?" in outcome.out) == bool(flags)
+    assert (CODE in outcome.err) == (not flags)
+
+
+@pytest.mark.parametrize(("command", "expected"), [("generate", True), ("verify", True), ("plan", False)])
+def test_the_flag_is_taught_where_a_tokenizer_is_loaded(command: str, expected: bool) -> None:
+    assert (TRUSTED in run_here(command, "--help").out) == expected
+    assert TRUSTED not in run_here("--help", program="worker").out
