@@ -1,0 +1,65 @@
+"""A change of split reads only what changed: what a node holds is layers, not a range of them."""
+
+import asyncio
+from pathlib import Path
+
+from tests.integration.conftest import load, load_request, serving
+from tests.tiny import make_model
+from worker.compute.shard import Shard
+from worker.model.checkpoint import open_folder
+from worker.model.contents import contents_of
+
+
+def test_layers_that_stay_are_the_very_arrays_and_the_others_are_let_go_of(tmp_path: Path) -> None:
+    checkpoint = open_folder(make_model(tmp_path / "model"))
+    first = Shard(checkpoint, 0, 3)
+    first.materialise(lambda nbytes: None)
+    held = before = first.tensors
+    kept = dict(before)
+    second = Shard(checkpoint, 1, 4, held)
+    assert not held, "whoever still has it must not keep what is not needed"
+    shared = second.tensors.keys() & kept.keys()
+    assert {name.split(".")[2] for name in shared} == {"1", "2"}
+    assert all(second.tensors[name] is kept[name] for name in shared)
+
+
+def test_a_node_keeps_the_layers_that_it_has_when_it_is_given_others(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model")
+
+    async def two_splits() -> tuple[dict[str, int], dict[str, int]]:
+        async with serving(1) as [node]:
+            held = []
+            for start, end in ((1, 3), (2, 4)):
+                await load(node, load_request(folder, start, end))
+                loaded = node.service._loader.loaded
+                assert loaded is not None
+                held.append({name: id(array) for name, array in loaded.shard.tensors.items()})
+            return held[0], held[1]
+
+    before, after = asyncio.run(two_splits())
+    assert {name.split(".")[2] for name in before if before[name] == after.get(name)} == {"2"}
+
+
+def test_nothing_is_kept_of_another_model_or_of_files_that_have_changed(tmp_path: Path) -> None:
+    folder, other = make_model(tmp_path / "model"), make_model(tmp_path / "other", seed=1)
+
+    async def reload(change: str) -> list[bool]:
+        async with serving(1) as [node]:
+            await load(node, load_request(folder, 1, 3))
+            loaded = node.service._loader.loaded
+            assert loaded is not None
+            before = loaded.shard.tensors
+            if change == "another model":
+                request = load_request(other, 2, 4)
+            else:
+                make_model(folder, seed=2)
+                request = load_request(folder, 2, 4)
+            request.contents.CopyFrom(contents_of(open_folder(Path(request.model))))
+            await load(node, request)
+            loaded = node.service._loader.loaded
+            assert loaded is not None
+            return [loaded.shard.tensors[name] is before[name] for name in loaded.shard.tensors.keys() & before.keys()]
+
+    for change in ("another model", "other files"):
+        same = asyncio.run(reload(change))
+        assert same and not any(same), change
