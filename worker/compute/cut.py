@@ -78,15 +78,14 @@ class CutModel:
         """Hold these instead of what has their names."""
         self._model.load_weights(list(tensors.items()), strict=False)
 
-    def run(self, x: mx.array, caches: Sequence[Any]) -> mx.array:
+    def run(self, x: mx.array, ids: mx.array, caches: Sequence[Any]) -> mx.array:
         """Token ids [B, L] on the first stage, hidden states [B, L, D] elsewhere, to hidden states [B, L, D].
 
-        `caches` are for the whole list of layers, and take the rows.
+        `ids` are the token ids elsewhere. `caches` are for the whole list of layers, and take the rows.
         """
         self._keeper.incoming = None if self._is_first else x
-        ids = x if self._is_first else mx.zeros(x.shape[:2], mx.int32)
         try:
-            self._model(ids, cache=caches)
+            self._model(x if self._is_first else ids, cache=caches)
         except _Left as left:
             return as_rows(left.result, self._anatomy.shapes)
         finally:

@@ -103,7 +103,8 @@ class Engine:
         step = Step(frame, Timing(stage=self._stage, received=received, started=time.monotonic_ns()))
         self._open_and_close(step)
         if places := self._begin_windows(step):
-            h = self._shard(self._tokens(step) if x is None else _rows_left(step, x), places)
+            ids = self._tokens(step)
+            h = self._shard(ids if x is None else _rows_left(step, x), places, ids)
             if self._shard.is_last:
                 self._begin_sampling(step, h)
             else:

@@ -62,28 +62,30 @@ class Shard:
         """Empty caches of the wanted kind for one slot."""
         return Caches(self.anatomy.entries, self.anatomy.entries_of(self.start, self.end), cache)
 
-    def __call__(self, x: mx.array, places: Sequence[Place]) -> mx.array:
+    def __call__(self, x: mx.array, places: Sequence[Place], ids: mx.array | None = None) -> mx.array:
         """Run the layers over a lane, one window each of several slots, and append each window to its slot's caches.
 
         Args:
             x: token ids [1, sum L] on the first shard, hidden states [1, sum L, D] elsewhere, window after window.
             places: where each window goes.
+            ids: the token ids elsewhere, for models some of whose layers look at them; without them they are 0.
         Returns:
             Hidden states [1, sum L, D].
         """
+        ids = mx.zeros(x.shape[:2], mx.int32) if ids is None else ids
         if len(places) == 1:
-            return self._run_alone(x, places[0])
+            return self._run_alone(x, ids, places[0])
         if self._lane_form is LaneForm.ROWS:
-            return self._run_lane(x, Lane(places))
+            return self._run_lane(x, ids, Lane(places))
         firsts = _firsts(places)
         outputs: dict[int, mx.array] = {}
         for numbers in self._batches(places):
-            windows = [x[:, firsts[n] : firsts[n] + places[n].num_rows] for n in numbers]
+            spans = [slice(firsts[n], firsts[n] + places[n].num_rows) for n in numbers]
+            rows, own_ids = (mx.concatenate([whole[:, span] for span in spans]) for whole in (x, ids))
             if len(numbers) == 1:
-                outputs[numbers[0]] = self._run_alone(windows[0], places[numbers[0]])
+                outputs[numbers[0]] = self._run_alone(rows, own_ids, places[numbers[0]])
             else:
-                lane = Lane([places[n] for n in numbers], side_by_side=True)
-                batch = self._run_lane(mx.concatenate(windows), lane)
+                batch = self._run_lane(rows, own_ids, Lane([places[n] for n in numbers], side_by_side=True))
                 outputs |= zip(numbers, batch.split(len(numbers)), strict=True)
         return mx.concatenate([outputs[number] for number in range(len(places))], axis=1)
 
@@ -94,14 +96,14 @@ class Shard:
             alike[place.is_alike if self._lane_form is LaneForm.BATCH else number].append(number)
         return list(alike.values())
 
-    def _run_alone(self, x: mx.array, place: Place) -> mx.array:
+    def _run_alone(self, x: mx.array, ids: mx.array, place: Place) -> mx.array:
         place.caches.reserve(place.num_rows, place.positions)
-        h = self._cut.run(x, place.caches.listed)
+        h = self._cut.run(x, ids, place.caches.listed)
         place.caches.settle(place.base + place.num_rows)
         return h
 
-    def _run_lane(self, x: mx.array, lane: Lane) -> mx.array:
-        h = self._cut.run(x, lane.views)
+    def _run_lane(self, x: mx.array, ids: mx.array, lane: Lane) -> mx.array:
+        h = self._cut.run(x, ids, lane.views)
         lane.settle()
         return h
 

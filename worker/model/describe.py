@@ -10,9 +10,10 @@ import mlx.core as mx
 
 from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_FLOAT32
 from worker.errors import ModelError
-from worker.model.anatomy import Anatomy, examine
+from worker.model.anatomy import Anatomy
 from worker.model.build import absent, build, tensors_of_module
 from worker.model.checkpoint import Checkpoint
+from worker.model.dry_pass import examine
 from worker.model.families import mask_token_of
 from worker.model.headers import TensorInfo
 from worker.model.modelspec import LayerSpec, ModelSpec
@@ -110,21 +111,15 @@ def _describe(checkpoint: Checkpoint) -> Described:
     as_they_are = {unread[id(array)]: _place(skeleton, name) for name, array in parameters if id(array) in unread}
     try:
         anatomy = examine(model)
-    except (ModelError, *_UNFIT) as error:
-        reason = error.message if isinstance(error, ModelError) else f"its forward fails: {error}"
-        raise ModelError(
-            f"{checkpoint.name}: a {checkpoint.config['model_type']} model cannot be cut between its layers: "
-            f"{reason.splitlines()[0]}"
-        ) from error
+    except ModelError as error:
+        what = f"a {checkpoint.config['model_type']} model cannot be cut between its layers"
+        raise ModelError(f"{checkpoint.name}: {what}: {error.message}") from error
     if anatomy.dtype not in _DTYPES:
         raise ModelError(f"{checkpoint.name}: its hidden states are {anatomy.dtype}; expected float32, 16 or bfloat16")
     places = dict(_places(checkpoint, skeleton, as_they_are))
     if anatomy.tied:
         places = {name: place for name, place in places.items() if name in as_they_are or "lm_head." not in name}
     return Described(anatomy, sizes, places)
-
-
-_UNFIT = (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError)
 
 
 def _places(checkpoint: Checkpoint, skeleton: Skeleton, as_they_are: dict[str, int]) -> Iterator[tuple[str, int]]:
