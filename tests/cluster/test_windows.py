@@ -292,7 +292,7 @@ REFUSALS = {
     "size with int8": ("masked", "--kv int8 --max-kv-size 64", "--max-kv-size: expected with a rotating cache"),
     "size too small": ("masked", "--kv rotating --max-kv-size 8", "--max-kv-size: expected more than 8 tokens .*got 8"),
     "size 0": ("masked", "--kv rotating --max-kv-size 0", "--max-kv-size"),
-    "heads too small for int8": ("talker", "--kv int8", "--kv: int8 .*multiple of 32.*have 16; use full"),
+    "heads too small for int8": ("talker", "--kv int8", "--kv: .*8.*multiple of 32.*have 16; use full"),
     "negative repeat guard": ("masked", "--repeat-guard -1", "--repeat-guard"),
     "unknown decoder": ("masked", "--decode magic", "--decode: expected one of auto, ar, ngram, .*got 'magic'"),
     "unknown cache": ("masked", "--kv fp4", "--kv: expected one of full, rotating, int8, got 'fp4'"),

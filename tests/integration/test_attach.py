@@ -33,22 +33,23 @@ from tests.tiny import VOCAB, make_model
 from worker.compute.shard import Shard
 from worker.errors import BrigadeError, ModelError, NodeBusy
 from worker.memory.cache import LayerCache
+from worker.memory.caches import Caches
 from worker.memory.lane import Place
 
 PROMPT = tuple((5 * i + 3) % VOCAB for i in range(3 * CHUNK + 2))
 
-Caches = list[weakref.ref[LayerCache]]
+References = list[weakref.ref[LayerCache]]
 
 
 @pytest.fixture
-def worker_caches(monkeypatch: pytest.MonkeyPatch) -> Caches:
+def worker_caches(monkeypatch: pytest.MonkeyPatch) -> References:
     """Weak references to all caches of workers: what is gone is gone."""
-    references: Caches = []
-    make: Callable[..., list[LayerCache]] = Shard.make_caches
+    references: References = []
+    make: Callable[..., Caches] = Shard.make_caches
 
-    def note(shard: Shard, cache: Cache) -> list[LayerCache]:
+    def note(shard: Shard, cache: Cache) -> Caches:
         caches = make(shard, cache)
-        references.extend(weakref.ref(cache) for cache in caches if not shard.is_first)
+        references.extend(weakref.ref(each) for each in caches.listed if not shard.is_first)
         return caches
 
     monkeypatch.setattr(Shard, "make_caches", note)
@@ -93,7 +94,7 @@ async def test_a_second_coordinator_is_refused_and_the_first_goes_on(models: Mod
 
 
 async def test_when_the_coordinator_is_gone_its_slots_are_too_and_another_can_attach(
-    models: Models, worker_caches: Caches, without_collector: None
+    models: Models, worker_caches: References, without_collector: None
 ) -> None:
     whole = models("qwen3")
     async with serving(2) as nodes:
@@ -146,7 +147,7 @@ async def test_a_shard_of_another_model_that_was_loaded_meanwhile_is_refused(
 async def test_an_error_in_a_stage_names_its_node_and_leaves_the_nodes_usable(
     models: Models,
     monkeypatch: pytest.MonkeyPatch,
-    worker_caches: Caches,
+    worker_caches: References,
     without_collector: None,
     failing: int,
 ) -> None:

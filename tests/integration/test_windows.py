@@ -25,7 +25,8 @@ from tests.integration.windows import (
     splits,
 )
 from worker.compute.shard import Shard
-from worker.memory.cache import KVCache, LayerCache
+from worker.memory.cache import KVCache
+from worker.memory.caches import Caches
 
 # --- WeDLM's decoder ------------------------------------------------------------------------------------------------
 
@@ -77,24 +78,24 @@ async def test_window_threshold_and_penalty_all_matter_to_the_text(models: Model
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[LayerCache]]]:
+def held(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Caches]]:
     """First layer and caches of every slot that any stage opens."""
-    opened: list[tuple[int, list[LayerCache]]] = []
+    opened: list[tuple[int, Caches]] = []
     make = Shard.make_caches
 
-    def note(shard: Shard, cache: Cache) -> list[LayerCache]:
+    def note(shard: Shard, cache: Cache) -> Caches:
         opened.append((shard.start, make(shard, cache)))
         return opened[-1][1]
 
     monkeypatch.setattr(Shard, "make_caches", note)
-    monkeypatch.setattr(KVCache, "close", lambda cache: None)  # what was held is looked at afterwards
+    monkeypatch.setattr(KVCache, "close", lambda cache, besides=(): None)  # what was held is looked at afterwards
     return opened
 
 
 @splits
 @pytest.mark.parametrize("kind", ["diffusion-fast", "diffusion", "ngram"])
 async def test_what_is_committed_is_what_a_plain_prefill_of_the_text_leaves(
-    models: Models, held: list[tuple[int, list[LayerCache]]], kind: str, layers: tuple[int, ...]
+    models: Models, held: list[tuple[int, Caches]], kind: str, layers: tuple[int, ...]
 ) -> None:
     """Keys and values of every layer, whatever windows they came in and whatever was cut again meanwhile."""
     whole = models("qwen3", **MASKED)
@@ -104,7 +105,7 @@ async def test_what_is_committed_is_what_a_plain_prefill_of_the_text_leaves(
     text = [*PROMPT, *tokens]
     plain = make_prompt_cache(whole.reference.model)
     whole.reference.model(mx.array([text]), cache=plain)
-    caches = [cache for _, caches in sorted(held, key=lambda opened: opened[0]) for cache in caches]
+    caches = [cache for _, caches in sorted(held, key=lambda opened: opened[0]) for cache in caches.own]
     assert len(caches) == len(plain) == 4
     committed = len(text) - 17  # the last windows may still hold guesses
     for layer, expected in zip(caches, plain, strict=True):

@@ -4,7 +4,8 @@ What is not computed costs nothing: a model of 671 billion parameters is built i
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +17,7 @@ from worker.model.checkpoint import Checkpoint
 from worker.model.families import model_classes
 from worker.model.headers import TensorInfo
 from worker.model.quantisation import quantisation_of
-from worker.model.skeleton import is_text, skeleton_of
+from worker.model.skeleton import Skeleton, is_text, skeleton_of
 
 MLX_DTYPES = {
     "F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "I64": mx.int64, "I32": mx.int32, "I16": mx.int16,
@@ -122,6 +123,7 @@ def _bind(model: Any, checkpoint: Checkpoint, weights: dict[str, mx.array]) -> N
     wanted = dict(tensors_of_module(model))
     skeleton = skeleton_of(model)
     num_layers = len(skeleton.layers)
+    _check_layers(checkpoint, skeleton, wanted, weights)
     bound = {
         name: array
         for name, array in weights.items()
@@ -134,6 +136,24 @@ def _bind(model: Any, checkpoint: Checkpoint, weights: dict[str, mx.array]) -> N
     except ValueError as error:
         reason = "".join(str(error).splitlines()[:2])  # the second line names the first tensor that is left over
         raise ModelError(f"{checkpoint.name} does not fit its config.json: {reason}") from error
+
+
+def _check_layers(checkpoint: Checkpoint, skeleton: Skeleton, wanted: Iterable[str], weights: Iterable[str]) -> None:
+    """Refuse layers beyond those of config.json, unless they have parts of their own, as prediction layers do."""
+    num_layers = len(skeleton.layers)
+    known = {_inside_layer(skeleton, name) for name in wanted}
+    beyond: dict[int, list[str]] = defaultdict(list)
+    for name in weights:
+        if (layer := skeleton.layer_of(name)) is not None and layer >= num_layers:
+            beyond[layer].append(name)
+    for names in beyond.values():
+        if all(_inside_layer(skeleton, name) in known for name in names):
+            reason = f"config.json has {num_layers} layers but there is a tensor {names[0]}"
+            raise ModelError(f"{checkpoint.name}: {reason}; download it again")
+
+
+def _inside_layer(skeleton: Skeleton, name: str) -> str:
+    return name.removeprefix(f"{skeleton.path}.").partition(".")[2]
 
 
 def _advice(missing: Sequence[str]) -> str:

@@ -225,7 +225,7 @@ class TestRecurrentState:
         state = RecurrentState(2)
         state[0] = mx.ones((1, 3, 2))
         state[1] = mx.ones((1, 2, 4, 4))
-        state.advance(num_tokens)
+        state.settle(num_tokens)
         return state
 
     def test_it_goes_on_where_it_is(self) -> None:

@@ -2,16 +2,12 @@
 
 import gc
 import random
-import sys
 import weakref
-from types import ModuleType
 
 import mlx.core as mx
 import pytest
 
-from worker.compute.attention import serve_lanes
 from worker.memory.cache import Int8Cache, KVCache
-from worker.memory.lane import LaneCache
 from worker.memory.pack import Pack, packed
 from worker.model.cachespec import pack_capacity
 
@@ -152,30 +148,3 @@ def test_caches_that_are_closed_together_get_no_rows_back_first(monkeypatch: pyt
     for cache in caches:
         cache.close(besides=caches)
     assert pack() is None and all(cache.nbytes == 0 and not cache.arrays() for cache in caches)
-
-
-def test_what_a_layer_says_of_attention_beyond_the_cache_holds_for_every_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as the attention sinks of a family to come."""
-    seen: list[object] = []
-
-    def attention(queries: mx.array, keys: mx.array, values: mx.array, **more: object) -> mx.array:
-        seen.append(more["sinks"])
-        return queries
-
-    class Layer:
-        pass
-
-    module = ModuleType("a_family_to_come")
-    module.scaled_dot_product_attention = attention  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(Layer, "__module__", module.__name__)
-    serve_lanes(Layer())
-    caches = [KVCache(), KVCache()]
-    for cache in caches:
-        cache.reserve(1, None)
-    lane = LaneCache(caches, [None, None], (1,), mx.array([0, 0]), groups=(), alone=(0, 1))
-    keys, values = lane.update_and_fetch(rows_of([1, 2]), rows_of([1, 2]))
-    output = module.scaled_dot_product_attention(
-        rows_of([3, 4]), keys, values, cache=lane, scale=1.0, mask=None, sinks=5
-    )
-    assert mx.array_equal(output, rows_of([3, 4])) and seen == [5, 5]

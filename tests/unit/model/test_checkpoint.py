@@ -1,4 +1,4 @@
-"""What a model's folder may look like, and what is said of one that is damaged; what a plan reads from a good one."""
+"""What a model's folder may look like, and what is said of one that is damaged."""
 
 import json
 import math
@@ -9,18 +9,20 @@ from typing import Any
 
 import pytest
 
-from protos.brigade_pb2 import DTYPE_BFLOAT16
 from worker.errors import ModelError
-from worker.model.cachespec import Memory
 from worker.model.checkpoint import Checkpoint, TensorInfo, open_folder
-from worker.model.describe import describe, shard_tensors
-from worker.model.modelspec import LayerSpec
 from worker.model.skeleton import layer_in_checkpoint
 
 CONFIG = {
     "model_type": "qwen3", "hidden_size": 8, "num_hidden_layers": 3, "intermediate_size": 16, "vocab_size": 10,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
     "max_position_embeddings": 64, "tie_word_embeddings": False,
+}  # fmt: skip
+LAYER = {
+    **{f"self_attn.{x}_proj": (size, 8) for x, size in zip("qkvo", (8, 4, 4, 8), strict=True)},
+    **{f"self_attn.{x}_norm": (2,) for x in "qk"},
+    **{f"mlp.{x}_proj": (16, 8) for x in ("gate", "up")}, "mlp.down_proj": (8, 16),
+    **{f"{x}_layernorm": (8,) for x in ("input", "post_attention")},
 }  # fmt: skip
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 TENSORS = {"a.weight": ("F32", [2, 3]), "b.weight": ("BF16", [4]), "c.weight": ("U8", [])}
@@ -283,64 +285,11 @@ def test_layer_in_checkpoint(name: str, layer: int | None) -> None:
 
 
 def synthetic(*, tied: bool, layers: int = 3, **config: Any) -> Checkpoint:
-    """Embedding 10 x 8, norm 8 and two tensors a layer, in bfloat16; the head is the embedding's size."""
+    """A qwen3 model of CONFIG in bfloat16, of which there are headers only."""
     shapes = {"model.embed_tokens.weight": (10, 8), "model.norm.weight": (8,)}
     for i in range(layers):
-        shapes |= {f"model.layers.{i}.self_attn.q_proj.weight": (8, 8), f"model.layers.{i}.mlp.up.weight": (16, 8)}
+        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in LAYER.items()}
     if not tied:
         shapes["lm_head.weight"] = (10, 8)
     tensors = {name: TensorInfo("BF16", shape, "model.safetensors") for name, shape in shapes.items()}
     return Checkpoint("synthetic", Path(), CONFIG | {"tie_word_embeddings": tied} | config, tensors)
-
-
-EMBED, NORM, HEAD = {"model.embed_tokens.weight"}, {"model.norm.weight"}, {"lm_head.weight"}
-
-
-@pytest.mark.parametrize(
-    ("tied", "start", "end", "besides"),
-    [
-        (False, 0, 1, EMBED),
-        (False, 1, 2, set()),
-        (False, 2, 3, NORM | HEAD),
-        (False, 0, 3, EMBED | NORM | HEAD),
-        (True, 0, 1, EMBED),
-        (True, 1, 2, set()),
-        (True, 2, 3, EMBED | NORM),
-        (True, 0, 3, EMBED | NORM),
-    ],
-)
-def test_a_shard_needs_its_layers_and_what_lies_at_its_end(tied: bool, start: int, end: int, besides: set[str]) -> None:
-    checkpoint = synthetic(tied=tied)
-    assert describe(checkpoint).tied == tied
-    names = shard_tensors(checkpoint, start, end)
-    assert {name for name in names if layer_in_checkpoint(name) is None} == besides
-    assert {layer_in_checkpoint(name) for name in names} - {None} == set(range(start, end))
-    assert len(names) == len(besides) + 2 * (end - start)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_description_counts_bytes(tied: bool) -> None:
-    spec = describe(synthetic(tied=tied))
-    layer = LayerSpec(2 * (64 + 128), (Memory(None, 2, 2, 2, 2),))
-    assert spec.layers == (layer, layer, layer)
-    assert (spec.embed_bytes, spec.head_bytes, spec.tied) == (160, 16 if tied else 16 + 160, tied)
-    assert spec.shard_bytes(0, 3) == 3 * 384 + 16 + (160 if tied else 2 * 160)
-    assert (spec.name, spec.family, spec.hidden_size, spec.vocab_size) == ("synthetic", "qwen3", 8, 10)
-    assert (spec.context, spec.dtype) == (64, DTYPE_BFLOAT16)
-    assert [spec.shard_bytes(i, i + 1) for i in range(3)] == [384 + 160, 384, 384 + 176]
-    assert spec.reserved_bytes(0, 2, 5) == 2 * 16 * 256
-
-
-def test_a_layer_without_tensors_is_refused() -> None:
-    with pytest.raises(ModelError, match="4 layers but layer 3 has no tensors"):
-        describe(synthetic(tied=True, num_hidden_layers=4))
-
-
-def test_a_tensor_of_a_layer_too_many_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"2 layers but there is a tensor model\.layers\.2\."):
-        describe(synthetic(tied=True, num_hidden_layers=2))
-
-
-def test_an_unknown_family_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(ModelError, match=r"'mamba9' is not supported; supported: .*qwen3"):
-        describe(synthetic(tied=True, model_type="mamba9"))

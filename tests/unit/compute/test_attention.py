@@ -1,0 +1,45 @@
+"""What layers of mlx-lm need to work on a lane: attention slot by slot, a position for every row."""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from protos.brigade_pb2 import Cache
+from worker.compute.attention import serve_lanes
+from worker.memory.caches import Caches
+from worker.memory.lane import Lane, Place
+from worker.model.cachespec import Memory
+
+H, K = 2, 4
+
+
+def rows(count: int) -> mx.array:
+    return mx.random.normal((1, H, count, K))
+
+
+def test_what_a_layer_says_of_attention_beyond_the_cache_holds_for_every_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as attention sinks: for slots whose caches are packed together, and for one by itself."""
+    seen: list[tuple[int, object]] = []
+
+    def attention(queries: mx.array, keys: mx.array, values: mx.array, **more: Any) -> mx.array:
+        seen.append((queries.shape[0], more["sinks"]))
+        return queries
+
+    class Layer(nn.Module):
+        pass
+
+    module = ModuleType("a_type_to_come")
+    module.scaled_dot_product_attention = attention  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(Layer, "__module__", module.__name__)
+    serve_lanes(Layer())
+    lane = Lane([Place(Caches([Memory()], [0], Cache()), 0, count) for count in (1, 2, 1)])
+    view, queries = lane.views[0], rows(4)
+    keys, values = view.update_and_fetch(rows(4), rows(4))  # type: ignore[attr-defined]
+    mask = view.make_mask(4)
+    output = module.scaled_dot_product_attention(queries, keys, values, cache=view, scale=1.0, mask=mask, sinks=5)
+    assert mx.array_equal(output, queries) and seen == [(2, 5), (1, 5)]

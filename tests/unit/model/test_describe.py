@@ -1,0 +1,84 @@
+"""What a plan reads of a checkpoint, which tensors a shard needs, and what does not fit its config.json."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from protos.brigade_pb2 import DTYPE_BFLOAT16
+from tests.unit.model.test_checkpoint import LAYER, synthetic
+from worker.errors import ModelError
+from worker.model.cachespec import Memory
+from worker.model.describe import describe, shard_tensors
+from worker.model.headers import TensorInfo
+from worker.model.modelspec import LayerSpec
+from worker.model.skeleton import layer_in_checkpoint
+
+LAYER_BYTES = 2 * sum(map(math.prod, LAYER.values()))
+EMBED, NORM, HEAD = {"model.embed_tokens.weight"}, {"model.norm.weight"}, {"lm_head.weight"}
+
+
+@pytest.mark.parametrize(
+    ("tied", "start", "end", "besides"),
+    [
+        (False, 0, 1, EMBED),
+        (False, 1, 2, set()),
+        (False, 2, 3, NORM | HEAD),
+        (False, 0, 3, EMBED | NORM | HEAD),
+        (True, 0, 1, EMBED),
+        (True, 1, 2, set()),
+        (True, 2, 3, EMBED | NORM),
+        (True, 0, 3, EMBED | NORM),
+    ],
+)
+def test_a_shard_needs_its_layers_and_what_lies_at_its_end(tied: bool, start: int, end: int, besides: set[str]) -> None:
+    checkpoint = synthetic(tied=tied)
+    assert describe(checkpoint).tied == tied
+    names = shard_tensors(checkpoint, start, end)
+    assert {name for name in names if layer_in_checkpoint(name) is None} == besides
+    assert {layer_in_checkpoint(name) for name in names} - {None} == set(range(start, end))
+    assert len(names) == len(besides) + len(LAYER) * (end - start)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_description_counts_bytes(tied: bool) -> None:
+    spec = describe(synthetic(tied=tied))
+    layer = LayerSpec(LAYER_BYTES, (Memory(None, 2, 2, 2, 2),))
+    assert spec.layers == (layer, layer, layer)
+    assert (spec.embed_bytes, spec.head_bytes, spec.tied) == (160, 16 if tied else 16 + 160, tied)
+    assert spec.shard_bytes(0, 3) == 3 * LAYER_BYTES + 16 + (160 if tied else 2 * 160)
+    assert (spec.name, spec.family, spec.hidden_size, spec.vocab_size) == ("synthetic", "qwen3", 8, 10)
+    assert (spec.context, spec.dtype) == (64, DTYPE_BFLOAT16)
+    assert [spec.shard_bytes(i, i + 1) for i in range(3)] == [LAYER_BYTES + 160, LAYER_BYTES, LAYER_BYTES + 176]
+    assert spec.reserved_bytes(0, 2, 5) == 2 * 16 * 256
+
+
+def test_a_layer_without_tensors_is_refused() -> None:
+    with pytest.raises(
+        ModelError, match=rf"^synthetic lacks tensor model\.layers\.3\..*\({len(LAYER)} missing\); download"
+    ):
+        describe(synthetic(tied=True, num_hidden_layers=4))
+
+
+def test_a_layer_too_many_is_refused() -> None:
+    """As many layers as config.json says would run, and answer nonsense."""
+    with pytest.raises(ModelError, match=r"2 layers but there is a tensor model\.layers\.2\..*; download it again"):
+        describe(synthetic(tied=True, num_hidden_layers=2))
+
+
+def test_layers_that_predict_further_tokens_are_left_out() -> None:
+    whole = synthetic(tied=True, layers=4)
+    extra = {
+        f"model.layers.3.{name}.weight": TensorInfo("BF16", (8, 16), "model.safetensors")
+        for name in ("eh_proj", "enorm")
+    }
+    checkpoint = replace(whole, tensors=whole.tensors | extra)
+    assert describe(checkpoint) == describe(synthetic(tied=True))
+    assert not any(".3." in name for name in shard_tensors(checkpoint, 0, 3))
+
+
+def test_an_unknown_type_is_refused_with_what_could_be_done() -> None:
+    with pytest.raises(
+        ModelError, match=r"'mamba9' is not supported: .* mlx-lm has no code for it; install one that has"
+    ):
+        describe(synthetic(tied=True, model_type="mamba9"))
