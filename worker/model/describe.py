@@ -112,7 +112,7 @@ def _describe(checkpoint: Checkpoint) -> Described:
     try:
         anatomy = examine(model)
     except ModelError as error:
-        what = f"a {checkpoint.config['model_type']} model cannot be cut between its layers"
+        what = f"a model of type {checkpoint.config['model_type']} cannot be cut between its layers"
         raise ModelError(f"{checkpoint.name}: {what}: {error.message}") from error
     if anatomy.dtype not in _DTYPES:
         raise ModelError(f"{checkpoint.name}: its hidden states are {anatomy.dtype}; expected float32, 16 or bfloat16")

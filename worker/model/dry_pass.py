@@ -77,6 +77,8 @@ def examine(model: Any) -> Anatomy:
     except _FAILURES as error:
         raise ModelError(f"its forward fails: {str(error).partition(chr(10))[0]}") from error
     calls = watch.calls
+    if not calls:
+        raise ModelError("its forward takes its layers apart instead of calling them")
     if [call.index for call in calls] != list(range(num_layers)):
         raise ModelError(f"it calls its layers in the order {_listed([call.index for call in calls])}")
     owners = tuple(_owners(calls, caches))

@@ -14,7 +14,8 @@ _BY_ARCHITECTURE = {("bailing_hybrid", "BailingMoeV3ForCausalLM"): "bailing_moe_
 
 
 # What cannot work though nothing in a pass shows it.
-_REFUSED = {"plamo3": "mlx-lm's own code for it answers a prompt otherwise than the same tokens one by one"}
+_ODD = "mlx-lm's own code for it answers a prompt otherwise than the same tokens in parts"
+_REFUSED = {"phi3small": _ODD, "plamo3": _ODD}
 
 
 class LaneForm(Enum):
@@ -31,7 +32,7 @@ _LANES = {
     LaneForm.ROWS: """
         Klear afmoe apertus baichuan_m1 bailing_moe bitnet cohere cohere2 dbrx deepseek deepseek_v2 deepseek_v32 dots1
         ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe falcon_h1 gear gemma gemma3 gemma3_text gemma4 gemma4_text glm
-        glm4 glm4_moe glm_moe_dsa gpt_neox gpt_oss granite granitemoe granitemoehybrid helium hunyuan hunyuan_v1_dense
+        glm4 glm4_moe glm_moe_dsa gpt_neox gpt_oss gptj granite granitemoe granitemoehybrid helium hunyuan hunyuan_v1_dense
         internlm2 internlm3 jamba laguna lfm2 lfm2-vl lfm2_moe lille-130m llama llama4_text longcat_flash mamba mamba2
         mellum mimo mimo_v2_flash minicpm minicpm3 minimax minimax_m3_vl mixtral muse_glimmer nanbeige nemotron
         nemotron-nas nemotron_h olmo2 olmo3 olmo_hybrid olmoe openelm phi3 phimoe pixtral qwen qwen2 qwen2_moe qwen2_vl
@@ -39,10 +40,10 @@ _LANES = {
         spark2_5 starcoder2 step3p5 telechat3 youtu_llm
     """,
     LaneForm.BATCH: """
-        bailing_hybrid bailing_moe_linear bailing_moe_v3 deepseek_v3 glm4_moe_lite gpt2 gptj kimi_k25 kimi_linear
+        bailing_hybrid bailing_moe_linear bailing_moe_v3 deepseek_v3 glm4_moe_lite gpt2 kimi_k25 kimi_linear
         kimi_vl ministral3 mistral3 mistral4 nanochat phi phixtral plamo plamo2 rwkv7 stablelm
     """,
-    LaneForm.ALONE: "gemma2 gpt_bigcode llama4 longcat_flash_ngram phi3small",
+    LaneForm.ALONE: "gemma2 gpt_bigcode llama4 longcat_flash_ngram",
 }
 _LANE_OF = {name: form for form, names in _LANES.items() for name in names.split()}
 
