@@ -3,7 +3,7 @@
 import asyncio
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ from worker.compute.shard import Shard
 from worker.errors import BrigadeError, ModelError, NodeBusy
 from worker.memory.cache import LayerCache
 from worker.memory.caches import Caches
-from worker.memory.lane import Place
 
 PROMPT = tuple((5 * i + 3) % VOCAB for i in range(3 * CHUNK + 2))
 
@@ -154,10 +153,10 @@ async def test_an_error_in_a_stage_names_its_node_and_leaves_the_nodes_usable(
     whole = models("qwen3")
     run: Callable[..., mx.array] = Shard.__call__
 
-    def fail(shard: Shard, x: mx.array, places: Sequence[Place]) -> mx.array:
+    def fail(shard: Shard, x: mx.array, *more: Any) -> mx.array:
         if shard.start == failing:
             raise ModelError("no such kernel")
-        return run(shard, x, places)
+        return run(shard, x, *more)
 
     async with serving(2) as nodes:
         async with opened(whole.folder, (1, 1, 2), nodes) as chain:

@@ -3,8 +3,9 @@
 import asyncio
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -29,7 +30,6 @@ from tests.integration.conftest import (
 from tests.integration.upstream import window_of
 from tests.tiny import VOCAB
 from worker.compute.shard import Shard
-from worker.memory.lane import Place
 
 PROMPT = tuple((5 * i + 3) % VOCAB for i in range(3 * CHUNK + 2))
 
@@ -61,12 +61,12 @@ async def test_stage_0_starts_the_next_prompt_chunks_before_the_first_result_is_
     chunks = []
     run: Callable[..., mx.array] = Shard.__call__
 
-    def count(shard: Shard, x: mx.array, places: Sequence[Place]) -> mx.array:
+    def count(shard: Shard, x: mx.array, *more: Any) -> mx.array:
         if shard.is_first:
             chunks.append(x.shape[1])
             if len(chunks) == 3:
                 begun.set()
-        return run(shard, x, places)
+        return run(shard, x, *more)
 
     async with serving(len(layers) - 1) as nodes, opened(models("qwen3").folder, layers, nodes) as chain:
         monkeypatch.setattr(Shard, "__call__", count)
@@ -119,9 +119,9 @@ async def test_a_node_says_how_long_its_engine_has_been_busy_while_it_is(
     release = threading.Event()
     run: Callable[..., mx.array] = Shard.__call__
 
-    def held(shard: Shard, x: mx.array, places: Sequence[Place]) -> mx.array:
+    def held(shard: Shard, x: mx.array, *more: Any) -> mx.array:
         assert shard.is_first or release.wait(5)
-        return run(shard, x, places)
+        return run(shard, x, *more)
 
     async with serving(1) as [node], opened(models("qwen3").folder, (2, 2), [node]) as chain:
         warmed_up = (await chain.peers[0].status(5)).step

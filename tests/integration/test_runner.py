@@ -29,7 +29,6 @@ from tests.integration.many import frames as frames
 from tests.integration.windows import MASKED, Words
 from worker.compute.shard import Shard
 from worker.errors import InputError, ModelError, QueueFull, StageLost
-from worker.memory.lane import Place
 
 FOREVER = 450  # tokens: more than any test waits for
 STREAMS = [request(tokens_of(4 + 9 * i, i), 40, seed=i, temperature=i % 2) for i in range(3)]
@@ -260,10 +259,10 @@ async def test_an_error_in_one_stage_fails_every_request_and_names_the_node(
     run: Callable[..., mx.array] = Shard.__call__
     broken = threading.Event()
 
-    def fail(shard: Shard, x: mx.array, places: Sequence[Place]) -> Any:
+    def fail(shard: Shard, x: mx.array, *more: Any) -> Any:
         if broken.is_set() and shard.is_last:
             raise ModelError("no such kernel")
-        return run(shard, x, places)
+        return run(shard, x, *more)
 
     monkeypatch.setattr(Shard, "__call__", fail)
     async with running(models("qwen3").folder, (1, 2, 1)) as chain, Runner(chain) as runner:
