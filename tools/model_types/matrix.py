@@ -1,0 +1,124 @@
+"""One row per model type: whether it can be cut between its layers, and what of caches and lanes it may have."""
+
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+
+from tools.model_types.chain import Chain
+from tools.model_types.checks import Whole, cut, difference, int8, lanes, passes
+from tools.model_types.make import make_type
+from tools.model_types.quantised import makers
+from tools.model_types.row import MISSING, Row
+from worker.errors import BrigadeError
+
+INT8_UNIT = 32  # 8-bit caches take groups of 32 numbers of a head
+CHANGED = 2  # the layer that the control changes by 1 %
+
+# what mlx-lm's models raise, and we, where something does not fit
+_FAILURES = (
+    ArithmeticError, AssertionError, AttributeError, BrigadeError, ImportError, LookupError, NotImplementedError,
+    OSError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+
+
+def look_at(name: str) -> Row:
+    """The row of a type, or of a variant of it (`hunyuan:cla`), as far as float32 and whole caches go."""
+    row = Row(name)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        try:
+            whole = Whole(make_type(folder / "model", name))
+        except _FAILURES as error:
+            row.fits = MISSING + _reason(error, folder)
+            return row
+        row.caches = whole.caches()
+        chains: list[Chain] = []
+        row.fits = answer(lambda: _is_whole(name, folder, whole, chains), folder)
+        if row.is_cut:
+            row.cut = answer(lambda: cut(chains[0]), folder)
+            row.lanes = answer(lambda: lanes(chains[0]), folder)
+    return row
+
+
+def _is_whole(name: str, folder: Path, whole: Whole, chains: list[Chain]) -> str:
+    """The verdict of every boundary, unless the control is not noticed. `chains` takes the chain."""
+    chains.append(Chain(folder / "model"))
+    changed = make_type(folder / "changed", name, changed_layer=CHANGED)
+    if difference(passes(Chain(changed)), whole.passes) == 0:
+        return "a changed layer is not noticed"
+    return whole.compared(passes(chains[0]))
+
+
+def bf16(name: str) -> str:
+    """Whether a type fits in bfloat16, too."""
+    return fits(lambda folder: make_type(folder, name, dtype=mx.bfloat16))
+
+
+def int8_of(name: str) -> str:
+    """Whether caches of 8 bits serve a type."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = make_type(Path(place), name, unit=INT8_UNIT)
+        return answer(lambda: int8(Chain(folder)), folder)
+
+
+def quantisations(name: str) -> dict[str, str]:
+    """Whether the quantised models of a family are the whole ones' at every boundary, by quantisation."""
+    return {title: fits(make) for title, make in makers(name).items()}
+
+
+def fits(make: Callable[[Path], object]) -> str:
+    """Whether the model that this writes to a folder is the whole one's at every boundary."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        try:
+            make(folder)
+            whole = Whole(folder)
+        except _FAILURES as error:
+            return MISSING + _reason(error, folder)
+        return answer(lambda: whole.compared(passes(Chain(folder))), folder)
+
+
+def answer(check: Callable[[], str], folder: Path) -> str:
+    """What a check says; `no: ...` where we refuse, `fails: ...` where something breaks."""
+    try:
+        return check()
+    except BrigadeError as error:
+        return f"no: {_reason(error, folder)}"
+    except _FAILURES as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        return f"fails: {_reason(error, folder)} ({Path(place.filename).name}:{place.lineno})"
+
+
+def prepare() -> None:
+    """Stand in for what is not here: a module that need only exist; on a CPU a Metal kernel and experts in 16 bits."""
+    sys.modules.setdefault("hf_olmo", ModuleType("hf_olmo"))
+    if mx.default_device() == mx.gpu:
+        return
+    multiply = mx.gather_mm
+
+    def in_float32(a: mx.array, b: mx.array, *rest: Any, **more: Any) -> mx.array:
+        return multiply(a.astype(mx.float32), b.astype(mx.float32), *rest, **more).astype(a.dtype)
+
+    mx.gather_mm = in_float32
+    from mlx_lm.models.bitlinear_layers import BitLinear
+
+    def product(self: BitLinear, x: mx.array, packed: mx.array) -> mx.array:
+        rows = mx.concatenate([((packed >> (2 * i)) & 3).astype(mx.float32) - 1 for i in range(4)])
+        return x @ rows[: self.out_features].T
+
+    BitLinear.execute_matmul_kernel = product  # type: ignore[method-assign]
+
+
+def _reason(error: Exception, folder: Path) -> str:
+    """One line without the names of this machine."""
+    line = (str(error).splitlines() or [""])[0]
+    for path in folder.iterdir():
+        line = line.replace(f"{path}: ", "").replace(str(path), "the model")
+    line = line.replace(f"{folder}: ", "").replace(str(folder), "the model")
+    return line if isinstance(error, BrigadeError) else f"{type(error).__name__}: {line}"
