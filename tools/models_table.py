@@ -16,9 +16,10 @@ import typer
 
 from tools.model_types import quantised
 from tools.model_types.configs import all_types
-from tools.model_types.matrix import bf16, int8_of, look_at, prepare, quantisations
+from tools.model_types.matrix import bf16, int8_of, look_at, quantisations
 from tools.model_types.report import Survey, differences, load, to_markdown
 from tools.model_types.row import Row
+from tools.model_types.stand_ins import stand_ins
 from worker.errors import InputError
 from worker.process.machine import machine_name
 from worker.process.run import run_command
@@ -48,18 +49,22 @@ def main(
 
 
 def _rows(types: list[str]) -> list[Row]:
-    prepare()
     rows = []
     for number, name in enumerate(types, 1):
         print(f"\r\x1b[K{number} of {len(types)}: {name}", end="", file=sys.stderr, flush=True)
-        row = look_at(name)
-        if row.is_cut:
-            row.bf16, row.int8 = bf16(name), int8_of(name)
-        if name in quantised.FAMILIES:
-            row.quantised = quantisations(name)
-        rows.append(row)
+        with stand_ins():
+            rows.append(_row(name))
     print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     return rows
+
+
+def _row(name: str) -> Row:
+    row = look_at(name)
+    if row.is_cut:
+        row.bf16, row.int8 = bf16(name), int8_of(name)
+    if name in quantised.FAMILIES:
+        row.quantised = quantisations(name)
+    return row
 
 
 def _versions() -> dict[str, str]:

@@ -1,12 +1,9 @@
 """One row per model type: whether it can be cut between its layers, and what of caches and lanes it may have."""
 
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import mlx.core as mx
 
@@ -93,26 +90,6 @@ def answer(check: Callable[[], str], folder: Path) -> str:
     except _FAILURES as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         return f"fails: {_reason(error, folder)} ({Path(place.filename).name}:{place.lineno})"
-
-
-def prepare() -> None:
-    """Stand in for what is not here: a module that need only exist; on a CPU a Metal kernel and experts in 16 bits."""
-    sys.modules.setdefault("hf_olmo", ModuleType("hf_olmo"))
-    if mx.default_device() == mx.gpu:
-        return
-    multiply = mx.gather_mm
-
-    def in_float32(a: mx.array, b: mx.array, *rest: Any, **more: Any) -> mx.array:
-        return multiply(a.astype(mx.float32), b.astype(mx.float32), *rest, **more).astype(a.dtype)
-
-    mx.gather_mm = in_float32
-    from mlx_lm.models.bitlinear_layers import BitLinear
-
-    def product(self: BitLinear, x: mx.array, packed: mx.array) -> mx.array:
-        rows = mx.concatenate([((packed >> (2 * i)) & 3).astype(mx.float32) - 1 for i in range(4)])
-        return x @ rows[: self.out_features].T
-
-    BitLinear.execute_matmul_kernel = product  # type: ignore[method-assign]
 
 
 def _reason(error: Exception, folder: Path) -> str:

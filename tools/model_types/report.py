@@ -1,7 +1,6 @@
 """How the rows are shown: docs/models.md, and what differs between two versions of mlx-lm. Measures nothing."""
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -10,7 +9,7 @@ from tools.model_types.row import Row
 from tools.windows_report import table
 
 COMMAND = "python -m tools.models_table --json docs/models.json --markdown docs/models.md"
-COLUMNS = ("type", "fits", "bf16", "caches", "cut", "lanes", "int8", "quantised")
+COLUMNS = ("type", "fits", "bf16", "caches", "cut", "lanes", "int8")
 
 _INTRO = """\
 # Model types
@@ -33,7 +32,8 @@ prompt of 11 tokens and 3 steps. `=` is equal to the last bit, `≈` within roun
   state they cannot: such models decode a token per step and share only whole prefixes. Both are tried.
 * **lanes**: windows of several sessions in one pass, of equal and of different lengths, are what each is alone.
 * **int8**: caches of 8 bits stay near whole ones, or why there are none.
-* **quantised**: what the six families below show for all.
+
+Quantised models of six families are further down.
 """
 
 
@@ -69,7 +69,7 @@ def to_markdown(survey: Survey) -> str:
     others = [row for row in survey.rows if not row.is_cut]
     sections = [
         intro,
-        "## What runs\n\n" + table(COLUMNS[:-1], map(_cells, fitting)),
+        "## What runs\n\n" + table(COLUMNS, map(_cells, fitting)),
         "## What does not\n\n" + table(("type", "caches", "why"), ((f"`{r.type}`", r.caches, r.fits) for r in others)),
         "## Quantised\n\n" + _quantised(survey.rows),
     ]
@@ -117,8 +117,15 @@ def _cells(row: Row) -> Sequence[str]:
 
 
 def _quantised(rows: Sequence[Row]) -> str:
-    """A row per quantisation, a column per family."""
+    """A row per quantisation, a column per family; reasons below, each once."""
     families = [row for row in rows if row.quantised]
-    titles = Counter(title for row in families for title in row.quantised)
-    lines = [(title, *(row.quantised.get(title, "") for row in families)) for title in titles]
-    return table(("", *(f"`{row.type}`" for row in families)), lines)
+    titles = dict.fromkeys(title for row in families for title in row.quantised)
+    reasons: dict[str, int] = {}
+
+    def cell(row: Row, title: str) -> str:
+        found = row.quantised.get(title, "")
+        return found if len(found) <= 1 else f"({reasons.setdefault(found, len(reasons) + 1)})"
+
+    lines = [(title, *(cell(row, title) for row in families)) for title in titles]
+    notes = "\n".join(f"({number}) {reason}  " for reason, number in reasons.items())
+    return table(("", *(f"`{row.type}`" for row in families)), lines) + ("\n" + notes if notes else "")
