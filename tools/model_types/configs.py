@@ -225,6 +225,7 @@ def _by_hand(unit: int) -> dict[str, dict[str, Any]]:
         "openelm": dict(
             ffn_dim_divisor=8, num_query_heads=[4] * 6, num_kv_heads=[2] * 6, ffn_multipliers=[1.0] * 6
         ),
+        "phi": dict(partial_rotary_factor=0.5),
         "phi3small": dict(dense_attention_every_n_layers=2, gegelu_limit=20.0, vocab_size=100352),
         "phimoe": _longrope(unit // 2),
         "plamo": dict(n_shared_head=2),

@@ -53,7 +53,7 @@ def build_type(name: str, unit: int = 16) -> tuple[dict[str, Any], Any]:
     code = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     mx.random.seed(1)
     model = code.Model(code.ModelArgs.from_dict(json.loads(json.dumps(config)))).eval()
-    model.update(_mapped(model, lambda path, array: _random(array)))
+    model.update(tree_map_with_path(_random, model.parameters()))
     return config, model
 
 
@@ -73,7 +73,15 @@ def _mapped(module: Any, change: Callable[[str, mx.array], mx.array]) -> Any:
     return tree_map_with_path(changed, module.parameters())
 
 
-def _random(array: mx.array) -> mx.array:
+def _random(path: str, array: mx.array) -> mx.array:
     """Values that make layers matter and keep logits apart: matrices of gain 1.5, vectors near what they were."""
+    if array.dtype == mx.uint8:  # bitnet's: four of -1, 0 and 1 in a byte
+        return sum(
+            (mx.random.randint(0, 3, array.shape).astype(mx.uint8) << (2 * i) for i in range(4)), mx.zeros_like(array)
+        )
+    if not mx.issubdtype(array.dtype, mx.floating):
+        return array
+    if path.endswith("weight_scale"):  # bitnet's: ones, which would make matrices of gain 13
+        return 0.1 * array
     noise = mx.random.normal(array.shape)
     return array + 0.1 * noise if array.ndim < 2 else noise * (1.5 / array.shape[-1] ** 0.5)

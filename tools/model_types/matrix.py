@@ -4,6 +4,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import mlx.core as mx
 
@@ -11,10 +12,13 @@ from tools.model_types.chain import Chain
 from tools.model_types.checks import Whole, cut, difference, int8, lanes, passes
 from tools.model_types.make import make_type
 from tools.model_types.quantised import makers
-from tools.model_types.row import MISSING, Row
+from tools.model_types.row import CLOSE, EQUAL, MISSING, Row
+from worker.compute import shard
 from worker.errors import BrigadeError
+from worker.model.checkpoint import open_folder
+from worker.model.families import LaneForm, lane_form
 
-INT8_UNIT = 32  # 8-bit caches take groups of 32 numbers of a head
+INT8_UNIT = 64  # 8-bit caches take groups of 32 numbers, and a rotated part of a head has half a unit
 CHANGED = 2  # the layer that the control changes by 1 %
 
 # what mlx-lm's models raise, and we, where something does not fit
@@ -39,7 +43,7 @@ def look_at(name: str) -> Row:
         row.fits = answer(lambda: _is_whole(name, folder, whole, chains), folder)
         if row.is_cut:
             row.cut = answer(lambda: cut(chains[0]), folder)
-            row.lanes = answer(lambda: lanes(chains[0]), folder)
+            row.lanes = _lanes(chains[0], folder)
     return row
 
 
@@ -50,6 +54,24 @@ def _is_whole(name: str, folder: Path, whole: Whole, chains: list[Chain]) -> str
     if difference(passes(Chain(changed)), whole.passes) == 0:
         return "a changed layer is not noticed"
     return whole.compared(passes(chains[0]))
+
+
+def _lanes(chain: Chain, folder: Path) -> str:
+    """The form of lane that the type has, and what is wrong with it if anything is."""
+    form = lane_form(open_folder(folder / "model").config)
+    verdict = answer(lambda: lanes(chain), folder)
+    return form.value if verdict in (EQUAL, CLOSE) else f"{form.value}: {verdict}"
+
+
+def best_lanes(name: str) -> str:
+    """The first form of lane that serves a type, whichever it has: what its row in worker/model/families.py may say."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = make_type(Path(place), name)
+        for form in LaneForm:
+            with patch.object(shard, "lane_form", lambda config, form=form: form):
+                if answer(lambda: lanes(Chain(folder)), folder) in (EQUAL, CLOSE):
+                    return form.value
+    return "none"
 
 
 def bf16(name: str) -> str:

@@ -9,6 +9,7 @@ from tools.model_types.row import Row
 from tools.windows_report import table
 
 COMMAND = "python -m tools.models_table --json docs/models.json --markdown docs/models.md"
+_LONGEST_CELL = 24
 COLUMNS = ("type", "fits", "bf16", "caches", "cut", "lanes", "int8")
 
 _INTRO = """\
@@ -18,19 +19,23 @@ Output of
 
     {command}
 
-with {versions}, on {machine}. Every type of this mlx-lm that a tiny configuration makes is written to a folder as
-`mlx_lm.convert` writes it, with random weights, loaded as nodes load it, cut **between every two layers**, and given a
-prompt of 11 tokens and 3 steps. `=` is equal to the last bit, `≈` within rounding. {counts}
+with {versions}, on {machine}.
+
+Every type of this mlx-lm that a tiny configuration makes is written to a folder as `mlx_lm.convert` writes it, with
+random weights, loaded as nodes load it, cut **between every two layers**, and given a prompt of 11 tokens and 3 steps.
+`=` is equal to the last bit, `≈` within rounding, a number in brackets is a reason at the end of the page.
+{counts}
 
 * **fits**: the logits of all rows are those of mlx-lm's own uncut model, in float32. A control with one layer changed
   by 1 % is noticed in each of them. Where keys slide out of sight mlx-lm's own caches write the newest over the oldest
   and sum in that order: such rows are `≈` with them, and `=` with keys in the order of their tokens.
-* **bf16**: the same in bfloat16, and `=` wherever it fits. {experts}
+* **bf16**: the same in bfloat16, and `=` wherever it fits.{experts}
 * **caches**: what mlx-lm makes for its layers. `kv` keys and values, `win` of a sliding window, `chunk` of a chunk,
   `s2` a state of two arrays, `a+b` two in one layer.
 * **cut**: rows can be taken back, as windows and drafts that fail need it, and prefixes shared at any length. With a
   state they cannot: such models decode a token per step and share only whole prefixes. Both are tried.
-* **lanes**: windows of several sessions in one pass, of equal and of different lengths, are what each is alone.
+* **lanes**: how windows of several sessions go through a pass, which is tried against each alone: `rows` end to end, of
+  any lengths; `batch` side by side, those of one length; `alone` one after another.
 * **int8**: caches of 8 bits stay near whole ones, or why there are none.
 
 Quantised models of six families are further down.
@@ -55,9 +60,27 @@ def load(path: Path) -> Survey:
     return Survey(found["machine"], found["versions"], [Row(**row) for row in found["rows"]])
 
 
+class Notes:
+    """Reasons that are too long for a table: numbers in their cells, and each once below."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def cell(self, text: str) -> str:
+        """The text itself if it is short; else its number, after its first word."""
+        if len(text) <= _LONGEST_CELL:
+            return text
+        first, colon, rest = text.partition(": ")
+        mark = f"({self._numbers.setdefault(rest if colon else text, len(self._numbers) + 1)})"
+        return f"{first} {mark}" if colon else mark
+
+    def __str__(self) -> str:
+        return "\n".join(f"({number}) {reason}  " for reason, number in self._numbers.items())
+
+
 def to_markdown(survey: Survey) -> str:
     """The whole page."""
-    on_cpu = "A CPU multiplies experts in float32 only, so they are cast to it and back, in both models."
+    on_cpu = "\n  A CPU multiplies experts in float32 only, so they are cast to it and back, in both models."
     intro = _INTRO.format(
         command=COMMAND,
         versions=named(survey.versions),
@@ -65,13 +88,14 @@ def to_markdown(survey: Survey) -> str:
         counts=_counts(survey.rows),
         experts=on_cpu if survey.versions.get("device") == "cpu" else "",
     )
-    fitting = [row for row in survey.rows if row.is_cut]
-    others = [row for row in survey.rows if not row.is_cut]
+    notes = Notes()
+    others = [(f"`{row.type}`", row.caches, row.fits) for row in survey.rows if not row.is_cut]
     sections = [
         intro,
-        "## What runs\n\n" + table(COLUMNS, map(_cells, fitting)),
-        "## What does not\n\n" + table(("type", "caches", "why"), ((f"`{r.type}`", r.caches, r.fits) for r in others)),
-        "## Quantised\n\n" + _quantised(survey.rows),
+        "## What runs\n\n" + table(COLUMNS, [_cells(row, notes) for row in survey.rows if row.is_cut]),
+        "## What does not\n\n" + table(("type", "caches", "why"), others),
+        "## Quantised\n\n" + _quantised(survey.rows, notes),
+        f"## Reasons\n\n{notes}\n",
     ]
     return "\n".join(sections)
 
@@ -112,20 +136,14 @@ def _counts(rows: Sequence[Row]) -> str:
     return f"{fitting} of the {len(rows) - missing} that mlx-lm itself runs here fit."
 
 
-def _cells(row: Row) -> Sequence[str]:
-    return (f"`{row.type}`", row.fits, row.bf16, row.caches, row.cut, row.lanes, row.int8)
+def _cells(row: Row, notes: Notes) -> Sequence[str]:
+    found = (row.fits, row.bf16, row.caches, row.cut, row.lanes, row.int8)
+    return (f"`{row.type}`", *map(notes.cell, found))
 
 
-def _quantised(rows: Sequence[Row]) -> str:
-    """A row per quantisation, a column per family; reasons below, each once."""
+def _quantised(rows: Sequence[Row], notes: Notes) -> str:
+    """A row per quantisation, a column per family."""
     families = [row for row in rows if row.quantised]
     titles = dict.fromkeys(title for row in families for title in row.quantised)
-    reasons: dict[str, int] = {}
-
-    def cell(row: Row, title: str) -> str:
-        found = row.quantised.get(title, "")
-        return found if len(found) <= 1 else f"({reasons.setdefault(found, len(reasons) + 1)})"
-
-    lines = [(title, *(cell(row, title) for row in families)) for title in titles]
-    notes = "\n".join(f"({number}) {reason}  " for reason, number in reasons.items())
-    return table(("", *(f"`{row.type}`" for row in families)), lines) + ("\n" + notes if notes else "")
+    lines = [(title, *(notes.cell(row.quantised.get(title, "")) for row in families)) for title in titles]
+    return table(("", *(f"`{row.type}`" for row in families)), lines)

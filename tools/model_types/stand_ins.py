@@ -15,7 +15,9 @@ from mlx_lm.models.bitlinear_layers import BitLinear
 def stand_ins() -> Iterator[None]:
     """A module that olmo only wants to exist; on a CPU experts in 16 bits, and bitnet's Metal kernel."""
     with ExitStack() as stack:
-        stack.enter_context(patch.dict(sys.modules, hf_olmo=ModuleType("hf_olmo")))
+        if "hf_olmo" not in sys.modules:
+            sys.modules["hf_olmo"] = ModuleType("hf_olmo")
+            stack.callback(sys.modules.pop, "hf_olmo")
         if mx.default_device() == mx.cpu:
             stack.enter_context(patch.object(mx, "gather_mm", _in_float32))
             stack.enter_context(patch.object(BitLinear, "execute_matmul_kernel", _bit_product))
