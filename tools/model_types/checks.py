@@ -152,6 +152,8 @@ def lanes(chain: Chain) -> str:
 
 def int8(chain: Chain) -> str:
     """Whether caches of 8 bits stay near the logits of whole ones, but for rows where another expert was chosen."""
+    if chain.spec.int8_refusal:
+        return f"no: {chain.spec.int8_refusal}"
     whole = passes(chain)
     a, b = mx.concatenate(passes(chain, Cache(kind=CACHE_INT8))), mx.concatenate(whole)
     apart = mx.sqrt(mx.mean(mx.square(_finite(a) - _finite(b)), axis=-1))

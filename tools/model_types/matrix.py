@@ -2,7 +2,7 @@
 
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from unittest.mock import patch
 
@@ -86,9 +86,9 @@ def int8_of(name: str) -> str:
         return answer(lambda: int8(Chain(folder)), folder)
 
 
-def quantisations(name: str) -> dict[str, str]:
-    """Whether the quantised models of a family are the whole ones' at every boundary, by quantisation."""
-    return {title: fits(make) for title, make in makers(name).items()}
+def quantisations(name: str, titles: Container[str] | None = None) -> dict[str, str]:
+    """Whether the quantised models of a family are the whole ones at every boundary, by quantisation: all, or these."""
+    return {title: fits(make) for title, make in makers(name).items() if titles is None or title in titles}
 
 
 def fits(make: Callable[[Path], object]) -> str:

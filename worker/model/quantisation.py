@@ -10,11 +10,12 @@ _METHODS = {
     "mxfp4": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
     "mxfp8": {"group_size": 32, "bits": 8, "mode": "mxfp8"},
 }
+_CONVERTED = ("fp8",)  # by the `sanitize` of those of mlx-lm's models that are published so, to bfloat16
 _ADVICE = "choose an MLX conversion of it, or make one with mlx_lm.convert"
 
 
 def quantisation_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """mlx-lm's parameters: group_size, bits, mode, and exceptions by path. None for a checkpoint that is not quantised.
+    """mlx-lm's parameters: group_size, bits, mode, and exceptions by path. None for what is not quantised in memory.
 
     Raises:
         ModelError: it is quantised in a way that is not read here, which the message names.
@@ -22,7 +23,7 @@ def quantisation_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
     own = checkpoint.config.get("quantization")
     if own is None:
         method = _foreign_method(checkpoint)
-        if method is None:
+        if method is None or method in _CONVERTED:
             return None
         if method not in _METHODS:
             raise ModelError(f"{checkpoint.name} is quantised as {method!r}, which is not read here; {_ADVICE}")
