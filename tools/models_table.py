@@ -14,7 +14,6 @@ from typing import Annotated
 import mlx.core as mx
 import typer
 
-from tools.model_types import quantised
 from tools.model_types.configs import all_types
 from tools.model_types.matrix import best_lanes, bf16, int8_of, look_at, quantisations
 from tools.model_types.report import Survey, differences, load, to_markdown
@@ -64,8 +63,7 @@ def _row(name: str) -> Row:
         row.bf16, row.int8 = bf16(name), int8_of(name)
         if (best := best_lanes(name)) != row.lanes:
             row.lanes += f" ({best} would do)"
-    if name in quantised.FAMILIES:
-        row.quantised = quantisations(name)
+    row.quantised = quantisations(name)
     return row
 
 

@@ -21,7 +21,7 @@ WANTED = (
     "qwen3_moe", "glm4_moe", "minimax", "gpt_oss", "qwen3_5_moe", "qwen3_next", "step3p5", "llama", "deepseek_v3",
     "kimi_k25", "gemma3", "mistral3",
 )  # fmt: skip
-COVERING = ("4 bit", "mixed per tensor", "mxfp4", "fp8 as published", "mxfp4 as published")
+COVERING = ("4 bit", "mixed per tensor", "mxfp4", "fp8, scale per block", "mxfp4 as published")
 
 
 def without_best(lanes: str) -> str:

@@ -1,6 +1,7 @@
 """A model as a chain of stages in one process: loaded, cut and run as nodes do it, without nodes."""
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -11,7 +12,7 @@ from protos.brigade_pb2 import Cache, Sampling, Window
 from worker.compute.shard import Shard
 from worker.compute.slot import Slot
 from worker.memory.history import History
-from worker.model.checkpoint import open_folder
+from worker.model.checkpoint import Checkpoint, open_folder
 from worker.model.describe import describe
 
 
@@ -50,9 +51,14 @@ class Chain:
         checkpoint = open_folder(folder)
         self.spec = describe(checkpoint)
         bounds = [0, *(ends or range(1, self.spec.num_layers + 1))]
-        self.stages = [Shard(checkpoint, start, end) for start, end in pairwise(bounds)]
-        for stage in self.stages:
-            stage.materialise(lambda num_bytes: None)
+        self.stages = [_loaded(checkpoint, start, end) for start, end in pairwise(bounds)]
+
+    def with_stage(self, number: int, folder: Path) -> "Chain":
+        """The same chain but for one stage, which is another model's."""
+        other, stage = copy(self), self.stages[number]
+        other.stages = [*self.stages]
+        other.stages[number] = _loaded(open_folder(folder), stage.start, stage.end)
+        return other
 
     def open(self, cache: Cache | None = None) -> Session:
         chosen = cache or Cache()
@@ -69,3 +75,9 @@ class Chain:
         logits = self.stages[-1].logits(x).split(tuple(ends))
         mx.eval(logits)
         return logits
+
+
+def _loaded(checkpoint: Checkpoint, start: int, end: int) -> Shard:
+    shard = Shard(checkpoint, start, end)
+    shard.materialise(lambda num_bytes: None)
+    return shard

@@ -8,8 +8,8 @@ from unittest.mock import patch
 
 import mlx.core as mx
 
-from tools.model_types.chain import Chain
-from tools.model_types.checks import Whole, cut, difference, int8, lanes, passes
+from tools.model_types.chain import Chain, Feed
+from tools.model_types.checks import PROMPT, Whole, cut, difference, int8, lanes, passes
 from tools.model_types.make import make_type
 from tools.model_types.quantised import makers
 from tools.model_types.row import CLOSE, EQUAL, MISSING, Row
@@ -50,8 +50,8 @@ def look_at(name: str) -> Row:
 def _is_whole(name: str, folder: Path, whole: Whole, chains: list[Chain]) -> str:
     """The verdict of every boundary, unless the control is not noticed. `chains` takes the chain."""
     chains.append(Chain(folder / "model"))
-    changed = make_type(folder / "changed", name, changed_layer=CHANGED)
-    if difference(passes(Chain(changed)), whole.passes) == 0:
+    changed = chains[0].with_stage(CHANGED, make_type(folder / "changed", name, changed_layer=CHANGED))
+    if difference(changed.run(Feed(changed.open(), PROMPT)), whole.passes[:1]) == 0:
         return "a changed layer is not noticed"
     return whole.compared(passes(chains[0]))
 

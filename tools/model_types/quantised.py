@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 from tools.model_types.make import Settings, build_type, make_type, write
 
 UNIT = 32  # widths of 128: groups of 32, 64 and 128 numbers fit
+IN_FP8 = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k25", "mimo_v2_flash", "minimax", "mistral4")
 FAMILIES = ("deepseek_v3", "glm4_moe", "gpt_oss", "minimax", "qwen3_5_moe", "qwen3_moe")
 _BLOCK = 128
 _LARGEST_FP8 = 448.0
@@ -43,7 +44,7 @@ def makers(name: str) -> dict[str, Callable[[Path], object]]:
     def converted(settings: Settings) -> Callable[[Path], object]:
         return lambda folder: make_type(folder, name, unit=UNIT, quantize=settings)
 
-    made = {title: converted(settings) for title, settings in SETTINGS.items()}
+    made = {title: converted(settings) for title, settings in (SETTINGS if name in FAMILIES else {}).items()}
     if name in _PUBLISHED:
         title, publish = _PUBLISHED[name]
         made[title] = lambda folder: publish(folder, name)
@@ -140,7 +141,6 @@ def _bytes(packed: mx.array) -> mx.array:
 
 
 _PUBLISHED: dict[str, tuple[str, Callable[[Path, str], None]]] = {
-    "deepseek_v3": ("fp8 as published", _publish_fp8),
-    "minimax": ("fp8 as published", _publish_fp8),
+    **dict.fromkeys(IN_FP8, ("fp8, scale per block", _publish_fp8)),
     "gpt_oss": ("mxfp4 as published", _publish_mxfp4),
 }

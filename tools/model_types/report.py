@@ -143,7 +143,13 @@ def _cells(row: Row, notes: Notes) -> Sequence[str]:
 
 def _quantised(rows: Sequence[Row], notes: Notes) -> str:
     """A row per quantisation, a column per family."""
-    families = [row for row in rows if row.quantised]
+    families = [row for row in rows if len(row.quantised) > 1]
     titles = dict.fromkeys(title for row in families for title in row.quantised)
     lines = [(title, *(notes.cell(row.quantised.get(title, "")) for row in families)) for title in titles]
-    return table(("", *(f"`{row.type}`" for row in families)), lines)
+    others = ", ".join(
+        f"`{row.type}` {title} {notes.cell(found)}"
+        for row in rows
+        if row not in families
+        for title, found in row.quantised.items()
+    )
+    return table(("", *(f"`{row.type}`" for row in families)), lines) + (f"\nOthers: {others}.\n" if others else "")
