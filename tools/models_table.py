@@ -15,7 +15,7 @@ import mlx.core as mx
 import typer
 
 from tools.model_types.configs import all_types
-from tools.model_types.matrix import best_lanes, bf16, int8_of, look_at, quantisations
+from tools.model_types.matrix import best_lanes, bf16, int8_of, look_at, quantisations, rotating_of
 from tools.model_types.report import Survey, differences, load, to_markdown
 from tools.model_types.row import Row
 from tools.model_types.stand_ins import stand_ins
@@ -60,7 +60,7 @@ def _rows(types: list[str]) -> list[Row]:
 def _row(name: str) -> Row:
     row = look_at(name)
     if row.is_cut:
-        row.bf16, row.int8 = bf16(name), int8_of(name)
+        row.bf16, row.int8, row.rotating = bf16(name), int8_of(name), rotating_of(name)
         if (best := best_lanes(name)) != row.lanes:
             row.lanes += f" ({best} would do)"
     row.quantised = quantisations(name)

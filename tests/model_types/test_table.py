@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tools.model_types.configs import all_types
-from tools.model_types.matrix import best_lanes, bf16, int8_of, look_at, quantisations
+from tools.model_types.matrix import best_lanes, bf16, int8_of, look_at, quantisations, rotating_of
 from tools.model_types.quantised import FAMILIES
 from tools.model_types.report import load, to_markdown
 from tools.model_types.row import EQUAL, MISSING, Row
@@ -24,10 +24,6 @@ WANTED = (
 COVERING = ("4 bit", "mixed per tensor", "mxfp4", "fp8, scale per block", "mxfp4 as published")
 
 
-def without_best(lanes: str) -> str:
-    return lanes.partition(" (")[0]
-
-
 @pytest.mark.parametrize("name", ROWS)
 def test_every_boundary_of_a_type_is_as_the_table_says(name: str) -> None:
     """Logits of a prompt and three steps through stages of one layer, cuts and lanes, in float32."""
@@ -35,7 +31,7 @@ def test_every_boundary_of_a_type_is_as_the_table_says(name: str) -> None:
     if expected.is_missing or found.is_missing:  # another machine, with Metal or without, runs other types
         return
     assert (found.fits, found.caches, found.cut) == (expected.fits, expected.caches, expected.cut)
-    assert found.lanes == without_best(expected.lanes)
+    assert found.lanes == expected.lanes
 
 
 def test_the_table_has_all_types_of_this_mlx_lm() -> None:
@@ -51,7 +47,7 @@ def test_the_table_shows_nothing_that_is_wrong() -> None:
             assert row.bf16 == EQUAL, row
             assert row.cut in ("any", "no"), row
             assert row.lanes in ("rows", "batch", "alone"), row
-            assert row.int8 == "y" or row.int8.startswith("no: "), row
+            assert all(found == "y" or found.startswith("no: ") for found in (row.int8, row.rotating)), row
     for row in (ROWS[name] for name in FAMILIES):
         assert all(found == EQUAL or found.startswith(MISSING) for found in row.quantised.values()), row
 
@@ -78,6 +74,7 @@ def assert_quantised(row: Row, titles: tuple[str, ...]) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", FITTING)
-def test_bfloat16_int8_and_lanes_of_a_type_are_as_the_table_says(name: str) -> None:
-    expected = ROWS[name]
-    assert (bf16(name), int8_of(name), best_lanes(name)) == (expected.bf16, expected.int8, without_best(expected.lanes))
+def test_bfloat16_lanes_and_other_caches_of_a_type_are_as_the_table_says(name: str) -> None:
+    row = ROWS[name]
+    assert (bf16(name), best_lanes(name)) == (row.bf16, row.lanes)
+    assert (int8_of(name), rotating_of(name)) == (row.int8, row.rotating)

@@ -12,7 +12,7 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 
-from protos.brigade_pb2 import CACHE_INT8, Cache
+from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache
 from tools.model_types.chain import Chain, Feed
 from tools.model_types.row import CLOSE, EQUAL
 from worker.errors import CacheMismatch
@@ -20,6 +20,7 @@ from worker.errors import CacheMismatch
 PROMPT = [(7 * i + 3) % 96 for i in range(11)]
 PASSES = [PROMPT, [5], [91], [40]]
 ROUNDING = 1e-3  # of the logits' spread; one layer that is changed by 1 % moves them by more
+ROTATING = Cache(kind=CACHE_ROTATING, size=7, keep=2)
 INT8_NOISE = 0.3  # of the logits' spread, in half of all rows at least
 
 
@@ -153,12 +154,24 @@ def lanes(chain: Chain) -> str:
 def int8(chain: Chain) -> str:
     """Whether caches of 8 bits stay near the logits of whole ones, but for rows where another expert was chosen."""
     if chain.spec.int8_refusal:
-        return f"no: {chain.spec.int8_refusal}"
+        return f"no: int8 caches: {chain.spec.int8_refusal}"
     whole = passes(chain)
     a, b = mx.concatenate(passes(chain, Cache(kind=CACHE_INT8))), mx.concatenate(whole)
     apart = mx.sqrt(mx.mean(mx.square(_finite(a) - _finite(b)), axis=-1))
     noise = _number(mx.median(apart)) / _spread(b)
     return "y" if 0 < noise < INT8_NOISE else f"off by {noise:.2g}"
+
+
+def rotating(chain: Chain, unsplit: Chain) -> str:
+    """Whether caches that let go of tokens are the same wherever the model is cut, and do let go of some."""
+    if chain.spec.rotating_refusal:
+        return f"no: rotating caches: {chain.spec.rotating_refusal}"
+    if len(chain.spec.recurrent_layers) == chain.spec.num_layers:
+        return "no: rotating caches: it has no keys and values"
+    found, wanted = (passes(each, ROTATING) for each in (chain, unsplit))
+    if (verdict := compared(found, wanted)) != EQUAL:
+        return verdict
+    return "y" if difference(found, passes(chain)) > 0 else "lets go of nothing"
 
 
 def _spread(logits: mx.array) -> float:

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import mlx.core as mx
 
 from tools.model_types.chain import Chain, Feed
-from tools.model_types.checks import PROMPT, Whole, cut, difference, int8, lanes, passes
+from tools.model_types.checks import PROMPT, Whole, cut, difference, int8, lanes, passes, rotating
 from tools.model_types.make import make_type
 from tools.model_types.quantised import makers
 from tools.model_types.row import CLOSE, EQUAL, MISSING, Row
@@ -77,6 +77,13 @@ def best_lanes(name: str) -> str:
 def bf16(name: str) -> str:
     """Whether a type fits in bfloat16, too."""
     return fits(lambda folder: make_type(folder, name, dtype=mx.bfloat16))
+
+
+def rotating_of(name: str) -> str:
+    """Whether caches that let go of tokens serve a type."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = make_type(Path(place), name)
+        return answer(lambda: rotating(chain := Chain(folder), Chain(folder, [chain.spec.num_layers])), folder)
 
 
 def int8_of(name: str) -> str:

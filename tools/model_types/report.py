@@ -10,7 +10,7 @@ from tools.windows_report import table
 
 COMMAND = "python -m tools.models_table --json docs/models.json --markdown docs/models.md"
 _LONGEST_CELL = 24
-COLUMNS = ("type", "fits", "bf16", "caches", "cut", "lanes", "int8")
+COLUMNS = ("type", "fits", "bf16", "caches", "cut", "lanes", "int8", "rotating")
 
 _INTRO = """\
 # Model types
@@ -37,6 +37,7 @@ random weights, loaded as nodes load it, cut **between every two layers**, and g
 * **lanes**: how windows of several sessions go through a pass, which is tried against each alone: `rows` end to end, of
   any lengths; `batch` side by side, those of one length; `alone` one after another.
 * **int8**: caches of 8 bits stay near whole ones, or why there are none.
+* **rotating**: caches that let go of tokens are the same wherever the model is cut, or why there are none.
 
 Quantised models of six families are further down.
 """
@@ -137,7 +138,7 @@ def _counts(rows: Sequence[Row]) -> str:
 
 
 def _cells(row: Row, notes: Notes) -> Sequence[str]:
-    found = (row.fits, row.bf16, row.caches, row.cut, row.lanes, row.int8)
+    found = (row.fits, row.bf16, row.caches, row.cut, row.lanes, row.int8, row.rotating)
     return (f"`{row.type}`", *map(notes.cell, found))
 
 

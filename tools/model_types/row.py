@@ -17,6 +17,7 @@ class Row:
     cut: str = ""
     lanes: str = ""
     int8: str = ""
+    rotating: str = ""
     quantised: dict[str, str] = field(default_factory=dict)
 
     @property
