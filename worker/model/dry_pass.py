@@ -80,7 +80,8 @@ def examine(model: Any) -> Anatomy:
     if not calls:
         raise ModelError("its forward takes its layers apart instead of calling them")
     if [call.index for call in calls] != list(range(num_layers)):
-        raise ModelError(f"it calls its layers in the order {_listed([call.index for call in calls])}")
+        order = _listed([call.index for call in calls])
+        raise ModelError(f"it calls its layers in the order {order}" if calls else "it never calls them as they are")
     owners = tuple(_owners(calls, caches))
     shapes = _travelling(calls, caches)
     hidden = [_first(call.result) for call in calls]

@@ -4,17 +4,21 @@ from typing import Any
 
 from worker.errors import ModelError
 from worker.model.checkpoint import Checkpoint
+from worker.model.families import module_of
 
 _MODES = ("affine", "mxfp4", "nvfp4", "mxfp8")
 _METHODS = {
     "mxfp4": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
     "mxfp8": {"group_size": 32, "bits": 8, "mode": "mxfp8"},
 }
+_FROM_FP8 = (  # what mlx-lm's `sanitize` makes bfloat16 of blocks of 8-bit floats for, as tools/model_types shows
+    "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k25", "mimo_v2_flash", "minimax", "mistral4",
+)  # fmt: skip
 _ADVICE = "choose an MLX conversion of it, or make one with mlx_lm.convert"
 
 
 def quantisation_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """mlx-lm's parameters: group_size, bits, mode, and exceptions by path. None for a checkpoint that is not quantised.
+    """mlx-lm's parameters: group_size, bits, mode, and exceptions by path. None for what is not quantised in memory.
 
     Raises:
         ModelError: it is quantised in a way that is not read here, which the message names.
@@ -22,7 +26,7 @@ def quantisation_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
     own = checkpoint.config.get("quantization")
     if own is None:
         method = _foreign_method(checkpoint)
-        if method is None:
+        if method is None or (method == "fp8" and module_of(checkpoint.config) in _FROM_FP8):
             return None
         if method not in _METHODS:
             raise ModelError(f"{checkpoint.name} is quantised as {method!r}, which is not read here; {_ADVICE}")

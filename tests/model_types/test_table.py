@@ -1,0 +1,80 @@
+"""The table of docs/models.md is what this code and this mlx-lm show, row by row; more of it in `tools.models_table`.
+
+CI installs the mlx-lm of constraints.txt. With another one rows may differ: `python -m tools.models_table --compare`.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tools.model_types.configs import all_types
+from tools.model_types.matrix import best_lanes, bf16, int8_of, look_at, quantisations, rotating_of
+from tools.model_types.quantised import FAMILIES
+from tools.model_types.report import load, to_markdown
+from tools.model_types.row import EQUAL, MISSING, Row
+
+DOCS = Path(__file__).parents[2] / "docs"
+SURVEY = load(DOCS / "models.json")
+ROWS = {row.type: row for row in SURVEY.rows}
+FITTING = [row.type for row in SURVEY.rows if row.is_cut]
+WANTED = (
+    "qwen3_moe", "glm4_moe", "minimax", "gpt_oss", "qwen3_5_moe", "qwen3_next", "step3p5", "llama", "deepseek_v3",
+    "kimi_k25", "gemma3", "mistral3",
+)  # fmt: skip
+COVERING = ("4 bit", "mixed per tensor", "mxfp4", "fp8, scale per block", "mxfp4 as published")
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_boundary_of_a_type_is_as_the_table_says(name: str) -> None:
+    """Logits of a prompt and three steps through stages of one layer, cuts and lanes, in float32."""
+    expected, found = ROWS[name], look_at(name)
+    if expected.is_missing or found.is_missing:  # another machine, with Metal or without, runs other types
+        return
+    assert (found.fits, found.caches, found.cut) == (expected.fits, expected.caches, expected.cut)
+    assert found.lanes == expected.lanes
+
+
+def test_the_table_has_all_types_of_this_mlx_lm() -> None:
+    assert set(ROWS) == set(all_types())
+
+
+def test_the_table_shows_nothing_that_is_wrong() -> None:
+    """A type fits, or is refused with a reason; nothing breaks, and nothing is off."""
+    assert set(WANTED) <= set(FITTING)
+    for row in SURVEY.rows:
+        assert row.is_cut or row.fits.startswith(("no: ", MISSING)), row
+        if row.is_cut:
+            assert row.bf16 == EQUAL, row
+            assert row.cut in ("any", "no"), row
+            assert row.lanes in ("rows", "batch", "alone"), row
+            assert all(found == "y" or found.startswith("no: ") for found in (row.int8, row.rotating)), row
+    for row in (ROWS[name] for name in FAMILIES):
+        assert all(found == EQUAL or found.startswith(MISSING) for found in row.quantised.values()), row
+
+
+def test_the_page_is_laid_out_from_the_rows() -> None:
+    assert (DOCS / "models.md").read_text(encoding="utf-8") == to_markdown(SURVEY)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_quantised_models_are_the_whole_ones_at_every_boundary(name: str) -> None:
+    assert_quantised(ROWS[name], COVERING)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FAMILIES)
+def test_models_of_every_quantisation_are_the_whole_ones_at_every_boundary(name: str) -> None:
+    assert_quantised(ROWS[name], tuple(ROWS[name].quantised))
+
+
+def assert_quantised(row: Row, titles: tuple[str, ...]) -> None:
+    expected = {title: found for title, found in row.quantised.items() if title in titles}
+    assert quantisations(row.type, expected) == expected
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FITTING)
+def test_bfloat16_lanes_and_other_caches_of_a_type_are_as_the_table_says(name: str) -> None:
+    row = ROWS[name]
+    assert (bf16(name), best_lanes(name)) == (row.bf16, row.lanes)
+    assert (int8_of(name), rotating_of(name)) == (row.int8, row.rotating)
