@@ -16,7 +16,7 @@ from worker.errors import ModelError
 from worker.model.checkpoint import Checkpoint
 from worker.model.families import model_classes
 from worker.model.headers import TensorInfo
-from worker.model.quantisation import quantisation_of
+from worker.model.quantisation import MISFITS, misfit, quantisation_of, require_fp8_read, unpack_awq
 from worker.model.skeleton import Skeleton, is_text, skeleton_of
 
 MLX_DTYPES = {
@@ -25,7 +25,6 @@ MLX_DTYPES = {
     "F8_E4M3": mx.uint8, "F8_E8M0": mx.uint8,
 }  # fmt: skip
 
-_MISFITS = (TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError, StopIteration)
 _SIZES = (
     "num_hidden_layers", "num_layers", "n_layers", "n_layer", "hidden_size", "vocab_size", "num_attention_heads",
     "num_key_value_heads", "head_dim",
@@ -49,13 +48,18 @@ def build(checkpoint: Checkpoint, tensor: Callable[[str, TensorInfo], mx.array] 
         ModelError: configuration and tensors do not fit together, or make no model that mlx-lm knows.
     """
     _check_sizes(checkpoint)
+    method = quantisation_of(checkpoint).method
     model = _construct(checkpoint)
+    if method == "fp8":
+        require_fp8_read(checkpoint, model)
     weights = {name: tensor(name, info) for name, info in checkpoint.tensors.items()}
     try:
         if hasattr(model, "sanitize"):
             weights = model.sanitize(weights)
-    except _MISFITS as error:
-        raise ModelError(f"{checkpoint.name} does not fit its config.json: {_told(error)}") from error
+    except MISFITS as error:
+        raise misfit(checkpoint, _told(error)) from error
+    if method == "awq":
+        weights = unpack_awq(checkpoint, weights)
     _quantise(model, checkpoint, weights)
     _bind(model, checkpoint, weights)
     return model.eval()
@@ -82,7 +86,7 @@ def _construct(checkpoint: Checkpoint) -> Any:
     model_class, args_class = model_classes(checkpoint.config)
     try:
         return model_class(args_class.from_dict(_with_infinities(checkpoint.config)))
-    except (*_MISFITS, AssertionError) as error:
+    except (*MISFITS, AssertionError) as error:
         reason = f"config.json does not describe a {checkpoint.config['model_type']} model: {_told(error)}"
         raise ModelError(f"{checkpoint.name}: {reason}") from error
 
@@ -98,23 +102,25 @@ def _with_infinities(value: Any) -> Any:
 
 def _quantise(model: Any, checkpoint: Checkpoint, weights: dict[str, mx.array]) -> None:
     """Turn the layers that the checkpoint holds in quantised form into quantised ones, as they are."""
-    quantization = quantisation_of(checkpoint)
+    quantization = quantisation_of(checkpoint).parameters
     if quantization is None:
         return
 
     def parameters(path: str, module: nn.Module) -> bool | dict[str, Any]:
         if path in quantization:
-            return quantization[path]
+            exception = quantization[path]
+            return dict(exception) if isinstance(exception, dict) else exception  # nn.quantize may change it
         if not hasattr(module, "to_quantized") or f"{path}.scales" not in weights:
             return False
         from mlx_lm.utils import infer_quant_config  # and with it transformers, which most workers never need
 
-        return infer_quant_config(path, module, weights)
+        found: dict[str, Any] = infer_quant_config(path, module, weights)
+        return found | ({"global_scale": True} if f"{path}.global_scale" in weights else {})
 
     mode = quantization.get("mode", "affine")
     try:
         nn.quantize(model, quantization["group_size"], quantization["bits"], mode=mode, class_predicate=parameters)
-    except _MISFITS as error:
+    except MISFITS as error:
         raise ModelError(f"{checkpoint.name} is not quantised as its config.json says: {_told(error)}") from error
 
 
@@ -129,13 +135,28 @@ def _bind(model: Any, checkpoint: Checkpoint, weights: dict[str, mx.array]) -> N
         for name, array in weights.items()
         if name in wanted or ((skeleton.layer_of(name) or 0) < num_layers and is_text(name))
     }
-    if missing := sorted(wanted.keys() - bound.keys()):
+    missing, over = sorted(wanted.keys() - bound.keys()), sorted(bound.keys() - wanted.keys())
+    if missing and over:
+        raise misfit(checkpoint, f"it lacks tensor {missing[0]}, and nothing takes tensor {over[0]}")
+    if missing:
         raise ModelError(f"{checkpoint.name} lacks tensor {missing[0]}{_advice(missing)}")
+    _check_numbers(checkpoint, wanted, bound)
     try:
         model.load_weights(list(bound.items()), strict=True)
     except ValueError as error:
         reason = "".join(str(error).splitlines()[:2])  # the second line names the first tensor that is left over
-        raise ModelError(f"{checkpoint.name} does not fit its config.json: {reason}") from error
+        raise misfit(checkpoint, reason) from error
+
+
+def _check_numbers(checkpoint: Checkpoint, wanted: dict[str, mx.array], bound: dict[str, mx.array]) -> None:
+    """Refuse bytes where the model has numbers: MLX reads fp8 as bytes, and would compute with them."""
+    for name, array in bound.items():
+        if name in wanted and _is_floating(wanted[name]) and not _is_floating(array):
+            raise misfit(checkpoint, f"tensor {name} is of {array.dtype}, which nothing converts to floating point")
+
+
+def _is_floating(array: mx.array) -> bool:
+    return mx.issubdtype(array.dtype, mx.floating)
 
 
 def _check_layers(checkpoint: Checkpoint, skeleton: Skeleton, wanted: Iterable[str], weights: Iterable[str]) -> None:

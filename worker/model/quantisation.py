@@ -1,36 +1,104 @@
-"""How a checkpoint says that it is quantised: by mlx-lm's own key, or by the hub's name for a mode that MLX has."""
+"""How a checkpoint says that it is quantised: by mlx-lm's own key, or by the hub's name for what another tool made.
 
+What mlx-lm reads is read alike; all else is refused by its name, from configuration and headers alone.
+"""
+
+import json
+from dataclasses import dataclass
 from typing import Any
+
+import mlx.core as mx
 
 from worker.errors import ModelError
 from worker.model.checkpoint import Checkpoint
-from worker.model.families import module_of
+from worker.model.skeleton import is_text
+
+# how mlx-lm's code for a model says that what it was given is not what it takes
+MISFITS = (TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError, StopIteration)
 
 _MODES = ("affine", "mxfp4", "nvfp4", "mxfp8")
-_METHODS = {
-    "mxfp4": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
-    "mxfp8": {"group_size": 32, "bits": 8, "mode": "mxfp8"},
-}
-_FROM_FP8 = (  # what mlx-lm's `sanitize` makes bfloat16 of blocks of 8-bit floats for, as tools/model_types shows
-    "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k25", "mimo_v2_flash", "minimax", "mistral4",
-)  # fmt: skip
-_ADVICE = "choose an MLX conversion of it, or make one with mlx_lm.convert"
+_MXFP4 = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+_MXFP8 = {"group_size": 32, "bits": 8, "mode": "mxfp8"}
+_NVFP4 = {"group_size": 16, "bits": 4, "mode": "nvfp4"}
+_INT4 = {"group_size": 32, "bits": 4, "mode": "affine"}
+_FORMATS = {"nvfp4-pack-quantized": _NVFP4, "mxfp4-pack-quantized": _MXFP4, "pack-quantized": _INT4}
+_ADVICE = "choose an MLX conversion of it, or make one with mlx_lm.convert from a checkpoint that is not quantised"
+_ONE_IN_FP8 = 0x38  # the byte of 1.0 in E4M3
 
 
-def quantisation_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """mlx-lm's parameters: group_size, bits, mode, and exceptions by path. None for what is not quantised in memory.
+@dataclass(frozen=True)
+class Quantisation:
+    """Nothing of both for a checkpoint that is not quantised."""
+
+    parameters: dict[str, Any] | None = None  # mlx-lm's: group_size, bits, mode, and exceptions by path
+    method: str = ""  # the hub's name of what another tool than mlx-lm made
+
+
+def quantisation_of(checkpoint: Checkpoint) -> Quantisation:
+    """What the checkpoint says of itself.
 
     Raises:
         ModelError: it is quantised in a way that is not read here, which the message names.
     """
-    own = checkpoint.config.get("quantization")
-    if own is None:
-        method = _foreign_method(checkpoint)
-        if method is None or (method == "fp8" and module_of(checkpoint.config) in _FROM_FP8):
-            return None
-        if method not in _METHODS:
-            raise ModelError(f"{checkpoint.name} is quantised as {method!r}, which is not read here; {_ADVICE}")
-        return _METHODS[method]
+    config = checkpoint.config
+    if config.get("quantize_activations"):
+        raise _unread(checkpoint, "quantize_activations", "the inputs of layers are never quantised here")
+    if (own := config.get("quantization")) is not None:
+        return Quantisation(_checked(checkpoint, own))
+    found = _foreign(checkpoint)
+    if not found:
+        return Quantisation()
+    method = str(found.get("quant_method", "unnamed")) if isinstance(found, dict) else str(found)
+    return Quantisation(_parameters(checkpoint, method, found if isinstance(found, dict) else {}), method)
+
+
+def misfit(checkpoint: Checkpoint, reason: str) -> ModelError:
+    """The error for tensors that mlx-lm's code for this type does not take."""
+    if method := quantisation_of(checkpoint).method:
+        code = f"mlx-lm's code for {checkpoint.config['model_type']}"
+        return ModelError(
+            f"{checkpoint.name} is quantised as {method!r}, which {code} does not read: {reason}; {_ADVICE}"
+        )
+    advice = "download it again, or choose an MLX conversion of it"
+    return ModelError(f"{checkpoint.name} does not fit its config.json: {reason}; {advice}")
+
+
+def require_fp8_read(checkpoint: Checkpoint, model: Any) -> None:
+    """Refuse fp8 tensors with a scale per block that `sanitize` of this type leaves as they are, or takes for bytes.
+
+    It is asked with a tensor of a single number: only its result tells fp8 from bytes.
+
+    Raises:
+        ModelError: it does.
+    """
+    scales = [name for name in checkpoint.tensors if name.endswith("_scale_inv") and is_text(name)]
+    if not scales:
+        return
+    block = min(scales).rpartition(".")[0].rpartition(".")[0]
+    with mx.stream(mx.cpu):
+        one = {
+            f"{block}.one.weight": mx.array([[_ONE_IN_FP8]], mx.uint8),
+            f"{block}.one.weight_scale_inv": mx.ones((1, 1)),
+        }
+        try:
+            found = list(model.sanitize(one).values())
+        except MISFITS:
+            found = []
+        if len(found) != 1 or found[0].item() != 1:
+            raise misfit(checkpoint, f"it does not convert {min(scales)}")
+
+
+def unpack_awq(checkpoint: Checkpoint, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """The tensors in the order of numbers that MLX has. Nothing is evaluated."""
+    from mlx_lm.utils import _transform_awq_weights  # and with it transformers, which most workers never need
+
+    try:
+        return _transform_awq_weights(weights, _foreign(checkpoint))[0]
+    except (*MISFITS, NameError) as error:  # it has no name for a dtype where nothing is packed
+        raise misfit(checkpoint, str(error).partition("\n")[0]) from error
+
+
+def _checked(checkpoint: Checkpoint, own: Any) -> dict[str, Any]:
     if not isinstance(own, dict) or not all(isinstance(own.get(key), int) for key in ("group_size", "bits")):
         problem = f"quantization: expected an object with group_size and bits, got {own!r}"
         raise ModelError(f"{checkpoint.name}: config.json: {problem}; {_ADVICE}")
@@ -40,11 +108,57 @@ def quantisation_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
     return own
 
 
-def _foreign_method(checkpoint: Checkpoint) -> str | None:
-    """What another tool than mlx-lm quantised with; ModelOpt may say so in a file of its own."""
+def _foreign(checkpoint: Checkpoint) -> Any:
+    """What another tool than mlx-lm says of its quantisation; ModelOpt may say so in a file of its own."""
     config = checkpoint.config
     text = config.get("text_config")
-    found = config.get("quantization_config") or (isinstance(text, dict) and text.get("quantization_config"))
-    if found:
-        return str(found.get("quant_method", "unnamed")) if isinstance(found, dict) else str(found)
-    return "modelopt" if (checkpoint.folder / "hf_quant_config.json").exists() else None
+    if found := config.get("quantization_config") or (isinstance(text, dict) and text.get("quantization_config")):
+        return found
+    path = checkpoint.folder / "hf_quant_config.json"
+    if not path.exists():
+        return None
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        settings = None
+    return {"quant_method": "modelopt"} | (settings if isinstance(settings, dict) else {})
+
+
+def _parameters(checkpoint: Checkpoint, method: str, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """mlx-lm's parameters for what another tool made; None where `sanitize` makes plain numbers of it."""
+    match method:
+        case "mxfp4":
+            return _MXFP4
+        case "mxfp8":
+            return _MXFP8
+        case "fp8":
+            # power-of-two scales over 32 x 32 blocks are MLX's own, so that nothing need be converted
+            packed = settings.get("scale_fmt") == "ue8m0" and settings.get("weight_block_size") == [32, 32]
+            return _MXFP8 if packed else None
+        case "awq" if settings.get("bits", 4) == 4:
+            return _INT4
+        case "compressed-tensors" if settings.get("format") in _FORMATS and _is_plain_int4(settings):
+            return _FORMATS[settings["format"]]
+        case "modelopt" if _modelopt_algorithm(settings) == "NVFP4":
+            return _NVFP4
+    detail = settings.get("format") or _modelopt_algorithm(settings) or settings.get("bits")
+    raise _unread(checkpoint, method, f"{detail}" if detail else "")
+
+
+def _is_plain_int4(settings: dict[str, Any]) -> bool:
+    """Whether packed integers, if that is what there is, are of 4 bits around a zero in their middle."""
+    groups = settings.get("config_groups")
+    weights = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else []
+    return settings["format"] != "pack-quantized" or all(
+        part.get("num_bits", 4) == 4 and part.get("symmetric", True) for part in weights if isinstance(part, dict)
+    )
+
+
+def _modelopt_algorithm(settings: dict[str, Any]) -> Any:
+    nested = settings.get("quantization")  # in a file of its own
+    return (nested if isinstance(nested, dict) else settings).get("quant_algo")
+
+
+def _unread(checkpoint: Checkpoint, method: str, reason: str) -> ModelError:
+    why = f": {reason}" if reason else ""
+    return ModelError(f"{checkpoint.name} is quantised as {method!r}, which is not read here{why}; {_ADVICE}")

@@ -16,7 +16,7 @@ Place = tuple[nn.Module, str]  # a module and the name of one of its parts
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
 _NOT_TEXT = re.compile(
     r"(?:^|\.)(?:vision_tower|vision_model|vision_encoder|vision_embedder|visual|vit|vision|audio_tower|audio_model|audio|"
-    r"multi_modal_projector|mm_projector|embed_vision|embed_audio|image_newline|patch_merge_mlp|aligner|connector|mtp)\."
+    r"multi_modal_projector|mm_projector|embed_vision|embed_audio|image_newline|patch_merge_mlp|aligner|connector|mtp\w*)\."
 )
 
 
