@@ -195,6 +195,15 @@ def without_collector() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.fixture(scope="module")
+def quick_collector() -> Iterator[None]:
+    """For tests that collect often, to count bytes: what was there before them is passed over."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[Pass]:
     """Every forward pass of any shard."""

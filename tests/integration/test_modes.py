@@ -5,20 +5,36 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model
 
 from tests.integration.conftest import Models, Whole, running
+from tests.integration.one_layer import assert_mlx_lms_logits, one_layer_shards
 from tests.integration.test_equality import SAMPLINGS, WIDE, assert_equal
-from tests.tiny import write_folder
+from tests.tiny import make_model, write_folder
 from worker.compute.shard import Shard
 from worker.errors import ModelError
+from worker.model.build import build, tensors_of_module
 from worker.model.checkpoint import open_folder
+from worker.model.describe import describe
 
 MODES: dict[str, dict[str, Any]] = {
     "mxfp4": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
     "nvfp4": {"group_size": 16, "bits": 4, "mode": "nvfp4"},
     "mxfp8": {"group_size": 32, "bits": 8, "mode": "mxfp8"},
 }
+AFFINE: dict[str, dict[str, Any]] = {
+    **{f"{bits} bit": {"group_size": 64, "bits": bits} for bits in (2, 3, 4, 5, 6, 8)},
+    "groups of 32": {"group_size": 32, "bits": 4},
+    "groups of 128": {"group_size": 128, "bits": 4},
+}
+FAMILIES = ("qwen3_moe", "qwen3_5")
+BROAD = {  # widths that groups of 128 fit into
+    "hidden_size": 128, "head_dim": 32, "intermediate_size": 128, "moe_intermediate_size": 128,
+    "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+}  # fmt: skip
 by_mode = pytest.mark.parametrize("mode", MODES)
 LAYERS = (1, 2, 1)
 
@@ -31,6 +47,36 @@ async def test_a_checkpoint_of_another_mode_gives_the_tokens_of_the_whole_model(
     whole = models("qwen3", dtype=mx.bfloat16, quantize=MODES[mode], tied=tied, config=WIDE)
     async with running(whole.folder, LAYERS) as chain:
         await assert_equal(chain, whole, {name: SAMPLINGS[name] for name in ("greedy", "all filters")})
+
+
+@pytest.mark.usefixtures("quick_collector")
+@pytest.mark.parametrize("quantize", [*AFFINE, *MODES])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_layer_shards_of_any_quantisation_give_mlx_lms_logits(tmp_path: Path, family: str, quantize: str) -> None:
+    folder = make_model(tmp_path / "model", family, quantize=(AFFINE | MODES)[quantize], config=BROAD)
+    assert_mlx_lms_logits(folder, one_layer_shards(folder, tmp_path))
+
+
+@pytest.mark.usefixtures("quick_collector")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_layer_shards_of_tensors_each_quantised_in_its_own_way_give_mlx_lms_logits(
+    tmp_path: Path, family: str
+) -> None:
+    """An entry per path, `false` for what stays as it is, and a rule for all others."""
+    model, config = load_model(make_model(tmp_path / "plain", family, config=BROAD))
+    paths = [path for path, module in model.named_modules() if hasattr(module, "to_quantized")]
+    own = {path: found for path in paths if (found := _own(path)) is not None}
+    config["quantization"] = {"group_size": 64, "bits": 4} | own
+    nn.quantize(model, 64, 4, class_predicate=lambda path, _: config["quantization"].get(path, path in paths))
+    write_folder(tmp_path / "model", config, dict(tree_flatten(model.parameters())))
+    assert_mlx_lms_logits(tmp_path / "model", one_layer_shards(tmp_path / "model", tmp_path))
+
+
+def _own(path: str) -> bool | dict[str, Any] | None:
+    """What a path has of its own; None for nothing."""
+    if "down_proj" in path:
+        return ".2." not in path and {"group_size": 32, "bits": 8, "mode": "affine"}
+    return MODES["mxfp4"] if "o_proj" in path or path.endswith(".gate") else None
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.float32], ids=["fp16", "fp32"])
@@ -96,3 +142,24 @@ def test_scales_of_no_mode_are_refused(models: Models, tmp_path: Path) -> None:
     write_folder(tmp_path / "odd", json.loads((whole.folder / "config.json").read_text()), tensors)
     with pytest.raises(ModelError, match=r"is not quantised as .*model\.layers\.1\.mlp\.up_proj"):
         Shard(open_folder(tmp_path / "odd"), 1, 4)
+
+
+def test_experts_with_a_scale_of_their_own_are_bound_with_it(models: Models, tmp_path: Path) -> None:
+    """Such experts run on a GPU only, so this is as far as it can be tried elsewhere."""
+    whole = models("qwen3_moe", quantize=MODES["nvfp4"], config=WIDE)
+    tensors = dict(mx.load(str(whole.folder / "model.safetensors")))
+    stacks = [name for name in tensors if ".switch_mlp." in name and name.endswith(".scales")]
+    scaled = {name.replace(".scales", ".global_scale") for name in stacks}
+    tensors |= dict.fromkeys(scaled, mx.ones((4,)))
+    write_folder(tmp_path / "scaled", json.loads((whole.folder / "config.json").read_text()), tensors)
+    model = build(open_folder(tmp_path / "scaled"))
+    assert scaled and scaled <= {name for name, _ in tensors_of_module(model)}
+
+
+def test_a_configuration_stays_as_it_was_read(models: Models, tmp_path: Path) -> None:
+    """Or the copies of two nodes would seem to differ."""
+    whole = models("qwen3", dtype=mx.bfloat16, quantize=MODES["mxfp8"], config=WIDE)
+    changed = MODES["mxfp8"] | {"lm_head": MODES["mxfp8"] | {"quantize_input": False}}
+    checkpoint = open_folder(copy_with(whole.folder, tmp_path, quantization=changed))
+    describe(checkpoint)
+    assert checkpoint.config == json.loads((tmp_path / "config.json").read_text())
