@@ -1,7 +1,8 @@
 """A model that need not fit: its layers are read from disk one after another, and feeds pass through all at once.
 
 Each layer is a shard of its own, so this is the code that the cluster runs, on one machine and without lanes, frames
-and windows of a decoder; tests hold it equal to mlx-lm's own model, bit by bit. MLX thread only.
+and a decoder's windows; tests hold it equal to mlx-lm's own model, to the last bit unless mlx-lm's cache of a sliding
+window has its rows in another order. MLX thread only.
 """
 
 from collections.abc import Iterator, Sequence

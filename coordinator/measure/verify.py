@@ -1,8 +1,11 @@
 """`brigade verify`: every tensor of every node, then tokens greedy and sampled, against the model on one machine."""
 
+import gc
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+
+import mlx.core as mx
 
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.open import open_chain, read_model
@@ -75,6 +78,7 @@ async def verify(
         await run_aside(lambda: checkpoint.fetch(checkpoint.tensors, lambda nbytes: None))
     with closing(MlxThread()) as thread:
         testimony = await _ask(options, checkpoint, spec, requests, thread, stream=stream)
+        await thread.run(_let_go)
         return await _judge(testimony, requests, Alone(checkpoint, spec, thread), tell)
 
 
@@ -101,6 +105,12 @@ async def _ask(
                 begin(name)
                 answers[name] = (await generate(chain, request, chunk=CHUNK)).tokens
         return Testimony(chain.plan.assignments, digests, answers, streams)
+
+
+def _let_go() -> None:
+    """The cluster's own shard, which tracebacks of its cancelled tasks still hold, and MLX's memory for reuse."""
+    gc.collect()
+    mx.clear_cache()
 
 
 def _has_to_stream(options: ClusterOptions, chain: Chain, requests: Requests) -> bool:

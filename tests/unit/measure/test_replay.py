@@ -16,8 +16,11 @@ from protos.brigade_pb2 import Sampling
 from worker.compute.sampling import Sampler
 
 V, N = 30, 6
-PROMPT = tuple(range(3, 3 + CHUNK + 2))
-ROWS = mx.array(np.random.default_rng(1).normal(scale=2, size=(len(PROMPT) + N, V)).astype(np.float32))
+PROMPT = tuple(range(3, 3 + CHUNK + 1))  # its last chunk is one row, as roughness needs
+_RANDOM = np.random.default_rng(1)
+ROWS = mx.array(  # alike enough that tokens come again and are penalised
+    (_RANDOM.normal(scale=2, size=V) + _RANDOM.normal(scale=0.5, size=(len(PROMPT) + N, V))).astype(np.float32)
+)
 SAMPLED = Sampling(seed=5, temperature=0.9)
 PENALISED = Sampling(repetition_penalty=1.4, frequency_penalty=0.3)
 
