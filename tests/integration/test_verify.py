@@ -132,8 +132,8 @@ async def test_layers_that_do_a_hundredth_more_than_they_should_are_found(
     whole = models("qwen3")
     run = Shard.__call__
 
-    def more(shard: Shard, x: mx.array, places: list[Place]) -> mx.array:
-        h = run(shard, x, places)
+    def more(shard: Shard, x: mx.array, places: list[Place], ids: mx.array) -> mx.array:
+        h = run(shard, x, places, ids)
         return x + 1.01 * (h - x) if (shard.start, shard.end) == (2, 4) else h
 
     async with running(whole.folder, (2, 2)) as chain:
