@@ -1,5 +1,6 @@
 """`brigade verify`: every tensor of every node, then tokens greedy and sampled, against the model on one machine."""
 
+import asyncio
 import gc
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -77,7 +78,11 @@ async def verify(
         begin("fetching the whole model")
         await run_aside(lambda: checkpoint.fetch(checkpoint.tensors, lambda nbytes: None))
     with closing(MlxThread()) as thread:
-        testimony = await _ask(options, checkpoint, spec, requests, thread, stream=stream)
+        try:
+            testimony = await _ask(options, checkpoint, spec, requests, thread, stream=stream)
+        except asyncio.CancelledError:
+            say("interrupted while the cluster answered: nothing is proved")
+            raise
         await thread.run(_let_go)
         return await _judge(testimony, requests, Alone(checkpoint, spec, thread), tell)
 

@@ -218,6 +218,15 @@ async def test_whoever_interrupts_it_is_told_how_far_it_was(
     assert read == [0, 0, 1], "the cluster's, and two"
 
 
+async def test_whoever_interrupts_the_cluster_is_told_so(
+    cluster: ClusterOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verify_module, "show_steps", cancelling("sampled, 1 random tokens"))
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.create_task(verify(cluster, Decode(), max_tokens=2, seed=0))
+    assert capsys.readouterr().err == "interrupted while the cluster answered: nothing is proved\n"
+
+
 async def test_the_cluster_is_let_go_of_before_the_reference_is_read(
     cluster: ClusterOptions, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
