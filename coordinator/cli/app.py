@@ -216,9 +216,13 @@ def verify(
     window: flags.Window = "auto",
     entropy_threshold: flags.EntropyThreshold = Decode.entropy_threshold,
     position_penalty: flags.PositionPenalty = Decode.position_penalty,
+    stream: flags.Stream = False,
     as_json: flags.Json = False,
 ) -> int:
-    """Prove that the cluster's tokens are those of mlx-lm's model in one process; exit code 1 if they are not."""
+    """Prove that the cluster's tokens are those of mlx-lm's model in one process; exit code 1 if they are not.
+
+    Where that does not fit here, of its layers one after another, read from this machine's disk.
+    """
     options = cluster_options(config, model, local, _layers(layers), context, trust_remote_code)
     decoder = make_decode(decode, window, entropy_threshold, position_penalty)
     refuse_idle(ctx)
@@ -226,7 +230,7 @@ def verify(
     from coordinator.cli.commands import run_verify
     from coordinator.cli.run_async import run_async
 
-    return run_async(run_verify(options, decoder, max_tokens=max_tokens, seed=seed, as_json=as_json))
+    return run_async(run_verify(options, decoder, max_tokens=max_tokens, seed=seed, stream=stream, as_json=as_json))
 
 
 @app.command()

@@ -42,14 +42,16 @@ async def run_forecast(options: ClusterOptions, assumed: Assumed, *, as_json: bo
         print_forecasts(forecasts, times)
 
 
-async def run_verify(options: ClusterOptions, decode: Decode, *, max_tokens: int, seed: int, as_json: bool) -> int:
+async def run_verify(
+    options: ClusterOptions, decode: Decode, *, max_tokens: int, seed: int, stream: bool = False, as_json: bool
+) -> int:
     """Print what was compared. The exit code: 0 if the cluster is the model, 1 if not.
 
     Into a pipe or a file each line goes as it is found; a terminal shows a bar meanwhile, and the lines at the end.
     """
     lines: list[str] = []
     tell = lines.append if as_json or sys.stdout.isatty() else partial(print, flush=True)
-    report = await verify(options, decode, max_tokens=max_tokens, seed=seed, tell=tell)
+    report = await verify(options, decode, max_tokens=max_tokens, seed=seed, stream=stream, tell=tell)
     if as_json:
         print(report.to_json())
     else:

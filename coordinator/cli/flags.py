@@ -120,6 +120,12 @@ Seed = Annotated[
     ),
 ]
 VerifySeed = Annotated[int, typer.Option("--seed", min=0, max=2**64 - 1, help="Of the prompts and the samples.")]
+Stream = Annotated[
+    bool,
+    typer.Option(
+        "--stream", help="Compare with one layer after another, read from disk, even if the whole model fits here."
+    ),
+]
 
 _WINDOWS, _CACHE = "Windows", "Cache"
 DecodeKind = Annotated[

@@ -10,6 +10,7 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
+from coordinator.measure.feed import Feed, chunks
 from protos.brigade_pb2 import Sampling
 from worker.compute.sampling import Sampler
 from worker.model.checkpoint import open_folder
@@ -32,24 +33,29 @@ class Reference:
         tokens = list(prompt)
         windows = chunks(prompt, chunk)
         while len(tokens) < len(prompt) + num_tokens:
-            logits = self._feed(windows, cache)
+            for window in windows:
+                logits = self.logits(window, cache)
+                mx.eval(logits)
             tokens.append(sampler(logits, [len(tokens)], tokens, [len(tokens)]).to_samples(slot=0)[0].token)
             windows = [tokens[-1:]]
         return tokens[len(prompt) :]
 
-    def logits_after(self, windows: Sequence[Sequence[int]]) -> mx.array:
-        """The logits [1, V] float32 of what follows these windows of tokens, fed one after another."""
-        return self._feed(windows, make_prompt_cache(self.model))
-
-    def _feed(self, windows: Sequence[Sequence[int]], cache: list[object]) -> mx.array:
-        for window in windows:
-            logits = self.logits(window, cache)
+    def read(self, feed: Feed) -> None:
+        """Read a feed's windows, one after another."""
+        cache, first = make_prompt_cache(self.model), 0
+        for window in feed.windows:
+            logits = self.rows(window, cache)
             mx.eval(logits)
-        return logits
+            feed.hand_over(first, logits)
+            first += len(window)
 
     def logits(self, window: Sequence[int], cache: list[object]) -> mx.array:
         """Feed one window [L]; its last row's logits [1, V] float32."""
-        logits = self.model(mx.array([list(window)]), cache=cache)[:, -1].astype(mx.float32)
+        return self.rows(window, cache)[-1:]
+
+    def rows(self, window: Sequence[int], cache: list[object]) -> mx.array:
+        """Feed one window [L]; the logits [L, V] float32 of its rows."""
+        logits = self.model(mx.array([list(window)]), cache=cache)[0].astype(mx.float32)
         if self._mask_token is not None:
             logits[:, self._mask_token] = -mx.inf  # as in the cluster: no token to say
         return logits
@@ -77,8 +83,3 @@ class Reference:
                 places[response.uid].append(now)
         batch.close()
         return times
-
-
-def chunks(prompt: Sequence[int], chunk: int) -> list[Sequence[int]]:
-    """The windows in which a session feeds its prompt."""
-    return [prompt[first : first + chunk] for first in range(0, len(prompt), chunk)]

@@ -3,6 +3,7 @@
 import json
 import math
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -13,46 +14,62 @@ from coordinator.planning.plan import Assignment
 
 @dataclass(frozen=True)
 class Case:
-    """One prompt, its sampling, what both sides made of it, and what lies between them where they first differ."""
+    """One prompt, its sampling, what the cluster made of it, and what the reference draws at each of its positions."""
 
     name: str
     expected: list[int]
     found: list[int]
-    rounding: Rounding | None = None
+    margin: float | None = None  # the smallest between the token that the reference draws and its next choice, logits
+    roundings: Mapping[int, Rounding] = field(default_factory=dict)  # by position, where the two differ
+
+    @property
+    def differences(self) -> list[int]:
+        """Positions."""
+        pairs = enumerate(zip_longest(self.expected, self.found))
+        return [at for at, (expected, found) in pairs if expected != found]
 
     @property
     def first_difference(self) -> int | None:
-        pairs = enumerate(zip_longest(self.expected, self.found))
-        return next((i for i, (expected, found) in pairs if expected != found), None)
+        """Of those that rounding does not explain, if there are any."""
+        return next(iter([*self._unexplained, *self.differences]), None)
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """At the first difference, if it was measured there."""
+        return None if self.first_difference is None else self.roundings.get(self.first_difference)
 
     @property
     def verdict(self) -> str:
-        """`equal`, or `rounding` where that explains the first difference, or `DIFFERS`."""
-        if self.first_difference is None:
+        """`equal`, or `rounding` where that explains every difference, or `DIFFERS`."""
+        if not self.differences:
             return "equal"
-        return "rounding" if self.rounding is not None and self.rounding.explains else "DIFFERS"
+        return "DIFFERS" if self._unexplained else "rounding"
 
     @property
     def num_equal(self) -> int:
-        """Tokens that were compared and are equal: after a difference the texts are two."""
-        return len(self.found) if self.first_difference is None else self.first_difference
+        return len(self.found) - sum(at < len(self.found) for at in self.differences)
+
+    @property
+    def _unexplained(self) -> list[int]:
+        return [at for at in self.differences if at not in self.roundings or not self.roundings[at].explains]
 
     def to_json(self) -> dict[str, Any]:
-        figures = self.rounding and {name: _number(value) for name, value in vars(self.rounding).items()}
         return {
             "name": self.name, "expected": self.expected, "found": self.found, "verdict": self.verdict.lower(),
-            "first_difference": self.first_difference, "rounding": figures,
+            "margin": _number(self.margin), "first_difference": self.first_difference,
+            "num_differences": len(self.differences),
+            "rounding": self.rounding and {name: _number(value) for name, value in vars(self.rounding).items()},
         }  # fmt: skip
 
     def __str__(self) -> str:
         at = self.first_difference
         if at is None:
-            return f"equal    {self.name}: {len(self.found)} tokens"
+            return f"equal    {self.name}: {len(self.found)} tokens{_told(self.margin)}"
         told = f"token {at} is {self.found[at : at + 1]}, alone it is {self.expected[at : at + 1]}"
         if self.rounding is not None:
             told += f"; {self.rounding.margin:.2g} between their logits, rounding makes {self.rounding.measured:.2g}"
-        rest = ", what follows is another text" if self.verdict == "rounding" else ""
-        return f"{self.verdict:<8} {self.name}: {told}{rest}"
+        others = f"; {more} more" if (more := len(self.differences) - 1) else ""
+        return f"{self.verdict:<8} {self.name}: {told}{others}"
 
 
 @dataclass
@@ -62,6 +79,7 @@ class Report:
     split: tuple[Assignment, ...]
     num_tensors: int
     differing: list[tuple[str, str]]  # node and tensor
+    is_streamed: bool = False  # whether the reference was read layer by layer
     cases: list[Case] = field(default_factory=list)
 
     @property
@@ -69,12 +87,19 @@ class Report:
         """Whether the cluster is the model, as far as this machine can compute the same thing twice."""
         return not self.differing and all(case.verdict != "DIFFERS" for case in self.cases)
 
+    @property
+    def margin(self) -> float | None:
+        """The smallest of all cases."""
+        return min((case.margin for case in self.cases if case.margin is not None), default=None)
+
     def to_json(self) -> str:
         verdicts = Counter(case.verdict for case in self.cases)
         return json.dumps(
             {
                 "equal": self.holds,
                 "within_rounding": verdicts["rounding"],
+                "margin": _number(self.margin),
+                "streamed": self.is_streamed,
                 "num_tensors": self.num_tensors,
                 "tensors": [{"node": node, "tensor": tensor} for node, tensor in self.differing],
                 "cases": [case.to_json() for case in self.cases],
@@ -95,11 +120,34 @@ class Report:
     def summary(self) -> str:
         if not self.holds:
             return "the cluster is NOT the model"
-        rounded = sum(case.verdict == "rounding" for case in self.cases)
+        rounded = sum(len(case.differences) for case in self.cases)
         more = f", {rounded} difference{'s' if rounded > 1 else ''} within rounding" if rounded else ""
-        return f"the cluster is the model: {sum(case.num_equal for case in self.cases)} tokens equal{more}"
+        equal = sum(case.num_equal for case in self.cases)
+        return f"the cluster is the model: {equal} tokens equal{more}{_told(self.margin)}"
 
 
-def _number(value: float) -> float | None:
+def compare_tensors(
+    split: Sequence[Assignment], theirs: Sequence[Mapping[str, str]], ours: Sequence[Mapping[str, str]]
+) -> tuple[int, list[tuple[str, str]]]:
+    """How many tensors the nodes hold, and (node, tensor) wherever one is not what this machine's files hold.
+
+    Args:
+        theirs: what each node says: a digest per tensor.
+        ours: the same of each layer, with the embedding and the head where they belong.
+    """
+    num_tensors, differing = 0, []
+    for node, found in zip(split, theirs, strict=True):
+        expected = {name: digest for layer in ours[node.start : node.end] for name, digest in layer.items()}
+        num_tensors += len(expected)
+        names = sorted({*expected, *found})
+        differing += [(node.name, name) for name in names if found.get(name) != expected.get(name)]
+    return num_tensors, differing
+
+
+def _told(margin: float | None) -> str:
+    return "" if margin is None else f", smallest margin {margin:.2g}"
+
+
+def _number(value: float | None) -> float | None:
     """JSON knows no infinity."""
-    return value if math.isfinite(value) else None
+    return value if value is not None and math.isfinite(value) else None

@@ -1,14 +1,18 @@
 """`brigade verify` and `brigade plan` over real workers: what they find, print and load."""
 
 import json
+import sys
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models import qwen3
 
 from tests.cluster.commands import parse, run_here
 from tests.cluster.models import altered_copy
 from tests.cluster.processes import Starter, Worker, write_cluster
+from tests.tiny import make_model, write_folder
 
 ALTERED = "model.layers.2.mlp.down_proj.weight"
 
@@ -41,13 +45,14 @@ def altered_config(
     return write_cluster(folder / "cluster.yaml", *nodes, model=str(talker), layers="[1, 1, 2]")
 
 
-@pytest.mark.parametrize("split", ["--local 2", "--config {config} --layers 3,1"])
+@pytest.mark.parametrize("split", ["--local 2", "--config {config} --layers 3,1", "--local 1 --stream"])
 def test_verify_finds_every_split_equal(talker: Path, honest: Worker, tmp_path: Path, split: str) -> None:
     config = write_cluster(tmp_path / "cluster.yaml", ("honest", honest.address))
     flags = split.format(config=config).split()
     found = parse(run_here("verify", "--model", talker, *flags, "--json", "--max-tokens", "12"))
     assert (found["equal"], found["within_rounding"], found["tensors"]) == (True, 0, [])
     assert found["num_tensors"] == 47, "of the coordinator's layers too"
+    assert found["streamed"] == ("--stream" in split) and 0 < found["margin"] < 1
     assert len(found["cases"]) >= 6
     for case in found["cases"]:
         assert case["expected"] == case["found"] and len(case["found"]) == 12, case["name"]
@@ -70,6 +75,37 @@ def test_verify_as_json_names_the_tensor_and_the_node_that_differ(altered_config
     assert found["equal"] is False
     assert found["tensors"] == [{"node": "odd", "tensor": ALTERED}]
     assert any(case["expected"] != case["found"] for case in found["cases"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS holds no process to such a limit")
+def test_a_reference_that_is_streamed_needs_less_memory_than_the_model(start: Starter, tmp_path: Path) -> None:
+    """100 MiB for 149: in memory that is too little, while 1000 are enough for the same token."""
+    model = make_large(tmp_path / "model")
+    assert (model / "model.safetensors").stat().st_size > 145 * 2**20
+    runs = [
+        start.python("-m", "tests.cluster.limited_reference", model, mib, mode)
+        for mib, mode in (("100", "streamed"), ("1000", "in memory"), ("100", "in memory"))
+    ]
+    streamed, in_memory, limited = (run.wait() for run in runs)
+    assert (streamed.code, in_memory.code) == (0, 0), streamed.err + in_memory.err
+    assert streamed.out == in_memory.out and limited.code != 0
+
+
+def make_large(folder: Path) -> Path:
+    """Twelve layers of 12 MiB whose weights, being random enough, take no time to make."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12}
+    config = json.loads((make_model(folder / "small") / "config.json").read_text()) | sizes
+    model = qwen3.Model(qwen3.ModelArgs.from_dict(config))
+    write_folder(folder, config, {name: scattered(array) for name, array in tree_flatten(model.parameters())})
+    return folder
+
+
+def scattered(like: mx.array) -> mx.array:
+    """Numbers of a gain that keeps layers alive, by a multiplicative hash; vectors are ones."""
+    if like.ndim < 2:
+        return mx.ones(like.shape)
+    hashed = (mx.arange(like.size, dtype=mx.uint32) * 2654435761) >> 8
+    return (hashed / 2**23 - 1).reshape(like.shape) * (2.5 / like.shape[-1] ** 0.5)
 
 
 def test_plan_prints_the_layers_that_were_asked_for_and_loads_nothing(

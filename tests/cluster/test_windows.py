@@ -117,7 +117,9 @@ def test_verify_finds_every_decoder_equal_on_three_nodes(trio: Path, masked: Pat
 def test_verify_of_drafts_from_the_text_needs_no_mask_token(trio: Path, talker: Path) -> None:
     outcome = run_here("verify", "--decode", "ngram", "--config", trio, "--model", talker, "--max-tokens", "24")
     assert outcome.code == 0, outcome.err
-    assert outcome.out.splitlines()[-1] == f"the cluster is the model: {18 * 24} tokens equal"
+    assert outcome.out.splitlines()[-1].startswith(
+        f"the cluster is the model: {18 * 24} tokens equal, smallest margin "
+    )
 
 
 def test_verify_finds_an_altered_tensor_by_every_decoder(

@@ -13,17 +13,24 @@ from rich.console import Console
 from coordinator.cli.commands import run_verify
 from coordinator.cluster import progress
 from coordinator.cluster.chain import Chain
-from coordinator.cluster.options import cluster_options
+from coordinator.cluster.options import ClusterOptions, cluster_options
+from coordinator.cluster.runner import generate
 from coordinator.decoding.decode import Decode
 from coordinator.measure import verify as verify_module
+from coordinator.measure.alone import Alone
+from coordinator.measure.feed import Feed
 from coordinator.measure.reference import Reference
-from coordinator.measure.verdict import Case
-from coordinator.measure.verify import compare, compare_tensors, load_alone
+from coordinator.measure.replay import CHUNK, Replay
+from coordinator.measure.streamed import Digests
+from coordinator.measure.verdict import Case, compare_tensors
+from coordinator.measure.verify import verify
+from coordinator.sessions.answer import Answer
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Sampling
-from tests.integration.conftest import Models, running
+from tests.integration.conftest import Models, Whole, running
 from tests.tiny import VOCAB, make_model
 from worker.compute.shard import Shard
+from worker.memory.lane import Place
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
 
@@ -32,13 +39,25 @@ SAMPLED = Sampling(seed=3, temperature=0.8, top_k=40)
 AT = 4  # the token that is to differ
 
 Flip = Callable[[mx.array], mx.array]
+in_either_mode = pytest.mark.parametrize("stream", [False, True], ids=["in memory", "streamed"])
 
 
-async def verdict(chain: Chain, folder: Path, sampling: Sampling, decode: Decode | None = None) -> Case:
-    decode = decode or Decode()
-    checkpoint = open_folder(folder)
-    alone = await chain.thread.run(lambda: load_alone(checkpoint, describe(checkpoint), decode))
-    return await compare(chain, alone, "case", Request(PROMPT, 8, sampling, decode), lambda step: None)
+async def compared(chain: Chain, whole: Whole, sampling: Sampling, *, stream: bool, num_tokens: int = 8) -> Case:
+    """One case, by either kind of reference."""
+    request = Request(PROMPT, num_tokens, sampling)
+    replay = Replay("case", request, (await generate(chain, request, chunk=CHUNK)).tokens)
+    checkpoint, cases = open_folder(whole.folder), list[Case]()
+    alone = Alone(checkpoint, describe(checkpoint), chain.thread)
+    if stream:
+        await alone.read_layers([replay.feed()])
+        await alone.measure_differences([replay], cases.append)
+    else:
+        await alone.replay_in_memory([replay], cases.append)
+    return cases[0]
+
+
+def options_for(whole: Whole) -> ClusterOptions:
+    return cluster_options(None, str(whole.folder), 0, None, None)
 
 
 def flip(monkeypatch: pytest.MonkeyPatch, change: Flip) -> None:
@@ -53,13 +72,17 @@ def flip(monkeypatch: pytest.MonkeyPatch, change: Flip) -> None:
 
 
 def make_rough(monkeypatch: pytest.MonkeyPatch, by: float) -> None:
-    """A machine that rounds windows of several rows otherwise than single rows, as GPUs do."""
-    evaluate = Reference.logits
+    """A machine that rounds the logits of several rows otherwise than of single rows, as GPUs do.
 
-    def logits(reference: Reference, window: list[int], cache: list[object]) -> mx.array:
-        return evaluate(reference, window, cache) + (by * mx.sin(mx.arange(VOCAB)) if len(window) > 1 else 0.0)
+    A chain that decodes one token at a time asks for single rows only.
+    """
+    read, compute = Reference.rows, Shard.logits
 
-    monkeypatch.setattr(Reference, "logits", logits)
+    def rough(logits: mx.array) -> mx.array:
+        return logits + (by * mx.sin(mx.arange(VOCAB)) if len(logits) > 1 else 0.0)
+
+    monkeypatch.setattr(Reference, "rows", lambda reference, *window: rough(read(reference, *window)))
+    monkeypatch.setattr(Shard, "logits", lambda shard, h: rough(compute(shard, h)))
 
 
 def raise_second(row: mx.array) -> mx.array:
@@ -68,45 +91,78 @@ def raise_second(row: mx.array) -> mx.array:
     return row.at[:, second].add(row[0, best] - row[0, second] + 0.01)
 
 
+@in_either_mode
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 async def test_one_flipped_logit_is_a_difference_that_rounding_does_not_explain(
-    models: Models, monkeypatch: pytest.MonkeyPatch, sampling: Sampling
+    models: Models, monkeypatch: pytest.MonkeyPatch, sampling: Sampling, stream: bool
 ) -> None:
+    """One: the reference goes on from the chain's token."""
     whole = models("qwen3")
     make_rough(monkeypatch, by=0.02)
     async with running(whole.folder, (2, 2)) as chain:
         flip(monkeypatch, lambda row: row.at[:, row[0].argmin()].add(50.0))
-        case = await verdict(chain, whole.folder, sampling)
-    assert case.first_difference == AT and case.verdict == "DIFFERS"
+        case = await compared(chain, whole, sampling, stream=stream)
+    assert case.differences == [AT] and case.verdict == "DIFFERS"
     assert case.rounding is not None and case.rounding.measured == pytest.approx(0.02, rel=0.1)
     assert case.rounding.margin > 1
 
 
+@in_either_mode
 @pytest.mark.parametrize(("roughness", "expected"), [(0.0, "DIFFERS"), (0.001, "DIFFERS"), (5.0, "rounding")])
 async def test_a_difference_is_explained_only_if_rounding_on_this_machine_is_as_wide(
-    models: Models, monkeypatch: pytest.MonkeyPatch, roughness: float, expected: str
+    models: Models, monkeypatch: pytest.MonkeyPatch, roughness: float, expected: str, stream: bool
 ) -> None:
     """The same chain each time, of which one token is the second best."""
     whole = models("qwen3")
     make_rough(monkeypatch, by=roughness)
     async with running(whole.folder, (2, 2)) as chain:
         flip(monkeypatch, raise_second)
-        case = await verdict(chain, whole.folder, Sampling())
-    assert (case.first_difference, case.num_equal, case.verdict) == (AT, AT, expected)
-    assert case.rounding is not None and 0.001 < case.rounding.margin < 5
+        case = await compared(chain, whole, Sampling(), stream=stream)
+    assert (case.differences, case.num_equal, case.verdict) == ([AT], 7, expected)
+    assert case.rounding is not None and case.margin is not None and 0.001 < case.rounding.margin < 5
+    assert case.margin <= case.rounding.margin
     assert case.rounding.measured == pytest.approx(roughness, rel=0.1, abs=1e-4)
+
+
+@in_either_mode
+async def test_layers_that_do_a_hundredth_more_than_they_should_are_found(
+    models: Models, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """What they would hold is as it should be: only tokens can tell."""
+    whole = models("qwen3")
+    run = Shard.__call__
+
+    def more(shard: Shard, x: mx.array, places: list[Place], ids: mx.array) -> mx.array:
+        h = run(shard, x, places, ids)
+        return x + 1.01 * (h - x) if (shard.start, shard.end) == (2, 4) else h
+
+    async with running(whole.folder, (2, 2)) as chain:
+        honest = await compared(chain, whole, Sampling(temperature=1.5), stream=stream, num_tokens=100)
+        monkeypatch.setattr(Shard, "__call__", more)
+        case = await compared(chain, whole, Sampling(temperature=1.5), stream=stream, num_tokens=100)
+    assert (honest.verdict, case.verdict) == ("equal", "DIFFERS")
+    assert case.rounding is not None and case.rounding.measured < case.rounding.margin
 
 
 async def test_a_difference_of_a_decoder_that_mlx_lm_does_not_have_always_fails(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = models("qwen3", config={"mask_token_id": VOCAB - 1})
+    options, decode = options_for(models("qwen3", config={"mask_token_id": VOCAB - 1})), Decode("diffusion-fast", 4)
     make_rough(monkeypatch, by=50.0)
-    async with running(whole.folder, (2, 2)) as chain:
-        equal = await verdict(chain, whole.folder, Sampling(), Decode("diffusion-fast", 4))
-        flip(monkeypatch, lambda rows: -rows)
-        case = await verdict(chain, whole.folder, Sampling(), Decode("diffusion-fast", 4))
-    assert (equal.verdict, case.verdict, case.rounding) == ("equal", "DIFFERS", None)
+    equal = await verify(options, decode, max_tokens=4, seed=0)
+    assert (equal.holds, equal.margin) == (True, None)
+    ask, asked = verify_module.generate, iter(range(100))
+
+    async def mishear(*arguments: Any, **more: Any) -> Answer:
+        answer = await ask(*arguments, **more)
+        if next(asked) == 3:
+            answer.samples.pop()
+        return answer
+
+    monkeypatch.setattr(verify_module, "generate", mishear)
+    report = await verify(options, decode, max_tokens=4, seed=0)
+    assert [case.verdict for case in report.cases] == ["equal"] * 3 + ["DIFFERS"] + ["equal"] * 8
+    assert report.cases[3].rounding is None
 
 
 @pytest.mark.parametrize(("layer", "node"), [(0, "coordinator"), (3, "node-1")])
@@ -115,36 +171,50 @@ async def test_a_tensor_that_is_not_what_the_files_hold_is_found_on_every_node(
 ) -> None:
     """The coordinator's own, too: here the file changes once all have loaded."""
     folder, altered = make_model(tmp_path / "model"), f"model.layers.{layer}.mlp.down_proj.weight"
+    checkpoint = open_folder(folder)
+
+    async def tensors(chain: Chain) -> tuple[int, list[tuple[str, str]]]:
+        ours: Digests = []
+        theirs = [await chain.digests(), await chain.peers[0].digests()]
+        await Alone(checkpoint, chain.spec, chain.thread).read_layers([], ours)
+        return compare_tensors(chain.plan.assignments, theirs, ours)
+
     async with running(folder, (2, 2)) as chain:
-        checkpoint, steps = open_folder(folder), []
-        num_tensors, differing = await compare_tensors(chain, checkpoint, steps.append)
-        assert (num_tensors, differing) == (len(checkpoint.tensors), [])
+        assert await tensors(chain) == (len(checkpoint.tensors), [])
         weights = dict(mx.load(str(folder / "model.safetensors")))  # type: ignore[arg-type]
         mx.eval(weights)
         weights[altered][3, 5] += 1.0
         mx.save_safetensors(str(tmp_path / "other.safetensors"), weights, metadata={"format": "mlx"})
         (tmp_path / "other.safetensors").replace(folder / "model.safetensors")
-        _, differing = await compare_tensors(chain, checkpoint, steps.append)
-    assert differing == [(node, altered)]
-    assert steps == ["tensors of coordinator", "tensors of node-1"] * 2
+        assert (await tensors(chain))[1] == [(node, altered)]
 
 
+@in_either_mode
 async def test_verify_shows_how_far_it_is_and_ends_with_its_verdict(
-    models: Models, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    models: Models, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stream: bool
 ) -> None:
     drawn = io.StringIO()
     terminal = Console(file=drawn, force_terminal=True, width=100)
     monkeypatch.setattr(progress, "Console", lambda stderr: terminal)
-    options = cluster_options(None, str(models("qwen3").folder), 0, None, None)
-    assert await run_verify(options, Decode(), max_tokens=2, seed=0, as_json=False) == 0
+    options = options_for(models("qwen3"))
+    assert await run_verify(options, Decode(), max_tokens=2, seed=0, stream=stream, as_json=False) == 0
     shown = capsys.readouterr().out.splitlines()
-    assert shown[-1] == f"the cluster is the model: {2 * 12} tokens equal"
-    for step in ("fetching the whole model", "tensors of coordinator", "loading the model", "penalised, 83 random"):
+    assert shown[-1].startswith(f"the cluster is the model: {2 * 12} tokens equal, smallest margin 0.")
+    assert sum("smallest margin" in line for line in shown) == 13
+    for step in ("fetching the whole model", "tensors of coordinator", "penalised, 83 random", "layer 4 of 4"):
         assert step in drawn.getvalue()
-    assert "13/14" in drawn.getvalue(), "one node, one model, twelve cases, of which the last has begun"
+    assert "3/4" in drawn.getvalue() and "5/4" not in drawn.getvalue(), "a step is a layer"
+    assert ("loading the model" in drawn.getvalue()) != stream
 
-    monkeypatch.setattr(Shard, "logits", lambda shard, h, compute=Shard.logits: -compute(shard, h))
-    assert await run_verify(options, Decode(), max_tokens=2, seed=0, as_json=False) == 1
+    answer = verify_module.generate
+
+    async def silent(*arguments: Any, **more: Any) -> Answer:
+        found = await answer(*arguments, **more)
+        found.samples.clear()
+        return found
+
+    monkeypatch.setattr(verify_module, "generate", silent)
+    assert await run_verify(options, Decode(), max_tokens=2, seed=0, stream=stream, as_json=False) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "the cluster is NOT the model"
 
 
@@ -154,16 +224,15 @@ async def test_verify_into_a_pipe_says_each_line_as_it_is_found(
 ) -> None:
     """A terminal shows a bar meanwhile, and the lines after it."""
     out: list[str] = []
-    compare = verify_module.compare
+    read = Reference.read
 
-    async def note(*arguments: Any) -> Case:
+    def note(reference: Reference, feed: Feed) -> None:
         out.append(capsys.readouterr().out)
-        return await compare(*arguments)
+        read(reference, feed)
 
-    monkeypatch.setattr(verify_module, "compare", note)
+    monkeypatch.setattr(Reference, "read", note)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
-    options = cluster_options(None, str(models("qwen3").folder), 0, None, None)
-    assert await run_verify(options, Decode(), max_tokens=2, seed=0, as_json=False) == 0
+    assert await run_verify(options_for(models("qwen3")), Decode(), max_tokens=2, seed=0, as_json=False) == 0
     first, *others = out
     assert first.startswith("split: ") != is_terminal
     assert all(text.startswith("equal ") and text.count("\n") == 1 for text in others) != is_terminal

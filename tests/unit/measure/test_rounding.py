@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from coordinator.measure.rounding import Rounding, cut, find_margin
+from coordinator.measure.rounding import Rounding, find_margin
 from protos.brigade_pb2 import Sampling
 from worker.compute.sampling import Sampler, gumbel
 
@@ -96,6 +96,20 @@ def test_what_is_drawn_already_needs_no_shift() -> None:
     assert find_margin(lambda row: 4, mx.array(LOGITS)[None], 3, 4) == 0.0
 
 
+def test_a_margin_is_not_looked_for_beyond_what_is_asked() -> None:
+    def draw(row: mx.array) -> int:
+        return int(mx.argmax(row[0]).item())
+
+    row = mx.array([1.0, 3.0, 2.5])[None]
+    assert find_margin(draw, row, 1, 2, most=0.6) == pytest.approx(0.5, rel=1e-3)
+    assert find_margin(draw, row, 1, 2, most=0.4) == find_margin(draw, row, 1, 2, most=1e-9) == math.inf
+
+
+def test_tokens_that_tie_are_as_close_as_can_be_told() -> None:
+    row = mx.array([1.0, 3.0, 3.0])[None]
+    assert find_margin(lambda row: int(mx.argmax(row[0]).item()), row, 1, 2) < 1e-6
+
+
 @pytest.mark.parametrize(
     ("margin", "measured", "explains"),
     [
@@ -114,12 +128,3 @@ def test_rounding_explains_what_is_no_wider_than_it_and_only_where_there_is_some
     margin: float, measured: float, explains: bool
 ) -> None:
     assert Rounding(margin, measured).explains is explains
-
-
-@pytest.mark.parametrize("length", [1, 2, 3, 7, 8, 20])
-def test_windows_hold_all_tokens_and_the_last_is_full(length: int) -> None:
-    tokens = list(range(7))
-    windows = cut(tokens, length)
-    assert [token for window in windows for token in window] == tokens
-    assert [len(window) for window in windows[1:]] == [length] * (len(windows) - 1)
-    assert len(windows[-1]) == min(length, 7)

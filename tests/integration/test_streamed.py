@@ -1,0 +1,260 @@
+"""A model read layer by layer is the model in memory, bit by bit, and takes the memory of a layer."""
+
+import asyncio
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from coordinator.cluster.options import ClusterOptions, cluster_options
+from coordinator.cluster.progress import Begin
+from coordinator.cluster.runner import generate
+from coordinator.decoding.decode import Decode
+from coordinator.measure import alone as alone_module
+from coordinator.measure import verify as verify_module
+from coordinator.measure.feed import Feed, chunks, cut
+from coordinator.measure.replay import CHUNK, Replay
+from coordinator.measure.streamed import read_layers
+from coordinator.measure.verify import verify
+from coordinator.sessions.request import Request
+from protos.brigade_pb2 import Sampling
+from tests.integration.conftest import Models, Whole, running, serving
+from tests.tiny import FAMILIES, VOCAB, make_model
+from tools.model_types.make import make_type
+from worker.compute.shard import Shard
+from worker.config import Cluster, Worker
+from worker.errors import InputError
+from worker.model.checkpoint import open_folder
+from worker.model.describe import describe
+
+PROMPT = tuple((5 * i + i * i) % VOCAB for i in range(2 * CHUNK + 5))
+NUM_TOKENS = 10  # beyond the sliding windows of 8 tokens
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "sampled": Sampling(seed=3, temperature=0.8, top_k=40),
+    "penalised": Sampling(seed=4, temperature=1.0, repetition_penalty=1.3, frequency_penalty=0.2),
+}
+MASKED: dict[str, Any] = {"config": {"mask_token_id": 90}, "sharpen": 4.0}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, MASKED) for family in FAMILIES if family != "qwen3_5"},
+    "qwen3_5": ("qwen3_5", {}),
+    "bfloat16": ("qwen3", {"dtype": mx.bfloat16}),
+    "tied": ("qwen3", {"tied": True}),
+    "four bits": ("qwen3", {"quantize": {"group_size": 32, "bits": 4}}),
+}
+LARGE = ("deepseek_v3", "gpt_oss", "qwen3_next", "qwen3_5_moe", "kimi_k25", "minimax", "glm4_moe", "step3p5", "llama4")
+SLIDING = ("gemma3_text", "gpt_oss", "step3p5")  # mlx-lm's caches there turn their rows around: other sums
+
+
+@pytest.fixture(scope="module", autouse=True)
+def uncompiled() -> Iterator[None]:
+    """mlx-lm's filters are compiled anew for every parameter; on a CPU that takes a second each."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+def stream(whole: Whole, *feeds: Feed) -> None:
+    checkpoint = open_folder(whole.folder)
+    for _ in read_layers(checkpoint, describe(checkpoint).num_layers, feeds):
+        pass
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_layer_alone_makes_the_logits_of_mlx_lms_model(models: Models, kind: str) -> None:
+    """Of every row, in windows of several lengths."""
+    family, arguments = KINDS[kind]
+    whole = models(family, **arguments)
+    for length in (1, 3, CHUNK):
+        found: list[mx.array] = []
+        feed = Feed(cut(PROMPT, length), range(len(PROMPT)), lambda row, logits: found.append(logits))  # noqa: B023
+        whole.reference.read(feed)
+        stream(whole, feed)
+        ours, theirs = mx.concatenate(found[len(PROMPT) :]), mx.concatenate(found[: len(PROMPT)])
+        assert ours.shape == (len(PROMPT), VOCAB)
+        assert mx.array_equal(ours, theirs) or (kind in SLIDING and mx.allclose(ours, theirs, atol=1e-3)), length
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_each_layer_of_the_types_that_do_not_fit_makes_the_logits_of_mlx_lms_model(tmp_path: Path, name: str) -> None:
+    whole, found = Whole(make_type(tmp_path / name, name)), list[mx.array]()
+    windows = [*chunks(PROMPT[:-4], CHUNK), *([token] for token in PROMPT[-4:])]
+    feed = Feed(windows, range(len(PROMPT)), lambda row, logits: found.append(logits))
+    whole.reference.read(feed)
+    stream(whole, feed)
+    ours, theirs = mx.concatenate(found[len(PROMPT) :]), mx.concatenate(found[: len(PROMPT)])
+    assert mx.array_equal(ours, theirs) or (name in SLIDING and mx.allclose(ours, theirs, atol=1e-4))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_both_references_judge_the_answers_of_a_cluster_alike(models: Models, kind: str) -> None:
+    """By each decoder, greedy, sampled and penalised: the same tokens, margins and verdicts, to the last bit."""
+    family, arguments = KINDS[kind]
+    whole = models(family, **arguments)
+    decodes = {"ar": Decode()}
+    if family != "qwen3_5":
+        decodes["ngram"] = Decode("ngram")
+        if arguments is MASKED:
+            decodes["diffusion"] = Decode("diffusion", 4)
+    answers = {}
+    async with running(whole.folder, (2, 2)) as chain:
+        for decoder, decode in decodes.items():
+            for sampled, sampling in SAMPLINGS.items():
+                request = Request(PROMPT, NUM_TOKENS, sampling, decode)
+                answers[decoder, sampled] = request, (await generate(chain, request, chunk=CHUNK)).tokens
+    wrong = [*answers["ar", "greedy"][1]]
+    wrong[3] = (wrong[3] + 1) % 90
+    answers["ar", "wrong"] = answers["ar", "greedy"][0], wrong
+
+    streamed, in_memory = ([Replay(str(name), *answer) for name, answer in answers.items()] for _ in range(2))
+    stream(whole, *(replay.feed() for replay in streamed))
+    stream(whole, *(feed for replay in streamed for feed in replay.other_feeds()))
+    for replay in in_memory:
+        whole.reference.read(replay.feed())
+        for feed in replay.other_feeds():
+            whole.reference.read(feed)
+    cases = [replay.case() for replay in streamed]
+    assert cases == ([replay.case() for replay in in_memory] if kind not in SLIDING else cases)
+    for case, replay in zip(cases, in_memory, strict=True):
+        assert case.margin == pytest.approx(replay.case().margin, rel=1e-2)
+    assert [case.verdict for case in cases] == ["equal"] * len(decodes) * 3 + ["DIFFERS"]
+    assert cases[-1].first_difference == 3
+    for (_, name), case in zip(list(answers)[:-1], cases, strict=False):
+        assert case.expected == whole.reference.generate(PROMPT, NUM_TOKENS, SAMPLINGS[name], CHUNK)
+
+
+def test_the_memory_of_one_layer_is_enough(tmp_path: Path, without_collector: None) -> None:
+    """And of the embedding or the head: what is read goes when the next is read, without a collector."""
+    sizes = {"num_hidden_layers": 12, "hidden_size": 256, "intermediate_size": 1024}
+    whole = open_folder(make_model(tmp_path / "model", config=sizes))
+    spec = describe(whole)
+    largest = max(spec.shard_bytes(layer, layer + 1) for layer in range(12))
+    feed = Feed(cut(PROMPT, CHUNK), [len(PROMPT) - 1], lambda row, logits: None)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    held = [mx.get_active_memory() - before for _ in read_layers(whole, 12, [feed], [])]
+    assert max(held) < 1.1 * largest < spec.shard_bytes(0, 12) / 8
+    assert mx.get_peak_memory() - before < 1.5 * largest, "with what it computes"
+    assert mx.get_active_memory() - before < largest / 100
+    assert mx.get_cache_memory() < largest / 10, "nothing is kept for later either"
+
+
+@pytest.fixture
+def cluster(models: Models) -> ClusterOptions:
+    """The whole model in this process."""
+    return cluster_options(None, str(models("qwen3", **MASKED).folder), 0, None, None)
+
+
+@pytest.fixture
+def size(cluster: ClusterOptions) -> int:
+    spec = describe(open_folder(Path(cluster.model)))
+    return spec.shard_bytes(0, spec.num_layers)
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+async def test_what_does_not_fit_is_streamed_and_that_is_said(
+    cluster: ClusterOptions,
+    size: int,
+    lacking: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(verify_module, "memory_budget", lambda: size - lacking)
+    report = await verify(cluster, Decode(), max_tokens=2, seed=0)
+    assert (report.holds, report.is_streamed) == (True, bool(lacking))
+    said = capsys.readouterr().err
+    assert (
+        said.endswith("of this machine: the reference reads one layer at a time from disk\n") if lacking else not said
+    )
+
+
+@pytest.mark.parametrize(("is_here", "streams"), [(True, True), (False, False)])
+async def test_what_workers_on_this_machine_hold_is_not_there_for_the_reference(
+    models: Models, monkeypatch: pytest.MonkeyPatch, is_here: bool, streams: bool
+) -> None:
+    folder = models("qwen3", **MASKED).folder
+    spec = describe(open_folder(folder))
+    monkeypatch.setattr(verify_module, "memory_budget", lambda: spec.shard_bytes(0, spec.num_layers))
+    monkeypatch.setattr(verify_module, "is_loopback", lambda host: is_here)
+    async with serving(1) as [node]:
+        workers = (Worker(name="mini", address=node.address),)
+        report = await verify(
+            ClusterOptions(Cluster(workers=workers), str(folder), None, 64), Decode(), max_tokens=2, seed=0
+        )
+    assert (report.holds, report.is_streamed) == (True, streams)
+
+
+@pytest.mark.parametrize("forced", [True, False])
+async def test_a_decoder_with_tokens_of_its_own_is_refused(
+    cluster: ClusterOptions, size: int, forced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify_module, "memory_budget", lambda: size - 1)
+    with pytest.raises(InputError, match=r"only with itself on the whole model in memory.*use diffusion") as refusal:
+        await verify(cluster, Decode("diffusion-fast", 4), max_tokens=2, seed=0, stream=forced)
+    assert refusal.value.field == ("stream" if forced else "decode")
+
+
+async def test_whoever_interrupts_it_is_told_how_far_it_was(
+    cluster: ClusterOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No other layer is read then."""
+    read: list[int] = []
+    build = Shard.__init__
+
+    def note(shard: Shard, checkpoint: Any, start: int, *others: Any) -> None:
+        read.append(start)
+        build(shard, checkpoint, start, *others)
+
+    monkeypatch.setattr(Shard, "__init__", note)
+    monkeypatch.setattr(alone_module, "show_steps", cancelling("layer 2 of 4"))
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.create_task(verify(cluster, Decode(), max_tokens=2, seed=0, stream=True))
+    assert capsys.readouterr().err == "interrupted at layer 2 of 4: nothing is proved\n"
+    assert read == [0, 0, 1], "the cluster's, and two"
+
+
+async def test_whoever_interrupts_the_cluster_is_told_so(
+    cluster: ClusterOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verify_module, "show_steps", cancelling("sampled, 1 random tokens"))
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.create_task(verify(cluster, Decode(), max_tokens=2, seed=0))
+    assert capsys.readouterr().err == "interrupted while the cluster answered: nothing is proved\n"
+
+
+async def test_the_cluster_is_let_go_of_before_the_reference_is_read(
+    cluster: ClusterOptions, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here it is the whole model: a coordinator may be full of its own layers."""
+    held: list[int] = []
+    build = Shard.__init__
+
+    def note(shard: Shard, checkpoint: Any, start: int, *others: Any) -> None:
+        held.append(mx.get_active_memory())
+        build(shard, checkpoint, start, *others)
+
+    monkeypatch.setattr(Shard, "__init__", note)
+    gc.collect()
+    assert (await verify(cluster, Decode(), max_tokens=2, seed=0, stream=True)).holds
+    before, *layers = held
+    assert len(layers) == 4 and max(layers) - before < size / 4
+
+
+def cancelling(at: str) -> Callable[[int], Any]:
+    """Progress that cancels the task which shows this step."""
+
+    @contextmanager
+    def show_steps(total: int) -> Iterator[Begin]:
+        def begin(step: str) -> None:
+            task = asyncio.current_task()
+            if step == at and task is not None:
+                task.cancel()
+
+        yield begin
+
+    return show_steps
