@@ -18,10 +18,10 @@ check: .venv/.ready-dev
 
 setup: .venv/.ready-dev
 
-.venv/.ready: pyproject.toml tools/setup.sh
+.venv/.ready: pyproject.toml constraints.txt tools/setup.sh
 	@PYTHON=$(PYTHON) bash tools/setup.sh
 
-.venv/.ready-dev: pyproject.toml tools/setup.sh
+.venv/.ready-dev: pyproject.toml constraints.txt tools/setup.sh
 	@PYTHON=$(PYTHON) bash tools/setup.sh dev
 
 clean:

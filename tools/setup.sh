@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv with this project in it: with uv where it is there, else with venv and pip. `setup.sh dev` adds the test tools.
+# Makes .venv with this project in it, in the versions of constraints.txt: with uv where it is there, else with venv and
+# pip. `setup.sh dev` adds the test tools.
 set -euo pipefail
 python=${PYTHON:-python3}
 extra=${1:-}
@@ -12,11 +13,11 @@ fi
 echo "setting up .venv (once; takes about half a minute)" >&2
 if command -v uv >/dev/null 2>&1; then
   uv venv --quiet --allow-existing --python "$python" .venv
-  uv pip install --quiet --python .venv/bin/python --editable . ${extra:+--group "$extra"}
+  uv pip install --quiet --python .venv/bin/python --constraint constraints.txt --editable . ${extra:+--group "$extra"}
 else
   "$python" -m venv .venv
   .venv/bin/python -m pip install --quiet --upgrade 'pip>=25.1' # the first that knows dependency groups
-  .venv/bin/python -m pip install --quiet --editable . ${extra:+--group "$extra"}
+  .venv/bin/python -m pip install --quiet --constraint constraints.txt --editable . ${extra:+--group "$extra"}
 fi
 echo "done: the command is .venv/bin/brigade" >&2
 touch .venv/.ready ${extra:+.venv/.ready-$extra}
