@@ -1,0 +1,51 @@
+"""How the rows of model types are laid out and compared."""
+
+from pathlib import Path
+
+import pytest
+
+from tools.model_types.report import Survey, differences, load, to_markdown
+from tools.model_types.row import Row
+
+LONG = "no: its attention adds up what it should not add up"
+FITS = Row("llama", "=", "=", "kv", "any", "rows", "y", "y", {"4 bit": "=", "mxfp4": LONG})
+OUT = Row("afm7", "no: its layers are in two lists", caches="kv")
+ELSEWHERE = Row("olmo", "not in mlx-lm: ValueError: no")
+SURVEY = Survey("a machine", {"device": "cpu", "mlx-lm": "1.0", "mlx": "2.0"}, [OUT, FITS, ELSEWHERE])
+
+
+def test_the_page_has_what_fits_what_does_not_and_each_long_reason_once() -> None:
+    page = to_markdown(SURVEY)
+    assert "with mlx-lm 1.0, mlx 2.0, on a machine." in page
+    assert "1 of the 2 that mlx-lm itself runs here fit." in page
+    runs, out = page.partition("## What does not")[::2]
+    assert "`llama`" in runs and "`afm7`" not in runs
+    assert "`afm7`" in out and "its layers are in two lists" in out
+    assert page.count("adds up") == 1 and "| no (1) " in page
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    SURVEY.save(tmp_path / "rows.json")
+    assert load(tmp_path / "rows.json") == SURVEY
+
+
+def test_surveys_that_are_the_same_have_no_differences() -> None:
+    assert differences(SURVEY, SURVEY) == "all 3 rows are the same"
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        (Row("llama", "off by 0.1"), ("llama", "fits", "=", "off by 0.1")),
+        (Row("llama", "=", "=", "kv", "any", "rows", "y", "y", {"4 bit": "≈"}), ("llama", "quantised 4 bit", "=", "≈")),
+        (Row("gpt2", "="), ("gpt2", "type", "", "there")),
+    ],
+    ids=["a cell", "a quantisation", "a new type"],
+)
+def test_each_difference_is_a_line_with_both_versions(changed: Row, line: tuple[str, ...]) -> None:
+    other = Survey("another", {"mlx-lm": "1.1"}, [OUT, changed, ELSEWHERE])
+    lines = [
+        tuple(cell.strip() for cell in row.strip("|").split("|")) for row in differences(other, SURVEY).splitlines()
+    ]
+    assert lines[0] == ("type", "what", "mlx-lm 1.0, mlx 2.0", "mlx-lm 1.1")
+    assert line in lines
