@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from worker.errors import ModelError
+from worker.errors import ModelError, first_line
 from worker.model.checkpoint import Checkpoint
 from worker.model.families import model_classes
 from worker.model.headers import TensorInfo
@@ -57,7 +57,7 @@ def build(checkpoint: Checkpoint, tensor: Callable[[str, TensorInfo], mx.array] 
         if hasattr(model, "sanitize"):
             weights = model.sanitize(weights)
     except MISFITS as error:
-        raise misfit(checkpoint, _told(error)) from error
+        raise misfit(checkpoint, first_line(error)) from error
     if method == "awq":
         weights = unpack_awq(checkpoint, weights)
     _quantise(model, checkpoint, weights)
@@ -87,7 +87,7 @@ def _construct(checkpoint: Checkpoint) -> Any:
     try:
         return model_class(args_class.from_dict(_with_infinities(checkpoint.config)))
     except (*MISFITS, AssertionError) as error:
-        reason = f"config.json does not describe a {checkpoint.config['model_type']} model: {_told(error)}"
+        reason = f"config.json does not describe a {checkpoint.config['model_type']} model: {first_line(error)}"
         raise ModelError(f"{checkpoint.name}: {reason}") from error
 
 
@@ -121,7 +121,7 @@ def _quantise(model: Any, checkpoint: Checkpoint, weights: dict[str, mx.array]) 
     try:
         nn.quantize(model, quantization["group_size"], quantization["bits"], mode=mode, class_predicate=parameters)
     except MISFITS as error:
-        raise ModelError(f"{checkpoint.name} is not quantised as its config.json says: {_told(error)}") from error
+        raise ModelError(f"{checkpoint.name} is not quantised as its config.json says: {first_line(error)}") from error
 
 
 def _bind(model: Any, checkpoint: Checkpoint, weights: dict[str, mx.array]) -> None:
@@ -181,7 +181,3 @@ def _advice(missing: Sequence[str]) -> str:
     if missing[0].endswith("lm_head.weight") and len(missing) == 1:
         return ", and its config.json does not tie the head to the embedding; download it again"
     return f" ({len(missing)} missing); download it again"
-
-
-def _told(error: Exception) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
