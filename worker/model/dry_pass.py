@@ -24,7 +24,7 @@ from worker.model.cachespec import Memory, int8_group
 from worker.model.doors import Run, put_doors
 from worker.model.skeleton import Skeleton, skeleton_of
 
-_ROWS = 8  # of the pass: several, so that masks are made
+_ROWS = 11  # of the pass: several, so that masks are made, and no size that a model has
 _FAILURES = (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError)
 
 
@@ -147,8 +147,8 @@ def _is_mask_or_numbers(value: mx.array) -> bool:
 
 def _refusal(value: Any, calls: Sequence[_Call], index: int) -> str:
     giver = _giver(value, calls, index)
-    whose = "another result" if giver is None else f"a result of layer {giver}"
-    return f"layer {index} takes more than a hidden state, {whose} besides"
+    whose = "from before the layers" if giver is None else f"of layer {giver}"
+    return f"layer {index} takes a result {whose} besides a hidden state"
 
 
 def _giver(value: Any, calls: Sequence[_Call], before: int) -> int | None:
