@@ -35,7 +35,8 @@ _LAYERS = _SIZES[:4]
 def absent(name: str, info: TensorInfo) -> mx.array:
     """What stands for a tensor that another node reads: of its shape, and no number if it were ever computed with."""
     dtype = MLX_DTYPES[info.dtype]
-    return mx.full(info.shape, math.nan if mx.issubdtype(dtype, mx.floating) else 0, dtype)
+    is_real = mx.issubdtype(dtype, mx.floating)
+    return mx.full(info.shape, math.nan, dtype) if is_real else mx.zeros(info.shape, dtype)
 
 
 def build(checkpoint: Checkpoint, tensor: Callable[[str, TensorInfo], mx.array] = absent) -> Any:
@@ -144,7 +145,7 @@ def _bind(model: Any, checkpoint: Checkpoint, weights: dict[str, mx.array]) -> N
     try:
         model.load_weights(list(bound.items()), strict=True)
     except ValueError as error:
-        reason = "".join(str(error).splitlines()[:2])  # the second line names the first tensor that is left over
+        reason = "".join(str(error).splitlines()[:2]).rstrip(".")  # the second line names the first tensor that is left over
         raise misfit(checkpoint, reason) from error
 
 
