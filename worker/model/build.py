@@ -145,8 +145,8 @@ def _bind(model: Any, checkpoint: Checkpoint, weights: dict[str, mx.array]) -> N
     try:
         model.load_weights(list(bound.items()), strict=True)
     except ValueError as error:
-        reason = "".join(str(error).splitlines()[:2]).rstrip(".")  # the second line names the first tensor that is left over
-        raise misfit(checkpoint, reason) from error
+        lines = str(error).splitlines()[:2]  # the second names the first tensor that is left over
+        raise misfit(checkpoint, "".join(lines).rstrip(".")) from error
 
 
 def _check_numbers(checkpoint: Checkpoint, wanted: dict[str, mx.array], bound: dict[str, mx.array]) -> None:
