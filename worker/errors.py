@@ -105,6 +105,15 @@ def internal_error_text(error: BaseException) -> str:
     return f"internal error: {error!r}{place}; this is a bug"
 
 
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, in one line."""
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
+    line = str(error).strip().partition("\n")[0]
+    line = line.partition(". The following argument types are supported")[0]  # which MLX lists below, line by line
+    return line.rstrip(".") or type(error).__name__
+
+
 def without_trace(error: BaseException) -> BrigadeError:
     """The error to be kept and raised again: with its traceback it would keep all that was at work when it came up."""
     if not isinstance(error, BrigadeError):

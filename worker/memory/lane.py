@@ -48,7 +48,11 @@ class Lane:
         self._splits = tuple(accumulate(place.num_rows for place in places[:-1]))
         bases = [place.base for place in places]
         self.offset = mx.array(bases) if side_by_side else mx.concatenate([_positions(place) for place in places])
-        self._reserve(groups := list(_groups(places)))
+        groups = list(_groups(places))
+        self._is_one_group = [len(group.numbers) for group in groups] == [len(places)] and self.counts_up
+        if side_by_side and not self._is_one_group:
+            groups = []  # every slot by itself
+        self._reserve(groups)
         self.views = [
             self._view([place.caches.listed[number] for place in places], [g for g in groups if g.suited[number]])
             for number in range(len(places[0].caches.listed))
@@ -76,7 +80,7 @@ class Lane:
                     place.caches.listed[number].reserve(place.num_rows, place.positions)
 
     def _view(self, caches: list[Any], groups: list["_Group"]) -> "View":
-        together = len(groups) == 1 and len(groups[0].numbers) == len(caches) and self.counts_up
+        together = self._is_one_group and bool(groups)
         if together and self.side_by_side:
             return BatchCache(self, caches, groups[0])
         if self.side_by_side or not isinstance(caches[0], KVCache):

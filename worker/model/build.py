@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from worker.errors import ModelError
+from worker.errors import ModelError, first_line
 from worker.model.checkpoint import Checkpoint
 from worker.model.families import model_classes
 from worker.model.headers import TensorInfo
@@ -35,7 +35,8 @@ _LAYERS = _SIZES[:4]
 def absent(name: str, info: TensorInfo) -> mx.array:
     """What stands for a tensor that another node reads: of its shape, and no number if it were ever computed with."""
     dtype = MLX_DTYPES[info.dtype]
-    return mx.full(info.shape, math.nan if mx.issubdtype(dtype, mx.floating) else 0, dtype)
+    is_real = mx.issubdtype(dtype, mx.floating)
+    return mx.full(info.shape, math.nan, dtype) if is_real else mx.zeros(info.shape, dtype)
 
 
 def build(checkpoint: Checkpoint, tensor: Callable[[str, TensorInfo], mx.array] = absent) -> Any:
@@ -57,7 +58,7 @@ def build(checkpoint: Checkpoint, tensor: Callable[[str, TensorInfo], mx.array] 
         if hasattr(model, "sanitize"):
             weights = model.sanitize(weights)
     except MISFITS as error:
-        raise misfit(checkpoint, _told(error)) from error
+        raise misfit(checkpoint, first_line(error)) from error
     if method == "awq":
         weights = unpack_awq(checkpoint, weights)
     _quantise(model, checkpoint, weights)
@@ -87,7 +88,7 @@ def _construct(checkpoint: Checkpoint) -> Any:
     try:
         return model_class(args_class.from_dict(_with_infinities(checkpoint.config)))
     except (*MISFITS, AssertionError) as error:
-        reason = f"config.json does not describe a {checkpoint.config['model_type']} model: {_told(error)}"
+        reason = f"config.json does not describe a {checkpoint.config['model_type']} model: {first_line(error)}"
         raise ModelError(f"{checkpoint.name}: {reason}") from error
 
 
@@ -121,7 +122,7 @@ def _quantise(model: Any, checkpoint: Checkpoint, weights: dict[str, mx.array]) 
     try:
         nn.quantize(model, quantization["group_size"], quantization["bits"], mode=mode, class_predicate=parameters)
     except MISFITS as error:
-        raise ModelError(f"{checkpoint.name} is not quantised as its config.json says: {_told(error)}") from error
+        raise ModelError(f"{checkpoint.name} is not quantised as its config.json says: {first_line(error)}") from error
 
 
 def _bind(model: Any, checkpoint: Checkpoint, weights: dict[str, mx.array]) -> None:
@@ -144,8 +145,8 @@ def _bind(model: Any, checkpoint: Checkpoint, weights: dict[str, mx.array]) -> N
     try:
         model.load_weights(list(bound.items()), strict=True)
     except ValueError as error:
-        reason = "".join(str(error).splitlines()[:2])  # the second line names the first tensor that is left over
-        raise misfit(checkpoint, reason) from error
+        lines = str(error).splitlines()[:2]  # the second names the first tensor that is left over
+        raise misfit(checkpoint, "".join(lines).rstrip(".")) from error
 
 
 def _check_numbers(checkpoint: Checkpoint, wanted: dict[str, mx.array], bound: dict[str, mx.array]) -> None:
@@ -181,7 +182,3 @@ def _advice(missing: Sequence[str]) -> str:
     if missing[0].endswith("lm_head.weight") and len(missing) == 1:
         return ", and its config.json does not tie the head to the embedding; download it again"
     return f" ({len(missing)} missing); download it again"
-
-
-def _told(error: Exception) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__

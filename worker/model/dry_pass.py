@@ -18,13 +18,13 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from worker.errors import ModelError
+from worker.errors import ModelError, first_line
 from worker.model.anatomy import Anatomy, Entry, as_returned, parts, strip_front
 from worker.model.cachespec import Memory, int8_group
 from worker.model.doors import Run, put_doors
 from worker.model.skeleton import Skeleton, skeleton_of
 
-_ROWS = 8  # of the pass: several, so that masks are made
+_ROWS = 11  # of the pass: several, so that masks are made, and no size that a model has
 _FAILURES = (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError)
 
 
@@ -75,13 +75,12 @@ def examine(model: Any) -> Anatomy:
     try:
         logits = model(_ids(), cache=caches)
     except _FAILURES as error:
-        raise ModelError(f"its forward fails: {str(error).partition(chr(10))[0]}") from error
+        raise ModelError(f"its forward fails: {first_line(error)}") from error
     calls = watch.calls
     if not calls:
         raise ModelError("its forward takes its layers apart instead of calling them")
     if [call.index for call in calls] != list(range(num_layers)):
-        order = _listed([call.index for call in calls])
-        raise ModelError(f"it calls its layers in the order {order}" if calls else "it never calls them as they are")
+        raise ModelError(f"it calls its layers in the order {_listed([call.index for call in calls])}")
     owners = tuple(_owners(calls, caches))
     shapes = _travelling(calls, caches)
     hidden = [_first(call.result) for call in calls]
@@ -148,8 +147,8 @@ def _is_mask_or_numbers(value: mx.array) -> bool:
 
 def _refusal(value: Any, calls: Sequence[_Call], index: int) -> str:
     giver = _giver(value, calls, index)
-    whose = "another result" if giver is None else f"a result of layer {giver}"
-    return f"layer {index} takes more than a hidden state, {whose} besides"
+    whose = "from before the layers" if giver is None else f"of layer {giver}"
+    return f"layer {index} takes a result {whose} besides a hidden state"
 
 
 def _giver(value: Any, calls: Sequence[_Call], before: int) -> int | None:
@@ -213,7 +212,7 @@ def _trial(model: Any, entries: Sequence[Entry], make: Callable[[Memory], Any]) 
         model(_ids(), cache=caches)
         model(_ids()[:, :1], cache=caches)
     except (TypeError, ValueError, AttributeError, IndexError) as error:
-        return f"its attention cannot read them ({str(error).partition(chr(10))[0][:80]})"
+        return f"its attention cannot read them ({first_line(error)[:80]})"
     return ""
 
 

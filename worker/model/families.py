@@ -15,7 +15,11 @@ _BY_ARCHITECTURE = {("bailing_hybrid", "BailingMoeV3ForCausalLM"): "bailing_moe_
 
 # What cannot work though nothing in a pass shows it.
 _ODD = "mlx-lm's own code for it answers a prompt otherwise than the same tokens in parts"
-_REFUSED = {"phi3small": _ODD, "plamo3": _ODD}
+_REFUSED = {
+    "olmo": "mlx-lm's own code for it fails on a prompt, and ends the process where ai2-olmo is not installed",
+    "phi3small": _ODD,
+    "plamo3": _ODD,
+}
 
 
 class LaneForm(Enum):
@@ -52,14 +56,17 @@ def module_of(config: dict[str, Any]) -> str:
     """The module of mlx_lm.models whose code the checkpoint runs on.
 
     Raises:
-        ModelError: this mlx-lm has none.
+        ModelError: this mlx-lm has none, or none that works.
     """
     model_type = config["model_type"]
     if model_type == "wedlm":
         return "qwen3" if config.get("qk_norm", not config.get("attention_bias", False)) else "qwen2"
-    for architecture in config.get("architectures") or ():
-        if found := _BY_ARCHITECTURE.get((model_type, architecture)):
+    architectures = config.get("architectures")
+    for architecture in architectures if isinstance(architectures, list) else ():
+        if found := _BY_ARCHITECTURE.get((model_type, str(architecture))):
             return found
+    if model_type in _REFUSED:
+        raise ModelError(f"model_type {model_type!r} is not supported: {_REFUSED[model_type]}")
     if _has_module(model_type):
         return str(model_type)
     from mlx_lm.utils import MODEL_REMAPPING  # and with it transformers, which most workers never need
@@ -80,8 +87,6 @@ def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
             f"config.json: model_file: {config['model_file']!r} is Python code of the model's own, not run here"
         )
     module = module_of(config)
-    if module in _REFUSED:
-        raise ModelError(f"model_type {config['model_type']!r} is not supported: {_REFUSED[module]}")
     code = importlib.import_module(f"mlx_lm.models.{module}")
     return code.Model, code.ModelArgs
 

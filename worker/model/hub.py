@@ -24,7 +24,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import tqdm
 
-from worker.errors import ModelError
+from worker.errors import ModelError, first_line
 from worker.model.checkpoint import SMALL_FILES, Checkpoint, choose_weight_files, read_config, weight_files
 from worker.model.headers import TensorInfo, read_tensors, tensors_of
 
@@ -91,7 +91,7 @@ def _obstacle(repository: str, revision: str | None) -> str | None:
     except (RepositoryNotFoundError, RevisionNotFoundError):
         raise
     except (HTTPError, json.JSONDecodeError) as error:
-        return f"{constants.ENDPOINT} does not answer ({_first_line(error)})"
+        return f"{constants.ENDPOINT} does not answer ({first_line(error)})"
     return None
 
 
@@ -207,13 +207,9 @@ def _explained(model: str) -> Iterator[None]:
     except RevisionNotFoundError as error:
         raise ModelError(f"{repository} has no such revision ({model}); give a branch, tag or commit") from error
     except SafetensorsParsingError as error:
-        raise ModelError(f"{repository} holds a damaged safetensors file: {_first_line(error)}") from error
+        raise ModelError(f"{repository} holds a damaged safetensors file: {first_line(error)}") from error
     except (HTTPError, OSError, RuntimeError) as error:  # hf_xet raises a plain RuntimeError when a download fails
         raise ModelError(
-            f"cannot get {model} from {constants.ENDPOINT}: {_first_line(error.__cause__ or error)}; "
+            f"cannot get {model} from {constants.ENDPOINT}: {first_line(error.__cause__ or error)}; "
             "check network and disk, then start again"
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__

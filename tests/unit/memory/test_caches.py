@@ -1,0 +1,138 @@
+"""All caches of a slot on one stage: its own, those that stand for layers elsewhere, and layers that have several."""
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from protos.brigade_pb2 import CACHE_INT8, Cache
+from worker.errors import CacheMismatch
+from worker.memory.cache import Int8Cache, KVCache
+from worker.memory.caches import Caches, Several
+from worker.memory.state import RecurrentState
+from worker.model.anatomy import Entry
+from worker.model.cachespec import Memory
+
+H, K = 2, 4
+FULL, WINDOW, STATE = Memory(None, H, K, K, 4), Memory(6, H, K, K, 4), Memory(state_arrays=2)
+ENTRIES: tuple[Entry, ...] = (WINDOW, FULL, FULL, WINDOW, STATE, (FULL, WINDOW))
+
+
+def rows(tokens: range) -> mx.array:
+    return mx.broadcast_to(mx.array(list(tokens), mx.float32)[None, None, :, None], (1, H, len(tokens), K))
+
+
+def feed(caches: Caches, tokens: range) -> None:
+    """One pass, as a shard has it."""
+    caches.reserve(len(tokens), None)
+    for cache in caches.own:
+        for part in cache.caches if isinstance(cache, Several) else [cache]:
+            if isinstance(part, KVCache):
+                part.update_and_fetch(rows(tokens), -rows(tokens))
+            else:
+                part[0] = mx.full((1, 3), tokens[-1])  # type: ignore[index]
+    caches.settle(tokens.stop)
+
+
+def lengths(caches: Caches) -> set[int]:
+    return {
+        part.length  # type: ignore[attr-defined]
+        for cache in caches.listed
+        for part in (cache.caches if isinstance(cache, Several) else [cache])
+    }
+
+
+def held(cache: Any) -> list[int]:
+    keys, values = cache.held_rows()
+    assert mx.array_equal(keys, -values)
+    return keys[0, 0, :, 0].astype(mx.int32).tolist()
+
+
+def test_a_layer_elsewhere_is_stood_in_for_by_one_of_its_kind_that_is_here_or_by_one_that_counts() -> None:
+    caches = Caches(ENTRIES, [1, 2], Cache())
+    assert len(caches.listed) == len(ENTRIES) and caches.own == caches.listed[1:3]
+    assert caches.own[0] is not caches.own[1]
+    window, state, several = caches.listed[0], caches.listed[4], caches.listed[5]
+    assert caches.listed[3] is window and isinstance(window, KVCache) and window.window == 6
+    assert isinstance(state, RecurrentState) and isinstance(several, Several)
+    elsewhere = Caches(ENTRIES, [3], Cache())
+    assert elsewhere.listed[0] is elsewhere.own[0] and elsewhere.listed[1] is elsewhere.listed[2]
+
+
+@pytest.mark.parametrize("own", [[], [0], [1, 2], [4], [5], [0, 1, 2, 3, 4, 5]], ids=str)
+def test_after_every_pass_all_stand_where_the_slot_is(own: list[int]) -> None:
+    caches = Caches(ENTRIES, own, Cache())
+    for tokens in (range(3), range(3, 4), range(4, 9)):
+        feed(caches, tokens)
+        assert lengths(caches) == {tokens.stop}
+    caches.cut(0)
+    assert lengths(caches) == {0}
+
+
+def test_only_what_is_here_takes_memory() -> None:
+    caches = Caches(ENTRIES, [1, 2], Cache())
+    feed(caches, range(10))
+    one = 2 * H * 256 * K * 4
+    assert caches.nbytes == 2 * one and sum(array.nbytes for array in caches.arrays()) == one
+    caches.close()
+    assert caches.nbytes == 0
+    nothing = Caches(ENTRIES, [], Cache())
+    feed(nothing, range(10))
+    assert nothing.nbytes == 0 and nothing.arrays() == []
+
+
+def test_a_cut_is_one_of_all_or_refused() -> None:
+    caches = Caches(ENTRIES[:4], [0, 1], Cache())
+    feed(caches, range(9))
+    caches.cut(7)
+    assert lengths(caches) == {7}
+    with_state = Caches(ENTRIES, [1, 4], Cache())
+    feed(with_state, range(9))
+    with pytest.raises(CacheMismatch, match="a recurrent layer cannot be cut to 7 tokens: its state is at 9"):
+        with_state.cut(7)
+
+
+def test_a_fork_goes_on_by_itself() -> None:
+    caches = Caches(ENTRIES[:4], [1, 2, 3], Cache())
+    feed(caches, range(6))
+    other = caches.fork(4)
+    assert lengths(other) == {4} and lengths(caches) == {6}
+    feed(other, range(4, 8))
+    caches.cut(3)
+    feed(caches, range(3, 5))
+    assert [held(cache) for cache in other.own] == [list(range(8))] * 3
+    assert [held(cache) for cache in caches.own] == [list(range(5))] * 3
+    assert lengths(other) == {8} and lengths(caches) == {5} and other.own_numbers == [1, 2, 3]
+
+
+def test_a_fork_of_states_goes_on_where_they_are_and_nowhere_else() -> None:
+    caches = Caches(ENTRIES, [4, 5], Cache())
+    feed(caches, range(6))
+    other = caches.fork(6)
+    feed(other, range(6, 7))
+    assert [caches.own[0][0][0, 0].item(), other.own[0][0][0, 0].item()] == [5, 6]  # type: ignore[index]
+    with pytest.raises(CacheMismatch, match="cannot be cut to 5"):
+        caches.fork(5)
+    assert caches.fork(0).own[0].arrays() == []
+
+
+class TestSeveral:
+    def test_each_is_asked_for_by_its_number_and_all_are_one(self) -> None:
+        caches = Caches([(FULL, WINDOW)], [0], Cache())
+        [several] = caches.own
+        assert isinstance(several, Several)
+        feed(caches, range(7))
+        assert [several[0].window, several[1].window] == [None, 6]  # type: ignore[attr-defined]
+        assert several.nbytes == several[0].nbytes + several[1].nbytes and len(several.arrays()) == 4
+        assert several.make_mask(3) == several[0].make_mask(3) == "causal"
+        other = several.fork(5)
+        assert [each.length for each in other.caches] == [5, 5]  # type: ignore[attr-defined]
+        several.cut(6)
+        assert [held(each) for each in several.caches] == [list(range(6))] * 2
+        several.close()
+        assert several.nbytes == 0 and [held(each) for each in other.caches] == [list(range(5))] * 2
+
+    def test_a_session_chooses_the_kind_of_each(self) -> None:
+        [several] = Caches([(FULL, STATE)], [0], Cache(kind=CACHE_INT8)).own
+        assert isinstance(several, Several)
+        assert isinstance(several[0], Int8Cache) and isinstance(several[1], RecurrentState)

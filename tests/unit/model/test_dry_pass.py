@@ -1,0 +1,252 @@
+"""Who can be cut between its layers, and what is said of those that cannot: known types, and oddities of all kinds."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
+
+from tests.unit.model.toy import HEADS, LAYERS, VOCAB, WIDTH, Between, Layer, Toy, one_after_another
+from tools.model_types.make import build_type
+from worker.errors import ModelError
+from worker.model.anatomy import as_returned, as_rows
+from worker.model.cachespec import Memory
+from worker.model.dry_pass import examine
+
+FULL = Memory(None, HEADS, WIDTH // HEADS, WIDTH // HEADS, 4)
+
+Caches = Sequence[Any]
+
+
+def refusal(model: Any) -> str:
+    with pytest.raises(ModelError) as caught:
+        examine(model)
+    return caught.value.message
+
+
+def refused(between: Between, layer: type[Layer] = Layer) -> str:
+    return refusal(Toy(between, layer))
+
+
+# Admitted
+
+
+def test_of_a_plain_model_all_is_found() -> None:
+    found = examine(Toy())
+    assert (found.num_layers, found.hidden_size, found.vocab_size, found.dtype) == (LAYERS, WIDTH, VOCAB, mx.float32)
+    assert (found.shapes, found.returns, found.tied) == (((WIDTH,),), (0,) * LAYERS, False)
+    assert (found.entries, found.layer_of_entry) == ((FULL,) * LAYERS, (0, 1, 2, 3))
+    assert found.entries_of(1, 3) == [1, 2] and found.memories_of(3) == (FULL,)
+
+
+def test_nothing_is_computed() -> None:
+    model = Toy(layer=partial(Layer, 8192), width=8192)  # a gigabyte, if it were
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    assert examine(model).hidden_size == 8192
+    assert mx.get_peak_memory() - before < 2**20
+
+
+def test_a_head_that_is_the_embedding_needs_it() -> None:
+    model = Toy()
+    model.head = lambda h: model.embed.as_linear(h)
+    assert examine(model).tied
+
+
+class TakesMore(Layer):
+    def __call__(self, x: mx.array, *more: Any, cache: Any = None) -> Any:
+        return super().__call__(x, None, cache)
+
+
+def test_masks_positions_and_numbers_that_every_stage_can_make_are_no_obstacle() -> None:
+    def between(layers: list[Any], h: mx.array, caches: Caches) -> mx.array:
+        L = h.shape[1]
+        more = mx.zeros((L, L)), mx.zeros((1, 1, L, L)), mx.arange(L)[None], mx.array(3), 1.5, "causal", None
+        for layer, cache in zip(layers, caches, strict=True):
+            h = layer(h, *more, cache=cache)
+        return h
+
+    assert examine(Toy(between, TakesMore)).entries == (FULL,) * LAYERS
+
+
+def test_caches_go_to_the_layers_that_take_them_and_the_embeddings_own_to_the_first() -> None:
+    """A state, a window, several at once, one that is never asked; a layer without any."""
+
+    class Mixed(Toy):
+        def make_cache(self) -> list[Any]:
+            return [ArraysCache(1), RotatingKVCache(5), CacheList(KVCache(), ArraysCache(2)), KVCache()]
+
+    class OfSeveral(Layer):
+        def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> Any:
+            cache[1][0] = x[:, :2]
+            return super().__call__(x, None, cache[0])
+
+    class Forgetful(Layer):
+        def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> Any:
+            return super().__call__(x)
+
+    def between(layers: list[Any], h: mx.array, caches: Caches) -> mx.array:
+        caches[0][0] = h[:, :1]
+        return one_after_another(layers, h, [None, *caches[1:]])
+
+    model = Mixed(between)
+    model.layers[2:] = [OfSeveral(), Forgetful()]
+    found = examine(model)
+    window = Memory(5, HEADS, WIDTH // HEADS, WIDTH // HEADS, 4)
+    states = Memory(state_arrays=1, state_bytes=WIDTH * 4), Memory(state_arrays=2, state_bytes=2 * WIDTH * 4)
+    assert found.entries == (states[0], window, (FULL, states[1]), Memory())
+    assert found.layer_of_entry == (0, 1, 2, 3) and found.memories_of(2) == (FULL, states[1])
+
+
+class Pair(Layer):
+    """Returns something else beside its rows: what the first layer made of them."""
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None, first: mx.array | None = None) -> Any:
+        B, L, _ = x.shape
+        return super().__call__(x, mask, cache), mx.ones((B, L, 3, 2)) if first is None else first
+
+
+def test_of_a_pair_that_nobody_takes_on_only_rows_travel() -> None:
+    def between(layers: list[Any], h: mx.array, caches: Caches) -> mx.array:
+        for layer, cache in zip(layers, caches, strict=True):
+            h, _ = layer(h, None, cache)
+        return h
+
+    found = examine(Toy(between, Pair))
+    assert (found.shapes, found.hidden_size, found.returns) == (((WIDTH,),), WIDTH, (2,) * LAYERS)
+
+
+def test_of_a_pair_that_is_handed_on_both_travel_side_by_side() -> None:
+    def between(layers: list[Any], h: mx.array, caches: Caches) -> mx.array:
+        first = None
+        for layer, cache in zip(layers, caches, strict=True):
+            h, first = layer(h, None, cache, first)
+        return h
+
+    found = examine(Toy(between, Pair))
+    assert (found.shapes, found.hidden_size) == (((WIDTH,), (3, 2)), WIDTH + 6)
+    rows, more = mx.random.normal((2, 5, WIDTH)), mx.random.normal((2, 5, 3, 2))
+    back = as_returned(as_rows((rows, more, None), found.shapes), found.shapes, 3)
+    assert mx.array_equal(back[0], rows) and mx.array_equal(back[1], more) and back[2:] == (None,)
+
+
+# Refused
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("afm7", "its layers are in two lists"),
+        ("deepseek_v41", "its hidden states have shape [1, 11, 2, 64], not a row for each of 11 tokens"),
+        ("gemma3n", "layer 5 takes keys and values of layer 2"),
+        ("gemma4_text:e4b", "layer 1 takes a result from before the layers besides a hidden state"),
+        ("iquestloopcoder", "its forward takes its layers apart instead of calling them"),
+        ("kimi_k3", "layer 1 takes a result of layer 0 besides a hidden state"),
+        ("nanbeige:loops", "it calls its layers in the order 0, 1, 2, 3, 4, 5, 0, 1, ..."),
+        ("talkie", "layer 1 takes a result from before the layers besides a hidden state"),
+    ],
+)
+def test_a_type_that_cannot_be_cut_is_refused_with_the_reason(name: str, said: str) -> None:
+    assert refusal(build_type(name)[1]) == said
+
+
+def test_layers_in_another_order() -> None:
+    assert refused(lambda layers, h, caches: one_after_another(layers[::-1], h, caches)).endswith("order 3, 2, 1, 0")
+
+
+def test_rows_that_are_changed_between_two_layers() -> None:
+    def between(layers: list[Any], h: mx.array, caches: Caches) -> mx.array:
+        h = one_after_another(layers[:2], h, caches[:2])
+        return one_after_another(layers[2:], 2 * h, caches[2:])
+
+    assert refused(between) == "layer 2 does not take what layer 1 returns as it is"
+
+
+def test_another_dtype_from_some_layer_on() -> None:
+    model = Toy()
+    model.layers[2].__class__ = type("Half", (Layer,), {"__call__": lambda s, x, *_: x.astype(mx.float16)})
+    assert refusal(model) == "its hidden states change their shape or dtype on the way"
+
+
+def test_a_pair_of_which_the_second_has_no_rows() -> None:
+    class Sum(Layer):
+        def __call__(self, x: mx.array, mask: Any = None, cache: Any = None, total: Any = None) -> Any:
+            return super().__call__(x, mask, cache), x.sum(axis=1)
+
+    def between(layers: list[Any], h: mx.array, caches: Caches) -> mx.array:
+        total = None
+        for layer, cache in zip(layers, caches, strict=True):
+            h, total = layer(h, None, cache, total)
+        return h
+
+    assert refused(between, Sum) == "layer 1 takes a result of layer 0 besides a hidden state"
+
+
+def test_what_an_earlier_layer_gave_is_named_with_that_layer() -> None:
+    def between(layers: list[Any], h: mx.array, caches: Caches) -> mx.array:
+        first = layers[0](h, cache=caches[0])
+        h = layers[1](first, cache=caches[1])
+        h = layers[2](h, cache=caches[2])
+        return layers[3](h, first, cache=caches[3])
+
+    assert refused(between, TakesMore) == "layer 3 takes a result of layer 0 besides a hidden state"
+
+
+def test_a_cache_that_two_layers_share() -> None:
+    said = refused(lambda layers, h, caches: one_after_another(layers, h, [*caches[:3], caches[1]]))
+    assert said == "layer 3 takes keys and values of layer 1"
+
+
+def test_caches_of_a_kind_of_their_own() -> None:
+    class OwnCache(KVCache):
+        pass
+
+    model = Toy()
+    model.make_cache = lambda: [OwnCache() for _ in range(LAYERS)]
+    assert refusal(model) == "its caches are of a kind of their own, OwnCache"
+
+
+def test_a_forward_that_fails_says_why() -> None:
+    def between(layers: list[Any], h: mx.array, caches: Caches) -> mx.array:
+        raise ValueError("no such kernel.\nAnd more.")
+
+    assert refused(between) == "its forward fails: no such kernel"
+
+
+def test_an_embedding_that_is_asked_for_more_than_rows() -> None:
+    class Curious(Toy):
+        def __call__(self, ids: mx.array, cache: Caches) -> mx.array:
+            return super().__call__(ids, cache).astype(self.embed.weight.dtype)
+
+    assert examine(Curious()).tied  # after the layers: it is needed there
+    model = Toy(lambda layers, h, caches: one_after_another(layers, h * model.embed.weight[0, 0], caches))
+    assert refusal(model).startswith("it asks its embedding for more than rows (")
+
+
+def test_a_module_without_layers() -> None:
+    assert refusal(Layer()) == "has no list of layers"
+
+
+# Other caches
+
+
+@pytest.mark.parametrize(
+    ("name", "unit", "said"),
+    [
+        ("qwen3", 32, ""),
+        ("qwen3", 16, "8 bits need heads of a multiple of 32 numbers, but they have 16"),
+        ("mamba2", 32, "it has no keys and values"),
+        ("falcon_h1", 32, "a layer of it has several"),
+        ("gpt_oss", 32, "its attention cannot read them (Quantized SDPA does not support attention sinks"),
+    ],
+)
+def test_a_pass_shows_why_caches_cannot_be_kept_in_8_bits(name: str, unit: int, said: str) -> None:
+    found = examine(build_type(name, unit)[1]).int8_refusal
+    assert found.startswith(said) and bool(found) == bool(said)
+
+
+@pytest.mark.parametrize(("name", "refused"), [("qwen3", False), ("gpt_oss", False), ("deepseek_v32", True)])
+def test_a_pass_shows_whether_caches_can_let_go_of_tokens(name: str, refused: bool) -> None:
+    assert bool(examine(build_type(name)[1]).rotating_refusal) == refused

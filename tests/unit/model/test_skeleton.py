@@ -1,0 +1,83 @@
+"""Where the parts of a model are, by whatever names its type has for them."""
+
+import mlx.nn as nn
+import pytest
+
+from tests.unit.model.toy import Toy
+from tools.model_types.make import build_type
+from worker.errors import ModelError
+from worker.model.skeleton import is_text, skeleton_of
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "front", "back"),
+    [
+        ("llama", "model.layers", ["model.embed_tokens"], ["model.norm"]),  # its head is tied
+        ("gpt2", "model.h", ["model.wte", "model.wpe"], ["model.ln_f"]),
+        ("gpt_neox", "model.h", ["model.embed_in"], ["model.embed_out", "model.final_layer_norm"]),
+        ("nemotron_h", "backbone.layers", ["backbone.embeddings"], ["lm_head", "backbone.norm_f"]),
+        ("plamo", "model.layers.layers", ["model.embed_tokens"], ["lm_head", "model.norm"]),
+        ("longcat_flash_ngram", "model.layers", ["model.ngram_embeddings"], ["lm_head", "model.norm"]),
+        (
+            "gemma3",
+            "language_model.model.layers",
+            ["language_model.model.embed_tokens"],
+            ["language_model.lm_head", "language_model.model.norm"],
+        ),
+    ],
+)
+def test_layers_are_found_and_what_stands_before_and_behind_them(
+    name: str, path: str, front: list[str], back: list[str]
+) -> None:
+    model = build_type(name)[1]
+    found = skeleton_of(model)
+    assert (found.path, len(found.layers)) == (path, 6) and all(
+        one is other for one, other in zip(found.layers, model.layers, strict=True)
+    )
+    assert [path for path, _ in found.front] == front and [path for path, _ in found.back] == back
+    assert all(parent[key] is not None for _, (parent, key) in (*found.front, *found.back))
+    assert found.layer_of(f"{path}.5.mlp.weight") == 5
+    assert found.layer_of(f"{path}.x.weight") is found.layer_of(f"other.{path}.5.weight") is None
+    assert all(found.is_front(f"{part}.weight") for part in front)
+    assert not any(found.is_front(name) for name in (f"{back[0]}.weight", f"{front[0]}_norm.weight", f"{path}.0.a"))
+
+
+def test_everything_that_a_model_holds_is_in_one_of_its_parts() -> None:
+    found = skeleton_of(Toy())
+    assert [path for path, _ in found.front] == ["embed"] and [path for path, _ in found.back] == ["norm", "head"]
+
+
+@pytest.mark.parametrize("model", [nn.Linear(2, 2), nn.Sequential()])
+def test_what_has_no_layers_has_no_skeleton(model: nn.Module) -> None:
+    with pytest.raises(ModelError, match=r"^has no list of layers$"):
+        skeleton_of(model)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vision_tower.encoder.layers.0.mlp.weight",
+        "model.visual.blocks.3.attn.qkv.weight",
+        "model.vision_model.embeddings.weight",
+        "multi_modal_projector.linear_1.weight",
+        "model.audio_tower.layers.2.fc1.bias",
+        "mtp.layers.0.mlp.weight",
+        "language_model.mtp.fc.weight",
+    ],
+)
+def test_towers_projectors_and_prediction_layers_are_not_text(name: str) -> None:
+    assert not is_text(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.mlp.gate_proj.weight",
+        "language_model.model.embed_tokens.weight",
+        "model.layers.0.visual_gate.weight",
+        "model.subvision.weight",
+        "lm_head.weight",
+    ],
+)
+def test_all_else_may_be_text(name: str) -> None:
+    assert is_text(name)
