@@ -95,7 +95,7 @@ class CutModel:
     def logits(self, h: mx.array, caches: Sequence[Any]) -> mx.array:
         """Hidden states [1, N, D] of the last layer to logits [1, N, V]: norm, head and what else follows the layers.
 
-        `caches` hold nothing, and will not.
+        `caches` hold nothing; what an embedding leaves in them is of no use to anybody.
         """
         self._keeper.incoming, self._keeper.is_past = h, True
         try:

@@ -53,7 +53,7 @@ class Shard:
         reader.require_none_absent(self._cut.tensors)
         self.mask_token = mask_token_of(checkpoint.config, self.anatomy.vocab_size)
         self._lane_form = lane_form(checkpoint.config)
-        self._no_caches = Caches(self.anatomy.entries, (), Cache()).listed  # for what has none, norm and head
+        self._no_caches = Caches(self.anatomy.entries, (), Cache())  # for what has none, norm and head
         if self._lane_form is LaneForm.ROWS:
             for layer in self._cut.layers:
                 serve_lanes(layer)
@@ -112,7 +112,8 @@ class Shard:
 
         A MASK token is no token to say: its logit is minus infinity.
         """
-        logits = self._cut.logits(h, self._no_caches)[0].astype(mx.float32)
+        logits = self._cut.logits(h, self._no_caches.listed)[0].astype(mx.float32)
+        self._no_caches.cut(0)
         if self.mask_token is not None:
             logits[:, self.mask_token] = -mx.inf
         return logits

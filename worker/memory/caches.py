@@ -89,13 +89,14 @@ class Caches:
 
     def arrays(self) -> list[mx.array]:
         """The buffers of the last layer that has any: they depend on all that the pass has computed for others."""
-        return self.own[-1].arrays() if self.own else []
+        return next((arrays for cache in reversed(self.own) if (arrays := cache.arrays())), [])
 
     def cut(self, length: int) -> None:
         """Raises CacheMismatch if one of them cannot be cut there."""
         for cache in self.own:
             cache.cut(length)
         for cache in self._counting:
+            cache.cut(0)  # an embedding whose rows are not wanted here remembers all the same, a step upon another
             cache.settle(length)
 
     def reserve(self, num_rows: int, positions: mx.array | None) -> None:

@@ -81,6 +81,22 @@ def test_only_what_is_here_takes_memory() -> None:
     assert nothing.nbytes == 0 and nothing.arrays() == []
 
 
+def test_the_buffers_to_wait_for_are_there_though_the_last_layer_keeps_nothing() -> None:
+    caches = Caches([FULL, Memory()], [0, 1], Cache())
+    caches.reserve(3, None)
+    caches.own[0].update_and_fetch(rows(range(3)), rows(range(3)))  # type: ignore[attr-defined]
+    assert [array.shape[1] for array in caches.arrays()] == [H, H]
+
+
+def test_a_stand_in_forgets_what_an_embedding_left_in_it() -> None:
+    caches = Caches([STATE, FULL], [1], Cache())
+    stand_in = caches.listed[0]
+    assert isinstance(stand_in, RecurrentState)
+    stand_in[0] = mx.ones(1)
+    caches.cut(0)
+    assert stand_in.arrays() == []
+
+
 def test_a_cut_is_one_of_all_or_refused() -> None:
     caches = Caches(ENTRIES[:4], [0, 1], Cache())
     feed(caches, range(9))
