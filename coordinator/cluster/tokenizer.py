@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from coordinator.cluster.progress import say
 from coordinator.cluster.tokenizer_code import fetch_code, trusted_code
 from coordinator.sessions.text import StopText, TextStream
-from worker.errors import InputError, ModelError
+from worker.errors import InputError, ModelError, first_line
 from worker.model.checkpoint import Checkpoint
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -35,8 +35,7 @@ class Tokenizer:
                 fetch_code(checkpoint)
             self._wrapper = tokenizer_utils.load(folder, settings)
         except _UNREADABLE as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-            raise ModelError(f"cannot load the tokenizer of {folder}: {reason}") from error
+            raise ModelError(f"cannot load the tokenizer of {folder}: {first_line(error)}") from error
         if len(self._wrapper.get_vocab()) < 2:  # transformers makes an empty one where there are no files
             raise ModelError(
                 f"{folder} holds no tokenizer; copy its tokenizer files there, or give the prompt as token ids"

@@ -42,8 +42,8 @@ def absent(name: str, info: TensorInfo) -> mx.array:
 def build(checkpoint: Checkpoint, tensor: Callable[[str, TensorInfo], mx.array] = absent) -> Any:
     """The whole model, its parameters bound to what `tensor` makes of each of the checkpoint's tensors.
 
-    Nothing is evaluated here, and `tensor` should not either. mlx-lm's `sanitize` decides by looking at the whole
-    checkpoint, so it gets to see the whole checkpoint.
+    No tensor of the checkpoint is evaluated here, nor should it be by `tensor`. mlx-lm's `sanitize` decides by looking
+    at the whole checkpoint, so it gets to see the whole checkpoint.
 
     Raises:
         ModelError: configuration and tensors do not fit together, or make no model that mlx-lm knows.

@@ -92,15 +92,13 @@ def describe(checkpoint: Checkpoint) -> ModelSpec:
 
 
 def _describe(checkpoint: Checkpoint) -> Described:
-    unread: dict[int, str] = {}
+    unread: dict[int, tuple[str, mx.array]] = {}  # by id, which lasts as long as the array is held
 
     def tensor(name: str, info: TensorInfo) -> mx.array:
         array = absent(name, info)
-        kept.append(array)  # or its id might be another's soon
-        unread[id(array)] = name
+        unread[id(array)] = name, array
         return array
 
-    kept: list[mx.array] = []
     model = build(checkpoint, tensor)
     skeleton = skeleton_of(model)
     parameters = tensors_of_module(model)
@@ -108,7 +106,7 @@ def _describe(checkpoint: Checkpoint) -> Described:
     for name, array in parameters:
         place = _place(skeleton, name)
         sizes[place] = sizes.get(place, 0) + array.nbytes
-    as_they_are = {unread[id(array)]: _place(skeleton, name) for name, array in parameters if id(array) in unread}
+    as_they_are = {unread[id(array)][0]: _place(skeleton, name) for name, array in parameters if id(array) in unread}
     try:
         anatomy = examine(model)
     except ModelError as error:

@@ -128,6 +128,8 @@ def _travelling(calls: Sequence[_Call], caches: Sequence[Any]) -> tuple[tuple[in
         rows = came[: 1 + max(number for number, is_taken in enumerate(taken) if is_taken)]
         if any(part.shape[:2] != rows[0].shape[:2] for part in rows):
             raise ModelError(_refusal(rows[-1], calls, call.index))
+        if any(part.dtype != rows[0].dtype for part in rows):  # side by side they would all become of one
+            raise ModelError(f"layer {call.index} takes results of layer {call.index - 1} of more than one dtype")
         travelling.add(tuple(part.shape[2:] for part in rows))
         for name, value in call.arguments.items():
             plain = value is None or isinstance(value, bool | int | float | str) or "mask" in name
@@ -211,7 +213,7 @@ def _trial(model: Any, entries: Sequence[Entry], make: Callable[[Memory], Any]) 
     try:
         model(_ids(), cache=caches)
         model(_ids()[:, :1], cache=caches)
-    except (TypeError, ValueError, AttributeError, IndexError) as error:
+    except _FAILURES as error:
         return f"its attention cannot read them ({first_line(error)[:80]})"
     return ""
 

@@ -12,7 +12,6 @@ _WEDLM_MASK = 151665  # WeDLM's own default, used where config.json does not say
 # mlx-lm tells these apart by the architecture too (mlx_lm/utils.py)
 _BY_ARCHITECTURE = {("bailing_hybrid", "BailingMoeV3ForCausalLM"): "bailing_moe_v3"}
 
-
 # What cannot work though nothing in a pass shows it.
 _ODD = "mlx-lm's own code for it answers a prompt otherwise than the same tokens in parts"
 _REFUSED = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from worker.errors import ModelError
+from worker.errors import ModelError, first_line
 from worker.model.checkpoint import Checkpoint
 from worker.model.skeleton import is_text
 
@@ -28,7 +28,7 @@ _ONE_IN_FP8 = 0x38  # the byte of 1.0 in E4M3
 
 @dataclass(frozen=True)
 class Quantisation:
-    """Nothing of both for a checkpoint that is not quantised."""
+    """How a checkpoint is quantised; one that is not has neither parameters nor a method."""
 
     parameters: dict[str, Any] | None = None  # mlx-lm's: group_size, bits, mode, and exceptions by path
     method: str = ""  # the hub's name of what another tool than mlx-lm made
@@ -66,10 +66,10 @@ def misfit(checkpoint: Checkpoint, reason: str) -> ModelError:
 def require_fp8_read(checkpoint: Checkpoint, model: Any) -> None:
     """Refuse fp8 tensors with a scale per block that `sanitize` of this type leaves as they are, or takes for bytes.
 
-    It is asked with a tensor of a single number: only its result tells fp8 from bytes.
+    `sanitize` is tried on a matrix of a single number: only what it makes of that tells fp8 from bytes.
 
     Raises:
-        ModelError: it does.
+        ModelError: it does not make the number of it.
     """
     scales = [name for name in checkpoint.tensors if name.endswith("_scale_inv") and is_text(name)]
     if not scales:
@@ -95,7 +95,7 @@ def unpack_awq(checkpoint: Checkpoint, weights: dict[str, mx.array]) -> dict[str
     try:
         return _transform_awq_weights(weights, _foreign(checkpoint))[0]
     except (*MISFITS, NameError) as error:  # it has no name for a dtype where nothing is packed
-        raise misfit(checkpoint, str(error).partition("\n")[0]) from error
+        raise misfit(checkpoint, first_line(error)) from error
 
 
 def _checked(checkpoint: Checkpoint, own: Any) -> dict[str, Any]:

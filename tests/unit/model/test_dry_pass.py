@@ -184,6 +184,31 @@ def test_a_pair_of_which_the_second_has_no_rows() -> None:
     assert refused(between, Sum) == "layer 1 takes a result of layer 0 besides a hidden state"
 
 
+def test_a_pair_of_two_dtypes() -> None:
+    class Halves(Layer):
+        def __call__(self, x: mx.array, mask: Any = None, cache: Any = None, half: Any = None) -> Any:
+            return super().__call__(x, mask, cache), x.astype(mx.float16)
+
+    def between(layers: list[Any], h: mx.array, caches: Caches) -> mx.array:
+        half = None
+        for layer, cache in zip(layers, caches, strict=True):
+            h, half = layer(h, None, cache, half)
+        return h
+
+    assert refused(between, Halves) == "layer 1 takes results of layer 0 of more than one dtype"
+
+
+def test_a_refusal_of_caches_is_one_whatever_the_model_raises() -> None:
+    """What reads its own kind of cache, and looks up a name of it that ours has not."""
+
+    class Choosy(Layer):
+        def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> Any:
+            {"KVCache": 1}[type(cache).__name__]
+            return super().__call__(x, mask, cache)
+
+    assert "'RotatingKVCache' is missing" in examine(Toy(layer=Choosy)).rotating_refusal
+
+
 def test_what_an_earlier_layer_gave_is_named_with_that_layer() -> None:
     def between(layers: list[Any], h: mx.array, caches: Caches) -> mx.array:
         first = layers[0](h, cache=caches[0])
