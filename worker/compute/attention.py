@@ -6,13 +6,12 @@ They all call the `scaled_dot_product_attention` of their own module with the ca
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from worker.memory.lane import LaneCache
+from worker.memory.lane import Attention, LaneCache
 
 
 def serve_lanes(layer: nn.Module) -> None:
@@ -21,6 +20,22 @@ def serve_lanes(layer: nn.Module) -> None:
         _serve(sys.modules[type(module).__module__])
         for name, rope in list(_ropes(module)):
             setattr(module, name, WindowRope(rope))
+
+
+class LaneAttention:
+    """A module's own attention, which may also be given a lane's cache."""
+
+    def __init__(self, attention: Attention) -> None:
+        self._attention = attention
+
+    def __call__(
+        self, queries: mx.array, keys: Any, values: Any, cache: Any = None, *rest: Any, **more: Any
+    ) -> mx.array:
+        """As mlx-lm's `scaled_dot_product_attention`; with a LaneCache, each slot's queries on its own keys."""
+        if isinstance(cache, LaneCache):
+            named = dict(zip(("scale", "mask", "sinks"), rest, strict=False)) | more
+            return cache.attend(self._attention, queries, keys, values, **named)
+        return self._attention(queries, keys, values, cache, *rest, **more)
 
 
 class WindowRope:
@@ -48,15 +63,6 @@ def _ropes(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _serve(module: Any) -> None:
-    alone = getattr(module, "scaled_dot_product_attention", None)
-    if alone is None or getattr(alone, "serves_lanes", False):
-        return
-
-    def attend(queries: mx.array, keys: Any, values: Any, cache: Any = None, *rest: Any, **more: Any) -> Any:
-        if isinstance(cache, LaneCache):
-            named = dict(zip(("scale", "mask", "sinks"), rest, strict=False)) | more
-            return cache.attend(partial(alone), queries, keys, values, **named)
-        return alone(queries, keys, values, cache, *rest, **more)
-
-    attend.serves_lanes = True  # type: ignore[attr-defined]
-    module.scaled_dot_product_attention = attend
+    attention = getattr(module, "scaled_dot_product_attention", None)
+    if attention is not None and not isinstance(attention, LaneAttention):
+        module.scaled_dot_product_attention = LaneAttention(attention)

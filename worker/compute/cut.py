@@ -38,11 +38,8 @@ class _Keeper:
         if index < self._start or self.is_past:
             assert self.incoming is not None
             return as_returned(self.incoming, self._anatomy.shapes, self._anatomy.returns[index])
-        if not args:  # by its name: what comes first is the hidden state all the same
-            name = next(iter(kwargs))
-            args, kwargs = [kwargs[name]], {key: value for key, value in kwargs.items() if key != name}
         view = next((value for value in (*args, *kwargs.values()) if isinstance(value, View)), None)
-        result = run(*args, **kwargs) if view is None else view.run(run, args, kwargs)
+        result = run(*args, **kwargs) if view is None else view.run(run, *_hidden_first(args, kwargs))
         if index == self._end - 1:
             raise _Left(result)
         return result
@@ -102,6 +99,14 @@ class CutModel:
             return self._model(mx.zeros(h.shape[:2], mx.int32), cache=caches)
         finally:
             self._keeper.incoming, self._keeper.is_past = None, False
+
+
+def _hidden_first(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """A layer's arguments, beginning with its hidden states even where these came by their name."""
+    if args:
+        return args, kwargs
+    name, *others = kwargs
+    return [kwargs[name]], {key: kwargs[key] for key in others}
 
 
 def _drop(parent: nn.Module, key: str, besides: Sequence[nn.Module]) -> None:

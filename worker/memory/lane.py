@@ -112,8 +112,10 @@ class View:
         """Of layers with several caches each."""
         return View(self._lane, [cache[number] for cache in self.caches])
 
-    def make_mask(self, num_rows: int, return_array: bool = False, window_size: int | None = None) -> LaneMask:
-        """As of a single cache, and of any slot's; asked for by mlx-lm's models."""
+    def make_mask(
+        self, num_rows: int, return_array: bool = False, window_size: int | None = None
+    ) -> LaneMask | mx.array:
+        """Each slot's mask, for its own number of rows; asked for by mlx-lm's models, as of a single cache."""
         places = enumerate(zip(self.caches, self._lane.places, strict=True))
         return LaneMask({i: cache.make_mask(p.num_rows, return_array, window_size) for i, (cache, p) in places}, [])
 
@@ -150,7 +152,7 @@ class BatchCache(View):
         """The position of each slot's first row."""
         return self._group.bases
 
-    def make_mask(self, num_rows: int, return_array: bool = False, window_size: int | None = None) -> mx.array:  # type: ignore[override]
+    def make_mask(self, num_rows: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
         return self._group.mask(window_size)
 
     def run(self, layer: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
