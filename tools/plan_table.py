@@ -45,7 +45,7 @@ class _Row:
 
     @property
     def repository(self) -> str:
-        """The path is in the file."""
+        """The source without its path."""
         return self.source if self.source.startswith("arXiv") else self.source.partition(" ")[0]
 
 

@@ -43,11 +43,12 @@ def main(
     ] = False,
 ) -> None:
     """Write config.json, an index and files of holes."""
-    if folder.exists() or mode not in _GROUPS or (unstacked and bits):
-        raise InputError(
-            "",
-            f"expected a folder that does not exist, --mode {', '.join(_GROUPS)}, and --unstacked only with --bits 0",
-        )
+    if folder.exists():
+        raise InputError("", f"expected a folder that does not exist, got {folder}")
+    if mode not in _GROUPS:
+        raise InputError("mode", f"expected one of {', '.join(_GROUPS)}, got {mode!r}")
+    if unstacked and bits:
+        raise InputError("bits", f"expected 0 for tensors that are unstacked, got {bits}")
     found = json.loads(config.read_text(encoding="utf-8"))
     nbytes = write_sparse(folder, found.get("config", found), bits or None, mode, unstacked=unstacked)
     print(f"{folder}: {nbytes / 1e9:.1f} GB apparent, {_used(folder) / 1e6:.1f} MB on the disk")

@@ -76,7 +76,9 @@ class Alone:
                 take(Case(name, expected, found[name]))
 
     def _make_engine(self) -> Engine:
-        return Engine(Shard(self._checkpoint, 0, self._spec.num_layers), 0, self._spec.dtype)
+        shard = Shard(self._checkpoint, 0, self._spec.num_layers)
+        shard.materialise(lambda nbytes: None)
+        return Engine(shard, 0, self._spec.dtype)
 
 
 def _read(reference: Reference, replay: Replay) -> None:

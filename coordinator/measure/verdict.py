@@ -30,7 +30,7 @@ class Case:
 
     @property
     def first_difference(self) -> int | None:
-        """Of those that rounding does not explain, if there are any."""
+        """The first that rounding does not explain; if it explains all, the first. None if the tokens are equal."""
         return next(iter([*self._unexplained, *self.differences]), None)
 
     @property

@@ -67,10 +67,10 @@ class Chain:
     def run(self, *feeds: Feed) -> list[mx.array]:
         """One pass of the windows of several sessions: the logits [L, V] of each."""
         windows = [feed.window() for feed in feeds]
-        x = mx.array([[token for feed in feeds for token in feed.tokens]])
+        x = ids = mx.array([[token for feed in feeds for token in feed.tokens]])
         for number, stage in enumerate(self.stages):
             slots = [feed.session.slots[number] for feed in feeds]
-            x = stage(x, [slot.begin(window) for slot, window in zip(slots, windows, strict=True)])
+            x = stage(x, [slot.begin(window) for slot, window in zip(slots, windows, strict=True)], ids)
         ends = accumulate(len(feed.tokens) for feed in feeds[:-1])
         logits = self.stages[-1].logits(x).split(tuple(ends))
         mx.eval(logits)
