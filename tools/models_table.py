@@ -7,7 +7,10 @@ an environment of its own, then `--compare FILE` here. `--from FILE` lays out wh
 """
 
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from importlib.metadata import PackageNotFoundError, version
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +20,7 @@ import typer
 from tools.model_types.configs import all_types
 from tools.model_types.matrix import best_lanes, bf16, int8_of, look_at, quantisations, rotating_of
 from tools.model_types.report import Survey, differences, load, to_markdown
-from tools.model_types.row import Row
+from tools.model_types.row import MISSING, Row
 from tools.model_types.stand_ins import stand_ins
 from worker.errors import InputError
 from worker.process.machine import machine_name
@@ -48,22 +51,34 @@ def main(
 
 
 def _rows(types: list[str]) -> list[Row]:
+    """A row per type, found in a process of its own: another mlx-lm may have code that ends a process."""
     rows = []
+    pool = _process()
     for number, name in enumerate(types, 1):
         print(f"\r\x1b[K{number} of {len(types)}: {name}", end="", file=sys.stderr, flush=True)
-        with stand_ins():
-            rows.append(_row(name))
+        try:
+            rows.append(pool.submit(row_of, name).result())
+        except BrokenProcessPool:
+            rows.append(Row(name, f"{MISSING}it ends its process"))
+            pool = _process()
+    pool.shutdown()
     print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     return rows
 
 
-def _row(name: str) -> Row:
-    row = look_at(name)
-    if row.is_cut:
-        row.bf16, row.int8, row.rotating = bf16(name), int8_of(name), rotating_of(name)
-        if (best := best_lanes(name)) != row.lanes:
-            row.lanes += f" ({best} would do)"
-    row.quantised = quantisations(name)
+def _process() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+
+
+def row_of(name: str) -> Row:
+    """All that is found of a type."""
+    with stand_ins():
+        row = look_at(name)
+        if row.is_cut:
+            row.bf16, row.int8, row.rotating = bf16(name), int8_of(name), rotating_of(name)
+            if (best := best_lanes(name)) != row.lanes:
+                row.lanes += f" ({best} would do)"
+        row.quantised = quantisations(name)
     return row
 
 

@@ -122,6 +122,10 @@ def differences(ours: Survey, theirs: Survey) -> str:
 
 
 def _changes(old: Row, new: Row) -> Iterable[tuple[str, str, str]]:
+    """What differs; of a type that fits one of them only just that, for nothing else is known of the other."""
+    if old.is_cut != new.is_cut:
+        yield "fits", old.fits, new.fits
+        return
     for field in fields(Row):
         was, is_ = getattr(old, field.name), getattr(new, field.name)
         if not isinstance(was, dict):
@@ -148,7 +152,7 @@ def _quantised(rows: Sequence[Row], notes: Notes) -> str:
     titles = dict.fromkeys(title for row in families for title in row.quantised)
     lines = [(title, *(notes.cell(row.quantised.get(title, "")) for row in families)) for title in titles]
     others = ", ".join(
-        f"`{row.type}` {title} {notes.cell(found)}"
+        f"`{row.type}` ({title}: {notes.cell(found)})"
         for row in rows
         if row not in families
         for title, found in row.quantised.items()
