@@ -230,16 +230,22 @@ class _Group:
         L = places[numbers[0]].num_rows
         self.bases = mx.array([places[number].base for number in numbers], mx.int32)
         self._rows = self.bases[:, None, None, None] + mx.arange(L)[:, None]  # [B, 1, L, 1]
+        self._places = [places[number] for number in numbers]
         self._end = max(places[number].base for number in numbers) + L
         self._masks: dict[int | None, mx.array] = {}
 
     def mask(self, window_size: int | None) -> mx.array:
         """Which rows each row sees [B, 1, L, end], of the last `window_size` or of all."""
         if window_size not in self._masks:
-            columns = mx.arange(self._end)
-            in_sight = columns <= self._rows
-            self._masks[window_size] = in_sight & (columns > self._rows - window_size) if window_size else in_sight
+            in_sight = mx.arange(self._end) <= self._rows
+            self._masks[window_size] = in_sight & self._is_near(window_size) if window_size else in_sight
         return self._masks[window_size]
+
+    def _is_near(self, window_size: int) -> mx.array:
+        """Which rows lie less than so far before each row, by their positions."""
+        own = mx.stack([_positions(place) for place in self._places])[:, None, :, None]
+        held = mx.broadcast_to(mx.arange(self._end), (len(self._places), 1, 1, self._end))
+        return mx.put_along_axis(held, self._rows.swapaxes(2, 3), own.swapaxes(2, 3), axis=3) > own - window_size
 
     def append(self, caches: Sequence[KVCache], keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write [B, H, L, K] of one layer; returns what the group's slots hold there, right-padded."""

@@ -9,7 +9,7 @@ import mlx.nn as nn
 import pytest
 
 from protos.brigade_pb2 import Cache
-from worker.compute.attention import serve_lanes
+from worker.compute.attention import WindowRope, serve_lanes
 from worker.memory.caches import Caches
 from worker.memory.lane import Lane, Place
 from worker.model.cachespec import Memory
@@ -43,3 +43,18 @@ def test_what_a_layer_says_of_attention_beyond_the_cache_holds_for_every_slot(mo
     mask = view.make_mask(4)
     output = module.scaled_dot_product_attention(queries, keys, values, cache=view, scale=1.0, mask=mask, sinks=5)
     assert mx.array_equal(output, queries) and seen == [(2, 5), (1, 5)]
+
+
+def test_a_rope_takes_positions_as_a_number_as_one_of_each_slot_and_as_one_of_each_row() -> None:
+    rope = nn.RoPE(K)
+    windows, x = WindowRope(rope), rows(3)
+    expected = rope(x, offset=7)
+    for offset in (7, mx.array(7), mx.array([7, 8, 9])):  # gemma4 gives an array of no dimensions
+        assert mx.allclose(windows(x, offset=offset), expected, atol=1e-5)
+    turned = windows(x, offset=mx.array([9, 7, 8]))
+    apart = [rope(x[:, :, row : row + 1], offset=position) for row, position in enumerate((9, 7, 8))]
+    assert mx.allclose(turned, mx.concatenate(apart, axis=2), atol=1e-5)
+    two = mx.concatenate([x, x])
+    of_each = mx.concatenate([expected, rope(x, offset=2)])
+    assert mx.allclose(windows(two, offset=mx.array([7, 2])), of_each, atol=1e-5)
+    assert windows.dims == K

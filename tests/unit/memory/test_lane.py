@@ -146,6 +146,18 @@ def test_reordered_windows_lie_side_by_side_slot_after_slot() -> None:
         assert mx.allclose(found[i], alone(FULL, x[i], Place(caches, bases[i], 3, positions[i])), atol=1e-5)
 
 
+def test_reordered_windows_end_to_end_see_as_far_back_as_their_positions_say() -> None:
+    """Of a model whose mask is a window though its caches hold all rows."""
+    together, single = (make(FULL, (4, 5), CHOICES[:1] * 2) for _ in range(2))
+    bases, x = (4, 5), [mx.random.normal((1, 3, H * K)) for _ in range(2)]
+    positions = [mx.array([base + 4, base, base + 1], mx.int32) for base in bases]
+    lane, joined = lane_of(x, [Place(c, b, 3, p) for c, b, p in zip(together, bases, positions, strict=True)], False)
+    [view] = lane.views
+    found = lane.split(view.run(attention_layer, [joined, view.make_mask(3, window_size=4)], {"cache": view}))
+    for i, caches in enumerate(single):
+        assert mx.allclose(found[i], alone(FULL, x[i], Place(caches, bases[i], 3, positions[i]), 4), atol=1e-5)
+
+
 def test_every_row_has_its_position_and_side_by_side_every_slot_the_one_of_its_first() -> None:
     slots = make(FULL, (3, 5, 0), CHOICES[:1] * 3)
     reordered = mx.array([9, 5, 7], mx.int32)
