@@ -60,7 +60,7 @@ REFUSALS = [
     _of_model("weights with a corrupt header", "corrupt", "corrupt safetensors header"),
     _of_model("a tensor is missing", "no_tensor", r"lacks tensor model\.layers\.3\.self_attn\.q_proj\.weight"),
     _of_model("a tensor has another shape", "other_shape", r"\(32,\).*model\.norm\.weight"),
-    _of_model("unknown model_type", "unknown", "'mamba9' is not supported: this version of mlx-lm has no code for it"),
+    _of_model("unknown model_type", "unknown", r"'mamba9' is not supported: mlx-lm [\d.]+, installed here"),
     Refusal("no tokenizer", 2, "generate --model {no_tokenizer} --local 0 --raw --prompt go", "no tokenizer"),
     Refusal("broken tokenizer", 2, "generate --model {bad_tokenizer} --local 0 --prompt go", "cannot load the token"),
     Refusal(

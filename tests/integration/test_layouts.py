@@ -9,6 +9,7 @@ from tests.integration.layouts import write_layout
 from tests.integration.one_layer import assert_mlx_lms_logits, copy_files, one_layer_shards
 from tests.integration.published import PUBLISHED
 from tests.integration.unread import UNREAD
+from worker.compute import shard as shard_module
 from worker.errors import ModelError
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe, shard_tensors
@@ -23,6 +24,7 @@ def experts_in_any_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
         return multiply(a.astype(mx.float32), b.astype(mx.float32), **kwargs).astype(a.dtype)  # type: ignore[arg-type]
 
     monkeypatch.setattr(mx, "gather_mm", in_fp32)
+    monkeypatch.setattr(shard_module, "multiplies_experts", lambda dtype: True)
 
 
 @pytest.mark.usefixtures("experts_in_any_dtype", "quick_collector")

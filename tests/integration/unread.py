@@ -58,7 +58,7 @@ UNREAD: dict[str, tuple[Layout, str]] = {
     ),
     "fp8 that config.json does not tell of": (
         Layout(_DENSE, (matrices_in_fp8, without_endings("_scale_inv"))),
-        r"weight is of mlx\.core\.uint8, which nothing converts",
+        r"weight is of uint8, which nothing converts",
     ),
     "GLM-4.7, fp8": (
         Layout(GLM | {"quantization_config": _FLOAT}, (experts_apart(), also(weight_scale=mx.ones((1,))))),

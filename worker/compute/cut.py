@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from worker.memory.lane import View
 from worker.model.anatomy import Anatomy, as_returned, as_rows, strip_front
 from worker.model.build import tensors_of_module
 from worker.model.doors import Run, put_doors
-from worker.model.skeleton import skeleton_of
+from worker.model.skeleton import drop_arrays, drop_part, skeleton_of
 
 
 class _Left(Exception):
@@ -54,12 +53,12 @@ class CutModel:
         is_last = end == anatomy.num_layers
         self.layers = skeleton.layers[start:end]
         for layer in [*skeleton.layers[:start], *skeleton.layers[end:]]:
-            _drop_arrays(layer, besides=self.layers)
+            drop_arrays(layer, besides=self.layers)
         if start > 0 and not (is_last and anatomy.tied):
             strip_front(skeleton, anatomy)
         if not is_last:
             for _, (parent, key) in skeleton.back:
-                _drop(parent, key, besides=self.layers)
+                drop_part(parent, key, besides=self.layers)
         self._model = model
         self._is_first = start == 0
         self._keeper = _Keeper(start, end, anatomy)
@@ -107,20 +106,3 @@ def _hidden_first(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence
         return args, kwargs
     name, *others = kwargs
     return [kwargs[name]], {key: kwargs[key] for key in others}
-
-
-def _drop(parent: nn.Module, key: str, besides: Sequence[nn.Module]) -> None:
-    part = parent[key]
-    if isinstance(part, mx.array):
-        del parent[key]
-    for module in part if isinstance(part, list) else [part]:
-        if isinstance(module, nn.Module):
-            _drop_arrays(module, besides)
-
-
-def _drop_arrays(module: nn.Module, besides: Sequence[nn.Module]) -> None:
-    """Take all arrays out of a module; but not out of what these others have too."""
-    kept = {id(part) for other in besides for part in other.modules()}
-    for part in module.modules():
-        for key in [key for key, value in part.items() if isinstance(value, mx.array) and id(part) not in kept]:
-            del part[key]

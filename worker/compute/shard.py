@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.switch_layers import SwitchLinear
 
 from protos.brigade_pb2 import Cache
 from worker.compute.attention import serve_lanes
@@ -25,6 +26,7 @@ from worker.model.checkpoint import Checkpoint
 from worker.model.describe import described, shard_tensors
 from worker.model.families import LaneForm, lane_form, mask_token_of
 from worker.model.headers import TensorInfo
+from worker.process.machine import multiplies_experts
 
 _DIGEST_BYTES = 4 * 2**20  # of a tensor that are hashed at once
 
@@ -51,6 +53,7 @@ class Shard:
             held.clear()
         self.nbytes = sum(array.nbytes for _, array in self._cut.tensors)
         reader.require_none_absent(self._cut.tensors)
+        _require_experts_here(checkpoint, self._cut)
         self.mask_token = mask_token_of(checkpoint.config, self.anatomy.vocab_size)
         self._lane_form = lane_form(checkpoint.config)
         self._no_caches = Caches(self.anatomy.entries, (), Cache())  # for what has none, norm and head
@@ -179,6 +182,17 @@ class _Reader:
         for name, array in tensors:
             if id(array) in self._absent:
                 raise ModelError(f"{self._checkpoint.name}: cannot tell which node needs tensor {name}")
+
+
+def _require_experts_here(checkpoint: Checkpoint, cut: CutModel) -> None:
+    """Refuse what MLX would refuse at the first step."""
+    for module in (module for layer in cut.layers for module in layer.modules()):
+        if isinstance(module, SwitchLinear) and "weight" in module and not multiplies_experts(module.weight.dtype):
+            dtype = str(module.weight.dtype).rpartition(".")[2]
+            raise ModelError(
+                f"{checkpoint.name}: its experts are in {dtype}, which MLX computes on a GPU only; take a quantised "
+                "conversion, or one in float32"
+            )
 
 
 def _open_file(path: Path) -> dict[str, mx.array]:

@@ -146,14 +146,20 @@ def _bind(model: Any, checkpoint: Checkpoint, weights: dict[str, mx.array]) -> N
         model.load_weights(list(bound.items()), strict=True)
     except ValueError as error:
         lines = str(error).splitlines()[:2]  # the second names the first tensor that is left over
-        raise misfit(checkpoint, "".join(lines).rstrip(".")) from error
+        raise misfit(checkpoint, "".join(lines).rstrip(".,")) from error
 
 
 def _check_numbers(checkpoint: Checkpoint, wanted: dict[str, mx.array], bound: dict[str, mx.array]) -> None:
     """Refuse bytes where the model has numbers: MLX reads fp8 as bytes, and would compute with them."""
     for name, array in bound.items():
         if name in wanted and _is_floating(wanted[name]) and not _is_floating(array):
-            raise misfit(checkpoint, f"tensor {name} is of {array.dtype}, which nothing converts to floating point")
+            raise misfit(
+                checkpoint, f"tensor {name} is of {_name(array.dtype)}, which nothing converts to floating point"
+            )
+
+
+def _name(dtype: mx.Dtype) -> str:
+    return str(dtype).rpartition(".")[2]
 
 
 def _is_floating(array: mx.array) -> bool:

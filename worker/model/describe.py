@@ -111,9 +111,11 @@ def _describe(checkpoint: Checkpoint) -> Described:
         anatomy = examine(model)
     except ModelError as error:
         what = f"a model of type {checkpoint.config['model_type']} cannot be cut between its layers"
-        raise ModelError(f"{checkpoint.name}: {what}: {error.message}") from error
+        raise ModelError(f"{checkpoint.name}: {what}: {error.message}; run it by mlx-lm on one machine") from error
     if anatomy.dtype not in _DTYPES:
-        raise ModelError(f"{checkpoint.name}: its hidden states are {anatomy.dtype}; expected float32, 16 or bfloat16")
+        raise ModelError(
+            f"{checkpoint.name}: its hidden states are {anatomy.dtype}; expected float32, float16 or bfloat16"
+        )
     places = dict(_places(checkpoint, skeleton, as_they_are))
     if anatomy.tied:
         places = {name: place for name, place in places.items() if name in as_they_are or "lm_head." not in name}

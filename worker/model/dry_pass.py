@@ -22,7 +22,7 @@ from worker.errors import ModelError, first_line
 from worker.model.anatomy import Anatomy, Entry, as_returned, parts, strip_front
 from worker.model.cachespec import Memory, int8_group
 from worker.model.doors import Run, put_doors
-from worker.model.skeleton import Skeleton, skeleton_of
+from worker.model.skeleton import Skeleton, drop_part, skeleton_of
 
 _ROWS = 11  # of the pass: several, so that masks are made, and no size that a model has
 _FAILURES = (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError)
@@ -85,7 +85,9 @@ def examine(model: Any) -> Anatomy:
     shapes = _travelling(calls, caches)
     hidden = [_first(call.result) for call in calls]
     if len({array.dtype for array in hidden}) > 1 or len({array.shape for array in hidden}) > 1:
-        raise ModelError("its hidden states change their shape or dtype on the way")
+        raise ModelError(
+            "its hidden states change their shape or dtype on the way: its tensors may be of several dtypes"
+        )
     anatomy = Anatomy(
         num_layers=num_layers,
         shapes=shapes,
@@ -96,12 +98,14 @@ def examine(model: Any) -> Anatomy:
         layer_of_entry=owners,
         tied=False,
     )
-    return replace(
+    anatomy = replace(
         anatomy,
         int8_refusal=_int8_refusal(model, anatomy.entries),
         rotating_refusal=_trial(model, anatomy.entries, lambda memory: RotatingKVCache(_ROWS // 2, keep=1)),
-        tied=_needs_embedding(model, skeleton, anatomy),  # the last: it takes the embedding out
+        tied=_needs_embedding(model, skeleton, anatomy),  # takes the embedding out
     )
+    _require_back_behind(model, skeleton)  # takes norm and head out
+    return anatomy
 
 
 def _ids() -> mx.array:
@@ -197,8 +201,6 @@ def _int8_refusal(model: Any, entries: Sequence[Entry]) -> str:
         if memory.heads
         for size in (memory.key_size, memory.value_size)
     }
-    if not sizes:
-        return "it has no keys and values"
     if odd := sorted(size for size in sizes if size == 0 or size % 32):
         return f"8 bits need heads of a multiple of 32 numbers, but they have {odd[0]}"
     return _trial(model, entries, lambda memory: QuantizedKVCache(int8_group(memory.value_size), bits=8))
@@ -209,12 +211,16 @@ def _trial(model: Any, entries: Sequence[Entry], make: Callable[[Memory], Any]) 
     if any(isinstance(entry, tuple) for entry in entries):
         return "a layer of it has several"
     memories = [memory for entry in entries for memory in parts(entry)]
+    if not any(memory.heads for memory in memories):
+        return "it has no keys and values"
     caches = [ArraysCache(memory.state_arrays) if memory.state_arrays else make(memory) for memory in memories]
     try:
         model(_ids(), cache=caches)
         model(_ids()[:, :1], cache=caches)
+    except (AttributeError, TypeError):  # told in Python's words, which are of no use to users
+        return "its attention cannot read them"
     except _FAILURES as error:
-        return f"its attention cannot read them ({first_line(error)[:80]})"
+        return f"its attention cannot read them ({first_line(error)})"
     return ""
 
 
@@ -231,6 +237,19 @@ def _needs_embedding(model: Any, skeleton: Skeleton, anatomy: Anatomy) -> bool:
             raise ModelError(f"it asks its embedding for more than rows ({error})") from error
         return True
     return False
+
+
+def _require_back_behind(model: Any, skeleton: Skeleton) -> None:
+    """Refuse a model of which something that only the last stage holds runs before the layers. It has no head then."""
+    skip = _Skip(None)
+    for _, (parent, key) in skeleton.back:
+        drop_part(parent, key)
+    put_doors(skeleton.layers, skip)
+    try:
+        model(_ids(), cache=make_prompt_cache(model))
+    except _FAILURES as error:
+        if not skip.is_reached:
+            raise ModelError(f"what stands behind its layers runs before them, too ({first_line(error)})") from error
 
 
 def _parts(result: Any) -> Sequence[Any]:

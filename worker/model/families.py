@@ -3,6 +3,7 @@
 import importlib
 import re
 from enum import Enum
+from importlib.metadata import version
 from typing import Any
 
 from worker.errors import ModelError
@@ -13,7 +14,7 @@ _WEDLM_MASK = 151665  # WeDLM's own default, used where config.json does not say
 _BY_ARCHITECTURE = {("bailing_hybrid", "BailingMoeV3ForCausalLM"): "bailing_moe_v3"}
 
 # What cannot work though nothing in a pass shows it.
-_ODD = "mlx-lm's own code for it answers a prompt otherwise than the same tokens in parts"
+_ODD = "mlx-lm's own code for it gives other answers when a prompt comes in parts; run it by mlx-lm on one machine"
 _REFUSED = {
     "olmo": "mlx-lm's own code for it fails on a prompt, and ends the process where ai2-olmo is not installed",
     "phi3small": _ODD,
@@ -73,8 +74,8 @@ def module_of(config: dict[str, Any]) -> str:
     alias = MODEL_REMAPPING.get(model_type)
     if alias is None:
         raise ModelError(
-            f"model_type {model_type!r} is not supported: this version of mlx-lm has no code for it; "
-            "install one that has"
+            f"model_type {model_type!r} is not supported: mlx-lm {version('mlx-lm')}, installed here, has "
+            "no code for it; a later one may"
         )
     return str(alias)
 
@@ -83,7 +84,8 @@ def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
     """mlx-lm's own classes of the model and of its arguments. Raises ModelError as `module_of` does."""
     if config.get("model_file"):
         raise ModelError(
-            f"config.json: model_file: {config['model_file']!r} is Python code of the model's own, not run here"
+            f"config.json: model_file: {config['model_file']!r} is Python code of the model's own, not run here; "
+            "choose a model whose type mlx-lm knows"
         )
     module = module_of(config)
     code = importlib.import_module(f"mlx_lm.models.{module}")

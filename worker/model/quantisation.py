@@ -14,9 +14,10 @@ from worker.model.checkpoint import Checkpoint
 from worker.model.skeleton import is_text
 
 # how mlx-lm's code for a model says that what it was given is not what it takes
-MISFITS = (TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError, StopIteration)
+MISFITS = (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError, StopIteration, RuntimeError)
 
 _MODES = ("affine", "mxfp4", "nvfp4", "mxfp8")
+_GROUP_SIZES, _BITS = (16, 32, 64, 128), (2, 3, 4, 5, 6, 8)
 _MXFP4 = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
 _MXFP8 = {"group_size": 32, "bits": 8, "mode": "mxfp8"}
 _NVFP4 = {"group_size": 16, "bits": 4, "mode": "nvfp4"}
@@ -105,6 +106,11 @@ def _checked(checkpoint: Checkpoint, own: Any) -> dict[str, Any]:
     for parameters in (own, *(value for value in own.values() if isinstance(value, dict))):
         if (mode := parameters.get("mode", "affine")) not in _MODES:
             raise ModelError(f"{checkpoint.name} is quantised in mode {mode!r}, which is not read here; {_ADVICE}")
+        for key, known in (("group_size", _GROUP_SIZES), ("bits", _BITS)):
+            if parameters.get(key, known[0]) not in known:
+                listed = ", ".join(map(str, known))
+                problem = f"quantization: {key}: expected one of {listed}, got {parameters[key]!r}"
+                raise ModelError(f"{checkpoint.name}: config.json: {problem}; {_ADVICE}")
     return own
 
 
@@ -141,8 +147,9 @@ def _parameters(checkpoint: Checkpoint, method: str, settings: dict[str, Any]) -
             return _FORMATS[settings["format"]]
         case "modelopt" if _modelopt_algorithm(settings) == "NVFP4":
             return _NVFP4
-    detail = settings.get("format") or _modelopt_algorithm(settings) or settings.get("bits")
-    raise _unread(checkpoint, method, f"{detail}" if detail else "")
+    bits = settings.get("bits")
+    detail = settings.get("format") or _modelopt_algorithm(settings) or (f"{bits} bits" if bits else "")
+    raise _unread(checkpoint, method, f"{detail}")
 
 
 def _is_plain_int4(settings: dict[str, Any]) -> bool:

@@ -1,7 +1,7 @@
 """Skeleton: a model's list of layers, what stands before it and what behind, found without knowing the model."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,24 @@ def layer_in_checkpoint(name: str) -> int | None:
 def is_text(name: str) -> bool:
     """Whether a tensor of a checkpoint may belong to the text model: no tower, no projector, no prediction layers."""
     return _NOT_TEXT.search(name) is None
+
+
+def drop_part(parent: nn.Module, key: str, besides: Sequence[nn.Module] = ()) -> None:
+    """Take all arrays out of a part of a module; but not out of what these others have too."""
+    part = parent[key]
+    if isinstance(part, mx.array):
+        del parent[key]
+    for module in part if isinstance(part, list) else [part]:
+        if isinstance(module, nn.Module):
+            drop_arrays(module, besides)
+
+
+def drop_arrays(module: nn.Module, besides: Sequence[nn.Module] = ()) -> None:
+    """Take all arrays out of a module; but not out of what these others have too."""
+    kept = {id(part) for other in besides for part in other.modules()}
+    for part in module.modules():
+        for key in [key for key, value in part.items() if isinstance(value, mx.array) and id(part) not in kept]:
+            del part[key]
 
 
 def _parts_around(model: Any, path: str, layers: list[Any]) -> Iterator[tuple[str, Place, bool]]:

@@ -23,6 +23,11 @@ def budget_from(device: dict[str, str | int], available: int) -> int:
     return int(_HEADROOM * int(device.get("max_recommended_working_set_size") or available))
 
 
+def multiplies_experts(dtype: mx.Dtype) -> bool:
+    """Whether MLX multiplies gathered matrices of this dtype here: on a CPU it does in float32 only."""
+    return dtype == mx.float32 or mx.default_device().type == mx.gpu
+
+
 def keep_resident() -> None:
     """On Apple silicon, let Metal wire what is loaded: a shard paged out between steps would stall the chain."""
     if working_set := mx.device_info().get("max_recommended_working_set_size"):

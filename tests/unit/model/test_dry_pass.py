@@ -167,7 +167,7 @@ def test_rows_that_are_changed_between_two_layers() -> None:
 def test_another_dtype_from_some_layer_on() -> None:
     model = Toy()
     model.layers[2].__class__ = type("Half", (Layer,), {"__call__": lambda s, x, *_: x.astype(mx.float16)})
-    assert refusal(model) == "its hidden states change their shape or dtype on the way"
+    assert "its hidden states change their shape or dtype on the way" in refusal(model)
 
 
 def test_a_pair_of_which_the_second_has_no_rows() -> None:
