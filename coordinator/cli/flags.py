@@ -192,6 +192,15 @@ Trace = Annotated[
     Path | None, typer.Option(help="Write a Chrome trace of all stages to this file.", rich_help_panel=_OUTPUT)
 ]
 
+Journal = Annotated[
+    Path | None,
+    typer.Option(
+        help="Keep the answer in this file as it comes. Run again with a file that holds the beginning of one, the "
+        "prompt may be left out: the answer goes on where it ended, with the tokens it would have had.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+
 _LOAD = "Load"
 Concurrency = Annotated[
     str, typer.Option(metavar="1,4,8", help="How many requests at once, in turn.", rich_help_panel=_LOAD)
