@@ -14,7 +14,7 @@ from coordinator.planning.costs import ChainCosts
 from coordinator.planning.patience import Patience, StepKind
 from protos.brigade_pb2 import AttachRequest, Frame, LoadProgress, Result, Session, StatusReply, Window
 from worker.compute.engine import Engine
-from worker.compute.header import num_rows
+from worker.compute.header import check_result, num_rows
 from worker.errors import BrigadeError, FrameError, NodeBusy, StageLost
 from worker.memory.history import History
 from worker.model.modelspec import ModelSpec
@@ -32,6 +32,7 @@ class Sent:
     """A frame in flight."""
 
     num_rows: int
+    asked: dict[int, tuple[int, int]]  # by slot: rows wanted, rows guessed
     kind: StepKind
     at: float  # seconds, monotonic
     is_alone: bool  # so far
@@ -123,7 +124,8 @@ class Chain:
             sent.is_alone = False
         self.last_step = frame.step
         kind = self._patience.kind_of(frame)
-        self._sent[frame.step] = Sent(sum(map(num_rows, frame.windows)), kind, time.monotonic(), not self._sent)
+        rows, asked = sum(map(num_rows, frame.windows)), {w.slot: (w.wanted, w.guessed) for w in frame.windows}
+        self._sent[frame.step] = Sent(rows, asked, kind, time.monotonic(), not self._sent)
         self._stage.submit(frame)
 
     async def receive(self) -> Arrival:
@@ -160,13 +162,15 @@ class Chain:
         """Take a result in. Raises FrameError for one that answers nothing that was asked."""
         found = result.epoch, [timing.stage for timing in result.timings]
         expected = self.epoch, list(range(self.num_stages))
-        if result.step not in self._sent or found != expected:
+        node = self.peers[-1].name if self.peers else ""
+        if result.step != next(iter(self._sent), None) or found != expected:
             raise FrameError(
-                f"expected a result of a step in flight, (epoch, stages passed) {expected}, "
+                f"expected a result of the oldest step in flight, (epoch, stages passed) {expected}, "
                 f"got {found} of step {result.step}",
-                node=self.peers[-1].name if self.peers else "",
+                node=node,
             )
         sent = self._sent.pop(result.step)
+        check_result(result, sent.asked, self.spec.vocab_size, node)
         self._patience.done(sent.kind)
         self._last_result = time.monotonic()
         arrival = Arrival(result, time.monotonic_ns(), sent.num_rows, self._last_result - sent.at)

@@ -5,7 +5,7 @@ import contextlib
 import fcntl
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -45,12 +45,10 @@ class JournalFile:
         self._is_new = not path.exists()
         with self._naming():
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o600)
-        try:
-            with self._naming():
-                self.found = self._lock_and_read()
-        except BaseException:
-            os.close(self._file)
-            raise
+        with contextlib.ExitStack() as stack, self._naming():
+            stack.callback(os.close, self._file)
+            self.found = self._lock_and_read()
+            stack.pop_all()
         self._num_tokens = len(self.found.known.tokens) if self.found else 0
         self._writer, self._syncer = CallThread("journal"), CallThread("journal-sync")
 
@@ -79,21 +77,31 @@ class JournalFile:
         with self._naming():
             await self._writer.run(self._sync_with_folder)
 
-    async def keep(self, piece: Piece) -> None:
-        """Write what became known."""
+    async def keep(self, piece: Piece, emit: Callable[[str], None] = lambda text: None) -> None:
+        """Write what became known, then give its text to `emit`, on the same thread and at once.
+
+        What a killed process has shown its journal has; what it has and was not shown is what was written just then.
+        """
         if self._syncing is not None and self._syncing.done():
             self._syncing.result()  # the disk has failed
         if piece.tokens or piece.finish_reason is not None:
-            await self._append(write_batch(self._num_tokens, piece))
+            await self._append(write_batch(self._num_tokens, piece), partial(emit, piece.text) if piece.text else None)
             self._num_tokens += len(piece.tokens)
             self._unsynced.set()
 
-    async def _append(self, record: bytes) -> None:
+    async def _append(self, record: bytes, then: Callable[[], None] | None = None) -> None:
         if self._num_bytes + len(record) > MOST_BYTES:
             raise InputError("journal", f"{self._path} would be longer than the {MOST_BYTES} bytes that it may have")
-        with self._naming():
-            await self._writer.run(partial(_write_all, self._file, record))
+        await self._writer.run(partial(self._write, record, then))
         self._num_bytes += len(record)
+
+    def _write(self, record: bytes, then: Callable[[], None] | None) -> None:
+        with self._naming():
+            view = memoryview(record)
+            while view:
+                view = view[os.write(self._file, view) :]
+        if then is not None:
+            then()
 
     async def _sync(self) -> None:
         """Have the disk hold all that was written, and then again all that was written meanwhile."""
@@ -137,9 +145,3 @@ class JournalFile:
             yield
         except OSError as error:
             raise InputError("journal", f"{self._path}: {error.strerror}") from error
-
-
-def _write_all(file: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(file, view) :]

@@ -25,11 +25,14 @@ _UNREAD_S = 30.0  # how long a session stays paused for a reader who does not re
 _MAX_WAIT_S = 600.0  # for memory
 
 NextChain = Callable[[BrigadeError], Awaitable[Chain]]
-Keep = Callable[[Piece], Awaitable[None]]
+Emit = Callable[[str], None]
+Keep = Callable[[Piece, Emit], Awaitable[None]]
 
 
-async def keep_nothing(piece: Piece) -> None:
-    pass
+async def keep_nothing(piece: Piece, emit: Emit) -> None:
+    """Give the text to whoever reads it."""
+    if piece.text:
+        emit(piece.text)
 
 
 class Runner:
@@ -105,19 +108,17 @@ class Runner:
         request: Request,
         *,
         text: Text | None = None,
-        emit: Callable[[str], None] = lambda piece: None,
+        emit: Emit = lambda piece: None,
         keep: Keep = keep_nothing,
         chunk: int | None = None,
         traced: bool = False,
     ) -> Answer:
-        """All pieces of `stream` as one; each goes to `keep` first, then `emit` takes its text."""
+        """All pieces of `stream` as one; `emit` takes each one's text, once `keep` has what it keeps of it."""
         answer = Answer()
         async with contextlib.aclosing(self.stream(request, text=text, chunk=chunk, traced=traced)) as pieces:
             async for piece in pieces:
                 answer.add(piece)
-                await keep(piece)
-                if piece.text:
-                    emit(piece.text)
+                await keep(piece, emit)
         return answer
 
     def _submit(self, request: Request, chunk: int | None, *, traced: bool) -> Ticket:
@@ -265,7 +266,7 @@ async def generate(
     request: Request,
     *,
     text: Text | None = None,
-    emit: Callable[[str], None] = lambda piece: None,
+    emit: Emit = lambda piece: None,
     keep: Keep = keep_nothing,
     chunk: int | None = None,
     traced: bool = False,

@@ -8,6 +8,7 @@ from protos.brigade_pb2 import AttachRequest, Draining, Report
 from worker.compute.engine import Engine
 from worker.compute.shard import Shard
 from worker.errors import FrameError
+from worker.node.checksum import sealed
 from worker.node.link import Link
 from worker.node.network import Network
 from worker.node.stage import Stage
@@ -81,7 +82,7 @@ class Attachment:
 
     async def _report(self, report: Report) -> None:
         async with self._writing:
-            await self._write(report)
+            await self._write(sealed(report))
 
 
 def check_place(request: AttachRequest) -> None:
