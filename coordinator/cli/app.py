@@ -83,6 +83,7 @@ def generate(
     layers: flags.Layers = None,
     context: flags.Context = None,
     trust_remote_code: flags.TrustRemoteCode = False,
+    check_finite: flags.CheckFinite = False,
     temp: flags.Temp = None,
     top_p: flags.TopP = None,
     top_k: flags.TopK = None,
@@ -117,7 +118,7 @@ def generate(
         raise InputError("repeat_guard", "expected 0 (off) or at least 2 times, got 1")
     require_one_prompt(ctx, may_lack=holds_something(journal))
     require_text({"system_prompt": system_prompt, "stop": stop, "logit_bias": logit_bias})
-    options = cluster_options(config, model, local, _layers(layers), context, trust_remote_code)
+    options = cluster_options(config, model, local, _layers(layers), context, trust_remote_code, check_finite)
     chosen: dict[str, Any] = {
         "temperature": temp, "top_p": top_p, "top_k": top_k, "min_p": min_p, "repetition_penalty": repetition_penalty,
         "presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty,

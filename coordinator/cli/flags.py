@@ -46,6 +46,15 @@ TrustRemoteCode = Annotated[
     ),
 ]
 
+CheckFinite = Annotated[
+    bool,
+    typer.Option(
+        "--check-finite",
+        help="Have every node look for NaN and infinities in what its layers make, and name the first that finds some.",
+        rich_help_panel=_CLUSTER,
+    ),
+]
+
 Text = Annotated[str | None, typer.Argument(metavar="PROMPT", show_default=False, help="What to ask, in quotes.")]
 Prompt = Annotated[
     str | None, typer.Option("--prompt", "-p", help="What to ask, as a flag; `-` reads standard input either way.")

@@ -219,7 +219,8 @@ class Chain:
             watched.append(link.wait_lost())
             send = link.send
         watched += [*map(self._pump, self.peers), self._stillness.watch()]
-        self._stage = Stage(Engine(self._own.shard, 0, self.spec.dtype), self._own.thread, self.epoch, send)
+        engine = Engine(self._own.shard, 0, self.spec.dtype, checks_finite=self.deployment.check_finite)
+        self._stage = Stage(engine, self._own.thread, self.epoch, send)
         self._stack.push_async_callback(self._stage.stop)
         self._stage.start(*watched)
 
@@ -272,6 +273,7 @@ class Chain:
             predecessor_name=self.plan.assignments[stage - 1].name,
             coordinator=self.deployment.coordinator,
             loaded=self.deployment.load_request(stage),
+            check_finite=self.deployment.check_finite,
         )
         if stage < len(self.peers):
             successor = self.peers[stage]

@@ -13,6 +13,7 @@ from worker.node.link import Link
 from worker.node.network import Network
 from worker.node.stage import Stage
 from worker.process.mlx_thread import MlxThread
+from worker.process.sleep import wait_slept
 
 
 class Attachment:
@@ -43,10 +44,10 @@ class Attachment:
             link = Link(network, request.successor_name, request.successor, request.epoch, request.stage, name)
             self._stack.push_async_callback(link.close)
             await link.wait_open()
-        engine = Engine(shard, request.stage, request.loaded.dtype, name)
+        engine = Engine(shard, request.stage, request.loaded.dtype, name, checks_finite=request.check_finite)
         self.stage = Stage(engine, thread, request.epoch, link.send if link else None)
         self._stack.push_async_callback(self.stage.stop)
-        self.stage.start(self._report_draining(), *([link.wait_lost()] if link else []))
+        self.stage.start(self._report_draining(), wait_slept(), *([link.wait_lost()] if link else []))
 
     async def report_results(self) -> None:
         """Never return; raise whatever ends the stage."""
