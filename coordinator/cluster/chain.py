@@ -165,7 +165,7 @@ class Chain:
         node = self.peers[-1].name if self.peers else ""
         if result.step != next(iter(self._sent), None) or found != expected:
             raise FrameError(
-                f"expected a result of the oldest step in flight, (epoch, stages passed) {expected}, "
+                f"expected a result of a step in flight, the oldest, (epoch, stages passed) {expected}, "
                 f"got {found} of step {result.step}",
                 node=node,
             )

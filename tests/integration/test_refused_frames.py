@@ -178,13 +178,13 @@ async def test_a_frame_with_a_flipped_bit_is_refused_before_anything_is_computed
     assert passes == []
 
 
-@pytest.mark.parametrize("step", [1, 3, 0], ids=["again", "one left out", "an earlier one"])
-async def test_a_frame_that_is_not_the_next_is_refused(models: Models, passes: list[Pass], step: int) -> None:
+@pytest.mark.parametrize("step", [7, 6], ids=["again", "an earlier one"])
+async def test_a_frame_that_comes_twice_or_too_late_is_refused(models: Models, passes: list[Pass], step: int) -> None:
     async with feeding(models("qwen3").folder) as worker:
-        await worker.send(frame(1, [5, 6, 7]))
+        await worker.send(frame(7, [5, 6, 7]))
         await worker.next_result()
         await worker.send(frame(step, [8], before=(5, 6, 7)))
-        message = rf"^worker node-1: expected step 2, the one after the last, got step {step}$"
+        message = rf"^worker node-1: expected a step after 7, got step {step}$"
         for refused in (worker.wait_refused(), worker.next_result()):
             with pytest.raises(FrameError, match=message):
                 await refused

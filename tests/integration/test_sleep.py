@@ -1,5 +1,7 @@
 """A worker whose machine slept leaves its chain by itself, and joins the next one as if it had just been started."""
 
+import asyncio
+
 import pytest
 
 from tests.integration.conftest import Models, answer, opened, serving
@@ -22,7 +24,8 @@ async def test_a_worker_whose_machine_slept_leaves_the_chain_and_is_free(
             expected = (await answer(chain, PROMPT, 5)).tokens
             slept_s += 30
             with pytest.raises(StageLost, match=r"^worker node-[12]: .*(slept for 30 s|ended the hop)"):
-                await chain.receive()
+                async with asyncio.timeout(10):
+                    await chain.receive()
         for node in nodes:
             await until(lambda node=node: not node.service.num_slots)  # type: ignore[misc]
         async with opened(whole.folder, (1, 2, 1), nodes) as chain:

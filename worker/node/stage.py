@@ -48,7 +48,7 @@ class Stage:
         self._epoch = epoch
         self._send = send
         self._has_checksums = has_checksums
-        self._next_step: int | None = None  # that is due; any may be the first
+        self._newest_step = -1  # of the frames that came; `last_step` is done
         self._frames: SimpleQueue[tuple[Arrival, int]] = SimpleQueue()
         self._arrived = asyncio.Event()
         self._outputs: asyncio.Queue[Outgoing | Result] = asyncio.Queue()
@@ -222,10 +222,10 @@ class Stage:
     def _check(self, frame: Frame) -> None:
         if frame.epoch != self._epoch:
             raise FrameError(f"expected frames of epoch {self._epoch}, got epoch {frame.epoch} (step {frame.step})")
-        if self._next_step not in (None, frame.step):
-            raise FrameError(f"expected step {self._next_step}, the one after the last, got step {frame.step}")
+        if frame.step <= self._newest_step:
+            raise FrameError(f"expected a step after {self._newest_step}, got step {frame.step}")
         self.engine.check(frame)
-        self._next_step = frame.step + 1
+        self._newest_step = frame.step
 
     def _take_in(self, arrival: Arrival) -> None:
         frame = arrival.header
