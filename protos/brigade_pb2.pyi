@@ -129,7 +129,7 @@ class LoadProgress(_message.Message):
     def __init__(self, phase: _Optional[str] = ..., done: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("epoch", "stage", "successor", "successor_name", "loaded", "coordinator", "predecessor_name", "num_stages")
+    __slots__ = ("epoch", "stage", "successor", "successor_name", "loaded", "coordinator", "predecessor_name", "num_stages", "check_finite")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     SUCCESSOR_FIELD_NUMBER: _ClassVar[int]
@@ -138,6 +138,7 @@ class AttachRequest(_message.Message):
     COORDINATOR_FIELD_NUMBER: _ClassVar[int]
     PREDECESSOR_NAME_FIELD_NUMBER: _ClassVar[int]
     NUM_STAGES_FIELD_NUMBER: _ClassVar[int]
+    CHECK_FINITE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     stage: int
     successor: str
@@ -146,29 +147,34 @@ class AttachRequest(_message.Message):
     coordinator: Coordinator
     predecessor_name: str
     num_stages: int
-    def __init__(self, epoch: _Optional[int] = ..., stage: _Optional[int] = ..., successor: _Optional[str] = ..., successor_name: _Optional[str] = ..., loaded: _Optional[_Union[LoadRequest, _Mapping]] = ..., coordinator: _Optional[_Union[Coordinator, _Mapping]] = ..., predecessor_name: _Optional[str] = ..., num_stages: _Optional[int] = ...) -> None: ...
+    check_finite: bool
+    def __init__(self, epoch: _Optional[int] = ..., stage: _Optional[int] = ..., successor: _Optional[str] = ..., successor_name: _Optional[str] = ..., loaded: _Optional[_Union[LoadRequest, _Mapping]] = ..., coordinator: _Optional[_Union[Coordinator, _Mapping]] = ..., predecessor_name: _Optional[str] = ..., num_stages: _Optional[int] = ..., check_finite: _Optional[bool] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("result", "draining")
+    __slots__ = ("result", "draining", "checksum")
     RESULT_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     result: Result
     draining: Draining
-    def __init__(self, result: _Optional[_Union[Result, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
+    checksum: int
+    def __init__(self, result: _Optional[_Union[Result, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class Part(_message.Message):
-    __slots__ = ("number", "frame", "data")
+    __slots__ = ("number", "frame", "data", "checksum")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     FRAME_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     number: int
     frame: Frame
     data: bytes
-    def __init__(self, number: _Optional[int] = ..., frame: _Optional[_Union[Frame, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+    checksum: int
+    def __init__(self, number: _Optional[int] = ..., frame: _Optional[_Union[Frame, _Mapping]] = ..., data: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class Credit(_message.Message):
     __slots__ = ("frames",)

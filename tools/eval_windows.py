@@ -212,7 +212,7 @@ async def step_costs(chain: Chain, rounds: int) -> dict[str, float]:
 
 async def _step(chain: Chain, frame: Frame) -> float:
     """Seconds of one frame, alone in the chain."""
-    frame.epoch = chain.epoch
+    frame.epoch, frame.step = chain.epoch, chain.last_step + 1
     chain.send(frame)
     return (await chain.receive()).took_s
 

@@ -9,7 +9,8 @@ import typer
 
 from coordinator.cli import flags
 from coordinator.cli.parse import parse_bias, parse_counts, parse_layers, parse_times, parse_tokens
-from coordinator.cli.refusals import refuse, refuse_idle, require_one_prompt, require_text
+from coordinator.cli.refusals import given_flags, refuse, refuse_idle, require_one_prompt, require_text
+from coordinator.cluster.journal_file import holds_something
 from coordinator.cluster.options import cluster_options
 from coordinator.decoding.decode import Decode, make_cache_choice, make_decode
 from coordinator.sessions.request import make_sampling
@@ -82,6 +83,7 @@ def generate(
     layers: flags.Layers = None,
     context: flags.Context = None,
     trust_remote_code: flags.TrustRemoteCode = False,
+    check_finite: flags.CheckFinite = False,
     temp: flags.Temp = None,
     top_p: flags.TopP = None,
     top_k: flags.TopK = None,
@@ -102,6 +104,7 @@ def generate(
     as_json: flags.Json = False,
     stats: flags.Stats = False,
     trace: flags.Trace = None,
+    journal: flags.Journal = None,
 ) -> None:
     """Answer one prompt; the text goes to standard output as it comes.
 
@@ -113,9 +116,9 @@ def generate(
     """
     if repeat_guard == 1:
         raise InputError("repeat_guard", "expected 0 (off) or at least 2 times, got 1")
-    require_one_prompt(ctx)
+    require_one_prompt(ctx, may_lack=holds_something(journal))
     require_text({"system_prompt": system_prompt, "stop": stop, "logit_bias": logit_bias})
-    options = cluster_options(config, model, local, _layers(layers), context, trust_remote_code)
+    options = cluster_options(config, model, local, _layers(layers), context, trust_remote_code, check_finite)
     chosen: dict[str, Any] = {
         "temperature": temp, "top_p": top_p, "top_k": top_k, "min_p": min_p, "repetition_penalty": repetition_penalty,
         "presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty,
@@ -136,6 +139,7 @@ def generate(
         prompt=_read(text, prompt), prompt_tokens=tokens, system=system_prompt, raw=raw, max_tokens=max_tokens,
         sampling=sampling, stops=tuple(stop or ()), ignore_eos=ignore_eos, decode=decoder, cache=cache,
         repeat_guard=repeat_guard, chunk=prefill_step_size, as_json=as_json, with_stats=stats, trace=trace,
+        journal=journal, given=given_flags(ctx),
     )  # fmt: skip
     run_async(run_generate(options, wish))
 

@@ -46,6 +46,15 @@ TrustRemoteCode = Annotated[
     ),
 ]
 
+CheckFinite = Annotated[
+    bool,
+    typer.Option(
+        "--check-finite",
+        help="Have every node look for NaN and infinities in what its layers make, and name the first that finds some.",
+        rich_help_panel=_CLUSTER,
+    ),
+]
+
 Text = Annotated[str | None, typer.Argument(metavar="PROMPT", show_default=False, help="What to ask, in quotes.")]
 Prompt = Annotated[
     str | None, typer.Option("--prompt", "-p", help="What to ask, as a flag; `-` reads standard input either way.")
@@ -190,6 +199,15 @@ Logprobs = Annotated[
 ]
 Trace = Annotated[
     Path | None, typer.Option(help="Write a Chrome trace of all stages to this file.", rich_help_panel=_OUTPUT)
+]
+
+Journal = Annotated[
+    Path | None,
+    typer.Option(
+        help="Keep the answer in this file as it comes. Run again with a file that holds the beginning of one, the "
+        "prompt may be left out: the answer goes on where it ended, with the tokens it would have had.",
+        rich_help_panel=_OUTPUT,
+    ),
 ]
 
 _LOAD = "Load"

@@ -4,20 +4,24 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from coordinator.cli.continuing import header_of, recall, resume
 from coordinator.cli.report import logprobs_of, print_stats, print_summary, stages_of, stats_of
 from coordinator.cli.trace import trace_events
 from coordinator.cli.wish import Task, Wish, prepare
 from coordinator.cluster.chain import Chain
+from coordinator.cluster.journal_file import JournalFile
 from coordinator.cluster.open import open_chain
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say
-from coordinator.cluster.runner import generate
-from coordinator.sessions.answer import Answer
+from coordinator.cluster.runner import Keep, generate, keep_nothing
+from coordinator.sessions.answer import Answer, Token
 from coordinator.sessions.request import most_rows
 from coordinator.sessions.text import TextStream, TokenIds
+from worker.errors import InputError
 
 
 class Printer:
@@ -31,6 +35,7 @@ class Printer:
         self._is_silent = is_silent
         self._began = self._first_at = self._last_at = time.monotonic()
         self._last = "\n"
+        self._num_before = stream.num_tokens  # by a journal
 
     def __enter__(self) -> Self:
         self._began = self._first_at = self._last_at = time.monotonic()
@@ -41,7 +46,7 @@ class Printer:
     ) -> None:
         if kind is None or not issubclass(kind, OSError):  # or its reader left
             self._end_line(is_done=kind is None)
-        if kind is asyncio.CancelledError and self._stream.num_tokens:
+        if kind is asyncio.CancelledError and self._stream.num_tokens > self._num_before:
             say(self._figures())
 
     def __call__(self, text: str) -> None:
@@ -60,20 +65,40 @@ class Printer:
             print(flush=True)
 
     def _figures(self) -> str:
-        num_tokens, took_s = self._stream.num_tokens, self._last_at - self._first_at
+        num_tokens, took_s = self._stream.num_tokens - self._num_before, self._last_at - self._first_at
         speed = f", {(num_tokens - 1) / took_s:.1f} tok/s" if took_s else ""
         return f"interrupted after {num_tokens} tokens{speed}; first after {self._first_at - self._began:.3f} s"
 
 
 async def run_generate(options: ClusterOptions, wish: Wish) -> None:
     """One request: text to standard output as it comes, the summary to standard error."""
-    task = await prepare(wish, options)
-    stream = task.stream()
+    if wish.journal is None:
+        await _answer(options, wish, await prepare(wish, options))
+        return
+    async with JournalFile(wish.journal) as journal:
+        if journal.found is not None:
+            await _answer(options, wish, await resume(wish, options, journal.found), journal.keep)
+        elif wish.prompt is None and wish.prompt_tokens is None:
+            raise InputError(
+                "journal", "it ends before its request does, so there is none to go on with; give a prompt"
+            )
+        else:
+            task = await prepare(wish, options)
+            await journal.begin(await header_of(task))
+            await _answer(options, wish, task, journal.keep)
+
+
+async def _answer(options: ClusterOptions, wish: Wish, task: Task, keep: Keep = keep_nothing) -> None:
+    stream, known = task.stream(), task.request.known
+    recall(known, task.request, stream)
+    if known.finish_reason is not None:
+        _tell_finished(wish, task, stream)
+        return
     context = max(options.context, most_rows(task.request, task.spec.context))
     async with open_chain(options, task.checkpoint, task.spec, context) as chain:
         with Printer(stream, is_silent=wish.as_json) as emit:
             answer = await generate(
-                chain, task.request, text=stream, emit=emit, chunk=wish.chunk, traced=wish.is_traced
+                chain, task.request, text=stream, emit=emit, keep=keep, chunk=wish.chunk, traced=wish.is_traced
             )
         if wish.trace is not None:
             _write_trace(wish, chain, answer)
@@ -83,6 +108,20 @@ async def run_generate(options: ClusterOptions, wish: Wish) -> None:
         print_summary(answer, task.how_it_ended(answer, stream), task.how_it_was_drawn())
         if wish.with_stats:
             print_stats(answer, chain.plan, answer.waterfall(chain.clock_offsets))
+
+
+def _tell_finished(wish: Wish, task: Task, stream: TextStream | TokenIds) -> None:
+    """Of an answer that its journal holds whole; no node was asked."""
+    known = task.request.known
+    if wish.as_json:
+        figures: dict[str, Any] = {
+            "stats": {"tokens_from_journal": len(known.tokens), "recoveries": 0},
+            "stages": [],
+            "waterfall": None,
+        }
+        print(json.dumps(_answer_as_json(task, known.tokens, known.finish_reason, stream) | figures), flush=True)
+    else:
+        say(f"{wish.journal} holds the whole answer already: {len(known.tokens)} tokens; --json prints it")
 
 
 def _write_trace(wish: Wish, chain: Chain, answer: Answer) -> None:
@@ -95,15 +134,25 @@ def _write_trace(wish: Wish, chain: Chain, answer: Answer) -> None:
 def _as_json(task: Task, chain: Chain, answer: Answer, stream: TextStream | TokenIds) -> dict[str, Any]:
     """The object of `--json`."""
     waterfall = answer.waterfall(chain.clock_offsets)
+    known = task.request.known.tokens
+    return {
+        **_answer_as_json(task, [*known, *answer.samples], answer.finish_reason, stream),
+        "stats": stats_of(answer) | ({"tokens_from_journal": len(known)} if known else {}),
+        "stages": stages_of(answer, chain.plan, waterfall),
+        "waterfall": {"wall_ms": waterfall.wall_ms, **waterfall.parts},
+    }
+
+
+def _answer_as_json(
+    task: Task, tokens: Sequence[Token], finish_reason: str | None, stream: TextStream | TokenIds
+) -> dict[str, Any]:
+    """What it is, whatever it took."""
     sampling = task.request.sampling
     return {
         "text": stream.text,
-        "tokens": answer.tokens,
-        "prompt_tokens": answer.num_prompt,
-        "finish_reason": answer.finish_reason,
-        "logprobs": logprobs_of(answer.samples) if sampling.logprobs else None,
+        "tokens": [token.token for token in tokens],
+        "prompt_tokens": len(task.request.prompt),
+        "finish_reason": finish_reason,
+        "logprobs": logprobs_of(tokens) if sampling.logprobs else None,
         "seed": sampling.seed,
-        "stats": stats_of(answer),
-        "stages": stages_of(answer, chain.plan, waterfall),
-        "waterfall": {"wall_ms": waterfall.wall_ms, **waterfall.parts},
     }

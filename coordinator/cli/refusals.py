@@ -19,6 +19,13 @@ def refuse(ctx: typer.Context, names: Sequence[str], why: str) -> None:
             raise InputError(field_of(parameter), why)
 
 
+def given_flags(ctx: typer.Context) -> frozenset[str]:
+    """The parameters that were given on the command line."""
+    names = [parameter.name or "" for parameter in ctx.command.params]
+    sources = {name: ctx.get_parameter_source(name) for name in names}
+    return frozenset(name for name, source in sources.items() if source and source.name == "COMMANDLINE")
+
+
 def refuse_idle(ctx: typer.Context) -> None:
     """Refuse flags of a request that change nothing beside its other flags. What `auto` makes of them is its affair."""
     for names, why in _idle(ctx.params):
@@ -32,11 +39,11 @@ def require_text(texts: Mapping[str, Sequence[str] | str | None]) -> None:
             raise InputError(name, "expected some text, found none")
 
 
-def require_one_prompt(ctx: typer.Context) -> None:
-    """Raise InputError unless there is exactly one prompt."""
+def require_one_prompt(ctx: typer.Context, *, may_lack: bool = False) -> None:
+    """Raise InputError unless there is exactly one prompt, or none where it `may_lack`."""
     found = {"the argument": "text", "--prompt": "prompt", "--prompt-tokens": "prompt_tokens"}
     given = [f"{name} {_short(ctx.params[key])}" for name, key in found.items() if ctx.params.get(key) is not None]
-    if len(given) != 1:
+    if len(given) != 1 and (given or not may_lack):
         expected = "--prompt TEXT (or TEXT alone in quotes; `-` reads standard input)"
         if "prompt_tokens" in ctx.params:
             expected = f"either {expected} or --prompt-tokens 1,2,3"

@@ -41,6 +41,8 @@ class Wish:
     as_json: bool = False
     with_stats: bool = False
     trace: Path | None = None
+    journal: Path | None = None
+    given: frozenset[str] = frozenset()  # flags of the command line, to be compared with a journal's request
 
     @property
     def is_traced(self) -> bool:
@@ -125,7 +127,7 @@ def _make_request(
     except InputError as error:  # what was chosen is checked already
         raise ModelError(f"{checkpoint.folder}/generation_config.json: {error}") from error
     return Request(
-        prompt=_prompt_ids(wish, tokenizer),
+        prompt=prompt_ids(wish, tokenizer),
         max_tokens=wish.max_tokens,
         sampling=sampling,
         stops=wish.stops,
@@ -148,7 +150,7 @@ def _is_plain(wish: Wish, tokenizer: Tokenizer | None) -> bool:
     return wish.prompt is not None and tokenizer is not None and (wish.raw or not tokenizer.has_chat_template)
 
 
-def _prompt_ids(wish: Wish, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+def prompt_ids(wish: Wish, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     if wish.prompt_tokens is not None:
         return wish.prompt_tokens
     assert tokenizer is not None and wish.prompt is not None

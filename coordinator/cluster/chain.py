@@ -14,7 +14,7 @@ from coordinator.planning.costs import ChainCosts
 from coordinator.planning.patience import Patience, StepKind
 from protos.brigade_pb2 import AttachRequest, Frame, LoadProgress, Result, Session, StatusReply, Window
 from worker.compute.engine import Engine
-from worker.compute.header import num_rows
+from worker.compute.header import check_result, num_rows
 from worker.errors import BrigadeError, FrameError, NodeBusy, StageLost
 from worker.memory.history import History
 from worker.model.modelspec import ModelSpec
@@ -32,6 +32,7 @@ class Sent:
     """A frame in flight."""
 
     num_rows: int
+    asked: dict[int, tuple[int, int]]  # by slot: rows wanted, rows guessed
     kind: StepKind
     at: float  # seconds, monotonic
     is_alone: bool  # so far
@@ -123,7 +124,8 @@ class Chain:
             sent.is_alone = False
         self.last_step = frame.step
         kind = self._patience.kind_of(frame)
-        self._sent[frame.step] = Sent(sum(map(num_rows, frame.windows)), kind, time.monotonic(), not self._sent)
+        rows, asked = sum(map(num_rows, frame.windows)), {w.slot: (w.wanted, w.guessed) for w in frame.windows}
+        self._sent[frame.step] = Sent(rows, asked, kind, time.monotonic(), not self._sent)
         self._stage.submit(frame)
 
     async def receive(self) -> Arrival:
@@ -160,13 +162,15 @@ class Chain:
         """Take a result in. Raises FrameError for one that answers nothing that was asked."""
         found = result.epoch, [timing.stage for timing in result.timings]
         expected = self.epoch, list(range(self.num_stages))
-        if result.step not in self._sent or found != expected:
+        node = self.peers[-1].name if self.peers else ""
+        if result.step != next(iter(self._sent), None) or found != expected:
             raise FrameError(
-                f"expected a result of a step in flight, (epoch, stages passed) {expected}, "
+                f"expected a result of a step in flight, the oldest, (epoch, stages passed) {expected}, "
                 f"got {found} of step {result.step}",
-                node=self.peers[-1].name if self.peers else "",
+                node=node,
             )
         sent = self._sent.pop(result.step)
+        check_result(result, sent.asked, self.spec.vocab_size, node)
         self._patience.done(sent.kind)
         self._last_result = time.monotonic()
         arrival = Arrival(result, time.monotonic_ns(), sent.num_rows, self._last_result - sent.at)
@@ -215,7 +219,8 @@ class Chain:
             watched.append(link.wait_lost())
             send = link.send
         watched += [*map(self._pump, self.peers), self._stillness.watch()]
-        self._stage = Stage(Engine(self._own.shard, 0, self.spec.dtype), self._own.thread, self.epoch, send)
+        engine = Engine(self._own.shard, 0, self.spec.dtype, checks_finite=self.deployment.check_finite)
+        self._stage = Stage(engine, self._own.thread, self.epoch, send)
         self._stack.push_async_callback(self._stage.stop)
         self._stage.start(*watched)
 
@@ -268,6 +273,7 @@ class Chain:
             predecessor_name=self.plan.assignments[stage - 1].name,
             coordinator=self.deployment.coordinator,
             loaded=self.deployment.load_request(stage),
+            check_finite=self.deployment.check_finite,
         )
         if stage < len(self.peers):
             successor = self.peers[stage]

@@ -27,6 +27,7 @@ class Deployment:
     spec: ModelSpec
     plan: Plan
     peers: Sequence[Peer]
+    check_finite: bool = False  # have every stage look for NaN and infinities in what it makes
 
     @property
     def coordinator(self) -> Coordinator:

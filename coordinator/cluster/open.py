@@ -20,7 +20,7 @@ from worker.model.modelspec import ModelSpec
 from worker.node.loading import open_checkpoint
 from worker.node.network import Network
 from worker.process.call_thread import run_aside
-from worker.process.machine import memory_budget
+from worker.process.machine import kept_awake, memory_budget
 from worker.process.mlx_thread import MlxThread
 
 
@@ -75,13 +75,14 @@ async def open_chain(
     Whoever has several chains open at once gives all of them this process's MLX thread.
     """
     async with AsyncExitStack() as stack:
+        stack.enter_context(kept_awake())
         with show_progress() as progress:
             progress("", STARTING if options.local else ASKING)
             peers = await stack.enter_async_context(open_peers(options, spec))
             progress("", ASKING)
             plan = await make_plan(options.cluster, spec, peers, context)
             require_fit(plan, spec)
-            deployment = Deployment(checkpoint, spec, plan, peers)
+            deployment = Deployment(checkpoint, spec, plan, peers, options.check_finite)
             chain = await stack.enter_async_context(joined(deployment, progress, say=say, thread=thread))
         yield chain
 

@@ -17,6 +17,7 @@ class ClusterOptions:
     local: int | None
     context: int  # tokens
     trust_remote_code: bool = False  # whether a tokenizer may be Python code; no file and no peer can say so
+    check_finite: bool = False
 
     @property
     def num_workers(self) -> int:
@@ -34,6 +35,7 @@ def cluster_options(
     layers: tuple[int, ...] | None,
     context: int | None,
     trust_remote_code: bool = False,
+    check_finite: bool = False,
 ) -> ClusterOptions:
     """Raises ConfigError for what cannot be read or does not agree."""
     cluster = load_cluster(config) if config else Cluster()
@@ -42,4 +44,4 @@ def cluster_options(
     elif local is not None:
         cluster = cluster.model_copy(update={"layers": None})  # the file's are meant for the file's workers
     tokens = context or cluster.context or DEFAULT_CONTEXT
-    return ClusterOptions(cluster, model or cluster.model or "demo", local, tokens, trust_remote_code)
+    return ClusterOptions(cluster, model or cluster.model or "demo", local, tokens, trust_remote_code, check_finite)

@@ -23,6 +23,7 @@ from protos.brigade_pb2 import (
 )
 from protos.brigade_pb2_grpc import NodeStub
 from worker.errors import ModelError, StageLost
+from worker.node.checksum import check_seal
 from worker.node.link import Link
 from worker.node.network import PROTOCOL_VERSION, Network
 from worker.node.status import error_of
@@ -116,6 +117,7 @@ class Peer:
         assert self._attachment is not None
         with self._naming():
             async for report in self._attachment:
+                check_seal(report, self.name)
                 if report.HasField("draining"):
                     self.is_draining = True
                     on_draining()

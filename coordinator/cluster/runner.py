@@ -25,6 +25,14 @@ _UNREAD_S = 30.0  # how long a session stays paused for a reader who does not re
 _MAX_WAIT_S = 600.0  # for memory
 
 NextChain = Callable[[BrigadeError], Awaitable[Chain]]
+Emit = Callable[[str], None]
+Keep = Callable[[Piece, Emit], Awaitable[None]]
+
+
+async def keep_nothing(piece: Piece, emit: Emit) -> None:
+    """Give the text to whoever reads it."""
+    if piece.text:
+        emit(piece.text)
 
 
 class Runner:
@@ -100,17 +108,17 @@ class Runner:
         request: Request,
         *,
         text: Text | None = None,
-        emit: Callable[[str], None] = lambda piece: None,
+        emit: Emit = lambda piece: None,
+        keep: Keep = keep_nothing,
         chunk: int | None = None,
         traced: bool = False,
     ) -> Answer:
-        """All pieces of `stream` as one; `emit` takes each one's text as it comes."""
+        """All pieces of `stream` as one; `emit` takes each one's text, once `keep` has what it keeps of it."""
         answer = Answer()
         async with contextlib.aclosing(self.stream(request, text=text, chunk=chunk, traced=traced)) as pieces:
             async for piece in pieces:
                 answer.add(piece)
-                if piece.text:
-                    emit(piece.text)
+                await keep(piece, emit)
         return answer
 
     def _submit(self, request: Request, chunk: int | None, *, traced: bool) -> Ticket:
@@ -141,7 +149,7 @@ class Runner:
         chain = self._epoch.chain
         chunk = chunk or chunk_size(len(request.prompt), chain.costs.stages_s)
         most = [most_chunk_rows(chain.spec.row_bytes), replace(chain.spec, cache=request.cache).longest_chunk]
-        return Session(
+        session = Session(
             request.prompt,
             room_for_answer(request, chain.spec.context),
             request.eos,
@@ -151,6 +159,8 @@ class Runner:
             sampling=request.sampling,
             cache=request.cache,
         )
+        session.resume(request.known)
+        return session
 
     async def _run(self) -> None:
         while True:
@@ -199,7 +209,8 @@ class Runner:
             ticket.pass_by(passage)
             if samples or session.finish_reason is not None:
                 known = [*map(Token.of, samples)]
-                ticket.put(Step(known, arrival.at, session.finish_reason, session.num_steps, session.num_rows))
+                counts = session.num_steps, session.num_rows
+                ticket.put(Step(known, arrival.at, session.finish_reason, *counts, session.fills))
             if session.finish_reason is not None:
                 self._forget(ticket, keep=True)
             elif ticket.is_full and not session.is_paused:
@@ -255,12 +266,13 @@ async def generate(
     request: Request,
     *,
     text: Text | None = None,
-    emit: Callable[[str], None] = lambda piece: None,
+    emit: Emit = lambda piece: None,
+    keep: Keep = keep_nothing,
     chunk: int | None = None,
     traced: bool = False,
 ) -> Answer:
     """Run one checked request through an otherwise idle chain; as `Runner.answer`, with the stages' statuses."""
     async with Runner(chain) as runner:
-        answer = await runner.answer(request, text=text, emit=emit, chunk=chunk, traced=traced)
+        answer = await runner.answer(request, text=text, emit=emit, keep=keep, chunk=chunk, traced=traced)
         answer.statuses = await chain.statuses()  # while the caches are still there
     return answer

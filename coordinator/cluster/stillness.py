@@ -5,6 +5,8 @@ import time
 from typing import NoReturn
 
 from worker.errors import StageLost
+from worker.process.machine import asleep_s
+from worker.process.sleep import SleepWatch
 
 _TICK_S = 0.25
 _STILL_S = 3.5  # late by so much: asleep or stopped, not busy; other nodes wait as long before they give one up
@@ -14,18 +16,21 @@ _RECENT_S = 30.0  # what breaks so soon after it broke because of it
 class Stillness:
     """Notes when this process did not run: the machine slept, or the process was stopped.
 
-    Monotonic clocks may stand still while a machine sleeps, so the time of day is looked at as well.
+    Python's monotonic clock stands still while a machine sleeps, so that time is added.
     """
 
     def __init__(self) -> None:
         self.woke_at = 0.0  # seconds, monotonic: when it last ran again after that
         self._still_s = 0.0  # how long it had stood still then
-        self._last = time.monotonic(), time.time()
+        self._last = time.monotonic() + asleep_s()
+        self._sleep = SleepWatch(asleep_s())
 
     async def watch(self) -> NoReturn:
-        """Look at the clocks until cancelled."""
+        """Look at the clocks until cancelled. Raises StageLost once the machine has slept: its peers did not wait."""
         while True:
             self._look()
+            if self._sleep.look(asleep_s()) and (error := self.blame()):
+                raise error
             await asyncio.sleep(_TICK_S)
 
     def blame(self) -> StageLost | None:
@@ -35,12 +40,11 @@ class Stillness:
             return None
         return StageLost(
             f"this process stood still for {self._still_s:.0f} s (the machine slept, or it was stopped), and the other "
-            "nodes gave it up; keep it awake (on a Mac: caffeinate -i in front of the command) and start again"
+            "nodes gave it up; keep it awake (a Mac whose lid is closed is not) and start again"
         )
 
     def _look(self) -> None:
-        now = time.monotonic(), time.time()
-        passed_s = max(after - before for before, after in zip(self._last, now, strict=True))
-        self._last = now
+        now = time.monotonic()
+        passed_s, self._last = now + asleep_s() - self._last, now + asleep_s()
         if passed_s > _TICK_S + _STILL_S:
-            self.woke_at, self._still_s = now[0], passed_s
+            self.woke_at, self._still_s = now, passed_s

@@ -23,6 +23,7 @@ class Step:
     finish_reason: str | None
     num_steps: int  # of the session, up to this one
     num_rows: int
+    fills: Sequence[tuple[int, Token]] = ()  # of the session, after this one
 
 
 class Ticket:
@@ -80,7 +81,7 @@ class Ticket:
             if text.is_stopped:
                 break  # the rest of the step lies behind the stop string
         if not text.is_stopped and step.finish_reason is None:
-            return Piece("".join(said), tokens, step.at)
+            return Piece("".join(said), tokens, step.at, fills=step.fills)
         said.append(text.finish())  # what was held back may be a stop string as well
         finish_reason = "stop" if text.is_stopped else step.finish_reason
         return Piece("".join(said), tokens, step.at, finish_reason, self._usage(step))

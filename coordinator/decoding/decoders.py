@@ -13,6 +13,8 @@ from coordinator.decoding.lengths import mask_count, most_masks, most_padding
 from coordinator.decoding.window import SMALLEST, WindowChooser
 from protos.brigade_pb2 import Sample
 
+Fills = Sequence[tuple[int, Sample]]  # positions and their tokens
+
 
 @dataclass(frozen=True)
 class Proposal:
@@ -45,6 +47,11 @@ class Decoder(Protocol):
         """The most rows that a window has beyond the last token that may become known."""
         ...
 
+    @property
+    def fills(self) -> Fills:
+        """What is decided ahead of the known tokens, ascending: all that is to be kept beside them."""
+        ...
+
     def propose(self, tokens: Sequence[int], num_unfed: int, room: int, num_together: int = 1) -> Proposal:
         """What to feed after `tokens`, of which the last `num_unfed` are in the window too.
 
@@ -58,6 +65,10 @@ class Decoder(Protocol):
 
     def rewind(self) -> None:
         """The caches are lost, and the answer to the last proposal with them: all known tokens will be fed again."""
+        ...
+
+    def restore(self, fills: Fills) -> None:
+        """Begin with what another decoder of the same settings had in `fills`."""
         ...
 
 
@@ -79,6 +90,7 @@ class Autoregressive:
 
     tail = 0
     num_ahead = 0
+    fills: Fills = ()
 
     def propose(self, tokens: Sequence[int], num_unfed: int, room: int, num_together: int = 1) -> Proposal:
         return Proposal()
@@ -89,12 +101,16 @@ class Autoregressive:
     def rewind(self) -> None:
         pass
 
+    def restore(self, fills: Fills) -> None:
+        assert not fills
+
 
 class PromptLookup:
     """Drafts copied from where the last tokens stood before (prompt lookup decoding); backs off while they fail."""
 
     tail = 0
     num_ahead = 0  # a draft stands where a token may become known
+    fills: Fills = ()
     _SIZES = (3, 7, 15)  # of drafts: with the last token a window of 4, 8 or 16 rows
     _NGRAM = 3  # tokens that must have stood there before
     _LONGEST_PAUSE = 32  # steps
@@ -126,6 +142,9 @@ class PromptLookup:
     def rewind(self) -> None:
         pass  # what it knows is the text, which stays
 
+    def restore(self, fills: Fills) -> None:
+        assert not fills
+
     def _find(self, tokens: Sequence[int]) -> int | None:
         """Where the last n-gram ended before, after which its continuation stands."""
         n = self._NGRAM
@@ -145,6 +164,8 @@ class PromptLookup:
 
 class LosslessDiffusion:
     """Drafts from MASK rows, verified by the token rows of the next window (same-forward verification, as in TiDAR)."""
+
+    fills: Fills = ()
 
     def __init__(self, chooser: WindowChooser, eos: frozenset[int]) -> None:
         """`chooser` says how many MASK rows to aim at; as many tokens are fed at most."""
@@ -178,6 +199,9 @@ class LosslessDiffusion:
 
     def rewind(self) -> None:
         self._drafts, self._window = [], None
+
+    def restore(self, fills: Fills) -> None:
+        assert not fills
 
     def _choose(self, num_together: int) -> int:
         """Once per step, however often it is asked for: choosing costs more than all else that is done for a window."""
@@ -223,6 +247,13 @@ class Fill:
 
     def rewind(self) -> None:
         pass  # what is filled was decided, and the text to come depends on it
+
+    @property
+    def fills(self) -> Fills:
+        return sorted(self._filled.items(), key=lambda item: item[0])
+
+    def restore(self, fills: Fills) -> None:
+        self._filled = dict(fills)
 
 
 def choose_fills(positions: Sequence[int], entropies: Sequence[float], threshold: float, penalty: float) -> list[int]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from coordinator.sessions.waterfall import Passage, Waterfall, make_waterfall
-from protos.brigade_pb2 import Sample, StatusReply
+from protos.brigade_pb2 import Alternative, Sample, StatusReply
 
 
 class Token(NamedTuple):
@@ -20,6 +20,20 @@ class Token(NamedTuple):
         """A copy: a part of a result would keep all of it in memory."""
         others = tuple(cls(other.token, other.logprob) for other in sample.alternatives)
         return cls(sample.token, sample.logprob, others)
+
+    def to_sample(self) -> Sample:
+        """What it was copied from, as far as it tells."""
+        others = [Alternative(token=other.token, logprob=other.logprob) for other in self.alternatives]
+        return Sample(token=self.token, logprob=self.logprob, alternatives=others)
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a journal has of an answer: enough to go on from, as if it had just become known."""
+
+    tokens: tuple[Token, ...] = ()
+    fills: tuple[tuple[int, Token], ...] = ()  # (position, token) that are decided ahead of them, ascending
+    finish_reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +57,7 @@ class Piece:
     at: int  # nanoseconds on the coordinator's monotonic clock
     finish_reason: str | None = None
     usage: Usage | None = None  # with the last one
+    fills: Sequence[tuple[int, Token]] = ()  # (position, token) that are decided ahead of the tokens
 
 
 @dataclass

@@ -7,6 +7,7 @@ from typing import Any
 
 from coordinator.decoding.decode import Decode
 from coordinator.planning.costs import StepCosts
+from coordinator.sessions.answer import Known
 from coordinator.sessions.session import Session
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache, Sampling
 from worker.errors import InputError
@@ -27,6 +28,7 @@ class Request:
     stops: tuple[str, ...] = ()
     eos: frozenset[int] = frozenset()
     repeat_guard: int = 0  # end once the last tokens repeat so many times; 0 never does
+    known: Known = field(default_factory=Known)  # the answer so far, by its journal
 
 
 def make_sampling(*, seed: int | None = None, top_k: int = 0, **parameters: Any) -> Sampling:

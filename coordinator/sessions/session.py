@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from coordinator.decoding.decoders import Autoregressive, Decoder, Proposal
 from coordinator.decoding.lengths import padded
+from coordinator.sessions.answer import Known, Token
 from protos.brigade_pb2 import Cache, Sample, Sampling, Window
 from worker.memory.history import History
 
@@ -78,6 +79,17 @@ class Session:
     def most_rows(self) -> int:
         """Rows that every cache must have room for until the end."""
         return self.num_prompt + self._max_tokens + self._decoder.num_ahead
+
+    @property
+    def fills(self) -> list[tuple[int, Token]]:
+        """Positions and tokens that are decided ahead of the known ones."""
+        return [(at, Token.of(sample)) for at, sample in self._decoder.fills]
+
+    def resume(self, known: Known) -> None:
+        """Go on from here, as if these tokens had become known and then the chain had been lost."""
+        assert self.fed == 0 and self.num_generated == 0
+        self.history.extend(token.token for token in known.tokens)
+        self._decoder.restore([(at, token.to_sample()) for at, token in known.fills])
 
     def reuse(self, num_tokens: int) -> None:
         """Begin after this many tokens: the slot holds them already. Leaves at least one token to feed."""

@@ -95,7 +95,7 @@ async def test_sessions_in_flight_together_each_get_their_own_tokens(models: Mod
     wanted = [(prompt, 3 + 2 * i, samplings[i]) for i, prompt in enumerate(prompts)]
     sessions = [Session(prompt, n, chunk=CHUNK, sampling=sampling) for prompt, n, sampling in wanted]
     async with running(whole.folder, (1, 2, 1)) as chain:
-        scheduler = Scheduler(chain.num_stages, cache_costs(chain.plan, chain.spec))
+        scheduler = Scheduler(chain.num_stages, cache_costs(chain.plan, chain.spec), last_step=chain.last_step)
         late = iter(sessions[2:])
         for session in sessions[:2]:
             scheduler.submit(session)

@@ -79,9 +79,10 @@ async def test_a_frame_of_several_parts_is_taken_only_whole_and_in_order(models:
     async with feeding(models("qwen3").folder) as worker:
         await worker.send(long)
         assert len((await worker.next_result()).samples) == 1
+        long.step = 2
         first, *_ = parts_of(long, bytes(len(long.windows[0].tokens) * D * 4))
         await worker.send_parts([first, first])
-        with pytest.raises(FrameError, match=r"^worker node-1: expected part 1 \(step 1\), got part 0"):
+        with pytest.raises(FrameError, match=r"^worker node-1: expected a part .*wrong checksum$"):
             await worker.next_result()
     assert passes == [Pass(2, (1080,))]
 
@@ -157,3 +158,34 @@ async def test_a_second_hop_from_the_same_stage_is_refused(models: Models) -> No
             await other.close()
         await worker.send(frame(1, [5, 6, 7]))
         assert len((await worker.next_result()).samples) == 1
+
+
+# Frames that were changed, lost, repeated or reordered on the way
+
+
+@pytest.mark.parametrize("at", [3, 40, -300, -3], ids=["length", "header", "hidden states", "checksum"])
+async def test_a_frame_with_a_flipped_bit_is_refused_before_anything_is_computed(
+    models: Models, passes: list[Pass], at: int
+) -> None:
+    async with feeding(models("qwen3").folder) as worker:
+        [part] = parts_of(frame(1, [5, 6, 7]), bytes(3 * D * 4))
+        flipped = bytearray(part)
+        flipped[at] ^= 16
+        await worker.send_parts([bytes(flipped)])
+        for refused in (worker.wait_refused(), worker.next_result()):
+            with pytest.raises(FrameError, match=r"^worker node-1: expected a part of a frame as it was sent"):
+                await refused
+    assert passes == []
+
+
+@pytest.mark.parametrize("step", [7, 6], ids=["again", "an earlier one"])
+async def test_a_frame_that_comes_twice_or_too_late_is_refused(models: Models, passes: list[Pass], step: int) -> None:
+    async with feeding(models("qwen3").folder) as worker:
+        await worker.send(frame(7, [5, 6, 7]))
+        await worker.next_result()
+        await worker.send(frame(step, [8], before=(5, 6, 7)))
+        message = rf"^worker node-1: expected a step after 7, got step {step}$"
+        for refused in (worker.wait_refused(), worker.next_result()):
+            with pytest.raises(FrameError, match=message):
+                await refused
+    assert passes == [Pass(2, (3,))]

@@ -277,8 +277,9 @@ async def test_a_sender_that_does_not_wait_is_refused() -> None:
     async with started(engine) as stage, asyncio.timeout(10):
         stage.submit(Frame(epoch=1))
         await asyncio.to_thread(engine.began.wait, 10)
-        sent = [part for step in range(WAITING + 1) for part in parts_of(Frame(epoch=1, step=step), b"")]
-        with pytest.raises(FrameError, match=rf"expected at most {WAITING} frames .*got one more \(step {WAITING}\)"):
+        sent = [part for step in range(WAITING + 1) for part in parts_of(Frame(epoch=1, step=1 + step), b"")]
+        expected = rf"expected at most {WAITING} frames .*got one more \(step {1 + WAITING}\)"
+        with pytest.raises(FrameError, match=expected):
             async for _ in stage.take_hop(of(sent)):
                 pass
 

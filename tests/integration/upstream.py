@@ -25,7 +25,7 @@ from tests.integration.conftest import (
 )
 from worker.memory.history import History
 from worker.node.link import Link
-from worker.node.parts import cut, write_part
+from worker.node.parts import checksum_seed, cut, write_part
 
 D = 64
 SIZES = {DTYPE_FLOAT32: 4}  # bytes; those of all others are 2
@@ -109,4 +109,7 @@ def parts_of(frame: Frame, payload: bytes) -> list[bytes]:
     """The messages that carry this header and these bytes, whether or not they suit each other."""
     header = frame.SerializeToString()
     pieces = enumerate(cut(memoryview(payload)))
-    return [write_part(number, b"" if number else header, data) for number, data in pieces]
+    return [
+        write_part(number, b"" if number else header, data, checksum_seed(number, frame.step))
+        for number, data in pieces
+    ]

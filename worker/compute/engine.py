@@ -4,6 +4,7 @@ Knows neither sockets nor bytes.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -33,6 +34,7 @@ class Step:
     failures: list[Failure] = field(default_factory=list)  # of this stage
     ready: list[mx.array] = field(default_factory=list)
     draws: list[tuple[Window, Draws]] = field(default_factory=list)
+    checks: list[tuple[int, mx.array]] = field(default_factory=list)  # slot, and whether what was made of it is finite
 
 
 class Engine:
@@ -42,12 +44,16 @@ class Engine:
     between the two, so that the device has work while graphs are built and results are copied out.
     """
 
-    def __init__(self, shard: Shard, stage: int, dtype: DType, node: str = "") -> None:
-        """`node` is the name of the worker that this is, if it is one."""
+    def __init__(self, shard: Shard, stage: int, dtype: DType, node: str = "", *, checks_finite: bool = False) -> None:
+        """`node` is the name of the worker that this is, if it is one.
+
+        If it `checks_finite`, a window of which it makes NaN or infinities fails, and no other stage sees them.
+        """
         self._shard = shard
         self._stage = stage
         self._dtype = dtype
         self._node = node
+        self._checks_finite = checks_finite
         self._slots: dict[int, Slot] = {}
         self._idle_since = 0  # when the device had done all that it was given, nanoseconds
         self._begin_share = 1.0  # of a step's time that `begin` takes
@@ -104,7 +110,9 @@ class Engine:
         self._open_and_close(step)
         if places := self._begin_windows(step):
             ids = self._tokens(step)
-            h = self._shard(ids if x is None else _rows_left(step, x), places, ids)
+            h = self._shard(ids if x is None else _rows_of(step.windows, step.frame.windows, x), places, ids)
+            if self._checks_finite:
+                step.checks = [(w.slot, mx.isfinite(_rows_of([w], step.windows, h)).all()) for w in step.windows]
             if self._shard.is_last:
                 self._begin_sampling(step, h)
             else:
@@ -121,6 +129,8 @@ class Engine:
             the result. `sent` is still open in its last timing.
         """
         mx.eval(step.ready)
+        if step.checks:
+            self._fail_infinite(step)
         step.timing.computed = time.monotonic_ns()
         if step.begun:
             share = (step.begun - step.timing.started) / (step.timing.computed - step.timing.started)
@@ -207,6 +217,8 @@ class Engine:
             counts = [len(asked_rows(window)) for window in asked]
             logits = self._shard.logits(step.ready[-1]).split(tuple(accumulate(counts[:-1])))
             for window, own in zip(asked, logits, strict=True):
+                if self._checks_finite:
+                    step.checks.append((window.slot, ~mx.isnan(own).any()))  # some models rule tokens out by infinity
                 try:
                     step.draws.append((window, self._draw(window, own)))
                 except SamplingError as error:
@@ -224,6 +236,21 @@ class Engine:
         # verified guesses need no entropy: only a window that fills goes by it
         return slot.sampler(logits, positions, slot.history.tokens, known, entropy=window.wanted == 0)
 
+    def _fail_infinite(self, step: Step) -> None:
+        """Have windows fail that cannot be passed on."""
+        mx.eval([is_finite for _, is_finite in step.checks])
+        bad = {slot for slot, is_finite in step.checks if not is_finite.item()}
+        layers = f"layers [{self._shard.start}, {self._shard.end})"
+        for slot in bad:
+            found = f"made values that are not finite, of slot {slot} (step {step.frame.step})"
+            self._fail(step, slot, FrameError(f"{layers}, stage {self._stage}, {found}"))
+        windows = step.windows
+        step.windows = [window for window in windows if window.slot not in bad]
+        step.draws = [(window, draws) for window, draws in step.draws if window.slot not in bad]
+        if bad and step.windows and not self._shard.is_last:
+            step.ready = [_rows_of(step.windows, windows, step.ready[0])]
+            mx.eval(step.ready)
+
     def _passed_on(self, step: Step) -> Frame:
         frame = step.frame
         passed = Frame(epoch=frame.epoch, step=frame.step, closed=frame.closed, opened=frame.opened)
@@ -239,12 +266,11 @@ class Engine:
         return result
 
 
-def _rows_left(step: Step, x: mx.array) -> mx.array:
-    """The hidden states of the windows that have not failed."""
-    windows = step.frame.windows
-    if len(step.windows) == len(windows):
+def _rows_of(some: Sequence[Window], windows: Sequence[Window], x: mx.array) -> mx.array:
+    """The hidden states of some of the windows whose x is."""
+    if len(some) == len(windows):
         return x
-    left = {window.slot for window in step.windows}
+    left = {window.slot for window in some}
     firsts = accumulate(map(num_rows, windows), initial=0)
     spans = [(first, num_rows(w)) for w, first in zip(windows, firsts, strict=False) if w.slot in left]
     return x[:, mx.array([row for first, count in spans for row in range(first, first + count)])]

@@ -1,6 +1,9 @@
 """What the header of a frame must say, so that it can be refused before its payload is taken. Pure: no I/O, no MLX."""
 
-from protos.brigade_pb2 import CACHE_ROTATING, CacheKind, DType, Frame, Session, Window
+from collections import Counter
+from collections.abc import Mapping
+
+from protos.brigade_pb2 import CACHE_ROTATING, CacheKind, DType, Frame, Result, Session, Window
 from worker.errors import FrameError
 
 
@@ -36,6 +39,24 @@ def check_header(frame: Frame, stage: int, hidden_size: int, dtype: DType) -> No
             f"expected hidden {expected[0]} {dtype_name(expected[1])} from stage {stage - 1}, "
             f"got {found[0]} {dtype_name(found[1])} (step {frame.step})"
         )
+
+
+def check_result(result: Result, asked: Mapping[int, tuple[int, int]], vocab_size: int, node: str) -> None:
+    """Raise FrameError unless `node` answers what was asked: by slot, how many rows are wanted and how many guessed.
+
+    A slot whose window failed need not have an answer.
+    """
+    failed = {failure.slot for failure in result.failures}
+    samples, guesses = (Counter(sample.slot for sample in of) for of in (result.samples, result.guesses))
+    for slot in (asked.keys() | samples.keys() | guesses.keys()) - failed:
+        expected, found = asked.get(slot, (0, 0)), (samples[slot], guesses[slot])
+        if expected != found:
+            raise FrameError(
+                f"expected (samples, guesses) {expected} for slot {slot}, got {found} (step {result.step})", node=node
+            )
+    highest = max((sample.token for of in (result.samples, result.guesses) for sample in of), default=0)
+    if highest >= vocab_size:
+        raise FrameError(f"expected tokens below {vocab_size}, got {highest} (step {result.step})", node=node)
 
 
 def _check_openings(frame: Frame) -> None:

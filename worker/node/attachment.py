@@ -8,10 +8,12 @@ from protos.brigade_pb2 import AttachRequest, Draining, Report
 from worker.compute.engine import Engine
 from worker.compute.shard import Shard
 from worker.errors import FrameError
+from worker.node.checksum import sealed
 from worker.node.link import Link
 from worker.node.network import Network
 from worker.node.stage import Stage
 from worker.process.mlx_thread import MlxThread
+from worker.process.sleep import wait_slept
 
 
 class Attachment:
@@ -42,10 +44,10 @@ class Attachment:
             link = Link(network, request.successor_name, request.successor, request.epoch, request.stage, name)
             self._stack.push_async_callback(link.close)
             await link.wait_open()
-        engine = Engine(shard, request.stage, request.loaded.dtype, name)
+        engine = Engine(shard, request.stage, request.loaded.dtype, name, checks_finite=request.check_finite)
         self.stage = Stage(engine, thread, request.epoch, link.send if link else None)
         self._stack.push_async_callback(self.stage.stop)
-        self.stage.start(self._report_draining(), *([link.wait_lost()] if link else []))
+        self.stage.start(self._report_draining(), wait_slept(), *([link.wait_lost()] if link else []))
 
     async def report_results(self) -> None:
         """Never return; raise whatever ends the stage."""
@@ -81,7 +83,7 @@ class Attachment:
 
     async def _report(self, report: Report) -> None:
         async with self._writing:
-            await self._write(report)
+            await self._write(sealed(report))
 
 
 def check_place(request: AttachRequest) -> None:

@@ -5,6 +5,7 @@ once more on either side. Small parts keep both event loops free: while one is w
 """
 
 import math
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,8 @@ _MOST_VARINT_BYTES = 10  # of 7 bits each
 
 _BYTES = 2  # protobuf's wire type of what has a length; that of a number is 0
 _NUMBER = Part.DESCRIPTOR.fields_by_name["number"].number << 3
+_CHECKSUM = bytes([Part.DESCRIPTOR.fields_by_name["checksum"].number << 3 | 5])  # of 4 bytes
+_CHECKSUM_BYTES = len(_CHECKSUM) + 4
 _FRAME, _DATA = (Part.DESCRIPTOR.fields_by_name[name].number << 3 | _BYTES for name in ("frame", "data"))
 
 
@@ -50,15 +53,34 @@ def cut(payload: memoryview) -> Iterator[memoryview]:
     return (payload[at : at + PART_BYTES] for at in range(0, max(1, len(payload)), PART_BYTES))
 
 
-def write_part(number: int, header: bytes, data: memoryview) -> bytes:
-    """A serialised `Part`; copies the data once."""
+def checksum_seed(number: int, step: int) -> int:
+    """What the checksum of a frame's part begins with: a part of another frame is as wrong as one of other bytes."""
+    return step & 0xFFFFFFFF if number else 0
+
+
+def write_part(number: int, header: bytes, data: memoryview, seed: int | None = None) -> bytes:
+    """A serialised `Part`, with a checksum if it is given what that begins with; copies the data once."""
     count = (bytes([_NUMBER]), _varint(number)) if number else ()
     frame = (bytes([_FRAME]), _varint(len(header)), header) if header else ()
     payload = (bytes([_DATA]), _varint(len(data)), data) if data else ()
-    return b"".join((*count, *frame, *payload))
+    fields = (*count, *frame, *payload)
+    if seed is None:
+        return b"".join(fields)
+    for piece in fields:
+        seed = zlib.crc32(piece, seed)
+    return b"".join((*fields, _CHECKSUM, seed.to_bytes(4, "little")))
 
 
-def read_part(message: bytes) -> tuple[int, memoryview, memoryview]:
+def checked_part(message: bytes, seed: int) -> memoryview:
+    """The part without its checksum. Raises FrameError unless that is there and is right."""
+    view = memoryview(message)
+    content, checksum = view[:-_CHECKSUM_BYTES], view[-_CHECKSUM_BYTES:]
+    if checksum != _CHECKSUM + zlib.crc32(content, seed).to_bytes(4, "little"):
+        raise FrameError(f"expected a part of a frame as it was sent, got {len(message)} bytes with a wrong checksum")
+    return content
+
+
+def read_part(message: bytes | memoryview) -> tuple[int, memoryview, memoryview]:
     """Number, header and data of a serialised `Part`; copies nothing. Raises FrameError if it is none."""
     view, at = memoryview(message), 0
     fields: dict[int, Any] = {}
@@ -90,19 +112,21 @@ class Arrival:
 class Joiner:
     """Frames out of parts, strictly in order. A refusal ends the hop: nothing says where the next frame begins."""
 
-    def __init__(self, check: Callable[[Frame], None]) -> None:
+    def __init__(self, check: Callable[[Frame], None], *, has_checksums: bool = True) -> None:
         """`check` raises FrameError for a header whose payload is not to be taken."""
         self._check = check
+        self._has_checksums = has_checksums
         self._arriving: Arrival | None = None
 
     def add(self, message: bytes) -> Arrival | None:
         """Take the next part; returns the frame that it completes.
 
         Raises:
-            FrameError: it is no part, not the one that comes next, not as long as it has to be, or `check` refuses.
+            FrameError: it is no part, not as it was sent, not the one that comes next, not as long as it has to be, or
+                `check` refuses.
         """
-        number, header, data = read_part(message)
         arriving = self._arriving
+        number, header, data = read_part(self._content(message) if self._has_checksums else message)
         if number != (len(arriving.payload) if arriving else 0):
             raise self._unexpected(f"part {number}")
         if arriving is None:
@@ -115,6 +139,12 @@ class Joiner:
         arriving.num_missing -= len(data)
         self._arriving = arriving if arriving.num_missing else None
         return None if self._arriving else arriving
+
+    def _content(self, message: bytes) -> memoryview:
+        """The part without its checksum."""
+        if self._arriving is None:
+            return checked_part(message, checksum_seed(0, 0))
+        return checked_part(message, checksum_seed(len(self._arriving.payload), self._arriving.header.step))
 
     def end(self) -> None:
         """Raise FrameError if the hop ended within a frame."""
@@ -146,7 +176,7 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
-def _read_varint(message: bytes, at: int) -> tuple[int, int]:
+def _read_varint(message: bytes | memoryview, at: int) -> tuple[int, int]:
     """The number at this place, and the place behind it. Raises IndexError beyond the end, FrameError if too long."""
     value = 0
     for place, byte in enumerate(message[at : at + _MOST_VARINT_BYTES]):
@@ -158,5 +188,5 @@ def _read_varint(message: bytes, at: int) -> tuple[int, int]:
     raise _no_part(message)
 
 
-def _no_part(message: bytes) -> FrameError:
+def _no_part(message: bytes | memoryview) -> FrameError:
     return FrameError(f"expected a part of a frame, got {len(message)} bytes that are none")

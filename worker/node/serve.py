@@ -17,6 +17,7 @@ from worker.node.log import Log
 from worker.node.network import Network
 from worker.node.relay import add_node
 from worker.node.service import NodeService
+from worker.process.machine import kept_awake
 from worker.process.mlx_thread import MlxThread
 from worker.process.run import INTERRUPTED
 
@@ -49,7 +50,8 @@ def serve(
     log = Log(name, None if follow_parent else sys.stderr)
     service = NodeService(name, thread, network, model, memory_bytes, configuration, log)
     try:
-        uvloop.run(_serve(service, bind, network, follow_parent=follow_parent))
+        with kept_awake():
+            uvloop.run(_serve(service, bind, network, follow_parent=follow_parent))
     finally:
         thread.close()
         mx.clear_streams()

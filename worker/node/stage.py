@@ -34,14 +34,21 @@ class Outgoing:
 class Stage:
     """One shard at its place in the chain. Once it has failed every call of it fails."""
 
-    def __init__(self, engine: Engine, thread: MlxThread, epoch: int, send: Send | None) -> None:
-        """`send` takes a frame's parts to the next stage; the last stage has none."""
+    def __init__(
+        self, engine: Engine, thread: MlxThread, epoch: int, send: Send | None, *, has_checksums: bool = True
+    ) -> None:
+        """`send` takes a frame's parts to the next stage; the last stage has none.
+
+        `has_checksums` says whether the parts of frames have them, those that come and those that go.
+        """
         self.engine = engine
         self.last_step = 0
         self._sent_bytes = 0
         self._thread = thread
         self._epoch = epoch
         self._send = send
+        self._has_checksums = has_checksums
+        self._newest_step = -1  # of the frames that came; `last_step` is done
         self._frames: SimpleQueue[tuple[Arrival, int]] = SimpleQueue()
         self._arrived = asyncio.Event()
         self._outputs: asyncio.Queue[Outgoing | Result] = asyncio.Queue()
@@ -92,7 +99,7 @@ class Stage:
         if self._has_hop:
             raise FrameError("expected one hop from the stage before, got another one")
         self._has_hop = True
-        joiner = Joiner(self._check)
+        joiner = Joiner(self._check, has_checksums=self._has_checksums)
         reading = asyncio.create_task(self._read(parts, joiner))
         reading.add_done_callback(self._hop_ended)
         try:
@@ -159,13 +166,16 @@ class Stage:
             while step is not None:
                 following = self._begin_next() if self.engine.runs_ahead else None
                 header, array = self.engine.finish(step)
-                output = header if isinstance(header, Result) else Outgoing(header.step, put(header, array))
+                output = header if isinstance(header, Result) else self._outgoing(header, array)
                 self._busy_since = None if following is None else time.monotonic()
                 loop.call_soon_threadsafe(self._outputs.put_nowait, output)
                 if self._is_stopping:  # what waits, a load perhaps, must find the memory free that this frame holds
                     return
                 self._thread.give_way()  # frames may come without end
                 step = following or self._begin_next()
+
+    def _outgoing(self, header: Frame, array: mx.array | None) -> Outgoing:
+        return Outgoing(header.step, put(header, array, with_checksums=self._has_checksums))
 
     def _begin_next(self) -> Step | None:
         if self._is_stopping:
@@ -212,7 +222,10 @@ class Stage:
     def _check(self, frame: Frame) -> None:
         if frame.epoch != self._epoch:
             raise FrameError(f"expected frames of epoch {self._epoch}, got epoch {frame.epoch} (step {frame.step})")
+        if frame.step <= self._newest_step:
+            raise FrameError(f"expected a step after {self._newest_step}, got step {frame.step}")
         self.engine.check(frame)
+        self._newest_step = frame.step
 
     def _take_in(self, arrival: Arrival) -> None:
         frame = arrival.header

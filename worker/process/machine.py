@@ -1,10 +1,19 @@
 """What this machine offers. The only module that knows of macOS."""
 
+import contextlib
+import os
 import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterator
 
 import mlx.core as mx
 import psutil
 
+_ASLEEP = {  # a clock that goes on while the machine sleeps, and one that does not
+    "Darwin": ("CLOCK_MONOTONIC", "CLOCK_UPTIME_RAW"),
+    "Linux": ("CLOCK_BOOTTIME", "CLOCK_MONOTONIC"),
+}
 _HEADROOM = 0.9  # leave a tenth to the system
 
 
@@ -39,3 +48,34 @@ def machine_name() -> str:
     device = str(mx.device_info().get("device_name", platform.processor()))
     memory = psutil.virtual_memory().total / 2**30
     return f"{device}, {psutil.cpu_count()} cores, {memory:.0f} GiB, {platform.system()} {platform.machine()}"
+
+
+def asleep_s() -> float:
+    """Seconds that this machine has slept since it was started, whatever becomes of the time of day."""
+    return asleep_by(platform.system(), lambda name: time.clock_gettime(getattr(time, name)))
+
+
+def asleep_by(system: str, read: Callable[[str], float]) -> float:
+    """The rule of `asleep_s`: `read` tells a clock's seconds by its name. Where nothing is known of clocks it is 0."""
+    if system not in _ASLEEP:
+        return 0.0
+    goes_on, stands_still = _ASLEEP[system]
+    return read(goes_on) - read(stands_still)
+
+
+@contextlib.contextmanager
+def kept_awake() -> Iterator[None]:
+    """Keep the machine from falling asleep by itself, where that is up to us; a lid that closes is not."""
+    command = awake_command(platform.system(), os.getpid())
+    with contextlib.ExitStack() as stack:
+        if command:
+            with contextlib.suppress(OSError):  # it serves awake or not
+                child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+                stack.callback(child.wait)
+                stack.callback(child.terminate)
+        yield
+
+
+def awake_command(system: str, pid: int) -> list[str]:
+    """What keeps a machine awake for as long as the process `pid` lives; nothing where there is no need."""
+    return ["caffeinate", "-i", "-w", str(pid)] if system == "Darwin" else []

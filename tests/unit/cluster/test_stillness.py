@@ -1,33 +1,34 @@
 """Whoever was asleep is told so, and nobody else is blamed."""
 
+import asyncio
+
 import pytest
 
 from coordinator.cluster import stillness
 from coordinator.cluster.stillness import Stillness
+from worker.errors import StageLost
 
 
 class Clocks:
-    """Both clocks, moved by hand."""
+    """The monotonic clock and how long the machine has slept, moved by hand."""
 
     def __init__(self) -> None:
-        self.now, self.today = 1000.0, 5_000_000.0
+        self.now, self.asleep = 1000.0, 5_000.0
 
     def monotonic(self) -> float:
         return self.now
 
-    def time(self) -> float:
-        return self.today
-
     def pass_s(self, seconds: float, *, asleep: bool = False) -> None:
-        """A monotonic clock may stand still while the machine sleeps."""
+        """The monotonic clock stands still while the machine sleeps."""
         self.now += 0 if asleep else seconds
-        self.today += seconds
+        self.asleep += seconds if asleep else 0
 
 
 @pytest.fixture
 def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     found = Clocks()
     monkeypatch.setattr(stillness, "time", found)
+    monkeypatch.setattr(stillness, "asleep_s", lambda: found.asleep)
     return found
 
 
@@ -56,3 +57,29 @@ def test_what_breaks_long_after_is_not_its_fault(clocks: Clocks) -> None:
         clocks.pass_s(3)
         watched.blame()
     assert watched.blame() is None
+
+
+@pytest.mark.parametrize(("slept_s", "is_lost"), [(4, False), (5, False), (6, True), (9000, True)])
+def test_a_coordinator_whose_machine_slept_drops_its_peers(clocks: Clocks, slept_s: float, is_lost: bool) -> None:
+    watched = Stillness()
+
+    async def watch() -> None:
+        async with asyncio.timeout(0.01):
+            await watched.watch()
+
+    clocks.pass_s(slept_s, asleep=True)
+    with pytest.raises(StageLost if is_lost else TimeoutError, match=f"for {slept_s} s" if is_lost else None):
+        asyncio.run(watch())
+
+
+def test_a_coordinator_that_was_only_stopped_goes_on_with_whoever_waited(clocks: Clocks) -> None:
+    watched = Stillness()
+
+    async def watch() -> None:
+        async with asyncio.timeout(0.01):
+            await watched.watch()
+
+    clocks.pass_s(12)
+    with pytest.raises(TimeoutError):
+        asyncio.run(watch())
+    assert watched.woke_at == clocks.now

@@ -17,6 +17,11 @@ def accept(header: Frame) -> None:
     pass
 
 
+def plain() -> Joiner:
+    """As behind an encrypted link."""
+    return Joiner(accept, has_checksums=False)
+
+
 def header(size: int, step: int = 41) -> Frame:
     """A frame with so many bytes of hidden states."""
     frame = Frame(epoch=1, step=step)
@@ -42,7 +47,7 @@ def joined(arrival: Arrival | None) -> tuple[int, bytes]:
 
 def refused(messages: list[bytes], expected: str) -> None:
     """The last of these messages is refused, those before it are taken."""
-    joiner = Joiner(accept)
+    joiner = plain()
     for message in messages[:-1]:
         joiner.add(message)
     with pytest.raises(FrameError, match=f"^{re.escape(expected)}$"):
@@ -51,7 +56,7 @@ def refused(messages: list[bytes], expected: str) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_frame_comes_out_as_it_went_in_and_only_once_its_last_part_is_there(size: int) -> None:
-    joiner = Joiner(accept)
+    joiner = plain()
     for step in (41, 42):
         *first, last = parts_of(size, step)
         assert [joiner.add(part) for part in first] == [None] * len(first)
@@ -114,7 +119,7 @@ def test_a_last_part_that_is_longer_than_the_header_said_is_refused() -> None:
 
 
 def test_a_hop_that_ends_within_a_frame_is_refused() -> None:
-    joiner = Joiner(accept)
+    joiner = plain()
     joiner.add(parts_of(2 * PART_BYTES)[0])
     with pytest.raises(FrameError, match=r"^expected part 1 \(step 41\), got the end of the hop$"):
         joiner.end()
@@ -125,7 +130,7 @@ def test_a_header_is_refused_before_its_payload_is_waited_for() -> None:
         raise FrameError(f"not step {frame.step}")
 
     with pytest.raises(FrameError, match=r"^not step 41$"):
-        Joiner(refuse).add(parts_of(2 * PART_BYTES)[0])
+        Joiner(refuse, has_checksums=False).add(parts_of(2 * PART_BYTES)[0])
 
 
 @pytest.mark.parametrize(
@@ -134,7 +139,7 @@ def test_a_header_is_refused_before_its_payload_is_waited_for() -> None:
 )
 def test_bytes_that_are_no_part_are_refused(message: bytes) -> None:
     with pytest.raises(FrameError, match=r"^expected (a part|the header) of a frame, got "):
-        Joiner(accept).add(message)
+        plain().add(message)
 
 
 def test_random_bytes_never_raise_anything_but_a_frame_error() -> None:
@@ -145,7 +150,7 @@ def test_random_bytes_never_raise_anything_but_a_frame_error() -> None:
         for _ in range(numbers.randrange(1, 4)):
             message[numbers.randrange(len(message))] = numbers.randrange(256)
         with contextlib.suppress(FrameError):
-            Joiner(accept).add(bytes(message[: numbers.randrange(len(message) + 1)]))
+            plain().add(bytes(message[: numbers.randrange(len(message) + 1)]))
 
 
 @pytest.mark.parametrize(

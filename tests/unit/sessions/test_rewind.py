@@ -13,7 +13,7 @@ from coordinator.decoding.decoders import Autoregressive, Decoder, Fill, Lossles
 from coordinator.decoding.window import WindowChooser
 from coordinator.planning.costs import StepCosts
 from coordinator.sessions.session import Session
-from protos.brigade_pb2 import Sample
+from protos.brigade_pb2 import Sample, Sampling
 from tests.unit.fake_chain import VOCAB, Rig, costs_per_row, plain_answer, prompt_of
 from worker.errors import FrameError, InputError
 
@@ -34,6 +34,12 @@ class Asked:
     eos: frozenset[int]
     kind: str
     seed: int  # 0: greedy
+
+    def build(self, rig: Rig) -> Session:
+        """A session that is not submitted yet."""
+        sampling = Sampling(seed=self.seed, temperature=1.0 if self.seed else 0.0)
+        decoder = DECODERS[self.kind](self.eos)
+        return Session(self.prompt, self.max_tokens, self.eos, decoder, chunk=rig.chunk, sampling=sampling)
 
     def submit(self, rig: Rig) -> Session:
         decoder = DECODERS[self.kind](self.eos)

@@ -1,0 +1,238 @@
+"""Journal: a request and its answer so far as bytes, so that another process can go on where this one ended. Pure.
+
+After the mark that says what the file is come records: the request, then what each step made known. Before each stand
+its length, the checksum of its bytes and the checksum of these two numbers. So a file that ends within a record can be
+told from one that was changed: the former was being written when its process ended, the latter is refused.
+"""
+
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgpack
+from google.protobuf.message import DecodeError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from coordinator.decoding.decode import Decode
+from coordinator.decoding.lengths import LENGTHS
+from coordinator.sessions.answer import Known, Piece, Token
+from coordinator.sessions.request import Request
+from protos.brigade_pb2 import Cache, Contents, Fingerprint, Sampling
+from worker.errors import InputError
+
+MOST_BYTES = 1 << 28  # of a file
+MARK = b"brigade journal\n"
+_VERSION = 1
+_MOST_RECORD_BYTES = 1 << 25
+_PREFIX = struct.Struct("<III")  # length, checksum of the bytes, checksum of these two
+
+Record = TypeVar("Record", bound=BaseModel)
+_Id = Annotated[int, Field(ge=0, lt=2**32)]
+_Packed = _Id | tuple[_Id, float, list[tuple[_Id, float]]]  # a token; with its logprob and alternatives if it has any
+
+
+@dataclass(frozen=True)
+class Header:
+    """Whose answer it is: a request and the model that it was put to."""
+
+    model: str  # as the user named it
+    fingerprint: Fingerprint
+    contents: Contents  # without headers: the fingerprint covers them
+    request: Request
+    has_text: bool  # or else its tokens are given as ids
+
+
+@dataclass(frozen=True)
+class Journal:
+    """What a file holds."""
+
+    header: Header
+    known: Known = field(default_factory=Known)
+    num_bytes: int = 0  # of the whole records; anything behind them is the beginning of one more
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class _Request(_Record):
+    """The first record."""
+
+    version: int
+    model: str
+    fingerprint: bytes
+    contents: bytes
+    has_text: bool
+    prompt: Annotated[list[_Id], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)]
+    sampling: bytes
+    decode: Decode
+    cache: bytes
+    stops: list[str]
+    eos: list[_Id]
+    repeat_guard: Annotated[int, Field(ge=0)]
+
+
+class _Batch(_Record):
+    """Any other record."""
+
+    first: int  # how many tokens of the answer come before it
+    tokens: list[_Packed]
+    fills: list[tuple[_Id, _Packed]] = []
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+def write_header(header: Header) -> bytes:
+    """The beginning of a file."""
+    request = header.request
+    record = _Request(
+        version=_VERSION,
+        model=header.model,
+        fingerprint=header.fingerprint.SerializeToString(deterministic=True),
+        contents=header.contents.SerializeToString(deterministic=True),
+        has_text=header.has_text,
+        prompt=list(request.prompt),
+        max_tokens=request.max_tokens,
+        sampling=request.sampling.SerializeToString(deterministic=True),
+        decode=request.decode,
+        cache=request.cache.SerializeToString(deterministic=True),
+        stops=list(request.stops),
+        eos=sorted(request.eos),
+        repeat_guard=request.repeat_guard,
+    )
+    return MARK + _write(record.model_dump())
+
+
+def write_batch(first: int, piece: Piece) -> bytes:
+    """The record of a piece, before which `first` tokens of the answer are known."""
+    record: dict[str, Any] = {"first": first, "tokens": [_pack(token) for token in piece.tokens]}
+    if piece.fills:
+        record["fills"] = [(at, _pack(token)) for at, token in piece.fills]
+    if piece.finish_reason is not None:
+        record["finish_reason"] = piece.finish_reason
+    return _write(record)
+
+
+def read_journal(data: bytes) -> Journal | None:
+    """What the bytes of a file hold; None if they end before the request does.
+
+    Raises:
+        InputError: they are no journal, or not as they were written.
+    """
+    if not data.startswith(MARK):
+        if MARK.startswith(data):
+            return None
+        raise InputError("journal", "expected a journal or no file, found something else; it is left as it is")
+    header, end, last = None, 0, _Batch(first=0, tokens=[])
+    tokens: list[Token] = []
+    for number, (end, payload) in enumerate(_payloads(data)):  # noqa: B007 - used below
+        if header is None:
+            header = _read_header(payload)
+            continue
+        batch = _read(_Batch, payload, number)
+        if problem := _problem(header.request, len(tokens), last, batch):
+            raise _damaged(number, problem)
+        tokens += map(_unpack, batch.tokens)
+        last = batch
+    if header is None:
+        return None
+    fills = tuple((at, _unpack(token)) for at, token in last.fills)
+    return Journal(header, Known(tuple(tokens), fills, last.finish_reason), end)
+
+
+def _write(record: dict[str, Any]) -> bytes:
+    payload = msgpack.packb(record)
+    assert len(payload) <= _MOST_RECORD_BYTES
+    numbers = struct.pack("<II", len(payload), zlib.crc32(payload))
+    return numbers + struct.pack("<I", zlib.crc32(numbers)) + payload
+
+
+def _payloads(data: bytes) -> Iterator[tuple[int, memoryview]]:
+    """Every whole record, and where it ends."""
+    view, at, number = memoryview(data), len(MARK), 0
+    while at + _PREFIX.size <= len(data):
+        length, checksum, of_both = _PREFIX.unpack_from(data, at)
+        begin, end = at + _PREFIX.size, at + _PREFIX.size + length
+        if zlib.crc32(view[at : at + 8]) != of_both:
+            if not any(view[at:]):  # a file system that kept the length but not the bytes when the power failed
+                return
+            raise _damaged(number, f"its length's checksum is wrong (byte {at})")
+        if length > _MOST_RECORD_BYTES:
+            raise _damaged(number, f"expected at most {_MOST_RECORD_BYTES} bytes, found {length}")
+        if end > len(data):
+            return
+        if zlib.crc32(view[begin:end]) != checksum:
+            raise _damaged(number, f"its checksum is wrong (byte {begin})")
+        yield end, view[begin:end]
+        at, number = end, number + 1
+
+
+def _read_header(payload: memoryview) -> Header:
+    record = _read(_Request, payload, 0)
+    try:
+        request = Request(
+            prompt=tuple(record.prompt),
+            max_tokens=record.max_tokens,
+            sampling=Sampling.FromString(record.sampling),
+            stops=tuple(record.stops),
+            eos=frozenset(record.eos),
+            decode=record.decode,
+            cache=Cache.FromString(record.cache),
+            repeat_guard=record.repeat_guard,
+        )
+        fingerprint, contents = Fingerprint.FromString(record.fingerprint), Contents.FromString(record.contents)
+    except DecodeError as error:
+        raise _damaged(0, str(error)) from error
+    return Header(record.model, fingerprint, contents, request, record.has_text)
+
+
+def _read(kind: type[Record], payload: memoryview, number: int) -> Record:
+    try:
+        found = msgpack.unpackb(payload)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise _damaged(number, f"its bytes are no msgpack ({error})") from error
+    version = found.get("version", _VERSION) if isinstance(found, dict) else _VERSION
+    if version != _VERSION:
+        raise InputError("journal", f"expected version {_VERSION}, found {version!r}; use the brigade that wrote it")
+    try:
+        return kind.model_validate(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "all of it"
+        raise _damaged(number, f"{place}: {first['msg']}") from error
+
+
+def _problem(request: Request, num_known: int, last: _Batch, batch: _Batch) -> str:
+    """Why the batch cannot be what comes after the last one; empty if it can."""
+    if last.finish_reason is not None:
+        return "the answer has ended before it"
+    if batch.first != num_known:
+        return f"expected tokens from {num_known} on, found them from {batch.first} on"
+    num_tokens = num_known + len(batch.tokens)
+    if num_tokens > request.max_tokens:
+        return f"expected at most {request.max_tokens} tokens, found {num_tokens}"
+    end = len(request.prompt) + num_tokens
+    ahead = [at for at, _ in batch.fills]
+    if ahead and request.decode.kind != "diffusion-fast":
+        return f"expected no fills with {request.decode.kind}, found {len(ahead)}"
+    if ahead != sorted(set(ahead)) or any(not end < at < end + LENGTHS[-1] for at in ahead):
+        return f"expected fills at ascending positions shortly after {end}, found {ahead}"
+    return ""
+
+
+def _pack(token: Token) -> int | Sequence[Any]:
+    others = [(other.token, other.logprob) for other in token.alternatives]
+    return (token.token, token.logprob, others) if token.logprob or others else token.token
+
+
+def _unpack(packed: int | tuple[int, float, list[tuple[int, float]]]) -> Token:
+    if isinstance(packed, int):
+        return Token(packed)
+    token, logprob, others = packed
+    return Token(token, logprob, tuple(Token(*other) for other in others))
+
+
+def _damaged(number: int, found: str) -> InputError:
+    return InputError("journal", f"record {number} is damaged: {found}; the answer cannot go on from this file")

@@ -1,0 +1,146 @@
+"""`generate --journal`: the coordinator is killed in the middle, and the answer goes on as if it had not been."""
+
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from coordinator.sessions.journal import read_journal
+from tests.cluster.commands import answer_here, run_here
+from tests.cluster.models import reconfigured_copy
+from tests.cluster.processes import FINISH_S, Running, Starter, Worker, write_cluster
+
+FREE_S = 2.0  # from the death of a coordinator until its workers are free
+PROMPT = ("--prompt", "Tell me about the fox and the dog.", "--ignore-eos", "--max-tokens")
+GREEDY, SAMPLED = ("--temp", "0"), ("--temp", "0.9", "--seed", "11")
+PENALTIES = ("--top-p", "0.95", "--repetition-penalty", "1.2", "--presence-penalty", "0.3", "--logit-bias", "70:1.5")
+REQUESTS = {
+    "ar": ("talker", *GREEDY),
+    "ngram": ("talker", "--decode", "ngram", *GREEDY),
+    "diffusion": ("demo", "--decode", "diffusion", *SAMPLED),
+    "diffusion-fast": ("demo", "--decode", "diffusion-fast", *SAMPLED),
+    "sampled": ("talker", *SAMPLED, *PENALTIES),
+}
+
+
+@pytest.fixture(scope="module")
+def workers(module_start: Starter) -> Sequence[Worker]:
+    return [module_start.worker(name) for name in ("first", "last")]
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Path:
+    return tmp_path / "journal"
+
+
+def config(folder: Path, model: Path | str, workers: Sequence[Worker]) -> tuple[str, str]:
+    nodes = [(worker.name, worker.address) for worker in workers]
+    return "--config", str(write_cluster(folder / "cluster.yaml", *nodes, model=str(model)))
+
+
+def known(journal: Path) -> list[int]:
+    """The tokens that the file has by now."""
+    found = read_journal(journal.read_bytes()) if journal.exists() else None
+    return [token.token for token in found.known.tokens] if found else []
+
+
+def kill_at(num_tokens: int, running: Running, journal: Path) -> str:
+    """Kill the request once its journal has so many tokens; what it had printed."""
+    deadline = time.monotonic() + FINISH_S
+    while len(known(journal)) < num_tokens:
+        assert running.is_running and time.monotonic() < deadline, running.err.text
+        time.sleep(0.01)
+    running.send_signal(signal.SIGKILL)
+    return running.wait().out
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_an_answer_goes_on_after_its_coordinator_was_killed(
+    start: Starter, workers: Sequence[Worker], talker: Path, tmp_path: Path, journal: Path, name: str
+) -> None:
+    """The workers are free at once; what was printed and what the second run prints is the text."""
+    model, num_tokens = {"talker": (talker, "240"), "demo": ("demo", "80")}[REQUESTS[name][0]]
+    cluster, request = config(tmp_path, model, workers), (*PROMPT, num_tokens, *REQUESTS[name][1:])
+    expected = answer_here("--model", model, "--local", "0", *request)
+    if name == "sampled":
+        request = (*request, "--stop", expected["text"][-30:-26])
+        expected = answer_here("--model", model, "--local", "0", *request)
+        assert expected["finish_reason"] == "stop"
+    running = start.brigade("generate", *cluster, *request, "--journal", journal)
+    running.out.wait_match(r"(?s).{30}", FINISH_S)
+    running.send_signal(signal.SIGKILL)
+    printed = running.wait().out
+    for worker in workers:
+        worker.wait_slots(0, FREE_S)
+    before = known(journal)
+    assert 0 < len(before) < len(expected["tokens"]) and before == expected["tokens"][: len(before)]
+    rest = run_here("generate", *cluster, "--journal", journal)
+    assert rest.code == 0, rest.err
+    assert printed + rest.out == expected["text"] + "\n"
+    assert known(journal) == expected["tokens"]
+    whole = run_here("generate", *cluster, "--journal", journal)
+    assert (whole.code, whole.out) == (0, "") and "holds the whole answer already" in whole.err
+    again = answer_here(*cluster, "--journal", journal)
+    for key in ("text", "tokens", "prompt_tokens", "finish_reason"):
+        assert again[key] == expected[key], key
+
+
+def test_logprobs_and_a_random_seed_survive_as_well(start: Starter, talker: Path, journal: Path) -> None:
+    """A seed that nobody chose is in the journal only. Killed twice."""
+    command = ("--model", str(talker), "--local", "0", "--journal", str(journal), "--json")
+    request = (*PROMPT, "120", "--temp", "0.9", "--logprobs", "2")
+    assert kill_at(20, start.brigade("generate", *command, *request), journal) == ""
+    first = known(journal)
+    assert kill_at(len(first) + 20, start.brigade("generate", *command), journal) == ""
+    answer = answer_here(*command[:-1])
+    assert answer["tokens"][: len(first)] == first
+    assert answer["stats"]["tokens_from_journal"] >= len(first) + 20
+    journal.unlink()
+    expected = answer_here(*command[:-1], *request, "--seed", str(answer["seed"]))
+    assert answer["tokens"] == expected["tokens"] and answer["text"] == expected["text"]
+    assert len(answer["logprobs"]) == 120
+    for found, there in zip(answer["logprobs"], expected["logprobs"], strict=True):
+        assert (found["token"], found["logprob"]) == (there["token"], pytest.approx(there["logprob"], abs=1e-4))
+        assert [token for token, _ in found["top"]] == [token for token, _ in there["top"]]
+
+
+def test_the_same_command_goes_on_and_a_contradiction_is_refused(talker: Path, tmp_path: Path, journal: Path) -> None:
+    def run(*arguments: str | Path, model: Path | str = talker) -> tuple[int, str]:
+        outcome = run_here("generate", "--model", model, "--local", "0", "--journal", journal, *arguments)
+        assert outcome.code == 0 or len(outcome.err.splitlines()) in (1, 2), outcome.err
+        return outcome.code, outcome.err
+
+    request = ("go", "--max-tokens", "8", "--temp", "0.5", "--seed", "3", "--stop", "éé")
+    assert run()[0] == 2 and not journal.exists()
+    assert run("go", "--temp", "-1")[0] == 2 and not journal.exists()
+    assert run(*request)[0] == 0
+    content = journal.read_bytes()
+    assert run(*request)[0] == 0
+    for flags, refusal in {
+        ("other",): "--prompt: the journal's request has (",
+        ("go", "--raw"): "--prompt: the journal's request has (",
+        ("--raw",): "--raw: expected with the prompt",
+        ("--max-tokens", "9"): "--max-tokens: the journal's request has 8, not 9; leave it out",
+        ("--temp", "0.6"): "--temp: the journal's request has 0.5, not 0.6",
+        ("--seed", "4"): "--seed: the journal's request has 3, not 4",
+        ("--logit-bias", "4:1"): "--logit-bias: the journal's request has {}, not {4: 1.0}",
+        ("--stop", "x"): "--stop: the journal's request has ('éé',), not ('x',)",
+        ("--decode", "ngram"): "--decode: the journal's request has ar, not ngram",
+        ("--kv", "int8"): "--kv: the journal's request has CACHE_FULL, not CACHE_INT8",
+        ("--ignore-eos",): "--ignore-eos: the journal's request has False, not True",
+    }.items():  # fmt: skip
+        code, err = run(*flags)
+        assert (code, err.startswith(f"error: {refusal}")) == (2, True), err
+    other = reconfigured_copy(talker, tmp_path / "other", rms_norm_eps=1e-3)
+    code, err = run(model=other)
+    assert code == 2 and "expected the model that the journal's answer is of" in err
+    code, err = run(model="demo")
+    assert code == 2 and "expected the model that the journal's answer is of" in err
+    assert journal.read_bytes() == content
+    journal.write_bytes(content[:60])
+    assert run()[0] == 2 and journal.read_bytes() == b""
+    journal.write_bytes(content[:-9] + b"?" + content[-8:])
+    code, err = run()
+    assert code == 2 and "is damaged: its checksum is wrong" in err

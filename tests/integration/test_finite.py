@@ -1,0 +1,78 @@
+"""With --check-finite the stage that makes NaN is named, and only the session that it is of ends."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from coordinator.cluster.deployment import Deployment
+from coordinator.cluster.runner import Runner
+from coordinator.sessions.request import Request
+from tests.cluster.commands import run_here
+from tests.cluster.models import altered_copy, make_talker
+from tests.integration.conftest import CHUNK, opened, serving
+from worker.errors import FrameError
+
+POISON = 77  # a token whose embedding is not finite
+PROMPT = tuple(range(10, 10 + 2 * CHUNK))
+Change = Callable[[dict[str, mx.array]], None]
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of four layers."""
+    return make_talker(tmp_path_factory.mktemp("finite") / "model")
+
+
+def infinite(layer: int) -> Change:
+    def change(weights: dict[str, mx.array]) -> None:
+        name = f"model.layers.{layer}.mlp.down_proj.weight"
+        weights[name] = mx.full(weights[name].shape, mx.inf, weights[name].dtype)
+
+    return change
+
+
+def poisoned(weights: dict[str, mx.array]) -> None:
+    table = weights["model.embed_tokens.weight"]
+    weights["model.embed_tokens.weight"] = mx.where((mx.arange(len(table)) == POISON)[:, None], mx.nan, table)
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every chain has its stages check what they make."""
+    monkeypatch.setattr(Deployment.__init__, "__defaults__", (True,))
+
+
+@pytest.mark.parametrize(
+    ("layer", "stage"),
+    [
+        (0, "layers [0, 1), stage 0"),
+        (2, "worker worker-1: layers [1, 3), stage 1"),
+        (3, "worker worker-2: layers [3, 4), stage 2"),
+    ],
+)
+def test_the_stage_that_makes_what_is_not_finite_is_named(talker: Path, tmp_path: Path, layer: int, stage: str) -> None:
+    model = altered_copy(talker, tmp_path / "model", infinite(layer))
+    command = ("generate", "hello", "--model", model, "--local", "2", "--layers", "1,2,1", "--max-tokens", "3")
+    outcome = run_here(*command, "--check-finite")
+    assert outcome.code == 3
+    assert f"error: {stage}, made values that are not finite, of slot 0 (step " in outcome.err
+
+
+async def test_only_the_session_that_it_is_of_ends(talker: Path, tmp_path: Path, checked: None) -> None:
+    """Both run together, over two stages that check."""
+    model = altered_copy(talker, tmp_path / "model", poisoned)
+    async with serving(1) as nodes, opened(model, (2, 2), nodes) as chain, Runner(chain) as runner:
+        alone = (await runner.answer(Request(PROMPT, 30))).tokens
+        sound = asyncio.create_task(runner.answer(Request(PROMPT, 30)))
+        with pytest.raises(FrameError, match=r"^layers \[0, 2\), stage 0, made values that are not finite"):
+            await runner.answer(Request((*PROMPT[:5], POISON), 30))
+        assert (await sound).tokens == alone
+
+
+async def test_a_check_changes_no_token(talker: Path, checked: None) -> None:
+    async with serving(1) as nodes, opened(talker, (2, 2), nodes) as chain, Runner(chain) as runner:
+        found = [(await runner.answer(Request(PROMPT, 12))).tokens for _ in range(2)]
+    assert found[0] == found[1] and len(set(found[0])) > 3

@@ -1,0 +1,154 @@
+"""What arrives is what was sent, or it is refused: no flipped bit, no part of another frame, none twice is taken."""
+
+import random
+
+import mlx.core as mx
+import pytest
+
+from protos.brigade_pb2 import Draining, Failure, Frame, Part, Report, Result, Sample, Timing, Window
+from worker.compute.header import check_result
+from worker.errors import FrameError
+from worker.node.checksum import check_seal, sealed
+from worker.node.hop import put, take
+from worker.node.parts import PART_BYTES, Arrival, Joiner
+
+WRONG = "expected a part of a frame as it was sent, got .* bytes with a wrong checksum"
+
+
+def accept(header: Frame) -> None:
+    pass
+
+
+def sent(num_values: int, step: int = 41) -> list[bytes]:
+    header = Frame(epoch=3, step=step, windows=[Window(slot=2, tokens=[5, 6], prefix_hash=2**63)], timings=[Timing()])
+    return put(header, mx.random.normal((1, 1, num_values)) if num_values else None)
+
+
+def arrived(parts: list[bytes]) -> Arrival | None:
+    """The frame, if all parts are taken and complete one."""
+    joiner = Joiner(accept)
+    *_, last = map(joiner.add, parts)
+    return last
+
+
+@pytest.mark.parametrize("num_values", [0, 3])
+def test_any_flipped_bit_of_a_frame_is_refused(num_values: int) -> None:
+    [part] = sent(num_values)
+    assert arrived([part]) is not None
+    for at in range(len(part)):
+        for bit in range(8):
+            flipped = bytearray(part)
+            flipped[at] ^= 1 << bit
+            with pytest.raises(FrameError, match=WRONG):
+                arrived([bytes(flipped)])
+
+
+def test_flipped_bits_in_any_of_several_parts_are_refused() -> None:
+    numbers = random.Random(3)
+    parts = sent(PART_BYTES // 4 * 2 + 5)
+    assert len(parts) == 3 and arrived(parts) is not None
+    for number, part in enumerate(parts):
+        edges = {*range(12), *range(len(part) - 12, len(part)), *(numbers.randrange(len(part)) for _ in range(30))}
+        for at in sorted(edge for edge in edges if edge < len(part)):
+            flipped = bytearray(part)
+            flipped[at] ^= 1 << numbers.randrange(8)
+            with pytest.raises(FrameError, match=WRONG):
+                arrived([*parts[:number], bytes(flipped), *parts[number + 1 :]])
+
+
+def test_ten_thousand_frames_with_random_damage_are_refused() -> None:
+    numbers = random.Random(4)
+    sound = sent(16)[0]
+    for _ in range(10_000):
+        damaged = bytearray(sound)
+        for _ in range(numbers.randint(1, 20)):
+            damaged[numbers.randrange(len(damaged))] = numbers.randrange(256)
+        damaged = damaged[: numbers.choice([len(damaged), numbers.randrange(len(damaged))])]
+        if bytes(damaged) != sound:
+            with pytest.raises(FrameError, match=WRONG):
+                arrived([bytes(damaged)])
+
+
+@pytest.mark.parametrize("order", [(0, 0), (0, 2), (1,), (0, 1, 1), (0, 2, 1)], ids=str)
+def test_parts_that_are_left_out_or_come_twice_or_in_another_order_are_refused(order: tuple[int, ...]) -> None:
+    parts = sent(PART_BYTES // 4 * 2 + 5)
+    with pytest.raises(FrameError):
+        arrived([parts[number] for number in order])
+
+
+def test_a_part_of_another_frame_is_refused_though_it_is_as_long_and_sound() -> None:
+    ours, theirs = sent(PART_BYTES // 4 * 2, step=41), sent(PART_BYTES // 4 * 2, step=42)
+    with pytest.raises(FrameError, match=WRONG):
+        arrived([ours[0], theirs[1]])
+
+
+def test_a_part_without_a_checksum_is_refused_where_there_has_to_be_one() -> None:
+    header = Frame(step=41, timings=[Timing()])
+    (part,) = put(header, None, with_checksums=False)
+    with pytest.raises(FrameError, match=WRONG):
+        arrived([part])
+    assert Joiner(accept, has_checksums=False).add(part) is not None
+    with pytest.raises(FrameError, match=WRONG):
+        arrived([b""])
+
+
+def test_the_checksum_is_a_field_of_the_proto_and_the_last_one() -> None:
+    (part,) = sent(3)
+    read = Part.FromString(part)
+    assert part.endswith(read.checksum.to_bytes(4, "little")) and read.frame.step == 41
+    assert read.SerializeToString() == part
+
+
+def test_what_is_taken_is_what_was_put() -> None:
+    array = mx.random.normal((1, 9, 5000)).astype(mx.bfloat16)
+    arrival = arrived(put(Frame(step=2**40 + 7, timings=[Timing()]), array))
+    assert arrival is not None
+    found = take(arrival.header, arrival.payload)
+    assert found is not None and mx.array_equal(found, array)
+
+
+def report() -> Report:
+    samples = [Sample(slot=1, token=7, logprob=-0.25, entropy=1.5), Sample(slot=2, token=300)]
+    failures = [Failure(slot=3, kind="CacheMismatch", message="é")]
+    return Report(result=Result(epoch=2, step=9, samples=samples, timings=[Timing(stage=1, sent=5)], failures=failures))
+
+
+@pytest.mark.parametrize("what", [report(), Report(draining=Draining())], ids=["result", "draining"])
+def test_no_flipped_bit_of_a_report_changes_what_it_says(what: Report) -> None:
+    message = sealed(what).SerializeToString()
+    expected = Report.FromString(message)
+    check_seal(expected, "last")
+    for at in range(len(message)):
+        for bit in range(8):
+            flipped = bytearray(message)
+            flipped[at] ^= 1 << bit
+            try:
+                found = Report.FromString(bytes(flipped))
+            except Exception as error:  # gRPC refuses it, and the call ends
+                assert type(error).__name__ == "DecodeError"
+                continue
+            with pytest.raises(FrameError, match=r"^worker last: expected a report as it was sent"):
+                check_seal(found, "last")
+
+
+ASKED = {1: (2, 0), 4: (0, 3), 5: (0, 0)}
+
+
+def answered(samples: list[int], guesses: list[int], failed: list[int] | None = None, token: int = 49) -> Result:
+    samples_of, guesses_of = ([Sample(slot=slot, token=token) for slot in slots] for slots in (samples, guesses))
+    return Result(step=9, samples=samples_of, guesses=guesses_of, failures=[Failure(slot=s) for s in failed or []])
+
+
+def test_a_result_has_an_answer_for_whatever_was_asked() -> None:
+    check_result(answered([1, 1], [4, 4, 4]), ASKED, 50, "last")
+    check_result(answered([1, 1], [], failed=[4]), ASKED, 50, "last")
+    for samples, guesses in ([1], [4, 4, 4]), ([1, 1, 1], [4, 4, 4]), ([1, 1], [4, 4]), ([1, 1, 5], [4, 4, 4]):
+        with pytest.raises(FrameError, match=r"^worker last: expected \(samples, guesses\) .* \(step 9\)$"):
+            check_result(answered(samples, guesses), ASKED, 50, "last")
+    with pytest.raises(FrameError, match=r"for slot 8, got \(1, 0\)"):
+        check_result(answered([1, 1, 8], [4, 4, 4]), ASKED, 50, "last")
+
+
+def test_a_token_outside_the_vocabulary_is_refused() -> None:
+    with pytest.raises(FrameError, match=r"^worker last: expected tokens below 50, got 50 \(step 9\)$"):
+        check_result(answered([1, 1], [4, 4, 4], token=50), ASKED, 50, "last")

@@ -1,0 +1,202 @@
+"""Journals as bytes: what was written is read, what was cut off is forgotten, what was changed is refused."""
+
+import re
+import struct
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.decoding.decode import Decode
+from coordinator.sessions.answer import Known, Piece, Token
+from coordinator.sessions.journal import MARK, Header, Journal, read_journal, write_batch, write_header
+from coordinator.sessions.request import Request
+from protos.brigade_pb2 import CACHE_ROTATING, Cache, Contents, Fingerprint, Sampling
+from worker.errors import InputError
+
+ROUNDED = struct.unpack("<f", struct.pack("<f", -0.1))[0]
+FIRST = Piece("a", [Token(5), Token(2**32 - 1)], 0)
+SECOND = Piece(
+    "b", [Token(6, ROUNDED, (Token(6, ROUNDED), Token(7, -2.5)))], 0, fills=[(8, Token(9, -1.0)), (10, Token(3))]
+)
+LAST = Piece("", [Token(1)], 0, "stop")
+
+
+def header(**changes: Any) -> Header:
+    request = Request(
+        prompt=(1, 2, 3),
+        max_tokens=40,
+        sampling=Sampling(seed=2**64 - 1, temperature=0.7, logit_bias={5: -1.5}, logprobs=3),
+        decode=Decode("diffusion-fast", 8, 0.3, 0.01),
+        cache=Cache(kind=CACHE_ROTATING, size=64, keep=4),
+        stops=("é\n", "😀"),
+        eos=frozenset({7, 1}),
+        repeat_guard=4,
+    )
+    fingerprint, contents = Fingerprint(config="c", tokenizer="t", tensors="x"), Contents(marks=b"abcd")
+    return Header("demo", fingerprint, contents, Request(**vars(request) | changes), True)
+
+
+def written(*pieces: Piece, **changes: Any) -> bytes:
+    """A file with these pieces."""
+    parts, first = [write_header(header(**changes))], 0
+    for piece in pieces:
+        parts.append(write_batch(first, piece))
+        first += len(piece.tokens)
+    return b"".join(parts)
+
+
+def record(content: Any) -> bytes:
+    """A record whose checksums are right, whatever is in it."""
+    payload = content if isinstance(content, bytes) else msgpack.packb(content)
+    numbers = struct.pack("<II", len(payload), zlib.crc32(payload))
+    return numbers + struct.pack("<I", zlib.crc32(numbers)) + payload
+
+
+def found(data: bytes) -> Journal:
+    journal = read_journal(data)
+    assert journal is not None
+    return journal
+
+
+WHOLE = written(FIRST, SECOND, LAST)
+ENDS = [len(written(*pieces)) for pieces in ([], [FIRST], [FIRST, SECOND], [FIRST, SECOND, LAST])]
+
+
+def test_a_journal_comes_back_as_it_was_written() -> None:
+    journal = found(WHOLE)
+    assert journal.header == header()
+    assert journal.known == Known((*FIRST.tokens, *SECOND.tokens, *LAST.tokens), (), "stop")
+    assert journal.num_bytes == len(WHOLE)
+    assert found(written(FIRST, SECOND)).known.fills == tuple(SECOND.fills)
+
+
+def test_a_file_torn_at_any_byte_has_all_records_before() -> None:
+    """The beginning of a file is its own sound journal, or none yet."""
+    for length in range(len(WHOLE)):
+        journal, whole = read_journal(WHOLE[:length]), [end for end in ENDS if end <= length]
+        assert (journal.num_bytes if journal else 0) == max(whole, default=0)
+        if journal is not None:
+            assert len(journal.known.tokens) == (0, 2, 3)[len(whole) - 1]
+
+
+def test_any_flipped_bit_of_a_whole_file_is_refused() -> None:
+    for at in range(len(WHOLE)):
+        for bit in range(8):
+            changed = bytearray(WHOLE)
+            changed[at] ^= 1 << bit
+            with pytest.raises(InputError, match=r"^journal: (expected a journal|record \d is damaged: .*checksum)"):
+                read_journal(bytes(changed))
+
+
+def test_zeros_in_place_of_what_the_power_failure_took_are_cut_off() -> None:
+    for num_zeros in (1, 12, 5000):
+        assert found(written(FIRST) + bytes(num_zeros)).num_bytes == ENDS[1]
+    with pytest.raises(InputError, match="record 2 is damaged"):
+        read_journal(written(FIRST) + bytes(40) + b"x")
+
+
+@pytest.mark.parametrize("data", [b"x", b"brigade journaL\n", b"my notes\n" * 9, bytes(40)])
+def test_another_file_is_refused_and_not_taken_for_an_empty_one(data: bytes) -> None:
+    with pytest.raises(InputError, match="expected a journal or no file"):
+        read_journal(data)
+
+
+def test_nothing_and_the_beginning_of_a_request_are_no_journal_yet() -> None:
+    assert read_journal(b"") is read_journal(MARK[:7]) is read_journal(MARK) is read_journal(WHOLE[:80]) is None
+
+
+def test_another_version_is_refused_by_its_number() -> None:
+    for version in (0, 2, None, "1"):
+        with pytest.raises(InputError, match=f"expected version 1, found {version!r}"):
+            read_journal(MARK + record({"version": version, "anything": "else"}))
+
+
+@pytest.mark.parametrize(
+    ("records", "problem"),
+    [
+        ([write_batch(1, FIRST)], "expected tokens from 0 on, found them from 1 on"),
+        ([write_batch(0, FIRST), write_batch(0, FIRST)], "expected tokens from 2 on, found them from 0 on"),
+        ([write_batch(0, LAST), write_batch(1, FIRST)], "the answer has ended before it"),
+        ([write_batch(0, Piece("", [Token(1)] * 41, 0))], "expected at most 40 tokens, found 41"),
+        ([write_batch(0, Piece("", [Token(1)], 0, fills=[(4, Token(1))]))], r"shortly after 4, found \[4\]"),
+        ([write_batch(0, Piece("", [], 0, fills=[(6, Token(1)), (5, Token(1))]))], r"found \[6, 5\]"),
+        ([write_batch(0, Piece("", [], 0, fills=[(9999, Token(1))]))], r"found \[9999\]"),
+        ([record({"first": 0, "tokens": [-1]})], "tokens"),
+        ([record({"first": 0, "tokens": [2**32]})], "tokens"),
+        ([record({"first": 0, "tokens": [1], "finish_reason": "error"})], "finish_reason"),
+        ([record({"first": 0, "tokens": [1], "more": 1})], "more: Extra inputs"),
+        ([record([1, 2])], "all of it"),
+        ([record(b"\xc1")], "no msgpack"),
+        ([record(b"\x91" * 5000)], "no msgpack"),
+        ([record(b"\xdd\xff\xff\xff\xff")], "no msgpack"),
+    ],
+)  # fmt: skip
+def test_what_cannot_have_been_written_is_refused(records: Sequence[bytes], problem: str) -> None:
+    with pytest.raises(InputError, match=rf"record {len(records)} is damaged: .*{problem}"):
+        read_journal(written() + b"".join(records))
+
+
+def test_fills_are_refused_of_a_decoder_that_has_none() -> None:
+    with pytest.raises(InputError, match="expected no fills with ar, found 2"):
+        read_journal(written(FIRST, SECOND, decode=Decode("ar")))
+
+
+def test_a_record_that_announces_more_than_any_may_have_is_refused_at_once() -> None:
+    numbers = struct.pack("<II", 2**32 - 1, 0)
+    with pytest.raises(InputError, match="expected at most 33554432 bytes, found 4294967295"):
+        read_journal(MARK + numbers + struct.pack("<I", zlib.crc32(numbers)))
+
+
+_PLAIN = st.sampled_from([None, True, -1, 0, 1, 7, 2**32, 2**64 - 1, 0.5, float("nan"), b"", b"\xff\x08", "", "stop"])
+_VALUES = _PLAIN | st.lists(_PLAIN | st.lists(_PLAIN, max_size=3), max_size=3) | st.dictionaries(st.text("abc"), _PLAIN)
+_BATCHES = st.fixed_dictionaries(
+    {"first": st.integers(-1, 4), "tokens": st.lists(st.integers(-1, 2**33) | _VALUES, max_size=5)},
+    optional={"fills": st.lists(st.tuples(st.integers(0, 20), _VALUES), max_size=3), "finish_reason": _VALUES},
+)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(st.lists(_VALUES | _BATCHES, max_size=4), st.booleans(), st.binary(max_size=40))
+def test_whatever_stands_in_sound_records_is_read_or_refused(
+    contents: list[Any], with_header: bool, end: bytes
+) -> None:
+    data = (written() if with_header else MARK) + b"".join(map(record, contents)) + end
+    try:
+        journal = read_journal(data)
+    except InputError as error:
+        assert error.field == "journal" and len(str(error)) < 1000
+    else:
+        assert journal is None or journal.num_bytes <= len(data)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(st.dictionaries(st.sampled_from(sorted(msgpack.unpackb(write_header(header())[len(MARK) + 12 :]))), _VALUES))
+def test_any_other_request_is_read_or_refused(changes: dict[str, Any]) -> None:
+    sound = msgpack.unpackb(write_header(header())[len(MARK) + 12 :])
+    try:
+        read_journal(MARK + record(sound | changes))
+    except InputError as error:
+        assert re.match(r"journal: (expected version|record 0 is damaged)", str(error))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(
+    st.lists(st.tuples(st.integers(0, len(WHOLE) - 1), st.integers(0, 255)), min_size=1, max_size=5),
+    st.integers(0, len(WHOLE)),
+)
+def test_a_damaged_file_never_has_other_tokens(changes: list[tuple[int, int]], length: int) -> None:
+    data = bytearray(WHOLE)
+    for at, byte in changes:
+        data[at] = byte
+    try:
+        journal = read_journal(bytes(data[:length]))
+    except InputError:
+        return
+    if journal is not None:
+        assert journal.header == header()
+        assert journal.known.tokens == found(WHOLE).known.tokens[: len(journal.known.tokens)]
