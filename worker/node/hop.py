@@ -8,7 +8,7 @@ import numpy as np
 
 from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_FLOAT32, DType, Frame
 from worker.errors import FrameError
-from worker.node.parts import cut, write_part
+from worker.node.parts import PART_BYTES, cut, write_part
 
 _DTYPES: dict[DType, mx.Dtype] = {
     DTYPE_FLOAT32: mx.float32,
@@ -18,14 +18,14 @@ _DTYPES: dict[DType, mx.Dtype] = {
 _ENUMS = {dtype: enum for enum, dtype in _DTYPES.items()}
 
 
-def put(header: Frame, array: mx.array | None) -> list[bytes]:
+def put(header: Frame, array: mx.array | None, part_bytes: int = PART_BYTES) -> list[bytes]:
     """The messages that carry a frame; closes its last timing, since nothing may change the header from then on."""
     payload = memoryview(b"")
     if array is not None:
         header.hidden.dtype = _dtype(array)
         header.hidden.shape.extend(array.shape)
         payload = _bytes_of(array)
-    first, *others = cut(payload)
+    first, *others = cut(payload, part_bytes)
     rest = [write_part(number, b"", data) for number, data in enumerate(others, start=1)]
     header.timings[-1].sent = time.monotonic_ns()
     return [write_part(0, header.SerializeToString(), first), *rest]

@@ -16,6 +16,7 @@ from worker.errors import FrameError
 from worker.model.modelspec import DTYPE_BYTES
 
 PART_BYTES = 1 << 17  # of 64 to 1024 KiB the size that kept both loops free best (tools/bench_frames.py)
+ENCRYPTED_PART_BYTES = 1 << 18  # where gRPC encrypts them, likewise (docs/tls.md)
 _MOST_PAYLOAD_BYTES = 1 << 28  # of a frame: a lane of many windows may be longer than any chunk
 _MOST_CHUNK_BYTES = 1 << 26
 _MOST_VARINT_BYTES = 10  # of 7 bits each
@@ -45,9 +46,9 @@ def payload_bytes(frame: Frame) -> int:
     return size
 
 
-def cut(payload: memoryview) -> Iterator[memoryview]:
+def cut(payload: memoryview, part_bytes: int = PART_BYTES) -> Iterator[memoryview]:
     """The payload in the pieces that its parts carry: one at least, if an empty one."""
-    return (payload[at : at + PART_BYTES] for at in range(0, max(1, len(payload)), PART_BYTES))
+    return (payload[at : at + part_bytes] for at in range(0, max(1, len(payload)), part_bytes))
 
 
 def write_part(number: int, header: bytes, data: memoryview) -> bytes:
@@ -90,9 +91,10 @@ class Arrival:
 class Joiner:
     """Frames out of parts, strictly in order. A refusal ends the hop: nothing says where the next frame begins."""
 
-    def __init__(self, check: Callable[[Frame], None]) -> None:
+    def __init__(self, check: Callable[[Frame], None], part_bytes: int = PART_BYTES) -> None:
         """`check` raises FrameError for a header whose payload is not to be taken."""
         self._check = check
+        self._part_bytes = part_bytes
         self._arriving: Arrival | None = None
 
     def add(self, message: bytes) -> Arrival | None:
@@ -107,7 +109,7 @@ class Joiner:
             raise self._unexpected(f"part {number}")
         if arriving is None:
             arriving = self._begin(header)
-        expected = min(PART_BYTES, arriving.num_missing)
+        expected = min(self._part_bytes, arriving.num_missing)
         if len(data) != expected:
             step = arriving.header.step
             raise FrameError(f"expected {expected} bytes in part {number}, got {len(data)} (step {step})")

@@ -15,7 +15,7 @@ from worker.compute.engine import Engine, Step
 from worker.compute.exhaustion import memory_errors_named
 from worker.errors import BrigadeError, FrameError, StageLost, without_trace
 from worker.node.hop import put, take
-from worker.node.parts import Arrival, Joiner
+from worker.node.parts import PART_BYTES, Arrival, Joiner
 from worker.process.mlx_thread import MlxThread
 
 _DEPTH = 64  # frames that may wait here: more than a scheduler ever has in flight, so one more is a peer's mistake
@@ -34,14 +34,17 @@ class Outgoing:
 class Stage:
     """One shard at its place in the chain. Once it has failed every call of it fails."""
 
-    def __init__(self, engine: Engine, thread: MlxThread, epoch: int, send: Send | None) -> None:
-        """`send` takes a frame's parts to the next stage; the last stage has none."""
+    def __init__(
+        self, engine: Engine, thread: MlxThread, epoch: int, send: Send | None, part_bytes: int = PART_BYTES
+    ) -> None:
+        """`send` takes a frame's parts to the next stage; the last stage has none. `part_bytes` is for both hops."""
         self.engine = engine
         self.last_step = 0
         self._sent_bytes = 0
         self._thread = thread
         self._epoch = epoch
         self._send = send
+        self._part_bytes = part_bytes
         self._frames: SimpleQueue[tuple[Arrival, int]] = SimpleQueue()
         self._arrived = asyncio.Event()
         self._outputs: asyncio.Queue[Outgoing | Result] = asyncio.Queue()
@@ -92,7 +95,7 @@ class Stage:
         if self._has_hop:
             raise FrameError("expected one hop from the stage before, got another one")
         self._has_hop = True
-        joiner = Joiner(self._check)
+        joiner = Joiner(self._check, self._part_bytes)
         reading = asyncio.create_task(self._read(parts, joiner))
         reading.add_done_callback(self._hop_ended)
         try:
@@ -159,7 +162,11 @@ class Stage:
             while step is not None:
                 following = self._begin_next() if self.engine.runs_ahead else None
                 header, array = self.engine.finish(step)
-                output = header if isinstance(header, Result) else Outgoing(header.step, put(header, array))
+                output = (
+                    header
+                    if isinstance(header, Result)
+                    else Outgoing(header.step, put(header, array, self._part_bytes))
+                )
                 self._busy_since = None if following is None else time.monotonic()
                 loop.call_soon_threadsafe(self._outputs.put_nowait, output)
                 if self._is_stopping:  # what waits, a load perhaps, must find the memory free that this frame holds
