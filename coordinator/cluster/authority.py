@@ -1,4 +1,4 @@
-"""Authority: makes the certificates that a cluster's nodes show each other. Its key never leaves the folder it is in."""
+"""Authority: makes the certificates that a cluster's nodes show each other. Its key never leaves its folder."""
 
 import os
 import secrets
@@ -19,7 +19,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from worker.config import is_certifiable
 from worker.errors import ConfigError
-from worker.node.identity import Role, file_name, split_pem, to_pem
+from worker.node.identity import Role, file_name, split_pem, subjects_of, to_pem
 
 AUTHORITY_FILE = "authority.key"  # of key and certificate; no node's file ends so
 NODE_VALID = timedelta(days=365)
@@ -82,10 +82,12 @@ class Authority:
         """The file of a node, made or renewed; it is to be on that node, and nobody else's to read.
 
         Raises:
-            ConfigError: no certificate can carry this name.
+            ConfigError: no certificate can carry this name, or it is that of a node with another role.
         """
         if not is_certifiable(name):
             raise ConfigError(f"expected a name like that of a host, as certificates carry it, found {name!r}")
+        path = self.folder / file_name(name)
+        _require_role(path, role)
         key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name.lower()[:64])])
         until = min(until or now + NODE_VALID, self.certificate.not_valid_after_utc)
@@ -93,7 +95,6 @@ class Authority:
         for extension in _extensions(name.lower(), role):
             builder = builder.add_extension(extension, critical=False)
         certificate = builder.sign(self._key, hashes.SHA256())
-        path = self.folder / file_name(name)
         _write_private(path, _private_pem(key) + to_pem(certificate) + to_pem(self.certificate))
         return path
 
@@ -105,6 +106,14 @@ def _issued(folder: Path) -> list[Path]:
     except ConfigError:
         return []
     return [file for file in folder.glob(file_name("*")) if split_pem(file.read_bytes())[2:] == [present]]
+
+
+def _require_role(path: Path, role: Role) -> None:
+    """Raise ConfigError if this node's file has another role: a renewal must not change it unnoticed."""
+    blocks = split_pem(path.read_bytes())[1:2] if path.exists() else []
+    for _, roles in map(subjects_of, map(x509.load_pem_x509_certificate, blocks)):
+        if roles and role not in roles:
+            raise ConfigError(f"{path} has the role {', '.join(roles)}, not {role}; remove it first if that is meant")
 
 
 def _extensions(name: str, role: Role) -> Iterator[x509.ExtensionType]:

@@ -87,6 +87,7 @@ SIZE = "expected a size such as 24GiB, 24GB, 512MiB or a whole number of bytes a
 NAME = "expected a name of letters, digits, '-', '_' and '.'"
 TEXT = "expected text (in quotes, if YAML takes it for something else)"
 UNIQUE = "expected one that no other node has"
+KEYS = "expected one of model, insecure, tls, context, layers, coordinator, workers"
 HOST_LIKE = "expected a name like that of a host, as certificates carry it"
 COUNT = "expected a whole number above 0"
 
@@ -94,10 +95,10 @@ COUNT = "expected a whole number above 0"
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("memory: 5", "memory: unknown key; expected one of model, insecure, tls, context, layers, coordinator, workers"),
+        ("memory: 5", f"memory: unknown key; {KEYS}"),
         ("worker: []", "worker: unknown key; did you mean 'workers'?"),
         ("MODEL: demo", "MODEL: unknown key; did you mean 'model'?"),
-        ("5: demo", "5: unknown key; expected one of model, insecure, tls, context, layers, coordinator, workers"),
+        ("5: demo", f"5: unknown key; {KEYS}"),
         ("coordinator: {adress: x}", "coordinator.adress: unknown key; expected one of name, memory"),
         (one_worker(memroy="1GB"), "workers[0].memroy: unknown key; did you mean 'memory'?"),
         ("model: 5", f"model: {TEXT}, found 5"),

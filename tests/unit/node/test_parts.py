@@ -8,7 +8,7 @@ import pytest
 
 from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT32, Frame, Part, Tensor
 from worker.errors import FrameError
-from worker.node.parts import PART_BYTES, Arrival, Joiner, cut, most_chunk_rows, payload_bytes, read_part, write_part
+from worker.node.parts import ENCRYPTED_PART_BYTES, PART_BYTES, Arrival, Joiner, cut, most_chunk_rows, payload_bytes, read_part, write_part
 
 SIZES = (0, 4, PART_BYTES - 4, PART_BYTES, PART_BYTES + 4, 3 * PART_BYTES)
 
@@ -63,6 +63,20 @@ def test_a_frame_comes_out_as_it_went_in_and_only_once_its_last_part_is_there(si
 def test_no_part_has_more_payload_than_it_may(size: int) -> None:
     beside = len(write_part(2**32 - 1, header(size).SerializeToString(), memoryview(b""))) + 5
     assert max(map(len, parts_of(size))) <= PART_BYTES + beside
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_both_ends_of_an_encrypted_hop_use_larger_parts(size: int) -> None:
+    pieces = list(cut(memoryview(payload(size)), ENCRYPTED_PART_BYTES))
+    assert [len(piece) for piece in pieces[:-1]] == [2 * PART_BYTES] * (len(pieces) - 1)
+    joiner, raw = Joiner(accept, ENCRYPTED_PART_BYTES), header(size).SerializeToString()
+    found = [joiner.add(write_part(number, b"" if number else raw, data)) for number, data in enumerate(pieces)]
+    assert found[:-1] == [None] * (len(pieces) - 1) and joined(found[-1]) == (41, payload(size))
+
+
+def test_an_end_that_expects_the_other_kind_of_parts_refuses_them() -> None:
+    with pytest.raises(FrameError, match=rf"^expected {ENCRYPTED_PART_BYTES} bytes in part 0, got {PART_BYTES} "):
+        Joiner(accept, ENCRYPTED_PART_BYTES).add(parts_of(3 * PART_BYTES)[0])
 
 
 @pytest.mark.parametrize("key", [b"", b"\x08"], ids=["key", "value"])
