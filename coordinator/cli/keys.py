@@ -45,7 +45,7 @@ def init(
 
 @keys.command()
 def issue(
-    name: Annotated[str, typer.Argument(help="The node's name in cluster.yaml.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The node's name in cluster.yaml.")],
     coordinator: Annotated[
         bool, typer.Option("--coordinator", help="It may load and drive workers: not for a worker.")
     ] = False,

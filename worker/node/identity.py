@@ -110,7 +110,9 @@ class Keys:
     def _check(self, key: PrivateKeyTypes, certificate: x509.Certificate, authority: x509.Certificate) -> None:
         names, roles = subjects_of(certificate)
         if names != [self.name.lower()]:
-            raise self._wrong(f"expected a certificate of {self.name.lower()}, found one of {', '.join(names) or 'nobody'}")
+            raise self._wrong(
+                f"expected a certificate of {self.name.lower()}, found one of {', '.join(names) or 'nobody'}"
+            )
         if roles != [self.role]:
             raise self._wrong(f"expected a certificate with the role {self.role}, found {', '.join(roles) or 'none'}")
         if key.public_key() != certificate.public_key():

@@ -8,7 +8,17 @@ import pytest
 
 from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT32, Frame, Part, Tensor
 from worker.errors import FrameError
-from worker.node.parts import ENCRYPTED_PART_BYTES, PART_BYTES, Arrival, Joiner, cut, most_chunk_rows, payload_bytes, read_part, write_part
+from worker.node.parts import (
+    ENCRYPTED_PART_BYTES,
+    PART_BYTES,
+    Arrival,
+    Joiner,
+    cut,
+    most_chunk_rows,
+    payload_bytes,
+    read_part,
+    write_part,
+)
 
 SIZES = (0, 4, PART_BYTES - 4, PART_BYTES, PART_BYTES + 4, 3 * PART_BYTES)
 

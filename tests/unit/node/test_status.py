@@ -99,7 +99,10 @@ def test_a_connection_closed_before_any_reply_may_have_been_refused(why: str) ->
 @pytest.mark.parametrize(
     ("why", "words"),
     [
-        ("Custom verification check failed with error: UNAUTHENTICATED: Hostname Verification Check failed.", "a.*name"),
+        (
+            "Custom verification check failed with error: UNAUTHENTICATED: Hostname Verification Check failed.",
+            "a.*name",
+        ),
         ("Tls handshake failed: SSL_ERROR_SSL: CERTIFICATE_VERIFY_FAILED: certificate has expired: OK", "has expired"),
         ("Tls handshake failed: CERTIFICATE_VERIFY_FAILED: certificate is not yet valid", "not valid yet"),
         ("Tls handshake failed: CERTIFICATE_VERIFY_FAILED: unable to get local issuer certificate", "other authority"),
