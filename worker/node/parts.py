@@ -16,7 +16,7 @@ from worker.errors import FrameError
 from worker.model.modelspec import DTYPE_BYTES
 
 PART_BYTES = 1 << 17  # of 64 to 1024 KiB the size that kept both loops free best (tools/bench_frames.py)
-ENCRYPTED_PART_BYTES = 1 << 18  # where gRPC encrypts them, likewise (docs/tls.md)
+ENCRYPTED_PART_BYTES = 1 << 18  # larger where gRPC encrypts each one on its way: docs/tls.md has times and gaps
 _MOST_PAYLOAD_BYTES = 1 << 28  # of a frame: a lane of many windows may be longer than any chunk
 _MOST_CHUNK_BYTES = 1 << 26
 _MOST_VARINT_BYTES = 10  # of 7 bits each
