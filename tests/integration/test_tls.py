@@ -1,7 +1,6 @@
 """Encrypted links: right certificates make the same tokens, and every other peer is refused with a reason."""
 
 import asyncio
-import random
 import re
 import ssl
 from collections.abc import AsyncIterator
@@ -9,27 +8,20 @@ from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from coordinator.cluster import peer as peer_module
 from coordinator.cluster.authority import Authority
 from coordinator.cluster.peer import Peer
-from protos.brigade_pb2 import DTYPE_FLOAT32, Credit, Frame, Tensor
-from protos.brigade_pb2_grpc import NodeServicer
 from tests.integration.certificates import Certificates, Shown
 from tests.integration.conftest import NETWORK, Models, RunningNode, answer, load_request, opened, serving
-from tests.integration.many import until
 from tests.integration.upstream import attach_request
 from tests.tiny import VOCAB
-from tools.proxy import Proxy
-from worker.errors import BrigadeError, ConfigError, FrameError, StageLost
+from worker.errors import ConfigError, FrameError, StageLost
 from worker.node.identity import Identity, Keys, Role, split_pem
 from worker.node.link import Link
 from worker.node.network import Network
-from worker.node.parts import Arrival, Joiner, cut, write_part
-from worker.node.relay import add_node
 
 PROMPT = tuple((5 * i + 3) % VOCAB for i in range(20))
 REFUSED = r"closed the connection before any reply: it refused our certificate, expects TLS, or has ended"
@@ -279,73 +271,3 @@ async def test_after_the_authority_was_replaced_nodes_of_the_old_one_are_shut_ou
 
 def read(authority: Authority, name: str, role: Role) -> Identity:
     return Keys(authority.issue(name, role).parent, name, role).read()
-
-
-class Flipping(Proxy):
-    """Flips one bit in the next piece on its way to the target, whenever it is armed."""
-
-    def __init__(self, target: str) -> None:
-        super().__init__(target)
-        self.is_armed = False
-        self.num_flipped = 0
-        self._numbers = random.Random(7)
-
-    def passed(self, piece: bytes, *, is_back: bool) -> bytes:
-        if is_back or not self.is_armed:
-            return piece
-        self.is_armed = False
-        self.num_flipped += 1
-        flipped = bytearray(piece)
-        flipped[self._numbers.randrange(len(piece))] ^= 1 << self._numbers.randrange(8)
-        return bytes(flipped)
-
-
-class Recorder(NodeServicer):
-    """Takes every frame that its hops bring."""
-
-    def __init__(self, part_bytes: int) -> None:
-        self.arrived: list[Arrival] = []
-        self._part_bytes = part_bytes
-
-    async def Relay(self, parts: AsyncIterator[bytes], context: Any) -> AsyncIterator[Credit]:
-        yield Credit(frames=8)
-        joiner = Joiner(lambda frame: None, self._part_bytes)
-        async for part in parts:
-            if arrival := joiner.add(part):
-                self.arrived.append(arrival)
-                yield Credit(frames=1)
-
-
-async def test_of_hundreds_of_frames_with_a_flipped_bit_none_is_accepted(certificates: Certificates) -> None:
-    network = certificates.network("node-1")
-    recorder, server = Recorder(network.part_bytes), network.server()
-    add_node(recorder, server)
-    port = network.listen(server, "127.0.0.1:0")
-    await server.start()
-    sender, numbers = certificates.coordinator(), random.Random(11)
-    async with Flipping(f"127.0.0.1:{port}").serving() as proxy:
-        for step in range(200):
-            size = numbers.choice([4, 1024, 4096, 300_000])
-            link = Link(sender, "node-1", proxy.address, 1, 0)
-            await link.wait_open()
-            proxy.is_armed = True
-            with pytest.raises(BrigadeError):  # closed as soon as the bit is noticed, while it is written or later
-                await link.send(frame_of(step, numbers.randbytes(size), network.part_bytes))
-                async with asyncio.timeout(10):
-                    await link.wait_lost()
-            await link.close()
-        assert (proxy.num_flipped, recorder.arrived) == (200, [])
-        payload = numbers.randbytes(600_000)
-        link = Link(sender, "node-1", proxy.address, 1, 0)
-        await link.send(frame_of(200, payload, network.part_bytes))
-        await until(lambda: bool(recorder.arrived))
-        await link.close()
-    [arrival] = recorder.arrived
-    assert b"".join(arrival.payload) == payload and len(arrival.payload) == 3
-    await server.stop(None)
-
-
-def frame_of(step: int, payload: bytes, part_bytes: int) -> list[bytes]:
-    frame = Frame(epoch=1, step=step, hidden=Tensor(dtype=DTYPE_FLOAT32, shape=[1, len(payload) // 4, 1]))
-    pieces = enumerate(cut(memoryview(payload), part_bytes))
-    return [write_part(number, b"" if number else frame.SerializeToString(), data) for number, data in pieces]
