@@ -36,7 +36,7 @@ class HelloRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("protocol_version", "node", "memory_bytes", "mlx_version", "mlx_lm_version", "incarnation", "configuration")
+    __slots__ = ("protocol_version", "node", "memory_bytes", "mlx_version", "mlx_lm_version", "incarnation", "configuration", "certificate_expires")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +44,7 @@ class HelloReply(_message.Message):
     MLX_LM_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CONFIGURATION_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_EXPIRES_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     node: str
     memory_bytes: int
@@ -51,7 +52,8 @@ class HelloReply(_message.Message):
     mlx_lm_version: str
     incarnation: str
     configuration: Configuration
-    def __init__(self, protocol_version: _Optional[int] = ..., node: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., mlx_version: _Optional[str] = ..., mlx_lm_version: _Optional[str] = ..., incarnation: _Optional[str] = ..., configuration: _Optional[_Union[Configuration, _Mapping]] = ...) -> None: ...
+    certificate_expires: int
+    def __init__(self, protocol_version: _Optional[int] = ..., node: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., mlx_version: _Optional[str] = ..., mlx_lm_version: _Optional[str] = ..., incarnation: _Optional[str] = ..., configuration: _Optional[_Union[Configuration, _Mapping]] = ..., certificate_expires: _Optional[int] = ...) -> None: ...
 
 class Configuration(_message.Message):
     __slots__ = ("model", "layers", "context")

@@ -140,7 +140,7 @@ async def _measure(hidden_size: int, rows: Sequence[int], count: int) -> None:
             return 1e3 * (time.perf_counter() - before), *ticker.take(), *theirs
 
         for num_rows in rows:
-            array = await thread.run(lambda n=num_rows: _hidden(n, hidden_size))  # type: ignore[misc]
+            array = await thread.run(lambda n=num_rows: hidden(n, hidden_size))  # type: ignore[misc]
             found = [await one(array) for _ in range(_WARM_UP + count)][_WARM_UP:]
             idle = [await _idle(ticker) for _ in range(min(count, 40))]
             medians = [statistics.median(values) for values in (*zip(*found, strict=True), *zip(*idle, strict=True))]
@@ -158,7 +158,7 @@ async def _idle(ticker: Ticker) -> tuple[float, float]:
     return ticker.take()
 
 
-def _hidden(num_rows: int, hidden_size: int) -> mx.array:
+def hidden(num_rows: int, hidden_size: int) -> mx.array:
     array = mx.random.normal((1, num_rows, hidden_size)).astype(mx.bfloat16)
     mx.eval(array)
     return array

@@ -43,7 +43,10 @@ class Proxy:
         with contextlib.closing(writer), contextlib.suppress(OSError):
             there, back = await asyncio.open_connection(self._host, self._port)
             with contextlib.closing(back):
-                ways = [asyncio.create_task(self._carry(reader, back)), asyncio.create_task(self._carry(there, writer))]
+                ways = [
+                    asyncio.create_task(self._carry(reader, back, is_back=False)),
+                    asyncio.create_task(self._carry(there, writer, is_back=True)),
+                ]
                 try:
                     await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
                 finally:
@@ -51,7 +54,11 @@ class Proxy:
                         way.cancel()
                     await asyncio.gather(*ways, return_exceptions=True)
 
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def passed(self, piece: bytes, *, is_back: bool) -> bytes:
+        """What becomes of a piece on its way to the target, or back."""
+        return piece
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_back: bool) -> None:
         """One way of one connection."""
         loop = asyncio.get_running_loop()
         due: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
@@ -61,7 +68,7 @@ class Proxy:
                 at, piece = await due.get()
                 await asyncio.sleep(at - loop.time())
                 if not self.is_blackhole:
-                    writer.write(piece)
+                    writer.write(self.passed(piece, is_back=is_back))
                     await writer.drain()
                 due.task_done()
 

@@ -1,5 +1,7 @@
 """`brigade worker`: the flags of one node, checked. Imports MLX only once they are right."""
 
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -34,13 +36,15 @@ def worker(
     _, port = split_address(address)
 
     skip_init("mlx_lm")
+    from worker.node.identity import Role
     from worker.node.network import Network
     from worker.node.serve import serve
 
+    name = name or f"worker-{port}"
     serve(
-        name or f"worker-{port}",
+        name,
         address,
-        Network(insecure=cluster.insecure),
+        Network.of(cluster, name, Role.WORKER, partial(print, f"worker {name}: warning:", file=sys.stderr, flush=True)),
         cluster=cluster if config else None,
         model=model or (entry.model if entry else None),
         memory_bytes=entry.memory if entry else None,

@@ -14,8 +14,9 @@ from pydantic_core import ErrorDetails
 from worker.errors import ConfigError
 
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?"
+_NAME = r"[A-Za-z0-9._-]+"
 _NAME_RULE = "a name of letters, digits, '-', '_' and '.'"
-_REQUIRED = {"name": _NAME_RULE, "address": "HOST:PORT"}
+_REQUIRED = {"name": _NAME_RULE, "address": "HOST:PORT", "keys": "a folder"}
 _EXPECTED = {
     "bool_type": "true or false",
     "greater_than": "a whole number above 0",
@@ -66,7 +67,7 @@ def _host_name(host: str) -> str | None:
 
 
 def _check_name(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
+    if not re.fullmatch(_NAME, name):
         raise ValueError(_NAME_RULE)
     return name
 
@@ -122,18 +123,25 @@ class Worker(_Section):
     model: ModelPlace | None = None
 
 
+class Tls(_Section):
+    """`keys` is the folder of this node's file, relative to cluster.yaml."""
+
+    keys: Annotated[str, Field(min_length=1)]
+
+
 class Cluster(_Section):
     """cluster.yaml. Only `load_cluster` checks that its values agree with each other."""
 
     model: ModelPlace | None = None  # a folder, a hub repository (owner/name), or "demo"
     insecure: bool = False
+    tls: Tls | None = None
     context: Count | None = None  # tokens that the plan reserves cache for
     layers: Annotated[tuple[Count, ...], BeforeValidator(_freeze)] | None = None  # per node, coordinator first
     coordinator: Coordinator = Coordinator()
     workers: Annotated[tuple[Worker, ...], BeforeValidator(_freeze)] = ()
 
 
-_SECTIONS: dict[str, type[BaseModel]] = {"": Cluster, "coordinator": Coordinator, "workers": Worker}
+_SECTIONS: dict[str, type[BaseModel]] = {"": Cluster, "coordinator": Coordinator, "tls": Tls, "workers": Worker}
 
 
 def load_cluster(path: Path) -> Cluster:
@@ -153,7 +161,20 @@ def load_cluster(path: Path) -> Cluster:
     problems += _disagreements(raw)
     if cluster is None or problems:
         raise ConfigError("\n".join([f"{path} has {len(problems)} problem(s):", *(f"  {line}" for line in problems)]))
-    return cluster
+    return _beside(path, cluster)
+
+
+def is_certifiable(name: str) -> bool:
+    """Whether a certificate can carry this name: as a host's is written, and no address."""
+    return _host_name(name) is not None
+
+
+def _beside(path: Path, cluster: Cluster) -> Cluster:
+    """The same with its folder of keys as seen from here."""
+    if cluster.tls is None:
+        return cluster
+    folder = path.parent / Path(cluster.tls.keys).expanduser()
+    return cluster.model_copy(update={"tls": Tls(keys=str(folder))})
 
 
 class _Loader(yaml.SafeLoader):
@@ -217,9 +238,16 @@ def _disagreements(raw: dict[Any, Any]) -> Iterator[str]:
     names = {"coordinator.name": own.get("name", Coordinator().name)}
     names |= {f"workers[{i}].name": worker.get("name") for i, worker in enumerate(workers)}
     addresses = {f"workers[{i}].address": worker.get("address") for i, worker in enumerate(workers)}
+    if "tls" in raw and raw["tls"] is None:
+        yield "tls: expected keys and values, found nothing"
+    is_encrypted, is_insecure = raw.get("tls") is not None, raw.get("insecure", False) is not False
     yield from _repeated(names, lambda name: name if isinstance(name, str) else None)
     yield from _repeated(addresses, _place)
-    yield from _exposed(addresses, insecure=raw.get("insecure", False) is not False)
+    if is_encrypted:
+        yield from _not_certifiable(names)
+    if is_encrypted and is_insecure:
+        yield "insecure: expected nothing beside `tls:`, which encrypts every link"
+    yield from _exposed(addresses, may_be=is_insecure or is_encrypted)
     if isinstance(layers, list) and isinstance(listed, list) and len(layers) != 1 + len(workers):
         yield f"layers: expected {1 + len(workers)} number(s), one per node, coordinator first, found {len(layers)}"
 
@@ -239,12 +267,22 @@ def _repeated(values: dict[str, Any], identity: Callable[[Any], Hashable | None]
             yield f"{path}: expected one that no other node has, found {value!r} at {first} too"
 
 
-def _exposed(addresses: dict[str, Any], *, insecure: bool) -> Iterator[str]:
+def _not_certifiable(names: dict[str, Any]) -> Iterator[str]:
+    """Names that a certificate cannot carry, or not apart."""
+    given = {path: name for path, name in names.items() if isinstance(name, str)}
+    for path, name in given.items():
+        if re.fullmatch(_NAME, name) and not is_certifiable(name):
+            yield f"{path}: expected a name like that of a host, as certificates carry it, found {name!r}"
+    folded = {path: name.lower() for path, name in given.items() if list(given.values()).count(name) == 1}
+    yield from _repeated(folded, lambda name: name)
+
+
+def _exposed(addresses: dict[str, Any], *, may_be: bool) -> Iterator[str]:
     for path, address in addresses.items():
-        if (place := _place(address)) and not may_be_plaintext(place[0], insecure=insecure):
+        if (place := _place(address)) and not may_be_plaintext(place[0], insecure=may_be):
             yield (
-                f"{path}: expected a loopback address, found {address!r}: links between nodes are not encrypted yet; "
-                "set `insecure: true` if you trust this network"
+                f"{path}: expected a loopback address, found {address!r}: this link is not encrypted; "
+                "see `brigade keys init`, or set `insecure: true` if you trust this network"
             )
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from coordinator.cli import flags
+from coordinator.cli.keys import keys
 from coordinator.cli.parse import parse_bias, parse_counts, parse_layers, parse_times, parse_tokens
 from coordinator.cli.refusals import given_flags, refuse, refuse_idle, require_one_prompt, require_text
 from coordinator.cluster.journal_file import holds_something
@@ -23,6 +24,7 @@ DEMO_PROMPT = "Tom has 48 apples. He buys 27 more and then gives away 30. How ma
 
 app = App(no_args_is_help=True)
 app.command()(worker)
+app.add_typer(keys, name="keys")
 
 
 def print_version(is_wanted: bool) -> None:

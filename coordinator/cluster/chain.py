@@ -18,6 +18,7 @@ from worker.compute.header import check_result, num_rows
 from worker.errors import BrigadeError, FrameError, NodeBusy, StageLost
 from worker.memory.history import History
 from worker.model.modelspec import ModelSpec
+from worker.node.parts import PLAIN
 from worker.node.stage import Stage
 from worker.process.mlx_thread import MlxThread
 
@@ -211,16 +212,16 @@ class Chain:
 
     async def _start(self) -> None:
         assert self._own.shard is not None
-        send, watched = None, []
+        send, wire, watched = None, PLAIN, []
         if self.peers:
             link = self.peers[0].link(self.epoch, 0, self.plan.assignments[0].name)
             self._stack.push_async_callback(link.close)
             await link.wait_open()
             watched.append(link.wait_lost())
-            send = link.send
+            send, wire = link.send, link.wire
         watched += [*map(self._pump, self.peers), self._stillness.watch()]
         engine = Engine(self._own.shard, 0, self.spec.dtype, checks_finite=self.deployment.check_finite)
-        self._stage = Stage(engine, self._own.thread, self.epoch, send)
+        self._stage = Stage(engine, self._own.thread, self.epoch, send, wire)
         self._stack.push_async_callback(self._stage.stop)
         self._stage.start(*watched)
 

@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from importlib.metadata import version
 
 from coordinator.cluster.peer import Peer
 from protos.brigade_pb2 import HelloReply
 from worker.config import Cluster
 from worker.errors import BrigadeError, StageLost
+from worker.node.identity import Role, expiry_warning
 
 
 async def greet(peers: Sequence[Peer]) -> list[HelloReply]:
@@ -35,6 +37,8 @@ def differences(name: str, cluster: Cluster, greeting: HelloReply) -> Iterator[s
     for package, theirs in (("mlx", greeting.mlx_version), ("mlx-lm", greeting.mlx_lm_version)):
         if theirs != (ours := version(package)):
             yield f"worker {name} has {package} {theirs}, this node {ours}"
+    if until := greeting.certificate_expires:
+        yield from filter(None, [expiry_warning(name, Role.WORKER, datetime.fromtimestamp(until, UTC))])
     if not greeting.HasField("configuration"):
         return
     if greeting.node != name:

@@ -17,6 +17,7 @@ from worker.model.checkpoint import Checkpoint
 from worker.model.describe import describe
 from worker.model.families import is_tested
 from worker.model.modelspec import ModelSpec
+from worker.node.identity import Role
 from worker.node.loading import open_checkpoint
 from worker.node.network import Network
 from worker.process.call_thread import run_aside
@@ -34,10 +35,16 @@ async def open_peers(options: ClusterOptions, spec: ModelSpec) -> AsyncIterator[
     configured = options.cluster.workers
     check_split(spec, 1 + options.num_workers, options.cluster.layers)
     async with AsyncExitStack() as stack:
-        network = Network(insecure=options.cluster.insecure)
         if options.local is None:
+            network = Network.of(
+                options.cluster,
+                options.cluster.coordinator.name,
+                Role.COORDINATOR,
+                lambda line: say(f"warning: {line}"),
+            )
             peers = [Peer(worker.name, worker.address, network, worker.model) for worker in configured]
         else:
+            network = Network()  # they listen on loopback
             peers = [Peer(worker.name, worker.address, network) for worker in await _start_local(options.local, stack)]
         for peer in peers:
             stack.push_async_callback(peer.close)

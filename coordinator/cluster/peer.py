@@ -22,11 +22,11 @@ from protos.brigade_pb2 import (
     StatusRequest,
 )
 from protos.brigade_pb2_grpc import NodeStub
-from worker.errors import ModelError, StageLost
+from worker.errors import ConfigError, ModelError, StageLost
 from worker.node.checksum import check_seal
 from worker.node.link import Link
 from worker.node.network import PROTOCOL_VERSION, Network
-from worker.node.status import error_of
+from worker.node.status import error_of, is_unconnected, was_met
 
 T = TypeVar("T")
 
@@ -58,16 +58,7 @@ class Peer:
             ModelError: it speaks another version of the protocol.
         """
         request = HelloRequest(protocol_version=PROTOCOL_VERSION)
-        try:
-            reply = await self._stub.Hello(request, timeout=_HELLO_S, wait_for_ready=True)
-        except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise error_of(error, self.name) from error
-            raise StageLost(
-                f"nothing answers at {self.address} ({_HELLO_S:.0f} s). "
-                f"Start it there: brigade worker --config cluster.yaml --name {self.name}",
-                node=self.name,
-            ) from error
+        reply = await self._ask_who(request)
         if reply.protocol_version != PROTOCOL_VERSION:
             raise ModelError(
                 f"speaks protocol {reply.protocol_version}, this coordinator {PROTOCOL_VERSION}; "
@@ -158,6 +149,26 @@ class Peer:
     async def close(self) -> None:
         self.detach()
         await self._channel.close(grace=None)
+
+    async def _ask_who(self, request: HelloRequest) -> HelloReply:
+        """Ask, and wait if nobody is there yet; but first without: while gRPC waits it does not say what for."""
+        refusal, until = None, time.monotonic() + _HELLO_S
+        for is_patient in (False, True):
+            try:
+                left_s = max(0.0, until - time.monotonic())
+                return await self._stub.Hello(request, timeout=left_s, wait_for_ready=is_patient)
+            except grpc.RpcError as error:
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    break
+                found = error_of(error, self.name)
+                if is_patient or isinstance(found, ConfigError) or not is_unconnected(error):
+                    raise found from error
+                refusal = found if was_met(error) else None
+        raise refusal or StageLost(
+            f"nothing answers at {self.address} ({_HELLO_S:.0f} s). "
+            f"Start it there: brigade worker --config cluster.yaml --name {self.name}",
+            node=self.name,
+        )
 
     async def _named(self, call: Awaitable[T]) -> T:
         try:

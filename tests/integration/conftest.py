@@ -77,12 +77,17 @@ class RunningNode:
     thread: MlxThread
     server: grpc.aio.Server
 
-    def peer(self) -> Peer:
-        return Peer(self.name, self.address, NETWORK)
+    def peer(self, network: Network = NETWORK) -> Peer:
+        return Peer(self.name, self.address, network)
 
 
 @asynccontextmanager
-async def serving(count: int, model: Path | None = None, out: TextIO | None = None) -> AsyncIterator[list[RunningNode]]:
+async def serving(
+    count: int,
+    model: Path | None = None,
+    out: TextIO | None = None,
+    network_of: Callable[[str], Network] = lambda name: NETWORK,
+) -> AsyncIterator[list[RunningNode]]:
     """`count` workers called node-1, node-2, ...; `model` is their own copy of the model, `out` takes what they say."""
     async with AsyncExitStack() as stack:
         nodes = []
@@ -90,10 +95,11 @@ async def serving(count: int, model: Path | None = None, out: TextIO | None = No
             thread = MlxThread()
             stack.callback(thread.close)
             name = f"node-{number}"
-            service = NodeService(name, thread, NETWORK, str(model) if model else None, log=Log(name, out))
-            server = NETWORK.server()
+            network = network_of(name)
+            service = NodeService(name, thread, network, str(model) if model else None, log=Log(name, out))
+            server = network.server()
             add_node(service, server)
-            port = NETWORK.listen(server, "127.0.0.1:0")
+            port = network.listen(server, "127.0.0.1:0")
             await server.start()
             stack.push_async_callback(server.stop, None)
             nodes.append(RunningNode(service.name, f"127.0.0.1:{port}", service, thread, server))
@@ -101,12 +107,14 @@ async def serving(count: int, model: Path | None = None, out: TextIO | None = No
 
 
 @asynccontextmanager
-async def opened(folder: Path, layers: Sequence[int], nodes: Sequence[RunningNode]) -> AsyncIterator[Chain]:
+async def opened(
+    folder: Path, layers: Sequence[int], nodes: Sequence[RunningNode], network: Network = NETWORK
+) -> AsyncIterator[Chain]:
     """The model's layers over a coordinator and these nodes, joined and warm."""
     checkpoint = open_folder(folder)
     spec = describe(checkpoint)
     async with AsyncExitStack() as stack:
-        peers = [node.peer() for node in nodes]
+        peers = [node.peer(network) for node in nodes]
         for peer in peers:
             stack.push_async_callback(peer.close)
         memory = [Node(name, 1 << 40) for name in ("coordinator", *(peer.name for peer in peers))]

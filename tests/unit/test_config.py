@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from worker.config import Cluster, Coordinator, Worker, is_loopback, load_cluster, split_address
+from worker.config import Cluster, Coordinator, Tls, Worker, is_loopback, load_cluster, split_address
 from worker.errors import ConfigError
 
 FULL = """
@@ -87,16 +87,18 @@ SIZE = "expected a size such as 24GiB, 24GB, 512MiB or a whole number of bytes a
 NAME = "expected a name of letters, digits, '-', '_' and '.'"
 TEXT = "expected text (in quotes, if YAML takes it for something else)"
 UNIQUE = "expected one that no other node has"
+KEYS = "expected one of model, insecure, tls, context, layers, coordinator, workers"
+HOST_LIKE = "expected a name like that of a host, as certificates carry it"
 COUNT = "expected a whole number above 0"
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("memory: 5", "memory: unknown key; expected one of model, insecure, context, layers, coordinator, workers"),
+        ("memory: 5", f"memory: unknown key; {KEYS}"),
         ("worker: []", "worker: unknown key; did you mean 'workers'?"),
         ("MODEL: demo", "MODEL: unknown key; did you mean 'model'?"),
-        ("5: demo", "5: unknown key; expected one of model, insecure, context, layers, coordinator, workers"),
+        ("5: demo", f"5: unknown key; {KEYS}"),
         ("coordinator: {adress: x}", "coordinator.adress: unknown key; expected one of name, memory"),
         (one_worker(memroy="1GB"), "workers[0].memroy: unknown key; did you mean 'memory'?"),
         ("model: 5", f"model: {TEXT}, found 5"),
@@ -179,8 +181,8 @@ workers:
         f"workers[0].name: {UNIQUE}, found 'mini' at coordinator.name too",
         f"workers[2].name: {UNIQUE}, found 'pro' at workers[1].name too",
         f"workers[1].address: {UNIQUE}, found '127.0.0.1:50070' at workers[0].address too",
-        "workers[2].address: expected a loopback address, found '10.0.0.2:50070': links between nodes are "
-        "not encrypted yet; set `insecure: true` if you trust this network",
+        "workers[2].address: expected a loopback address, found '10.0.0.2:50070': this link is not "
+        "encrypted; see `brigade keys init`, or set `insecure: true` if you trust this network",
         "layers: expected 4 number(s), one per node, coordinator first, found 2",
     ]
 
@@ -196,9 +198,42 @@ def test_workers_elsewhere_need_insecure(tmp_path: Path, host: str) -> None:
     text = one_worker(address=f'"{host}:50070"')
     (problem,) = problems(tmp_path, text)
     assert problem.startswith(f"workers[0].address: expected a loopback address, found '{host}:50070'")
-    assert "not encrypted yet" in problem
+    assert "not encrypted" in problem
     assert "`insecure: true`" in problem
     assert load(tmp_path, text + "\ninsecure: true").insecure
+
+
+@pytest.mark.parametrize("host", ["10.0.0.2", "mini.local"])
+def test_workers_elsewhere_may_be_reached_by_tls(tmp_path: Path, host: str) -> None:
+    text = "tls: {keys: keys}\n" + one_worker(address=f'"{host}:50070"')
+    assert load(tmp_path, text).tls == Tls(keys=str(tmp_path / "keys"))
+
+
+def test_a_folder_of_keys_may_be_anywhere(tmp_path: Path) -> None:
+    assert load(tmp_path, f"tls: {{keys: {tmp_path / 'own'}}}").tls == Tls(keys=str(tmp_path / "own"))
+    assert load(tmp_path, "tls: {keys: ~/own}").tls == Tls(keys=str(Path.home() / "own"))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("tls:", "tls: expected keys and values, found nothing"),
+        ("tls: keys", "tls: expected keys and values, found 'keys'"),
+        ("tls: {}", "tls.keys: expected a folder, found nothing"),
+        ("tls: {keys: ''}", "tls.keys: expected text, found ''"),
+        ("tls: {key: a}", "tls.key: unknown key; did you mean 'keys'?"),
+        ("tls: {keys: a}\ninsecure: true", "insecure: expected nothing beside `tls:`, which encrypts every link"),
+        ("tls: {keys: a}\ncoordinator: {name: 10.0.0.1}", f"coordinator.name: {HOST_LIKE}, found '10.0.0.1'"),
+        ("tls: {keys: a}\n" + one_worker(name="-x"), f"workers[0].name: {HOST_LIKE}, found '-x'"),
+        (
+            "tls: {keys: a}\ncoordinator: {name: Mini}\n" + one_worker(name="mini"),
+            f"workers[0].name: {UNIQUE}, found 'mini' at coordinator.name too",
+        ),
+    ],
+)
+def test_a_mistake_about_encryption_is_one_line(tmp_path: Path, text: str, problem: str) -> None:
+    found = problems(tmp_path, text)
+    assert problem in found and len(found) <= 2  # `tls: {key: a}` lacks `keys` as well
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.10", "[::1]", "[0:0::1]", "localhost", "LocalHost"])

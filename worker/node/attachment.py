@@ -45,7 +45,7 @@ class Attachment:
             self._stack.push_async_callback(link.close)
             await link.wait_open()
         engine = Engine(shard, request.stage, request.loaded.dtype, name, checks_finite=request.check_finite)
-        self.stage = Stage(engine, thread, request.epoch, link.send if link else None)
+        self.stage = Stage(engine, thread, request.epoch, link.send if link else None, network.wire)
         self._stack.push_async_callback(self.stage.stop)
         self.stage.start(self._report_draining(), wait_slept(), *([link.wait_lost()] if link else []))
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_FLOAT32, DType, Frame
 from worker.errors import FrameError
-from worker.node.parts import checksum_seed, cut, write_part
+from worker.node.parts import PLAIN, Wire, checksum_seed, cut, write_part
 
 _DTYPES: dict[DType, mx.Dtype] = {
     DTYPE_FLOAT32: mx.float32,
@@ -18,15 +18,15 @@ _DTYPES: dict[DType, mx.Dtype] = {
 _ENUMS = {dtype: enum for enum, dtype in _DTYPES.items()}
 
 
-def put(header: Frame, array: mx.array | None, *, with_checksums: bool = True) -> list[bytes]:
+def put(header: Frame, array: mx.array | None, wire: Wire = PLAIN) -> list[bytes]:
     """The messages that carry a frame; closes its last timing, since nothing may change the header from then on."""
     payload = memoryview(b"")
     if array is not None:
         header.hidden.dtype = _dtype(array)
         header.hidden.shape.extend(array.shape)
         payload = _bytes_of(array)
-    first, *others = cut(payload)
-    seed, first_seed = (checksum_seed(n, header.step) if with_checksums else None for n in (1, 0))
+    first, *others = cut(payload, wire.part_bytes)
+    seed, first_seed = (checksum_seed(n, header.step) if wire.has_checksums else None for n in (1, 0))
     rest = [write_part(number, b"", data, seed) for number, data in enumerate(others, start=1)]
     header.timings[-1].sent = time.monotonic_ns()
     return [write_part(0, header.SerializeToString(), first, first_seed), *rest]

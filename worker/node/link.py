@@ -18,6 +18,7 @@ class Link:
 
     def __init__(self, network: Network, node: str, address: str, epoch: int, stage: int, sender: str = "") -> None:
         """`stage` is the sender's place in the chain, `sender` its own name."""
+        self.wire = network.wire
         self._node = node
         self._channel = network.channel(node, address)
         self._call = open_relay(self._channel, epoch, stage, sender)

@@ -1,9 +1,16 @@
-"""Network: how nodes reach each other, and whether they may without encryption. The place where encryption will go."""
+"""Network: how nodes reach each other, encrypted or not. The one place where ports and channels are made."""
 
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
 import grpc.aio
 
-from worker.config import may_be_plaintext, split_address
-from worker.errors import ConfigError
+from worker.config import Cluster, may_be_plaintext, split_address
+from worker.errors import ConfigError, FrameError
+from worker.node.callers import Caller
+from worker.node.identity import Identity, Keys, Role
+from worker.node.parts import ENCRYPTED, PLAIN, Wire
 
 PROTOCOL_VERSION = 2
 ACCEPTED = (("brigade-accepted", "1"),)  # initial metadata of a stream that was not refused
@@ -37,9 +44,36 @@ _CHANNEL_OPTIONS = [
 class Network:
     """Servers and channels of one process."""
 
-    def __init__(self, *, insecure: bool = False) -> None:
-        """`insecure`: the user trusts the network, so that what is not encrypted may leave this machine."""
+    def __init__(
+        self, *, insecure: bool = False, keys: Keys | None = None, warn: Callable[[str], None] = lambda line: None
+    ) -> None:
+        """`keys` has every link encrypted, those on this machine too; without it, `insecure` lets bytes leave it.
+
+        Args:
+            insecure: the user trusts the network.
+            warn: takes a line about this node's certificate, for the user.
+        """
         self._insecure = insecure
+        self._keys = keys
+        self._warn = warn
+        self._served: Identity | None = None
+        self._said = ""
+
+    @classmethod
+    def of(cls, cluster: Cluster, name: str, role: Role, warn: Callable[[str], None] = lambda line: None) -> "Network":
+        """As the configuration says, for the node of this name."""
+        keys = Keys(Path(cluster.tls.keys), name, role) if cluster.tls else None
+        return cls(insecure=cluster.insecure, keys=keys, warn=warn)
+
+    @property
+    def wire(self) -> Wire:
+        """How frames travel on this network's links."""
+        return ENCRYPTED if self._keys else PLAIN
+
+    @property
+    def expires(self) -> int:
+        """When this node's certificate does, in seconds since 1970; 0 without one."""
+        return int(self._keys.read().until.timestamp()) if self._keys else 0
 
     def server(self) -> grpc.aio.Server:
         """A server that `listen` binds."""
@@ -49,28 +83,91 @@ class Network:
         """Bind to HOST:PORT; returns the port, which is a free one for port 0.
 
         Raises:
-            ConfigError: it may not be plaintext, or is in use.
+            ConfigError: it may not be plaintext, this node's certificate will not do, or the port is in use.
         """
         if not self._may_use(bind):
             raise ConfigError(
-                f"will not listen on {bind}: links between nodes are not encrypted yet. "
-                "Use a loopback address, or a --config with `insecure: true` in it if you trust this network"
+                f"will not listen on {bind}: what is sent there is not encrypted. Use a loopback address, or a "
+                "--config with `tls:` in it (see brigade keys init), or `insecure: true` if you trust this network"
             )
         try:
-            return server.add_insecure_port(bind)
+            if self._keys is None:
+                return server.add_insecure_port(bind)
+            return server.add_secure_port(bind, self._server_credentials(self._keys))
         except RuntimeError as error:
             raise ConfigError(
                 f"cannot listen on {bind}: in use or not an address of this machine; try --bind"
             ) from error
 
     def channel(self, name: str, address: str) -> grpc.aio.Channel:
-        """A channel to the node `name` at HOST:PORT. Raises ConfigError if it may not be plaintext."""
+        """A channel to the node `name` at HOST:PORT; encrypted, it opens to a node with that name only.
+
+        Raises:
+            ConfigError: it may not be plaintext, or this node's certificate will not do.
+        """
+        if self._keys is not None:
+            own = self._checked(self._keys)
+            credentials = grpc.ssl_channel_credentials(own.authority, own.key, own.certificate)
+            options = [*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", name.lower())]
+            return grpc.aio.secure_channel(address, credentials, options=options)
         if not self._may_use(address):
             raise ConfigError(
-                f"will not connect to {name} at {address}: links between nodes are not encrypted yet. "
-                "Set `insecure: true` in cluster.yaml if you trust this network"
+                f"will not connect to {name} at {address}: what is sent there is not encrypted. "
+                "Set `tls:` in cluster.yaml (see brigade keys init), or `insecure: true` if you trust this network"
             )
         return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
 
+    def require_coordinator(self, context: grpc.aio.ServicerContext) -> None:
+        """Raise ConfigError if the links are encrypted and the caller's certificate is no coordinator's."""
+        if self._keys is not None and Role.COORDINATOR not in (caller := Caller.of(context)).roles:
+            raise ConfigError(
+                f"expected a certificate with the role {Role.COORDINATOR}, got {caller}; where the authority is: "
+                "brigade keys issue NAME --coordinator"
+            )
+
+    def require_name(self, context: grpc.aio.ServicerContext, name: str) -> None:
+        """Raise FrameError if the links are encrypted and the caller's certificate does not carry this name."""
+        if self._keys is not None and name.lower() not in (caller := Caller.of(context)).names:
+            raise FrameError(f"expected frames of {name}, got a hop with {caller}")
+
     def _may_use(self, address: str) -> bool:
-        return may_be_plaintext(split_address(address)[0], insecure=self._insecure)
+        return self._keys is not None or may_be_plaintext(split_address(address)[0], insecure=self._insecure)
+
+    def _checked(self, keys: Keys) -> Identity:
+        """This node's own, right in every way that can be checked here: a peer would only close the connection."""
+        own = keys.read()
+        if warning := own.warning():
+            self._say(warning)
+        return own
+
+    def _say(self, line: str) -> None:
+        """To the user, but not again and again."""
+        if line != self._said:
+            self._said = line
+            self._warn(line)
+
+    def _server_credentials(self, keys: Keys) -> grpc.ServerCredentials:
+        """They ask for the file again at every connection, so that a renewed one is shown to the next caller."""
+        self._served = self._checked(keys)
+        return grpc.dynamic_ssl_server_credentials(
+            _configuration(self._served),
+            self._renewed,  # type: ignore[arg-type] # it may return None, says grpc's own documentation
+            require_client_authentication=True,
+        )
+
+    def _renewed(self) -> grpc.ServerCertificateConfiguration | None:
+        """Called by gRPC, on a thread of its own. A new file that will not do leaves the one before in use."""
+        assert self._keys is not None
+        try:
+            own = self._checked(self._keys)
+        except ConfigError as error:
+            self._say(str(error))
+            return None
+        if own is self._served:
+            return None
+        self._served = own
+        return _configuration(own)
+
+
+def _configuration(own: Identity) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(own.key, own.certificate)], own.authority)

@@ -16,7 +16,6 @@ from protos.brigade_pb2 import DType, Frame, Part
 from worker.errors import FrameError
 from worker.model.modelspec import DTYPE_BYTES
 
-PART_BYTES = 1 << 17  # of 64 to 1024 KiB the size that kept both loops free best (tools/bench_frames.py)
 _MOST_PAYLOAD_BYTES = 1 << 28  # of a frame: a lane of many windows may be longer than any chunk
 _MOST_CHUNK_BYTES = 1 << 26
 _MOST_VARINT_BYTES = 10  # of 7 bits each
@@ -26,6 +25,20 @@ _NUMBER = Part.DESCRIPTOR.fields_by_name["number"].number << 3
 _CHECKSUM = bytes([Part.DESCRIPTOR.fields_by_name["checksum"].number << 3 | 5])  # of 4 bytes
 _CHECKSUM_BYTES = len(_CHECKSUM) + 4
 _FRAME, _DATA = (Part.DESCRIPTOR.fields_by_name[name].number << 3 | _BYTES for name in ("frame", "data"))
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How the parts of frames are made for one kind of link; both of its ends know."""
+
+    part_bytes: int  # of payload
+    has_checksums: bool
+
+
+# of 64 to 1024 KiB the size that kept both loops free best (tools/bench_frames.py)
+PLAIN = Wire(1 << 17, has_checksums=True)
+# larger where gRPC encrypts each part on its way (docs/tls.md has times and gaps); what is encrypted comes unchanged
+ENCRYPTED = Wire(1 << 18, has_checksums=False)
 
 
 def most_chunk_rows(row_bytes: int) -> int:
@@ -48,9 +61,9 @@ def payload_bytes(frame: Frame) -> int:
     return size
 
 
-def cut(payload: memoryview) -> Iterator[memoryview]:
+def cut(payload: memoryview, part_bytes: int = PLAIN.part_bytes) -> Iterator[memoryview]:
     """The payload in the pieces that its parts carry: one at least, if an empty one."""
-    return (payload[at : at + PART_BYTES] for at in range(0, max(1, len(payload)), PART_BYTES))
+    return (payload[at : at + part_bytes] for at in range(0, max(1, len(payload)), part_bytes))
 
 
 def checksum_seed(number: int, step: int) -> int:
@@ -112,10 +125,10 @@ class Arrival:
 class Joiner:
     """Frames out of parts, strictly in order. A refusal ends the hop: nothing says where the next frame begins."""
 
-    def __init__(self, check: Callable[[Frame], None], *, has_checksums: bool = True) -> None:
+    def __init__(self, check: Callable[[Frame], None], wire: Wire = PLAIN) -> None:
         """`check` raises FrameError for a header whose payload is not to be taken."""
         self._check = check
-        self._has_checksums = has_checksums
+        self._wire = wire
         self._arriving: Arrival | None = None
 
     def add(self, message: bytes) -> Arrival | None:
@@ -126,12 +139,12 @@ class Joiner:
                 `check` refuses.
         """
         arriving = self._arriving
-        number, header, data = read_part(self._content(message) if self._has_checksums else message)
+        number, header, data = read_part(self._content(message) if self._wire.has_checksums else message)
         if number != (len(arriving.payload) if arriving else 0):
             raise self._unexpected(f"part {number}")
         if arriving is None:
             arriving = self._begin(header)
-        expected = min(PART_BYTES, arriving.num_missing)
+        expected = min(self._wire.part_bytes, arriving.num_missing)
         if len(data) != expected:
             step = arriving.header.step
             raise FrameError(f"expected {expected} bytes in part {number}, got {len(data)} (step {step})")

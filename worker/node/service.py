@@ -96,6 +96,7 @@ class NodeService(NodeServicer):
     async def Hello(self, request: HelloRequest, context: Context) -> HelloReply:
         async with self._reporting(context):
             with self.log.refusing("a coordinator"):
+                self._network.require_coordinator(context)
                 if request.protocol_version != PROTOCOL_VERSION:
                     raise ModelError(
                         f"speaks protocol {PROTOCOL_VERSION}, the coordinator speaks {request.protocol_version}; "
@@ -109,11 +110,13 @@ class NodeService(NodeServicer):
             mlx_lm_version=version("mlx-lm"),
             incarnation=self._incarnation,
             configuration=self._configuration,
+            certificate_expires=self._network.expires,
         )
 
     async def Load(self, request: LoadRequest, context: Context) -> None:
         async with self._reporting(context):
             with self.log.refusing(f"to load for coordinator {request.coordinator.name}"):
+                self._network.require_coordinator(context)
                 async with self._loader.turn(context.write):
                     await self._make_way_for(request.coordinator)
                     await self._loader.load(request, context.write)
@@ -121,6 +124,7 @@ class NodeService(NodeServicer):
     async def Attach(self, request: AttachRequest, context: Context) -> None:
         async with self._reporting(context), contextlib.AsyncExitStack() as stack:
             with self.log.refusing(f"to join the chain of coordinator {request.coordinator.name}"):
+                self._network.require_coordinator(context)
                 await self._make_way_for(request.coordinator, request.epoch)
                 if self._loader.is_busy:
                     raise NodeBusy("is loading a shard; try again once it has")
@@ -139,11 +143,13 @@ class NodeService(NodeServicer):
     async def Relay(self, parts: AsyncIterator[bytes], context: Context) -> AsyncIterator[Credit]:
         async with self._reporting(context):
             with self.log.refusing("a hop"):
-                hop = self._stage_for(dict(context.invocation_metadata() or ())).take_hop(parts)
+                hop = self._stage_for(context).take_hop(parts)
             async for credit in hop:
                 yield credit
 
     async def Status(self, request: StatusRequest, context: Context) -> StatusReply:
+        async with self._reporting(context):
+            self._network.require_coordinator(context)
         reply = StatusReply(clock=time.monotonic_ns(), peak_memory_bytes=mx.get_peak_memory())
         if self._stage:
             reply = self._stage.status()
@@ -154,6 +160,7 @@ class NodeService(NodeServicer):
 
     async def Digest(self, request: DigestRequest, context: Context) -> DigestReply:
         async with self._reporting(context):
+            self._network.require_coordinator(context)
             return DigestReply(digests=await self._loader.digests())
 
     @contextlib.asynccontextmanager
@@ -210,11 +217,13 @@ class NodeService(NodeServicer):
         if self._is_draining:
             raise NodeBusy("is shutting down")
 
-    def _stage_for(self, metadata: dict[str, str | bytes]) -> Stage:
-        """The stage that a hop with this metadata may feed. Raises FrameError if it is not the one before it."""
+    def _stage_for(self, context: Context) -> Stage:
+        """The stage that this hop may feed. Raises FrameError if it is not the hop of the stage before it."""
         if self._attachment is None or self._stage is None:
             raise FrameError("is not part of a chain; the coordinator attaches it first")
         request = self._attachment.request
+        self._network.require_name(context, request.predecessor_name)
+        metadata = dict(context.invocation_metadata() or ())
         expected = str(request.epoch), str(request.stage - 1)
         found = metadata.get("epoch"), metadata.get("stage")
         if found != expected:

@@ -15,7 +15,7 @@ from worker.compute.engine import Engine, Step
 from worker.compute.exhaustion import memory_errors_named
 from worker.errors import BrigadeError, FrameError, StageLost, without_trace
 from worker.node.hop import put, take
-from worker.node.parts import Arrival, Joiner
+from worker.node.parts import PLAIN, Arrival, Joiner, Wire
 from worker.process.mlx_thread import MlxThread
 
 _DEPTH = 64  # frames that may wait here: more than a scheduler ever has in flight, so one more is a peer's mistake
@@ -34,20 +34,15 @@ class Outgoing:
 class Stage:
     """One shard at its place in the chain. Once it has failed every call of it fails."""
 
-    def __init__(
-        self, engine: Engine, thread: MlxThread, epoch: int, send: Send | None, *, has_checksums: bool = True
-    ) -> None:
-        """`send` takes a frame's parts to the next stage; the last stage has none.
-
-        `has_checksums` says whether the parts of frames have them, those that come and those that go.
-        """
+    def __init__(self, engine: Engine, thread: MlxThread, epoch: int, send: Send | None, wire: Wire = PLAIN) -> None:
+        """`send` takes a frame's parts to the next stage; the last stage has none. `wire` is that of both hops."""
         self.engine = engine
         self.last_step = 0
         self._sent_bytes = 0
         self._thread = thread
         self._epoch = epoch
         self._send = send
-        self._has_checksums = has_checksums
+        self._wire = wire
         self._newest_step = -1  # of the frames that came; `last_step` is done
         self._frames: SimpleQueue[tuple[Arrival, int]] = SimpleQueue()
         self._arrived = asyncio.Event()
@@ -99,7 +94,7 @@ class Stage:
         if self._has_hop:
             raise FrameError("expected one hop from the stage before, got another one")
         self._has_hop = True
-        joiner = Joiner(self._check, has_checksums=self._has_checksums)
+        joiner = Joiner(self._check, self._wire)
         reading = asyncio.create_task(self._read(parts, joiner))
         reading.add_done_callback(self._hop_ended)
         try:
@@ -175,7 +170,7 @@ class Stage:
                 step = following or self._begin_next()
 
     def _outgoing(self, header: Frame, array: mx.array | None) -> Outgoing:
-        return Outgoing(header.step, put(header, array, with_checksums=self._has_checksums))
+        return Outgoing(header.step, put(header, array, self._wire))
 
     def _begin_next(self) -> Step | None:
         if self._is_stopping:

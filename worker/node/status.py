@@ -23,6 +23,17 @@ _ENDED = (
     *("reset by peer", "Socket closed", "GOAWAY", "EOF", "Broken pipe"),
     *("Cancelling all calls", "Internal error from Core"),  # a server that stops, or is killed, within a call
 )
+_UNANSWERED = "failed to connect"  # what gRPC says of a connection that broke before the other side said anything
+_HANDSHAKE = {  # what gRPC says of a handshake that this side ended, for people; the first that is found
+    "Hostname Verification Check failed": "its certificate carries another name; on it should be {node}.pem",
+    "certificate has expired": "its certificate has expired; where the authority is: brigade keys issue {node}",
+    "certificate is not yet valid": "its certificate is not valid yet; compare the clocks of both nodes",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is of another authority; brigade keys issue {node} makes one of ours",
+    "BAD_SIGNATURE": "its certificate is of another authority; brigade keys issue {node} makes one of ours",
+    "WRONG_VERSION_NUMBER": "it does not encrypt; set `tls:` in its cluster.yaml, too",
+    "handshake failed": "no encrypted connection ({details})",
+}
+_REFUSED = "closed the connection before any reply: it refused our certificate, expects TLS, or has ended"
 _KIND, _NODE = "brigade-error", "brigade-node"
 
 _STATUSES: dict[type[BrigadeError], grpc.StatusCode] = {
@@ -55,13 +66,32 @@ def _forget_traces(error: BaseException | None) -> None:
 
 
 def error_of(call: grpc.RpcError, node: str) -> BrigadeError:
-    """What ended a call to `node`: the error that a node of ours means, or else that this one is lost."""
+    """What ended a call to `node`: the error that a node of ours means, or else that this one is lost.
+
+    A ConfigError says that this side could not trust the node, or not speak with it in private.
+    """
     details = call.details() or call.code().name
     metadata: Any = call.trailing_metadata() or ()
     said = dict(metadata)
     if said.get(_KIND) in _KINDS:
         return error_named(said[_KIND], details, said.get(_NODE) or node)
+    if words := next((words for sign, words in _HANDSHAKE.items() if sign in details), None):
+        return ConfigError(words.format(node=node, details=details), node=node)
+    if was_met(call):
+        return StageLost(_REFUSED, node=node)
     return StageLost(_in_plain_words(details), node=node)
+
+
+def is_unconnected(call: grpc.RpcError) -> bool:
+    """Whether the call never reached anybody: no connection came about, or a name has no address."""
+    details = call.details() or ""
+    return _UNANSWERED in details or "DNS" in details
+
+
+def was_met(call: grpc.RpcError) -> bool:
+    """Whether somebody was there, who closed the connection before any reply."""
+    details = call.details() or ""
+    return _UNANSWERED in details and any(sign in details for sign in _ENDED)
 
 
 def error_named(kind: str, message: str, node: str) -> BrigadeError:

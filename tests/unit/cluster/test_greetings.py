@@ -1,6 +1,8 @@
 """What the workers' answers to the first question tell the coordinator's user."""
 
 import asyncio
+import re
+import time
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -48,6 +50,15 @@ def test_what_only_one_of_both_says_is_no_difference() -> None:
 def test_several_differences_are_several_lines() -> None:
     other = Configuration(model="demo", layers=[3, 3], context=512)
     assert len(list(differences("mini", OURS, reply(other, node="air", mlx_version="0.1")))) == 5
+
+
+@pytest.mark.parametrize(("days", "is_told"), [(40, False), (12, True)])
+def test_a_workers_certificate_that_soon_expires_is_told(days: int, is_told: bool) -> None:
+    greeting = reply(SAME)
+    greeting.certificate_expires = int(time.time()) + days * 86400 + 600
+    lines = list(differences("mini", OURS, greeting))
+    assert bool(lines) == is_told
+    assert all(re.match(r"the certificate of mini expires in 12 days, .*: brigade keys issue mini$", x) for x in lines)
 
 
 @dataclass

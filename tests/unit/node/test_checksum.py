@@ -10,7 +10,7 @@ from worker.compute.header import check_result
 from worker.errors import FrameError
 from worker.node.checksum import check_seal, sealed
 from worker.node.hop import put, take
-from worker.node.parts import PART_BYTES, Arrival, Joiner
+from worker.node.parts import ENCRYPTED, PLAIN, Arrival, Joiner
 
 WRONG = "expected a part of a frame as it was sent, got .* bytes with a wrong checksum"
 
@@ -45,7 +45,7 @@ def test_any_flipped_bit_of_a_frame_is_refused(num_values: int) -> None:
 
 def test_flipped_bits_in_any_of_several_parts_are_refused() -> None:
     numbers = random.Random(3)
-    parts = sent(PART_BYTES // 4 * 2 + 5)
+    parts = sent(PLAIN.part_bytes // 4 * 2 + 5)
     assert len(parts) == 3 and arrived(parts) is not None
     for number, part in enumerate(parts):
         edges = {*range(12), *range(len(part) - 12, len(part)), *(numbers.randrange(len(part)) for _ in range(30))}
@@ -71,23 +71,23 @@ def test_ten_thousand_frames_with_random_damage_are_refused() -> None:
 
 @pytest.mark.parametrize("order", [(0, 0), (0, 2), (1,), (0, 1, 1), (0, 2, 1)], ids=str)
 def test_parts_that_are_left_out_or_come_twice_or_in_another_order_are_refused(order: tuple[int, ...]) -> None:
-    parts = sent(PART_BYTES // 4 * 2 + 5)
+    parts = sent(PLAIN.part_bytes // 4 * 2 + 5)
     with pytest.raises(FrameError):
         arrived([parts[number] for number in order])
 
 
 def test_a_part_of_another_frame_is_refused_though_it_is_as_long_and_sound() -> None:
-    ours, theirs = sent(PART_BYTES // 4 * 2, step=41), sent(PART_BYTES // 4 * 2, step=42)
+    ours, theirs = sent(PLAIN.part_bytes // 4 * 2, step=41), sent(PLAIN.part_bytes // 4 * 2, step=42)
     with pytest.raises(FrameError, match=WRONG):
         arrived([ours[0], theirs[1]])
 
 
 def test_a_part_without_a_checksum_is_refused_where_there_has_to_be_one() -> None:
     header = Frame(step=41, timings=[Timing()])
-    (part,) = put(header, None, with_checksums=False)
+    (part,) = put(header, None, ENCRYPTED)
     with pytest.raises(FrameError, match=WRONG):
         arrived([part])
-    assert Joiner(accept, has_checksums=False).add(part) is not None
+    assert Joiner(accept, ENCRYPTED).add(part) is not None
     with pytest.raises(FrameError, match=WRONG):
         arrived([b""])
 

@@ -8,7 +8,7 @@ from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_FLOAT32, DTY
 from worker.compute.header import dtype_name
 from worker.errors import FrameError
 from worker.node.hop import put, take
-from worker.node.parts import PART_BYTES, Arrival, Joiner
+from worker.node.parts import PLAIN, Arrival, Joiner
 
 DTYPES = {DTYPE_FLOAT32: mx.float32, DTYPE_FLOAT16: mx.float16, DTYPE_BFLOAT16: mx.bfloat16}
 WORDS = {4: np.uint32, 2: np.uint16}
@@ -58,7 +58,7 @@ def test_every_bit_pattern_survives_with_dtype_and_shape(enum: DType, dtype: mx.
     np.testing.assert_array_equal(bits(found), bits(array))
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 7, 64), (1, 512, 3), (5,), (1, 1, PART_BYTES), (1, 1025, 300)])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 7, 64), (1, 512, 3), (5,), (1, 1, PLAIN.part_bytes), (1, 1025, 300)])
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 def test_any_shape_survives(dtype: mx.Dtype, shape: tuple[int, ...]) -> None:
     array = mx.random.normal(shape).astype(dtype)

@@ -8,9 +8,21 @@ import pytest
 
 from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT32, Frame, Part, Tensor
 from worker.errors import FrameError
-from worker.node.parts import PART_BYTES, Arrival, Joiner, cut, most_chunk_rows, payload_bytes, read_part, write_part
+from worker.node.parts import (
+    ENCRYPTED,
+    PLAIN,
+    Arrival,
+    Joiner,
+    Wire,
+    cut,
+    most_chunk_rows,
+    payload_bytes,
+    read_part,
+    write_part,
+)
 
-SIZES = (0, 4, PART_BYTES - 4, PART_BYTES, PART_BYTES + 4, 3 * PART_BYTES)
+BARE = Wire(PLAIN.part_bytes, has_checksums=False)
+SIZES = (0, 4, PLAIN.part_bytes - 4, PLAIN.part_bytes, PLAIN.part_bytes + 4, 3 * PLAIN.part_bytes)
 
 
 def accept(header: Frame) -> None:
@@ -19,7 +31,7 @@ def accept(header: Frame) -> None:
 
 def plain() -> Joiner:
     """As behind an encrypted link."""
-    return Joiner(accept, has_checksums=False)
+    return Joiner(accept, BARE)
 
 
 def header(size: int, step: int = 41) -> Frame:
@@ -67,7 +79,21 @@ def test_a_frame_comes_out_as_it_went_in_and_only_once_its_last_part_is_there(si
 @pytest.mark.parametrize("size", SIZES)
 def test_no_part_has_more_payload_than_it_may(size: int) -> None:
     beside = len(write_part(2**32 - 1, header(size).SerializeToString(), memoryview(b""))) + 5
-    assert max(map(len, parts_of(size))) <= PART_BYTES + beside
+    assert max(map(len, parts_of(size))) <= PLAIN.part_bytes + beside
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_both_ends_of_an_encrypted_hop_use_larger_parts(size: int) -> None:
+    pieces = list(cut(memoryview(payload(size)), ENCRYPTED.part_bytes))
+    assert [len(piece) for piece in pieces[:-1]] == [2 * PLAIN.part_bytes] * (len(pieces) - 1)
+    joiner, raw = Joiner(accept, ENCRYPTED), header(size).SerializeToString()
+    found = [joiner.add(write_part(number, b"" if number else raw, data)) for number, data in enumerate(pieces)]
+    assert found[:-1] == [None] * (len(pieces) - 1) and joined(found[-1]) == (41, payload(size))
+
+
+def test_an_end_that_expects_the_other_kind_of_parts_refuses_them() -> None:
+    with pytest.raises(FrameError, match=rf"^expected {ENCRYPTED.part_bytes} bytes in part 0, got {PLAIN.part_bytes} "):
+        Joiner(accept, ENCRYPTED).add(parts_of(3 * PLAIN.part_bytes)[0])
 
 
 @pytest.mark.parametrize("key", [b"", b"\x08"], ids=["key", "value"])
@@ -103,24 +129,24 @@ def test_reading_a_part_copies_nothing() -> None:
     ids=["no first", "one too many", "left out", "twice", "another frame too early"],
 )
 def test_a_part_that_is_not_the_next_is_refused(choose, expected: str) -> None:  # noqa: ANN001
-    refused(choose(parts_of(2 * PART_BYTES + 8)), expected)
+    refused(choose(parts_of(2 * PLAIN.part_bytes + 8)), expected)
 
 
-@pytest.mark.parametrize("size", [0, PART_BYTES - 1, PART_BYTES + 1])
+@pytest.mark.parametrize("size", [0, PLAIN.part_bytes - 1, PLAIN.part_bytes + 1])
 def test_a_part_that_is_too_short_or_too_long_is_refused(size: int) -> None:
-    first, *_ = parts_of(3 * PART_BYTES)
+    first, *_ = parts_of(3 * PLAIN.part_bytes)
     odd = write_part(1, b"", memoryview(bytes(size)))
-    refused([first, odd], f"expected {PART_BYTES} bytes in part 1, got {size} (step 41)")
+    refused([first, odd], f"expected {PLAIN.part_bytes} bytes in part 1, got {size} (step 41)")
 
 
 def test_a_last_part_that_is_longer_than_the_header_said_is_refused() -> None:
-    first, _ = parts_of(PART_BYTES + 8)
+    first, _ = parts_of(PLAIN.part_bytes + 8)
     refused([first, write_part(1, b"", memoryview(bytes(9)))], "expected 8 bytes in part 1, got 9 (step 41)")
 
 
 def test_a_hop_that_ends_within_a_frame_is_refused() -> None:
     joiner = plain()
-    joiner.add(parts_of(2 * PART_BYTES)[0])
+    joiner.add(parts_of(2 * PLAIN.part_bytes)[0])
     with pytest.raises(FrameError, match=r"^expected part 1 \(step 41\), got the end of the hop$"):
         joiner.end()
 
@@ -130,7 +156,7 @@ def test_a_header_is_refused_before_its_payload_is_waited_for() -> None:
         raise FrameError(f"not step {frame.step}")
 
     with pytest.raises(FrameError, match=r"^not step 41$"):
-        Joiner(refuse, has_checksums=False).add(parts_of(2 * PART_BYTES)[0])
+        Joiner(refuse, BARE).add(parts_of(2 * PLAIN.part_bytes)[0])
 
 
 @pytest.mark.parametrize(

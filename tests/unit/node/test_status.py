@@ -8,7 +8,7 @@ import pytest
 
 from worker import errors
 from worker.errors import BrigadeError, InputError, QueueFull, ReaderLost, StageLost
-from worker.node.status import abort, error_of
+from worker.node.status import abort, error_of, is_unconnected, was_met
 
 KINDS = sorted(BrigadeError.__subclasses__(), key=lambda kind: kind.__name__)
 OWN = (InputError, QueueFull, ReaderLost)  # the coordinator's: no node means them
@@ -81,6 +81,46 @@ def test_no_worker_can_make_a_coordinator_believe_that_its_own_request_or_queue_
 )
 def test_a_broken_connection_is_told_in_plain_words(details: str, words: str) -> None:
     assert str(error_of(Aborted(grpc.StatusCode.UNAVAILABLE, details), "mini")) == f"worker mini: {words}"
+
+
+def unconnected(why: str) -> Aborted:
+    """As gRPC says that no connection came about."""
+    details = f"failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:5: {why}"
+    return Aborted(grpc.StatusCode.UNAVAILABLE, details)
+
+
+@pytest.mark.parametrize("why", ["Socket closed", "recvmsg:Connection reset by peer (104)"])
+def test_a_connection_closed_before_any_reply_may_have_been_refused(why: str) -> None:
+    found = error_of(unconnected(why), "mini")
+    words = "closed the connection before any reply: it refused our certificate, expects TLS, or has ended"
+    assert type(found) is StageLost and str(found) == f"worker mini: {words}"
+
+
+@pytest.mark.parametrize(
+    ("why", "words"),
+    [
+        (
+            "Custom verification check failed with error: UNAUTHENTICATED: Hostname Verification Check failed.",
+            "a.*name",
+        ),
+        ("Tls handshake failed: SSL_ERROR_SSL: CERTIFICATE_VERIFY_FAILED: certificate has expired: OK", "has expired"),
+        ("Tls handshake failed: CERTIFICATE_VERIFY_FAILED: certificate is not yet valid", "not valid yet"),
+        ("Tls handshake failed: CERTIFICATE_VERIFY_FAILED: unable to get local issuer certificate", "other authority"),
+        ("Tls handshake failed: error:1a000064:ECDSA routines:BAD_SIGNATURE", "other authority"),
+        ("Tls handshake failed: SSL_ERROR_SSL: WRONG_VERSION_NUMBER", "it does not encrypt"),
+        ("Tls handshake failed: out of luck", "no encrypted connection .*out of luck"),
+    ],
+)
+def test_a_handshake_that_this_side_ended_is_told_in_plain_words(why: str, words: str) -> None:
+    with pytest.raises(errors.ConfigError, match=f"^worker mini: .*{words}"):
+        raise error_of(unconnected(why), "mini")
+
+
+def test_somebody_who_closes_is_told_from_nobody() -> None:
+    closed, refused = unconnected("Socket closed"), unconnected("Connection refused (111)")
+    lost = Aborted(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+    assert [was_met(call) for call in (closed, refused, lost)] == [True, False, False]
+    assert [is_unconnected(call) for call in (closed, refused, lost)] == [True, True, False]
 
 
 @pytest.mark.parametrize("code", sorted(grpc.StatusCode, key=lambda code: code.name))

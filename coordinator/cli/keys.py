@@ -1,0 +1,76 @@
+"""`brigade keys`: the cluster's authority, and a certificate per node."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coordinator.cli import flags
+from worker.config import Cluster, load_cluster
+from worker.process.app import App
+
+_FOLDER = "keys"
+
+keys = App(no_args_is_help=True, help="Certificates, with which nodes know each other and encrypt their links.")
+
+
+@keys.command()
+def init(
+    config: flags.Config = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Make another authority: every node needs a new certificate then.")
+    ] = False,
+) -> None:
+    """Make the cluster's authority, and the coordinator's certificate. Its key stays in this folder.
+
+    Into the folder that cluster.yaml names: brigade keys init --config cluster.yaml
+
+    To shut a node out, and give the others new certificates: brigade keys init --replace --config cluster.yaml
+    """
+    cluster = load_cluster(config) if config else Cluster()
+
+    from coordinator.cluster.authority import Authority
+    from worker.node.identity import Role
+
+    authority = Authority.make(_folder(cluster, config), replace=replace)
+    name = cluster.coordinator.name
+    _say(f"made the authority in {authority.folder}, whose key is to stay there")
+    _say(f"made {authority.issue(name, Role.COORDINATOR)}, the certificate of the coordinator {name}")
+    for worker in cluster.workers:
+        _say(f"next: brigade keys issue {worker.name}" + (f" --config {config}" if config else ""))
+    if cluster.tls is None:
+        _say(f"to have it used, put into cluster.yaml: tls: {{keys: {_FOLDER}}}")
+
+
+@keys.command()
+def issue(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The node's name in cluster.yaml.")],
+    coordinator: Annotated[
+        bool, typer.Option("--coordinator", help="It may load and drive workers: not for a worker.")
+    ] = False,
+    config: flags.Config = None,
+) -> None:
+    """Make or renew a node's certificate, valid for a year; one file, to be copied to that node.
+
+    brigade keys issue mini --config cluster.yaml
+    """
+    cluster = load_cluster(config) if config else Cluster()
+
+    from coordinator.cluster.authority import NODE_VALID, Authority
+    from worker.node.identity import Role
+
+    role = Role.COORDINATOR if coordinator else Role.WORKER
+    path = Authority.open(_folder(cluster, config)).issue(name, role)
+    _say(f"made {path}, valid for {NODE_VALID.days} days")
+    _say(f"copy it into the folder of keys on {name} and nowhere else: its user alone may read it (chmod 600)")
+
+
+def _folder(cluster: Cluster, config: Path | None) -> Path:
+    if cluster.tls:
+        return Path(cluster.tls.keys)
+    return (config.parent if config else Path()) / _FOLDER
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)

@@ -1,0 +1,273 @@
+"""Encrypted links: right certificates make the same tokens, and every other peer is refused with a reason."""
+
+import asyncio
+import re
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from coordinator.cluster import peer as peer_module
+from coordinator.cluster.authority import Authority
+from coordinator.cluster.peer import Peer
+from tests.integration.certificates import Certificates, Shown
+from tests.integration.conftest import NETWORK, Models, RunningNode, answer, load_request, opened, serving
+from tests.integration.upstream import attach_request
+from tests.tiny import VOCAB
+from worker.errors import ConfigError, FrameError, StageLost
+from worker.node.identity import Identity, Keys, Role, split_pem
+from worker.node.link import Link
+from worker.node.network import Network
+
+PROMPT = tuple((5 * i + 3) % VOCAB for i in range(20))
+REFUSED = r"closed the connection before any reply: it refused our certificate, expects TLS, or has ended"
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> Certificates:
+    return Certificates(tmp_path)
+
+
+@pytest.fixture
+def short_hello(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is waited for: whoever does not answer here never will."""
+    monkeypatch.setattr(peer_module, "_HELLO_S", 0.3)
+
+
+@asynccontextmanager
+async def peer_of(node: RunningNode, network: Network, name: str = "") -> AsyncIterator[Peer]:
+    peer = Peer(name or node.name, node.address, network)
+    try:
+        yield peer
+    finally:
+        await peer.close()
+
+
+async def test_three_nodes_with_right_certificates_make_the_tokens_of_the_whole_model(
+    models: Models, certificates: Certificates
+) -> None:
+    whole = models("qwen3")
+    async with (
+        serving(2, network_of=certificates.network) as nodes,
+        opened(whole.folder, (1, 1, 2), nodes, certificates.coordinator()) as chain,
+    ):
+        assert (await answer(chain, PROMPT, 12)).tokens == whole.tokens(PROMPT, 12)
+
+
+@pytest.mark.parametrize("how", ["none", "foreign", "expired", "plaintext"])
+async def test_a_coordinator_without_a_right_certificate_is_refused(
+    how: str, certificates: Certificates, short_hello: None
+) -> None:
+    async with serving(1, network_of=certificates.network) as [node]:
+        async with peer_of(node, certificates.wrong(how, "coordinator", Role.COORDINATOR)) as peer:
+            with pytest.raises(StageLost, match=f"^worker node-1: {REFUSED}$"):
+                await peer.hello()
+        async with peer_of(node, certificates.coordinator()) as peer:
+            assert (await peer.hello()).node == "node-1"
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("foreign", "its certificate is of another authority; brigade keys issue node-1 makes one of ours"),
+        ("expired", "its certificate has expired; where the authority is: brigade keys issue node-1"),
+        ("plaintext", "it does not encrypt; set `tls:` in its cluster.yaml, too"),
+    ],
+)
+async def test_a_worker_without_a_right_certificate_is_refused_at_once(
+    how: str, reason: str, certificates: Certificates
+) -> None:
+    async with (
+        serving(1, network_of=lambda name: certificates.wrong(how, name, Role.WORKER)) as [node],
+        peer_of(node, certificates.coordinator()) as peer,
+        asyncio.timeout(2.0),
+    ):
+        with pytest.raises(ConfigError, match=f"^worker node-1: {re.escape(reason)}"):
+            await peer.hello()
+
+
+async def test_a_worker_with_the_certificate_of_another_name_is_refused_whatever_its_address(
+    certificates: Certificates,
+) -> None:
+    async with (
+        serving(1, network_of=certificates.network) as [node],
+        peer_of(node, certificates.coordinator(), "node-2") as peer,
+    ):
+        with pytest.raises(ConfigError, match=r"^worker node-2: its certificate carries another name"):
+            await peer.hello()
+
+
+async def test_names_in_capitals_are_names(certificates: Certificates) -> None:
+    async with (
+        serving(1, network_of=lambda name: certificates.network(name.upper())) as [node],
+        peer_of(node, certificates.coordinator(), "Node-1") as peer,
+    ):
+        assert (await peer.hello()).node == "node-1"
+
+
+async def test_only_a_coordinator_may_ask_load_and_attach(models: Models, certificates: Certificates) -> None:
+    folder = models("qwen3").folder
+    async with (
+        serving(1, network_of=certificates.network) as [node],
+        peer_of(node, certificates.network("mini")) as peer,
+    ):
+        calls = (
+            peer.hello(),
+            peer.load(load_request(folder, 2, 4), lambda report: None),
+            peer.attach(attach_request(folder)),
+            peer.status(1.0),
+            peer.digests(),
+        )
+        for call in calls:
+            with pytest.raises(
+                ConfigError, match=r"^worker node-1: expected .* role brigade:coordinator, got .* mini "
+            ):
+                await call
+        assert node.service._loader.loaded is None
+
+
+async def test_frames_come_from_the_predecessor_of_the_plan_only(models: Models, certificates: Certificates) -> None:
+    folder = models("qwen3").folder
+    async with (
+        serving(1, network_of=certificates.network) as [node],
+        peer_of(node, certificates.coordinator()) as peer,
+    ):
+        request = attach_request(folder)
+        request.predecessor_name = "studio"
+        await peer.load(request.loaded, lambda report: None)
+        await peer.attach(request)
+        with pytest.raises(FrameError, match=r"^worker node-1: expected frames of studio, got a hop with .* of mini "):
+            await hop(certificates.network("mini"), node, sender="studio")
+        with pytest.raises(FrameError, match=r"expected frames of studio, got a hop with .* of coordinator "):
+            await hop(certificates.coordinator(), node, sender="studio")
+        await hop(certificates.network("Studio"), node, sender="studio")
+
+
+async def hop(network: Network, node: RunningNode, sender: str) -> None:
+    """Open a hop to the node as stage 0 of epoch 1, and end it."""
+    link = Link(network, node.name, node.address, 1, 0, sender)
+    try:
+        await link.wait_open()
+    finally:
+        await link.close()
+
+
+async def test_a_worker_sends_to_the_successor_of_the_plan_only(models: Models, certificates: Certificates) -> None:
+    folder = models("qwen3").folder
+    async with (
+        serving(2, network_of=certificates.network) as [first, second],
+        peer_of(first, certificates.coordinator()) as peer,
+    ):
+        request = attach_request(folder)
+        request.loaded.start, request.loaded.end, request.num_stages = 1, 2, 3
+        request.successor, request.successor_name = second.address, "node-3"
+        await peer.load(request.loaded, lambda report: None)
+        with pytest.raises(ConfigError, match=r"^worker node-3: its certificate carries another name"):
+            await peer.attach(request)
+
+
+async def test_an_older_version_of_tls_is_refused(certificates: Certificates) -> None:
+    context = tls_context(certificates.authority.issue("coordinator", Role.COORDINATOR))
+    context.set_alpn_protocols(["h2"])
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    async with serving(1, network_of=certificates.network) as [node], encrypting(node, context) as address:
+        peer = Peer(node.name, address, NETWORK)
+        with pytest.raises(ConfigError, match=r"^worker node-1: expected .* TLSv1\.3, got one by TLSv1\.2"):
+            await peer.hello()
+        await peer.close()
+
+
+def tls_context(path: Path) -> ssl.SSLContext:
+    """That of a client with this node's file."""
+    _, _, authority = split_pem(path.read_bytes())
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(cadata=authority.decode())
+    context.load_cert_chain(path)
+    return context
+
+
+@asynccontextmanager
+async def encrypting(node: RunningNode, context: ssl.SSLContext) -> AsyncIterator[str]:
+    """The address of a proxy that takes plaintext and speaks to the node as `context` says."""
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while piece := await reader.read(65536):
+            writer.write(piece)
+
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, _, port = node.address.rpartition(":")
+        there, back = await asyncio.open_connection(host, int(port), ssl=context, server_hostname=node.name)
+        with closing(writer), closing(back):
+            await asyncio.gather(carry(reader, back), carry(there, writer), return_exceptions=True)
+
+    server = await asyncio.start_server(connect, "127.0.0.1", 0)
+    async with server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+async def test_a_renewed_certificate_is_shown_at_once_and_the_running_chain_goes_on(
+    models: Models, certificates: Certificates
+) -> None:
+    whole = models("qwen3")
+    soon = datetime.now(UTC) + timedelta(days=10)
+    async with serving(1, network_of=certificates.network) as [node]:
+        certificates.authority.issue("node-1", Role.WORKER, until=soon)
+        async with opened(whole.folder, (2, 2), [node], certificates.coordinator()) as chain:
+            before = await shown_by(node, certificates)
+            assert (await chain.peers[0].hello()).certificate_expires == int(soon.timestamp())
+            certificates.authority.issue("node-1", Role.WORKER)
+            after = await shown_by(node, certificates)
+            assert after != before and after == await shown_by(node, certificates)
+            assert (await chain.peers[0].hello()).certificate_expires > int(soon.timestamp())
+            assert (await answer(chain, PROMPT, 6)).tokens == whole.tokens(PROMPT, 6)
+
+
+async def test_a_renewal_that_will_not_do_leaves_the_certificate_before_in_use(certificates: Certificates) -> None:
+    told: list[str] = []
+    path = certificates.authority.issue("node-1", Role.WORKER)
+    network = Network(keys=Keys(path.parent, "node-1", Role.WORKER), warn=told.append)
+    async with serving(1, network_of=lambda name: network) as [node]:
+        before = await shown_by(node, certificates)
+        certificates.authority.issue("node-2", Role.WORKER).replace(path)
+        assert [await shown_by(node, certificates) for _ in range(2)] == [before, before]
+        assert [line.partition(": ")[2][:55] for line in told] == [
+            "expected a certificate of node-1, found one of node-2; "
+        ]
+
+
+async def shown_by(node: RunningNode, certificates: Certificates) -> bytes:
+    """The certificate that the node shows a new caller."""
+    context = tls_context(certificates.authority.issue("studio", Role.COORDINATOR))
+    host, _, port = node.address.rpartition(":")
+    _, writer = await asyncio.open_connection(host, int(port), ssl=context, server_hostname=node.name)
+    with closing(writer):
+        return bytes(writer.get_extra_info("ssl_object").getpeercert(True))
+
+
+async def test_after_the_authority_was_replaced_nodes_of_the_old_one_are_shut_out(
+    certificates: Certificates, short_hello: None
+) -> None:
+    async with serving(1, network_of=certificates.network) as [node]:
+        lost = read(certificates.authority, "lost", Role.COORDINATOR)
+        async with peer_of(node, Network(keys=Shown(lost))) as peer:
+            assert await peer.hello()
+        renewed = Authority.make(certificates.authority.folder, replace=True)
+        renewed.issue("node-1", Role.WORKER)
+        async with peer_of(node, Network(keys=Shown(lost))) as peer:
+            with pytest.raises(ConfigError, match=r"^worker node-1: its certificate is of another authority"):
+                await peer.hello()
+        ours = read(renewed, "coordinator", Role.COORDINATOR)
+        careless = Shown(replace(lost, authority=ours.authority))  # it does not even look at who answers
+        async with peer_of(node, Network(keys=careless)) as peer:
+            with pytest.raises(StageLost, match=REFUSED):
+                await peer.hello()
+        async with peer_of(node, Network(keys=Shown(ours))) as peer:
+            assert await peer.hello()
+
+
+def read(authority: Authority, name: str, role: Role) -> Identity:
+    return Keys(authority.issue(name, role).parent, name, role).read()

@@ -1,0 +1,88 @@
+"""The authority: what it issues, where its key is, and that a second one is never made by mistake."""
+
+import stat
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+
+from coordinator.cluster.authority import AUTHORITY_FILE, Authority
+from worker.errors import ConfigError
+from worker.node.identity import Keys, Role, split_pem
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority.make(tmp_path / "keys")
+
+
+def test_a_certificate_carries_a_name_in_lower_case_and_a_role_and_no_address(authority: Authority) -> None:
+    path = authority.issue("Mini", Role.WORKER)
+    certificate = x509.load_pem_x509_certificate(split_pem(path.read_bytes())[1])
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert list(names) == [x509.DNSName("mini"), x509.UniformResourceIdentifier("brigade:worker")]
+    assert path.name == "mini.pem"
+
+
+def test_a_certificate_lasts_a_year_and_none_outlasts_the_authority(authority: Authority) -> None:
+    now = datetime.now(UTC)
+    path = authority.issue("mini", Role.WORKER)
+    assert timedelta(days=364) < Keys(path.parent, "mini", Role.WORKER).read().until - now < timedelta(days=366)
+    authority.issue("mini", Role.WORKER, until=now + timedelta(days=9999))
+    assert Keys(path.parent, "mini", Role.WORKER).read().until == authority.certificate.not_valid_after_utc
+
+
+def test_a_node_cannot_issue_certificates(authority: Authority) -> None:
+    path = authority.issue("mini", Role.WORKER)
+    certificate = x509.load_pem_x509_certificate(split_pem(path.read_bytes())[1])
+    assert not certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+
+
+def test_keys_are_for_their_user_only_and_the_authoritys_key_is_in_no_nodes_file(authority: Authority) -> None:
+    path = authority.issue("mini", Role.WORKER)
+    for file in (path, authority.folder / AUTHORITY_FILE):
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(authority.folder.stat().st_mode) == 0o700
+    assert split_pem((authority.folder / AUTHORITY_FILE).read_bytes())[0] not in path.read_bytes()
+    assert sorted(file.name for file in authority.folder.iterdir()) == [AUTHORITY_FILE, "mini.pem"]
+
+
+def test_an_authority_is_not_made_twice_and_the_first_one_stays(authority: Authority) -> None:
+    before = (authority.folder / AUTHORITY_FILE).read_bytes()
+    with pytest.raises(ConfigError, match=r"authority\.key is there already: .*--replace"):
+        Authority.make(authority.folder)
+    assert (authority.folder / AUTHORITY_FILE).read_bytes() == before
+
+
+def test_replacing_an_authority_removes_what_it_issued_and_nothing_else(authority: Authority) -> None:
+    authority.issue("mini", Role.WORKER)
+    foreign = Authority.make(authority.folder.with_name("other")).issue("air", Role.WORKER)
+    foreign.rename(authority.folder / "air.pem")
+    (authority.folder / "notes.pem").write_text("mine")
+    renewed = Authority.make(authority.folder, replace=True)
+    assert sorted(file.name for file in authority.folder.iterdir()) == ["air.pem", AUTHORITY_FILE, "notes.pem"]
+    assert Authority.open(authority.folder).certificate == renewed.certificate != authority.certificate
+
+
+@pytest.mark.parametrize("name", ["10.0.0.1", "-x", "a..b", "7", "x.", "", "../mini", "a b", "*.local"])
+def test_a_name_that_a_certificate_cannot_carry_is_refused(name: str, authority: Authority) -> None:
+    with pytest.raises(ConfigError, match="expected a name like that of a host"):
+        authority.issue(name, Role.WORKER)
+
+
+def test_a_renewal_does_not_change_a_role_unnoticed(authority: Authority) -> None:
+    path = authority.issue("studio", Role.COORDINATOR)
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match="has the role brigade:coordinator, not brigade:worker; remove it first"):
+        authority.issue("studio", Role.WORKER)
+    assert path.read_bytes() == before
+    assert authority.issue("studio", Role.COORDINATOR).read_bytes() != before
+
+
+@pytest.mark.parametrize(("text", "message"), [(None, "brigade keys init makes one"), (b"x", "--replace")])
+def test_without_a_sound_authority_nothing_is_issued(text: bytes | None, message: str, tmp_path: Path) -> None:
+    if text:
+        (tmp_path / AUTHORITY_FILE).write_bytes(text)
+    with pytest.raises(ConfigError, match=message):
+        Authority.open(tmp_path)

@@ -1,0 +1,261 @@
+"""What encryption costs: frames to another process over loopback and a real chain's steps, with TLS and without.
+
+python -m tools.bench_tls [--hidden-size 4096] [--steps 300] [--chunks 40] [--tokens 240]
+
+All ways take turns, one frame or a few tokens each, so that other work on the machine burdens them alike. A frame goes
+the way of a chain's (MLX thread, parts, gRPC, joined, MLX thread) and is answered by a small message, as the last stage
+answers with a token. A gap is the longest that an event loop kept a task waiting while a frame was on its way.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from coordinator.cluster.authority import Authority
+from coordinator.cluster.chain import Chain
+from coordinator.cluster.open import open_chain, read_model
+from coordinator.cluster.options import cluster_options
+from coordinator.cluster.runner import generate
+from coordinator.sessions.request import Request
+from protos.brigade_pb2 import Credit, Frame, Sampling, Timing
+from protos.brigade_pb2_grpc import NodeServicer
+from tools.bench_frames import Ticker, hidden
+from worker.node.hop import put, take
+from worker.node.identity import Keys, Role
+from worker.node.network import Network
+from worker.node.parts import Joiner, Wire
+from worker.node.relay import add_node, open_relay
+from worker.process.machine import machine_name
+from worker.process.mlx_thread import MlxThread
+from worker.process.run import run_command
+
+_WORKERS = "mini", "air"
+_GAPS = "sender gap", "own", "receiver gap", "own"
+_CHUNK_ROWS = 2048
+_WARM_UP = 5  # frames
+_TOKENS_A_TURN = 24
+
+
+@dataclass
+class Way:
+    """How frames travel, and what they took: milliseconds per frame, and the gaps of both loops."""
+
+    name: str
+    wire: Wire
+    network: Network
+    found: list[tuple[float, ...]] = field(default_factory=list)
+
+    def medians(self) -> list[float]:
+        return [statistics.median(values) for values in zip(*self.found, strict=True)]
+
+
+class Still:
+    """A ticker that does not tick."""
+
+    def take(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
+
+class Receiver(NodeServicer):
+    """The other process: takes frames in and says so, with the gaps of its loop."""
+
+    def __init__(self, wire: Wire, thread: MlxThread, ticker: Ticker | Still) -> None:
+        self._wire = wire
+        self._thread = thread
+        self._ticker = ticker
+
+    async def Relay(self, parts: AsyncIterator[bytes], context: Any) -> AsyncIterator[Credit]:
+        joiner = Joiner(lambda frame: None, self._wire)
+        self._ticker.take()
+        async for part in parts:
+            if arrival := joiner.add(part):
+                header, payload = arrival.header, arrival.payload
+                await self._thread.run(lambda: take(header, payload))  # noqa: B023 - awaited before they change
+                yield Credit(frames=1)
+                print(json.dumps(self._ticker.take()), flush=True)
+
+
+def main(
+    hidden_size: Annotated[int, typer.Option(min=1, help="Of a row, in bfloat16.")] = 4096,
+    steps: Annotated[int, typer.Option(min=1, help="Frames of one row, each way.")] = 300,
+    chunks: Annotated[int, typer.Option(min=1, help="Frames of 2,048 rows, each way.")] = 40,
+    tokens: Annotated[int, typer.Option(min=_TOKENS_A_TURN, help="Of the chain of three nodes, each way.")] = 240,
+    serve: Annotated[Path | None, typer.Option(hidden=True)] = None,
+    ticking: Annotated[bool, typer.Option("--ticking", hidden=True)] = False,
+) -> None:
+    """Milliseconds per frame and per token, with TLS and without, and how they compare."""
+    if serve is not None:
+        uvloop.run(_serve(serve, is_ticking=ticking))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        authority = Authority.make(Path(folder) / "keys")
+        authority.issue("studio", Role.COORDINATOR)
+        for name in _WORKERS:
+            authority.issue(name, Role.WORKER)
+        print(f"{machine_name()}; load before: {os.getloadavg()[0]:.1f}")
+        uvloop.run(_measure(authority.folder, hidden_size, {1: steps, _CHUNK_ROWS: chunks}, tokens))
+        print(f"load after: {os.getloadavg()[0]:.1f}")
+
+
+def _ticker(*, is_ticking: bool) -> Ticker | Still:
+    return Ticker() if is_ticking else Still()
+
+
+def _ways(keys: Path, name: str, role: Role) -> list[Way]:
+    encrypted = Keys(keys, name, role)
+    plain = Way("plaintext", Network().wire, Network())
+    sizes = (1 << 16, 1 << 17, 1 << 18, 1 << 19, 1 << 20)
+    return [plain, *(Way("TLS", size, Network(keys=encrypted)) for size in sizes)]
+
+
+async def _serve(keys: Path, *, is_ticking: bool) -> None:
+    servers = []  # gRPC stops one that nobody holds
+    thread, ticker, ports = MlxThread(), _ticker(is_ticking=is_ticking), []
+    for way in _ways(keys, "mini", Role.WORKER):
+        server = way.network.server()
+        add_node(Receiver(way.wire, thread, ticker), server)
+        ports.append(way.network.listen(server, "127.0.0.1:0"))
+        await server.start()
+        servers.append(server)
+    print(json.dumps(ports), flush=True)
+    await asyncio.Event().wait()
+
+
+async def _measure(keys: Path, hidden_size: int, counts: dict[int, int], tokens: int) -> None:
+    for num_rows, count in counts.items():
+        ways = _ways(keys, "studio", Role.COORDINATOR)
+        await _send(ways, keys, num_rows, hidden_size, count)
+        what = f"{num_rows:,} x {hidden_size:,} x bfloat16 ({num_rows * hidden_size / 2**19:.2f} MiB)"
+        _print(f"a frame of {what} there and its answer back, medians of {count}", ways)
+    found = await _decode(keys, tokens)
+    plain, encrypted = map(statistics.median, found)
+    added = statistics.median(slow - quick for quick, slow in zip(*found, strict=True))
+    print(f"a token on a chain of three processes, medians of {tokens // _TOKENS_A_TURN} turns of {_TOKENS_A_TURN}:")
+    print(f"plaintext {plain:.2f} ms, TLS {encrypted:.2f} ms; TLS adds {added:+.2f} ms in the median pair of turns")
+
+
+async def _send(ways: Sequence[Way], keys: Path, num_rows: int, hidden_size: int, count: int) -> None:
+    is_ticking = num_rows > 1  # it takes time itself, which counts in a small frame
+    thread, ticker, steps = MlxThread(), _ticker(is_ticking=is_ticking), itertools.count()
+    array = await thread.run(lambda: hidden(num_rows, hidden_size))
+    async with AsyncExitStack() as stack:
+        stack.callback(thread.close)
+        ports, gaps = await stack.enter_async_context(_receiver(keys, is_ticking=is_ticking))
+        calls = []
+        for way, port in zip(ways, ports, strict=True):
+            channel = await stack.enter_async_context(way.network.channel("mini", f"127.0.0.1:{port}"))
+            calls.append(open_relay(channel, 1, 0, "studio"))
+        for turn in range(_WARM_UP + count):
+            for way, call in zip(ways, calls, strict=True):
+                ticker.take()
+                header, before = Frame(epoch=1, step=next(steps), timings=[Timing()]), time.perf_counter()
+                wire = way.wire
+                for part in await thread.run(lambda: put(header, array, wire)):  # noqa: B023 - awaited
+                    await call.write(part)
+                await call.read()
+                took_ms = 1e3 * (time.perf_counter() - before)
+                theirs = json.loads(await gaps.readline())
+                if turn >= _WARM_UP:
+                    way.found.append((took_ms, *ticker.take(), *theirs))
+        for call in calls:
+            call.cancel()
+
+
+@asynccontextmanager
+async def _receiver(keys: Path, *, is_ticking: bool) -> AsyncIterator[tuple[list[int], asyncio.StreamReader]]:
+    command = [sys.executable, "-m", "tools.bench_tls", "--serve", str(keys), *(["--ticking"] if is_ticking else [])]
+    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        yield json.loads(await process.stdout.readline()), process.stdout
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+def _print(title: str, ways: Sequence[Way]) -> None:
+    print(title)
+    is_ticking = any(ways[0].medians()[1:])
+    table = Table()
+    for column in ("link", "parts", "ms", "ratio", *(_GAPS if is_ticking else ())):
+        table.add_column(column, justify="left" if column == "link" else "right")
+    base = ways[0].medians()[0]
+    for way in ways:
+        took_ms, *gaps_ms = way.medians()
+        cells = [f"{took_ms:.2f}", f"{took_ms / base:.2f}", *(f"{gap:.2f}" for gap in gaps_ms if is_ticking)]
+        table.add_row(way.name, f"{way.wire.part_bytes >> 10} KiB", *cells)
+    Console(width=110).print(table)
+
+
+async def _decode(keys: Path, tokens: int) -> list[list[float]]:
+    """Milliseconds per token of the bundled model on this process and two workers, without TLS and with it, by turn."""
+    thread = MlxThread()
+    async with AsyncExitStack() as stack:
+        stack.callback(thread.close)
+        chains = [await stack.enter_async_context(_chain(keys, tls, thread)) for tls in (False, True)]
+        found: list[list[float]] = [[], []]
+        for turn in range(1 + tokens // _TOKENS_A_TURN):
+            for chain, times in zip(chains, found, strict=True):
+                before = time.perf_counter()
+                answer = await generate(chain, Request((5, 6, 7), _TOKENS_A_TURN, Sampling()))
+                if turn:
+                    times.append(1e3 * (time.perf_counter() - before) / len(answer.tokens))
+    return found
+
+
+@asynccontextmanager
+async def _chain(keys: Path, is_encrypted: bool, thread: MlxThread) -> AsyncIterator[Chain]:
+    """The bundled model on three processes, over links of one kind."""
+    config = keys.parent / f"{is_encrypted}.yaml"
+    lines = ["model: demo", "coordinator: {name: studio}", *([f"tls: {{keys: {keys}}}"] if is_encrypted else [])]
+    workers = [f"  - {{name: {name}, address: '127.0.0.1:{_free_port()}'}}" for name in _WORKERS]
+    config.write_text("\n".join([*lines, "workers:", *workers]))
+    async with AsyncExitStack() as stack:
+        for name in _WORKERS:
+            await stack.enter_async_context(_worker(name, config))
+        options = cluster_options(config, None, None, None, None)
+        checkpoint, spec = await read_model(options.model)
+        opening = open_chain(options, checkpoint, spec, options.context, thread)
+        yield await stack.enter_async_context(opening)
+
+
+@asynccontextmanager
+async def _worker(name: str, config: Path) -> AsyncIterator[None]:
+    """A worker process, from when it listens."""
+    command = [sys.executable, "-m", "worker", "--name", name, "--config", str(config), "--follow-parent"]
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+    assert process.stdout is not None
+    try:
+        await process.stdout.readline()
+        yield
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,160 @@
+"""Identity: the certificate that a node shows, the key to it, and the authority whose certificates it accepts.
+
+All three are in one file, NAME.pem in the folder of keys, so that a renewal is one file replaced.
+"""
+
+import os
+import re
+import stat
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
+from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
+
+from worker.errors import ConfigError
+
+_MOST_BYTES = 1 << 16  # of such a file
+_PEM = re.compile(rb"-----BEGIN ([A-Z ]+)-----\n[^-]+-----END \1-----\n?")
+_TOLD_AHEAD = timedelta(days=30)
+
+
+class Role(StrEnum):
+    """What a certificate lets a node do, as the URI in it says."""
+
+    COORDINATOR = "brigade:coordinator"
+    WORKER = "brigade:worker"
+
+    @property
+    def option(self) -> str:
+        """What `brigade keys issue NAME` needs besides."""
+        return " --coordinator" if self is Role.COORDINATOR else ""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """PEM of the key, the certificate and the authority's certificate; `until` is when the first of both expires."""
+
+    name: str
+    role: Role
+    key: bytes
+    certificate: bytes
+    authority: bytes
+    until: datetime
+
+    def warning(self) -> str:
+        """What is to be said of it if it soon expires."""
+        return expiry_warning(self.name, self.role, self.until)
+
+
+def expiry_warning(name: str, role: Role, until: datetime) -> str:
+    """What is to be said of a certificate that expires then; nothing while there is time."""
+    left = until - datetime.now(UTC)
+    if left > _TOLD_AHEAD:
+        return ""
+    way_out = f"where the authority is: brigade keys issue {name}{role.option}"
+    return f"the certificate of {name} expires in {left.days} days, on {until:%Y-%m-%d}; {way_out}"
+
+
+class Keys:
+    """One node's file in a folder of keys, read anew once it has changed."""
+
+    def __init__(self, folder: Path, name: str, role: Role) -> None:
+        self.name = name
+        self.role = role
+        self.path = folder / file_name(name)
+        self._version: tuple[int, ...] = ()
+        self._identity: Identity | None = None
+
+    def read(self) -> Identity:
+        """What the file says now.
+
+        Raises:
+            ConfigError: it is not there, readable by others, damaged, another node's, of another role, not of the
+                authority that it names, or its time has not come or is over.
+        """
+        version = self._stat()
+        if self._identity is None or version != self._version:
+            self._identity = self._load()
+            self._version = version
+        self._check_dates(self._identity)
+        return self._identity
+
+    def _stat(self) -> tuple[int, ...]:
+        try:
+            found = self.path.stat()
+        except OSError as error:
+            raise ConfigError(f"{self.path} cannot be read: {error.strerror}; {self._way_out}") from error
+        if os.name == "posix" and found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise ConfigError(f"{self.path} holds a private key and others may read it: chmod 600 {self.path}")
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
+    def _load(self) -> Identity:
+        with self.path.open("rb") as file:
+            parts = split_pem(file.read(_MOST_BYTES))
+        try:
+            key_pem, certificate_pem, authority_pem = parts
+            key = load_pem_private_key(key_pem, password=None)
+            certificate, authority = map(x509.load_pem_x509_certificate, (certificate_pem, authority_pem))
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+            found = f"expected a key, its certificate and the authority's, found {len(parts)} readable parts"
+            raise ConfigError(f"{self.path}: {found}; {self._way_out}") from error
+        self._check(key, certificate, authority)
+        until = min(certificate.not_valid_after_utc, authority.not_valid_after_utc)
+        return Identity(self.name, self.role, key_pem, certificate_pem, authority_pem, until)
+
+    def _check(self, key: PrivateKeyTypes, certificate: x509.Certificate, authority: x509.Certificate) -> None:
+        names, roles = subjects_of(certificate)
+        if names != [self.name.lower()]:
+            raise self._wrong(
+                f"expected a certificate of {self.name.lower()}, found one of {', '.join(names) or 'nobody'}"
+            )
+        if roles != [self.role]:
+            raise self._wrong(f"expected a certificate with the role {self.role}, found {', '.join(roles) or 'none'}")
+        if key.public_key() != certificate.public_key():
+            raise self._wrong("the key is not that of the certificate")
+        try:
+            certificate.verify_directly_issued_by(authority)
+        except (ValueError, TypeError, InvalidSignature):
+            raise self._wrong("the certificate is not of the authority beside it") from None
+        now = datetime.now(UTC)
+        if (begins := certificate.not_valid_before_utc) > now:
+            raise self._wrong(f"the certificate is not valid before {begins:%Y-%m-%d}, and here it is {now:%Y-%m-%d}")
+
+    def _check_dates(self, identity: Identity) -> None:
+        if identity.until <= datetime.now(UTC):
+            raise self._wrong(f"the certificate expired on {identity.until:%Y-%m-%d}")
+
+    def _wrong(self, what: str) -> ConfigError:
+        return ConfigError(f"{self.path}: {what}; {self._way_out}")
+
+    @property
+    def _way_out(self) -> str:
+        return f"where the authority is: brigade keys issue {self.name}{self.role.option}, and copy that file here"
+
+
+def file_name(name: str) -> str:
+    """Of a node's file in the folder of keys: names that differ in case only are one name to a certificate."""
+    return f"{name.lower()}.pem"
+
+
+def split_pem(text: bytes) -> list[bytes]:
+    """The PEM blocks of a file."""
+    return [match[0] for match in _PEM.finditer(text)]
+
+
+def to_pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(Encoding.PEM)
+
+
+def subjects_of(certificate: x509.Certificate) -> tuple[list[str], list[str]]:
+    """The names and the roles in a certificate."""
+    try:
+        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (x509.ExtensionNotFound, ValueError):
+        return [], []
+    return found.get_values_for_type(x509.DNSName), found.get_values_for_type(x509.UniformResourceIdentifier)
