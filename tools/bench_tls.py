@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,7 +40,7 @@ from tools.bench_frames import Ticker, hidden
 from worker.node.hop import put, take
 from worker.node.identity import Keys, Role
 from worker.node.network import Network
-from worker.node.parts import Joiner, Wire
+from worker.node.parts import ENCRYPTED, Joiner, Wire
 from worker.node.relay import add_node, open_relay
 from worker.process.machine import machine_name
 from worker.process.mlx_thread import MlxThread
@@ -122,7 +122,7 @@ def _ways(keys: Path, name: str, role: Role) -> list[Way]:
     encrypted = Keys(keys, name, role)
     plain = Way("plaintext", Network().wire, Network())
     sizes = (1 << 16, 1 << 17, 1 << 18, 1 << 19, 1 << 20)
-    return [plain, *(Way("TLS", size, Network(keys=encrypted)) for size in sizes)]
+    return [plain, *(Way("TLS", replace(ENCRYPTED, part_bytes=size), Network(keys=encrypted)) for size in sizes)]
 
 
 async def _serve(keys: Path, *, is_ticking: bool) -> None:
