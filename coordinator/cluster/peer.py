@@ -50,8 +50,8 @@ class Peer:
         self._attachment: grpc.aio.UnaryStreamCall[AttachRequest, Report] | None = None
         self.is_draining = False  # it is about to end, and has said so
 
-    async def hello(self) -> HelloReply:
-        """Ask who is there.
+    async def hello(self, within_s: float = _HELLO_S) -> HelloReply:
+        """Ask who is there, for so long at most.
 
         Raises:
             StageLost: nobody, or not a worker.
@@ -59,12 +59,12 @@ class Peer:
         """
         request = HelloRequest(protocol_version=PROTOCOL_VERSION)
         try:
-            reply = await self._stub.Hello(request, timeout=_HELLO_S, wait_for_ready=True)
+            reply = await self._stub.Hello(request, timeout=within_s, wait_for_ready=True)
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise error_of(error, self.name) from error
             raise StageLost(
-                f"nothing answers at {self.address} ({_HELLO_S:.0f} s). "
+                f"nothing answers at {self.address} ({within_s:.0f} s). "
                 f"Start it there: brigade worker --config cluster.yaml --name {self.name}",
                 node=self.name,
             ) from error
