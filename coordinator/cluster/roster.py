@@ -43,6 +43,7 @@ class Roster:
         self._cluster = cluster or Cluster()
         self._budget = memory_budget()  # before anything is loaded
         self._changed = asyncio.Event()
+        self._left: list[Peer] = []
         self._keeping: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
@@ -52,6 +53,7 @@ class Roster:
         for keeping in self._keeping:
             keeping.cancel()
         await asyncio.gather(*self._keeping, return_exceptions=True)
+        await self._close_left()
         await asyncio.gather(*(member.end() for member in self.members.values()))
 
     def keep(self, workers: Iterable[LocalWorker], network: Network, say: Callable[[str], None]) -> None:
@@ -60,10 +62,12 @@ class Roster:
             member = self.members[worker.name]
 
             async def replaced(worker: LocalWorker | None, member: Member = member) -> None:
-                old, member.peer = member.peer, Peer(worker.name, worker.address, network) if worker else None
+                if member.peer is not None:
+                    self._left.append(member.peer)  # the chain that it was lost from may not know yet
+                member.peer = Peer(worker.name, worker.address, network) if worker else None
                 self._changed.set()
-                if old is not None:
-                    await old.close()
+                if worker is not None:
+                    await self._close_left()
 
             member.keeper = Keeper(worker, replaced, say)
             self._keeping.append(asyncio.create_task(member.keeper.run()))
@@ -117,6 +121,11 @@ class Roster:
         member = self.members.get(name)
         if member is not None and member.keeper is not None:
             member.keeper.kill()
+
+    async def _close_left(self) -> None:
+        """Leave processes that have ended."""
+        while self._left:
+            await self._left.pop().close()
 
     async def _wait_asked(
         self, asking: Collection["asyncio.Task[HelloReply]"], within_s: float, *, is_anyone_away: bool

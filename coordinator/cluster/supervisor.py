@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Self
@@ -116,8 +116,8 @@ class Supervisor:
             try:
                 chain = await self._open(found.plan)
             except BrigadeError as again:
-                if not again.node:
-                    raise
+                if isinstance(again, _LASTING) and not again.node:
+                    raise  # our own: it would be the same again
                 error = again
                 self._recovery.failed(self._passed_s, again.node)
                 self._blame(again)
@@ -140,8 +140,7 @@ class Supervisor:
             if isinstance(decision, GiveUp):
                 raise self._given_up(error)
             if ask_s == _LONGEST_ASK_S:
-                for name in self._roster.members.keys() - replies.keys():
-                    self._roster.kill_own(name)  # it runs, and says nothing
+                self._kill_silent(replies.keys())
             await asyncio.sleep(min(_PAUSE_S, decision.for_s))
             ask_s = min(_LONGEST_ASK_S, 2 * ask_s)
 
@@ -199,6 +198,12 @@ class Supervisor:
         if member := self._roster.members.get(name):
             self._useless.add(member.incarnation)
             self._recovery.rule_out(member.incarnation)
+
+    def _kill_silent(self, answering: Collection[str]) -> None:
+        """End workers of our own that were part of the lost chain, and still run and say nothing."""
+        for peer in self.chain.peers:
+            if peer.name not in answering and self._roster.members[peer.name].peer is peer:
+                self._roster.kill_own(peer.name)
 
     def _can_spare(self, name: str) -> bool:
         """Whether the model fits without this worker."""
