@@ -206,7 +206,9 @@ class Supervisor:
                 self._roster.kill_own(peer.name)
 
     def _can_spare(self, name: str) -> bool:
-        """Whether the model fits without this worker."""
+        """Whether requests can go on without this worker."""
+        if not self._limits.recovery_s:
+            return False
         return self._split([each.node for each in self._present if each.node.name != name]) is not None
 
     def _split(self, nodes: Sequence[Node]) -> Plan | None:
