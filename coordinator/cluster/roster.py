@@ -26,13 +26,6 @@ class Member:
     keeper: Keeper | None = None  # of a worker of our own
     incarnation: str = ""  # of the process that answered last
 
-    async def end(self) -> None:
-        """Leave the worker; one of our own ends."""
-        if self.peer is not None:
-            await self.peer.close()
-        if self.keeper is not None:
-            await self.keeper.stop()
-
 
 class Roster:
     """The workers in chain order, and this node before them. Use as an async context manager: it keeps our own ones."""
@@ -54,7 +47,9 @@ class Roster:
             keeping.cancel()
         await asyncio.gather(*self._keeping, return_exceptions=True)
         await self._close_left()
-        await asyncio.gather(*(member.end() for member in self.members.values()))
+        for peer in self.peers(self.members):
+            await peer.close()
+        await asyncio.gather(*(member.keeper.stop() for member in self.members.values() if member.keeper))
 
     def keep(self, workers: Iterable[LocalWorker], network: Network, say: Callable[[str], None]) -> None:
         """Start these again whenever they end."""

@@ -12,7 +12,8 @@ from tests.cluster.commands import answer_here, parse
 from tests.cluster.processes import FINISH_S, START_S, Outcome, Running, Starter, Worker, free_port, write_cluster
 
 SAMPLED = ("--temp", "0.8", "--seed", "5")
-STORY = ("--prompt", "go", "--ignore-eos", "--max-tokens", "500", *SAMPLED)
+ENDLESS = ("--prompt", "go", "--ignore-eos", *SAMPLED)
+STORY = (*ENDLESS, "--max-tokens", "400")
 FAR = START_S  # a deadline for what takes a moment on a machine that is not busy
 
 
@@ -40,10 +41,12 @@ class Places:
         self.workers[name] = self._start.worker(name, "--config", self.config)
 
     def start_request(self, *more: str) -> Running:
-        return self._start.brigade("generate", "--config", self.config, *STORY, *more)
+        """The request for the story, or for another number of tokens."""
+        asked = ENDLESS if "--max-tokens" in more else STORY
+        return self._start.brigade("generate", "--config", self.config, *asked, *more)
 
     def generate(self, *more: str) -> Running:
-        """A request; returns when its first text is out."""
+        """The same; returns when the first text is out."""
         running = self.start_request(*more)
         running.out.wait_match(r".", FINISH_S)
         return running
@@ -91,7 +94,7 @@ def test_a_worker_that_is_gone_for_good_is_planned_around(places: Places, story:
 
 def test_a_pause_is_no_loss_and_a_stop_is_and_the_woken_worker_is_taken_back(places: Places, story: str) -> None:
     last = places.workers["last"]
-    running = places.generate("--rejoin-timeout", "0.1", "--max-tokens", "5000")
+    running = places.generate("--rejoin-timeout", "0.1", "--max-tokens", "30000")
     last.send_signal(signal.SIGSTOP)
     time.sleep(0.5)
     last.send_signal(signal.SIGCONT)
@@ -105,25 +108,26 @@ def test_a_pause_is_no_loss_and_a_stop_is_and_the_woken_worker_is_taken_back(pla
     last.running.err.wait_match("left the chain of coordinator coordinator", FAR)
     places.workers["first"].send_signal(signal.SIGKILL)
     running.err.wait_match(r"worker first: .* going on without first \(coordinator \[0, 2\), last \[2, 4\)\)", FAR)
+    running.out.wait_match(f".{{{len(running.out.text) + 50}}}", FAR)
+    running.send_signal(signal.SIGINT)
     outcome = running.wait()
-    assert outcome.code == 0 and outcome.out.startswith(story)
+    num_both = min(len(story), len(outcome.out) - 1)
+    assert outcome.out[:num_both] == story[:num_both]
 
 
 def test_a_worker_that_is_told_to_end_hands_over_and_ends_at_once(places: Places, story: str) -> None:
     running = places.generate()
     places.workers["first"].send_signal(signal.SIGTERM)
     ended = places.workers["first"].running.wait(FAR)
-    assert ended.code == 0 and ended.err.splitlines()[-1].endswith(
-        ("drained", "left the chain of coordinator coordinator")
-    )
+    assert ended.code == 0 and "worker first: drained\n" in ended.err
     assert_whole(running.wait(), story, "^worker first: is about to end; going on without first")
 
 
 def test_a_worker_that_is_needed_and_stays_away_ends_the_command(start: Starter, talker: Path, tmp_path: Path) -> None:
     """Memory for a half of the model each."""
     worker = start.worker("mini")
-    config = write_cluster(tmp_path / "cluster.yaml", ("mini", worker.address, "700KiB"), model=str(talker))
-    config.write_text(config.read_text() + "coordinator: {memory: 700KiB}\n")
+    config = write_cluster(tmp_path / "cluster.yaml", ("mini", worker.address, "900KiB"), model=str(talker))
+    config.write_text(config.read_text() + "coordinator: {memory: 900KiB}\n")
     needed = ("--config", config, "--context", "600", "--recovery-timeout", "0.5")
     running = start.brigade("generate", *needed, *STORY)
     running.out.wait_match(r".", FINISH_S)

@@ -1,6 +1,7 @@
 """Nodes that are lost, and streams that go on all the same: with the tokens, and the text, of the unfailed run."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -297,6 +298,26 @@ async def test_no_time_for_a_recovery_means_none(folder: Path) -> None:
         await rig.places[1].stop()
         with pytest.raises(StageLost, match=r"^worker node-2: closed the connection \(its process has ended\)$"):
             await live.answer()
+
+
+async def test_a_node_whose_engine_hangs_is_done_without_though_it_answers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.planning.patience._SILENCE_S", 0.3)
+    expected = await unfailed(folder, ASKED[:2])
+    release = threading.Event()
+    async with supervised(folder, COMES_BACK) as rig, rig.runner() as runner:
+        live = [Live(runner, each) for each in ASKED[:2]]
+        await live[0].wait_pieces(4)
+        service = rig.places[1].service
+        assert service is not None and service._stage is not None
+        monkeypatch.setattr(service._stage.engine, "begin", lambda *step: release.wait(20))
+        try:
+            assert_equal([await each.answer() for each in live], expected)
+        finally:
+            release.set()
+        assert rig.supervisor.chain.plan.layers == [2, 2]
+        assert "worker node-2: its engine has been at one step" in "".join(rig.said)
 
 
 async def test_a_poison_request_fails_alone_and_the_cluster_goes_on(
