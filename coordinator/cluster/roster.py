@@ -24,7 +24,6 @@ class Member:
     name: str
     peer: Peer | None
     keeper: Keeper | None = None  # of a worker of our own
-    incarnation: str = ""  # of the process that answered last
 
 
 class Roster:
@@ -83,8 +82,6 @@ class Roster:
             for task in asking.values():
                 task.cancel()
             await asyncio.gather(*asking.values(), return_exceptions=True)
-        for name, reply in replies.items():
-            self.members[name].incarnation = reply.incarnation
         return replies
 
     def present(self, replies: dict[str, HelloReply]) -> list[Present]:

@@ -183,7 +183,8 @@ class Supervisor:
         assert self._recovery is not None
         missing = self._recovery.missing
         who = f"{' and '.join(missing)} did not come back" if missing else "no chain could be opened"
-        why = ", and the model does not fit without" if missing else ""
+        fits = self._split([each.node for each in self._present]) is not None
+        why = "" if fits else ", and the model does not fit without"
         return StageLost(f"{error.message}; {who} within {self._limits.recovery_s:g} s{why}", node=error.node)
 
     def _blame(self, error: BrigadeError) -> None:
@@ -194,10 +195,12 @@ class Supervisor:
             self._rule_out(error.node)
 
     def _rule_out(self, name: str) -> None:
+        """Of this node the process that was asked last for a chain: by now there may be another one."""
         assert self._recovery is not None
-        if member := self._roster.members.get(name):
-            self._useless.add(member.incarnation)
-            self._recovery.rule_out(member.incarnation)
+        for each in self._present:
+            if each.node.name == name and each.incarnation:
+                self._useless.add(each.incarnation)
+                self._recovery.rule_out(each.incarnation)
 
     def _kill_silent(self, answering: Collection[str]) -> None:
         """End workers of our own that were part of the lost chain, and still run and say nothing."""
@@ -228,8 +231,8 @@ class Supervisor:
             told &= absent
             if self._recovery is not None or not absent - told:
                 continue
-            for name in await self._roster.ask(_LONGEST_ASK_S, absent - told):
-                if self._roster.members[name].incarnation not in self._useless:
+            for name, reply in (await self._roster.ask(_LONGEST_ASK_S, absent - told)).items():
+                if reply.incarnation not in self._useless:
                     told.add(name)
                     self._say(f"worker {name} is there again; the next chain is opened with it")
 

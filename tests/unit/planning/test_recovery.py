@@ -1,5 +1,6 @@
 """What is done while a chain is closed, as tables: who answers, for how long, and what follows."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -97,6 +98,29 @@ def test_a_process_that_is_ruled_out_is_not_awaited_but_its_successor_is_taken()
     assert recovery.decide(0, fits_on_three) == Wait(60)
     recovery.saw(1, present("max", "mini", "air2"))
     assert recovery.decide(1, fits) == SAME
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_whatever_happens_no_wait_passes_its_deadline_and_no_chain_has_a_node_that_is_away(seed: int) -> None:
+    numbers = random.Random(seed)
+    limits = Limits(numbers.choice([0, 2, 5, 90]), 60)
+    recovery, split, now_s, tried = Recovery(plan_over(ALL), limits), numbers.choice([fits, fits_on_three]), 0.0, 0
+    while True:
+        names = ["max", *numbers.sample(["mini", "mini2", "air", "air2"], numbers.randrange(3))]
+        here = {each.node.name: each for each in present(*names)}
+        recovery.saw(now_s, [here[name] for name in ALL if name in here])
+        decision = recovery.decide(now_s, split)
+        if isinstance(decision, GiveUp):
+            break
+        if isinstance(decision, Reopen):
+            chosen = [assignment.name for assignment in decision.plan.assignments]
+            assert set(chosen) <= set(here) and set(decision.without) == set(ALL) - set(chosen)
+            recovery.failed(now_s, numbers.choice(chosen))
+            tried, now_s = tried + 1, now_s + 0.1
+        else:
+            assert 0 < decision.for_s <= 60 - now_s
+            now_s += min(decision.for_s, numbers.choice([0.1, 1, 10]))
+    assert 60 <= now_s < 60.2
 
 
 def test_the_plan_stays_as_it_was_where_the_same_nodes_are_there_with_other_budgets() -> None:
