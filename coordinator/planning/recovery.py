@@ -22,7 +22,7 @@ USUAL = Limits()
 
 @dataclass(frozen=True)
 class Present:
-    """A node that answers: what it offers, and which process it is."""
+    """A node that answers: what it offers, and which process it is (none: this very process)."""
 
     node: Node
     incarnation: str = ""
@@ -94,11 +94,12 @@ class Recovery:
     def decide(self, now_s: float, split: Split) -> Decision:
         """What to do now."""
         left_s = self._limits.recovery_s - now_s
-        awaited = [since for since in self._absent_since.values() if now_s - since < self._limits.rejoin_s]
+        due_s = [self._limits.rejoin_s - (now_s - since) for since in self._absent_since.values()]
+        awaited = [each for each in due_s if each > 0]
         if left_s <= 0:
             return GiveUp()
         if awaited:
-            return Wait(min(left_s, min(awaited) + self._limits.rejoin_s - now_s))
+            return Wait(min(left_s, *awaited))
         sound = [each for each in self._present if not self._is_hopeless(each, now_s)]
         plan = self._plan_over(sound, split) or self._plan_over(self._present, split)
         if plan is None:
@@ -118,7 +119,7 @@ class Recovery:
     def _is_hopeless(self, each: Present, now_s: float) -> bool:
         """Whether it has failed for so long, though it answers, that it is to be left out; a new one at once."""
         since = self._failing_since.get(each.process)
-        if since is None:
+        if since is None or not each.incarnation:
             return False
         return each.node.name not in self._expected or now_s - since >= self._limits.rejoin_s
 
