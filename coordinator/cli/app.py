@@ -122,9 +122,7 @@ def generate(
     require_one_prompt(ctx, may_lack=holds_something(journal))
     require_text({"system_prompt": system_prompt, "stop": stop, "logit_bias": logit_bias})
     limits = Limits(rejoin_timeout, recovery_timeout)
-    options = cluster_options(
-        config, model, local, _layers(layers), context, trust_remote_code, check_finite, limits
-    )
+    options = cluster_options(config, model, local, _layers(layers), context, trust_remote_code, check_finite, limits)
     chosen: dict[str, Any] = {
         "temperature": temp, "top_p": top_p, "top_k": top_k, "min_p": min_p, "repetition_penalty": repetition_penalty,
         "presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty,
