@@ -91,6 +91,10 @@ class StageLost(BrigadeError):
     """A node of the chain closed, fell silent, or was never there."""
 
 
+class EngineHung(StageLost):
+    """A node of the chain answers, but its engine does not come back from a step."""
+
+
 class InternalError(BrigadeError):
     """A bug of ours: it would happen again."""
 

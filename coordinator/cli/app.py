@@ -14,6 +14,7 @@ from coordinator.cli.refusals import given_flags, refuse, refuse_idle, require_o
 from coordinator.cluster.journal_file import holds_something
 from coordinator.cluster.options import cluster_options
 from coordinator.decoding.decode import Decode, make_cache_choice, make_decode
+from coordinator.planning.recovery import USUAL, Limits
 from coordinator.sessions.request import make_sampling
 from coordinator.sessions.slots import MOST_WAITING
 from worker.cli import worker
@@ -86,6 +87,8 @@ def generate(
     context: flags.Context = None,
     trust_remote_code: flags.TrustRemoteCode = False,
     check_finite: flags.CheckFinite = False,
+    rejoin_timeout: flags.RejoinTimeout = USUAL.rejoin_s,
+    recovery_timeout: flags.RecoveryTimeout = USUAL.recovery_s,
     temp: flags.Temp = None,
     top_p: flags.TopP = None,
     top_k: flags.TopK = None,
@@ -120,7 +123,8 @@ def generate(
         raise InputError("repeat_guard", "expected 0 (off) or at least 2 times, got 1")
     require_one_prompt(ctx, may_lack=holds_something(journal))
     require_text({"system_prompt": system_prompt, "stop": stop, "logit_bias": logit_bias})
-    options = cluster_options(config, model, local, _layers(layers), context, trust_remote_code, check_finite)
+    limits = Limits(rejoin_timeout, recovery_timeout)
+    options = cluster_options(config, model, local, _layers(layers), context, trust_remote_code, check_finite, limits)
     chosen: dict[str, Any] = {
         "temperature": temp, "top_p": top_p, "top_k": top_k, "min_p": min_p, "repetition_penalty": repetition_penalty,
         "presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty,

@@ -9,7 +9,7 @@ from pathlib import Path
 from coordinator.cli.generate import Printer
 from coordinator.cli.report import print_stats, print_summary, stats_of
 from coordinator.cli.wish import Wish, prepare
-from coordinator.cluster.open import open_chain
+from coordinator.cluster.open import open_cluster
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say
 from coordinator.cluster.runner import generate
@@ -24,12 +24,15 @@ async def run_demo(options: ClusterOptions, wish: Wish) -> None:
     say(f"> {wish.prompt}\n")
     task = await prepare(wish, options)
     stream = task.stream()
-    async with open_chain(options, task.checkpoint, task.spec, options.context) as chain:
+    async with open_cluster(options, task.checkpoint, task.spec, options.context) as cluster:
         with Printer(stream) as emit:
-            answer = await generate(chain, task.request, text=stream, emit=emit, traced=True)
+            answer = await generate(
+                cluster.chain, task.request, when_lost=cluster.reopen, text=stream, emit=emit, traced=True
+            )
         print_summary(answer, task.how_it_ended(answer, stream))
+        chain, again = cluster.chain, replace(task.request, decode=Decode("ar"))
         print_stats(answer, chain.plan, answer.waterfall(chain.clock_offsets), with_legend=True)
-        stepwise = await generate(chain, replace(task.request, decode=Decode("ar")), text=task.stream())
+        stepwise = await generate(chain, again, when_lost=cluster.reopen, text=task.stream())
     say(f"\n{compare(answer, stepwise)}\n\nTry next: {our_command()} {shlex.join(_NEXT)}")
 
 

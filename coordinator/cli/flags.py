@@ -45,6 +45,24 @@ TrustRemoteCode = Annotated[
         rich_help_panel=_CLUSTER,
     ),
 ]
+_RECOVERY = "Recovery"
+RejoinTimeout = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        help="How long a lost node is awaited, seconds, before the others take its layers; where the model does not "
+        "fit on them: as long as --recovery-timeout.",
+        rich_help_panel=_RECOVERY,
+    ),
+]
+RecoveryTimeout = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        help="How long it may take until answers go on after a node is lost, seconds; 0: they fail at once.",
+        rich_help_panel=_RECOVERY,
+    ),
+]
 
 CheckFinite = Annotated[
     bool,

@@ -14,7 +14,7 @@ from coordinator.cli.trace import trace_events
 from coordinator.cli.wish import Task, Wish, prepare
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.journal_file import JournalFile
-from coordinator.cluster.open import open_chain
+from coordinator.cluster.open import open_cluster
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say
 from coordinator.cluster.runner import Keep, generate, keep_nothing
@@ -95,11 +95,13 @@ async def _answer(options: ClusterOptions, wish: Wish, task: Task, keep: Keep = 
         _tell_finished(wish, task, stream)
         return
     context = max(options.context, most_rows(task.request, task.spec.context))
-    async with open_chain(options, task.checkpoint, task.spec, context) as chain:
+    async with open_cluster(options, task.checkpoint, task.spec, context) as cluster:
         with Printer(stream, is_silent=wish.as_json) as emit:
             answer = await generate(
-                chain, task.request, text=stream, emit=emit, keep=keep, chunk=wish.chunk, traced=wish.is_traced
-            )
+                cluster.chain, task.request, when_lost=cluster.reopen, text=stream, emit=emit, keep=keep,
+                chunk=wish.chunk, traced=wish.is_traced,
+            )  # fmt: skip
+        chain = cluster.chain  # on which the answer ended
         if wish.trace is not None:
             _write_trace(wish, chain, answer)
         if wish.as_json:

@@ -35,7 +35,8 @@ def stats_of(answer: Answer) -> dict[str, Any]:
         "prompt_tokens_per_s": answer.num_prompt / answer.ttft_s,
         "steps": answer.num_steps,
         "tokens_per_step": num_tokens / answer.num_steps,
-        "recoveries": 0,
+        "recoveries": answer.usage.num_recoveries,
+        "recovery_s": answer.usage.still_s,
         "peak_memory_bytes": sum(status.peak_memory_bytes for status in answer.statuses),
         "cache_bytes": sum(status.cache_bytes for status in answer.statuses),
     }

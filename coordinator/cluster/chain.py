@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 from coordinator.cluster.deployment import Deployment, OwnNode, Progress
@@ -15,7 +16,7 @@ from coordinator.planning.patience import Patience, StepKind
 from protos.brigade_pb2 import AttachRequest, Frame, LoadProgress, Result, Session, StatusReply, Window
 from worker.compute.engine import Engine
 from worker.compute.header import check_result, num_rows
-from worker.errors import BrigadeError, FrameError, NodeBusy, StageLost
+from worker.errors import BrigadeError, EngineHung, FrameError, NodeBusy, StageLost
 from worker.memory.history import History
 from worker.model.modelspec import ModelSpec
 from worker.node.parts import PLAIN
@@ -69,6 +70,8 @@ class Chain:
         self.costs = ChainCosts(self.num_stages)
         self.last_step = 0
         self.on_draining: Callable[[], None] | None = None  # called when a worker says that it is about to end
+        self.can_spare: Callable[[str], bool] = lambda name: False  # whether a worker that is about to end may go
+        self.on_token: Callable[[], None] | None = None  # called once, with the first token after the warm-up
         self.clock_offsets: list[int] = [0] * self.num_stages  # nanoseconds, by stage
         self._own = own
         self._say = say
@@ -97,7 +100,9 @@ class Chain:
             await peer.attach(self._attach_request(stage))
             self.clock_offsets[stage] = await peer.clock_offset()
         await self._start()
+        on_token, self.on_token = self.on_token, None
         await self._warm_up(progress)
+        self.on_token = on_token
 
     @property
     def spec(self) -> ModelSpec:
@@ -109,13 +114,18 @@ class Chain:
         return self._own.thread
 
     @property
+    def still_since(self) -> float | None:
+        """Since when what is in flight has brought no result, seconds, monotonic; None if nothing is."""
+        return max(self._last_result, self._oldest().at) if self._sent else None
+
+    @property
     def num_stages(self) -> int:
         return 1 + len(self.peers)
 
     @property
     def draining(self) -> NodeBusy | None:
         """Why no new session may begin, if a worker is about to end."""
-        names = (peer.name for peer in self.peers if peer.is_draining)
+        names = (peer.name for peer in self.peers if peer.is_draining and not self.can_spare(peer.name))
         return next((NodeBusy("is shutting down and takes no new request", node=name) for name in names), None)
 
     def send(self, frame: Frame) -> None:
@@ -172,6 +182,9 @@ class Chain:
             )
         sent = self._sent.pop(result.step)
         check_result(result, sent.asked, self.spec.vocab_size, node)
+        if (result.samples or result.guesses) and self.on_token is not None:
+            self.on_token()
+            self.on_token = None
         self._patience.done(sent.kind)
         self._last_result = time.monotonic()
         arrival = Arrival(result, time.monotonic_ns(), sent.num_rows, self._last_result - sent.at)
@@ -227,10 +240,14 @@ class Chain:
 
     async def _pump(self, peer: Peer) -> None:
         assert self._stage is not None
-        async for result in peer.results(self._begin_draining):
+        async for result in peer.results(partial(self._begin_draining, peer)):
             self._stage.deliver(result)
 
-    def _begin_draining(self) -> None:
+    def _begin_draining(self, peer: Peer) -> None:
+        if self.can_spare(peer.name):
+            assert self._stage is not None
+            self._stage.fail(StageLost("is about to end", node=peer.name))
+            return
         self._say(f"{self.draining}; what runs may end, for at most ten seconds")
         if self.on_draining is not None:
             self.on_draining()
@@ -260,7 +277,7 @@ class Chain:
                 )
                 return StageLost(said, node=peer.name)
             if reply.busy_s > waited_s / 2:
-                return StageLost(f"its engine has been at one step for {reply.busy_s:.1f} s", node=peer.name)
+                return EngineHung(f"its engine has been at one step for {reply.busy_s:.1f} s", node=peer.name)
         return StageLost(
             f"no result for {waited_s:.1f} s though every worker answers "
             f"(coordinator busy for {self._stage.busy_s:.1f} s; last step {self._stage.last_step})"

@@ -22,7 +22,7 @@ class Epoch:
         self.chain = chain
         self.scheduler = Scheduler(chain.num_stages, costs, chain.epoch, lanes=lanes.choose, last_step=chain.last_step)
         self._idle = asyncio.Event()
-        self._has_ended = False
+        self.has_ended = False
 
     async def run(self, take: Callable[[Arrival, list[Commit]], None]) -> NoReturn:
         """Keep the chain at work; `take` is given each result and what it made known.
@@ -36,7 +36,7 @@ class Epoch:
                 take(arrival, self.scheduler.commit(arrival.result))
                 self.send_all()
         finally:
-            self._has_ended = True
+            self.has_ended = True
             self._idle.set()
 
     def close(self, session: Session, *, keep: bool) -> None:
@@ -45,7 +45,7 @@ class Epoch:
 
     def send_all(self) -> None:
         """Send all frames that can be sent now."""
-        if self._has_ended:
+        if self.has_ended:
             return
         with contextlib.suppress(BrigadeError):  # the chain has failed: `run` raises it
             while (frame := self.scheduler.schedule()) is not None:

@@ -54,6 +54,16 @@ class LocalWorker:
         except (json.JSONDecodeError, KeyError, TypeError):
             raise StageLost("ended while starting; what it said stands above", node=self.name) from None
 
+    async def wait_ended(self) -> str:
+        """How the process ended, once it has."""
+        code = await self._process.wait()
+        return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+    def kill(self) -> None:
+        """End the process at once, whatever it is doing."""
+        if self._process.returncode is None:
+            self._process.kill()
+
     async def stop(self) -> None:
         """End the process: SIGTERM, then SIGKILL."""
         if self._process.returncode is None:

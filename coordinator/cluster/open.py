@@ -11,6 +11,8 @@ from coordinator.cluster.local import LocalWorker
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.peer import Peer
 from coordinator.cluster.progress import ASKING, STARTING, say, show_progress
+from coordinator.cluster.roster import Roster
+from coordinator.cluster.supervisor import Supervisor
 from coordinator.planning.plan import Node, Plan, check_split, plan, require_fit
 from worker.config import Cluster, is_loopback, split_address
 from worker.model.checkpoint import Checkpoint
@@ -26,29 +28,33 @@ from worker.process.mlx_thread import MlxThread
 
 
 @asynccontextmanager
-async def open_peers(options: ClusterOptions, spec: ModelSpec) -> AsyncIterator[list[Peer]]:
-    """The workers: `local` processes of our own, or those of the configuration.
+async def open_roster(options: ClusterOptions, spec: ModelSpec, *, keep: bool = True) -> AsyncIterator[Roster]:
+    """The workers: `local` processes of our own, started again when they end (`keep`), or those of the configuration.
 
     Raises:
         ConfigError: the model cannot be split over so many nodes; none is started then.
     """
-    configured = options.cluster.workers
     check_split(spec, 1 + options.num_workers, options.cluster.layers)
     async with AsyncExitStack() as stack:
+        network, local = Network(), []  # local ones listen on loopback
         if options.local is None:
-            network = Network.of(
-                options.cluster,
-                options.cluster.coordinator.name,
-                Role.COORDINATOR,
-                lambda line: say(f"warning: {line}"),
-            )
-            peers = [Peer(worker.name, worker.address, network, worker.model) for worker in configured]
+            name, warn = options.cluster.coordinator.name, lambda line: say(f"warning: {line}")
+            network = Network.of(options.cluster, name, Role.COORDINATOR, warn)
+            peers = [Peer(each.name, each.address, network, each.model) for each in options.cluster.workers]
         else:
-            network = Network()  # they listen on loopback
-            peers = [Peer(worker.name, worker.address, network) for worker in await _start_local(options.local, stack)]
-        for peer in peers:
-            stack.push_async_callback(peer.close)
-        yield peers
+            local = await _start_local(options.local, stack)
+            peers = [Peer(worker.name, worker.address, network) for worker in local]
+        async with Roster(peers, options.cluster) as roster:
+            if keep:
+                roster.keep(local, network, say)
+            yield roster
+
+
+@asynccontextmanager
+async def open_peers(options: ClusterOptions, spec: ModelSpec) -> AsyncIterator[list[Peer]]:
+    """The workers, left alone when they end. Raises ConfigError likewise."""
+    async with open_roster(options, spec, keep=False) as roster:
+        yield roster.peers(roster.members)
 
 
 async def read_model(model: str) -> tuple[Checkpoint, ModelSpec]:
@@ -79,7 +85,8 @@ async def open_chain(
 ) -> AsyncIterator[Chain]:
     """The whole way: workers found or started, planned, refused if it does not fit, loaded, joined.
 
-    Whoever has several chains open at once gives all of them this process's MLX thread.
+    A chain that is lost stays lost: what is measured on it must not go on on another one. Whoever has
+    several chains open at once gives all of them this process's MLX thread.
     """
     async with AsyncExitStack() as stack:
         stack.enter_context(kept_awake())
@@ -92,6 +99,27 @@ async def open_chain(
             deployment = Deployment(checkpoint, spec, plan, peers, options.check_finite)
             chain = await stack.enter_async_context(joined(deployment, progress, say=say, thread=thread))
         yield chain
+
+
+@asynccontextmanager
+async def open_cluster(
+    options: ClusterOptions, checkpoint: Checkpoint, spec: ModelSpec, context: int
+) -> AsyncIterator[Supervisor]:
+    """The same for requests, which outlive chains: a lost one is opened again, over whichever nodes there are."""
+    async with AsyncExitStack() as stack:
+        stack.enter_context(kept_awake())
+        with show_progress() as progress:
+            progress("", STARTING if options.local else ASKING)
+            roster = await stack.enter_async_context(open_roster(options, spec))
+            peers = roster.peers(roster.members)
+            progress("", ASKING)
+            plan = await make_plan(options.cluster, spec, peers, context)
+            require_fit(plan, spec)
+            own = await stack.enter_async_context(OwnNode())
+            deployment = Deployment(checkpoint, spec, plan, peers, options.check_finite)
+            supervisor = await stack.enter_async_context(Supervisor(own, roster, deployment, options.limits, say=say))
+            await supervisor.open(progress)
+        yield supervisor
 
 
 @asynccontextmanager

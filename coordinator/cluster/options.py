@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from coordinator.planning.recovery import USUAL, Limits
 from worker.config import Cluster, load_cluster
 
 DEFAULT_CONTEXT = 4096  # tokens that a plan reserves cache for, if nobody says
@@ -18,6 +19,7 @@ class ClusterOptions:
     context: int  # tokens
     trust_remote_code: bool = False  # whether a tokenizer may be Python code; no file and no peer can say so
     check_finite: bool = False
+    limits: Limits = USUAL  # of a recovery
 
     @property
     def num_workers(self) -> int:
@@ -36,6 +38,7 @@ def cluster_options(
     context: int | None,
     trust_remote_code: bool = False,
     check_finite: bool = False,
+    limits: Limits = USUAL,
 ) -> ClusterOptions:
     """Raises ConfigError for what cannot be read or does not agree."""
     cluster = load_cluster(config) if config else Cluster()
@@ -44,4 +47,5 @@ def cluster_options(
     elif local is not None:
         cluster = cluster.model_copy(update={"layers": None})  # the file's are meant for the file's workers
     tokens = context or cluster.context or DEFAULT_CONTEXT
-    return ClusterOptions(cluster, model or cluster.model or "demo", local, tokens, trust_remote_code, check_finite)
+    name = model or cluster.model or "demo"
+    return ClusterOptions(cluster, name, local, tokens, trust_remote_code, check_finite, limits)

@@ -50,15 +50,15 @@ class Peer:
         self._attachment: grpc.aio.UnaryStreamCall[AttachRequest, Report] | None = None
         self.is_draining = False  # it is about to end, and has said so
 
-    async def hello(self) -> HelloReply:
-        """Ask who is there.
+    async def hello(self, within_s: float = _HELLO_S) -> HelloReply:
+        """Ask who is there, for so long at most.
 
         Raises:
             StageLost: nobody, or not a worker.
             ModelError: it speaks another version of the protocol.
         """
         request = HelloRequest(protocol_version=PROTOCOL_VERSION)
-        reply = await self._ask_who(request)
+        reply = await self._ask_who(request, within_s)
         if reply.protocol_version != PROTOCOL_VERSION:
             raise ModelError(
                 f"speaks protocol {reply.protocol_version}, this coordinator {PROTOCOL_VERSION}; "
@@ -150,9 +150,9 @@ class Peer:
         self.detach()
         await self._channel.close(grace=None)
 
-    async def _ask_who(self, request: HelloRequest) -> HelloReply:
+    async def _ask_who(self, request: HelloRequest, within_s: float) -> HelloReply:
         """Ask, and wait if nobody is there yet; but first without: while gRPC waits it does not say what for."""
-        refusal, until = None, time.monotonic() + _HELLO_S
+        refusal, until = None, time.monotonic() + within_s
         for is_patient in (False, True):
             try:
                 left_s = max(0.0, until - time.monotonic())
@@ -165,7 +165,7 @@ class Peer:
                     raise found from error
                 refusal = found if was_met(error) else None
         raise refusal or StageLost(
-            f"nothing answers at {self.address} ({_HELLO_S:.0f} s). "
+            f"nothing answers at {self.address} ({within_s:.0f} s). "
             f"Start it there: brigade worker --config cluster.yaml --name {self.name}",
             node=self.name,
         )

@@ -14,9 +14,10 @@ from coordinator.sessions.answer import Answer, Piece, Token
 from coordinator.sessions.request import Request, room_for_answer
 from coordinator.sessions.scheduler import Commit, Scheduler
 from coordinator.sessions.session import Session
+from coordinator.sessions.suspects import MOST_LOSSES, Suspects
 from coordinator.sessions.text import Text, TokenIds
 from coordinator.sessions.waterfall import Passage
-from worker.errors import BrigadeError, InternalError, QueueFull, ReaderLost, StageLost
+from worker.errors import BrigadeError, InputError, InternalError, QueueFull, ReaderLost, StageLost
 from worker.node.parts import most_chunk_rows
 from worker.node.status import error_named
 
@@ -47,6 +48,7 @@ class Runner:
         self._when_lost = when_lost
         self._max_wait_s = max_wait_s
         self._tickets: dict[Session, Ticket] = {}
+        self._suspects: Suspects[Session] = Suspects()
         self._failure: BaseException | None = None  # nothing can be sent any more
         self._is_closing = False
         self._task: asyncio.Task[None] | None = None
@@ -66,6 +68,11 @@ class Runner:
             self._task.cancel()
             self._epoch.chain.on_draining = None
             await asyncio.wait([self._task])
+
+    @property
+    def chain(self) -> Chain:
+        """The present epoch's."""
+        return self._epoch.chain
 
     @property
     def scheduler(self) -> Scheduler:
@@ -169,18 +176,42 @@ class Runner:
             except BrigadeError as error:
                 if self._when_lost is None or self._is_closing or isinstance(error, InternalError):
                     raise  # a bug would meet the requests on the next chain, too
+                self._lose_chain(error)
                 self._go_on(await self._when_lost(error))
+
+    def _lose_chain(self, error: BrigadeError) -> None:
+        """Count it for those that ran on it; one under which that happened too often ends here."""
+        for session, ticket in list(self._tickets.items()):
+            if session.slot is None:
+                continue
+            if not self._suspects.lost_under(session, session.num_generated):
+                said = f"given up: the chain was lost {MOST_LOSSES + 1} times without a token of it in between"
+                self._fail(ticket, type(error)(f"{said}; the last time: {error.message}", node=error.node))
+                continue
+            ticket.lose_chain()
 
     def _go_on(self, chain: Chain) -> None:
         """Begin the next epoch: every session is fed anew, from its own tokens."""
         self._epoch = self._epoch_of(chain)
-        for ticket in list(self._tickets.values()):
-            ticket.session.rewind()
-            try:
-                self._enter(ticket)
-            except BrigadeError as error:  # it does not fit on what is left
-                self._fail(ticket, error)
+        for session, ticket in list(self._tickets.items()):
+            session.rewind()
+            if self._suspects.may_run(session):
+                self._enter_again(ticket)
         self._epoch.send_all()
+
+    def _enter_again(self, ticket: Ticket) -> None:
+        try:
+            self._enter(ticket)
+        except InputError as error:
+            self._fail(ticket, StageLost(f"the request does not fit on the nodes that are left: {error.message}"))
+        except BrigadeError as error:
+            self._fail(ticket, error)
+
+    def _try_next(self, session: Session) -> None:
+        """This one has got a token, or has ended: it is nobody's turn to wait for it any more."""
+        suspect = self._suspects.next_tried(session)
+        if suspect is not None and not self._epoch.has_ended:  # or it begins on the next one
+            self._enter_again(self._tickets[suspect])
 
     def _epoch_of(self, chain: Chain) -> Epoch:
         chain.on_draining = self._drain_chain
@@ -207,6 +238,8 @@ class Runner:
             if not session.is_paused:
                 ticket.end_deadline()  # it has a slot
             ticket.pass_by(passage)
+            if samples:
+                self._try_next(session)
             if samples or session.finish_reason is not None:
                 known = [*map(Token.of, samples)]
                 counts = session.num_steps, session.num_rows
@@ -241,6 +274,7 @@ class Runner:
         ticket.end_deadline()
         del self._tickets[ticket.session]
         self._epoch.close(ticket.session, keep=keep)
+        self._try_next(ticket.session)
 
     async def _drain(self) -> None:
         """End what still runs, free every slot on every stage, and take in what is still on its way."""
@@ -265,6 +299,7 @@ async def generate(
     chain: Chain,
     request: Request,
     *,
+    when_lost: NextChain | None = None,
     text: Text | None = None,
     emit: Emit = lambda piece: None,
     keep: Keep = keep_nothing,
@@ -272,7 +307,7 @@ async def generate(
     traced: bool = False,
 ) -> Answer:
     """Run one checked request through an otherwise idle chain; as `Runner.answer`, with the stages' statuses."""
-    async with Runner(chain) as runner:
+    async with Runner(chain, when_lost=when_lost) as runner:
         answer = await runner.answer(request, text=text, emit=emit, keep=keep, chunk=chunk, traced=traced)
-        answer.statuses = await chain.statuses()  # while the caches are still there
+        answer.statuses = await runner.chain.statuses()  # while the caches are still there
     return answer

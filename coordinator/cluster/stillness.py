@@ -40,7 +40,7 @@ class Stillness:
             return None
         return StageLost(
             f"this process stood still for {self._still_s:.0f} s (the machine slept, or it was stopped), and the other "
-            "nodes gave it up; keep it awake (a Mac whose lid is closed is not) and start again"
+            "nodes gave it up; keep it awake (a Mac whose lid is closed is not)"
         )
 
     def _look(self) -> None:

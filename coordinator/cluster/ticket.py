@@ -32,6 +32,10 @@ class Ticket:
     def __init__(self, session: Session, eos: frozenset[int], *, traced: bool) -> None:
         self.session = session
         self.deadline: asyncio.TimerHandle | None = None  # while the session waits for memory, or for its reader
+        self._num_recoveries = 0
+        self._still_ns = 0  # how long recoveries took, as whoever reads saw it
+        self._last_at = 0  # nanoseconds, monotonic, of the last step
+        self._is_still = False
         self._eos = eos
         self._started = time.monotonic_ns()
         self._passages: list[Passage] | None = [] if traced else None
@@ -51,8 +55,19 @@ class Ticket:
             self.deadline.cancel()
             self.deadline = None
 
+    def lose_chain(self) -> None:
+        """The chain has gone, and with it the frames that are on their way and the nodes that the noted ones passed."""
+        self._num_recoveries += 1
+        self._is_still = True
+        self._last_at = self._last_at or time.monotonic_ns()
+        if self._passages is not None:
+            self._passages = []
+
     def put(self, step: Step) -> None:
         """Leave what became known for whoever reads."""
+        if self._is_still:
+            self._still_ns += step.at - self._last_at
+        self._last_at, self._is_still = step.at, False
         self._steps.put_nowait(step)
 
     def pass_by(self, make: Callable[[], Passage]) -> None:
@@ -89,4 +104,7 @@ class Ticket:
     def _usage(self, last: Step) -> Usage:
         passages = [passage for passage in self._passages or () if passage.returned <= last.at]
         session = self.session
-        return Usage(session.num_prompt, self._started, session.num_reused, last.num_steps, last.num_rows, passages)
+        return Usage(
+            session.num_prompt, self._started, session.num_reused, last.num_steps, last.num_rows, passages,
+            self._num_recoveries, self._still_ns / 1e9,
+        )  # fmt: skip

@@ -45,7 +45,9 @@ class Usage:
     num_reused: int  # leading tokens of the prompt that were in the caches already
     num_steps: int  # windows that asked for tokens
     num_rows: int  # of all windows
-    passages: Sequence[Passage] = ()  # of all frames that carried a window of it, if they were to be kept
+    passages: Sequence[Passage] = ()  # of its chain's frames that carried a window of it, if they were to be kept
+    num_recoveries: int = 0  # chains that were lost under it
+    still_s: float = 0.0  # seconds without a token for that reason
 
 
 @dataclass(frozen=True)

@@ -259,7 +259,7 @@ def test_a_worker_killed_during_a_diffusion_request_ends_it_with_its_name(
     config = write_cluster(
         tmp_path / "cluster.yaml", *((name, workers[name].address) for name in nodes), model=str(masked)
     )
-    endless = ("--prompt", "go", "--ignore-eos", "--max-tokens", "39000")
+    endless = ("--prompt", "go", "--ignore-eos", "--max-tokens", "39000", "--recovery-timeout", "0")
     running = start.brigade("generate", "--config", config, "--decode", "diffusion", *endless)
     running.out.wait_match(r".", FINISH_S)
     workers[lost].send_signal(signal.SIGKILL)

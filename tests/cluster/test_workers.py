@@ -17,6 +17,7 @@ from tools.proxy import proxy_to
 
 FAILURE_S = 10.0  # from a loss to the end of the command
 LONG = ("--prompt", "go", "--ignore-eos", "--max-tokens", "39000")  # lasts longer than any test
+AT_ONCE = ("--recovery-timeout", "0")  # fail with the first loss: tests/cluster/test_faults.py has what goes on
 SOME = ("--prompt", "go", "--max-tokens", "24")
 NAMES = ("first", "last")
 
@@ -50,7 +51,7 @@ class Pair:
 
     def generate_long(self, start: Starter, config: Path | None = None) -> Running:
         """A request that goes on and on; returns when its first text is out."""
-        running = start.brigade("generate", "--config", config or self.config, *LONG)
+        running = start.brigade("generate", "--config", config or self.config, *LONG, *AT_ONCE)
         running.out.wait_match(r".", FINISH_S)
         return running
 
@@ -123,7 +124,7 @@ def test_a_worker_with_a_blocked_event_loop_or_engine_ends_the_request_with_its_
     configs = {name: tmp_path / f"{name}.yaml" for name in chains}
     for name, nodes in chains.items():
         write_cluster(configs[name], *nodes, model=str(pair.model))
-    requests = {name: start.brigade("generate", "--config", configs[name], *LONG) for name in chains}
+    requests = {name: start.brigade("generate", "--config", configs[name], *LONG, *AT_ONCE) for name in chains}
     for running in requests.values():
         running.out.wait_match(r".", FINISH_S)
     for name, running in requests.items():
@@ -201,7 +202,7 @@ def test_workers_whose_coordinator_is_gone_drop_its_session_and_serve_the_next(
 
 def test_sigterm_lets_a_running_session_end_and_then_ends_the_worker(pair: Pair, start: Starter) -> None:
     running = start.brigade(
-        "generate", "--config", pair.config, "--prompt", "go", "--ignore-eos", "--max-tokens", "400"
+        "generate", "--config", pair.config, "--prompt", "go", "--ignore-eos", "--max-tokens", "400", *AT_ONCE
     )
     running.out.wait_match(r".", FINISH_S)
     pair["last"].send_signal(signal.SIGTERM)

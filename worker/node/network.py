@@ -17,9 +17,9 @@ ACCEPTED = (("brigade-accepted", "1"),)  # initial metadata of a stream that was
 
 _MAX_MESSAGE_BYTES = 16 * 2**20  # gRPC takes them whole; the longest, headers of a large model, have a few MiB
 _BOTH_ENDS = [
-    ("grpc.keepalive_time_ms", 2000),
-    ("grpc.keepalive_timeout_ms", 2000),
-    ("grpc.http2.ping_timeout_ms", 2000),  # without it a stopped peer goes unnoticed for a minute
+    ("grpc.keepalive_time_ms", 1000),
+    ("grpc.keepalive_timeout_ms", 1000),
+    ("grpc.http2.ping_timeout_ms", 1000),  # without it a stopped peer goes unnoticed for a minute
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
@@ -28,7 +28,7 @@ _BOTH_ENDS = [
 ]
 _SERVER_OPTIONS = [
     *_BOTH_ENDS,
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),  # or a second server on the port would start silently
     ("grpc.max_concurrent_streams", 16),
@@ -36,6 +36,7 @@ _SERVER_OPTIONS = [
 _CHANNEL_OPTIONS = [
     *_BOTH_ENDS,
     ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 1000),  # that one attempt may take: a stopped node takes it and says nothing
     ("grpc.max_reconnect_backoff_ms", 2000),
     ("grpc.enable_retries", 0),
 ]

@@ -81,7 +81,7 @@ class Stage:
             self._check(frame)
             self._take_in(Arrival(frame))
         except FrameError as error:
-            self._fail(error)
+            self.fail(error)
             raise
 
     async def take_hop(self, parts: AsyncIterator[bytes]) -> AsyncIterator[Credit]:
@@ -234,15 +234,16 @@ class Stage:
     def _ended(self, task: "asyncio.Task[None]") -> None:
         if not self._is_stopping:
             error = None if task.cancelled() else task.exception()
-            self._fail(error or StageLost("a part of the stage ended by itself"))
+            self.fail(error or StageLost("a part of the stage ended by itself"))
 
     def _hop_ended(self, reading: "asyncio.Task[None]") -> None:
         """A sender that sends what it must not ends the stage; of one that has gone the coordinator knows otherwise."""
         if not reading.cancelled() and (error := reading.exception()):
-            self._fail(error)
+            self.fail(error)
         self._credit.put_nowait(0)
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
+        """End the stage with this error, unless it has failed already."""
         if self._failure is None:
             self._failure = without_trace(error)
             self._outcomes.put_nowait(None)

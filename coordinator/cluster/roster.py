@@ -1,0 +1,146 @@
+"""Roster: which workers there are, whether they are in the chain or not, and who of them answers."""
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from coordinator.cluster.keeper import Keeper
+from coordinator.cluster.local import LocalWorker
+from coordinator.cluster.peer import Peer
+from coordinator.planning.plan import Node
+from coordinator.planning.recovery import Present
+from protos.brigade_pb2 import HelloReply
+from worker.config import Cluster, is_loopback, split_address
+from worker.node.network import Network
+from worker.process.machine import memory_budget
+
+
+@dataclass
+class Member:
+    """A worker that may take part; `peer` is None while its process is being started again."""
+
+    name: str
+    peer: Peer | None
+    keeper: Keeper | None = None  # of a worker of our own
+
+
+class Roster:
+    """The workers in chain order, and this node before them. Use as an async context manager: it keeps our own ones."""
+
+    def __init__(self, peers: Sequence[Peer], cluster: Cluster | None = None) -> None:
+        """`cluster` says how much memory nodes may use, where it does."""
+        self.members = {peer.name: Member(peer.name, peer) for peer in peers}
+        self._cluster = cluster or Cluster()
+        self._budget = memory_budget()  # before anything is loaded
+        self._changed = asyncio.Event()
+        self._left: list[Peer] = []
+        self._keeping: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        for keeping in self._keeping:
+            keeping.cancel()
+        await asyncio.gather(*self._keeping, return_exceptions=True)
+        await self._close_left()
+        for peer in self.peers(self.members):
+            await peer.close()
+        await asyncio.gather(*(member.keeper.stop() for member in self.members.values() if member.keeper))
+
+    def keep(self, workers: Iterable[LocalWorker], network: Network, say: Callable[[str], None]) -> None:
+        """Start these again whenever they end."""
+        for worker in workers:
+            member = self.members[worker.name]
+
+            async def replaced(worker: LocalWorker | None, member: Member = member) -> None:
+                if member.peer is not None:
+                    self._left.append(member.peer)  # the chain that it was lost from may not know yet
+                member.peer = Peer(worker.name, worker.address, network) if worker else None
+                self._changed.set()
+                if worker is not None:
+                    await self._close_left()
+
+            member.keeper = Keeper(worker, replaced, say)
+            self._keeping.append(asyncio.create_task(member.keeper.run()))
+
+    async def ask(self, within_s: float, names: Collection[str] | None = None) -> dict[str, HelloReply]:
+        """Who answers of these, or of all; asked at once, so that one that does not hides no other.
+
+        Returns sooner once all have, or where a worker of our own has been started or has ended.
+        """
+        self._changed.clear()
+        names = self.members if names is None else names
+        peers = self.peers(names)
+        asking = {peer.name: asyncio.create_task(peer.hello(within_s)) for peer in peers}
+        try:
+            await self._wait_asked(asking.values(), within_s, is_anyone_away=len(peers) < len(names))
+            replies = {name: task.result() for name, task in asking.items() if _is_answered(task)}
+        finally:
+            for task in asking.values():
+                task.cancel()
+            await asyncio.gather(*asking.values(), return_exceptions=True)
+        return replies
+
+    def present(self, replies: dict[str, HelloReply]) -> list[Present]:
+        """This node and those that answered, with the memory that each may use.
+
+        Nodes of one machine share its memory: this one and the workers on its loopback get an equal part each.
+        """
+        configured = {worker.name: worker.memory for worker in self._cluster.workers}
+        own_share = self._budget // (1 + sum(self._is_here(name) for name in replies))
+        own = self._cluster.coordinator
+        found = [Present(Node(own.name, own.memory or own_share))]
+        for name in self.members:
+            if reply := replies.get(name):
+                offered = own_share if self._is_here(name) else reply.memory_bytes
+                found.append(Present(Node(name, configured.get(name) or offered), reply.incarnation))
+        return found
+
+    def peers(self, names: Iterable[str]) -> list[Peer]:
+        """Those of these workers that run."""
+        found = (self.members[name].peer for name in names)
+        return [peer for peer in found if peer is not None]
+
+    def gone(self, names: Iterable[str]) -> str:
+        """The first of these that does not run."""
+        return next(name for name in names if self.members[name].peer is None)
+
+    def kill_own(self, name: str) -> None:
+        """End a worker of our own that hangs; it is started again. Others are left alone."""
+        member = self.members.get(name)
+        if member is not None and member.keeper is not None:
+            member.keeper.kill()
+
+    async def _close_left(self) -> None:
+        """Leave processes that have ended."""
+        while self._left:
+            await self._left.pop().close()
+
+    async def _wait_asked(
+        self, asking: Collection["asyncio.Task[HelloReply]"], within_s: float, *, is_anyone_away: bool
+    ) -> None:
+        """Return once all that can be known is known, or there is somebody else to ask, or it takes too long."""
+        changed = asyncio.create_task(self._changed.wait())
+        pending = {*asking, changed}
+        deadline = time.monotonic() + within_s
+        try:
+            while not changed.done() and (len(pending) > 1 or is_anyone_away):
+                left_s = deadline - time.monotonic()
+                done, pending = await asyncio.wait(
+                    pending, timeout=max(0.0, left_s), return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done:
+                    return
+        finally:
+            changed.cancel()
+
+    def _is_here(self, name: str) -> bool:
+        peer = self.members[name].peer
+        return peer is not None and is_loopback(split_address(peer.address)[0])
+
+
+def _is_answered(task: "asyncio.Task[HelloReply]") -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None

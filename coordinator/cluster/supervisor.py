@@ -1,0 +1,248 @@
+"""Supervisor: keeps a chain open over whichever nodes there are. What to do next is said in planning/recovery.py."""
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import Self
+
+from coordinator.cluster.chain import Chain
+from coordinator.cluster.deployment import Deployment, OwnNode, Progress
+from coordinator.cluster.roster import Roster
+from coordinator.planning.plan import Node, Plan, plan
+from coordinator.planning.recovery import USUAL, GiveUp, Limits, Present, Recovery, Reopen
+from worker.errors import (
+    BrigadeError,
+    ConfigError,
+    EngineHung,
+    InputError,
+    InternalError,
+    ModelError,
+    SamplingError,
+    StageLost,
+)
+
+_FIRST_ASK_S = 0.3  # then longer each time, up to
+_LONGEST_ASK_S = 1.0
+_PAUSE_S = 0.1  # between two rounds, whatever the nodes say
+_LOOK_S = 2.0  # how often nodes that are not in the chain are asked
+_LASTING = (ModelError, ConfigError, InputError, SamplingError, InternalError)  # it would be the same again
+
+
+class Supervisor:
+    """Opens the first chain, and the next one whenever a chain is lost. Use as an async context manager."""
+
+    def __init__(
+        self,
+        own: OwnNode,
+        roster: Roster,
+        deployment: Deployment,
+        limits: Limits = USUAL,
+        *,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """`deployment` is the first one; `say` takes lines for the user."""
+        self.chain: Chain
+        self.num_recoveries = 0
+        self._own = own
+        self._roster = roster
+        self._deployment = deployment
+        self._whole = deployment.plan  # with every node
+        self._limits = limits
+        self._say = say
+        self._epoch = 0
+        self._recovery: Recovery | None = None  # until the chain that it led to has made a token known
+        self._began = self._opened_at = 0.0  # seconds, monotonic
+        self._still_since: float | None = None
+        self._story = ""  # what was lost, for the user
+        self._present: list[Present] = []
+        self._useless: set[str] = set()  # incarnations
+        self._chains = AsyncExitStack()
+        self._looking: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+        await self._chains.aclose()
+
+    async def open(self, progress: Progress = lambda node, report: None) -> Chain:
+        """Load, and open the first chain. Raises what the first node that cannot take part says."""
+        self._present = self._roster.present(await self._roster.ask(_LONGEST_ASK_S))
+        chain = await self._open(self._deployment.plan, progress)
+        self._looking = asyncio.create_task(self._look())
+        return chain
+
+    async def reopen(self, error: BrigadeError) -> Chain:
+        """The chain on which requests go on after this error.
+
+        Raises:
+            StageLost: none could be opened in time.
+            BrigadeError: what would be the same on every chain.
+        """
+        if isinstance(error, _LASTING) or not self._limits.recovery_s:
+            raise error
+        self._begin(error)
+        try:
+            async with asyncio.timeout(self._limits.recovery_s - self._passed_s):
+                return await self._recover(error)
+        except TimeoutError:
+            raise self._given_up(error) from None
+
+    def _begin(self, error: BrigadeError) -> None:
+        """A chain that was lost before it made a token known is part of the recovery that it came from."""
+        held_s = time.monotonic() - self._opened_at
+        if self._recovery is None or held_s > self._limits.recovery_s:
+            self._recovery = Recovery(self.chain.plan, self._limits)
+            self._began = time.monotonic()
+            self._still_since = self.chain.still_since
+            self._story = str(error)
+            for incarnation in self._useless:
+                self._recovery.rule_out(incarnation)
+        for peer in self.chain.peers:
+            if peer.is_draining:
+                self._rule_out(peer.name)
+        self._blame(error)
+
+    async def _recover(self, error: BrigadeError) -> Chain:
+        assert self._recovery is not None
+        while True:
+            await self._chains.aclose()
+            found = await self._find_plan(error)
+            try:
+                chain = await self._open(found.plan)
+            except BrigadeError as again:
+                if isinstance(again, _LASTING) and not again.node:
+                    raise  # our own: it would be the same again
+                error = again
+                self._recovery.failed(self._passed_s, again.node)
+                self._blame(again)
+                await asyncio.sleep(_PAUSE_S)
+            else:
+                self._go_on(chain, found)
+                return chain
+
+    async def _find_plan(self, error: BrigadeError) -> Reopen:
+        """Ask who is there until that is enough. Raises StageLost once the time is over."""
+        assert self._recovery is not None
+        ask_s = _FIRST_ASK_S
+        while True:
+            replies = await self._roster.ask(ask_s)
+            self._present = self._roster.present(replies)
+            self._recovery.saw(self._passed_s, self._present)
+            decision = self._recovery.decide(self._passed_s, self._split)
+            if isinstance(decision, Reopen):
+                return decision
+            if isinstance(decision, GiveUp):
+                raise self._given_up(error)
+            if ask_s == _LONGEST_ASK_S:
+                self._kill_silent(replies.keys())
+            await asyncio.sleep(min(_PAUSE_S, decision.for_s))
+            ask_s = min(_LONGEST_ASK_S, 2 * ask_s)
+
+    async def _open(self, plan: Plan, progress: Progress = lambda node, report: None) -> Chain:
+        """Have the nodes load what they lack, and open a chain; nothing is left of it if that fails."""
+        names = [assignment.name for assignment in plan.assignments[1:]]
+        peers = self._roster.peers(names)
+        if len(peers) < len(names):
+            raise StageLost("has ended while a chain was opened", node=self._roster.gone(names))
+        self._deployment = replace(self._deployment, plan=plan, peers=peers)
+        await self._own.load(self._deployment, progress)
+        self._epoch += 1
+        async with AsyncExitStack() as stack:
+            chain = Chain(self._own, self._deployment, self._epoch, say=self._say)
+            await stack.enter_async_context(chain)
+            await chain.open(progress)
+            self._chains = stack.pop_all()
+        chain.can_spare, chain.on_token = self._can_spare, self._ended
+        self.chain, self._opened_at = chain, time.monotonic()
+        return chain
+
+    def _go_on(self, chain: Chain, found: Reopen) -> None:
+        self.num_recoveries += 1
+        took_s = time.monotonic() - self._began
+        self._story += f"; going on {_how(found, chain.plan)} after {took_s:.1f} s"
+        if self._still_since is None:  # no request was under way
+            self._ended()
+
+    def _ended(self) -> None:
+        """The chain is as good as any other: the recovery is over."""
+        if self._recovery is None:
+            return
+        still = ""
+        if self._still_since is not None:
+            still = f", the stream stood still for {time.monotonic() - self._still_since:.1f} s"
+        self._say(self._story + still)
+        self._recovery = None
+
+    def _given_up(self, error: BrigadeError) -> StageLost:
+        assert self._recovery is not None
+        missing = self._recovery.missing
+        who = f"{' and '.join(missing)} did not come back" if missing else "no chain could be opened"
+        fits = self._split([each.node for each in self._present]) is not None
+        why = "" if fits else ", and the model does not fit without"
+        return StageLost(f"{error.message}; {who} within {self._limits.recovery_s:g} s{why}", node=error.node)
+
+    def _blame(self, error: BrigadeError) -> None:
+        """Do without a process that would only fail again; one of our own is started again."""
+        if isinstance(error, EngineHung):
+            self._roster.kill_own(error.node)
+        if isinstance(error, (EngineHung, *_LASTING)):
+            self._rule_out(error.node)
+
+    def _rule_out(self, name: str) -> None:
+        """Of this node the process that was asked last for a chain: by now there may be another one."""
+        assert self._recovery is not None
+        for each in self._present:
+            if each.node.name == name and each.incarnation:
+                self._useless.add(each.incarnation)
+                self._recovery.rule_out(each.incarnation)
+
+    def _kill_silent(self, answering: Collection[str]) -> None:
+        """End workers of our own that were part of the lost chain, and still run and say nothing."""
+        for peer in self.chain.peers:
+            if peer.name not in answering and self._roster.members[peer.name].peer is peer:
+                self._roster.kill_own(peer.name)
+
+    def _can_spare(self, name: str) -> bool:
+        """Whether requests can go on without this worker."""
+        if not self._limits.recovery_s:
+            return False
+        return self._split([each.node for each in self._present if each.node.name != name]) is not None
+
+    def _split(self, nodes: Sequence[Node]) -> Plan | None:
+        """The best plan over these nodes, where one fits; over all of them the one that was asked for."""
+        if [node.name for node in nodes] == [assignment.name for assignment in self._whole.assignments]:
+            return self._whole
+        spec = self._deployment.spec
+        found = plan(spec, nodes, self._whole.context) if len(nodes) <= spec.num_layers else None
+        return found if found and found.fits else None
+
+    async def _look(self) -> None:
+        """Say once of each node that the chain is without that it is there again."""
+        told: set[str] = set()
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            absent = self._roster.members.keys() - {peer.name for peer in self.chain.peers}
+            told &= absent
+            if self._recovery is not None or not absent - told:
+                continue
+            for name, reply in (await self._roster.ask(_LONGEST_ASK_S, absent - told)).items():
+                if reply.incarnation not in self._useless:
+                    told.add(name)
+                    self._say(f"worker {name} is there again; the next chain is opened with it")
+
+    @property
+    def _passed_s(self) -> float:
+        return time.monotonic() - self._began
+
+
+def _how(found: Reopen, plan: Plan) -> str:
+    if not found.without:
+        return "with the same nodes"
+    layers = ", ".join(f"{a.name} [{a.start}, {a.end})" for a in plan.assignments)
+    return f"without {' and '.join(found.without)} ({layers})"

@@ -1,0 +1,403 @@
+"""Nodes that are lost, and streams that go on all the same: with the tokens, and the text, of the unfailed run."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc.aio
+import pytest
+
+from coordinator.cluster.chain import Arrival, Chain
+from coordinator.cluster.deployment import Deployment, OwnNode
+from coordinator.cluster.peer import Peer
+from coordinator.cluster.roster import Roster
+from coordinator.cluster.runner import Runner
+from coordinator.cluster.supervisor import Supervisor
+from coordinator.decoding.decode import Decode
+from coordinator.planning.plan import Node, plan
+from coordinator.planning.recovery import Limits
+from coordinator.sessions.answer import Answer
+from coordinator.sessions.request import Request, most_rows
+from coordinator.sessions.slots import cache_costs
+from coordinator.sessions.text import StopText, TextStream
+from protos.brigade_pb2 import Frame, Sampling
+from tests.integration.conftest import NETWORK, Models, running
+from tests.integration.many import Live, request, solo, tokens_of, until
+from tests.integration.windows import MASKED, Words
+from worker.config import Cluster, Coordinator, Worker
+from worker.errors import StageLost
+from worker.model.checkpoint import open_folder
+from worker.model.describe import describe
+from worker.node.log import Log
+from worker.node.relay import add_node
+from worker.node.service import NodeService
+from worker.process.mlx_thread import MlxThread
+
+LAYERS = (1, 2, 1)
+ROOMY = 1 << 40
+
+
+@dataclass
+class Place:
+    """Where a worker runs, or has run: `stop` and `start` are those of its process, on the same port."""
+
+    name: str
+    port: int = 0
+    service: NodeService | None = None
+    _thread: MlxThread | None = None
+    _server: grpc.aio.Server | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        self._thread, self._server = MlxThread(), NETWORK.server()
+        self.service = NodeService(self.name, self._thread, NETWORK, log=Log(self.name, None))
+        add_node(self.service, self._server)
+        self.port = NETWORK.listen(self._server, self.address)
+        await self._server.start()
+
+    async def stop(self) -> None:
+        if self._server is not None and self._thread is not None:
+            await self._server.stop(None)
+            self._thread.close()
+            self._server = None
+
+
+@dataclass
+class Rig:
+    """A supervised cluster of nodes in this process."""
+
+    places: list[Place]
+    supervisor: Supervisor
+    said: list[str]
+
+    def runner(self) -> Runner:
+        return Runner(self.supervisor.chain, when_lost=self.supervisor.reopen)
+
+
+@asynccontextmanager
+async def supervised(
+    folder: Path, limits: Limits, layers: Sequence[int] = LAYERS, memory: int = ROOMY, context: int = 128
+) -> AsyncIterator[Rig]:
+    checkpoint = open_folder(folder)
+    spec = describe(checkpoint)
+    said: list[str] = []
+    async with AsyncExitStack() as stack:
+        places = [Place(f"node-{i}") for i in range(1, len(layers))]
+        for place in places:
+            await place.start()
+            stack.push_async_callback(place.stop)
+        peers = [Peer(place.name, place.address, NETWORK) for place in places]
+        workers = tuple(Worker(name=place.name, address=place.address, memory=memory) for place in places)
+        cluster = Cluster(coordinator=Coordinator(memory=memory), workers=workers)
+        roster = await stack.enter_async_context(Roster(peers, cluster))
+        own = await stack.enter_async_context(OwnNode())
+        nodes = [Node(name, memory) for name in ("coordinator", *(place.name for place in places))]
+        deployment = Deployment(checkpoint, spec, plan(spec, nodes, context, layers), peers)
+        supervisor = Supervisor(own, roster, deployment, limits, say=said.append)
+        await stack.enter_async_context(supervisor)
+        await supervisor.open()
+        yield Rig(places, supervisor, said)
+
+
+COMES_BACK = Limits(rejoin_s=20, recovery_s=30)
+IS_GONE = Limits(rejoin_s=0, recovery_s=30)
+
+PENALISED = Sampling(seed=5, temperature=0.9, repetition_penalty=1.3)
+DECODES = [Decode(), Decode("ngram"), Decode("diffusion", 8), Decode("diffusion-fast", 8)]
+ASKED = [
+    request(tokens_of(5 + 9 * i, i), 24, decode, sampling=sampling)
+    for i, decode in enumerate(DECODES)
+    for sampling in (Sampling(), Sampling(seed=7, temperature=0.8), PENALISED)
+]
+FORKED = [request((*tokens_of(40, 7), i), 16) for i in range(2)]  # one begins as a copy of the other
+
+
+@pytest.fixture(scope="module")
+def folder(models: Models) -> Path:
+    return models("qwen3", **MASKED).folder
+
+
+_expected: dict[str, list[Answer]] = {}
+
+
+async def unfailed(folder: Path, asked: Sequence[Request]) -> list[Answer]:
+    key = f"{folder} {asked}"
+    if key not in _expected:
+        async with running(folder, LAYERS) as chain:
+            _expected[key] = await solo(chain, asked)
+    return _expected[key]
+
+
+async def lose(rig: Rig, which: int, *, comes_back: bool) -> None:
+    await rig.places[which].stop()
+    if comes_back:
+        await rig.places[which].start()
+
+
+def assert_equal(found: Sequence[Answer], expected: Sequence[Answer]) -> None:
+    assert [each.tokens for each in found] == [each.tokens for each in expected]
+    assert [each.text for each in found] == [each.text for each in expected]
+    assert [each.finish_reason for each in found] == [each.finish_reason for each in expected]
+
+
+@pytest.mark.parametrize("after", [0, 1, 10, 23])
+@pytest.mark.parametrize("limits", [COMES_BACK, IS_GONE], ids=["comes back", "is planned around"])
+async def test_every_stream_is_that_of_the_unfailed_run(folder: Path, limits: Limits, after: int) -> None:
+    """Every decoder, greedy, sampled and penalised, in lanes and forked: a worker is lost at several moments."""
+    asked = [*ASKED, *FORKED]
+    expected = await unfailed(folder, asked)
+    async with supervised(folder, limits) as rig, rig.runner() as runner:
+        live = [Live(runner, each) for each in asked]
+        await live[0].wait_pieces(after)
+        await lose(rig, after % 2, comes_back=limits is COMES_BACK)
+        found = [await each.answer() for each in live]
+        assert_equal(found, expected)
+        assert rig.supervisor.num_recoveries == 1
+        assert {each.usage.num_recoveries for each in found} <= {0, 1}
+        layers = list(LAYERS) if limits is COMES_BACK else [2, 2]
+        assert rig.supervisor.chain.plan.layers == layers
+        told = [line for line in rig.said if "the stream stood still for" in line]
+        assert len(told) == 1 and told[0].startswith(f"worker node-{after % 2 + 1}: ")
+
+
+@pytest.mark.parametrize("decode", DECODES, ids=lambda decode: decode.kind)
+@pytest.mark.parametrize("sampling", [Sampling(), PENALISED], ids=["greedy", "penalised"])
+async def test_a_stop_string_ends_an_answer_where_it_would_have_ended(
+    folder: Path, decode: Decode, sampling: Sampling
+) -> None:
+    """The string spans the loss: its first half was known before."""
+    asked = request(tokens_of(9, 3), 24, decode, sampling=sampling)
+    [whole] = await unfailed(folder, [asked])
+    stop = "".join(f" {token}" for token in whole.tokens[9:13])
+    async with supervised(folder, IS_GONE) as rig, rig.runner() as runner:
+        lost = []
+
+        def lose_within(text: str) -> None:
+            if not lost and live.num_pieces >= 3:
+                lost.append(asyncio.create_task(rig.places[0].stop()))
+
+        live = Live(runner, asked, text=TextStream(Words(), StopText([stop])), emit=lose_within)
+        found = await live.answer()
+        await asyncio.gather(*lost)
+    words = "".join(f" {token}" for token in whole.tokens)
+    assert (found.text, found.finish_reason) == (words[: words.index(stop)], "stop")
+
+
+async def test_a_node_that_is_lost_again_while_it_joins_or_replays_costs_time_and_no_token(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once before the chain is open, once with the first chunk of the replay."""
+    expected = await unfailed(folder, ASKED)
+    async with supervised(folder, COMES_BACK) as rig, rig.runner() as runner:
+        chains: list[Chain] = []
+        lost: list[str] = []
+        open_chain, arrived = Chain.open, Chain._arrived
+
+        async def fail_to_open(chain: Chain, *arguments: object) -> None:
+            chains.append(chain)
+            if len(chains) == 1:
+                lost.append("joining")
+                await lose(rig, 1, comes_back=True)
+            await open_chain(chain)
+
+        def fail_to_replay(chain: Chain, *arguments: object) -> Arrival:
+            arrival = arrived(chain, *arguments)  # type: ignore[arg-type]
+            if len(chains) == 2 and len(lost) == 1 and chain is chains[-1] and chain.on_token is not None:
+                lost.append("replaying")
+                chain.deployment.peers[len(lost) % 2].detach()
+            return arrival
+
+        monkeypatch.setattr(Chain, "open", fail_to_open)
+        monkeypatch.setattr(Chain, "_arrived", fail_to_replay)
+        live = [Live(runner, each) for each in ASKED]
+        await live[0].wait_pieces(5)
+        await lose(rig, 0, comes_back=True)
+        found = [await each.answer() for each in live]
+    assert lost == ["joining", "replaying"]
+    assert_equal(found, expected)
+    told = [line for line in rig.said if "the stream stood still for" in line]
+    assert len(told) == 1, "it was one recovery"
+
+
+async def test_two_nodes_lost_at_once_are_both_planned_around(folder: Path) -> None:
+    expected = await unfailed(folder, ASKED[:4])
+    async with supervised(folder, Limits(rejoin_s=0.5, recovery_s=20)) as rig, rig.runner() as runner:
+        live = [Live(runner, each) for each in ASKED[:4]]
+        await live[0].wait_pieces(3)
+        await asyncio.gather(*(place.stop() for place in rig.places))
+        found = [await each.answer() for each in live]
+        assert rig.supervisor.chain.plan.layers == [4]
+    assert_equal(found, expected)
+
+
+async def test_a_node_that_is_there_again_is_told_of_and_takes_part_in_the_next_chain(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meanwhile the running chain goes on as it is."""
+    monkeypatch.setattr("coordinator.cluster.supervisor._LOOK_S", 0.05)
+    [asked] = asked_long = [request(tokens_of(5), 100)]
+    expected = await unfailed(folder, asked_long)
+    async with supervised(folder, IS_GONE, memory=ROOMY) as rig, rig.runner() as runner:
+        live = Live(runner, asked)
+        await live.wait_pieces(3)
+        await rig.places[0].stop()
+        await until(lambda: rig.supervisor.chain.plan.layers == [2, 2])
+        await rig.places[0].start()
+        await until(lambda: "worker node-1 is there again; the next chain is opened with it" in rig.said)
+        assert rig.supervisor.chain.plan.layers == [2, 2]
+        found = await live.answer()
+        assert_equal([found], expected)
+        rig.supervisor.chain.deployment.peers[0].detach()
+        await until(lambda: rig.supervisor.chain.plan.layers == list(LAYERS))
+        assert_equal([await runner.answer(asked)], expected)
+
+
+def tight(folder: Path) -> int:
+    """Memory per node with which the model fits on three nodes and not on two."""
+    spec = describe(open_folder(folder))
+    needed = [spec.shard_bytes(start, end) + spec.reserved_bytes(start, end, 128) for start, end in ((0, 1), (1, 3))]
+    needed.append(spec.shard_bytes(3, 4) + spec.reserved_bytes(3, 4, 128))
+    return max(needed)
+
+
+async def test_where_the_model_does_not_fit_without_it_a_node_is_awaited_until_it_is_back(folder: Path) -> None:
+    expected = await unfailed(folder, ASKED[:1])
+    async with supervised(folder, IS_GONE, memory=tight(folder)) as rig, rig.runner() as runner:
+        live = Live(runner, ASKED[0])
+        await live.wait_pieces(3)
+        await rig.places[1].stop()
+        assert not (await asyncio.wait([live.task], timeout=0.7))[0]
+        await rig.places[1].start()
+        assert_equal([await live.answer()], expected)
+
+
+async def test_and_once_the_time_is_over_every_request_fails_with_the_reason(folder: Path) -> None:
+    async with supervised(folder, Limits(0, 0.6), memory=tight(folder)) as rig, rig.runner() as runner:
+        live = [Live(runner, request(tokens_of(5, i), 100)) for i in range(2)]
+        await live[0].wait_pieces(2)  # the other one waits for memory
+        await rig.places[1].stop()
+        for each in live:
+            with pytest.raises(
+                StageLost,
+                match=r"^worker node-2: .*; node-2 did not come back within 0.6 s, and the model does not fit without",
+            ) as raised:
+                await each.answer()
+            assert raised.value.exit_code == 3
+
+
+async def test_no_time_for_a_recovery_means_none(folder: Path) -> None:
+    async with supervised(folder, Limits(0, 0)) as rig, rig.runner() as runner:
+        live = Live(runner, request(tokens_of(5), 100))
+        await live.wait_pieces(2)
+        await rig.places[1].stop()
+        with pytest.raises(StageLost, match=r"^worker node-2: closed the connection \(its process has ended\)$"):
+            await live.answer()
+
+
+async def test_a_node_whose_engine_hangs_is_done_without_though_it_answers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.planning.patience._SILENCE_S", 0.3)
+    expected = await unfailed(folder, ASKED[:2])
+    release = threading.Event()
+    async with supervised(folder, COMES_BACK) as rig, rig.runner() as runner:
+        live = [Live(runner, each) for each in ASKED[:2]]
+        await live[0].wait_pieces(4)
+        service = rig.places[1].service
+        assert service is not None and service._stage is not None
+        monkeypatch.setattr(service._stage.engine, "begin", lambda *step: release.wait(20))
+        try:
+            assert_equal([await each.answer() for each in live], expected)
+        finally:
+            release.set()
+        assert rig.supervisor.chain.plan.layers == [2, 2]
+        assert "worker node-2: its engine has been at one step" in "".join(rig.said)
+
+
+async def test_a_poison_request_fails_alone_and_the_cluster_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever node is given a certain token ends; here: leaves the chain."""
+    others = [each for each in ASKED if 91 not in each.prompt][:5]
+    expected = await unfailed(folder, others)
+    poison = request((*tokens_of(12, 4), 95), 20)
+    send = Chain.send
+    async with supervised(folder, COMES_BACK) as rig, rig.runner() as runner:
+
+        def crash(chain: Chain, frame: Frame) -> None:
+            send(chain, frame)
+            if any(95 in window.tokens[-1:] and window.base + len(window.tokens) == 13 for window in frame.windows):
+                chain.deployment.peers[1].detach()
+
+        monkeypatch.setattr(Chain, "send", crash)
+        live = [Live(runner, each) for each in others]
+        bad = Live(runner, poison)
+        with pytest.raises(StageLost, match=r"given up: the chain was lost 3 times without a token of it in between"):
+            await bad.answer()
+        assert_equal([await each.answer() for each in live], expected)
+        assert_equal([await runner.answer(others[0])], expected[:1])
+
+
+async def test_a_request_that_no_longer_fits_waits_and_one_that_never_can_ends(folder: Path) -> None:
+    """Of four nodes with room for all three of them three are left, of which one has room for one small one."""
+    spec = describe(open_folder(folder))
+    memory = max(spec.shard_bytes(i, i + 1) for i in range(4)) + 4 * spec.reserved_bytes(0, 1, 100)
+    large = request(tokens_of(5, 1), 500)
+    small = [request(tokens_of(6, i), 90) for i in range(2)]
+    expected = await unfailed(folder, small)
+    async with supervised(folder, IS_GONE, (1, 1, 1, 1), memory, 64) as rig, rig.runner() as runner:
+        await check_it_fits(rig, [*small, large])
+        live = [Live(runner, each) for each in (*small, large)]
+        for each in live:
+            await each.wait_pieces(2)
+        await rig.places[0].stop()
+        with pytest.raises(StageLost, match="does not fit on the nodes that are left"):
+            await live[2].answer()
+        assert_equal([await each.answer() for each in live[:2]], expected)
+
+
+async def check_it_fits(rig: Rig, asked: Sequence[Request]) -> None:
+    """All at once on the first plan: or the test would claim nothing."""
+    chain = rig.supervisor.chain
+    costs = cache_costs(chain.plan, chain.spec)
+    needed = [costs.bytes_of(each.cache, most_rows(each, chain.spec.context)) for each in asked]
+    for stage, budget in enumerate(costs.budgets):
+        assert sum(each[stage] for each in needed) <= budget, (stage, needed, budget)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+async def test_a_node_that_is_about_to_end_hands_its_sessions_over_where_the_others_suffice(
+    folder: Path, which: int
+) -> None:
+    expected = await unfailed(folder, ASKED[:5])
+    async with supervised(folder, COMES_BACK) as rig, rig.runner() as runner:
+        live = [Live(runner, each) for each in ASKED[:5]]
+        await live[0].wait_pieces(4)
+        service = rig.places[which].service
+        assert service is not None
+        async with asyncio.timeout(5):
+            await service.drain()
+            await service.wait_detached()
+        assert_equal([await each.answer() for each in live], expected)
+        assert rig.supervisor.chain.plan.layers == [2, 2]
+        assert f"worker node-{which + 1}: is about to end; going on without node-{which + 1}" in "".join(rig.said)
+
+
+async def test_and_where_they_do_not_suffice_its_sessions_end_on_it(folder: Path) -> None:
+    [asked] = asked_long = [request(tokens_of(5), 60)]
+    expected = await unfailed(folder, asked_long)
+    async with supervised(folder, COMES_BACK, memory=tight(folder)) as rig, rig.runner() as runner:
+        live = Live(runner, asked)
+        await live.wait_pieces(4)
+        service = rig.places[0].service
+        assert service is not None
+        drain = asyncio.create_task(service.drain())
+        assert_equal([await live.answer()], expected)
+        await drain
+        assert rig.supervisor.num_recoveries == 0
