@@ -1,5 +1,6 @@
 """What all tests share: MLX's streams on this thread, and what a run says of itself at its end."""
 
+import gc
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +21,15 @@ def streams() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mx, "clear_streams", clear_elsewhere)
         yield
+
+
+@pytest.fixture
+def without_collector() -> Iterator[None]:
+    """What is let go of has to be gone at once: memory must not wait for Python to find cycles."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -194,15 +194,6 @@ class Pass:
     rows: tuple[int, ...]
 
 
-@pytest.fixture
-def without_collector() -> Iterator[None]:
-    """What is let go of has to be gone at once: memory must not wait for Python to find cycles."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
 @pytest.fixture(scope="module")
 def quick_collector() -> Iterator[None]:
     """For tests that collect often, to count bytes: what was there before them is passed over."""

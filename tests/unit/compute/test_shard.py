@@ -1,7 +1,6 @@
 """A shard holds what its layers need and nothing else, takes over what is there already, and is gone when let go of."""
 
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +32,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture
 def checkpoint(folder: Path) -> Checkpoint:
     return open_folder(folder)
-
-
-@pytest.fixture
-def without_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 types = pytest.mark.parametrize("folder", TYPES, indirect=True)
@@ -191,3 +182,14 @@ def test_norm_and_head_find_empty_caches_at_every_step(tmp_path: Path, monkeypat
     for _ in range(2):
         shard.logits(mx.zeros((1, 1, shard.anatomy.hidden_size)))
     assert seen == [[], []]
+
+
+def test_experts_that_a_cpu_cannot_multiply_are_refused_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLX itself says so only at the first step. Layers without experts, and quantised experts, are no matter."""
+    folder = make_type(tmp_path / "model", "deepseek_v3", dtype=mx.bfloat16)
+    monkeypatch.setattr(shard_module, "multiplies_experts", lambda dtype: dtype == mx.float32)
+    with pytest.raises(ModelError, match="its experts are in bfloat16, which MLX computes on a GPU only; take a quant"):
+        Shard(open_folder(folder), 0, 2)
+    assert Shard(open_folder(folder), 0, 1).nbytes

@@ -240,6 +240,11 @@ def test_a_forward_that_fails_says_why() -> None:
     assert refused(between) == "its forward fails: no such kernel"
 
 
+def test_a_norm_before_the_layers_that_only_the_last_stage_would_hold() -> None:
+    model = Toy(lambda layers, h, caches: one_after_another(layers, model.norm(h), caches))
+    assert refusal(model).startswith("what stands behind its layers runs before them, too (")
+
+
 def test_an_embedding_that_is_asked_for_more_than_rows() -> None:
     class Curious(Toy):
         def __call__(self, ids: mx.array, cache: Caches) -> mx.array:
