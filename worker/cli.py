@@ -21,7 +21,7 @@ def worker(
     model: Annotated[str | None, typer.Option(help="This node's own copy, if it is not where others have it.")] = None,
     follow_parent: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
-    """Serve as a node until SIGTERM; sessions in progress get ten seconds to end.
+    """Serve as a node until SIGTERM; sessions in progress go to the other nodes, or get ten seconds to end.
 
     On another Mac: copy cluster.yaml there and run `brigade worker --config cluster.yaml --name mini`.
     Without a configuration the node listens on 127.0.0.1:50070 only.
