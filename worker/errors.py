@@ -45,6 +45,10 @@ class InputError(BrigadeError):
         return f"{self.field}: {self.message}" if self.field else self.message
 
 
+class ContextExceeded(InputError):
+    """A prompt leaves no room for an answer, or no node has memory for it."""
+
+
 class ConfigError(BrigadeError):
     """cluster.yaml, a flag or a layer split is wrong."""
 
@@ -81,6 +85,10 @@ class NodeBusy(BrigadeError):
 
 class QueueFull(BrigadeError):
     """As many requests wait as may wait."""
+
+
+class WaitedTooLong(QueueFull):
+    """A request has waited for memory for as long as one may."""
 
 
 class ReaderLost(BrigadeError):

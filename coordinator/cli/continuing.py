@@ -5,10 +5,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from coordinator.cli.wish import Task, Wish, prompt_ids
+from coordinator.cli.wish import Wish, prompt_of
 from coordinator.cluster.open import read_model
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.tokenizer import Tokenizer
+from coordinator.resident.frontend import Frontend, Task
 from coordinator.sessions.answer import Known
 from coordinator.sessions.journal import Header, Journal
 from coordinator.sessions.request import Request, check_request, make_sampling
@@ -46,7 +47,10 @@ async def resume(wish: Wish, options: ClusterOptions, journal: Journal) -> Task:
     await run_aside(partial(_check_model, header, checkpoint))
     request = replace(header.request, known=journal.known)
     tokenizer = Tokenizer(checkpoint, trust_remote_code=options.trust_remote_code) if header.has_text else None
-    for name, asked, kept in _pairs(wish, request, tokenizer):
+    asked_prompt = None
+    if wish.given & _PROMPTS:
+        asked_prompt = await Frontend(checkpoint, spec, tokenizer).prompt_ids(prompt_of(wish, tokenizer))
+    for name, asked, kept in _pairs(wish, request, asked_prompt):
         if asked != kept:
             raise InputError(name, f"the journal's request has {_short(kept)}, not {_short(asked)}; leave it out")
     spec = replace(spec, cache=request.cache)
@@ -73,11 +77,11 @@ def _check_model(header: Header, checkpoint: Checkpoint) -> None:
         raise InputError("journal", f"{expected}: {checkpoint.name} has other weights") from error
 
 
-def _pairs(wish: Wish, request: Request, tokenizer: Tokenizer | None) -> Iterator[tuple[str, Any, Any]]:
+def _pairs(wish: Wish, request: Request, prompt: tuple[int, ...] | None) -> Iterator[tuple[str, Any, Any]]:
     """Each parameter that was given, what was asked for and what the journal's request has."""
     given = wish.given
-    if given & _PROMPTS:
-        yield "prompt", prompt_ids(wish, tokenizer), request.prompt
+    if prompt is not None:
+        yield "prompt", prompt, request.prompt
     elif beside := given & {"raw", "system_prompt"}:
         raise InputError(min(beside), "expected with the prompt that the journal has, or not at all")
     asked = make_sampling(**wish.sampling)

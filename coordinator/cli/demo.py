@@ -8,7 +8,7 @@ from pathlib import Path
 
 from coordinator.cli.generate import Printer
 from coordinator.cli.report import print_stats, print_summary, stats_of
-from coordinator.cli.wish import Wish, prepare
+from coordinator.cli.wish import Wish, how_it_ended, prepare
 from coordinator.cluster.open import open_cluster
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say
@@ -29,7 +29,7 @@ async def run_demo(options: ClusterOptions, wish: Wish) -> None:
             answer = await generate(
                 cluster.chain, task.request, when_lost=cluster.reopen, text=stream, emit=emit, traced=True
             )
-        print_summary(answer, task.how_it_ended(answer, stream))
+        print_summary(answer, how_it_ended(task, answer, stream))
         chain, again = cluster.chain, replace(task.request, decode=Decode("ar"))
         print_stats(answer, chain.plan, answer.waterfall(chain.clock_offsets), with_legend=True)
         stepwise = await generate(chain, again, when_lost=cluster.reopen, text=task.stream())

@@ -11,13 +11,14 @@ from typing import Any, Self
 from coordinator.cli.continuing import header_of, recall, resume
 from coordinator.cli.report import logprobs_of, print_stats, print_summary, stages_of, stats_of
 from coordinator.cli.trace import trace_events
-from coordinator.cli.wish import Task, Wish, prepare
+from coordinator.cli.wish import Wish, how_it_ended, how_it_was_drawn, prepare
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.journal_file import JournalFile
 from coordinator.cluster.open import open_cluster
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say
 from coordinator.cluster.runner import Keep, generate, keep_nothing
+from coordinator.resident.frontend import Task
 from coordinator.sessions.answer import Answer, Token
 from coordinator.sessions.request import most_rows
 from coordinator.sessions.text import TextStream, TokenIds
@@ -107,7 +108,7 @@ async def _answer(options: ClusterOptions, wish: Wish, task: Task, keep: Keep = 
         if wish.as_json:
             print(json.dumps(_as_json(task, chain, answer, stream)), flush=True)
             return
-        print_summary(answer, task.how_it_ended(answer, stream), task.how_it_was_drawn())
+        print_summary(answer, how_it_ended(task, answer, stream), how_it_was_drawn(task))
         if wish.with_stats:
             print_stats(answer, chain.plan, answer.waterfall(chain.clock_offsets))
 

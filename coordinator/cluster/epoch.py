@@ -9,18 +9,20 @@ from coordinator.cluster.chain import Arrival, Chain
 from coordinator.planning.costs import LaneChooser
 from coordinator.sessions.scheduler import Commit, Scheduler
 from coordinator.sessions.session import Session
-from coordinator.sessions.slots import cache_costs
+from coordinator.sessions.slots import MOST_WAITING, cache_costs
 from worker.errors import BrigadeError
 
 
 class Epoch:
     """A chain's scheduler and its frames in flight."""
 
-    def __init__(self, chain: Chain) -> None:
+    def __init__(self, chain: Chain, max_waiting: int = MOST_WAITING) -> None:
         lanes = LaneChooser(chain.num_stages, chain.costs.stages_s, chain.costs.hops_s)
         costs = cache_costs(chain.plan, chain.spec)
         self.chain = chain
-        self.scheduler = Scheduler(chain.num_stages, costs, chain.epoch, lanes=lanes.choose, last_step=chain.last_step)
+        self.scheduler = Scheduler(
+            chain.num_stages, costs, chain.epoch, max_waiting, lanes=lanes.choose, last_step=chain.last_step
+        )
         self._idle = asyncio.Event()
         self.has_ended = False
 

@@ -14,10 +14,11 @@ from coordinator.sessions.answer import Answer, Piece, Token
 from coordinator.sessions.request import Request, room_for_answer
 from coordinator.sessions.scheduler import Commit, Scheduler
 from coordinator.sessions.session import Session
+from coordinator.sessions.slots import MOST_WAITING
 from coordinator.sessions.suspects import MOST_LOSSES, Suspects
 from coordinator.sessions.text import Text, TokenIds
 from coordinator.sessions.waterfall import Passage
-from worker.errors import BrigadeError, InputError, InternalError, QueueFull, ReaderLost, StageLost
+from worker.errors import BrigadeError, InputError, InternalError, ReaderLost, StageLost, WaitedTooLong
 from worker.node.parts import most_chunk_rows
 from worker.node.status import error_named
 
@@ -39,11 +40,19 @@ async def keep_nothing(piece: Piece, emit: Emit) -> None:
 class Runner:
     """Answers requests, as many at once as the stages have memory for. Use as an async context manager."""
 
-    def __init__(self, chain: Chain, *, when_lost: NextChain | None = None, max_wait_s: float = _MAX_WAIT_S) -> None:
+    def __init__(
+        self,
+        chain: Chain,
+        *,
+        when_lost: NextChain | None = None,
+        max_waiting: int = MOST_WAITING,
+        max_wait_s: float = _MAX_WAIT_S,
+    ) -> None:
         """`when_lost` opens the chain on which requests go on once one has failed; without it they fail, too.
 
-        A request that has waited for memory for `max_wait_s` is refused.
+        At most `max_waiting` requests wait for memory; one that has done so for `max_wait_s` is refused.
         """
+        self._max_waiting = max_waiting
         self._epoch = self._epoch_of(chain)
         self._when_lost = when_lost
         self._max_wait_s = max_wait_s
@@ -75,6 +84,11 @@ class Runner:
         return self._epoch.chain
 
     @property
+    def failure(self) -> BaseException | None:
+        """Why no request can be answered any more."""
+        return self._failure
+
+    @property
     def scheduler(self) -> Scheduler:
         """The present epoch's."""
         return self._epoch.scheduler
@@ -92,7 +106,7 @@ class Runner:
             chunk: rows per prompt chunk; None chooses by `chunk_size`.
             traced: keep the timing records of every frame, for a waterfall or a trace.
         Raises:
-            InputError: no node has memory for it. QueueFull: too many requests wait, or it has waited too long.
+            InputError: no node has memory for it. QueueFull: too many requests wait. WaitedTooLong: it did.
             ReaderLost: it was not read. NodeBusy: a node is about to end, and the request had not begun.
             BrigadeError: a stage failed, or the runner has been left.
         """
@@ -149,7 +163,7 @@ class Runner:
         """Have the present epoch run the session; it waits for memory no longer than it may."""
         self._epoch.scheduler.submit(ticket.session)
         if ticket.session.slot is None and ticket.deadline is None:
-            waited = QueueFull(f"waited {self._max_wait_s:.0f} s for memory; try again later")
+            waited = WaitedTooLong(f"waited {self._max_wait_s:.0f} s for memory; try again later")
             self._give_up_after(self._max_wait_s, ticket, waited)
 
     def _make_session(self, request: Request, chunk: int | None) -> Session:
@@ -215,7 +229,7 @@ class Runner:
 
     def _epoch_of(self, chain: Chain) -> Epoch:
         chain.on_draining = self._drain_chain
-        return Epoch(chain)
+        return Epoch(chain, self._max_waiting)
 
     def _drain_chain(self) -> None:
         """A node is about to end: those that run may finish, those that wait may not begin, nothing is kept."""

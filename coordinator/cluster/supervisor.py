@@ -45,6 +45,7 @@ class Supervisor:
         """`deployment` is the first one; `say` takes lines for the user."""
         self.chain: Chain
         self.num_recoveries = 0
+        self.trouble = ""  # why there is no chain now
         self._own = own
         self._roster = roster
         self._deployment = deployment
@@ -87,11 +88,20 @@ class Supervisor:
         if isinstance(error, _LASTING) or not self._limits.recovery_s:
             raise error
         self._begin(error)
+        self.trouble = str(error)
         try:
             async with asyncio.timeout(self._limits.recovery_s - self._passed_s):
-                return await self._recover(error)
+                chain = await self._recover(error)
         except TimeoutError:
             raise self._given_up(error) from None
+        self.trouble = ""
+        return chain
+
+    @property
+    def missing(self) -> list[str]:
+        """Nodes that the plan counted on, and that the present chain is without."""
+        present = {assignment.name for assignment in self.chain.plan.assignments}
+        return [assignment.name for assignment in self._whole.assignments if assignment.name not in present]
 
     def _begin(self, error: BrigadeError) -> None:
         """A chain that was lost before it made a token known is part of the recovery that it came from."""

@@ -1,15 +1,18 @@
 """A checkpoint's tokenizer and chat template: text to tokens, and what turns tokens into text."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from jinja2 import TemplateError
 from mlx_lm import tokenizer_utils
+from mlx_lm.generate import make_text_state_machine
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from coordinator.cluster.progress import say
 from coordinator.cluster.tokenizer_code import fetch_code, trusted_code
+from coordinator.sessions.markers import Markers
 from coordinator.sessions.text import StopText, TextStream
 from worker.errors import InputError, ModelError, first_line
 from worker.model.checkpoint import Checkpoint
@@ -46,12 +49,18 @@ class Tokenizer:
         """A base model has none: its prompts are given as they stand."""
         return bool(self._wrapper.has_chat_template)
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """A conversation's token ids, up to where the answer begins."""
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        arguments: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """A conversation's token ids, up to where the answer begins; `arguments` are the template's own."""
         if not self.has_chat_template:
             raise InputError("prompt", "this model has no chat template; give it raw, as it stands")
+        given = {"add_generation_prompt": True, **(arguments or {})} | ({"tools": list(tools)} if tools else {})
         try:
-            return list(self._wrapper.apply_chat_template(list(messages), add_generation_prompt=True))
+            return list(self._wrapper.apply_chat_template(list(messages), **given))
         except TemplateError as error:
             raise InputError("prompt", f"the chat template refuses this conversation ({error}); give it raw") from error
 
@@ -61,6 +70,18 @@ class Tokenizer:
     def encode_prompt(self, text: str) -> list[int]:
         """As a conversation's first message if there is a chat template, else as it stands."""
         return self.encode_chat([{"role": "user", "content": text}]) if self.has_chat_template else self.encode(text)
+
+    def markers(self, prompt: Sequence[int]) -> Markers:
+        """How answers to this prompt mark thoughts and calls; some templates end where thinking has begun."""
+        wrapper = self._wrapper
+        thinks = wrapper.has_thinking and wrapper.rfind_think_start(prompt) > wrapper.rfind_think_end(prompt)
+        begins_in = wrapper.response_initial_state or ("reasoning" if thinks else "normal")
+        calls = (wrapper.tool_call_start or "", wrapper.tool_call_end or "") if wrapper.has_tool_calling else ("", "")
+        return Markers(self._text_machine, begins_in, *calls, wrapper.tool_parser)
+
+    @cached_property
+    def _text_machine(self) -> Any:
+        return make_text_state_machine(self._wrapper)
 
     def stream(self, stops: Sequence[str]) -> TextStream:
         return TextStream(self._wrapper.detokenizer, StopText(stops))

@@ -10,7 +10,7 @@ from coordinator.planning.costs import StepCosts
 from coordinator.sessions.answer import Known
 from coordinator.sessions.session import Session
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache, Sampling
-from worker.errors import InputError
+from worker.errors import ContextExceeded, InputError
 from worker.model.modelspec import ModelSpec
 
 _COLDEST = 1e-6  # below it the division by the temperature leaves float32
@@ -63,8 +63,8 @@ def check_request(request: Request, spec: ModelSpec) -> None:
     """Refuse what the model cannot serve.
 
     Raises:
-        InputError: an empty prompt, ids outside the vocabulary, a prompt that leaves no room for an answer, a cache
-            that the model's heads do not suit.
+        ContextExceeded: a prompt that leaves no room for an answer.
+        InputError: an empty prompt, ids outside the vocabulary, a cache that the model's heads do not suit.
     """
     check_sampling(request.sampling)
     if not request.prompt:
@@ -83,7 +83,7 @@ def check_request(request: Request, spec: ModelSpec) -> None:
     if request.max_tokens < 1:
         raise InputError("max_tokens", f"expected at least 1, got {request.max_tokens}")
     if len(request.prompt) >= spec.context:
-        raise InputError(
+        raise ContextExceeded(
             "prompt",
             f"expected less than the {spec.context} tokens that {spec.name} has room for, found "
             f"{len(request.prompt)}; shorten it",

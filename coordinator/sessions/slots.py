@@ -15,7 +15,7 @@ from coordinator.sessions.session import Session
 from coordinator.sessions.slot import ACTIVE, ON_STAGES, Bytes, Slot, State
 from protos.brigade_pb2 import Cache
 from protos.brigade_pb2 import Session as Opening
-from worker.errors import InputError, QueueFull
+from worker.errors import ContextExceeded, QueueFull
 from worker.model.modelspec import ModelSpec
 
 MOST_WAITING = 1024  # sessions that wait for memory, if nobody says otherwise
@@ -131,7 +131,7 @@ class Slots:
         """Raise InputError for a session that could not even run alone."""
         for node, need, budget in zip(self._costs.nodes, needed, self._costs.budgets, strict=True):
             if need > budget:
-                raise InputError(
+                raise ContextExceeded(
                     "max_tokens",
                     f"with the prompt they need {format_bytes(need)} of cache on {node}, which has "
                     f"{format_bytes(budget)} for it; ask for fewer tokens or use an int8 cache",

@@ -8,7 +8,8 @@ import pytest
 from coordinator.cli.demo import compare
 from coordinator.cli.generate import Printer
 from coordinator.cli.report import print_summary
-from coordinator.cli.wish import Task
+from coordinator.cli.wish import how_it_ended, how_it_was_drawn
+from coordinator.resident.frontend import Task
 from coordinator.sessions.answer import Answer, Token, Usage
 from coordinator.sessions.request import Request
 from coordinator.sessions.text import TokenIds
@@ -107,7 +108,7 @@ STOPPED.is_stopped = True
 )
 def test_it_is_told_why_the_answer_ended(max_tokens: int, answer: Answer, stream: TokenIds, said: str) -> None:
     task = make_task(Request((1,) * 4, max_tokens, eos=frozenset([2])))
-    assert task.how_it_ended(answer, stream) == said
+    assert how_it_ended(task, answer, stream) == said
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ def test_it_is_told_why_the_answer_ended(max_tokens: int, answer: Answer, stream
 def test_the_seed_of_a_sampled_answer_is_told_and_whose_choice_that_was(
     sampling: Sampling, defaults: dict[str, float], said: str
 ) -> None:
-    assert make_task(Request((1,), 5, sampling), defaults).how_it_was_drawn() == said
+    assert how_it_was_drawn(make_task(Request((1,), 5, sampling), defaults)) == said
 
 
 def test_the_demo_compares_windows_with_one_token_per_step() -> None:

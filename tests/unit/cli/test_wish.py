@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from coordinator.cli.wish import Task, Wish, prepare
+from coordinator.cli.wish import Wish, how_it_was_drawn, prepare
 from coordinator.cluster.options import cluster_options
+from coordinator.resident.frontend import Task
 from tests.cluster.models import END, VOCAB, make_talker, reconfigured_copy
 from worker.errors import InputError, ModelError
 
@@ -81,21 +82,21 @@ def test_a_base_model_has_no_place_for_a_system_prompt(base: Path) -> None:
 
 def test_a_model_is_greedy_unless_its_makers_say_otherwise(folder: Path) -> None:
     task = prepared(folder)
-    assert task.request.sampling.temperature == 0 and task.how_it_was_drawn() == ""
+    assert task.request.sampling.temperature == 0 and how_it_was_drawn(task) == ""
 
 
 def test_a_model_that_is_to_be_sampled_is(sampled: Path) -> None:
     task = prepared(sampled)
     sampling = task.request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.6, 0.95, 20)
-    assert "temperature 0.6, top_p 0.95, top_k 20" in task.how_it_was_drawn()
+    assert "temperature 0.6, top_p 0.95, top_k 20" in how_it_was_drawn(task)
 
 
 def test_flags_win_over_the_models_own_sampling(sampled: Path) -> None:
     task = prepared(sampled, sampling={"temperature": 0.9, "top_k": 0})
     sampling = task.request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.9, 0.95, 0)
-    assert "(top_p 0.95)" in task.how_it_was_drawn()
+    assert "(top_p 0.95)" in how_it_was_drawn(task)
     assert prepared(sampled, sampling={"temperature": 0}).request.sampling.temperature == 0
 
 

@@ -1,0 +1,127 @@
+"""Frontend: a model's configuration, tokenizer and template. Makes checked requests of what is asked; asks no node."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Self
+
+from coordinator.cluster.open import read_model
+from coordinator.cluster.tokenizer import Tokenizer, find_tokenizer
+from coordinator.decoding.decode import suit
+from coordinator.resident.ask import Ask, Conversation, Prompt, require_utf8
+from coordinator.resident.channels import Channels
+from coordinator.sessions.generation_config import eos_ids, sampling_defaults
+from coordinator.sessions.request import Request, check_request, make_sampling
+from coordinator.sessions.text import TextStream, TokenIds
+from protos.brigade_pb2 import Sampling
+from worker.errors import InputError, ModelError
+from worker.model.checkpoint import Checkpoint
+from worker.model.modelspec import ModelSpec
+from worker.process.call_thread import run_aside
+
+
+@dataclass(frozen=True)
+class Task:
+    """A request that its model can serve, and what turns its tokens into text."""
+
+    checkpoint: Checkpoint
+    spec: ModelSpec
+    request: Request
+    tokenizer: Tokenizer | None
+    defaults: Mapping[str, float]  # of the sampling, by the model's generation_config.json
+    ask: Ask | None = None  # None for the request of a journal
+
+    def stream(self) -> TextStream | TokenIds:
+        return self.tokenizer.stream(self.request.stops) if self.tokenizer else TokenIds()
+
+    def channels(self) -> Channels:
+        """Takes the text apart: what is said, what is thought, what is to be called."""
+        markers = self.tokenizer.markers(self.request.prompt) if self.tokenizer else None
+        return Channels(markers, self.ask.tools if self.ask else ())
+
+
+class Frontend:
+    """Checks requests for one model. Encoding and rendering are done aside, one at a time."""
+
+    def __init__(self, checkpoint: Checkpoint, spec: ModelSpec, tokenizer: Tokenizer | None) -> None:
+        """Without a tokenizer prompts are token ids, and so is text.
+
+        Raises:
+            ModelError: generation_config.json is wrong.
+        """
+        self.checkpoint = checkpoint
+        self.spec = spec
+        self.tokenizer = tokenizer
+        self.defaults = sampling_defaults(checkpoint.generation_config)
+        self._encoding = asyncio.Lock()
+
+    @classmethod
+    async def read(cls, model: str, *, trust_remote_code: bool = False, needs_text: bool = True) -> Self:
+        """Read the model's configuration and tokenizer; no weights.
+
+        Raises:
+            ModelError: there is no such model, or it cannot be read, or has no tokenizer though there `needs_text`.
+        """
+        checkpoint, spec = await read_model(model)
+        find = Tokenizer if needs_text else find_tokenizer
+        return cls(checkpoint, spec, find(checkpoint, trust_remote_code=trust_remote_code))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self.tokenizer is not None and self.tokenizer.has_chat_template
+
+    async def prepare(self, ask: Ask) -> Task:
+        """Check what is asked, before any node is troubled.
+
+        Raises:
+            InputError: the model cannot serve it. ModelError: its generation_config.json asks for what none can.
+        """
+        for stop in ask.stops:
+            require_utf8("stop", stop)
+        defaults = {name: value for name, value in self.defaults.items() if name not in ask.sampling}
+        sampling = self._sampling(ask, defaults)
+        prompt = await self.prompt_ids(ask.prompt)
+        spec = replace(self.spec, cache=ask.cache)
+        request = Request(
+            prompt=prompt,
+            max_tokens=spec.context if ask.max_tokens is None else ask.max_tokens,
+            sampling=sampling,
+            stops=ask.stops,
+            eos=frozenset() if ask.ignore_eos else self.eos,
+            decode=suit(ask.decode, ask.cache, spec),
+            cache=ask.cache,
+            repeat_guard=ask.repeat_guard,
+        )
+        check_request(request, spec)
+        return Task(self.checkpoint, spec, request, self.tokenizer, defaults, ask)
+
+    async def prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        """A prompt's token ids, in whatever form it comes. Raises InputError without a tokenizer or template for it."""
+        if isinstance(prompt, tuple):
+            return prompt
+        if isinstance(prompt, str):
+            require_utf8("prompt", prompt)
+        if self.tokenizer is None:
+            raise InputError("prompt", "this model has no tokenizer; give the prompt as token ids")
+        async with self._encoding:
+            return tuple(await run_aside(partial(_encode, self.tokenizer, prompt)))
+
+    @property
+    def eos(self) -> frozenset[int]:
+        """The tokens that end an answer."""
+        named = eos_ids(self.checkpoint.config, self.checkpoint.generation_config)
+        return named | (self.tokenizer.eos if self.tokenizer else frozenset())
+
+    def _sampling(self, ask: Ask, defaults: Mapping[str, float]) -> Sampling:
+        make_sampling(**ask.sampling)  # what was asked for is refused as such
+        try:
+            return make_sampling(**{**defaults, **ask.sampling})
+        except InputError as error:
+            raise ModelError(f"{self.checkpoint.folder}/generation_config.json: {error}") from error
+
+
+def _encode(tokenizer: Tokenizer, prompt: Conversation | str) -> Sequence[int]:
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    return tokenizer.encode_chat(prompt.messages, prompt.tools, prompt.template_arguments)

@@ -1,0 +1,136 @@
+"""ResidentModel: a model that stays loaded over an open chain and answers whoever asks, as many at once as fit."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from enum import Enum
+
+from coordinator.cluster.open import open_cluster
+from coordinator.cluster.options import ClusterOptions
+from coordinator.cluster.runner import Runner
+from coordinator.cluster.supervisor import Supervisor
+from coordinator.resident.ask import Ask
+from coordinator.resident.channels import Delta
+from coordinator.resident.frontend import Frontend, Task
+from worker.errors import NodeBusy
+
+
+class State(Enum):
+    """How the model stands to whoever asks."""
+
+    READY = "ready"
+    DEGRADED = "degraded"  # it answers, with fewer nodes than it was to have
+    RECOVERING = "recovering"  # a chain was lost, and the next one is not open yet
+    DRAINING = "draining"  # it answers what it has begun, and nothing new
+    FAILED = "failed"  # no chain could be opened
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A state, and why it is not READY."""
+
+    state: State
+    why: str = ""
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.state in (State.READY, State.DEGRADED)
+
+
+class ResidentModel:
+    """What all doors share. Made by `open_resident`."""
+
+    def __init__(self, frontend: Frontend, cluster: Supervisor, runner: Runner) -> None:
+        self.frontend = frontend
+        self.cluster = cluster
+        self.runner = runner
+        self._is_draining = False
+        self._num_answering = 0
+        self._all_answered = asyncio.Event()
+        self._all_answered.set()
+
+    @property
+    def name(self) -> str:
+        return self.frontend.checkpoint.name
+
+    @property
+    def context(self) -> int:
+        """The most tokens of a prompt and its answer."""
+        return self.frontend.spec.context
+
+    @property
+    def standing(self) -> Standing:
+        if self.runner.failure is not None:
+            return Standing(State.FAILED, str(self.runner.failure))
+        if self._is_draining:
+            return Standing(State.DRAINING, "shutting down")
+        if self.cluster.trouble:
+            return Standing(State.RECOVERING, self.cluster.trouble)
+        if draining := self.runner.chain.draining:
+            return Standing(State.DRAINING, str(draining))
+        if missing := self.cluster.missing:
+            return Standing(State.DEGRADED, f"without {' and '.join(missing)}")
+        return Standing(State.READY)
+
+    async def prepare(self, ask: Ask) -> Task:
+        """Check what is asked, as `Frontend.prepare`. Raises NodeBusy once draining has begun."""
+        self._require_open()
+        return await self.frontend.prepare(ask)
+
+    async def stream(self, task: Task, *, traced: bool = False) -> AsyncGenerator[Delta, None]:
+        """Answer, step by step. Closing the iterator frees what the answer took on every node.
+
+        Raises:
+            NodeBusy: it is draining. And what `Runner.stream` raises.
+        """
+        self._require_open()
+        self._begin()
+        try:
+            channels = task.channels()
+            pieces = self.runner.stream(task.request, text=task.stream(), traced=traced)
+            async with contextlib.aclosing(pieces):
+                async for piece in pieces:
+                    yield channels.push(piece)
+        finally:
+            self._end()
+
+    async def drain(self, within_s: float) -> bool:
+        """Take nothing new; whether all that is under way has ended in time."""
+        self._is_draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._all_answered.wait()
+        return self._num_answering == 0
+
+    def _require_open(self) -> None:
+        if self._is_draining:
+            raise NodeBusy("this server is shutting down and takes no new request")
+
+    def _begin(self) -> None:
+        self._num_answering += 1
+        self._all_answered.clear()
+
+    def _end(self) -> None:
+        self._num_answering -= 1
+        if not self._num_answering:
+            self._all_answered.set()
+
+
+@asynccontextmanager
+async def open_resident(
+    frontend: Frontend, options: ClusterOptions, context: int, *, max_waiting: int, max_wait_s: float
+) -> AsyncIterator[ResidentModel]:
+    """Load the model over the cluster and keep it.
+
+    Args:
+        context: tokens per request that the plan keeps memory for.
+        max_waiting: requests that may wait for memory; each of them for `max_wait_s`.
+    Raises:
+        BrigadeError: what the first node that cannot take part says.
+    """
+    async with open_cluster(options, frontend.checkpoint, frontend.spec, context) as cluster:
+        runner = Runner(cluster.chain, when_lost=cluster.reopen, max_waiting=max_waiting, max_wait_s=max_wait_s)
+        async with runner:
+            yield ResidentModel(frontend, cluster, runner)

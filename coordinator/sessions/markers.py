@@ -1,0 +1,16 @@
+"""Markers: how a model's text marks its thoughts and its calls, as mlx-lm knows it. Pure."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Markers:
+    """Of the answer to one prompt."""
+
+    machine: Any  # mlx_lm.generate.TextStateMachine
+    begins_in: str  # state
+    call_begins: str = ""
+    call_ends: str = ""
+    parse: Callable[[str, Any], Any] | None = None
