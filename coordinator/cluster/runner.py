@@ -88,6 +88,11 @@ class Runner:
         """Why no request can be answered any more."""
         return self._failure
 
+    async def wait_failed(self) -> None:
+        """Raise what ends every request, once it has come to that."""
+        assert self._task is not None
+        await asyncio.shield(self._task)
+
     @property
     def scheduler(self) -> Scheduler:
         """The present epoch's."""

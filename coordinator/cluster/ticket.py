@@ -36,6 +36,7 @@ class Ticket:
         self._still_ns = 0  # how long recoveries took, as whoever reads saw it
         self._last_at = 0  # nanoseconds, monotonic, of the last step
         self._is_still = False
+        self._num_said = 0  # tokens
         self._eos = eos
         self._started = time.monotonic_ns()
         self._passages: list[Passage] | None = [] if traced else None
@@ -95,6 +96,7 @@ class Ticket:
                 said.append(text.push(token.token))
             if text.is_stopped:
                 break  # the rest of the step lies behind the stop string
+        self._num_said += len(tokens)
         if not text.is_stopped and step.finish_reason is None:
             return Piece("".join(said), tokens, step.at, fills=step.fills)
         said.append(text.finish())  # what was held back may be a stop string as well
@@ -106,5 +108,5 @@ class Ticket:
         session = self.session
         return Usage(
             session.num_prompt, self._started, session.num_reused, last.num_steps, last.num_rows, passages,
-            self._num_recoveries, self._still_ns / 1e9,
+            self._num_recoveries, self._still_ns / 1e9, self._num_said,
         )  # fmt: skip

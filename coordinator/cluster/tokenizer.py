@@ -67,6 +67,9 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         return list(self._wrapper.encode(text))
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._wrapper.decode(list(tokens)))
+
     def encode_prompt(self, text: str) -> list[int]:
         """As a conversation's first message if there is a chat template, else as it stands."""
         return self.encode_chat([{"role": "user", "content": text}]) if self.has_chat_template else self.encode(text)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 from coordinator.cluster.open import read_model
 from coordinator.cluster.tokenizer import Tokenizer, find_tokenizer
@@ -53,7 +53,7 @@ class Frontend:
         self.checkpoint = checkpoint
         self.spec = spec
         self.tokenizer = tokenizer
-        self.defaults = sampling_defaults(checkpoint.generation_config)
+        self.defaults: dict[str, Any] = sampling_defaults(checkpoint.generation_config)
         self._encoding = asyncio.Lock()
 
     @classmethod
@@ -95,6 +95,10 @@ class Frontend:
         )
         check_request(request, spec)
         return Task(self.checkpoint, spec, request, self.tokenizer, defaults, ask)
+
+    def token_text(self, token: int) -> str:
+        """What one token says; its number without a tokenizer."""
+        return self.tokenizer.decode([token]) if self.tokenizer else str(token)
 
     async def prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
         """A prompt's token ids, in whatever form it comes. Raises InputError without a tokenizer or template for it."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -20,6 +20,7 @@ from worker.errors import NodeBusy
 class State(Enum):
     """How the model stands to whoever asks."""
 
+    LOADING = "loading"
     READY = "ready"
     DEGRADED = "degraded"  # it answers, with fewer nodes than it was to have
     RECOVERING = "recovering"  # a chain was lost, and the next one is not open yet
@@ -61,6 +62,11 @@ class ResidentModel:
         return self.frontend.spec.context
 
     @property
+    def clock_offsets(self) -> Sequence[int]:
+        """Of the present chain's stages, nanoseconds."""
+        return self.runner.chain.clock_offsets
+
+    @property
     def standing(self) -> Standing:
         if self.runner.failure is not None:
             return Standing(State.FAILED, str(self.runner.failure))
@@ -95,6 +101,10 @@ class ResidentModel:
                     yield channels.push(piece)
         finally:
             self._end()
+
+    async def wait_failed(self) -> None:
+        """Return never; raise what made it impossible to answer once it is so."""
+        await self.runner.wait_failed()
 
     async def drain(self, within_s: float) -> bool:
         """Take nothing new; whether all that is under way has ended in time."""

@@ -48,6 +48,7 @@ class Usage:
     passages: Sequence[Passage] = ()  # of its chain's frames that carried a window of it, if they were to be kept
     num_recoveries: int = 0  # chains that were lost under it
     still_s: float = 0.0  # seconds without a token for that reason
+    num_generated: int = 0  # tokens of the answer that were not known before
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ PACKAGES = ("protos", "worker", "coordinator", "tools")  # each may import itsel
 # Likewise for the rooms of a package; what stands beside the rooms (errors, config) may be imported by all of them.
 ROOMS = {
     "worker": ("process", "model", "memory", "compute", "node"),
-    "coordinator": ("planning", "decoding", "sessions", "cluster", "resident", "measure", "cli"),
+    "coordinator": ("planning", "decoding", "sessions", "cluster", "resident", "shapes", "measure", "http", "cli"),
 }
 BESIDE_ROOMS = {"worker.errors", "worker.config"}
 PURE_ROOMS = ("planning", "decoding", "sessions")
@@ -21,7 +21,13 @@ WORLDLY = {"grpc", "asyncio", "mlx", "mlx_lm", "time", "socket", "uvloop"}
 # what finds and reads checkpoints: what comes of it, ModelSpec, is plain numbers
 CHECKPOINTS = {f"worker.model.{name}" for name in ("hub", "checkpoint", "families", "describe")} | {"huggingface_hub"}
 MAX_LINES = 350
-CATCH_ALL = {"worker/node/service.py", "worker/process/run.py", "worker/process/call_thread.py"}
+CATCH_ALL = {
+    "coordinator/resident/several.py",
+    "coordinator/http/streams.py",
+    "worker/node/service.py",
+    "worker/process/run.py",
+    "worker/process/call_thread.py",
+}
 BANNED_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "torch"}
 BANNED_CALLS = {"eval", "exec", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
 RUNS_OUR_OWN_TEXT = {"tools/demo_data/functions.py"}  # it makes training examples from functions.toml beside it

@@ -1,0 +1,105 @@
+"""`brigade serve`: its flags, and what they amount to."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from coordinator.cli import flags
+from coordinator.cli.parse import parse_layers
+from coordinator.cluster.options import cluster_options
+from coordinator.planning.recovery import USUAL, Limits
+from coordinator.sessions.request import make_sampling
+from worker.errors import InputError
+
+PORT = 9338
+_SERVER = "Server"
+
+Host = Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 lets other machines in.", rich_help_panel=_SERVER)]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.", rich_help_panel=_SERVER)]
+ApiKeyFile = Annotated[
+    Path | None,
+    typer.Option(help="Keys that clients must bring: a line each, as KEY or NAME KEY.", rich_help_panel=_SERVER),
+]
+Insecure = Annotated[
+    bool,
+    typer.Option("--insecure", help="Let others in without keys, on a network you trust.", rich_help_panel=_SERVER),
+]
+ServedModelName = Annotated[
+    list[str] | None,
+    typer.Option(help="What clients call the model; repeatable. (default: its name)", rich_help_panel=_SERVER),
+]
+MaxWaiting = Annotated[
+    int, typer.Option(min=0, help="Requests that may wait for memory; more get 429.", rich_help_panel=_SERVER)
+]
+QueueTimeout = Annotated[
+    float, typer.Option(min=0, help="How long each may wait, seconds; then it gets 503.", rich_help_panel=_SERVER)
+]
+ShutdownTimeout = Annotated[
+    float, typer.Option(min=0, help="How long answers may go on once it is told to stop.", rich_help_panel=_SERVER)
+]
+TlsCert = Annotated[Path | None, typer.Option(help="Certificate (PEM) to serve HTTPS with.", rich_help_panel=_SERVER)]
+TlsKey = Annotated[Path | None, typer.Option(help="Its key (PEM).", rich_help_panel=_SERVER)]
+DefaultMaxTokens = Annotated[
+    int,
+    typer.Option("--max-tokens", "-m", min=1, help="The most tokens of an answer whose request names no number."),
+]
+
+
+def serve(
+    host: Host = "127.0.0.1",
+    port: Port = PORT,
+    api_key_file: ApiKeyFile = None,
+    insecure: Insecure = False,
+    served_model_name: ServedModelName = None,
+    max_waiting: MaxWaiting = 256,
+    queue_timeout: QueueTimeout = 60.0,
+    shutdown_timeout: ShutdownTimeout = 30.0,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    config: flags.Config = None,
+    model: flags.Model = None,
+    local: flags.Local = None,
+    layers: flags.Layers = None,
+    context: flags.Context = None,
+    trust_remote_code: flags.TrustRemoteCode = False,
+    check_finite: flags.CheckFinite = False,
+    rejoin_timeout: flags.RejoinTimeout = USUAL.rejoin_s,
+    recovery_timeout: flags.RecoveryTimeout = USUAL.recovery_s,
+    max_tokens: DefaultMaxTokens = 4096,
+    temp: flags.Temp = None,
+    top_p: flags.TopP = None,
+    top_k: flags.TopK = None,
+    min_p: flags.MinP = None,
+    repetition_penalty: flags.RepetitionPenalty = None,
+) -> None:
+    """Keep the model loaded and answer whoever asks, as OpenAI's API does, until Ctrl-C.
+
+    On this machine: brigade serve --model demo --local 2
+
+    Then: curl localhost:9338/v1/chat/completions -H 'Content-Type: application/json'
+    -d '{"messages": [{"role": "user", "content": "Hello"}]}'
+    """
+    chosen: dict[str, Any] = {
+        "temperature": temp, "top_p": top_p, "top_k": top_k, "min_p": min_p, "repetition_penalty": repetition_penalty,
+    }  # fmt: skip
+    sampling = {name: value for name, value in chosen.items() if value is not None}
+    make_sampling(**sampling)
+    limits = Limits(rejoin_timeout, recovery_timeout)
+    split = None if layers is None else parse_layers(layers)
+    options = cluster_options(config, model, local, split, context, trust_remote_code, check_finite, limits)
+    if context is not None and context < 2:
+        raise InputError("context", f"expected at least 2 tokens, got {context}")
+
+    from coordinator.cli.run_async import run_async
+    from coordinator.http.keys import load_keys
+    from coordinator.http.run import Serving, require_guarded
+    from coordinator.http.run import serve as run_server
+    from coordinator.http.served import Limits as RequestLimits
+
+    serving = Serving(
+        host, port, load_keys(api_key_file) if api_key_file else None, insecure, tuple(served_model_name or ()),
+        max_waiting, queue_timeout, shutdown_timeout, tls_cert, tls_key, RequestLimits(max_tokens=max_tokens), sampling,
+    )  # fmt: skip
+    require_guarded(serving)
+    run_async(run_server(options, serving))

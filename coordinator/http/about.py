@@ -1,0 +1,55 @@
+"""What the server says of itself: models, health, version."""
+
+from importlib.metadata import version
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from coordinator.http.served import Served
+from coordinator.resident.ask import Ask
+
+
+async def models(request: Request) -> Response:
+    served: Served = request.app.state.served
+    return JSONResponse({"object": "list", "data": [_card(served, name) for name in served.names]})
+
+
+async def one_model(request: Request) -> Response:
+    served: Served = request.app.state.served
+    name = request.path_params["name"]
+    served.require_name(name)
+    return JSONResponse(_card(served, name))
+
+
+async def live(request: Request) -> Response:
+    """The process and its event loop are there."""
+    return JSONResponse({"status": "live"})
+
+
+async def health(request: Request) -> Response:
+    """Whether requests are answered now; with `?deep=1` one token goes through all stages first."""
+    served: Served = request.app.state.served
+    standing = served.standing
+    if standing.takes_requests and request.query_params.get("deep") == "1":
+        model = served.require_model()
+        async for _ in model.stream(await model.prepare(Ask((0,), max_tokens=1, ignore_eos=True))):
+            pass
+    body = {"status": standing.state.value, "why": standing.why}
+    if standing.takes_requests:
+        return JSONResponse(body)
+    return JSONResponse(body, 503, {"Retry-After": "5"})
+
+
+async def versions(request: Request) -> Response:
+    return JSONResponse({name.replace("-", "_"): version(name) for name in ("brigade", "mlx", "mlx-lm")})
+
+
+def _card(served: Served, name: str) -> dict[str, object]:
+    spec = served.frontend.spec
+    return {
+        "id": name,
+        "object": "model",
+        "created": served.started,
+        "owned_by": "brigade",
+        "max_model_len": spec.context,
+    }

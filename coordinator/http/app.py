@@ -1,0 +1,59 @@
+"""The application: routes, and what becomes of their errors."""
+
+from collections.abc import Collection
+from http import HTTPStatus
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from coordinator.http.about import health, live, models, one_model, versions
+from coordinator.http.chat import chat_completions
+from coordinator.http.errors import HttpError, Refusal, http_error
+from coordinator.http.guard import Guard
+from coordinator.http.keys import Keys
+from coordinator.http.served import Served
+from coordinator.http.streams import ClientLeft
+from worker.errors import BrigadeError
+
+ROUTES = [
+    Route("/health", health),
+    Route("/live", live),
+    Route("/version", versions),
+    Route("/v1/models", models),
+    Route("/v1/models/{name:path}", one_model),
+    Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+]
+_CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+def make_app(served: Served, *, keys: Keys | None = None, hosts: Collection[str] = ()) -> ASGIApp:
+    """All doors of one server, behind its guard."""
+    told = dict.fromkeys((BrigadeError, Refusal, Exception), _failed)
+    app = Starlette(routes=ROUTES, exception_handlers={HTTPException: _unrouted, ClientLeft: _left} | told)
+    app.state.served = served
+    return Guard(app, keys=keys, hosts=hosts)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    return _told(http_error(error))
+
+
+async def _left(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # which nobody reads
+
+
+async def _unrouted(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    status = error.status_code
+    said = f"{HTTPStatus(status).phrase}: {request.method} {request.url.path}"
+    return _told(
+        HttpError(status, "invalid_request_error", said, _CODES.get(status), headers=dict(error.headers or {}))
+    )
+
+
+def _told(error: HttpError) -> Response:
+    return Response(error.to_json(), error.status, error.to_headers(), "application/json")

@@ -1,0 +1,78 @@
+"""`POST /v1/chat/completions`."""
+
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from coordinator.http.errors import HttpError
+from coordinator.http.reading import read_body
+from coordinator.http.served import Served
+from coordinator.http.streams import data, event_stream, unless_left
+from coordinator.resident.ask import Ask
+from coordinator.resident.channels import Delta
+from coordinator.resident.frontend import Task
+from coordinator.resident.model import ResidentModel
+from coordinator.resident.several import collect, merged
+from coordinator.shapes.answers import figures_of
+from coordinator.shapes.openai_chat import ChatAnswer, ChatBody
+
+DONE = b"data: [DONE]\n\n"
+
+
+async def chat_completions(request: Request) -> Response:
+    served: Served = request.app.state.served
+    body = await read_body(request, ChatBody, served.limits.body_bytes)
+    served.require_name(body.model)
+    model = served.require_model()
+    tasks = await prepare_choices(model, body.ask(served.limits.max_tokens), body.n)
+    answer = ChatAnswer(
+        f"chatcmpl-{uuid.uuid4().hex}", served.names[0], int(time.time()), served.frontend.token_text, body.logprobs
+    )
+    if body.stream:
+        events = _events(model, tasks, answer, body)
+        return await event_stream(request, events, tell=tell, end=DONE)
+    choices = await unless_left(request, collect(model, tasks, traced=body.wants_waterfall))
+    return JSONResponse(answer.whole(choices) | {"brigade": figures(model, [deltas[-1] for deltas in choices])})
+
+
+async def prepare_choices(model: ResidentModel, ask: Ask, n: int) -> list[Task]:
+    """`n` tasks of one ask; a given seed counts up, so that they differ but can be had again."""
+    seed = ask.sampling.get("seed")
+    asks = [ask if seed is None else replace(ask, sampling={**ask.sampling, "seed": seed + k}) for k in range(n)]
+    return [await model.prepare(each) for each in asks]
+
+
+async def _events(
+    model: ResidentModel, tasks: Sequence[Task], answer: ChatAnswer, body: ChatBody
+) -> AsyncGenerator[bytes, None]:
+    lasts: list[Delta] = []
+    num_calls: Counter[int] = Counter()
+    for index in range(len(tasks)):
+        yield data(answer.opening(index))
+    async with aclosing(merged(model, tasks, traced=body.wants_waterfall)) as deltas:
+        async for index, delta in deltas:
+            if chunk := answer.chunk(index, delta, num_calls[index]):
+                yield data(chunk)
+            num_calls[index] += len(delta.tool_calls)
+            if delta.finish_reason is not None:
+                lasts.append(delta)
+    if body.stream_options.include_usage:
+        yield data(answer.closing(lasts) | {"brigade": figures(model, lasts)})
+
+
+def figures(model: ResidentModel, lasts: Sequence[Delta]) -> Any:
+    """What windows, recoveries and prefixes made of it; a list where there are several choices."""
+    found = [figures_of(last, model.clock_offsets) for last in lasts]
+    return found[0] if len(found) == 1 else found
+
+
+def tell(error: HttpError) -> bytes:
+    """An error in the middle of a stream, as OpenAI's clients know it."""
+    return data(error.to_openai())

@@ -1,0 +1,47 @@
+"""Served: what all routes share. The model comes once it is loaded, and goes while it is loaded anew."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from coordinator.http.errors import refuse, unavailable
+from coordinator.resident.frontend import Frontend
+from coordinator.resident.model import ResidentModel, Standing, State
+
+Model = ResidentModel | None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may cost before it is checked."""
+
+    body_bytes: int = 8 << 20
+    max_tokens: int = 4096  # of an answer whose request names no number
+
+
+@dataclass
+class Served:
+    """The model behind the server, the names that it goes by, and what holds for every request."""
+
+    frontend: Frontend
+    names: Sequence[str]  # the first one is told in answers
+    started: int  # seconds since 1970
+    limits: Limits = field(default_factory=Limits)
+    model: Model = None
+    why_not: str = "the model is being loaded"
+
+    @property
+    def standing(self) -> Standing:
+        return self.model.standing if self.model else Standing(State.LOADING, self.why_not)
+
+    def require_model(self) -> ResidentModel:
+        """Raises Refusal (503) while nothing can be answered."""
+        standing = self.standing
+        if self.model is None or not standing.takes_requests:
+            raise unavailable(f"{standing.state.value}: {standing.why}", standing.state.value)
+        return self.model
+
+    def require_name(self, name: str | None) -> None:
+        """Raises Refusal (404) for a model that is not served here."""
+        if name is not None and name not in self.names:
+            known = ", ".join(map(repr, self.names))
+            raise refuse(404, f"expected a model that is served here ({known}), found {name!r}", "model_not_found")

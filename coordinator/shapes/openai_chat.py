@@ -1,0 +1,200 @@
+"""OpenAI's chat completions: the body as an Ask, an answer's deltas as an object or as chunks. Pure."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from coordinator.resident.ask import Ask, Conversation
+from coordinator.resident.channels import Delta, ToolCall
+from coordinator.shapes.answers import TokenText, logprobs_of, total_usage
+from coordinator.shapes.body import Sampled, Section, Texts
+from worker.errors import InputError
+
+Json = dict[str, Any]
+
+
+class Message(Section):
+    """One turn. Parts of text are joined; parts of anything else are refused."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[Json] | None = None
+    name: str | None = None
+    tool_calls: list[Json] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class StreamOptions(Section):
+    include_usage: bool = False
+
+
+class ChatBody(Sampled):
+    """What may be asked. Fields that would change the answer and are not supported are refused by `ask`."""
+
+    model: str | None = None
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    stop: Texts | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    n: int = Field(1, ge=1, le=128)
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = Field(default_factory=dict)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[Json] | None = None
+    tool_choice: str | Json | None = None
+    parallel_tool_calls: bool = True
+    response_format: Json | None = None
+    chat_template_kwargs: Json = Field(default_factory=dict)
+    brigade: Json = Field(default_factory=dict)  # {"waterfall": true}
+
+    @model_validator(mode="after")
+    def _agree(self) -> "ChatBody":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs is expected only with logprobs: true")
+        return self
+
+    @property
+    def wants_waterfall(self) -> bool:
+        return bool(self.brigade.get("waterfall"))
+
+    def ask(self, default_max_tokens: int | None = None) -> Ask:
+        """Raises InputError for what is not supported and would change the answer."""
+        chosen = {
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "logit_bias": self.logit_bias,
+            "logprobs": 1 + (self.top_logprobs or 0) if self.logprobs else 0,
+        }
+        return Ask(
+            prompt=Conversation(
+                tuple(as_template_message(message) for message in self.messages),
+                self._tools(),
+                self.chat_template_kwargs,
+            ),
+            max_tokens=self.max_completion_tokens or self.max_tokens or default_max_tokens,
+            sampling=self.sampling() | chosen,
+            decode=self.decoder(),
+            cache=self.cache(),
+            stops=tuple(self.stop or ()),
+            ignore_eos=self.ignore_eos,
+            repeat_guard=self.repeat_guard,
+        )
+
+    def _tools(self) -> tuple[Json, ...]:
+        """What may be called. A call can be forbidden; it cannot be forced."""
+        if self.tool_choice not in (None, "none", "auto"):
+            raise InputError("tool_choice", 'expected "auto" or "none": this server cannot force a call')
+        return () if self.tool_choice == "none" else tuple(self.tools or ())
+
+
+def as_template_message(message: Message) -> Json:
+    """A message as chat templates take it. Raises InputError for parts that are no text."""
+    said = message.model_dump(exclude_none=True)
+    said["role"] = "system" if message.role == "developer" else message.role  # which no template knows
+    if (thought := said.pop("reasoning", None)) is not None:
+        said.setdefault("reasoning_content", thought)
+    if isinstance(message.content, list):
+        said["content"] = _joined(message.content)
+    elif message.content is None:
+        said["content"] = ""
+    for call in said.get("tool_calls", ()):
+        function = call.get("function")
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            function["arguments"] = _parsed(function["arguments"])
+    return said
+
+
+def _joined(parts: Iterable[Mapping[str, Any]]) -> str:
+    texts = []
+    for part in parts:
+        if part.get("type") not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
+            raise InputError("messages", f"expected parts of type text, found {part.get('type')!r}: only text is read")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _parsed(arguments: str) -> Any:
+    """Arguments of a call: templates take them as an object."""
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+@dataclass(frozen=True)
+class ChatAnswer:
+    """How one request's answers are told: `opening` and `chunk` in a stream, `whole` at once."""
+
+    id: str
+    model: str
+    created: int  # seconds since 1970
+    token_text: TokenText
+    has_logprobs: bool = False
+
+    def opening(self, index: int) -> Json:
+        """A stream's first chunk of this choice."""
+        return self._chunk(index, {"role": "assistant", "content": ""}, None, None)
+
+    def chunk(self, index: int, delta: Delta, num_calls: int) -> Json | None:
+        """What a step added; None where nothing came of it yet. `num_calls` came before in this choice."""
+        said: Json = {"content": delta.content} if delta.content else {}
+        if delta.reasoning:
+            said |= _thought(delta.reasoning)
+        if delta.tool_calls:
+            said["tool_calls"] = [{"index": num_calls + n, **_call(call)} for n, call in enumerate(delta.tool_calls)]
+        if not (said or delta.finish_reason or (self.has_logprobs and delta.piece.tokens)):
+            return None
+        return self._chunk(index, said, self._logprobs([delta]), delta.finish_reason)
+
+    def closing(self, lasts: Sequence[Delta]) -> Json:
+        """The chunk that tells the usage, where it is asked for; `lasts` are the last deltas of all choices."""
+        return self._about("chat.completion.chunk") | {"choices": [], "usage": total_usage(lasts)}
+
+    def whole(self, choices: Sequence[Sequence[Delta]]) -> Json:
+        """All deltas of every choice as one object."""
+        about = self._about("chat.completion")
+        return about | {
+            "choices": [self._choice(index, deltas) for index, deltas in enumerate(choices)],
+            "usage": total_usage([deltas[-1] for deltas in choices]),
+        }
+
+    def _choice(self, index: int, deltas: Sequence[Delta]) -> Json:
+        calls = [call for delta in deltas for call in delta.tool_calls]
+        content = "".join(delta.content for delta in deltas)
+        message: Json = {"role": "assistant", "content": None if calls and not content else content}
+        if thought := "".join(delta.reasoning for delta in deltas):
+            message |= _thought(thought)
+        if calls:
+            message["tool_calls"] = [_call(call) for call in calls]
+        reason = deltas[-1].finish_reason
+        return {"index": index, "message": message, "logprobs": self._logprobs(deltas), "finish_reason": reason}
+
+    def _chunk(self, index: int, said: Json, logprobs: Json | None, reason: str | None) -> Json:
+        choice = {"index": index, "delta": said, "logprobs": logprobs, "finish_reason": reason}
+        return self._about("chat.completion.chunk") | {"choices": [choice]}
+
+    def _logprobs(self, deltas: Iterable[Delta]) -> Json | None:
+        if not self.has_logprobs:
+            return None
+        tokens = [token for delta in deltas for token in delta.piece.tokens]
+        return {"content": [logprobs_of(token, self.token_text) for token in tokens], "refusal": None}
+
+    def _about(self, kind: str) -> Json:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+def _thought(text: str) -> Json:
+    """Under both names that clients look for."""
+    return {"reasoning": text, "reasoning_content": text}
+
+
+def _call(call: ToolCall) -> Json:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
