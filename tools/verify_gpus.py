@@ -14,7 +14,7 @@ import os
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import count, product
@@ -117,16 +117,14 @@ async def _run_all(
     models: Mapping[str, str], seeds: Iterator[int] | range, max_tokens: int, end: float, json_file: Path
 ) -> list[Run]:
     runs: list[Run] = []
-    async with _second_process() as worker:
-        clusters = {
-            "one process": (Cluster(), 0),
-            f"two processes{', two GPUs' if _second_gpu() else ''}": (Cluster(workers=(worker,)), None),
-        }
-        cases = list(product(models, clusters, _DECODES))
+    alone, both = "one process", f"two processes{', two GPUs' if _second_gpu() else ''}"
+    async with AsyncExitStack() as stack:
+        workers = {name: await stack.enter_async_context(_second_process(models[name])) for name in models}
+        cases = list(product(models, (alone, both), _DECODES))
         for seed, (model, place, decode) in ((seed, case) for seed in seeds for case in cases):
             if time.monotonic() > end:
                 break
-            cluster, local = clusters[place]
+            cluster, local = (Cluster(), 0) if place == alone else (Cluster(workers=(workers[model],)), None)
             options = ClusterOptions(cluster, models[model], local, DEFAULT_CONTEXT)
             runs.append(await _run(options, model, place, decode, seed, max_tokens, end + _GRACE_S))
             _save(runs, json_file)
@@ -154,9 +152,9 @@ async def _run(
 
 
 @asynccontextmanager
-async def _second_process() -> AsyncIterator[Worker]:
+async def _second_process(model: str) -> AsyncIterator[Worker]:
     with _visible(_second_gpu()):
-        local = await LocalWorker.start("second")
+        local = await LocalWorker.start("second", model)
     try:
         yield Worker(name=local.name, address=local.address)
     finally:

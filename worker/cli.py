@@ -12,19 +12,23 @@ from worker.errors import ConfigError
 from worker.process.imports import skip_init
 
 DEFAULT_BIND = "127.0.0.1:50070"
+_MODEL = "The model that it loads, whatever a coordinator calls it; else `model:` of its entry, or of cluster.yaml."
 
 
 def worker(
     config: Annotated[Path | None, typer.Option(help="cluster.yaml; --name says which of its workers this is.")] = None,
     name: Annotated[str | None, typer.Option(help="This node's name.")] = None,
     bind: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where to listen.")] = None,
-    model: Annotated[str | None, typer.Option(help="This node's own copy, if it is not where others have it.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="PATH_OR_REPO", help=_MODEL)] = None,
     follow_parent: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Serve as a node until SIGTERM; sessions in progress go to the other nodes, or get ten seconds to end.
 
     On another Mac: copy cluster.yaml there and run `brigade worker --config cluster.yaml --name mini`.
     Without a configuration the node listens on 127.0.0.1:50070 only.
+
+    It opens no path that a coordinator names: it loads its own model, those directly below the folders of `models:` in
+    its cluster.yaml, and what its hub cache holds; with `pull: hub` there it downloads any other from the hub.
     """
     cluster = load_cluster(config) if config else Cluster()
     entry = next((worker for worker in cluster.workers if worker.name == name), None)
@@ -38,6 +42,7 @@ def worker(
     skip_init("mlx_lm")
     from worker.node.identity import Role
     from worker.node.network import Network
+    from worker.node.own_models import OwnModels
     from worker.node.serve import serve
 
     name = name or f"worker-{port}"
@@ -46,7 +51,7 @@ def worker(
         address,
         Network.of(cluster, name, Role.WORKER, partial(print, f"worker {name}: warning:", file=sys.stderr, flush=True)),
         cluster=cluster if config else None,
-        model=model or (entry.model if entry else None),
+        models=OwnModels.of(cluster, name, model),
         memory_bytes=entry.memory if entry else None,
         follow_parent=follow_parent,
     )

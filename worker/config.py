@@ -5,13 +5,13 @@ import ipaddress
 import re
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from worker.errors import ConfigError
+from worker.yaml_file import read_yaml
 
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?"
 _NAME = r"[A-Za-z0-9._-]+"
@@ -20,6 +20,7 @@ _REQUIRED = {"name": _NAME_RULE, "address": "HOST:PORT", "keys": "a folder"}
 _EXPECTED = {
     "bool_type": "true or false",
     "greater_than": "a whole number above 0",
+    "literal_error": "none or hub",
     "int_type": "a whole number above 0",
     "model_type": "keys and values",
     "string_too_short": "text",
@@ -115,7 +116,7 @@ class Coordinator(_Section):
 
 
 class Worker(_Section):
-    """A node to call. `memory` is its budget in bytes, `model` its own copy if that is not where others have it."""
+    """A node to call. `memory` is its budget in bytes, `model` its own copy, which counts in its own cluster.yaml."""
 
     name: Name
     address: Address
@@ -133,6 +134,8 @@ class Cluster(_Section):
     """cluster.yaml. Only `load_cluster` checks that its values agree with each other."""
 
     model: ModelPlace | None = None  # a folder, a hub repository (owner/name), or "demo"
+    models: Annotated[tuple[ModelPlace, ...], BeforeValidator(_freeze)] = ()  # a worker's folders of models
+    pull: Literal["none", "hub"] = "none"  # from where a worker may get a model that a coordinator names
     insecure: bool = False
     tls: Tls | None = None
     context: Count | None = None  # tokens that the plan reserves cache for
@@ -150,7 +153,7 @@ def load_cluster(path: Path) -> Cluster:
     Raises:
         ConfigError: it cannot be read, or is wrong; one line per problem.
     """
-    raw, problems = _read(path)
+    raw, problems = read_yaml(path)
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected keys such as `workers:`, found {_show(raw)}")
     cluster = None
@@ -170,46 +173,13 @@ def is_certifiable(name: str) -> bool:
 
 
 def _beside(path: Path, cluster: Cluster) -> Cluster:
-    """The same with its folder of keys as seen from here."""
-    if cluster.tls is None:
-        return cluster
-    folder = path.parent / Path(cluster.tls.keys).expanduser()
-    return cluster.model_copy(update={"tls": Tls(keys=str(folder))})
+    """The same with its folders of keys and of models as seen from here."""
 
+    def beside(folder: str) -> str:
+        return str(path.parent / Path(folder).expanduser())
 
-class _Loader(yaml.SafeLoader):
-    """Notes keys that are given twice, of which yaml silently keeps the last."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.duplicates: list[str] = []
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        lines: dict[str, int] = {}
-        for key, _ in node.value:
-            line = key.start_mark.line + 1
-            if isinstance(key, yaml.ScalarNode) and key.value in lines:
-                found = f"found {key.value!r} on line {lines[key.value]} too"
-                self.duplicates.append(f"line {line}: expected each key once, {found}")
-            elif isinstance(key, yaml.ScalarNode):
-                lines[key.value] = line
-        return super().construct_mapping(node, deep)
-
-
-def _read(path: Path) -> tuple[Any, list[str]]:
-    """The file's plain data, and a line for each key that it gives twice."""
-    try:
-        loader = _Loader(path.read_text(encoding="utf-8"))
-        return loader.get_single_data(), loader.duplicates
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist; expected a cluster.yaml there") from None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else "?"
-        raise ConfigError(f"{path}, line {line}: not valid YAML: {error.problem}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    tls = Tls(keys=beside(cluster.tls.keys)) if cluster.tls else None
+    return cluster.model_copy(update={"tls": tls, "models": tuple(map(beside, cluster.models))})
 
 
 def _describe(detail: ErrorDetails) -> str:

@@ -36,9 +36,9 @@ class Deployment:
 
     def load_request(self, stage: int, contents: Contents | None = None) -> LoadRequest:
         """What the worker of this stage, from 1, is asked to hold; `contents` is what is known of our own copy."""
-        peer, assignment = self.peers[stage - 1], self.plan.assignments[stage]
+        assignment = self.plan.assignments[stage]
         return LoadRequest(
-            model=peer.model or self.checkpoint.name,
+            model=self.checkpoint.name,
             fingerprint=self.checkpoint.fingerprint,
             start=assignment.start,
             end=assignment.end,

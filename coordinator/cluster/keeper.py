@@ -19,7 +19,7 @@ class Keeper:
         self, worker: LocalWorker, replaced: Callable[[LocalWorker | None], Awaitable[None]], say: Callable[[str], None]
     ) -> None:
         """`replaced` is told once the worker is gone (None), and of the one that stands in its place."""
-        self._name = worker.name
+        self._name, self._model = worker.name, worker.model
         self._worker: LocalWorker | None = worker
         self._replaced = replaced
         self._say = say
@@ -56,7 +56,7 @@ class Keeper:
 
     async def _start(self) -> None:
         try:
-            self._worker = await LocalWorker.start(self._name)
+            self._worker = await LocalWorker.start(self._name, self._model)
         except StageLost:
             return
         await self._replaced(self._worker)

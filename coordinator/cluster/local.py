@@ -17,24 +17,29 @@ _SOURCE = str(Path(__file__).resolve().parents[2])  # where this very code is im
 class LocalWorker:
     """A `python -m worker` on a free loopback port. It also ends by itself when this process is gone."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, name: str, model: str, process: asyncio.subprocess.Process) -> None:
         self.name = name
+        self.model = model
         self.address = ""
         self._process = process
 
     @classmethod
-    async def start(cls, name: str) -> "LocalWorker":
-        """Start the process and wait until it listens. Raises StageLost if it does not."""
+    async def start(cls, name: str, model: str) -> "LocalWorker":
+        """Start the process and wait until it listens; `model` is what it is to load, as the user names it here.
+
+        Raises:
+            StageLost: it does not listen.
+        """
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",  # or a folder named worker where the user happens to be would be run instead
-            *("-m", "worker", "--name", name, "--bind", "127.0.0.1:0", "--follow-parent"),
+            *("-m", "worker", "--name", name, "--model", model, "--bind", "127.0.0.1:0", "--follow-parent"),
             env=os.environ | {"PYTHONPATH": _search_path()},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the coordinator: it ends its workers in order
         )
-        local = cls(name, process)
+        local = cls(name, model, process)
         try:
             local.address = await local._wait_listening()
         finally:

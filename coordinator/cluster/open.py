@@ -40,9 +40,9 @@ async def open_roster(options: ClusterOptions, spec: ModelSpec, *, keep: bool = 
         if options.local is None:
             name, warn = options.cluster.coordinator.name, lambda line: say(f"warning: {line}")
             network = Network.of(options.cluster, name, Role.COORDINATOR, warn)
-            peers = [Peer(each.name, each.address, network, each.model) for each in options.cluster.workers]
+            peers = [Peer(each.name, each.address, network) for each in options.cluster.workers]
         else:
-            local = await _start_local(options.local, stack)
+            local = await _start_local(options.local, options.model, stack)
             peers = [Peer(worker.name, worker.address, network) for worker in local]
         async with Roster(peers, options.cluster) as roster:
             if keep:
@@ -138,8 +138,8 @@ async def joined(
             yield chain
 
 
-async def _start_local(count: int, stack: AsyncExitStack) -> list[LocalWorker]:
-    starts = [asyncio.create_task(LocalWorker.start(f"worker-{i + 1}")) for i in range(count)]
+async def _start_local(count: int, model: str, stack: AsyncExitStack) -> list[LocalWorker]:
+    starts = [asyncio.create_task(LocalWorker.start(f"worker-{i + 1}", model)) for i in range(count)]
 
     async def stop_all() -> None:
         for start in starts:

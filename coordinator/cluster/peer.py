@@ -38,12 +38,11 @@ _DIGEST_S = 600.0
 
 
 class Peer:
-    """A worker's name, address and calls; `model` is its own copy, if it is not where the coordinator has it."""
+    """A worker's name, address and calls."""
 
-    def __init__(self, name: str, address: str, network: Network, model: str | None = None) -> None:
+    def __init__(self, name: str, address: str, network: Network) -> None:
         self.name = name
         self.address = address
-        self.model = model
         self._network = network
         self._channel = network.channel(name, address)
         self._stub = NodeStub(self._channel)

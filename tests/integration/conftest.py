@@ -29,14 +29,26 @@ from worker.compute.shard import Shard
 from worker.memory.lane import Place
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
+from worker.node.loading import open_checkpoint
 from worker.node.log import Log
 from worker.node.network import Network
+from worker.node.own_models import Headers, Opening, OwnModels
 from worker.node.relay import add_node
 from worker.node.service import NodeService
 from worker.process.mlx_thread import MlxThread
 
 CHUNK = 8
 NETWORK = Network()
+
+
+class Anywhere(OwnModels):
+    """Opens whatever folder a coordinator names, as no worker does: for nodes of tests that are of something else."""
+
+    def candidates(self, wanted: str, known: Headers) -> list[Opening]:
+        return [lambda: open_checkpoint(wanted, known)]
+
+
+ANYWHERE = Anywhere()
 
 _runner = pytest.StashKey[asyncio.Runner]()
 
@@ -84,11 +96,12 @@ class RunningNode:
 @asynccontextmanager
 async def serving(
     count: int,
-    model: Path | None = None,
+    model: Path | OwnModels = ANYWHERE,
     out: TextIO | None = None,
     network_of: Callable[[str], Network] = lambda name: NETWORK,
 ) -> AsyncIterator[list[RunningNode]]:
-    """`count` workers called node-1, node-2, ...; `model` is their own copy of the model, `out` takes what they say."""
+    """`count` workers called node-1, node-2, ...; `model` is their own one or all they have, `out` hears them."""
+    models = model if isinstance(model, OwnModels) else OwnModels(str(model))
     async with AsyncExitStack() as stack:
         nodes = []
         for number in range(1, count + 1):
@@ -96,7 +109,7 @@ async def serving(
             stack.callback(thread.close)
             name = f"node-{number}"
             network = network_of(name)
-            service = NodeService(name, thread, network, str(model) if model else None, log=Log(name, out))
+            service = NodeService(name, thread, network, models, log=Log(name, out))
             server = network.server()
             add_node(service, server)
             port = network.listen(server, "127.0.0.1:0")

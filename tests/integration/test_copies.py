@@ -98,7 +98,7 @@ async def test_files_that_arrive_while_loading_are_compared_too(
     """A worker whose copy comes from a hub that names no hashes; the coordinator's is a folder."""
     tune(copy, FILES[3])
     request = full_request(whole.folder, 2, 4)
-    monkeypatch.setattr("worker.node.loader.open_checkpoint", lambda model, known: arriving(copy, model))
+    monkeypatch.setattr("tests.integration.conftest.open_checkpoint", lambda model, known: arriving(copy, model))
     async with serving(1) as [node]:
         with pytest.raises(ModelError, match=f"its weights in {FILES[3]} differ"):
             await load(node, request)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from protos.brigade_pb2 import LoadProgress
+from tests.integration import conftest
 from tests.integration.conftest import Models, RunningNode, answer, load_request, opened, serving
 from tests.integration.many import until
 from tests.tiny import make_model
@@ -42,7 +43,7 @@ class SlowHub:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> SlowHub:
     hub = SlowHub()
-    monkeypatch.setattr(loader, "open_checkpoint", lambda model, known: hub.checkpoint(Path(model)))
+    monkeypatch.setattr(conftest, "open_checkpoint", lambda model, known: hub.checkpoint(Path(model)))
     monkeypatch.setattr(loader, "_WAITING_S", 0.01)
     return hub
 

@@ -23,7 +23,17 @@ from mlx.utils import tree_flatten
 from coordinator.cluster.runner import Runner
 from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_UNSPECIFIED, Fingerprint, HelloRequest, LoadRequest
 from protos.brigade_pb2_grpc import NodeStub
-from tests.integration.conftest import NETWORK, Models, RunningNode, answer, load, load_request, opened, serving
+from tests.integration.conftest import (
+    ANYWHERE,
+    NETWORK,
+    Models,
+    RunningNode,
+    answer,
+    load,
+    load_request,
+    opened,
+    serving,
+)
 from tests.integration.many import Live, request, until
 from tests.tiny import make_model, write_folder
 from worker.compute import shard as shard_module
@@ -31,6 +41,7 @@ from worker.compute.shard import Shard
 from worker.errors import BrigadeError, ModelError
 from worker.model.checkpoint import open_folder
 from worker.node.network import PROTOCOL_VERSION
+from worker.node.own_models import OwnModels
 from worker.node.status import error_of
 
 WEIGHTS = "model.safetensors"
@@ -44,12 +55,12 @@ def folder(models: Models, tmp_path: Path) -> Path:
 
 
 @asynccontextmanager
-async def worker(copy: Path | None = None) -> AsyncIterator[RunningNode]:
+async def worker(copy: Path | OwnModels = ANYWHERE) -> AsyncIterator[RunningNode]:
     async with serving(1, copy) as [node]:
         yield node
 
 
-async def refusal(request: LoadRequest, copy: Path | None = None) -> str:
+async def refusal(request: LoadRequest, copy: Path | OwnModels = ANYWHERE) -> str:
     """What a worker says to a load that it refuses."""
     async with worker(copy) as node:
         with pytest.raises(ModelError) as caught:

@@ -56,5 +56,5 @@ async def test_a_worker_of_our_own_runs_no_code_of_the_folder_it_is_started_in(
     monkeypatch.delenv("PYTHONPATH", raising=False)
     if search_path is not None:
         monkeypatch.setenv("PYTHONPATH", search_path)
-    worker = await LocalWorker.start("worker-1")
+    worker = await LocalWorker.start("worker-1", "demo")
     await worker.stop()

@@ -24,7 +24,7 @@ from coordinator.sessions.request import Request, most_rows
 from coordinator.sessions.slots import cache_costs
 from coordinator.sessions.text import StopText, TextStream
 from protos.brigade_pb2 import Frame, Sampling
-from tests.integration.conftest import NETWORK, Models, running
+from tests.integration.conftest import ANYWHERE, NETWORK, Models, running
 from tests.integration.many import Live, request, solo, tokens_of, until
 from tests.integration.windows import MASKED, Words
 from worker.config import Cluster, Coordinator, Worker
@@ -56,7 +56,7 @@ class Place:
 
     async def start(self) -> None:
         self._thread, self._server = MlxThread(), NETWORK.server()
-        self.service = NodeService(self.name, self._thread, NETWORK, log=Log(self.name, None))
+        self.service = NodeService(self.name, self._thread, NETWORK, ANYWHERE, log=Log(self.name, None))
         add_node(self.service, self._server)
         self.port = NETWORK.listen(self._server, self.address)
         await self._server.start()

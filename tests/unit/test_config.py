@@ -8,6 +8,8 @@ from worker.errors import ConfigError
 
 FULL = """
 model: owner/name
+models: [shelf, /volumes/models]
+pull: hub
 insecure: true
 context: 8192
 layers: [3, 2, 1]
@@ -38,6 +40,8 @@ def one_worker(**entry: str) -> str:
 def test_every_key_arrives_typed(tmp_path: Path) -> None:
     assert load(tmp_path, FULL) == Cluster(
         model="owner/name",
+        models=(str(tmp_path / "shelf"), "/volumes/models"),
+        pull="hub",
         insecure=True,
         context=8192,
         layers=(3, 2, 1),
@@ -52,7 +56,14 @@ def test_every_key_arrives_typed(tmp_path: Path) -> None:
 def test_every_key_is_optional(tmp_path: Path) -> None:
     assert load(tmp_path, "{}") == Cluster()
     assert Cluster() == Cluster(
-        model=None, insecure=False, context=None, layers=None, coordinator=Coordinator(name="coordinator"), workers=()
+        model=None,
+        models=(),
+        pull="none",
+        insecure=False,
+        context=None,
+        layers=None,
+        coordinator=Coordinator(name="coordinator"),
+        workers=(),
     )
 
 
@@ -87,7 +98,7 @@ SIZE = "expected a size such as 24GiB, 24GB, 512MiB or a whole number of bytes a
 NAME = "expected a name of letters, digits, '-', '_' and '.'"
 TEXT = "expected text (in quotes, if YAML takes it for something else)"
 UNIQUE = "expected one that no other node has"
-KEYS = "expected one of model, insecure, tls, context, layers, coordinator, workers"
+KEYS = "expected one of model, models, pull, insecure, tls, context, layers, coordinator, workers"
 HOST_LIKE = "expected a name like that of a host, as certificates carry it"
 COUNT = "expected a whole number above 0"
 
@@ -103,6 +114,10 @@ COUNT = "expected a whole number above 0"
         (one_worker(memroy="1GB"), "workers[0].memroy: unknown key; did you mean 'memory'?"),
         ("model: 5", f"model: {TEXT}, found 5"),
         ("model: ''", "model: expected text, found ''"),
+        ("models: shelf", "models: expected a list, found 'shelf'"),
+        ("models: ['']", "models[0]: expected text, found ''"),
+        ("pull: all", "pull: expected none or hub, found 'all'"),
+        ("pull: true", "pull: expected none or hub, found true"),
         ("insecure: 1", "insecure: expected true or false, found 1"),
         ("insecure: 'true'", "insecure: expected true or false, found 'true'"),
         ("context: 8k", f"context: {COUNT}, found '8k'"),
@@ -254,6 +269,12 @@ def test_nodes_may_share_a_host(tmp_path: Path) -> None:
     assert len(load(tmp_path, text).workers) == 2
 
 
+def merges() -> str:
+    """A few lines that would make a mapping of ten to the twelfth keys."""
+    lines = ["k0: &k0 {a: 1}"]
+    return "\n".join(lines + [f"k{i}: &k{i} {{<<: [{', '.join([f'*k{i - 1}'] * 10)}]}}" for i in range(1, 13)])
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -267,7 +288,9 @@ def test_nodes_may_share_a_host(tmp_path: Path) -> None:
         ("model: !!python/object:os.system x", "line 1: not valid YAML: could not determine a constructor"),
         ("model: 2026-13-45", "is not valid YAML: month must be in 1..12"),
         ("model: \x07", "is not valid YAML: unacceptable character #x0007"),
-        ("[" * 500, "is not valid YAML: maximum recursion depth exceeded"),
+        ("[" * 33, "is not valid YAML: expected at most 32 lists and mappings in each other"),
+        ("model: demo #" + " " * (1 << 20), f"expected at most {1 << 20} bytes"),
+        (merges(), "is not valid YAML: expected at most 10000 keys in a mapping, found"),
     ],
 )
 def test_a_file_that_is_no_mapping_is_refused_with_its_name_and_line(tmp_path: Path, text: str, message: str) -> None:

@@ -15,6 +15,10 @@ from worker.model.headers import TensorInfo, inside, read_tensors, require_file
 DEMO = Path(__file__).parents[1] / "demo"
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "tiktoken.model", "*.tiktoken", "tokenizer.jsonl")
 
+_MOST_CONFIG_BYTES = 16 << 20
+_MOST_INDEX_BYTES = 100_000_000  # as many as a safetensors header may have
+_MOST_TOKENIZER_BYTES = 1 << 28
+
 Download = Callable[[Iterable[str], Callable[[int], None]], None]
 
 
@@ -46,6 +50,7 @@ class Checkpoint:
     def generation_config(self) -> dict[str, Any]:
         """generation_config.json as it stands; empty if there is none. Raises ModelError if it holds no JSON object."""
         path = self.folder / "generation_config.json"
+        require_file(path, _MOST_CONFIG_BYTES)
         if not path.exists():
             return {}
         try:
@@ -77,7 +82,10 @@ class Checkpoint:
         """Only such as also come from a hub, or a folder and its repository would differ. So none that are code."""
         names = ("tokenizer", "tiktoken", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
         small = {path for pattern in SMALL_FILES for path in self.folder.glob(pattern)}
-        return sorted(path for path in small if path.name.startswith(names) and path.is_file())
+        files = sorted(path for path in small if path.name.startswith(names) and path.is_file())
+        for path in files:
+            require_file(path, _MOST_TOKENIZER_BYTES)
+        return files
 
 
 def open_folder(folder: Path, name: str | None = None, known: Mapping[str, TensorInfo] | None = None) -> Checkpoint:
@@ -106,7 +114,7 @@ def open_folder(folder: Path, name: str | None = None, known: Mapping[str, Tenso
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json as a dictionary. Raises ModelError if it is missing, not JSON, or names no model_type."""
     path = folder / "config.json"
-    require_file(path)
+    require_file(path, _MOST_CONFIG_BYTES)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -136,6 +144,7 @@ def choose_weight_files(names: Iterable[str]) -> list[str]:
 def _index(folder: Path) -> dict[str, str] | None:
     """Each tensor's file, if the folder says so itself."""
     index = folder / "model.safetensors.index.json"
+    require_file(index, _MOST_INDEX_BYTES)
     if not index.exists():
         return None
     try:

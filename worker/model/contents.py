@@ -72,7 +72,11 @@ def check_files(checkpoint: Checkpoint, start: int, end: int) -> None:
     what = f"layers [{min(numbers)}, {max(numbers) + 1})" if numbers else "the embedding or the head"
     more = len(lacking) - 1
     others = f" (and {more} more such file{'s' if more > 1 else ''})" if more else ""
-    raise ModelError(f"lacks {lacking[0]}, which holds {what}{others}; copy it to {checkpoint.folder}")
+    remedy = f"copy it to {checkpoint.folder}"
+    if checkpoint.hub_hashes:
+        repository, _, commit = checkpoint.name.partition("@")
+        remedy = f"`hf download {repository} --revision {commit}`, or set `pull: hub` in its own cluster.yaml"
+    raise ModelError(f"lacks {lacking[0]}, which holds {what}{others}; {remedy}")
 
 
 def _require_equal(equal: bool, file: str) -> None:

@@ -107,15 +107,17 @@ def unpack_headers(packed: bytes) -> dict[str, TensorInfo]:
 
 def inside(file: str) -> str:
     """The file's name. Raises ValueError if it leads out of the model's folder."""
-    if Path(file).name != file or file == "..":
+    if not file or Path(file).name != file or file == ".." or "\0" in file:
         raise ValueError(f"it names {file!r}")
     return file
 
 
-def require_file(path: Path) -> None:
-    """Raise ModelError for what is there but no file: reading a pipe, say, could take for ever."""
+def require_file(path: Path, most_bytes: int | None = None) -> None:
+    """Raise ModelError for what is there but no file (reading a pipe, say, could take for ever), or is too long."""
     if path.exists() and not path.is_file():
         raise ModelError(f"{path} is not a file; expected a model folder in Hugging Face layout")
+    if most_bytes is not None and path.exists() and (size := path.stat().st_size) > most_bytes:
+        raise ModelError(f"{path} has {size} bytes; expected at most {most_bytes} of such a file")
 
 
 def _known(dtype: str) -> str:

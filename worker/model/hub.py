@@ -3,9 +3,10 @@
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,11 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import tqdm
 
 from worker.errors import ModelError, first_line
-from worker.model.checkpoint import SMALL_FILES, Checkpoint, choose_weight_files, read_config, weight_files
+from worker.model.checkpoint import SMALL_FILES, Checkpoint, choose_weight_files, open_folder, read_config, weight_files
 from worker.model.headers import TensorInfo, read_tensors, tensors_of
 
-_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?")
+_PART = r"\w[\w.-]*"  # no part may lead anywhere else, as `..` would
+_REPOSITORY = re.compile(rf"{_PART}/{_PART}(@{_PART})?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _TIMEOUT_S = 10.0
 _PARALLEL_FETCHES = 8
@@ -56,6 +58,34 @@ def open_repository(model: str) -> Checkpoint:
     hashes = _hashes(repository, folder.name, files)
     name, download = f"{repository}@{folder.name}", partial(_download, repository, folder)
     return Checkpoint(name, folder, config, tensors, download, hashes)
+
+
+def open_cached(model: str, known: Mapping[str, TensorInfo]) -> Checkpoint:
+    """Open what the local cache holds of a repository, and ask nobody for the rest.
+
+    Args:
+        known: the headers of another node's copy: with them files may be missing.
+    Raises:
+        ModelError: it is not in the cache, or damaged there.
+    """
+    repository, _, revision = model.partition("@")
+    with _explained(model):
+        try:
+            folder = Path(
+                snapshot_download(
+                    repository,
+                    revision=revision or None,
+                    allow_patterns=list(SMALL_FILES),
+                    local_files_only=True,
+                )
+            )
+        except LocalEntryNotFoundError as error:
+            raise ModelError(
+                f"{model} is not in its hub cache, and may not be downloaded; start it with --model {repository}, "
+                "or set `pull: hub` in its own cluster.yaml"
+            ) from error
+        checkpoint = open_folder(folder, f"{repository}@{folder.name}", known)
+    return replace(checkpoint, hub_hashes=_hashes(repository, folder.name, weight_files(folder)))
 
 
 def _snapshot(repository: str, revision: str | None) -> Path:

@@ -18,8 +18,9 @@ from worker.model.checkpoint import Checkpoint
 from worker.model.contents import check_contents, check_files
 from worker.model.describe import describe
 from worker.model.headers import unpack_headers
-from worker.node.loading import load_shard, open_checkpoint
+from worker.node.loading import load_shard
 from worker.node.log import Log
+from worker.node.own_models import OwnModels
 from worker.process.call_thread import run_aside
 from worker.process.mlx_thread import MlxThread
 
@@ -43,11 +44,10 @@ class Loaded:
 class Loader:
     """Where a node's shard comes from."""
 
-    def __init__(self, thread: MlxThread, model: str | None, log: Log) -> None:
-        """`model` is this node's own copy, if it is not where the coordinator says."""
+    def __init__(self, thread: MlxThread, models: OwnModels, log: Log) -> None:
         self.loaded: Loaded | None = None
         self._thread = thread
-        self._model = model
+        self._models = models
         self._log = log
         self._turn = asyncio.Lock()
 
@@ -139,8 +139,8 @@ class Loader:
 
     def _open(self, request: LoadRequest) -> tuple[Checkpoint, Stamp]:
         """This node's copy of the model, if it is the one that the coordinator means, and its stamp."""
-        checkpoint = open_checkpoint(self._model or request.model, unpack_headers(request.contents.headers))
-        check_request(request, checkpoint)
+        known = unpack_headers(request.contents.headers)
+        checkpoint = self._models.open(request.model, known, partial(check_request, request))
         return checkpoint, checkpoint.stamp()
 
 

@@ -24,6 +24,8 @@ Progress = Callable[[LoadProgress], None]
 def open_checkpoint(model: str, known: Mapping[str, TensorInfo] | None = None) -> Checkpoint:
     """Open `demo` (the bundled model), a local folder, or a hub repository (owner/name, owner/name@revision).
 
+    What a peer names is for OwnModels to find.
+
     Args:
         known: the headers of another node's copy: with them a folder may lack files.
     Raises:
@@ -31,10 +33,14 @@ def open_checkpoint(model: str, known: Mapping[str, TensorInfo] | None = None) -
     """
     if model == "demo":
         return open_folder(DEMO, name="demo")
-    folder = Path(model).expanduser()
-    if is_repository(model) and not folder.exists():
+    if is_on_hub(model):
         return open_repository(model)
-    return open_folder(folder.absolute(), known=known)
+    return open_folder(Path(model).expanduser().absolute(), known=known)
+
+
+def is_on_hub(model: str) -> bool:
+    """Whether it has a repository's name, and no folder here has it too."""
+    return is_repository(model) and not Path(model).expanduser().exists()
 
 
 class GivenUp(Exception):

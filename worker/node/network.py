@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import quote
 
 import grpc
 import grpc.aio
@@ -15,6 +16,8 @@ from worker.node.parts import ENCRYPTED, PLAIN, Wire
 PROTOCOL_VERSION = 2
 ACCEPTED = (("brigade-accepted", "1"),)  # initial metadata of a stream that was not refused
 
+MOST_CONNECTIONS = 1024  # to one server, whoever opens them
+_MOST_CALLS = 64  # at one time: a node of a chain serves two, and is asked now and then by whoever else is there
 _MAX_MESSAGE_BYTES = 16 * 2**20  # gRPC takes them whole; the longest, headers of a large model, have a few MiB
 _BOTH_ENDS = [
     ("grpc.keepalive_time_ms", 1000),
@@ -31,7 +34,9 @@ _SERVER_OPTIONS = [
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),  # or a second server on the port would start silently
-    ("grpc.max_concurrent_streams", 16),
+    ("grpc.max_concurrent_streams", 16),  # of a connection
+    ("grpc.max_allowed_incoming_connections", MOST_CONNECTIONS),
+    ("grpc.server_handshake_timeout_ms", 10_000),  # of a connection that says nothing; gRPC would wait for two minutes
 ]
 _CHANNEL_OPTIONS = [
     *_BOTH_ENDS,
@@ -78,7 +83,7 @@ class Network:
 
     def server(self) -> grpc.aio.Server:
         """A server that `listen` binds."""
-        return grpc.aio.server(options=_SERVER_OPTIONS)
+        return grpc.aio.server(options=_SERVER_OPTIONS, maximum_concurrent_rpcs=_MOST_CALLS)
 
     def listen(self, server: grpc.aio.Server, bind: str) -> int:
         """Bind to HOST:PORT; returns the port, which is a free one for port 0.
@@ -104,19 +109,20 @@ class Network:
         """A channel to the node `name` at HOST:PORT; encrypted, it opens to a node with that name only.
 
         Raises:
-            ConfigError: it may not be plaintext, or this node's certificate will not do.
+            ConfigError: it is no HOST:PORT, may not be plaintext, or this node's certificate will not do.
         """
+        target = _target(address)
         if self._keys is not None:
             own = self._checked(self._keys)
             credentials = grpc.ssl_channel_credentials(own.authority, own.key, own.certificate)
             options = [*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", name.lower())]
-            return grpc.aio.secure_channel(address, credentials, options=options)
+            return grpc.aio.secure_channel(target, credentials, options=options)
         if not self._may_use(address):
             raise ConfigError(
                 f"will not connect to {name} at {address}: what is sent there is not encrypted. "
                 "Set `tls:` in cluster.yaml (see brigade keys init), or `insecure: true` if you trust this network"
             )
-        return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        return grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
 
     def require_coordinator(self, context: grpc.aio.ServicerContext) -> None:
         """Raise ConfigError if the links are encrypted and the caller's certificate is no coordinator's."""
@@ -168,6 +174,12 @@ class Network:
             return None
         self._served = own
         return _configuration(own)
+
+
+def _target(address: str) -> str:
+    """HOST:PORT for gRPC, which takes `unix:50070` for a path otherwise: a successor's address is a peer's word."""
+    split_address(address)
+    return "dns:///" + quote(address, safe="[]:")
 
 
 def _configuration(own: Identity) -> grpc.ServerCertificateConfiguration:

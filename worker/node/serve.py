@@ -14,10 +14,11 @@ from grpc_health.v1 import health, health_pb2_grpc
 from protos.brigade_pb2 import Configuration
 from worker.config import Cluster
 from worker.node.log import Log
-from worker.node.network import Network
+from worker.node.network import MOST_CONNECTIONS, Network
+from worker.node.own_models import OwnModels
 from worker.node.relay import add_node
 from worker.node.service import NodeService
-from worker.process.machine import kept_awake
+from worker.process.machine import allow_connections, kept_awake
 from worker.process.mlx_thread import MlxThread
 from worker.process.run import INTERRUPTED
 
@@ -31,7 +32,7 @@ def serve(
     network: Network,
     *,
     cluster: Cluster | None,
-    model: str | None,
+    models: OwnModels,
     memory_bytes: int | None,
     follow_parent: bool,
 ) -> None:
@@ -42,13 +43,15 @@ def serve(
 
     Args:
         cluster: the node's own configuration, of which coordinators are told.
+        models: those that they may have it load.
     Raises:
         ConfigError: the network does not allow it, or the port is in use.
     """
+    allow_connections(MOST_CONNECTIONS)
     thread = MlxThread()
     configuration = configuration_of(cluster) if cluster else None
     log = Log(name, None if follow_parent else sys.stderr)
-    service = NodeService(name, thread, network, model, memory_bytes, configuration, log)
+    service = NodeService(name, thread, network, models, memory_bytes, configuration, log)
     try:
         with kept_awake():
             uvloop.run(_serve(service, bind, network, follow_parent=follow_parent))

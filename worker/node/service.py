@@ -37,6 +37,7 @@ from worker.node.attachment import Attachment, check_place
 from worker.node.loader import Loader
 from worker.node.log import Log
 from worker.node.network import ACCEPTED, PROTOCOL_VERSION, Network
+from worker.node.own_models import OwnModels
 from worker.node.stage import Stage
 from worker.node.status import abort
 from worker.process.machine import memory_budget
@@ -53,12 +54,12 @@ class NodeService(NodeServicer):
         name: str,
         thread: MlxThread,
         network: Network,
-        model: str | None = None,
+        models: OwnModels | None = None,
         memory_bytes: int | None = None,
         configuration: Configuration | None = None,
         log: Log | None = None,
     ) -> None:
-        """`model` is this node's own copy, if it is not where the coordinator says."""
+        """`models` are those that coordinators may have it load; by default the bundled and the hub cache's."""
         self.name = name
         self.log = log or Log(name, None)
         self._thread = thread
@@ -66,7 +67,7 @@ class NodeService(NodeServicer):
         self._memory_bytes = memory_bytes
         self._configuration = configuration
         self._incarnation = secrets.token_hex(8)
-        self._loader = Loader(thread, model, self.log)
+        self._loader = Loader(thread, models or OwnModels(), self.log)
         self._attachment: Attachment | None = None
         self._is_draining = False
         self._detached = asyncio.Event()

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import platform
+import resource
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -41,6 +42,14 @@ def keep_resident() -> None:
     """On Apple silicon, let Metal wire what is loaded: a shard paged out between steps would stall the chain."""
     if working_set := mx.device_info().get("max_recommended_working_set_size"):
         mx.set_wired_limit(int(working_set))
+
+
+def allow_connections(count: int) -> None:
+    """Let this process open so many beside its files: macOS allows it 256 descriptors unless it asks for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * count if hard == resource.RLIM_INFINITY else min(2 * count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def machine_name() -> str:

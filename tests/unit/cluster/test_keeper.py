@@ -14,7 +14,7 @@ from worker.errors import StageLost
 class Ended:
     """A worker whose process has ended."""
 
-    name = "worker-1"
+    name, model = "worker-1", "demo"
 
     async def wait_ended(self) -> str:
         return "was ended by signal 9"
@@ -50,7 +50,7 @@ def keep(start: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[A
 
 
 def test_pauses_grow_and_each_try_is_one_line(pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fail(name: str) -> LocalWorker:
+    async def fail(name: str, model: str) -> LocalWorker:
         raise StageLost("ended while starting", node=name)
 
     said, told = keep(fail, monkeypatch)
@@ -65,7 +65,8 @@ def test_pauses_grow_and_each_try_is_one_line(pauses: list[float], monkeypatch: 
 def test_one_that_ends_as_soon_as_it_runs_is_tried_no_more_often(
     pauses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def start(name: str) -> Any:
+    async def start(name: str, model: str) -> Any:
+        assert model == Ended.model
         return Ended()
 
     _, told = keep(start, monkeypatch)
