@@ -13,7 +13,7 @@ NAMES = ("first", "last")
 def run_scenario(start: Starter, folder: Path, scenario: str, **config: Any) -> dict[str, Any]:
     """What `tests.cluster.side_by_side` prints on three nodes."""
     model = make_talker(folder / "model", mask_token_id=0, head_dim=64, **config)
-    workers = [start.worker(name) for name in NAMES]
+    workers = [start.worker(name, "--model", model) for name in NAMES]
     cluster = write_cluster(
         folder / "cluster.yaml", *((worker.name, worker.address) for worker in workers), model=str(model)
     )

@@ -132,7 +132,7 @@ def test_a_worker_that_is_told_to_end_hands_over_and_ends_at_once(places: Places
 
 def test_a_worker_that_is_needed_and_stays_away_ends_the_command(start: Starter, talker: Path, tmp_path: Path) -> None:
     """Memory for a half of the model each."""
-    worker = start.worker("mini")
+    worker = start.worker("mini", "--model", talker)
     config = write_cluster(tmp_path / "cluster.yaml", ("mini", worker.address, "900KiB"), model=str(talker))
     config.write_text(config.read_text() + "coordinator: {memory: 900KiB}\n")
     needed = ("--config", config, "--context", "600", "--recovery-timeout", "0.5")

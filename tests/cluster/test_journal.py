@@ -26,8 +26,8 @@ REQUESTS = {
 
 
 @pytest.fixture(scope="module")
-def workers(module_start: Starter) -> Sequence[Worker]:
-    return [module_start.worker(name) for name in ("first", "last")]
+def workers(module_start: Starter, talker: Path) -> Sequence[Worker]:
+    return [module_start.worker(name, "--model", talker) for name in ("first", "last")]
 
 
 @pytest.fixture

@@ -269,13 +269,16 @@ def test_a_plan_that_does_not_fit_is_refused_with_a_table_before_anything_is_loa
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
 def test_a_worker_with_another_model_is_refused_with_its_name_and_both_hashes(
-    workers: list[Worker], talker: Path, tmp_path: Path, file: str
+    start: Starter, talker: Path, tmp_path: Path, file: str
 ) -> None:
     other = reconfigured_copy(talker, tmp_path / "other", rms_norm_eps=1e-5 if file == "config.json" else 1e-6)
     if file == "tokenizer.json":
         (other / file).write_text((other / file).read_text() + "\n")
-    worker, config = workers[0], tmp_path / "cluster.yaml"
-    config.write_text(f"model: {talker}\nworkers:\n  - {{name: mini, address: '{worker.address}', model: {other}}}\n")
+    config = tmp_path / "cluster.yaml"
+    entry = f"{{name: mini, address: '127.0.0.1:{free_port()}', model: {other}}}"
+    config.write_text(f"model: {talker}\nworkers:\n  - {entry}\n")
+    worker = start.worker("mini", "--config", config)
+    assert worker.address in entry
     outcome = run_here("generate", "--config", config, "--prompt", "go")
     _assert_refused(
         outcome, 2, rf"worker mini: .*{file.split('.')[0]}.*[0-9a-f]{{12}}.*[0-9a-f]{{12}}.*copy the same model"
@@ -286,7 +289,7 @@ def test_a_worker_with_another_model_is_refused_with_its_name_and_both_hashes(
 
 
 def test_a_second_coordinator_is_refused_and_the_first_goes_on(start: Starter, talker: Path, tmp_path: Path) -> None:
-    worker = start.worker("mini")
+    worker = start.worker("mini", "--model", talker)
     config = write_cluster(tmp_path / "cluster.yaml", ("mini", worker.address), model=str(talker))
     command = ("generate", "--config", config, "--prompt", "go", "--ignore-eos", "--max-tokens")
     first = start.brigade(*command, "39000")

@@ -24,9 +24,9 @@ def workers(module_start: Starter) -> list[Worker]:
 
 
 @pytest.fixture(scope="module")
-def honest(module_start: Starter) -> Worker:
+def honest(module_start: Starter, talker: Path) -> Worker:
     """A worker that has the coordinator's own copy of the model."""
-    return module_start.worker("honest")
+    return module_start.worker("honest", "--model", talker)
 
 
 @pytest.fixture(scope="module")

@@ -52,9 +52,14 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def workers(module_start: Starter) -> dict[str, Worker]:
-    """Workers with the bundled model, or whatever a coordinator has loaded into them last."""
-    return {name: module_start.worker(name) for name in ("mini", "air", "spare")}
+def workers(
+    module_start: Starter, masked: Path, talker: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Worker]:
+    """Workers that may load the bundled model and two others: a coordinator chooses."""
+    nodes = {name: f"127.0.0.1:{free_port()}" for name in ("mini", "air", "spare")}
+    path = tmp_path_factory.mktemp("workers") / "cluster.yaml"
+    config = write_cluster(path, *nodes.items(), models=f"[{masked.parent}, {talker.parent}]")
+    return {name: module_start.worker(name, "--config", config) for name in nodes}
 
 
 @pytest.fixture(scope="module")

@@ -258,7 +258,18 @@ def _etag(data: bytes) -> str:
 
 @pytest.mark.parametrize(
     ("model_name", "expected"),
-    [("owner/name", True), ("owner/name-4bit@v1.0", True), ("demo", False), ("/tmp/model", False), ("a/b/c", False)],
+    [
+        ("owner/name", True),
+        ("owner/name-4bit@v1.0", True),
+        ("demo", False),
+        ("/tmp/model", False),
+        ("a/b/c", False),
+        ("../x", False),
+        ("./x", False),
+        ("owner/..", False),
+        ("owner/name@..", False),
+        ("owner/name@a/b", False),
+    ],
 )
 def test_a_repository_is_told_by_its_name(model_name: str, expected: bool) -> None:
     assert is_repository(model_name) == expected

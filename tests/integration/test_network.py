@@ -1,12 +1,20 @@
-"""What may go unencrypted: this machine's own, and everything if the user says so; nothing where there are keys."""
+"""What may go unencrypted: this machine's own, and everything if the user says so; and how much a server takes."""
 
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
+import grpc
 import pytest
 
+from protos.brigade_pb2 import LoadProgress, LoadRequest, StatusRequest
+from protos.brigade_pb2_grpc import NodeStub
 from tests.integration.certificates import Certificates
-from tests.integration.conftest import NETWORK, serving
+from tests.integration.conftest import NETWORK, RunningNode, serving
 from worker.errors import ConfigError
+from worker.node import network as network_module
 from worker.node.network import Network
 
 ELSEWHERE = ["0.0.0.0:0", "[::]:0", "192.168.1.7:50070", "mini.local:50070"]
@@ -40,3 +48,93 @@ async def test_a_port_that_is_in_use_is_refused_by_name() -> None:
     async with serving(1) as [node]:
         with pytest.raises(ConfigError, match=rf"^cannot listen on {node.address}: in use"):
             NETWORK.listen(NETWORK.server(), node.address)
+
+
+@pytest.mark.parametrize("is_encrypted", [True, False])
+async def test_an_address_is_never_the_path_of_a_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_encrypted: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    network = Certificates(tmp_path).network("mini") if is_encrypted else Network(insecure=True)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind("50070")
+        listening.listen()
+        listening.setblocking(False)
+        for address in (f"unix:{tmp_path}/50070", "unix:///50070", "ipv4:127.0.0.1:1", "dns:///mini:1"):
+            with pytest.raises(ConfigError, match="expected HOST:PORT"):
+                network.channel("air", address)
+        async with network.channel("air", "unix:50070") as channel:  # gRPC's spelling of a path, and ours of a host
+            with pytest.raises(grpc.RpcError, match="unix"):
+                await NodeStub(channel).Status(StatusRequest(), timeout=5)
+        with pytest.raises(BlockingIOError):
+            listening.accept()
+
+
+@asynccontextmanager
+async def limited(monkeypatch: pytest.MonkeyPatch, **limits: int) -> AsyncIterator[RunningNode]:
+    """A worker with other limits than it has: each of them has to be there."""
+    options = dict(network_module._SERVER_OPTIONS)
+    assert {f"grpc.{name}" for name in limits} <= set(options)
+    options |= {f"grpc.{name}": limit for name, limit in limits.items()}
+    monkeypatch.setattr(network_module, "_SERVER_OPTIONS", list(options.items()))
+    async with serving(1) as [node]:
+        yield node
+
+
+async def opened_raw(node: RunningNode, stack: AsyncExitStack) -> asyncio.StreamReader:
+    reader, writer = await asyncio.open_connection(*node.address.split(":"))
+    stack.callback(writer.close)
+    return reader
+
+
+async def wait_closed(reader: asyncio.StreamReader) -> None:
+    async with asyncio.timeout(5):
+        while await reader.read(1024):
+            pass
+
+
+async def test_connections_beyond_the_limit_are_closed_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with limited(monkeypatch, max_allowed_incoming_connections=3) as node, AsyncExitStack() as stack:
+        channel = await stack.enter_async_context(NETWORK.channel(node.name, node.address))
+        assert (await NodeStub(channel).Status(StatusRequest())).node == node.name
+        kept = [await opened_raw(node, stack) for _ in range(2)]
+        for reader in kept:
+            assert await reader.read(1)  # it is taken in
+        for _ in range(20):
+            await wait_closed(await opened_raw(node, stack))
+        assert (await NodeStub(channel).Status(StatusRequest())).node == node.name
+        assert not any(reader.at_eof() for reader in kept)
+
+
+async def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with limited(monkeypatch, server_handshake_timeout_ms=100) as node, AsyncExitStack() as stack:
+        await wait_closed(await opened_raw(node, stack))
+
+
+async def wait_answered(stub: NodeStub) -> None:
+    async with asyncio.timeout(5):
+        while True:
+            with suppress(grpc.RpcError):
+                await stub.Status(StatusRequest())
+                return
+
+
+async def test_calls_beyond_the_limit_are_refused_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network_module, "_MOST_CALLS", 3)
+
+    async def report(progress: LoadProgress) -> None:
+        pass
+
+    async with serving(1) as [node], NETWORK.channel(node.name, node.address) as channel:
+        stub = NodeStub(channel)
+        async with node.service._loader.turn(report):  # so that others wait for theirs
+            waiting = [stub.Load(LoadRequest()) for _ in range(3)]
+            for call in waiting:
+                assert (await call.read()).phase == "waiting"
+            with pytest.raises(grpc.RpcError, match="Concurrent RPC limit exceeded"):
+                await stub.Status(StatusRequest())
+            assert [call.done() for call in waiting] == [False] * 3
+            waiting.pop().cancel()
+            await wait_answered(stub)  # the server hears of it a moment later
+            for call in waiting:
+                call.cancel()

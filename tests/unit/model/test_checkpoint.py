@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -191,6 +192,33 @@ def test_a_config_that_describes_no_model_is_refused(folder: Path, config: bytes
     (folder / "config.json").write_bytes(config)
     message = refusal(folder)
     assert f"{folder / 'config.json'} {expected}" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "most_bytes"),
+    [
+        ("config.json", 16 << 20),
+        ("tokenizer.json", 1 << 28),
+        (INDEX, 100_000_000),
+        ("generation_config.json", 16 << 20),
+    ],
+)
+def test_a_file_that_is_longer_than_such_a_file_gets_or_none_is_refused_unread(
+    folder: Path, name: str, most_bytes: int
+) -> None:
+    def read() -> object:
+        checkpoint = open_folder(folder)
+        return checkpoint.fingerprint, checkpoint.generation_config
+
+    with (folder / name).open("wb") as file:
+        file.truncate(1 << 40)  # no disk and no memory has so much
+    with pytest.raises(ModelError, match=rf"{name} has {1 << 40} bytes; expected at most {most_bytes} of such a file"):
+        read()
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    if name != "tokenizer.json":  # of which it may have none
+        with pytest.raises(ModelError, match=f"{name} is not a file"):
+            read()
 
 
 def test_a_folder_without_config_is_refused(folder: Path) -> None:

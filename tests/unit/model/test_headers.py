@@ -45,6 +45,8 @@ MALFORMED = {
     "no dtype": packed({FIRST: {A: [["F32"], [2, 3]]}}),
     "a negative shape": packed({FIRST: {A: ["F32", [-2, -3]]}}),
     "a shape of letters": packed({FIRST: {A: ["F32", "x"]}}),
+    "no file": packed({"": {A: ["F32", [2, 3]]}}),
+    "no name": packed({"a\0b": {A: ["F32", [2, 3]]}}),
     "a way out": packed({"../outside.safetensors": {A: ["F32", [2, 3]]}}),
     "another place": packed({"/outside.safetensors": {A: ["F32", [2, 3]]}}),
 }

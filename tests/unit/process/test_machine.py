@@ -1,6 +1,8 @@
+import resource
+
 import pytest
 
-from worker.process.machine import budget_from
+from worker.process.machine import allow_connections, budget_from
 
 GIB = 2**30
 
@@ -59,3 +61,26 @@ def test_a_budget_is_whole_bytes_and_never_more_than_the_machine_has(device: dic
 
 def test_a_working_set_that_arrives_as_text_counts_as_the_number_it_is() -> None:
     assert budget_from({"max_recommended_working_set_size": str(4 * GIB)}, 8 * GIB) == int(0.9 * 4 * GIB)
+
+
+NONE = resource.RLIM_INFINITY
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((256, NONE), (2000, NONE)),  # macOS
+        ((1024, 4096), (2000, 4096)),
+        ((1024, 1500), (1500, 1500)),
+        ((3000, 4096), (3000, 4096)),
+        ((NONE, NONE), (NONE, NONE)),
+    ],
+)
+def test_as_many_connections_are_allowed_as_the_system_lets_one_ask_for(
+    monkeypatch: pytest.MonkeyPatch, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    limits = [before]
+    monkeypatch.setattr(resource, "getrlimit", lambda what: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda what, pair: limits.append(pair))
+    allow_connections(1000)
+    assert limits[-1] == after
