@@ -270,7 +270,7 @@ class Sampling(_message.Message):
     def __init__(self, seed: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ...) -> None: ...
 
 class Window(_message.Message):
-    __slots__ = ("slot", "base", "prefix_hash", "tokens", "wanted", "masks", "guessed", "positions")
+    __slots__ = ("slot", "base", "prefix_hash", "tokens", "wanted", "masks", "guessed", "positions", "targets")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -279,6 +279,7 @@ class Window(_message.Message):
     MASKS_FIELD_NUMBER: _ClassVar[int]
     GUESSED_FIELD_NUMBER: _ClassVar[int]
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
     slot: int
     base: int
     prefix_hash: int
@@ -287,7 +288,8 @@ class Window(_message.Message):
     masks: int
     guessed: int
     positions: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, slot: _Optional[int] = ..., base: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., wanted: _Optional[int] = ..., masks: _Optional[int] = ..., guessed: _Optional[int] = ..., positions: _Optional[_Iterable[int]] = ...) -> None: ...
+    targets: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, slot: _Optional[int] = ..., base: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., wanted: _Optional[int] = ..., masks: _Optional[int] = ..., guessed: _Optional[int] = ..., positions: _Optional[_Iterable[int]] = ..., targets: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Tensor(_message.Message):
     __slots__ = ("dtype", "shape")
@@ -314,20 +316,22 @@ class Timing(_message.Message):
     def __init__(self, stage: _Optional[int] = ..., received: _Optional[int] = ..., started: _Optional[int] = ..., computed: _Optional[int] = ..., sampled: _Optional[int] = ..., sent: _Optional[int] = ...) -> None: ...
 
 class Result(_message.Message):
-    __slots__ = ("epoch", "step", "samples", "timings", "guesses", "failures")
+    __slots__ = ("epoch", "step", "samples", "timings", "guesses", "failures", "scores")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     GUESSES_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     samples: _containers.RepeatedCompositeFieldContainer[Sample]
     timings: _containers.RepeatedCompositeFieldContainer[Timing]
     guesses: _containers.RepeatedCompositeFieldContainer[Sample]
     failures: _containers.RepeatedCompositeFieldContainer[Failure]
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., timings: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ..., guesses: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ...) -> None: ...
+    scores: _containers.RepeatedCompositeFieldContainer[Score]
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., timings: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ..., guesses: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ..., scores: _Optional[_Iterable[_Union[Score, _Mapping]]] = ...) -> None: ...
 
 class Sample(_message.Message):
     __slots__ = ("slot", "token", "logprob", "alternatives", "entropy")
@@ -342,6 +346,20 @@ class Sample(_message.Message):
     alternatives: _containers.RepeatedCompositeFieldContainer[Alternative]
     entropy: float
     def __init__(self, slot: _Optional[int] = ..., token: _Optional[int] = ..., logprob: _Optional[float] = ..., alternatives: _Optional[_Iterable[_Union[Alternative, _Mapping]]] = ..., entropy: _Optional[float] = ...) -> None: ...
+
+class Score(_message.Message):
+    __slots__ = ("slot", "token", "logprob", "is_greedy", "alternatives")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    IS_GREEDY_FIELD_NUMBER: _ClassVar[int]
+    ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    token: int
+    logprob: float
+    is_greedy: bool
+    alternatives: _containers.RepeatedCompositeFieldContainer[Alternative]
+    def __init__(self, slot: _Optional[int] = ..., token: _Optional[int] = ..., logprob: _Optional[float] = ..., is_greedy: _Optional[bool] = ..., alternatives: _Optional[_Iterable[_Union[Alternative, _Mapping]]] = ...) -> None: ...
 
 class Alternative(_message.Message):
     __slots__ = ("token", "logprob")

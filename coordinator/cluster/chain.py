@@ -15,7 +15,7 @@ from coordinator.planning.costs import ChainCosts
 from coordinator.planning.patience import Patience, StepKind
 from protos.brigade_pb2 import AttachRequest, Frame, LoadProgress, Result, Session, StatusReply, Window
 from worker.compute.engine import Engine
-from worker.compute.header import check_result, num_rows
+from worker.compute.header import asked_of, check_result, num_rows
 from worker.errors import BrigadeError, EngineHung, FrameError, NodeBusy, StageLost
 from worker.memory.history import History
 from worker.model.modelspec import ModelSpec
@@ -34,7 +34,7 @@ class Sent:
     """A frame in flight."""
 
     num_rows: int
-    asked: dict[int, tuple[int, int]]  # by slot: rows wanted, rows guessed
+    asked: dict[int, tuple[int, ...]]  # by slot, as `asked_of` counts
     kind: StepKind
     at: float  # seconds, monotonic
     is_alone: bool  # so far
@@ -135,7 +135,7 @@ class Chain:
             sent.is_alone = False
         self.last_step = frame.step
         kind = self._patience.kind_of(frame)
-        rows, asked = sum(map(num_rows, frame.windows)), {w.slot: (w.wanted, w.guessed) for w in frame.windows}
+        rows, asked = sum(map(num_rows, frame.windows)), {w.slot: asked_of(w) for w in frame.windows}
         self._sent[frame.step] = Sent(rows, asked, kind, time.monotonic(), not self._sent)
         self._stage.submit(frame)
 

@@ -24,6 +24,7 @@ from worker.node.status import error_named
 
 _LEAVE_S = 2.0  # for what is on its way when a runner is left by an exception
 _UNREAD_S = 30.0  # how long a session stays paused for a reader who does not read
+_MOST_SCORED_ROWS = 64  # of a chunk: every row of it has logits for the whole vocabulary
 _MAX_WAIT_S = 600.0  # for memory
 
 NextChain = Callable[[BrigadeError], Awaitable[Chain]]
@@ -175,6 +176,8 @@ class Runner:
         chain = self._epoch.chain
         chunk = chunk or chunk_size(len(request.prompt), chain.costs.stages_s)
         most = [most_chunk_rows(chain.spec.row_bytes), replace(chain.spec, cache=request.cache).longest_chunk]
+        if request.score_from is not None:
+            most.append(_MOST_SCORED_ROWS)
         session = Session(
             request.prompt,
             room_for_answer(request, chain.spec.context),
@@ -184,6 +187,7 @@ class Runner:
             chunk=min(chunk, *filter(None, most)),
             sampling=request.sampling,
             cache=request.cache,
+            score_from=request.score_from,
         )
         session.resume(request.known)
         return session
@@ -259,10 +263,11 @@ class Runner:
             ticket.pass_by(passage)
             if samples:
                 self._try_next(session)
-            if samples or session.finish_reason is not None:
+            scores = session.take_scores()
+            if samples or scores or session.finish_reason is not None:
                 known = [*map(Token.of, samples)]
                 counts = session.num_steps, session.num_rows
-                ticket.put(Step(known, arrival.at, session.finish_reason, *counts, session.fills))
+                ticket.put(Step(known, arrival.at, session.finish_reason, *counts, session.fills, scores))
             if session.finish_reason is not None:
                 self._forget(ticket, keep=True)
             elif ticket.is_full and not session.is_paused:

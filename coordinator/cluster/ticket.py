@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from coordinator.sessions.answer import Piece, Token, Usage
+from coordinator.sessions.answer import Piece, Scored, Token, Usage
 from coordinator.sessions.session import Session
 from coordinator.sessions.text import Text
 from coordinator.sessions.waterfall import Passage
@@ -24,6 +24,7 @@ class Step:
     num_steps: int  # of the session, up to this one
     num_rows: int
     fills: Sequence[tuple[int, Token]] = ()  # of the session, after this one
+    scores: Sequence[Scored] = ()  # of the prompt
 
 
 class Ticket:
@@ -98,10 +99,10 @@ class Ticket:
                 break  # the rest of the step lies behind the stop string
         self._num_said += len(tokens)
         if not text.is_stopped and step.finish_reason is None:
-            return Piece("".join(said), tokens, step.at, fills=step.fills)
+            return Piece("".join(said), tokens, step.at, fills=step.fills, scores=step.scores)
         said.append(text.finish())  # what was held back may be a stop string as well
         finish_reason = "stop" if text.is_stopped else step.finish_reason
-        return Piece("".join(said), tokens, step.at, finish_reason, self._usage(step))
+        return Piece("".join(said), tokens, step.at, finish_reason, self._usage(step), scores=step.scores)
 
     def _usage(self, last: Step) -> Usage:
         passages = [passage for passage in self._passages or () if passage.returned <= last.at]

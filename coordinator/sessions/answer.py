@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from coordinator.sessions.waterfall import Passage, Waterfall, make_waterfall
-from protos.brigade_pb2 import Alternative, Sample, StatusReply
+from protos.brigade_pb2 import Alternative, Sample, Score, StatusReply
 
 
 class Token(NamedTuple):
@@ -25,6 +25,19 @@ class Token(NamedTuple):
         """What it was copied from, as far as it tells."""
         others = [Alternative(token=other.token, logprob=other.logprob) for other in self.alternatives]
         return Sample(token=self.token, logprob=self.logprob, alternatives=others)
+
+
+class Scored(NamedTuple):
+    """A given token of the prompt, how likely it was there, and whether no other was likelier."""
+
+    token: Token
+    is_greedy: bool
+
+    @classmethod
+    def of(cls, score: Score) -> "Scored":
+        """A copy, likewise."""
+        others = tuple(Token(other.token, other.logprob) for other in score.alternatives)
+        return cls(Token(score.token, score.logprob, others), score.is_greedy)
 
 
 @dataclass(frozen=True)
@@ -61,6 +74,7 @@ class Piece:
     finish_reason: str | None = None
     usage: Usage | None = None  # with the last one
     fills: Sequence[tuple[int, Token]] = ()  # (position, token) that are decided ahead of the tokens
+    scores: Sequence[Scored] = ()  # of the prompt's tokens, in their order, if they were asked for
 
 
 @dataclass
@@ -69,6 +83,7 @@ class Answer:
 
     text: str = ""
     samples: list[Token] = field(default_factory=list)
+    scores: list[Scored] = field(default_factory=list)  # of the prompt's tokens, from `Request.score_from`
     token_times: list[int] = field(default_factory=list)  # nanoseconds on the coordinator's monotonic clock
     statuses: list[StatusReply] = field(default_factory=list)  # of every stage, at the end of the answer
     finish_reason: str = ""
@@ -78,6 +93,7 @@ class Answer:
         """Take the next piece in."""
         self.text += piece.text
         self.samples += piece.tokens
+        self.scores += piece.scores
         self.token_times += [piece.at] * len(piece.tokens)
         if piece.finish_reason is not None and piece.usage is not None:
             self.finish_reason, self.usage = piece.finish_reason, piece.usage

@@ -28,6 +28,7 @@ class Request:
     stops: tuple[str, ...] = ()
     eos: frozenset[int] = frozenset()
     repeat_guard: int = 0  # end once the last tokens repeat so many times; 0 never does
+    score_from: int | None = None  # index of the first token of the prompt whose likelihood is asked for, from 1
     known: Known = field(default_factory=Known)  # the answer so far, by its journal
 
 
@@ -80,6 +81,8 @@ def check_request(request: Request, spec: ModelSpec) -> None:
     kind, refusal = refusals.get(request.cache.kind, ("", ""))
     if refusal:
         raise InputError("kv", f"{spec.name} cannot have {kind} caches: {refusal}; use full")
+    if request.score_from is not None:
+        _check_scored(request)
     if request.max_tokens < 1:
         raise InputError("max_tokens", f"expected at least 1, got {request.max_tokens}")
     if len(request.prompt) >= spec.context:
@@ -88,6 +91,13 @@ def check_request(request: Request, spec: ModelSpec) -> None:
             f"expected less than the {spec.context} tokens that {spec.name} has room for, found "
             f"{len(request.prompt)}; shorten it",
         )
+
+
+def _check_scored(request: Request) -> None:
+    if request.decode.kind != "ar":
+        raise InputError("decode", f"expected ar, which likelihoods of the prompt go with, got {request.decode.kind}")
+    if request.score_from is not None and not 1 <= request.score_from < len(request.prompt):
+        raise InputError("prompt", "expected at least two tokens: the first one follows nothing that could tell of it")
 
 
 def most_rows(request: Request, context: int) -> int:

@@ -8,6 +8,7 @@ for more than one chunk; while nobody does there are enough of them to fill the 
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from coordinator.sessions.session import Session
 from coordinator.sessions.slot import Slot
@@ -104,13 +105,17 @@ class Scheduler:
         if result.epoch != self._epoch:
             raise FrameError(f"expected a result of epoch {self._epoch}, got epoch {result.epoch} (step {result.step})")
         slots = (self._lanes if result.step in self._lanes else self._prompts).pop(result.step, [])
-        samples, guesses = _by_slot(result.samples), _by_slot(result.guesses)
+        samples, guesses, scores = _by_slot(result.samples), _by_slot(result.guesses), _by_slot(result.scores)
         failed = {failure.slot for failure in result.failures}
         running = [slot for slot in slots if slot.session.finish_reason is None]
         for slot in running:
             if slot.number in failed:
                 slot.session.fail()
-        return [(slot.session, slot.session.commit(samples[slot.number], guesses[slot.number])) for slot in running]
+        commits = []
+        for slot in running:
+            number, session = slot.number, slot.session
+            commits.append((session, session.commit(samples[number], guesses[number], scores[number])))
+        return commits
 
     def _next_lane(self, active: Sequence[Slot]) -> list[Slot]:
         """Its equal part of those that decode, those that have waited longest first."""
@@ -146,7 +151,8 @@ class Scheduler:
         return chosen
 
 
-def _by_slot(samples: Iterable[Sample]) -> defaultdict[int, list[Sample]]:
+def _by_slot(samples: Iterable[Any]) -> defaultdict[int, list[Any]]:
+    """Samples or scores."""
     found = defaultdict(list)
     for sample in samples:
         found[sample.slot].append(sample)

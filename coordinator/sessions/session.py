@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from coordinator.decoding.decoders import Autoregressive, Decoder, Proposal
 from coordinator.decoding.lengths import padded
-from coordinator.sessions.answer import Known, Token
-from protos.brigade_pb2 import Cache, Sample, Sampling, Window
+from coordinator.sessions.answer import Known, Scored, Token
+from protos.brigade_pb2 import Cache, Sample, Sampling, Score, Window
 from worker.memory.history import History
 
 _LONGEST_PERIOD = 64  # tokens that a repeat may span
@@ -25,6 +25,7 @@ class Session:
         chunk: int = 256,
         sampling: Sampling | None = None,
         cache: Cache | None = None,
+        score_from: int | None = None,
     ) -> None:
         """`chunk` is the most rows of a prompt chunk; a window with a proposal is as long as its decoder makes it."""
         self.slot: int | None = None  # its number on the stages, once it is promised one
@@ -42,6 +43,8 @@ class Session:
         self.is_paused = False  # whoever reads the answer is behind
         self.history = History(prompt)
         self._max_tokens = max_tokens
+        self._asked_scores = self._known_scores = score_from or self.num_prompt  # tokens before it need none (any more)
+        self._new_scores: list[Scored] = []
         self._eos = eos
         self._decoder = decoder or Autoregressive()
         self._repeat_guard = repeat_guard
@@ -81,6 +84,11 @@ class Session:
         return self.num_prompt + self._max_tokens + self._decoder.num_ahead
 
     @property
+    def most_reused(self) -> int:
+        """Leading tokens that need not be fed if another session has fed them: at least one row asks for something."""
+        return min(len(self.history), self._known_scores) - 1
+
+    @property
     def fills(self) -> list[tuple[int, Token]]:
         """Positions and tokens that are decided ahead of the known ones."""
         return [(at, Token.of(sample)) for at, sample in self._decoder.fills]
@@ -92,8 +100,8 @@ class Session:
         self._decoder.restore([(at, token.to_sample()) for at, token in known.fills])
 
     def reuse(self, num_tokens: int) -> None:
-        """Begin after this many tokens: the slot holds them already. Leaves at least one token to feed."""
-        assert self.fed == 0 and num_tokens < len(self.history)
+        """Begin after this many tokens: the slot holds them already. Leaves what `most_reused` says."""
+        assert self.fed == 0 and num_tokens <= self.most_reused
         self.fed = self.num_reused = num_tokens
 
     def next_window(self, num_together: int = 1) -> Window:
@@ -105,11 +113,13 @@ class Session:
         if chunk := self._num_chunk():
             self.fed += chunk
             window = self._window(base, tokens[base : self.fed])
+            window.targets.extend(self._targets(self.fed + 1))
         else:
             self.fed = len(tokens)
             room = self._max_tokens - self.num_generated
             self._proposal = self._decoder.propose(tokens, len(tokens) - base, room, num_together)
             window = self._with_proposal(base, tokens[base:], self._proposal)
+            window.targets.extend(self._targets(self.fed))
             self.num_steps += 1
             num_known = 1 if self._proposal.verifies else len(tokens) - base  # any more are the end of a prompt
             self.num_rows_last = num_known + len(self._proposal.drafts) + len(self._proposal.fills) + window.masks
@@ -127,13 +137,29 @@ class Session:
         chunk = min(unfed - (tail > 0), self.chunk)  # the last token goes with the proposal
         return chunk if unfed > (tail or chunk) else 0
 
-    def commit(self, samples: Sequence[Sample], guesses: Sequence[Sample]) -> list[Sample]:
+    def _targets(self, end: int) -> list[int]:
+        """The tokens before index `end` whose likelihood is asked for, and no window has asked yet."""
+        begin, self._asked_scores = self._asked_scores, max(self._asked_scores, min(end, self.num_prompt))
+        return self.history.tokens[begin : self._asked_scores]
+
+    def take_scores(self) -> list[Scored]:
+        """Those that have become known since they were last taken."""
+        taken, self._new_scores = self._new_scores, []
+        return taken
+
+    def commit(
+        self, samples: Sequence[Sample], guesses: Sequence[Sample], scores: Sequence[Score] = ()
+    ) -> list[Sample]:
         """Take the answer to the window sent last; returns what became known, up to the end of the sequence.
 
         Sets `finish_reason` with the last token. The answer to a prompt chunk is empty and changes nothing. One that
         comes after the end is dropped.
         """
-        if self.finish_reason is not None or not (samples or guesses):
+        if self.finish_reason is not None:
+            return []
+        self._new_scores += map(Scored.of, scores)
+        self._known_scores += len(scores)
+        if not (samples or guesses):
             return []
         assert self._proposal is not None
         accepted = self._decoder.accept(self._proposal, samples, guesses)
@@ -167,6 +193,7 @@ class Session:
         self.slot = None
         self.fed = self.num_reused = self.rows_written = 0
         self._proposal = None
+        self._asked_scores = self._known_scores
         self._decoder.rewind()
 
     def _window(self, base: int, tokens: Sequence[int]) -> Window:

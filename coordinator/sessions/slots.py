@@ -227,7 +227,7 @@ class Slots:
             holder = slot.session
             if holder is session or holder.cache != session.cache or slot.state not in ON_STAGES:
                 continue
-            shared = session.history.num_shared(holder.history, min(holder.fed, len(session.history) - 1))
+            shared = session.history.num_shared(holder.history, min(holder.fed, session.most_reused))
             can_be_cut = holder.fed <= self._costs.rows_that_can_be_cut(holder.cache)
             if shared > most and (can_be_cut or shared == holder.fed):
                 best, most = slot, shared

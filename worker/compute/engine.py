@@ -11,8 +11,8 @@ from itertools import accumulate
 import mlx.core as mx
 
 from protos.brigade_pb2 import DType, Failure, Frame, Result, Sampling, Session, Timing, Window
-from worker.compute.header import asked_rows, check_header, num_rows
-from worker.compute.sampling import Draws
+from worker.compute.header import asked_rows, check_header, head_rows, num_rows
+from worker.compute.sampling import Draws, Scores
 from worker.compute.shard import Shard
 from worker.compute.slot import Slot
 from worker.errors import BrigadeError, CacheMismatch, FrameError, SamplingError
@@ -34,6 +34,7 @@ class Step:
     failures: list[Failure] = field(default_factory=list)  # of this stage
     ready: list[mx.array] = field(default_factory=list)
     draws: list[tuple[Window, Draws]] = field(default_factory=list)
+    scores: list[tuple[Window, Scores]] = field(default_factory=list)
     checks: list[tuple[int, mx.array]] = field(default_factory=list)  # slot, and whether what was made of it is finite
 
 
@@ -204,26 +205,36 @@ class Engine:
     def _begin_sampling(self, step: Step, h: mx.array) -> None:
         """Choose a token for every row that is asked about; no other row reaches the head."""
         firsts = accumulate(map(num_rows, step.windows), initial=0)
-        asked = [window for window in step.windows if asked_rows(window)]
-        rows = [row for window, first in zip(step.windows, firsts, strict=False) for row in asked_rows(window, first)]
+        asked = [window for window in step.windows if head_rows(window)]
+        rows = [row for window, first in zip(step.windows, firsts, strict=False) for row in head_rows(window, first)]
         # A prompt chunk's rows end in the caches, the last layer's of which depend on all others; what the last layer
         # makes of them is never computed. The next chunk writes into these very objects, even before this one is done.
-        chunks = [self._slots[window.slot] for window in step.windows if not asked_rows(window)]
+        chunks = [self._slots[window.slot] for window in step.windows if not head_rows(window)]
         step.ready = [mx.stop_gradient(array) for slot in chunks for array in slot.caches.arrays()]
         if asked:
             step.ready.append(h if len(rows) == h.shape[1] else h[:, mx.array(rows)])
         mx.async_eval(step.ready)  # the device works while the sampling graph is built
         if asked:
-            counts = [len(asked_rows(window)) for window in asked]
+            counts = [len(head_rows(window)) for window in asked]
             logits = self._shard.logits(step.ready[-1]).split(tuple(accumulate(counts[:-1])))
             for window, own in zip(asked, logits, strict=True):
                 if self._checks_finite:
                     step.checks.append((window.slot, ~mx.isnan(own).any()))  # some models rule tokens out by infinity
-                try:
-                    step.draws.append((window, self._draw(window, own)))
-                except SamplingError as error:
-                    self._fail(step, window.slot, error)
-            mx.async_eval([array for _, draws in step.draws for array in draws.arrays()])
+                self._begin_answer(step, window, own)
+            answers: list[Draws | Scores] = [found for _, found in step.draws] + [found for _, found in step.scores]
+            mx.async_eval([array for answer in answers for array in answer.arrays()])
+
+    def _begin_answer(self, step: Step, window: Window, logits: mx.array) -> None:
+        """Scores and draws of one window, by the logits [N, V] of its `head_rows`."""
+        num_targets = len(window.targets)
+        try:
+            if num_targets:
+                sampler = self._slots[window.slot].sampler
+                step.scores.append((window, sampler.score(logits[:num_targets], list(window.targets))))
+            if asked_rows(window):
+                step.draws.append((window, self._draw(window, logits[num_targets:] if num_targets else logits)))
+        except (FrameError, SamplingError) as error:
+            self._fail(step, window.slot, error)
 
     def _draw(self, window: Window, logits: mx.array) -> Draws:
         """A token for each wanted and each guessed row of a window, in that order, by their logits [N, V]."""
@@ -247,6 +258,7 @@ class Engine:
         windows = step.windows
         step.windows = [window for window in windows if window.slot not in bad]
         step.draws = [(window, draws) for window, draws in step.draws if window.slot not in bad]
+        step.scores = [(window, scores) for window, scores in step.scores if window.slot not in bad]
         if bad and step.windows and not self._shard.is_last:
             step.ready = [_rows_of(step.windows, windows, step.ready[0])]
             mx.eval(step.ready)
@@ -263,6 +275,8 @@ class Engine:
             samples = draws.to_samples(window.slot)
             result.samples.extend(samples[: window.wanted])
             result.guesses.extend(samples[window.wanted :])
+        for window, scores in step.scores:
+            result.scores.extend(scores.to_scores(window.slot))
         return result
 
 

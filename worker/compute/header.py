@@ -18,6 +18,12 @@ def asked_rows(window: Window, first: int = 0) -> range:
     return range(first + num_tokens - window.wanted, first + num_tokens + window.guessed)
 
 
+def head_rows(window: Window, first: int = 0) -> range:
+    """The rows whose logits the last stage makes: those whose next token is a target, then those that are asked."""
+    asked = asked_rows(window, first)
+    return range(asked.start - len(window.targets), asked.stop)
+
+
 def dtype_name(dtype: DType) -> str:
     """For messages; a peer may send a number that is no dtype."""
     return DType.Name(dtype).removeprefix("DTYPE_").lower() if dtype in DType.values() else f"dtype {dtype}"
@@ -41,20 +47,25 @@ def check_header(frame: Frame, stage: int, hidden_size: int, dtype: DType) -> No
         )
 
 
-def check_result(result: Result, asked: Mapping[int, tuple[int, int]], vocab_size: int, node: str) -> None:
-    """Raise FrameError unless `node` answers what was asked: by slot, how many rows are wanted and how many guessed.
+def asked_of(window: Window) -> tuple[int, ...]:
+    """How many samples, guesses and scores are the answer to a window."""
+    return window.wanted, window.guessed, len(window.targets)
+
+
+def check_result(result: Result, asked: Mapping[int, tuple[int, ...]], vocab_size: int, node: str) -> None:
+    """Raise FrameError unless `node` answers what was asked: by slot, how many samples, guesses and scores.
 
     A slot whose window failed need not have an answer.
     """
     failed = {failure.slot for failure in result.failures}
-    samples, guesses = (Counter(sample.slot for sample in of) for of in (result.samples, result.guesses))
-    for slot in (asked.keys() | samples.keys() | guesses.keys()) - failed:
-        expected, found = asked.get(slot, (0, 0)), (samples[slot], guesses[slot])
+    answers = result.samples, result.guesses, result.scores
+    counts = [Counter(each.slot for each in of) for of in answers]
+    for slot in set(asked).union(*counts) - failed:
+        expected, found = asked.get(slot, (0, 0, 0)), tuple(count[slot] for count in counts)
         if expected != found:
-            raise FrameError(
-                f"expected (samples, guesses) {expected} for slot {slot}, got {found} (step {result.step})", node=node
-            )
-    highest = max((sample.token for of in (result.samples, result.guesses) for sample in of), default=0)
+            said = f"expected (samples, guesses, scores) {expected} for slot {slot}, got {found} (step {result.step})"
+            raise FrameError(said, node=node)
+    highest = max((each.token for of in answers for each in of), default=0)
     if highest >= vocab_size:
         raise FrameError(f"expected tokens below {vocab_size}, got {highest} (step {result.step})", node=node)
 
@@ -89,8 +100,9 @@ def _check_windows(frame: Frame) -> None:
 
 def _check_window(window: Window, step: int) -> None:
     found = f"in the window of slot {window.slot} (step {step})"
-    if len(window.tokens) < max(1, window.wanted):
-        raise FrameError(f"expected at least {max(1, window.wanted)} tokens, got {len(window.tokens)} {found}")
+    least = max(1, window.wanted + len(window.targets))
+    if len(window.tokens) < least:
+        raise FrameError(f"expected at least {least} tokens, got {len(window.tokens)} {found}")
     if window.guessed > window.masks:
         raise FrameError(f"expected at most {window.masks} guesses, as many as MASK rows, got {window.guessed} {found}")
     if len(window.positions) not in (0, num_rows(window)):

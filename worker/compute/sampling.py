@@ -13,8 +13,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
 
-from protos.brigade_pb2 import Alternative, Sample, Sampling
-from worker.errors import SamplingError
+from protos.brigade_pb2 import Alternative, Sample, Sampling, Score
+from worker.errors import FrameError, SamplingError
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _LOW_64 = (1 << 64) - 1
@@ -46,6 +46,27 @@ class Draws:
                 sample.logprob = logprob
                 sample.alternatives.extend(map(_alternative, tokens, logprobs))
         return samples
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How likely N given tokens are, not evaluated yet."""
+
+    tokens: Sequence[int]
+    logprobs: mx.array  # [N]
+    are_greedy: mx.array  # [N] bool
+    alternatives: tuple[mx.array, mx.array] | None = None  # ids and logprobs, [N, n] each
+
+    def arrays(self) -> list[mx.array]:
+        return [self.logprobs, self.are_greedy, *(self.alternatives or ())]
+
+    def to_scores(self, slot: int) -> list[Score]:
+        rows = zip(self.tokens, _listed(self.logprobs), _listed(self.are_greedy), strict=True)
+        scores = [Score(slot=slot, token=t, logprob=logprob, is_greedy=greedy) for t, logprob, greedy in rows]
+        if self.alternatives is not None:
+            for score, tokens, logprobs in zip(scores, *map(_listed, self.alternatives), strict=True):
+                score.alternatives.extend(map(_alternative, tokens, logprobs))
+        return scores
 
 
 class Sampler:
@@ -98,9 +119,29 @@ class Sampler:
         drawn = self._draw(logprobs, positions)
         if not self._sampling.logprobs:
             return Draws(drawn, entropies=entropies)
-        best = mx.argsort(-logprobs, axis=-1)[:, : self._sampling.logprobs - 1]
         chosen = mx.take_along_axis(logprobs, drawn[:, None], axis=-1)[:, 0]
-        return Draws(drawn, chosen, (best, mx.take_along_axis(logprobs, best, axis=-1)), entropies)
+        return Draws(drawn, chosen, self._likeliest(logprobs), entropies)
+
+    def score(self, logits: mx.array, tokens: Sequence[int]) -> Scores:
+        """How likely each row's given token is, by the raw logits [N, V] float32: no penalty, no temperature.
+
+        Raises:
+            FrameError: a token is none of the vocabulary.
+        """
+        _, V = logits.shape
+        if max(tokens) >= V:
+            raise FrameError(f"expected targets below {V}, got {max(tokens)}")
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        own = mx.take_along_axis(logprobs, mx.array(list(tokens))[:, None], axis=-1)
+        are_greedy = own >= logprobs.max(axis=-1, keepdims=True)
+        return Scores(
+            tokens, own[:, 0], are_greedy[:, 0], self._likeliest(logprobs) if self._sampling.logprobs else None
+        )
+
+    def _likeliest(self, logprobs: mx.array) -> tuple[mx.array, mx.array]:
+        """Ids and logprobs of as many alternatives as are to be reported."""
+        best = mx.argsort(-logprobs, axis=-1)[:, : self._sampling.logprobs - 1]
+        return best, mx.take_along_axis(logprobs, best, axis=-1)
 
     def _process(self, logits: mx.array, history: list[int]) -> mx.array:
         tokens = mx.array(history, mx.int32)

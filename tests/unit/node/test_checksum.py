@@ -5,7 +5,7 @@ import random
 import mlx.core as mx
 import pytest
 
-from protos.brigade_pb2 import Draining, Failure, Frame, Part, Report, Result, Sample, Timing, Window
+from protos.brigade_pb2 import Draining, Failure, Frame, Part, Report, Result, Sample, Score, Timing, Window
 from worker.compute.header import check_result
 from worker.errors import FrameError
 from worker.node.checksum import check_seal, sealed
@@ -131,24 +131,37 @@ def test_no_flipped_bit_of_a_report_changes_what_it_says(what: Report) -> None:
                 check_seal(found, "last")
 
 
-ASKED = {1: (2, 0), 4: (0, 3), 5: (0, 0)}
+ASKED = {1: (2, 0, 0), 4: (0, 3, 0), 5: (0, 0, 0), 6: (1, 0, 2)}
 
 
 def answered(samples: list[int], guesses: list[int], failed: list[int] | None = None, token: int = 49) -> Result:
     samples_of, guesses_of = ([Sample(slot=slot, token=token) for slot in slots] for slots in (samples, guesses))
-    return Result(step=9, samples=samples_of, guesses=guesses_of, failures=[Failure(slot=s) for s in failed or []])
+    scores = [Score(slot=6, token=token)] * 2
+    failures = [Failure(slot=slot) for slot in failed or []]
+    return Result(step=9, samples=samples_of, guesses=guesses_of, scores=scores, failures=failures)
 
 
 def test_a_result_has_an_answer_for_whatever_was_asked() -> None:
-    check_result(answered([1, 1], [4, 4, 4]), ASKED, 50, "last")
-    check_result(answered([1, 1], [], failed=[4]), ASKED, 50, "last")
-    for samples, guesses in ([1], [4, 4, 4]), ([1, 1, 1], [4, 4, 4]), ([1, 1], [4, 4]), ([1, 1, 5], [4, 4, 4]):
-        with pytest.raises(FrameError, match=r"^worker last: expected \(samples, guesses\) .* \(step 9\)$"):
+    check_result(answered([1, 1, 6], [4, 4, 4]), ASKED, 50, "last")
+    check_result(answered([1, 1, 6], [], failed=[4]), ASKED, 50, "last")
+    for samples, guesses in (
+        ([1, 6], [4, 4, 4]),
+        ([1, 1, 1, 6], [4, 4, 4]),
+        ([1, 1, 6], [4, 4]),
+        ([1, 1, 5, 6], [4, 4, 4]),
+    ):
+        with pytest.raises(FrameError, match=r"^worker last: expected \(samples, guesses, scores\) .* \(step 9\)$"):
             check_result(answered(samples, guesses), ASKED, 50, "last")
-    with pytest.raises(FrameError, match=r"for slot 8, got \(1, 0\)"):
-        check_result(answered([1, 1, 8], [4, 4, 4]), ASKED, 50, "last")
+    with pytest.raises(FrameError, match=r"for slot 8, got \(1, 0, 0\)"):
+        check_result(answered([1, 1, 8, 6], [4, 4, 4]), ASKED, 50, "last")
+    for missing in (Result(), Result(scores=[Score(slot=6)] * 3)):
+        result = answered([1, 1, 6], [4, 4, 4])
+        del result.scores[:]
+        result.MergeFrom(missing)
+        with pytest.raises(FrameError, match=r"for slot 6, got \(1, 0, [03]\)"):
+            check_result(result, ASKED, 50, "last")
 
 
 def test_a_token_outside_the_vocabulary_is_refused() -> None:
     with pytest.raises(FrameError, match=r"^worker last: expected tokens below 50, got 50 \(step 9\)$"):
-        check_result(answered([1, 1], [4, 4, 4], token=50), ASKED, 50, "last")
+        check_result(answered([1, 1, 6], [4, 4, 4], token=50), ASKED, 50, "last")
