@@ -60,6 +60,9 @@ def demo(
         require_one_prompt(ctx)
     options = cluster_options(None, "demo", 2, None, None)
 
+    from coordinator.cluster.templates import TEMPLATES
+
+    TEMPLATES.start()  # beside the imports below, which take a second
     from coordinator.cli.demo import run_demo
     from coordinator.cli.generate import run_generate
     from coordinator.cli.run_async import run_async
@@ -139,6 +142,10 @@ def generate(
     cache = make_cache_choice(kv, max_kv_size)
     refuse_idle(ctx)
 
+    from coordinator.cluster.templates import TEMPLATES
+
+    if not raw and (text, prompt) != (None, None):
+        TEMPLATES.start()  # beside the imports below, which take a second
     from coordinator.cli.generate import run_generate
     from coordinator.cli.run_async import run_async
     from coordinator.cli.wish import Wish

@@ -91,6 +91,9 @@ def serve(
     if context is not None and context < 2:
         raise InputError("context", f"expected at least 2 tokens, got {context}")
 
+    from coordinator.cluster.templates import TEMPLATES
+
+    TEMPLATES.start()  # beside the imports below, which take a second
     from coordinator.cli.run_async import run_async
     from coordinator.http.keys import load_keys
     from coordinator.http.run import Serving, require_guarded

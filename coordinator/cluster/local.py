@@ -5,13 +5,12 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 from worker.errors import StageLost
+from worker.process.imports import search_path
 
 _START_S = 30.0
 _STOP_S = 5.0
-_SOURCE = str(Path(__file__).resolve().parents[2])  # where this very code is imported from
 
 
 class LocalWorker:
@@ -34,7 +33,7 @@ class LocalWorker:
             sys.executable,
             "-P",  # or a folder named worker where the user happens to be would be run instead
             *("-m", "worker", "--name", name, "--model", model, "--bind", "127.0.0.1:0", "--follow-parent"),
-            env=os.environ | {"PYTHONPATH": _search_path()},
+            env=os.environ | {"PYTHONPATH": search_path()},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the coordinator: it ends its workers in order
@@ -79,8 +78,3 @@ class LocalWorker:
             except TimeoutError:
                 self._process.kill()
                 await self._process.wait()
-
-
-def _search_path() -> str:
-    """PYTHONPATH with this code. No part of it is empty: that would be the folder where the user happens to be."""
-    return os.pathsep.join(filter(None, [_SOURCE, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]))

@@ -1,16 +1,17 @@
 """A checkpoint's tokenizer and chat template: text to tokens, and what turns tokens into text."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from jinja2 import TemplateError
 from mlx_lm import tokenizer_utils
 from mlx_lm.generate import make_text_state_machine
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase, tokenization_utils_base
 
 from coordinator.cluster.progress import say
+from coordinator.cluster.templates import TEMPLATES
 from coordinator.cluster.tokenizer_code import fetch_code, trusted_code
 from coordinator.sessions.markers import Markers
 from coordinator.sessions.text import StopText, TextStream
@@ -22,6 +23,13 @@ _UNREADABLE = (
     OSError, ValueError, LookupError, TypeError, AttributeError, StrictDataclassError,
     ImportError, SyntaxError, NameError, AssertionError, RuntimeError,  # of a tokenizer that is code
 )  # fmt: skip
+# By what a conversation is refused before there is a template to refuse it, or by one that is Python code of mlx-lm's.
+_UNFIT = (LookupError, TypeError, ValueError, AttributeError, AssertionError, NotImplementedError)
+_NOT_THE_TEMPLATES = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {
+    "tools", "documents", "add_generation_prompt", "continue_final_message",
+}  # fmt: skip
+# Whoever applies a chat template in this process, mlx-lm or a tokenizer that is code, has it rendered in the other one.
+tokenization_utils_base.render_jinja_template = TEMPLATES.render  # type: ignore[assignment]  # says that it gives a str
 
 
 class Tokenizer:
@@ -55,14 +63,23 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         arguments: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """A conversation's token ids, up to where the answer begins; `arguments` are the template's own."""
+        """A conversation's token ids, up to where the answer begins; `arguments` are the template's own.
+
+        It may take seconds, and is to be run aside of an event loop.
+        """
         if not self.has_chat_template:
             raise InputError("prompt", "this model has no chat template; give it raw, as it stands")
-        given = {"add_generation_prompt": True, **(arguments or {})} | ({"tools": list(tools)} if tools else {})
+        arguments = arguments or {}
+        if reserved := arguments.keys() & _NOT_THE_TEMPLATES:
+            raise InputError(
+                "chat_template_kwargs", f"{min(reserved)} is not the chat template's to know; leave it out"
+            )
+        given = {"add_generation_prompt": True, **arguments} | ({"tools": list(tools)} if tools else {})
         try:
             return list(self._wrapper.apply_chat_template(list(messages), **given))
-        except TemplateError as error:
-            raise InputError("prompt", f"the chat template refuses this conversation ({error}); give it raw") from error
+        except _UNFIT as error:
+            message = f"the chat template refuses this conversation ({first_line(error)}); give it raw"
+            raise InputError("prompt", message) from error
 
     def encode(self, text: str) -> list[int]:
         return list(self._wrapper.encode(text))

@@ -173,7 +173,7 @@ def test_an_interrupted_command_leaves_no_local_worker_behind(
 
 def test_a_command_interrupted_while_it_starts_leaves_no_local_worker_behind(start: Starter, talker: Path) -> None:
     running = start.brigade("generate", "--model", talker, "--local", "2", *LONG)
-    children = start.children(running, 2)
+    children = start.children(running, 3)  # and what renders its chat template
     running.send_signal(signal.SIGINT)
     outcome = running.wait(FAILURE_S)
     assert (outcome.code, outcome.out, outcome.err) == (130, "", "")

@@ -1,7 +1,11 @@
-"""Imports that a worker can do without. Knows nothing of what is imported."""
+"""Imports that a process can do without, and where it finds the others. Knows nothing of what is imported."""
 
+import os
 import sys
 from importlib.util import find_spec, module_from_spec
+from pathlib import Path
+
+_SOURCE = str(Path(__file__).resolve().parents[2])  # where this very code is imported from
 
 
 def skip_init(package: str) -> None:
@@ -13,3 +17,9 @@ def skip_init(package: str) -> None:
     spec = find_spec(package)
     if package not in sys.modules and spec is not None:
         sys.modules[package] = module_from_spec(spec)
+
+
+def search_path() -> str:
+    """PYTHONPATH with this code. No part of it is empty: that would be the folder where the process happens to be."""
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    return os.pathsep.join([_SOURCE, *map(os.path.abspath, given)])

@@ -1,0 +1,337 @@
+"""Chat templates are foreign code: rendered as transformers does it, in a process that may take only so much."""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+import pytest
+from mlx_lm import tokenizer_utils
+from transformers import tokenization_utils_base
+from transformers.utils import chat_template_utils
+
+from coordinator.cli.wish import Wish, prepare
+from coordinator.cluster import templates as templates_module
+from coordinator.cluster.options import cluster_options
+from coordinator.cluster.template_process import Bounds, send
+from coordinator.cluster.templates import TEMPLATES, Templates
+from coordinator.cluster.tokenizer import Tokenizer
+from tests.cluster import chat_templates
+from tests.cluster.chat_templates import CONVERSATION, DEEP_IN_C, DOUBLING, ENDLESS, HELLO, MISTRAL, QWEN, TALK
+from tests.cluster.commands import run_here
+from worker.errors import InputError
+from worker.model.checkpoint import Checkpoint
+
+SHORT = Bounds(seconds=0.5, text_bytes=1 << 20, memory_bytes=64 << 20)
+SAYS = "{{ messages[0].content }}"
+NAMED = [{"name": "default", "template": chat_templates.CHATML}, {"name": "tool_use", "template": QWEN}]
+
+
+@pytest.fixture(scope="module")
+def short() -> Templates:
+    """Of which much less may be taken."""
+    return Templates(SHORT)
+
+
+def render(templates: Templates, template: str, **arguments: Any) -> Any:
+    return templates.render(**{"chat_template": template, "conversations": [CONVERSATION]} | arguments)
+
+
+def refusal(templates: Templates, template: str, **arguments: Any) -> str:
+    with pytest.raises(InputError) as caught:
+        render(templates, template, **arguments)
+    message = str(caught.value)
+    assert message.startswith("prompt: the chat template ") and "give it raw" in message
+    assert "\n" not in message and message.isprintable()
+    return message
+
+
+def assert_works(templates: Templates) -> None:
+    assert render(templates, SAYS, conversations=[HELLO]) == (["hi"], [])
+
+
+def processes() -> list[psutil.Process]:
+    """Those of this process that render templates."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            found += [child] if "coordinator.cluster.template_process" in child.cmdline() else []
+    return found
+
+
+def retokenized(talker: Path, folder: Path, **settings: Any) -> Path:
+    """The talker with these keys in its tokenizer_config.json."""
+    shutil.copytree(talker, folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    return folder
+
+
+@contextlib.contextmanager
+def rendered_here() -> Iterator[None]:
+    """With transformers as it is without us."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenization_utils_base, "render_jinja_template", chat_template_utils.render_jinja_template)
+        yield
+
+
+@pytest.mark.parametrize("name", chat_templates.RENDERED)
+def test_the_text_is_that_of_transformers(name: str) -> None:
+    template, arguments = chat_templates.RENDERED[name]
+    arguments = {"conversations": [CONVERSATION], "chat_template": template} | arguments
+    texts, generated = chat_template_utils.render_jinja_template(**arguments)
+    assert TEMPLATES.render(**arguments) == ([*texts], [[list(span) for span in spans] for spans in generated])
+    assert any(texts) == bool(template)
+
+
+@pytest.mark.parametrize("name", chat_templates.REFUSED)
+def test_what_a_template_says_against_a_conversation_is_told_in_one_line(name: str) -> None:
+    template, said = chat_templates.REFUSED[name]
+    message = refusal(TEMPLATES, template, conversations=[TALK])
+    assert said in message and message.endswith("; give it raw")
+
+
+@pytest.mark.parametrize("template", chat_templates.ESCAPES)
+def test_the_sandbox_stays_closed(template: str) -> None:
+    refusal(TEMPLATES, template)
+
+
+def test_what_is_no_plain_value_is_told_before_anything_is_rendered() -> None:
+    for value in ("\ud800", 2**64, object()):
+        with pytest.raises(InputError, match=r"^prompt: expected values that JSON has, in UTF-8; "):
+            render(TEMPLATES, SAYS, conversations=[[{"role": "user", "content": value}]])
+
+
+@pytest.mark.parametrize("template", [ENDLESS, DEEP_IN_C], ids=["in Python", "in C"])
+def test_what_does_not_end_is_ended_and_the_next_request_is_served(short: Templates, template: str) -> None:
+    began = time.monotonic()
+    assert refusal(short, template).endswith("took longer than 0.5 s; give it raw, or shorter")
+    assert time.monotonic() - began >= 0.5
+    assert_works(short)
+
+
+def test_text_ends_at_its_bound(short: Templates) -> None:
+    assert refusal(short, f"{{{{ 'a' * {1 << 20} }}}}").endswith(
+        "made more than 1 MiB of text; give it raw, or shorter"
+    )
+    assert len(render(short, f"{{{{ 'é' * {(1 << 19) - 100} }}}}")[0][0]) == (1 << 19) - 100
+
+
+@pytest.mark.parametrize("template", [DOUBLING, f"{{{{ 'a' * {10**12} }}}}"], ids=["bit by bit", "at once"])
+def test_memory_ends_at_its_bound(short: Templates, template: str) -> None:
+    assert refusal(short, template).endswith("took more than 64 MiB of memory; give it raw, or shorter")
+    assert_works(short)
+
+
+def test_memory_ends_at_its_bound_where_the_system_does_not_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    unbounded = Bounds(seconds=30, memory_bytes=1 << 40)
+    monkeypatch.setattr(Bounds, "as_arguments", lambda bounds: [str(n) for n in vars(unbounded).values()])
+    templates = Templates(Bounds(seconds=30, memory_bytes=100 << 20))
+    assert "took more than 100 MiB of memory" in refusal(templates, DOUBLING.replace("40", "28") + ENDLESS)
+
+
+def test_long_conversations_pass_up_to_the_usual_bound() -> None:
+    conversation = [{"role": "user", "content": "日本🙂 " * 600_000}]
+    assert render(TEMPLATES, SAYS, conversations=[conversation])[0] == [conversation[0]["content"]]
+    message = refusal(TEMPLATES, SAYS, conversations=[[{"role": "user", "content": "a" * (8 << 20)}]])
+    assert "made more than 8 MiB of text" in message
+    assert_works(TEMPLATES)
+
+
+def test_a_process_that_stands_still_is_replaced(short: Templates) -> None:
+    assert_works(short)
+    for process in processes():  # all: which is whose does not matter
+        process.suspend()
+    assert "took longer than 0.5 s" in refusal(short, SAYS)
+    assert_works(short)
+    for process in processes():
+        process.resume()
+
+
+def test_a_process_that_was_killed_between_two_requests_is_replaced(short: Templates) -> None:
+    assert_works(short)
+    for process in processes():
+        process.kill()
+    assert_works(short)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_process_that_is_killed_at_work_gets_one_more_try(
+    short: Templates, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    left = times
+
+    def send_and_kill(stream: IO[bytes], message: bytes) -> None:
+        nonlocal left
+        send(stream, message)
+        left -= 1
+        for process in processes() if left >= 0 else ():
+            process.kill()
+
+    assert_works(short)
+    monkeypatch.setattr(templates_module, "send", send_and_kill)
+    if times == 2:
+        assert "was rendered 2 times by a process that ended" in refusal(short, ENDLESS)
+    assert_works(short)
+
+
+def test_many_at_once_get_each_their_own_from_one_process() -> None:
+    assert_works(TEMPLATES)
+    before = processes()
+
+    def ask(number: int) -> Any:
+        return render(TEMPLATES, SAYS, conversations=[[{"role": "user", "content": f"{number} " * number}]])
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, range(200))) == [([f"{number} " * number], []) for number in range(200)]
+    assert processes() == before
+
+
+def test_the_process_knows_the_time_and_little_else_and_goes_with_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "ABC-12")  # twelve hours east of Greenwich
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    others, templates = processes(), Templates()
+    before, [[text], _], after = in_the_east(), render(templates, "{{ strftime_now('%d %H:%M') }}"), in_the_east()
+    assert text in (before, after)
+    [process] = [each for each in processes() if each not in others]
+    assert process.cwd() == "/" and "secret" not in process.environ().values()
+    assert not process.net_connections() and process.num_threads() == 1
+    if sys.platform == "linux":
+        assert 0 < process.rlimit(psutil.RLIMIT_AS)[1] < process.memory_info().vms + Bounds().memory_bytes + (1 << 20)
+    assert os.getsid(process.pid) == process.pid, "Ctrl-C in a terminal does not reach it"
+    del templates
+    assert not psutil.pid_exists(process.pid), "not even as a zombie"
+
+
+def in_the_east() -> str:
+    return datetime.now(timezone(timedelta(hours=12))).strftime("%d %H:%M")
+
+
+def test_a_command_can_be_interrupted_while_a_template_is_rendered(
+    talker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, released = asyncio.Event(), threading.Event()
+
+    def wait(**arguments: Any) -> Any:
+        loops[0].call_soon_threadsafe(asked.set)
+        released.wait(10)  # longer than anybody should
+        return [""], []
+
+    async def interrupt() -> None:
+        loops.append(asyncio.get_running_loop())
+        task = asyncio.ensure_future(prepare(Wish(prompt="hi"), cluster_options(None, str(talker), 0, None, None)))
+        await asked.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not released.is_set()
+
+    loops: list[asyncio.AbstractEventLoop] = []
+    monkeypatch.setattr(tokenization_utils_base, "render_jinja_template", wait)
+    asyncio.run(interrupt())
+    released.set()
+
+
+ENDS = """
+import os, sys
+from coordinator.cluster.template_process import Bounds, receive, send
+from coordinator.cluster.templates import Templates, _packed
+templates = Templates(Bounds(seconds=0.1))
+templates.start()
+process = templates._process._process
+print(process.pid, flush=True)
+receive(process.stdout)
+if "busy" in sys.argv:
+    send(process.stdin, _packed({"conversations": [[]], "chat_template": sys.argv[2]}))
+if "killed" in sys.argv:
+    os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("state", ["busy", "idle"])
+@pytest.mark.parametrize("end", ["killed", "at its end"])
+def test_no_process_outlives_the_coordinator(end: str, state: str) -> None:
+    command = [sys.executable, "-W", "error", "-c", ENDS, end, DEEP_IN_C, state]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (-signal.SIGKILL if end == "killed" else 0, "")
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(int(done.stdout)):
+        assert time.monotonic() < deadline and end == "killed"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"add_generation_prompt": False}, {"enable_thinking": False}, {"tools": [chat_templates.TOOL]}, {"tools": []}],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"chat_template": QWEN},
+        {"chat_template": chat_templates.LLAMA, "bos_token": "<eos>"},
+        {"chat_template": NAMED},
+        {"chat_template_type": "deepseek_v32"},
+    ],
+    ids=["Qwen", "Llama", "named", "Python of mlx-lm's"],
+)
+def test_the_tokens_are_those_of_mlx_lm(
+    talker: Path, tmp_path: Path, settings: dict[str, Any], arguments: dict[str, Any]
+) -> None:
+    folder = retokenized(talker, tmp_path / "model", **settings)
+    wrapper = tokenizer_utils.load(folder)
+    messages = [{"role": "user", "content": "日本 <end> hi", "name": None}]
+    with rendered_here():
+        expected = wrapper.apply_chat_template(messages, **{"add_generation_prompt": True} | arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat_template_utils, "_compile_jinja_template", None)  # nothing of it runs in this process
+        tokenizer = Tokenizer(Checkpoint("", folder, {}, {}))
+        assert tokenizer.encode_chat(messages, (), arguments) == list(expected)
+    assert len(expected) > 10
+
+
+@pytest.mark.parametrize(
+    ("settings", "messages", "said"),
+    [
+        ({"chat_template": MISTRAL}, TALK, "Conversation roles must alternate"),
+        ({"chat_template": MISTRAL}, [], "Cannot apply chat template to an empty conversation"),
+        ({"chat_template": MISTRAL}, ["hi"], "no attribute 'items'"),
+        ({"chat_template": NAMED[1:]}, HELLO, "multiple chat templates with no default"),
+        ({"chat_template_type": "deepseek_v32"}, [{"role": "king"}], "Unknown role: king"),
+    ],
+)
+def test_what_is_wrong_with_a_conversation_is_told(
+    talker: Path, tmp_path: Path, settings: dict[str, Any], messages: Any, said: str
+) -> None:
+    tokenizer = Tokenizer(Checkpoint("", retokenized(talker, tmp_path / "model", **settings), {}, {}))
+    with pytest.raises(InputError, match=f"^prompt: the chat template refuses this conversation .*{said}"):
+        tokenizer.encode_chat(messages)
+
+
+def test_arguments_reach_the_template_and_nobody_else(talker: Path) -> None:
+    tokenizer = Tokenizer(Checkpoint("", talker, {}, {}))
+    for name in ("chat_template", "tokenize", "return_dict", "truncation", "conversation"):
+        with pytest.raises(InputError, match=f"^chat_template_kwargs: {name} is not the chat template's"):
+            tokenizer.encode_chat(HELLO, (), {name: None})
+
+
+def test_a_command_says_what_its_template_did(
+    talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: Templates
+) -> None:
+    monkeypatch.setattr(tokenization_utils_base, "render_jinja_template", short.render)
+    folder = retokenized(talker, tmp_path / "model", chat_template=ENDLESS)
+    outcome = run_here("generate", "--model", folder, "--local", "0", "--prompt", "hi")
+    told = "error: --prompt: the chat template took longer than 0.5 s; give it raw (--raw), or shorter\n"
+    assert (outcome.code, outcome.out, outcome.err) == (2, "", told)
