@@ -32,6 +32,7 @@ class Ask:
     cache: Cache = field(default_factory=Cache)
     stops: tuple[str, ...] = ()
     ignore_eos: bool = False
+    grammar: str | None = None  # that the answer must be of, as llguidance writes it
     repeat_guard: int = 0
 
     @property

@@ -14,8 +14,9 @@ from coordinator.resident.channels import Channels
 from coordinator.sessions.generation_config import eos_ids, sampling_defaults
 from coordinator.sessions.request import Request, check_request, make_sampling
 from coordinator.sessions.text import TextStream, TokenIds
-from protos.brigade_pb2 import Sampling
-from worker.errors import InputError, ModelError
+from protos.brigade_pb2 import Grammar, Sampling
+from worker.compute.grammar import Grammars
+from worker.errors import InputError, ModelError, SamplingError
 from worker.model.checkpoint import Checkpoint
 from worker.model.modelspec import ModelSpec
 from worker.process.call_thread import run_aside
@@ -54,6 +55,7 @@ class Frontend:
         self.spec = spec
         self.tokenizer = tokenizer
         self.defaults: dict[str, Any] = sampling_defaults(checkpoint.generation_config)
+        self._grammars = Grammars(checkpoint.folder, spec.vocab_size)
         self._encoding = asyncio.Lock()
 
     @classmethod
@@ -81,7 +83,11 @@ class Frontend:
             require_utf8("stop", stop)
         defaults = {name: value for name, value in self.defaults.items() if name not in ask.sampling}
         sampling = self._sampling(ask, defaults)
+        if ask.grammar is not None:
+            ask = _calm(ask)
         prompt = await self.prompt_ids(ask.prompt)
+        if ask.grammar is not None:
+            sampling.grammar.CopyFrom(await self._grammar(ask, ask.grammar, prompt))
         spec = replace(self.spec, cache=ask.cache)
         request = Request(
             prompt=prompt,
@@ -117,12 +123,34 @@ class Frontend:
         named = eos_ids(self.checkpoint.config, self.checkpoint.generation_config)
         return named | (self.tokenizer.eos if self.tokenizer else frozenset())
 
+    async def _grammar(self, ask: Ask, text: str, prompt: tuple[int, ...]) -> Grammar:
+        """The grammar, once it has been tried. Raises InputError if it is none, or the model cannot keep to it."""
+        if ask.ignore_eos or not self.eos:
+            raise InputError("response_format", "expected an end-of-sequence token to end it, found none")
+        if self.tokenizer and self.tokenizer.markers(prompt).begins_in != "normal":
+            raise InputError("response_format", "this model's template lets it think first, where no grammar holds")
+        grammar = Grammar(text=text, begins=len(prompt), eos=sorted(self.eos))
+        try:
+            async with self._encoding:
+                await run_aside(partial(self._grammars.guide, grammar))
+        except SamplingError as error:
+            raise InputError("response_format", error.message) from error
+        return grammar
+
     def _sampling(self, ask: Ask, defaults: Mapping[str, float]) -> Sampling:
         make_sampling(**ask.sampling)  # what was asked for is refused as such
         try:
             return make_sampling(**{**defaults, **ask.sampling})
         except InputError as error:
             raise ModelError(f"{self.checkpoint.folder}/generation_config.json: {error}") from error
+
+
+def _calm(ask: Ask) -> Ask:
+    """The same without thinking before the answer, unless the client asks for it."""
+    if not isinstance(ask.prompt, Conversation):
+        return ask
+    arguments = {"enable_thinking": False, **ask.prompt.template_arguments}
+    return replace(ask, prompt=replace(ask.prompt, template_arguments=arguments))
 
 
 def _encode(tokenizer: Tokenizer, prompt: Conversation | str) -> Sequence[int]:

@@ -81,6 +81,8 @@ def check_request(request: Request, spec: ModelSpec) -> None:
     kind, refusal = refusals.get(request.cache.kind, ("", ""))
     if refusal:
         raise InputError("kv", f"{spec.name} cannot have {kind} caches: {refusal}; use full")
+    if request.sampling.HasField("grammar") and request.decode.kind == "diffusion-fast":
+        raise InputError("decode", "expected ar, ngram or diffusion: diffusion-fast cannot keep to a grammar")
     if request.score_from is not None:
         _check_scored(request)
     if request.max_tokens < 1:

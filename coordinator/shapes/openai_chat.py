@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from coordinator.resident.ask import Ask, Conversation
 from coordinator.resident.channels import Delta, ToolCall
+from coordinator.resident.grammars import json_grammar, lark_grammar, regex_grammar
 from coordinator.shapes.answers import TokenText, logprobs_of, total_usage
 from coordinator.shapes.body import Sampled, Section, Texts
 from worker.errors import InputError
@@ -86,6 +87,7 @@ class ChatBody(Sampled):
             stops=tuple(self.stop or ()),
             ignore_eos=self.ignore_eos,
             repeat_guard=self.repeat_guard,
+            grammar=grammar_of(self.response_format),
         )
 
     def _tools(self) -> tuple[Json, ...]:
@@ -93,6 +95,26 @@ class ChatBody(Sampled):
         if self.tool_choice not in (None, "none", "auto"):
             raise InputError("tool_choice", 'expected "auto" or "none": this server cannot force a call')
         return () if self.tool_choice == "none" else tuple(self.tools or ())
+
+
+def grammar_of(response_format: Json | None) -> str | None:
+    """What a `response_format` enforces: OpenAI's types, and `regex` and `grammar` (Lark) with a key of that name."""
+    kind = "text" if response_format is None else response_format.get("type")
+    if response_format is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return json_grammar()
+    if kind == "json_schema":
+        holder = response_format.get("json_schema", {})
+        schema = holder.get("schema") if isinstance(holder, dict) else None
+        if not isinstance(schema, dict):
+            raise InputError("response_format", "expected json_schema.schema, an object, found none")
+        return json_grammar(schema)
+    makers = {"regex": regex_grammar, "grammar": lark_grammar}
+    if kind not in makers or not isinstance(response_format.get(kind), str):
+        expected = "text, json_object, json_schema, regex or grammar (with a text of that name)"
+        raise InputError("response_format", f"expected the type {expected}, found {kind!r}")
+    return makers[kind](response_format[kind])
 
 
 def as_template_message(message: Message) -> Json:

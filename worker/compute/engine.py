@@ -11,6 +11,7 @@ from itertools import accumulate
 import mlx.core as mx
 
 from protos.brigade_pb2 import DType, Failure, Frame, Result, Sampling, Session, Timing, Window
+from worker.compute.grammar import Guide
 from worker.compute.header import asked_rows, check_header, head_rows, num_rows
 from worker.compute.sampling import Draws, Scores
 from worker.compute.shard import Shard
@@ -167,7 +168,11 @@ class Engine:
             return self._empty(session, Sampling())
 
     def _empty(self, session: Session, sampling: Sampling) -> Slot:
-        return Slot(self._shard.make_caches(session.cache), History(), sampling)
+        return Slot(self._shard.make_caches(session.cache), History(), sampling, self._guide(sampling))
+
+    def _guide(self, sampling: Sampling) -> Guide | None:
+        has_grammar = self._shard.is_last and sampling.HasField("grammar")
+        return self._shard.grammars.guide(sampling.grammar) if has_grammar else None
 
     def _fork(self, session: Session, length: int) -> Slot:
         source = self._slots.get(session.fork_of)
@@ -175,7 +180,7 @@ class Engine:
             raise FrameError(f"slot {session.fork_of}, to be copied to slot {session.slot}, is not open")
         if length > (held := len(source.history)):
             raise CacheMismatch(f"slot {session.fork_of}, of which {length} tokens are to be copied, holds only {held}")
-        return source.fork(length, session.sampling)
+        return source.fork(length, session.sampling, self._guide(session.sampling))
 
     def _fail(self, step: Step, slot: int, error: BrigadeError) -> None:
         if all(failure.slot != slot for failure in step.frame.failures):  # an earlier stage has said so
@@ -244,8 +249,10 @@ class Engine:
         # a token row tells what comes next, a MASK row what stands in its own place
         positions = [at[row] + (row < num_tokens) for row in rows]
         known = [window.base + min(row + 1, num_tokens) for row in rows]
+        tokens = slot.history.tokens
+        allowed = slot.guide.allowed(tokens, known, window.wanted) if slot.guide else None
         # verified guesses need no entropy: only a window that fills goes by it
-        return slot.sampler(logits, positions, slot.history.tokens, known, entropy=window.wanted == 0)
+        return slot.sampler(logits, positions, tokens, known, entropy=window.wanted == 0, allowed=allowed)
 
     def _fail_infinite(self, step: Step) -> None:
         """Have windows fail that cannot be passed on."""

@@ -18,6 +18,7 @@ from protos.brigade_pb2 import Cache
 from worker.compute.attention import serve_lanes
 from worker.compute.cut import CutModel
 from worker.compute.exhaustion import out_of_memory
+from worker.compute.grammar import Grammars
 from worker.errors import ModelError
 from worker.memory.caches import Caches
 from worker.memory.lane import Lane, Place
@@ -54,6 +55,7 @@ class Shard:
         self.nbytes = sum(array.nbytes for _, array in self._cut.tensors)
         reader.require_none_absent(self._cut.tensors)
         _require_experts_here(checkpoint, self._cut)
+        self.grammars = Grammars(checkpoint.folder, self.anatomy.vocab_size)
         self.mask_token = mask_token_of(checkpoint.config, self.anatomy.vocab_size)
         self._lane_form = lane_form(checkpoint.config)
         self._no_caches = Caches(self.anatomy.entries, (), Cache())  # for what has none, norm and head

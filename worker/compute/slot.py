@@ -3,6 +3,7 @@
 import mlx.core as mx
 
 from protos.brigade_pb2 import Sampling, Window
+from worker.compute.grammar import Guide
 from worker.compute.header import num_rows
 from worker.compute.sampling import Sampler
 from worker.errors import CacheMismatch
@@ -14,14 +15,16 @@ from worker.memory.lane import Place
 class Slot:
     """A session's row on this stage: its tokens, its caches and, on the last stage, its sampler."""
 
-    def __init__(self, caches: Caches, history: History, sampling: Sampling) -> None:
+    def __init__(self, caches: Caches, history: History, sampling: Sampling, guide: Guide | None = None) -> None:
+        """`guide` tells what may be sampled, where there is a grammar."""
         self.caches = caches
         self.history = history
         self.sampler = Sampler(sampling)
+        self.guide = guide
 
-    def fork(self, length: int, sampling: Sampling) -> "Slot":
+    def fork(self, length: int, sampling: Sampling, guide: Guide | None = None) -> "Slot":
         """Another slot that goes on from the first `length` tokens. Raises CacheMismatch if that cannot be."""
-        return Slot(self.caches.fork(length), self.history.fork(length), sampling)
+        return Slot(self.caches.fork(length), self.history.fork(length), sampling, guide)
 
     def close(self) -> None:
         self.caches.close()
