@@ -50,33 +50,33 @@ def read(folder: Path, content: bytes) -> None:
 
 
 def unpack(packed: bytes) -> None:
-    with within(4 << 20):
+    with within(8 << 20):
         try:
             unpack_headers(packed)
         except ModelError as error:
             assert len(str(error)) < 1000
 
 
-@fuzzed(80)
+@fuzzed(40)
 @given(nearly(FILE) | st.binary(max_size=40) | nearly(TEXT).map(lambda text: len(text).to_bytes(8, "little") + text))
 def test_a_file_that_was_changed_is_read_or_refused(folder: Path, content: bytes) -> None:
     read(folder, content)
 
 
-@fuzzed(80)
+@fuzzed(40)
 @given(st.dictionaries(st.sampled_from(["a", "b", "__metadata__", "\ud800"]), ENTRIES, max_size=3))
 def test_entries_of_any_kind_are_read_or_refused(folder: Path, header: dict[str, Any]) -> None:
     text = unlimited(header)
     read(folder, len(text).to_bytes(8, "little") + text + bytes(24))
 
 
-@fuzzed(80)
+@fuzzed(40)
 @given(st.binary(max_size=60) | nearly(PACKED).map(zlib.compress) | nearly(zlib.compress(PACKED)))
 def test_headers_that_another_node_sends_are_read_or_refused(packed: bytes) -> None:
     unpack(packed)
 
 
-@fuzzed(80)
+@fuzzed(40)
 @given(st.dictionaries(st.text(max_size=4), ODD | st.dictionaries(st.text(max_size=2), st.lists(ODD, max_size=3))))
 def test_headers_of_any_kind_from_another_node_are_read_or_refused(content: dict[str, Any]) -> None:
     unpack(zlib.compress(unlimited(content)))
@@ -85,7 +85,7 @@ def test_headers_of_any_kind_from_another_node_are_read_or_refused(content: dict
 @pytest.mark.parametrize(
     "shape",
     ["[1e999]", "[-1e999]", "[NaN]", "[" + "9" * 5000 + "]", "[" + "9" * 4000 + "," + "9" * 4000 + "]",
-     "[" + ",".join(["9"] * 200_000) + "]", "[" * 100_000],
+     "[" + ",".join(["9"] * 50_000) + "]", "[" * 100_000],
     ids=["infinite", "minus infinite", "nan", "long", "long product", "many", "deep"],
 )  # fmt: skip
 def test_sizes_that_no_tensor_has_are_refused_at_once(folder: Path, shape: str) -> None:

@@ -37,13 +37,13 @@ def read(authority: Authority, content: bytes) -> None:
         assert len(str(error)) < 1000
 
 
-@fuzzed(40)
+@fuzzed(20)
 @given(data=st.data())
 def test_a_file_that_was_changed_is_read_or_refused(authority: Authority, sound: bytes, data: st.DataObject) -> None:
     read(authority, data.draw(nearly(sound) | st.binary(max_size=60)))
 
 
-@fuzzed(100)
+@fuzzed(60)
 @given(data=st.data())
 def test_a_certificate_whose_inside_was_changed_is_read_or_refused(
     authority: Authority, sound: bytes, data: st.DataObject

@@ -37,20 +37,20 @@ def read(data: bytes) -> None:
             assert journal is None or journal.num_bytes <= len(data)
 
 
-@fuzzed(60)
+@fuzzed(40)
 @given(nearly(WHOLE) | st.binary(max_size=60).map(MARK.__add__))
 def test_a_file_that_was_changed_is_read_or_refused(data: bytes) -> None:
     read(data)
 
 
-@fuzzed(60)
+@fuzzed(40)
 @given(st.lists(nearly(msgpack.packb(BATCH)) | nearly(msgpack.packb(REQUEST)) | st.binary(max_size=20), max_size=3))
 def test_records_of_nearly_right_bytes_are_read_or_refused(payloads: list[bytes]) -> None:
     read(MARK + b"".join(map(record, payloads)))
     read(written(FIRST, SECOND) + b"".join(map(record, payloads)))
 
 
-@fuzzed(60)
+@fuzzed(40)
 @given(st.dictionaries(st.sampled_from(sorted(REQUEST)), ODD), st.dictionaries(st.sampled_from(sorted(BATCH)), ODD))
 def test_records_with_values_of_any_kind_are_read_or_refused(request: dict[str, Any], batch: dict[str, Any]) -> None:
     read(MARK + record(REQUEST | request))
@@ -78,7 +78,7 @@ def test_a_record_that_says_much_is_refused_in_a_few_words(content: Any) -> None
     assert len(str(refused.value)) < 1000
 
 
-@fuzzed(30)
+@fuzzed(20)
 @given(nearly(WHOLE) | st.integers(0, len(WHOLE)).map(lambda length: WHOLE[:length]))
 def test_a_file_that_cannot_be_read_stays_as_it_is_and_one_that_can_loses_no_whole_record(
     tmp_path_factory: pytest.TempPathFactory, data: bytes
