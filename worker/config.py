@@ -17,11 +17,14 @@ _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?"
 _NAME = r"[A-Za-z0-9._-]+"
 _NAME_RULE = "a name of letters, digits, '-', '_' and '.'"
 _REQUIRED = {"name": _NAME_RULE, "address": "HOST:PORT", "keys": "a folder"}
+_MOST_PROBLEMS = 20  # that are told
+_LARGEST = 2**32 - 1
 _EXPECTED = {
     "bool_type": "true or false",
     "greater_than": "a whole number above 0",
     "literal_error": "none or hub",
     "int_type": "a whole number above 0",
+    "less_than_equal": f"a whole number up to {_LARGEST}",
     "model_type": "keys and values",
     "string_too_short": "text",
     "string_type": "text (in quotes, if YAML takes it for something else)",
@@ -88,7 +91,7 @@ def _parse_size(value: Any) -> int:
     size = value if isinstance(value, int) and not isinstance(value, bool) else 0
     if isinstance(value, str) and (match := re.fullmatch(r"([0-9]{1,15}) ?([KMGT])(i?)B", value)):
         size = int(match[1]) * (1024 if match[3] else 1000) ** (1 + "KMGT".index(match[2]))
-    if size <= 0:
+    if not 0 < size < 2**63:
         raise ValueError("a size such as 24GiB, 24GB, 512MiB or a whole number of bytes above 0")
     return size
 
@@ -101,7 +104,7 @@ Name = Annotated[str, AfterValidator(_check_name)]
 Address = Annotated[str, AfterValidator(_check_address)]
 Size = Annotated[int, BeforeValidator(_parse_size)]
 ModelPlace = Annotated[str, Field(min_length=1)]
-Count = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(gt=0, le=_LARGEST)]
 
 
 class _Section(BaseModel):
@@ -163,7 +166,9 @@ def load_cluster(path: Path) -> Cluster:
         problems += [_describe(detail) for detail in error.errors()]
     problems += _disagreements(raw)
     if cluster is None or problems:
-        raise ConfigError("\n".join([f"{path} has {len(problems)} problem(s):", *(f"  {line}" for line in problems)]))
+        told = [f"  {line}" for line in problems[:_MOST_PROBLEMS]]
+        left = [f"  and {more} more"] if (more := len(problems) - len(told)) else []
+        raise ConfigError("\n".join([f"{path} has {len(problems)} problem(s):", *told, *left]))
     return _beside(path, cluster)
 
 

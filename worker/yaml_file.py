@@ -10,6 +10,7 @@ from worker.errors import ConfigError
 MOST_BYTES = 1 << 20
 MOST_DEPTH = 32  # of lists and mappings in each other
 MOST_KEYS = 10_000  # of a mapping with those that are merged into it: each `<<` may hold several that do so too
+_LONGEST_NUMBER = 64  # characters: parts of `59:59:59...` are multiplied, and what has many digits cannot be printed
 
 
 def read_yaml(path: Path) -> tuple[Any, list[str]]:
@@ -61,6 +62,12 @@ class _Loader(yaml.SafeLoader):
         if len(node.value) > MOST_KEYS:
             raise ValueError(f"expected at most {MOST_KEYS} keys in a mapping, found {len(node.value)}")
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        return int(super().construct_yaml_int(_short(node)))
+
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
+        return float(super().construct_yaml_float(_short(node)))
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
         for key, _ in node.value:
@@ -71,3 +78,13 @@ class _Loader(yaml.SafeLoader):
             elif isinstance(key, yaml.ScalarNode):
                 lines[key.value] = line
         return super().construct_mapping(node, deep)
+
+
+def _short(node: yaml.ScalarNode) -> yaml.ScalarNode:
+    if len(node.value) > _LONGEST_NUMBER:
+        raise ValueError(f"expected at most {_LONGEST_NUMBER} characters in a number, found {len(node.value)}")
+    return node
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)

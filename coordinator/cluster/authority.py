@@ -111,7 +111,11 @@ def _issued(folder: Path) -> list[Path]:
 def _require_role(path: Path, role: Role) -> None:
     """Raise ConfigError if this node's file has another role: a renewal must not change it unnoticed."""
     blocks = split_pem(path.read_bytes())[1:2] if path.exists() else []
-    for _, roles in map(subjects_of, map(x509.load_pem_x509_certificate, blocks)):
+    for block in blocks:
+        try:
+            _, roles = subjects_of(x509.load_pem_x509_certificate(block))
+        except ValueError:
+            return  # a damaged file says nothing of its role, and is as good as none
         if roles and role not in roles:
             raise ConfigError(f"{path} has the role {', '.join(roles)}, not {role}; remove it first if that is meant")
 

@@ -38,6 +38,7 @@ class Sent:
     kind: StepKind
     at: float  # seconds, monotonic
     is_alone: bool  # so far
+    alternatives: dict[int, int]  # by slot: the most that each sample may have
     is_said_to_compile: bool = False
 
 
@@ -81,6 +82,7 @@ class Chain:
         self._stage: Stage | None = None
         self._sent: dict[int, Sent] = {}  # frames in flight, oldest first
         self._last_result = 0.0  # seconds, monotonic
+        self._logprobs: dict[int, int] = {}  # of the session in each slot, as its sampling says
 
     async def __aenter__(self) -> Self:
         return self
@@ -136,7 +138,9 @@ class Chain:
         self.last_step = frame.step
         kind = self._patience.kind_of(frame)
         rows, asked = sum(map(num_rows, frame.windows)), {w.slot: asked_of(w) for w in frame.windows}
-        self._sent[frame.step] = Sent(rows, asked, kind, time.monotonic(), not self._sent)
+        self._logprobs |= {session.slot: session.sampling.logprobs for session in frame.opened}
+        alternatives = {slot: logprobs - 1 for slot in asked if (logprobs := self._logprobs.get(slot))}
+        self._sent[frame.step] = Sent(rows, asked, kind, time.monotonic(), not self._sent, alternatives)
         self._stage.submit(frame)
 
     async def receive(self) -> Arrival:
@@ -171,7 +175,7 @@ class Chain:
 
     def _arrived(self, result: Result) -> Arrival:
         """Take a result in. Raises FrameError for one that answers nothing that was asked."""
-        found = result.epoch, [timing.stage for timing in result.timings]
+        found = result.epoch, [timing.stage for timing in result.timings[: self.num_stages + 1]]
         expected = self.epoch, list(range(self.num_stages))
         node = self.peers[-1].name if self.peers else ""
         if result.step != next(iter(self._sent), None) or found != expected:
@@ -181,7 +185,7 @@ class Chain:
                 node=node,
             )
         sent = self._sent.pop(result.step)
-        check_result(result, sent.asked, self.spec.vocab_size, node)
+        check_result(result, sent.asked, self.spec.vocab_size, node, sent.alternatives)
         if (result.samples or result.guesses) and self.on_token is not None:
             self.on_token()
             self.on_token = None

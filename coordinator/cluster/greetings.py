@@ -11,6 +11,8 @@ from worker.config import Cluster
 from worker.errors import BrigadeError, StageLost
 from worker.node.identity import Role, expiry_warning
 
+_LAST_SECOND = 253402300800  # of the year 9999, since 1970
+
 
 async def greet(peers: Sequence[Peer]) -> list[HelloReply]:
     """Ask every worker.
@@ -37,7 +39,7 @@ def differences(name: str, cluster: Cluster, greeting: HelloReply) -> Iterator[s
     for package, theirs in (("mlx", greeting.mlx_version), ("mlx-lm", greeting.mlx_lm_version)):
         if theirs != (ours := version(package)):
             yield f"worker {name} has {package} {theirs}, this node {ours}"
-    if until := greeting.certificate_expires:
+    if 0 < (until := greeting.certificate_expires) < _LAST_SECOND:
         yield from filter(None, [expiry_warning(name, Role.WORKER, datetime.fromtimestamp(until, UTC))])
     if not greeting.HasField("configuration"):
         return

@@ -109,8 +109,9 @@ class Peer:
             async for report in self._attachment:
                 check_seal(report, self.name)
                 if report.HasField("draining"):
-                    self.is_draining = True
-                    on_draining()
+                    if not self.is_draining:
+                        self.is_draining = True
+                        on_draining()
                 else:
                     yield report.result
         raise StageLost("left the chain", node=self.name)

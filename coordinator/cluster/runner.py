@@ -311,10 +311,9 @@ class Runner:
         await self._epoch.wait_idle()
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
-        """The chain failed for good: so does every request."""
-        if task.cancelled():
-            return
-        self._failure = task.exception() or StageLost("the runner ended by itself")
+        """The chain failed for good, or whoever opens the next one was cancelled: every request fails."""
+        error = None if task.cancelled() else task.exception()
+        self._failure = error or StageLost("the runner that was to answer this request has ended")
         for ticket in self._tickets.values():
             ticket.fail(self._failure)
 

@@ -26,6 +26,7 @@ MOST_BYTES = 1 << 28  # of a file
 MARK = b"brigade journal\n"
 _VERSION = 1
 _MOST_RECORD_BYTES = 1 << 25
+_MOST_SHOWN = 8  # positions in a message
 _PREFIX = struct.Struct("<III")  # length, checksum of the bytes, checksum of these two
 
 Record = TypeVar("Record", bound=BaseModel)
@@ -190,18 +191,23 @@ def _read_header(payload: memoryview) -> Header:
 
 def _read(kind: type[Record], payload: memoryview, number: int) -> Record:
     try:
+        whole = msgpack.Unpacker(max_buffer_size=max(1, len(payload)))
+        whole.feed(payload)
+        whole.skip()  # or lists within lists could each announce as many things as there are bytes
         found = msgpack.unpackb(payload)
     except (ValueError, msgpack.UnpackException) as error:
         raise _damaged(number, f"its bytes are no msgpack ({error})") from error
     version = found.get("version", _VERSION) if isinstance(found, dict) else _VERSION
     if version != _VERSION:
-        raise InputError("journal", f"expected version {_VERSION}, found {version!r}; use the brigade that wrote it")
+        raise InputError(
+            "journal", f"expected version {_VERSION}, found {version!r:.40}; use the brigade that wrote it"
+        )
     try:
         return kind.model_validate(found)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "all of it"
-        raise _damaged(number, f"{place}: {first['msg']}") from error
+        raise _damaged(number, f"{place:.200}: {first['msg']:.200}") from error
 
 
 def _problem(request: Request, num_known: int, last: _Batch, batch: _Batch) -> str:
@@ -218,7 +224,7 @@ def _problem(request: Request, num_known: int, last: _Batch, batch: _Batch) -> s
     if ahead and request.decode.kind != "diffusion-fast":
         return f"expected no fills with {request.decode.kind}, found {len(ahead)}"
     if ahead != sorted(set(ahead)) or any(not end < at < end + LENGTHS[-1] for at in ahead):
-        return f"expected fills at ascending positions shortly after {end}, found {ahead}"
+        return f"expected fills at ascending positions shortly after {end}, found {ahead[:_MOST_SHOWN]}"
     return ""
 
 

@@ -4,6 +4,9 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 import pytest
+from hypothesis import settings
+
+settings.register_profile("long", max_examples=10_000)  # pytest tests/unit -k fuzz --hypothesis-profile=long
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,14 @@
 """What the header of a frame must say, so that it can be refused before its payload is taken. Pure: no I/O, no MLX."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from operator import sub
 
-from protos.brigade_pb2 import CACHE_ROTATING, CacheKind, DType, Frame, Result, Session, Window
+from protos.brigade_pb2 import CACHE_ROTATING, CacheKind, DType, Frame, Result, Sample, Score, Session, Window
 from worker.errors import FrameError
+
+_MOST_SLOTS = 1 << 16  # in one frame: each is looked at, on the event loop
+_MOST_SHOWN = 64  # numbers in a message
 
 
 def num_rows(window: Window) -> int:
@@ -29,12 +33,20 @@ def dtype_name(dtype: DType) -> str:
     return DType.Name(dtype).removeprefix("DTYPE_").lower() if dtype in DType.values() else f"dtype {dtype}"
 
 
+def shown(numbers: Sequence[int]) -> str:
+    """A list for a message, which must not be as long as what a peer sends."""
+    return f"{numbers}" if len(numbers) <= _MOST_SHOWN else f"{len(numbers)} of them"
+
+
 def check_header(frame: Frame, stage: int, hidden_size: int, dtype: DType) -> None:
     """Raise FrameError unless the frame is one that this stage can take."""
     if len(frame.timings) != stage:
         raise FrameError(
             f"expected {stage} timings, one per stage passed, got {len(frame.timings)} (step {frame.step})"
         )
+    for name, count in (("openings", len(frame.opened)), ("windows", len(frame.windows))):
+        if count > _MOST_SLOTS:
+            raise FrameError(f"expected at most {_MOST_SLOTS} {name}, got {count} (step {frame.step})")
     _check_openings(frame)
     _check_windows(frame)
     rows = sum(map(num_rows, frame.windows)) if stage else 0  # tokens come in the header itself
@@ -43,7 +55,7 @@ def check_header(frame: Frame, stage: int, hidden_size: int, dtype: DType) -> No
     if found != expected:
         raise FrameError(
             f"expected hidden {expected[0]} {dtype_name(expected[1])} from stage {stage - 1}, "
-            f"got {found[0]} {dtype_name(found[1])} (step {frame.step})"
+            f"got {shown(found[0])} {dtype_name(found[1])} (step {frame.step})"
         )
 
 
@@ -52,29 +64,56 @@ def asked_of(window: Window) -> tuple[int, ...]:
     return window.wanted, window.guessed, len(window.targets)
 
 
-def check_result(result: Result, asked: Mapping[int, tuple[int, ...]], vocab_size: int, node: str) -> None:
+def check_result(
+    result: Result,
+    asked: Mapping[int, tuple[int, ...]],
+    vocab_size: int,
+    node: str,
+    alternatives: Mapping[int, int] | None = None,
+) -> None:
     """Raise FrameError unless `node` answers what was asked: by slot, how many samples, guesses and scores.
 
-    A slot whose window failed need not have an answer.
+    A slot whose window failed need not have an answer. `alternatives` to each answer are the most that a slot wants,
+    where it wants any.
     """
-    failed = {failure.slot for failure in result.failures}
     answers = result.samples, result.guesses, result.scores
+    _check_counts(result, asked, node)
+    failed = {failure.slot for failure in result.failures}
     counts = [Counter(each.slot for each in of) for of in answers]
     for slot in set(asked).union(*counts) - failed:
         expected, found = asked.get(slot, (0, 0, 0)), tuple(count[slot] for count in counts)
         if expected != found:
             said = f"expected (samples, guesses, scores) {expected} for slot {slot}, got {found} (step {result.step})"
             raise FrameError(said, node=node)
-    highest = max((each.token for of in answers for each in of), default=0)
+    highest = max((_highest(each, alternatives or {}, node) for of in answers for each in of), default=0)
     if highest >= vocab_size:
         raise FrameError(f"expected tokens below {vocab_size}, got {highest} (step {result.step})", node=node)
+
+
+def _check_counts(result: Result, asked: Mapping[int, tuple[int, ...]], node: str) -> None:
+    """Raise FrameError for many more than were asked in all, before each of them is looked at."""
+    expected = tuple(map(sum, zip(*asked.values(), strict=True))) or (0, 0, 0)
+    found = len(result.samples), len(result.guesses), len(result.scores)
+    if max(map(sub, found, expected)) > _MOST_SHOWN:  # of fewer it is told which slot has too many
+        said = f"expected (samples, guesses, scores) {expected} at most in all, got {found} (step {result.step})"
+        raise FrameError(said, node=node)
+    if (count := len(result.failures)) > len(asked):
+        raise FrameError(f"expected at most {len(asked)} failures, got {count} (step {result.step})", node=node)
+
+
+def _highest(answer: Sample | Score, alternatives: Mapping[int, int], node: str) -> int:
+    """Its token, or one of its alternatives. Raises FrameError if it has more of these than its slot wants."""
+    most, found = alternatives.get(answer.slot, 0), len(answer.alternatives)
+    if found > most:
+        raise FrameError(f"expected at most {most} alternatives for slot {answer.slot}, got {found}", node=node)
+    return max([answer.token, *(other.token for other in answer.alternatives)])
 
 
 def _check_openings(frame: Frame) -> None:
     """Raise FrameError unless every slot is opened once, and with a cache that there is."""
     slots = [session.slot for session in frame.opened]
     if len(set(slots)) < len(slots):
-        raise FrameError(f"expected to open a slot once, got slots {slots} (step {frame.step})")
+        raise FrameError(f"expected to open a slot once, got slots {shown(slots)} (step {frame.step})")
     for session in frame.opened:
         _check_cache(session, frame.step)
 
@@ -93,7 +132,7 @@ def _check_windows(frame: Frame) -> None:
     """Raise FrameError unless every window's numbers fit together and each has a slot of its own."""
     slots = [window.slot for window in frame.windows]
     if len(set(slots)) < len(slots):
-        raise FrameError(f"expected one window per slot, got slots {slots} (step {frame.step})")
+        raise FrameError(f"expected one window per slot, got slots {shown(slots)} (step {frame.step})")
     for window in frame.windows:
         _check_window(window, frame.step)
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,9 @@ from typing import Any
 from worker.errors import ModelError
 
 _MAX_HEADER_BYTES = 100_000_000
+_MOST_SIZES = 32  # of a tensor: the product of a million of them takes for ever
+_MOST_BYTES = 2**63  # of a tensor
+_LONGEST_NAME = 255  # of a file, as file systems have it
 _ITEM_BITS = {
     "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16, "I8": 8,
     "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E8M0": 8,
@@ -60,14 +64,14 @@ def tensors_of(file: str, header: Mapping[str, Any]) -> dict[str, TensorInfo]:
                 raise TypeError(f"offsets {begin!r} and {end!r}")
             info = TensorInfo(str(entry["dtype"]), _shape(entry["shape"]), file, begin)
             span = end - begin
-        except (KeyError, TypeError, ValueError) as error:
-            problem = f"tensor {name} has a malformed header entry ({error!r})"
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            problem = f"tensor {name:.200} has a malformed header entry ({error!r:.400})"
             raise ModelError(f"{file}: {problem}; download it again") from error
         if info.dtype not in _ITEM_BITS:
-            problem = f"tensor {name} has dtype {info.dtype}, which is not supported"
+            problem = f"tensor {name:.200} has dtype {info.dtype:.40}, which is not supported"
             raise ModelError(f"{file}: {problem}; choose another conversion of the model")
         if info.nbytes != span:
-            problem = f"tensor {name} takes {info.nbytes} bytes but its offsets span {span}"
+            problem = f"tensor {name:.200} takes {info.nbytes} bytes but its offsets span {span}"
             raise ModelError(f"{file}: {problem}; download it again")
         tensors[name] = info
     return tensors
@@ -99,16 +103,16 @@ def unpack_headers(packed: bytes) -> dict[str, TensorInfo]:
             for file, tensors in json.loads(text).items()
             for name, (dtype, shape) in tensors.items()
         }
-    except (zlib.error, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(
-            f"got malformed tensor headers from the coordinator ({error}); install the same version of brigade on both"
-        ) from error
+    except (zlib.error, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        problem = f"got malformed tensor headers from the coordinator ({error!s:.400})"
+        raise ModelError(f"{problem}; install the same version of brigade on both") from error
 
 
 def inside(file: str) -> str:
-    """The file's name. Raises ValueError if it leads out of the model's folder."""
-    if not file or Path(file).name != file or file == ".." or "\0" in file:
-        raise ValueError(f"it names {file!r}")
+    """The file's name. Raises ValueError if it leads out of the model's folder, or no file can have it."""
+    is_name = Path(file).name == file and file not in ("", "..") and "\0" not in file
+    if not is_name or len(os.fsencode(file)) > _LONGEST_NAME:
+        raise ValueError(f"it names {file[:_LONGEST_NAME]!r}")
     return file
 
 
@@ -122,13 +126,15 @@ def require_file(path: Path, most_bytes: int | None = None) -> None:
 
 def _known(dtype: str) -> str:
     if dtype not in _ITEM_BITS:
-        raise ValueError(f"dtype {dtype!r}")
+        raise ValueError(f"dtype {dtype!r:.40}")
     return dtype
 
 
 def _shape(sizes: Any) -> tuple[int, ...]:
+    if len(sizes) > _MOST_SIZES:
+        raise ValueError(f"{len(sizes)} sizes")
     shape = tuple(int(n) for n in sizes)
-    if any(n < 0 for n in shape):
+    if any(not 0 <= n < _MOST_BYTES for n in shape) or math.prod(shape) >= _MOST_BYTES:
         raise ValueError(f"shape {shape}")
     return shape
 
@@ -148,7 +154,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
             f"{path} is missing, though the model's index names it; download it again. Only a worker may lack files, "
             "those of other nodes' layers. Of a hub repository (owner/name) each node downloads only its own"
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} has a corrupt safetensors header ({error}); download it again") from error
     if not isinstance(header, dict):
         raise ModelError(f"{path} has a corrupt safetensors header (not an object); download it again")

@@ -89,6 +89,8 @@ class Keys:
             found = self.path.stat()
         except OSError as error:
             raise ConfigError(f"{self.path} cannot be read: {error.strerror}; {self._way_out}") from error
+        if not stat.S_ISREG(found.st_mode):
+            raise ConfigError(f"{self.path} is no file; {self._way_out}")
         if os.name == "posix" and found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise ConfigError(f"{self.path} holds a private key and others may read it: chmod 600 {self.path}")
         return found.st_ino, found.st_size, found.st_mtime_ns

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 
 import grpc.aio
 
-from worker.errors import StageLost
+from worker.errors import FrameError, StageLost
 from worker.node.network import Network
 from worker.node.relay import open_relay
 from worker.node.status import error_of
 
 CONNECT_TIMEOUT_S = 5.0
+_MOST_CREDIT = 1024  # frames in one grant: any number fits into the message, and each takes a turn of a loop
 
 
 class Link:
@@ -62,6 +63,10 @@ class Link:
     async def _read_credit(self) -> None:
         try:
             async for credit in self._call:
+                if credit.frames > _MOST_CREDIT:
+                    raise FrameError(
+                        f"expected credit for at most {_MOST_CREDIT} frames, got {credit.frames}", node=self._node
+                    )
                 self._is_open.set()
                 for _ in range(credit.frames):
                     self._credit.release()

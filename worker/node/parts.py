@@ -19,6 +19,7 @@ from worker.model.modelspec import DTYPE_BYTES
 _MOST_PAYLOAD_BYTES = 1 << 28  # of a frame: a lane of many windows may be longer than any chunk
 _MOST_CHUNK_BYTES = 1 << 26
 _MOST_VARINT_BYTES = 10  # of 7 bits each
+_MOST_SIZES = 8  # of a tensor: the product of a million of them takes for ever
 
 _BYTES = 2  # protobuf's wire type of what has a length; that of a number is 0
 _NUMBER = Part.DESCRIPTOR.fields_by_name["number"].number << 3
@@ -53,6 +54,8 @@ def payload_bytes(frame: Frame) -> int:
         return 0
     if hidden.dtype not in DTYPE_BYTES:
         raise FrameError(f"expected hidden states of a known dtype, got {hidden.dtype} (step {frame.step})")
+    if (rank := len(hidden.shape)) > _MOST_SIZES:
+        raise FrameError(f"expected hidden states of at most {_MOST_SIZES} sizes, got {rank} (step {frame.step})")
     size = math.prod(hidden.shape) * DTYPE_BYTES[hidden.dtype]
     if size > _MOST_PAYLOAD_BYTES:
         raise FrameError(
@@ -101,6 +104,8 @@ def read_part(message: bytes | memoryview) -> tuple[int, memoryview, memoryview]
         while at < len(view):
             key, at = _read_varint(message, at)
             value, at = _read_varint(message, at)
+            if key in fields:
+                raise _no_part(message)  # or a long message of nothing but numbers would be read for seconds
             if key == _NUMBER:
                 fields[key] = value
             elif key in (_FRAME, _DATA) and at + value <= len(view):

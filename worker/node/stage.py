@@ -19,6 +19,7 @@ from worker.node.parts import PLAIN, Arrival, Joiner, Wire
 from worker.process.mlx_thread import MlxThread
 
 _DEPTH = 64  # frames that may wait here: more than a scheduler ever has in flight, so one more is a peer's mistake
+_MOST_RESULTS = 4096  # that wait to be read: many times what can be in flight
 
 Send = Callable[[Sequence[bytes]], Awaitable[None]]
 
@@ -107,7 +108,9 @@ class Stage:
         joiner.end()
 
     def deliver(self, result: Result) -> None:
-        """Add a result that came from elsewhere: the coordinator's stage gets those of the last worker."""
+        """Add a result; those that came from elsewhere are the last worker's, which may send what nobody asked for."""
+        if self._failure is None and self._outcomes.qsize() >= _MOST_RESULTS:
+            self.fail(FrameError(f"expected at most {_MOST_RESULTS} results that nobody has read, got one more"))
         if self._failure is None:
             self._outcomes.put_nowait(result)
 

@@ -1,6 +1,7 @@
 """Several coroutines of which each is needed."""
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -35,3 +36,18 @@ def test_the_first_failure_ends_the_others_and_is_raised_itself() -> None:
     with pytest.raises(ModelError, match=r"^torn$"):
         asyncio.run(together(wait(), fail(), wait()))
     assert ended == [1, 1]
+
+
+def test_a_deadline_around_several_of_which_one_has_failed_is_a_deadline_still() -> None:
+    async def main() -> None:
+        async with asyncio.timeout(0.01):
+            with contextlib.suppress(KeyError):
+                await together(asyncio.sleep(1), fail_later())
+            await asyncio.sleep(1)
+
+    async def fail_later() -> None:
+        await asyncio.sleep(0)
+        raise KeyError
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(main())

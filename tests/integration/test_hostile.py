@@ -1,0 +1,229 @@
+"""Whoever connects to a worker's port, or answers in a worker's place: streams go on, or end by name; nothing grows."""
+
+import asyncio
+import contextlib
+import random
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from coordinator.cluster.chain import Chain
+from coordinator.cluster.greetings import differences
+from coordinator.cluster.peer import Peer
+from coordinator.cluster.runner import Runner
+from protos.brigade_pb2 import (
+    Alternative,
+    AttachRequest,
+    Credit,
+    Draining,
+    Failure,
+    Frame,
+    HelloReply,
+    HelloRequest,
+    LoadRequest,
+    Report,
+    Result,
+    Sample,
+    StatusReply,
+    StatusRequest,
+    Timing,
+)  # fmt: skip
+from protos.brigade_pb2_grpc import NodeServicer
+from tests.integration.certificates import Certificates
+from tests.integration.conftest import NETWORK, Models, RunningNode, opened, serving
+from tests.integration.many import Live, request, tokens_of, until
+from tests.tiny import VOCAB
+from worker.config import Cluster
+from worker.errors import BrigadeError, FrameError
+from worker.node.checksum import sealed
+from worker.node.network import ACCEPTED, Network
+from worker.node.parts import Joiner
+from worker.node.relay import add_node
+
+HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+SETTINGS = bytes(3) + b"\x04" + bytes(5)
+CONNECTIONS = 500
+GREETINGS = [b"", HTTP2[:7], HTTP2 + SETTINGS, b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00"]
+
+
+@contextlib.contextmanager
+def intruding(node: RunningNode, greetings: list[bytes]) -> Iterator[None]:
+    """Connections that say this, and nothing more."""
+    with contextlib.ExitStack() as stack:
+        for greeting in greetings:
+            host, _, port = node.address.rpartition(":")
+            intruder = stack.enter_context(socket.create_connection((host, int(port)), timeout=5))
+            intruder.send(greeting)
+        yield
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True], ids=["plaintext", "tls"])
+async def test_a_stream_goes_on_while_hundreds_connect_and_say_nothing_or_nonsense(
+    models: Models, tmp_path: Path, is_encrypted: bool
+) -> None:
+    whole, numbers, process = models("qwen3"), random.Random(3), psutil.Process()
+    network_of: Callable[[str], Network] = lambda name: NETWORK  # noqa: E731
+    network = NETWORK
+    if is_encrypted:
+        certificates = Certificates(tmp_path)
+        network, network_of = certificates.coordinator(), certificates.network
+    async with (
+        serving(1, network_of=network_of) as [node],
+        opened(whole.folder, (2, 2), [node], network) as chain,
+        Runner(chain) as runner,
+    ):
+        live = Live(runner, request(tokens_of(9), 150))
+        await live.wait_pieces(1)
+        files, memory = process.num_fds(), process.memory_info().rss
+        greetings = [numbers.choice([*GREETINGS, numbers.randbytes(200)]) for _ in range(CONNECTIONS)]
+        with intruding(node, greetings):
+            assert process.num_fds() - files <= 2 * CONNECTIONS + 16  # both ends are here
+            assert (await live.answer()).tokens == whole.tokens(tokens_of(9), 150)
+        assert process.memory_info().rss - memory < 64 << 20
+        await until(lambda: process.num_fds() <= files + 16)
+        again = await Live(runner, request(tokens_of(9), 20)).answer()
+        assert again.tokens == whole.tokens(tokens_of(9), 150)[:20]
+
+
+# A worker that answers nonsense
+
+Wrong = Callable[[Result], list[Report | bytes]]
+
+
+class Liar(NodeServicer):
+    """The last stage: each row is answered by token 5, or as `wrong` has it once it is set."""
+
+    def __init__(self) -> None:
+        self.wrong: Wrong | None = None
+        self.credit = 64
+        self.greeting = HelloReply(protocol_version=2, node="liar", memory_bytes=1 << 40, incarnation="x")
+        self.reports: asyncio.Queue[Report | bytes] = asyncio.Queue()
+
+    async def Hello(self, request: HelloRequest, context: Any) -> HelloReply:
+        return self.greeting
+
+    async def Load(self, request: LoadRequest, context: Any) -> None:
+        pass
+
+    async def Status(self, request: StatusRequest, context: Any) -> StatusReply:
+        return StatusReply(node="liar")
+
+    async def Attach(self, request: AttachRequest, context: Any) -> None:
+        await context.send_initial_metadata(ACCEPTED)
+        while True:
+            await context.write(await self.reports.get())
+
+    async def Relay(self, parts: AsyncIterator[bytes], context: Any) -> AsyncIterator[Credit]:
+        yield Credit(frames=self.credit)
+        joiner = Joiner(lambda frame: None, NETWORK.wire)
+        async for part in parts:
+            if arrival := joiner.add(part):
+                result = sound_result(arrival.header)
+                for report in self.wrong(result) if self.wrong else [Report(result=result)]:
+                    self.reports.put_nowait(sealed(report) if isinstance(report, Report) else report)
+                yield Credit(frames=1)
+
+
+def sound_result(frame: Frame) -> Result:
+    samples = [Sample(slot=window.slot, token=5) for window in frame.windows for _ in range(window.wanted)]
+    return Result(epoch=frame.epoch, step=frame.step, samples=samples, timings=[*frame.timings, Timing(stage=1)])
+
+
+@contextlib.asynccontextmanager
+async def lying(models: Models) -> AsyncIterator[tuple[Liar, Chain]]:
+    liar, server = Liar(), NETWORK.server()
+    add_node(liar, server)
+    port = NETWORK.listen(server, "127.0.0.1:0")
+    await server.start()
+    none: Any = None
+    node = RunningNode("liar", f"127.0.0.1:{port}", none, none, server)
+    try:
+        async with opened(models("qwen3").folder, (2, 2), [node]) as chain:
+            yield liar, chain
+    finally:
+        await server.stop(None)
+
+
+def changed(**fields: Any) -> Wrong:
+    def wrong(result: Result) -> list[Report | bytes]:
+        for name, value in fields.items():
+            result.ClearField(name)  # type: ignore[arg-type]
+            result.MergeFrom(Result(**{name: value}))
+        return [Report(result=result)]
+
+    return wrong
+
+
+MANY = 100_000
+NONSENSE: dict[str, Wrong] = {
+    "another slot": changed(samples=[Sample(slot=7, token=5)]),
+    "a token too many": changed(samples=[Sample(token=5)] * 2),
+    "no token": changed(samples=[]),
+    "beyond the vocabulary": changed(samples=[Sample(token=VOCAB)]),
+    "an alternative that nobody wants": changed(samples=[Sample(token=5, alternatives=[Alternative(token=6)])]),
+    "a step never asked": changed(step=2**63),
+    "another epoch": changed(epoch=9),
+    "timings of more stages": changed(timings=[Timing(stage=stage) for stage in range(9)]),
+    "a flood of samples": changed(samples=[Sample(token=5)] * MANY),
+    "a flood of guesses": changed(guesses=[Sample(token=5)] * MANY),
+    "a flood of timings": changed(timings=[Timing()] * MANY),
+    "a flood of failures": changed(failures=[Failure(slot=9)] * MANY),
+    "a flood of alternatives": changed(samples=[Sample(token=5, alternatives=[Alternative()] * MANY)]),
+    "a flood of results": lambda result: [Report(result=result)] * 3000,
+    "a flood of goodbyes": lambda result: [*[Report(draining=Draining())] * 3000, Report(result=Result(step=2**63))],
+    "nothing at all": lambda result: [Report()],
+    "no message": lambda result: [b"\xff" * 99],
+    "a message that is too long": lambda result: [b"\x0a" + b"\xff" * (17 << 20)],
+}
+
+
+@pytest.mark.parametrize("wrong", NONSENSE.values(), ids=NONSENSE)
+async def test_a_worker_that_answers_nonsense_ends_the_request_by_its_name(models: Models, wrong: Wrong) -> None:
+    async with lying(models) as (liar, chain), asyncio.timeout(10), Runner(chain) as runner:
+        live = Live(runner, request(tokens_of(9), 150))
+        await live.wait_pieces(2)
+        liar.wrong = wrong
+        with pytest.raises(BrigadeError) as failed:
+            await live.answer()
+    assert failed.value.node in ("liar", "") and len(str(failed.value)) < 1000
+
+
+async def test_a_worker_that_grants_credit_without_end_is_refused(models: Models) -> None:
+    """It would keep the sender counting for minutes."""
+    async with lying(models) as (liar, chain), asyncio.timeout(10):
+        liar.credit = 2**32 - 1
+        link = chain.peers[0].link(1, 0)
+        with pytest.raises(FrameError, match=r"^worker liar: expected credit for at most 1024 frames, got 4294967295$"):
+            await link.wait_lost()
+        await link.close()
+
+
+async def test_results_that_nobody_reads_do_not_pile_up(models: Models) -> None:
+    """Between two requests, when nothing was asked."""
+    async with lying(models) as (liar, chain), asyncio.timeout(10):
+        for _ in range(5000):
+            liar.reports.put_nowait(sealed(Report(result=Result(step=2**63))))
+        stage = chain._stage
+        assert stage is not None
+        await until(lambda: stage._failure is not None)
+        assert "results that nobody has read" in str(stage._failure) and stage._outcomes.qsize() <= 4097
+
+
+@pytest.mark.parametrize("until_s", [-(2**63), -1, 2**62, 253402300800])
+def test_a_date_that_there_is_not_is_no_reason_to_warn_or_to_fail(until_s: int) -> None:
+    assert not [
+        line for line in differences("liar", Cluster(), HelloReply(certificate_expires=until_s)) if "expires" in line
+    ]
+
+
+async def test_an_empty_greeting_is_no_workers(models: Models) -> None:
+    async with lying(models) as (liar, chain):
+        liar.greeting = HelloReply()
+        peer = Peer("liar", chain.peers[0].address, NETWORK)
+        with pytest.raises(BrigadeError, match="speaks protocol 0"):
+            await peer.hello(1)
+        await peer.close()

@@ -1,0 +1,179 @@
+"""Sends frames with flipped bits through real hops, encrypted and not, and counts how many are accepted: none.
+
+    python -m tools.flipped_bits --frames 10000
+
+Encrypted, a bit flips on its way, behind the encryption. Plaintext, it flips in the part itself: a bit of HTTP/2 around
+it may mean nothing, and then the frame arrives as it was sent.
+"""
+
+import asyncio
+import contextlib
+import random
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from coordinator.cluster.authority import Authority
+from protos.brigade_pb2 import DTYPE_FLOAT32, Credit, Frame, Tensor
+from protos.brigade_pb2_grpc import NodeServicer
+from tools.proxy import Proxy
+from worker.errors import BrigadeError, StageLost
+from worker.node.identity import Keys, Role
+from worker.node.link import Link
+from worker.node.network import Network
+from worker.node.parts import Arrival, Joiner, Wire, checksum_seed, cut, write_part
+from worker.node.relay import add_node
+from worker.process.run import run_command
+
+SIZES = (4, 1024, 4096, 300_000)  # bytes of hidden states
+_NOTICED_S = 10.0
+_TRIES = 5
+
+
+class Flipping(Proxy):
+    """Flips one bit in the next piece on its way to the target, whenever it is armed."""
+
+    def __init__(self, target: str) -> None:
+        super().__init__(target)
+        self.is_armed = False
+        self.num_flipped = 0
+        self._numbers = random.Random(7)
+
+    def passed(self, piece: bytes, *, is_back: bool) -> bytes:
+        if is_back or not self.is_armed:
+            return piece
+        self.is_armed = False
+        self.num_flipped += 1
+        return flipped(piece, self._numbers)
+
+
+class Recorder(NodeServicer):
+    """Takes every frame that its hops bring, as a stage does."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.arrived: list[Arrival] = []
+        self._wire = wire
+
+    async def Relay(self, parts: AsyncIterator[bytes], context: Any) -> AsyncIterator[Credit]:
+        yield Credit(frames=8)
+        joiner = Joiner(lambda frame: None, self._wire)
+        with contextlib.suppress(BrigadeError):  # the hop ends
+            async for part in parts:
+                if arrival := joiner.add(part):
+                    self.arrived.append(arrival)
+                    yield Credit(frames=1)
+
+
+@contextlib.asynccontextmanager
+async def recording(network: Network) -> AsyncIterator[tuple[Recorder, str]]:
+    """A node that takes frames, and its address."""
+    recorder, server = Recorder(network.wire), network.server()
+    add_node(recorder, server)
+    port = network.listen(server, "127.0.0.1:0")
+    await server.start()
+    try:
+        yield recorder, f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+async def send_encrypted(sender: Network, receiver: Network, num_frames: int) -> tuple[int, int]:
+    """How many bits were flipped, and how many frames were accepted all the same; a connection for each."""
+    numbers = random.Random(11)
+    async with recording(receiver) as (recorder, address), Flipping(address).serving() as proxy:
+        assert isinstance(proxy, Flipping)
+        for step in range(num_frames):
+            link = await _opened(sender, proxy.address)
+            proxy.is_armed = True
+            await _send(link, frame_of(step, numbers.randbytes(numbers.choice(SIZES)), sender.wire))
+        return proxy.num_flipped, len(recorder.arrived)
+
+
+async def send_plaintext(network: Network, num_frames: int) -> tuple[int, int]:
+    """The same without encryption; the bit is one of the message."""
+    numbers = random.Random(12)
+    async with recording(network) as (recorder, address):
+        for step in range(num_frames):
+            link = await _opened(network, address)
+            parts = frame_of(step, numbers.randbytes(numbers.choice(SIZES)), network.wire)
+            at = numbers.randrange(len(parts))
+            await _send(link, [*parts[:at], flipped(parts[at], numbers), *parts[at + 1 :]])
+        return num_frames, len(recorder.arrived)
+
+
+async def _opened(network: Network, address: str) -> Link:
+    """A hop to the node; a busy machine may take longer than one connection may."""
+    for _ in range(_TRIES):
+        link = Link(network, "node-1", address, 1, 0)
+        with contextlib.suppress(BrigadeError):
+            await link.wait_open()
+            return link
+        await link.close()
+    raise StageLost(f"no hop within {_TRIES} tries", node="node-1")
+
+
+async def _send(link: Link, parts: list[bytes]) -> None:
+    """Send the frame; return once the hop has ended for it."""
+    try:
+        await link.send(parts)
+        async with asyncio.timeout(_NOTICED_S):
+            await link.wait_lost()
+    except BrigadeError:
+        return
+    finally:
+        await link.close()
+
+
+def flipped(piece: bytes, numbers: random.Random) -> bytes:
+    """The same with one other bit."""
+    changed = bytearray(piece)
+    changed[numbers.randrange(len(piece))] ^= 1 << numbers.randrange(8)
+    return bytes(changed)
+
+
+def frame_of(step: int, payload: bytes, wire: Wire) -> list[bytes]:
+    """The parts of a frame with these hidden states."""
+    header = Frame(epoch=1, step=step, hidden=Tensor(dtype=DTYPE_FLOAT32, shape=[1, len(payload) // 4, 1]))
+    pieces = enumerate(cut(memoryview(payload), wire.part_bytes))
+    return [
+        write_part(
+            number,
+            b"" if number else header.SerializeToString(),
+            data,
+            checksum_seed(number, step) if wire.has_checksums else None,
+        )
+        for number, data in pieces
+    ]
+
+
+def main(frames: Annotated[int, typer.Option(min=1, help="How many on each kind of link.")] = 1000) -> int:
+    """Print a line for each kind of link; 1 if any frame was accepted."""
+    with tempfile.TemporaryDirectory() as folder:
+        return asyncio.run(_measure(frames, Authority.make(Path(folder) / "keys")))
+
+
+async def _measure(num_frames: int, authority: Authority) -> int:
+    def network(name: str, role: Role) -> Network:
+        authority.issue(name, role)
+        return Network(keys=Keys(authority.folder, name, role))
+
+    sender, receiver = network("coordinator", Role.COORDINATOR), network("node-1", Role.WORKER)
+    total = 0
+    for kind, work in (
+        ("plaintext", send_plaintext(Network(), num_frames)),
+        ("tls", send_encrypted(sender, receiver, num_frames)),
+    ):
+        began = time.monotonic()
+        num_flipped, num_accepted = await work
+        total += num_accepted
+        took_s = time.monotonic() - began
+        print(f"{kind}: {num_flipped} frames with a flipped bit, {num_accepted} accepted ({took_s:.0f} s)", flush=True)
+    return 1 if total else 0
+
+
+if __name__ == "__main__":
+    run_command(main)
