@@ -20,23 +20,35 @@ class Proxy:
         self.address = ""
         self._host, _, port = target.rpartition(":")
         self._port = int(port)
-        self._writers: set[asyncio.StreamWriter] = set()
+        self._connections: set[asyncio.Task[None]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator["Proxy"]:
         """Listen on a free loopback port for as long as the context is open; its end cuts every connection."""
+        self._loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as group, contextlib.AsyncExitStack() as stack:
 
             def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                connections.add(group.create_task(self._connect(reader, writer)))
+                connection = group.create_task(self._connect(reader, writer))
+                self._connections.add(connection)
+                connection.add_done_callback(self._connections.discard)
 
-            connections: set[asyncio.Task[None]] = set()
             server = await asyncio.start_server(accept, "127.0.0.1", 0)
             host, port = server.sockets[0].getsockname()
             self.address = f"{host}:{port}"
-            stack.callback(lambda: [task.cancel() for task in connections])
+            stack.callback(self._cut)
             stack.callback(server.close)
             yield self
+
+    def reset(self) -> None:
+        """End every connection; new ones pass. Any thread may call it."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._cut)
+
+    def _cut(self) -> None:
+        for connection in self._connections:
+            connection.cancel()
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection, until either side ends it."""

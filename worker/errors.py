@@ -99,6 +99,10 @@ class StageLost(BrigadeError):
     """A node of the chain closed, fell silent, or was never there."""
 
 
+class NodeSilent(StageLost):
+    """A node of the chain says nothing though nobody has ended the connection: it is stopped, asleep or cut off."""
+
+
 class EngineHung(StageLost):
     """A node of the chain answers, but its engine does not come back from a step."""
 

@@ -254,6 +254,7 @@ def verify(
 
 @app.command()
 def bench(
+    ctx: typer.Context,
     config: flags.Config = None,
     model: flags.Model = None,
     local: flags.Local = None,
@@ -263,10 +264,11 @@ def bench(
     num_tokens: flags.NumTokens = 64,
     num_trials: flags.NumTrials = 3,
     decode: flags.Decodes = "ar",
+    failover: flags.Failover = False,
     as_json: flags.Json = False,
     wide: flags.Wide = False,
     plot: flags.Plot = None,
-) -> None:
+) -> int:
     """Throughput and latency of many requests at once, against one process: this code's, and mlx_lm's.
 
     Prompts are random tokens, all systems get the same ones in turn, and the figures are medians over the trials.
@@ -279,7 +281,11 @@ def bench(
     What drafts bring: brigade bench --config cluster.yaml --concurrency 1 --decode ar,ngram,diffusion
 
     To forecast more requests with `brigade plan --simulate --measured`: brigade bench --concurrency 1 --json > one.json
+
+    How long a stream stands still when a worker is lost: brigade bench --failover
     """
+    if failover:
+        return _bench_failover(ctx)
     if wide and as_json:
         raise InputError("wide", "not expected with --json, which holds all columns")
     options = cluster_options(config, model, 1 if config is None and local is None else local, None, None)
@@ -300,6 +306,25 @@ def bench(
 
     workload = Workload(counts, num_prompt, num_tokens, decodes, splits, num_trials)
     run_async(run_bench(options, workload, as_json=as_json, is_wide=wide, plot=plot))
+    return 0
+
+
+def _bench_failover(ctx: typer.Context) -> int:
+    others = ("config", "layers", "concurrency", "num_tokens", "decode", "wide", "plot")
+    refuse(ctx, others, "not expected with --failover, which loses workers of --local in one answer by ar")
+    given = ctx.params
+    local = 1 if given["local"] is None else given["local"]
+    if not local:
+        raise InputError("local", "expected at least one worker, which is lost, got 0")
+    contexts = (given["num_prompt"],) if "num_prompt" in given_flags(ctx) else None
+    options = cluster_options(None, given["model"], local, None, None)
+
+    from coordinator.cli.commands import run_failover
+    from coordinator.cli.run_async import run_async
+    from coordinator.measure.failover import CONTEXTS, Losses
+
+    losses = Losses(contexts or CONTEXTS, given["num_trials"])
+    return run_async(run_failover(options, losses, as_json=given["as_json"]))
 
 
 def _layers(text: str | None) -> tuple[int, ...] | None:

@@ -14,6 +14,8 @@ from coordinator.decoding.decode import Decode
 from coordinator.measure.bench import Workload, measure
 from coordinator.measure.bench_plot import check_plot, write_plot
 from coordinator.measure.bench_report import print_bench, to_markdown
+from coordinator.measure.failover import Losses, measure_failover
+from coordinator.measure.failover_report import print_failover
 from coordinator.measure.forecast import Assumed, find_times, forecast
 from coordinator.measure.verify import verify
 from coordinator.planning.plan import require_fit
@@ -81,3 +83,13 @@ async def run_bench(
         write_plot(bench, plot)
     if bench.failure is not None:
         raise bench.failure
+
+
+async def run_failover(options: ClusterOptions, losses: Losses, *, as_json: bool) -> int:
+    """Lose workers, then print the table or the JSON object. The exit code: 1 if a token was another one."""
+    failover = await measure_failover(options, losses)
+    if as_json:
+        print(json.dumps(failover.as_json()))
+    else:
+        print_failover(failover)
+    return 0 if failover.is_equal else 1

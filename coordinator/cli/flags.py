@@ -277,6 +277,14 @@ Wide = Annotated[
         rich_help_panel=_OUTPUT,
     ),
 ]
+Failover = Annotated[
+    bool,
+    typer.Option(
+        "--failover",
+        help="Kill, and stop, the last worker of --local in the middle of an answer, and measure how long the reader "
+        "waits; -p says how many tokens are known by then. (default: from 128 to 4096)",
+    ),
+]
 
 _SIMULATION = "Simulation"
 Simulate = Annotated[

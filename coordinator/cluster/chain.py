@@ -16,7 +16,7 @@ from coordinator.planning.patience import Patience, StepKind
 from protos.brigade_pb2 import AttachRequest, Frame, LoadProgress, Result, Session, StatusReply, Window
 from worker.compute.engine import Engine
 from worker.compute.header import asked_of, check_result, num_rows
-from worker.errors import BrigadeError, EngineHung, FrameError, NodeBusy, StageLost
+from worker.errors import BrigadeError, EngineHung, FrameError, NodeBusy, NodeSilent, StageLost
 from worker.memory.history import History
 from worker.model.modelspec import ModelSpec
 from worker.node.parts import PLAIN
@@ -61,19 +61,24 @@ class Chain:
         deployment: Deployment,
         epoch: int = 1,
         *,
+        costs: ChainCosts | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`say` takes lines for the user."""
+        """`say` takes lines for the user.
+
+        `costs` are known from a chain before this one: requests wait, so their replay warms this one up.
+        """
         self.epoch = epoch
         self.deployment = deployment
         self.plan = deployment.plan
         self.peers = deployment.peers
-        self.costs = ChainCosts(self.num_stages)
+        self.costs = costs or ChainCosts(self.num_stages)
         self.last_step = 0
         self.on_draining: Callable[[], None] | None = None  # called when a worker says that it is about to end
         self.can_spare: Callable[[str], bool] = lambda name: False  # whether a worker that is about to end may go
         self.on_token: Callable[[], None] | None = None  # called once, with the first token after the warm-up
         self.clock_offsets: list[int] = [0] * self.num_stages  # nanoseconds, by stage
+        self._is_awaited = costs is not None
         self._own = own
         self._say = say
         self._patience = Patience()
@@ -257,12 +262,16 @@ class Chain:
             self.on_draining()
 
     async def _warm_up(self, progress: Progress) -> None:
-        """One row and a chunk of rows through all stages, twice: compiles, pages in, and tells what rows cost."""
+        """One row and a chunk of rows through all stages, twice: compiles, pages in, and tells what rows cost.
+
+        While requests wait, a single row only: that every stage computes.
+        """
         prefix_hash = History().prefix_hash(0)
         chunk = Window(slot=0, prefix_hash=prefix_hash, tokens=[0] * min(_WARM_UP_ROWS, self.spec.context), wanted=1)
         row = Window(slot=0, prefix_hash=prefix_hash, tokens=[0], wanted=1)
+        windows = (row,) if self._is_awaited else (chunk, chunk, row, row)
         frames = [Frame(opened=[Session(slot=0)])]
-        frames += [Frame(windows=[window]) for window in (chunk, chunk, row, row)]
+        frames += [Frame(windows=[window]) for window in windows]
         frames.append(Frame(closed=[0]))
         for step, frame in enumerate(frames):
             progress("", LoadProgress(phase="warm-up", done=step, total=len(frames)))
@@ -279,7 +288,7 @@ class Chain:
                 said = (
                     f"no answer at {peer.address} after {waited_s:.1f} s without a result (stopped, hung, or cut off)"
                 )
-                return StageLost(said, node=peer.name)
+                return NodeSilent(said, node=peer.name)
             if reply.busy_s > waited_s / 2:
                 return EngineHung(f"its engine has been at one step for {reply.busy_s:.1f} s", node=peer.name)
         return StageLost(

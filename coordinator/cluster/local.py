@@ -3,8 +3,10 @@
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 
 from worker.errors import StageLost
 from worker.process.imports import search_path
@@ -20,6 +22,7 @@ class LocalWorker:
         self.name = name
         self.model = model
         self.address = ""
+        self.started_s = 0.0  # how long it took to start
         self._process = process
 
     @classmethod
@@ -29,6 +32,7 @@ class LocalWorker:
         Raises:
             StageLost: it does not listen.
         """
+        began = time.monotonic()
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",  # or a folder named worker where the user happens to be would be run instead
@@ -44,6 +48,7 @@ class LocalWorker:
         finally:
             if not local.address:
                 await local.stop()
+        local.started_s = time.monotonic() - began
         return local
 
     async def _wait_listening(self) -> str:
@@ -65,8 +70,12 @@ class LocalWorker:
 
     def kill(self) -> None:
         """End the process at once, whatever it is doing."""
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """To the process, if it has not ended."""
         if self._process.returncode is None:
-            self._process.kill()
+            self._process.send_signal(number)
 
     async def stop(self) -> None:
         """End the process: SIGTERM, then SIGKILL."""

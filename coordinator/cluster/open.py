@@ -42,7 +42,7 @@ async def open_roster(options: ClusterOptions, spec: ModelSpec, *, keep: bool = 
             network = Network.of(options.cluster, name, Role.COORDINATOR, warn)
             peers = [Peer(each.name, each.address, network) for each in options.cluster.workers]
         else:
-            local = await _start_local(options.local, options.model, stack)
+            local = await start_local(options.local, options.model, stack)
             peers = [Peer(worker.name, worker.address, network) for worker in local]
         async with Roster(peers, options.cluster) as roster:
             if keep:
@@ -111,14 +111,33 @@ async def open_cluster(
         with show_progress() as progress:
             progress("", STARTING if options.local else ASKING)
             roster = await stack.enter_async_context(open_roster(options, spec))
-            peers = roster.peers(roster.members)
             progress("", ASKING)
-            plan = await make_plan(options.cluster, spec, peers, context)
-            require_fit(plan, spec)
-            own = await stack.enter_async_context(OwnNode())
-            deployment = Deployment(checkpoint, spec, plan, peers, options.check_finite)
-            supervisor = await stack.enter_async_context(Supervisor(own, roster, deployment, options.limits, say=say))
-            await supervisor.open(progress)
+            opening = supervised(options, checkpoint, spec, context, roster, roster.peers(roster.members), progress)
+            supervisor = await stack.enter_async_context(opening)
+        yield supervisor
+
+
+@asynccontextmanager
+async def supervised(
+    options: ClusterOptions,
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    context: int,
+    roster: Roster,
+    peers: Sequence[Peer],
+    progress: Progress = lambda node, report: None,
+    say: Callable[[str], None] = say,
+    thread: MlxThread | None = None,
+) -> AsyncIterator[Supervisor]:
+    """The first chain over these peers; others of the roster are there for the next one.
+
+    Whoever opens several clusters gives all of them this process's MLX thread.
+    """
+    plan = await make_plan(options.cluster, spec, peers, context)
+    require_fit(plan, spec)
+    deployment = Deployment(checkpoint, spec, plan, peers, options.check_finite)
+    async with OwnNode(thread) as own, Supervisor(own, roster, deployment, options.limits, say=say) as supervisor:
+        await supervisor.open(progress)
         yield supervisor
 
 
@@ -138,7 +157,8 @@ async def joined(
             yield chain
 
 
-async def _start_local(count: int, model: str, stack: AsyncExitStack) -> list[LocalWorker]:
+async def start_local(count: int, model: str, stack: AsyncExitStack) -> list[LocalWorker]:
+    """So many workers of our own for this model, worker-1 and so on; the stack's end ends them."""
     starts = [asyncio.create_task(LocalWorker.start(f"worker-{i + 1}", model)) for i in range(count)]
 
     async def stop_all() -> None:

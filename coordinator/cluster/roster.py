@@ -1,6 +1,7 @@
 """Roster: which workers there are, whether they are in the chain or not, and who of them answers."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -83,6 +84,11 @@ class Roster:
                 task.cancel()
             await asyncio.gather(*asking.values(), return_exceptions=True)
         return replies
+
+    async def pause(self, for_s: float) -> None:
+        """Wait so long, or until a worker of our own has been started or has ended since they were last asked."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), for_s)
 
     def present(self, replies: dict[str, HelloReply]) -> list[Present]:
         """This node and those that answered, with the memory that each may use.

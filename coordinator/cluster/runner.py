@@ -155,7 +155,7 @@ class Runner:
             raise StageLost("the runner that was to answer this request has ended")
         if draining := self._epoch.chain.draining:
             raise draining
-        ticket = Ticket(self._make_session(request, chunk), request.eos, traced=traced)
+        ticket = Ticket(self._make_session(request, chunk), request, chunk, traced=traced)
         self._tickets[ticket.session] = ticket
         try:
             self._enter(ticket)
@@ -174,23 +174,27 @@ class Runner:
 
     def _make_session(self, request: Request, chunk: int | None) -> Session:
         chain = self._epoch.chain
-        chunk = chunk or chunk_size(len(request.prompt), chain.costs.stages_s)
-        most = [most_chunk_rows(chain.spec.row_bytes), replace(chain.spec, cache=request.cache).longest_chunk]
-        if request.score_from is not None:
-            most.append(_MOST_SCORED_ROWS)
         session = Session(
             request.prompt,
             room_for_answer(request, chain.spec.context),
             request.eos,
             request.decode.make_decoder(request.eos, chain.costs.steps),
             request.repeat_guard,
-            chunk=min(chunk, *filter(None, most)),
+            chunk=self._chunk_of(request, chunk, len(request.prompt)),
             sampling=request.sampling,
             cache=request.cache,
             score_from=request.score_from,
         )
         session.resume(request.known)
         return session
+
+    def _chunk_of(self, request: Request, asked: int | None, num_tokens: int) -> int:
+        """Rows per chunk where so many tokens are to be fed, on the present chain."""
+        chain = self._epoch.chain
+        most = [most_chunk_rows(chain.spec.row_bytes), replace(chain.spec, cache=request.cache).longest_chunk]
+        if request.score_from is not None:
+            most.append(_MOST_SCORED_ROWS)
+        return min(asked or chunk_size(num_tokens, chain.costs.stages_s), *filter(None, most))
 
     async def _run(self) -> None:
         while True:
@@ -218,6 +222,7 @@ class Runner:
         self._epoch = self._epoch_of(chain)
         for session, ticket in list(self._tickets.items()):
             session.rewind()
+            session.chunk = self._chunk_of(ticket.request, ticket.chunk, len(session.history))
             if self._suspects.may_run(session):
                 self._enter_again(ticket)
         self._epoch.send_all()

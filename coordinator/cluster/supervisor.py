@@ -10,6 +10,8 @@ from typing import Self
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.deployment import Deployment, OwnNode, Progress
 from coordinator.cluster.roster import Roster
+from coordinator.cluster.timeline import Timeline
+from coordinator.planning.costs import ChainCosts
 from coordinator.planning.plan import Node, Plan, plan
 from coordinator.planning.recovery import USUAL, GiveUp, Limits, Present, Recovery, Reopen
 from worker.errors import (
@@ -19,6 +21,7 @@ from worker.errors import (
     InputError,
     InternalError,
     ModelError,
+    NodeSilent,
     SamplingError,
     StageLost,
 )
@@ -46,6 +49,7 @@ class Supervisor:
         self.chain: Chain
         self.num_recoveries = 0
         self.trouble = ""  # why there is no chain now
+        self.timeline = Timeline()
         self._own = own
         self._roster = roster
         self._deployment = deployment
@@ -109,6 +113,7 @@ class Supervisor:
         if self._recovery is None or held_s > self._limits.recovery_s:
             self._recovery = Recovery(self.chain.plan, self._limits)
             self._began = time.monotonic()
+            self.timeline = Timeline(lost_at=self._began)
             self._still_since = self.chain.still_since
             self._story = str(error)
             for incarnation in self._useless:
@@ -123,6 +128,7 @@ class Supervisor:
         while True:
             await self._chains.aclose()
             found = await self._find_plan(error)
+            self.timeline.found_at = time.monotonic()
             try:
                 chain = await self._open(found.plan)
             except BrigadeError as again:
@@ -139,9 +145,9 @@ class Supervisor:
     async def _find_plan(self, error: BrigadeError) -> Reopen:
         """Ask who is there until that is enough. Raises StageLost once the time is over."""
         assert self._recovery is not None
-        ask_s = _FIRST_ASK_S
+        ask_s, asked = _FIRST_ASK_S, self._who_may_answer(error)
         while True:
-            replies = await self._roster.ask(ask_s)
+            replies = await self._roster.ask(ask_s, asked)
             self._present = self._roster.present(replies)
             self._recovery.saw(self._passed_s, self._present)
             decision = self._recovery.decide(self._passed_s, self._split)
@@ -151,8 +157,8 @@ class Supervisor:
                 raise self._given_up(error)
             if ask_s == _LONGEST_ASK_S:
                 self._kill_silent(replies.keys())
-            await asyncio.sleep(min(_PAUSE_S, decision.for_s))
-            ask_s = min(_LONGEST_ASK_S, 2 * ask_s)
+            await self._roster.pause(min(_PAUSE_S, decision.for_s))
+            asked, ask_s = None, min(_LONGEST_ASK_S, 2 * ask_s)
 
     async def _open(self, plan: Plan, progress: Progress = lambda node, report: None) -> Chain:
         """Have the nodes load what they lack, and open a chain; nothing is left of it if that fails."""
@@ -162,15 +168,23 @@ class Supervisor:
             raise StageLost("has ended while a chain was opened", node=self._roster.gone(names))
         self._deployment = replace(self._deployment, plan=plan, peers=peers)
         await self._own.load(self._deployment, progress)
+        self.timeline.loaded_at = time.monotonic()
         self._epoch += 1
         async with AsyncExitStack() as stack:
-            chain = Chain(self._own, self._deployment, self._epoch, say=self._say)
+            chain = Chain(self._own, self._deployment, self._epoch, costs=self._costs_of(plan), say=self._say)
             await stack.enter_async_context(chain)
             await chain.open(progress)
             self._chains = stack.pop_all()
         chain.can_spare, chain.on_token = self._can_spare, self._ended
         self.chain, self._opened_at = chain, time.monotonic()
+        self.timeline.opened_at = self._opened_at
         return chain
+
+    def _costs_of(self, plan: Plan) -> ChainCosts | None:
+        """Those of the lost chain where a request waits and they may serve; None has the new one measure its own."""
+        if self._recovery is None or self._still_since is None or self.chain.num_stages != len(plan.assignments):
+            return None
+        return self.chain.costs
 
     def _go_on(self, chain: Chain, found: Reopen) -> None:
         self.num_recoveries += 1
@@ -199,7 +213,7 @@ class Supervisor:
 
     def _blame(self, error: BrigadeError) -> None:
         """Do without a process that would only fail again; one of our own is started again."""
-        if isinstance(error, EngineHung):
+        if isinstance(error, (EngineHung, NodeSilent)):
             self._roster.kill_own(error.node)
         if isinstance(error, (EngineHung, *_LASTING)):
             self._rule_out(error.node)
@@ -211,6 +225,10 @@ class Supervisor:
             if each.node.name == name and each.incarnation:
                 self._useless.add(each.incarnation)
                 self._recovery.rule_out(each.incarnation)
+
+    def _who_may_answer(self, error: BrigadeError) -> Collection[str] | None:
+        """Whom to ask first, None for all: a lost node that nobody is to wait for does not hold up the others."""
+        return None if self._limits.rejoin_s else self._roster.members.keys() - {error.node}
 
     def _kill_silent(self, answering: Collection[str]) -> None:
         """End workers of our own that were part of the lost chain, and still run and say nothing."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from coordinator.sessions.answer import Piece, Scored, Token, Usage
+from coordinator.sessions.request import Request
 from coordinator.sessions.session import Session
 from coordinator.sessions.text import Text
 from coordinator.sessions.waterfall import Passage
@@ -30,15 +31,17 @@ class Step:
 class Ticket:
     """A session, and its steps until they are read."""
 
-    def __init__(self, session: Session, eos: frozenset[int], *, traced: bool) -> None:
+    def __init__(self, session: Session, request: Request, chunk: int | None, *, traced: bool) -> None:
+        """`chunk` is how many rows of a chunk were asked for, if that was said."""
         self.session = session
+        self.request = request
+        self.chunk = chunk
         self.deadline: asyncio.TimerHandle | None = None  # while the session waits for memory, or for its reader
         self._num_recoveries = 0
         self._still_ns = 0  # how long recoveries took, as whoever reads saw it
         self._last_at = 0  # nanoseconds, monotonic, of the last step
         self._is_still = False
         self._num_said = 0  # tokens
-        self._eos = eos
         self._started = time.monotonic_ns()
         self._passages: list[Passage] | None = [] if traced else None
         self._steps: asyncio.Queue[Step | BaseException] = asyncio.Queue()
@@ -93,7 +96,7 @@ class Ticket:
         said, tokens = [], []
         for token in step.tokens:
             tokens.append(token)
-            if token.token not in self._eos:  # the end-of-sequence token has no text
+            if token.token not in self.request.eos:  # the end-of-sequence token has no text
                 said.append(text.push(token.token))
             if text.is_stopped:
                 break  # the rest of the step lies behind the stop string

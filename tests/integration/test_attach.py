@@ -31,9 +31,10 @@ from tests.integration.many import until
 from tests.integration.upstream import attach_request, window_of
 from tests.tiny import VOCAB, make_model
 from worker.compute.shard import Shard
-from worker.errors import BrigadeError, ModelError, NodeBusy
+from worker.errors import BrigadeError, ModelError, NodeBusy, StageLost
 from worker.memory.cache import LayerCache
 from worker.memory.caches import Caches
+from worker.node.attachment import Attachment
 
 PROMPT = tuple((5 * i + 3) % VOCAB for i in range(3 * CHUNK + 2))
 
@@ -243,3 +244,33 @@ async def digests(node: RunningNode) -> dict[str, str]:
         return await peer.digests()
     finally:
         await peer.close()
+
+
+async def test_a_coordinator_that_leaves_while_a_node_gives_back_what_it_held_does_not_break_that_off(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its link to the next node would stay open, and its caches where they are."""
+    closing, may_go, closed = asyncio.Event(), asyncio.Event(), list[Attachment]()
+    close = Attachment.close
+
+    async def close_slowly(attachment: Attachment) -> None:
+        closing.set()
+        await may_go.wait()
+        await close(attachment)
+        closed.append(attachment)
+
+    async with serving(2) as nodes, opened(models("qwen3").folder, (1, 2, 1), nodes) as chain:
+        service = nodes[0].service
+        monkeypatch.setattr(Attachment, "close", close_slowly)
+        attachment = service._attachment
+        assert attachment is not None and attachment.stage is not None
+        attachment.stage.fail(StageLost("for a reason of its own"))
+        async with asyncio.timeout(5):
+            await closing.wait()
+            server = attachment._server
+            assert server is not None
+            chain.peers[0].detach()
+            await until(server.cancelling)
+            may_go.set()
+            await service.wait_detached()
+        assert closed[:1] == [attachment]

@@ -57,8 +57,10 @@ class Link:
     async def close(self) -> None:
         self._call.cancel()
         self._reading.cancel()
-        await asyncio.gather(self._reading, return_exceptions=True)
-        await self._channel.close(grace=None)
+        try:
+            await asyncio.gather(self._reading, return_exceptions=True)
+        finally:
+            await self._channel.close(grace=None)
 
     async def _read_credit(self) -> None:
         try:

@@ -42,6 +42,7 @@ from worker.node.stage import Stage
 from worker.node.status import abort
 from worker.process.machine import memory_budget
 from worker.process.mlx_thread import MlxThread
+from worker.process.to_the_end import to_the_end
 
 Context = grpc.aio.ServicerContext
 
@@ -193,7 +194,7 @@ class NodeService(NodeServicer):
             raise StageLost("was attached anew by the same coordinator") from None
         finally:
             try:
-                await attachment.close()
+                await to_the_end(attachment.close())  # grpc cancels this task whenever the coordinator goes
             finally:
                 self._attachment = None
                 self._detached.set()

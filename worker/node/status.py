@@ -14,6 +14,7 @@ from worker.errors import (
     InternalError,
     ModelError,
     NodeBusy,
+    NodeSilent,
     OutOfMemory,
     SamplingError,
     StageLost,
@@ -23,6 +24,7 @@ _ENDED = (
     *("reset by peer", "Socket closed", "GOAWAY", "EOF", "Broken pipe"),
     *("Cancelling all calls", "Internal error from Core"),  # a server that stops, or is killed, within a call
 )
+_SILENT = ("ping timeout", "keepalive")
 _UNANSWERED = "failed to connect"  # what gRPC says of a connection that broke before the other side said anything
 _HANDSHAKE = {  # what gRPC says of a handshake that this side ended, for people; the first that is found
     "Hostname Verification Check failed": "its certificate carries another name; on it should be {node}.pem",
@@ -43,6 +45,7 @@ _STATUSES: dict[type[BrigadeError], grpc.StatusCode] = {
     InternalError: grpc.StatusCode.INTERNAL,
     ModelError: grpc.StatusCode.FAILED_PRECONDITION,
     NodeBusy: grpc.StatusCode.ALREADY_EXISTS,
+    NodeSilent: grpc.StatusCode.DEADLINE_EXCEEDED,
     OutOfMemory: grpc.StatusCode.RESOURCE_EXHAUSTED,
     SamplingError: grpc.StatusCode.INVALID_ARGUMENT,
     StageLost: grpc.StatusCode.UNAVAILABLE,
@@ -79,6 +82,8 @@ def error_of(call: grpc.RpcError, node: str) -> BrigadeError:
         return ConfigError(words.format(node=node, details=details), node=node)
     if was_met(call):
         return StageLost(_REFUSED, node=node)
+    if any(sign in details for sign in _SILENT):
+        return NodeSilent("stopped answering (hung, asleep, or cut off)", node=node)
     return StageLost(_in_plain_words(details), node=node)
 
 
@@ -101,8 +106,6 @@ def error_named(kind: str, message: str, node: str) -> BrigadeError:
 
 def _in_plain_words(details: str) -> str:
     """What gRPC says of a broken connection, for people."""
-    if "ping timeout" in details or "keepalive" in details:
-        return "stopped answering (hung, asleep, or cut off)"
     if any(sign in details for sign in _ENDED):
         return "closed the connection (its process has ended)"
     return f"connection lost ({details})"

@@ -11,13 +11,35 @@ from coordinator.cluster.local import LocalWorker
 from worker.errors import StageLost
 
 
+class Clock:
+    """Seconds, which pass only where a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
 class Ended:
-    """A worker whose process has ended."""
+    """A worker whose process has ended, after so long."""
 
     name, model = "worker-1", "demo"
 
+    def __init__(self, clock: Clock | None = None, ran_s: float = 0.0) -> None:
+        self._clock = clock or Clock()
+        self._ran_s = ran_s
+
     async def wait_ended(self) -> str:
+        self._clock.now += self._ran_s
         return "was ended by signal 9"
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(keeper, "time", found)
+    return found
 
 
 @pytest.fixture
@@ -72,3 +94,25 @@ def test_one_that_ends_as_soon_as_it_runs_is_tried_no_more_often(
     _, told = keep(start, monkeypatch)
     assert pauses == [0.2, 0.4, 0.8, 1.6, 3.2, 5, 5, 5, 5, 5]
     assert [worker is None for worker in told] == [True, False] * 9 + [True]
+
+
+def test_one_that_has_run_is_started_again_at_once_and_ever_later_only_if_it_ends_soon(
+    pauses: list[float], monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    async def start(name: str, model: str) -> Any:
+        return Ended(clock, ran_s=1.0)
+
+    keep(start, monkeypatch)
+    assert pauses == pytest.approx([0.2, 0, 0, 0.6, 2.2, 4, 4, 4, 4, 4])
+
+
+def test_one_that_ran_for_long_ends_the_growing_of_pauses(
+    pauses: list[float], monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    lives = iter([0.0, 0.0, 25.0, 0.0, 0.0])
+
+    async def start(name: str, model: str) -> Any:
+        return Ended(clock, ran_s=next(lives, 0.0))
+
+    keep(start, monkeypatch)
+    assert pauses[:6] == [0.2, 0.4, 0.8, 0, 0.4, 0.8]

@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from worker import errors
-from worker.errors import BrigadeError, InputError, QueueFull, ReaderLost, StageLost
+from worker.errors import BrigadeError, InputError, NodeSilent, QueueFull, ReaderLost, StageLost
 from worker.node.status import abort, error_of, is_unconnected, was_met
 
 KINDS = sorted(BrigadeError.__subclasses__(), key=lambda kind: kind.__name__)
@@ -159,3 +159,9 @@ def test_an_error_for_several_places_is_one_object_per_place(kind: type[BrigadeE
     other = error.again()
     assert other is not error and other.__traceback__ is None
     assert (type(other), str(other), vars(other), other.__cause__) == (kind, str(error), vars(error), error.__cause__)
+
+
+def test_a_node_that_answers_no_ping_is_a_silent_one_wherever_that_was_noticed() -> None:
+    at_mini = error_of(Aborted(grpc.StatusCode.UNAVAILABLE, "ping timeout"), "studio")
+    found = travelled(at_mini.at("mini"), "mini")
+    assert (type(found), found.node) == (NodeSilent, "studio")

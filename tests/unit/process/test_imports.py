@@ -1,7 +1,10 @@
 """A worker starts without what only coordinators need. In a process of its own: this one has imported everything."""
 
+import os
 import subprocess
 import sys
+
+import worker
 
 SCRIPT = """
 import sys
@@ -20,3 +23,8 @@ print("transformers" in sys.modules, "mlx_lm.generate" in sys.modules)
 def test_a_worker_imports_models_and_no_tokenizers() -> None:
     done = subprocess.run([sys.executable, "-W", "error", "-c", SCRIPT], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("False False\n", "")
+
+
+def test_grpc_leaves_forked_processes_alone() -> None:
+    """Or it now and then crashes a worker of our own between fork and exec."""
+    assert worker.__doc__ and os.environ["GRPC_ENABLE_FORK_SUPPORT"] == "0"

@@ -1,0 +1,119 @@
+"""What a recovery leaves out while a reader waits: measuring anew what is known, waiting for who is not awaited."""
+
+import contextlib
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.cluster.roster import Roster
+from coordinator.planning.costs import StagesSeconds
+from protos.brigade_pb2 import HelloReply
+from tests.integration.conftest import Models
+from tests.integration.many import Frames, Live, frames, request, tokens_of, until
+from tests.integration.test_recovery import COMES_BACK, IS_GONE, lose, supervised
+from tests.integration.windows import MASKED
+from worker.errors import NodeSilent
+
+__all__ = ["frames"]
+LONG = request(tokens_of(60), 40)
+
+
+@pytest.fixture(scope="module")
+def folder(models: Models) -> Path:
+    return models("qwen3", **MASKED).folder
+
+
+def warm_up_rows(frames: Frames, epoch: int) -> list[int]:
+    """Of the frames before any of a session: theirs begin with step 0 and end with the one that closes the slot."""
+    own = [frame for frame in frames if frame.epoch == epoch]
+    end = next(number for number, frame in enumerate(own) if frame.closed)
+    return [len(window.tokens) for frame in own[:end] for window in frame.windows]
+
+
+async def test_while_a_request_waits_the_new_chain_knows_what_the_lost_one_knew(folder: Path, frames: Frames) -> None:
+    async with supervised(folder, COMES_BACK) as rig, rig.runner() as runner:
+        costs = rig.supervisor.chain.costs
+        live = Live(runner, LONG)
+        await live.wait_pieces(3)
+        await lose(rig, 1, comes_back=True)
+        await live.answer()
+        assert rig.supervisor.chain.costs is costs
+    assert warm_up_rows(frames, 1) == [64, 64, 1, 1]
+    assert warm_up_rows(frames, 2) == [1]
+
+
+async def test_a_chain_of_fewer_nodes_measures_anew(folder: Path, frames: Frames) -> None:
+    async with supervised(folder, IS_GONE) as rig, rig.runner() as runner:
+        costs = rig.supervisor.chain.costs
+        live = Live(runner, LONG)
+        await live.wait_pieces(3)
+        await lose(rig, 1, comes_back=False)
+        await live.answer()
+        assert rig.supervisor.chain.costs is not costs
+    assert warm_up_rows(frames, 2) == [64, 64, 1, 1]
+
+
+async def test_and_so_does_one_that_nobody_waits_for(folder: Path, frames: Frames) -> None:
+    async with supervised(folder, COMES_BACK) as rig, rig.runner():
+        await lose(rig, 1, comes_back=True)
+        await until(lambda: rig.supervisor.num_recoveries)
+    assert warm_up_rows(frames, 2) == [64, 64, 1, 1]
+
+
+async def test_chunks_of_the_replay_are_chosen_for_all_that_is_replayed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for the prompt alone: an answer may be much longer."""
+    asked: list[int] = []
+
+    def choose(num_tokens: int, stages_s: StagesSeconds) -> int:
+        asked.append(num_tokens)
+        return 32
+
+    monkeypatch.setattr("coordinator.cluster.runner.chunk_size", choose)
+    async with supervised(folder, COMES_BACK) as rig, rig.runner() as runner:
+        num_known = 0
+        async with contextlib.aclosing(runner.stream(request(tokens_of(5), 60))) as pieces:
+            async for piece in pieces:
+                num_known += len(piece.tokens)
+                if num_known == 40:
+                    await lose(rig, 1, comes_back=True)
+    assert asked[0] == 5 and asked[1] >= 45
+
+
+async def test_a_worker_of_our_own_that_is_silent_is_ended_before_anybody_is_asked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    ask = Roster.ask
+
+    async def note(roster: Roster, *arguments: Any) -> dict[str, HelloReply]:
+        done.append("asked")
+        return await ask(roster, *arguments)
+
+    async with supervised(folder, COMES_BACK) as rig:
+        monkeypatch.setattr(Roster, "ask", note)
+        monkeypatch.setattr(Roster, "kill_own", lambda roster, name: done.append(name))
+        await rig.supervisor.reopen(NodeSilent("stopped answering", node="node-2"))
+    assert done[:2] == ["node-2", "asked"]
+
+
+async def test_a_lost_node_that_nobody_is_to_wait_for_holds_nobody_up(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Collection[str]] = []
+    ask = Roster.ask
+
+    async def note(roster: Roster, within_s: float, names: Collection[str] | None = None) -> dict[str, HelloReply]:
+        asked.append(set(roster.members if names is None else names))
+        return await ask(roster, within_s, names)
+
+    async with supervised(folder, IS_GONE) as rig, rig.runner() as runner:
+        monkeypatch.setattr(Roster, "ask", note)
+        live = Live(runner, LONG)
+        await live.wait_pieces(3)
+        await lose(rig, 1, comes_back=False)
+        await live.answer()
+    assert asked == [{"node-1"}]

@@ -1,0 +1,71 @@
+"""What a soak went through, and what it found."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.table import Table
+
+from tools.soak_held import Ledger
+
+_COLUMNS = 100
+
+
+@dataclass
+class Soak:
+    """What has happened so far."""
+
+    machine: str
+    model: str
+    seed: int
+    num_rounds: int = 0
+    soaked_s: float = 0.0  # while requests ran
+    faults: Counter[str] = field(default_factory=Counter)
+    ends: Counter[str] = field(default_factory=Counter)  # of requests
+    num_tokens: int = 0
+    num_recoveries: int = 0
+    longest_still_s: float = 0.0  # that a reader waited for a token
+    violations: list[str] = field(default_factory=list)
+    ledger: Ledger = field(default_factory=Ledger)
+
+
+def print_soak(soak: Soak) -> None:
+    """On standard output."""
+    console = Console(highlight=False, markup=False)
+    console.width = min(_COLUMNS, console.width) if console.is_terminal else _COLUMNS
+    title = f"{soak.model} on {soak.machine}: {soak.soaked_s:.0f} s of load, {soak.num_rounds} rounds, seed {soak.seed}"
+    console.print(title, "", _happened(soak), "", _held(soak.ledger), "", sep="\n")
+    console.print(f"{len(soak.violations)} violation(s)", *soak.violations, sep="\n")
+
+
+def _happened(soak: Soak) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 1))
+    table.add_column(style="dim")
+    table.add_column()
+    table.add_row("faults", _counts(soak.faults))
+    table.add_row("answers", _counts(soak.ends))
+    still = f"longest time without a token {soak.longest_still_s:.1f} s"
+    table.add_row("", f"{soak.num_tokens} tokens, {soak.num_recoveries} recoveries, {still}")
+    return table
+
+
+def _counts(counter: Counter[str]) -> str:
+    return ", ".join(f"{count} {what}" for what, count in counter.most_common()) or "none"
+
+
+def _held(ledger: Ledger) -> Table:
+    """Of each process that was there after more than one round; this one first."""
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1))
+    for head in ("process", "rounds", "MiB", "descriptors", "threads"):
+        table.add_column(head, justify="left" if head == "process" else "right")
+    for number, (pid, first) in enumerate(ledger.first.items()):
+        last = ledger.last[pid]
+        if ledger.num_rounds[pid] > 1:
+            table.add_row(
+                f"worker {pid}" if number else "coordinator",
+                str(ledger.num_rounds[pid]),
+                f"{first.resident_bytes / 2**20:.0f} -> {last.resident_bytes / 2**20:.0f}",
+                f"{first.num_descriptors} -> {last.num_descriptors}",
+                f"{first.num_threads} -> {last.num_threads}",
+            )
+    return table
