@@ -26,7 +26,6 @@ def streams() -> Iterator[None]:
 @pytest.fixture
 def without_collector() -> Iterator[None]:
     """What is let go of has to be gone at once: memory must not wait for Python to find cycles."""
-    gc.collect()
     gc.disable()
     yield
     gc.enable()

@@ -17,7 +17,7 @@ from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Sampling
 
 CHUNK = 128
-LONG = 14 * CHUNK
+LONG = 9 * CHUNK
 CONTEXT = 16_384
 DECODES = (Decode(), Decode("ngram"), Decode("diffusion", 8), Decode("diffusion-fast", 8, 1.0), Decode("diffusion", 16))
 

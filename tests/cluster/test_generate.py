@@ -211,7 +211,7 @@ def test_the_end_of_sequence_token_ends_the_answer_unless_it_is_ignored(reciter:
 def test_a_prompt_from_standard_input_is_the_prompt(answers: dict[str, Any], talker: Path) -> None:
     flags = ("--model", talker, "--local", "0", "--prefill-step-size", "16", "--temp", "0.9", "--seed", "11")
     command = ("generate", *flags, "--prompt", "-", "--ignore-eos", "--max-tokens", str(NUM_TOKENS), "--json")
-    answer = parse(run(*command, stdin=PROMPT))
+    answer = parse(run_here(*command, stdin=PROMPT))
     assert answer["tokens"] == answers["one process"]["tokens"]
     assert answer["logprobs"] is None  # not asked for
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cluster import peer as peer_module
+from coordinator.cluster.peer import Peer
 from tests.cluster.commands import answer_here, run_here
 from tests.cluster.processes import Starter, Worker, free_port, write_cluster
 
@@ -50,7 +50,7 @@ def test_a_cluster_with_keys_gives_the_answer_of_one_process(start: Starter, con
 def test_a_coordinator_without_tls_is_told_what_the_worker_may_expect(
     start: Starter, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_module, "_HELLO_S", 0.3)  # nobody is waited for: this worker never answers
+    monkeypatch.setattr(Peer.hello, "__defaults__", (0.3,))  # nobody is waited for: this worker never answers
     make_keys(config, "mini")
     start_worker(start, config, "mini")
     plain = config.with_name("plain.yaml")

@@ -59,7 +59,7 @@ def test_verify_finds_every_split_equal(talker: Path, honest: Worker, tmp_path: 
 
 
 def test_verify_names_the_tensor_and_the_node_that_differ(altered_config: Path) -> None:
-    outcome = run_here("verify", "--config", altered_config, "--max-tokens", "8")
+    outcome = run_here("verify", "--config", altered_config, "--max-tokens", "3")
     assert outcome.code == 1, outcome.err
     assert [line for line in outcome.out.splitlines() if "tensor" in line] == [
         f"DIFFERS  tensor {ALTERED} on worker odd"
@@ -69,7 +69,7 @@ def test_verify_names_the_tensor_and_the_node_that_differ(altered_config: Path) 
 
 
 def test_verify_as_json_names_the_tensor_and_the_node_that_differ(altered_config: Path) -> None:
-    outcome = run_here("verify", "--config", altered_config, "--json", "--max-tokens", "8")
+    outcome = run_here("verify", "--config", altered_config, "--json", "--max-tokens", "3")
     assert outcome.code == 1, outcome.err
     found = json.loads(outcome.out)
     assert found["equal"] is False

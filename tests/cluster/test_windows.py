@@ -23,7 +23,7 @@ from tests.tiny import make_model
 from tools.proxy import proxy_to
 
 STORY = "Tell me a story about a fox."
-HOP_S = 0.01
+HOP_S = 0.005
 NUM_HOPS = 3  # of three nodes: two between them and the result's way back
 ALTERED = "model.layers.3.mlp.down_proj.weight"
 DECODERS = {
@@ -104,8 +104,8 @@ def test_over_slow_hops_diffusion_gives_the_tokens_of_ar_and_crosses_them_a_fift
         ("masked", "diffusion-fast"),
         ("masked", "ngram"),
         ("demo", "diffusion"),
-        pytest.param("demo", "diffusion-fast", marks=pytest.mark.long),
-        pytest.param("demo", "ngram", marks=pytest.mark.long),
+        pytest.param("demo", "diffusion-fast", marks=pytest.mark.matrix),
+        pytest.param("demo", "ngram", marks=pytest.mark.matrix),
     ],
 )
 def test_verify_finds_every_decoder_equal_on_three_nodes(trio: Path, masked: Path, model: str, kind: str) -> None:
@@ -139,7 +139,7 @@ def test_verify_finds_an_altered_tensor_by_every_decoder(
     nodes = ("mini", workers["mini"].address), ("odd", odd.address)
     config = write_cluster(tmp_path / "cluster.yaml", *nodes, model=str(masked), layers="[1, 1, 2]")
     for kind in ("diffusion", "diffusion-fast", "ngram"):
-        outcome = run_here("verify", "--config", config, "--decode", kind, "--max-tokens", "8", "--json")
+        outcome = run_here("verify", "--config", config, "--decode", kind, "--max-tokens", "4", "--json")
         assert (outcome.code, outcome.err) == (1, ""), kind
         found = json.loads(outcome.out)
         assert found["tensors"] == [{"node": "odd", "tensor": ALTERED}]
@@ -193,8 +193,8 @@ def test_auto_is_diffusion_where_weights_are_mask_trained_and_else_ar(
         (("--temp", "0.9", "--top-p", "0.95", "--seed", "5", "--max-tokens", "64"), None),
         (("--repetition-penalty", "1.2", "--max-tokens", "48"), None),
         (("--ignore-eos", "--max-tokens", "140"), "length"),
-        (("--kv", "int8"), None),
-        (("--kv", "rotating", "--max-kv-size", "64"), None),
+        (("--kv", "int8", "--max-tokens", "48"), None),
+        (("--kv", "rotating", "--max-kv-size", "64", "--max-tokens", "64"), None),
     ],
     ids=lambda value: value[1 if value[0] == "--kv" else 0] if isinstance(value, tuple) else "",
 )

@@ -98,7 +98,9 @@ async def test_any_split_gives_the_tokens_and_logits_of_the_whole_model_and_the_
         recorded.clear()
         tokens = (await answer(chain, LONG, NUM_TOKENS)).tokens
         found = np.concatenate(recorded)
-        await assert_equal(chain, whole, SAMPLINGS if layers == (1, 2, 1) else COVERING)
+        assert tokens == whole.tokens(LONG, NUM_TOKENS)
+        more = SAMPLINGS if layers == (1, 2, 1) else COVERING
+        await assert_equal(chain, whole, {name: more[name] for name in more if name != "greedy"})
     assert bits.setdefault(family, found.tobytes()) == found.tobytes()
     expected = np.array(whole.logits(LONG, tokens))
     assert found.dtype == expected.dtype == np.float32
@@ -107,7 +109,7 @@ async def test_any_split_gives_the_tokens_and_logits_of_the_whole_model_and_the_
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 @every_split
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_any_split_gives_the_tokens_of_the_whole_model_under_every_sampling(

@@ -26,7 +26,7 @@ from mlx_lm.models import qwen3
 from worker.errors import ModelError
 from worker.model import hub as hub_module
 from worker.model.checkpoint import open_folder
-from worker.model.hub import is_repository
+from worker.model.repository import is_repository
 from worker.node.loading import load_shard, open_checkpoint
 from worker.process.mlx_thread import MlxThread
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cluster import peer as peer_module
 from coordinator.cluster.authority import Authority
 from coordinator.cluster.peer import Peer
 from tests.integration.certificates import Certificates, Shown
@@ -35,7 +34,7 @@ def certificates(tmp_path: Path) -> Certificates:
 @pytest.fixture
 def short_hello(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is waited for: whoever does not answer here never will."""
-    monkeypatch.setattr(peer_module, "_HELLO_S", 0.3)
+    monkeypatch.setattr(Peer.hello, "__defaults__", (0.3,))
 
 
 @asynccontextmanager

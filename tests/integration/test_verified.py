@@ -29,15 +29,14 @@ from tests.integration.windows import (
     answer,
     assert_same_samples,
     by_slot,
-    families,
+    families_and_splits,
     log_softmax,
     recompute,
     splits,
 )
 
 
-@splits
-@families
+@families_and_splits
 @all_or_some
 async def test_verified_windows_give_the_tokens_and_logprobs_of_one_token_decoding(
     models: Models, is_all: bool, family: str, layers: tuple[int, ...]

@@ -20,7 +20,7 @@ from tests.integration.windows import (
     Recompute,
     all_or_some,
     answer,
-    families,
+    families_and_splits,
     recompute,
     splits,
 )
@@ -31,8 +31,7 @@ from worker.memory.caches import Caches
 # --- WeDLM's decoder ------------------------------------------------------------------------------------------------
 
 
-@splits
-@families
+@families_and_splits
 @all_or_some
 async def test_diffusion_fast_is_wedlm_recomputed_from_nothing_at_every_step(
     models: Models, is_all: bool, family: str, layers: tuple[int, ...]

@@ -30,11 +30,23 @@ SPLITS = [(4,), (1, 3), (2, 1, 1)]
 N = 14
 
 splits = pytest.mark.parametrize("layers", SPLITS, ids=lambda layers: "+".join(map(str, layers)))
-families = pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
 all_or_some = pytest.mark.parametrize(
-    "is_all", [False, pytest.param(True, marks=pytest.mark.long)], ids=["some", "all"]
+    "is_all", [False, pytest.param(True, marks=pytest.mark.matrix)], ids=["some", "all"]
 )
 COVERING = ("qwen3", (2, 1, 1))  # the family and the split on which everything is tried
+families_and_splits = pytest.mark.parametrize(
+    ("family", "layers"),
+    [
+        pytest.param(
+            family,
+            layers,
+            id=f"{family}-{'+'.join(map(str, layers))}",
+            marks=() if family == COVERING[0] or layers == COVERING[1] else pytest.mark.matrix,
+        )
+        for layers in SPLITS
+        for family in ("qwen3", "qwen2", "llama")
+    ],
+)
 
 # three tokens far above all others: guesses hold often, yet not always
 BIASED = Sampling(logit_bias={5: 40.0, 17: 40.0, 60: 40.0})

@@ -1,4 +1,4 @@
-"""The table of docs/models.md is what this code and this mlx-lm show, row by row; more of it in `tools.models_table`.
+"""The table of docs/models.md is what this code and this mlx-lm show, row by row; all of it in `tools.models_table`.
 
 CI installs the mlx-lm of constraints.txt. With another one rows may differ: `python -m tools.models_table --compare`.
 """
@@ -21,6 +21,7 @@ WANTED = (
     "qwen3_moe", "glm4_moe", "minimax", "gpt_oss", "qwen3_5_moe", "qwen3_next", "step3p5", "llama", "deepseek_v3",
     "kimi_k25", "gemma3", "mistral3",
 )  # fmt: skip
+ONE_OF_EACH = {(row.caches, row.lanes, row.int8, row.rotating): row.type for row in SURVEY.rows if row.is_cut}.values()
 COVERING = ("4 bit", "mixed per tensor", "mxfp4", "fp8, scale per block", "mxfp4 as published")
 
 
@@ -61,7 +62,7 @@ def test_quantised_models_are_the_whole_ones_at_every_boundary(name: str) -> Non
     assert_quantised(ROWS[name], COVERING)
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", FAMILIES)
 def test_models_of_every_quantisation_are_the_whole_ones_at_every_boundary(name: str) -> None:
     assert_quantised(ROWS[name], tuple(ROWS[name].quantised))
@@ -78,8 +79,13 @@ def test_what_the_table_says_against_a_type_is_what_is_found(name: str) -> None:
     assert ROWS[name].is_missing or look_at(name).fits == ROWS[name].fits
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", FITTING)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name in {*WANTED, *ONE_OF_EACH} else pytest.mark.matrix)
+        for name in FITTING
+    ],
+)
 def test_bfloat16_lanes_and_other_caches_of_a_type_are_as_the_table_says(name: str) -> None:
     row = ROWS[name]
     assert (bf16(name), best_lanes(name)) == (row.bf16, row.lanes)

@@ -29,16 +29,9 @@ from worker.errors import ModelError, first_line
 from worker.model.checkpoint import SMALL_FILES, Checkpoint, choose_weight_files, open_folder, read_config, weight_files
 from worker.model.headers import TensorInfo, read_tensors, tensors_of
 
-_PART = r"\w[\w.-]*"  # no part may lead anywhere else, as `..` would
-_REPOSITORY = re.compile(rf"{_PART}/{_PART}(@{_PART})?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _TIMEOUT_S = 10.0
 _PARALLEL_FETCHES = 8
-
-
-def is_repository(model: str) -> bool:
-    """Whether the name has the shape owner/name or owner/name@revision."""
-    return _REPOSITORY.fullmatch(model) is not None
 
 
 def open_repository(model: str) -> Checkpoint:

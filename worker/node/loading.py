@@ -13,7 +13,7 @@ from worker.compute.shard import Shard
 from worker.model.checkpoint import DEMO, Checkpoint, open_folder
 from worker.model.describe import shard_tensors
 from worker.model.headers import TensorInfo
-from worker.model.hub import is_repository, open_repository
+from worker.model.repository import is_repository
 from worker.process.call_thread import run_aside
 from worker.process.machine import keep_resident
 from worker.process.mlx_thread import MlxThread
@@ -34,6 +34,8 @@ def open_checkpoint(model: str, known: Mapping[str, TensorInfo] | None = None) -
     if model == "demo":
         return open_folder(DEMO, name="demo")
     if is_on_hub(model):
+        from worker.model.hub import open_repository  # and with it huggingface_hub, which folders never need
+
         return open_repository(model)
     return open_folder(Path(model).expanduser().absolute(), known=known)
 

@@ -9,7 +9,7 @@ from worker.config import Cluster
 from worker.errors import ModelError
 from worker.model.checkpoint import Checkpoint, open_folder
 from worker.model.headers import TensorInfo
-from worker.model.hub import is_repository, open_cached, open_repository
+from worker.model.repository import is_repository
 from worker.node.loading import is_on_hub, open_checkpoint
 
 Headers = Mapping[str, TensorInfo]
@@ -62,6 +62,8 @@ class OwnModels:
     def _open_own(self, wanted: str, known: Headers) -> Checkpoint:
         assert self.own is not None
         if self._is_own_repository(wanted) and "@" not in self.own:
+            from worker.model.hub import open_repository  # and with it huggingface_hub, which folders never need
+
             return open_repository(wanted)  # at the commit that the coordinator has
         return open_checkpoint(self.own, known)
 
@@ -79,6 +81,8 @@ class OwnModels:
     def _from_hub(self, wanted: str, known: Headers) -> list[Opening]:
         if not is_repository(wanted) or self._is_own_repository(wanted):
             return []
+        from worker.model.hub import open_cached, open_repository  # as above
+
         return [partial(open_repository, wanted) if self.may_download else partial(open_cached, wanted, known)]
 
     def _refusal(self, wanted: str) -> ModelError:

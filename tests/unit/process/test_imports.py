@@ -16,13 +16,13 @@ import worker.node.serve
 from mlx_lm.models import cache, qwen3
 
 assert qwen3.Model and cache.KVCache
-print("transformers" in sys.modules, "mlx_lm.generate" in sys.modules)
+print(*(name in sys.modules for name in ("transformers", "mlx_lm.generate", "huggingface_hub")))
 """
 
 
-def test_a_worker_imports_models_and_no_tokenizers() -> None:
+def test_a_worker_imports_models_and_neither_tokenizers_nor_the_hub() -> None:
     done = subprocess.run([sys.executable, "-W", "error", "-c", SCRIPT], capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("False False\n", "")
+    assert (done.stdout, done.stderr) == ("False False False\n", "")
 
 
 def test_grpc_leaves_forked_processes_alone() -> None:
