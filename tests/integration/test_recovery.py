@@ -93,7 +93,7 @@ async def supervised(
             await place.start()
             stack.push_async_callback(place.stop)
         peers = [Peer(place.name, place.address, NETWORK) for place in places]
-        workers = tuple(Worker(name=place.name, address=place.address, memory=memory) for place in places)
+        workers = tuple(Worker(name=place.name, address=(place.address,), memory=memory) for place in places)
         cluster = Cluster(coordinator=Coordinator(memory=memory), workers=workers)
         roster = await stack.enter_async_context(Roster(peers, cluster))
         own = await stack.enter_async_context(OwnNode())

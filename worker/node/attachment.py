@@ -11,6 +11,7 @@ from worker.errors import FrameError
 from worker.node.checksum import sealed
 from worker.node.link import Link
 from worker.node.network import Network
+from worker.node.reach import reachable
 from worker.node.stage import Stage
 from worker.process.mlx_thread import MlxThread
 from worker.process.sleep import wait_slept
@@ -41,7 +42,9 @@ class Attachment:
         request = self.request
         link = None
         if request.successor:
-            link = Link(network, request.successor_name, request.successor, request.epoch, request.stage, name)
+            addresses = [request.successor, *request.successor_fallbacks]
+            address = await reachable(network, request.successor_name, addresses)
+            link = Link(network, request.successor_name, address, request.epoch, request.stage, name)
             self._stack.push_async_callback(link.close)
             await link.wait_open()
         engine = Engine(shard, request.stage, request.loaded.dtype, name, checks_finite=request.check_finite)
