@@ -10,7 +10,7 @@ from coordinator.planning.recovery import Limits
 from tests.integration.certificates import Certificates
 from tests.integration.conftest import Models
 from tests.integration.many import Live, request, tokens_of
-from tests.integration.test_recovery import COMES_BACK, assert_equal, supervised, tight, unfailed
+from tests.integration.test_recovery import COMES_BACK, LAYERS, assert_equal, supervised, tight, unfailed
 from worker.errors import StageLost
 from worker.node.identity import Role
 
@@ -42,6 +42,7 @@ async def test_a_renewed_certificate_opens_the_next_chain(folder: Path, certific
             await place.stop()
             await place.start()
         assert_equal([await live.answer()], [expected])
+        assert rig.supervisor.chain.plan.layers == list(LAYERS), "or this node alone has answered"
 
 
 async def test_where_it_has_expired_the_reason_is_told_once_the_time_is_over(
