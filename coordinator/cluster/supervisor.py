@@ -19,6 +19,8 @@ from worker.errors import (
     InputError,
     InternalError,
     ModelError,
+    NodeBusy,
+    OutOfMemory,
     SamplingError,
     StageLost,
 )
@@ -28,6 +30,7 @@ _LONGEST_ASK_S = 1.0
 _PAUSE_S = 0.1  # between two rounds, whatever the nodes say
 _LOOK_S = 2.0  # how often nodes that are not in the chain are asked
 _LASTING = (ModelError, ConfigError, InputError, SamplingError, InternalError)  # it would be the same again
+_REFUSALS = (*_LASTING, NodeBusy, OutOfMemory)  # likewise, for the first chain
 
 
 class Supervisor:
@@ -191,10 +194,12 @@ class Supervisor:
     async def _is_lasting(self, error: BrigadeError) -> bool:
         """Whether it would be the same again.
 
-        A worker's own affair is that as long as no chain has been open at all (its model is missing): later ones are
-        opened without it. One that was started anew meanwhile only lacks what the one before had loaded.
+        What a worker refuses is for the user to mend as long as no chain has been open at all; later ones are opened
+        without it. One that was started anew meanwhile only lacks what the one before had loaded.
         """
-        if not isinstance(error, _LASTING) or (error.node and self._opened_at):
+        if self._opened_at:
+            return isinstance(error, _LASTING) and not error.node
+        if not isinstance(error, _REFUSALS):
             return False
         known = {each.node.name: each.incarnation for each in self._present}
         replies = await self._roster.ask(_FIRST_ASK_S, {error.node} & self._roster.members.keys())
