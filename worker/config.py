@@ -26,6 +26,7 @@ from worker.yaml_file import read_yaml
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?"
 _NAME = r"[A-Za-z0-9._-]+"
 _NAME_RULE = "a name of letters, digits, '-', '_' and '.'"
+MOST_ADDRESSES = 8  # of one worker: they are all asked at once
 _REQUIRED = {"name": _NAME_RULE, "address": "HOST:PORT", "keys": "a folder"}
 _EXPECTED = {
     "bool_type": "true or false",
@@ -35,6 +36,7 @@ _EXPECTED = {
     "model_type": "keys and values",
     "string_too_short": "text",
     "string_type": "text (in quotes, if YAML takes it for something else)",
+    "too_long": f"at most {MOST_ADDRESSES} addresses",
     "too_short": "HOST:PORT, or a list of such in the order in which they are tried",
     "tuple_type": "a list",
 }
@@ -118,7 +120,7 @@ def _one_or_more(value: Any, validate_list: ValidatorFunctionWrapHandler) -> Any
     return validate_list(tuple(value)) if isinstance(value, list | tuple) else (_ONE_ADDRESS.validate_python(value),)
 
 
-Addresses = Annotated[tuple[Address, ...], Field(min_length=1), WrapValidator(_one_or_more)]
+Addresses = Annotated[tuple[Address, ...], Field(min_length=1, max_length=MOST_ADDRESSES), WrapValidator(_one_or_more)]
 Size = Annotated[int, BeforeValidator(_parse_size)]
 ModelPlace = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(gt=0)]

@@ -48,7 +48,10 @@ class Peer:
         fallbacks: Sequence[str] = (),
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`fallbacks` are addresses that are used where those before them do not answer; `say` takes lines for people."""
+        """`fallbacks` are addresses that are used where those before them do not answer.
+
+        `say` takes lines for the user.
+        """
         self.name = name
         self._network = network
         self._ways = Ways(name, (address, *fallbacks), network, say)

@@ -15,6 +15,9 @@ from tests.integration.many import Live, request, tokens_of, until
 from tests.integration.test_recovery import COMES_BACK, Place, Rig, assert_equal, supervised, unfailed
 from tests.integration.upstream import attach_request
 from tools.proxy import Proxy
+from worker.config import MOST_ADDRESSES
+from worker.errors import FrameError
+from worker.node.attachment import check_place
 
 ASKED = request(tokens_of(5), 100)
 
@@ -96,6 +99,13 @@ async def test_a_hop_is_opened_at_whichever_address_of_the_next_stage_answers(
         await peers[1].attach(last)
         async with asyncio.timeout(2.5):  # the deadline of no silence
             await peers[0].attach(first)
+
+
+def test_no_more_addresses_are_tried_than_a_configuration_can_have(folder: Path) -> None:
+    request = attach_request(folder)
+    request.successor_fallbacks.extend(["127.0.0.1:9"] * MOST_ADDRESSES)
+    with pytest.raises(FrameError, match=r"^expected at most 8 addresses of the next stage, got 9$"):
+        check_place(request)
 
 
 async def test_of_two_processes_with_one_name_the_newer_takes_part_and_the_older_is_told_of_and_fenced(

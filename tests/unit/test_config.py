@@ -280,6 +280,10 @@ HERE = "expected an address by which every node reaches this worker"
         ("[localhost:5, mini]", "workers[0].address[1]: expected HOST:PORT, found 'mini'"),
         ("[localhost:5, 50:50]", f"workers[0].address[1]: {TEXT}, found 3050"),
         ("[localhost:5, [localhost:6]]", f"workers[0].address[1]: {TEXT}, found a list"),
+        (
+            str([f"localhost:{port}" for port in range(1, 10)]),
+            "workers[0].address: expected at most 8 addresses, found",
+        ),
         ("{a: b}", f"workers[0].address: {TEXT}, found keys and values"),
         (
             "[localhost:5, localhost:6, LOCALHOST:5]",

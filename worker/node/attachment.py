@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from protos.brigade_pb2 import AttachRequest, Draining, Report
 from worker.compute.engine import Engine
 from worker.compute.shard import Shard
+from worker.config import MOST_ADDRESSES
 from worker.errors import FrameError
 from worker.node.checksum import sealed
 from worker.node.link import Link
@@ -90,10 +91,15 @@ class Attachment:
 
 
 def check_place(request: AttachRequest) -> None:
-    """Raise FrameError unless shard, stage and successor say alike whether this is the chain's end."""
+    """Raise FrameError unless shard, stage and successor say alike whether this is the chain's end.
+
+    So it does for more addresses than are tried.
+    """
     loaded, stage, num_stages = request.loaded, request.stage, request.num_stages
     if not 0 < stage < num_stages:
         raise FrameError(f"expected a stage after the first of {num_stages}, got stage {stage}")
+    if 1 + (num_others := len(request.successor_fallbacks)) > MOST_ADDRESSES:
+        raise FrameError(f"expected at most {MOST_ADDRESSES} addresses of the next stage, got {1 + num_others}")
     for is_last, place in (
         (loaded.end == loaded.num_layers, f"layers [{loaded.start}, {loaded.end}) of {loaded.num_layers}"),
         (stage == num_stages - 1, f"stage {stage} of {num_stages}"),
