@@ -112,7 +112,7 @@ async def open_cluster(
             progress("", STARTING if options.local else ASKING)
             roster = await stack.enter_async_context(open_roster(options, spec))
             progress("", ASKING)
-            if options.local:
+            if options.local and options.limits.recovery_s:
                 await roster.wait_all(options.limits.recovery_s)
             peers = roster.peers(roster.members)
             plan = await make_plan(options.cluster, spec, peers, context)

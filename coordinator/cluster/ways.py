@@ -50,7 +50,7 @@ class Ways:
         channels = {address: self._channel_to(address) for address in self.addresses}
         asking = {a: asyncio.create_task(self._ask_at(channel, within_s)) for a, channel in channels.items()}
         try:
-            await wait_head_start(asking.values())
+            await wait_head_start(asking.values(), within_s)
             replies = {address: task.result() for address, task in asking.items() if has_succeeded(task)}
             if not replies:
                 raise self._failure([task.exception() for task in asking.values()], within_s)

@@ -23,7 +23,7 @@ async def reachable(network: Network, node: str, addresses: Sequence[str]) -> st
     channels = [network.channel(node, address) for address in addresses]
     attempts = [asyncio.create_task(_connect(channel, node)) for channel in channels]
     try:
-        await wait_head_start(attempts, lambda: _is_settled(attempts), _REACH_S)
+        await wait_head_start(attempts, _REACH_S, lambda: _is_settled(attempts))
         found = (address for address, attempt in zip(addresses, attempts, strict=True) if has_succeeded(attempt))
         return next(found, addresses[0])
     finally:
@@ -32,19 +32,21 @@ async def reachable(network: Network, node: str, addresses: Sequence[str]) -> st
 
 
 async def wait_head_start(
-    attempts: Collection[Attempt], is_settled: Callable[[], bool] = lambda: False, within_s: float | None = None
+    attempts: Collection[Attempt], within_s: float, is_settled: Callable[[], bool] = lambda: False
 ) -> None:
-    """Return once all have ended, HEAD_START_S after a success, or once it is settled or has taken too long."""
+    """Return once all have ended, HEAD_START_S after a success, or once it is settled.
+
+    They end by themselves `within_s`; a success shortly before waits for half of what is left.
+    """
     loop, pending = asyncio.get_running_loop(), set(attempts)
-    until = loop.time() + within_s if within_s is not None else None
-    has_any = False
+    end, until = loop.time() + within_s, None
     while pending and not is_settled():
         left_s = None if until is None else max(0.0, until - loop.time())
         done, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         if not done:
             return
-        if not has_any and any(map(has_succeeded, done)):
-            has_any, until = True, loop.time() + HEAD_START_S
+        if until is None and any(map(has_succeeded, done)):
+            until = loop.time() + min(HEAD_START_S, (end - loop.time()) / 2)
 
 
 async def give_up(attempts: Collection[Attempt]) -> None:
@@ -65,8 +67,9 @@ def _is_settled(attempts: Sequence[Attempt]) -> bool:
 
 
 async def _connect(channel: grpc.aio.Channel, node: str) -> None:
-    """Return once the node has answered the handshake. Raises StageLost at the first failure."""
-    while (state := channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
-        if state in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN):
-            raise StageLost("cannot be reached", node=node)
-        await channel.wait_for_state_change(state)
+    """Return once the node has answered the handshake. Raises StageLost at the first failure, TimeoutError without."""
+    async with asyncio.timeout(_REACH_S):
+        while (state := channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
+            if state in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN):
+                raise StageLost("cannot be reached", node=node)
+            await channel.wait_for_state_change(state)
