@@ -36,7 +36,7 @@ class HelloRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("protocol_version", "node", "memory_bytes", "mlx_version", "mlx_lm_version", "incarnation", "configuration", "certificate_expires")
+    __slots__ = ("protocol_version", "node", "memory_bytes", "mlx_version", "mlx_lm_version", "incarnation", "configuration", "certificate_expires", "started")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,7 @@ class HelloReply(_message.Message):
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CONFIGURATION_FIELD_NUMBER: _ClassVar[int]
     CERTIFICATE_EXPIRES_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     node: str
     memory_bytes: int
@@ -53,7 +54,8 @@ class HelloReply(_message.Message):
     incarnation: str
     configuration: Configuration
     certificate_expires: int
-    def __init__(self, protocol_version: _Optional[int] = ..., node: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., mlx_version: _Optional[str] = ..., mlx_lm_version: _Optional[str] = ..., incarnation: _Optional[str] = ..., configuration: _Optional[_Union[Configuration, _Mapping]] = ..., certificate_expires: _Optional[int] = ...) -> None: ...
+    started: int
+    def __init__(self, protocol_version: _Optional[int] = ..., node: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., mlx_version: _Optional[str] = ..., mlx_lm_version: _Optional[str] = ..., incarnation: _Optional[str] = ..., configuration: _Optional[_Union[Configuration, _Mapping]] = ..., certificate_expires: _Optional[int] = ..., started: _Optional[int] = ...) -> None: ...
 
 class Configuration(_message.Message):
     __slots__ = ("model", "layers", "context")
@@ -131,7 +133,7 @@ class LoadProgress(_message.Message):
     def __init__(self, phase: _Optional[str] = ..., done: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("epoch", "stage", "successor", "successor_name", "loaded", "coordinator", "predecessor_name", "num_stages", "check_finite")
+    __slots__ = ("epoch", "stage", "successor", "successor_name", "loaded", "coordinator", "predecessor_name", "num_stages", "check_finite", "successor_fallbacks")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     SUCCESSOR_FIELD_NUMBER: _ClassVar[int]
@@ -141,6 +143,7 @@ class AttachRequest(_message.Message):
     PREDECESSOR_NAME_FIELD_NUMBER: _ClassVar[int]
     NUM_STAGES_FIELD_NUMBER: _ClassVar[int]
     CHECK_FINITE_FIELD_NUMBER: _ClassVar[int]
+    SUCCESSOR_FALLBACKS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     stage: int
     successor: str
@@ -150,7 +153,8 @@ class AttachRequest(_message.Message):
     predecessor_name: str
     num_stages: int
     check_finite: bool
-    def __init__(self, epoch: _Optional[int] = ..., stage: _Optional[int] = ..., successor: _Optional[str] = ..., successor_name: _Optional[str] = ..., loaded: _Optional[_Union[LoadRequest, _Mapping]] = ..., coordinator: _Optional[_Union[Coordinator, _Mapping]] = ..., predecessor_name: _Optional[str] = ..., num_stages: _Optional[int] = ..., check_finite: _Optional[bool] = ...) -> None: ...
+    successor_fallbacks: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, epoch: _Optional[int] = ..., stage: _Optional[int] = ..., successor: _Optional[str] = ..., successor_name: _Optional[str] = ..., loaded: _Optional[_Union[LoadRequest, _Mapping]] = ..., coordinator: _Optional[_Union[Coordinator, _Mapping]] = ..., predecessor_name: _Optional[str] = ..., num_stages: _Optional[int] = ..., check_finite: _Optional[bool] = ..., successor_fallbacks: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Report(_message.Message):
     __slots__ = ("result", "draining", "checksum")

@@ -156,7 +156,7 @@ async def _second_process(model: str) -> AsyncIterator[Worker]:
     with _visible(_second_gpu()):
         local = await LocalWorker.start("second", model)
     try:
-        yield Worker(name=local.name, address=local.address)
+        yield Worker(name=local.name, address=(local.address,))
     finally:
         await local.stop()
 

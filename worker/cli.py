@@ -36,8 +36,8 @@ def worker(
         known = ", ".join(worker.name for worker in cluster.workers) or "no workers"
         found = f"{config} has no worker {name!r}" if name else "--name is missing"
         raise ConfigError(f"{found}: expected one of: {known}")
-    address = bind or (entry.address if entry else DEFAULT_BIND)
-    _, port = split_address(address)
+    binds = (bind,) if bind else entry.addresses if entry else (DEFAULT_BIND,)
+    _, port = split_address(binds[0])
 
     skip_init("mlx_lm")
     from worker.node.identity import Role
@@ -48,7 +48,7 @@ def worker(
     name = name or f"worker-{port}"
     serve(
         name,
-        address,
+        binds,
         Network.of(cluster, name, Role.WORKER, partial(print, f"worker {name}: warning:", file=sys.stderr, flush=True)),
         cluster=cluster if config else None,
         models=OwnModels.of(cluster, name, model),

@@ -7,7 +7,17 @@ from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 from pydantic_core import ErrorDetails
 
 from worker.errors import ConfigError
@@ -16,6 +26,7 @@ from worker.yaml_file import read_yaml
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?"
 _NAME = r"[A-Za-z0-9._-]+"
 _NAME_RULE = "a name of letters, digits, '-', '_' and '.'"
+MOST_ADDRESSES = 8  # of one worker: they are all asked at once
 _REQUIRED = {"name": _NAME_RULE, "address": "HOST:PORT", "keys": "a folder"}
 _MOST_PROBLEMS = 20  # that are told
 _LARGEST = 2**32 - 1
@@ -28,6 +39,8 @@ _EXPECTED = {
     "model_type": "keys and values",
     "string_too_short": "text",
     "string_type": "text (in quotes, if YAML takes it for something else)",
+    "too_long": f"at most {MOST_ADDRESSES} addresses",
+    "too_short": "HOST:PORT, or a list of such in the order in which they are tried",
     "tuple_type": "a list",
 }
 
@@ -102,6 +115,15 @@ def _freeze(value: Any) -> Any:
 
 Name = Annotated[str, AfterValidator(_check_name)]
 Address = Annotated[str, AfterValidator(_check_address)]
+_ONE_ADDRESS = TypeAdapter(Address, config=ConfigDict(strict=True))
+
+
+def _one_or_more(value: Any, validate_list: ValidatorFunctionWrapHandler) -> Any:
+    """A list of addresses, or a single one as such a list: its problems have the path of the key then."""
+    return validate_list(tuple(value)) if isinstance(value, list | tuple) else (_ONE_ADDRESS.validate_python(value),)
+
+
+Addresses = Annotated[tuple[Address, ...], Field(min_length=1, max_length=MOST_ADDRESSES), WrapValidator(_one_or_more)]
 Size = Annotated[int, BeforeValidator(_parse_size)]
 ModelPlace = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(gt=0, le=_LARGEST)]
@@ -119,10 +141,13 @@ class Coordinator(_Section):
 
 
 class Worker(_Section):
-    """A node to call. `memory` is its budget in bytes, `model` its own copy, which counts in its own cluster.yaml."""
+    """A node to call, at the first of its addresses that answers.
+
+    `memory` is its budget in bytes, `model` its own copy, which counts in its own cluster.yaml.
+    """
 
     name: Name
-    address: Address
+    addresses: Addresses = Field(alias="address")
     memory: Size | None = None
     model: ModelPlace | None = None
 
@@ -200,7 +225,7 @@ def _describe(detail: ErrorDetails) -> str:
 
 
 def _unknown(key: str, section: type[BaseModel]) -> str:
-    known = list(section.model_fields)
+    known = [field.alias or name for name, field in section.model_fields.items()]
     near = difflib.get_close_matches(key.lower(), known, n=1)
     return f"unknown key; did you mean {near[0]!r}?" if near else f"unknown key; expected one of {', '.join(known)}"
 
@@ -212,12 +237,15 @@ def _disagreements(raw: dict[Any, Any]) -> Iterator[str]:
     own = raw["coordinator"] if isinstance(raw.get("coordinator"), dict) else {}
     names = {"coordinator.name": own.get("name", Coordinator().name)}
     names |= {f"workers[{i}].name": worker.get("name") for i, worker in enumerate(workers)}
-    addresses = {f"workers[{i}].address": worker.get("address") for i, worker in enumerate(workers)}
+    listed_addresses = [_paths(f"workers[{i}].address", worker.get("address")) for i, worker in enumerate(workers)]
+    addresses = {path: address for each in listed_addresses for path, address in each.items()}
     if "tls" in raw and raw["tls"] is None:
         yield "tls: expected keys and values, found nothing"
     is_encrypted, is_insecure = raw.get("tls") is not None, raw.get("insecure", False) is not False
     yield from _repeated(names, lambda name: name if isinstance(name, str) else None)
     yield from _repeated(addresses, _place)
+    for each in listed_addresses:
+        yield from _both_here_and_elsewhere(each)
     if is_encrypted:
         yield from _not_certifiable(names)
     if is_encrypted and is_insecure:
@@ -234,12 +262,31 @@ def _place(address: Any) -> tuple[str, int] | None:
         return None
 
 
+def _paths(path: str, addresses: Any) -> dict[str, Any]:
+    """What a worker's key `address` says, one or several, by path."""
+    return (
+        {f"{path}[{i}]": each for i, each in enumerate(addresses)} if isinstance(addresses, list) else {path: addresses}
+    )
+
+
+def _both_here_and_elsewhere(addresses: dict[str, Any]) -> Iterator[str]:
+    """Loopback among other addresses of one worker: to each node that is the node itself."""
+    hosts = {path: place[0] for path, address in addresses.items() if (place := _place(address))}
+    here = [path for path, host in hosts.items() if is_loopback(host)]
+    if len(here) < len(hosts):
+        for path in here:
+            found = f"found {addresses[path]!r} beside others"
+            yield f"{path}: expected an address by which every node reaches this worker, {found}"
+
+
 def _repeated(values: dict[str, Any], identity: Callable[[Any], Hashable | None]) -> Iterator[str]:
     firsts: dict[Hashable, str] = {}
     for path, value in values.items():
         key = identity(value)
         if key is not None and (first := firsts.setdefault(key, path)) != path:
-            yield f"{path}: expected one that no other node has, found {value!r} at {first} too"
+            is_of_same_node = first.rpartition(".")[0] == path.rpartition(".")[0]
+            expected = "each once" if is_of_same_node else "one that no other node has"
+            yield f"{path}: expected {expected}, found {value!r} at {first} too"
 
 
 def _not_certifiable(names: dict[str, Any]) -> Iterator[str]:

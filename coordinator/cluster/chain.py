@@ -308,5 +308,7 @@ class Chain:
         )
         if stage < len(self.peers):
             successor = self.peers[stage]
-            request.successor, request.successor_name = successor.address, successor.name
+            request.successor_name = successor.name
+            request.successor, *others = successor.addresses
+            request.successor_fallbacks.extend(others)
         return request

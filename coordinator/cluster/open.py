@@ -14,7 +14,7 @@ from coordinator.cluster.progress import ASKING, STARTING, say, show_progress
 from coordinator.cluster.roster import Roster
 from coordinator.cluster.supervisor import Supervisor
 from coordinator.planning.plan import Node, Plan, check_split, plan, require_fit
-from worker.config import Cluster, is_loopback, split_address
+from worker.config import Cluster, Worker, is_loopback, split_address
 from worker.model.checkpoint import Checkpoint
 from worker.model.describe import describe
 from worker.model.families import is_tested
@@ -40,7 +40,7 @@ async def open_roster(options: ClusterOptions, spec: ModelSpec, *, keep: bool = 
         if options.local is None:
             name, warn = options.cluster.coordinator.name, lambda line: say(f"warning: {line}")
             network = Network.of(options.cluster, name, Role.COORDINATOR, warn)
-            peers = [Peer(each.name, each.address, network) for each in options.cluster.workers]
+            peers = [_peer(each, network) for each in options.cluster.workers]
         else:
             local = await start_local(options.local, options.model, stack)
             peers = [Peer(worker.name, worker.address, network) for worker in local]
@@ -112,6 +112,8 @@ async def open_cluster(
             progress("", STARTING if options.local else ASKING)
             roster = await stack.enter_async_context(open_roster(options, spec))
             progress("", ASKING)
+            if options.local and options.limits.recovery_s:
+                await roster.wait_all(options.limits.recovery_s)
             opening = supervised(options, checkpoint, spec, context, roster, roster.peers(roster.members), progress)
             supervisor = await stack.enter_async_context(opening)
         yield supervisor
@@ -177,7 +179,7 @@ async def _ask_nodes(cluster: Cluster, peers: Sequence[Peer]) -> list[Node]:
     Nodes of one machine share its memory: this one and the workers on its loopback get an equal part each.
     """
     greetings = await greet(peers)
-    configured = {worker.address: worker.memory for worker in cluster.workers}
+    configured = {address: worker.memory for worker in cluster.workers for address in worker.addresses}
     own_share = memory_budget() // (1 + sum(map(_is_here, peers)))
     nodes = [Node(cluster.coordinator.name, cluster.coordinator.memory or own_share)]
     for peer, greeting in zip(peers, greetings, strict=True):
@@ -186,6 +188,11 @@ async def _ask_nodes(cluster: Cluster, peers: Sequence[Peer]) -> list[Node]:
         offered = own_share if _is_here(peer) else greeting.memory_bytes
         nodes.append(Node(peer.name, configured.get(peer.address) or offered))
     return nodes
+
+
+def _peer(worker: Worker, network: Network) -> Peer:
+    first, *fallbacks = worker.addresses
+    return Peer(worker.name, first, network, fallbacks, say)
 
 
 def _is_here(peer: Peer) -> bool:

@@ -3,17 +3,17 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
 import grpc.aio
 
+from coordinator.cluster.ways import Ways
 from protos.brigade_pb2 import (
     AttachRequest,
     DigestRequest,
     HelloReply,
-    HelloRequest,
     LoadProgress,
     LoadRequest,
     Report,
@@ -22,11 +22,11 @@ from protos.brigade_pb2 import (
     StatusRequest,
 )
 from protos.brigade_pb2_grpc import NodeStub
-from worker.errors import ConfigError, ModelError, StageLost
+from worker.errors import ModelError, StageLost
 from worker.node.checksum import check_seal
 from worker.node.link import Link
 from worker.node.network import PROTOCOL_VERSION, Network
-from worker.node.status import error_of, is_unconnected, was_met
+from worker.node.status import error_of
 
 T = TypeVar("T")
 
@@ -38,26 +38,45 @@ _DIGEST_S = 600.0
 
 
 class Peer:
-    """A worker's name, address and calls."""
+    """A worker's name, addresses and calls."""
 
-    def __init__(self, name: str, address: str, network: Network) -> None:
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        network: Network,
+        fallbacks: Sequence[str] = (),
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """`fallbacks` are addresses that are used where those before them do not answer.
+
+        `say` takes lines for the user.
+        """
         self.name = name
-        self.address = address
         self._network = network
-        self._channel = network.channel(name, address)
-        self._stub = NodeStub(self._channel)
+        self._ways = Ways(name, (address, *fallbacks), network, say)
         self._attachment: grpc.aio.UnaryStreamCall[AttachRequest, Report] | None = None
         self.is_draining = False  # it is about to end, and has said so
 
-    async def hello(self, within_s: float = _HELLO_S) -> HelloReply:
-        """Ask who is there, for so long at most.
+    @property
+    def address(self) -> str:
+        """The one in use."""
+        return self._ways.address
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """Those at which other nodes may reach the process in use."""
+        return self._ways.leading_to_it
+
+    async def hello(self, within_s: float | None = None) -> HelloReply:
+        """Ask who is there, for so long at most; who is part of a chain is asked where the chain goes.
 
         Raises:
             StageLost: nobody, or not a worker.
             ModelError: it speaks another version of the protocol.
         """
-        request = HelloRequest(protocol_version=PROTOCOL_VERSION)
-        reply = await self._ask_who(request, within_s)
+        ask = self._ways.ask if self._attachment is None else self._ways.ask_in_use
+        reply = await ask(_HELLO_S if within_s is None else within_s)
         if reply.protocol_version != PROTOCOL_VERSION:
             raise ModelError(
                 f"speaks protocol {reply.protocol_version}, this coordinator {PROTOCOL_VERSION}; "
@@ -146,29 +165,13 @@ class Peer:
             self._attachment.cancel()
             self._attachment = None
 
+    @property
+    def _stub(self) -> NodeStub:
+        return self._ways.stub
+
     async def close(self) -> None:
         self.detach()
-        await self._channel.close(grace=None)
-
-    async def _ask_who(self, request: HelloRequest, within_s: float) -> HelloReply:
-        """Ask, and wait if nobody is there yet; but first without: while gRPC waits it does not say what for."""
-        refusal, until = None, time.monotonic() + within_s
-        for is_patient in (False, True):
-            try:
-                left_s = max(0.0, until - time.monotonic())
-                return await self._stub.Hello(request, timeout=left_s, wait_for_ready=is_patient)
-            except grpc.RpcError as error:
-                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                    break
-                found = error_of(error, self.name)
-                if is_patient or isinstance(found, ConfigError) or not is_unconnected(error):
-                    raise found from error
-                refusal = found if was_met(error) else None
-        raise refusal or StageLost(
-            f"nothing answers at {self.address} ({within_s:.0f} s). "
-            f"Start it there: brigade worker --config cluster.yaml --name {self.name}",
-            node=self.name,
-        )
+        await self._ways.close()
 
     async def _named(self, call: Awaitable[T]) -> T:
         try:

@@ -14,8 +14,13 @@ from coordinator.planning.plan import Node
 from coordinator.planning.recovery import Present
 from protos.brigade_pb2 import HelloReply
 from worker.config import Cluster, is_loopback, split_address
+from worker.errors import ConfigError, StageLost
 from worker.node.network import Network
+from worker.node.reach import has_succeeded
 from worker.process.machine import memory_budget
+
+_ASK_S = 1.0
+_PAUSE_S = 0.1
 
 
 @dataclass
@@ -33,6 +38,7 @@ class Roster:
     def __init__(self, peers: Sequence[Peer], cluster: Cluster | None = None) -> None:
         """`cluster` says how much memory nodes may use, where it does."""
         self.members = {peer.name: Member(peer.name, peer) for peer in peers}
+        self.refusal: ConfigError | None = None  # of one that was asked last: who cannot be trusted
         self._cluster = cluster or Cluster()
         self._budget = memory_budget()  # before anything is loaded
         self._changed = asyncio.Event()
@@ -78,17 +84,30 @@ class Roster:
         asking = {peer.name: asyncio.create_task(peer.hello(within_s)) for peer in peers}
         try:
             await self._wait_asked(asking.values(), within_s, is_anyone_away=len(peers) < len(names))
-            replies = {name: task.result() for name, task in asking.items() if _is_answered(task)}
+            replies = {name: task.result() for name, task in asking.items() if has_succeeded(task)}
         finally:
             for task in asking.values():
                 task.cancel()
-            await asyncio.gather(*asking.values(), return_exceptions=True)
+            outcomes = await asyncio.gather(*asking.values(), return_exceptions=True)
+        self.refusal = next((outcome for outcome in outcomes if isinstance(outcome, ConfigError)), None)
         return replies
 
     async def pause(self, for_s: float) -> None:
         """Wait so long, or until a worker of our own has been started or has ended since they were last asked."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), for_s)
+
+    async def wait_all(self, within_s: float) -> None:
+        """Return once every worker answers: those of our own may have ended meanwhile, and are started again.
+
+        Raises:
+            StageLost: one does not.
+        """
+        until = time.monotonic() + within_s
+        while missing := self.members.keys() - (await self.ask(_ASK_S)).keys():
+            if time.monotonic() >= until:
+                raise StageLost(f"does not answer, or ends again and again ({within_s:g} s)", node=min(missing))
+            await asyncio.sleep(_PAUSE_S)
 
     def present(self, replies: dict[str, HelloReply]) -> list[Present]:
         """This node and those that answered, with the memory that each may use.
@@ -146,7 +165,3 @@ class Roster:
     def _is_here(self, name: str) -> bool:
         peer = self.members[name].peer
         return peer is not None and is_loopback(split_address(peer.address)[0])
-
-
-def _is_answered(task: "asyncio.Task[HelloReply]") -> bool:
-    return task.done() and not task.cancelled() and task.exception() is None

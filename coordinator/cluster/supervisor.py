@@ -21,7 +21,9 @@ from worker.errors import (
     InputError,
     InternalError,
     ModelError,
+    NodeBusy,
     NodeSilent,
+    OutOfMemory,
     SamplingError,
     StageLost,
 )
@@ -31,6 +33,7 @@ _LONGEST_ASK_S = 1.0
 _PAUSE_S = 0.1  # between two rounds, whatever the nodes say
 _LOOK_S = 2.0  # how often nodes that are not in the chain are asked
 _LASTING = (ModelError, ConfigError, InputError, SamplingError, InternalError)  # it would be the same again
+_REFUSALS = (*_LASTING, NodeBusy, OutOfMemory)  # likewise, for the first chain
 
 
 class Supervisor:
@@ -61,24 +64,34 @@ class Supervisor:
         self._began = self._opened_at = 0.0  # seconds, monotonic
         self._still_since: float | None = None
         self._story = ""  # what was lost, for the user
+        self._lost = deployment  # that of the lost chain
         self._present: list[Present] = []
         self._useless: set[str] = set()  # incarnations
         self._chains = AsyncExitStack()
         self._looking: asyncio.Task[None] | None = None
+        self._told: set[str] = set()  # nodes of which it was said that they are there again
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
+        await self._look_no_more()
         await self._chains.aclose()
 
     async def open(self, progress: Progress = lambda node, report: None) -> Chain:
-        """Load, and open the first chain. Raises what the first node that cannot take part says."""
+        """Load, and open the first chain, anew if a node is lost meanwhile.
+
+        Raises:
+            BrigadeError: as `reopen`; a node that cannot hold its layers says so at once.
+        """
         self._present = self._roster.present(await self._roster.ask(_LONGEST_ASK_S))
-        chain = await self._open(self._deployment.plan, progress)
+        try:
+            chain = await self._open(self._deployment.plan, progress)
+        except BrigadeError as error:
+            if await self._is_lasting(error) or not self._limits.recovery_s:
+                raise
+            self._begin(error, None)
+            return await self._replace_chain(error, progress)
         self._looking = asyncio.create_task(self._look())
         return chain
 
@@ -91,15 +104,8 @@ class Supervisor:
         """
         if isinstance(error, _LASTING) or not self._limits.recovery_s:
             raise error
-        self._begin(error)
-        self.trouble = str(error)
-        try:
-            async with asyncio.timeout(self._limits.recovery_s - self._passed_s):
-                chain = await self._recover(error)
-        except TimeoutError:
-            raise self._given_up(error) from None
-        self.trouble = ""
-        return chain
+        self._begin(error, self.chain.still_since)
+        return await self._replace_chain(error)
 
     @property
     def missing(self) -> list[str]:
@@ -107,33 +113,46 @@ class Supervisor:
         present = {assignment.name for assignment in self.chain.plan.assignments}
         return [assignment.name for assignment in self._whole.assignments if assignment.name not in present]
 
-    def _begin(self, error: BrigadeError) -> None:
+    async def _replace_chain(self, error: BrigadeError, progress: Progress = lambda node, report: None) -> Chain:
+        self.trouble = str(error)
+        try:
+            async with asyncio.timeout(self._limits.recovery_s - self._passed_s):
+                await self._look_no_more()
+                chain = await self._recover(error, progress)
+        except TimeoutError:
+            raise self._given_up(error) from None
+        self.trouble = ""
+        self._looking = asyncio.create_task(self._look())
+        return chain
+
+    def _begin(self, error: BrigadeError, still_since: float | None) -> None:
         """A chain that was lost before it made a token known is part of the recovery that it came from."""
         held_s = time.monotonic() - self._opened_at
+        self._lost = self._deployment
         if self._recovery is None or held_s > self._limits.recovery_s:
-            self._recovery = Recovery(self.chain.plan, self._limits)
+            self._recovery = Recovery(self._lost.plan, self._limits)
             self._began = time.monotonic()
             self.timeline = Timeline(lost_at=self._began)
-            self._still_since = self.chain.still_since
+            self._still_since = still_since
             self._story = str(error)
             for incarnation in self._useless:
                 self._recovery.rule_out(incarnation)
-        for peer in self.chain.peers:
+        for peer in self._lost.peers:
             if peer.is_draining:
                 self._rule_out(peer.name)
         self._blame(error)
 
-    async def _recover(self, error: BrigadeError) -> Chain:
+    async def _recover(self, error: BrigadeError, progress: Progress) -> Chain:
         assert self._recovery is not None
         while True:
             await self._chains.aclose()
             found = await self._find_plan(error)
             self.timeline.found_at = time.monotonic()
             try:
-                chain = await self._open(found.plan)
+                chain = await self._open(found.plan, progress)
             except BrigadeError as again:
-                if isinstance(again, _LASTING) and not again.node:
-                    raise  # our own: it would be the same again
+                if await self._is_lasting(again):
+                    raise
                 error = again
                 self._recovery.failed(self._passed_s, again.node)
                 self._blame(again)
@@ -186,6 +205,20 @@ class Supervisor:
             return None
         return self.chain.costs
 
+    async def _is_lasting(self, error: BrigadeError) -> bool:
+        """Whether it would be the same again.
+
+        What a worker refuses is for the user to mend as long as no chain has been open at all; later ones are opened
+        without it. One that was started anew meanwhile only lacks what the one before had loaded.
+        """
+        if self._opened_at:
+            return isinstance(error, _LASTING) and not error.node
+        if not isinstance(error, _REFUSALS):
+            return False
+        known = {each.node.name: each.incarnation for each in self._present}
+        replies = await self._roster.ask(_FIRST_ASK_S, {error.node} & self._roster.members.keys())
+        return all(reply.incarnation == known.get(name) for name, reply in replies.items())
+
     def _go_on(self, chain: Chain, found: Reopen) -> None:
         self.num_recoveries += 1
         took_s = time.monotonic() - self._began
@@ -209,6 +242,7 @@ class Supervisor:
         who = f"{' and '.join(missing)} did not come back" if missing else "no chain could be opened"
         fits = self._split([each.node for each in self._present]) is not None
         why = "" if fits else ", and the model does not fit without"
+        why += f" ({self._roster.refusal})" if self._roster.refusal else ""
         return StageLost(f"{error.message}; {who} within {self._limits.recovery_s:g} s{why}", node=error.node)
 
     def _blame(self, error: BrigadeError) -> None:
@@ -232,7 +266,7 @@ class Supervisor:
 
     def _kill_silent(self, answering: Collection[str]) -> None:
         """End workers of our own that were part of the lost chain, and still run and say nothing."""
-        for peer in self.chain.peers:
+        for peer in self._lost.peers:
             if peer.name not in answering and self._roster.members[peer.name].peer is peer:
                 self._roster.kill_own(peer.name)
 
@@ -252,17 +286,23 @@ class Supervisor:
 
     async def _look(self) -> None:
         """Say once of each node that the chain is without that it is there again."""
-        told: set[str] = set()
         while True:
             await asyncio.sleep(_LOOK_S)
             absent = self._roster.members.keys() - {peer.name for peer in self.chain.peers}
-            told &= absent
-            if self._recovery is not None or not absent - told:
+            self._told &= absent
+            if self._recovery is not None or not absent - self._told:
                 continue
-            for name, reply in (await self._roster.ask(_LONGEST_ASK_S, absent - told)).items():
+            for name, reply in (await self._roster.ask(_LONGEST_ASK_S, absent - self._told)).items():
                 if reply.incarnation not in self._useless:
-                    told.add(name)
+                    self._told.add(name)
                     self._say(f"worker {name} is there again; the next chain is opened with it")
+
+    async def _look_no_more(self) -> None:
+        """What asks changes which address is in use: there is only one who asks."""
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+            self._looking = None
 
     @property
     def _passed_s(self) -> float:

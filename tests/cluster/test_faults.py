@@ -14,6 +14,7 @@ from tests.cluster.processes import FINISH_S, START_S, Outcome, Running, Starter
 SAMPLED = ("--temp", "0.8", "--seed", "5")
 ENDLESS = ("--prompt", "go", "--ignore-eos", *SAMPLED)
 STORY = (*ENDLESS, "--max-tokens", "400")
+TAKEN_BACK_S = 5.0  # from when it runs again
 FAR = START_S  # a deadline for what takes a moment on a machine that is not busy
 
 
@@ -89,6 +90,8 @@ def test_a_killed_worker_that_somebody_starts_again_takes_its_place(places: Plac
     running = places.generate("--rejoin-timeout", "50")
     places.workers["first"].send_signal(signal.SIGKILL)
     places.start("first")
+    assert places.workers["first"].address
+    running.err.wait_match("going on with the same nodes", TAKEN_BACK_S)
     outcome = running.wait()
     assert_whole(outcome, story, "^worker first: closed the connection", "going on with the same nodes")
 
@@ -110,7 +113,7 @@ def test_a_pause_is_no_loss_and_a_stop_is_and_the_woken_worker_is_taken_back(pla
     last.send_signal(signal.SIGSTOP)
     running.err.wait_match(r"worker last: stopped answering .* going on without last", FAR)
     last.send_signal(signal.SIGCONT)
-    running.err.wait_match("worker last is there again; the next chain is opened with it", FAR)
+    running.err.wait_match("worker last is there again; the next chain is opened with it", TAKEN_BACK_S)
     last.wait_slots(0, FAR)
     last.running.err.wait_match("left the chain of coordinator coordinator", FAR)
     places.workers["first"].send_signal(signal.SIGKILL)

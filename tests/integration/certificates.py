@@ -38,6 +38,10 @@ class Certificates:
     def coordinator(self) -> Network:
         return self.network("coordinator", Role.COORDINATOR)
 
+    def of(self, name: str) -> Network:
+        """Of whichever node has this name."""
+        return self.coordinator() if name == "coordinator" else self.network(name)
+
     def wrong(self, how: str, name: str, role: Role) -> Network:
         """Of a node with an `expired` or `foreign` certificate, with `none` at all, or one that speaks `plaintext`."""
         if how == "plaintext":

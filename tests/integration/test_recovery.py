@@ -2,8 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from worker.errors import StageLost
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
 from worker.node.log import Log
+from worker.node.network import Network
 from worker.node.relay import add_node
 from worker.node.service import NodeService
 from worker.process.mlx_thread import MlxThread
@@ -45,6 +46,7 @@ class Place:
     """Where a worker runs, or has run: `stop` and `start` are those of its process, on the same port."""
 
     name: str
+    network: Network = NETWORK
     port: int = 0
     service: NodeService | None = None
     _thread: MlxThread | None = None
@@ -55,10 +57,10 @@ class Place:
         return f"127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        self._thread, self._server = MlxThread(), NETWORK.server()
-        self.service = NodeService(self.name, self._thread, NETWORK, ANYWHERE, log=Log(self.name, None))
+        self._thread, self._server = MlxThread(), self.network.server()
+        self.service = NodeService(self.name, self._thread, self.network, ANYWHERE, log=Log(self.name, None))
         add_node(self.service, self._server)
-        self.port = NETWORK.listen(self._server, self.address)
+        self.port = self.network.listen(self._server, self.address)
         await self._server.start()
 
     async def stop(self) -> None:
@@ -81,19 +83,34 @@ class Rig:
 
 
 @asynccontextmanager
+async def directly(place: Place) -> AsyncIterator[Sequence[str]]:
+    yield [place.address]
+
+
+@asynccontextmanager
 async def supervised(
-    folder: Path, limits: Limits, layers: Sequence[int] = LAYERS, memory: int = ROOMY, context: int = 128
+    folder: Path,
+    limits: Limits,
+    layers: Sequence[int] = LAYERS,
+    memory: int = ROOMY,
+    context: int = 128,
+    *,
+    reaching: Callable[[Place], AbstractAsyncContextManager[Sequence[str]]] = directly,
+    network_of: Callable[[str], Network] = lambda name: NETWORK,
 ) -> AsyncIterator[Rig]:
+    """`reaching` gives the addresses at which a place is reached, for as long as it is used."""
     checkpoint = open_folder(folder)
     spec = describe(checkpoint)
     said: list[str] = []
     async with AsyncExitStack() as stack:
-        places = [Place(f"node-{i}") for i in range(1, len(layers))]
+        places = [Place(f"node-{i}", network_of(f"node-{i}")) for i in range(1, len(layers))]
+        network, peers = network_of("coordinator"), []
         for place in places:
             await place.start()
             stack.push_async_callback(place.stop)
-        peers = [Peer(place.name, place.address, NETWORK) for place in places]
-        workers = tuple(Worker(name=place.name, address=place.address, memory=memory) for place in places)
+            first, *others = await stack.enter_async_context(reaching(place))
+            peers.append(Peer(place.name, first, network, fallbacks=others, say=said.append))
+        workers = tuple(Worker(name=place.name, address=(place.address,), memory=memory) for place in places)
         cluster = Cluster(coordinator=Coordinator(memory=memory), workers=workers)
         roster = await stack.enter_async_context(Roster(peers, cluster))
         own = await stack.enter_async_context(OwnNode())

@@ -185,7 +185,7 @@ async def test_what_workers_on_this_machine_hold_is_not_there_for_the_reference(
     monkeypatch.setattr(verify_module, "memory_budget", lambda: spec.shard_bytes(0, spec.num_layers))
     monkeypatch.setattr(verify_module, "is_loopback", lambda host: is_here)
     async with serving(1) as [node]:
-        workers = (Worker(name="mini", address=node.address),)
+        workers = (Worker(name="mini", address=(node.address,)),)
         report = await verify(
             ClusterOptions(Cluster(workers=workers), str(folder), None, 64), Decode(), max_tokens=2, seed=0
         )

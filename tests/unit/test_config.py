@@ -47,8 +47,8 @@ def test_every_key_arrives_typed(tmp_path: Path) -> None:
         layers=(3, 2, 1),
         coordinator=Coordinator(name="studio", memory=64 * 2**30),
         workers=(
-            Worker(name="mini", address="mini.local:50070", memory=16 * 10**9),
-            Worker(name="air_2", address="[fe80::1%en0]:50071", model="/models/copy"),
+            Worker(name="mini", address=("mini.local:50070",), memory=16 * 10**9),
+            Worker(name="air_2", address=("[fe80::1%en0]:50071",), model="/models/copy"),
         ),
     )
 
@@ -253,7 +253,7 @@ def test_a_mistake_about_encryption_is_one_line(tmp_path: Path, text: str, probl
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.10", "[::1]", "[0:0::1]", "localhost", "LocalHost"])
 def test_workers_on_loopback_do_not_need_insecure(tmp_path: Path, host: str) -> None:
-    assert load(tmp_path, one_worker(address=f'"{host}:50070"')).workers[0].address == f"{host}:50070"
+    assert load(tmp_path, one_worker(address=f'"{host}:50070"')).workers[0].addresses == (f"{host}:50070",)
 
 
 @pytest.mark.parametrize(
@@ -262,6 +262,52 @@ def test_workers_on_loopback_do_not_need_insecure(tmp_path: Path, host: str) -> 
 def test_two_spellings_of_one_address_are_one_address(tmp_path: Path, one: str, other: str) -> None:
     text = f"workers: [{{name: a, address: '{one}'}}, {{name: b, address: '{other}'}}]"
     assert problems(tmp_path, text) == [f"workers[1].address: {UNIQUE}, found {other!r} at workers[0].address too"]
+
+
+def test_a_worker_may_have_several_addresses_in_the_order_of_the_file(tmp_path: Path) -> None:
+    text = one_worker(address="['169.254.10.2:5', 'mini.local:5', '[fe80::1]:7']") + "\ninsecure: true"
+    assert load(tmp_path, text).workers[0].addresses == ("169.254.10.2:5", "mini.local:5", "[fe80::1]:7")
+
+
+EXPOSED = "expected a loopback address, found '10.0.0.2:5': this link is not encrypted"
+HERE = "expected an address by which every node reaches this worker"
+
+
+@pytest.mark.parametrize(
+    ("addresses", "problem"),
+    [
+        ("[]", "workers[0].address: expected HOST:PORT, or a list of such in the order in which they are tried"),
+        ("[localhost:5, mini]", "workers[0].address[1]: expected HOST:PORT, found 'mini'"),
+        ("[localhost:5, 50:50]", f"workers[0].address[1]: {TEXT}, found 3050"),
+        ("[localhost:5, [localhost:6]]", f"workers[0].address[1]: {TEXT}, found a list"),
+        (
+            str([f"localhost:{port}" for port in range(1, 10)]),
+            "workers[0].address: expected at most 8 addresses, found",
+        ),
+        ("{a: b}", f"workers[0].address: {TEXT}, found keys and values"),
+        (
+            "[localhost:5, localhost:6, LOCALHOST:5]",
+            "workers[0].address[2]: expected each once, found 'LOCALHOST:5' at workers[0].address[0] too",
+        ),
+        ("[10.0.0.2:5]", f"workers[0].address[0]: {EXPOSED}"),
+        ("[localhost:5, 10.0.0.2:5]", f"workers[0].address[1]: {EXPOSED}"),
+    ],
+)
+def test_each_address_of_a_list_is_checked_and_named(tmp_path: Path, addresses: str, problem: str) -> None:
+    assert any(line.startswith(problem) for line in problems(tmp_path, one_worker(address=addresses)))
+
+
+@pytest.mark.parametrize("trusted", ["insecure: true", "tls: {keys: keys}"])
+def test_loopback_among_other_addresses_would_be_each_node_itself(tmp_path: Path, trusted: str) -> None:
+    text = one_worker(address="['10.0.0.2:5', '127.0.0.1:5']") + f"\n{trusted}"
+    assert problems(tmp_path, text) == [f"workers[0].address[1]: {HERE}, found '127.0.0.1:5' beside others"]
+
+
+def test_an_address_in_a_list_is_no_other_nodes(tmp_path: Path) -> None:
+    text = "workers: [{name: a, address: 'localhost:5'}, {name: b, address: ['localhost:6', 'localhost:5']}]"
+    assert problems(tmp_path, text) == [
+        f"workers[1].address[1]: {UNIQUE}, found 'localhost:5' at workers[0].address too"
+    ]
 
 
 def test_nodes_may_share_a_host(tmp_path: Path) -> None:

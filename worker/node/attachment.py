@@ -7,10 +7,12 @@ from contextlib import AsyncExitStack
 from protos.brigade_pb2 import AttachRequest, Draining, Report
 from worker.compute.engine import Engine
 from worker.compute.shard import Shard
+from worker.config import MOST_ADDRESSES
 from worker.errors import FrameError
 from worker.node.checksum import sealed
 from worker.node.link import Link
 from worker.node.network import Network
+from worker.node.reach import reachable
 from worker.node.stage import Stage
 from worker.process.mlx_thread import MlxThread
 from worker.process.sleep import wait_slept
@@ -41,7 +43,9 @@ class Attachment:
         request = self.request
         link = None
         if request.successor:
-            link = Link(network, request.successor_name, request.successor, request.epoch, request.stage, name)
+            addresses = [request.successor, *request.successor_fallbacks]
+            address = await reachable(network, request.successor_name, addresses)
+            link = Link(network, request.successor_name, address, request.epoch, request.stage, name)
             self._stack.push_async_callback(link.close)
             await link.wait_open()
         engine = Engine(shard, request.stage, request.loaded.dtype, name, checks_finite=request.check_finite)
@@ -87,10 +91,15 @@ class Attachment:
 
 
 def check_place(request: AttachRequest) -> None:
-    """Raise FrameError unless shard, stage and successor say alike whether this is the chain's end."""
+    """Raise FrameError unless shard, stage and successor say alike whether this is the chain's end.
+
+    So it does for more addresses than are tried.
+    """
     loaded, stage, num_stages = request.loaded, request.stage, request.num_stages
     if not 0 < stage < num_stages:
         raise FrameError(f"expected a stage after the first of {num_stages}, got stage {stage}")
+    if 1 + (num_others := len(request.successor_fallbacks)) > MOST_ADDRESSES:
+        raise FrameError(f"expected at most {MOST_ADDRESSES} addresses of the next stage, got {1 + num_others}")
     for is_last, place in (
         (loaded.end == loaded.num_layers, f"layers [{loaded.start}, {loaded.end}) of {loaded.num_layers}"),
         (stage == num_stages - 1, f"stage {stage} of {num_stages}"),

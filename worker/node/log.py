@@ -19,6 +19,9 @@ class Log:
     def listens(self, address: str) -> None:
         self._write(f"worker {self._name} listens on {address}")
 
+    def listens_later(self, why_not_now: str) -> None:
+        self._say(f"{why_not_now}; it is tried again and again")
+
     @contextlib.contextmanager
     def loading(self, request: LoadRequest) -> Iterator[None]:
         """Say what is loaded, and whether it was given up: its coordinator left, or this node ends."""

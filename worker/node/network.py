@@ -62,7 +62,6 @@ class Network:
         self._insecure = insecure
         self._keys = keys
         self._warn = warn
-        self._served: Identity | None = None
         self._said = ""
 
     @classmethod
@@ -77,9 +76,19 @@ class Network:
         return ENCRYPTED if self._keys else PLAIN
 
     @property
+    def own(self) -> Identity | None:
+        """What this node's file says now, another object once that has changed; None without encryption.
+
+        Raises:
+            ConfigError: it will not do.
+        """
+        return self._keys.read() if self._keys else None
+
+    @property
     def expires(self) -> int:
         """When this node's certificate does, in seconds since 1970; 0 without one."""
-        return int(self._keys.read().until.timestamp()) if self._keys else 0
+        own = self.own
+        return int(own.until.timestamp()) if own else 0
 
     def server(self) -> grpc.aio.Server:
         """A server that `listen` binds."""
@@ -155,25 +164,26 @@ class Network:
 
     def _server_credentials(self, keys: Keys) -> grpc.ServerCredentials:
         """They ask for the file again at every connection, so that a renewed one is shown to the next caller."""
-        self._served = self._checked(keys)
+        served = self._checked(keys)  # at this port: another one of this node asks for itself
+
+        def renewed() -> grpc.ServerCertificateConfiguration | None:
+            """Called by gRPC, on a thread of its own. A new file that will not do leaves the one before in use."""
+            nonlocal served
+            try:
+                own = self._checked(keys)
+            except ConfigError as error:
+                self._say(str(error))
+                return None
+            if own is served:
+                return None
+            served = own
+            return _configuration(own)
+
         return grpc.dynamic_ssl_server_credentials(
-            _configuration(self._served),
-            self._renewed,  # type: ignore[arg-type] # it may return None, says grpc's own documentation
+            _configuration(served),
+            renewed,  # type: ignore[arg-type] # it may return None, says grpc's own documentation
             require_client_authentication=True,
         )
-
-    def _renewed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Called by gRPC, on a thread of its own. A new file that will not do leaves the one before in use."""
-        assert self._keys is not None
-        try:
-            own = self._checked(self._keys)
-        except ConfigError as error:
-            self._say(str(error))
-            return None
-        if own is self._served:
-            return None
-        self._served = own
-        return _configuration(own)
 
 
 def _target(address: str) -> str:

@@ -6,17 +6,17 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 
 import mlx.core as mx
 import uvloop
-from grpc_health.v1 import health, health_pb2_grpc
 
 from protos.brigade_pb2 import Configuration
 from worker.config import Cluster
+from worker.node.listening import listening
 from worker.node.log import Log
 from worker.node.network import MOST_CONNECTIONS, Network
 from worker.node.own_models import OwnModels
-from worker.node.relay import add_node
 from worker.node.service import NodeService
 from worker.process.machine import allow_connections, kept_awake
 from worker.process.mlx_thread import MlxThread
@@ -28,7 +28,7 @@ _LAST_WORD_S = 1.0  # for what the coordinator of the drained sessions still rea
 
 def serve(
     name: str,
-    bind: str,
+    binds: Sequence[str],
     network: Network,
     *,
     cluster: Cluster | None,
@@ -36,7 +36,7 @@ def serve(
     memory_bytes: int | None,
     follow_parent: bool,
 ) -> None:
-    """Serve as one node until SIGTERM or SIGINT; `bind` is HOST:PORT, port 0 takes a free one.
+    """Serve as one node until SIGTERM or SIGINT; `binds` are HOST:PORT, port 0 takes a free one.
 
     With `follow_parent` the process also ends when its standard input closes, and says where it listens as one line
     of JSON on standard output, and nothing else: how the coordinator keeps workers of its own.
@@ -45,7 +45,7 @@ def serve(
         cluster: the node's own configuration, of which coordinators are told.
         models: those that they may have it load.
     Raises:
-        ConfigError: the network does not allow it, or the port is in use.
+        ConfigError: the network allows none of them, or none can be had.
     """
     allow_connections(MOST_CONNECTIONS)
     thread = MlxThread()
@@ -54,29 +54,23 @@ def serve(
     service = NodeService(name, thread, network, models, memory_bytes, configuration, log)
     try:
         with kept_awake():
-            uvloop.run(_serve(service, bind, network, follow_parent=follow_parent))
+            uvloop.run(_serve(service, binds, network, follow_parent=follow_parent))
     finally:
         thread.close()
         mx.clear_streams()
 
 
-async def _serve(service: NodeService, bind: str, network: Network, *, follow_parent: bool) -> None:
-    server = network.server()
-    add_node(service, server)
-    checks = health.aio.HealthServicer()  # type: ignore[attr-defined]
-    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
-    port = network.listen(server, bind)
+async def _serve(service: NodeService, binds: Sequence[str], network: Network, *, follow_parent: bool) -> None:
     stop = _stop_event(follow_parent=follow_parent)
-    await server.start()
-    address = f"{bind.rpartition(':')[0]}:{port}"
-    if follow_parent:
-        print(json.dumps({"name": service.name, "address": address}), flush=True)
-    service.log.listens(address)
-    await stop.wait()
-    await checks.enter_graceful_shutdown()
-    if not follow_parent:
-        await drain(service)
-    await server.stop(grace=None)
+    async with listening(service, binds, network, service.log) as found:
+        if follow_parent:
+            print(json.dumps({"name": service.name, "address": found.addresses[0]}), flush=True)
+        for address in found.addresses:
+            service.log.listens(address)
+        await stop.wait()
+        await found.say_ending()
+        if not follow_parent:
+            await drain(service)
 
 
 async def drain(service: NodeService) -> None:

@@ -68,6 +68,7 @@ class NodeService(NodeServicer):
         self._memory_bytes = memory_bytes
         self._configuration = configuration
         self._incarnation = secrets.token_hex(8)
+        self._started = time.time_ns()
         self._loader = Loader(thread, models or OwnModels(), self.log)
         self._attachment: Attachment | None = None
         self._is_draining = False
@@ -113,6 +114,7 @@ class NodeService(NodeServicer):
             incarnation=self._incarnation,
             configuration=self._configuration,
             certificate_expires=self._network.expires,
+            started=self._started,
         )
 
     async def Load(self, request: LoadRequest, context: Context) -> None:

@@ -1,0 +1,142 @@
+"""A worker that is lost before there has been any chain: it is lost like any other, but for what would last."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.cluster.chain import Chain
+from coordinator.cluster.peer import Peer
+from coordinator.planning.recovery import Limits
+from coordinator.sessions.answer import Answer
+from protos.brigade_pb2 import AttachRequest
+from tests.integration.conftest import Models
+from tests.integration.many import request, tokens_of
+from tests.integration.test_recovery import COMES_BACK, IS_GONE, Place, assert_equal, supervised, unfailed
+from worker.errors import ModelError, StageLost
+from worker.node import loader
+from worker.node.loading import GivenUp, load_shard
+from worker.process.call_thread import run_aside
+
+ASKED = [request(tokens_of(5), 8)]
+
+
+@pytest.fixture(scope="module")
+def folder(models: Models) -> Path:
+    return models("qwen3").folder
+
+
+class Loss:
+    """Node-2 is lost at one moment of the first try, for good or to be started again."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.has_begun = asyncio.Event()
+        self._place: Place | None = None
+        self._comes_back = limits is COMES_BACK
+
+    @asynccontextmanager
+    async def reaching(self, place: Place) -> AsyncIterator[Sequence[str]]:
+        self._place = place  # the last is node-2
+        yield [place.address]
+
+    async def happen(self) -> None:
+        if not self.has_begun.is_set():
+            self.has_begun.set()
+            await self.lose()
+
+    async def lose(self) -> None:
+        assert self._place is not None
+        await self._place.stop()
+        if self._comes_back:
+            await self._place.start()
+
+
+async def assert_recovers(folder: Path, loss: Loss, limits: Limits, expected: list[Answer]) -> None:
+    async with asyncio.timeout(20), supervised(folder, limits, reaching=loss.reaching) as rig, rig.runner() as runner:
+        assert loss.has_begun.is_set()
+        assert rig.supervisor.chain.plan.layers == ([1, 2, 1] if limits is COMES_BACK else [2, 2])
+        [line] = rig.said
+        how = "with the same nodes" if limits is COMES_BACK else "without node-2"
+        assert line.startswith("worker node-2: ") and f"; going on {how}" in line
+        assert "the stream" not in line, "there was none"
+        assert_equal([await runner.answer(ASKED[0])], expected)
+
+
+@pytest.mark.parametrize("limits", [COMES_BACK, IS_GONE], ids=["comes back", "is planned around"])
+async def test_a_worker_that_is_lost_while_it_loads(
+    folder: Path, limits: Limits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss, expected = Loss(limits), await unfailed(folder, ASKED)
+
+    async def stuck(checkpoint: Any, start: int, *rest: Any) -> Any:
+        if start < 3 or loss.has_begun.is_set():
+            return await load_shard(checkpoint, start, *rest)
+        loss.has_begun.set()
+        await run_aside(rest[3].wait)  # nobody waits for the load any more
+        raise GivenUp
+
+    async def lose() -> None:
+        await loss.has_begun.wait()
+        await loss.lose()
+
+    monkeypatch.setattr(loader, "load_shard", stuck)
+    losing = asyncio.create_task(lose())
+    await assert_recovers(folder, loss, limits, expected)
+    await losing
+
+
+async def test_a_worker_that_is_started_again_once_it_has_loaded_only_lacks_what_it_held(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has what the coordinator believes no more; that would be lasting of a process that had never held it."""
+    loss, attach, expected = Loss(COMES_BACK), Peer.attach, await unfailed(folder, ASKED)
+
+    async def attach_late(peer: Peer, request: AttachRequest) -> None:
+        await loss.happen()
+        await attach(peer, request)
+
+    monkeypatch.setattr(Peer, "attach", attach_late)
+    await assert_recovers(folder, loss, COMES_BACK, expected)
+
+
+async def test_a_worker_that_is_lost_in_the_warm_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss, warm_up, expected = Loss(IS_GONE), Chain._warm_up, await unfailed(folder, ASKED)
+
+    async def warm_up_late(chain: Chain, *rest: Any) -> None:
+        await loss.happen()
+        await warm_up(chain, *rest)
+
+    monkeypatch.setattr(Chain, "_warm_up", warm_up_late)
+    await assert_recovers(folder, loss, IS_GONE, expected)
+
+
+async def test_what_would_be_the_same_again_ends_the_first_try_at_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise ModelError("its config.json differs")
+
+    monkeypatch.setattr(loader, "check_request", refuse)
+    async with asyncio.timeout(5):
+        with pytest.raises(ModelError, match=r"^worker node-[12]: its config.json differs$"):
+            async with supervised(folder, COMES_BACK):
+                pass
+
+
+async def test_no_time_for_a_recovery_means_none_for_the_first_try(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss, limits = Loss(IS_GONE), Limits(0, 0)
+    warm_up = Chain._warm_up
+
+    async def warm_up_late(chain: Chain, *rest: Any) -> None:
+        await loss.happen()
+        await warm_up(chain, *rest)
+
+    monkeypatch.setattr(Chain, "_warm_up", warm_up_late)
+    with pytest.raises(StageLost, match=r"^worker node-2: "):
+        async with supervised(folder, limits, reaching=loss.reaching):
+            pass

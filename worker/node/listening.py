@@ -1,0 +1,81 @@
+"""Listening: a node's servers, one per address. One that cannot be had now (an unplugged cable) may be had later."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2_grpc
+
+from worker.errors import ConfigError
+from worker.node.log import Log
+from worker.node.network import Network
+from worker.node.relay import add_node
+from worker.node.service import NodeService
+
+_AGAIN_S = 5.0  # between two tries
+
+
+class Listening:
+    """Use `listening` to make one."""
+
+    def __init__(self, service: NodeService, network: Network) -> None:
+        self.addresses: list[str] = []  # with the ports that they have got
+        self._service = service
+        self._network = network
+        self._checks = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._servers: list[grpc.aio.Server] = []
+
+    async def add(self, bind: str) -> None:
+        """Listen on HOST:PORT, too. Raises ConfigError if that cannot be."""
+        server = self._network.server()
+        add_node(self._service, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._checks, server)
+        port = self._network.listen(server, bind)
+        await server.start()
+        self._servers.append(server)
+        self.addresses.append(f"{bind.rpartition(':')[0]}:{port}")
+
+    async def add_later(self, bind: str, log: Log) -> None:
+        """Try until it can be."""
+        while True:
+            await asyncio.sleep(_AGAIN_S)
+            with contextlib.suppress(ConfigError):
+                await self.add(bind)
+                return log.listens(bind)
+
+    async def say_ending(self) -> None:
+        """Have health checks say that nothing more is taken."""
+        await self._checks.enter_graceful_shutdown()
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(server.stop(grace=None) for server in self._servers))
+
+
+@contextlib.asynccontextmanager
+async def listening(service: NodeService, binds: Sequence[str], network: Network, log: Log) -> AsyncIterator[Listening]:
+    """Serve on those of the addresses that can be had, and on the others as soon as they can.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = Listening(service, network)
+    missing: dict[str, ConfigError] = {}
+    later: list[asyncio.Task[None]] = []
+    try:
+        for bind in binds:
+            try:
+                await found.add(bind)
+            except ConfigError as error:
+                missing[bind] = error
+        if not found.addresses:
+            raise next(iter(missing.values()))
+        for bind, why_not in missing.items():
+            log.listens_later(why_not.message)
+            later.append(asyncio.create_task(found.add_later(bind, log)))
+        yield found
+    finally:
+        for task in later:
+            task.cancel()
+        await asyncio.gather(*later, return_exceptions=True)
+        await found.stop()
