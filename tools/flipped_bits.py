@@ -34,23 +34,6 @@ _NOTICED_S = 10.0
 _TRIES = 5
 
 
-class Flipping(Proxy):
-    """Flips one bit in the next piece on its way to the target, whenever it is armed."""
-
-    def __init__(self, target: str) -> None:
-        super().__init__(target)
-        self.is_armed = False
-        self.num_flipped = 0
-        self._numbers = random.Random(7)
-
-    def passed(self, piece: bytes, *, is_back: bool) -> bytes:
-        if is_back or not self.is_armed:
-            return piece
-        self.is_armed = False
-        self.num_flipped += 1
-        return flipped(piece, self._numbers)
-
-
 class Recorder(NodeServicer):
     """Takes every frame that its hops bring, as a stage does."""
 
@@ -84,13 +67,12 @@ async def recording(network: Network) -> AsyncIterator[tuple[Recorder, str]]:
 async def send_encrypted(sender: Network, receiver: Network, num_frames: int) -> tuple[int, int]:
     """How many bits were flipped, and how many frames were accepted all the same; a connection for each."""
     numbers = random.Random(11)
-    async with recording(receiver) as (recorder, address), Flipping(address).serving() as proxy:
-        assert isinstance(proxy, Flipping)
+    async with recording(receiver) as (recorder, address), Proxy(address).serving() as proxy:
         for step in range(num_frames):
             link = await _opened(sender, proxy.address)
-            proxy.is_armed = True
+            proxy.there.flips = 1
             await _send(link, frame_of(step, numbers.randbytes(numbers.choice(SIZES)), sender.wire))
-        return proxy.num_flipped, len(recorder.arrived)
+        return proxy.there.num_flipped, len(recorder.arrived)
 
 
 async def send_plaintext(network: Network, num_frames: int) -> tuple[int, int]:

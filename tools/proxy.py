@@ -1,100 +1,188 @@
-"""A TCP proxy between two nodes that can be slow or swallow everything: a bad network, made on loopback."""
+"""A TCP proxy between two nodes: whatever a network does to bytes, made on loopback and changed while it runs."""
 
 import asyncio
 import contextlib
+import random
+import socket
+import struct
 import threading
 from collections.abc import AsyncIterator, Iterator
 
+_PIECE_BYTES = 65536
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: what is closed so is reset
+
+
+class Way:
+    """One direction, and what the network does to it. Any thread may change it at any time.
+
+    `latency_s` delays each piece, without holding up those behind it; `bytes_per_s` does hold them up. `is_blackhole`
+    keeps every connection open and delivers nothing, an end neither, as a pulled cable does: what was sent comes when
+    it is plugged in again, to whoever still waits. `slice_bytes` cuts what is sent into pieces of so many bytes.
+    `flips` and `duplicates` are how many of the next pieces have a bit flipped (`num_flipped` had), and how many come
+    twice.
+    """
+
+    def __init__(self, latency_s: float = 0.0) -> None:
+        self.latency_s = latency_s
+        self.bytes_per_s: float | None = None
+        self.slice_bytes: int | None = None
+        self.flips = 0
+        self.duplicates = 0
+        self.num_flipped = 0
+        self._is_blackhole = False
+        self._healed: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._numbers = random.Random(7)
+
+    @property
+    def is_blackhole(self) -> bool:
+        return self._is_blackhole
+
+    @is_blackhole.setter
+    def is_blackhole(self, value: bool) -> None:
+        self._is_blackhole = value
+        if self._loop is not None and self._healed is not None:
+            self._loop.call_soon_threadsafe(self._healed.clear if value else self._healed.set)
+
+    def begin(self) -> None:
+        """From now on it is used by this thread's event loop."""
+        self._loop, self._healed = asyncio.get_running_loop(), asyncio.Event()
+
+    async def wait_healed(self) -> None:
+        """Return at once unless it is a black hole."""
+        assert self._healed is not None
+        while self._is_blackhole:
+            await self._healed.wait()
+
+    async def deliver(self, piece: bytes, writer: asyncio.StreamWriter) -> None:
+        """What becomes of a piece that has come through."""
+        for part in self._sliced(self._altered(piece)):
+            await self.wait_healed()
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(len(part) / self.bytes_per_s if self.bytes_per_s else 0)  # 0: a piece of its own
+
+    def _altered(self, piece: bytes) -> bytes:
+        if self.flips:
+            self.flips -= 1
+            self.num_flipped += 1
+            flipped = bytearray(piece)
+            flipped[self._numbers.randrange(len(piece))] ^= 1 << self._numbers.randrange(8)
+            piece = bytes(flipped)
+        if self.duplicates:
+            self.duplicates -= 1
+            piece += piece
+        return piece
+
+    def _sliced(self, piece: bytes) -> list[bytes]:
+        size = self.slice_bytes or len(piece)
+        return [piece[first : first + size] for first in range(0, len(piece), size)]
+
 
 class Proxy:
-    """Passes bytes between its callers and `target`, each way in its order; what the network does is set while it runs.
-
-    `latency_s` delays each piece, without holding up those behind it. `is_blackhole` keeps every connection open and
-    loses what is sent from then on, an end too, as a pulled cable does.
-    """
+    """Passes bytes between its callers and `target`, each way in its order."""
 
     def __init__(self, target: str, *, latency_s: float = 0.0) -> None:
         """`target` is HOST:PORT."""
-        self.latency_s = latency_s
-        self.is_blackhole = False
+        self.there, self.back = self.ways = Way(latency_s), Way(latency_s)
         self.address = ""
         self._host, _, port = target.rpartition(":")
         self._port = int(port)
-        self._connections: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    @property
+    def is_blackhole(self) -> bool:
+        """Whether nothing comes through, either way."""
+        return self.there.is_blackhole and self.back.is_blackhole
+
+    @is_blackhole.setter
+    def is_blackhole(self, value: bool) -> None:
+        for way in self.ways:
+            way.is_blackhole = value
+
+    def reset(self) -> None:
+        """Reset every connection, as a firewall does that has forgotten it; new ones pass. Any thread may call it."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._reset)
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator["Proxy"]:
         """Listen on a free loopback port for as long as the context is open; its end cuts every connection."""
         self._loop = asyncio.get_running_loop()
+        for way in self.ways:
+            way.begin()
         async with asyncio.TaskGroup() as group, contextlib.AsyncExitStack() as stack:
 
             def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
                 connection = group.create_task(self._connect(reader, writer))
-                self._connections.add(connection)
-                connection.add_done_callback(self._connections.discard)
+                connections.add(connection)
+                connection.add_done_callback(connections.discard)
 
+            connections: set[asyncio.Task[None]] = set()
             server = await asyncio.start_server(accept, "127.0.0.1", 0)
             host, port = server.sockets[0].getsockname()
             self.address = f"{host}:{port}"
-            stack.callback(self._cut)
+            stack.callback(lambda: [task.cancel() for task in connections])
             stack.callback(server.close)
             yield self
-
-    def reset(self) -> None:
-        """End every connection; new ones pass. Any thread may call it."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._cut)
-
-    def _cut(self) -> None:
-        for connection in self._connections:
-            connection.cancel()
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection, until either side ends it."""
         with contextlib.closing(writer), contextlib.suppress(OSError):
             there, back = await asyncio.open_connection(self._host, self._port)
-            with contextlib.closing(back):
+            with contextlib.closing(back), self._noted(writer, back):
                 ways = [
-                    asyncio.create_task(self._carry(reader, back, is_back=False)),
-                    asyncio.create_task(self._carry(there, writer, is_back=True)),
+                    asyncio.create_task(_carry(reader, back, self.there)),
+                    asyncio.create_task(_carry(there, writer, self.back)),
                 ]
                 try:
                     await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    for way in ways:
-                        way.cancel()
+                    for task in ways:
+                        task.cancel()
                     await asyncio.gather(*ways, return_exceptions=True)
 
-    def passed(self, piece: bytes, *, is_back: bool) -> bytes:
-        """What becomes of a piece on its way to the target, or back."""
-        return piece
-
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_back: bool) -> None:
-        """One way of one connection."""
-        loop = asyncio.get_running_loop()
-        due: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
-
-        async def deliver() -> None:
-            while True:
-                at, piece = await due.get()
-                await asyncio.sleep(at - loop.time())
-                if not self.is_blackhole:
-                    writer.write(self.passed(piece, is_back=is_back))
-                    await writer.drain()
-                due.task_done()
-
-        delivery = asyncio.create_task(deliver())
+    @contextlib.contextmanager
+    def _noted(self, *writers: asyncio.StreamWriter) -> Iterator[None]:
+        self._writers.update(writers)
         try:
-            with contextlib.suppress(OSError):
-                while piece := await reader.read(65536):
-                    due.put_nowait((loop.time() + self.latency_s, piece))
-                await due.join()
-            if self.is_blackhole:
-                await asyncio.Event().wait()  # the other side does not hear of the end either
+            yield
         finally:
-            delivery.cancel()
-            await asyncio.gather(delivery, return_exceptions=True)
+            self._writers.difference_update(writers)
+
+    def _reset(self) -> None:
+        for writer in self._writers:
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            writer.transport.abort()
+
+
+async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: Way) -> None:
+    """One way of one connection, until its sender ends it."""
+    loop = asyncio.get_running_loop()
+    due: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+
+    async def deliver() -> None:
+        while True:
+            at, piece = await due.get()
+            await asyncio.sleep(at - loop.time())
+            await way.deliver(piece, writer)
+            due.task_done()
+
+    async def read() -> None:
+        with contextlib.suppress(OSError):
+            while piece := await reader.read(_PIECE_BYTES):
+                due.put_nowait((loop.time() + way.latency_s, piece))
+        await due.join()
+        await way.wait_healed()  # the other side does not hear of the end either
+
+    tasks = [asyncio.create_task(deliver()), asyncio.create_task(read())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)  # delivery ends where nobody takes it
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @contextlib.contextmanager

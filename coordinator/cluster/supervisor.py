@@ -140,6 +140,7 @@ class Supervisor:
         for peer in self._lost.peers:
             if peer.is_draining:
                 self._rule_out(peer.name)
+                self._recovery.leaves(peer.name)
         self._blame(error)
 
     async def _recover(self, error: BrigadeError, progress: Progress) -> Chain:

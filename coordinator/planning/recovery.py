@@ -74,6 +74,11 @@ class Recovery:
         """This process is of no use any more, whatever it answers: it hangs, is about to end, has another model."""
         self._useless.add(incarnation)
 
+    def leaves(self, name: str) -> None:
+        """This node has said that it is about to end: it is not awaited, though perhaps gone before it is asked."""
+        if name in self._expected:
+            self._absent_since[name] = -math.inf
+
     def saw(self, now_s: float, present: Sequence[Present]) -> None:
         """Take note of all who answer, in the order that a chain has them."""
         self._present = [each for each in present if not each.incarnation or each.incarnation not in self._useless]

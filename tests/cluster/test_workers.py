@@ -113,7 +113,7 @@ def test_a_worker_with_a_blocked_event_loop_or_engine_ends_the_request_with_its_
     """Three chains at once, since it is mostly waiting: a blocked loop first, one last, a blocked engine alone."""
 
     def hanging(where: str, name: str) -> Worker:
-        return start.worker(name, "--model", pair.model, program=("-m", "tests.cluster.hanging_worker", where))
+        return start.worker(name, "--model", pair.model, program=("-m", "tools.faults.worker", f"{where}@40"))
 
     first, last, alone = hanging("loop", "first"), hanging("loop", "last"), hanging("engine", "alone")
     chains = {

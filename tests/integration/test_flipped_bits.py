@@ -8,7 +8,8 @@ import pytest
 from tests.integration.certificates import Certificates
 from tests.integration.conftest import NETWORK
 from tests.integration.many import until
-from tools.flipped_bits import Flipping, frame_of, recording, send_encrypted, send_plaintext
+from tools.flipped_bits import frame_of, recording, send_encrypted, send_plaintext
+from tools.proxy import Proxy
 from worker.node.link import Link
 from worker.node.network import Network
 
@@ -30,7 +31,7 @@ async def test_a_frame_of_which_no_bit_is_flipped_is_accepted(tmp_path: Path) ->
 
 
 async def assert_accepted(sender: Network, receiver: Network, payload: bytes, num_parts: int) -> None:
-    async with recording(receiver) as (recorder, address), Flipping(address).serving() as proxy:
+    async with recording(receiver) as (recorder, address), Proxy(address).serving() as proxy:
         link = Link(sender, "node-1", proxy.address, 1, 0)
         await link.send(frame_of(200, payload, sender.wire))
         await until(lambda: bool(recorder.arrived))

@@ -64,6 +64,15 @@ def test_who_is_awaited_and_for_how_long(
     assert recovery.decide(now_s, split) == decision  # type: ignore[arg-type]
 
 
+def test_a_node_that_has_said_that_it_ends_is_not_awaited_even_if_it_is_gone_before_it_is_asked() -> None:
+    recovery = Recovery(plan_over(ALL), LIMITS)
+    recovery.leaves("air")
+    recovery.saw(0.3, present("max", "mini"))
+    assert recovery.decide(0.3, fits) == around("max", "mini")
+    recovery.saw(0.5, present("max", "mini", "air2"))  # started again
+    assert recovery.decide(0.5, fits) == SAME
+
+
 def test_a_spare_node_takes_part_and_is_not_awaited() -> None:
     recovery = Recovery(plan_over(("max", "air")), LIMITS)
     recovery.saw(0, present("max", "mini", "air"))

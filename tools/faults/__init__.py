@@ -1,0 +1,1 @@
+"""Faults made on purpose: real worker processes are killed, stopped, cut off and broken from inside, and watched."""

@@ -1,0 +1,182 @@
+"""What stops and goes on: workers, links and the coordinator itself; and links that spoil what they carry."""
+
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+from tools.faults.asked import four, greedy
+from tools.faults.case import COMES_BACK, IS_GONE, STOPPED_S, Case, num_pieces, still
+from tools.faults.rig import NAMES, Rig, until
+from tools.faults.trial import Seen, Trial
+from tools.proxy import Proxy, Way, proxy_to
+
+Harm = Callable[[Proxy], None]
+
+TAKEN_BACK_S = 5.0
+_CUT_S = 4.0
+
+FENCED = f"noticed within {STOPPED_S:g} s, every stream equal, then taken back within {TAKEN_BACK_S:g} s"
+UNSEEN = "nothing is lost, every stream equal"
+NEVER_WRONG = "the hop is given up, every stream equal"
+
+
+def stops() -> Iterator[Case]:
+    for name in NAMES:
+        yield Case("stop", f"SIGSTOP {name}, SIGCONT after 0.5 s", UNSEEN, partial(pause, name=name))
+        yield Case("stop", f"SIGSTOP {name}, SIGCONT after 10 s", FENCED, partial(stop, name=name, seconds=10))
+
+
+def links() -> Iterator[Case]:
+    for name in NAMES:
+        cut = f"every link to {name}"
+        yield Case("link", f"{cut} is cut for {_CUT_S:g} s", FENCED, partial(cut_link, name=name, cut=both))
+    yield Case("link", "last is sent nothing for 4 s, but heard", FENCED, partial(cut_link, name="last", cut=there))
+    yield Case("link", "last is not heard for 4 s, but sent to", FENCED, partial(cut_link, name="last", cut=back))
+    for name in NAMES:
+        yield Case("link", f"connections to {name} are reset", NEVER_WRONG, partial(spoil, name=name, harm=Proxy.reset))
+    for what, change in CONDITIONS.items():
+        yield Case("link", f"the links to last {what}", UNSEEN, partial(bear, change=change))
+    for what, harm in HARMS.items():
+        yield Case("link", what, NEVER_WRONG, partial(spoil, name="last", harm=harm, times=3))
+
+
+async def pause(rig: Rig, name: str) -> Seen:
+    await rig.make_whole()
+    asked = four(rig, "ar")
+    expected = await rig.expected(asked)
+    node = rig.nodes[name]
+    async with rig.opened(rig.options(COMES_BACK)) as trial:
+        await trial.begin(asked, num_pieces(expected[0]) // 2, lambda: node.signal(signal.SIGSTOP))
+        await until(lambda: trial.fault_at, 30, "the worker is stopped")
+        await still(0.5)
+        node.signal(signal.SIGCONT)
+        found = await trial.answers()
+        return trial.seen(found, expected, is_kept=not trial.lost_at)
+
+
+async def stop(rig: Rig, name: str, seconds: float) -> Seen:
+    await rig.make_whole()
+    asked = four(rig, "ar")
+    expected = await rig.expected(asked)
+    node = rig.nodes[name]
+    async with rig.opened(rig.options(IS_GONE)) as trial:
+        await trial.begin(asked, num_pieces(expected[0]) // 2, lambda: node.signal(signal.SIGSTOP))
+        found = await trial.answers()
+        is_prompt = trial.detect_s is not None and trial.detect_s <= STOPPED_S
+        await still(seconds - (trial.detect_s or 0))
+        seen = trial.seen(found, expected, is_kept=is_prompt)
+        node.signal(signal.SIGCONT)
+        return await taken_back(rig, trial, name, seen)
+
+
+async def taken_back(rig: Rig, trial: Trial, name: str, seen: Seen) -> Seen:
+    """It is told of, holds nothing of the lost chain, and is part of the next one."""
+    took_s = await until(lambda: f"worker {name} is there again" in trial.said, TAKEN_BACK_S, f"{name} is taken back")
+    await rig.nodes[name].wait_free()
+    [other] = set(NAMES) - {name}
+    asked = [greedy(rig, max_tokens=12)]
+    expected = await rig.expected(asked)
+    num_lost = len(trial.lost_at)
+    rig.nodes[other].kill()
+    await until(lambda: len(trial.lost_at) > num_lost, 10, "the other is lost")
+    answer = await trial.runner.answer(asked[0], text=rig.tokenizer.stream(()))
+    nodes = [assignment.name for assignment in trial.supervisor.chain.plan.assignments[1:]]
+    assert (answer.tokens, nodes) == (expected[0].tokens, [name]), f"the next chain is on {nodes}"
+    return replace(seen, what=f"{seen.what}; {name} is taken back after {took_s:.1f} s")
+
+
+def both(proxy: Proxy, value: bool) -> None:
+    proxy.is_blackhole = value
+
+
+def there(proxy: Proxy, value: bool) -> None:
+    proxy.there.is_blackhole = value
+
+
+def back(proxy: Proxy, value: bool) -> None:
+    proxy.back.is_blackhole = value
+
+
+async def cut_link(rig: Rig, name: str, cut: Callable[[Proxy, bool], None], seconds: float = _CUT_S) -> Seen:
+    await rig.make_whole()
+    asked = four(rig, "ar")
+    expected = await rig.expected(asked)
+    with proxy_to(rig.nodes[name].address) as proxy:
+        async with rig.opened(rig.options(IS_GONE, via={name: proxy.address})) as trial:
+            await trial.begin(asked, num_pieces(expected[0]) // 2, lambda: cut(proxy, True))
+            found = await trial.answers()
+            is_prompt = trial.detect_s is not None and trial.detect_s <= STOPPED_S
+            await still(seconds - (trial.detect_s or 0))
+            seen = trial.seen(found, expected, is_kept=is_prompt)
+            cut(proxy, False)
+            return await taken_back(rig, trial, name, seen)
+
+
+def slow(way: Way) -> None:
+    way.latency_s = 0.03
+
+
+def narrow(way: Way) -> None:
+    way.bytes_per_s = 300_000
+
+
+def sliced(way: Way) -> None:
+    way.slice_bytes = 13
+
+
+CONDITIONS: dict[str, Callable[[Way], None]] = {
+    "take 30 ms each way": slow,
+    "carry 300 kB/s": narrow,
+    "carry pieces of 13 bytes": sliced,
+}
+
+
+def _each(change: Callable[[Way], None], proxy: Proxy) -> None:
+    for way in proxy.ways:
+        change(way)
+
+
+async def bear(rig: Rig, change: Callable[[Way], None]) -> Seen:
+    await rig.make_whole()
+    asked = four(rig, "ar")
+    expected = await rig.expected(asked)
+    with proxy_to(rig.last.address) as proxy:
+        async with rig.opened(rig.options(COMES_BACK, via={"last": proxy.address})) as trial:
+            await trial.begin(asked, 5, partial(_each, change, proxy))
+            found = await trial.answers()
+            return trial.seen(found, expected, is_kept=not trial.lost_at)
+
+
+def flip_there(proxy: Proxy) -> None:
+    proxy.there.flips = 1
+
+
+def flip_back(proxy: Proxy) -> None:
+    proxy.back.flips = 1
+
+
+def double(proxy: Proxy) -> None:
+    proxy.there.duplicates = 1
+
+
+HARMS: dict[str, Harm] = {
+    "three bits flip in what last is sent": flip_there,
+    "three bits flip in what last sends": flip_back,
+    "bytes for last come twice, three times": double,
+}
+
+
+async def spoil(rig: Rig, name: str, harm: Harm, times: int = 1) -> Seen:
+    """The harm is done again once the stream has gone on for some pieces."""
+    await rig.make_whole()
+    asked = four(rig, "ar")
+    expected = await rig.expected(asked)
+    with proxy_to(rig.nodes[name].address) as proxy:
+        async with rig.opened(rig.options(COMES_BACK, via={name: proxy.address})) as trial:
+            await trial.begin(asked, 5, lambda: harm(proxy))
+            for number in range(1, times):
+                await trial.live[0].wait_pieces(5 + 10 * number)
+                harm(proxy)
+            found = await trial.answers()
+            return trial.seen(found, expected, is_kept=1 <= len(trial.lost_at) <= times)
