@@ -29,9 +29,7 @@ def test_the_largest_context_is_the_one_that_trying_all_of_them_finds(seed: int)
     rng = random.Random(seed)
     spec = random_model(rng)
     nodes = [Node(f"n{place}", BLOCK * rng.randint(10, 90)) for place in range(rng.randint(1, 3))]
-    fitting = [
-        context for context in range(BLOCK, LONGEST + 1, BLOCK) if plan(spec, nodes, context).fits
-    ]
+    fitting = [context for context in range(BLOCK, LONGEST + 1, BLOCK) if plan(spec, nodes, context).fits]
     found = plan_largest(spec, nodes, Contexts(BLOCK, LONGEST))
     assert found.context == max(fitting, default=BLOCK)
     assert found == plan(spec, nodes, found.context)
