@@ -59,6 +59,15 @@ CorsOrigin = Annotated[
 ]
 TlsCert = Annotated[Path | None, typer.Option(help="Certificate (PEM) to serve HTTPS with.", rich_help_panel=_SERVER)]
 TlsKey = Annotated[Path | None, typer.Option(help="Its key (PEM).", rich_help_panel=_SERVER)]
+Context = Annotated[
+    int | None,
+    typer.Option(
+        min=2,
+        help="Tokens of a prompt and its answer that the plan keeps memory for. (default: as many as fit, up to the "
+        "model's length)",
+        rich_help_panel="Cluster",
+    ),
+]
 DefaultMaxTokens = Annotated[
     int,
     typer.Option("--max-tokens", "-m", min=1, help="The most tokens of an answer whose request names no number."),
@@ -83,7 +92,7 @@ def serve(
     model: flags.Model = None,
     local: flags.Local = None,
     layers: flags.Layers = None,
-    context: flags.Context = None,
+    context: Context = None,
     trust_remote_code: flags.TrustRemoteCode = False,
     check_finite: flags.CheckFinite = False,
     rejoin_timeout: flags.RejoinTimeout = USUAL.rejoin_s,
@@ -110,8 +119,6 @@ def serve(
     limits = Limits(rejoin_timeout, recovery_timeout)
     split = None if layers is None else parse_layers(layers)
     options = cluster_options(config, model, local, split, context, trust_remote_code, check_finite, limits)
-    if context is not None and context < 2:
-        raise InputError("context", f"expected at least 2 tokens, got {context}")
 
     from coordinator.cluster.templates import TEMPLATES
 

@@ -5,6 +5,7 @@ import ssl
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from coordinator.cluster.options import DEFAULT_CONTEXT, ClusterOptions
@@ -71,7 +72,7 @@ async def serve(options: ClusterOptions, serving: Serving) -> None:
     frontend.defaults |= serving.sampling
     frontend.default_max_tokens = min(serving.limits.max_tokens, frontend.spec.context)
     served = Served(
-        frontend, serving.names or (frontend.checkpoint.name,), int(time.time()), serving.limits,
+        frontend, serving.names or (_name_of(frontend),), int(time.time()), serving.limits,
         serving.keep_alive_s, serving.queue_timeout_s,
     )  # fmt: skip
     app = make_app(served, keys=serving.keys, hosts=serving.hosts, origins=serving.cors_origins)
@@ -79,6 +80,12 @@ async def serve(options: ClusterOptions, serving: Serving) -> None:
         url = serving.url(listener.getsockname()[1])
         async with answering(app, listener, serving.tls):
             await _keep_serving(options, serving, served, url)
+
+
+def _name_of(frontend: Frontend) -> str:
+    """What clients call the model: a folder's own name, whose path is nobody's affair."""
+    name = frontend.checkpoint.name
+    return Path(name).name if Path(name).is_absolute() else name
 
 
 async def _keep_serving(options: ClusterOptions, serving: Serving, served: Served, url: str) -> None:

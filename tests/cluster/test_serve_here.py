@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -84,6 +85,29 @@ def test_a_full_queue_is_told_at_once_and_a_long_wait_in_the_end(talker: Path, m
                 assert full.headers["retry-after"] == "1" and "x-should-retry" not in full.headers
                 assert (late.status_code, late.json()["error"]["code"]) == (503, "queue_timeout")
                 assert late.headers["retry-after"] == "5"
+
+    uvloop.run(check())
+
+
+def test_the_models_own_sampling_applies_unless_the_server_or_the_request_says_otherwise(
+    talker: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(talker, tmp_path / "sampled")
+    (model / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.9, "top_k": 40}')
+    options = ClusterOptions(Cluster(), str(model), 0, 4096)
+    ask = {"prompt": "the", "seed": 5, "max_tokens": 12}
+
+    async def texts(client: httpx2.AsyncClient, *asked: dict[str, Any]) -> list[str]:
+        answers = [await client.post("/v1/completions", json=ask | more) for more in asked]
+        return [answer.json()["choices"][0]["text"] for answer in answers]
+
+    async def check() -> None:
+        own = {"temperature": 0.9, "top_k": 40}
+        async with served(options) as client:
+            usual, same, greedy = await texts(client, {}, own, {"temperature": 0})
+            assert usual == same != greedy
+        async with served(options, sampling={"temperature": 0.0}) as client:
+            assert await texts(client, {}, own) == [greedy, same]
 
     uvloop.run(check())
 
