@@ -1,5 +1,6 @@
 """`brigade serve`: its flags, and what they amount to."""
 
+import contextlib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,8 +39,35 @@ QueueTimeout = Annotated[
 ShutdownTimeout = Annotated[
     float, typer.Option(min=0, help="How long answers may go on once it is told to stop.", rich_help_panel=_SERVER)
 ]
+KeepAlive = Annotated[
+    float,
+    typer.Option(min=0.1, help="How often a silent stream says that it lives, seconds.", rich_help_panel=_SERVER),
+]
+AllowedHost = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A name that the server is called by, repeatable; requests that name another host get 403. "
+        "(default: localhost, or any with --host 0.0.0.0)",
+        rich_help_panel=_SERVER,
+    ),
+]
+CorsOrigin = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="URL", help="Let web pages of this origin use the server; repeatable.", rich_help_panel=_SERVER
+    ),
+]
 TlsCert = Annotated[Path | None, typer.Option(help="Certificate (PEM) to serve HTTPS with.", rich_help_panel=_SERVER)]
 TlsKey = Annotated[Path | None, typer.Option(help="Its key (PEM).", rich_help_panel=_SERVER)]
+Context = Annotated[
+    int | None,
+    typer.Option(
+        min=2,
+        help="Tokens of a prompt and its answer that the plan keeps memory for. (default: as many as fit, up to the "
+        "model's length)",
+        rich_help_panel="Cluster",
+    ),
+]
 DefaultMaxTokens = Annotated[
     int,
     typer.Option("--max-tokens", "-m", min=1, help="The most tokens of an answer whose request names no number."),
@@ -55,13 +83,16 @@ def serve(
     max_waiting: MaxWaiting = 256,
     queue_timeout: QueueTimeout = 60.0,
     shutdown_timeout: ShutdownTimeout = 30.0,
+    keep_alive: KeepAlive = 10.0,
+    allowed_host: AllowedHost = None,
+    cors_origin: CorsOrigin = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     config: flags.Config = None,
     model: flags.Model = None,
     local: flags.Local = None,
     layers: flags.Layers = None,
-    context: flags.Context = None,
+    context: Context = None,
     trust_remote_code: flags.TrustRemoteCode = False,
     check_finite: flags.CheckFinite = False,
     rejoin_timeout: flags.RejoinTimeout = USUAL.rejoin_s,
@@ -88,21 +119,45 @@ def serve(
     limits = Limits(rejoin_timeout, recovery_timeout)
     split = None if layers is None else parse_layers(layers)
     options = cluster_options(config, model, local, split, context, trust_remote_code, check_finite, limits)
-    if context is not None and context < 2:
-        raise InputError("context", f"expected at least 2 tokens, got {context}")
 
     from coordinator.cluster.templates import TEMPLATES
 
     TEMPLATES.start()  # beside the imports below, which take a second
     from coordinator.cli.run_async import run_async
-    from coordinator.http.keys import load_keys
+    from coordinator.http.listen import load_tls
     from coordinator.http.run import Serving, require_guarded
     from coordinator.http.run import serve as run_server
     from coordinator.http.served import Limits as RequestLimits
 
+    if (tls_cert is None) != (tls_key is None):
+        raise InputError("tls_cert", "expected with --tls-key, both or neither")
     serving = Serving(
-        host, port, load_keys(api_key_file) if api_key_file else None, insecure, tuple(served_model_name or ()),
-        max_waiting, queue_timeout, shutdown_timeout, tls_cert, tls_key, RequestLimits(max_tokens=max_tokens), sampling,
-    )  # fmt: skip
+        host=host,
+        port=port,
+        keys=_load_keys(api_key_file) if api_key_file else None,
+        insecure=insecure,
+        allowed_hosts=tuple(allowed_host or ()),
+        cors_origins=tuple(cors_origin or ()),
+        names=tuple(served_model_name or ()),
+        context=context or options.cluster.context,
+        max_waiting=max_waiting,
+        queue_timeout_s=queue_timeout,
+        shutdown_timeout_s=shutdown_timeout,
+        keep_alive_s=keep_alive,
+        tls=load_tls(tls_cert, tls_key) if tls_cert and tls_key else None,
+        limits=RequestLimits(max_tokens=max_tokens),
+        sampling=sampling,
+    )
     require_guarded(serving)
-    run_async(run_server(options, serving))
+    with contextlib.suppress(KeyboardInterrupt):  # to be told to stop is how a server ends
+        run_async(run_server(options, serving))
+
+
+def _load_keys(path: Path) -> Any:
+    from coordinator.cluster.progress import say
+    from coordinator.http.keys import is_readable_by_others, load_keys
+
+    keys = load_keys(path)
+    if is_readable_by_others(path):
+        say(f"warning: {path} can be read by other users of this machine; chmod 600 {path}")
+    return keys

@@ -13,7 +13,8 @@ from coordinator.cluster.peer import Peer
 from coordinator.cluster.progress import ASKING, STARTING, say, show_progress
 from coordinator.cluster.roster import Roster
 from coordinator.cluster.supervisor import Supervisor
-from coordinator.planning.plan import Node, Plan, check_split, plan, require_fit
+from coordinator.planning.contexts import Contexts, plan_largest
+from coordinator.planning.plan import Node, Plan, check_split, require_fit
 from worker.config import Cluster, Worker, is_loopback, split_address
 from worker.model.checkpoint import Checkpoint
 from worker.model.describe import describe
@@ -70,13 +71,14 @@ async def read_model(model: str) -> tuple[Checkpoint, ModelSpec]:
     return checkpoint, spec
 
 
-async def make_plan(cluster: Cluster, spec: ModelSpec, peers: Sequence[Peer], context: int) -> Plan:
+async def make_plan(cluster: Cluster, spec: ModelSpec, peers: Sequence[Peer], context: int | Contexts) -> Plan:
     """Ask every node what it offers and split the model.
 
     Raises:
         ConfigError: `layers` does not suit the model and the nodes. StageLost: a node is missing.
     """
-    return plan(spec, await _ask_nodes(cluster, peers), min(context, spec.context), cluster.layers)
+    contexts = context if isinstance(context, Contexts) else Contexts.exactly(min(context, spec.context))
+    return plan_largest(spec, await _ask_nodes(cluster, peers), contexts, cluster.layers)
 
 
 @asynccontextmanager
@@ -103,7 +105,7 @@ async def open_chain(
 
 @asynccontextmanager
 async def open_cluster(
-    options: ClusterOptions, checkpoint: Checkpoint, spec: ModelSpec, context: int
+    options: ClusterOptions, checkpoint: Checkpoint, spec: ModelSpec, context: int | Contexts
 ) -> AsyncIterator[Supervisor]:
     """The same for requests, which outlive chains: a lost one is opened again, over whichever nodes there are."""
     async with AsyncExitStack() as stack:
@@ -124,7 +126,7 @@ async def supervised(
     options: ClusterOptions,
     checkpoint: Checkpoint,
     spec: ModelSpec,
-    context: int,
+    context: int | Contexts,
     roster: Roster,
     peers: Sequence[Peer],
     progress: Progress = lambda node, report: None,
@@ -138,7 +140,11 @@ async def supervised(
     plan = await make_plan(options.cluster, spec, peers, context)
     require_fit(plan, spec)
     deployment = Deployment(checkpoint, spec, plan, peers, options.check_finite)
-    async with OwnNode(thread) as own, Supervisor(own, roster, deployment, options.limits, say=say) as supervisor:
+    least = context.least if isinstance(context, Contexts) else plan.context
+    async with (
+        OwnNode(thread) as own,
+        Supervisor(own, roster, deployment, options.limits, say=say, least_context=least) as supervisor,
+    ):
         await supervisor.open(progress)
         yield supervisor
 

@@ -11,8 +11,9 @@ from coordinator.cluster.chain import Chain
 from coordinator.cluster.deployment import Deployment, OwnNode, Progress
 from coordinator.cluster.roster import Roster
 from coordinator.cluster.timeline import Timeline
+from coordinator.planning.contexts import Contexts, plan_largest
 from coordinator.planning.costs import ChainCosts
-from coordinator.planning.plan import Node, Plan, plan
+from coordinator.planning.plan import Node, Plan
 from coordinator.planning.recovery import USUAL, GiveUp, Limits, Present, Recovery, Reopen
 from worker.errors import (
     BrigadeError,
@@ -47,8 +48,12 @@ class Supervisor:
         limits: Limits = USUAL,
         *,
         say: Callable[[str], None] = lambda line: None,
+        least_context: int | None = None,
     ) -> None:
-        """`deployment` is the first one; `say` takes lines for the user."""
+        """`deployment` is the first one; `say` takes lines for the user.
+
+        `least_context` is how few tokens per request will do where nodes are lost; as many as before if none is given.
+        """
         self.chain: Chain
         self.num_recoveries = 0
         self.trouble = ""  # why there is no chain now
@@ -57,6 +62,7 @@ class Supervisor:
         self._roster = roster
         self._deployment = deployment
         self._whole = deployment.plan  # with every node
+        self._contexts = Contexts(least_context or self._whole.context, self._whole.context)
         self._limits = limits
         self._say = say
         self._epoch = 0
@@ -282,7 +288,7 @@ class Supervisor:
         if [node.name for node in nodes] == [assignment.name for assignment in self._whole.assignments]:
             return self._whole
         spec = self._deployment.spec
-        found = plan(spec, nodes, self._whole.context) if len(nodes) <= spec.num_layers else None
+        found = plan_largest(spec, nodes, self._contexts) if len(nodes) <= spec.num_layers else None
         return found if found and found.fits else None
 
     async def _look(self) -> None:

@@ -81,8 +81,10 @@ class Tokenizer:
             message = f"the chat template refuses this conversation ({first_line(error)}); give it raw"
             raise InputError("prompt", message) from error
 
-    def encode(self, text: str) -> list[int]:
-        return list(self._wrapper.encode(text))
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """A text's token ids, with those that the tokenizer puts around any text where `special`."""
+        settings = {} if special else {"add_special_tokens": False}  # which not all that is code knows
+        return list(self._wrapper.encode(text, **settings))
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._wrapper.decode(list(tokens)))

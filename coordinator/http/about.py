@@ -6,15 +6,19 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from coordinator.http.served import Served
+from coordinator.http.streams import unless_left
 from coordinator.resident.ask import Ask
+from coordinator.resident.several import collect
 
 
 async def models(request: Request) -> Response:
+    """The model, under each of its names."""
     served: Served = request.app.state.served
     return JSONResponse({"object": "list", "data": [_card(served, name) for name in served.names]})
 
 
 async def one_model(request: Request) -> Response:
+    """The model, under this name."""
     served: Served = request.app.state.served
     name = request.path_params["name"]
     served.require_name(name)
@@ -32,8 +36,8 @@ async def health(request: Request) -> Response:
     standing = served.standing
     if standing.takes_requests and request.query_params.get("deep") == "1":
         model = served.require_model()
-        async for _ in model.stream(await model.prepare(Ask((0,), max_tokens=1, ignore_eos=True))):
-            pass
+        task = await model.prepare(Ask((0,), max_tokens=1, ignore_eos=True))
+        await unless_left(request, collect(model, [task]))
     body = {"status": standing.state.value, "why": standing.why}
     if standing.takes_requests:
         return JSONResponse(body)
@@ -41,15 +45,15 @@ async def health(request: Request) -> Response:
 
 
 async def versions(request: Request) -> Response:
+    """Of the server and of what it computes with."""
     return JSONResponse({name.replace("-", "_"): version(name) for name in ("brigade", "mlx", "mlx-lm")})
 
 
 def _card(served: Served, name: str) -> dict[str, object]:
-    spec = served.frontend.spec
     return {
         "id": name,
         "object": "model",
         "created": served.started,
         "owned_by": "brigade",
-        "max_model_len": spec.context,
+        "max_model_len": served.context,
     }

@@ -22,16 +22,18 @@ from coordinator.resident.model import ResidentModel
 from coordinator.resident.several import collect, merged
 from coordinator.shapes.answers import figures_of
 from coordinator.shapes.openai_chat import ChatAnswer, ChatBody
+from protos.brigade_pb2 import Sampling
 
 DONE = b"data: [DONE]\n\n"
 
 
 async def chat_completions(request: Request) -> Response:
+    """Answer a conversation, at once or as a stream of events."""
     served: Served = request.app.state.served
     body = await read_body(request, ChatBody, served.limits.body_bytes)
     served.require_name(body.model)
     model = served.require_model()
-    tasks = await prepare_choices(model, body.ask(served.limits.max_tokens), body.n)
+    tasks = await prepare_choices(model, body.ask(), body.n)
     answer = ChatAnswer(
         f"chatcmpl-{uuid.uuid4().hex}", served.names[0], int(time.time()), served.frontend.token_text, body.logprobs
     )
@@ -43,10 +45,16 @@ async def chat_completions(request: Request) -> Response:
 
 
 async def prepare_choices(model: ResidentModel, ask: Ask, n: int) -> list[Task]:
-    """`n` tasks of one ask; a given seed counts up, so that they differ but can be had again."""
-    seed = ask.sampling.get("seed")
-    asks = [ask if seed is None else replace(ask, sampling={**ask.sampling, "seed": seed + k}) for k in range(n)]
-    return [await model.prepare(each) for each in asks]
+    """`n` tasks of one ask. The seed counts up: answers differ, and can be had again where it was given."""
+    first = await model.prepare(ask)
+    return [first, *(_with_other_seed(first, k) for k in range(1, n))]
+
+
+def _with_other_seed(task: Task, k: int) -> Task:
+    sampling = Sampling()
+    sampling.CopyFrom(task.request.sampling)
+    sampling.seed = (sampling.seed + k) % 2**64
+    return replace(task, request=replace(task.request, sampling=sampling))
 
 
 async def _events(
@@ -54,10 +62,12 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     lasts: list[Delta] = []
     num_calls: Counter[int] = Counter()
-    for index in range(len(tasks)):
-        yield data(answer.opening(index))
+    opened: set[int] = set()
     async with aclosing(merged(model, tasks, traced=body.wants_waterfall)) as deltas:
         async for index, delta in deltas:
+            if index not in opened:  # not before it is served: it may be refused until then
+                opened.add(index)
+                yield data(answer.opening(index))
             if chunk := answer.chunk(index, delta, num_calls[index]):
                 yield data(chunk)
             num_calls[index] += len(delta.tool_calls)

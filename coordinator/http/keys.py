@@ -3,6 +3,7 @@
 import hashlib
 import hmac
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,11 @@ class Keys:
         digest = _digest(key)
         found = [name for name, kept in self.digests.items() if hmac.compare_digest(kept, digest)]
         return found[0] if found else None
+
+
+def is_readable_by_others(path: Path) -> bool:
+    """Whether other users of this machine may know the keys."""
+    return bool(path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH))
 
 
 def load_keys(path: Path) -> Keys:

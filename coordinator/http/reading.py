@@ -1,7 +1,8 @@
 """Reading: a request's body, bounded, as JSON, as the shape that its route expects."""
 
+import asyncio
 import json
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
@@ -11,19 +12,27 @@ from coordinator.shapes.body import read
 
 Body = TypeVar("Body", bound=BaseModel)
 
+_SEND_S = 60.0  # how long a client may take to send its body
+_CLOSE = {"Connection": "close"}  # with what is still to come
+
 
 async def read_body(request: Request, shape: type[Body], most_bytes: int) -> Body:
-    """Raises Refusal (400, 413, 415), or InputError for a field that is wrong."""
+    """Raises Refusal (400, 408, 413, 415), or InputError for a field that is wrong."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise refuse(415, f"expected content-type application/json, found {kind or 'none'}", "unsupported_media_type")
-    return read(shape, _as_object(await _bytes_of(request, most_bytes)))
+    try:
+        async with asyncio.timeout(_SEND_S):
+            body = await _bytes_of(request, most_bytes)
+    except TimeoutError:
+        raise refuse(408, f"expected a whole body within {_SEND_S:g} s", "request_timeout", headers=_CLOSE) from None
+    return read(shape, _as_object(body))
 
 
 async def _bytes_of(request: Request, most: int) -> bytes:
-    too_large = refuse(413, f"expected a body of at most {most} bytes", "request_too_large")
+    too_large = refuse(413, f"expected a body of at most {most} bytes", "request_too_large", headers=_CLOSE)
     length = request.headers.get("content-length", "0")
-    if length.isdecimal() and int(length) > most:
+    if length.isdecimal() and (len(length) > 12 or int(length) > most):
         raise too_large
     body = bytearray()
     try:
@@ -38,9 +47,13 @@ async def _bytes_of(request: Request, most: int) -> bytes:
 
 def _as_object(body: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(body)
+        found = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise refuse(400, f"expected JSON, found something else ({error})", "invalid_json") from None
     if not isinstance(found, dict):
         raise refuse(400, f"expected a JSON object, found {type(found).__name__}", "invalid_json")
     return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")

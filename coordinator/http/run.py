@@ -1,46 +1,46 @@
 """From a configuration to a server that answers until it is told to stop. HTTP and gRPC share one event loop."""
 
 import asyncio
-import socket
+import ssl
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-from starlette.types import ASGIApp
-
-from coordinator.cluster.options import ClusterOptions
+from coordinator.cluster.options import DEFAULT_CONTEXT, ClusterOptions
 from coordinator.cluster.progress import say
 from coordinator.http.app import make_app
 from coordinator.http.keys import Keys
+from coordinator.http.listen import answering, listening
 from coordinator.http.served import Limits, Served
+from coordinator.planning.contexts import Contexts
 from coordinator.resident.frontend import Frontend
-from coordinator.resident.model import open_resident
+from coordinator.resident.model import ResidentModel, Standing, State, open_resident
 from worker.config import is_loopback
-from worker.errors import ConfigError, InputError, StageLost
+from worker.errors import BrigadeError, InputError
 
 _REOPEN_S = 5.0  # after no chain could be opened for as long as a recovery may take
-_LEAVE_S = 2  # for connections, once all is answered
-_BACKLOG = 512
 
 
 @dataclass(frozen=True)
 class Serving:
-    """How the server listens, and whom it lets in."""
+    """How the server listens, whom it lets in, and how long anything may take."""
 
     host: str
     port: int
-    keys: Keys | None
+    keys: Keys | None = None
     insecure: bool = False
+    allowed_hosts: Sequence[str] = ()  # names that it is called by, beyond those of this machine
+    cors_origins: Sequence[str] = ()  # of web pages that may use it
     names: Sequence[str] = ()
+    context: int | None = None  # tokens; None: as many as there is memory for
     max_waiting: int = 256
     queue_timeout_s: float = 60.0
     shutdown_timeout_s: float = 30.0
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
+    keep_alive_s: float = 10.0
+    reopen_s: float = _REOPEN_S
+    tls: ssl.SSLContext | None = None
     limits: Limits = field(default_factory=Limits)
     sampling: Mapping[str, Any] = field(default_factory=dict)  # for requests that do not say; above the model's own
 
@@ -48,6 +48,17 @@ class Serving:
     def is_wide(self) -> bool:
         """Whether other machines can reach it."""
         return not is_loopback(self.host)
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        """Names by which it may be called; none: by any."""
+        if self.is_wide and not self.allowed_hosts:
+            return ()
+        return ("localhost", "127.0.0.1", "::1", self.host.lower(), *(name.lower() for name in self.allowed_hosts))
+
+    def url(self, port: int) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.tls else 'http'}://{host}:{port}"
 
 
 async def serve(options: ClusterOptions, serving: Serving) -> None:
@@ -59,84 +70,57 @@ async def serve(options: ClusterOptions, serving: Serving) -> None:
     """
     frontend = await Frontend.read(options.model, trust_remote_code=options.trust_remote_code)
     frontend.defaults |= serving.sampling
-    names = serving.names or (frontend.checkpoint.name,)
-    served = Served(frontend, names, int(time.time()), serving.limits)
-    hosts = () if serving.is_wide else ("localhost", "127.0.0.1", "::1", serving.host)
-    with _listening(serving) as listener:
-        async with _http(make_app(served, keys=serving.keys, hosts=hosts), listener, serving):
-            await _keep_serving(options, serving, served, _url(listener, serving))
+    frontend.default_max_tokens = min(serving.limits.max_tokens, frontend.spec.context)
+    served = Served(
+        frontend, serving.names or (_name_of(frontend),), int(time.time()), serving.limits,
+        serving.keep_alive_s, serving.queue_timeout_s,
+    )  # fmt: skip
+    app = make_app(served, keys=serving.keys, hosts=serving.hosts, origins=serving.cors_origins)
+    with listening(serving.host, serving.port) as listener:
+        url = serving.url(listener.getsockname()[1])
+        async with answering(app, listener, serving.tls):
+            await _keep_serving(options, serving, served, url)
+
+
+def _name_of(frontend: Frontend) -> str:
+    """What clients call the model: a folder's own name, whose path is nobody's affair."""
+    name = frontend.checkpoint.name
+    return Path(name).name if Path(name).is_absolute() else name
 
 
 async def _keep_serving(options: ClusterOptions, serving: Serving, served: Served, url: str) -> None:
     """Load the model, and anew whenever its cluster has failed for good. Returns once it was told to stop."""
-    was_open = False
+    spec, was_open = served.frontend.spec, False
+    context = serving.context or Contexts(min(DEFAULT_CONTEXT, spec.context), spec.context)
     while True:
         try:
             async with open_resident(
-                served.frontend, options, options.context,
-                max_waiting=serving.max_waiting, max_wait_s=serving.queue_timeout_s,
-            ) as model:  # fmt: skip
+                served.frontend, options, context, max_waiting=serving.max_waiting, max_wait_s=serving.queue_timeout_s
+            ) as model:
                 served.model, was_open = model, True
-                say(f"serving {', '.join(served.names)} at {url}, up to {model.context} tokens")
-                try:
-                    await model.wait_failed()
-                except asyncio.CancelledError:
-                    say("stopping: what is under way may end; again to stop at once")
-                    await model.drain(serving.shutdown_timeout_s)
+                say(f"serving {', '.join(served.names)} at {url}, up to {model.context} tokens per request")
+                if await _is_stopped(model, serving):
                     return
-        except StageLost as error:
+        except BrigadeError as error:
             if not was_open:
                 raise
-            say(f"{error}; trying again in {_REOPEN_S:g} s")
-            served.why_not = str(error)
+            say(f"{error}; trying again in {serving.reopen_s:g} s")
+            served.without_model = Standing(State.RECOVERING, str(error))
         finally:
             served.model = None
-        await asyncio.sleep(_REOPEN_S)
+        await asyncio.sleep(serving.reopen_s)
 
 
-class _Server(uvicorn.Server):
-    """Leaves signals to whoever runs the event loop."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-@asynccontextmanager
-async def _http(app: ASGIApp, listener: socket.socket, serving: Serving) -> AsyncIterator[None]:
-    config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", server_header=False,
-        timeout_graceful_shutdown=_LEAVE_S,
-        ssl_certfile=serving.tls_cert, ssl_keyfile=serving.tls_key,
-    )  # fmt: skip
-    server = _Server(config)
-    running = asyncio.create_task(server.serve(sockets=[listener]))
+async def _is_stopped(model: ResidentModel, serving: Serving) -> bool:
+    """True once it was told to stop and what was under way has ended. Raises what makes the model useless."""
     try:
-        yield
-    finally:
-        server.should_exit = True
-        await asyncio.gather(running, return_exceptions=True)
-
-
-@contextmanager
-def _listening(serving: Serving) -> Iterator[socket.socket]:
-    """The port, taken before anything is loaded. Raises ConfigError if it cannot be."""
-    family = socket.AF_INET6 if ":" in serving.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((serving.host, serving.port))
-        except OSError as error:
-            place = f"{serving.host}:{serving.port}"
-            raise ConfigError(f"cannot listen on {place}: {error.strerror}; give another --port or --host") from error
-        listener.listen(_BACKLOG)
-        listener.setblocking(False)
-        yield listener
-
-
-def _url(listener: socket.socket, serving: Serving) -> str:
-    host = f"[{serving.host}]" if ":" in serving.host else serving.host
-    return f"{'https' if serving.tls_cert else 'http'}://{host}:{listener.getsockname()[1]}"
+        await model.wait_failed()
+        return False
+    except asyncio.CancelledError:
+        say("stopping: what is under way may end; again to stop at once")
+        if not await model.drain(serving.shutdown_timeout_s):
+            say(f"some answers have not ended within {serving.shutdown_timeout_s:g} s, and are cut off")
+        return True
 
 
 def require_guarded(serving: Serving) -> None:
@@ -145,7 +129,6 @@ def require_guarded(serving: Serving) -> None:
         raise InputError(
             "host", f"{serving.host} can be reached by others: expected --api-key-file with it, or --insecure"
         )
-    if (serving.tls_cert is None) != (serving.tls_key is None):
-        raise InputError("tls_cert", "expected with --tls-key, both or neither")
-    if serving.is_wide and serving.tls_cert is None:
-        say("warning: prompts, answers and keys travel in clear; give --tls-cert and --tls-key to encrypt them")
+    if serving.is_wide and serving.tls is None:
+        what = "prompts, answers and keys" if serving.keys else "prompts and answers"
+        say(f"warning: {what} travel in clear; give --tls-cert and --tls-key to encrypt them")

@@ -26,12 +26,24 @@ class Served:
     names: Sequence[str]  # the first one is told in answers
     started: int  # seconds since 1970
     limits: Limits = field(default_factory=Limits)
+    keep_alive_s: float = 10.0  # how often a stream that has nothing to say says that it lives
+    queue_timeout_s: float = 60.0
     model: Model = None
-    why_not: str = "the model is being loaded"
+    without_model: Standing = field(default_factory=lambda: Standing(State.LOADING, "the model is being loaded"))
 
     @property
     def standing(self) -> Standing:
-        return self.model.standing if self.model else Standing(State.LOADING, self.why_not)
+        return self.model.standing if self.model else self.without_model
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether requests wait for memory."""
+        return self.model is not None and self.model.num_waiting > 0
+
+    @property
+    def context(self) -> int:
+        """The most tokens of a prompt and its answer."""
+        return self.model.context if self.model else self.frontend.spec.context
 
     def require_model(self) -> ResidentModel:
         """Raises Refusal (503) while nothing can be answered."""

@@ -2,19 +2,23 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from coordinator.http.errors import HttpError, http_error
+from coordinator.http.served import Served
 
 T = TypeVar("T")
 Event = dict[str, Any]
 
+ABORT = "brigade.abort"  # the extension of a connection that can be cut off
+_UNREAD_S = 30.0  # how long a client may leave what was sent unread
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-_KEEP_ALIVE_S = 10.0
 _LIVES = b": still at it\n\n"
 
 
@@ -33,13 +37,8 @@ def named(event: Event) -> bytes:
 
 
 async def event_stream(
-    request: Request,
-    events: AsyncGenerator[bytes, None],
-    *,
-    tell: Callable[[HttpError], bytes],
-    end: bytes = b"",
-    keep_alive_s: float = _KEEP_ALIVE_S,
-) -> StreamingResponse:
+    request: Request, events: AsyncGenerator[bytes, None], *, tell: Callable[[HttpError], bytes], end: bytes = b""
+) -> "EventStream":
     """A response of these events. Raises what the first one raises: until then there may be another status.
 
     Args:
@@ -48,52 +47,100 @@ async def event_stream(
     Raises:
         ClientLeft: nobody waits for it any more.
     """
+    served: Served = request.app.state.served
     first = asyncio.ensure_future(anext(events))
     try:
-        await unless_left(request, asyncio.wait([first], timeout=keep_alive_s))
+        await unless_left(request, _wait_first(first, served))
         if first.done():
             first.result()
     except BaseException:
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-        await events.aclose()
+        await _close(events, first)
         raise
-    body = _lively(events, first, tell, end, keep_alive_s)
-    return StreamingResponse(body, media_type="text/event-stream", headers=_HEADERS)
+    return EventStream(request, events, first, tell, end, keep_alive_s=served.keep_alive_s)
 
 
-async def _lively(
-    events: AsyncGenerator[bytes, None],
-    upcoming: "asyncio.Future[bytes]",
-    tell: Callable[[HttpError], bytes],
-    end: bytes,
-    keep_alive_s: float,
-) -> AsyncIterator[bytes]:
-    try:
+async def _wait_first(first: "asyncio.Future[bytes]", served: Served) -> None:
+    await asyncio.wait([first], timeout=served.keep_alive_s)
+    if not first.done() and served.has_waiting:  # it may be refused yet
+        await asyncio.wait([first], timeout=served.queue_timeout_s)
+
+
+class EventStream(StreamingResponse):
+    """Sends events until they end, fail, or are not read. Whichever it is, what they come from is closed then."""
+
+    def __init__(
+        self,
+        request: Request,
+        events: AsyncGenerator[bytes, None],
+        upcoming: "asyncio.Future[bytes]",
+        tell: Callable[[HttpError], bytes],
+        end: bytes = b"",
+        *,
+        keep_alive_s: float,
+        unread_s: float = _UNREAD_S,
+    ) -> None:
+        """`upcoming` is the first event, which may not be there yet."""
+        super().__init__((), media_type="text/event-stream", headers=_HEADERS)
+        self._request = request
+        self._events = events
+        self._upcoming = upcoming
+        self._tell = tell
+        self._end = end
+        self._keep_alive_s = keep_alive_s
+        self._unread_s = unread_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_left(self._request, self._send_all(send))
+        except TimeoutError:
+            await _cut_off(scope, receive)
+        except ClientLeft:
+            pass
+        finally:
+            await _close(self._events, self._upcoming)
+
+    async def _send_all(self, send: Send) -> None:
+        """Raises TimeoutError once nobody reads."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with aclosing(self._lively()) as pieces:
+            async for piece in pieces:
+                async with asyncio.timeout(self._unread_s):
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _lively(self) -> AsyncGenerator[bytes, None]:
         while True:
-            done, _ = await asyncio.wait([upcoming], timeout=keep_alive_s)
+            done, _ = await asyncio.wait([self._upcoming], timeout=self._keep_alive_s)
             if not done:
                 yield _LIVES
                 continue
             try:
-                event = upcoming.result()
+                event = self._upcoming.result()
             except StopAsyncIteration:
-                yield end
+                yield self._end
                 return
             except Exception as error:
-                yield tell(http_error(error))
+                yield self._tell(http_error(error))
                 return
             yield event
-            upcoming = asyncio.ensure_future(anext(events))
-    finally:
-        upcoming.cancel()
-        await asyncio.gather(upcoming, return_exceptions=True)
-        await events.aclose()
+            self._upcoming = asyncio.ensure_future(anext(self._events))
+
+
+async def _close(events: AsyncGenerator[bytes, None], upcoming: "asyncio.Future[bytes]") -> None:
+    upcoming.cancel()
+    await asyncio.gather(upcoming, return_exceptions=True)
+    await events.aclose()
+
+
+async def _cut_off(scope: Scope, receive: Receive) -> None:
+    """A connection that nobody reads would never get rid of what is still to be sent."""
+    scope["extensions"][ABORT]()
+    await _left(receive)
 
 
 async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled if the client leaves meanwhile. Raises ClientLeft then."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(request))
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(request.receive))
     try:
         await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -105,6 +152,6 @@ async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def _left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass

@@ -56,6 +56,7 @@ class Frontend:
         self.tokenizer = tokenizer
         self.defaults: dict[str, Any] = sampling_defaults(checkpoint.generation_config)
         self._grammars = Grammars(checkpoint.folder, spec.vocab_size)
+        self.default_max_tokens = spec.context  # of an answer whose request names no number
         self._encoding = asyncio.Lock()
 
     @classmethod
@@ -91,7 +92,7 @@ class Frontend:
         spec = replace(self.spec, cache=ask.cache)
         request = Request(
             prompt=prompt,
-            max_tokens=spec.context if ask.max_tokens is None else ask.max_tokens,
+            max_tokens=self.default_max_tokens if ask.max_tokens is None else ask.max_tokens,
             sampling=sampling,
             stops=ask.stops,
             eos=frozenset() if ask.ignore_eos else self.eos,
@@ -101,6 +102,21 @@ class Frontend:
         )
         check_request(request, spec)
         return Task(self.checkpoint, spec, request, self.tokenizer, defaults, ask)
+
+    async def text_ids(self, text: str, *, special: bool) -> list[int]:
+        """The token ids of a text, with those that the tokenizer puts around it where `special`."""
+        tokenizer = self._require_tokenizer("prompt")
+        require_utf8("prompt", text)
+        async with self._encoding:
+            return await run_aside(lambda: tokenizer.encode(text, special=special))
+
+    async def text_of(self, tokens: Sequence[int]) -> str:
+        """What the tokens say. Raises InputError for ids outside the vocabulary."""
+        tokenizer = self._require_tokenizer("tokens")
+        if outside := [token for token in tokens if not 0 <= token < self.spec.vocab_size]:
+            raise InputError("tokens", f"expected token ids from 0 to {self.spec.vocab_size - 1}, found {outside[0]}")
+        async with self._encoding:
+            return await run_aside(lambda: tokenizer.decode(tokens))
 
     def token_text(self, token: int) -> str:
         """What one token says; its number without a tokenizer."""
@@ -112,10 +128,9 @@ class Frontend:
             return prompt
         if isinstance(prompt, str):
             require_utf8("prompt", prompt)
-        if self.tokenizer is None:
-            raise InputError("prompt", "this model has no tokenizer; give the prompt as token ids")
+        tokenizer = self._require_tokenizer("prompt")
         async with self._encoding:
-            return tuple(await run_aside(partial(_encode, self.tokenizer, prompt)))
+            return tuple(await run_aside(partial(_encode, tokenizer, prompt)))
 
     @property
     def eos(self) -> frozenset[int]:
@@ -136,6 +151,11 @@ class Frontend:
         except SamplingError as error:
             raise InputError("response_format", error.message) from error
         return grammar
+
+    def _require_tokenizer(self, field: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InputError(field, "this model has no tokenizer; give the prompt as token ids")
+        return self.tokenizer
 
     def _sampling(self, ask: Ask, defaults: Mapping[str, float]) -> Sampling:
         make_sampling(**ask.sampling)  # what was asked for is refused as such

@@ -4,16 +4,20 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from coordinator.cluster.open import open_cluster
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.runner import Runner
 from coordinator.cluster.supervisor import Supervisor
+from coordinator.planning.contexts import Contexts
 from coordinator.resident.ask import Ask
 from coordinator.resident.channels import Delta
 from coordinator.resident.frontend import Frontend, Task
+from coordinator.sessions.request import most_rows, room_for_answer
+from coordinator.sessions.slots import CacheCosts, cache_costs
+from protos.brigade_pb2 import Cache
 from worker.errors import NodeBusy
 
 
@@ -58,8 +62,13 @@ class ResidentModel:
 
     @property
     def context(self) -> int:
-        """The most tokens of a prompt and its answer."""
-        return self.frontend.spec.context
+        """The most tokens of a prompt and its answer that the model has room for, and the nodes have memory."""
+        return self._costs.most_rows(Cache(), self.frontend.spec.context)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for memory."""
+        return self.runner.scheduler.num_waiting
 
     @property
     def clock_offsets(self) -> Sequence[int]:
@@ -83,7 +92,8 @@ class ResidentModel:
     async def prepare(self, ask: Ask) -> Task:
         """Check what is asked, as `Frontend.prepare`. Raises NodeBusy once draining has begun."""
         self._require_open()
-        return await self.frontend.prepare(ask)
+        task = await self.frontend.prepare(ask)
+        return self._within_memory(task) if ask.max_tokens is None else task
 
     async def stream(self, task: Task, *, traced: bool = False) -> AsyncGenerator[Delta, None]:
         """Answer, step by step. Closing the iterator frees what the answer took on every node.
@@ -114,6 +124,19 @@ class ResidentModel:
                 await self._all_answered.wait()
         return self._num_answering == 0
 
+    @property
+    def _costs(self) -> CacheCosts:
+        return cache_costs(self.runner.chain.plan, self.frontend.spec)
+
+    def _within_memory(self, task: Task) -> Task:
+        """With fewer tokens where the nodes have no memory for as many as the model has room for."""
+        request, context = task.request, self.frontend.spec.context
+        rows = most_rows(request, context)
+        if not (missing := rows - self._costs.most_rows(request.cache, rows)):
+            return task
+        most = max(1, room_for_answer(request, context) - missing)
+        return replace(task, request=replace(request, max_tokens=most))
+
     def _require_open(self) -> None:
         if self._is_draining:
             raise NodeBusy("this server is shutting down and takes no new request")
@@ -130,12 +153,12 @@ class ResidentModel:
 
 @asynccontextmanager
 async def open_resident(
-    frontend: Frontend, options: ClusterOptions, context: int, *, max_waiting: int, max_wait_s: float
+    frontend: Frontend, options: ClusterOptions, context: int | Contexts, *, max_waiting: int, max_wait_s: float
 ) -> AsyncIterator[ResidentModel]:
     """Load the model over the cluster and keep it.
 
     Args:
-        context: tokens per request that the plan keeps memory for.
+        context: tokens per request that the plan keeps memory for, or as many as fit.
         max_waiting: requests that may wait for memory; each of them for `max_wait_s`.
     Raises:
         BrigadeError: what the first node that cannot take part says.

@@ -14,22 +14,24 @@ Numbered = tuple[int, Delta]
 async def merged(
     model: ResidentModel, tasks: Sequence[Task], *, traced: bool = False
 ) -> AsyncGenerator[Numbered, None]:
-    """Every answer's deltas, with the answer's number. The others begin once the first has fed the prompt they share.
+    """Every answer's deltas, with the answer's number.
+
+    Of those that share a prompt the first one feeds it; the others begin once it has.
 
     Raises:
         What the first answer that fails raises; the others end with it, as they do when the iterator is closed.
     """
     queue: asyncio.Queue[Numbered | BaseException] = asyncio.Queue(maxsize=len(tasks))
-    running = [asyncio.create_task(_run(model, tasks[0], 0, queue, traced))]
+    together = _by_prompt(tasks)
+    running = [asyncio.create_task(_run(model, tasks[first], first, queue, traced)) for first in together]
     num_left = len(tasks)
     try:
         while num_left:
             found = await queue.get()
             if isinstance(found, BaseException):
                 raise found
-            if len(running) < len(tasks):
-                others = enumerate(tasks[1:], 1)
-                running += [asyncio.create_task(_run(model, task, number, queue, traced)) for number, task in others]
+            others = together.pop(found[0], ())
+            running += [asyncio.create_task(_run(model, tasks[number], number, queue, traced)) for number in others]
             num_left -= found[1].finish_reason is not None
             yield found
     finally:
@@ -45,6 +47,19 @@ async def collect(model: ResidentModel, tasks: Sequence[Task], *, traced: bool =
         async for number, delta in deltas:
             answers[number].append(delta)
     return answers
+
+
+def _by_prompt(tasks: Sequence[Task]) -> dict[int, list[int]]:
+    """The first task of each prompt, and the others that have the same one; by their numbers."""
+    firsts: dict[tuple[int, ...], int] = {}
+    found: dict[int, list[int]] = {}
+    for number, task in enumerate(tasks):
+        first = firsts.setdefault(task.request.prompt, number)
+        if first == number:
+            found[number] = []
+        else:
+            found[first].append(number)
+    return found
 
 
 async def _run(

@@ -4,6 +4,7 @@ The one authority over cache memory: what is promised never exceeds a stage's bu
 session that needs its memory; the least recently used goes first.
 """
 
+from bisect import bisect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -31,6 +32,14 @@ class CacheCosts:
     nodes: tuple[str, ...]
     bytes_of: Callable[[Cache, int], Bytes]  # the most that a cache of so many rows takes
     rows_that_can_be_cut: Callable[[Cache], int]  # a longer cache can only go on where it ends
+
+    def most_rows(self, cache: Cache, at_most: int) -> int:
+        """The longest such cache, up to this many rows, that every stage has memory for."""
+
+        def exceeds(rows: int) -> bool:
+            return any(need > budget for need, budget in zip(self.bytes_of(cache, rows), self.budgets, strict=True))
+
+        return bisect(range(1, at_most + 1), False, key=exceeds) if exceeds(at_most) else at_most
 
 
 def cache_costs(plan: Plan, spec: ModelSpec) -> CacheCosts:

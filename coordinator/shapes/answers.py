@@ -9,6 +9,7 @@ from coordinator.sessions.waterfall import make_waterfall
 
 Json = dict[str, Any]
 TokenText = Callable[[int], str]
+LEAST_LOGPROB = -9999.0  # as OpenAI's: JSON has no infinity
 
 
 def usage_of(last: Delta) -> Usage:
@@ -27,6 +28,13 @@ def total_usage(lasts: Sequence[Delta]) -> Json:
         "total_tokens": num_prompt + num_generated,
         "prompt_tokens_details": {"cached_tokens": min(usages[0].num_reused, num_prompt)},
     }
+
+
+def summed_usage(usages: Sequence[Json]) -> Json:
+    """OpenAI's `usage` of several prompts."""
+    total = {name: sum(usage[name] for usage in usages) for name in usages[0] if name != "prompt_tokens_details"}
+    cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+    return total | {"prompt_tokens_details": {"cached_tokens": cached}}
 
 
 def figures_of(last: Delta, clock_offsets: Sequence[int]) -> Json:
@@ -51,4 +59,4 @@ def logprobs_of(token: Token, text_of: TokenText) -> Json:
 
 def _entry(token: int, logprob: float, text_of: TokenText) -> Json:
     text = text_of(token)
-    return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
+    return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(text.encode())}

@@ -1,7 +1,7 @@
 """Body: what the request bodies of all shapes have in common, and what one says of a wrong one. Pure."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -17,13 +17,39 @@ def listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-Texts = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(listed)]
+_Listed = BeforeValidator(listed, json_schema_input_type=str | list[str])
+Texts = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=64), _Listed]
+Unsupported = dict[str, Sequence[Any]]  # fields, with their values that change nothing
+UNSUPPORTED: Unsupported = {  # of more than one shape; what is left out, or null, changes nothing in any case
+    "add_generation_prompt": (True,),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "continue_final_message": (False,),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "min_tokens": (0,),
+    "prompt_logprobs": (),
+    "stop_token_ids": ([],),
+    "structured_outputs": (),
+    "use_beam_search": (False,),
+}
+_DEEPEST = 64  # levels of lists and objects in a field
 
 
 class Section(BaseModel):
     """Unknown fields are let pass: clients send many that change nothing."""
 
     model_config = ConfigDict(extra="ignore", strict=False)
+    unsupported: ClassVar[Unsupported] = {}
+
+
+class StreamOptions(Section):
+    """What a stream tells at its end."""
+
+    include_usage: bool = False
 
 
 class Sampled(Section):
@@ -47,7 +73,8 @@ class Sampled(Section):
     def sampling(self) -> dict[str, Any]:
         """What was chosen, by the names of the proto message."""
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        chosen = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return chosen | ({"top_k": 0} if self.top_k == -1 else {})  # as vLLM's clients say that it is off
 
     def decoder(self) -> Decode:
         return make_decode(self.decode, str(self.window), self.entropy_threshold, self.position_penalty)
@@ -57,10 +84,61 @@ class Sampled(Section):
 
 
 def read(shape: type[Body], body: Mapping[str, Any]) -> Body:
-    """The body as this shape. Raises InputError, naming the first field that is wrong."""
+    """The body as this shape.
+
+    Raises:
+        InputError: the first field that is wrong, that no shape can take, or that is not supported and would change
+            the answer.
+    """
+    for name, value in body.items():
+        _require_plain(name, value)
+    for name, harmless in getattr(shape, "unsupported", {}).items():
+        if body.get(name) is not None and body[name] not in harmless:
+            raise InputError(name, "is not supported by this server, and would change the answer; leave it out")
     try:
         return shape.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise InputError(place, first["msg"].removeprefix("Value error, ")) from error
+        raise InputError(_place(first["loc"], body), first["msg"].removeprefix("Value error, ")) from error
+
+
+def _require_plain(name: str, value: Any) -> None:
+    """Raise InputError for what JSON can say and nobody can use: deep nesting, half characters, huge numbers."""
+    level = [name, value]
+    for _ in range(_DEEPEST):
+        for each in level:
+            _require_plain_scalar(name, each)
+        level = [child for each in level for child in _children(each)]
+        if not level:
+            return
+    raise InputError(name, f"expected at most {_DEEPEST} levels of nesting")
+
+
+def _require_plain_scalar(name: str, value: Any) -> None:
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise InputError(name, "expected whole characters, found half of a surrogate pair") from None
+    elif isinstance(value, int | float) and not abs(value) < 2**64:  # nor is NaN
+        raise InputError(name, "expected numbers below 2^64")
+
+
+def _children(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    return value if isinstance(value, list) else ()
+
+
+def _place(path: Sequence[int | str], body: Any) -> str:
+    """Where the error is, as far as the body goes: what validation calls the members of a union is nobody's field."""
+    parts: list[str] = []
+    for part in path:
+        try:
+            body = body[part]
+        except (LookupError, TypeError):
+            if not parts or isinstance(body, dict):
+                parts.append(str(part))
+            break
+        parts.append(str(part))
+    return ".".join(parts)

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -11,10 +11,21 @@ from coordinator.resident.ask import Ask, Conversation
 from coordinator.resident.channels import Delta, ToolCall
 from coordinator.resident.grammars import json_grammar, lark_grammar, regex_grammar
 from coordinator.shapes.answers import TokenText, logprobs_of, total_usage
-from coordinator.shapes.body import Sampled, Section, Texts
+from coordinator.shapes.body import UNSUPPORTED, Sampled, Section, StreamOptions, Texts, Unsupported
 from worker.errors import InputError
 
 Json = dict[str, Any]
+
+
+_UNSUPPORTED: Unsupported = UNSUPPORTED | {
+    "audio": (),
+    "best_of": (1,),
+    "documents": ([],),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "web_search_options": (),
+}
 
 
 class Message(Section):
@@ -29,13 +40,10 @@ class Message(Section):
     reasoning_content: str | None = None
 
 
-class StreamOptions(Section):
-    include_usage: bool = False
-
-
 class ChatBody(Sampled):
-    """What may be asked. Fields that would change the answer and are not supported are refused by `ask`."""
+    """What may be asked."""
 
+    unsupported: ClassVar[Unsupported] = _UNSUPPORTED
     model: str | None = None
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
@@ -51,8 +59,8 @@ class ChatBody(Sampled):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[Json] | None = None
     tool_choice: str | Json | None = None
-    parallel_tool_calls: bool = True
     response_format: Json | None = None
+    reasoning_effort: str | None = None  # which some templates know
     chat_template_kwargs: Json = Field(default_factory=dict)
     brigade: Json = Field(default_factory=dict)  # {"waterfall": true}
 
@@ -66,8 +74,8 @@ class ChatBody(Sampled):
     def wants_waterfall(self) -> bool:
         return bool(self.brigade.get("waterfall"))
 
-    def ask(self, default_max_tokens: int | None = None) -> Ask:
-        """Raises InputError for what is not supported and would change the answer."""
+    def ask(self) -> Ask:
+        """Raises InputError for messages, tools and choices that cannot be served."""
         chosen = {
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
@@ -78,9 +86,10 @@ class ChatBody(Sampled):
             prompt=Conversation(
                 tuple(as_template_message(message) for message in self.messages),
                 self._tools(),
-                self.chat_template_kwargs,
+                ({"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {})
+                | self.chat_template_kwargs,
             ),
-            max_tokens=self.max_completion_tokens or self.max_tokens or default_max_tokens,
+            max_tokens=self.max_completion_tokens or self.max_tokens,
             sampling=self.sampling() | chosen,
             decode=self.decoder(),
             cache=self.cache(),
@@ -94,6 +103,9 @@ class ChatBody(Sampled):
         """What may be called. A call can be forbidden; it cannot be forced."""
         if self.tool_choice not in (None, "none", "auto"):
             raise InputError("tool_choice", 'expected "auto" or "none": this server cannot force a call')
+        for tool in self.tools or ():
+            if tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
+                raise InputError("tools", f"expected tools of type function, found {tool.get('type')!r}")
         return () if self.tool_choice == "none" else tuple(self.tools or ())
 
 

@@ -1,0 +1,72 @@
+"""`POST /v1/completions`: raw prompts, several at once."""
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from coordinator.http.chat import DONE, figures, prepare_choices, tell
+from coordinator.http.reading import read_body
+from coordinator.http.served import Served
+from coordinator.http.streams import data, event_stream, unless_left
+from coordinator.resident.channels import Delta
+from coordinator.resident.frontend import Task
+from coordinator.resident.model import ResidentModel
+from coordinator.resident.several import collect, merged
+from coordinator.sessions.text import TokenIds
+from coordinator.shapes.openai_completions import Choice, CompletionAnswer, CompletionBody, RawPrompt
+
+
+async def completions(request: Request) -> Response:
+    """Go on from texts or token ids as they stand, at once or as a stream of events."""
+    served: Served = request.app.state.served
+    body = await read_body(request, CompletionBody, served.limits.body_bytes)
+    served.require_name(body.model)
+    model = served.require_model()
+    tasks: list[Task] = []
+    choices: list[Choice] = []
+    for prompt, ask in zip(body.prompt, body.asks(), strict=True):
+        group = await prepare_choices(model, ask, body.n)
+        echoed = await _text_of(prompt, served) if body.echo else ""
+        choices += [_choice(task, echoed, has_logprobs=body.logprobs is not None) for task in group]
+        tasks += group
+    answer = CompletionAnswer(
+        f"cmpl-{uuid.uuid4().hex}", served.names[0], int(time.time()), served.frontend.token_text, choices,
+        len(body.prompt),
+    )  # fmt: skip
+    if body.stream:
+        return await event_stream(request, _events(model, tasks, answer, body), tell=tell, end=DONE)
+    answers = await unless_left(request, collect(model, tasks, traced=body.wants_waterfall))
+    return JSONResponse(answer.whole(answers) | {"brigade": figures(model, [deltas[-1] for deltas in answers])})
+
+
+async def _text_of(prompt: RawPrompt, served: Served) -> str:
+    return prompt if isinstance(prompt, str) else await served.frontend.text_of(prompt)
+
+
+def _choice(task: Task, echoed: str, *, has_logprobs: bool) -> Choice:
+    if not has_logprobs:
+        return Choice(echoed)
+    return Choice(echoed, task.tokenizer.stream(()) if task.tokenizer else TokenIds(), task.request.eos)
+
+
+async def _events(
+    model: ResidentModel, tasks: Sequence[Task], answer: CompletionAnswer, body: CompletionBody
+) -> AsyncGenerator[bytes, None]:
+    lasts: dict[int, Delta] = {}
+    opened: set[int] = set()
+    async with aclosing(merged(model, tasks, traced=body.wants_waterfall)) as deltas:
+        async for index, delta in deltas:
+            if index not in opened:
+                opened.add(index)
+                if opening := answer.opening(index):
+                    yield data(opening)
+            if chunk := answer.chunk(index, delta):
+                yield data(chunk)
+            if delta.finish_reason is not None:
+                lasts[index] = delta
+    if body.stream_options.include_usage:
+        yield data(answer.closing(lasts) | {"brigade": figures(model, [lasts[index] for index in range(len(lasts))])})

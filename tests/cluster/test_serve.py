@@ -1,0 +1,251 @@
+"""`brigade serve` as a process, asked by OpenAI's own client: two workers, of which one is killed now and then."""
+
+import contextlib
+import json
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+
+from tests.cluster.commands import answer_here
+from tests.cluster.processes import START_S, Starter
+from tests.cluster.servers import Server, start_server
+from tests.schemas import breaches
+
+HELLO: Any = [{"role": "user", "content": "hello"}]
+SAMPLED: Any = {"temperature": 0.8, "seed": 5, "max_tokens": 24}
+LONG: Any = {"temperature": 0.8, "seed": 5, "max_tokens": 150, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def server(module_start: Starter, talker: Path) -> Server:
+    return start_server(module_start, talker, "--local", "2", "--rejoin-timeout", "50")
+
+
+@pytest.fixture(scope="module")
+def workers(module_start: Starter, server: Server) -> list[psutil.Process]:
+    """The two, without the process for chat templates."""
+    children = module_start.children(server.running, 3)
+    return [child for name in ("worker-1", "worker-2") for child in children if name in child.cmdline()]
+
+
+@pytest.fixture(scope="module")
+def answer(talker: Path) -> dict[str, Any]:
+    """What `generate` makes of the same conversation in one process."""
+    flags = ("--temp", "0.8", "--seed", "5", "--max-tokens", "24", "--logprobs", "2")
+    return answer_here("--model", talker, "--local", "0", "--prompt", "hello", *flags)
+
+
+def test_a_chat_is_answered_with_the_tokens_of_generate(server: Server, answer: dict[str, Any]) -> None:
+    found = server.client.chat.completions.create(
+        model="talker", messages=HELLO, **SAMPLED, logprobs=True, top_logprobs=2
+    )
+    [choice] = found.choices
+    assert choice.message.content == answer["text"]
+    assert choice.finish_reason == answer["finish_reason"]
+    assert found.usage and found.usage.prompt_tokens == answer["prompt_tokens"]
+    assert found.usage.completion_tokens == len(answer["tokens"])
+    assert choice.logprobs and choice.logprobs.content
+    told = [[other.logprob for other in token.top_logprobs] for token in choice.logprobs.content]
+    assert told == [[logprob for _, logprob in token["top"]] for token in answer["logprobs"]]
+
+
+def test_a_stream_says_the_same_and_its_usage_last(server: Server, answer: dict[str, Any]) -> None:
+    chunks = list(
+        server.client.chat.completions.create(
+            model="talker", messages=HELLO, **SAMPLED, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == answer["text"]
+    assert [chunk.choices[0].finish_reason for chunk in chunks[-2:-1]] == [answer["finish_reason"]]
+    assert not chunks[-1].choices and chunks[-1].usage
+    assert chunks[-1].usage.completion_tokens == len(answer["tokens"])
+
+
+def test_several_choices_have_seeds_that_count_up(server: Server, answer: dict[str, Any]) -> None:
+    found = server.client.chat.completions.create(model="talker", messages=HELLO, **SAMPLED, n=3)
+    texts = [choice.message.content for choice in found.choices]
+    alone = server.client.chat.completions.create(model="talker", messages=HELLO, **SAMPLED | {"seed": 7})
+    assert texts[0] == answer["text"] and texts[2] == alone.choices[0].message.content
+    assert len(set(texts)) == 3
+
+
+def test_an_answer_ends_before_a_stop_text(server: Server, answer: dict[str, Any]) -> None:
+    stop = answer["text"][5:8]
+    found = server.client.chat.completions.create(model="talker", messages=HELLO, **SAMPLED, stop=[stop])
+    assert found.choices[0].message.content == answer["text"][: answer["text"].index(stop)]
+    assert found.choices[0].finish_reason == "stop"
+
+
+def test_the_second_turn_reuses_the_first(server: Server) -> None:
+    talk = [{"role": "user", "content": "a conversation that goes on for a while, so that it is worth reusing"}]
+    first = server.client.chat.completions.create(model="talker", messages=talk, max_tokens=8)  # type: ignore[arg-type]
+    talk += [
+        {"role": "assistant", "content": first.choices[0].message.content or ""},
+        {"role": "user", "content": "and then?"},
+    ]
+    second = server.client.chat.completions.create(model="talker", messages=talk, max_tokens=8)  # type: ignore[arg-type]
+    assert first.usage and second.usage and second.usage.prompt_tokens_details
+    cached = second.usage.prompt_tokens_details.cached_tokens
+    assert cached is not None and cached >= 0.9 * first.usage.prompt_tokens
+
+
+def test_raw_completions_of_texts_and_ids_run_at_once(server: Server, talker: Path) -> None:
+    flags = ("--local", "0", "--max-tokens", "6", "--logprobs", "1")
+    own = answer_here("--model", talker, "--prompt", "the quick", "--raw", *flags)
+    ids = server.post("/tokenize", prompt="the quick").json()["tokens"]
+    ask = {"model": "talker", "max_tokens": 6, "logprobs": 1}
+    found = server.client.completions.create(prompt=["the quick", "dog"], n=2, **ask)  # type: ignore[call-overload]
+    assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in found.choices[:2]] == [own["text"]] * 2
+    assert found.usage.completion_tokens == 24
+    [by_ids] = server.client.completions.create(prompt=[ids], **ask).choices  # type: ignore[call-overload]
+    assert by_ids.text == own["text"]
+    assert by_ids.logprobs.token_logprobs == [token["logprob"] for token in own["logprobs"]]
+    offsets = by_ids.logprobs.text_offset
+    assert offsets == sorted(offsets) and offsets[0] == 0 and offsets[-1] <= len(by_ids.text)
+
+
+def test_a_completion_echoes_its_prompt_in_a_stream_too(server: Server) -> None:
+    ask: Any = {"model": "talker", "prompt": "the quick", "max_tokens": 4}
+    plain = server.client.completions.create(**ask).choices[0].text
+    whole = server.client.completions.create(**ask, echo=True).choices[0].text
+    pieces = [chunk.choices[0].text for chunk in server.client.completions.create(**ask, echo=True, stream=True)]
+    assert whole == "".join(pieces) == "the quick" + plain
+
+
+def test_tokens_come_back_as_the_text_that_they_were_made_of(server: Server) -> None:
+    found = server.post("/tokenize", prompt="Zürich, 😀 and the dog", return_token_strs=True).json()
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"]) and found["max_model_len"] == 40_000
+    assert server.post("/detokenize", tokens=found["tokens"]).json() == {"prompt": "Zürich, 😀 and the dog"}
+    chat = server.post("/tokenize", messages=HELLO).json()
+    asked = server.client.chat.completions.create(model="talker", messages=HELLO, max_tokens=1)
+    assert asked.usage and asked.usage.prompt_tokens == chat["count"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param", "code"),
+    [
+        ("chat/completions", {"messages": HELLO, "temperature": -1}, 400, "temperature", "invalid_value"),
+        ("chat/completions", {"messages": HELLO, "model": "gpt"}, 404, None, "model_not_found"),
+        ("completions", {"prompt": [5] * 40_000}, 400, "prompt", "context_length_exceeded"),
+        ("completions", {"prompt": [10**6]}, 400, "prompt", "invalid_value"),
+        ("nothing", {}, 404, None, "not_found"),
+        ("models", {}, 405, None, "method_not_allowed"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_wrong_is_refused_before_anything_is_said(
+    server: Server, path: str, body: dict[str, Any], status: int, param: str | None, code: str, stream: bool
+) -> None:
+    found = server.post(f"/v1/{path}", **body, stream=stream)
+    assert (found.status_code, found.json()["error"]["param"], found.json()["error"]["code"]) == (status, param, code)
+    assert found.headers["x-should-retry"] == "false" and found.headers["x-request-id"].startswith("req_")
+
+
+def test_real_answers_are_as_the_openapi_document_says(server: Server) -> None:
+    document = server.get("/openapi.json").json()
+    chat = {"messages": HELLO, "max_tokens": 2, "logprobs": True, "top_logprobs": 1, "n": 2}
+    text = {"prompt": ["the", "dog"], "max_tokens": 2, "logprobs": 1, "brigade": {"waterfall": True}}
+    answers = {
+        "ChatCompletion": server.post("/v1/chat/completions", **chat).json(),
+        "Completion": server.post("/v1/completions", **text).json(),
+        "ModelList": server.get("/v1/models").json(),
+        "ModelCard": server.get("/v1/models/talker").json(),
+        "Health": server.get("/health?deep=1").json(),
+        "Versions": server.get("/version").json(),
+        "Tokenized": server.post("/tokenize", prompt="the").json(),
+        "Detokenized": server.post("/detokenize", tokens=[5]).json(),
+        "Error": server.post("/v1/completions", prompt="", n=0).json(),
+    }
+    for name, answer in answers.items():
+        assert not breaches(answer, document["components"]["schemas"][name], document), (name, answer)
+    for path, body, name in (
+        ("/v1/chat/completions", chat, "ChatCompletionChunk"),
+        ("/v1/completions", text, "Completion"),
+    ):
+        events = server.post(path, **body, stream=True, stream_options={"include_usage": True}).text
+        told = [line.removeprefix("data: ") for line in events.splitlines() if line]
+        assert told.pop() == "[DONE]" and len(told) > 4
+        for event in map(json.loads, told):
+            assert not breaches(event, document["components"]["schemas"][name], document), event
+
+
+def test_a_client_that_leaves_frees_its_slot_on_every_stage(server: Server, workers: list[psutil.Process]) -> None:
+    def held() -> list[int]:
+        return [server.status(worker).slots for worker in workers]
+
+    before = held()
+    for body in (LONG, LONG | {"n": 3}):
+        stream = server.client.chat.completions.create(
+            model="talker", messages=HELLO, stream=True, **body | {"max_tokens": 20_000}
+        )
+        next(iter(stream))
+        assert [slots > other for slots, other in zip(held(), before, strict=True)] == [True, True]
+        stream.close()
+        wait_until(lambda: held() == before)
+    with contextlib.closing(connect(server, "/v1/completions", prompt="a", max_tokens=20_000, ignore_eos=True)):
+        wait_until(lambda: held() != before)
+    wait_until(lambda: held() == before)
+
+
+def test_a_reader_who_does_not_read_does_not_hold_up_another(server: Server, answer: dict[str, Any]) -> None:
+    endless = {"prompt": "a", "max_tokens": 20_000, "ignore_eos": True, "stream": True, "n": 4, "logprobs": 20}
+    with contextlib.closing(connect(server, "/v1/completions", **endless)):
+        found = server.client.chat.completions.create(model="talker", messages=HELLO, **SAMPLED)
+        assert found.choices[0].message.content == answer["text"]
+
+
+def test_a_stream_outlives_a_worker_that_is_killed(server: Server, workers: list[psutil.Process]) -> None:
+    expected = server.client.chat.completions.create(model="talker", messages=HELLO, **LONG).choices[0].message.content
+    stream = server.client.chat.completions.create(
+        model="talker", messages=HELLO, stream=True, stream_options={"include_usage": True}, **LONG
+    )
+    text, figures = "", {}
+    for chunk in stream:
+        if text == "" and workers[1].is_running():
+            workers[1].kill()
+        text += "".join(choice.delta.content or "" for choice in chunk.choices)
+        figures = (chunk.model_extra or {}).get("brigade") or figures
+    assert text == expected
+    assert figures["recoveries"] == 1
+    assert server.get("/health").json() == {"status": "ready", "why": ""}
+
+
+def test_its_end_waits_for_streams_and_the_port_stays_open(server: Server) -> None:
+    stream = server.client.chat.completions.create(
+        model="talker", messages=HELLO, stream=True, **LONG | {"max_tokens": 300}
+    )
+    chunks = iter(stream)
+    next(chunks)
+    server.running.process.terminate()
+    server.running.err.wait_match("stopping: what is under way may end", START_S)
+    health = server.get("/health")
+    assert (health.status_code, health.json()["status"]) == (503, "draining") and "retry-after" in health.headers
+    with pytest.raises(openai.InternalServerError, match="draining"):
+        server.client.chat.completions.create(model="talker", messages=HELLO)
+    assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "length"
+    outcome = server.running.wait()
+    assert outcome.code == 0 and "Traceback" not in outcome.err and outcome.out == ""
+
+
+def connect(server: Server, path: str, **body: Any) -> socket.socket:
+    """A request whose answer nobody reads."""
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    content = json.dumps(body)
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    connection.sendall(f"{head}\r\n\r\n{content}".encode())
+    return connection
+
+
+def wait_until(holds: Any) -> None:
+    deadline = time.monotonic() + START_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -1,0 +1,159 @@
+"""The server in this process, where its memory, its patience and its workers are the test's to choose."""
+
+import asyncio
+import json
+import shutil
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import uvloop
+
+from coordinator.cluster.open import read_model
+from coordinator.cluster.options import ClusterOptions
+from coordinator.http import run
+from coordinator.http.run import Serving, serve
+from coordinator.planning.recovery import Limits
+from tests.cluster.processes import Starter, free_port, write_cluster
+from worker.config import Cluster, load_cluster
+
+ENDLESS: dict[str, Any] = {"prompt": "the", "max_tokens": 30_000, "ignore_eos": True}
+PATIENCE_S = 30.0
+
+
+@asynccontextmanager
+async def served(options: ClusterOptions, **more: Any) -> AsyncIterator[httpx2.AsyncClient]:
+    """A client of a server that answers."""
+    serving = Serving("127.0.0.1", free_port(), names=("talker",), **more)
+    running = asyncio.create_task(serve(options, serving))
+    try:
+        async with httpx2.AsyncClient(base_url=serving.url(serving.port), timeout=PATIENCE_S) as client:
+            await wait_health(client, 200, running)
+            yield client
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def wait_health(client: httpx2.AsyncClient, status: int, running: "asyncio.Task[None] | None" = None) -> str:
+    """What it says once it has this status."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            try:
+                found = await client.get("/health")
+            except httpx2.ConnectError:
+                assert running is None or not running.done(), running.exception()
+            else:
+                if found.status_code == status:
+                    return str(found.json()["status"])
+            await asyncio.sleep(0.02)
+
+
+async def lines_of(answer: httpx2.Response) -> AsyncIterator[str]:
+    async for line in answer.aiter_lines():
+        if line:
+            yield line
+
+
+def test_a_full_queue_is_told_at_once_and_a_long_wait_in_the_end(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(run, "say", said.append)
+
+    async def check() -> None:
+        _, spec = await read_model(str(talker))
+        memory = spec.shard_bytes(0, spec.num_layers) + spec.reserved_bytes(0, spec.num_layers, 6000)
+        cluster = Cluster.model_validate({"coordinator": {"memory": memory}})
+        options = ClusterOptions(cluster, str(talker), 0, 4096)
+        async with served(options, max_waiting=1, queue_timeout_s=0.3, keep_alive_s=0.1) as client:
+            assert any("up to 6144 tokens per request" in line for line in said), said
+            card = (await client.get("/v1/models/talker")).json()
+            assert card["max_model_len"] == 6144
+            exceeding = await client.post("/v1/completions", json=ENDLESS)
+            assert (exceeding.status_code, exceeding.json()["error"]["code"]) == (400, "context_length_exceeded")
+            hog = {**ENDLESS, "max_tokens": 5800, "stream": True}
+            async with client.stream("POST", "/v1/completions", json=hog) as running:
+                lines = lines_of(running)  # which has to stay, or the answer is closed
+                await anext(lines)
+                ask = {**ENDLESS, "max_tokens": 500, "stream": True}
+                both = [client.post("/v1/completions", json=ask) for _ in range(2)]
+                full, late = sorted(await asyncio.gather(*both), key=lambda found: found.status_code)
+                assert (full.status_code, full.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+                assert full.headers["retry-after"] == "1" and "x-should-retry" not in full.headers
+                assert (late.status_code, late.json()["error"]["code"]) == (503, "queue_timeout")
+                assert late.headers["retry-after"] == "5"
+
+    uvloop.run(check())
+
+
+def test_the_models_own_sampling_applies_unless_the_server_or_the_request_says_otherwise(
+    talker: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(talker, tmp_path / "sampled")
+    (model / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.9, "top_k": 40}')
+    options = ClusterOptions(Cluster(), str(model), 0, 4096)
+    ask = {"prompt": "the", "seed": 5, "max_tokens": 12}
+
+    async def texts(client: httpx2.AsyncClient, *asked: dict[str, Any]) -> list[str]:
+        answers = [await client.post("/v1/completions", json=ask | more) for more in asked]
+        return [answer.json()["choices"][0]["text"] for answer in answers]
+
+    async def check() -> None:
+        own = {"temperature": 0.9, "top_k": 40}
+        async with served(options) as client:
+            usual, same, greedy = await texts(client, {}, own, {"temperature": 0})
+            assert usual == same != greedy
+        async with served(options, sampling={"temperature": 0.0}) as client:
+            assert await texts(client, {}, own) == [greedy, same]
+
+    uvloop.run(check())
+
+
+def test_an_answer_of_no_given_length_takes_what_memory_there_is(talker: Path) -> None:
+    async def check() -> None:
+        _, spec = await read_model(str(talker))
+        memory = spec.shard_bytes(0, spec.num_layers) + spec.reserved_bytes(0, spec.num_layers, 256)
+        options = ClusterOptions(Cluster.model_validate({"coordinator": {"memory": memory}}), str(talker), 0, 256)
+        async with served(options, context=256) as client:
+            found = (await client.post("/v1/completions", json={"prompt": [5] * 100, "ignore_eos": True})).json()
+            assert found["choices"][0]["finish_reason"] == "length"
+            assert found["usage"]["total_tokens"] == 256
+
+    uvloop.run(check())
+
+
+def test_a_worker_that_stays_away_closes_the_server_and_its_return_opens_it(
+    start: Starter, talker: Path, tmp_path: Path
+) -> None:
+    config = write_cluster(tmp_path / "cluster.yaml", ("last", f"127.0.0.1:{free_port()}"), model=str(talker))
+    worker = start.worker("last", "--config", config)
+    assert worker.address
+    options = ClusterOptions(load_cluster(config), str(talker), None, 4096, limits=Limits(0.4, 0.5))
+
+    async def check() -> None:
+        async with served(options, keep_alive_s=0.05, reopen_s=0.1) as client:
+            async with client.stream("POST", "/v1/completions", json=ENDLESS | {"stream": True}) as stream:
+                lines = lines_of(stream)
+                await anext(lines)
+                worker.send_signal(signal.SIGSTOP)
+                async with asyncio.timeout(PATIENCE_S):
+                    while await anext(lines) != ": still at it":
+                        pass
+                worker.send_signal(signal.SIGKILL)
+                rest = [line async for line in lines]
+                error = json.loads(rest[-1].removeprefix("data: "))["error"]
+                assert error["code"] == "cluster_failed" and "last" in error["message"]
+                assert "data: [DONE]" not in rest
+            assert await wait_health(client, 503) == "recovering"
+            refused = await client.post("/v1/completions", json={"prompt": "the"})
+            assert refused.status_code == 503 and refused.headers["retry-after"] == "5"
+            assert refused.json()["error"]["code"] == "recovering"
+            start.worker("last", "--config", config)
+            assert await wait_health(client, 200) == "ready"
+            answered = await client.post("/v1/completions", json={"prompt": "the", "max_tokens": 2})
+            assert answered.status_code == 200
+
+    uvloop.run(check())

@@ -1,0 +1,95 @@
+"""What `brigade serve` does not begin with: one line on standard error and the exit code; keys that stay unknown."""
+
+import re
+import signal
+import socket
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from coordinator.cluster.authority import Authority
+from tests.cluster.commands import run_here
+from tests.cluster.processes import Starter
+from tests.cluster.servers import start_server
+from worker.node.identity import Role, split_pem
+
+
+def command(talker: Path, *flags: str | Path) -> tuple[str | Path, ...]:
+    """The usual flags, but for those that are given."""
+    usual = {"--model": talker, "--local": "0", "--port": "0"}
+    return ("serve", *(each for flag in usual.items() if flag[0] not in flags for each in flag), *flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--model", "{nowhere}"), r"model folder \S+ does not exist"),
+        (("--context", "1"), "Invalid value for '--context': 1 is not in the range"),
+        (("--temp", "-1"), "--temp: expected a number from 0 to 100, got -1"),
+        (("--host", "0.0.0.0"), "--host: 0.0.0.0 can be reached by others: expected --api-key-file with it"),
+        (("--tls-cert", "{keys}"), "--tls-cert: expected with --tls-key, both or neither"),
+        (("--tls-cert", "{keys}", "--tls-key", "{nowhere}"), r"--tls-key: \S+ cannot be read: No such file"),
+        (("--tls-cert", "{keys}", "--tls-key", "{keys}"), r"--tls-cert: \S+ and \S+ are no certificate and its key"),
+        (("--api-key-file", "{nowhere}"), r"--api-key-file: \S+ cannot be read"),
+        (("--api-key-file", "{short}"), r"--api-key-file: \S+, line 1: expected KEY or NAME KEY, of 8 characters"),
+        (("--port", "70000"), "Invalid value for '--port'"),
+        (("--layers", "1,2"), "layers: expected one number per node"),
+    ],
+)
+def test_wrong_flags_are_refused_in_one_line(flags: tuple[str, ...], said: str, talker: Path, tmp_path: Path) -> None:
+    places = {"nowhere": tmp_path / "nowhere", "keys": tmp_path / "keys", "short": tmp_path / "short"}
+    places["keys"].write_text("alice 0123456789\n")
+    places["short"].write_text("0123\n")
+    outcome = run_here(*command(talker, *(flag.format(**places) for flag in flags)))
+    assert outcome.code == 2 and outcome.out == ""
+    [line] = [line for line in outcome.err.splitlines() if not line.startswith("warning: ")]
+    assert re.search(said, line), line
+
+
+def test_a_port_that_is_taken_is_refused(talker: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        outcome = run_here(*command(talker, "--port", str(other.getsockname()[1])))
+    assert outcome.code == 2
+    assert re.fullmatch(
+        r"error: cannot listen on 127\.0\.0\.1:\d+: .*in use; give another --port or --host\n", outcome.err
+    )
+
+
+def test_keys_let_in_over_tls_and_stay_unknown_to_others(start: Starter, talker: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# of the team\nalice key-of-alice\nkey-of-bob\n")
+    keys.chmod(0o644)
+    cert, key = write_certificate(tmp_path)
+    server = start_server(
+        start, talker, "--local", "0", "--host", "0.0.0.0", "--api-key-file", keys, "--tls-cert", cert, "--tls-key", key
+    )
+    assert re.search(rf"warning: {keys} can be read by other users of this machine", server.running.err.text)
+    assert "travel in clear" not in server.running.err.text
+    url = server.url.replace("0.0.0.0", "127.0.0.1")
+    with httpx2.Client(base_url=url, verify=False) as client:
+        assert client.get("/health").status_code == 200
+        assert client.get("/v1/models").status_code == 401
+        for header in ({"Authorization": "Bearer key-of-alice"}, {"x-api-key": "key-of-bob"}):
+            assert client.get("/v1/models", headers=header).status_code == 200
+    server.running.send_signal(signal.SIGINT)
+    outcome = server.running.wait()
+    assert outcome.code == 0
+    assert "key-of" not in outcome.err + outcome.out
+
+
+def test_a_server_that_is_told_to_stop_before_it_answers_ends_well(start: Starter, talker: Path) -> None:
+    running = start.brigade(*command(talker, "--local", "2"))
+    start.children(running, 2)
+    running.process.terminate()
+    outcome = running.wait()
+    assert outcome.code == 0 and "Traceback" not in outcome.err
+
+
+def write_certificate(folder: Path) -> tuple[Path, Path]:
+    key, certificate, _ = split_pem(Authority.make(folder / "authority").issue("server", Role.WORKER).read_bytes())
+    (folder / "key.pem").write_bytes(key)
+    (folder / "cert.pem").write_bytes(certificate)
+    return folder / "cert.pem", folder / "key.pem"

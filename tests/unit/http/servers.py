@@ -1,0 +1,31 @@
+"""The application without a process, a port or a model."""
+
+import asyncio
+from typing import Any, cast
+
+import httpx2
+from starlette.types import ASGIApp
+
+from coordinator.http.app import make_app
+from coordinator.http.served import Limits, Served
+from coordinator.resident.frontend import Frontend
+
+
+def served(**more: Any) -> Served:
+    """What routes share while no model is loaded."""
+    return Served(cast(Frontend, None), ("talker",), 0, Limits(body_bytes=1000), **more)
+
+
+def app(**more: Any) -> ASGIApp:
+    return make_app(served(), **more)
+
+
+def ask(app: ASGIApp, method: str, path: str, **more: Any) -> httpx2.Response:
+    """One request."""
+
+    async def sent() -> httpx2.Response:
+        transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost:9338") as client:
+            return await client.request(method, path, **more)
+
+    return asyncio.run(sent())

@@ -1,0 +1,48 @@
+from coordinator.http.app import ROUTES
+from coordinator.http.openapi import SHAPES, describe
+from tests.schemas import breaches
+from tests.unit.http.servers import app, ask
+
+
+def test_every_route_is_in_the_document_with_its_methods() -> None:
+    paths = ask(app(), "GET", "/openapi.json").json()["paths"]
+    told = {(path, method) for path, methods in paths.items() for method in methods}
+    routed = {
+        (route.path.replace(":path}", "}"), method.lower())
+        for route in ROUTES
+        for method in (route.methods or set()) - {"HEAD"}
+    }
+    assert told == routed
+    assert SHAPES.keys() <= paths.keys()
+
+
+def test_every_reference_leads_to_a_schema() -> None:
+    document = describe(ROUTES, has_keys=True)
+    schemas = document["components"]["schemas"]
+    references = [value for key, value in _leaves(document) if key == "$ref"]
+    assert references and {reference.rpartition("/")[2] for reference in references} <= schemas.keys()
+    assert document["openapi"] == "3.1.0" and document["security"]
+
+
+def test_bodies_may_be_as_they_are_read() -> None:
+    document = describe(ROUTES, has_keys=False)
+    completion = document["components"]["schemas"]["CompletionBody"]
+    for prompt in ("a", ["a", "b"], [1, 2], [[1], [2]]):
+        assert not breaches(prompt, completion["properties"]["prompt"], document)
+    assert breaches({"a": 1}, completion["properties"]["prompt"], document)
+    for stop in ("a", ["a"], None):
+        assert not breaches(stop, completion["properties"]["stop"], document)
+
+
+def test_an_error_is_as_the_document_says() -> None:
+    document = describe(ROUTES, has_keys=False)
+    answer = ask(app(), "POST", "/tokenize", json={}).json()
+    assert not breaches(answer, document["components"]["schemas"]["Error"], document)
+
+
+def _leaves(value: object, key: str = "") -> list[tuple[str, str]]:
+    if isinstance(value, dict):
+        return [leaf for name, each in value.items() for leaf in _leaves(each, name)]
+    if isinstance(value, list):
+        return [leaf for each in value for leaf in _leaves(each)]
+    return [(key, str(value))]

@@ -1,0 +1,72 @@
+from typing import Any
+
+import pytest
+
+from coordinator.resident.ask import Conversation
+from coordinator.resident.channels import Delta, ToolCall
+from coordinator.sessions.answer import Piece, Token, Usage
+from coordinator.shapes.body import read
+from coordinator.shapes.openai_chat import ChatAnswer, ChatBody
+from worker.errors import InputError
+
+USAGE = Usage(3, 0, 2, 4, 4, num_generated=4)
+CALL = ToolCall("call_1", "look", '{"a": 1}')
+
+
+def messages_of(*messages: dict[str, Any]) -> list[Any]:
+    prompt = read(ChatBody, {"messages": list(messages)}).ask().prompt
+    assert isinstance(prompt, Conversation)
+    return list(prompt.messages)
+
+
+def test_messages_are_told_to_the_template_in_its_own_words() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"a": 1}'}}
+    assert messages_of(
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "hm"},
+        {"role": "tool", "content": "4", "tool_call_id": "1"},
+    ) == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "a\nb"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [call | {"function": {"name": "look", "arguments": {"a": 1}}}],
+            "reasoning_content": "hm",
+        },
+        {"role": "tool", "content": "4", "tool_call_id": "1"},
+    ]
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", None])
+def test_parts_that_are_no_text_are_refused(kind: str | None) -> None:
+    with pytest.raises(InputError, match="messages: expected parts of type text"):
+        messages_of({"role": "user", "content": [{"type": kind, "text": 5}]})
+
+
+def test_a_stream_and_a_whole_answer_tell_the_same() -> None:
+    deltas = [
+        Delta(Piece("", (Token(1),), 0)),
+        Delta(Piece("", (Token(1),), 0), reasoning="hm"),
+        Delta(Piece("", (Token(1),), 0), content="look: "),
+        Delta(Piece("", (Token(1),), 0, "stop", USAGE), tool_calls=(CALL,), finish_reason="tool_calls"),
+    ]
+    answer = ChatAnswer("id", "talker", 0, str)
+    [choice] = answer.whole([deltas])["choices"]
+    chunks = [chunk["choices"][0] for each in deltas if (chunk := answer.chunk(0, each, 0))]
+    assert len(chunks) == 3
+    message = choice["message"]
+    assert message["content"] == "".join(chunk["delta"].get("content", "") for chunk in chunks) == "look: "
+    assert message["reasoning"] == message["reasoning_content"] == chunks[0]["delta"]["reasoning_content"] == "hm"
+    [call] = message["tool_calls"]
+    assert chunks[-1]["delta"]["tool_calls"] == [call | {"index": 0}]
+    assert call["function"] == {"name": "look", "arguments": '{"a": 1}'}
+    assert choice["finish_reason"] == chunks[-1]["finish_reason"] == "tool_calls"
+
+
+def test_tools_are_told_to_the_template_unless_they_may_not_be_called() -> None:
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": tools}
+    assert list(read(ChatBody, body).ask().tools) == tools
+    assert read(ChatBody, body | {"tool_choice": "none"}).ask().tools == ()

@@ -1,0 +1,127 @@
+"""The server beside mlx_lm.server: same machine, model, requests and client, in one run.
+
+python -m tools.bench_serve [--model demo] [--tokens 128] [--streams 1,8,32] [--rounds 3]
+
+Prints tokens per second and the time to the first token (p50, p95) of so many streams at once, with `brigade serve` on
+one process and on two nodes; and what HTTP adds to each token, against the same requests in this process.
+"""
+
+import asyncio
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import httpx2
+import typer
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from coordinator.cluster.options import cluster_options
+from coordinator.resident.ask import Ask
+from coordinator.resident.frontend import Frontend
+from coordinator.resident.model import open_resident
+from coordinator.resident.several import collect
+from tools.serve_client import Outcome, Server, brigade, mlx_lm_server, stream
+from worker.process.machine import machine_name
+from worker.process.run import run_command
+
+_WAIT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """What so many streams at once took."""
+
+    num_streams: int
+    tokens_per_s: float
+    first_ms: Sequence[float]
+
+    @classmethod
+    def of(cls, outcomes: Sequence[Outcome], took_s: float) -> "Row":
+        total = sum(outcome.num_tokens for outcome in outcomes)
+        return cls(len(outcomes), total / took_s, [1000 * outcome.first_s for outcome in outcomes])
+
+    @property
+    def p50_ms(self) -> float:
+        return statistics.median(self.first_ms)
+
+    @property
+    def p95_ms(self) -> float:
+        ordered = sorted(self.first_ms)
+        return ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+
+
+def main(
+    model: Annotated[str, typer.Option(help="As for `brigade serve`.")] = "demo",
+    tokens: Annotated[int, typer.Option(min=2, help="The most tokens of each answer.")] = 128,
+    streams: Annotated[str, typer.Option(metavar="1,8,32", help="How many at once, in turn.")] = "1,8,32",
+    rounds: Annotated[int, typer.Option(min=1, help="Of each; the median is shown.")] = 3,
+) -> None:
+    """Measure the server beside mlx_lm.server."""
+    uvloop.run(_measure(model, tokens, [int(each) for each in streams.split(",")], rounds))
+
+
+async def _measure(model: str, num_tokens: int, counts: Sequence[int], rounds: int) -> None:
+    frontend = await Frontend.read(model)
+    servers: dict[str, AbstractContextManager[Server]] = {
+        "mlx_lm.server": mlx_lm_server(frontend.checkpoint.folder),
+        "brigade serve, one process": brigade("--model", model, "--local", "0"),
+        "brigade serve, two nodes": brigade("--model", model, "--local", "1"),
+    }
+    table = Table(title=f"{frontend.checkpoint.name} on {machine_name()}")
+    for column in ("server", "streams", "tok/s", "first token p50, ms", "p95, ms"):
+        table.add_column(column, justify="left" if column == "server" else "right")
+    alone: dict[str, float] = {}
+    for name, opening in servers.items():
+        with opening as server:
+            async with server.client() as client:
+                for row in [await _row(client, count, num_tokens, rounds) for count in counts]:
+                    alone.setdefault(name, row.tokens_per_s)
+                    figures = (row.tokens_per_s, row.p50_ms, row.p95_ms)
+                    table.add_row(name, str(row.num_streams), *(f"{figure:.1f}" for figure in figures))
+    Console().print(table)
+    if counts[0] == 1:
+        here_ms = await _in_process_ms(frontend, model, num_tokens, rounds)
+        there_ms = 1000 / alone["brigade serve, one process"]
+        print(f"one stream: {here_ms:.2f} ms per token in process, {there_ms:.2f} by HTTP: {there_ms - here_ms:+.2f}")
+
+
+async def _row(client: httpx2.AsyncClient, count: int, num_tokens: int, rounds: int) -> Row:
+    """The median round, after one that does not count."""
+    rows = []
+    for turn in range(rounds + 1):
+        bodies = [_body(turn * count + number, num_tokens) for number in range(count)]
+        began = time.monotonic()
+        outcomes = await asyncio.gather(*(stream(client, body) for body in bodies))
+        if bad := [outcome.status for outcome in outcomes if not outcome.is_whole]:
+            raise RuntimeError(f"expected whole streams, found statuses {bad}")
+        rows.append(Row.of(outcomes, time.monotonic() - began))
+    return sorted(rows[1:], key=lambda row: row.tokens_per_s)[rounds // 2]
+
+
+async def _in_process_ms(frontend: Frontend, model: str, num_tokens: int, rounds: int) -> float:
+    """Of one token of one request, prompt included, as by HTTP."""
+    options = cluster_options(None, model, 0, None, None)
+    found = []
+    async with open_resident(frontend, options, options.context, max_waiting=1, max_wait_s=_WAIT_S) as resident:
+        for turn in range(rounds + 1):
+            body = _body(turn, num_tokens)
+            ask = Ask(body["prompt"], num_tokens, {"temperature": body["temperature"]})
+            began = time.monotonic()
+            [deltas] = await collect(resident, [await resident.prepare(ask)])
+            num_said = sum(len(delta.piece.tokens) for delta in deltas)
+            found.append(1000 * (time.monotonic() - began) / num_said)
+    return statistics.median(found[1:])
+
+
+def _body(number: int, num_tokens: int) -> dict[str, Any]:
+    """Prompts that differ at once: none is helped by what another one fed."""
+    return {"prompt": f"{number} foxes tell a long story:", "max_tokens": num_tokens, "temperature": 0.0}
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,177 @@
+"""A server under load: streams while workers are killed, then more requests than it can answer.
+
+python -m tools.load_serve [--seconds 120] [--streams 64] [--kills 3]
+
+First 64 streams at once for as long as `--seconds`, while workers are killed: every stream has to be whole and to say
+what the same request said alone, and the server's memory must not grow. Then requests come three times as often as the
+server, which has memory for few of them, can answer: those that are taken keep their latency, the others get 429 at
+once. Exits with 1 where any of this does not hold.
+"""
+
+import asyncio
+import itertools
+import random
+import statistics
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx2
+import psutil
+import typer
+import uvloop
+
+from coordinator.cluster.open import read_model
+from tools.serve_client import Outcome, Server, brigade, stream
+from worker.process.run import run_command
+
+_NUM_BODIES = 16
+_MOST_GROWTH = 1.2  # of the server's memory between the first quarter and the end
+_REJECTED_S = 0.05
+_SLOWER = 2.0  # than at capacity, for what is taken beyond it
+_FEW = 8  # requests that the overloaded server has memory for
+
+
+def main(
+    seconds: Annotated[float, typer.Option(min=1, help="Of streams with kills; the overload takes a third.")] = 120,
+    streams: Annotated[int, typer.Option(min=1)] = 64,
+    kills: Annotated[int, typer.Option(min=0)] = 3,
+    model: Annotated[str, typer.Option(help="As for `brigade serve`.")] = "demo",
+    local: Annotated[int, typer.Option(min=1, help="Workers.")] = 2,
+    max_tokens: Annotated[int, typer.Option(min=2)] = 64,
+) -> None:
+    """Load a server until it breaks its word, or does not."""
+    bodies = [_body(number, max_tokens) for number in range(_NUM_BODIES)]
+    failures = uvloop.run(_check(bodies, seconds, streams, kills, model, local))
+    for failure in failures:
+        print(f"FAILED: {failure}")
+    raise typer.Exit(1 if failures else 0)
+
+
+async def _check(
+    bodies: list[dict[str, Any]], seconds: float, streams: int, kills: int, model: str, local: int
+) -> list[str]:
+    flags = ("--model", model, "--local", local, "--rejoin-timeout", 50)
+    with brigade(*map(str, flags)) as server:
+        async with server.client() as client:
+            failures = await _streams(server, client, bodies, seconds, streams, kills)
+    with tempfile.TemporaryDirectory() as folder:
+        more = await _little_memory(Path(folder), model, local, bodies[0])
+        with brigade("--model", model, "--local", str(local), "--max-waiting", str(_FEW), *more) as server:
+            async with server.client() as client:
+                return failures + await _overload(client, bodies, seconds / 3)
+
+
+async def _streams(
+    server: Server, client: httpx2.AsyncClient, bodies: list[dict[str, Any]], seconds: float, streams: int, kills: int
+) -> list[str]:
+    alone = [(await stream(client, body)).text for body in bodies]
+    statuses: Counter[int] = Counter()
+    failures: list[str] = []
+    memory: list[int] = []
+    until = time.monotonic() + seconds
+
+    async def ask(rng: random.Random) -> None:
+        while time.monotonic() < until:
+            number = rng.randrange(len(bodies))
+            found = await stream(client, bodies[number])
+            statuses[found.status] += 1
+            if found.status == 200 and not (found.is_whole and found.text == alone[number]):
+                failures.append(f"request {number}: {found.text!r} instead of {alone[number]!r}, {found.is_whole=}")
+
+    async def watch() -> None:
+        process = psutil.Process(server.process.pid)
+        while True:
+            memory.append(process.memory_info().rss)
+            await asyncio.sleep(seconds / 100)
+
+    side = [asyncio.create_task(watch()), asyncio.create_task(_kill(server, kills, seconds / (kills + 1)))]
+    await asyncio.gather(*(ask(random.Random(number)) for number in range(streams)))
+    for task in side:
+        task.cancel()
+    await asyncio.gather(*side, return_exceptions=True)
+    quarter, end = max(memory[: len(memory) // 4]), memory[-1]
+    print(
+        f"{streams} streams, {kills} kills, {seconds:g} s: {dict(statuses)}, memory {quarter >> 20} to {end >> 20} MiB"
+    )
+    if statuses.keys() - {200, 429, 503}:
+        failures.append(f"statuses {dict(statuses)}")
+    if end > _MOST_GROWTH * quarter:
+        failures.append(f"memory grew from {quarter} to {end} bytes")
+    return failures
+
+
+async def _kill(server: Server, kills: int, every_s: float) -> None:
+    rng = random.Random(0)
+    for _ in range(kills):
+        await asyncio.sleep(every_s)
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        rng.choice([child for child in children if "worker" in child.cmdline()]).kill()
+
+
+async def _overload(client: httpx2.AsyncClient, bodies: list[dict[str, Any]], seconds: float) -> list[str]:
+    at_capacity = await _closed_loop(client, bodies, seconds / 3)
+    rate = 3 * len(at_capacity) / (seconds / 3)
+    tasks: list[asyncio.Task[Outcome]] = []
+    until, endless = time.monotonic() + seconds, itertools.cycle(bodies)
+    while time.monotonic() < until:
+        tasks.append(asyncio.create_task(stream(client, next(endless))))
+        await asyncio.sleep(1 / rate)
+    found = await asyncio.gather(*tasks)
+    taken = [each.took_s for each in found if each.status == 200]
+    rejected = [each.took_s for each in found if each.status == 429]
+    usual_s, slow_s, rejected_s = _p95([each.took_s for each in at_capacity]), _p95(taken), _p95(rejected)
+    print(
+        f"3 x capacity ({rate:.1f} requests/s) for {seconds:g} s: {dict(Counter(each.status for each in found))}; p95 "
+        f"{slow_s:.2f} s of those taken, {usual_s:.2f} s at capacity; 429 within {1000 * rejected_s:.0f} ms (p95)"
+    )
+    failures = [f"status {each.status}" for each in found if each.status not in (200, 429, 503)]
+    if not rejected or rejected_s > _REJECTED_S:
+        failures.append(f"429 within {rejected_s:.3f} s, expected {_REJECTED_S:g} s")
+    if slow_s > _SLOWER * usual_s:
+        failures.append(f"p95 of what was taken is {slow_s:.2f} s, at capacity {usual_s:.2f} s")
+    return failures
+
+
+async def _closed_loop(client: httpx2.AsyncClient, bodies: list[dict[str, Any]], seconds: float) -> list[Outcome]:
+    """As many at once as there is memory for and as may wait, each as soon as another one has ended."""
+    found: list[Outcome] = []
+    until = time.monotonic() + seconds
+
+    async def ask(number: int) -> None:
+        while time.monotonic() < until:
+            found.append(await stream(client, bodies[number]))
+
+    await asyncio.gather(*(ask(number) for number in range(2 * _FEW)))
+    return [each for each in found if each.status == 200]
+
+
+async def _little_memory(folder: Path, model: str, local: int, body: dict[str, Any]) -> list[str]:
+    """Flags by which the coordinator has memory for few requests."""
+    _, spec = await read_model(model)
+    num_layers = -(-spec.num_layers // (local + 1))
+    rows = body["max_tokens"] + 64
+    memory = spec.shard_bytes(0, num_layers) + _FEW * spec.reserved_bytes(0, num_layers, rows)
+    layers = [num_layers, *_rest(spec.num_layers - num_layers, local)]
+    path = folder / "cluster.yaml"
+    path.write_text(f"coordinator: {{memory: {memory}}}\n")
+    return ["--config", str(path), "--context", str(rows), "--layers", ",".join(map(str, layers))]
+
+
+def _rest(num_layers: int, num_nodes: int) -> list[int]:
+    return [num_layers // num_nodes + (number < num_layers % num_nodes) for number in range(num_nodes)]
+
+
+def _body(number: int, max_tokens: int) -> dict[str, Any]:
+    prompt = f"Tell me story number {number} about a fox."
+    return {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0.8, "seed": number, "ignore_eos": True}
+
+
+def _p95(seconds: list[float]) -> float:
+    return statistics.quantiles(seconds, n=20)[-1] if len(seconds) > 1 else sum(seconds)
+
+
+if __name__ == "__main__":
+    run_command(main)
