@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import uvloop
 
-from worker.process.run import INTERRUPTED
+from worker.process.interrupts import INTERRUPTED
 
 T = TypeVar("T")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
@@ -19,9 +20,12 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
 
     A second signal ends the process at once; workers of its own notice and end too.
     """
+    before = [signal.getsignal(number) for number in _SIGNALS]
     try:
         return uvloop.run(_interruptible(work))
     finally:
+        for number, handler in zip(_SIGNALS, before, strict=True):
+            signal.signal(number, handler)  # uvloop leaves its own behind, to which nobody listens any more
         mx.clear_streams()
 
 
@@ -31,16 +35,15 @@ async def _interruptible(work: Coroutine[Any, Any, T]) -> T:
 
     def on_signal() -> None:
         nonlocal signalled
-        if signalled:
+        if signalled or task.done():
             os._exit(INTERRUPTED)
         signalled = True
         task.cancel()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
     try:
         return await task
-    except asyncio.CancelledError:
-        if not signalled:
-            raise
-        raise KeyboardInterrupt from None
+    finally:
+        if signalled:  # however it took that: what fails meanwhile fails for that reason
+            raise KeyboardInterrupt from None

@@ -18,9 +18,9 @@ from worker.node.network import MOST_CONNECTIONS, Network
 from worker.node.own_models import OwnModels
 from worker.node.relay import add_node
 from worker.node.service import NodeService
+from worker.process.interrupts import INTERRUPTED
 from worker.process.machine import allow_connections, kept_awake
 from worker.process.mlx_thread import MlxThread
-from worker.process.run import INTERRUPTED
 
 _DRAIN_S = 10.0  # how long sessions in progress may take to end
 _LAST_WORD_S = 1.0  # for what the coordinator of the drained sessions still reads and asks

@@ -1,0 +1,62 @@
+"""What a command that is interrupted ends with, and what it leaves behind."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from coordinator.cli.run_async import run_async
+from worker.errors import StageLost
+
+
+async def interrupted(number: signal.Signals = signal.SIGINT) -> None:
+    """Return once the signal has cancelled this."""
+    os.kill(os.getpid(), number)
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_an_interrupt_once_all_is_cleaned_up(number: signal.Signals) -> None:
+    done = []
+
+    async def work() -> None:
+        try:
+            await interrupted(number)
+        finally:
+            await asyncio.sleep(0)
+            done.append("cleaned up")
+
+    with pytest.raises(KeyboardInterrupt):
+        run_async(work())
+    assert done == ["cleaned up"]
+
+
+def test_what_fails_because_of_an_interrupt_is_not_told_instead() -> None:
+    async def work() -> None:
+        try:
+            await interrupted()
+        finally:
+            raise StageLost("its compiler was interrupted, too")
+
+    with pytest.raises(KeyboardInterrupt):
+        run_async(work())
+
+
+def test_an_interrupt_that_comes_with_the_result_is_one_all_the_same() -> None:
+    async def work() -> int:
+        try:
+            await interrupted()
+        except asyncio.CancelledError:
+            return 7
+        return 8
+
+    with pytest.raises(KeyboardInterrupt):
+        run_async(work())
+
+
+def test_signals_are_handled_as_before_once_the_loop_has_ended() -> None:
+    """uvloop would leave handlers behind that do nothing."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    run_async(asyncio.sleep(0))
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
