@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 
+import grpc.aio
 import mlx.core as mx
 import uvloop
 from grpc_health.v1 import health, health_pb2_grpc
@@ -24,6 +25,7 @@ from worker.process.mlx_thread import MlxThread
 
 _DRAIN_S = 10.0  # how long sessions in progress may take to end
 _LAST_WORD_S = 1.0  # for what the coordinator of the drained sessions still reads and asks
+_LAST_CALLS_S = 10.0  # for calls that were cut off to give back what they hold: a piece of a load may take long
 
 
 def serve(
@@ -66,17 +68,17 @@ async def _serve(service: NodeService, bind: str, network: Network, *, follow_pa
     checks = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     port = network.listen(server, bind)
-    stop = _stop_event(follow_parent=follow_parent)
+    signalled = _stop_event(follow_parent=follow_parent)
     await server.start()
     address = f"{bind.rpartition(':')[0]}:{port}"
     if follow_parent:
         print(json.dumps({"name": service.name, "address": address}), flush=True)
     service.log.listens(address)
-    await stop.wait()
+    await signalled.wait()
     await checks.enter_graceful_shutdown()
     if not follow_parent:
         await drain(service)
-    await server.stop(grace=None)
+    await stop(server)
 
 
 async def drain(service: NodeService) -> None:
@@ -90,6 +92,16 @@ async def drain(service: NodeService) -> None:
                 await asyncio.wait_for(service.wait_detached(), _LAST_WORD_S)
             await service.wait_idle()  # a session may have been on its way here when the coordinator was told
     service.log.drained(service.num_slots)
+
+
+async def stop(server: grpc.aio.Server) -> None:
+    """Cut all calls off, and let their tasks end by themselves, for which gRPC does not wait.
+
+    The end of the loop would cancel them once more; gRPC takes that for a failure of the call and prints its trace.
+    """
+    await server.stop(grace=None)
+    if others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others, timeout=_LAST_CALLS_S)
 
 
 def configuration_of(cluster: Cluster) -> Configuration:
