@@ -25,23 +25,23 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
         return uvloop.run(_interruptible(work))
     finally:
         for number, handler in zip(_SIGNALS, before, strict=True):
-            signal.signal(number, handler)  # uvloop leaves its own behind, to which nobody listens any more
+            signal.signal(number, handler)
         mx.clear_streams()
 
 
 async def _interruptible(work: Coroutine[Any, Any, T]) -> T:
-    task = asyncio.ensure_future(work)
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
     signalled = False
 
-    def on_signal() -> None:
+    def on_signal(number: int, frame: object) -> None:
         nonlocal signalled
         if signalled or task.done():
             os._exit(INTERRUPTED)
         signalled = True
-        task.cancel()
+        loop.call_soon_threadsafe(task.cancel)
 
     for number in _SIGNALS:
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+        signal.signal(number, on_signal)  # not the loop's handlers: a second one must not wait for a loop that is stuck
     try:
         return await task
     finally:

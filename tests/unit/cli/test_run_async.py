@@ -3,6 +3,9 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -60,3 +63,27 @@ def test_signals_are_handled_as_before_once_the_loop_has_ended() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     run_async(asyncio.sleep(0))
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+STUCK = """
+import asyncio, os, sys
+from coordinator.cli.run_async import run_async
+
+async def work():
+    sys.stdout.write("stuck")
+    sys.stdout.flush()
+    os.read(0, 1)
+
+run_async(work())
+"""
+
+
+def test_a_second_signal_ends_a_process_whose_loop_is_stuck() -> None:
+    with subprocess.Popen([sys.executable, "-c", STUCK], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout and process.stdout.read(5) == b"stuck"
+        deadline = time.monotonic() + 10.0
+        while process.poll() is None and time.monotonic() < deadline:
+            process.send_signal(signal.SIGINT)  # until the second has come
+            time.sleep(0.02)
+        process.kill()
+    assert process.returncode == 130
