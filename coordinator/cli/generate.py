@@ -104,13 +104,13 @@ async def _answer(options: ClusterOptions, wish: Wish, task: Task, keep: Keep = 
             )  # fmt: skip
         chain = cluster.chain  # on which the answer ended
         if wish.trace is not None:
-            _write_trace(wish, chain, answer)
+            wish.trace.write_text(json.dumps(trace_events(answer.usage.legs, answer.token_times)), encoding="utf-8")
         if wish.as_json:
             print(json.dumps(_as_json(task, chain, answer, stream)), flush=True)
             return
         print_summary(answer, how_it_ended(task, answer, stream), how_it_was_drawn(task))
         if wish.with_stats:
-            print_stats(answer, chain.plan, answer.waterfall(chain.clock_offsets))
+            print_stats(answer, chain.plan, answer.waterfall())
 
 
 def _tell_finished(wish: Wish, task: Task, stream: TextStream | TokenIds) -> None:
@@ -127,16 +127,9 @@ def _tell_finished(wish: Wish, task: Task, stream: TextStream | TokenIds) -> Non
         say(f"{wish.journal} holds the whole answer already: {len(known.tokens)} tokens; --json prints it")
 
 
-def _write_trace(wish: Wish, chain: Chain, answer: Answer) -> None:
-    assert wish.trace is not None
-    nodes = [node.name for node in chain.plan.assignments]
-    trace = trace_events(answer.passages, chain.clock_offsets, nodes, answer.token_times)
-    wish.trace.write_text(json.dumps(trace), encoding="utf-8")
-
-
 def _as_json(task: Task, chain: Chain, answer: Answer, stream: TextStream | TokenIds) -> dict[str, Any]:
     """The object of `--json`."""
-    waterfall = answer.waterfall(chain.clock_offsets)
+    waterfall = answer.waterfall()
     known = task.request.known.tokens
     return {
         **_answer_as_json(task, [*known, *answer.samples], answer.finish_reason, stream),

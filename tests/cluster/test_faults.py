@@ -152,4 +152,9 @@ def test_the_figures_tell_of_the_loss(places: Places, story: str) -> None:
     answer = parse(running.wait())
     assert answer["text"] == story
     assert answer["stats"]["recoveries"] == 1 and answer["stats"]["recovery_s"] > 0.1
-    assert [stage["node"] for stage in answer["stages"]] == ["coordinator", "first"]
+    assert [stage["node"] for stage in answer["stages"]] == ["coordinator", "first", "last"]
+    assert [stage.get("lost", False) for stage in answer["stages"]] == [False, False, True]
+    assert all(stage["compute_ms"] > 0 for stage in answer["stages"])
+    waterfall = dict(answer["waterfall"])
+    assert waterfall["recovery"] > 100
+    assert waterfall.pop("wall_ms") == pytest.approx(sum(waterfall.values()), rel=1e-6)
