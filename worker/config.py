@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 from pydantic_core import ErrorDetails
 
 from worker.errors import ConfigError
@@ -145,6 +145,12 @@ class Cluster(_Section):
     layers: Annotated[tuple[Count, ...], BeforeValidator(_freeze)] | None = None  # per node, coordinator first
     coordinator: Coordinator = Coordinator()
     workers: Annotated[tuple[Worker, ...], BeforeValidator(_freeze)] = ()
+    _file: str = PrivateAttr("cluster.yaml")
+
+    @property
+    def file(self) -> str:
+        """What the user calls it."""
+        return self._file
 
 
 _SECTIONS: dict[str, type[BaseModel]] = {"": Cluster, "coordinator": Coordinator, "tls": Tls, "workers": Worker}
@@ -169,6 +175,7 @@ def load_cluster(path: Path) -> Cluster:
         told = [f"  {line}" for line in problems[:_MOST_PROBLEMS]]
         left = [f"  and {more} more"] if (more := len(problems) - len(told)) else []
         raise ConfigError("\n".join([f"{path} has {len(problems)} problem(s):", *told, *left]))
+    cluster._file = str(path)
     return _beside(path, cluster)
 
 

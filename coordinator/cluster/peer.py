@@ -166,7 +166,7 @@ class Peer:
                 refusal = found if was_met(error) else None
         raise refusal or StageLost(
             f"nothing answers at {self.address} ({within_s:.0f} s). "
-            f"Start it there: brigade worker --config cluster.yaml --name {self.name}",
+            f"Start it there: brigade worker --config {self._network.file} --name {self.name}",
             node=self.name,
         )
 

@@ -1,5 +1,6 @@
 """Real workers, killed and stopped while somebody reads: the stream goes on with the tokens it would have had."""
 
+import json
 import re
 import signal
 import time
@@ -136,13 +137,18 @@ def test_a_worker_that_is_needed_and_stays_away_ends_the_command(start: Starter,
     config = write_cluster(tmp_path / "cluster.yaml", ("mini", worker.address, "900KiB"), model=str(talker))
     config.write_text(config.read_text() + "coordinator: {memory: 900KiB}\n")
     needed = ("--config", config, "--context", "600", "--recovery-timeout", "0.5")
-    running = start.brigade("generate", *needed, *STORY)
-    running.out.wait_match(r".", FINISH_S)
+    running = start.brigade("generate", *needed, *STORY, "--json")
+    wait_step(worker, 20)  # the warm-up has fewer
     worker.send_signal(signal.SIGKILL)
     outcome = running.wait(FAR)
     assert outcome.code == 3
     said = "mini did not come back within 0.5 s, and the model does not fit without"
     assert outcome.err == f"error: worker mini: closed the connection (its process has ended); {said}\n"
+    found = json.loads(outcome.out)
+    assert f"error: {found['error']['message']}\n" == outcome.err
+    whole = answer_here("--model", talker, "--local", "0", *STORY)
+    assert 0 < len(found["tokens"]) < len(whole["tokens"]) and found["finish_reason"] is None
+    assert (found["tokens"], found["text"]) == tuple(whole[key][: len(found[key])] for key in ("tokens", "text"))
 
 
 def test_the_figures_tell_of_the_loss(places: Places, story: str) -> None:
