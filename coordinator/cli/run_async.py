@@ -16,9 +16,12 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
-    """The coroutine's result. Raises KeyboardInterrupt, once all is cleaned up, if a signal ended it.
+    """The coroutine's result, also where a signal cancels it and it takes that for its usual end.
 
     A second signal ends the process at once; workers of its own notice and end too.
+
+    Raises:
+        KeyboardInterrupt: a signal ended it; all is cleaned up.
     """
     before = [signal.getsignal(number) for number in _SIGNALS]
     try:
@@ -42,8 +45,7 @@ async def _interruptible(work: Coroutine[Any, Any, T]) -> T:
 
     for number in _SIGNALS:
         signal.signal(number, on_signal)  # not the loop's handlers: a second one must not wait for a loop that is stuck
-    try:
-        return await task
-    finally:
-        if signalled:  # however it took that: what fails meanwhile fails for that reason
-            raise KeyboardInterrupt from None
+    await asyncio.wait([task])
+    if signalled and (task.cancelled() or task.exception()):
+        raise KeyboardInterrupt  # what failed meanwhile failed for that reason; what ended in order is done
+    return task.result()

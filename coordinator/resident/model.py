@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -60,11 +60,6 @@ class ResidentModel:
     def context(self) -> int:
         """The most tokens of a prompt and its answer."""
         return self.frontend.spec.context
-
-    @property
-    def clock_offsets(self) -> Sequence[int]:
-        """Of the present chain's stages, nanoseconds."""
-        return self.runner.chain.clock_offsets
 
     @property
     def standing(self) -> Standing:
