@@ -128,11 +128,20 @@ class FakeOwn:
 class WorldChain:
     """What a supervisor takes for a chain, and a runner."""
 
-    def __init__(self, own: FakeOwn, deployment: Deployment, epoch: int = 1, *, say: Any = None) -> None:
+    def __init__(
+        self,
+        own: FakeOwn,
+        deployment: Deployment,
+        epoch: int = 1,
+        *,
+        costs: ChainCosts | None = None,
+        say: Any = None,
+    ) -> None:
         self.world, self.plan, self.epoch, self.spec = own.world, deployment.plan, epoch, deployment.spec
         self.peers: Any = deployment.peers
         self.num_stages = 1 + len(self.peers)
-        self.costs = ChainCosts(self.num_stages)
+        self.clock_offsets = [0] * self.num_stages
+        self.costs = costs or ChainCosts(self.num_stages)
         self.last_step = 0
         self.can_spare: Callable[[str], bool] = lambda name: False
         self.on_draining: Callable[[], None] | None = None
