@@ -1,11 +1,12 @@
 """The `brigade` command; also python -m coordinator."""
 
-import signal
-from typing import NoReturn
+from worker.process.interrupts import end_when_interrupted
 
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while modules are imported: an end, not a traceback
+end_when_interrupted()  # before anything else is imported
 
-from coordinator.cli.app import app  # noqa: E402 - not before the line above
+from typing import NoReturn  # noqa: E402
+
+from coordinator.cli.app import app  # noqa: E402
 from worker.process.run import run_command  # noqa: E402
 
 

@@ -13,6 +13,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     TypeAdapter,
     ValidationError,
     ValidatorFunctionWrapHandler,
@@ -170,6 +171,12 @@ class Cluster(_Section):
     layers: Annotated[tuple[Count, ...], BeforeValidator(_freeze)] | None = None  # per node, coordinator first
     coordinator: Coordinator = Coordinator()
     workers: Annotated[tuple[Worker, ...], BeforeValidator(_freeze)] = ()
+    _file: str = PrivateAttr("cluster.yaml")
+
+    @property
+    def file(self) -> str:
+        """What the user calls it."""
+        return self._file
 
 
 _SECTIONS: dict[str, type[BaseModel]] = {"": Cluster, "coordinator": Coordinator, "tls": Tls, "workers": Worker}
@@ -194,6 +201,7 @@ def load_cluster(path: Path) -> Cluster:
         told = [f"  {line}" for line in problems[:_MOST_PROBLEMS]]
         left = [f"  and {more} more"] if (more := len(problems) - len(told)) else []
         raise ConfigError("\n".join([f"{path} has {len(problems)} problem(s):", *told, *left]))
+    cluster._file = str(path)
     return _beside(path, cluster)
 
 

@@ -10,6 +10,7 @@ from coordinator.cli.forecasts import print_forecasts
 from coordinator.cli.report import plan_as_json, print_plan, require_writable
 from coordinator.cluster.open import make_plan, open_peers, read_model
 from coordinator.cluster.options import ClusterOptions
+from coordinator.cluster.progress import telling_interrupts
 from coordinator.decoding.decode import Decode
 from coordinator.measure.bench import Workload, measure
 from coordinator.measure.bench_plot import check_plot, write_plot
@@ -72,7 +73,8 @@ async def run_bench(
     if plot is not None:
         check_plot(plot)
         require_writable("plot", plot)
-    bench = await measure(options, workload)
+    with telling_interrupts("interrupted before all was measured: no figures"):
+        bench = await measure(options, workload)
     if as_json:
         print(json.dumps(bench.as_json()), flush=True)
     elif is_wide:

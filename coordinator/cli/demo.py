@@ -31,7 +31,7 @@ async def run_demo(options: ClusterOptions, wish: Wish) -> None:
             )
         print_summary(answer, how_it_ended(task, answer, stream))
         chain, again = cluster.chain, replace(task.request, decode=Decode("ar"))
-        print_stats(answer, chain.plan, answer.waterfall(chain.clock_offsets), with_legend=True)
+        print_stats(answer, chain.plan, answer.waterfall(), with_legend=True)
         stepwise = await generate(chain, again, when_lost=cluster.reopen, text=task.stream())
     say(f"\n{compare(answer, stepwise)}\n\nTry next: {our_command()} {shlex.join(_NEXT)}")
 

@@ -223,7 +223,8 @@ Journal = Annotated[
     Path | None,
     typer.Option(
         help="Keep the answer in this file as it comes. Run again with a file that holds the beginning of one, the "
-        "prompt may be left out: the answer goes on where it ended, with the tokens it would have had.",
+        "prompt may be left out: the answer goes on where it ended, with the tokens it would have had. A step is kept, "
+        "then printed: killed between the two, its text is missing from what was printed; --json has it.",
         rich_help_panel=_OUTPUT,
     ),
 ]

@@ -4,7 +4,8 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,12 +18,12 @@ from coordinator.cluster.journal_file import JournalFile
 from coordinator.cluster.open import open_cluster
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say
-from coordinator.cluster.runner import Keep, generate, keep_nothing
+from coordinator.cluster.runner import Emit, Keep, generate, keep_nothing
 from coordinator.resident.frontend import Task
-from coordinator.sessions.answer import Answer, Token
+from coordinator.sessions.answer import Answer, Piece, Token
 from coordinator.sessions.request import most_rows
 from coordinator.sessions.text import TextStream, TokenIds
-from worker.errors import InputError
+from worker.errors import BrigadeError, InputError
 
 
 class Printer:
@@ -71,6 +72,18 @@ class Printer:
         return f"interrupted after {num_tokens} tokens{speed}; first after {self._first_at - self._began:.3f} s"
 
 
+class Gathered:
+    """What became known so far, and was kept by `keep`."""
+
+    def __init__(self, known: Sequence[Token], keep: Keep) -> None:
+        self.tokens = list(known)
+        self._keep = keep
+
+    async def __call__(self, piece: Piece, emit: Emit) -> None:
+        await self._keep(piece, emit)
+        self.tokens += piece.tokens
+
+
 async def run_generate(options: ClusterOptions, wish: Wish) -> None:
     """One request: text to standard output as it comes, the summary to standard error."""
     if wish.journal is None:
@@ -97,20 +110,34 @@ async def _answer(options: ClusterOptions, wish: Wish, task: Task, keep: Keep = 
         return
     context = max(options.context, most_rows(task.request, task.spec.context))
     async with open_cluster(options, task.checkpoint, task.spec, context) as cluster:
-        with Printer(stream, is_silent=wish.as_json) as emit:
+        tokens = Gathered(known.tokens, keep)
+        with Printer(stream, is_silent=wish.as_json) as emit, _failures_as_json(wish, task, stream, tokens):
             answer = await generate(
-                cluster.chain, task.request, when_lost=cluster.reopen, text=stream, emit=emit, keep=keep,
+                cluster.chain, task.request, when_lost=cluster.reopen, text=stream, emit=emit, keep=tokens,
                 chunk=wish.chunk, traced=wish.is_traced,
             )  # fmt: skip
         chain = cluster.chain  # on which the answer ended
         if wish.trace is not None:
-            _write_trace(wish, chain, answer)
+            wish.trace.write_text(json.dumps(trace_events(answer.usage.legs, answer.token_times)), encoding="utf-8")
         if wish.as_json:
             print(json.dumps(_as_json(task, chain, answer, stream)), flush=True)
             return
         print_summary(answer, how_it_ended(task, answer, stream), how_it_was_drawn(task))
         if wish.with_stats:
-            print_stats(answer, chain.plan, answer.waterfall(chain.clock_offsets))
+            print_stats(answer, chain.plan, answer.waterfall())
+
+
+@contextmanager
+def _failures_as_json(wish: Wish, task: Task, stream: TextStream | TokenIds, gathered: "Gathered") -> Iterator[None]:
+    """With `--json`, print what there is of an answer that breaks off, and why it does."""
+    try:
+        yield
+    except BrigadeError as error:
+        if wish.as_json:
+            known = _answer_as_json(task, gathered.tokens, None, stream)
+            figures: dict[str, Any] = {"stats": None, "stages": [], "waterfall": None}
+            print(json.dumps({**known, **figures, "error": {"message": str(error)}}), flush=True)
+        raise
 
 
 def _tell_finished(wish: Wish, task: Task, stream: TextStream | TokenIds) -> None:
@@ -127,16 +154,9 @@ def _tell_finished(wish: Wish, task: Task, stream: TextStream | TokenIds) -> Non
         say(f"{wish.journal} holds the whole answer already: {len(known.tokens)} tokens; --json prints it")
 
 
-def _write_trace(wish: Wish, chain: Chain, answer: Answer) -> None:
-    assert wish.trace is not None
-    nodes = [node.name for node in chain.plan.assignments]
-    trace = trace_events(answer.passages, chain.clock_offsets, nodes, answer.token_times)
-    wish.trace.write_text(json.dumps(trace), encoding="utf-8")
-
-
 def _as_json(task: Task, chain: Chain, answer: Answer, stream: TextStream | TokenIds) -> dict[str, Any]:
     """The object of `--json`."""
-    waterfall = answer.waterfall(chain.clock_offsets)
+    waterfall = answer.waterfall()
     known = task.request.known.tokens
     return {
         **_answer_as_json(task, [*known, *answer.samples], answer.finish_reason, stream),

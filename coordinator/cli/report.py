@@ -1,6 +1,6 @@
 """What a request took, for people (two lines, with --stats tables, on standard error) and for programs (JSON)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,15 @@ from rich.text import Text
 from coordinator.cluster.progress import say
 from coordinator.planning.plan import Plan, format_bytes
 from coordinator.sessions.answer import Answer, Token
-from coordinator.sessions.waterfall import Waterfall
+from coordinator.sessions.waterfall import StageTime, Waterfall
+from protos.brigade_pb2 import StatusReply
 from worker.errors import InputError
 from worker.model.modelspec import ModelSpec
 
-_WATERFALL_COLUMNS = 40
+_WATERFALL_COLUMNS = 40  # of the bars, at most
+_BESIDE_BARS = 40  # columns of a waterfall's names and figures
 _PLAN_COLUMNS = 16
+_USUAL_COLUMNS = 80
 _STAGES_LEGEND = """\
 compute: the node's layers at work; busy: compute's share of the wall time
 wire in, queue: waits while nothing else went on, for the hop into this node
@@ -43,15 +46,22 @@ def stats_of(answer: Answer) -> dict[str, Any]:
 
 
 def stages_of(answer: Answer, plan: Plan, waterfall: Waterfall) -> list[dict[str, Any]]:
-    """The `stages` list of CLI.md: milliseconds are sums over the request."""
+    """The `stages` list of CLI.md: milliseconds are sums over the request. Nodes that were lost come last."""
     return [
         {
-            "node": node.name, "start": node.start, "end": node.end, "compute_ms": time.compute_ms,
+            "node": time.node.name, "start": time.node.start, "end": time.node.end, "compute_ms": time.compute_ms,
             "wire_ms": time.wire_ms, "queue_ms": time.queue_ms, "utilisation": time.utilisation,
             "peak_memory_bytes": status.peak_memory_bytes, "cache_bytes": status.cache_bytes,
-        }
-        for node, time, status in zip(plan.assignments, waterfall.stages, answer.statuses, strict=True)
+        } | ({"lost": True} if time.is_lost else {})
+        for time, status in _with_statuses(answer, plan, waterfall)
     ]  # fmt: skip
+
+
+def _with_statuses(answer: Answer, plan: Plan, waterfall: Waterfall) -> Iterator[tuple[StageTime, StatusReply]]:
+    """Each node's sums and what it held in the end; a lost one says nothing of that."""
+    held = {node.name: status for node, status in zip(plan.assignments, answer.statuses, strict=True)}
+    for time in waterfall.stages:
+        yield time, StatusReply() if time.is_lost else held[time.node.name]
 
 
 def logprobs_of(samples: Sequence[Token]) -> list[dict[str, Any]]:
@@ -80,10 +90,10 @@ def print_stats(answer: Answer, plan: Plan, waterfall: Waterfall, *, with_legend
     """A row per stage, and the waterfall."""
     console = Console(stderr=True, highlight=False)
     console.print()
-    console.print(_stage_table(answer, plan, waterfall))
+    _print_stages(console, answer, plan, waterfall)
     if with_legend:
         console.print(_STAGES_LEGEND, style="dim")
-    console.print(_waterfall_table(waterfall))
+    console.print(_waterfall_table(waterfall, console.width))
     if with_legend:
         console.print(_WATERFALL_LEGEND, style="dim")
 
@@ -99,25 +109,42 @@ def require_writable(name: str, path: Path) -> None:
         raise InputError(name, f"cannot write {path}: {error.strerror}") from error
 
 
-def _stage_table(answer: Answer, plan: Plan, waterfall: Waterfall) -> Table:
+def _print_stages(console: Console, answer: Answer, plan: Plan, waterfall: Waterfall) -> None:
+    """One table of all figures; where that has no room, one of what each node holds and one of its times."""
+    rows = [
+        {
+            "node": time.node.name, "layers": "lost" if time.is_lost else f"[{time.node.start}, {time.node.end})",
+            "compute": f"{time.compute_ms:.1f} ms", "wire in": f"{time.wire_ms:.1f} ms",
+            "queue": f"{time.queue_ms:.1f} ms", "busy": f"{time.utilisation:.0%}",
+            "cache": format_bytes(status.cache_bytes), "peak memory": format_bytes(status.peak_memory_bytes),
+        }
+        for time, status in _with_statuses(answer, plan, waterfall)
+    ]  # fmt: skip
+    held, times = ("layers", "cache", "peak memory"), ("compute", "wire in", "queue", "busy")
+    whole = _table(rows, ("node", "layers", *times, "cache", "peak memory"))
+    has_room = console.measure(whole, options=console.options.update(width=10**6)).maximum <= console.width
+    for table in [whole] if has_room else [_table(rows, ("node", *held)), _table(rows, ("node", *times))]:
+        console.print(table)
+
+
+def _table(rows: Sequence[dict[str, str]], columns: Sequence[str]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("node", "layers", "compute", "wire in", "queue", "busy", "cache", "peak memory"):
+    for column in columns:
         table.add_column(column, justify="left" if column == "node" else "right")
-    for node, time, status in zip(plan.assignments, waterfall.stages, answer.statuses, strict=True):
-        table.add_row(
-            node.name, f"[{node.start}, {node.end})", f"{time.compute_ms:.1f} ms", f"{time.wire_ms:.1f} ms",
-            f"{time.queue_ms:.1f} ms", f"{time.utilisation:.0%}", format_bytes(status.cache_bytes),
-            format_bytes(status.peak_memory_bytes),
-        )  # fmt: skip
+    for row in rows:
+        table.add_row(*(row[column] for column in columns))
     return table
 
 
-def _waterfall_table(waterfall: Waterfall) -> Table:
+def _waterfall_table(waterfall: Waterfall, width: int) -> Table:
     """Each part as a bar that begins where the part before it ended."""
     table = Table(box=None, pad_edge=False, show_header=False)
+    columns = max(0, min(_WATERFALL_COLUMNS, width - _BESIDE_BARS))
     before = 0.0
     for part, took in waterfall.parts.items():
-        begin, end = (round(_WATERFALL_COLUMNS * moment / waterfall.wall_ms) for moment in (before, before + took))
+        if part == "recovery" and not took:
+            continue
+        begin, end = (round(columns * moment / waterfall.wall_ms) for moment in (before, before + took))
         bar = Text(" " * begin + "━" * (end - begin))
         table.add_row(part, f"{took:.1f} ms", f"{took / waterfall.wall_ms:.0%}", bar)
         before += took
@@ -149,13 +176,14 @@ def print_plan(plan: Plan, spec: ModelSpec) -> None:
     for column in ("node", "layers", "weights", "cache", "budget", "fits"):
         table.add_column(column, justify="left" if column == "node" else "right")
     table.add_column("")
+    console = Console(highlight=False)
+    columns = _PLAN_COLUMNS if console.width >= _USUAL_COLUMNS else 0  # of the bars
     for node in plan.assignments:
-        begin, end = (round(_PLAN_COLUMNS * edge / spec.num_layers) for edge in (node.start, node.end))
+        begin, end = (round(columns * edge / spec.num_layers) for edge in (node.start, node.end))
         table.add_row(
             node.name, f"[{node.start}, {node.end})", format_bytes(node.weight_bytes), format_bytes(node.cache_bytes),
             format_bytes(node.memory_bytes), "yes" if node.fits else "NO", Text(" " * begin + "━" * (end - begin)),
         )  # fmt: skip
-    console = Console(highlight=False)
     console.print(
         f"{spec.name} ({spec.family}): {spec.num_layers} layers, {format_bytes(spec.shard_bytes(0, spec.num_layers))}, "
         f"one session of {plan.context} tokens"

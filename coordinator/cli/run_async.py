@@ -9,38 +9,43 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import uvloop
 
-from worker.process.run import INTERRUPTED
+from worker.process.interrupts import INTERRUPTED
 
 T = TypeVar("T")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
-    """The coroutine's result. Raises KeyboardInterrupt, once all is cleaned up, if a signal ended it.
+    """The coroutine's result, also where a signal cancels it and it takes that for its usual end.
 
     A second signal ends the process at once; workers of its own notice and end too.
+
+    Raises:
+        KeyboardInterrupt: a signal ended it; all is cleaned up.
     """
+    before = [signal.getsignal(number) for number in _SIGNALS]
     try:
         return uvloop.run(_interruptible(work))
     finally:
+        for number, handler in zip(_SIGNALS, before, strict=True):
+            signal.signal(number, handler)
         mx.clear_streams()
 
 
 async def _interruptible(work: Coroutine[Any, Any, T]) -> T:
-    task = asyncio.ensure_future(work)
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
     signalled = False
 
-    def on_signal() -> None:
+    def on_signal(number: int, frame: object) -> None:
         nonlocal signalled
-        if signalled:
+        if signalled or task.done():
             os._exit(INTERRUPTED)
         signalled = True
-        task.cancel()
+        loop.call_soon_threadsafe(task.cancel)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    try:
-        return await task
-    except asyncio.CancelledError:
-        if not signalled:
-            raise
-        raise KeyboardInterrupt from None
+    for number in _SIGNALS:
+        signal.signal(number, on_signal)  # not the loop's handlers: a second one must not wait for a loop that is stuck
+    await asyncio.wait([task])
+    if signalled and (task.cancelled() or task.exception()):
+        raise KeyboardInterrupt  # what failed meanwhile failed for that reason; what ended in order is done
+    return task.result()

@@ -1,4 +1,4 @@
-"""`--trace FILE`: a request's frames as Chrome trace events (chrome://tracing, Perfetto). Pure.
+"""`--trace FILE`: a request's frames and recoveries as Chrome trace events (chrome://tracing, Perfetto). Pure.
 
 A process per node, and in it as many tracks as frames were there at once: viewers drop slices of one track that cross.
 """
@@ -8,15 +8,15 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from coordinator.sessions.waterfall import Passage, spans
+from coordinator.sessions.waterfall import Leg, Passage, nodes_of, recoveries, spans
 
 Span = tuple[str, int, int]  # part, begin, end, in whole microseconds: viewers cut fractions off, and ends must meet
 
 
 class Visit(NamedTuple):
-    """One frame on one node."""
+    """One frame on one node; or, on the coordinator, a recovery."""
 
-    node: int
+    node: str
     spans: Sequence[Span]
     args: dict[str, int]
 
@@ -29,37 +29,38 @@ class Visit(NamedTuple):
         return self.spans[-1][2]
 
 
-def trace_events(
-    passages: Sequence[Passage], offsets: Sequence[int], nodes: Sequence[str], token_times: Sequence[int]
-) -> dict[str, Any]:
+def trace_events(legs: Sequence[Leg], token_times: Sequence[int]) -> dict[str, Any]:
     """The trace as the JSON object that viewers read, on the coordinator's clock, from the first frame on.
 
     Args:
-        offsets: by stage, that node's clock minus the coordinator's, nanoseconds.
         token_times: when each token of the answer was known: with the result of the frame that brought it.
     """
     num_tokens = Counter(token_times)
-    visits = [
-        visit for passage in passages for visit in _visits(passage, offsets, num_tokens[passage.returned])
-    ]  # fmt: skip
+    visits: list[Visit] = []
+    for leg in legs:
+        for passage in leg.passages:
+            visits += _visits(leg, passage, num_tokens[passage.returned])
+    nodes, num_stages = [node.name for node in nodes_of(legs)], len(legs[-1].route.nodes) if legs else 0
+    visits += (Visit(nodes[0], [("recovery", begin // 1000, end // 1000)], {}) for begin, end in recoveries(legs))
     origin = min((visit.begin for visit in visits), default=0)
     events: list[dict[str, Any]] = []
-    for node, name in enumerate(nodes):
-        tracks = _tracks([visit for visit in visits if visit.node == node])
-        events += _names(node, f"stage {node}: {name}", len(tracks))
+    for number, name in enumerate(nodes):
+        tracks = _tracks([visit for visit in visits if visit.node == name])
+        place = f"stage {number}" if number < num_stages else "lost"
+        events += _names(number, f"{place}: {name}", len(tracks))
         for track, there in enumerate(tracks):
-            events += (event for visit in there for event in _slices(visit, track, origin))
+            events += (event for visit in there for event in _slices(visit, number, track, origin))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _visits(passage: Passage, offsets: Sequence[int], num_tokens: int) -> Iterator[Visit]:
+def _visits(leg: Leg, passage: Passage, num_tokens: int) -> Iterator[Visit]:
     args = {"step": passage.step, "rows": passage.num_rows, "tokens": num_tokens}
-    for node, tiles in groupby(spans(passage, offsets), key=lambda tile: tile[1]):
+    for stage, tiles in groupby(spans(passage, leg.route.offsets), key=lambda tile: tile[1]):
         found: list[Span] = []
         for part, _, begin, end in tiles:
             begin = max(begin // 1000, found[-1][2] if found else begin // 1000)
             found.append((part, begin, max(begin, end // 1000)))  # a tile may run backwards where a clock is wrong
-        yield Visit(node, found, args)
+        yield Visit(leg.route.nodes[stage].name, found, args)
 
 
 def _tracks(visits: Sequence[Visit]) -> list[list[Visit]]:
@@ -80,9 +81,9 @@ def _names(node: int, name: str, num_tracks: int) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "name": "thread_name", "pid": node, "tid": track, "args": {"name": f"frames {track + 1}"}}
 
 
-def _slices(visit: Visit, track: int, origin: int) -> Iterator[dict[str, Any]]:
+def _slices(visit: Visit, node: int, track: int, origin: int) -> Iterator[dict[str, Any]]:
     for part, begin, end in visit.spans:
         yield {
-            "ph": "X", "name": part, "cat": "frame", "pid": visit.node, "tid": track,
+            "ph": "X", "name": part, "cat": "frame", "pid": node, "tid": track,
             "ts": begin - origin, "dur": end - begin, "args": visit.args,
         }  # fmt: skip

@@ -10,6 +10,7 @@ from coordinator.planning.costs import LaneChooser
 from coordinator.sessions.scheduler import Commit, Scheduler
 from coordinator.sessions.session import Session
 from coordinator.sessions.slots import MOST_WAITING, cache_costs
+from coordinator.sessions.waterfall import Route
 from worker.errors import BrigadeError
 
 
@@ -20,6 +21,7 @@ class Epoch:
         lanes = LaneChooser(chain.num_stages, chain.costs.stages_s, chain.costs.hops_s)
         costs = cache_costs(chain.plan, chain.spec)
         self.chain = chain
+        self.route = Route(chain.plan.assignments, chain.clock_offsets)
         self.scheduler = Scheduler(
             chain.num_stages, costs, chain.epoch, max_waiting, lanes=lanes.choose, last_step=chain.last_step
         )

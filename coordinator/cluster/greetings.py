@@ -53,4 +53,4 @@ def differences(name: str, cluster: Cluster, greeting: HelloReply) -> Iterator[s
     }
     for key, (there, here) in pairs.items():
         if there and here and there != here:
-            yield f"worker {name} has another cluster.yaml: {key} is {there} there, {here} here"
+            yield f"worker {name} has another configuration: {key} is {there} there, {here} here"

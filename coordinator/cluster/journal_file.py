@@ -80,7 +80,8 @@ class JournalFile:
     async def keep(self, piece: Piece, emit: Callable[[str], None] = lambda text: None) -> None:
         """Write what became known, then give its text to `emit`, on the same thread and at once.
 
-        What a killed process has shown its journal has; what it has and was not shown is what was written just then.
+        What a killed process has shown its journal has. The other way round one step may be missing, no more: that of
+        a process that was killed between the two.
         """
         if self._syncing is not None and self._syncing.done():
             self._syncing.result()  # the disk has failed
@@ -92,7 +93,12 @@ class JournalFile:
     async def _append(self, record: bytes, then: Callable[[], None] | None = None) -> None:
         if self._num_bytes + len(record) > MOST_BYTES:
             raise InputError("journal", f"{self._path} would be longer than the {MOST_BYTES} bytes that it may have")
-        await self._writer.run(partial(self._write, record, then))
+        writing = self._writer.submit(partial(self._write, record, then))
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await asyncio.wait([writing])  # whoever interrupts the answer sees what the file has
+            raise
         self._num_bytes += len(record)
 
     def _write(self, record: bytes, then: Callable[[], None] | None) -> None:

@@ -41,6 +41,16 @@ def say(lines: str) -> None:
 
 
 @contextmanager
+def telling_interrupts(line: str) -> Iterator[None]:
+    """Say this if what is done here is interrupted."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        say(line)
+        raise
+
+
+@contextmanager
 def show_progress() -> Iterator[Report]:
     """Show what the nodes are at. What is yielded takes a report as a phase begins and whenever it comes on."""
     console = Console(stderr=True)

@@ -265,7 +265,7 @@ class Runner:
                 continue
             if not session.is_paused:
                 ticket.end_deadline()  # it has a slot
-            ticket.pass_by(passage)
+            ticket.pass_by(self._epoch.route, passage)
             if samples:
                 self._try_next(session)
             scores = session.take_scores()

@@ -3,13 +3,13 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from coordinator.sessions.answer import Piece, Scored, Token, Usage
 from coordinator.sessions.request import Request
 from coordinator.sessions.session import Session
 from coordinator.sessions.text import Text
-from coordinator.sessions.waterfall import Passage
+from coordinator.sessions.waterfall import Leg, Passage, Route
 from worker.errors import BrigadeError
 
 MOST_UNREAD = 256  # steps: then the session pauses until half of them are read
@@ -43,7 +43,7 @@ class Ticket:
         self._is_still = False
         self._num_said = 0  # tokens
         self._started = time.monotonic_ns()
-        self._passages: list[Passage] | None = [] if traced else None
+        self._legs: list[Leg] | None = [] if traced else None
         self._steps: asyncio.Queue[Step | BaseException] = asyncio.Queue()
 
     @property
@@ -61,12 +61,10 @@ class Ticket:
             self.deadline = None
 
     def lose_chain(self) -> None:
-        """The chain has gone, and with it the frames that are on their way and the nodes that the noted ones passed."""
+        """The chain has gone, and with it the frames that are on their way."""
         self._num_recoveries += 1
         self._is_still = True
         self._last_at = self._last_at or time.monotonic_ns()
-        if self._passages is not None:
-            self._passages = []
 
     def put(self, step: Step) -> None:
         """Leave what became known for whoever reads."""
@@ -75,10 +73,13 @@ class Ticket:
         self._last_at, self._is_still = step.at, False
         self._steps.put_nowait(step)
 
-    def pass_by(self, make: Callable[[], Passage]) -> None:
+    def pass_by(self, route: Route, make: Callable[[], Passage]) -> None:
         """Note a frame that carried a window of the session, if that was asked for."""
-        if self._passages is not None:
-            self._passages.append(make())
+        if self._legs is None:
+            return
+        if not self._legs or self._legs[-1].route is not route:
+            self._legs.append(Leg(route, [], is_recovered=self._num_recoveries > 0))
+        self._legs[-1].passages.append(make())
 
     def fail(self, error: BaseException) -> None:
         """What is read next, after all that is known already."""
@@ -108,9 +109,9 @@ class Ticket:
         return Piece("".join(said), tokens, step.at, finish_reason, self._usage(step), scores=step.scores)
 
     def _usage(self, last: Step) -> Usage:
-        passages = [passage for passage in self._passages or () if passage.returned <= last.at]
+        legs = [replace(leg, passages=[p for p in leg.passages if p.returned <= last.at]) for leg in self._legs or ()]
         session = self.session
         return Usage(
-            session.num_prompt, self._started, session.num_reused, last.num_steps, last.num_rows, passages,
+            session.num_prompt, self._started, session.num_reused, last.num_steps, last.num_rows, legs,
             self._num_recoveries, self._still_ns / 1e9, self._num_said,
         )  # fmt: skip

@@ -110,7 +110,7 @@ class Ways:
         places = " or ".join(self.addresses)
         nobody = StageLost(
             f"nothing answers at {places} ({within_s:.0f} s). "
-            f"Start it there: brigade worker --config cluster.yaml --name {self.name}",
+            f"Start it there: brigade worker --config {self._network.file} --name {self.name}",
             node=self.name,
         )
         return next((error for error in errors if error and not isinstance(error, _Silence)), nobody)

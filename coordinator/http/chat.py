@@ -41,7 +41,7 @@ async def chat_completions(request: Request) -> Response:
         events = _events(model, tasks, answer, body)
         return await event_stream(request, events, tell=tell, end=DONE)
     choices = await unless_left(request, collect(model, tasks, traced=body.wants_waterfall))
-    return JSONResponse(answer.whole(choices) | {"brigade": figures(model, [deltas[-1] for deltas in choices])})
+    return JSONResponse(answer.whole(choices) | {"brigade": figures([deltas[-1] for deltas in choices])})
 
 
 async def prepare_choices(model: ResidentModel, ask: Ask, n: int) -> list[Task]:
@@ -74,12 +74,12 @@ async def _events(
             if delta.finish_reason is not None:
                 lasts.append(delta)
     if body.stream_options.include_usage:
-        yield data(answer.closing(lasts) | {"brigade": figures(model, lasts)})
+        yield data(answer.closing(lasts) | {"brigade": figures(lasts)})
 
 
-def figures(model: ResidentModel, lasts: Sequence[Delta]) -> Any:
+def figures(lasts: Sequence[Delta]) -> Any:
     """What windows, recoveries and prefixes made of it; a list where there are several choices."""
-    found = [figures_of(last, model.clock_offsets) for last in lasts]
+    found = [figures_of(last) for last in lasts]
     return found[0] if len(found) == 1 else found
 
 

@@ -40,7 +40,7 @@ async def completions(request: Request) -> Response:
     if body.stream:
         return await event_stream(request, _events(model, tasks, answer, body), tell=tell, end=DONE)
     answers = await unless_left(request, collect(model, tasks, traced=body.wants_waterfall))
-    return JSONResponse(answer.whole(answers) | {"brigade": figures(model, [deltas[-1] for deltas in answers])})
+    return JSONResponse(answer.whole(answers) | {"brigade": figures([deltas[-1] for deltas in answers])})
 
 
 async def _text_of(prompt: RawPrompt, served: Served) -> str:
@@ -69,4 +69,4 @@ async def _events(
             if delta.finish_reason is not None:
                 lasts[index] = delta
     if body.stream_options.include_usage:
-        yield data(answer.closing(lasts) | {"brigade": figures(model, [lasts[index] for index in range(len(lasts))])})
+        yield data(answer.closing(lasts) | {"brigade": figures([lasts[index] for index in range(len(lasts))])})

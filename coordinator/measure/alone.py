@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from coordinator.cluster.progress import say, show_steps
+from coordinator.cluster.progress import say, show_steps, telling_interrupts
 from coordinator.measure.feed import Feed
 from coordinator.measure.reference import Reference
 from coordinator.measure.replay import CHUNK, Replay
@@ -20,6 +20,8 @@ from worker.compute.shard import Shard
 from worker.model.checkpoint import Checkpoint
 from worker.model.modelspec import ModelSpec
 from worker.process.mlx_thread import MlxThread
+
+_IN_MEMORY = "interrupted while one process was asked: nothing is proved"
 
 Take = Callable[[Case], None]
 
@@ -55,7 +57,7 @@ class Alone:
 
     async def replay_in_memory(self, replays: Sequence[Replay], take: Take) -> None:
         """Compare with mlx-lm's model."""
-        with show_steps(1 + len(replays)) as begin:
+        with show_steps(1 + len(replays)) as begin, telling_interrupts(_IN_MEMORY):
             begin("loading the model in one process")
             reference = await self._thread.run(lambda: Reference(self._checkpoint.folder))
             for replay in replays:
@@ -67,7 +69,7 @@ class Alone:
         """Compare with the same decoder on one shard that is the whole model: for `diffusion-fast`, which mlx-lm does
         not have.
         """
-        with show_steps(1 + len(requests)) as begin:
+        with show_steps(1 + len(requests)) as begin, telling_interrupts(_IN_MEMORY):
             begin("loading the model in one process")
             engine = await self._thread.run(self._make_engine)
             for name, request in requests.items():

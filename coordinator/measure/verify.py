@@ -1,6 +1,5 @@
 """`brigade verify`: every tensor of every node, then tokens greedy and sampled, against the model on one machine."""
 
-import asyncio
 import gc
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -12,7 +11,7 @@ from coordinator.cluster.chain import Chain
 from coordinator.cluster.open import open_chain, read_model
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.peer import Peer
-from coordinator.cluster.progress import say, show_steps
+from coordinator.cluster.progress import say, show_steps, telling_interrupts
 from coordinator.cluster.runner import generate
 from coordinator.cluster.tokenizer import find_tokenizer
 from coordinator.decoding.decode import Decode, suit
@@ -74,15 +73,12 @@ async def verify(
     requests = make_requests(tokenizer, spec, decode, max_tokens, seed)
     for request in requests.values():
         check_request(request, spec)
-    with show_steps(1) as begin:
+    with show_steps(1) as begin, telling_interrupts("interrupted while the model was fetched: nothing is proved"):
         begin("fetching the whole model")
         await run_aside(lambda: checkpoint.fetch(checkpoint.tensors, lambda nbytes: None))
     with closing(MlxThread()) as thread:
-        try:
+        with telling_interrupts("interrupted while the cluster answered: nothing is proved"):
             testimony = await _ask(options, checkpoint, spec, requests, thread, stream=stream)
-        except asyncio.CancelledError:
-            say("interrupted while the cluster answered: nothing is proved")
-            raise
         await thread.run(_let_go)
         return await _judge(testimony, requests, Alone(checkpoint, spec, thread), tell)
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -69,11 +69,6 @@ class ResidentModel:
     def num_waiting(self) -> int:
         """Requests that wait for memory."""
         return self.runner.scheduler.num_waiting
-
-    @property
-    def clock_offsets(self) -> Sequence[int]:
-        """Of the present chain's stages, nanoseconds."""
-        return self.runner.chain.clock_offsets
 
     @property
     def standing(self) -> Standing:

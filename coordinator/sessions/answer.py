@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from coordinator.sessions.waterfall import Passage, Waterfall, make_waterfall
+from coordinator.sessions.waterfall import Leg, Passage, Waterfall, make_waterfall
 from protos.brigade_pb2 import Alternative, Sample, Score, StatusReply
 
 
@@ -58,7 +58,7 @@ class Usage:
     num_reused: int  # leading tokens of the prompt that were in the caches already
     num_steps: int  # windows that asked for tokens
     num_rows: int  # of all windows
-    passages: Sequence[Passage] = ()  # of its chain's frames that carried a window of it, if they were to be kept
+    legs: Sequence[Leg] = ()  # of each chain the frames that carried a window of it, if they were to be kept
     num_recoveries: int = 0  # chains that were lost under it
     still_s: float = 0.0  # seconds without a token for that reason
     num_generated: int = 0  # tokens of the answer that were not known before
@@ -124,7 +124,7 @@ class Answer:
 
     @property
     def passages(self) -> Sequence[Passage]:
-        return self.usage.passages
+        return [passage for leg in self.usage.legs for passage in leg.passages]
 
     @property
     def ttft_s(self) -> float:
@@ -135,6 +135,6 @@ class Answer:
         """From the first token to the last."""
         return (self.token_times[-1] - self.token_times[0]) / 1e9
 
-    def waterfall(self, offsets: Sequence[int]) -> Waterfall:
-        """`offsets` of the stages' clocks, as `make_waterfall` takes them."""
-        return make_waterfall(self.passages, offsets, self.started, self.token_times[-1])
+    def waterfall(self) -> Waterfall:
+        """Where its time went, until its last token."""
+        return make_waterfall(self.usage.legs, self.started, self.token_times[-1])

@@ -37,10 +37,10 @@ def summed_usage(usages: Sequence[Json]) -> Json:
     return total | {"prompt_tokens_details": {"cached_tokens": cached}}
 
 
-def figures_of(last: Delta, clock_offsets: Sequence[int]) -> Json:
+def figures_of(last: Delta) -> Json:
     """Our own block: what windows, recoveries and prefixes made of it; where its time went, if it was traced."""
     usage = usage_of(last)
-    waterfall = make_waterfall(usage.passages, clock_offsets, usage.started, last.piece.at) if usage.passages else None
+    waterfall = make_waterfall(usage.legs, usage.started, last.piece.at) if usage.legs else None
     return {
         "steps": usage.num_steps,
         "tokens_per_step": round(usage.num_generated / usage.num_steps, 2) if usage.num_steps else None,

@@ -138,7 +138,7 @@ class Starter:
         """Its child processes, once there are so many; ended in the end if they do not end by themselves."""
         deadline = time.monotonic() + START_S
         parent = psutil.Process(running.process.pid)
-        while len(found := parent.children(recursive=True)) < count:
+        while len(found := parent.children()) < count:
             assert time.monotonic() < deadline and running.is_running, running.err.text
             time.sleep(0.02)
         self._children += found

@@ -4,7 +4,9 @@
 """
 
 import asyncio
+import json
 import re
+import signal
 import threading
 import time
 from collections.abc import Coroutine, Iterator
@@ -17,6 +19,7 @@ import pytest
 from protos.brigade_pb2 import StatusRequest
 from protos.brigade_pb2_grpc import NodeStub
 from tests.cluster.commands import answer_here, parse, run_here
+from tests.cluster.processes import Starter, write_cluster
 from tools.faults import inside, kills, losses, pauses
 from tools.faults.__main__ import all_groups
 from tools.faults.case import Row, end_workers
@@ -111,6 +114,9 @@ def test_a_killed_worker_of_ones_own_is_started_again_and_the_line_and_the_figur
     answer = parse(outcome)
     assert answer["text"] == story
     assert answer["stats"]["recoveries"] == 1 and answer["stats"]["recovery_s"] > 0.1
+    waterfall = dict(answer["waterfall"])
+    assert waterfall["recovery"] > 100
+    assert waterfall.pop("wall_ms") == pytest.approx(sum(waterfall.values()), rel=1e-6)
     assert [stage["node"] for stage in answer["stages"]] == ["coordinator", "worker-1", "worker-2"]
     [line] = re.findall(r"^worker .*; going on .*$", outcome.err, re.MULTILINE)
     assert re.search(
@@ -118,6 +124,25 @@ def test_a_killed_worker_of_ones_own_is_started_again_and_the_line_and_the_figur
     )
     assert "Traceback" not in capfd.readouterr().err
     assert psutil.wait_procs(own, 5.0)[1] == [], "nobody is left behind"
+
+
+def test_an_answer_that_breaks_off_is_printed_as_far_as_it_came(start: Starter, talker: Path, tmp_path: Path) -> None:
+    worker = start.worker("mini", "--model", talker)
+    config = write_cluster(tmp_path / "cluster.yaml", ("mini", worker.address, "900KiB"), model=str(talker))
+    config.write_text(config.read_text() + "coordinator: {memory: 900KiB}\n")
+    needed = ("--config", config, "--context", "600", "--recovery-timeout", "0.5", "--json")
+    running = start.brigade("generate", *needed, *ASKED)
+    deadline = time.monotonic() + FAR_S
+    while worker.status().step < 20:  # the warm-up has fewer
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    worker.send_signal(signal.SIGKILL)
+    outcome = running.wait(FAR_S)
+    found = json.loads(outcome.out)
+    assert outcome.code == 3 and outcome.err == f"error: {found['error']['message']}\n"
+    whole = answer_here("--model", talker, "--local", "0", *ASKED)
+    assert 0 < len(found["tokens"]) < len(whole["tokens"]) and found["finish_reason"] is None
+    assert (found["tokens"], found["text"]) == tuple(whole[key][: len(found[key])] for key in ("tokens", "text"))
 
 
 def kill_in_the_middle(name: str) -> list[psutil.Process]:

@@ -234,9 +234,9 @@ def test_a_worker_with_another_configuration_is_pointed_out(pair: Pair, tmp_path
     assert outcome.code == 0
     warned = [line for line in outcome.err.splitlines() if line.startswith("warning: ")]
     assert warned == [
-        f"warning: worker first has another cluster.yaml: model is {pair.model} there, demo here",
+        f"warning: worker first has another configuration: model is {pair.model} there, demo here",
         "warning: worker air calls itself last: one of both has the wrong name or address",
-        f"warning: worker air has another cluster.yaml: model is {pair.model} there, demo here",
+        f"warning: worker air has another configuration: model is {pair.model} there, demo here",
     ]
     assert "warning" not in run_here("plan", "--config", pair.config).err
 

@@ -9,12 +9,15 @@ from pathlib import Path
 import grpc
 import pytest
 
+from coordinator.cluster.peer import Peer
 from protos.brigade_pb2 import LoadProgress, LoadRequest, StatusRequest
 from protos.brigade_pb2_grpc import NodeStub
 from tests.integration.certificates import Certificates
 from tests.integration.conftest import NETWORK, RunningNode, serving
-from worker.errors import ConfigError
+from worker.config import load_cluster
+from worker.errors import ConfigError, StageLost
 from worker.node import network as network_module
+from worker.node.identity import Role
 from worker.node.network import Network
 
 ELSEWHERE = ["0.0.0.0:0", "[::]:0", "192.168.1.7:50070", "mini.local:50070"]
@@ -138,3 +141,15 @@ async def test_calls_beyond_the_limit_are_refused_and_the_others_go_on(monkeypat
             await wait_answered(stub)  # the server hears of it a moment later
             for call in waiting:
                 call.cancel()
+
+
+async def test_hints_name_the_configuration_that_was_given(tmp_path: Path) -> None:
+    path = tmp_path / "home.yaml"
+    path.write_text("workers: []\n")
+    network = Network.of(load_cluster(path), "coordinator", Role.COORDINATOR)
+    peer = Peer("mini", "127.0.0.1:1", network)
+    with pytest.raises(StageLost, match=f"brigade worker --config {path} --name mini$"):
+        await peer.hello(0.05)
+    await peer.close()
+    with pytest.raises(ConfigError, match=f"Set `tls:` in {path} "):
+        network.channel("mini", "192.168.1.7:50070")

@@ -230,6 +230,15 @@ async def test_whoever_interrupts_the_cluster_is_told_so(
     assert capsys.readouterr().err == "interrupted while the cluster answered: nothing is proved\n"
 
 
+async def test_whoever_interrupts_the_comparison_in_memory_is_told_so(
+    cluster: ClusterOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(alone_module, "show_steps", cancelling("loading the model in one process"))
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.create_task(verify(cluster, Decode(), max_tokens=2, seed=0))
+    assert capsys.readouterr().err == "interrupted while one process was asked: nothing is proved\n"
+
+
 async def test_the_cluster_is_let_go_of_before_the_reference_is_read(
     cluster: ClusterOptions, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

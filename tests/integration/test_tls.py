@@ -74,7 +74,7 @@ async def test_a_coordinator_without_a_right_certificate_is_refused(
     [
         ("foreign", "its certificate is of another authority; brigade keys issue node-1 makes one of ours"),
         ("expired", "its certificate has expired; where the authority is: brigade keys issue node-1"),
-        ("plaintext", "it does not encrypt; set `tls:` in its cluster.yaml, too"),
+        ("plaintext", "it does not encrypt; set `tls:` in its configuration, too"),
     ],
 )
 async def test_a_worker_without_a_right_certificate_is_refused_at_once(

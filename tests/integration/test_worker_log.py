@@ -55,6 +55,19 @@ async def test_a_worker_tells_the_life_of_its_shard_and_its_chain(models: Models
         )
 
 
+async def test_a_node_whose_next_one_leaves_first_has_not_failed(models: Models) -> None:
+    """A coordinator takes all off at once; whose next node was quicker waits for its own turn."""
+    out = io.StringIO()
+    async with serving(2, out=out) as nodes, opened(models("qwen3").folder, (1, 1, 2), nodes) as chain:
+        await answer(chain, (1, 2, 3), 3)
+        link = nodes[0].service._attachment.stage._send.__self__  # type: ignore[union-attr]
+        nodes[1].service._attachment.stage._credit.put_nowait(0)  # type: ignore[union-attr] # ends its hop in order
+        await until(lambda: link._call.done())
+    await until(lambda: not any(node.service._attachment for node in nodes))
+    left = [line for line in out.getvalue().splitlines() if "left" in line]
+    assert sorted(left) == [f"worker node-{n}: left the chain of coordinator coordinator" for n in (1, 2)]
+
+
 async def test_it_tells_whom_it_refused_and_why(models: Models) -> None:
     folder = models("qwen3").folder
     other = load_request(folder, 2, 4)

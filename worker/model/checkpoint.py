@@ -99,7 +99,7 @@ def open_folder(folder: Path, name: str | None = None, known: Mapping[str, Tenso
     if not folder.is_dir():
         raise ModelError(
             f"model folder {folder} does not exist here; give a folder or a hub repository (owner/name), "
-            "or a worker's own copy as `model:` in cluster.yaml"
+            "or a worker's own copy as `model:` in its configuration"
         )
     config = read_config(folder)
     tensors: dict[str, TensorInfo] = {}

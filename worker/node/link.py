@@ -12,6 +12,7 @@ from worker.node.status import error_of
 
 CONNECT_TIMEOUT_S = 5.0
 _MOST_CREDIT = 1024  # frames in one grant: any number fits into the message, and each takes a turn of a loop
+_IN_ORDER_S = 2.0  # a coordinator that takes the next node off the chain takes this one off, too
 
 
 class Link:
@@ -74,4 +75,5 @@ class Link:
                     self._credit.release()
         except grpc.RpcError as error:
             raise error_of(error, self._node) from error
+        await asyncio.sleep(_IN_ORDER_S)  # no failure, if this link is closed meanwhile
         raise StageLost("ended the hop", node=self._node)

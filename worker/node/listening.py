@@ -13,6 +13,7 @@ from worker.node.network import Network
 from worker.node.relay import add_node
 from worker.node.service import NodeService
 
+_LAST_CALLS_S = 10.0  # for calls that were cut off to give back what they hold: a piece of a load may take long
 _AGAIN_S = 5.0  # between two tries
 
 
@@ -49,7 +50,17 @@ class Listening:
         await self._checks.enter_graceful_shutdown()
 
     async def stop(self) -> None:
+        """Cut all calls off."""
         await asyncio.gather(*(server.stop(grace=None) for server in self._servers))
+
+
+async def wait_last_calls() -> None:
+    """Let the tasks of calls that were cut off end by themselves, for which gRPC does not wait.
+
+    The end of the loop would cancel them once more; gRPC takes that for a failure of the call and prints its trace.
+    """
+    if others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others, timeout=_LAST_CALLS_S)
 
 
 @contextlib.asynccontextmanager

@@ -51,14 +51,21 @@ class Network:
     """Servers and channels of one process."""
 
     def __init__(
-        self, *, insecure: bool = False, keys: Keys | None = None, warn: Callable[[str], None] = lambda line: None
+        self,
+        *,
+        insecure: bool = False,
+        keys: Keys | None = None,
+        warn: Callable[[str], None] = lambda line: None,
+        file: str = "cluster.yaml",
     ) -> None:
         """`keys` has every link encrypted, those on this machine too; without it, `insecure` lets bytes leave it.
 
         Args:
             insecure: the user trusts the network.
             warn: takes a line about this node's certificate, for the user.
+            file: where the user says all that.
         """
+        self.file = file
         self._insecure = insecure
         self._keys = keys
         self._warn = warn
@@ -68,7 +75,7 @@ class Network:
     def of(cls, cluster: Cluster, name: str, role: Role, warn: Callable[[str], None] = lambda line: None) -> "Network":
         """As the configuration says, for the node of this name."""
         keys = Keys(Path(cluster.tls.keys), name, role) if cluster.tls else None
-        return cls(insecure=cluster.insecure, keys=keys, warn=warn)
+        return cls(insecure=cluster.insecure, keys=keys, warn=warn, file=cluster.file)
 
     @property
     def wire(self) -> Wire:
@@ -129,7 +136,7 @@ class Network:
         if not self._may_use(address):
             raise ConfigError(
                 f"will not connect to {name} at {address}: what is sent there is not encrypted. "
-                "Set `tls:` in cluster.yaml (see brigade keys init), or `insecure: true` if you trust this network"
+                f"Set `tls:` in {self.file} (see brigade keys init), or `insecure: true` if you trust this network"
             )
         return grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
 

@@ -13,14 +13,14 @@ import uvloop
 
 from protos.brigade_pb2 import Configuration
 from worker.config import Cluster
-from worker.node.listening import listening
+from worker.node.listening import listening, wait_last_calls
 from worker.node.log import Log
 from worker.node.network import MOST_CONNECTIONS, Network
 from worker.node.own_models import OwnModels
 from worker.node.service import NodeService
+from worker.process.interrupts import INTERRUPTED
 from worker.process.machine import allow_connections, kept_awake
 from worker.process.mlx_thread import MlxThread
-from worker.process.run import INTERRUPTED
 
 _DRAIN_S = 10.0  # how long sessions in progress may take to end
 _LAST_WORD_S = 1.0  # for what the coordinator of the drained sessions still reads and asks
@@ -71,6 +71,7 @@ async def _serve(service: NodeService, binds: Sequence[str], network: Network, *
         await found.say_ending()
         if not follow_parent:
             await drain(service)
+    await wait_last_calls()
 
 
 async def drain(service: NodeService) -> None:

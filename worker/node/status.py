@@ -32,7 +32,7 @@ _HANDSHAKE = {  # what gRPC says of a handshake that this side ended, for people
     "certificate is not yet valid": "its certificate is not valid yet; compare the clocks of both nodes",
     "CERTIFICATE_VERIFY_FAILED": "its certificate is of another authority; brigade keys issue {node} makes one of ours",
     "BAD_SIGNATURE": "its certificate is of another authority; brigade keys issue {node} makes one of ours",
-    "WRONG_VERSION_NUMBER": "it does not encrypt; set `tls:` in its cluster.yaml, too",
+    "WRONG_VERSION_NUMBER": "it does not encrypt; set `tls:` in its configuration, too",
     "handshake failed": "no encrypted connection ({details})",
 }
 _REFUSED = "closed the connection before any reply: it refused our certificate, expects TLS, or has ended"

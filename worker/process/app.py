@@ -6,6 +6,7 @@ import typer
 from typer.core import TyperCommand
 
 from worker.errors import InputError
+from worker.process.interrupts import find_compiler
 
 
 class OnceEach(TyperCommand):
@@ -18,6 +19,11 @@ class OnceEach(TyperCommand):
             if given.count(parameter) > 1 and not getattr(parameter, "multiple", False):
                 raise InputError(field_of(parameter), "expected once, found it twice")
         return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run it; last of all what has to be done before it makes a thread."""
+        find_compiler()
+        return super().invoke(ctx)
 
 
 class App(typer.Typer):

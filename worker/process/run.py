@@ -12,8 +12,8 @@ from typer.exceptions import TyperException
 from worker.errors import BrigadeError, InputError, internal_error_text
 from worker.process.app import App
 from worker.process.call_thread import calls_are_left
+from worker.process.interrupts import INTERRUPTED
 
-INTERRUPTED = 130
 _FLAGS = {"temperature": "temp"}  # that are spelled otherwise than the parameter
 _WAYS_OUT = {"give it raw": "--raw", "use an int8 cache": "--kv int8"}  # what messages advise, and the flags for it
 

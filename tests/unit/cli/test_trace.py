@@ -10,10 +10,10 @@ import pytest
 
 from coordinator.cli.trace import trace_events
 from coordinator.sessions.waterfall import PARTS
-from tests.unit.sessions.test_waterfall import MS, THREE, passage, random_passages
+from tests.unit.sessions.test_waterfall import MS, THREE, leg, passage, random_passages
 
 CLOCKS = (0, 10**9, -(10**9))
-NODES = ["coordinator", "mini", "studio"]
+NODES = ("coordinator", "mini", "studio")
 Event = dict[str, Any]
 
 
@@ -22,7 +22,7 @@ def trace(num_frames: int, every_ms: int) -> list[Event]:
     stages = [tuple(MS * ms for ms in stage) for stage in THREE]
     ways = [passage(MS * (1000 + every_ms * i), stages, 6 * MS, CLOCKS) for i in range(num_frames)]  # type: ignore[arg-type]
     times = [ways[1].returned] * 2 if num_frames > 1 else []
-    return list(json.loads(json.dumps(trace_events(ways, CLOCKS, NODES, times)))["traceEvents"])
+    return list(json.loads(json.dumps(trace_events([leg(ways, CLOCKS, NODES)], times)))["traceEvents"])
 
 
 def slices(events: list[Event]) -> list[Event]:
@@ -56,7 +56,7 @@ def test_no_two_slices_cross_whatever_the_clocks_say(seed: int) -> None:
     clocks = [0, *(numbers.randint(-(10**12), 10**12) for _ in range(2))]
     ways = random_passages(numbers, 3, clocks, overlap=True)
     wrong = [0, *(clock + numbers.randint(-20, 20) * MS for clock in clocks[1:])]
-    assert_no_two_cross(trace_events(ways, wrong, NODES, [])["traceEvents"])
+    assert_no_two_cross(trace_events([leg(ways, wrong, NODES)], [])["traceEvents"])
 
 
 def test_frames_that_follow_each_other_share_a_track_and_those_at_once_do_not() -> None:
@@ -95,10 +95,26 @@ def test_slices_tell_the_step_its_rows_and_the_tokens_that_it_brought() -> None:
     stages = [tuple(MS * ms for ms in stage) for stage in THREE]
     ways = [passage(MS * 200 * i, stages, 0, CLOCKS) for i in range(2)]  # type: ignore[arg-type]
     ways = [type(way)(way.timings, way.returned, 16 + i, 7 + i) for i, way in enumerate(ways)]
-    events = slices(trace_events(ways, CLOCKS, NODES, [ways[1].returned] * 3)["traceEvents"])
+    events = slices(trace_events([leg(ways, CLOCKS, NODES)], [ways[1].returned] * 3)["traceEvents"])
     found = {tuple(event["args"].items()) for event in events}
     assert found == {(("step", 7), ("rows", 16), ("tokens", 0)), (("step", 8), ("rows", 17), ("tokens", 3))}
 
 
 def test_a_request_without_a_frame_has_an_empty_trace() -> None:
-    assert slices(trace_events([], CLOCKS, NODES, [])["traceEvents"]) == []
+    assert slices(trace_events([], [])["traceEvents"]) == []
+
+
+def test_a_recovery_is_a_slice_of_the_coordinator_and_lost_nodes_keep_theirs() -> None:
+    stages = [tuple(MS * ms for ms in stage) for stage in THREE]
+    before, after = (passage(MS * at, stages[:2], 0, CLOCKS[:2]) for at in (0, 1000))  # type: ignore[arg-type]
+    legs = [
+        leg([before], CLOCKS[:2], ("coordinator", "mini")),
+        leg([after], CLOCKS[:2], ("coordinator", "studio"), is_recovered=True),
+    ]
+    events = trace_events(legs, [])["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {0: "stage 0: coordinator", 1: "stage 1: studio", 2: "lost: mini"}
+    [recovery] = [event for event in slices(events) if event["name"] == "recovery"]
+    assert (recovery["pid"], recovery["ts"], recovery["ts"] + recovery["dur"]) == (0, before.returned // 1000, 10**6)
+    assert {event["pid"] for event in slices(events)} == {0, 1, 2}
+    assert_no_two_cross(events)

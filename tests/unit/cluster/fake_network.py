@@ -140,6 +140,7 @@ class WorldChain:
         self.world, self.plan, self.epoch, self.spec = own.world, deployment.plan, epoch, deployment.spec
         self.peers: Any = deployment.peers
         self.num_stages = 1 + len(self.peers)
+        self.clock_offsets = [0] * self.num_stages
         self.costs = costs or ChainCosts(self.num_stages)
         self.last_step = 0
         self.can_spare: Callable[[str], bool] = lambda name: False

@@ -16,7 +16,7 @@ from worker.errors import BrigadeError, ModelError, StageLost
 
 OURS = Cluster(model="org/model", layers=(4, 2), context=4096)
 SAME = Configuration(model="org/model", layers=[4, 2], context=4096)
-ANOTHER = "worker mini has another cluster.yaml: "
+ANOTHER = "worker mini has another configuration: "
 
 
 def reply(configuration: Configuration | None = None, **changes: str) -> HelloReply:

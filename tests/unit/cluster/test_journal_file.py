@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from coordinator.cluster import journal_file
 from coordinator.cluster.journal_file import JournalFile, holds_something
 from coordinator.sessions.answer import Known, Piece, Token
-from coordinator.sessions.journal import Header
+from coordinator.sessions.journal import Header, read_journal
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Contents, Fingerprint
 from worker.errors import InputError
@@ -63,6 +64,50 @@ async def _keep_five(tmp_path: Path) -> None:
             before = path.stat().st_size
             await journal.keep(piece(token))
             assert path.stat().st_size > before
+
+
+def test_a_step_is_in_the_file_before_it_is_shown(tmp_path: Path) -> None:
+    """So a process that is killed between the two repeats nothing when it goes on, and lacks that step at most."""
+    shown: list[tuple[str, int]] = []
+    path = tmp_path / "journal"
+
+    async def show_five() -> None:
+        async with JournalFile(path) as journal:
+            await journal.begin(HEADER)
+            for token in range(5):
+                each = Piece(str(token), [Token(token)], 0)
+                await journal.keep(each, lambda text: shown.append((text, path.stat().st_size)))
+
+    asyncio.run(show_five())
+    data = path.read_bytes()
+    for count, (text, size) in enumerate(shown, start=1):
+        found = read_journal(data[:size])
+        assert found is not None and len(found.known.tokens) == count == int(text) + 1
+
+
+def test_an_interrupt_waits_for_the_step_that_is_being_shown(tmp_path: Path) -> None:
+    """What is printed behind it must not come before it, and the file has what was shown."""
+    asyncio.run(_interrupt_while_shown(tmp_path / "journal"))
+
+
+async def _interrupt_while_shown(path: Path) -> None:
+    told, began, may_go_on = [], threading.Event(), threading.Event()
+
+    def show(text: str) -> None:
+        began.set()
+        may_go_on.wait(10.0)
+        told.append(text)
+
+    async with JournalFile(path) as journal:
+        await journal.begin(HEADER)
+        keeping = asyncio.create_task(journal.keep(Piece("a", [Token(1)], 0), show))
+        await asyncio.to_thread(began.wait, 10.0)
+        keeping.cancel()
+        await asyncio.sleep(0)
+        asyncio.get_running_loop().call_soon(may_go_on.set)
+        with pytest.raises(asyncio.CancelledError):
+            await keeping
+        assert told == ["a"]
 
 
 def test_many_pieces_wait_for_the_disk_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from coordinator.sessions.waterfall import PARTS, Moments, Passage, Waterfall, make_waterfall, spans
+from coordinator.planning.plan import Assignment
+from coordinator.sessions.waterfall import PARTS, Leg, Moments, Passage, Route, Waterfall, make_waterfall, spans
 
 MS = 1_000_000  # nanoseconds
 COMPUTE = ("coordinator compute", "worker compute", "head + sampling")
@@ -29,6 +30,18 @@ def passage(start: int, stages: Sequence[tuple[int, int, int, int, int]], back: 
     return Passage(timings, now + back)
 
 
+def leg(
+    passages: Sequence[Passage], clocks: Sequence[int], names: Sequence[str] = "abcd", *, is_recovered: bool = False
+) -> Leg:
+    """What a chain of nodes with these clocks and names did."""
+    nodes = [Assignment(name, stage, stage + 1, 0, 0, 0) for stage, name in enumerate(names[: len(clocks)])]
+    return Leg(Route(nodes, clocks), list(passages), is_recovered)
+
+
+def one_chain(passages: Sequence[Passage], clocks: Sequence[int], started: int, ended: int) -> Waterfall:
+    return make_waterfall([leg(passages, clocks)], started, ended)
+
+
 def in_ns(waterfall: Waterfall) -> dict[str, int]:
     """The parts, and that there is no other number behind them than whole nanoseconds."""
     parts = {part: round(ms * MS) for part, ms in waterfall.parts.items()}
@@ -48,9 +61,10 @@ THREE = [(0, 1, 20, 0, 2), (5, 3, 30, 0, 1), (7, 0, 40, 10, 4)]
 
 def test_one_passage_is_divided_as_it_was() -> None:
     way = passage(1000, THREE, back=6, clocks=[0, 0, 0])
-    found = make_waterfall([way], [0, 0, 0], started=990, ended=way.returned + 3)
+    found = one_chain([way], [0, 0, 0], started=990, ended=way.returned + 3)
     assert in_ns(found) == {
         "scheduling": 10 + 3,
+        "recovery": 0,
         "coordinator compute": 20 + 2,
         "wire": 5 + 7,
         "queue": 1 + 3 + 0,
@@ -63,7 +77,7 @@ def test_one_passage_is_divided_as_it_was() -> None:
 
 def test_each_stage_gets_its_own_sums_and_the_coordinator_the_way_back() -> None:
     way = passage(0, [tuple(MS * n for n in stage) for stage in THREE], back=6 * MS, clocks=[0, 0, 0])  # type: ignore[misc]
-    stages = make_waterfall([way], [0, 0, 0], 0, way.returned).stages
+    stages = one_chain([way], [0, 0, 0], 0, way.returned).stages
     assert [stage.compute_ms for stage in stages] == [22, 31, 54]
     assert [stage.queue_ms for stage in stages] == [1, 3, 0]
     assert [stage.wire_ms for stage in stages] == [6, 5, 7]
@@ -73,13 +87,13 @@ def test_each_stage_gets_its_own_sums_and_the_coordinator_the_way_back() -> None
 
 def test_a_single_stage_has_no_hop() -> None:
     way = passage(0, [(0, 2, 30, 5, 1)], back=0, clocks=[0])
-    found = make_waterfall([way], [0], 0, way.returned)
+    found = one_chain([way], [0], 0, way.returned)
     assert in_ns(found) == dict.fromkeys(PARTS, 0) | {"queue": 2, "coordinator compute": 31, "head + sampling": 5}
 
 
 def test_a_request_without_a_frame_is_all_scheduling() -> None:
-    assert in_ns(make_waterfall([], [0], 10, 30)) == dict.fromkeys(PARTS, 0) | {"scheduling": 20}
-    assert make_waterfall([], [0], 10, 10).wall_ms == 0
+    assert in_ns(one_chain([], [0], 10, 30)) == dict.fromkeys(PARTS, 0) | {"scheduling": 20}
+    assert one_chain([], [0], 10, 10).wall_ms == 0
 
 
 def random_passages(numbers: random.Random, num_stages: int, clocks: Sequence[int], *, overlap: bool) -> list[Passage]:
@@ -104,7 +118,7 @@ def test_the_parts_add_up_to_the_wall_time_to_the_nanosecond(seed: int, overlap:
     clocks = [0, *(numbers.randint(-(10**12), 10**12) for _ in range(numbers.randint(0, 3)))]
     passages = random_passages(numbers, len(clocks), clocks, overlap=overlap)
     ended = passages[-1].returned + numbers.randint(0, 100)
-    assert_adds_up(make_waterfall(passages, clocks, 900, ended), 900, ended)
+    assert_adds_up(one_chain(passages, clocks, 900, ended), 900, ended)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -112,7 +126,7 @@ def test_the_offsets_of_the_clocks_do_not_matter_once_they_are_known(seed: int) 
     clocks = [0, 3 * 10**12, -5 * 10**11]
     ways = [random_passages(random.Random(seed), 3, clocks_, overlap=bool(seed % 2)) for clocks_ in (clocks, [0, 0, 0])]
     ended = ways[0][-1].returned
-    assert make_waterfall(ways[0], clocks, 0, ended) == make_waterfall(ways[1], [0, 0, 0], 0, ended)
+    assert one_chain(ways[0], clocks, 0, ended) == one_chain(ways[1], [0, 0, 0], 0, ended)
 
 
 @pytest.mark.parametrize("error", [-40, -1, 1, 40])
@@ -122,7 +136,7 @@ def test_an_error_in_a_clock_moves_time_between_hops_and_nothing_else(stage: int
     clocks = [0, 700, -300]
     way = passage(1000, hops, back=50, clocks=clocks)
     wrong = [clock + error * (i == stage) for i, clock in enumerate(clocks)]
-    true, found = (make_waterfall([way], offsets, 1000, way.returned) for offsets in (clocks, wrong))
+    true, found = (one_chain([way], offsets, 1000, way.returned) for offsets in (clocks, wrong))
     kept = [part for part in PARTS if part not in BETWEEN]
     assert {part: found.parts[part] for part in kept} == {part: true.parts[part] for part in kept}
     assert sum(in_ns(found)[part] for part in BETWEEN) == sum(in_ns(true)[part] for part in BETWEEN)
@@ -139,21 +153,21 @@ def test_even_a_clock_that_is_wrong_by_more_than_a_hop_leaves_the_sum_right(seed
     passages = random_passages(numbers, len(clocks), clocks, overlap=overlap)
     wrong = [0, *(clock + numbers.randint(-20, 20) * MS for clock in clocks[1:])]
     ended = passages[-1].returned + numbers.randint(0, 100)
-    assert_adds_up(make_waterfall(passages, wrong, 900, ended), 900, ended)
+    assert_adds_up(one_chain(passages, wrong, 900, ended), 900, ended)
 
 
 def test_frames_in_flight_together_are_not_counted_twice() -> None:
     """Two stages of 10 ms, two frames right behind each other: the second one costs what it adds."""
     first = passage(0, [(0, 0, 10, 0, 0), (0, 0, 10, 0, 0)], back=0, clocks=[0, 0])
     second = passage(10, [(0, 0, 10, 0, 0), (0, 0, 10, 0, 0)], back=0, clocks=[0, 0])
-    found = make_waterfall([first, second], [0, 0], 0, 30)
+    found = one_chain([first, second], [0, 0], 0, 30)
     assert in_ns(found) == dict.fromkeys(PARTS, 0) | {"coordinator compute": 10, "worker compute": 20}
     assert [stage.utilisation for stage in found.stages] == pytest.approx([20 / 30, 20 / 30])
 
 
 def test_a_full_pipe_is_busy_everywhere() -> None:
     ways = [passage(10 * i, [(0, 0, 10, 0, 0), (0, 0, 10, 0, 0)], 0, [0, 0]) for i in range(1000)]
-    stages = make_waterfall(ways, [0, 0], 0, ways[-1].returned).stages
+    stages = one_chain(ways, [0, 0], 0, ways[-1].returned).stages
     assert all(0.99 < stage.utilisation <= 1 for stage in stages)
 
 
@@ -172,12 +186,43 @@ def test_no_stage_is_busy_for_longer_than_the_request_took(seed: int) -> None:
     numbers = random.Random(seed)
     clocks = [0, 10**12, -(10**11)]
     ways = random_passages(numbers, 3, clocks, overlap=True)
-    found = make_waterfall(ways, clocks, 1_000, ways[-1].returned)
+    found = one_chain(ways, clocks, 1_000, ways[-1].returned)
     assert all(0 < stage.utilisation <= 1 for stage in found.stages)
 
 
 def test_a_moment_in_which_a_stage_computes_and_sends_counts_once() -> None:
     first = passage(0, [(0, 0, 10 * MS, 0, 5 * MS)], back=0, clocks=[0])
     second = passage(10 * MS, [(0, 0, 10 * MS, 0, 5 * MS)], back=0, clocks=[0])
-    [stage] = make_waterfall([first, second], [0], 0, 25 * MS).stages
+    [stage] = one_chain([first, second], [0], 0, 25 * MS).stages
     assert (stage.compute_ms, stage.utilisation) == (25, 1)
+
+
+def test_what_passes_between_two_chains_is_recovery() -> None:
+    """Whatever was on its way when the first one was lost."""
+    first = leg([passage(10, [(0, 0, 10, 0, 0), (0, 0, 10, 0, 0)], back=0, clocks=[0, 50])], [0, 50], "ab")
+    replayed = [passage(start, [(0, 0, 10, 0, 0), (5, 0, 10, 0, 0)], back=0, clocks=[0, -7]) for start in (100, 130)]
+    found = make_waterfall([first, leg(replayed, [0, -7], "ac", is_recovered=True)], 0, 160)
+    assert in_ns(found) == dict.fromkeys(PARTS, 0) | {
+        "scheduling": 10 + 5 + 5, "recovery": 70, "coordinator compute": 30, "wire": 10, "worker compute": 30,
+    }  # fmt: skip
+    assert_adds_up(found, 0, 160)
+
+
+def test_a_node_has_one_row_however_many_chains_it_was_in_and_lost_ones_come_last() -> None:
+    two = [(0, 0, 10, 0, 0), (0, 0, 10, 0, 0)]
+    legs = [
+        leg([passage(0, two, back=0, clocks=[0, 0])], [0, 0], "ab"),
+        leg([passage(100, [*two, two[0]], back=0, clocks=[0, 0, 0])], [0, 0, 0], "acd", is_recovered=True),
+        leg([passage(200, two, back=0, clocks=[0, 0])], [0, 0], "ac", is_recovered=True),
+    ]
+    stages = make_waterfall(legs, 0, 220).stages
+    assert [(stage.node.name, stage.is_lost) for stage in stages] == [
+        ("a", False), ("c", False), ("d", True), ("b", True),
+    ]  # fmt: skip
+    assert [round(stage.compute_ms * MS) for stage in stages] == [30, 20, 10, 10]
+
+
+def test_a_chain_that_was_lost_before_its_first_result_is_recovery_from_the_beginning() -> None:
+    way = passage(100, [(0, 0, 10, 0, 0)], back=0, clocks=[0])
+    found = make_waterfall([leg([way], [0], is_recovered=True)], 0, 110)
+    assert in_ns(found) == dict.fromkeys(PARTS, 0) | {"recovery": 100, "coordinator compute": 10}

@@ -1,0 +1,44 @@
+"""The tables of --stats: no figure is cut or wrapped, however narrow the terminal."""
+
+import pytest
+
+from coordinator.cli.report import print_stats
+from coordinator.planning.plan import Assignment, Plan
+from coordinator.sessions.answer import Answer
+from coordinator.sessions.waterfall import PARTS, StageTime, Waterfall
+from protos.brigade_pb2 import StatusReply
+
+NODES = [Assignment(name, 10 * i, 10 * i + 10, 0, 0, 0) for i, name in enumerate(("coordinator", "mac-mini-2", "gone"))]
+HELD = StatusReply(peak_memory_bytes=123 << 20, cache_bytes=999 << 20)
+
+
+def tables(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What is printed of two nodes and one that was lost."""
+    stages = [StageTime(node, node.name == "gone", 123456.7, 12345.6, 1234.5, 0.99) for node in NODES]
+    waterfall = Waterfall(7e5, dict.fromkeys(PARTS, 1e5) | {"recovery": 0.0}, stages)
+    monkeypatch.setenv("COLUMNS", str(width))
+    print_stats(Answer(statuses=[HELD, HELD]), Plan(tuple(NODES[:2]), 1), waterfall)
+    return capsys.readouterr().err.splitlines()
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_every_row_is_one_line_with_all_its_figures(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = tables(width, monkeypatch, capsys)
+    assert max(map(len, lines)) <= width and not any("…" in line for line in lines)
+    [coordinator] = {" ".join(line.split()[1:]) for line in lines if line.startswith("coordinator  ") and "ms" in line}
+    assert "123456.7 ms 12345.6 ms 1234.5 ms 99%" in coordinator
+    [held] = [line for line in lines if line.startswith("mac-mini-2 ") and "[10, 20)" in line]
+    assert "999.0 MiB" in held and held.endswith("123.0 MiB")
+    assert any(line.startswith("gone ") and " lost " in line for line in lines)
+    for part in PARTS:
+        assert sum(line.startswith(f"{part} ") for line in lines) == (part not in ("recovery",)), part
+    assert any(line.startswith("return ") and line.rstrip().endswith("━") for line in lines)
+
+
+def test_one_table_is_enough_where_there_is_room(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sum(line.startswith("node ") for line in tables(100, monkeypatch, capsys)) == 1
+    assert sum(line.startswith("node ") for line in tables(60, monkeypatch, capsys)) == 2

@@ -1,0 +1,88 @@
+"""What a command that is interrupted ends with, and what it leaves behind."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from coordinator.cli.run_async import run_async
+from worker.errors import StageLost
+
+
+async def interrupted(number: signal.Signals = signal.SIGINT) -> None:
+    """Return once the signal has cancelled this."""
+    os.kill(os.getpid(), number)
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_an_interrupt_once_all_is_cleaned_up(number: signal.Signals) -> None:
+    done = []
+
+    async def work() -> None:
+        try:
+            await interrupted(number)
+        finally:
+            await asyncio.sleep(0)
+            done.append("cleaned up")
+
+    with pytest.raises(KeyboardInterrupt):
+        run_async(work())
+    assert done == ["cleaned up"]
+
+
+def test_what_fails_because_of_an_interrupt_is_not_told_instead() -> None:
+    async def work() -> None:
+        try:
+            await interrupted()
+        finally:
+            raise StageLost("its compiler was interrupted, too")
+
+    with pytest.raises(KeyboardInterrupt):
+        run_async(work())
+
+
+def test_work_that_takes_a_signal_for_its_usual_end_is_done() -> None:
+    async def serve() -> int:
+        try:
+            await interrupted(signal.SIGTERM)
+        except asyncio.CancelledError:
+            return 7
+        return 8
+
+    assert run_async(serve()) == 7
+
+
+def test_signals_are_handled_as_before_once_the_loop_has_ended() -> None:
+    """uvloop would leave handlers behind that do nothing."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    run_async(asyncio.sleep(0))
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+STUCK = """
+import asyncio, os, sys
+from coordinator.cli.run_async import run_async
+
+async def work():
+    sys.stdout.write("stuck")
+    sys.stdout.flush()
+    os.read(0, 1)
+
+run_async(work())
+"""
+
+
+def test_a_second_signal_ends_a_process_whose_loop_is_stuck() -> None:
+    with subprocess.Popen([sys.executable, "-c", STUCK], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout and process.stdout.read(5) == b"stuck"
+        deadline = time.monotonic() + 10.0
+        while process.poll() is None and time.monotonic() < deadline:
+            process.send_signal(signal.SIGINT)  # until the second has come
+            time.sleep(0.02)
+        process.kill()
+    assert process.returncode == 130

@@ -1,0 +1,198 @@
+"""A shard holds what its layers need and nothing else, takes over what is there already, and is gone when let go of.
+
+MLX counts the memory of a whole process: `test_shard.py` runs these tests where no other test has left a thread behind.
+"""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from protos.brigade_pb2 import Cache
+from tests.tiny import make_model
+from tools.model_types.make import make_type
+from worker.compute import shard as shard_module
+from worker.compute.cut import CutModel
+from worker.compute.shard import Shard
+from worker.errors import ModelError
+from worker.memory.lane import Place
+from worker.model.checkpoint import Checkpoint, open_folder
+from worker.model.describe import describe
+
+# tied and not, states, windows, latents, experts, biases, a second tensor that travels, positions in the embedding
+TYPES = ("qwen3", "llama", "gemma3", "qwen3_5", "deepseek_v3", "gpt_oss", "falcon_h1", "nemotron_h", "rwkv7", "gpt2")
+SMALL = 4096  # bytes that may come and go beside weights
+
+
+@pytest.fixture(scope="module")
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_type(tmp_path_factory.mktemp("models") / request.param, request.param)
+
+
+@pytest.fixture
+def checkpoint(folder: Path) -> Checkpoint:
+    return open_folder(folder)
+
+
+types = pytest.mark.parametrize("folder", TYPES, indirect=True)
+
+
+def memory() -> int:
+    mx.synchronize()  # what is still being computed holds what it needs
+    return mx.get_active_memory()
+
+
+def loaded(checkpoint: Checkpoint, start: int, end: int, held: dict[str, mx.array] | None = None) -> Shard:
+    shard = Shard(checkpoint, start, end, held)
+    shard.materialise(lambda nbytes: None)
+    return shard
+
+
+def incoming(shard: Shard, num_rows: int) -> mx.array:
+    if shard.is_first:
+        return mx.zeros((1, num_rows), mx.int32)
+    return mx.zeros((1, num_rows, shard.anatomy.hidden_size), shard.anatomy.dtype)
+
+
+def run(shard: Shard) -> mx.array:
+    """A prompt of one slot, a step of two, and the last stage's logits."""
+    slots = [shard.make_caches(Cache()) for _ in range(2)]
+    h = shard(incoming(shard, 5), [Place(slots[0], 0, 5)])
+    h = shard(incoming(shard, 2), [Place(slots[0], 5, 1), Place(slots[1], 0, 1)])
+    h = shard.logits(h) if shard.is_last else h
+    mx.eval(h, [array for slot in slots for array in slot.arrays()])
+    for slot in slots:
+        slot.close()
+    return h
+
+
+@types
+def test_when_nobody_holds_a_shard_its_memory_is_free_at_once(checkpoint: Checkpoint, without_collector: None) -> None:
+    """By reference counting alone: a cycle would keep gigabytes until Python looks for cycles."""
+    num_layers = describe(checkpoint).num_layers
+    before = memory()
+    for start, end in ((0, 2), (1, num_layers)):
+        shard = loaded(checkpoint, start, end)
+        run(shard)
+        assert memory() - before >= shard.nbytes > 4 * SMALL
+        del shard
+        assert memory() - before < SMALL
+
+
+@types
+def test_a_description_leaves_no_model_behind(checkpoint: Checkpoint, without_collector: None) -> None:
+    def num_modules() -> int:
+        return sum(isinstance(each, nn.Module) for each in gc.get_objects())
+
+    before, memory_before = num_modules(), memory()
+    describe(checkpoint)
+    assert num_modules() == before and memory() - memory_before < SMALL
+
+
+def test_a_pass_that_failed_does_not_keep_the_shard(
+    tmp_path: Path, without_collector: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_folder(make_model(tmp_path / "model"))
+    describe(checkpoint)
+    before = memory()
+    shard = loaded(checkpoint, 1, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.RMSNorm, "__call__", None)
+        try:
+            run(shard)
+        except TypeError:
+            pass
+        else:
+            pytest.fail("it ran without norms")
+    run(shard)  # nothing is left of that pass
+    del shard
+    assert memory() - before < SMALL
+
+
+@types
+def test_the_bytes_of_every_shard_are_those_of_the_plan_and_its_tensors_no_others(checkpoint: Checkpoint) -> None:
+    spec = describe(checkpoint)
+    before = memory()
+    for start, end in ((0, 1), (1, 3), (4, spec.num_layers)):
+        shard = loaded(checkpoint, start, end)
+        assert shard.nbytes == spec.shard_bytes(start, end)
+        assert memory() - before <= 1.1 * shard.nbytes + SMALL
+        assert sum(array.nbytes for array in shard.tensors.values()) == shard.nbytes
+        del shard
+
+
+@types
+def test_what_another_shard_has_read_is_taken_over_and_the_rest_let_go_of(checkpoint: Checkpoint) -> None:
+    num_layers = describe(checkpoint).num_layers
+    expected = run(loaded(checkpoint, 2, num_layers))
+    before = memory()
+    first = loaded(checkpoint, 1, 4)
+    held = first.tensors
+    theirs = dict(held)
+    del first
+    shard = Shard(checkpoint, 2, num_layers, held)
+    ours = shard.tensors
+    kept = theirs.keys() & ours.keys()
+    assert kept and theirs.keys() - kept and ours.keys() - kept and not held
+    assert all(ours[name] is theirs[name] for name in kept)
+    del theirs, ours
+    shard.materialise(lambda nbytes: None)
+    assert memory() - before <= 1.1 * shard.nbytes + SMALL
+    assert mx.array_equal(run(shard), expected)
+
+
+def test_a_shard_that_takes_everything_over_reads_nothing(tmp_path: Path) -> None:
+    checkpoint = open_folder(make_model(tmp_path / "model", num_files=2))
+    whole = loaded(checkpoint, 0, 4)
+    expected = run(whole)
+    part = Shard(checkpoint, 1, 4, whole.tensors)
+    for file in tmp_path.glob("model/*.safetensors"):
+        with file.open("rb+") as data:
+            data.truncate(1000)
+    part.materialise(lambda nbytes: None)
+    assert part.digests().items() <= whole.digests().items() and run(part).shape == expected.shape
+
+
+def test_a_shard_never_computes_with_a_tensor_that_it_did_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were a tensor's place found wrongly, the shard that needs it would say so instead of answering nonsense."""
+    checkpoint = open_folder(make_model(tmp_path / "model"))
+    lacking = "model.layers.2.self_attn.k_norm.weight"
+    tensors = shard_module.shard_tensors
+    monkeypatch.setattr(
+        shard_module, "shard_tensors", lambda *shard: [name for name in tensors(*shard) if name != lacking]
+    )
+    Shard(checkpoint, 0, 2)
+    with pytest.raises(ModelError, match=rf"cannot tell which node needs tensor {lacking}$"):
+        Shard(checkpoint, 2, 4)
+
+
+def test_norm_and_head_find_empty_caches_at_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An embedding that remembers token ids runs before them, and each step's ids would wait for those before."""
+    seen: list[list[mx.array]] = []
+    logits = CutModel.logits
+
+    def watched(self: CutModel, h: mx.array, caches: Any) -> mx.array:
+        seen.append([array for cache in caches for array in cache.arrays()])
+        return logits(self, h, caches)
+
+    monkeypatch.setattr(CutModel, "logits", watched)
+    shard = Shard(open_folder(make_type(tmp_path, "longcat_flash_ngram")), 0, 6)
+    for _ in range(2):
+        shard.logits(mx.zeros((1, 1, shard.anatomy.hidden_size)))
+    assert seen == [[], []]
+
+
+def test_experts_that_a_cpu_cannot_multiply_are_refused_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLX itself says so only at the first step. Layers without experts, and quantised experts, are no matter."""
+    folder = make_type(tmp_path / "model", "deepseek_v3", dtype=mx.bfloat16)
+    monkeypatch.setattr(shard_module, "multiplies_experts", lambda dtype: dtype == mx.float32)
+    with pytest.raises(ModelError, match="its experts are in bfloat16, which MLX computes on a GPU only; take a quant"):
+        Shard(open_folder(folder), 0, 2)
+    assert Shard(open_folder(folder), 0, 1).nbytes

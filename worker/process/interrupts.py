@@ -1,0 +1,27 @@
+"""Ctrl-C while no event loop runs: it ends the process at once, and none is lost to MLX's look for a compiler."""
+
+import os
+import signal
+
+INTERRUPTED = 130
+
+
+def end_when_interrupted() -> None:
+    """From now on Ctrl-C is an end without a word, whatever is being imported or parsed."""
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
+
+
+def find_compiler() -> None:
+    """Have MLX look now for the compiler that it uses on a CPU; to be called before there is a second thread.
+
+    It looks once per process, by system(), and while that runs a process ignores SIGINT: a Ctrl-C would be lost. One
+    that the only thread holds back meanwhile takes effect when this returns.
+    """
+    import mlx.core as mx
+
+    if mx.default_device().type == mx.cpu:
+        held_back = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            mx.compile(lambda: mx.array(0))()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held_back)
