@@ -105,7 +105,9 @@ class Ticket:
             return Piece("".join(said), tokens, step.at, fills=step.fills, scores=step.scores)
         said.append(text.finish())  # what was held back may be a stop string as well
         finish_reason = "stop" if text.is_stopped else step.finish_reason
-        return Piece("".join(said), tokens, step.at, finish_reason, self._usage(step), scores=step.scores)
+        return Piece(
+            "".join(said), tokens, step.at, finish_reason, self._usage(step), scores=step.scores, stop=text.stopped_by
+        )
 
     def _usage(self, last: Step) -> Usage:
         passages = [passage for passage in self._passages or () if passage.returned <= last.at]
