@@ -1,6 +1,6 @@
 """Body: what the request bodies of all shapes have in common, and what one says of a wrong one. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -62,5 +62,16 @@ def read(shape: type[Body], body: Mapping[str, Any]) -> Body:
         return shape.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
+        place = _place(first["loc"], body, is_missing=first["type"] == "missing")
         raise InputError(place, first["msg"].removeprefix("Value error, ")) from error
+
+
+def _place(path: Sequence[str | int], body: Any, *, is_missing: bool) -> str:
+    """Where a field stands in the body; pydantic puts the names of alternatives in between."""
+    found: list[str | int] = []
+    for part in path:
+        known = body if isinstance(body, dict) else range(len(body)) if isinstance(body, list) else ()
+        if part in known:
+            body = body[part]
+            found.append(part)
+    return ".".join(map(str, [*found, *(path[-1:] if is_missing else ())]))
