@@ -1,13 +1,16 @@
 """Answers by script: deltas as a model's, and a server whose model answers with them."""
 
-from collections.abc import AsyncGenerator, Sequence
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx2
+from starlette.types import ASGIApp, Message
 
 from coordinator.http.app import make_app
-from coordinator.http.keys import Keys
 from coordinator.http.served import Served
 from coordinator.resident.ask import Ask
 from coordinator.resident.channels import Delta, ToolCall
@@ -31,7 +34,7 @@ def last(reason: str = "stop", *, stop: str | None = None, num_reused: int = 2) 
     return Delta(Piece("", [], 3 * 10**9, reason, usage, stop=stop), finish_reason=reason)
 
 
-ALL = [  # kinds
+ALL = [
     delta(reasoning="\n"), delta(reasoning="Hm, "), delta(reasoning="add."), delta("\n"), delta("\nLet me "),
     delta("add."), delta("\n\n"), delta(calls=CALLS[:1]), delta("\n"), delta(calls=CALLS[1:]), last("tool_calls"),
 ]  # fmt: skip
@@ -43,22 +46,52 @@ class ScriptedModel:
     standing = Standing(State.READY)
     num_waiting = 0
 
-    def __init__(self, script: Sequence[Delta | Exception]) -> None:
+    def __init__(self, script: Iterable[Delta | Exception]) -> None:
         self.script = script
-        self.asks: list[Ask] = []
+        self.has_ended = asyncio.Event()
+        self.has_begun = asyncio.Event()  # the fifth step: then the first ones were sent
 
     async def prepare(self, ask: Ask) -> Any:
-        self.asks.append(ask)
         return SimpleNamespace(request=SimpleNamespace(prompt=(1,) * 7, sampling=Sampling(temperature=0.5)))
 
     async def stream(self, task: Any, *, traced: bool = False) -> AsyncGenerator[Delta, None]:
-        for step in self.script:
-            if isinstance(step, Exception):
-                raise step
-            yield step
+        try:
+            for number, step in enumerate(self.script):
+                await asyncio.sleep(0)
+                if number == 4:
+                    self.has_begun.set()
+                if isinstance(step, Exception):
+                    raise step
+                yield step
+        finally:
+            self.has_ended.set()
 
 
-def connected(model: ScriptedModel, keys: Keys | None = None) -> httpx2.AsyncClient:
+def app_of(model: ScriptedModel) -> ASGIApp:
+    """A server with this model."""
+    return make_app(Served(cast(Frontend, None), ["scripted"], 0, model=cast(Any, model)))
+
+
+def connected(model: ScriptedModel) -> httpx2.AsyncClient:
     """A client of a server with this model, in this process."""
-    served = Served(cast(Frontend, None), ["scripted"], 0, model=cast(Any, model))
-    return httpx2.AsyncClient(transport=httpx2.ASGITransport(make_app(served, keys=keys)))
+    return httpx2.AsyncClient(transport=httpx2.ASGITransport(app_of(model)))
+
+
+async def leave_in_the_middle(path: str, body: dict[str, Any]) -> None:
+    """Return once a client has left a server in the middle of an endless answer, and that has ended."""
+    model = ScriptedModel(cycle([delta("x")]))
+    requests = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+    async def receive() -> Message:
+        if requests:
+            return requests.pop()
+        await model.has_begun.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        pass
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+    await app_of(model)(scope, receive, send)
+    await asyncio.wait_for(model.has_ended.wait(), 10)

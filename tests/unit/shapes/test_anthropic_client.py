@@ -8,7 +8,7 @@ from anthropic import APIStatusError, AsyncAnthropic, RateLimitError, ServiceUna
 from anthropic.types import Message, MessageParam
 
 from coordinator.resident.channels import Delta
-from tests.unit.shapes.scripted import ALL, TOOL, ScriptedModel, connected, delta
+from tests.unit.shapes.scripted import ALL, TOOL, ScriptedModel, connected, delta, leave_in_the_middle
 from worker.errors import QueueFull, StageLost
 
 HELLO: list[MessageParam] = [{"role": "user", "content": "Hello"}]
@@ -55,3 +55,9 @@ def test_a_failure_before_the_first_step_has_a_status(
         asyncio.run(asked([error], streamed=streamed))
     assert failure.value.type == kind and failure.value.response.headers["retry-after"]
     assert failure.value.request_id == failure.value.response.json()["request_id"]
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_client_that_leaves_ends_its_answer(streamed: bool) -> None:
+    body = {"messages": HELLO, "max_tokens": 9, "stream": streamed}
+    asyncio.run(leave_in_the_middle("/v1/messages", body))

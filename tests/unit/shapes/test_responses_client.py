@@ -8,7 +8,7 @@ from openai import APIError, AsyncOpenAI, RateLimitError
 from openai.types.responses import Response
 
 from coordinator.resident.channels import Delta
-from tests.unit.shapes.scripted import ALL, CALLS, ScriptedModel, connected, delta
+from tests.unit.shapes.scripted import ALL, CALLS, ScriptedModel, connected, delta, leave_in_the_middle
 from worker.errors import QueueFull, StageLost
 
 
@@ -57,3 +57,9 @@ def test_a_stream_ends_with_its_last_state_and_done(script: Sequence[Delta | Exc
 
     told = asyncio.run(lines())
     assert told[-2] == "data: [DONE]" and f"event: response.{end}" == told[-5]
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_client_that_leaves_ends_its_answer(streamed: bool) -> None:
+    body = {"input": "Hello", "stream": streamed}
+    asyncio.run(leave_in_the_middle("/v1/responses", body))
