@@ -106,7 +106,9 @@ class Ticket:
             return Piece("".join(said), tokens, step.at, fills=step.fills, scores=step.scores)
         said.append(text.finish())  # what was held back may be a stop string as well
         finish_reason = "stop" if text.is_stopped else step.finish_reason
-        return Piece("".join(said), tokens, step.at, finish_reason, self._usage(step), scores=step.scores)
+        return Piece(
+            "".join(said), tokens, step.at, finish_reason, self._usage(step), scores=step.scores, stop=text.stopped_by
+        )
 
     def _usage(self, last: Step) -> Usage:
         legs = [replace(leg, passages=[p for p in leg.passages if p.returned <= last.at]) for leg in self._legs or ()]

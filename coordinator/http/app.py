@@ -17,7 +17,10 @@ from coordinator.http.completions import completions
 from coordinator.http.errors import HttpError, Refusal, http_error
 from coordinator.http.guard import Guard
 from coordinator.http.keys import Keys
+from coordinator.http.messages import count_tokens, messages
 from coordinator.http.openapi import openapi
+from coordinator.http.refusals import refusal_response
+from coordinator.http.responses import responses
 from coordinator.http.served import Served
 from coordinator.http.streams import ClientLeft
 from coordinator.http.tokens import detokenize, tokenize
@@ -34,6 +37,9 @@ ROUTES = [
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),
     Route("/openapi.json", openapi),
+    Route("/v1/messages", messages, methods=["POST"]),
+    Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+    Route("/v1/responses", responses, methods=["POST"]),
 ]
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
@@ -56,7 +62,7 @@ def make_app(
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    return _told(http_error(error))
+    return refusal_response(request.scope, http_error(error))
 
 
 async def _left(request: Request, error: Exception) -> Response:
@@ -67,10 +73,5 @@ async def _unrouted(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     status = error.status_code
     said = f"{HTTPStatus(status).phrase}: {request.method} {request.url.path}"
-    return _told(
-        HttpError(status, "invalid_request_error", said, _CODES.get(status), headers=dict(error.headers or {}))
-    )
-
-
-def _told(error: HttpError) -> Response:
-    return Response(error.to_json(), error.status, error.to_headers(), "application/json")
+    told = HttpError(status, "invalid_request_error", said, _CODES.get(status), headers=dict(error.headers or {}))
+    return refusal_response(request.scope, told)

@@ -5,11 +5,11 @@ import uuid
 from collections.abc import Collection
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.http.errors import HttpError, refuse
 from coordinator.http.keys import Keys, key_of
+from coordinator.http.refusals import refusal_response
 
 OPEN_PATHS = ("/health", "/live", "/")  # for everybody, but nothing that costs a step of the chain
 _ID = r"[A-Za-z0-9._-]{1,128}"
@@ -35,12 +35,12 @@ class Guard:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                told = MutableHeaders(scope=message)
+                told["X-Request-Id"] = told["Request-Id"] = request_id  # OpenAI's name for it, and Anthropic's
             await send(message)
 
         if refusal := self._refusal(scope, headers):
-            body = Response(refusal.to_json(), refusal.status, refusal.to_headers(), "application/json")
-            await body(scope, receive, send_with_id)
+            await refusal_response(scope, refusal)(scope, receive, send_with_id)
         else:
             await self._app(scope, receive, send_with_id)
 

@@ -75,6 +75,7 @@ class Piece:
     usage: Usage | None = None  # with the last one
     fills: Sequence[tuple[int, Token]] = ()  # (position, token) that are decided ahead of the tokens
     scores: Sequence[Scored] = ()  # of the prompt's tokens, in their order, if they were asked for
+    stop: str | None = None  # the stop string that ended the answer
 
 
 @dataclass

@@ -14,6 +14,11 @@ class Text(Protocol):
         """Whether a stop string has ended it."""
         ...
 
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that has ended it, if one has."""
+        ...
+
     def push(self, token: int) -> str:
         """Take a token; returns what can be printed now."""
         ...
@@ -35,6 +40,10 @@ class TextStream:
     @property
     def is_stopped(self) -> bool:
         return self._stop.matched
+
+    @property
+    def stopped_by(self) -> str | None:
+        return self._stop.found
 
     def push(self, token: int) -> str:
         """Take a token; returns what can be printed now. Raises ModelError if the tokenizer has no text for it."""
@@ -60,6 +69,7 @@ class TokenIds:
     """Stands in for a TextStream where the model has no tokenizer: the ids themselves, with commas between them."""
 
     is_stopped = False
+    stopped_by: str | None = None
 
     def __init__(self) -> None:
         self.text = ""
@@ -78,19 +88,24 @@ class StopText:
     """Finds stop strings in a stream of text pieces; holds back what may be the beginning of one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self.matched = False
+        self.found: str | None = None
         self._stops = [stop for stop in stops if stop]
         self._held = ""
+
+    @property
+    def matched(self) -> bool:
+        return self.found is not None
 
     def push(self, piece: str) -> str:
         """Take a piece; returns what is certainly not part of a stop string. Nothing comes after a match."""
         if self.matched:
             return ""
         text = self._held + piece
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            self.matched, self._held = True, ""
-            return text[: min(found)[1]]  # the one that ends first, however the text was cut into pieces
+            _, at, self.found = min(found)  # the one that ends first, however the text was cut into pieces
+            self._held = ""
+            return text[:at]
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
         cut = len(text) - keep
         self._held = text[cut:]

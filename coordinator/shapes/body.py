@@ -99,7 +99,8 @@ def read(shape: type[Body], body: Mapping[str, Any]) -> Body:
         return shape.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        raise InputError(_place(first["loc"], body), first["msg"].removeprefix("Value error, ")) from error
+        place = _place(first["loc"], body, is_missing=first["type"] == "missing")
+        raise InputError(place, first["msg"].removeprefix("Value error, ")) from error
 
 
 def _require_plain(name: str, value: Any) -> None:
@@ -130,15 +131,12 @@ def _children(value: Any) -> Iterable[Any]:
     return value if isinstance(value, list) else ()
 
 
-def _place(path: Sequence[int | str], body: Any) -> str:
-    """Where the error is, as far as the body goes: what validation calls the members of a union is nobody's field."""
-    parts: list[str] = []
+def _place(path: Sequence[str | int], body: Any, *, is_missing: bool) -> str:
+    """Where a field stands in the body; pydantic puts the names of alternatives in between."""
+    found: list[str | int] = []
     for part in path:
-        try:
+        known = body if isinstance(body, dict) else range(len(body)) if isinstance(body, list) else ()
+        if part in known:
             body = body[part]
-        except (LookupError, TypeError):
-            if not parts or isinstance(body, dict):
-                parts.append(str(part))
-            break
-        parts.append(str(part))
-    return ".".join(parts)
+            found.append(part)
+    return ".".join(map(str, [*found, *(path[-1:] if is_missing else ())]))

@@ -94,6 +94,23 @@ def test_stop_strings_piece_by_piece(stops: list[str], pieces: list[str], expect
     assert stream_through(pieces, stops)[0] == expected
 
 
+@pytest.mark.parametrize(
+    ("stops", "pieces", "found"),
+    [
+        (["END", "more"], ["some more E", "ND"], "more"),
+        (["abcd", "bc"], ["a", "b", "cd"], "bc"),
+        (["bc", "c"], ["a", "bc"], "bc"),
+        (["END"], ["some text EN"], None),
+    ],
+)
+def test_it_is_told_which_stop_string_was_found(stops: list[str], pieces: list[str], found: str | None) -> None:
+    stop = StopText(stops)
+    for piece in pieces:
+        stop.push(piece)
+    stop.flush()
+    assert stop.found == found
+
+
 def byte_level_tokenizer() -> FastTokenizer:
     """One token per byte, and some merges that end inside characters or join the end of one to the next."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

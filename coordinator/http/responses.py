@@ -1,0 +1,39 @@
+"""`POST /v1/responses`: the Open Responses shape. Nothing is stored."""
+
+import time
+import uuid
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from coordinator.http.errors import HttpError
+from coordinator.http.reading import read_body
+from coordinator.http.served import Served
+from coordinator.http.streams import named
+from coordinator.http.telling import naming, streamed_response, whole_response
+from coordinator.shapes.open_responses import ResponsesBody
+from coordinator.shapes.response_answer import ResponseAnswer
+
+_DONE = b"data: [DONE]\n\n"
+_NAMES = {"prompt": "input", "max_tokens": "max_output_tokens"}
+
+
+async def responses(request: Request) -> Response:
+    served: Served = request.app.state.served
+    body = await read_body(request, ResponsesBody, served.limits.body_bytes)
+    served.require_name(body.model)
+    model = served.require_model()
+    ask = body.ask()
+    with naming(_NAMES):
+        task = await model.prepare(ask)
+    echoed = body.echoed(task.request.sampling)
+    answer = ResponseAnswer(
+        f"resp_{uuid.uuid4().hex}", served.names[0], int(time.time()), echoed, is_parallel=body.is_parallel
+    )
+    if not body.stream:
+        return await whole_response(request, model, task, answer)
+
+    def tell(error: HttpError) -> bytes:
+        return b"".join(map(named, answer.failed(error.to_openai()["error"]))) + _DONE
+
+    return await streamed_response(request, model, task, answer, tell=tell, end=_DONE)
