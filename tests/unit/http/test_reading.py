@@ -36,6 +36,7 @@ def test_what_no_shape_can_take_is_refused(
 ) -> None:
     found = ask(app(), "POST", path, content=content, headers=headers)
     assert (found.status_code, found.json()["error"]["code"]) == (status, code)
+    assert found.json()["error"]["param"] == ("a" if code == "invalid_value" else None)  # not a field that is missing
     assert found.headers["x-should-retry"] == "false"
 
 
