@@ -12,6 +12,7 @@ from coordinator.sessions.answer import Token
 from coordinator.sessions.text import Text
 from coordinator.shapes.answers import LEAST_LOGPROB, TokenText, summed_usage, total_usage
 from coordinator.shapes.body import UNSUPPORTED, Sampled, StreamOptions, Texts, Unsupported
+from coordinator.shapes.openai_chat import grammar_of
 from worker.errors import InputError
 
 Json = dict[str, Any]
@@ -45,7 +46,7 @@ _Prompts = BeforeValidator(prompts_of, json_schema_input_type=str | list[str] | 
 class CompletionBody(Sampled):
     """What may be asked."""
 
-    unsupported: ClassVar[Unsupported] = UNSUPPORTED | {"suffix": ("",), "response_format": ({"type": "text"},)}
+    unsupported: ClassVar[Unsupported] = UNSUPPORTED | {"suffix": ("",)}
     model: str | None = None
     prompt: Annotated[list[RawPrompt], _Prompts]
     max_tokens: int | None = Field(None, ge=1)
@@ -59,6 +60,7 @@ class CompletionBody(Sampled):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = Field(default_factory=dict)
+    response_format: Json | None = None
     brigade: Json = Field(default_factory=dict)  # {"waterfall": true}
 
     @model_validator(mode="after")
@@ -93,6 +95,7 @@ class CompletionBody(Sampled):
                 stops=tuple(self.stop or ()),
                 ignore_eos=self.ignore_eos,
                 repeat_guard=self.repeat_guard,
+                grammar=grammar_of(self.response_format),
             )
             for prompt in self.prompt
         ]

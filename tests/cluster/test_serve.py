@@ -218,18 +218,21 @@ def test_a_stream_outlives_a_worker_that_is_killed(server: Server, workers: list
 
 
 def test_its_end_waits_for_streams_and_the_port_stays_open(server: Server) -> None:
-    stream = server.client.chat.completions.create(
-        model="talker", messages=HELLO, stream=True, **LONG | {"max_tokens": 300}
+    endless, finite = (
+        server.client.chat.completions.create(
+            model="talker", messages=HELLO, stream=True, **LONG | {"max_tokens": most}
+        )
+        for most in (30_000, 150)
     )
-    chunks = iter(stream)
-    next(chunks)
+    next(iter(endless))
     server.running.process.terminate()
     server.running.err.wait_match("stopping: what is under way may end", START_S)
     health = server.get("/health")
     assert (health.status_code, health.json()["status"]) == (503, "draining") and "retry-after" in health.headers
     with pytest.raises(openai.InternalServerError, match="draining"):
         server.client.chat.completions.create(model="talker", messages=HELLO)
-    assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "length"
+    assert [chunk.choices[0].finish_reason for chunk in finite][-1] == "length"
+    endless.close()
     outcome = server.running.wait()
     assert outcome.code == 0 and "Traceback" not in outcome.err and outcome.out == ""
 

@@ -25,7 +25,7 @@ def command(talker: Path, *flags: str | Path) -> tuple[str | Path, ...]:
     ("flags", "said"),
     [
         (("--model", "{nowhere}"), r"model folder \S+ does not exist"),
-        (("--context", "1"), "Invalid value for '--context': 1 is not in the range"),
+        (("--context", "1"), "Invalid value for '--context': Input should be greater than or equal to 2"),
         (("--temp", "-1"), "--temp: expected a number from 0 to 100, got -1"),
         (("--host", "0.0.0.0"), "--host: 0.0.0.0 can be reached by others: expected --api-key-file with it"),
         (("--tls-cert", "{keys}"), "--tls-cert: expected with --tls-key, both or neither"),

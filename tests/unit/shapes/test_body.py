@@ -54,6 +54,7 @@ def test_whatever_is_to_be_tokenized_is_read_or_refused(shape: Any, body: dict[s
         ("functions", [{"name": "f"}]),
         ("function_call", {"name": "f"}),
         ("modalities", ["text", "audio"]),
+        ("response_format", {"type": "poem"}),
         ("web_search_options", {}),
         ("min_tokens", 5),
         ("stop_token_ids", [7]),
