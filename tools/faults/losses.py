@@ -146,14 +146,15 @@ async def kill_own(rig: Rig) -> Seen:
 
 
 async def crashes_on_every_start(rig: Rig) -> Seen:
-    """The third process that the command starts, and every later one, is a worker that ends as it starts."""
+    """The third worker that the command starts, and every later one, ends as it starts."""
     [expected] = await rig.expected([_story(rig)])
     starts = rig.folder / "starts"
     starts.write_text("")
     script = rig.folder / "python"
     python = shlex.quote(sys.executable)
     script.write_text(
-        f"#!/bin/sh\ncd {shlex.quote(str(Path.cwd()))}\necho >> {shlex.quote(str(starts))}\n"
+        f"#!/bin/sh\ncd {shlex.quote(str(Path.cwd()))}\n"
+        f'case "$*" in "-P -m worker "*) ;; *) exec {python} "$@" ;; esac\necho >> {shlex.quote(str(starts))}\n'
         f'if [ $(wc -l < {shlex.quote(str(starts))}) -le 2 ]; then exec {python} "$@"; fi\n'
         f'shift 3\nexec {python} -m tools.faults.worker start "$@"\n'
     )
