@@ -27,6 +27,7 @@ from worker.node.link import Link
 from worker.node.network import Network
 from worker.node.parts import Arrival, Joiner, Wire, checksum_seed, cut, write_part
 from worker.node.relay import add_node
+from worker.node.status import abort
 from worker.process.run import run_command
 
 SIZES = (4, 1024, 4096, 300_000)  # bytes of hidden states
@@ -44,11 +45,13 @@ class Recorder(NodeServicer):
     async def Relay(self, parts: AsyncIterator[bytes], context: Any) -> AsyncIterator[Credit]:
         yield Credit(frames=8)
         joiner = Joiner(lambda frame: None, self._wire)
-        with contextlib.suppress(BrigadeError):  # the hop ends
+        try:
             async for part in parts:
                 if arrival := joiner.add(part):
                     self.arrived.append(arrival)
                     yield Credit(frames=1)
+        except BrigadeError as error:
+            await abort(context, error)
 
 
 @contextlib.asynccontextmanager
