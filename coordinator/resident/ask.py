@@ -34,6 +34,7 @@ class Ask:
     ignore_eos: bool = False
     grammar: str | None = None  # that the answer must be of, as llguidance writes it
     repeat_guard: int = 0
+    score_from: int | None = None  # index of the first token of the prompt whose likelihood is asked for, from 1
 
     @property
     def tools(self) -> tuple[Mapping[str, Any], ...]:

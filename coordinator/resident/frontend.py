@@ -99,6 +99,7 @@ class Frontend:
             decode=suit(ask.decode, ask.cache, spec),
             cache=ask.cache,
             repeat_guard=ask.repeat_guard,
+            score_from=ask.score_from,
         )
         check_request(request, spec)
         return Task(self.checkpoint, spec, request, self.tokenizer, defaults, ask)

@@ -12,7 +12,18 @@ PACKAGES = ("protos", "worker", "coordinator", "tools")  # each may import itsel
 # Likewise for the rooms of a package; what stands beside the rooms (errors, config) may be imported by all of them.
 ROOMS = {
     "worker": ("process", "model", "memory", "compute", "node"),
-    "coordinator": ("planning", "decoding", "sessions", "cluster", "resident", "shapes", "measure", "http", "cli"),
+    "coordinator": (
+        "planning",
+        "decoding",
+        "sessions",
+        "cluster",
+        "resident",
+        "shapes",
+        "measure",
+        "http",
+        "doors",
+        "cli",
+    ),
 }
 BESIDE_ROOMS = {"worker.errors", "worker.config"}
 PURE_ROOMS = ("planning", "decoding", "sessions")
