@@ -12,6 +12,7 @@ from coordinator.cli.bridge import bridge
 from coordinator.cli.keys import keys
 from coordinator.cli.parse import parse_bias, parse_counts, parse_layers, parse_times, parse_tokens
 from coordinator.cli.refusals import given_flags, refuse, refuse_idle, require_one_prompt, require_text
+from coordinator.cli.score import score
 from coordinator.cli.serve import serve
 from coordinator.cluster.journal_file import holds_something
 from coordinator.cluster.options import cluster_options
@@ -29,6 +30,7 @@ app = App(no_args_is_help=True)
 app.command()(worker)
 app.command()(serve)
 app.command()(bridge)
+app.command()(score)
 app.add_typer(keys, name="keys")
 
 

@@ -10,7 +10,17 @@ from importlib.metadata import version
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say
 from coordinator.doors.bridge_lines import (
-    GenerateBody, Id, Json, Line, OneChat, Said, Unreadable, cancelled_line, done_line, error_line, parse_line,
+    GenerateBody,
+    Id,
+    Json,
+    Line,
+    OneChat,
+    Said,
+    Unreadable,
+    cancelled_line,
+    done_line,
+    error_line,
+    parse_line,
     piece_line,
 )  # fmt: skip
 from coordinator.doors.streams import LineWriter, read_lines

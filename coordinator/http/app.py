@@ -21,6 +21,7 @@ from coordinator.http.messages import count_tokens, messages
 from coordinator.http.openapi import openapi
 from coordinator.http.refusals import refusal_response
 from coordinator.http.responses import responses
+from coordinator.http.score import classify, score
 from coordinator.http.served import Served
 from coordinator.http.streams import ClientLeft
 from coordinator.http.tokens import detokenize, tokenize
@@ -40,6 +41,8 @@ ROUTES = [
     Route("/v1/messages", messages, methods=["POST"]),
     Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     Route("/v1/responses", responses, methods=["POST"]),
+    Route("/v1/score", score, methods=["POST"]),
+    Route("/v1/classify", classify, methods=["POST"]),
 ]
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 

@@ -1,0 +1,91 @@
+"""The doors to scores: long texts in windows, continuations of a prompt, by HTTP; mlx-lm's own loss on every split."""
+
+import math
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import httpx2
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from coordinator.cluster.runner import Runner
+from coordinator.cluster.supervisor import Supervisor
+from coordinator.doors.score import figures_of
+from coordinator.http.app import make_app
+from coordinator.http.served import Served
+from coordinator.resident.frontend import Frontend
+from coordinator.resident.model import ResidentModel
+from coordinator.resident.scores import score_continuations, score_text, windows_of
+from tests.integration.conftest import Models, Whole, running
+from tests.integration.many import splits, tokens_of
+
+CLOSE = 1e-5  # nats
+TEXT = tokens_of(150)
+
+
+@asynccontextmanager
+async def resident(folder: Path, layers: Sequence[int]) -> AsyncIterator[ResidentModel]:
+    """The model behind its doors, on nodes of this process."""
+    frontend = await Frontend.read(str(folder), needs_text=False)
+    async with running(folder, layers) as chain, Runner(chain) as runner:
+        cluster = cast(Supervisor, SimpleNamespace(trouble="", missing=[]))
+        yield ResidentModel(frontend, cluster, runner)
+
+
+def losses(model: Whole, tokens: Sequence[int]) -> list[float]:
+    """Of each token but the first, as mlx-lm trains by them."""
+    inputs, targets = mx.array([tokens[:-1]]), mx.array([tokens[1:]])
+    found = nn.losses.cross_entropy(model.reference.model(inputs).astype(mx.float32), targets)
+    return cast(list[float], found[0].tolist())
+
+
+@splits
+async def test_a_texts_loss_is_mlx_lms(models: Models, layers: tuple[int, ...]) -> None:
+    model = models("qwen3")
+    async with resident(model.folder, layers) as served:
+        whole = figures_of(await score_text(served, TEXT, 200))
+        pieces = await score_text(served, TEXT, 40)
+    expected = losses(model, TEXT)
+    assert -whole["logprob"] / whole["tokens"] == pytest.approx(sum(expected) / len(expected), abs=CLOSE)
+    assert whole["perplexity"] == pytest.approx(math.exp(sum(expected) / len(expected)), rel=1e-4)
+    windows = windows_of(len(TEXT), 40)
+    in_windows = [
+        loss
+        for window in windows
+        for loss in losses(model, TEXT[window.begin : window.end])[window.scored - window.begin - 1 :]
+    ]
+    assert [-score.token.logprob for score in pieces] == pytest.approx(in_windows, abs=CLOSE)
+
+
+async def test_continuations_are_scored_after_their_prompt(models: Models) -> None:
+    model = models("qwen3")
+    prompt = TEXT[:40]
+    greedy = tuple(model.tokens(prompt, 3))
+    async with resident(model.folder, (2, 2)) as served:
+        answers = await score_continuations(served, prompt, [greedy, (5,), (7, 8, 9)])
+    for continuation, scores in zip([greedy, (5,), (7, 8, 9)], answers, strict=True):
+        expected = losses(model, prompt + continuation)[len(prompt) - 1 :]
+        assert [-score.token.logprob for score in scores] == pytest.approx(expected, abs=CLOSE)
+    assert [all(score.is_greedy for score in scores) for scores in answers] == [True, False, False]
+
+
+async def test_scores_and_classes_by_http(models: Models) -> None:
+    model = models("qwen3")
+    prompt, labels = TEXT[:40], [(5, 6), (7,)]
+    async with resident(model.folder, (2, 2)) as chain:
+        app = make_app(Served(chain.frontend, ["tiny"], 0, model=chain))
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost") as client:
+            told = await client.post("/v1/score", json={"prompt_tokens": prompt, "continuations": labels})
+            wrong = await client.post("/v1/score", json={"prompt_tokens": [], "continuations": labels})
+            unread = await client.post("/v1/classify", json={"prompt_tokens": prompt, "labels": ["x"]})
+    assert told.status_code == 200, told.text
+    for label, score in zip(labels, told.json()["scores"], strict=True):
+        assert score["tokens"] == list(label) and score["is_greedy"] is False
+        expected = -sum(losses(model, prompt + label)[len(prompt) - 1 :])
+        assert score["logprob"] == pytest.approx(expected, abs=2 * CLOSE)
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "prompt")
+    assert unread.status_code == 400 and "no tokenizer" in unread.json()["error"]["message"]
