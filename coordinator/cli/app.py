@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from coordinator.cli import flags
+from coordinator.cli.batch import batch
 from coordinator.cli.bridge import bridge
 from coordinator.cli.keys import keys
 from coordinator.cli.parse import parse_bias, parse_counts, parse_layers, parse_times, parse_tokens
@@ -29,6 +30,7 @@ DEMO_PROMPT = "Tom has 48 apples. He buys 27 more and then gives away 30. How ma
 app = App(no_args_is_help=True)
 app.command()(worker)
 app.command()(serve)
+app.command()(batch)
 app.command()(bridge)
 app.command()(score)
 app.add_typer(keys, name="keys")

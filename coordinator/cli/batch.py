@@ -1,0 +1,54 @@
+"""`brigade batch`: its flags, and what they amount to."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coordinator.cli import flags
+from coordinator.cli.parse import parse_layers
+from coordinator.cluster.options import cluster_options
+from coordinator.planning.recovery import USUAL, Limits
+
+Source = Annotated[Path, typer.Argument(metavar="IN.jsonl", show_default=False, help="Request lines.")]
+Output = Annotated[
+    Path,
+    typer.Option("--output", "-o", metavar="OUT.jsonl", help="Answer lines are added to this file."),
+]
+
+
+def batch(
+    source: Source,
+    output: Output,
+    config: flags.Config = None,
+    model: flags.Model = None,
+    local: flags.Local = None,
+    layers: flags.Layers = None,
+    context: flags.Context = None,
+    trust_remote_code: flags.TrustRemoteCode = False,
+    check_finite: flags.CheckFinite = False,
+    rejoin_timeout: flags.RejoinTimeout = USUAL.rejoin_s,
+    recovery_timeout: flags.RecoveryTimeout = USUAL.recovery_s,
+) -> int:
+    """Answer a file of requests, as many at once as there is memory for, each as a line of another file.
+
+    A request is a line as OpenAI's batches have them: {"custom_id": "a", "method": "POST", "url":
+    "/v1/chat/completions", "body": {"messages": [...], "max_tokens": 100}}. Its `model` is not looked at.
+
+    Answers come in the order in which they end. Run again with the same files, it goes on where it stopped: requests
+    whose custom_id the output has are not asked again, whether they failed or not. A request that fails is a line with
+    an error; the exit code is then 2 (wrong request) or 3.
+
+    brigade batch requests.jsonl -o answers.jsonl --model demo --local 2
+    """
+    limits = Limits(rejoin_timeout, recovery_timeout)
+    split = None if layers is None else parse_layers(layers)
+    options = cluster_options(config, model, local, split, context, trust_remote_code, check_finite, limits)
+
+    from coordinator.cluster.templates import TEMPLATES
+
+    TEMPLATES.start()  # beside the imports below, which take a second
+    from coordinator.cli.run_async import run_async
+    from coordinator.doors.batch import run_batch
+
+    return run_async(run_batch(options, source, output))

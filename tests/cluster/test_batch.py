@@ -1,0 +1,70 @@
+"""`brigade batch` on real files: every request an answer, whatever became of the runs before."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.commands import run_here
+from tests.cluster.conftest import RECITED
+from tests.cluster.processes import run
+
+Json = dict[str, Any]
+NUM_BYTES = len(RECITED.encode())
+
+
+def request(name: str, **body: Any) -> Json:
+    body = {"messages": [{"role": "user", "content": name}], "max_tokens": NUM_BYTES, "model": "any"} | body
+    return {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+def write(path: Path, *lines: Json | str) -> Path:
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    return path
+
+
+def answers_of(path: Path) -> dict[str, Json]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({line["custom_id"] for line in lines}) == len(lines), "each once"
+    return {line["custom_id"]: line for line in lines}
+
+
+def test_a_batch_goes_on_where_it_stopped(reciter: Path, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", *(request(f"r{n}") for n in range(20)))
+    known = '{"custom_id": "r3", "from": "an earlier run"}\n'
+    target = tmp_path / "out.jsonl"
+    target.write_text(known + '{"custom_id": "r4", "resp')  # killed in the middle of a line
+    outcome = run("batch", source, "-o", target, "--model", reciter, "--local", "0")
+    assert outcome.code == 0 and outcome.out == "", outcome.err
+    assert "1 of 20 requests" in outcome.err and "19 requests answered" in outcome.err
+    assert target.read_text().startswith(known)
+    answers = answers_of(target)
+    assert answers.pop("r3")["from"] == "an earlier run" and len(answers) == 19
+    for line in answers.values():
+        [choice] = line["response"]["body"]["choices"]
+        assert choice["message"]["content"] == RECITED and line["response"]["status_code"] == 200
+        assert line["error"] is None
+
+
+def test_a_wrong_request_is_an_error_line_and_a_wrong_line_is_named(reciter: Path, tmp_path: Path) -> None:
+    wrong = [request("field", max_tokens=-1), request("place") | {"url": "/v1/embeddings"}]
+    source = write(tmp_path / "in.jsonl", "{torn", request("a"), *wrong, request("a"), '{"custom_id": 5}', request("b"))
+    target = tmp_path / "out.jsonl"
+    command = ("batch", source, "-o", target, "--model", reciter, "--local", "0")
+    outcome = run_here(*command)
+    assert outcome.code == 2
+    assert [n for n in range(1, 9) if f"in.jsonl, line {n}:" in outcome.err] == [1, 5, 6]
+    answers = answers_of(target)
+    assert {name for name, line in answers.items() if line["error"] is None} == {"a", "b"}
+    assert answers["field"]["response"]["status_code"] == 400
+    assert "line 3: max_tokens" in answers["field"]["error"]["message"]
+    assert "expected POST to /v1/chat/completions" in answers["place"]["error"]["message"]
+    again = run_here(*command)
+    assert again.code == 2 and "has the answers to 4 of 4 requests" in again.err
+
+
+def test_files_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", request("a"))
+    for target, said in ((source, "another file"), (write(tmp_path / "notes", "text"), "line 1: expected the answers")):
+        outcome = run_here("batch", source, "-o", target, "--local", "0")
+        assert outcome.code == 2 and said in outcome.err
+    assert "cannot be read" in run_here("batch", tmp_path / "none", "-o", tmp_path / "out").err
