@@ -10,6 +10,7 @@ import typer
 from coordinator.cli import flags
 from coordinator.cli.batch import batch
 from coordinator.cli.bridge import bridge
+from coordinator.cli.chat import chat
 from coordinator.cli.keys import keys
 from coordinator.cli.parse import parse_bias, parse_counts, parse_layers, parse_times, parse_tokens
 from coordinator.cli.refusals import given_flags, refuse, refuse_idle, require_one_prompt, require_text
@@ -32,6 +33,7 @@ app.command()(worker)
 app.command()(serve)
 app.command()(batch)
 app.command()(bridge)
+app.command()(chat)
 app.command()(score)
 app.add_typer(keys, name="keys")
 

@@ -1,0 +1,91 @@
+"""`brigade chat`: its flags, and what they amount to."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from coordinator.cli import flags
+from coordinator.cli.parse import parse_layers
+from coordinator.cli.refusals import refuse
+from coordinator.cluster.options import cluster_options
+from coordinator.planning.recovery import USUAL, Limits
+from coordinator.sessions.request import make_sampling
+
+_SERVER = "Server"
+_LOADING = (
+    "config", "model", "local", "layers", "context", "trust_remote_code", "check_finite", "rejoin_timeout",
+    "recovery_timeout",
+)  # fmt: skip
+ServerUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--server",
+        metavar="URL",
+        help="Ask a `brigade serve` that runs, such as http://localhost:9338, instead of loading anything.",
+        rich_help_panel=_SERVER,
+    ),
+]
+ApiKeyFile = Annotated[
+    Path | None, typer.Option(help="The key for that server: a line KEY or NAME KEY.", rich_help_panel=_SERVER)
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option("--max-tokens", "-m", min=1, help="The most tokens of an answer. (default: as many as fit)"),
+]
+
+
+def chat(
+    ctx: typer.Context,
+    system_prompt: flags.SystemPrompt = None,
+    max_tokens: MaxTokens = None,
+    server: ServerUrl = None,
+    api_key_file: ApiKeyFile = None,
+    config: flags.Config = None,
+    model: flags.Model = None,
+    local: flags.Local = None,
+    layers: flags.Layers = None,
+    context: flags.Context = None,
+    trust_remote_code: flags.TrustRemoteCode = False,
+    check_finite: flags.CheckFinite = False,
+    rejoin_timeout: flags.RejoinTimeout = USUAL.rejoin_s,
+    recovery_timeout: flags.RecoveryTimeout = USUAL.recovery_s,
+    temp: flags.Temp = None,
+    top_p: flags.TopP = None,
+    top_k: flags.TopK = None,
+    min_p: flags.MinP = None,
+    repetition_penalty: flags.RepetitionPenalty = None,
+    seed: flags.Seed = None,
+) -> int:
+    """Talk with the model. /help lists what else can be typed; Ctrl-C ends an answer, /exit or Ctrl-D leaves.
+
+    brigade chat --model demo --local 2
+
+    With a server that runs: brigade chat --server http://localhost:9338
+    """
+    if server is None:
+        refuse(ctx, ("api_key_file",), "expected only with --server")
+    else:
+        refuse(ctx, _LOADING, "changes nothing with --server, which has its model loaded")
+    chosen: dict[str, Any] = {
+        "temperature": temp, "top_p": top_p, "top_k": top_k, "min_p": min_p, "repetition_penalty": repetition_penalty,
+        "seed": seed,
+    }  # fmt: skip
+    sampling = {name: value for name, value in chosen.items() if value is not None}
+    make_sampling(**sampling)
+    limits = Limits(rejoin_timeout, recovery_timeout)
+    split = None if layers is None else parse_layers(layers)
+    options = cluster_options(config, model, local, split, context, trust_remote_code, check_finite, limits)
+
+    from coordinator.cluster.templates import TEMPLATES
+
+    if server is None:
+        TEMPLATES.start()  # beside the imports below, which take a second
+    from coordinator.cli.run_async import run_async
+    from coordinator.doors.chat import Place, run_chat
+    from coordinator.doors.server import read_key
+    from coordinator.resident.ask import Ask
+
+    place = Place(options, server, read_key(api_key_file) if api_key_file else None)
+    body = sampling | ({"max_tokens": max_tokens} if max_tokens else {})
+    return run_async(run_chat(place, Ask((0,), max_tokens, sampling), body, system_prompt))

@@ -1,0 +1,104 @@
+"""`brigade chat` as people use it: through a terminal, through a pipe, and with a server that runs already."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.commands import run_here
+from tests.cluster.conftest import RECITED
+from tests.cluster.processes import FINISH_S, ROOT, START_S, Starter, Stream
+
+NUM_BYTES = len(RECITED.encode())
+SHORT = ("-m", str(NUM_BYTES))
+# A terminal of its own, as a shell gives it to a program: Ctrl-C is then a signal.
+_WITH_TERMINAL = (
+    "import fcntl, runpy, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "runpy.run_module('coordinator', run_name='__main__', alter_sys=True)"
+)
+
+
+class Screen(Stream):
+    """What a terminal shows."""
+
+    def _read(self) -> None:
+        with suppress(OSError):  # that is how Linux says that nobody has the other end open
+            super()._read()
+
+
+@contextmanager
+def terminal(*arguments: str | Path) -> Iterator[tuple[subprocess.Popen[bytes], int, Stream]]:
+    """A command with a terminal: the process, what types, and what is seen."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", _WITH_TERMINAL, *map(str, arguments)],
+        cwd=ROOT, env=os.environ | {"TERM": "xterm", "COLUMNS": "80"}, stdin=theirs, stdout=theirs, stderr=theirs,
+        start_new_session=True,
+    )  # fmt: skip
+    os.close(theirs)
+    seen = Screen(os.fdopen(ours, "rb", buffering=0))
+    try:
+        yield process, ours, seen
+    finally:
+        process.kill()
+        process.wait(FINISH_S)
+        seen.close()
+
+
+def test_interrupts_end_answers_and_not_the_program(reciter: Path) -> None:
+    with terminal("chat", "--model", reciter, "--local", "0") as (process, keys, seen):
+        seen.wait_match(">>> ", START_S)
+        os.write(keys, b"Hi\n")
+        seen.wait_match("日", START_S)
+        os.write(keys, b"\x03")
+        seen.wait_match(r"\(interrupted\)\s+>>> ", START_S)
+        os.write(keys, b"/stats\n")
+        seen.wait_match(r"no answer yet\s+>>> ", START_S)
+        os.write(keys, b"\x03")
+        seen.wait_match("Ctrl-C again", START_S)
+        os.write(keys, b"/exit\n")
+        assert process.wait(FINISH_S) == 0
+
+
+def test_a_piped_conversation_keeps_what_was_said(reciter: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "saved.json"
+    typed = f'/system be brief\nHi there, how are you?\n/stats\n"""\ntwo\nlines\n"""\n/stats\n/save {saved}\n'
+    outcome = run_here("chat", "--model", reciter, "--local", "0", *SHORT, stdin=typed)
+    assert (outcome.code, outcome.out) == (0, f"{RECITED}\n" * 2), outcome.err
+    first, second = (int(found) for found in re.findall(r"(\d+) of them reused", outcome.err))
+    assert first == 0 and second > NUM_BYTES
+    messages = json.loads(saved.read_text())["messages"]
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert messages[3]["content"] == "two\nlines" and messages[4]["content"] == RECITED
+    again = run_here("chat", "--model", reciter, "--local", "0", *SHORT, stdin=f"/load {saved}\nmore\n/nothing\n")
+    assert again.out == f"{RECITED}\n" and "loaded 5 messages" in again.err
+    assert again.code == 2 and "found /nothing" in again.err
+
+
+@pytest.fixture(scope="module")
+def url(module_start: Starter, reciter: Path) -> str:
+    """Of a server that runs."""
+    server = module_start.brigade("serve", "--model", reciter, "--local", "0", "--port", "0")
+    return server.err.wait_match(r"at (http://\S+),", START_S)[1]
+
+
+def test_a_conversation_with_a_server(url: str) -> None:
+    outcome = run_here("chat", "--server", url, *SHORT, stdin="Hi there, how are you?\nand you?\n/stats\n")
+    assert (outcome.code, outcome.out) == (0, f"{RECITED}\n" * 2), outcome.err
+    assert int(re.search(r"(\d+) of them reused", outcome.err)[1]) > NUM_BYTES  # type: ignore[index]
+
+
+def test_a_server_that_is_not_there_or_says_no_is_told(url: str) -> None:
+    gone = run_here("chat", "--server", "http://127.0.0.1:9", stdin="Hi\n")
+    assert gone.code == 2 and "--server: expected a server" in gone.err
+    refused = run_here("chat", "--server", url, "-m", "4", stdin="x" * 50_000)
+    assert refused.code == 2 and "room for" in refused.err
+    both = run_here("chat", "--server", url, "--local", "0")
+    assert both.code == 2 and "--local: changes nothing with --server" in both.err
