@@ -7,6 +7,7 @@ import typer
 
 from coordinator.cli import flags
 from coordinator.cli.parse import parse_layers
+from coordinator.cli.serve import DefaultMaxTokens
 from coordinator.cluster.options import cluster_options
 from coordinator.planning.recovery import USUAL, Limits
 
@@ -20,6 +21,7 @@ Output = Annotated[
 def batch(
     source: Source,
     output: Output,
+    max_tokens: DefaultMaxTokens = 4096,
     config: flags.Config = None,
     model: flags.Model = None,
     local: flags.Local = None,
@@ -33,7 +35,8 @@ def batch(
     """Answer a file of requests, as many at once as there is memory for, each as a line of another file.
 
     A request is a line as OpenAI's batches have them: {"custom_id": "a", "method": "POST", "url":
-    "/v1/chat/completions", "body": {"messages": [...], "max_tokens": 100}}. Its `model` is not looked at.
+    "/v1/chat/completions", "body": {"messages": [...], "max_tokens": 100}}, or with /v1/completions. Its `model` is not
+    looked at.
 
     Answers come in the order in which they end. Run again with the same files, it goes on where it stopped: requests
     whose custom_id the output has are not asked again, whether they failed or not. A request that fails is a line with
@@ -51,4 +54,4 @@ def batch(
     from coordinator.cli.run_async import run_async
     from coordinator.doors.batch import run_batch
 
-    return run_async(run_batch(options, source, output))
+    return run_async(run_batch(options, source, output, max_tokens))

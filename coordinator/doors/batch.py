@@ -14,12 +14,14 @@ from coordinator.cluster.together import together
 from coordinator.doors.bars import Report, show_tokens
 from coordinator.doors.batch_files import Answers, Entry, open_answers, read_batch
 from coordinator.http.chat import prepare_choices
+from coordinator.http.completions import prepare_completions
 from coordinator.http.errors import http_error
 from coordinator.resident.frontend import Frontend
 from coordinator.resident.model import ResidentModel, open_resident
 from coordinator.resident.several import collect
 from coordinator.shapes.body import read
 from coordinator.shapes.openai_chat import ChatAnswer, ChatBody
+from coordinator.shapes.openai_completions import CompletionBody
 from worker.errors import BrigadeError, InputError
 
 Json = dict[str, Any]
@@ -29,8 +31,11 @@ _MOST_NAMED = 10
 _BAD_INPUT, _FAILED = 2, 3
 
 
-async def run_batch(options: ClusterOptions, source: Path, target: Path) -> int:
+async def run_batch(options: ClusterOptions, source: Path, target: Path, max_tokens: int) -> int:
     """Answer all requests that `target` has no answer to; the exit code.
+
+    Args:
+        max_tokens: of an answer whose request names no number.
 
     Raises:
         InputError: a file cannot be read or written. BrigadeError: the model cannot be loaded, or its cluster failed
@@ -48,6 +53,7 @@ async def run_batch(options: ClusterOptions, source: Path, target: Path) -> int:
         if not entries:
             return code
         frontend = await Frontend.read(options.model, trust_remote_code=options.trust_remote_code)
+        frontend.default_max_tokens = max_tokens
         async with open_resident(
             frontend, options, options.context, max_waiting=_MOST_AT_ONCE, max_wait_s=_MAX_WAIT_S
         ) as model:
@@ -128,7 +134,16 @@ async def _chat(model: ResidentModel, given: Json) -> Json:
     return answer.whole(await collect(model, tasks))
 
 
-ROUTES: dict[str, Callable[[ResidentModel, Json], Awaitable[Json]]] = {"/v1/chat/completions": _chat}
+async def _completions(model: ResidentModel, given: Json) -> Json:
+    body = read(CompletionBody, given)
+    tasks, answer = await prepare_completions(model, model.name, body)
+    return answer.whole(await collect(model, tasks))
+
+
+ROUTES: dict[str, Callable[[ResidentModel, Json], Awaitable[Json]]] = {
+    "/v1/chat/completions": _chat,
+    "/v1/completions": _completions,
+}
 
 
 def _told(entry: Entry, status: int, body: Json) -> Json:

@@ -34,6 +34,7 @@ from coordinator.shapes.body import read
 from worker.errors import BrigadeError, InputError
 
 _MAX_WAIT_S = 600.0
+_CHAT_TOKENS = 4096  # of an answer whose line names no number
 
 
 async def run_bridge(options: ClusterOptions) -> None:
@@ -43,6 +44,7 @@ async def run_bridge(options: ClusterOptions) -> None:
         BrigadeError: the model cannot be loaded, or its cluster failed for good. BrokenPipeError: nobody reads.
     """
     frontend = await Frontend.read(options.model, trust_remote_code=options.trust_remote_code, needs_text=False)
+    frontend.default_max_tokens = _CHAT_TOKENS
     async with open_resident(
         frontend, options, options.context, max_waiting=MOST_WAITING, max_wait_s=_MAX_WAIT_S
     ) as model:

@@ -94,8 +94,9 @@ class Chat:
 
     async def _line(self, prompt: str) -> str | None:
         """The next line; None at the end, or where Ctrl-C asks for it."""
-        reading = asyncio.ensure_future(self._keyboard.read(prompt))
-        await asyncio.wait([reading, self._left], return_when=asyncio.FIRST_COMPLETED)
+        reading = asyncio.create_task(self._keyboard.read(prompt))
+        either: list[asyncio.Future[Any]] = [reading, self._left]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if self._left.done():
             reading.cancel()
             return None

@@ -26,25 +26,30 @@ async def completions(request: Request) -> Response:
     body = await read_body(request, CompletionBody, served.limits.body_bytes)
     served.require_name(body.model)
     model = served.require_model()
-    tasks: list[Task] = []
-    choices: list[Choice] = []
-    for prompt, ask in zip(body.prompt, body.asks(), strict=True):
-        group = await prepare_choices(model, ask, body.n)
-        echoed = await _text_of(prompt, served) if body.echo else ""
-        choices += [_choice(task, echoed, has_logprobs=body.logprobs is not None) for task in group]
-        tasks += group
-    answer = CompletionAnswer(
-        f"cmpl-{uuid.uuid4().hex}", served.names[0], int(time.time()), served.frontend.token_text, choices,
-        len(body.prompt),
-    )  # fmt: skip
+    tasks, answer = await prepare_completions(model, served.names[0], body)
     if body.stream:
         return await event_stream(request, _events(model, tasks, answer, body), tell=tell, end=DONE)
     answers = await unless_left(request, collect(model, tasks, traced=body.wants_waterfall))
     return JSONResponse(answer.whole(answers) | {"brigade": figures([deltas[-1] for deltas in answers])})
 
 
-async def _text_of(prompt: RawPrompt, served: Served) -> str:
-    return prompt if isinstance(prompt, str) else await served.frontend.text_of(prompt)
+async def prepare_completions(
+    model: ResidentModel, name: str, body: CompletionBody
+) -> tuple[list[Task], CompletionAnswer]:
+    """The tasks of all choices, and how their answers are told by a model of this name."""
+    tasks: list[Task] = []
+    choices: list[Choice] = []
+    for prompt, ask in zip(body.prompt, body.asks(), strict=True):
+        group = await prepare_choices(model, ask, body.n)
+        echoed = await _text_of(prompt, model) if body.echo else ""
+        choices += [_choice(task, echoed, has_logprobs=body.logprobs is not None) for task in group]
+        tasks += group
+    answer_id, token_text = f"cmpl-{uuid.uuid4().hex}", model.frontend.token_text
+    return tasks, CompletionAnswer(answer_id, name, int(time.time()), token_text, choices, len(body.prompt))
+
+
+async def _text_of(prompt: RawPrompt, model: ResidentModel) -> str:
+    return prompt if isinstance(prompt, str) else await model.frontend.text_of(prompt)
 
 
 def _choice(task: Task, echoed: str, *, has_logprobs: bool) -> Choice:

@@ -26,6 +26,7 @@ from coordinator.shapes.openai_objects import (
     Tokenized,
     Versions,
 )
+from coordinator.shapes.scoring import ClassifyAnswer, ClassifyBody, ScoreAnswer, ScoreBody
 from coordinator.shapes.tokenizing import DetokenizeBody, TokenizeBody
 
 Json = dict[str, Any]
@@ -50,6 +51,8 @@ SHAPES: Mapping[str, Described] = {
     "/v1/models/{name}": Described(ModelCard),
     "/v1/chat/completions": Described(ChatCompletion, ChatBody, ChatCompletionChunk),
     "/v1/completions": Described(Completion, CompletionBody, Completion),
+    "/v1/score": Described(ScoreAnswer, ScoreBody),
+    "/v1/classify": Described(ClassifyAnswer, ClassifyBody),
     "/tokenize": Described(Tokenized, TokenizeBody),
     "/detokenize": Described(Detokenized, DetokenizeBody),
 }

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from coordinator.sessions.answer import Scored
 from coordinator.shapes.body import Section
+from coordinator.shapes.openai_objects import Told
 
 Json = dict[str, Any]
 Ids = Annotated[tuple[int, ...], Field(min_length=1)]
@@ -45,6 +46,34 @@ class ClassifyBody(_Prompted):
     """Labels of which one is to follow the prompt."""
 
     labels: list[Words] = Field(min_length=1, max_length=_MOST)
+
+
+class Scores(Told):
+    """Of one continuation: log-probabilities in nats, in all and by token."""
+
+    logprob: float
+    is_greedy: bool
+    tokens: list[int]
+    logprobs: list[float]
+
+
+class ScoreAnswer(Told):
+    object: Literal["score"]
+    model: str
+    scores: list[Scores]
+
+
+class LabelScore(Told):
+    label: str
+    logprob: float
+    probability: float
+
+
+class ClassifyAnswer(Told):
+    object: Literal["classification"]
+    model: str
+    label: str
+    labels: list[LabelScore]
 
 
 def score_answer(model: str, answers: Sequence[Sequence[Scored]]) -> Json:

@@ -47,7 +47,9 @@ def test_a_batch_goes_on_where_it_stopped(reciter: Path, tmp_path: Path) -> None
 
 def test_a_wrong_request_is_an_error_line_and_a_wrong_line_is_named(reciter: Path, tmp_path: Path) -> None:
     wrong = [request("field", max_tokens=-1), request("place") | {"url": "/v1/embeddings"}]
-    source = write(tmp_path / "in.jsonl", "{torn", request("a"), *wrong, request("a"), '{"custom_id": 5}', request("b"))
+    prompt = {"prompt": ["user: x\nassistant: "] * 2, "max_tokens": NUM_BYTES, "echo": True}
+    raw = {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": prompt}
+    source = write(tmp_path / "in.jsonl", "{torn", request("a"), *wrong, request("a"), '{"custom_id": 5}', raw)
     target = tmp_path / "out.jsonl"
     command = ("batch", source, "-o", target, "--model", reciter, "--local", "0")
     outcome = run_here(*command)
@@ -55,6 +57,8 @@ def test_a_wrong_request_is_an_error_line_and_a_wrong_line_is_named(reciter: Pat
     assert [n for n in range(1, 9) if f"in.jsonl, line {n}:" in outcome.err] == [1, 5, 6]
     answers = answers_of(target)
     assert {name for name, line in answers.items() if line["error"] is None} == {"a", "b"}
+    said = [choice["text"] for choice in answers["b"]["response"]["body"]["choices"]]
+    assert said == [f"user: x\nassistant: {RECITED}"] * 2
     assert answers["field"]["response"]["status_code"] == 400
     assert "line 3: max_tokens" in answers["field"]["error"]["message"]
     assert "expected POST to /v1/chat/completions" in answers["place"]["error"]["message"]
