@@ -1,9 +1,8 @@
 """The `brigade` command line: flags in, one function of another module out. MLX is imported once a command runs."""
 
 import platform
-import sys
 from importlib.metadata import version as version_of
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -11,16 +10,14 @@ from coordinator.cli import flags
 from coordinator.cli.batch import batch
 from coordinator.cli.bridge import bridge
 from coordinator.cli.chat import chat
+from coordinator.cli.generate_command import generate, read_prompt
 from coordinator.cli.keys import keys
-from coordinator.cli.parse import parse_bias, parse_counts, parse_layers, parse_times, parse_tokens
-from coordinator.cli.refusals import given_flags, refuse, refuse_idle, require_one_prompt, require_text
+from coordinator.cli.parse import parse_counts, parse_layers, parse_times
+from coordinator.cli.refusals import given_flags, refuse, refuse_idle, require_one_prompt
 from coordinator.cli.score import score
 from coordinator.cli.serve import serve
-from coordinator.cluster.journal_file import holds_something
 from coordinator.cluster.options import cluster_options
-from coordinator.decoding.decode import Decode, make_cache_choice, make_decode
-from coordinator.planning.recovery import USUAL, Limits
-from coordinator.sessions.request import make_sampling
+from coordinator.decoding.decode import Decode, make_decode
 from coordinator.sessions.slots import MOST_WAITING
 from worker.cli import worker
 from worker.errors import InputError
@@ -30,6 +27,7 @@ DEMO_PROMPT = "Tom has 48 apples. He buys 27 more and then gives away 30. How ma
 
 app = App(no_args_is_help=True)
 app.command()(worker)
+app.command()(generate)
 app.command()(serve)
 app.command()(batch)
 app.command()(bridge)
@@ -76,95 +74,9 @@ def demo(
     from coordinator.cli.run_async import run_async
     from coordinator.cli.wish import Wish
 
-    asked = DEMO_PROMPT if text is None and prompt is None else _read(text, prompt)
+    asked = DEMO_PROMPT if text is None and prompt is None else read_prompt(text, prompt)
     wish = Wish(prompt=asked, max_tokens=max_tokens, as_json=as_json)
     run_async(run_generate(options, wish) if as_json else run_demo(options, wish))
-
-
-@app.command()
-def generate(
-    ctx: typer.Context,
-    text: flags.Text = None,
-    prompt: flags.Prompt = None,
-    prompt_tokens: flags.PromptTokens = None,
-    system_prompt: flags.SystemPrompt = None,
-    raw: flags.Raw = False,
-    max_tokens: flags.MaxTokens = 256,
-    stop: flags.Stop = None,
-    ignore_eos: flags.IgnoreEos = False,
-    prefill_step_size: flags.PrefillStepSize = None,
-    config: flags.Config = None,
-    model: flags.Model = None,
-    local: flags.Local = None,
-    layers: flags.Layers = None,
-    context: flags.Context = None,
-    trust_remote_code: flags.TrustRemoteCode = False,
-    check_finite: flags.CheckFinite = False,
-    rejoin_timeout: flags.RejoinTimeout = USUAL.rejoin_s,
-    recovery_timeout: flags.RecoveryTimeout = USUAL.recovery_s,
-    temp: flags.Temp = None,
-    top_p: flags.TopP = None,
-    top_k: flags.TopK = None,
-    min_p: flags.MinP = None,
-    repetition_penalty: flags.RepetitionPenalty = None,
-    presence_penalty: flags.PresencePenalty = 0.0,
-    frequency_penalty: flags.FrequencyPenalty = 0.0,
-    logit_bias: flags.LogitBias = None,
-    seed: flags.Seed = None,
-    decode: flags.DecodeKind = "auto",
-    window: flags.Window = "auto",
-    entropy_threshold: flags.EntropyThreshold = Decode.entropy_threshold,
-    position_penalty: flags.PositionPenalty = Decode.position_penalty,
-    repeat_guard: flags.RepeatGuard = 0,
-    kv: flags.Kv = "full",
-    max_kv_size: flags.MaxKvSize = None,
-    logprobs: flags.Logprobs = None,
-    as_json: flags.Json = False,
-    stats: flags.Stats = False,
-    trace: flags.Trace = None,
-    journal: flags.Journal = None,
-) -> None:
-    """Answer one prompt; the text goes to standard output as it comes.
-
-    Everything in this process: brigade generate --local 0 "What is the capital of France?"
-
-    Two workers on this machine: brigade generate --local 2 "Tell me a story about a fox."
-
-    The workers of cluster.yaml: brigade generate --config cluster.yaml "Hello"
-    """
-    if repeat_guard == 1:
-        raise InputError("repeat_guard", "expected 0 (off) or at least 2 times, got 1")
-    require_one_prompt(ctx, may_lack=holds_something(journal))
-    require_text({"system_prompt": system_prompt, "stop": stop, "logit_bias": logit_bias})
-    limits = Limits(rejoin_timeout, recovery_timeout)
-    options = cluster_options(config, model, local, _layers(layers), context, trust_remote_code, check_finite, limits)
-    chosen: dict[str, Any] = {
-        "temperature": temp, "top_p": top_p, "top_k": top_k, "min_p": min_p, "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty,
-        "logit_bias": parse_bias(logit_bias or ""), "seed": seed, "logprobs": 0 if logprobs is None else logprobs + 1,
-    }  # fmt: skip
-    sampling = {name: value for name, value in chosen.items() if value is not None}
-    make_sampling(**sampling)  # refuses now what the model's own choices cannot mend
-    tokens = None if prompt_tokens is None else parse_tokens(prompt_tokens)
-    decoder = make_decode(decode, window, entropy_threshold, position_penalty)
-    cache = make_cache_choice(kv, max_kv_size)
-    refuse_idle(ctx)
-
-    from coordinator.cluster.templates import TEMPLATES
-
-    if not raw and (text, prompt) != (None, None):
-        TEMPLATES.start()  # beside the imports below, which take a second
-    from coordinator.cli.generate import run_generate
-    from coordinator.cli.run_async import run_async
-    from coordinator.cli.wish import Wish
-
-    wish = Wish(
-        prompt=_read(text, prompt), prompt_tokens=tokens, system=system_prompt, raw=raw, max_tokens=max_tokens,
-        sampling=sampling, stops=tuple(stop or ()), ignore_eos=ignore_eos, decode=decoder, cache=cache,
-        repeat_guard=repeat_guard, chunk=prefill_step_size, as_json=as_json, with_stats=stats, trace=trace,
-        journal=journal, given=given_flags(ctx),
-    )  # fmt: skip
-    run_async(run_generate(options, wish))
 
 
 @app.command()
@@ -337,14 +249,3 @@ def _bench_failover(ctx: typer.Context) -> int:
 
 def _layers(text: str | None) -> tuple[int, ...] | None:
     return None if text is None else parse_layers(text)
-
-
-def _read(text: str | None, prompt: str | None) -> str | None:
-    """The prompt, from standard input if it is `-`."""
-    given = text if prompt is None else prompt
-    return _standard_input() if given == "-" else given
-
-
-def _standard_input() -> str:
-    """As python reads a flag, whatever the locale: bytes that are no UTF-8 become lone surrogates."""
-    return sys.stdin.buffer.read().decode(errors="surrogateescape")

@@ -1,6 +1,5 @@
 """`brigade chat`: its flags, and what they amount to."""
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -8,27 +7,11 @@ import typer
 from coordinator.cli import flags
 from coordinator.cli.parse import parse_layers
 from coordinator.cli.refusals import refuse
+from coordinator.cli.server_flags import LOADING, ApiKeyFile, ServerUrl
 from coordinator.cluster.options import cluster_options
 from coordinator.planning.recovery import USUAL, Limits
 from coordinator.sessions.request import make_sampling
 
-_SERVER = "Server"
-_LOADING = (
-    "config", "model", "local", "layers", "context", "trust_remote_code", "check_finite", "rejoin_timeout",
-    "recovery_timeout",
-)  # fmt: skip
-ServerUrl = Annotated[
-    str | None,
-    typer.Option(
-        "--server",
-        metavar="URL",
-        help="Ask a `brigade serve` that runs, such as http://localhost:9338, instead of loading anything.",
-        rich_help_panel=_SERVER,
-    ),
-]
-ApiKeyFile = Annotated[
-    Path | None, typer.Option(help="The key for that server: a line KEY or NAME KEY.", rich_help_panel=_SERVER)
-]
 MaxTokens = Annotated[
     int | None,
     typer.Option("--max-tokens", "-m", min=1, help="The most tokens of an answer. (default: as many as fit)"),
@@ -66,7 +49,7 @@ def chat(
     if server is None:
         refuse(ctx, ("api_key_file",), "expected only with --server")
     else:
-        refuse(ctx, _LOADING, "changes nothing with --server, which has its model loaded")
+        refuse(ctx, LOADING, "changes nothing with --server, which has its model loaded")
     chosen: dict[str, Any] = {
         "temperature": temp, "top_p": top_p, "top_k": top_k, "min_p": min_p, "repetition_penalty": repetition_penalty,
         "seed": seed,

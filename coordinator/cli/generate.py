@@ -15,15 +15,17 @@ from coordinator.cli.trace import trace_events
 from coordinator.cli.wish import Wish, how_it_ended, how_it_was_drawn, prepare
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.journal_file import JournalFile
-from coordinator.cluster.open import open_cluster
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say
-from coordinator.cluster.runner import Emit, Keep, generate, keep_nothing
-from coordinator.resident.frontend import Task
+from coordinator.cluster.runner import Emit, Keep, keep_nothing
+from coordinator.resident.frontend import Frontend, Task
+from coordinator.resident.model import open_resident
 from coordinator.sessions.answer import Answer, Piece, Token
 from coordinator.sessions.request import most_rows
 from coordinator.sessions.text import TextStream, TokenIds
 from worker.errors import BrigadeError, InputError
+
+_MAX_WAIT_S = 600.0  # for memory
 
 
 class Printer:
@@ -109,14 +111,15 @@ async def _answer(options: ClusterOptions, wish: Wish, task: Task, keep: Keep = 
         _tell_finished(wish, task, stream)
         return
     context = max(options.context, most_rows(task.request, task.spec.context))
-    async with open_cluster(options, task.checkpoint, task.spec, context) as cluster:
+    frontend = Frontend(task.checkpoint, task.spec, task.tokenizer)
+    async with open_resident(frontend, options, context, max_waiting=1, max_wait_s=_MAX_WAIT_S) as model:
         tokens = Gathered(known.tokens, keep)
         with Printer(stream, is_silent=wish.as_json) as emit, _failures_as_json(wish, task, stream, tokens):
-            answer = await generate(
-                cluster.chain, task.request, when_lost=cluster.reopen, text=stream, emit=emit, keep=tokens,
-                chunk=wish.chunk, traced=wish.is_traced,
-            )  # fmt: skip
-        chain = cluster.chain  # on which the answer ended
+            answer = await model.runner.answer(
+                task.request, text=stream, emit=emit, keep=tokens, chunk=wish.chunk, traced=wish.is_traced
+            )
+            answer.statuses = await model.runner.chain.statuses()  # while the caches are still there
+        chain = model.runner.chain  # on which the answer ended
         if wish.trace is not None:
             wish.trace.write_text(json.dumps(trace_events(answer.usage.legs, answer.token_times)), encoding="utf-8")
         if wish.as_json:

@@ -82,11 +82,21 @@ class ServerSpeaker:
         return self._server.name
 
     async def stream(self, messages: Messages) -> AsyncGenerator[Said, None]:
-        body = self._manner | {"messages": list(messages)}
-        async with aclosing(self._server.events("v1/chat/completions", body)) as events:
+        async with aclosing(self._steps("v1/chat/completions", {"messages": list(messages)})) as steps:
+            async for step in steps:
+                yield step
+
+    async def complete(self, prompt: str | Sequence[int]) -> AsyncGenerator[Said, None]:
+        """Likewise, what follows a text or token ids as they stand."""
+        async with aclosing(self._steps("v1/completions", {"prompt": prompt})) as steps:
+            async for step in steps:
+                yield step
+
+    async def _steps(self, path: str, asked: dict[str, Any]) -> AsyncGenerator[Said, None]:
+        async with aclosing(self._server.events(path, self._manner | asked)) as events:
             async for event in events:
                 for choice in event.get("choices", ()):
-                    said = choice.get("delta", {})
+                    said = choice.get("delta") or {"content": choice.get("text")}
                     reasoning = said.get("reasoning_content") or said.get("reasoning") or ""
                     yield Said(said.get("content") or "", reasoning, choice.get("finish_reason"))
                 if usage := event.get("usage"):

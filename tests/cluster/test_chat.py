@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.commands import run_here
+from tests.cluster.commands import parse, run_here
 from tests.cluster.conftest import RECITED
 from tests.cluster.processes import FINISH_S, ROOT, START_S, Starter, Stream
 
@@ -102,3 +102,14 @@ def test_a_server_that_is_not_there_or_says_no_is_told(url: str) -> None:
     assert refused.code == 2 and "room for" in refused.err
     both = run_here("chat", "--server", url, "--local", "0")
     assert both.code == 2 and "--local: changes nothing with --server" in both.err
+
+
+def test_one_request_to_a_server(url: str) -> None:
+    outcome = run_here("generate", "--server", url, *SHORT, "Hi")
+    assert (outcome.code, outcome.out) == (0, f"{RECITED}\n"), outcome.err
+    raw = parse(
+        run_here("generate", "--server", url, *SHORT, "--raw", "--temp", "0", "user: Hi\nassistant: ", "--json")
+    )
+    assert (raw["text"], raw["finish_reason"], raw["stats"]["num_tokens"]) == (RECITED, "length", NUM_BYTES)
+    wrong = run_here("generate", "--server", url, "--journal", "x", "Hi")
+    assert wrong.code == 2 and "--journal: not expected with --server" in wrong.err

@@ -1,0 +1,41 @@
+"""Flags of commands that may ask a server instead of loading a model, and what they amount to in its words."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from coordinator.cli.refusals import given_flags
+
+_SERVER = "Server"
+LOADING = (
+    "config", "model", "local", "layers", "context", "trust_remote_code", "check_finite", "rejoin_timeout",
+    "recovery_timeout",
+)  # fmt: skip
+NOT_THERE = (*LOADING, "prefill_step_size", "stats", "trace", "journal", "logprobs")
+_BODY = (
+    "max_tokens", "stop", "ignore_eos", "decode", "window", "entropy_threshold", "position_penalty", "repeat_guard",
+    "kv", "max_kv_size",
+)  # fmt: skip
+ServerUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--server",
+        metavar="URL",
+        help="Ask a `brigade serve` that runs, such as http://localhost:9338, instead of loading anything.",
+        rich_help_panel=_SERVER,
+    ),
+]
+ApiKeyFile = Annotated[
+    Path | None, typer.Option(help="The key for that server: a line KEY or NAME KEY.", rich_help_panel=_SERVER)
+]
+
+
+def server_body(ctx: typer.Context, sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """What was asked for, as fields of a body; what was not is the server's choice, except `max_tokens`."""
+    given = given_flags(ctx)
+    chosen = {name: value for name, value in sampling.items() if name != "logprobs" and value not in (0.0, {})}
+    zeros = {"temperature": 0.0} if "temp" in given and not ctx.params["temp"] else {}
+    named = {name: ctx.params[name] for name in _BODY if name in given or name == "max_tokens"}
+    return chosen | zeros | {name: value for name, value in named.items() if value is not None}
