@@ -71,6 +71,7 @@ class Chat:
         self._speaker = speaker
         self._keyboard = keyboard
         self._console = Console() if keyboard.is_terminal else None
+        self._typed = Typed()
         self._answering: asyncio.Task[None] | None = None
         self._is_leaving = False  # Ctrl-C was pressed while nothing was answered, and no line has come since
         self._left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -80,7 +81,7 @@ class Chat:
         """To the end; the exit code: piped messages that were not answered count."""
         if self._console:
             say(f"{self._speaker.name}; /help lists what else you can type, /exit or Ctrl-D leaves")
-        typed = Typed()
+        typed = self._typed
         with taking_interrupts(self._interrupt):
             while (line := await self._line(_MORE if typed.is_open else _PROMPT)) is not None:
                 message = typed.push(line)
@@ -156,6 +157,7 @@ class Chat:
                 self._left.set_result(None)
         else:
             self._is_leaving = True
+            self._typed.drop()
             say(f"\n(Ctrl-C again, /exit or Ctrl-D leaves)\n{_PROMPT}")
 
 
