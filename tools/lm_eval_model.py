@@ -69,7 +69,7 @@ def make_model(url: str, prefix: int) -> Any:
 
     served = Served(url, prefix)
 
-    class Brigade(LM):  # type: ignore[misc]
+    class Brigade(LM):
         """Asks the server."""
 
         def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
