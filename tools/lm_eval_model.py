@@ -1,8 +1,9 @@
 """Run lm-eval's tasks against a chain: a model class of lm-eval's that asks a `brigade serve` which runs.
 
-lm-eval is no dependency of this project: `pip install lm-eval` beside it. Then, with a task file of your own in FOLDER:
+lm-eval is no dependency of this project: `pip install lm-eval` beside it. Then, with the task files of a folder:
 
-    python -m tools.lm_eval_model --url http://localhost:9338 --tasks NAME --include-path FOLDER
+    brigade serve --model demo --local 2
+    python -m tools.lm_eval_model --tasks capitals --include-path tools/lm_eval_tasks
 
 Log-likelihoods come from `/v1/score`, texts from `/v1/completions`. What follows nothing has no likelihood: an empty
 context, and the first token of a text, are conditioned on `--prefix-token`.
