@@ -37,6 +37,7 @@ class Ticket:
         self.request = request
         self.chunk = chunk
         self.deadline: asyncio.TimerHandle | None = None  # while the session waits for memory, or for its reader
+        self.begun_at = 0  # nanoseconds: its first frame was sent then
         self._num_recoveries = 0
         self._still_ns = 0  # how long recoveries took, as whoever reads saw it
         self._last_at = 0  # nanoseconds, monotonic, of the last step
@@ -115,5 +116,5 @@ class Ticket:
         session = self.session
         return Usage(
             session.num_prompt, self._started, session.num_reused, last.num_steps, last.num_rows, legs,
-            self._num_recoveries, self._still_ns / 1e9, self._num_said,
+            self._num_recoveries, self._still_ns / 1e9, self._num_said, self.begun_at,
         )  # fmt: skip

@@ -95,7 +95,12 @@ async def _keep_serving(options: ClusterOptions, serving: Serving, served: Serve
     while True:
         try:
             async with open_resident(
-                served.frontend, options, context, max_waiting=serving.max_waiting, max_wait_s=serving.queue_timeout_s
+                served.frontend,
+                options,
+                context,
+                max_waiting=serving.max_waiting,
+                max_wait_s=serving.queue_timeout_s,
+                tally=served.tally,
             ) as model:
                 served.model, was_open = model, True
                 say(f"serving {', '.join(served.names)} at {url}, up to {model.context} tokens per request")
