@@ -12,6 +12,7 @@ from coordinator.cli.keys import keys
 from coordinator.cli.parse import parse_bias, parse_counts, parse_layers, parse_times, parse_tokens
 from coordinator.cli.refusals import given_flags, refuse, refuse_idle, require_one_prompt, require_text
 from coordinator.cli.serve import serve
+from coordinator.cli.status import status
 from coordinator.cluster.journal_file import holds_something
 from coordinator.cluster.options import cluster_options
 from coordinator.decoding.decode import Decode, make_cache_choice, make_decode
@@ -27,6 +28,7 @@ DEMO_PROMPT = "Tom has 48 apples. He buys 27 more and then gives away 30. How ma
 app = App(no_args_is_help=True)
 app.command()(worker)
 app.command()(serve)
+app.command()(status)
 app.add_typer(keys, name="keys")
 
 

@@ -124,6 +124,7 @@ def serve(
 
     TEMPLATES.start()  # beside the imports below, which take a second
     from coordinator.cli.run_async import run_async
+    from coordinator.cluster.log import log_as_json
     from coordinator.http.listen import load_tls
     from coordinator.http.run import Serving, require_guarded
     from coordinator.http.run import serve as run_server
@@ -148,6 +149,7 @@ def serve(
         limits=RequestLimits(max_tokens=max_tokens),
         sampling=sampling,
     )
+    log_as_json()
     require_guarded(serving)
     with contextlib.suppress(KeyboardInterrupt):  # to be told to stop is how a server ends
         run_async(run_server(options, serving))
