@@ -70,31 +70,33 @@ class Now:
     requests: Sequence[Running] = ()
 
 
+Statuses = dict[str, StatusReply | None]  # by node; None for one that does not answer
+
+
 class Watch:
-    """Looks no more often than it must."""
+    """Asks the nodes no more often than it must."""
 
     def __init__(self, tally: Tally) -> None:
         self._tally = tally
         self._lock = asyncio.Lock()
-        self._seen: tuple[float, ResidentModel | None, Now] | None = None
+        self._asked: tuple[float, ResidentModel, Statuses] | None = None
 
     async def look(self, model: ResidentModel | None) -> Now:
+        if model is None:
+            return Now()
+        nodes = _nodes(model, await self._statuses(model), self._tally.flow.utilisation(time.monotonic_ns()))
+        return Now(model.cluster.chain.epoch, nodes, _hops(nodes, self._tally), _requests(model, self._tally))
+
+    async def _statuses(self, model: ResidentModel) -> Statuses:
         async with self._lock:
-            if self._seen and self._seen[1] is model and time.monotonic() - self._seen[0] < _FRESH_S:
-                return self._seen[2]
-            now = Now() if model is None else await _look(model, self._tally)
-            self._seen = time.monotonic(), model, now
-            return now
-
-
-async def _look(model: ResidentModel, tally: Tally) -> Now:
-    cluster = model.cluster
-    own, *_ = cluster.chain.plan.assignments
-    statuses: dict[str, StatusReply | None] = {own.name: cluster.chain.own_status}
-    names = list(cluster.roster.members)
-    statuses |= zip(names, await asyncio.gather(*(_ask(cluster, name) for name in names)), strict=True)
-    nodes = _nodes(model, statuses, tally.flow.utilisation(time.monotonic_ns()))
-    return Now(cluster.chain.epoch, nodes, _hops(nodes, tally), _requests(model, tally))
+            if self._asked and self._asked[1] is model and time.monotonic() - self._asked[0] < _FRESH_S:
+                return self._asked[2]
+            cluster = model.cluster
+            names = list(cluster.roster.members)
+            theirs = await asyncio.gather(*(_ask(cluster, name) for name in names))
+            own = {cluster.chain.plan.assignments[0].name: cluster.chain.own_status}
+            self._asked = time.monotonic(), model, own | dict(zip(names, theirs, strict=True))
+            return self._asked[2]
 
 
 async def _ask(cluster: Supervisor, name: str) -> StatusReply | None:
@@ -106,9 +108,7 @@ async def _ask(cluster: Supervisor, name: str) -> StatusReply | None:
     return reply if isinstance(reply, StatusReply) else None
 
 
-def _nodes(
-    model: ResidentModel, statuses: dict[str, StatusReply | None], utilisation: dict[str, float]
-) -> list[NodeNow]:
+def _nodes(model: ResidentModel, statuses: Statuses, utilisation: dict[str, float]) -> list[NodeNow]:
     chain, whole = model.cluster.chain, model.cluster.whole
     promised = model.runner.scheduler.slots.promised
     found = []

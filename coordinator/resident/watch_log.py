@@ -26,12 +26,10 @@ class Counts:
 
 
 @asynccontextmanager
-async def logged(
-    tally: Tally, watch: Watch, model: Callable[[], ResidentModel | None], every_s: float = EVERY_S
-) -> AsyncIterator[None]:
+async def logged(tally: Tally, watch: Watch, model: Callable[[], ResidentModel | None]) -> AsyncIterator[None]:
     """Log requests as they end, and what goes on, until left."""
     tally.on_end = log_ended
-    telling = asyncio.create_task(_tell(tally, watch, model, every_s))
+    telling = asyncio.create_task(StatusLine(tally, watch, model).keep_telling())
     try:
         yield
     finally:
@@ -86,10 +84,22 @@ def log_status(before: Counts, tally: Tally, now: Now, passed_s: float) -> None:
     )
 
 
-async def _tell(tally: Tally, watch: Watch, model: Callable[[], ResidentModel | None], every_s: float) -> None:
-    before = Counts.of(tally)
-    while True:
-        await asyncio.sleep(every_s)
-        if tally.under_way or Counts.of(tally) != before:
-            log_status(before, tally, await watch.look(model()), every_s)
-        before = Counts.of(tally)
+class StatusLine:
+    """Says what went on since it was last asked, if anything did."""
+
+    def __init__(self, tally: Tally, watch: Watch, model: Callable[[], ResidentModel | None]) -> None:
+        self._tally = tally
+        self._watch = watch
+        self._model = model
+        self._before = Counts.of(tally)
+
+    async def tell(self, passed_s: float) -> None:
+        """Log one line, or none."""
+        if self._tally.under_way or Counts.of(self._tally) != self._before:
+            log_status(self._before, self._tally, await self._watch.look(self._model()), passed_s)
+        self._before = Counts.of(self._tally)
+
+    async def keep_telling(self) -> None:
+        while True:
+            await asyncio.sleep(EVERY_S)
+            await self.tell(EVERY_S)

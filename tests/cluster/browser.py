@@ -22,7 +22,11 @@ _FLAGS = (
 # Looks at the page again whenever it changes, until the condition holds.
 _UNTIL = """
 new Promise((done) => {
-  const look = () => { let found; try { found = %s } catch { found = null } if (found) { seen.disconnect(); done(found) } };
+  const look = () => {
+    let found = null;
+    try { found = %s } catch {}
+    if (found) { seen.disconnect(); done(found) }
+  };
   const seen = new MutationObserver(look);
   seen.observe(document, { subtree: true, childList: true, characterData: true, attributes: true });
   look();
