@@ -12,6 +12,7 @@ from coordinator.resident.watch import Now
 
 
 async def cluster(request: Request) -> Response:
+    """Nodes, hops, requests and recoveries at this moment."""
     served: Served = request.app.state.served
     state = cluster_state(served, await served.watch.look(served.model))
     return JSONResponse(state, headers={"Cache-Control": "no-store"})

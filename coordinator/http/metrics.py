@@ -17,6 +17,7 @@ _FORMAT = "text/plain; version=0.0.4; charset=utf-8"
 
 
 async def metrics(request: Request) -> Response:
+    """For Prometheus."""
     served: Served = request.app.state.served
     text = metrics_text(served, await served.watch.look(served.model))
     return Response(text, media_type=_FORMAT)

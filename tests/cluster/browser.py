@@ -39,7 +39,7 @@ class Browser:
 
     def __init__(self, to_chromium: int, from_chromium: int) -> None:
         self.asked: list[str] = []  # URLs
-        self.complaints: list[str] = []  # of the page's console
+        self.complaints: list[str] = []  # uncaught errors, and what its policy forbade
         self._to, self._from = to_chromium, from_chromium
         self._read = b""
         self._number = 0
@@ -99,7 +99,7 @@ class Browser:
             self.asked.append(said["request"]["url"])
         elif message.get("method") == "Runtime.exceptionThrown":
             self.complaints.append(said["exceptionDetails"]["text"])
-        elif message.get("method") == "Log.entryAdded" and said["entry"]["level"] == "error":
+        elif message.get("method") == "Log.entryAdded" and said["entry"]["source"] == "security":
             self.complaints.append(said["entry"]["text"])
 
     def _next(self) -> dict[str, Any]:

@@ -19,10 +19,13 @@ from coordinator.cli.status import ask_server
 from coordinator.cli.status_tables import tables
 from tests.cluster import browser
 from tests.cluster.models import make_reciter
-from tests.cluster.processes import START_S, Running, Starter
+from tests.cluster.processes import START_S, Running, Starter, free_port, write_cluster
+from worker.errors import StageLost
 
 HOSTILE = "<h1>xyz"  # what the model says over and over
 PROMPT = "wherefore art thou a prompt"
+KEY = "open-sesame"
+BEARER = {"authorization": f"Bearer {KEY}"}
 ROOT = Path(__file__).parents[2]
 
 
@@ -30,21 +33,25 @@ ROOT = Path(__file__).parents[2]
 class Server:
     running: Running
     url: str
+    keys: Path
 
     def get(self, path: str) -> httpx2.Response:
-        return httpx2.get(f"{self.url}{path}", timeout=30.0)
+        return httpx2.get(f"{self.url}{path}", headers=BEARER, timeout=30.0)
 
     def ask(self, max_tokens: int) -> Any:
         body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": max_tokens, "decode": "ar"}
-        headers = {"x-request-id": f"asked-{max_tokens}"}
+        headers = BEARER | {"x-request-id": f"asked-{max_tokens}"}
         return httpx2.post(f"{self.url}/v1/chat/completions", json=body, headers=headers, timeout=60.0).json()
 
 
 @pytest.fixture(scope="module")
 def server(module_start: Starter, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     model = make_reciter(tmp_path_factory.mktemp("hostile") / "model", HOSTILE)
-    running = module_start.brigade("serve", "--model", model, "--local", "1", "--port", "0", "--served-model-name", "m")
-    yield Server(running, running.err.wait_match(r"serving m at (\S+), up to", START_S)[1])
+    keys = model.parent / "keys"
+    keys.write_text(f"# of the readers\nreader {KEY}\n")
+    flags = ("--local", "1", "--port", "0", "--served-model-name", "m", "--api-key-file", keys)
+    running = module_start.brigade("serve", "--model", model, *flags)
+    yield Server(running, running.err.wait_match(r"serving m at (\S+), up to", START_S)[1], keys)
 
 
 @pytest.fixture(scope="module")
@@ -140,9 +147,10 @@ class State(Exact):
 
 def test_the_state_has_its_shape_and_shows_a_request_under_way(server: Server) -> None:
     body = {"messages": [{"role": "user", "content": PROMPT}], "stream": True}
-    headers = {"x-request-id": "under-way"}
+    headers = BEARER | {"x-request-id": "under-way"}
     with httpx2.stream("POST", f"{server.url}/v1/chat/completions", json=body, headers=headers) as reply:
-        assert any('"content":"<' in line for line in reply.iter_lines())
+        lines = reply.iter_lines()  # kept: without it the answer is given up
+        assert any('"content":"<' in line for line in lines)
         state = State.model_validate(server.get("/cluster").json())
     assert state.standing["state"] == "ready"
     assert [(node.name, node.state, node.stage) for node in state.nodes] == [
@@ -159,10 +167,10 @@ def test_the_state_has_its_shape_and_shows_a_request_under_way(server: Server) -
 
 def test_status_shows_it_in_60_columns(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(width=60, record=True, file=io.StringIO())
-    console.print(tables(ask_server(server.url, None)))
+    console.print(tables(ask_server(server.url, KEY)))
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= 60 and not any(line.rstrip().endswith("…") for line in lines)
-    app(["status", "--server", server.url, "--json"], standalone_mode=False)
+    app(["status", "--server", server.url, "--api-key-file", str(server.keys), "--json"], standalone_mode=False)
     assert State.model_validate_json(capsys.readouterr().out).model["name"] == "m"
 
 
@@ -182,6 +190,9 @@ def test_the_page_streams_shows_a_killed_worker_as_lost_and_its_recovery(server:
     with browser.browsing(tmp_path) as page:
         page.size(1180, 900)
         page.open(server.url)
+        page.until("document.activeElement.id === 'key'")
+        page.write(KEY)
+        page.press("Enter", 13, "\r")
         page.until("document.querySelectorAll('.node.active').length === 2")
         page.until("document.title === 'm · Brigade'")
         page.run("document.getElementById('prompt').focus()")
@@ -207,3 +218,17 @@ def test_the_page_streams_shows_a_killed_worker_as_lost_and_its_recovery(server:
 def worker_of(server: Server) -> psutil.Process:
     children = psutil.Process(server.running.process.pid).children(recursive=True)
     return next(child for child in children if "worker-1" in child.cmdline())
+
+
+def test_without_a_server_status_says_what_each_worker_holds(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [address] = [node["address"] for node in server.get("/cluster").json()["nodes"] if node["stage"]]
+    config = write_cluster(tmp_path / "cluster.yaml", ("worker-1", address), ("away", f"127.0.0.1:{free_port()}"))
+    nobody = f"http://127.0.0.1:{free_port()}"
+    app(["status", "--server", nobody, "--config", str(config), "--json"], standalone_mode=False)
+    held, away = json.loads(capsys.readouterr().out)["nodes"]
+    assert (held["name"], away["name"], away["state"]) == ("worker-1", "away", "lost")
+    assert held["weight_bytes"] > 0 and "nothing answers" in away["why"]
+    with pytest.raises(StageLost, match="nothing answers at"):
+        app(["status", "--server", nobody], standalone_mode=False)

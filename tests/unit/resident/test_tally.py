@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from coordinator.cluster.log import log_as_json
+from coordinator.planning.plan import Assignment
 from coordinator.resident.tally import Histogram, Rates, Tally
 from coordinator.resident.tally_flow import Flow
 from coordinator.resident.watch import Watch
 from coordinator.resident.watch_log import StatusLine
 from coordinator.sessions.answer import Piece, Token, Usage
-from coordinator.sessions.waterfall import Moments, Passage
+from coordinator.sessions.waterfall import Moments, Passage, Route
 from worker.errors import QueueFull, StageLost
 
 TASK: Any = SimpleNamespace(request=SimpleNamespace(prompt=(1, 2, 3), decode=SimpleNamespace(kind="ngram")))
@@ -85,12 +86,15 @@ def frame(began: int) -> Passage:
     return Passage((first, second), returned=began + 40)
 
 
+def route(*names: str) -> Route:
+    return Route([Assignment(name, 0, 1, 0, 0, 0) for name in names], [0, 1000])
+
+
 def test_every_moment_of_a_flow_is_in_one_part() -> None:
-    flow = Flow()
-    flow.begin_chain(["here", "there"], [0, 1000])
+    flow, chain = Flow(), route("here", "there")
     flow.rest(100)
     for began in (100, 145):
-        flow.take(frame(began))
+        flow.take(chain, frame(began))
     assert sum(flow.parts.values()) == 185 - 100
     assert flow.parts["scheduling"] == 5 and flow.parts["wire"] == 10 and flow.parts["head + sampling"] == 10
     here, there = flow.stages
@@ -100,11 +104,9 @@ def test_every_moment_of_a_flow_is_in_one_part() -> None:
 
 def test_what_passes_between_two_chains_is_recovery() -> None:
     flow = Flow()
-    flow.begin_chain(["here", "there"], [0, 1000])
     flow.rest(100)
-    flow.take(frame(100))
-    flow.begin_chain(["here", "other"], [0, 1000])
-    flow.take(frame(240))
+    flow.take(route("here", "there"), frame(100))
+    flow.take(route("here", "other"), frame(240))
     assert flow.parts["recovery"] == 100
     assert [(stage.stage, stage.worker) for stage in flow.stages] == [(0, "here"), (1, "there"), (1, "other")]
 
