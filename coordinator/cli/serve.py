@@ -120,11 +120,12 @@ def serve(
     split = None if layers is None else parse_layers(layers)
     options = cluster_options(config, model, local, split, context, trust_remote_code, check_finite, limits)
 
+    from coordinator.cluster.log import log_as_json
     from coordinator.cluster.templates import TEMPLATES
 
+    log_as_json()
     TEMPLATES.start()  # beside the imports below, which take a second
     from coordinator.cli.run_async import run_async
-    from coordinator.cluster.log import log_as_json
     from coordinator.http.listen import load_tls
     from coordinator.http.run import Serving, require_guarded
     from coordinator.http.run import serve as run_server
@@ -149,7 +150,6 @@ def serve(
         limits=RequestLimits(max_tokens=max_tokens),
         sampling=sampling,
     )
-    log_as_json()
     require_guarded(serving)
     with contextlib.suppress(KeyboardInterrupt):  # to be told to stop is how a server ends
         run_async(run_server(options, serving))

@@ -12,7 +12,7 @@ from worker.errors import BrigadeError
 from worker.node.identity import Role
 from worker.node.network import Network
 
-_WITHIN_S = 2.0
+_WITHIN_S = 1.0
 
 
 async def ask_workers(config: Path) -> dict[str, Any]:
@@ -20,7 +20,7 @@ async def ask_workers(config: Path) -> dict[str, Any]:
     cluster = cluster_options(config, None, None, None, None).cluster
     network = Network.of(cluster, cluster.coordinator.name, Role.COORDINATOR, lambda line: say(f"warning: {line}"))
     async with AsyncExitStack() as stack:
-        peers = [Peer(worker.name, worker.address, network) for worker in cluster.workers]
+        peers = [Peer(worker.name, worker.addresses[0], network, worker.addresses[1:]) for worker in cluster.workers]
         for peer in peers:
             stack.push_async_callback(peer.close)
         nodes = await asyncio.gather(*map(_ask, peers))

@@ -178,6 +178,7 @@ def test_the_log_is_json_lines_without_a_word_of_prompt_or_answer(
     server: Server, samples: dict[tuple[str, ...], float]
 ) -> None:
     text = server.running.err.text
+    assert not [line for line in text.splitlines() if not line.startswith("{")]
     lines = [json.loads(line) for line in text.splitlines()]
     assert all({"ts", "level", "event", "msg"} <= set(line) for line in lines)
     [ended] = [line for line in lines if line.get("request_id") == "asked-7"]
