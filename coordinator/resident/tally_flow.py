@@ -6,7 +6,7 @@ A request's waterfall is what these sums grew by while it ran: where others ran 
 from collections import deque
 from dataclasses import dataclass
 
-from coordinator.sessions.waterfall import PARTS, Passage, Route, spans
+from coordinator.sessions.waterfall import PARTS, Moments, Passage, Route
 
 _WINDOW_NS = 10_000_000_000
 _MARK_NS = 500_000_000
@@ -53,18 +53,18 @@ class Flow:
         if route is not self._route:
             between = "recovery" if self._route else between
             self._begin_chain(route)
-        tiles = spans(passage, route.offsets)
-        sent = tiles[0][2]
-        self.parts[between] += max(0, sent - self._until)
-        before = self._until = max(self._until, sent)
-        worked = [0] * len(self._now)
-        for part, stage, begin, end in tiles:
-            until = max(self._until, min(end, passage.returned))
-            self.parts[part] += until - self._until
-            self._until = until
-            worked[stage] += self._count(self._now[stage], part, begin, end)
+        left = passage.timings[0].received - route.offsets[0]
+        self._spend(between, left)
+        before = self._until
+        worked = []
+        for sums, moments, offset in zip(self._now, passage.timings, route.offsets, strict=True):
+            here = Moments(*(moment - offset for moment in moments))
+            self._divide(here, passage.returned, is_first=sums.stage == 0)
+            worked.append(_count(sums, here, left))
+            left = here.sent
+        self._spend("return", passage.returned)
+        self._now[0].wire += max(0, passage.returned - left)
         for sums, at_work in zip(self._now, worked, strict=True):
-            sums.num_frames += 1
             sums.bubble += max(0, self._until - before - at_work)
         self._mark(passage.returned)
 
@@ -85,23 +85,35 @@ class Flow:
         self._now = [self._all.setdefault(place, StageSums(*place)) for place in places]
         self._marks.clear()
 
-    def _count(self, sums: StageSums, part: str, begin: int, end: int) -> int:
-        """Add one tile; how long the stage was at work in it and at no other frame."""
-        took = max(0, end - begin)
-        if part in ("wire", "return"):
-            sums.wire += took
-        elif part == "queue":
-            sums.queue += took
-        else:
-            sums.compute += took
-            at_work = max(0, end - max(begin, sums.busy_until))
-            sums.busy_until = max(sums.busy_until, end)
-            sums.busy += at_work
-            return at_work
-        return 0
+    def _divide(self, here: Moments, returned: int, *, is_first: bool) -> None:
+        """One stage's way, beginning with the hop into it."""
+        compute = "coordinator compute" if is_first else "worker compute"
+        self._spend("wire", min(here.received, returned))
+        self._spend("queue", min(here.started, returned))
+        self._spend(compute, min(here.computed, returned))
+        self._spend("head + sampling", min(here.sampled, returned))
+        self._spend(compute, min(here.sent, returned))
+
+    def _spend(self, part: str, until: int) -> None:
+        """All from where the parts end until then is of this part; nothing where a clock is wrong."""
+        if until > self._until:
+            self.parts[part] += until - self._until
+            self._until = until
 
     def _mark(self, now: int) -> None:
         if not self._marks or now - self._marks[-1][0] >= _MARK_NS:
             self._marks.append((now, [sums.busy for sums in self._now]))
         while len(self._marks) > 1 and self._marks[0][0] < now - _WINDOW_NS:
             self._marks.popleft()
+
+
+def _count(sums: StageSums, here: Moments, left: int) -> int:
+    """Add a frame to a stage's sums; how long the stage was at work on it and on no other."""
+    sums.num_frames += 1
+    sums.wire += max(0, here.received - left)
+    sums.queue += max(0, here.started - here.received)
+    sums.compute += max(0, here.sent - here.started)
+    at_work = max(0, here.sent - max(here.started, sums.busy_until))
+    sums.busy_until = max(sums.busy_until, here.sent)
+    sums.busy += at_work
+    return at_work
