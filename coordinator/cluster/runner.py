@@ -273,7 +273,7 @@ class Runner:
                 continue
             if not session.is_paused:
                 ticket.end_deadline()  # it has a slot
-            ticket.begun_at = ticket.begun_at or arrival.result.timings[0].received
+            ticket.begin(arrival.result.timings)
             ticket.pass_by(self._epoch.route, passage)
             if samples:
                 self._try_next(session)
