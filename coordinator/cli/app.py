@@ -16,6 +16,7 @@ from coordinator.cli.parse import parse_counts, parse_layers, parse_times
 from coordinator.cli.refusals import given_flags, refuse, refuse_idle, require_one_prompt
 from coordinator.cli.score import score
 from coordinator.cli.serve import serve
+from coordinator.cli.status import status
 from coordinator.cluster.options import cluster_options
 from coordinator.decoding.decode import Decode, make_decode
 from coordinator.sessions.slots import MOST_WAITING
@@ -33,6 +34,7 @@ app.command()(batch)
 app.command()(bridge)
 app.command()(chat)
 app.command()(score)
+app.command()(status)
 app.add_typer(keys, name="keys")
 
 

@@ -120,8 +120,10 @@ def serve(
     split = None if layers is None else parse_layers(layers)
     options = cluster_options(config, model, local, split, context, trust_remote_code, check_finite, limits)
 
+    from coordinator.cluster.log import log_as_json
     from coordinator.cluster.templates import TEMPLATES
 
+    log_as_json()
     TEMPLATES.start()  # beside the imports below, which take a second
     from coordinator.cli.run_async import run_async
     from coordinator.http.listen import load_tls

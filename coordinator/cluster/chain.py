@@ -165,6 +165,11 @@ class Chain:
             except StageLost as error:
                 raise self._stillness.blame() or error from error.__cause__
 
+    @property
+    def own_status(self) -> StatusReply | None:
+        """What stage 0 holds and has taken, if it has been there."""
+        return self._stage.status() if self._stage else None
+
     async def statuses(self) -> list[StatusReply]:
         """What every stage holds and has taken, stage 0 first; zeros for a worker that does not say."""
         assert self._stage is not None

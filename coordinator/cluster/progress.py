@@ -1,7 +1,6 @@
 """Progress of long work on standard error: bars where that is a terminal, else a line for what takes long."""
 
 import asyncio
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -21,6 +20,7 @@ from rich.progress import (
 from rich.text import Text
 
 from coordinator.cluster.deployment import Progress as Report
+from coordinator.cluster.log import log
 from coordinator.planning.plan import format_bytes
 from protos.brigade_pb2 import LoadProgress
 
@@ -36,8 +36,8 @@ Begin = Callable[[str], None]  # takes what begins now
 
 
 def say(lines: str) -> None:
-    """To people: standard error, as it stands."""
-    print(lines, file=sys.stderr, flush=True)
+    """To people: standard error, as it stands; as JSON where a server's log is read by programs."""
+    log("note", lines)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from dataclasses import replace
 from functools import cache, partial
 
@@ -17,7 +17,7 @@ from coordinator.sessions.session import Session
 from coordinator.sessions.slots import MOST_WAITING
 from coordinator.sessions.suspects import MOST_LOSSES, Suspects
 from coordinator.sessions.text import Text, TokenIds
-from coordinator.sessions.waterfall import Passage
+from coordinator.sessions.waterfall import Passage, Route
 from worker.errors import BrigadeError, InputError, InternalError, ReaderLost, StageLost, WaitedTooLong
 from worker.node.parts import most_chunk_rows
 from worker.node.status import error_named
@@ -53,6 +53,7 @@ class Runner:
 
         At most `max_waiting` requests wait for memory; one that has done so for `max_wait_s` is refused.
         """
+        self.on_passage: Callable[[Route, Passage], None] | None = None  # takes every frame's way through a chain
         self._max_waiting = max_waiting
         self._epoch = self._epoch_of(chain)
         self._when_lost = when_lost
@@ -98,6 +99,11 @@ class Runner:
     def scheduler(self) -> Scheduler:
         """The present epoch's."""
         return self._epoch.scheduler
+
+    @property
+    def tickets(self) -> Collection[Ticket]:
+        """Of all requests that have not ended."""
+        return self._tickets.values()
 
     async def stream(
         self, request: Request, *, text: Text | None = None, chunk: int | None = None, traced: bool = False
@@ -257,6 +263,8 @@ class Runner:
 
     def _take(self, arrival: Arrival, commits: list[Commit]) -> None:
         passage = cache(partial(Passage.of, arrival.result, arrival.at, arrival.num_rows))  # one for all, if any
+        if self.on_passage is not None:
+            self.on_passage(self._epoch.route, passage())
         failures = {failure.slot: failure for failure in arrival.result.failures}
         for session, samples in commits:
             ticket = self._tickets[session]
@@ -265,6 +273,7 @@ class Runner:
                 continue
             if not session.is_paused:
                 ticket.end_deadline()  # it has a slot
+            ticket.begin(arrival.result.timings)
             ticket.pass_by(self._epoch.route, passage)
             if samples:
                 self._try_next(session)

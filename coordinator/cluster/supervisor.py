@@ -10,7 +10,7 @@ from typing import Self
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.deployment import Deployment, OwnNode, Progress
 from coordinator.cluster.roster import Roster
-from coordinator.cluster.timeline import Timeline
+from coordinator.cluster.timeline import Recovered, Timeline
 from coordinator.planning.contexts import Contexts, plan_largest
 from coordinator.planning.costs import ChainCosts
 from coordinator.planning.plan import Node, Plan
@@ -58,6 +58,7 @@ class Supervisor:
         self.num_recoveries = 0
         self.trouble = ""  # why there is no chain now
         self.timeline = Timeline()
+        self.on_recovered: Callable[[Recovered], None] = lambda found: None
         self._own = own
         self._roster = roster
         self._deployment = deployment
@@ -70,6 +71,7 @@ class Supervisor:
         self._began = self._opened_at = 0.0  # seconds, monotonic
         self._still_since: float | None = None
         self._story = ""  # what was lost, for the user
+        self._cause = ""
         self._lost = deployment  # that of the lost chain
         self._present: list[Present] = []
         self._useless: set[str] = set()  # incarnations
@@ -114,6 +116,16 @@ class Supervisor:
         return await self._replace_chain(error)
 
     @property
+    def roster(self) -> Roster:
+        """All workers, in the chain or not."""
+        return self._roster
+
+    @property
+    def whole(self) -> Plan:
+        """The plan with every node."""
+        return self._whole
+
+    @property
     def missing(self) -> list[str]:
         """Nodes that the plan counted on, and that the present chain is without."""
         present = {assignment.name for assignment in self.chain.plan.assignments}
@@ -140,7 +152,7 @@ class Supervisor:
             self._began = time.monotonic()
             self.timeline = Timeline(lost_at=self._began)
             self._still_since = still_since
-            self._story = str(error)
+            self._story, self._cause = str(error), type(error).__name__
             for incarnation in self._useless:
                 self._recovery.rule_out(incarnation)
         for peer in self._lost.peers:
@@ -237,10 +249,12 @@ class Supervisor:
         """The chain is as good as any other: the recovery is over."""
         if self._recovery is None:
             return
-        still = ""
+        still, still_s = "", None
         if self._still_since is not None:
-            still = f", the stream stood still for {time.monotonic() - self._still_since:.1f} s"
+            still_s = time.monotonic() - self._still_since
+            still = f", the stream stood still for {still_s:.1f} s"
         self._say(self._story + still)
+        self.on_recovered(Recovered(self._cause, self._story + still, self._opened_at - self._began, still_s))
         self._recovery = None
 
     def _given_up(self, error: BrigadeError) -> StageLost:

@@ -10,6 +10,7 @@ from coordinator.sessions.request import Request
 from coordinator.sessions.session import Session
 from coordinator.sessions.text import Text
 from coordinator.sessions.waterfall import Leg, Passage, Route
+from protos.brigade_pb2 import Timing
 from worker.errors import BrigadeError
 
 MOST_UNREAD = 256  # steps: then the session pauses until half of them are read
@@ -37,6 +38,7 @@ class Ticket:
         self.request = request
         self.chunk = chunk
         self.deadline: asyncio.TimerHandle | None = None  # while the session waits for memory, or for its reader
+        self._begun_at = 0  # nanoseconds
         self._num_recoveries = 0
         self._still_ns = 0  # how long recoveries took, as whoever reads saw it
         self._last_at = 0  # nanoseconds, monotonic, of the last step
@@ -53,6 +55,11 @@ class Ticket:
     @property
     def is_read_again(self) -> bool:
         return self._steps.qsize() <= MOST_UNREAD // 2
+
+    def begin(self, timings: Sequence[Timing]) -> None:
+        """The session's first frame was sent when these begin."""
+        if timings and not self._begun_at:
+            self._begun_at = timings[0].received
 
     def end_deadline(self) -> None:
         """What was waited for has come."""
@@ -115,5 +122,5 @@ class Ticket:
         session = self.session
         return Usage(
             session.num_prompt, self._started, session.num_reused, last.num_steps, last.num_rows, legs,
-            self._num_recoveries, self._still_ns / 1e9, self._num_said,
+            self._num_recoveries, self._still_ns / 1e9, self._num_said, self._begun_at,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Timeline: when a recovery got how far, for whoever measures it."""
+"""Timeline: when a recovery got how far, for whoever measures it; and what is told of it once it is over."""
 
 from dataclasses import dataclass
 
@@ -11,3 +11,13 @@ class Timeline:
     found_at: float = 0.0  # there were enough nodes for a chain
     loaded_at: float = 0.0  # each of them had its layers
     opened_at: float = 0.0  # they were joined
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """A recovery that is over."""
+
+    cause: str  # class name of the error that began it
+    story: str  # for the user
+    took_s: float  # until there was a chain again
+    still_s: float | None  # how long streams stood still; None if no request was under way

@@ -13,12 +13,15 @@ from starlette.types import ASGIApp
 
 from coordinator.http.about import health, live, models, one_model, versions
 from coordinator.http.chat import chat_completions
+from coordinator.http.cluster import cluster
 from coordinator.http.completions import completions
 from coordinator.http.errors import HttpError, Refusal, http_error
 from coordinator.http.guard import Guard
 from coordinator.http.keys import Keys
 from coordinator.http.messages import count_tokens, messages
+from coordinator.http.metrics import metrics
 from coordinator.http.openapi import openapi
+from coordinator.http.page import page
 from coordinator.http.refusals import refusal_response
 from coordinator.http.responses import responses
 from coordinator.http.score import classify, score
@@ -43,6 +46,9 @@ ROUTES = [
     Route("/v1/responses", responses, methods=["POST"]),
     Route("/v1/score", score, methods=["POST"]),
     Route("/v1/classify", classify, methods=["POST"]),
+    Route("/metrics", metrics),
+    Route("/cluster", cluster),
+    Route("/", page),
 ]
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 

@@ -68,7 +68,10 @@ async def _events(
             if index not in opened:  # not before it is served: it may be refused until then
                 opened.add(index)
                 yield data(answer.opening(index))
-            if chunk := answer.chunk(index, delta, num_calls[index]):
+            chunk = answer.chunk(index, delta, num_calls[index])
+            if body.wants_fills and delta.piece.fills:
+                chunk = answer.filled(index, delta, chunk)
+            if chunk:
                 yield data(chunk)
             num_calls[index] += len(delta.tool_calls)
             if delta.finish_reason is not None:

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from coordinator.http.errors import HttpError, refuse
 from coordinator.http.keys import Keys, key_of
 from coordinator.http.refusals import refusal_response
+from coordinator.resident.tally import REQUEST_ID
 
 OPEN_PATHS = ("/health", "/live", "/")  # for everybody, but nothing that costs a step of the chain
 _ID = r"[A-Za-z0-9._-]{1,128}"
@@ -32,6 +33,7 @@ class Guard:
         own_id = headers.get("x-request-id", "")
         request_id = own_id if re.fullmatch(_ID, own_id) else f"req_{uuid.uuid4().hex}"
         scope.setdefault("state", {})["request_id"] = request_id
+        REQUEST_ID.set(request_id)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -17,6 +17,7 @@ from coordinator.http.served import Limits, Served
 from coordinator.planning.contexts import Contexts
 from coordinator.resident.frontend import Frontend
 from coordinator.resident.model import ResidentModel, Standing, State, open_resident
+from coordinator.resident.watch_log import logged
 from worker.config import is_loopback
 from worker.errors import BrigadeError, InputError
 
@@ -78,7 +79,8 @@ async def serve(options: ClusterOptions, serving: Serving) -> None:
     app = make_app(served, keys=serving.keys, hosts=serving.hosts, origins=serving.cors_origins)
     with listening(serving.host, serving.port) as listener:
         url = serving.url(listener.getsockname()[1])
-        async with answering(app, listener, serving.tls):
+        telling = logged(served.tally, served.watch, lambda: served.model)
+        async with telling, answering(app, listener, serving.tls):
             await _keep_serving(options, serving, served, url)
 
 
@@ -95,7 +97,12 @@ async def _keep_serving(options: ClusterOptions, serving: Serving, served: Serve
     while True:
         try:
             async with open_resident(
-                served.frontend, options, context, max_waiting=serving.max_waiting, max_wait_s=serving.queue_timeout_s
+                served.frontend,
+                options,
+                context,
+                max_waiting=serving.max_waiting,
+                max_wait_s=serving.queue_timeout_s,
+                tally=served.tally,
             ) as model:
                 served.model, was_open = model, True
                 say(f"serving {', '.join(served.names)} at {url}, up to {model.context} tokens per request")

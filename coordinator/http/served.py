@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from coordinator.http.errors import refuse, unavailable
 from coordinator.resident.frontend import Frontend
 from coordinator.resident.model import ResidentModel, Standing, State
+from coordinator.resident.tally import Tally
+from coordinator.resident.watch import Watch
 
 Model = ResidentModel | None
 
@@ -29,7 +31,11 @@ class Served:
     keep_alive_s: float = 10.0  # how often a stream that has nothing to say says that it lives
     queue_timeout_s: float = 60.0
     model: Model = None
+    tally: Tally = field(default_factory=Tally)
     without_model: Standing = field(default_factory=lambda: Standing(State.LOADING, "the model is being loaded"))
+
+    def __post_init__(self) -> None:
+        self.watch = Watch(self.tally)
 
     @property
     def standing(self) -> Standing:

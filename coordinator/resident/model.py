@@ -15,6 +15,7 @@ from coordinator.planning.contexts import Contexts
 from coordinator.resident.ask import Ask
 from coordinator.resident.channels import Delta
 from coordinator.resident.frontend import Frontend, Task
+from coordinator.resident.tally import Tally
 from coordinator.sessions.request import most_rows, room_for_answer
 from coordinator.sessions.slots import CacheCosts, cache_costs
 from protos.brigade_pb2 import Cache
@@ -47,10 +48,14 @@ class Standing:
 class ResidentModel:
     """What all doors share. Made by `open_resident`."""
 
-    def __init__(self, frontend: Frontend, cluster: Supervisor, runner: Runner) -> None:
+    def __init__(self, frontend: Frontend, cluster: Supervisor, runner: Runner, tally: Tally | None = None) -> None:
+        """`tally` takes note of what is answered."""
         self.frontend = frontend
         self.cluster = cluster
         self.runner = runner
+        self.tally = tally or Tally()
+        cluster.on_recovered = self.tally.recover
+        runner.on_passage = self.tally.flow.take
         self._is_draining = False
         self._num_answering = 0
         self._all_answered = asyncio.Event()
@@ -102,8 +107,10 @@ class ResidentModel:
             channels = task.channels()
             pieces = self.runner.stream(task.request, text=task.stream(), traced=traced)
             async with contextlib.aclosing(pieces):
-                async for piece in pieces:
-                    yield channels.push(piece)
+                with self.tally.watch(task) as watched:
+                    async for piece in pieces:
+                        watched.take(piece)
+                        yield channels.push(piece)
         finally:
             self._end()
 
@@ -148,17 +155,24 @@ class ResidentModel:
 
 @asynccontextmanager
 async def open_resident(
-    frontend: Frontend, options: ClusterOptions, context: int | Contexts, *, max_waiting: int, max_wait_s: float
+    frontend: Frontend,
+    options: ClusterOptions,
+    context: int | Contexts,
+    *,
+    max_waiting: int,
+    max_wait_s: float,
+    tally: Tally | None = None,
 ) -> AsyncIterator[ResidentModel]:
     """Load the model over the cluster and keep it.
 
     Args:
         context: tokens per request that the plan keeps memory for, or as many as fit.
         max_waiting: requests that may wait for memory; each of them for `max_wait_s`.
+        tally: what goes on counting, from a model that was loaded before.
     Raises:
         BrigadeError: what the first node that cannot take part says.
     """
     async with open_cluster(options, frontend.checkpoint, frontend.spec, context) as cluster:
         runner = Runner(cluster.chain, when_lost=cluster.reopen, max_waiting=max_waiting, max_wait_s=max_wait_s)
         async with runner:
-            yield ResidentModel(frontend, cluster, runner)
+            yield ResidentModel(frontend, cluster, runner, tally)

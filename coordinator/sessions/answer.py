@@ -62,6 +62,7 @@ class Usage:
     num_recoveries: int = 0  # chains that were lost under it
     still_s: float = 0.0  # seconds without a token for that reason
     num_generated: int = 0  # tokens of the answer that were not known before
+    begun: int = 0  # its first frame was sent then
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class ChatBody(Sampled):
     response_format: Json | None = None
     reasoning_effort: str | None = None  # which some templates know
     chat_template_kwargs: Json = Field(default_factory=dict)
-    brigade: Json = Field(default_factory=dict)  # {"waterfall": true}
+    brigade: Json = Field(default_factory=dict)  # {"waterfall": true, "fills": true}
 
     @model_validator(mode="after")
     def _agree(self) -> "ChatBody":
@@ -73,6 +73,10 @@ class ChatBody(Sampled):
     @property
     def wants_waterfall(self) -> bool:
         return bool(self.brigade.get("waterfall"))
+
+    @property
+    def wants_fills(self) -> bool:
+        return bool(self.brigade.get("fills"))
 
     def ask(self) -> Ask:
         """Raises InputError for messages, tools and choices that cannot be served."""
@@ -187,6 +191,11 @@ class ChatAnswer:
         if not (said or delta.finish_reason or (self.has_logprobs and delta.piece.tokens)):
             return None
         return self._chunk(index, said, self._logprobs([delta]), delta.finish_reason)
+
+    def filled(self, index: int, delta: Delta, chunk: Json | None) -> Json:
+        """This chunk, or an empty one, with the tokens that are decided ahead of the text: [position, text] of each."""
+        fills = [[at, self.token_text(token.token)] for at, token in delta.piece.fills]
+        return (chunk or self._chunk(index, {}, None, None)) | {"brigade": {"fills": fills}}
 
     def closing(self, lasts: Sequence[Delta]) -> Json:
         """The chunk that tells the usage, where it is asked for; `lasts` are the last deltas of all choices."""

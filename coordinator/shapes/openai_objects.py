@@ -35,6 +35,12 @@ class Figures(Told):
     waterfall: dict[str, Any] | None
 
 
+class Ahead(Told):
+    """Tokens that a window has decided ahead of the text: position and text of each."""
+
+    fills: list[tuple[int, str]]
+
+
 class TopLogprob(Told):
     token: str
     logprob: float
@@ -114,7 +120,7 @@ class ChatCompletionChunk(Told):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
-    brigade: Figures | list[Figures] | None = None
+    brigade: Figures | list[Figures] | Ahead | None = None
 
 
 class TextLogprobs(Told):

@@ -70,3 +70,13 @@ def test_tools_are_told_to_the_template_unless_they_may_not_be_called() -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": tools}
     assert list(read(ChatBody, body).ask().tools) == tools
     assert read(ChatBody, body | {"tool_choice": "none"}).ask().tools == ()
+
+
+def test_what_a_window_has_decided_ahead_goes_with_a_chunk_or_alone() -> None:
+    answer = ChatAnswer("id", "talker", 0, str)
+    delta = Delta(Piece("hi", [Token(5)], 0, fills=[(9, Token(6)), (11, Token(7))]), "hi")
+    ahead = {"fills": [[9, "6"], [11, "7"]]}
+    said = answer.filled(0, delta, answer.chunk(0, delta, 0))
+    assert (said["choices"][0]["delta"], said["brigade"]) == ({"content": "hi"}, ahead)
+    alone = answer.filled(0, delta, None)
+    assert (alone["choices"][0]["delta"], alone["brigade"]) == ({}, ahead)
