@@ -9,10 +9,14 @@ import typer
 
 from worker.config import Cluster, load_cluster, split_address
 from worker.errors import ConfigError
+from worker.model.repository import is_repository
 from worker.process.imports import skip_init
 
 DEFAULT_BIND = "127.0.0.1:50070"
-_MODEL = "The model that it loads, whatever a coordinator calls it; else `model:` of its entry, or of cluster.yaml."
+_MODEL = (
+    "Its copy of the model, whatever a coordinator calls that; else `model:` of its entry, or of cluster.yaml. "
+    "The bundled one it has anyway."
+)
 
 
 def worker(
@@ -36,6 +40,8 @@ def worker(
         known = ", ".join(worker.name for worker in cluster.workers) or "no workers"
         found = f"{config} has no worker {name!r}" if name else "--name is missing"
         raise ConfigError(f"{found}: expected one of: {known}")
+    if model is not None and model != "demo" and not is_repository(model) and not Path(model).expanduser().is_dir():
+        raise ConfigError(f"--model: expected a folder, a hub repository (owner/name) or `demo`, found {model!r}")
     binds = (bind,) if bind else entry.addresses if entry else (DEFAULT_BIND,)
     _, port = split_address(binds[0])
 

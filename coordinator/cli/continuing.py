@@ -52,7 +52,8 @@ async def resume(wish: Wish, options: ClusterOptions, journal: Journal) -> Task:
         asked_prompt = await Frontend(checkpoint, spec, tokenizer).prompt_ids(prompt_of(wish, tokenizer))
     for name, asked, kept in _pairs(wish, request, asked_prompt):
         if asked != kept:
-            raise InputError(name, f"the journal's request has {_short(kept)}, not {_short(asked)}; leave it out")
+            found = "another one" if name == "prompt" else f"{_short(kept)}, not {_short(asked)}"
+            raise InputError(name, f"the journal's request has {found}; leave it out")
     spec = replace(spec, cache=request.cache)
     check_request(request, spec)
     return Task(checkpoint, spec, request, tokenizer, {})

@@ -62,6 +62,9 @@ def issue(
 
     role = Role.COORDINATOR if coordinator else Role.WORKER
     path = Authority.open(_folder(cluster, config)).issue(name, role)
+    known = [cluster.coordinator.name, *(worker.name for worker in cluster.workers)]
+    if config and name not in known:
+        _say(f"warning: {config} has no node {name!r}, only {', '.join(known)}: nobody will call it by this name")
     _say(f"made {path}, valid for {NODE_VALID.days} days")
     _say(f"copy it into the folder of keys on {name} and nowhere else: its user alone may read it (chmod 600)")
 

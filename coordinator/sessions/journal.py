@@ -125,7 +125,7 @@ def read_journal(data: bytes) -> Journal | None:
     if not data.startswith(MARK):
         if MARK.startswith(data):
             return None
-        raise InputError("journal", "expected a journal or no file, found something else; it is left as it is")
+        raise InputError("journal", "expected a journal or no file, found something else; give another file")
     header, end, last = None, 0, _Batch(first=0, tokens=[])
     tokens: list[Token] = []
     for number, (end, payload) in enumerate(_payloads(data)):  # noqa: B007 - used below
@@ -241,4 +241,4 @@ def _unpack(packed: int | tuple[int, float, list[tuple[int, float]]]) -> Token:
 
 
 def _damaged(number: int, found: str) -> InputError:
-    return InputError("journal", f"record {number} is damaged: {found}; the answer cannot go on from this file")
+    return InputError("journal", f"record {number} is damaged: {found}; ask again with another file")

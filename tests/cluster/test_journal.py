@@ -119,8 +119,8 @@ def test_the_same_command_goes_on_and_a_contradiction_is_refused(talker: Path, t
     content = journal.read_bytes()
     assert run(*request)[0] == 0
     for flags, refusal in {
-        ("other",): "--prompt: the journal's request has (",
-        ("go", "--raw"): "--prompt: the journal's request has (",
+        ("other",): "--prompt: the journal's request has another one; leave it out",
+        ("go", "--raw"): "--prompt: the journal's request has another one",
         ("--raw",): "--raw: expected with the prompt",
         ("--max-tokens", "9"): "--max-tokens: the journal's request has 8, not 9; leave it out",
         ("--temp", "0.6"): "--temp: the journal's request has 0.5, not 0.6",
