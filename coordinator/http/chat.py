@@ -33,7 +33,7 @@ async def chat_completions(request: Request) -> Response:
     body = await read_body(request, ChatBody, served.limits.body_bytes)
     served.require_name(body.model)
     model = served.require_model()
-    tasks = await prepare_choices(model, body.ask(), body.n)
+    tasks = await unless_left(request, prepare_choices(model, body.ask(), body.n))
     answer = ChatAnswer(
         f"chatcmpl-{uuid.uuid4().hex}", served.names[0], int(time.time()), served.frontend.token_text, body.logprobs
     )
