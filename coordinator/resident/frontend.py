@@ -116,6 +116,10 @@ class Frontend:
             raise InputError("tokens", f"expected token ids from 0 to {self.spec.vocab_size - 1}, found {outside[0]}")
         return await self.aside.run(lambda: tokenizer.decode(tokens))
 
+    async def token_texts(self, tokens: Sequence[int]) -> list[str]:
+        """What each of them says by itself."""
+        return await self.aside.run(lambda: [self.token_text(token) for token in tokens])
+
     def token_text(self, token: int) -> str:
         """What one token says; its number without a tokenizer."""
         return self.tokenizer.decode([token]) if self.tokenizer else str(token)
