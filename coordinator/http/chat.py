@@ -35,7 +35,12 @@ async def chat_completions(request: Request) -> Response:
     model = served.require_model()
     tasks = await unless_left(request, prepare_choices(model, body.ask(), body.n))
     answer = ChatAnswer(
-        f"chatcmpl-{uuid.uuid4().hex}", served.names[0], int(time.time()), served.frontend.token_text, body.logprobs
+        f"chatcmpl-{uuid.uuid4().hex}",
+        served.names[0],
+        int(time.time()),
+        served.frontend.token_text,
+        body.logprobs,
+        served.frontend.token_bytes,
     )
     if body.stream:
         events = _events(model, tasks, answer, body)

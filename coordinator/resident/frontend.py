@@ -124,6 +124,10 @@ class Frontend:
         """What one token says; its number without a tokenizer."""
         return self.tokenizer.decode([token]) if self.tokenizer else str(token)
 
+    def token_bytes(self, token: int) -> bytes | None:
+        """Those that one token stands for, which may be a part of a character; None where the tokenizer hides them."""
+        return self.tokenizer.token_bytes(token) if self.tokenizer else None
+
     async def prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
         """A prompt's token ids, in whatever form it comes. Raises InputError without a tokenizer or template for it."""
         if isinstance(prompt, tuple):
