@@ -6,16 +6,18 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from coordinator.http.reading import read_body
+from coordinator.http.refusals import error_object
 from coordinator.http.served import Served
 from coordinator.http.streams import named, unless_left
 from coordinator.http.telling import naming, streamed_response, whole_response
-from coordinator.shapes.anthropic_answer import MessageAnswer, error_object
+from coordinator.shapes.anthropic_answer import MessageAnswer
 from coordinator.shapes.anthropic_messages import CountBody, MessagesBody
 
 _NAMES = {"prompt": "messages", "stop": "stop_sequences"}
 
 
 async def messages(request: Request) -> Response:
+    """Answer a conversation as Anthropic's API does."""
     served: Served = request.app.state.served
     body = await read_body(request, MessagesBody, served.limits.body_bytes)
     served.require_name(body.model)

@@ -20,6 +20,7 @@ _NAMES = _FORMAT | {"prompt": "input", "max_tokens": "max_output_tokens"}
 
 
 async def responses(request: Request) -> Response:
+    """Answer items of input as Open Responses says."""
     served: Served = request.app.state.served
     body = await read_body(request, ResponsesBody, served.limits.body_bytes)
     served.require_name(body.model)
