@@ -1,8 +1,9 @@
 """A checkpoint's tokenizer and chat template: text to tokens, and what turns tokens into text."""
 
 import inspect
+import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
@@ -19,6 +20,7 @@ from worker.errors import InputError, ModelError, first_line
 from worker.model.checkpoint import Checkpoint
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_BYTE = re.compile("<0x([0-9A-F]{2})>")  # a byte, as SentencePiece spells it
 _UNREADABLE = (
     OSError, ValueError, LookupError, TypeError, AttributeError, StrictDataclassError,
     ImportError, SyntaxError, NameError, AssertionError, RuntimeError,  # of a tokenizer that is code
@@ -89,6 +91,19 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._wrapper.decode(list(tokens)))
 
+    def token_bytes(self, token: int) -> bytes | None:
+        """Those that a token stands for; None for a part of a character of which the tokenizer does not tell them."""
+        text = self.decode([token])
+        if "\ufffd" not in text:
+            return text.encode()
+        spelled = self._wrapper.convert_ids_to_tokens(token)
+        if isinstance(spelled, bytes):  # as some tokenizers that are code have them
+            return spelled
+        if byte := _BYTE.fullmatch(str(spelled)):
+            return bytes([int(byte[1], 16)])
+        known = _bytes_by_letter()
+        return bytes(known[letter] for letter in spelled) if known.keys() >= set(spelled) else None
+
     def encode_prompt(self, text: str) -> list[int]:
         """As a conversation's first message if there is a chat template, else as it stands."""
         return self.encode_chat([{"role": "user", "content": text}]) if self.has_chat_template else self.encode(text)
@@ -111,6 +126,14 @@ class Tokenizer:
     @property
     def eos(self) -> frozenset[int]:
         return frozenset(self._wrapper.eos_token_ids)
+
+
+@cache
+def _bytes_by_letter() -> Mapping[str, int]:
+    """How byte-level tokenizers spell bytes: by themselves if they can be seen, the others by letters from 256 on."""
+    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    unseen = [byte for byte in range(256) if byte not in seen]
+    return {chr(byte): byte for byte in seen} | {chr(256 + place): byte for place, byte in enumerate(unseen)}
 
 
 def find_tokenizer(checkpoint: Checkpoint, *, trust_remote_code: bool) -> Tokenizer | None:

@@ -1,14 +1,18 @@
 """What the server says of itself: models, health, version."""
 
+import asyncio
 from importlib.metadata import version
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from coordinator.http.errors import unavailable
 from coordinator.http.served import Served
 from coordinator.http.streams import unless_left
 from coordinator.resident.ask import Ask
 from coordinator.resident.several import collect
+
+_DEEP_S = 5.0
 
 
 async def models(request: Request) -> Response:
@@ -35,13 +39,21 @@ async def health(request: Request) -> Response:
     served: Served = request.app.state.served
     standing = served.standing
     if standing.takes_requests and request.query_params.get("deep") == "1":
-        model = served.require_model()
-        task = await model.prepare(Ask((0,), max_tokens=1, ignore_eos=True))
-        await unless_left(request, collect(model, [task]))
+        await unless_left(request, _send_token(served))
     body = {"status": standing.state.value, "why": standing.why}
     if standing.takes_requests:
         return JSONResponse(body)
     return JSONResponse(body, 503, {"Retry-After": "5"})
+
+
+async def _send_token(served: Served) -> None:
+    """Raises Refusal (503) if it is not back in time, or could not be sent for those of others."""
+    model = served.require_model()
+    try:
+        async with asyncio.timeout(_DEEP_S), served.looking:
+            await collect(model, [await model.prepare(Ask((0,), max_tokens=1, ignore_eos=True))])
+    except TimeoutError:
+        raise unavailable(f"no token went through all stages within {_DEEP_S:g} s", "too_slow") from None
 
 
 async def versions(request: Request) -> Response:

@@ -33,9 +33,14 @@ async def chat_completions(request: Request) -> Response:
     body = await read_body(request, ChatBody, served.limits.body_bytes)
     served.require_name(body.model)
     model = served.require_model()
-    tasks = await prepare_choices(model, body.ask(), body.n)
+    tasks = await unless_left(request, prepare_choices(model, body.ask(), body.n))
     answer = ChatAnswer(
-        f"chatcmpl-{uuid.uuid4().hex}", served.names[0], int(time.time()), served.frontend.token_text, body.logprobs
+        f"chatcmpl-{uuid.uuid4().hex}",
+        served.names[0],
+        int(time.time()),
+        served.frontend.token_text,
+        body.logprobs,
+        served.frontend.token_bytes,
     )
     if body.stream:
         events = _events(model, tasks, answer, body)
@@ -60,7 +65,7 @@ def _with_other_seed(task: Task, k: int) -> Task:
 async def _events(
     model: ResidentModel, tasks: Sequence[Task], answer: ChatAnswer, body: ChatBody
 ) -> AsyncGenerator[bytes, None]:
-    lasts: list[Delta] = []
+    lasts: dict[int, Delta] = {}
     num_calls: Counter[int] = Counter()
     opened: set[int] = set()
     async with aclosing(merged(model, tasks, traced=body.wants_waterfall)) as deltas:
@@ -75,9 +80,10 @@ async def _events(
                 yield data(chunk)
             num_calls[index] += len(delta.tool_calls)
             if delta.finish_reason is not None:
-                lasts.append(delta)
+                lasts[index] = delta
     if body.stream_options.include_usage:
-        yield data(answer.closing(lasts) | {"brigade": figures(lasts)})
+        in_order = [lasts[index] for index in range(len(tasks))]  # not that of finishing
+        yield data(answer.closing(in_order) | {"brigade": figures(in_order)})
 
 
 def figures(lasts: Sequence[Delta]) -> Any:

@@ -26,7 +26,7 @@ async def completions(request: Request) -> Response:
     body = await read_body(request, CompletionBody, served.limits.body_bytes)
     served.require_name(body.model)
     model = served.require_model()
-    tasks, answer = await prepare_completions(model, served.names[0], body)
+    tasks, answer = await unless_left(request, prepare_completions(model, served.names[0], body))
     if body.stream:
         return await event_stream(request, _events(model, tasks, answer, body), tell=tell, end=DONE)
     answers = await unless_left(request, collect(model, tasks, traced=body.wants_waterfall))

@@ -6,12 +6,14 @@ from typing import Any
 
 from worker.errors import (
     BrigadeError,
+    ConfigError,
     ContextExceeded,
     InputError,
     InternalError,
     ModelError,
     NodeBusy,
     QueueFull,
+    SamplingError,
     WaitedTooLong,
     internal_error_text,
 )
@@ -70,13 +72,15 @@ def http_error(error: BaseException) -> HttpError:
         return HttpError(400, "invalid_request_error", str(error), "context_length_exceeded", error.field)
     if isinstance(error, InputError):
         return HttpError(400, "invalid_request_error", str(error), "invalid_value", error.field or None)
+    if isinstance(error, SamplingError):  # of a stage that has come to what nobody could know before
+        return HttpError(400, "invalid_request_error", str(error), "invalid_value")
     if isinstance(error, WaitedTooLong):
         return HttpError(503, "service_unavailable", str(error), "queue_timeout", retry_after_s=_LATER_S)
     if isinstance(error, QueueFull):
         return HttpError(429, "rate_limit_error", str(error), "rate_limit_exceeded", retry_after_s=_SOON_S)
     if isinstance(error, NodeBusy):
         return HttpError(503, "service_unavailable", str(error), "draining", retry_after_s=_LATER_S)
-    if isinstance(error, InternalError | ModelError):
+    if isinstance(error, InternalError | ModelError | ConfigError):
         return HttpError(500, "server_error", str(error), "internal_error")
     if isinstance(error, BrigadeError):
         return HttpError(503, "service_unavailable", str(error), "cluster_failed", retry_after_s=_LATER_S)

@@ -2,6 +2,7 @@
 
 import hashlib
 import hmac
+import os
 import re
 import stat
 from collections.abc import Mapping
@@ -39,9 +40,7 @@ def load_keys(path: Path) -> Keys:
         InputError: it cannot be read, has no key, or one that is too short.
     """
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise InputError("api_key_file", f"{path}: expected at most {_MOST_BYTES} bytes")
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = _read(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError("api_key_file", f"{path} cannot be read: {error}") from error
     digests: dict[str, bytes] = {}
@@ -60,6 +59,17 @@ def load_keys(path: Path) -> Keys:
     if not digests:
         raise InputError("api_key_file", f"{path}: expected a key per line, found none")
     return Keys(digests)
+
+
+def _read(path: Path) -> bytes:
+    """Not by its size alone: it may grow, and what is no file has none. A pipe would be waited for at its opening."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise InputError("api_key_file", f"{path}: expected a file, found something else")
+        found = file.read(_MOST_BYTES + 1)
+    if len(found) > _MOST_BYTES:
+        raise InputError("api_key_file", f"{path}: expected at most {_MOST_BYTES} bytes")
+    return found
 
 
 def key_of(headers: Mapping[str, str]) -> str | None:

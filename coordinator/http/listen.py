@@ -9,9 +9,8 @@ from pathlib import Path
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from coordinator.http.streams import ABORT
+from coordinator.http.protocol import BoundedProtocol
 from worker.errors import ConfigError, InputError
 
 _LEAVE_S = 2  # for connections, once all is answered
@@ -54,17 +53,24 @@ def load_tls(cert: Path, key: Path) -> ssl.SSLContext:
 
 @asynccontextmanager
 async def answering(app: ASGIApp, listener: socket.socket, tls: ssl.SSLContext | None) -> AsyncIterator[None]:
-    """Let the application answer what comes in at the port, which is closed in the end."""
+    """Let the application answer what comes in at the port, which is closed in the end.
+
+    The block is cancelled, and left with the error, if nothing can be answered any more.
+    """
     config = uvicorn.Config(
-        app, http=_Protocol, ws="none", log_config=None, access_log=False, lifespan="off", server_header=False,
+        app, http=BoundedProtocol, ws="none", log_config=None, access_log=False, lifespan="off", server_header=False,
         timeout_keep_alive=_IDLE_S, timeout_graceful_shutdown=_LEAVE_S,
         ssl_context_factory=(lambda config, default: tls) if tls else None,
     )  # fmt: skip
     server = _Server(config)
-    running = asyncio.create_task(server.serve(sockets=[listener]))
+    running, block = asyncio.create_task(server.serve(sockets=[listener])), asyncio.current_task()
+    assert block is not None
+    running.add_done_callback(lambda _: None if server.should_exit else block.cancel())
     try:
         yield
     finally:
+        if running.done():
+            block.uncancel()
         server.should_exit = True
         await running
 
@@ -75,11 +81,3 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-class _Protocol(HttpToolsProtocol):
-    """Lets the application cut a connection off whose client does not read."""
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self.scope["extensions"] = {ABORT: self.transport.abort}  # type: ignore[dict-item]

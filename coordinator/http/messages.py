@@ -6,23 +6,24 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from coordinator.http.reading import read_body
+from coordinator.http.refusals import error_object
 from coordinator.http.served import Served
-from coordinator.http.streams import named
+from coordinator.http.streams import named, unless_left
 from coordinator.http.telling import naming, streamed_response, whole_response
-from coordinator.shapes.anthropic_answer import MessageAnswer, error_object
+from coordinator.shapes.anthropic_answer import MessageAnswer
 from coordinator.shapes.anthropic_messages import CountBody, MessagesBody
 
 _NAMES = {"prompt": "messages", "stop": "stop_sequences"}
 
 
 async def messages(request: Request) -> Response:
+    """Answer a conversation as Anthropic's API does."""
     served: Served = request.app.state.served
     body = await read_body(request, MessagesBody, served.limits.body_bytes)
     served.require_name(body.model)
     model = served.require_model()
-    ask = body.ask()
     with naming(_NAMES):
-        task = await model.prepare(ask)
+        task = await unless_left(request, model.prepare(body.ask()))
     answer = MessageAnswer(
         f"msg_{uuid.uuid4().hex}", served.names[0], len(task.request.prompt), is_parallel=body.is_parallel
     )
@@ -39,7 +40,6 @@ async def count_tokens(request: Request) -> Response:
     served: Served = request.app.state.served
     body = await read_body(request, CountBody, served.limits.body_bytes)
     served.require_name(body.model)
-    conversation = body.conversation()
     with naming(_NAMES):
-        prompt = await served.frontend.prompt_ids(conversation)
+        prompt = await unless_left(request, served.frontend.prompt_ids(body.conversation()))
     return JSONResponse({"input_tokens": len(prompt)})

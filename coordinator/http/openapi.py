@@ -12,6 +12,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from coordinator.shapes.anthropic_messages import CountBody, MessagesBody
+from coordinator.shapes.open_responses import ResponsesBody
 from coordinator.shapes.openai_chat import ChatBody
 from coordinator.shapes.openai_completions import CompletionBody
 from coordinator.shapes.openai_objects import (
@@ -37,7 +39,7 @@ Shape = type[BaseModel]
 class Described:
     """What a route reads and tells."""
 
-    answer: Shape
+    answer: Shape | None  # None: as the API says that it is taken from
     body: Shape | None = None
     event: Shape | None = None  # of a stream, where the body asks for one
     failures: tuple[Shape, ...] = (Error,)  # of any other status
@@ -55,6 +57,9 @@ SHAPES: Mapping[str, Described] = {
     "/v1/classify": Described(ClassifyAnswer, ClassifyBody),
     "/tokenize": Described(Tokenized, TokenizeBody),
     "/detokenize": Described(Detokenized, DetokenizeBody),
+    "/v1/messages": Described(None, MessagesBody, failures=()),
+    "/v1/messages/count_tokens": Described(None, CountBody, failures=()),
+    "/v1/responses": Described(None, ResponsesBody),
 }
 _SECURITY = {
     "bearer": {"type": "http", "scheme": "bearer"},
@@ -120,7 +125,7 @@ def _operation(route: Route, method: str) -> Json:
 
 
 def _content(shape: Described | None) -> Json:
-    if shape is None:
+    if shape is None or shape.answer is None:
         return {}
     if shape.event is None:
         return _json(shape.answer)
@@ -129,5 +134,7 @@ def _content(shape: Described | None) -> Json:
 
 
 def _json(*shapes: Shape) -> Json:
+    if not shapes:
+        return {}
     references = [{"$ref": f"#/components/schemas/{shape.__name__}"} for shape in shapes]
     return {"application/json": {"schema": references[0] if len(references) == 1 else {"anyOf": references}}}

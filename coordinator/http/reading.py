@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel
@@ -9,9 +10,11 @@ from starlette.requests import ClientDisconnect, Request
 
 from coordinator.http.errors import refuse
 from coordinator.shapes.body import read
+from worker.process.call_thread import run_aside
 
 Body = TypeVar("Body", bound=BaseModel)
 
+MOST_AT_ONCE = 64 << 10  # bytes that are parsed on the event loop: more would keep the others waiting
 _SEND_S = 60.0  # how long a client may take to send its body
 _CLOSE = {"Connection": "close"}  # with what is still to come
 
@@ -26,6 +29,11 @@ async def read_body(request: Request, shape: type[Body], most_bytes: int) -> Bod
             body = await _bytes_of(request, most_bytes)
     except TimeoutError:
         raise refuse(408, f"expected a whole body within {_SEND_S:g} s", "request_timeout", headers=_CLOSE) from None
+    parse = partial(_parsed, shape, body)
+    return await run_aside(parse) if len(body) > MOST_AT_ONCE else parse()
+
+
+def _parsed(shape: type[Body], body: bytes) -> Body:
     return read(shape, _as_object(body))
 
 

@@ -9,23 +9,26 @@ from starlette.responses import Response
 from coordinator.http.errors import HttpError
 from coordinator.http.reading import read_body
 from coordinator.http.served import Served
-from coordinator.http.streams import named
+from coordinator.http.streams import named, unless_left
 from coordinator.http.telling import naming, streamed_response, whole_response
 from coordinator.shapes.open_responses import ResponsesBody
 from coordinator.shapes.response_answer import ResponseAnswer
 
 _DONE = b"data: [DONE]\n\n"
-_NAMES = {"prompt": "input", "max_tokens": "max_output_tokens"}
+_FORMAT = {"response_format": "text.format"}
+_NAMES = _FORMAT | {"prompt": "input", "max_tokens": "max_output_tokens"}
 
 
 async def responses(request: Request) -> Response:
+    """Answer items of input as Open Responses says."""
     served: Served = request.app.state.served
     body = await read_body(request, ResponsesBody, served.limits.body_bytes)
     served.require_name(body.model)
     model = served.require_model()
-    ask = body.ask()
+    with naming(_FORMAT):  # a `prompt` that is refused here is the body's own
+        ask = body.ask()
     with naming(_NAMES):
-        task = await model.prepare(ask)
+        task = await unless_left(request, model.prepare(ask))
     echoed = body.echoed(task.request.sampling)
     answer = ResponseAnswer(
         f"resp_{uuid.uuid4().hex}", served.names[0], int(time.time()), echoed, is_parallel=body.is_parallel

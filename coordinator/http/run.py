@@ -15,6 +15,7 @@ from coordinator.http.keys import Keys
 from coordinator.http.listen import answering, listening
 from coordinator.http.served import Limits, Served
 from coordinator.planning.contexts import Contexts
+from coordinator.resident.aside import OneAtATime
 from coordinator.resident.frontend import Frontend
 from coordinator.resident.model import ResidentModel, Standing, State, open_resident
 from coordinator.resident.watch_log import logged
@@ -72,6 +73,7 @@ async def serve(options: ClusterOptions, serving: Serving) -> None:
     frontend = await Frontend.read(options.model, trust_remote_code=options.trust_remote_code)
     frontend.defaults |= serving.sampling
     frontend.default_max_tokens = min(serving.limits.max_tokens, frontend.spec.context)
+    frontend.aside = OneAtATime(serving.max_waiting, serving.queue_timeout_s)
     served = Served(
         frontend, serving.names or (_name_of(frontend),), int(time.time()), serving.limits,
         serving.keep_alive_s, serving.queue_timeout_s,

@@ -1,5 +1,6 @@
 """Served: what all routes share. The model comes once it is loaded, and goes while it is loaded anew."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -32,6 +33,7 @@ class Served:
     queue_timeout_s: float = 60.0
     model: Model = None
     tally: Tally = field(default_factory=Tally)
+    looking: asyncio.Lock = field(default_factory=asyncio.Lock)  # whether all stages answer: one request at a time
     without_model: Standing = field(default_factory=lambda: Standing(State.LOADING, "the model is being loaded"))
 
     def __post_init__(self) -> None:

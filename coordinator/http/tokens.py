@@ -1,11 +1,17 @@
 """`POST /tokenize` and `POST /detokenize`. No node is asked."""
 
+from collections.abc import Sequence
+
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from coordinator.http.errors import refuse
 from coordinator.http.reading import read_body
 from coordinator.http.served import Served
+from coordinator.http.streams import unless_left
 from coordinator.shapes.tokenizing import DetokenizeBody, TokenizeBody
+
+_CONTEXTS, _LEAST_BOUND = 2, 32768
 
 
 async def tokenize(request: Request) -> Response:
@@ -14,10 +20,12 @@ async def tokenize(request: Request) -> Response:
     body = await read_body(request, TokenizeBody, served.limits.body_bytes)
     served.require_name(body.model)
     if body.prompt is not None:
-        tokens = await served.frontend.text_ids(body.prompt, special=body.add_special_tokens)
+        found = served.frontend.text_ids(body.prompt, special=body.add_special_tokens)
+        tokens = await unless_left(request, found)
     else:
-        tokens = list(await served.frontend.prompt_ids(body.conversation()))
-    strings = [served.frontend.token_text(token) for token in tokens] if body.return_token_strs else None
+        tokens = list(await unless_left(request, served.frontend.prompt_ids(body.conversation())))
+    _require_few(tokens, served, "messages" if body.prompt is None else "prompt")
+    strings = await unless_left(request, served.frontend.token_texts(tokens)) if body.return_token_strs else None
     return JSONResponse(
         {"count": len(tokens), "max_model_len": served.context, "tokens": tokens, "token_strs": strings}
     )
@@ -28,4 +36,14 @@ async def detokenize(request: Request) -> Response:
     served: Served = request.app.state.served
     body = await read_body(request, DetokenizeBody, served.limits.body_bytes)
     served.require_name(body.model)
-    return JSONResponse({"prompt": await served.frontend.text_of(body.tokens)})
+    _require_few(body.tokens, served, "tokens")
+    return JSONResponse({"prompt": await unless_left(request, served.frontend.text_of(body.tokens))})
+
+
+def _require_few(tokens: Sequence[int], served: Served, field: str) -> None:
+    """Raise Refusal for more than anybody has a use for: what is a little too long may be counted, and cut."""
+    most = max(_LEAST_BOUND, _CONTEXTS * served.frontend.spec.context)
+    if len(tokens) > most:
+        raise refuse(
+            413, f"{field}: expected at most {most} tokens, found {len(tokens)}", "too_many_tokens", param=field
+        )

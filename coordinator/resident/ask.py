@@ -26,7 +26,7 @@ class Ask:
     """A prompt and how to go on from it. What is left out is the model's own choice, or nothing."""
 
     prompt: Prompt
-    max_tokens: int | None = None  # None: as many as the context has room for
+    max_tokens: int | None = None  # None: `Frontend.default_max_tokens`
     sampling: Mapping[str, Any] = field(default_factory=dict)  # by the names of the proto message
     decode: Decode = field(default_factory=lambda: Decode("auto"))
     cache: Cache = field(default_factory=Cache)

@@ -1,6 +1,5 @@
 """Frontend: a model's configuration, tokenizer and template. Makes checked requests of what is asked; asks no node."""
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,6 +8,7 @@ from typing import Any, Self
 from coordinator.cluster.open import read_model
 from coordinator.cluster.tokenizer import Tokenizer, find_tokenizer
 from coordinator.decoding.decode import suit
+from coordinator.resident.aside import OneAtATime
 from coordinator.resident.ask import Ask, Conversation, Prompt, require_utf8
 from coordinator.resident.channels import Channels
 from coordinator.sessions.generation_config import eos_ids, sampling_defaults
@@ -19,7 +19,6 @@ from worker.compute.grammar import Grammars
 from worker.errors import InputError, ModelError, SamplingError
 from worker.model.checkpoint import Checkpoint
 from worker.model.modelspec import ModelSpec
-from worker.process.call_thread import run_aside
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Frontend:
         self.defaults: dict[str, Any] = sampling_defaults(checkpoint.generation_config)
         self._grammars = Grammars(checkpoint.folder, spec.vocab_size)
         self.default_max_tokens = spec.context  # of an answer whose request names no number
-        self._encoding = asyncio.Lock()
+        self.aside = OneAtATime()
 
     @classmethod
     async def read(cls, model: str, *, trust_remote_code: bool = False, needs_text: bool = True) -> Self:
@@ -108,20 +107,26 @@ class Frontend:
         """The token ids of a text, with those that the tokenizer puts around it where `special`."""
         tokenizer = self._require_tokenizer("prompt")
         require_utf8("prompt", text)
-        async with self._encoding:
-            return await run_aside(lambda: tokenizer.encode(text, special=special))
+        return await self.aside.run(lambda: tokenizer.encode(text, special=special))
 
     async def text_of(self, tokens: Sequence[int]) -> str:
         """What the tokens say. Raises InputError for ids outside the vocabulary."""
         tokenizer = self._require_tokenizer("tokens")
         if outside := [token for token in tokens if not 0 <= token < self.spec.vocab_size]:
             raise InputError("tokens", f"expected token ids from 0 to {self.spec.vocab_size - 1}, found {outside[0]}")
-        async with self._encoding:
-            return await run_aside(lambda: tokenizer.decode(tokens))
+        return await self.aside.run(lambda: tokenizer.decode(tokens))
+
+    async def token_texts(self, tokens: Sequence[int]) -> list[str]:
+        """What each of them says by itself."""
+        return await self.aside.run(lambda: [self.token_text(token) for token in tokens])
 
     def token_text(self, token: int) -> str:
         """What one token says; its number without a tokenizer."""
         return self.tokenizer.decode([token]) if self.tokenizer else str(token)
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """Those that one token stands for, which may be a part of a character; None where the tokenizer hides them."""
+        return self.tokenizer.token_bytes(token) if self.tokenizer else None
 
     async def prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
         """A prompt's token ids, in whatever form it comes. Raises InputError without a tokenizer or template for it."""
@@ -130,8 +135,7 @@ class Frontend:
         if isinstance(prompt, str):
             require_utf8("prompt", prompt)
         tokenizer = self._require_tokenizer("prompt")
-        async with self._encoding:
-            return tuple(await run_aside(partial(_encode, tokenizer, prompt)))
+        return tuple(await self.aside.run(partial(_encode, tokenizer, prompt)))
 
     @property
     def eos(self) -> frozenset[int]:
@@ -147,8 +151,7 @@ class Frontend:
             raise InputError("response_format", "this model's template lets it think first, where no grammar holds")
         grammar = Grammar(text=text, begins=len(prompt), eos=sorted(self.eos))
         try:
-            async with self._encoding:
-                await run_aside(partial(self._grammars.guide, grammar))
+            await self.aside.run(partial(self._grammars.guide, grammar))
         except SamplingError as error:
             raise InputError("response_format", error.message) from error
         return grammar

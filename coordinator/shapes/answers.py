@@ -9,6 +9,7 @@ from coordinator.sessions.waterfall import make_waterfall
 
 Json = dict[str, Any]
 TokenText = Callable[[int], str]
+TokenBytes = Callable[[int], bytes | None]  # of a part of a character as well, where they are known
 LEAST_LOGPROB = -9999.0  # as OpenAI's: JSON has no infinity
 
 
@@ -51,12 +52,14 @@ def figures_of(last: Delta) -> Json:
     }
 
 
-def logprobs_of(token: Token, text_of: TokenText) -> Json:
+def logprobs_of(token: Token, text_of: TokenText, bytes_of: TokenBytes) -> Json:
     """OpenAI's entry of one token, with its alternatives."""
-    own = _entry(token.token, token.logprob, text_of)
-    return own | {"top_logprobs": [_entry(other.token, other.logprob, text_of) for other in token.alternatives]}
+    own = _entry(token.token, token.logprob, text_of, bytes_of)
+    others = [_entry(other.token, other.logprob, text_of, bytes_of) for other in token.alternatives]
+    return own | {"top_logprobs": others}
 
 
-def _entry(token: int, logprob: float, text_of: TokenText) -> Json:
-    text = text_of(token)
-    return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(text.encode())}
+def _entry(token: int, logprob: float, text_of: TokenText, bytes_of: TokenBytes) -> Json:
+    spelled = bytes_of(token)
+    told = None if spelled is None else list(spelled)
+    return {"token": text_of(token), "logprob": max(logprob, LEAST_LOGPROB), "bytes": told}

@@ -1,4 +1,4 @@
-"""Anthropic's messages: an answer's deltas as events or as one message, and errors. Pure."""
+"""Anthropic's messages: an answer's deltas as events or as one message. Pure."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -10,21 +10,6 @@ from coordinator.shapes.parts import Part, Parts, Text, Thought
 from coordinator.shapes.turns import parsed
 
 Json = dict[str, Any]
-
-_ERROR_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
-
-
-def error_object(status: int, message: str, request_id: str | None = None) -> Json:
-    """What Anthropic's clients are told of an error of this HTTP status."""
-    kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
 
 class MessageAnswer:

@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
 from coordinator.resident.ask import Ask, Conversation
 from coordinator.resident.channels import ToolCall
-from coordinator.shapes.body import Sampled, Section, Texts
+from coordinator.shapes.body import OF_OPENAI, UNSUPPORTED, Sampled, Section, Texts, Unsupported
 from coordinator.shapes.turns import Said, as_messages, function_tool, one_if_text
 from worker.errors import InputError
 
@@ -101,6 +101,7 @@ class OutputConfig(Section):
 class CountBody(Sampled):
     """What makes a prompt: what `/v1/messages/count_tokens` takes."""
 
+    unsupported: ClassVar[Unsupported] = UNSUPPORTED | OF_OPENAI | {"frequency_penalty": (0,), "presence_penalty": (0,)}
     model: str | None = None
     messages: list[Turn] = Field(min_length=1)
     system: TextBlocks = Field(default_factory=list)

@@ -36,6 +36,13 @@ UNSUPPORTED: Unsupported = {  # of more than one shape; what is left out, or nul
     "structured_outputs": (),
     "use_beam_search": (False,),
 }
+OF_OPENAI: Unsupported = {  # which the other shapes do not know
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "n": (1,),
+    "response_format": ({"type": "text"},),
+    "stop": ([],),
+}
 _DEEPEST = 64  # levels of lists and objects in a field
 
 
@@ -55,6 +62,7 @@ class StreamOptions(Section):
 class Sampled(Section):
     """The parameters that all shapes share, by the names that most servers know; and our own."""
 
+    unsupported: ClassVar[Unsupported] = UNSUPPORTED
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None

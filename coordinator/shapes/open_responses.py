@@ -1,14 +1,14 @@
 """Open Responses: the body as an Ask, and what an answer echoes of it. Pure."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from coordinator.resident.ask import Ask, Conversation
 from coordinator.resident.channels import ToolCall
 from coordinator.resident.grammars import json_grammar
-from coordinator.shapes.body import Sampled, Section
+from coordinator.shapes.body import OF_OPENAI, UNSUPPORTED, Sampled, Section, Unsupported
 from coordinator.shapes.turns import Said, as_messages, function_tool, one_if_text
 from protos.brigade_pb2 import Sampling
 from worker.errors import InputError
@@ -115,6 +115,7 @@ class Effort(Section):
 class ResponsesBody(Sampled):
     """What may be asked. Fields that would change the answer and are not supported are refused by `ask`."""
 
+    unsupported: ClassVar[Unsupported] = UNSUPPORTED | OF_OPENAI
     model: str | None = None
     input: Items = Field(min_length=1)
     instructions: str | None = None

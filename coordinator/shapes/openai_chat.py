@@ -1,6 +1,5 @@
 """OpenAI's chat completions: the body as an Ask, an answer's deltas as an object or as chunks. Pure."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -10,8 +9,9 @@ from pydantic import Field, model_validator
 from coordinator.resident.ask import Ask, Conversation
 from coordinator.resident.channels import Delta, ToolCall
 from coordinator.resident.grammars import json_grammar, lark_grammar, regex_grammar
-from coordinator.shapes.answers import TokenText, logprobs_of, total_usage
+from coordinator.shapes.answers import TokenBytes, TokenText, logprobs_of, total_usage
 from coordinator.shapes.body import UNSUPPORTED, Sampled, Section, StreamOptions, Texts, Unsupported
+from coordinator.shapes.turns import parsed
 from worker.errors import InputError
 
 Json = dict[str, Any]
@@ -67,7 +67,7 @@ class ChatBody(Sampled):
     @model_validator(mode="after")
     def _agree(self) -> "ChatBody":
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs is expected only with logprobs: true")
+            raise InputError("top_logprobs", "expected only with logprobs: true")
         return self
 
     @property
@@ -146,7 +146,7 @@ def as_template_message(message: Message) -> Json:
     for call in said.get("tool_calls", ()):
         function = call.get("function")
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            function["arguments"] = _parsed(function["arguments"])
+            function["arguments"] = parsed(function["arguments"])
     return said
 
 
@@ -159,14 +159,6 @@ def _joined(parts: Iterable[Mapping[str, Any]]) -> str:
     return "\n".join(texts)
 
 
-def _parsed(arguments: str) -> Any:
-    """Arguments of a call: templates take them as an object."""
-    try:
-        return json.loads(arguments)
-    except ValueError:
-        return arguments
-
-
 @dataclass(frozen=True)
 class ChatAnswer:
     """How one request's answers are told: `opening` and `chunk` in a stream, `whole` at once."""
@@ -176,6 +168,7 @@ class ChatAnswer:
     created: int  # seconds since 1970
     token_text: TokenText
     has_logprobs: bool = False
+    token_bytes: TokenBytes = lambda token: None
 
     def opening(self, index: int) -> Json:
         """A stream's first chunk of this choice."""
@@ -228,7 +221,7 @@ class ChatAnswer:
         if not self.has_logprobs:
             return None
         tokens = [token for delta in deltas for token in delta.piece.tokens]
-        return {"content": [logprobs_of(token, self.token_text) for token in tokens], "refusal": None}
+        return {"content": [logprobs_of(token, self.token_text, self.token_bytes) for token in tokens], "refusal": None}
 
     def _about(self, kind: str) -> Json:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}

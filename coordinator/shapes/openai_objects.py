@@ -44,7 +44,7 @@ class Ahead(Told):
 class TopLogprob(Told):
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None
 
 
 class TokenLogprob(TopLogprob):

@@ -3,6 +3,7 @@ import pytest
 from coordinator.http.errors import http_error
 from worker.errors import (
     BrigadeError,
+    ConfigError,
     ContextExceeded,
     InputError,
     InternalError,
@@ -10,6 +11,7 @@ from worker.errors import (
     NodeBusy,
     QueueFull,
     ReaderLost,
+    SamplingError,
     StageLost,
     WaitedTooLong,
 )
@@ -20,6 +22,8 @@ from worker.errors import (
     [
         (ContextExceeded("prompt", "too long"), 400, "context_length_exceeded", None),
         (InputError("stop", "wrong"), 400, "invalid_value", None),
+        (SamplingError("the grammar is too complex", node="mini"), 400, "invalid_value", None),
+        (ConfigError("no such split"), 500, "internal_error", None),
         (QueueFull("full"), 429, "rate_limit_exceeded", "1"),
         (WaitedTooLong("late"), 503, "queue_timeout", "5"),
         (NodeBusy("draining"), 503, "draining", "5"),

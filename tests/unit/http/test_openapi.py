@@ -40,6 +40,16 @@ def test_an_error_is_as_the_document_says() -> None:
     assert not breaches(answer, document["components"]["schemas"]["Error"], document)
 
 
+def test_every_body_is_described() -> None:
+    document = describe(ROUTES, has_keys=False)
+    posted = {path: methods["post"] for path, methods in document["paths"].items() if "post" in methods}
+    bodies = {path: body["requestBody"]["content"] for path, body in posted.items()}
+    assert bodies.keys() >= {"/v1/messages", "/v1/messages/count_tokens", "/v1/responses"}
+    for body in bodies.values():
+        name = body["application/json"]["schema"]["$ref"].rpartition("/")[2]
+        assert document["components"]["schemas"][name]["properties"]
+
+
 def _leaves(value: object, key: str = "") -> list[tuple[str, str]]:
     if isinstance(value, dict):
         return [leaf for name, each in value.items() for leaf in _leaves(each, name)]

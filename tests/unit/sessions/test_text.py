@@ -271,3 +271,11 @@ def test_a_tokenizer_that_cannot_be_read_is_a_model_error_of_one_line(tmp_path: 
 def test_the_tokenizer_knows_its_end_of_sequence_token(tokenizer: Tokenizer) -> None:
     assert tokenizer.eos == frozenset(tokenizer.encode("<|im_end|>"))
     assert len(tokenizer.eos) == 1
+
+
+def test_the_bytes_of_tokens_are_those_of_the_text_though_characters_have_several(tokenizer: Tokenizer) -> None:
+    text = "naïve ☃ 🦊 �"
+    tokens = tokenizer.encode(text)
+    parts = [tokenizer.token_bytes(token) for token in tokens]
+    assert b"".join(part for part in parts if part is not None) == text.encode() and None not in parts
+    assert any("�" in tokenizer.decode([token]) for token in tokens)

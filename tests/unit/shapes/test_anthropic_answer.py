@@ -9,8 +9,9 @@ from anthropic.types import Message, ParsedMessage, RawMessageStreamEvent
 from anthropic.types.shared import ErrorResponse
 from pydantic import TypeAdapter
 
+from coordinator.http.refusals import error_object
 from coordinator.resident.channels import Delta, ToolCall
-from coordinator.shapes.anthropic_answer import MessageAnswer, error_object
+from coordinator.shapes.anthropic_answer import MessageAnswer
 from tests.unit.shapes.scripted import ALL, CALLS, delta, last
 
 EVENTS: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)

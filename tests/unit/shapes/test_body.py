@@ -6,7 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.sessions.request import make_sampling
-from coordinator.shapes.body import read
+from coordinator.shapes.anthropic_messages import CountBody, MessagesBody
+from coordinator.shapes.body import Sampled, read
+from coordinator.shapes.open_responses import ResponsesBody
 from coordinator.shapes.openai_chat import ChatBody
 from coordinator.shapes.openai_completions import CompletionBody
 from coordinator.shapes.tokenizing import DetokenizeBody, TokenizeBody
@@ -139,3 +141,19 @@ def test_parameters_mean_what_other_servers_clients_mean_by_them() -> None:
 def test_prompts_come_as_one_or_as_many_as_texts_or_as_ids() -> None:
     for given_as, prompts in (("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [(1, 2)]), ([[1], [2]], [(1,), (2,)])):
         assert [ask.prompt for ask in read(CompletionBody, {"prompt": given_as}).asks()] == prompts
+
+
+@pytest.mark.parametrize("shape", [ChatBody, CompletionBody, CountBody, MessagesBody, ResponsesBody])
+@pytest.mark.parametrize("name", ["guided_json", "structured_outputs", "stop_token_ids", "min_tokens", "bad_words"])
+def test_every_shape_refuses_by_name_what_would_change_the_answer(shape: type[Sampled], name: str) -> None:
+    with pytest.raises(InputError, match=f"^{name}: is not supported"):
+        read(shape, {name: [7]})
+
+
+@pytest.mark.parametrize("shape", [MessagesBody, ResponsesBody])
+@pytest.mark.parametrize(
+    "field", [{"response_format": {"type": "json_object"}}, {"stop": ["a"]}, {"logit_bias": {1: 9}}]
+)
+def test_what_only_openai_knows_is_refused_by_the_other_shapes(shape: type[Sampled], field: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=f"^{next(iter(field))}: is not supported"):
+        read(shape, field)

@@ -80,3 +80,16 @@ def test_what_a_window_has_decided_ahead_goes_with_a_chunk_or_alone() -> None:
     assert (said["choices"][0]["delta"], said["brigade"]) == ({"content": "hi"}, ahead)
     alone = answer.filled(0, delta, None)
     assert (alone["choices"][0]["delta"], alone["brigade"]) == ({}, ahead)
+
+
+def test_a_field_that_needs_another_one_is_refused_by_its_name() -> None:
+    with pytest.raises(InputError) as refused:
+        read(ChatBody, {"messages": [{"role": "user", "content": "hi"}], "top_logprobs": 2})
+    assert refused.value.field == "top_logprobs"
+
+
+def test_the_bytes_of_a_part_of_a_character_are_its_own_or_not_told() -> None:
+    deltas = [Delta(Piece("", (Token(1), Token(2)), 0, "stop", USAGE), finish_reason="stop")]
+    answer = ChatAnswer("id", "talker", 0, lambda token: "\ufffd", True, {1: b"\xe2", 2: None}.get)
+    [choice] = answer.whole([deltas])["choices"]
+    assert [entry["bytes"] for entry in choice["logprobs"]["content"]] == [[0xE2], None]

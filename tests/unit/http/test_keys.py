@@ -1,0 +1,24 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from coordinator.http import keys
+from worker.errors import InputError
+
+
+def test_keys_are_only_read_from_files(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, Path("/dev/zero"), tmp_path):
+        with pytest.raises(InputError, match=r"expected a file|cannot be read"):
+            keys.load_keys(path)
+
+
+def test_a_file_of_too_many_keys_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "keys"
+    path.write_text("12345678\n")
+    assert keys.load_keys(path).holder("12345678")
+    monkeypatch.setattr(keys, "_MOST_BYTES", 8)
+    with pytest.raises(InputError, match="at most 8 bytes"):
+        keys.load_keys(path)
