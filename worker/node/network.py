@@ -47,6 +47,10 @@ _CHANNEL_OPTIONS = [
 ]
 
 
+class AddressMissing(ConfigError):
+    """An address cannot be had now: it is in use, or no address of this machine. It may be had later."""
+
+
 class Network:
     """Servers and channels of one process."""
 
@@ -105,7 +109,8 @@ class Network:
         """Bind to HOST:PORT; returns the port, which is a free one for port 0.
 
         Raises:
-            ConfigError: it may not be plaintext, this node's certificate will not do, or the port is in use.
+            AddressMissing: it cannot be had now.
+            ConfigError: it may not be plaintext, or this node's certificate will not do.
         """
         if not self._may_use(bind):
             raise ConfigError(
@@ -117,7 +122,7 @@ class Network:
                 return server.add_insecure_port(bind)
             return server.add_secure_port(bind, self._server_credentials(self._keys))
         except RuntimeError as error:
-            raise ConfigError(
+            raise AddressMissing(
                 f"cannot listen on {bind}: in use or not an address of this machine; try --bind"
             ) from error
 
