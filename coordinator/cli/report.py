@@ -29,7 +29,7 @@ _WATERFALL_LEGEND = "each moment of the request is in one row: what its next res
 
 
 def stats_of(answer: Answer) -> dict[str, Any]:
-    """The `stats` object of CLI.md. Speeds are null where there is nothing to divide by."""
+    """The `stats` of an answer as JSON. Speeds are null where there is nothing to divide by."""
     decoded, num_tokens = answer.decode_s, len(answer.tokens)
     return {
         "ttft_s": answer.ttft_s,
@@ -46,22 +46,25 @@ def stats_of(answer: Answer) -> dict[str, Any]:
 
 
 def stages_of(answer: Answer, plan: Plan, waterfall: Waterfall) -> list[dict[str, Any]]:
-    """The `stages` list of CLI.md: milliseconds are sums over the request. Nodes that were lost come last."""
+    """An entry per node: milliseconds are sums over the request.
+
+    Nodes that were lost come last; what they held is not known, null.
+    """
     return [
         {
             "node": time.node.name, "start": time.node.start, "end": time.node.end, "compute_ms": time.compute_ms,
             "wire_ms": time.wire_ms, "queue_ms": time.queue_ms, "utilisation": time.utilisation,
-            "peak_memory_bytes": status.peak_memory_bytes, "cache_bytes": status.cache_bytes,
+            "peak_memory_bytes": status and status.peak_memory_bytes, "cache_bytes": status and status.cache_bytes,
         } | ({"lost": True} if time.is_lost else {})
         for time, status in _with_statuses(answer, plan, waterfall)
     ]  # fmt: skip
 
 
-def _with_statuses(answer: Answer, plan: Plan, waterfall: Waterfall) -> Iterator[tuple[StageTime, StatusReply]]:
-    """Each node's sums and what it held in the end; a lost one says nothing of that."""
+def _with_statuses(answer: Answer, plan: Plan, waterfall: Waterfall) -> Iterator[tuple[StageTime, StatusReply | None]]:
+    """Each node's sums and what it held in the end; None for a lost one, which does not say."""
     held = {node.name: status for node, status in zip(plan.assignments, answer.statuses, strict=True)}
     for time in waterfall.stages:
-        yield time, StatusReply() if time.is_lost else held[time.node.name]
+        yield time, None if time.is_lost else held[time.node.name]
 
 
 def logprobs_of(samples: Sequence[Token]) -> list[dict[str, Any]]:
@@ -116,7 +119,8 @@ def _print_stages(console: Console, answer: Answer, plan: Plan, waterfall: Water
             "node": time.node.name, "layers": "lost" if time.is_lost else f"[{time.node.start}, {time.node.end})",
             "compute": f"{time.compute_ms:.1f} ms", "wire in": f"{time.wire_ms:.1f} ms",
             "queue": f"{time.queue_ms:.1f} ms", "busy": f"{time.utilisation:.0%}",
-            "cache": format_bytes(status.cache_bytes), "peak memory": format_bytes(status.peak_memory_bytes),
+            "cache": format_bytes(status.cache_bytes) if status else "-",
+            "peak memory": format_bytes(status.peak_memory_bytes) if status else "-",
         }
         for time, status in _with_statuses(answer, plan, waterfall)
     ]  # fmt: skip

@@ -74,9 +74,9 @@ class Roster:
             self._keeping.append(asyncio.create_task(member.keeper.run()))
 
     async def ask(self, within_s: float, names: Collection[str] | None = None) -> dict[str, HelloReply]:
-        """Who answers of these, or of all; asked at once, so that one that does not hides no other.
+        """Ask these workers, or all, at the same time; the replies of those that answer within the time.
 
-        Returns sooner once all have, or where a worker of our own has been started or has ended.
+        Returns early once every worker has answered or failed, or once a worker of our own has started or ended.
         """
         self._changed.clear()
         names = self.members if names is None else names

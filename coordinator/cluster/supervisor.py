@@ -9,12 +9,13 @@ from typing import Self
 
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.deployment import Deployment, OwnNode, Progress
+from coordinator.cluster.lookout import Lookout
 from coordinator.cluster.roster import Roster
 from coordinator.cluster.timeline import Recovered, Timeline
 from coordinator.planning.contexts import Contexts, plan_largest
 from coordinator.planning.costs import ChainCosts
 from coordinator.planning.plan import Node, Plan
-from coordinator.planning.recovery import USUAL, GiveUp, Limits, Present, Recovery, Reopen
+from coordinator.planning.recovery import USUAL, GiveUp, Limits, Present, Recovery, Reopen, how
 from worker.errors import (
     BrigadeError,
     ConfigError,
@@ -32,7 +33,6 @@ from worker.errors import (
 _FIRST_ASK_S = 0.3  # then longer each time, up to
 _LONGEST_ASK_S = 1.0
 _PAUSE_S = 0.1  # between two rounds, whatever the nodes say
-_LOOK_S = 2.0  # how often nodes that are not in the chain are asked
 _LASTING = (ModelError, ConfigError, InputError, SamplingError, InternalError)  # it would be the same again
 _REFUSALS = (*_LASTING, NodeBusy, OutOfMemory)  # likewise, for the first chain
 
@@ -76,14 +76,13 @@ class Supervisor:
         self._present: list[Present] = []
         self._useless: set[str] = set()  # incarnations
         self._chains = AsyncExitStack()
-        self._looking: asyncio.Task[None] | None = None
-        self._told: set[str] = set()  # nodes of which it was said that they are there again
+        self._lookout = Lookout(roster, self._useless, say)
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await self._look_no_more()
+        await self._lookout.stop()
         await self._chains.aclose()
 
     async def open(self, progress: Progress = lambda node, report: None) -> Chain:
@@ -100,7 +99,7 @@ class Supervisor:
                 raise
             self._begin(error, None)
             return await self._replace_chain(error, progress)
-        self._looking = asyncio.create_task(self._look())
+        self._look_out(chain)
         return chain
 
     async def reopen(self, error: BrigadeError) -> Chain:
@@ -135,12 +134,12 @@ class Supervisor:
         self.trouble = str(error)
         try:
             async with asyncio.timeout(self._limits.recovery_s - self._passed_s):
-                await self._look_no_more()
+                await self._lookout.stop()
                 chain = await self._recover(error, progress)
         except TimeoutError:
             raise self._given_up(error) from None
         self.trouble = ""
-        self._looking = asyncio.create_task(self._look())
+        self._look_out(chain)
         return chain
 
     def _begin(self, error: BrigadeError, still_since: float | None) -> None:
@@ -241,7 +240,7 @@ class Supervisor:
     def _go_on(self, chain: Chain, found: Reopen) -> None:
         self.num_recoveries += 1
         took_s = time.monotonic() - self._began
-        self._story += f"; going on {_how(found, chain.plan)} after {took_s:.1f} s"
+        self._story += f"; going on {how(found, chain.plan)} after {took_s:.1f} s"
         if self._still_since is None:  # no request was under way
             self._ended()
 
@@ -305,33 +304,9 @@ class Supervisor:
         found = plan_largest(spec, nodes, self._contexts) if len(nodes) <= spec.num_layers else None
         return found if found and found.fits else None
 
-    async def _look(self) -> None:
-        """Say once of each node that the chain is without that it is there again."""
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            absent = self._roster.members.keys() - {peer.name for peer in self.chain.peers}
-            self._told &= absent
-            if self._recovery is not None or not absent - self._told:
-                continue
-            for name, reply in (await self._roster.ask(_LONGEST_ASK_S, absent - self._told)).items():
-                if reply.incarnation not in self._useless:
-                    self._told.add(name)
-                    self._say(f"worker {name} is there again; the next chain is opened with it")
-
-    async def _look_no_more(self) -> None:
-        """What asks changes which address is in use: there is only one who asks."""
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
-            self._looking = None
+    def _look_out(self, chain: Chain) -> None:
+        self._lookout.start({peer.name for peer in chain.peers}, lambda: self._recovery is None)
 
     @property
     def _passed_s(self) -> float:
         return time.monotonic() - self._began
-
-
-def _how(found: Reopen, plan: Plan) -> str:
-    if not found.without:
-        return "with the same nodes"
-    layers = ", ".join(f"{a.name} [{a.start}, {a.end})" for a in plan.assignments)
-    return f"without {' and '.join(found.without)} ({layers})"

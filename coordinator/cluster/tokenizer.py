@@ -25,7 +25,8 @@ _UNREADABLE = (
     OSError, ValueError, LookupError, TypeError, AttributeError, StrictDataclassError,
     ImportError, SyntaxError, NameError, AssertionError, RuntimeError,  # of a tokenizer that is code
 )  # fmt: skip
-# By what a conversation is refused before there is a template to refuse it, or by one that is Python code of mlx-lm's.
+# What apply_chat_template raises for a conversation that does not suit it, apart from the template's own refusal: from
+# the code that runs before the template, or from a template of mlx-lm that is Python code.
 _UNFIT = (LookupError, TypeError, ValueError, AttributeError, AssertionError, NotImplementedError)
 _NOT_THE_TEMPLATES = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {
     "tools", "documents", "add_generation_prompt", "continue_final_message",

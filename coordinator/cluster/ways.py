@@ -128,9 +128,12 @@ class Ways:
 
 
 def newest(name: str, replies: Mapping[str, HelloReply]) -> tuple[str, list[str]]:
-    """The first address of the process that was started last, and where older ones of this name are.
+    """Which process to use: the one that was started last of those that call themselves `name`, or of all if none does.
 
-    One that calls itself otherwise counts only where none has the name.
+    Args:
+        replies: by address, in the order of preference.
+    Returns:
+        Its first address, and the addresses of other processes that call themselves `name`.
     """
     meant = max(replies.values(), key=lambda reply: (reply.node == name, reply.started))
     address = next(each for each, reply in replies.items() if reply.incarnation == meant.incarnation)

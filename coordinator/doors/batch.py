@@ -129,8 +129,10 @@ class _Run:
 async def _chat(model: ResidentModel, given: Json) -> Json:
     body = read(ChatBody, given)
     tasks = await prepare_choices(model, body.ask(), body.n)
-    token_text = model.frontend.token_text
-    answer = ChatAnswer(f"chatcmpl-{uuid.uuid4().hex}", model.name, int(time.time()), token_text, body.logprobs)
+    answer = ChatAnswer(
+        f"chatcmpl-{uuid.uuid4().hex}", model.name, int(time.time()), model.frontend.token_text, body.logprobs,
+        model.frontend.token_bytes,
+    )  # fmt: skip
     return answer.whole(await collect(model, tasks))
 
 

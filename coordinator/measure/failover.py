@@ -32,7 +32,7 @@ from coordinator.planning.plan import check_split
 from coordinator.planning.recovery import USUAL, Limits
 from coordinator.sessions.answer import Answer
 from coordinator.sessions.request import Request
-from worker.errors import InputError
+from worker.errors import BrigadeError, InputError
 from worker.model.checkpoint import Checkpoint
 from worker.model.modelspec import ModelSpec
 from worker.node.network import Network
@@ -158,13 +158,16 @@ class _Place:
 
 async def _strike(runner: Runner, request: Request, worker: LocalWorker, case: Case) -> tuple[float, Answer]:
     """Answer the request, and hit the worker in the middle: when that was, and the answer."""
-    answer, struck = Answer(), 0.0
+    answer = Answer()
+    struck: float | None = None
     async with aclosing(runner.stream(request)) as pieces:
         async for piece in pieces:
             answer.add(piece)
-            if not struck and len(answer.tokens) >= _BEFORE:
+            if struck is None and len(answer.tokens) >= _BEFORE:
                 worker.send_signal(signal.SIGSTOP if case.loss == STOPPED else signal.SIGKILL)
                 struck = time.monotonic()
+    if struck is None:
+        raise BrigadeError(f"expected an answer of {request.max_tokens} tokens, it ended after {len(answer.tokens)}")
     return struck, answer
 
 

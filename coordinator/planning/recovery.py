@@ -132,3 +132,11 @@ class Recovery:
         """The plan as it was, if the same nodes are here: nothing has to be loaded then."""
         nodes = [each.node for each in present]
         return self._plan if [node.name for node in nodes] == self._expected else split(nodes)
+
+
+def how(found: Reopen, plan: Plan) -> str:
+    """How a chain goes on that was opened again, for the user."""
+    if not found.without:
+        return "with the same nodes"
+    layers = ", ".join(f"{a.name} [{a.start}, {a.end})" for a in plan.assignments)
+    return f"without {' and '.join(found.without)} ({layers})"

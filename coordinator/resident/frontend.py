@@ -16,9 +16,12 @@ from coordinator.sessions.request import Request, check_request, make_sampling
 from coordinator.sessions.text import TextStream, TokenIds
 from protos.brigade_pb2 import Grammar, Sampling
 from worker.compute.grammar import Grammars
-from worker.errors import InputError, ModelError, SamplingError
+from worker.compute.header import check_grammar
+from worker.errors import FrameError, InputError, ModelError, SamplingError
 from worker.model.checkpoint import Checkpoint
 from worker.model.modelspec import ModelSpec
+
+_COMPILES_S = 5.0  # that a grammar may take: the last stage compiles it too, and every session waits meanwhile
 
 
 @dataclass(frozen=True)
@@ -151,9 +154,13 @@ class Frontend:
             raise InputError("response_format", "this model's template lets it think first, where no grammar holds")
         grammar = Grammar(text=text, begins=len(prompt), eos=sorted(self.eos))
         try:
-            await self.aside.run(partial(self._grammars.guide, grammar))
-        except SamplingError as error:
+            check_grammar(grammar)
+            async with asyncio.timeout(_COMPILES_S):
+                await self.aside.run(partial(self._grammars.guide, grammar))
+        except (FrameError, SamplingError) as error:
             raise InputError("response_format", error.message) from error
+        except TimeoutError:
+            raise InputError("response_format", f"expected a grammar that compiles within {_COMPILES_S:g} s") from None
         return grammar
 
     def _require_tokenizer(self, field: str) -> Tokenizer:

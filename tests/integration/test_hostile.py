@@ -40,7 +40,7 @@ from tests.tiny import VOCAB
 from worker.config import Cluster
 from worker.errors import BrigadeError, FrameError
 from worker.node.checksum import sealed
-from worker.node.network import ACCEPTED, Network
+from worker.node.network import ACCEPTED, PROTOCOL_VERSION, Network
 from worker.node.parts import Joiner
 from worker.node.relay import add_node
 
@@ -100,7 +100,9 @@ class Liar(NodeServicer):
     def __init__(self) -> None:
         self.wrong: Wrong | None = None
         self.credit = 64
-        self.greeting = HelloReply(protocol_version=2, node="liar", memory_bytes=1 << 40, incarnation="x")
+        self.greeting = HelloReply(
+            protocol_version=PROTOCOL_VERSION, node="liar", memory_bytes=1 << 40, incarnation="x"
+        )
         self.reports: asyncio.Queue[Report | bytes] = asyncio.Queue()
 
     async def Hello(self, request: HelloRequest, context: Any) -> HelloReply:

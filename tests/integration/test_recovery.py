@@ -257,7 +257,7 @@ async def test_a_node_that_is_there_again_is_told_of_and_takes_part_in_the_next_
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Meanwhile the running chain goes on as it is."""
-    monkeypatch.setattr("coordinator.cluster.supervisor._LOOK_S", 0.05)
+    monkeypatch.setattr("coordinator.cluster.lookout._LOOK_S", 0.05)
     [asked] = asked_long = [request(tokens_of(5), 100)]
     expected = await unfailed(folder, asked_long)
     async with supervised(folder, IS_GONE, memory=ROOMY) as rig, rig.runner() as runner:

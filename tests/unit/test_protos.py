@@ -10,6 +10,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSe
 from grpc_tools import protoc
 
 from protos import brigade_pb2, brigade_pb2_grpc
+from worker.node.network import PROTOCOL_VERSION
 from worker.node.service import NodeService
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,6 +68,15 @@ def test_the_generated_code_is_that_of_the_proto(tmp_path: Path) -> None:
 def test_an_edit_of_the_proto_alone_is_noticed(tmp_path: Path, old: str, new: str) -> None:
     assert old in SOURCE
     assert compiled(SOURCE.replace(old, new), tmp_path) != checked_in()
+
+
+@pytest.mark.parametrize(
+    ("since", "message", "field"),
+    [(3, "Sampling", "grammar"), (3, "Window", "targets"), (3, "AttachRequest", "successor_fallbacks")],
+)
+def test_a_node_that_would_ignore_a_field_speaks_an_older_protocol(since: int, message: str, field: str) -> None:
+    assert field in brigade_pb2.DESCRIPTOR.message_types_by_name[message].fields_by_name
+    assert since <= PROTOCOL_VERSION
 
 
 def test_an_edit_of_a_comment_is_no_difference(tmp_path: Path) -> None:

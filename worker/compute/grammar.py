@@ -3,16 +3,24 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Lock
+from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from protos.brigade_pb2 import Grammar
 from worker.errors import SamplingError
 
 _MOST_KEPT = 16  # compiled grammars
+_MOST_TOKENIZERS = 4  # each has a trie of the whole vocabulary
+# A grammar is compiled where a step of the model waits for it: in about half a second at most.
+_LIMITS = LLParserLimits(max_grammar_size=20_000, verbose_errors=False)
 _QUIET = 0
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 
 
 class Guide:
@@ -70,35 +78,45 @@ class Grammars:
         """`folder` holds the model's tokenizer.json; without one there are no grammars."""
         self._path = folder / "tokenizer.json"
         self._vocab_size = vocab_size
-        self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}  # by the tokens that end an answer: one, as a rule
+        self._lock = Lock()  # a coordinator compiles on several threads
+        self._tokenizers: OrderedDict[tuple[int, ...], LLTokenizer] = OrderedDict()  # by the tokens that end an answer
         self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
 
     def guide(self, grammar: Grammar) -> Guide:
         """Raises SamplingError for a grammar that is none, or a model without a fast tokenizer."""
         key = Grammar(text=grammar.text, eos=grammar.eos).SerializeToString(deterministic=True)
-        if key not in self._compiled:
-            self._compiled[key] = self._compile(grammar)
-            if len(self._compiled) > _MOST_KEPT:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(key)
-        return Guide(self._compiled[key].deep_copy(), grammar.begins, self._vocab_size)
+        matcher = self._compiled.get(key) or self._compile(grammar)
+        self._keep(self._compiled, key, matcher, _MOST_KEPT)
+        return Guide(matcher.deep_copy(), grammar.begins, self._vocab_size)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
-        matcher = LLMatcher(self._tokenizer(tuple(grammar.eos)), grammar.text, log_level=_QUIET)
+        matcher = LLMatcher(self._tokenizer(tuple(grammar.eos)), grammar.text, log_level=_QUIET, limits=_LIMITS)
         if matcher.is_error():
             raise SamplingError(f"expected a grammar, found something else: {_first_line(matcher.get_error())}")
         return matcher
 
     def _tokenizer(self, eos: tuple[int, ...]) -> LLTokenizer:
-        if eos in self._tokenizers:
-            return self._tokenizers[eos]
+        found = self._tokenizers.get(eos) or self._read_tokenizer(eos)
+        self._keep(self._tokenizers, eos, found, _MOST_TOKENIZERS)
+        return found
+
+    def _read_tokenizer(self, eos: tuple[int, ...]) -> LLTokenizer:
+        if (highest := max(eos, default=0)) >= self._vocab_size:
+            raise SamplingError(f"expected tokens that end an answer below {self._vocab_size}, got {highest}")
         try:
             text = self._path.read_text(encoding="utf-8")
-            found = self._tokenizers[eos] = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=list(eos))
+            return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=list(eos))
         except (OSError, ValueError) as error:
             said = f"grammars need a tokenizer.json that can be read: {_first_line(str(error))}"
             raise SamplingError(said) from error
-        return found
+
+    def _keep(self, kept: OrderedDict[_K, _V], key: _K, value: _V, most: int) -> None:
+        """As the one that was used last."""
+        with self._lock:
+            kept[key] = value
+            kept.move_to_end(key)
+            if len(kept) > most:
+                kept.popitem(last=False)
 
 
 def _first_line(text: str) -> str:

@@ -4,11 +4,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from operator import sub
 
-from protos.brigade_pb2 import CACHE_ROTATING, CacheKind, DType, Frame, Result, Sample, Score, Session, Window
+from protos.brigade_pb2 import CACHE_ROTATING, CacheKind, DType, Frame, Grammar, Result, Sample, Score, Session, Window
 from worker.errors import FrameError
 
 _MOST_SLOTS = 1 << 16  # in one frame: each is looked at, on the event loop
 _MOST_SHOWN = 64  # numbers in a message
+_MOST_GRAMMAR = 1 << 20  # characters of a grammar
+_MOST_EOS = 64  # tokens that end an answer
+_MOST_TOKENS = 1 << 24  # more than any context or vocabulary has
 
 
 def num_rows(window: Window) -> int:
@@ -110,12 +113,13 @@ def _highest(answer: Sample | Score, alternatives: Mapping[int, int], node: str)
 
 
 def _check_openings(frame: Frame) -> None:
-    """Raise FrameError unless every slot is opened once, and with a cache that there is."""
+    """Raise FrameError unless every slot is opened once, with a cache that there is and a grammar of a bounded size."""
     slots = [session.slot for session in frame.opened]
     if len(set(slots)) < len(slots):
         raise FrameError(f"expected to open a slot once, got slots {shown(slots)} (step {frame.step})")
     for session in frame.opened:
         _check_cache(session, frame.step)
+        check_grammar(session.sampling.grammar, f" for slot {session.slot} (step {frame.step})")
 
 
 def _check_cache(session: Session, step: int) -> None:
@@ -126,6 +130,19 @@ def _check_cache(session: Session, step: int) -> None:
         raise FrameError(
             f"expected to keep fewer than {cache.size} tokens of a cache of as many, got {cache.keep} {found}"
         )
+
+
+def check_grammar(grammar: Grammar, found: str = "") -> None:
+    """Raise FrameError for one that is larger than any node takes; `found` says where it was."""
+    highest = max(grammar.eos, default=0)
+    for name, most, count in (
+        ("characters of a grammar", _MOST_GRAMMAR, len(grammar.text)),
+        ("tokens that end an answer", _MOST_EOS, len(grammar.eos)),
+        ("tokens before an answer", _MOST_TOKENS, grammar.begins),
+        ("for a token that ends an answer", _MOST_TOKENS, highest),
+    ):
+        if count > most:
+            raise FrameError(f"expected at most {most} {name}, got {count}{found}")
 
 
 def _check_windows(frame: Frame) -> None:

@@ -91,9 +91,11 @@ class Attachment:
 
 
 def check_place(request: AttachRequest) -> None:
-    """Raise FrameError unless shard, stage and successor say alike whether this is the chain's end.
+    """Check that the request puts this node at one place of the chain.
 
-    So it does for more addresses than are tried.
+    Raises:
+        FrameError: layers, stage and successor disagree on whether this is the last stage, the stage is none that a
+            worker has, or the successor has more addresses than are tried.
     """
     loaded, stage, num_stages = request.loaded, request.stage, request.num_stages
     if not 0 < stage < num_stages:

@@ -3,13 +3,14 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2_grpc
 
-from worker.errors import ConfigError
+from worker.errors import BrigadeError, ConfigError, internal_error_text
 from worker.node.log import Log
-from worker.node.network import Network
+from worker.node.network import AddressMissing, Network
 from worker.node.relay import add_node
 from worker.node.service import NodeService
 
@@ -28,20 +29,27 @@ class Listening:
         self._servers: list[grpc.aio.Server] = []
 
     async def add(self, bind: str) -> None:
-        """Listen on HOST:PORT, too. Raises ConfigError if that cannot be."""
+        """Listen on HOST:PORT, too.
+
+        Raises:
+            AddressMissing: that cannot be now. ConfigError: that cannot be.
+        """
         server = self._network.server()
-        add_node(self._service, server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._checks, server)
-        port = self._network.listen(server, bind)
-        await server.start()
-        self._servers.append(server)
+        async with contextlib.AsyncExitStack() as unless_it_serves:
+            unless_it_serves.push_async_callback(server.stop, grace=None)
+            add_node(self._service, server)
+            health_pb2_grpc.add_HealthServicer_to_server(self._checks, server)
+            port = self._network.listen(server, bind)
+            await server.start()
+            self._servers.append(server)
+            unless_it_serves.pop_all()
         self.addresses.append(f"{bind.rpartition(':')[0]}:{port}")
 
     async def add_later(self, bind: str, log: Log) -> None:
-        """Try until it can be."""
+        """Try until it can be. Raises ConfigError once it turns out that it cannot."""
         while True:
             await asyncio.sleep(_AGAIN_S)
-            with contextlib.suppress(ConfigError):
+            with contextlib.suppress(AddressMissing):
                 await self.add(bind)
                 return log.listens(bind)
 
@@ -65,28 +73,37 @@ async def wait_last_calls() -> None:
 
 @contextlib.asynccontextmanager
 async def listening(service: NodeService, binds: Sequence[str], network: Network, log: Log) -> AsyncIterator[Listening]:
-    """Serve on those of the addresses that can be had, and on the others as soon as they can.
+    """Serve on those of the addresses that can be had, and on the others as soon as they can; it is said which cannot.
 
     Raises:
         ConfigError: there is none.
     """
     found = Listening(service, network)
-    missing: dict[str, ConfigError] = {}
+    refused: dict[str, ConfigError] = {}
     later: list[asyncio.Task[None]] = []
     try:
         for bind in binds:
             try:
                 await found.add(bind)
             except ConfigError as error:
-                missing[bind] = error
+                refused[bind] = error
         if not found.addresses:
-            raise next(iter(missing.values()))
-        for bind, why_not in missing.items():
-            log.listens_later(why_not.message)
-            later.append(asyncio.create_task(found.add_later(bind, log)))
+            raise next(iter(refused.values()))
+        for bind, why_not in refused.items():
+            if isinstance(why_not, AddressMissing):
+                log.listens_later(why_not.message)
+                later.append(asyncio.create_task(found.add_later(bind, log)))
+                later[-1].add_done_callback(partial(_say_failed, log))
+            else:
+                log.failed(why_not.message)
         yield found
     finally:
         for task in later:
             task.cancel()
         await asyncio.gather(*later, return_exceptions=True)
         await found.stop()
+
+
+def _say_failed(log: Log, task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and (error := task.exception()):
+        log.failed(str(error) if isinstance(error, BrigadeError) else internal_error_text(error))

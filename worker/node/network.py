@@ -13,7 +13,7 @@ from worker.node.callers import Caller
 from worker.node.identity import Identity, Keys, Role
 from worker.node.parts import ENCRYPTED, PLAIN, Wire
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3  # one more with each field that an older node would ignore, and do something else than is asked
 ACCEPTED = (("brigade-accepted", "1"),)  # initial metadata of a stream that was not refused
 
 MOST_CONNECTIONS = 1024  # to one server, whoever opens them
@@ -45,6 +45,10 @@ _CHANNEL_OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 2000),
     ("grpc.enable_retries", 0),
 ]
+
+
+class AddressMissing(ConfigError):
+    """An address cannot be had now: it is in use, or no address of this machine. It may be had later."""
 
 
 class Network:
@@ -105,7 +109,8 @@ class Network:
         """Bind to HOST:PORT; returns the port, which is a free one for port 0.
 
         Raises:
-            ConfigError: it may not be plaintext, this node's certificate will not do, or the port is in use.
+            AddressMissing: it cannot be had now.
+            ConfigError: it may not be plaintext, or this node's certificate will not do.
         """
         if not self._may_use(bind):
             raise ConfigError(
@@ -117,7 +122,7 @@ class Network:
                 return server.add_insecure_port(bind)
             return server.add_secure_port(bind, self._server_credentials(self._keys))
         except RuntimeError as error:
-            raise ConfigError(
+            raise AddressMissing(
                 f"cannot listen on {bind}: in use or not an address of this machine; try --bind"
             ) from error
 

@@ -40,7 +40,8 @@ class OwnModels:
             wanted: what the coordinator calls it.
             known: the headers of the coordinator's copy: with them a folder may lack files.
         Raises:
-            ModelError: none may be meant, or else what the check said of the first.
+            ModelError: none may be meant, or else what the check said of the first; where that is on this node's disk,
+                only the cause says.
         """
         refusals = []
         for opening in self.candidates(wanted, known):
@@ -50,7 +51,17 @@ class OwnModels:
                 return checkpoint
             except ModelError as error:
                 refusals.append(error)
-        raise refusals[0] if refusals else self._refusal(wanted)
+        if not refusals:
+            raise self._refusal(wanted)
+        raise ModelError(self.without_paths(refusals[0].message)) from refusals[0]
+
+    def without_paths(self, message: str) -> str:
+        """A message for a peer, which need not know where on this node the models are."""
+        own = [Path(self.own).expanduser().absolute().parent] if self.own else []
+        for place in (*own, *self.roots):
+            if place != place.parent:
+                message = message.replace(f"{place}/", "")
+        return message.replace(f"{Path.home()}/", "~/")
 
     def candidates(self, wanted: str, known: Headers) -> list[Opening]:
         """What may be meant, the likeliest first. To open another repository than is asked for may take the network."""

@@ -12,10 +12,10 @@ def end_when_interrupted() -> None:
 
 
 def find_compiler() -> None:
-    """Have MLX look now for the compiler that it uses on a CPU; to be called before there is a second thread.
+    """Have MLX look for the CPU's compiler now, while this process has only one thread.
 
-    It looks once per process, by system(), and while that runs a process ignores SIGINT: a Ctrl-C would be lost. One
-    that the only thread holds back meanwhile takes effect when this returns.
+    MLX looks once per process, by system(), which ignores SIGINT until it returns: a Ctrl-C would be lost. Blocked in
+    the only thread, SIGINT waits instead, and takes effect when this function returns.
     """
     import mlx.core as mx
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.cli.report import print_stats
+from coordinator.cli.report import print_stats, stages_of
 from coordinator.planning.plan import Assignment, Plan
 from coordinator.sessions.answer import Answer
 from coordinator.sessions.waterfall import PARTS, StageTime, Waterfall
@@ -31,7 +31,7 @@ def test_every_row_is_one_line_with_all_its_figures(
     assert "123456.7 ms 12345.6 ms 1234.5 ms 99%" in coordinator
     [held] = [line for line in lines if line.startswith("mac-mini-2 ") and "[10, 20)" in line]
     assert "999.0 MiB" in held and held.endswith("123.0 MiB")
-    assert any(line.startswith("gone ") and " lost " in line for line in lines)
+    assert any(line.split()[:2] == ["gone", "lost"] and line.split()[-2:] == ["-", "-"] for line in lines)
     for part in PARTS:
         assert sum(line.startswith(f"{part} ") for line in lines) == (part not in ("recovery",)), part
     assert any(line.startswith("return ") and line.rstrip().endswith("━") for line in lines)
@@ -42,3 +42,10 @@ def test_one_table_is_enough_where_there_is_room(
 ) -> None:
     assert sum(line.startswith("node ") for line in tables(100, monkeypatch, capsys)) == 1
     assert sum(line.startswith("node ") for line in tables(60, monkeypatch, capsys)) == 2
+
+
+def test_what_a_lost_node_held_is_null() -> None:
+    stages = [StageTime(node, node.name == "gone", 1.0, 1.0, 1.0, 0.5) for node in NODES]
+    found = stages_of(Answer(statuses=[HELD, HELD]), Plan(tuple(NODES[:2]), 1), Waterfall(1.0, {}, stages))
+    assert [stage["cache_bytes"] for stage in found] == [999 << 20, 999 << 20, None]
+    assert [stage["peak_memory_bytes"] for stage in found] == [123 << 20, 123 << 20, None]

@@ -2,7 +2,18 @@
 
 import pytest
 
-from protos.brigade_pb2 import CACHE_FULL, CACHE_INT8, CACHE_ROTATING, CACHE_UNSPECIFIED, Cache, DType, Frame, Session
+from protos.brigade_pb2 import (
+    CACHE_FULL,
+    CACHE_INT8,
+    CACHE_ROTATING,
+    CACHE_UNSPECIFIED,
+    Cache,
+    DType,
+    Frame,
+    Grammar,
+    Sampling,
+    Session,
+)
 from worker.compute.header import check_header
 from worker.errors import FrameError
 
@@ -30,3 +41,21 @@ def test_slots_that_open_once_with_a_cache_that_there_is_are_taken() -> None:
 def test_what_no_slot_can_be_opened_with_is_refused(opened: list[Session], message: str) -> None:
     with pytest.raises(FrameError, match=rf"{message} \(step 41\)$"):
         check(*opened)
+
+
+def test_a_grammar_of_the_largest_size_is_taken() -> None:
+    check(Session(sampling=Sampling(grammar=Grammar(text="x" * 2**20, begins=2**24, eos=range(64)))))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        (Grammar(text="x" * (2**20 + 1)), "at most 1048576 characters of a grammar, got 1048577"),
+        (Grammar(eos=range(65)), "at most 64 tokens that end an answer, got 65"),
+        (Grammar(begins=2**24 + 1), "at most 16777216 tokens before an answer, got 16777217"),
+        (Grammar(eos=[2, 2**32 - 1]), "at most 16777216 for a token that ends an answer, got 4294967295"),
+    ],
+)
+def test_a_monster_of_a_grammar_is_refused(grammar: Grammar, message: str) -> None:
+    with pytest.raises(FrameError, match=rf"{message} for slot 3 \(step 41\)$"):
+        check(Session(slot=3, sampling=Sampling(grammar=grammar)))

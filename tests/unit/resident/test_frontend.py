@@ -1,0 +1,30 @@
+"""Grammars that are refused before a node is asked."""
+
+import asyncio
+import threading
+
+import pytest
+
+from coordinator.resident import frontend
+from coordinator.resident.ask import Ask
+from coordinator.resident.grammars import regex_grammar
+from worker.compute.grammar import Grammars
+from worker.errors import InputError
+
+
+def test_a_grammar_that_takes_too_long_to_compile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(frontend, "_COMPILES_S", 0.01)
+    monkeypatch.setattr(Grammars, "guide", lambda self, grammar: released.wait(10))
+    front = asyncio.run(frontend.Frontend.read("demo"))
+    try:
+        with pytest.raises(InputError, match=r"^response_format: expected a grammar that compiles within 0\.01 s$"):
+            asyncio.run(front.prepare(Ask("a", max_tokens=1, grammar=regex_grammar("[0-9]+"))))
+    finally:
+        released.set()
+
+
+def test_a_grammar_that_no_node_takes_is_refused() -> None:
+    front = asyncio.run(frontend.Frontend.read("demo"))
+    with pytest.raises(InputError, match=r"^response_format: expected at most 1048576 characters of a grammar, got"):
+        asyncio.run(front.prepare(Ask("a", max_tokens=1, grammar="x" * 2**21)))
