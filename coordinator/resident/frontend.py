@@ -1,5 +1,6 @@
 """Frontend: a model's configuration, tokenizer and template. Makes checked requests of what is asked; asks no node."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
