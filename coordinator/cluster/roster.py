@@ -107,7 +107,7 @@ class Roster:
         while missing := self.members.keys() - (await self.ask(_ASK_S)).keys():
             if time.monotonic() >= until:
                 raise StageLost(f"does not answer, or ends again and again ({within_s:g} s)", node=min(missing))
-            await asyncio.sleep(_PAUSE_S)
+            await self.pause(_PAUSE_S)
 
     def present(self, replies: dict[str, HelloReply]) -> list[Present]:
         """This node and those that answered, with the memory that each may use.

@@ -11,9 +11,9 @@ import pytest
 from coordinator.cluster.deployment import OwnNode
 from tests.cluster.commands import answer_here, run_here
 from tests.cluster.processes import FINISH_S, START_S, Starter, free_port, write_cluster
-from tests.cluster.test_faults import STORY
 
 SOME = ("--prompt", "go", "--max-tokens", "24", "--ignore-eos")
+STORY = ("--prompt", "go", "--ignore-eos", "--temp", "0.8", "--seed", "5", "--max-tokens", "400")
 
 
 @pytest.mark.long

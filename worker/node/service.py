@@ -195,11 +195,15 @@ class NodeService(NodeServicer):
                 raise
             raise StageLost("was attached anew by the same coordinator") from None
         finally:
-            try:
-                await to_the_end(attachment.close())  # grpc cancels this task whenever the coordinator goes
-            finally:
-                self._attachment = None
-                self._detached.set()
+            await to_the_end(self._let_go(attachment))  # grpc cancels this task whenever the coordinator goes
+
+    async def _let_go(self, attachment: Attachment) -> None:
+        """Nothing runs between its end and this node's being free: who waits for it would find it here for ever."""
+        try:
+            await attachment.close()
+        finally:
+            self._attachment = None
+            self._detached.set()
 
     async def _make_way_for(self, coordinator: Coordinator, epoch: int | None = None) -> None:
         """End the attachment that this coordinator may still have here.
