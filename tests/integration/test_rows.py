@@ -17,7 +17,7 @@ from tests.integration.windows import (
     TEXT,
     Bench,
     distance,
-    families,
+    families_and_splits,
     log_softmax,
     logprobs,
     recompute,
@@ -31,8 +31,7 @@ from worker.compute.attention import WindowRope
 from worker.compute.sampling import Sampler
 
 
-@splits
-@families
+@families_and_splits
 async def test_each_row_of_a_reordered_window_is_what_the_whole_model_makes_of_it(
     models: Models, family: str, layers: tuple[int, ...]
 ) -> None:
