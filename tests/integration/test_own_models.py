@@ -141,7 +141,7 @@ async def test_another_model_than_its_own_is_refused_as_such(models: Models) -> 
     request = load_request(models("llama").folder, 2, 4)
     own = models("qwen3").folder
     async with serving(1, own) as [node]:
-        with pytest.raises(ModelError, match=rf"its config.json of {own.name} \(sha256 .*copy the same model to both"):
+        with pytest.raises(ModelError, match=rf"its config.json of {own} \(sha256 .*copy the same model to both"):
             await load(node, request)
 
 

@@ -140,12 +140,7 @@ class Loader:
     def _open(self, request: LoadRequest) -> tuple[Checkpoint, Stamp]:
         """This node's copy of the model, if it is the one that the coordinator means, and its stamp."""
         known = unpack_headers(request.contents.headers)
-        try:
-            checkpoint = self._models.open(request.model, known, partial(check_request, request))
-        except ModelError as error:
-            if isinstance(error.__cause__, ModelError) and error.__cause__.message != error.message:
-                self._log.failed(error.__cause__.message)  # with the paths that the coordinator is not told
-            raise
+        checkpoint = self._models.open(request.model, known, partial(check_request, request))
         return checkpoint, checkpoint.stamp()
 
 

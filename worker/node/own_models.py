@@ -40,8 +40,7 @@ class OwnModels:
             wanted: what the coordinator calls it.
             known: the headers of the coordinator's copy: with them a folder may lack files.
         Raises:
-            ModelError: none may be meant, or else what the check said of the first; where that is on this node's disk,
-                only the cause says.
+            ModelError: none may be meant, or else what the check said of the first.
         """
         refusals = []
         for opening in self.candidates(wanted, known):
@@ -51,17 +50,7 @@ class OwnModels:
                 return checkpoint
             except ModelError as error:
                 refusals.append(error)
-        if not refusals:
-            raise self._refusal(wanted)
-        raise ModelError(self.without_paths(refusals[0].message)) from refusals[0]
-
-    def without_paths(self, message: str) -> str:
-        """A message for a peer, which need not know where on this node the models are."""
-        own = [Path(self.own).expanduser().absolute().parent] if self.own else []
-        for place in (*own, *self.roots):
-            if place != place.parent:
-                message = message.replace(f"{place}/", "")
-        return message.replace(f"{Path.home()}/", "~/")
+        raise refusals[0] if refusals else self._refusal(wanted)
 
     def candidates(self, wanted: str, known: Headers) -> list[Opening]:
         """What may be meant, the likeliest first. To open another repository than is asked for may take the network."""
