@@ -75,6 +75,7 @@ DefaultMaxTokens = Annotated[
 
 
 def serve(
+    ctx: typer.Context,
     host: Host = "127.0.0.1",
     port: Port = PORT,
     api_key_file: ApiKeyFile = None,
@@ -123,7 +124,7 @@ def serve(
     from coordinator.cluster.log import log_as_json
     from coordinator.cluster.templates import TEMPLATES
 
-    log_as_json()
+    ctx.with_resource(log_as_json())
     TEMPLATES.start()  # beside the imports below, which take a second
     from coordinator.cli.run_async import run_async
     from coordinator.http.listen import load_tls

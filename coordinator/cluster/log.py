@@ -3,18 +3,25 @@
 No line holds what anybody asked or was answered.
 """
 
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
 _is_json = False
 
 
-def log_as_json(is_json: bool | None = None) -> None:
-    """Write JSON lines from now on; by itself where standard error is no terminal."""
+@contextlib.contextmanager
+def log_as_json(is_json: bool | None = None) -> Iterator[None]:
+    """Write JSON lines meanwhile; by itself where standard error is no terminal."""
     global _is_json
-    _is_json = not sys.stderr.isatty() if is_json is None else is_json
+    before, _is_json = _is_json, not sys.stderr.isatty() if is_json is None else is_json
+    try:
+        yield
+    finally:
+        _is_json = before
 
 
 def log(event: str, msg: str, *, level: str = "info", **fields: Any) -> None:

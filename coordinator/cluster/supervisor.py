@@ -71,7 +71,7 @@ class Supervisor:
         self._began = self._opened_at = 0.0  # seconds, monotonic
         self._still_since: float | None = None
         self._story = ""  # what was lost, for the user
-        self._cause = ""
+        self._cause = self._culprit = ""  # class name of the error that was first, and whose it was
         self._lost = deployment  # that of the lost chain
         self._present: list[Present] = []
         self._useless: set[str] = set()  # incarnations
@@ -151,7 +151,7 @@ class Supervisor:
             self._began = time.monotonic()
             self.timeline = Timeline(lost_at=self._began)
             self._still_since = still_since
-            self._story, self._cause = str(error), type(error).__name__
+            self._story, self._cause, self._culprit = str(error), type(error).__name__, error.node
             for incarnation in self._useless:
                 self._recovery.rule_out(incarnation)
         for peer in self._lost.peers:
@@ -253,7 +253,8 @@ class Supervisor:
             still_s = time.monotonic() - self._still_since
             still = f", the stream stood still for {still_s:.1f} s"
         self._say(self._story + still)
-        self.on_recovered(Recovered(self._cause, self._story + still, self._opened_at - self._began, still_s))
+        took_s = self._opened_at - self._began
+        self.on_recovered(Recovered(self._cause, self._culprit, self._story + still, took_s, still_s))
         self._recovery = None
 
     def _given_up(self, error: BrigadeError) -> StageLost:

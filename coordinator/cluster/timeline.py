@@ -18,6 +18,7 @@ class Recovered:
     """A recovery that is over."""
 
     cause: str  # class name of the error that began it
+    node: str  # the worker that it was of; empty for none in particular
     story: str  # for the user
     took_s: float  # until there was a chain again
     still_s: float | None  # how long streams stood still; None if no request was under way

@@ -1,5 +1,6 @@
 """`GET /cluster`: the server's state at this moment, as JSON."""
 
+import time
 from dataclasses import asdict
 from typing import Any
 
@@ -30,7 +31,7 @@ def cluster_state(served: Served, now: Now) -> dict[str, Any]:
         "hops": [asdict(hop) for hop in now.hops],
         "requests": [asdict(each) for each in now.requests],
         "recent": [_ended(each) for each in tally.recent],
-        "recoveries": [{"at": at, **asdict(found)} for at, found in tally.recovered],
+        "recoveries": [{"at": at, "age_s": time.time() - at, **asdict(found)} for at, found in tally.recovered],
         "totals": _totals(tally),
         "rates": _rates(tally),
     }

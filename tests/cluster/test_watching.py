@@ -49,7 +49,7 @@ def server(module_start: Starter, tmp_path_factory: pytest.TempPathFactory) -> I
     model = make_reciter(tmp_path_factory.mktemp("hostile") / "model", HOSTILE)
     keys = model.parent / "keys"
     keys.write_text(f"# of the readers\nreader {KEY}\n")
-    flags = ("--local", "1", "--port", "0", "--served-model-name", "m", "--api-key-file", keys)
+    flags = ("--local", "1", "--port", "0", "--served-model-name", "m", "--api-key-file", keys, "--max-tokens", "30000")
     running = module_start.brigade("serve", "--model", model, *flags)
     yield Server(running, running.err.wait_match(r"serving m at (\S+), up to", START_S)[1], keys)
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from coordinator.cluster.log import log_as_json
 from coordinator.planning.plan import Assignment
 from coordinator.resident.tally import Histogram, Rates, Tally
 from coordinator.resident.tally_flow import Flow
@@ -112,7 +111,6 @@ def test_what_passes_between_two_chains_is_recovery() -> None:
 
 
 def test_a_busy_server_says_so_and_an_idle_one_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    log_as_json(False)
     tally = Tally()
     line = StatusLine(tally, Watch(tally), lambda: None)
     asyncio.run(line.tell(5.0))
