@@ -108,8 +108,9 @@ def test_what_frames_of_several_sizes_take_is_measured_for_forecasts(measured: t
     [costs] = bench["frame_costs"]
     assert costs["layers"] == bench["rows"][-1]["layers"] and len(costs["hop_ms"]) == 2
     for by_rows in costs["stage_ms"]:
-        sizes = sorted(map(int, by_rows))  # which ones follows from the lanes, and those from measured times
-        assert sizes[0] == 1 and sizes[-1] >= 8 and len(sizes) >= 3 and all(ms > 0 for ms in by_rows.values())
+        sizes = set(map(int, by_rows))
+        assert 1 in sizes and max(sizes) >= 8 and all(ms > 0 for ms in by_rows.values())
+        assert sizes & {2, 4}, "four requests are one lane of four, or two or three lanes of two at most"
 
 
 def test_the_table_is_markdown_with_a_row_per_case_and_the_ratios(model: Path) -> None:
