@@ -10,6 +10,7 @@ from coordinator.cli import flags
 from coordinator.cli.batch import batch
 from coordinator.cli.bridge import bridge
 from coordinator.cli.chat import chat
+from coordinator.cli.chosen import chosen_cluster
 from coordinator.cli.generate_command import generate, read_prompt
 from coordinator.cli.keys import keys
 from coordinator.cli.parse import parse_counts, parse_layers, parse_times
@@ -124,7 +125,7 @@ def plan(
         raise InputError("simulate", "expected either --stage-ms 26.5,6.5 or --measured FILE of `brigade bench --json`")
     if measured is not None:
         refuse(ctx, times, "not expected with --measured, which holds the times")
-    options = cluster_options(config, model, local, _layers(layers), context)
+    options = chosen_cluster(ctx)
     counts = parse_counts("concurrency", concurrency, most=MOST_WAITING)
     stages_ms = parse_times("stage_ms", stage_ms, least=0.001) if stage_ms is not None else ()
     rows_ms, hops_ms = parse_times("row_ms", row_ms), parse_times("hop_ms", hop_ms)
@@ -164,7 +165,7 @@ def verify(
 
     Where that does not fit here, of its layers one after another, read from this machine's disk.
     """
-    options = cluster_options(config, model, local, _layers(layers), context, trust_remote_code)
+    options = chosen_cluster(ctx)
     decoder = make_decode(decode, window, entropy_threshold, position_penalty)
     refuse_idle(ctx)
 
@@ -247,7 +248,3 @@ def _bench_failover(ctx: typer.Context) -> int:
 
     losses = Losses(contexts or CONTEXTS, given["num_trials"])
     return run_async(run_failover(options, losses, as_json=given["as_json"]))
-
-
-def _layers(text: str | None) -> tuple[int, ...] | None:
-    return None if text is None else parse_layers(text)

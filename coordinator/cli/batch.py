@@ -6,10 +6,9 @@ from typing import Annotated
 import typer
 
 from coordinator.cli import flags
-from coordinator.cli.parse import parse_layers
+from coordinator.cli.chosen import chosen_cluster
 from coordinator.cli.serve import DefaultMaxTokens
-from coordinator.cluster.options import cluster_options
-from coordinator.planning.recovery import USUAL, Limits
+from coordinator.planning.recovery import USUAL
 
 Source = Annotated[Path, typer.Argument(metavar="IN.jsonl", show_default=False, help="Request lines.")]
 Output = Annotated[
@@ -19,6 +18,7 @@ Output = Annotated[
 
 
 def batch(
+    ctx: typer.Context,
     source: Source,
     output: Output,
     max_tokens: DefaultMaxTokens = 4096,
@@ -44,9 +44,7 @@ def batch(
 
     brigade batch requests.jsonl -o answers.jsonl --model demo --local 2
     """
-    limits = Limits(rejoin_timeout, recovery_timeout)
-    split = None if layers is None else parse_layers(layers)
-    options = cluster_options(config, model, local, split, context, trust_remote_code, check_finite, limits)
+    options = chosen_cluster(ctx)
 
     from coordinator.cluster.templates import TEMPLATES
 

@@ -1,12 +1,14 @@
 """`brigade bridge`: its flags, and what they amount to."""
 
+import typer
+
 from coordinator.cli import flags
-from coordinator.cli.parse import parse_layers
-from coordinator.cluster.options import cluster_options
-from coordinator.planning.recovery import USUAL, Limits
+from coordinator.cli.chosen import chosen_cluster
+from coordinator.planning.recovery import USUAL
 
 
 def bridge(
+    ctx: typer.Context,
     config: flags.Config = None,
     model: flags.Model = None,
     local: flags.Local = None,
@@ -26,9 +28,7 @@ def bridge(
     parameters of `brigade serve`. `info` tells of the model, `cancel` ends the answer with this id, `quit` ends all.
     Where standard input ends, what is under way is answered first.
     """
-    limits = Limits(rejoin_timeout, recovery_timeout)
-    split = None if layers is None else parse_layers(layers)
-    options = cluster_options(config, model, local, split, context, trust_remote_code, check_finite, limits)
+    options = chosen_cluster(ctx)
 
     from coordinator.cluster.templates import TEMPLATES
 

@@ -1,15 +1,14 @@
 """`brigade chat`: its flags, and what they amount to."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from coordinator.cli import flags
-from coordinator.cli.parse import parse_layers
+from coordinator.cli.chosen import chosen_cluster, chosen_sampling
 from coordinator.cli.refusals import refuse
 from coordinator.cli.server_flags import LOADING, ApiKeyFile, ServerUrl
-from coordinator.cluster.options import cluster_options
-from coordinator.planning.recovery import USUAL, Limits
+from coordinator.planning.recovery import USUAL
 from coordinator.sessions.request import make_sampling
 
 MaxTokens = Annotated[
@@ -50,15 +49,9 @@ def chat(
         refuse(ctx, ("api_key_file",), "expected only with --server")
     else:
         refuse(ctx, LOADING, "changes nothing with --server, which has its model loaded")
-    chosen: dict[str, Any] = {
-        "temperature": temp, "top_p": top_p, "top_k": top_k, "min_p": min_p, "repetition_penalty": repetition_penalty,
-        "seed": seed,
-    }  # fmt: skip
-    sampling = {name: value for name, value in chosen.items() if value is not None}
+    sampling = chosen_sampling(ctx)
     make_sampling(**sampling)
-    limits = Limits(rejoin_timeout, recovery_timeout)
-    split = None if layers is None else parse_layers(layers)
-    options = cluster_options(config, model, local, split, context, trust_remote_code, check_finite, limits)
+    options = chosen_cluster(ctx)
 
     from coordinator.cluster.templates import TEMPLATES
 

@@ -1,18 +1,17 @@
 """`brigade generate`: its flags, and what they amount to."""
 
 import sys
-from typing import Any
 
 import typer
 
 from coordinator.cli import flags
-from coordinator.cli.parse import parse_bias, parse_layers, parse_tokens
+from coordinator.cli.chosen import chosen_cluster, chosen_sampling
+from coordinator.cli.parse import parse_bias, parse_tokens
 from coordinator.cli.refusals import given_flags, refuse, refuse_idle, require_one_prompt, require_text
 from coordinator.cli.server_flags import NOT_THERE, ApiKeyFile, ServerUrl, server_body
 from coordinator.cluster.journal_file import holds_something
-from coordinator.cluster.options import cluster_options
 from coordinator.decoding.decode import Decode, make_cache_choice, make_decode
-from coordinator.planning.recovery import USUAL, Limits
+from coordinator.planning.recovery import USUAL
 from coordinator.sessions.request import make_sampling
 from worker.errors import InputError
 
@@ -79,23 +78,11 @@ def generate(
         raise InputError("repeat_guard", "expected 0 (off) or at least 2 times, got 1")
     require_one_prompt(ctx, may_lack=holds_something(journal))
     require_text({"system_prompt": system_prompt, "stop": stop, "logit_bias": logit_bias})
-    limits = Limits(rejoin_timeout, recovery_timeout)
-    options = cluster_options(
-        config,
-        model,
-        local,
-        None if layers is None else parse_layers(layers),
-        context,
-        trust_remote_code,
-        check_finite,
-        limits,
-    )
-    chosen: dict[str, Any] = {
-        "temperature": temp, "top_p": top_p, "top_k": top_k, "min_p": min_p, "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty,
-        "logit_bias": parse_bias(logit_bias or ""), "seed": seed, "logprobs": 0 if logprobs is None else logprobs + 1,
-    }  # fmt: skip
-    sampling = {name: value for name, value in chosen.items() if value is not None}
+    options = chosen_cluster(ctx)
+    sampling = chosen_sampling(ctx) | {
+        "logit_bias": parse_bias(logit_bias or ""),
+        "logprobs": 0 if logprobs is None else logprobs + 1,
+    }
     make_sampling(**sampling)  # refuses now what the model's own choices cannot mend
     tokens = None if prompt_tokens is None else parse_tokens(prompt_tokens)
     decoder = make_decode(decode, window, entropy_threshold, position_penalty)

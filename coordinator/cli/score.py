@@ -6,8 +6,7 @@ from typing import Annotated
 import typer
 
 from coordinator.cli import flags
-from coordinator.cli.parse import parse_layers
-from coordinator.cluster.options import cluster_options
+from coordinator.cli.chosen import chosen_cluster
 from worker.errors import InputError
 
 File = Annotated[
@@ -16,6 +15,7 @@ File = Annotated[
 
 
 def score(
+    ctx: typer.Context,
     file: File = "-",
     config: flags.Config = None,
     model: flags.Model = None,
@@ -34,8 +34,7 @@ def score(
 
     brigade score --model demo --local 2 README.md
     """
-    split = None if layers is None else parse_layers(layers)
-    options = cluster_options(config, model, local, split, context, trust_remote_code)
+    options = chosen_cluster(ctx)
     text = _read(file)
 
     from coordinator.cli.run_async import run_async

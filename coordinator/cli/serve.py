@@ -7,9 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from coordinator.cli import flags
-from coordinator.cli.parse import parse_layers
-from coordinator.cluster.options import cluster_options
-from coordinator.planning.recovery import USUAL, Limits
+from coordinator.cli.chosen import chosen_cluster, chosen_sampling
+from coordinator.planning.recovery import USUAL
 from coordinator.sessions.request import make_sampling
 from worker.errors import InputError
 
@@ -112,14 +111,9 @@ def serve(
     Then: curl localhost:9338/v1/chat/completions -H 'Content-Type: application/json'
     -d '{"messages": [{"role": "user", "content": "Hello"}]}'
     """
-    chosen: dict[str, Any] = {
-        "temperature": temp, "top_p": top_p, "top_k": top_k, "min_p": min_p, "repetition_penalty": repetition_penalty,
-    }  # fmt: skip
-    sampling = {name: value for name, value in chosen.items() if value is not None}
+    sampling = chosen_sampling(ctx)
     make_sampling(**sampling)
-    limits = Limits(rejoin_timeout, recovery_timeout)
-    split = None if layers is None else parse_layers(layers)
-    options = cluster_options(config, model, local, split, context, trust_remote_code, check_finite, limits)
+    options = chosen_cluster(ctx)
 
     from coordinator.cluster.log import log_as_json
     from coordinator.cluster.templates import TEMPLATES
