@@ -1,12 +1,12 @@
 """Servers as processes, and streams that are read from them: what `load_serve` and `bench_serve` share."""
 
 import json
-import re
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,35 +47,51 @@ class Outcome:
 
 @contextmanager
 def brigade(*flags: str | Path) -> Iterator[Server]:
-    """`brigade serve` with these flags, once it answers."""
-    command = [sys.executable, "-m", "coordinator", "serve", "--port", "0", *map(str, flags)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stderr is not None
-        while line := process.stderr.readline():
-            if found := re.match(r"serving .* at (\S+), ", line):
-                break
-            print(line, end="", file=sys.stderr)
-        else:
-            raise RuntimeError(f"{' '.join(command)} ended with exit code {process.wait()}")
-        yield Server(process, found[1])
-    finally:
-        _end(process)
+    """`brigade serve` with these flags, once it is ready."""
+    port = _free_port()
+    command = [sys.executable, "-m", "coordinator", "serve", "--port", str(port), *map(str, flags)]
+    with _serving(command, f"http://127.0.0.1:{port}", "/health") as server:
+        yield server
 
 
 @contextmanager
 def mlx_lm_server(model: Path) -> Iterator[Server]:
     """mlx-lm's own server, once it answers."""
+    port = _free_port()
+    command = [sys.executable, "-m", "mlx_lm.server", "--model", str(model), "--port", str(port)]
+    with _serving(command, f"http://127.0.0.1:{port}", "/v1/models") as server:
+        yield server
+
+
+@contextmanager
+def _serving(command: Sequence[str], url: str, path: str) -> Iterator[Server]:
+    """The command, once `path` answers with 200. What it says goes to a file: a full pipe would stop it."""
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(command, stdout=said, stderr=said, text=True)
+        try:
+            deadline = time.monotonic() + _START_S
+            while not _answers(url + path):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    said.seek(0)
+                    raise RuntimeError(f"{' '.join(command)} does not answer: {said.read()[-2000:]}")
+                time.sleep(0.1)
+            yield Server(process, url)
+        finally:
+            _end(process)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx2.get(url, timeout=_START_S).status_code == 200
+    except httpx2.TransportError:
+        return False
+
+
+def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "mlx_lm.server", "--model", str(model), "--port", str(port)]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, text=True)
-    try:
-        _wait_answer(f"http://127.0.0.1:{port}/v1/models")
-        yield Server(process, f"http://127.0.0.1:{port}")
-    finally:
-        _end(process)
+        port: int = probe.getsockname()[1]
+        return port
 
 
 async def stream(client: httpx2.AsyncClient, body: dict[str, Any], path: str = "/v1/completions") -> Outcome:
@@ -98,18 +114,6 @@ async def stream(client: httpx2.AsyncClient, body: dict[str, Any], path: str = "
             num_tokens = (told.get("usage") or {}).get("completion_tokens", num_tokens)
     now = time.monotonic()
     return Outcome(200, text, is_whole, num_tokens, (first_at or now) - began, now - began)
-
-
-def _wait_answer(url: str) -> None:
-    deadline = time.monotonic() + _START_S
-    while True:
-        try:
-            httpx2.get(url, timeout=_START_S)
-            return
-        except httpx2.TransportError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
