@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import httpx2
@@ -30,6 +30,7 @@ from worker.process.machine import machine_name
 from worker.process.run import run_command
 
 _WAIT_S = 600.0
+_AGAIN_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -96,11 +97,26 @@ async def _row(client: httpx2.AsyncClient, count: int, num_tokens: int, rounds: 
     for turn in range(rounds + 1):
         bodies = [_body(turn * count + number, num_tokens) for number in range(count)]
         began = time.monotonic()
-        outcomes = await asyncio.gather(*(stream(client, body) for body in bodies))
+        outcomes = await asyncio.gather(*(_persistent(client, body) for body in bodies))
         if bad := [outcome.status for outcome in outcomes if not outcome.is_whole]:
             raise RuntimeError(f"expected whole streams, found statuses {bad}")
         rows.append(Row.of(outcomes, time.monotonic() - began))
     return sorted(rows[1:], key=lambda row: row.tokens_per_s)[rounds // 2]
+
+
+async def _persistent(client: httpx2.AsyncClient, body: dict[str, Any]) -> Outcome:
+    """Asked again where the server resets the connection: mlx_lm.server lets five wait to be accepted."""
+    began = time.monotonic()
+    while True:
+        asked = time.monotonic()
+        try:
+            found = await stream(client, body)
+        except httpx2.TransportError:
+            if time.monotonic() - began > _WAIT_S:
+                raise
+            await asyncio.sleep(_AGAIN_S)
+        else:
+            return replace(found, first_s=found.first_s + asked - began, took_s=found.took_s + asked - began)
 
 
 async def _in_process_ms(frontend: Frontend, model: str, num_tokens: int, rounds: int) -> float:
