@@ -1,0 +1,146 @@
+"""docs/json.md has the keys that commands print, and no others: each command runs on the bundled model, where that is quick.
+
+What takes long (verify, bench) or a cluster (status) is printed by the same code from findings that are made here.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import typer
+
+from coordinator.cli.app import app
+from coordinator.cli.remote import _as_json
+from coordinator.cluster.timeline import Recovered
+from coordinator.doors.speakers import Figures, Said
+from coordinator.http.cluster import cluster_state
+from coordinator.http.served import Served
+from coordinator.measure.bench_results import CLUSTER, Bench, FrameCosts
+from coordinator.measure.bench_results import Row as BenchRow
+from coordinator.measure.failover_results import Failover, Times
+from coordinator.measure.failover_results import Row as FailoverRow
+from coordinator.measure.rounding import Rounding
+from coordinator.measure.verdict import Case, Report
+from coordinator.planning.plan import Assignment
+from coordinator.resident.model import Standing, State
+from coordinator.resident.tally import Ended, Tally
+from coordinator.resident.watch import Hop, NodeNow, Now, Running
+from tests.cluster.commands import parse, run_here
+from tests.cluster.test_pages import DOCS, sections
+
+Json = dict[str, Any]
+PAGE = sections((DOCS / "json.md").read_text(encoding="utf-8"))
+BY_NAME = {"stage_ms", "parts_ms", "finished", "refused"}  # objects whose keys are rows, parts or reasons
+HERE = ("--model", "demo", "--local", "0")
+
+
+def keys_in(found: Any, before: str = "") -> Iterator[str]:
+    """The path of every key, those of all entries of a list alike."""
+    if isinstance(found, list):
+        for each in found:
+            yield from keys_in(each, f"{before}[]")
+    elif isinstance(found, dict) and before.strip("[]").rpartition(".")[2] not in BY_NAME:
+        for key, value in found.items():
+            yield f"{before}.{key}"
+            yield from keys_in(value, f"{before}.{key}")
+
+
+def documented(section: str) -> list[Json]:
+    return [json.loads(block) for block in re.findall(r"```json\n(.*?)```", PAGE[section], re.DOTALL)]
+
+
+def filled(kind: type, **given: Any) -> Any:
+    """One of these with nothing in it but what is given."""
+    return kind(**{field.name: given.get(field.name, 0) for field in fields(kind)})
+
+
+def generated() -> Json:
+    return parse(run_here("generate", "--raw", "Hi", *HERE, "--max-tokens", "2", "--logprobs", "1", "--json"))
+
+
+def asked_of_a_server() -> Json:
+    figures = Figures(num_prompt=1, num_reused=0, num_generated=2)
+    return _as_json(Said("Hello", finish_reason="stop", figures=figures), figures, ttft_s=0.1, decode_s=0.1)
+
+
+def simulated() -> Json:
+    return parse(run_here("plan", "--simulate", "--stage-ms", "26.5,6.5", "--concurrency", "1", "-g", "2", "--json"))
+
+
+def verified() -> Json:
+    case = Case("a", [1, 2], [1, 3], 0.5, {1: Rounding(0.002, 0.034)})
+    return dict(json.loads(Report((), 1, [("mini", "a tensor")], cases=[case]).to_json()))
+
+
+def benched() -> Json:
+    rows = [filled(BenchRow, system=CLUSTER, layers=layers, decode="ar", concurrency=1) for layers in ([4, 4], [3, 5])]
+    return Bench("machine", "demo", 4, 3, 1, rows, [FrameCosts([4, 4], [{1: 5.2}], [1.2])]).as_json()
+
+
+def lost() -> Json:
+    row = FailoverRow("killed", "spare", 128, filled(Times), is_equal=True)
+    return Failover("machine", "demo", [4, 4], [row]).as_json()
+
+
+def watched() -> Json:
+    tally = Tally()
+    tally.recent.append(filled(Ended, parts_ms={"wire": 1.0}))
+    tally.recover(Recovered("StageLost", "mini", "story", 1.0, 2.0))
+    now = Now(1, [filled(NodeNow)], [filled(Hop)], [filled(Running)])
+    spec = SimpleNamespace(num_layers=8, context=2048)
+    served = SimpleNamespace(
+        standing=Standing(State.READY), tally=tally, names=("demo",), frontend=SimpleNamespace(spec=spec)
+    )
+    return cluster_state(cast(Served, served), now)
+
+
+PRINTED: dict[str, Callable[[], Json]] = {
+    "brigade generate --json": generated,
+    "brigade generate --server URL --json": asked_of_a_server,
+    "brigade plan --json": lambda: parse(run_here("plan", *HERE, "--json")),
+    "brigade plan --simulate --json": simulated,
+    "brigade score --json": lambda: parse(run_here("score", *HERE, "--json", stdin="Tom has 4 apples.")),
+    "brigade verify --json": verified,
+    "brigade bench --json": benched,
+    "brigade bench --failover --json": lost,
+    "brigade status --json": watched,
+}
+
+
+@pytest.mark.parametrize("command", PRINTED)
+def test_the_page_has_the_keys_that_the_command_prints(command: str) -> None:
+    [block] = documented(command)
+    assert sorted(set(keys_in(PRINTED[command]()))) == sorted(set(keys_in(block)))
+
+
+def test_the_page_has_the_keys_of_a_bridges_lines() -> None:
+    asked = [
+        {"id": "i", "op": "info"},
+        {"id": "a", "op": "generate", "prompt": "Hi", "max_tokens": 2, "decode": "ar"},
+        {"id": "x", "op": "sing"},
+    ]
+    outcome = run_here("bridge", *HERE, stdin="".join(f"{json.dumps(line)}\n" for line in asked))
+    found = {key for line in outcome.out.splitlines() for key in keys_in(json.loads(line))}
+    assert sorted(found) == sorted({key for block in documented("brigade bridge") for key in keys_in(block)})
+
+
+def test_the_page_has_the_keys_of_a_batchs_lines(tmp_path: Path) -> None:
+    asked, *answers = documented("brigade batch")
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    wrong = asked | {"custom_id": "b", "body": asked["body"] | {"max_tokens": 0}}
+    source.write_text("".join(f"{json.dumps(line)}\n" for line in (asked, wrong)))
+    assert run_here("batch", source, "-o", target, *HERE).code == 2
+    lines = [json.loads(line) for line in target.read_text().splitlines()]
+    found, shown = ({each["custom_id"]: set(keys_in(each)) for each in some} for some in (lines, answers))
+    assert found == shown
+
+
+def test_every_command_with_json_has_its_section() -> None:
+    commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    flagged = {name for name, each in commands.items() if any("--json" in flag.opts for flag in each.params)}
+    assert flagged == {section.split()[1] for section in PAGE if "--json" in section} | {"demo"}
