@@ -1,4 +1,4 @@
-"""What fits where: the planner's answer for large models on sets of Macs, as a table for the README.
+"""What fits where: the planner's answer for large models on sets of Macs, as the table of docs/fits.md.
 
 python -m tools.plan_table [MODEL ...] [--context 16384]
 

@@ -1,6 +1,6 @@
-"""docs/json.md has the keys that commands print, and no others: each command runs on the bundled model, where that is quick.
+"""docs/json.md has the keys that commands print, and no others. What is quick runs, on the bundled model.
 
-What takes long (verify, bench) or a cluster (status) is printed by the same code from findings that are made here.
+What takes long (verify, bench) or a server (status) is printed by the same code from findings that are made here.
 """
 
 import json
@@ -26,7 +26,6 @@ from coordinator.measure.failover_results import Failover, Times
 from coordinator.measure.failover_results import Row as FailoverRow
 from coordinator.measure.rounding import Rounding
 from coordinator.measure.verdict import Case, Report
-from coordinator.planning.plan import Assignment
 from coordinator.resident.model import Standing, State
 from coordinator.resident.tally import Ended, Tally
 from coordinator.resident.watch import Hop, NodeNow, Now, Running

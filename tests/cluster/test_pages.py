@@ -151,3 +151,13 @@ def test_every_page_and_picture_is_reached_from_the_readme() -> None:
 def test_json_of_the_page_is_json() -> None:
     blocks = re.findall(r"```json\n(.*?)```", (DOCS / "json.md").read_text(encoding="utf-8"), re.DOTALL)
     assert len(blocks) > 10 and all(isinstance(json.loads(block), dict) for block in blocks)
+
+
+def test_messages_of_the_troubleshooting_page_are_those_of_the_code() -> None:
+    root = DOCS.parent
+    code = "".join(
+        path.read_text(encoding="utf-8") for room in ("coordinator", "worker") for path in (root / room).rglob("*.py")
+    )
+    headings = re.findall(r"^### (`.*)$", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
+    said = [part.strip() for message in re.findall(r"`([^`]+)`", " ".join(headings)) for part in message.split("…")]
+    assert len(headings) > 20 and not [part for part in said if part not in code]

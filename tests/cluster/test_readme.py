@@ -1,4 +1,4 @@
-"""README and code agree: its commands exist with the flags it gives them, and the first one does what it says."""
+"""README, pages and code agree: their commands exist with the flags they give them; the demo does what it says."""
 
 import contextlib
 import os
@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -18,39 +19,44 @@ from worker.config import load_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = "\n".join([README, *(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("*.md")))])
 TOP = typer.main.get_command(app)
-COMMANDS = sorted({*re.findall(r"`(brigade [a-z][^`\n]*)`", README), *re.findall(r"^brigade [^#\n]*", README, re.M)})
+
+
+def commands_in(text: str) -> list[str]:
+    in_blocks = re.findall(r"^ *(?:\w+=\S+ )*(brigade [a-z][^#\n]*?)(?:&|\d?>|#|$)", text, re.MULTILINE)
+    return sorted({*re.findall(r"`(brigade [a-z][^`\n]*)`", text), *in_blocks})
 
 
 def test_the_readme_shows_every_command() -> None:
-    shown = {shlex.split(command)[1] for command in COMMANDS}
+    shown = {shlex.split(command)[1] for command in commands_in(README)}
     assert shown == set(TOP.commands)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_readmes_commands_exist_with_their_flags(command: str) -> None:
+@pytest.mark.parametrize("command", commands_in(PAGES))
+def test_commands_of_the_pages_exist_with_their_flags(command: str) -> None:
     found: Any = TOP
     arguments = shlex.split(command)[1:]
-    while hasattr(found, "commands"):
+    while hasattr(found, "commands") and arguments:
         found = found.commands[arguments.pop(0)]
     known = {flag for parameter in found.params for flag in parameter.opts}
     assert {argument for argument in arguments if argument.startswith("-")} <= known
 
 
-@pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:coordinator|worker|tools)/[\w/.]+)`", README))))
-def test_the_readmes_files_exist(path: str) -> None:
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:coordinator|worker|tools)/[\w/.]+)`", PAGES))))
+def test_files_of_the_pages_exist(path: str) -> None:
     assert (ROOT / path).exists()
 
 
-@pytest.mark.parametrize("target", sorted(set(re.findall(r"make ([a-z]+)", README))))
-def test_the_readmes_make_targets_exist(target: str) -> None:
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"`make ([a-z]+)", PAGES))))
+def test_make_targets_of_the_pages_exist(target: str) -> None:
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def test_the_readmes_cluster_file_is_one(tmp_path: Path) -> None:
-    [example] = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    [example] = [each for each in re.findall(r"```yaml\n(.*?)```", README, re.DOTALL) if "workers:" in each]
     path = tmp_path / "cluster.yaml"
-    path.write_text(example, encoding="utf-8")
+    path.write_text(textwrap.dedent(example), encoding="utf-8")
     assert [worker.name for worker in load_cluster(path).workers] == ["mini"]
     assert load_cluster(ROOT / "cluster.yaml").workers
 
@@ -100,3 +106,10 @@ def test_an_older_python_gets_one_clear_line(tmp_path: Path) -> None:
     assert done.stderr.splitlines() == [
         "error: expected Python 3.11 or newer, found Python 3.9.6; set PYTHON=/path/to/python3.11"
     ]
+
+
+def test_both_pictures_of_two_macs_are_one_but_for_their_colours() -> None:
+    light, dark = (
+        re.sub(r"#\w{6}", "", (ROOT / "docs" / name).read_text()) for name in ("two_macs.svg", "two_macs_dark.svg")
+    )
+    assert light == dark and "<title>" in light

@@ -31,12 +31,12 @@ def test_a_cell_says_the_split_or_what_is_missing() -> None:
     assert cell(planned(45, 40, 45)) == "lacks 3.6 GiB"
 
 
-def test_the_readme_has_the_rows_that_the_tool_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_has_the_rows_that_the_tool_prints(capsys: pytest.CaptureFixture[str]) -> None:
     main(["Llama-3.3-70B", "gpt-oss-120b", "GLM-4.7"], context=16384)
     printed = capsys.readouterr().out.splitlines()
-    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8").splitlines()
+    page = (Path(__file__).parents[3] / "docs" / "fits.md").read_text(encoding="utf-8").splitlines()
     assert len(printed) == 5
-    assert [line for line in readme if line in printed] == printed
+    assert [line for line in page if line in printed] == printed
 
 
 def test_a_model_without_a_file_is_refused_by_name() -> None:
