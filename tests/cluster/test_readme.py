@@ -24,8 +24,10 @@ TOP = typer.main.get_command(app)
 
 
 def commands_in(text: str) -> list[str]:
+    text = re.sub(r" *\\\n *", " ", text)  # a command on several lines
     in_blocks = re.findall(r"^ *(?:\w+=\S+ )*(brigade [a-z][^#\n]*?)(?:&|\d?>|#|$)", text, re.MULTILINE)
-    return sorted({*re.findall(r"`(brigade [a-z][^`\n]*)`", text), *in_blocks})
+    in_text = re.findall(r"`(brigade [a-z][^`\n]*)`", text)
+    return sorted({command.strip() for command in (*in_text, *in_blocks)})
 
 
 def test_the_readme_shows_every_command() -> None:
