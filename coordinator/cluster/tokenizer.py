@@ -115,7 +115,9 @@ class Tokenizer:
         thinks = wrapper.has_thinking and wrapper.rfind_think_start(prompt) > wrapper.rfind_think_end(prompt)
         begins_in = wrapper.response_initial_state or ("reasoning" if thinks else "normal")
         calls = (wrapper.tool_call_start or "", wrapper.tool_call_end or "") if wrapper.has_tool_calling else ("", "")
-        return Markers(self._text_machine, begins_in, *calls, wrapper.tool_parser)
+        form = getattr(wrapper.tool_parser, "__module__", "").rpartition(".")[2]
+        thought_ends = "" if wrapper.response_initial_state else wrapper.think_end or ""
+        return Markers(self._text_machine, begins_in, *calls, wrapper.tool_parser, form, thought_ends)
 
     @cached_property
     def _text_machine(self) -> Any:

@@ -44,15 +44,8 @@ class GenerateBody(Sampled):
     def ask(self, *, has_template: bool) -> Ask:
         """As a conversation where the model has a template for one."""
         others = {name: getattr(self, name) for name in ("presence_penalty", "frequency_penalty", "logit_bias")}
-        return Ask(
-            prompt=self._prompt(has_template),
-            max_tokens=self.max_tokens,
-            sampling=self.sampling() | others,
-            decode=self.decoder(),
-            cache=self.cache(),
-            stops=tuple(self.stop or ()),
-            ignore_eos=self.ignore_eos,
-            repeat_guard=self.repeat_guard,
+        return self.asking(
+            self._prompt(has_template), sampling=others, max_tokens=self.max_tokens, stops=tuple(self.stop or ())
         )
 
     def _prompt(self, has_template: bool) -> Conversation | str | tuple[int, ...]:

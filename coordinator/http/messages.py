@@ -13,7 +13,7 @@ from coordinator.http.telling import naming, streamed_response, whole_response
 from coordinator.shapes.anthropic_answer import MessageAnswer
 from coordinator.shapes.anthropic_messages import CountBody, MessagesBody
 
-_NAMES = {"prompt": "messages", "stop": "stop_sequences"}
+_NAMES = {"prompt": "messages", "response_format": "output_config.format", "stop": "stop_sequences"}
 
 
 async def messages(request: Request) -> Response:
@@ -24,9 +24,7 @@ async def messages(request: Request) -> Response:
     model = served.require_model()
     with naming(_NAMES):
         task = await unless_left(request, model.prepare(body.ask()))
-    answer = MessageAnswer(
-        f"msg_{uuid.uuid4().hex}", served.names[0], len(task.request.prompt), is_parallel=body.is_parallel
-    )
+    answer = MessageAnswer(f"msg_{uuid.uuid4().hex}", served.names[0], len(task.request.prompt))
     if not body.stream:
         return await whole_response(request, model, task, answer)
     request_id = request.state.request_id

@@ -30,9 +30,7 @@ async def responses(request: Request) -> Response:
     with naming(_NAMES):
         task = await unless_left(request, model.prepare(ask))
     echoed = body.echoed(task.request.sampling)
-    answer = ResponseAnswer(
-        f"resp_{uuid.uuid4().hex}", served.names[0], int(time.time()), echoed, is_parallel=body.is_parallel
-    )
+    answer = ResponseAnswer(f"resp_{uuid.uuid4().hex}", served.names[0], int(time.time()), echoed)
     if not body.stream:
         return await whole_response(request, model, task, answer)
 

@@ -18,6 +18,15 @@ class Conversation:
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Calls:
+    """Which of the tools an answer may call, and whether it must."""
+
+    are_forced: bool = False
+    only: str | None = None  # the tool that must be called
+    is_parallel: bool = True  # several calls in one answer
+
+
 Prompt = Conversation | str | tuple[int, ...]  # the text as it stands; token ids
 
 
@@ -33,8 +42,14 @@ class Ask:
     stops: tuple[str, ...] = ()
     ignore_eos: bool = False
     grammar: str | None = None  # that the answer must be of, as llguidance writes it
+    calls: Calls = field(default_factory=Calls)
     repeat_guard: int = 0
     score_from: int | None = None  # index of the first token of the prompt whose likelihood is asked for, from 1
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the answer must keep to a grammar."""
+        return self.calls.are_forced or self.grammar is not None
 
     @property
     def tools(self) -> tuple[Mapping[str, Any], ...]:

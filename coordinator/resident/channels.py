@@ -42,10 +42,13 @@ class _Call:
 class Channels:
     """One answer's. Without markers all is content."""
 
-    def __init__(self, markers: Markers | None, tools: Sequence[Mapping[str, Any]]) -> None:
-        """Calls are only looked for where there are tools."""
+    def __init__(
+        self, markers: Markers | None, tools: Sequence[Mapping[str, Any]], *, is_parallel: bool = True
+    ) -> None:
+        """Calls are only looked for where there are tools; only the first one is told unless it `is_parallel`."""
         self._markers = markers
         self._tools = [dict(tool) for tool in tools]
+        self._is_parallel = is_parallel
         self._state = markers.machine.make_state(markers.begins_in) if markers else None
         self._call: _Call | None = None
         self._has_called = False
@@ -94,8 +97,9 @@ class Channels:
             calls = [_as_call(each) for each in (parsed if isinstance(parsed, list) else [parsed])]
         except _UNPARSABLE:
             return said, []
+        told = calls if self._is_parallel else calls[: not self._has_called]
         self._has_called = True
-        return "", calls
+        return "", told
 
 
 def _as_call(parsed: Mapping[str, Any]) -> ToolCall:

@@ -11,8 +11,11 @@ from coordinator.cluster.tokenizer import Tokenizer, find_tokenizer
 from coordinator.decoding.decode import suit
 from coordinator.resident.aside import OneAtATime
 from coordinator.resident.ask import Ask, Conversation, Prompt, require_utf8
+from coordinator.resident.calls import calls_grammar
 from coordinator.resident.channels import Channels
+from coordinator.resident.grammars import after_thought
 from coordinator.sessions.generation_config import eos_ids, sampling_defaults
+from coordinator.sessions.markers import Markers
 from coordinator.sessions.request import Request, check_request, make_sampling
 from coordinator.sessions.text import TextStream, TokenIds
 from protos.brigade_pb2 import Grammar, Sampling
@@ -42,7 +45,9 @@ class Task:
     def channels(self) -> Channels:
         """Takes the text apart: what is said, what is thought, what is to be called."""
         markers = self.tokenizer.markers(self.request.prompt) if self.tokenizer else None
-        return Channels(markers, self.ask.tools if self.ask else ())
+        if self.ask is None:
+            return Channels(markers, ())
+        return Channels(markers, self.ask.tools, is_parallel=self.ask.calls.is_parallel)
 
 
 class Frontend:
@@ -87,11 +92,11 @@ class Frontend:
             require_utf8("stop", stop)
         defaults = {name: value for name, value in self.defaults.items() if name not in ask.sampling}
         sampling = self._sampling(ask, defaults)
-        if ask.grammar is not None:
+        if ask.is_bound:
             ask = _calm(ask)
         prompt = await self.prompt_ids(ask.prompt)
-        if ask.grammar is not None:
-            sampling.grammar.CopyFrom(await self._grammar(ask, ask.grammar, prompt))
+        if ask.is_bound:
+            sampling.grammar.CopyFrom(await self._grammar(ask, prompt))
         spec = replace(self.spec, cache=ask.cache)
         request = Request(
             prompt=prompt,
@@ -147,21 +152,30 @@ class Frontend:
         named = eos_ids(self.checkpoint.config, self.checkpoint.generation_config)
         return named | (self.tokenizer.eos if self.tokenizer else frozenset())
 
-    async def _grammar(self, ask: Ask, text: str, prompt: tuple[int, ...]) -> Grammar:
-        """The grammar, once it has been tried. Raises InputError if it is none, or the model cannot keep to it."""
+    async def _grammar(self, ask: Ask, prompt: tuple[int, ...]) -> Grammar:
+        """What the answer must be, once it has been tried. Raises InputError if the model cannot keep to it."""
+        field = "tool_choice" if ask.calls.are_forced else "response_format"
         if ask.ignore_eos or not self.eos:
-            raise InputError("response_format", "expected an end-of-sequence token to end it, found none")
-        if self.tokenizer and self.tokenizer.markers(prompt).begins_in != "normal":
-            raise InputError("response_format", "this model's template lets it think first, where no grammar holds")
-        grammar = Grammar(text=text, begins=len(prompt), eos=sorted(self.eos))
+            raise InputError(field, "expected an end-of-sequence token to end it, found none")
         try:
-            check_grammar(grammar)
             async with asyncio.timeout(_COMPILES_S):
-                await self.aside.run(partial(self._grammars.guide, grammar))
+                return await self.aside.run(partial(self._compiled, ask, prompt))
         except (FrameError, SamplingError) as error:
-            raise InputError("response_format", error.message) from error
+            raise InputError(field, error.message) from error
         except TimeoutError:
-            raise InputError("response_format", f"expected a grammar that compiles within {_COMPILES_S:g} s") from None
+            raise InputError(field, f"expected a grammar that compiles within {_COMPILES_S:g} s") from None
+
+    def _compiled(self, ask: Ask, prompt: tuple[int, ...]) -> Grammar:
+        """May take long."""
+        eos = sorted(self.eos)
+        spell = partial(self._grammars.spelled, eos=eos)
+        markers = self.tokenizer.markers(prompt) if self.tokenizer else Markers(None, "normal")
+        text = calls_grammar(ask.calls, ask.tools, markers, spell) if ask.calls.are_forced else ask.grammar or ""
+        if markers.begins_in != "normal":
+            text = after_thought(text, markers, spell)
+        grammar = Grammar(text=text, begins=len(prompt), eos=eos)
+        check_grammar(grammar)
+        self._grammars.guide(grammar)
         return grammar
 
     def _require_tokenizer(self, field: str) -> Tokenizer:

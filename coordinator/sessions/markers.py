@@ -14,3 +14,5 @@ class Markers:
     call_begins: str = ""
     call_ends: str = ""
     parse: Callable[[str, Any], Any] | None = None
+    format: str = ""  # of calls, by mlx-lm's name of its parser
+    thought_ends: str = ""

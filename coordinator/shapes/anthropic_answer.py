@@ -15,8 +15,8 @@ Json = dict[str, Any]
 class MessageAnswer:
     """How one answer is told. What the events have told so far stands in its `message`."""
 
-    def __init__(self, id: str, model: str, num_prompt: int, *, is_parallel: bool = True) -> None:
-        self._parts = Parts(is_parallel=is_parallel)
+    def __init__(self, id: str, model: str, num_prompt: int) -> None:
+        self._parts = Parts()
         self._blocks: list[Json] = []
         self._is_block_open = False
         self.message: Json = {

@@ -6,8 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from coordinator.resident.ask import Ask, Conversation
+from coordinator.resident.ask import Ask, Calls, Conversation
 from coordinator.resident.channels import ToolCall
+from coordinator.resident.grammars import json_grammar
 from coordinator.shapes.body import OF_OPENAI, UNSUPPORTED, Sampled, Section, Texts, Unsupported
 from coordinator.shapes.turns import Said, as_messages, function_tool, one_if_text
 from worker.errors import InputError
@@ -82,10 +83,16 @@ class Tool(Section):
 
 
 class ToolChoice(Section):
-    """A call can be forbidden; it cannot be forced."""
-
-    type: Literal["auto", "none"]
+    type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None  # of the tool that must be called, with the type `tool`
     disable_parallel_tool_use: bool = False
+
+    def calls(self) -> Calls:
+        """Raises InputError for a tool without a name."""
+        if self.type == "tool" and self.name is None:
+            raise InputError("tool_choice.name", "expected the name of the tool that must be called, found none")
+        only = self.name if self.type == "tool" else None
+        return Calls(self.type in ("any", "tool"), only, not self.disable_parallel_tool_use)
 
 
 class Thinking(Section):
@@ -94,14 +101,25 @@ class Thinking(Section):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
 
 
+class OutputFormat(Section):
+    type: Literal["json_schema"]
+    schema_: Json = Field(alias="schema")
+
+
 class OutputConfig(Section):
-    format: Json | None = None
+    format: OutputFormat | None = None
+
+    def grammar(self) -> str | None:
+        """What the answer must be. Raises InputError for a schema that cannot be enforced."""
+        return None if self.format is None else json_grammar(self.format.schema_, field="output_config.format")
 
 
 class CountBody(Sampled):
     """What makes a prompt: what `/v1/messages/count_tokens` takes."""
 
-    unsupported: ClassVar[Unsupported] = UNSUPPORTED | OF_OPENAI | {"frequency_penalty": (0,), "presence_penalty": (0,)}
+    unsupported: ClassVar[Unsupported] = (
+        UNSUPPORTED | OF_OPENAI | {"frequency_penalty": (0,), "output_format": (), "presence_penalty": (0,)}
+    )
     model: str | None = None
     messages: list[Turn] = Field(min_length=1)
     system: TextBlocks = Field(default_factory=list)
@@ -117,16 +135,9 @@ class CountBody(Sampled):
             raise InputError(
                 "messages", "expected the last one to be the user's: an answer cannot be begun for the model"
             )
-        if self.output_config.format is not None:
-            raise InputError("output_config.format", "expected none: this server does not enforce schemas")
         system = (Said("system", text=block.text) for block in self.system)
         pieces = [*system, *(piece for turn in self.messages for piece in turn.said())]
         return Conversation(as_messages(pieces), self._tools(), self._thinking() | self.chat_template_kwargs)
-
-    @property
-    def is_parallel(self) -> bool:
-        """Whether there may be several calls in one answer."""
-        return not self.tool_choice.disable_parallel_tool_use
 
     def _tools(self) -> tuple[Json, ...]:
         if self.tool_choice.type == "none":
@@ -149,13 +160,10 @@ class MessagesBody(CountBody):
 
     def ask(self) -> Ask:
         """Raises InputError as `conversation` does."""
-        return Ask(
-            prompt=self.conversation(),
+        return self.asking(
+            self.conversation(),
             max_tokens=self.max_tokens,
-            sampling=self.sampling(),
-            decode=self.decoder(),
-            cache=self.cache(),
             stops=tuple(self.stop_sequences),
-            ignore_eos=self.ignore_eos,
-            repeat_guard=self.repeat_guard,
+            grammar=self.output_config.grammar(),
+            calls=self.tool_choice.calls(),
         )

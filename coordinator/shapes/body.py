@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from coordinator.decoding.decode import Decode, make_cache_choice, make_decode
-from protos.brigade_pb2 import Cache
+from coordinator.resident.ask import Ask, Prompt
 from worker.errors import InputError
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -84,11 +84,17 @@ class Sampled(Section):
         chosen = {name: value for name in names if (value := getattr(self, name)) is not None}
         return chosen | ({"top_k": 0} if self.top_k == -1 else {})  # as vLLM's clients say that it is off
 
-    def decoder(self) -> Decode:
-        return make_decode(self.decode, str(self.window), self.entropy_threshold, self.position_penalty)
-
-    def cache(self) -> Cache:
-        return make_cache_choice(self.kv, self.max_kv_size)
+    def asking(self, prompt: Prompt, *, sampling: Mapping[str, Any] | None = None, **own: Any) -> Ask:
+        """What is asked of this prompt; `sampling` and `own` are what not all shapes know. Raises InputError."""
+        return Ask(
+            prompt,
+            sampling=self.sampling() | dict(sampling or {}),
+            decode=make_decode(self.decode, str(self.window), self.entropy_threshold, self.position_penalty),
+            cache=make_cache_choice(self.kv, self.max_kv_size),
+            ignore_eos=self.ignore_eos,
+            repeat_guard=self.repeat_guard,
+            **own,
+        )
 
 
 def read(shape: type[Body], body: Mapping[str, Any]) -> Body:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from coordinator.resident.ask import Ask, Conversation
+from coordinator.resident.ask import Ask, Calls, Conversation
 from coordinator.resident.channels import ToolCall
 from coordinator.resident.grammars import json_grammar
 from coordinator.shapes.body import OF_OPENAI, UNSUPPORTED, Sampled, Section, Unsupported
@@ -91,8 +91,16 @@ class Tool(Section):
     parameters: Json | None = None
 
 
+class OneTool(Section):
+    """The one that must be called."""
+
+    type: Literal["function"]
+    name: str
+
+
 class Format(Section):
     type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
     schema_: Json | None = Field(default=None, alias="schema")
 
     def grammar(self) -> str | None:
@@ -121,7 +129,7 @@ class ResponsesBody(Sampled):
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     tools: list[Tool] = Field(default_factory=list)
-    tool_choice: Literal["auto", "none"] | None = None  # a call can be forbidden; it cannot be forced
+    tool_choice: Literal["auto", "none", "required"] | OneTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig = TextConfig()
     reasoning: Effort | None = None
@@ -145,31 +153,29 @@ class ResponsesBody(Sampled):
         if "message.output_text.logprobs" in (self.include or ()):
             raise InputError("include", _REFUSED["top_logprobs"])
         penalties = {"presence_penalty": self.presence_penalty, "frequency_penalty": self.frequency_penalty}
-        return Ask(
-            prompt=self._conversation(),
+        return self.asking(
+            self._conversation(),
+            sampling={name: value for name, value in penalties.items() if value is not None},
             max_tokens=self.max_output_tokens,
-            sampling=self.sampling() | {name: value for name, value in penalties.items() if value is not None},
-            decode=self.decoder(),
-            cache=self.cache(),
-            ignore_eos=self.ignore_eos,
-            repeat_guard=self.repeat_guard,
             grammar=self.text.format.grammar(),
+            calls=self._calls(),
         )
 
-    @property
-    def is_parallel(self) -> bool:
-        """Whether there may be several calls in one answer."""
-        return self.parallel_tool_calls is not False
+    def _calls(self) -> Calls:
+        only = self.tool_choice.name if isinstance(self.tool_choice, OneTool) else None
+        are_forced = only is not None or self.tool_choice == "required"
+        return Calls(are_forced, only, self.parallel_tool_calls is not False)
 
     def echoed(self, sampling: Sampling) -> Json:
         """What a response tells of its request: what held for it, whatever was asked for."""
+        choice = self.tool_choice
         return {
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
             "tools": [tool.model_dump() | {"strict": False} for tool in self.tools],
-            "tool_choice": self.tool_choice or "auto",
-            "parallel_tool_calls": self.is_parallel,
-            "text": self.text.model_dump(),
+            "tool_choice": choice.model_dump() if isinstance(choice, OneTool) else choice or "auto",
+            "parallel_tool_calls": self._calls().is_parallel,
+            "text": self.text.model_dump(by_alias=True, exclude_none=True),
             "reasoning": {"effort": self.reasoning.effort if self.reasoning else None, "summary": None},
             "temperature": sampling.temperature,
             "top_p": sampling.top_p or 1.0,

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from coordinator.resident.ask import Ask, Conversation
+from coordinator.resident.ask import Ask, Calls, Conversation
 from coordinator.resident.channels import Delta, ToolCall
 from coordinator.resident.grammars import json_grammar, lark_grammar, regex_grammar
 from coordinator.shapes.answers import TokenBytes, TokenText, logprobs_of, total_usage
@@ -59,6 +59,7 @@ class ChatBody(Sampled):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[Json] | None = None
     tool_choice: str | Json | None = None
+    parallel_tool_calls: bool | None = None
     response_format: Json | None = None
     reasoning_effort: str | None = None  # which some templates know
     chat_template_kwargs: Json = Field(default_factory=dict)
@@ -86,31 +87,34 @@ class ChatBody(Sampled):
             "logit_bias": self.logit_bias,
             "logprobs": 1 + (self.top_logprobs or 0) if self.logprobs else 0,
         }
-        return Ask(
-            prompt=Conversation(
-                tuple(as_template_message(message) for message in self.messages),
-                self._tools(),
-                ({"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {})
-                | self.chat_template_kwargs,
-            ),
+        effort = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {}
+        messages = tuple(as_template_message(message) for message in self.messages)
+        return self.asking(
+            Conversation(messages, self._tools(), effort | self.chat_template_kwargs),
+            sampling=chosen,
             max_tokens=self.max_completion_tokens or self.max_tokens,
-            sampling=self.sampling() | chosen,
-            decode=self.decoder(),
-            cache=self.cache(),
             stops=tuple(self.stop or ()),
-            ignore_eos=self.ignore_eos,
-            repeat_guard=self.repeat_guard,
             grammar=grammar_of(self.response_format),
+            calls=self._calls(),
         )
 
     def _tools(self) -> tuple[Json, ...]:
-        """What may be called. A call can be forbidden; it cannot be forced."""
-        if self.tool_choice not in (None, "none", "auto"):
-            raise InputError("tool_choice", 'expected "auto" or "none": this server cannot force a call')
+        """What may be called."""
         for tool in self.tools or ():
             if tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
                 raise InputError("tools", f"expected tools of type function, found {tool.get('type')!r}")
         return () if self.tool_choice == "none" else tuple(self.tools or ())
+
+    def _calls(self) -> Calls:
+        is_parallel = self.parallel_tool_calls is not False
+        match self.tool_choice:
+            case None | "auto" | "none":
+                return Calls(is_parallel=is_parallel)
+            case "required":
+                return Calls(are_forced=True, is_parallel=is_parallel)
+            case {"type": "function", "function": {"name": str(name)}}:
+                return Calls(are_forced=True, only=name)
+        raise InputError("tool_choice", 'expected "auto", "none", "required" or a function by its name')
 
 
 def grammar_of(response_format: Json | None) -> str | None:

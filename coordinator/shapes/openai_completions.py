@@ -86,15 +86,11 @@ class CompletionBody(Sampled):
             "logprobs": 0 if self.logprobs is None else 1 + self.logprobs,
         }
         return [
-            Ask(
-                prompt=prompt,
+            self.asking(
+                prompt,
+                sampling=chosen,
                 max_tokens=self.max_tokens,
-                sampling=self.sampling() | chosen,
-                decode=self.decoder(),
-                cache=self.cache(),
                 stops=tuple(self.stop or ()),
-                ignore_eos=self.ignore_eos,
-                repeat_guard=self.repeat_guard,
                 grammar=grammar_of(self.response_format),
             )
             for prompt in self.prompt

@@ -25,9 +25,7 @@ Part = Text | Thought | ToolCall
 class Parts:
     """One answer's. White space between thoughts and calls, where models leave some, is no text of its own."""
 
-    def __init__(self, *, is_parallel: bool = True) -> None:
-        """Of the calls only the first one is told unless it `is_parallel`."""
-        self._is_parallel = is_parallel
+    def __init__(self) -> None:
         self._run: type[Part] | None = None  # what came last
         self._has_begun = False  # the run: something of it was told
         self._held = ""  # white space that a run began with
@@ -37,8 +35,7 @@ class Parts:
         """What the next delta adds."""
         parts: list[Part] = [*self._say(Thought, delta.reasoning), *self._say(Text, delta.content)]
         for call in delta.tool_calls:
-            if self._is_parallel or not self._has_called:
-                parts.append(call)
+            parts.append(call)
             self._run, self._held, self._has_called = ToolCall, "", True
         if delta.finish_reason is not None and self._run is Text and self._held and not self._has_called:
             parts.append(Text(self._held))  # then it is the whole answer

@@ -22,9 +22,9 @@ _ALWAYS = {
 class ResponseAnswer:
     """How one answer is told. What the events have told so far stands in its `response`."""
 
-    def __init__(self, id: str, model: str, created: int, echoed: Json, *, is_parallel: bool = True) -> None:
+    def __init__(self, id: str, model: str, created: int, echoed: Json) -> None:
         """`created` is in seconds since 1970; `echoed` is what a response tells of its request."""
-        self._parts = Parts(is_parallel=is_parallel)
+        self._parts = Parts()
         self._output: list[Json] = []
         self.response: Json = {
             **_ALWAYS, **echoed, "id": id, "model": model, "created_at": created, "status": "in_progress",

@@ -1,5 +1,7 @@
 """Grammars: which tokens an answer may go on with. llguidance matches; its state follows from the ids alone."""
 
+import json
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +20,7 @@ _MOST_TOKENIZERS = 4  # each has a trie of the whole vocabulary
 # A grammar is compiled where a step of the model waits for it: in about half a second at most.
 _LIMITS = LLParserLimits(max_grammar_size=20_000, verbose_errors=False)
 _QUIET = 0
+_MARKER = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])")  # what may be a special token
 
 _K = TypeVar("_K")
 _V = TypeVar("_V")
@@ -89,6 +92,12 @@ class Grammars:
         self._keep(self._compiled, key, matcher, _MOST_KEPT)
         return Guide(matcher.deep_copy(), grammar.begins, self._vocab_size)
 
+    def spelled(self, text: str, eos: Sequence[int]) -> str:
+        """A text as a Lark rule spells it: special tokens by their ids, since no text stands for those."""
+        tokenizer = self._tokenizer(tuple(eos))
+        symbols = (_symbol(tokenizer, part) for part in _MARKER.split(text) if part)
+        return " ".join(symbols)
+
     def _compile(self, grammar: Grammar) -> LLMatcher:
         matcher = LLMatcher(self._tokenizer(tuple(grammar.eos)), grammar.text, log_level=_QUIET, limits=_LIMITS)
         if matcher.is_error():
@@ -117,6 +126,13 @@ class Grammars:
             kept.move_to_end(key)
             if len(kept) > most:
                 kept.popitem(last=False)
+
+
+def _symbol(tokenizer: LLTokenizer, part: str) -> str:
+    for token in tokenizer.tokenize_str(part, parse_special=True):
+        if tokenizer.is_special_token(token) and tokenizer.decode_str([token]) == part:
+            return f"<[{token}]>"
+    return json.dumps(part)
 
 
 def _first_line(text: str) -> str:

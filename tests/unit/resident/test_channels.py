@@ -78,3 +78,12 @@ def test_half_a_marker_at_the_end_is_text() -> None:
 def test_without_markers_all_is_content() -> None:
     channels = Channels(None, [])
     assert channels.push(Piece(TEXT, [], 0, "stop")) == Delta(Piece(TEXT, [], 0, "stop"), TEXT, finish_reason="stop")
+
+
+@pytest.mark.parametrize("size", [1, len(TEXT)])
+def test_only_the_first_call_is_told_where_there_is_to_be_one(size: int) -> None:
+    channels = Channels(markers(), TOOLS, is_parallel=False)
+    pieces = [TEXT[at : at + size] for at in range(0, len(TEXT), size)]
+    deltas = [*(channels.push(Piece(piece, [], 0)) for piece in pieces), channels.push(Piece("", [], 0, "stop"))]
+    assert [call.name for delta in deltas for call in delta.tool_calls] == ["add"]
+    assert content(deltas) == "Let me see. Done" and deltas[-1].finish_reason == "tool_calls"

@@ -17,8 +17,8 @@ from tests.unit.shapes.scripted import ALL, CALLS, delta, last
 EVENTS: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
 
 
-def answer(*, is_parallel: bool = True) -> MessageAnswer:
-    return MessageAnswer("msg_1", "demo", 7, is_parallel=is_parallel)
+def answer() -> MessageAnswer:
+    return MessageAnswer("msg_1", "demo", 7)
 
 
 def events(deltas: Sequence[Delta]) -> list[RawMessageStreamEvent]:
@@ -39,8 +39,8 @@ def accumulated(deltas: Sequence[Delta]) -> Message:
     return Message.model_validate(snapshot.to_dict())
 
 
-def content(deltas: Sequence[Delta], *, is_parallel: bool = True) -> list[Any]:
-    return list(answer(is_parallel=is_parallel).whole(deltas)["content"])
+def content(deltas: Sequence[Delta]) -> list[Any]:
+    return list(answer().whole(deltas)["content"])
 
 
 def test_the_message_has_a_block_for_every_thought_text_and_call() -> None:
@@ -96,12 +96,6 @@ def test_white_space_is_a_text_only_where_nothing_else_is_said() -> None:
         {"type": "text", "text": "\na  "}
     ]
     assert content([last()]) == []
-
-
-def test_only_the_first_call_is_told_where_there_is_to_be_one() -> None:
-    both = [delta(calls=CALLS), delta(calls=CALLS), last("tool_calls")]
-    assert [block["id"] for block in content(both)] == ["call_1", "call_2", "call_1", "call_2"]
-    assert [block["id"] for block in content(both, is_parallel=False)] == ["call_1"]
 
 
 @pytest.mark.parametrize(("arguments", "given"), [("[1]", [1]), ("no JSON", "no JSON"), ("", "")])

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.resident.ask import Ask, Conversation
+from coordinator.resident.ask import Ask, Calls, Conversation
+from coordinator.resident.grammars import json_grammar
 from coordinator.shapes.anthropic_messages import CountBody, MessagesBody
 from coordinator.shapes.body import read
 from tests.unit.shapes.scripted import TOOL
@@ -118,10 +119,12 @@ def user(*blocks: dict[str, Any]) -> dict[str, Any]:
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "messages", "begun"),
         ({"max_tokens": 0}, "max_tokens", "1"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice.type", "'auto' or 'none'"),
-        ({"tool_choice": {"type": "tool", "name": "add"}}, "tool_choice.type", "'auto' or 'none'"),
+        ({"tool_choice": {"type": "all"}}, "tool_choice.type", "'any' or 'tool'"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name", "expected the name"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type", "'custom'"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format", "schemas"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema", "required"),
+        ({"output_config": {"format": {"type": "regex"}}}, "output_config.format.type", "'json_schema'"),
+        ({"output_format": {"type": "json_schema", "schema": {}}}, "output_format", "is not supported"),
         ({"stop_sequences": [""]}, "stop_sequences.0", "1 character"),
     ],
 )
@@ -136,3 +139,21 @@ def test_a_count_needs_no_max_tokens_and_a_message_does() -> None:
     assert read(CountBody, body).conversation() == conversation()
     with pytest.raises(InputError, match="max_tokens: Field required"):
         read(MessagesBody, body)
+
+
+@pytest.mark.parametrize(
+    ("choice", "calls"),
+    [
+        ({"type": "auto"}, Calls()),
+        ({"type": "auto", "disable_parallel_tool_use": True}, Calls(is_parallel=False)),
+        ({"type": "any"}, Calls(are_forced=True)),
+        ({"type": "tool", "name": "add"}, Calls(are_forced=True, only="add")),
+    ],
+)
+def test_calls_can_be_forced(choice: dict[str, Any], calls: Calls) -> None:
+    assert ask(tool_choice=choice).calls == calls
+
+
+def test_an_output_format_is_a_schema_that_the_answer_keeps_to() -> None:
+    assert ask(output_config={"format": {"type": "json_schema", "schema": TOOL}}).grammar == json_grammar(TOOL)
+    assert ask(output_config={"effort": "low"}).grammar is None

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.resident.ask import Conversation
+from coordinator.resident.ask import Calls, Conversation
 from coordinator.resident.channels import Delta, ToolCall
 from coordinator.sessions.answer import Piece, Token, Usage
 from coordinator.shapes.body import read
@@ -70,6 +70,19 @@ def test_tools_are_told_to_the_template_unless_they_may_not_be_called() -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": tools}
     assert list(read(ChatBody, body).ask().tools) == tools
     assert read(ChatBody, body | {"tool_choice": "none"}).ask().tools == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "calls"),
+    [
+        ({}, Calls()),
+        ({"parallel_tool_calls": False}, Calls(is_parallel=False)),
+        ({"tool_choice": "required", "parallel_tool_calls": True}, Calls(are_forced=True)),
+        ({"tool_choice": {"type": "function", "function": {"name": "look"}}}, Calls(are_forced=True, only="look")),
+    ],
+)
+def test_calls_can_be_forced(fields: dict[str, Any], calls: Calls) -> None:
+    assert read(ChatBody, {"messages": [{"role": "user", "content": "hi"}]} | fields).ask().calls == calls
 
 
 def test_what_a_window_has_decided_ahead_goes_with_a_chunk_or_alone() -> None:

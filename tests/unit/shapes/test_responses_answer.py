@@ -20,8 +20,8 @@ EVENTS: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
 BODY = read(ResponsesBody, {"input": "x", "tools": [{"type": "function", "name": "add", "parameters": TOOL}]})
 
 
-def answer(*, is_parallel: bool = True) -> ResponseAnswer:
-    return ResponseAnswer("resp_1", "demo", 1_000, BODY.echoed(Sampling()), is_parallel=is_parallel)
+def answer() -> ResponseAnswer:
+    return ResponseAnswer("resp_1", "demo", 1_000, BODY.echoed(Sampling()))
 
 
 def checked(told: Iterator[dict[str, Any]] | Sequence[dict[str, Any]], first: int = 0) -> list[Any]:
@@ -118,9 +118,3 @@ def test_a_failure_is_an_error_and_a_failed_response() -> None:
     response = found[-1].response
     assert (response.status, response.error.code, response.error.message) == ("failed", "server_error", "why")
     assert response.output[0].status == "incomplete" and response.usage is None
-
-
-def test_only_the_first_call_is_told_where_there_is_to_be_one() -> None:
-    both = [delta(calls=CALLS), last("tool_calls")]
-    assert [item["call_id"] for item in answer().whole(both)["output"]] == ["call_1", "call_2"]
-    assert [item["call_id"] for item in answer(is_parallel=False).whole(both)["output"]] == ["call_1"]

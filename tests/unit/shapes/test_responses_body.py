@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.resident.ask import Ask, Conversation
+from coordinator.resident.ask import Ask, Calls, Conversation
+from coordinator.resident.grammars import json_grammar
 from coordinator.shapes.body import read
 from coordinator.shapes.open_responses import ResponsesBody
 from protos.brigade_pb2 import Sampling
@@ -89,8 +90,8 @@ def test_parameters_go_by_their_own_names_and_the_rest_is_ignored() -> None:
         ({"include": ["message.output_text.logprobs"]}, "include", "chat/completions"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "expected an object"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'function'"),
-        ({"tool_choice": "required"}, "tool_choice", "'auto' or 'none'"),
-        ({"tool_choice": {"type": "function", "name": "add"}}, "tool_choice", "'auto' or 'none'"),
+        ({"tool_choice": "always"}, "tool_choice", "'required'"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice", "'required'"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0", "function_call"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
@@ -117,3 +118,27 @@ def test_a_response_tells_what_held_for_it_not_what_was_asked() -> None:
         {"type": "function", "name": "add", "description": None, "parameters": TOOL, "strict": False}
     ]
     assert (echoed["parallel_tool_calls"], echoed["tool_choice"], echoed["metadata"]) == (False, "auto", {"a": "b"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "calls"),
+    [
+        ({}, Calls()),
+        ({"tool_choice": "auto", "parallel_tool_calls": False}, Calls(is_parallel=False)),
+        ({"tool_choice": "required"}, Calls(are_forced=True)),
+        ({"tool_choice": {"type": "function", "name": "add"}}, Calls(are_forced=True, only="add")),
+    ],
+)
+def test_calls_can_be_forced_and_the_response_says_so(fields: dict[str, Any], calls: Calls) -> None:
+    assert ask(**fields).calls == calls
+    echoed = read(ResponsesBody, {"input": "x"} | fields).echoed(Sampling())
+    assert echoed["tool_choice"] == fields.get("tool_choice", "auto")
+
+
+def test_a_format_is_a_schema_that_the_answer_keeps_to_and_is_told_as_it_was_given() -> None:
+    given = {"type": "json_schema", "name": "sum", "schema": TOOL}
+    assert ask(text={"format": given | {"strict": True}}).grammar == json_grammar(TOOL)
+    assert read(ResponsesBody, {"input": "x", "text": {"format": given}}).echoed(Sampling())["text"] == {
+        "format": given
+    }
+    assert read(ResponsesBody, {"input": "x"}).echoed(Sampling())["text"] == {"format": {"type": "text"}}

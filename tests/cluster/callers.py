@@ -1,0 +1,32 @@
+"""Model folders with random weights whose tokenizer marks thoughts and calls."""
+
+import json
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer
+
+from tests.cluster.models import VOCAB, make_talker
+
+_MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+_CHAT = (
+    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% for tool_call in m.tool_calls or [] %}"
+    "<tool_call>{{ tool_call.name }}</tool_call>{% endfor %}{% endfor %}assistant: "
+)
+THINK_END = VOCAB + 1
+
+
+def make_caller(folder: Path, *, thinks: bool, has_markers: bool = True) -> Path:
+    """One that calls tools in JSON, with tokens of their own for its markers where it `has_markers`.
+
+    If it `thinks`, its template ends where a thought has begun.
+    """
+    make_talker(folder, vocab_size=VOCAB + 8, mask_token_id=VOCAB + 7)
+    if has_markers:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer.add_tokens([AddedToken(marker, special=False, normalized=False) for marker in _MARKERS])
+        tokenizer.save(str(folder / "tokenizer.json"))
+    path = folder / "tokenizer_config.json"
+    chat = _CHAT + ("<think>" if thinks else "")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": chat}))
+    return folder

@@ -1,0 +1,116 @@
+"""Answers that must call tools, and grammars after thoughts, on random weights that by themselves would do neither."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.cluster.runner import Runner
+from coordinator.decoding.decode import Decode
+from coordinator.resident.ask import Ask, Calls, Conversation
+from coordinator.resident.channels import Delta
+from coordinator.resident.frontend import Frontend, Task
+from coordinator.resident.grammars import regex_grammar
+from coordinator.sessions.answer import Piece
+from tests.cluster.callers import THINK_END, make_caller
+from tests.integration.conftest import running
+from worker.errors import InputError
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"size": {"enum": ["small", "large"]}, "count": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["size", "count"],
+    "additionalProperties": False,
+}
+TOOLS = tuple(
+    {"type": "function", "function": function}
+    for function in ({"name": "pick", "parameters": SCHEMA}, {"name": "wait"})
+)
+DECODES = [Decode("ar"), Decode("ngram"), Decode("diffusion", window=4)]
+FORCED = Calls(are_forced=True, is_parallel=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_caller(tmp_path_factory.mktemp("calls") / "plain", thinks=False)
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_caller(tmp_path_factory.mktemp("calls") / "thinker", thinks=True)
+
+
+def ask(seed: int = 0, **more: Any) -> Ask:
+    """Drawn at a high temperature unless the seed is 0; thoughts end now and then."""
+    sampling = {"seed": seed, "temperature": 1.5 * (seed > 0), "logit_bias": {THINK_END: 3.0 if seed else 50.0}}
+    prompt = Conversation(({"role": "user", "content": "Pick a fox."},), TOOLS)
+    return replace(Ask(prompt, max_tokens=300, sampling=sampling), **more)
+
+
+def require_called(delta: Delta, *, only: str | None = None) -> None:
+    assert delta.finish_reason == "tool_calls" and not delta.content.strip()
+    for call in delta.tool_calls:
+        arguments = json.loads(call.arguments)
+        assert call.name in ((only,) if only else ("pick", "wait"))
+        assert arguments == {} or (arguments["size"] in ("small", "large") and 0 <= arguments["count"] <= 99)
+        assert bool(arguments) == (call.name == "pick")
+
+
+async def answered(runner: Runner, task: Task) -> tuple[list[int], Delta]:
+    answer = await runner.answer(task.request, text=task.stream())
+    return answer.tokens, task.channels().push(Piece(answer.text, [], 0, answer.finish_reason))
+
+
+@pytest.mark.parametrize("has_thought", [False, True])
+@pytest.mark.parametrize("num_answers", [2, pytest.param(10, marks=pytest.mark.long)])
+async def test_every_answer_is_a_call_and_every_lossless_decoder_makes_the_same_one(
+    folder: Path, thinker: Path, has_thought: bool, num_answers: int
+) -> None:
+    model = thinker if has_thought else folder
+    frontend, thoughts = await Frontend.read(str(model)), list[str]()
+    async with running(model, (1, 3)) as chain, Runner(chain) as runner:
+        for seed in range(num_answers):
+            found = []
+            for decode in DECODES:
+                tokens, delta = await answered(runner, await frontend.prepare(ask(seed, calls=FORCED, decode=decode)))
+                require_called(delta)
+                assert len(delta.tool_calls) == 1
+                thoughts.append(delta.reasoning)
+                found.append(tokens)
+            assert found == [found[0]] * len(DECODES)
+    assert any(thoughts) == has_thought
+
+
+async def test_the_wanted_tool_is_called_and_several_may_be_where_markers_are_mere_text(tmp_path: Path) -> None:
+    folder = make_caller(tmp_path / "text", thinks=False, has_markers=False)
+    frontend = await Frontend.read(str(folder))
+    async with running(folder, (2, 2)) as chain, Runner(chain) as runner:
+        for seed in range(2):
+            named = await frontend.prepare(ask(seed, calls=Calls(are_forced=True, only="pick")))
+            _, delta = await answered(runner, named)
+            require_called(delta, only="pick")
+            required = await frontend.prepare(ask(seed, calls=Calls(are_forced=True)))
+            _, delta = await answered(runner, required)
+            require_called(delta)
+
+
+@pytest.mark.parametrize("decode", DECODES, ids=lambda decode: decode.kind)
+async def test_after_a_thought_the_answer_keeps_to_its_grammar(thinker: Path, decode: Decode) -> None:
+    frontend, thoughts = await Frontend.read(str(thinker)), list[str]()
+    async with running(thinker, (2, 2)) as chain, Runner(chain) as runner:
+        for seed in range(1, 4):
+            task = await frontend.prepare(ask(seed, grammar=regex_grammar("[0-9]{2,4}"), decode=decode))
+            _, delta = await answered(runner, task)
+            assert delta.finish_reason == "stop" and delta.content.isdigit() and 2 <= len(delta.content) <= 4
+            thoughts.append(delta.reasoning)
+    assert any(thoughts)
+
+
+async def test_a_call_that_cannot_be_forced_is_refused_before_a_node_is_asked(folder: Path) -> None:
+    frontend = await Frontend.read(str(folder))
+    with pytest.raises(InputError, match=r"^tool_choice: expected tools that can be called, found no tool 'walk'"):
+        await frontend.prepare(ask(calls=Calls(are_forced=True, only="walk")))
+    with pytest.raises(InputError, match=r"^tool_choice: expected an end-of-sequence token"):
+        await frontend.prepare(ask(calls=FORCED, ignore_eos=True))
