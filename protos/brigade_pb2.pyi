@@ -411,6 +411,10 @@ class StatusReply(_message.Message):
     sent_bytes: int
     def __init__(self, node: _Optional[str] = ..., clock: _Optional[int] = ..., step: _Optional[int] = ..., busy_s: _Optional[float] = ..., slots: _Optional[int] = ..., cache_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ...) -> None: ...
 
+class CompileReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class DigestRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

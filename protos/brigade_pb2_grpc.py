@@ -64,6 +64,11 @@ class NodeStub:
                 request_serializer=protos_dot_brigade__pb2.DigestRequest.SerializeToString,
                 response_deserializer=protos_dot_brigade__pb2.DigestReply.FromString,
                 _registered_method=True)
+        self.Compile = channel.unary_unary(
+                '/brigade.v1.Node/Compile',
+                request_serializer=protos_dot_brigade__pb2.Grammar.SerializeToString,
+                response_deserializer=protos_dot_brigade__pb2.CompileReply.FromString,
+                _registered_method=True)
 
 
 class NodeServicer:
@@ -115,6 +120,13 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Compile(self, request, context):
+        """Gets ready for a grammar that a session is about to come with, while steps go on: only the last stage needs to.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -147,6 +159,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.Digest,
                     request_deserializer=protos_dot_brigade__pb2.DigestRequest.FromString,
                     response_serializer=protos_dot_brigade__pb2.DigestReply.SerializeToString,
+            ),
+            'Compile': grpc.unary_unary_rpc_method_handler(
+                    servicer.Compile,
+                    request_deserializer=protos_dot_brigade__pb2.Grammar.FromString,
+                    response_serializer=protos_dot_brigade__pb2.CompileReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -311,6 +328,33 @@ class Node:
             '/brigade.v1.Node/Digest',
             protos_dot_brigade__pb2.DigestRequest.SerializeToString,
             protos_dot_brigade__pb2.DigestReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Compile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/brigade.v1.Node/Compile',
+            protos_dot_brigade__pb2.Grammar.SerializeToString,
+            protos_dot_brigade__pb2.CompileReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -13,7 +13,7 @@ from coordinator.cluster.peer import Peer
 from coordinator.cluster.stillness import Stillness
 from coordinator.planning.costs import ChainCosts
 from coordinator.planning.patience import Patience, StepKind
-from protos.brigade_pb2 import AttachRequest, Frame, LoadProgress, Result, Session, StatusReply, Window
+from protos.brigade_pb2 import AttachRequest, Frame, Grammar, LoadProgress, Result, Session, StatusReply, Window
 from worker.compute.engine import Engine
 from worker.compute.header import asked_of, check_result, num_rows
 from worker.errors import BrigadeError, EngineHung, FrameError, NodeBusy, NodeSilent, StageLost
@@ -21,6 +21,7 @@ from worker.memory.history import History
 from worker.model.modelspec import ModelSpec
 from worker.node.parts import PLAIN
 from worker.node.stage import Stage
+from worker.process.call_thread import run_aside
 from worker.process.mlx_thread import MlxThread
 
 _PROBE_S = 1.5
@@ -182,6 +183,14 @@ class Chain:
         shard = self._own.shard
         assert shard is not None
         return await self.thread.run(lambda: dict(shard.digests()))
+
+    async def compile(self, grammar: Grammar) -> None:
+        """Have the last stage get ready for a grammar, while steps go on. Raises BrigadeError if it cannot."""
+        if self.peers:
+            await self.peers[-1].compile(grammar)
+        else:
+            assert self._own.shard is not None
+            await run_aside(partial(self._own.shard.grammars.guide, grammar))
 
     def _arrived(self, result: Result) -> Arrival:
         """Take a result in. Raises FrameError for one that answers nothing that was asked."""

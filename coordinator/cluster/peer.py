@@ -13,6 +13,7 @@ from coordinator.cluster.ways import Ways
 from protos.brigade_pb2 import (
     AttachRequest,
     DigestRequest,
+    Grammar,
     HelloReply,
     LoadProgress,
     LoadRequest,
@@ -35,6 +36,7 @@ _HELLO_S = 5.0
 _ATTACH_S = 10.0
 _STALL_S = 120.0  # the longest that a load may go on without a sign of progress
 _DIGEST_S = 600.0
+_COMPILE_S = 5.0  # of a grammar
 
 
 class Peer:
@@ -158,6 +160,10 @@ class Peer:
     async def digests(self) -> dict[str, str]:
         """A digest per tensor of the loaded shard."""
         return dict((await self._named(self._stub.Digest(DigestRequest(), timeout=_DIGEST_S))).digests)
+
+    async def compile(self, grammar: Grammar) -> None:
+        """Have the worker get ready for a grammar. Raises what it refuses with, or StageLost."""
+        await self._named(self._stub.Compile(grammar, timeout=_COMPILE_S))
 
     def detach(self) -> None:
         """Have the worker leave the chain: it drops every slot and keeps its shard."""

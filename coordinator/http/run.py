@@ -106,6 +106,7 @@ async def _keep_serving(options: ClusterOptions, serving: Serving, served: Serve
                 max_wait_s=serving.queue_timeout_s,
                 tally=served.tally,
             ) as model:
+                await model.expect_grammars()
                 served.model, was_open = model, True
                 say(f"serving {', '.join(served.names)} at {url}, up to {model.context} tokens per request")
                 if await _is_stopped(model, serving):

@@ -13,7 +13,7 @@ from coordinator.resident.aside import OneAtATime
 from coordinator.resident.ask import Ask, Conversation, Prompt, require_utf8
 from coordinator.resident.calls import calls_grammar
 from coordinator.resident.channels import Channels
-from coordinator.resident.grammars import after_thought
+from coordinator.resident.grammars import after_thought, regex_grammar
 from coordinator.sessions.generation_config import eos_ids, sampling_defaults
 from coordinator.sessions.markers import Markers
 from coordinator.sessions.request import Request, check_request, make_sampling
@@ -151,6 +151,10 @@ class Frontend:
         """The tokens that end an answer."""
         named = eos_ids(self.checkpoint.config, self.checkpoint.generation_config)
         return named | (self.tokenizer.eos if self.tokenizer else frozenset())
+
+    async def any_grammar(self) -> Grammar:
+        """One that says nothing. Raises InputError if this model can keep to none."""
+        return await self._grammar(Ask((), grammar=regex_grammar("(.|\n)*")), ())
 
     async def _grammar(self, ask: Ask, prompt: tuple[int, ...]) -> Grammar:
         """What the answer must be, once it has been tried. Raises InputError if the model cannot keep to it."""

@@ -18,8 +18,8 @@ from coordinator.resident.frontend import Frontend, Task
 from coordinator.resident.tally import Tally
 from coordinator.sessions.request import most_rows, room_for_answer
 from coordinator.sessions.slots import CacheCosts, cache_costs
-from protos.brigade_pb2 import Cache
-from worker.errors import NodeBusy
+from protos.brigade_pb2 import Cache, Sampling
+from worker.errors import InputError, NodeBusy
 
 
 class State(Enum):
@@ -104,6 +104,7 @@ class ResidentModel:
         self._require_open()
         self._begin()
         try:
+            await self._compile(task.request.sampling)
             channels = task.channels()
             pieces = self.runner.stream(task.request, text=task.stream(), traced=traced)
             async with contextlib.aclosing(pieces):
@@ -113,6 +114,20 @@ class ResidentModel:
                         yield channels.push(piece)
         finally:
             self._end()
+
+    async def expect_grammars(self) -> None:
+        """Read the vocabulary as grammars need it, here and on the last stage.
+
+        For a large one that takes seconds, in which a process does nothing else: streams would wait.
+        """
+        with contextlib.suppress(InputError):  # no grammar can be kept to
+            await self._compile(Sampling(grammar=await self.frontend.any_grammar()))
+
+    async def _compile(self, sampling: Sampling) -> None:
+        """Beside the steps of others, which the grammar of a session that is opened would hold up."""
+        if sampling.HasField("grammar"):
+            # what goes wrong, the session is told as it is opened, or it is recovered
+            await asyncio.gather(self.runner.chain.compile(sampling.grammar), return_exceptions=True)
 
     async def wait_failed(self) -> None:
         """Return never; raise what made it impossible to answer once it is so."""

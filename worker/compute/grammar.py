@@ -4,9 +4,9 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -20,10 +20,8 @@ _MOST_TOKENIZERS = 4  # each has a trie of the whole vocabulary
 # A grammar is compiled where a step of the model waits for it: in about half a second at most.
 _LIMITS = LLParserLimits(max_grammar_size=20_000, verbose_errors=False)
 _QUIET = 0
+_READING = Lock()  # nobody reads a tokenizer that another thread is reading
 _MARKER = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])")  # what may be a special token
-
-_K = TypeVar("_K")
-_V = TypeVar("_V")
 
 
 class Guide:
@@ -82,14 +80,13 @@ class Grammars:
         self._path = folder / "tokenizer.json"
         self._vocab_size = vocab_size
         self._lock = Lock()  # a coordinator compiles on several threads
-        self._tokenizers: OrderedDict[tuple[int, ...], LLTokenizer] = OrderedDict()  # by the tokens that end an answer
         self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
 
     def guide(self, grammar: Grammar) -> Guide:
         """Raises SamplingError for a grammar that is none, or a model without a fast tokenizer."""
         key = Grammar(text=grammar.text, eos=grammar.eos).SerializeToString(deterministic=True)
         matcher = self._compiled.get(key) or self._compile(grammar)
-        self._keep(self._compiled, key, matcher, _MOST_KEPT)
+        self._keep(key, matcher)
         return Guide(matcher.deep_copy(), grammar.begins, self._vocab_size)
 
     def spelled(self, text: str, eos: Sequence[int]) -> str:
@@ -105,27 +102,28 @@ class Grammars:
         return matcher
 
     def _tokenizer(self, eos: tuple[int, ...]) -> LLTokenizer:
-        found = self._tokenizers.get(eos) or self._read_tokenizer(eos)
-        self._keep(self._tokenizers, eos, found, _MOST_TOKENIZERS)
-        return found
-
-    def _read_tokenizer(self, eos: tuple[int, ...]) -> LLTokenizer:
         if (highest := max(eos, default=0)) >= self._vocab_size:
             raise SamplingError(f"expected tokens that end an answer below {self._vocab_size}, got {highest}")
         try:
-            text = self._path.read_text(encoding="utf-8")
-            return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=list(eos))
+            with _READING:
+                return _read_tokenizer(self._path, self._path.stat().st_mtime_ns, self._vocab_size, eos)
         except (OSError, ValueError) as error:
             said = f"grammars need a tokenizer.json that can be read: {_first_line(str(error))}"
             raise SamplingError(said) from error
 
-    def _keep(self, kept: OrderedDict[_K, _V], key: _K, value: _V, most: int) -> None:
+    def _keep(self, key: bytes, matcher: LLMatcher) -> None:
         """As the one that was used last."""
         with self._lock:
-            kept[key] = value
-            kept.move_to_end(key)
-            if len(kept) > most:
-                kept.popitem(last=False)
+            self._compiled[key] = matcher
+            self._compiled.move_to_end(key)
+            if len(self._compiled) > _MOST_KEPT:
+                self._compiled.popitem(last=False)
+
+
+@lru_cache(_MOST_TOKENIZERS)
+def _read_tokenizer(path: Path, changed: int, vocab_size: int, eos: tuple[int, ...]) -> LLTokenizer:
+    """One for all in this process; another one once the file has changed."""
+    return LLTokenizer(path.read_text(encoding="utf-8"), n_vocab=vocab_size, eos_token=list(eos))
 
 
 def _symbol(tokenizer: LLTokenizer, part: str) -> str:

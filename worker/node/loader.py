@@ -10,8 +10,8 @@ from functools import partial
 
 import mlx.core as mx
 
-from protos.brigade_pb2 import LoadProgress, LoadRequest
-from worker.compute.header import dtype_name
+from protos.brigade_pb2 import Grammar, LoadProgress, LoadRequest
+from worker.compute.header import check_grammar, dtype_name
 from worker.compute.shard import Shard
 from worker.errors import ModelError
 from worker.model.checkpoint import Checkpoint
@@ -112,6 +112,13 @@ class Loader:
         finally:
             await self._thread.run(pieces.close)  # where its arrays belong
         return found
+
+    async def compile(self, grammar: Grammar) -> None:
+        """Get ready for a grammar. Raises ModelError if nothing is loaded, SamplingError for a grammar that is none."""
+        if (loaded := self.loaded) is None:
+            raise ModelError("holds no shard; load first")
+        check_grammar(grammar)
+        await run_aside(partial(loaded.shard.grammars.guide, grammar))
 
     async def _take_turn(self, wait_s: float) -> bool:
         try:

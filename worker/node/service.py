@@ -12,11 +12,13 @@ import mlx.core as mx
 
 from protos.brigade_pb2 import (
     AttachRequest,
+    CompileReply,
     Configuration,
     Coordinator,
     Credit,
     DigestReply,
     DigestRequest,
+    Grammar,
     HelloReply,
     HelloRequest,
     LoadRequest,
@@ -166,6 +168,12 @@ class NodeService(NodeServicer):
         async with self._reporting(context):
             self._network.require_coordinator(context)
             return DigestReply(digests=await self._loader.digests())
+
+    async def Compile(self, request: Grammar, context: Context) -> CompileReply:
+        async with self._reporting(context):
+            self._network.require_coordinator(context)
+            await self._loader.compile(request)
+            return CompileReply()
 
     @contextlib.asynccontextmanager
     async def _reporting(self, context: Context) -> AsyncIterator[None]:

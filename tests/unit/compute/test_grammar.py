@@ -4,7 +4,7 @@ import pytest
 from llguidance import LLMatcher
 
 from protos.brigade_pb2 import Grammar
-from worker.compute.grammar import Grammars
+from worker.compute.grammar import Grammars, _read_tokenizer
 from worker.errors import SamplingError
 from worker.model.checkpoint import DEMO
 
@@ -16,7 +16,7 @@ def test_a_tokenizer_for_every_choice_of_ends_is_not_kept_for_ever() -> None:
     grammars = Grammars(DEMO, VOCAB)
     for eos in range(8):
         grammars.guide(Grammar(text=DIGITS, eos=[eos]))
-    assert list(grammars._tokenizers) == [(4,), (5,), (6,), (7,)]
+    assert _read_tokenizer.cache_info().currsize == 4
 
 
 def test_an_end_that_is_no_token_is_refused() -> None:

@@ -1,0 +1,95 @@
+"""Grammars are compiled beside the steps of sessions that have none."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher
+
+from coordinator.resident.ask import Ask
+from coordinator.resident.grammars import regex_grammar
+from coordinator.resident.model import ResidentModel
+from coordinator.resident.several import collect
+from protos.brigade_pb2 import Grammar
+from tests.cluster.models import make_talker
+from tests.integration.conftest import load, load_request, serving
+from tests.integration.test_score_doors import resident
+from worker.compute import grammar as grammars
+from worker.errors import FrameError, ModelError, SamplingError
+
+NUMBER = Ask("Count: ", max_tokens=9, grammar=regex_grammar("[0-9]{3,5}"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_talker(tmp_path_factory.mktemp("compiling") / "model")
+
+
+async def said(model: ResidentModel, ask: Ask) -> str:
+    [deltas] = await collect(model, [await model.prepare(ask)])
+    return "".join(delta.content for delta in deltas)
+
+
+@pytest.mark.parametrize("layers", [(4,), (1, 3)], ids=str)
+async def test_a_grammar_that_compiles_for_long_holds_up_no_other_session(
+    folder: Path, layers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is compiled on the last stage before another session has had its whole answer."""
+    compiles, may_go_on = asyncio.Event(), threading.Event()
+    loop, compiled = asyncio.get_running_loop(), grammars.Grammars._compile
+    async with resident(folder, layers) as model:
+
+        def slowly(self: grammars.Grammars, grammar: Grammar) -> LLMatcher:
+            if self is not model.frontend._grammars:
+                loop.call_soon_threadsafe(compiles.set)
+                assert may_go_on.wait(20)
+            return compiled(self, grammar)
+
+        monkeypatch.setattr(grammars.Grammars, "_compile", slowly)
+        number = asyncio.create_task(said(model, NUMBER))
+        try:
+            await compiles.wait()
+            assert len(await said(model, Ask("Once", max_tokens=12, ignore_eos=True))) > 0
+            assert not number.done()
+        finally:
+            may_go_on.set()
+        assert (await number).isdigit()
+
+
+async def test_a_server_has_read_the_vocabulary_before_its_first_grammar(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Any] = []
+    tokenizer: Callable[..., Any] = grammars.LLTokenizer
+    monkeypatch.setattr(grammars, "LLTokenizer", lambda *given, **more: read.append(more) or tokenizer(*given, **more))
+    grammars._read_tokenizer.cache_clear()
+    async with resident(folder, (1, 3)) as model:
+        await model.expect_grammars()
+        assert len(read) == 1  # coordinator and worker are one process here
+        assert (await said(model, NUMBER)).isdigit()
+        assert len(read) == 1
+
+
+async def test_a_model_that_can_keep_to_no_grammar_is_served_all_the_same(folder: Path, tmp_path: Path) -> None:
+    async with resident(folder, (2, 2)) as model:
+        model.frontend._grammars = grammars.Grammars(tmp_path, 320)
+        await model.expect_grammars()
+        assert await said(model, Ask("Once", max_tokens=3, ignore_eos=True))
+
+
+async def test_a_worker_refuses_grammars_that_it_cannot_compile(folder: Path) -> None:
+    async with serving(1) as [node]:
+        peer = node.peer()
+        try:
+            with pytest.raises(ModelError, match="holds no shard"):
+                await peer.compile(Grammar(text=regex_grammar("a"), eos=[1]))
+            await load(node, load_request(folder, 1, 4))
+            with pytest.raises(SamplingError, match="expected a grammar"):
+                await peer.compile(Grammar(text=regex_grammar("(a"), eos=[1]))
+            with pytest.raises(FrameError, match="tokens that end an answer"):
+                await peer.compile(Grammar(text=regex_grammar("a"), eos=[1] * 65))
+        finally:
+            await peer.close()
