@@ -138,11 +138,9 @@ def serve(
         names=tuple(served_model_name or ()),
         context=context or options.cluster.context,
         max_waiting=max_waiting,
-        queue_timeout_s=queue_timeout,
         shutdown_timeout_s=shutdown_timeout,
-        keep_alive_s=keep_alive,
         tls=load_tls(tls_cert, tls_key) if tls_cert and tls_key else None,
-        limits=RequestLimits(max_tokens=max_tokens),
+        limits=RequestLimits(max_tokens=max_tokens, queue_timeout_s=queue_timeout, keep_alive_s=keep_alive),
         sampling=sampling,
     )
     require_guarded(serving)

@@ -13,7 +13,7 @@ from coordinator.cluster.progress import say
 from coordinator.cluster.together import together
 from coordinator.doors.bars import Report, show_tokens
 from coordinator.doors.batch_files import Answers, Entry, open_answers, read_batch
-from coordinator.http.chat import prepare_choices
+from coordinator.http.choices import prepare_choices
 from coordinator.http.completions import prepare_completions
 from coordinator.http.errors import http_error
 from coordinator.resident.frontend import Frontend

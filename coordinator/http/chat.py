@@ -5,26 +5,19 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from coordinator.http.errors import HttpError
+from coordinator.http.choices import figures, prepare_choices, tell
 from coordinator.http.reading import read_body
 from coordinator.http.served import Served
-from coordinator.http.streams import data, event_stream, unless_left
-from coordinator.resident.ask import Ask
+from coordinator.http.streams import DONE, data, event_stream, unless_left
 from coordinator.resident.channels import Delta
 from coordinator.resident.frontend import Task
 from coordinator.resident.model import ResidentModel
 from coordinator.resident.several import collect, merged
-from coordinator.shapes.answers import figures_of
 from coordinator.shapes.openai_chat import ChatAnswer, ChatBody
-from protos.brigade_pb2 import Sampling
-
-DONE = b"data: [DONE]\n\n"
 
 
 async def chat_completions(request: Request) -> Response:
@@ -49,19 +42,6 @@ async def chat_completions(request: Request) -> Response:
     return JSONResponse(answer.whole(choices) | {"brigade": figures([deltas[-1] for deltas in choices])})
 
 
-async def prepare_choices(model: ResidentModel, ask: Ask, n: int) -> list[Task]:
-    """`n` tasks of one ask. The seed counts up: answers differ, and can be had again where it was given."""
-    first = await model.prepare(ask)
-    return [first, *(_with_other_seed(first, k) for k in range(1, n))]
-
-
-def _with_other_seed(task: Task, k: int) -> Task:
-    sampling = Sampling()
-    sampling.CopyFrom(task.request.sampling)
-    sampling.seed = (sampling.seed + k) % 2**64
-    return replace(task, request=replace(task.request, sampling=sampling))
-
-
 async def _events(
     model: ResidentModel, tasks: Sequence[Task], answer: ChatAnswer, body: ChatBody
 ) -> AsyncGenerator[bytes, None]:
@@ -84,14 +64,3 @@ async def _events(
     if body.stream_options.include_usage:
         in_order = [lasts[index] for index in range(len(tasks))]  # not that of finishing
         yield data(answer.closing(in_order) | {"brigade": figures(in_order)})
-
-
-def figures(lasts: Sequence[Delta]) -> Any:
-    """What windows, recoveries and prefixes made of it; a list where there are several choices."""
-    found = [figures_of(last) for last in lasts]
-    return found[0] if len(found) == 1 else found
-
-
-def tell(error: HttpError) -> bytes:
-    """An error in the middle of a stream, as OpenAI's clients know it."""
-    return data(error.to_openai())

@@ -8,10 +8,10 @@ from contextlib import aclosing
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from coordinator.http.chat import DONE, figures, prepare_choices, tell
+from coordinator.http.choices import figures, prepare_choices, tell
 from coordinator.http.reading import read_body
 from coordinator.http.served import Served
-from coordinator.http.streams import data, event_stream, unless_left
+from coordinator.http.streams import DONE, data, event_stream, unless_left
 from coordinator.resident.channels import Delta
 from coordinator.resident.frontend import Task
 from coordinator.resident.model import ResidentModel

@@ -56,7 +56,6 @@ class _Collector:
         yield self._counter("generation_tokens", "Tokens of answers.", tally.generation_tokens)
         yield self._counter("prefix_cache_queries", "Prompt tokens looked up in caches.", tally.prefix_queries)
         yield self._counter("prefix_cache_hits", "Of those, tokens found there.", tally.prefix_hits)
-        yield self._counter("num_preemptions", "Always 0: what has begun keeps its memory.", 0)
         yield self._by("request_success", "Requests that ended, by reason.", "finished_reason", tally.finished)
         yield self._by("requests_rejected", "Requests that were never run.", "reason", tally.refused)
         yield self._by("recoveries", "Lost chains that another one took over from.", "cause", tally.recoveries)

@@ -9,12 +9,11 @@ from starlette.responses import Response
 from coordinator.http.errors import HttpError
 from coordinator.http.reading import read_body
 from coordinator.http.served import Served
-from coordinator.http.streams import named, unless_left
+from coordinator.http.streams import DONE, named, unless_left
 from coordinator.http.telling import naming, streamed_response, whole_response
 from coordinator.shapes.open_responses import ResponsesBody
 from coordinator.shapes.response_answer import ResponseAnswer
 
-_DONE = b"data: [DONE]\n\n"
 _FORMAT = {"response_format": "text.format"}
 _NAMES = _FORMAT | {"prompt": "input", "max_tokens": "max_output_tokens"}
 
@@ -35,6 +34,6 @@ async def responses(request: Request) -> Response:
         return await whole_response(request, model, task, answer)
 
     def tell(error: HttpError) -> bytes:
-        return b"".join(map(named, answer.failed(error.to_openai()["error"]))) + _DONE
+        return b"".join(map(named, answer.failed(error.to_openai()["error"]))) + DONE
 
-    return await streamed_response(request, model, task, answer, tell=tell, end=_DONE)
+    return await streamed_response(request, model, task, answer, tell=tell, end=DONE)

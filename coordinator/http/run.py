@@ -38,9 +38,7 @@ class Serving:
     names: Sequence[str] = ()
     context: int | None = None  # tokens; None: as many as there is memory for
     max_waiting: int = 256
-    queue_timeout_s: float = 60.0
     shutdown_timeout_s: float = 30.0
-    keep_alive_s: float = 10.0
     reopen_s: float = _REOPEN_S
     tls: ssl.SSLContext | None = None
     limits: Limits = field(default_factory=Limits)
@@ -73,11 +71,8 @@ async def serve(options: ClusterOptions, serving: Serving) -> None:
     frontend = await Frontend.read(options.model, trust_remote_code=options.trust_remote_code)
     frontend.defaults |= serving.sampling
     frontend.default_max_tokens = min(serving.limits.max_tokens, frontend.spec.context)
-    frontend.aside = OneAtATime(serving.max_waiting, serving.queue_timeout_s)
-    served = Served(
-        frontend, serving.names or (_name_of(frontend),), int(time.time()), serving.limits,
-        serving.keep_alive_s, serving.queue_timeout_s,
-    )  # fmt: skip
+    frontend.aside = OneAtATime(serving.max_waiting, serving.limits.queue_timeout_s)
+    served = Served(frontend, serving.names or (_name_of(frontend),), int(time.time()), serving.limits)
     app = make_app(served, keys=serving.keys, hosts=serving.hosts, origins=serving.cors_origins)
     with listening(serving.host, serving.port) as listener:
         url = serving.url(listener.getsockname()[1])
@@ -103,7 +98,7 @@ async def _keep_serving(options: ClusterOptions, serving: Serving, served: Serve
                 options,
                 context,
                 max_waiting=serving.max_waiting,
-                max_wait_s=serving.queue_timeout_s,
+                max_wait_s=serving.limits.queue_timeout_s,
                 tally=served.tally,
             ) as model:
                 await model.expect_grammars()

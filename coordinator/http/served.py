@@ -15,10 +15,12 @@ Model = ResidentModel | None
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may cost before it is checked."""
+    """What a request may cost, and how long it may take."""
 
     body_bytes: int = 8 << 20
     max_tokens: int = 4096  # of an answer whose request names no number
+    queue_timeout_s: float = 60.0  # that it may wait for memory
+    keep_alive_s: float = 10.0  # how often a stream that has nothing to say says that it lives
 
 
 @dataclass
@@ -29,8 +31,6 @@ class Served:
     names: Sequence[str]  # the first one is told in answers
     started: int  # seconds since 1970
     limits: Limits = field(default_factory=Limits)
-    keep_alive_s: float = 10.0  # how often a stream that has nothing to say says that it lives
-    queue_timeout_s: float = 60.0
     model: Model = None
     tally: Tally = field(default_factory=Tally)
     looking: asyncio.Lock = field(default_factory=asyncio.Lock)  # whether all stages answer: one request at a time

@@ -16,6 +16,7 @@ from coordinator.http.served import Served
 T = TypeVar("T")
 Event = dict[str, Any]
 
+DONE = b"data: [DONE]\n\n"  # the end of a stream, as OpenAI's clients know it
 ABORT = "brigade.abort"  # the extension of a connection that can be cut off
 _UNREAD_S = 30.0  # how long a client may leave what was sent unread
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -56,13 +57,13 @@ async def event_stream(
     except BaseException:
         await _close(events, first)
         raise
-    return EventStream(request, events, first, tell, end, keep_alive_s=served.keep_alive_s)
+    return EventStream(request, events, first, tell, end, keep_alive_s=served.limits.keep_alive_s)
 
 
 async def _wait_first(first: "asyncio.Future[bytes]", served: Served) -> None:
-    await asyncio.wait([first], timeout=served.keep_alive_s)
+    await asyncio.wait([first], timeout=served.limits.keep_alive_s)
     if not first.done() and served.has_waiting:  # it may be refused yet
-        await asyncio.wait([first], timeout=served.queue_timeout_s)
+        await asyncio.wait([first], timeout=served.limits.queue_timeout_s)
 
 
 class EventStream(StreamingResponse):

@@ -11,9 +11,10 @@ from coordinator.http.served import Limits, Served
 from coordinator.resident.frontend import Frontend
 
 
-def served(**more: Any) -> Served:
+def served(*, keep_alive_s: float = Limits.keep_alive_s, **more: Any) -> Served:
     """What routes share while no model is loaded."""
-    return Served(cast(Frontend, None), ("talker",), 0, Limits(body_bytes=1000), **more)
+    limits = Limits(body_bytes=1000, keep_alive_s=keep_alive_s)
+    return Served(cast(Frontend, None), ("talker",), 0, limits, **more)
 
 
 def app(**more: Any) -> ASGIApp:

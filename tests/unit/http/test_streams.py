@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from coordinator.http.chat import tell
+from coordinator.http.choices import tell
 from coordinator.http.listen import answering, listening
 from coordinator.http.served import Served
 from coordinator.http.streams import EventStream, event_stream
