@@ -7,7 +7,7 @@ from typing import Any
 from llguidance import LLMatcher
 
 from coordinator.sessions.markers import Markers
-from worker.errors import InputError
+from worker.errors import InputError, SamplingError
 
 Spell = Callable[[str], str]  # a text with markers in it, as a rule of Lark: see `Grammars.spelled`
 
@@ -47,10 +47,10 @@ def after_thought(grammar: str, markers: Markers, spell: Spell) -> str:
     """The same once a thought has ended, which may be any text without the markers that end it.
 
     Raises:
-        InputError: nobody knows how this model ends its thoughts.
+        SamplingError: nobody knows how this model ends its thoughts.
     """
     if markers.begins_in != "reasoning" or not markers.thought_ends:
-        raise InputError("response_format", "this model's template lets it think first, where no grammar holds")
+        raise SamplingError("this model's template lets it think first, and nobody knows how its thoughts end")
     ends = " | ".join(json.dumps(text) for text in (markers.thought_ends, markers.call_begins) if text)
     spelled = spell(markers.thought_ends)
     # A special token ends a text by itself; a text that ends another one does it where it is found first.

@@ -64,7 +64,7 @@ async def answered(runner: Runner, task: Task) -> tuple[list[int], Delta]:
 
 
 @pytest.mark.parametrize("has_thought", [False, True])
-@pytest.mark.parametrize("num_answers", [2, pytest.param(10, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_answers", [2, pytest.param(4, marks=pytest.mark.long)])
 async def test_every_answer_is_a_call_and_every_lossless_decoder_makes_the_same_one(
     folder: Path, thinker: Path, has_thought: bool, num_answers: int
 ) -> None:
