@@ -116,8 +116,10 @@ class Tokenizer:
         begins_in = wrapper.response_initial_state or ("reasoning" if thinks else "normal")
         calls = (wrapper.tool_call_start or "", wrapper.tool_call_end or "") if wrapper.has_tool_calling else ("", "")
         form = getattr(wrapper.tool_parser, "__module__", "").rpartition(".")[2]
-        thought_ends = "" if wrapper.response_initial_state else wrapper.think_end or ""
-        return Markers(self._text_machine, begins_in, *calls, wrapper.tool_parser, form, thought_ends)
+        thoughts = (wrapper.think_start, wrapper.think_end)
+        if wrapper.response_initial_state or not wrapper.has_thinking:
+            thoughts = ("", "")
+        return Markers(self._text_machine, begins_in, *calls, wrapper.tool_parser, form, *thoughts)
 
     @cached_property
     def _text_machine(self) -> Any:

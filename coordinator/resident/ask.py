@@ -52,6 +52,11 @@ class Ask:
         return self.calls.are_forced or self.grammar is not None
 
     @property
+    def wants_thought(self) -> bool:
+        """Whether the model was told that it may think first."""
+        return isinstance(self.prompt, Conversation) and bool(self.prompt.template_arguments.get("enable_thinking"))
+
+    @property
     def tools(self) -> tuple[Mapping[str, Any], ...]:
         return self.prompt.tools if isinstance(self.prompt, Conversation) else ()
 

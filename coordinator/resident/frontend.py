@@ -175,7 +175,7 @@ class Frontend:
         spell = partial(self._grammars.spelled, eos=eos)
         markers = self.tokenizer.markers(prompt) if self.tokenizer else Markers(None, "normal")
         text = calls_grammar(ask.calls, ask.tools, markers, spell) if ask.calls.are_forced else ask.grammar or ""
-        if markers.begins_in != "normal":
+        if markers.begins_in != "normal" or (ask.wants_thought and markers.thought_begins):
             text = after_thought(text, markers, spell)
         grammar = Grammar(text=text, begins=len(prompt), eos=eos)
         check_grammar(grammar)

@@ -46,17 +46,24 @@ def composed(lark: str, parts: Mapping[str, str]) -> str:
 def after_thought(grammar: str, markers: Markers, spell: Spell) -> str:
     """The same once a thought has ended, which may be any text without the markers that end it.
 
+    Where none has begun, there may be one or not.
+
     Raises:
         SamplingError: nobody knows how this model ends its thoughts.
     """
-    if markers.begins_in != "reasoning" or not markers.thought_ends:
+    if markers.begins_in not in ("normal", "reasoning") or not markers.thought_ends:
         raise SamplingError("this model's template lets it think first, and nobody knows how its thoughts end")
+    first = "thought" if markers.begins_in == "reasoning" else f"({spell(markers.thought_begins)} thought)?"
     ends = " | ".join(json.dumps(text) for text in (markers.thought_ends, markers.call_begins) if text)
     spelled = spell(markers.thought_ends)
     # A special token ends a text by itself; a text that ends another one does it where it is found first.
-    begins = f"start: THOUGHT {spelled} @answer" if spelled.startswith("<") else "start: thought @answer"
-    thought = "" if spelled.startswith("<") else f"thought[lazy]: THOUGHT {spelled}"
-    lark = [begins, thought, f"THOUGHT: ANY & ~(ANY ({ends}) ANY)", r"ANY: /(.|\n)*/"]
+    lazy = "" if spelled.startswith("<") else "[lazy]"
+    lark = (
+        f"start: {first} @answer",
+        f"thought{lazy}: THOUGHT {spelled}",
+        f"THOUGHT: ANY & ~(ANY ({ends}) ANY)",
+        r"ANY: /(.|\n)*/",
+    )
     return composed("\n".join(lark), {"answer": grammar})
 
 

@@ -15,4 +15,5 @@ class Markers:
     call_ends: str = ""
     parse: Callable[[str, Any], Any] | None = None
     format: str = ""  # of calls, by mlx-lm's name of its parser
+    thought_begins: str = ""
     thought_ends: str = ""

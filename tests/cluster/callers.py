@@ -13,7 +13,7 @@ _CHAT = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% for tool_call in m.tool_calls or [] %}"
     "<tool_call>{{ tool_call.name }}</tool_call>{% endfor %}{% endfor %}assistant: "
 )
-THINK_END = VOCAB + 1
+THINK_BEGIN, THINK_END = VOCAB, VOCAB + 1
 
 
 def make_caller(folder: Path, *, thinks: bool, has_markers: bool = True) -> Path:

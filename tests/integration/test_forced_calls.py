@@ -14,7 +14,7 @@ from coordinator.resident.channels import Delta
 from coordinator.resident.frontend import Frontend, Task
 from coordinator.resident.grammars import regex_grammar
 from coordinator.sessions.answer import Piece
-from tests.cluster.callers import THINK_END, make_caller
+from tests.cluster.callers import THINK_BEGIN, THINK_END, make_caller
 from tests.integration.conftest import running
 from worker.errors import InputError
 
@@ -106,6 +106,18 @@ async def test_after_a_thought_the_answer_keeps_to_its_grammar(thinker: Path, de
             assert delta.finish_reason == "stop" and delta.content.isdigit() and 2 <= len(delta.content) <= 4
             thoughts.append(delta.reasoning)
     assert any(thoughts)
+
+
+async def test_a_model_that_was_told_to_think_may_do_so_before_it_answers(folder: Path) -> None:
+    frontend = await Frontend.read(str(folder))
+    told = replace(ask().prompt, template_arguments={"enable_thinking": True})  # type: ignore[type-var]
+    bias = {"logit_bias": {THINK_END: 50.0, THINK_BEGIN: 100.0}}
+    number = ask(grammar=regex_grammar("[0-9]{2,4}"), sampling=bias)
+    async with running(folder, (2, 2)) as chain, Runner(chain) as runner:
+        for each, begins in ((number, ""), (replace(number, prompt=told), "<think></think>")):
+            task = await frontend.prepare(each)
+            answer = await runner.answer(task.request, text=task.stream())
+            assert answer.text.startswith(begins) and answer.text.removeprefix(begins).isdigit()
 
 
 async def test_a_call_that_cannot_be_forced_is_refused_before_a_node_is_asked(folder: Path) -> None:

@@ -114,6 +114,13 @@ def test_a_grammar_may_hold_once_a_thought_has_ended() -> None:
     assert holds(after_thought(json_grammar(WHERE), markers, json.dumps), 'Hm.</think>{"town":"Ulm"}')
 
 
+def test_where_no_thought_has_begun_there_may_be_one() -> None:
+    markers = Markers(None, "normal", thought_begins="<think>", thought_ends="</think>")
+    grammar = after_thought(regex_grammar("[0-9]+"), markers, json.dumps)
+    assert holds(grammar, "12") and holds(grammar, "<think>Hm.</think>12")
+    assert not holds(grammar, "Hm.</think>12") and not holds(grammar, "<think>12")
+
+
 def test_thoughts_whose_end_nobody_knows_are_refused() -> None:
     with pytest.raises(SamplingError, match="think first"):
         after_thought(json_grammar(), Markers(None, "reasoning"), json.dumps)
