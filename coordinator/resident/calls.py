@@ -29,12 +29,16 @@ class _Format:
 
 
 _IN_JSON = _Format('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", between="\n")
-_MISTRAL_LIST = _Format('{"name": "', '", "arguments": ', "}", "[TOOL_CALLS][", ", ", "]")
-_MISTRAL = _Format("", "[ARGS]", "", "[TOOL_CALLS]", "[TOOL_CALLS]")
+_MISTRAL_LIST = _Format('{"name": "', '", "arguments": ', "}", opening="[TOOL_CALLS][", between=", ", closing="]")
+_MISTRAL = _Format("", "[ARGS]", "", opening="[TOOL_CALLS]", between="[TOOL_CALLS]")
 _KIMI = _Format(
-    "<|tool_call_begin|>functions.", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
-    "<|tool_calls_section_begin|>", "", "<|tool_calls_section_end|>", is_numbered=True,
-)  # fmt: skip
+    "<|tool_call_begin|>functions.",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    opening="<|tool_calls_section_begin|>",
+    closing="<|tool_calls_section_end|>",
+    is_numbered=True,
+)
 
 
 def calls_grammar(calls: Calls, tools: Sequence[Mapping[str, Any]], markers: Markers, spell: Spell) -> str:
@@ -63,7 +67,7 @@ def _format(markers: Markers, spell: Spell) -> _Format:
     return formats[markers.format]
 
 
-def _rules(form: _Format, names: Iterable[str], calls: Calls, spell: Spell) -> Iterable[str]:
+def _rules(form: _Format, names: Sequence[str], calls: Calls, spell: Spell) -> Iterable[str]:
     is_one = calls.only is not None or not calls.is_parallel
     more = "" if is_one else f"({spell(form.between)} call)*"
     yield f"start: {spell(form.opening)} call {more} {spell(form.closing)}"
