@@ -217,8 +217,14 @@ def quick_collector() -> Iterator[None]:
 
 
 @pytest.fixture
+def nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step is built before its frame comes."""
+    monkeypatch.setattr("worker.compute.ahead.can_fill_later", lambda: False)
+
+
+@pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[Pass]:
-    """Every forward pass of any shard."""
+    """Every forward pass of any shard that is built."""
     found: list[Pass] = []
     run = Shard.__call__
 

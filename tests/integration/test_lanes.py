@@ -159,6 +159,7 @@ async def staggered(runner: Runner, requests: Sequence[Request]) -> list[Live]:
 
 
 @splits
+@pytest.mark.usefixtures("nothing_ahead")
 async def test_windows_of_a_lane_share_one_pass_on_every_stage(
     models: Models, passes: list[Pass], layers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +177,7 @@ async def test_windows_of_a_lane_share_one_pass_on_every_stage(
         assert len(here) <= num_lanes * (num_tokens + 3)
 
 
+@pytest.mark.usefixtures("nothing_ahead")
 async def test_no_row_but_those_asked_for_is_ever_computed(models: Models, passes: list[Pass]) -> None:
     """Nothing is padded: a lane's rows are those of its windows."""
     async with running(models("qwen3").folder, (1, 3)) as chain:

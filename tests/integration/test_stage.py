@@ -42,6 +42,12 @@ class HeldEngine:
     def close(self) -> None:
         pass
 
+    def awaited(self, header: Frame) -> None:
+        pass
+
+    def build_ahead(self) -> None:
+        pass
+
     def begin(self, header: Frame, x: mx.array | None, received: int) -> Frame:
         self.begun.append(header.step)
         self.taken.append(None if x is None else bytes(memoryview(x.view(mx.uint8))))  # type: ignore[arg-type]

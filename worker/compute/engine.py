@@ -11,8 +11,10 @@ from itertools import accumulate
 import mlx.core as mx
 
 from protos.brigade_pb2 import DType, Failure, Frame, Result, Sampling, Session, Timing, Window
+from worker.compute.ahead import Ahead, Built, is_one_token
 from worker.compute.grammar import Guide
 from worker.compute.header import asked_rows, check_header, head_rows, num_rows
+from worker.compute.placeholder import MLX_DTYPES, Placeholder
 from worker.compute.sampling import Draws, Scores
 from worker.compute.shard import Shard
 from worker.compute.slot import Slot
@@ -59,6 +61,8 @@ class Engine:
         self._slots: dict[int, Slot] = {}
         self._idle_since = 0  # when the device had done all that it was given, nanoseconds
         self._begin_share = 1.0  # of a step's time that `begin` takes
+        self._ahead = Ahead(shard, MLX_DTYPES[dtype], self._draw_ahead)
+        self._last: Sequence[Window] = ()  # of the step that was finished last
 
     @property
     def runs_ahead(self) -> bool:
@@ -83,6 +87,7 @@ class Engine:
 
     def close(self) -> None:
         """Let go of all slots: now, since their memory is needed, and not one after another with packs made anew."""
+        self._ahead.clear()
         slots = list(self._slots.values())
         self._slots.clear()
         for slot in slots:
@@ -97,20 +102,35 @@ class Engine:
         output, _ = self.finish(self.begin(frame, None, received))
         return output
 
+    def build_ahead(self) -> None:
+        """Build what most likely comes next, while there is nothing else to do: `begin` then only has it computed."""
+        slots = {window.slot: self._slots[window.slot] for window in self._last if window.slot in self._slots}
+        if self._last and len(slots) == len(self._last) and all(map(is_one_token, self._last)):
+            self._ahead.build(slots)
+        self._last = ()
+
+    def awaited(self, frame: Frame) -> Placeholder | None:
+        """Where the hidden states of this frame go, if its step is built already."""
+        built = self._ahead.find(frame)
+        return built.hidden if built else None
+
     def begin(self, frame: Frame, x: mx.array | None, received: int) -> Step:
         """Start one frame on the device.
 
         Args:
             frame: a header that `check` has let pass.
-            x: its hidden states [1, sum L, D]; None on the first stage and where there is no window. All that is
-                built depends on this object alone, so a placeholder would do whose memory is filled in later.
+            x: its hidden states [1, sum L, D]: the array of what is `awaited`, or any other; None on the first stage
+                and where there is no window.
             received: when it arrived, nanoseconds on this node's monotonic clock.
         Raises:
             FrameError: a slot is not open.
         """
         step = Step(frame, Timing(stage=self._stage, received=received, started=time.monotonic_ns()))
+        built = None if self._checks_finite else self._ahead.take(frame, x)
         self._open_and_close(step)
-        if places := self._begin_windows(step):
+        if built:
+            self._begin_built(step, built)
+        elif places := self._begin_windows(step):
             ids = self._tokens(step)
             h = self._shard(ids if x is None else _rows_of(step.windows, step.frame.windows, x), places, ids)
             if self._checks_finite:
@@ -131,6 +151,7 @@ class Engine:
             the result. `sent` is still open in its last timing.
         """
         mx.eval(step.ready)
+        self._last = step.frame.windows
         if step.checks:
             self._fail_infinite(step)
         step.timing.computed = time.monotonic_ns()
@@ -202,6 +223,30 @@ class Engine:
                 self._fail(step, window.slot, error)
         return places
 
+    def _begin_built(self, step: Step, built: Built) -> None:
+        """Have a step computed that was built before."""
+        step.windows.extend(step.frame.windows)
+        for window, slot in zip(step.windows, built.slots.values(), strict=True):
+            slot.history.extend(window.tokens)
+        built.ids.fill_numbers(window.tokens[0] for window in step.windows)
+        step.ready = [built.h]
+        draws = [found for found in built.draws if found]
+        mx.async_eval([built.h, *(array for found in draws for array in found.arrays())])
+        for window, found, logits in zip(step.windows, built.draws, built.logits, strict=False):
+            if found:
+                step.draws.append((window, found))
+            else:
+                self._begin_answer(step, window, logits)
+        if len(draws) < len(built.draws):
+            self._evaluate_answers(step)
+
+    def _draw_ahead(self, slot: Slot, logits: mx.array) -> Draws | None:
+        """The draw [1] of the token after next, unless it depends on the next one."""
+        if slot.guide or slot.sampler.looks_back:
+            return None
+        held = len(slot.history)
+        return slot.sampler(logits, [held + 1], slot.history.tokens, [held + 1])
+
     def _tokens(self, step: Step) -> mx.array:
         """The token ids [1, sum L] of all windows."""
         mask = self._shard.mask_token or 0  # a model without a MASK token is only ever given padding
@@ -226,8 +271,11 @@ class Engine:
                 if self._checks_finite:
                     step.checks.append((window.slot, ~mx.isnan(own).any()))  # some models rule tokens out by infinity
                 self._begin_answer(step, window, own)
-            answers: list[Draws | Scores] = [found for _, found in step.draws] + [found for _, found in step.scores]
-            mx.async_eval([array for answer in answers for array in answer.arrays()])
+            self._evaluate_answers(step)
+
+    def _evaluate_answers(self, step: Step) -> None:
+        answers: list[Draws | Scores] = [found for _, found in step.draws] + [found for _, found in step.scores]
+        mx.async_eval([array for answer in answers for array in answer.arrays()])
 
     def _begin_answer(self, step: Step, window: Window, logits: mx.array) -> None:
         """Scores and draws of one window, by the logits [N, V] of its `head_rows`."""

@@ -87,6 +87,11 @@ class Sampler:
                 frequency_context_size=_CONTEXT,
             )
 
+    @property
+    def looks_back(self) -> bool:
+        """Whether a draw depends on the tokens before it, and not on the logits alone."""
+        return bool(self._processors)
+
     def __call__(
         self,
         logits: mx.array,

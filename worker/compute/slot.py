@@ -45,3 +45,9 @@ class Slot:
         self.history.extend(window.tokens)
         positions = mx.array(list(window.positions), mx.int32) if window.positions else None
         return Place(self.caches, base, num_rows(window), positions)
+
+    def next_place(self) -> Place:
+        """Where the row of one more token goes, whichever it is."""
+        length = len(self.history)
+        self.caches.cut(length)
+        return Place(self.caches, length, 1)

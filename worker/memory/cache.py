@@ -52,6 +52,8 @@ class LayerCache(Protocol):
 
     def arrays(self) -> list[mx.array]: ...
 
+    def changing(self) -> list[object]: ...
+
     def fork(self, length: int) -> "LayerCache": ...
 
     def close(self, besides: "Sequence[LayerCache]" = ()) -> None: ...
@@ -99,6 +101,10 @@ class KVCache:
 
     def arrays(self) -> list[mx.array]:
         return self.pack.arrays() if self.pack else [*self._keys.parts, *self._values.parts]
+
+    def changing(self) -> list[object]:
+        """The objects whose attributes a pass changes."""
+        return [self, self._keys, self._values, *([self.pack] if self.pack else [])]
 
     def held_rows(self) -> tuple[mx.array, mx.array] | None:
         """Keys and values [1, H, length, K], wherever they are; None before the first."""

@@ -32,6 +32,9 @@ class Several:
     def arrays(self) -> list[mx.array]:
         return [array for cache in self.caches for array in cache.arrays()]
 
+    def changing(self) -> list[object]:
+        return [each for cache in self.caches for each in cache.changing()]
+
     def cut(self, length: int) -> None:
         for cache in self.caches:
             cache.cut(length)
@@ -90,6 +93,10 @@ class Caches:
     def arrays(self) -> list[mx.array]:
         """The buffers of the last layer that has any: they depend on all that the pass has computed for others."""
         return next((arrays for cache in reversed(self.own) if (arrays := cache.arrays())), [])
+
+    def changing(self) -> list[object]:
+        """The objects whose attributes a pass changes: see snapshot.py."""
+        return [each for cache in [*self.own, *self._counting] for each in cache.changing()]
 
     def cut(self, length: int) -> None:
         """Raises CacheMismatch if one of them cannot be cut there."""

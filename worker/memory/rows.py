@@ -1,6 +1,7 @@
 """Rows: a growing buffer of what one layer keeps of one slot. Which row is whose token is the cache's affair."""
 
 from collections.abc import Callable
+from copy import copy
 
 import mlx.core as mx
 
@@ -21,8 +22,7 @@ class Rows:
         if not self.parts:
             self.parts = tuple(mx.zeros((*p.shape[:2], self.capacity, p.shape[3]), p.dtype) for p in encoded)
             self.nbytes = sum(part.nbytes for part in self.parts)
-        for part, new in zip(self.parts, encoded, strict=True):
-            part[:, :, begin:end] = new
+        self.parts = tuple(_written(part, new, begin, end) for part, new in zip(self.parts, encoded, strict=True))
 
     def read(self, end: int) -> Parts:
         return tuple(part[:, :, :end] for part in self.parts)
@@ -60,3 +60,10 @@ class Rows:
     def drop(self, begin: int, end: int, held: int) -> None:
         """Take rows [begin, end) out of the first `held`."""
         self.parts = tuple(mx.concatenate([p[:, :, :begin], p[:, :, end:held]], axis=2) for p in self.parts)
+
+
+def _written(part: mx.array, new: mx.array, begin: int, end: int) -> mx.array:
+    """An array object of its own: the one from before stays as it was for whoever goes back to it."""
+    part = copy(part)
+    part[:, :, begin:end] = new
+    return part

@@ -20,6 +20,9 @@ class RecurrentState(ArraysCache):
     def arrays(self) -> list[mx.array]:
         return [array for array in self.cache if array is not None]  # type: ignore[misc]
 
+    def changing(self) -> list[object]:
+        return [self]
+
     @property
     def nbytes(self) -> int:
         return self._nbytes

@@ -4,18 +4,13 @@ import time
 from collections.abc import Sequence
 
 import mlx.core as mx
-import numpy as np
 
-from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_FLOAT32, DType, Frame
+from protos.brigade_pb2 import DType, Frame
+from worker.compute.placeholder import MLX_DTYPES, Placeholder
 from worker.errors import FrameError
 from worker.node.parts import PLAIN, Wire, checksum_seed, cut, write_part
 
-_DTYPES: dict[DType, mx.Dtype] = {
-    DTYPE_FLOAT32: mx.float32,
-    DTYPE_FLOAT16: mx.float16,
-    DTYPE_BFLOAT16: mx.bfloat16,
-}
-_ENUMS = {dtype: enum for enum, dtype in _DTYPES.items()}
+_ENUMS = {dtype: enum for enum, dtype in MLX_DTYPES.items()}
 
 
 def put(header: Frame, array: mx.array | None, wire: Wire = PLAIN) -> list[bytes]:
@@ -33,19 +28,12 @@ def put(header: Frame, array: mx.array | None, wire: Wire = PLAIN) -> list[bytes
 
 
 def take(header: Frame, payload: Sequence[memoryview]) -> mx.array | None:
-    """The array of a frame that has arrived, evaluated; None if it has none."""
-    if header.hidden.dtype not in _DTYPES:
+    """The array of a frame that has arrived; None if it has none."""
+    if header.hidden.dtype not in MLX_DTYPES:
         return None
-    if len(payload) == 1:
-        raw = mx.array(np.frombuffer(payload[0], np.uint8))
-    else:
-        raw = mx.zeros(sum(map(len, payload)), mx.uint8, stream=mx.cpu)  # memory that both processors see
-        mx.eval(raw)
-        at, into = 0, memoryview(raw)  # type: ignore[arg-type]
-        for piece in payload:
-            into[at : at + len(piece)] = piece
-            at += len(piece)
-    return raw.view(_DTYPES[header.hidden.dtype]).reshape(header.hidden.shape)
+    found = Placeholder(header.hidden.shape, MLX_DTYPES[header.hidden.dtype])
+    found.fill(payload)
+    return found.array
 
 
 def _dtype(array: mx.array) -> DType:

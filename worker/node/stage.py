@@ -185,7 +185,19 @@ class Stage:
         except Empty:
             self._busy_since = busy_since
             return None
-        return self.engine.begin(arrival.header, take(arrival.header, arrival.payload), received)
+        return self.engine.begin(arrival.header, self._input(arrival), received)
+
+    def _input(self, arrival: Arrival) -> mx.array | None:
+        if placeholder := self.engine.awaited(arrival.header):
+            placeholder.fill(arrival.payload)
+            return placeholder.array
+        return take(arrival.header, arrival.payload)
+
+    def _build_ahead(self) -> None:
+        """On the MLX thread: use the time until the next frame."""
+        if self._frames.empty() and not self._is_stopping:
+            with memory_errors_named("at a step"):
+                self.engine.build_ahead()
 
     async def _pass_on(self) -> None:
         while True:
@@ -204,6 +216,8 @@ class Stage:
                 await self._send(output.parts)
             if self._has_hop:
                 self._grant()
+            if self._frames.empty() and self._outputs.empty():  # not before: Python's lock would hold up what was sent
+                await self._thread.run(self._build_ahead)
 
     def _grant(self) -> None:
         """Let the sender replace the frames that are done, half of its credit at a time: each grant is a message."""
