@@ -7,12 +7,12 @@ import mlx.core as mx
 import pytest
 
 from coordinator.sessions.answer import Answer
-from protos.brigade_pb2 import Frame, Result, Window
+from protos.brigade_pb2 import Frame, Result, Sampling, Window
 from protos.brigade_pb2 import Session as Opening
 from tests.integration.conftest import Models, Whole, running
 from tests.integration.many import request, solo, together, tokens_of
 from tests.integration.upstream import window_of
-from worker.compute.ahead import Ahead, Built
+from worker.compute.ahead import Ahead, Ready
 from worker.compute.engine import Engine
 from worker.compute.shard import Shard
 from worker.model.checkpoint import open_folder
@@ -27,7 +27,6 @@ REQUESTS = [
 ]
 FED = [tuple(tokens_of(6 + 3 * slot, slot)) for slot in range(2)]
 NEXT = [(*tokens, 7 + slot) for slot, tokens in enumerate(FED)]
-AFTER = [(*tokens, 17 + slot) for slot, tokens in enumerate(NEXT)]
 
 
 @pytest.fixture
@@ -36,7 +35,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     found: list[bool] = []
     take = Ahead.take
 
-    def note(ahead: Ahead, frame: Frame, x: mx.array | None) -> Built | None:
+    def note(ahead: Ahead, frame: Frame, x: mx.array | None) -> Ready | None:
         built = take(ahead, frame, x)
         found.append(built is not None)
         return built
@@ -51,26 +50,37 @@ async def answers(models: Models, family: str, layers: tuple[int, ...]) -> list[
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layers", [(2, 2), (1, 2, 1)])
+@pytest.mark.parametrize("layers", [(4,), (1, 2, 1)])
 async def test_tokens_and_logprobs_are_bit_for_bit_those_of_steps_built_on_arrival(
     models: Models, taken: list[bool], family: str, layers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = await answers(models, family, layers)
     assert sum(taken) > len(taken) / 3
-    monkeypatch.setattr("worker.compute.ahead.can_fill_later", lambda: False)
+    monkeypatch.setattr(Ahead, "build", lambda ahead, slots: None)
+    monkeypatch.setattr(Ahead, "launch", lambda ahead, slots, tokens: None)
     taken.clear()
     expected = await answers(models, family, layers)
     assert not any(taken)
     assert [each.samples for each in found] == [each.samples for each in expected]
 
 
-def engine_of(whole: Whole) -> Engine:
-    """Of the whole model, with both slots fed, after a step of one token each."""
+SAMPLINGS = {"built": Sampling(repetition_penalty=1.3), "launched": Sampling()}  # where draws look back only a graph is
+
+
+def engine_of(whole: Whole, way: str) -> tuple[Engine, list[int]]:
+    """Of the whole model, after a step of one token for each slot: it gave these. The next step is there, or not."""
     checkpoint = open_folder(whole.folder)
     engine = Engine(Shard(checkpoint, 0, 4), 0, describe(checkpoint).dtype)
-    run(engine, [window_of(FED[slot], 0, slot) for slot in range(2)], opened=[Opening(slot=slot) for slot in range(2)])
-    run(engine, [window_of(NEXT[slot], len(FED[slot]), slot) for slot in range(2)])
-    return engine
+    opened = [Opening(slot=slot, sampling=SAMPLINGS[way.removeprefix("not ")]) for slot in range(2)]
+    run(engine, [window_of(FED[slot], 0, slot) for slot in range(2)], opened=opened)
+    step = engine.begin(Frame(windows=[window_of(NEXT[slot], len(FED[slot]), slot) for slot in range(2)]), None, 0)
+    result, _ = engine.finish(step)
+    assert isinstance(result, Result)
+    if way == "built":
+        engine.build_ahead()
+    elif way == "launched":
+        engine.launch_ahead(step)
+    return engine, [sample.token for sample in result.samples]
 
 
 def run(engine: Engine, windows: Sequence[Window], **more: Sequence[Opening] | Sequence[int]) -> Result:
@@ -95,47 +105,46 @@ WRONG: dict[str, tuple[Frame, tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.parametrize("way", SAMPLINGS)
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_5"])
 @pytest.mark.parametrize("name", WRONG)
-def test_a_step_that_is_not_asked_for_leaves_no_trace(models: Models, family: str, name: str) -> None:
+def test_a_step_that_is_not_asked_for_leaves_no_trace(models: Models, family: str, name: str, way: str) -> None:
     if (family, name) == ("qwen3_5", "another token instead"):
         pytest.skip("a recurrent layer takes nothing back")
     frame, tokens = WRONG[name]
     held, results = [], []
-    for is_ahead in (True, False):
-        engine = engine_of(models(family))
+    for each in (way, f"not {way}"):
         gc.collect()  # a lane and its views are a cycle
         before = mx.get_active_memory()
-        if is_ahead:
-            engine.build_ahead()
+        engine, _ = engine_of(models(family), each)
         found = run(engine, frame.windows, opened=frame.opened, closed=frame.closed)
         after = run(engine, [window_of((*tokens, 5), len(tokens), 1)])
         gc.collect()
         held.append((mx.get_active_memory() - before, engine.cache_bytes))
         results.append([*found.samples, *after.samples])
         engine.close()
+        del engine
     assert results[0] == results[1] and len(results[0]) == len(frame.windows) + 1
     assert held[0] == held[1]
 
 
-def test_a_step_that_is_asked_for_is_not_built_again(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, plain = engine_of(models("qwen3")), engine_of(models("qwen3"))
-    engine.build_ahead()
-    windows = [window_of(AFTER[slot], len(NEXT[slot]), slot) for slot in range(2)]
+@pytest.mark.parametrize("way", SAMPLINGS)
+def test_a_step_that_is_asked_for_is_not_built_again(models: Models, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    (engine, given), (plain, _) = (engine_of(models("qwen3"), each) for each in (way, f"not {way}"))
+    windows = [more(slot, token) for slot, token in enumerate(given)]
     expected = run(plain, windows)
     monkeypatch.setattr(Shard, "__call__", None)
     assert run(engine, windows).samples == expected.samples
 
 
-def test_the_buffers_of_a_step_that_is_asked_for_are_written_in_place(models: Models) -> None:
+@pytest.mark.parametrize("way", SAMPLINGS)
+def test_the_buffers_of_a_step_that_is_asked_for_are_written_in_place(models: Models, way: str) -> None:
     """What there was before must be let go of by then: MLX would copy every buffer at every step."""
     grown = []
-    for is_ahead in (True, False):
-        engine = engine_of(models("qwen3"))
-        if is_ahead:
-            engine.build_ahead()
+    for each in (way, f"not {way}"):
+        engine, given = engine_of(models("qwen3"), each)
         before = mx.get_active_memory()
         mx.reset_peak_memory()
-        run(engine, [window_of(AFTER[slot], len(NEXT[slot]), slot) for slot in range(2)])
+        run(engine, [more(slot, token) for slot, token in enumerate(given)])
         grown.append(mx.get_peak_memory() - before)
     assert grown[0] < 1.2 * grown[1]

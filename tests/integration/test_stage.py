@@ -48,6 +48,9 @@ class HeldEngine:
     def build_ahead(self) -> None:
         pass
 
+    def launch_ahead(self, step: Frame) -> None:
+        pass
+
     def begin(self, header: Frame, x: mx.array | None, received: int) -> Frame:
         self.begun.append(header.step)
         self.taken.append(None if x is None else bytes(memoryview(x.view(mx.uint8))))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Ahead: steps whose graphs are built before their frames come, while the stage waits. Nothing is computed yet.
+"""Ahead: steps that are built before their frames come.
 
 What most often follows a step that fed each of some slots one token is one more token each. Where something else comes,
 the caches go back to what they were, and nothing is left of the step.
@@ -6,6 +6,7 @@ the caches go back to what they were, and nothing is left of the step.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import mlx.core as mx
 
@@ -16,72 +17,144 @@ from worker.compute.shard import Shard
 from worker.compute.slot import Slot
 from worker.memory.snapshot import Snapshot
 
+Slots = Mapping[int, Slot]  # by number
 
-@dataclass
-class Built:
-    """A step of one token for each of some slots."""
 
-    slots: Mapping[int, Slot]  # by number, in the order of the frame's windows
-    ids: Placeholder  # [1, B] int32
-    hidden: Placeholder | None  # [1, B, D]; none on the first stage
+@dataclass(frozen=True)
+class Outputs:
+    """What a step makes, not evaluated or on its way; draws and logits on the last stage."""
+
     h: mx.array  # [1, B, D]
-    logits: Sequence[mx.array] = ()  # [1, V] of each slot, on the last stage
-    draws: Sequence[Draws | None] = ()  # None where they need the very token that is awaited
+    draws: Mapping[int, Draws]  # of the next token of slots whose last one need not be known for it
+    logits: Mapping[int, mx.array]  # [1, V] of the others
+
+    def evaluate(self) -> None:
+        mx.async_eval([self.h, *(array for draws in self.draws.values() for array in draws.arrays())])
+
+
+class Ready(Protocol):
+    """A step that is there before its frame is."""
+
+    slots: Slots
+    outputs: Outputs
+    is_under_way: bool
+
+    def is_of(self, frame: Frame) -> bool: ...
+
+    def begin(self, windows: Sequence[Window]) -> None: ...
+
+    def undo(self, numbers: set[int]) -> None: ...
+
+
+class Built:
+    """A step on placeholders: a graph, of which nothing is computed before its frame comes."""
+
+    is_under_way = False
+
+    def __init__(self, shard: Shard, slots: Slots, dtype: mx.Dtype, draw: "Draw") -> None:
+        B, D = len(slots), shard.anatomy.hidden_size
+        self.slots = slots
+        self.hidden = None if shard.is_first else Placeholder([1, B, D], dtype)
+        self._ids = Placeholder([1, B], mx.int32)
+        self._before: Snapshot | None = Snapshot(each for slot in slots.values() for each in slot.caches.changing())
+        self.outputs = _outputs(shard, slots, (self.hidden or self._ids).array, self._ids.array, draw)
 
     def is_of(self, frame: Frame) -> bool:
-        """Whether this is the frame's step, and nothing else in the frame touches its slots."""
-        if [window.slot for window in frame.windows] != list(self.slots):
+        in_order = [window.slot for window in frame.windows] == list(self.slots)
+        return in_order and _slots_besides(frame).isdisjoint(self.slots) and _go_on(frame.windows, self.slots)
+
+    def begin(self, windows: Sequence[Window]) -> None:
+        """Have it computed; the hidden states are filled in already."""
+        self._before = None  # now nobody else holds the buffers, and they are written in place
+        self._ids.fill_numbers(window.tokens[0] for window in windows)
+        self.outputs.evaluate()
+
+    def undo(self, numbers: set[int]) -> None:
+        assert self._before is not None
+        self._before.restore()
+
+
+class Launched:
+    """A step of the whole model on tokens that never leave the device: it is computed before anybody asks for it.
+
+    Its rows are where the next ones are written, should other tokens come; only states without rows are kept for that.
+    """
+
+    is_under_way = True
+
+    def __init__(self, shard: Shard, slots: Slots, tokens: Mapping[int, mx.array], draw: "Draw") -> None:
+        """`tokens` [1] of each slot: what it has just been given."""
+        self.slots = slots
+        self._tokens = tokens
+        self._before = {number: Snapshot(slot.caches.states()) for number, slot in slots.items()}
+        ids = mx.concatenate([tokens[number] for number in slots]).astype(mx.int32)[None]
+        self.outputs = _outputs(shard, slots, ids, ids, draw)
+        self.outputs.evaluate()
+
+    def is_of(self, frame: Frame) -> bool:
+        """Slots may be missing: each has its own rows."""
+        numbers = {window.slot for window in frame.windows}
+        if not numbers or not numbers <= self.slots.keys() or not _slots_besides(frame).isdisjoint(numbers):
             return False
-        if not self.slots.keys().isdisjoint(_slots_besides(frame)):
+        if not _go_on(frame.windows, self.slots):
             return False
-        return all(is_one_token(window) and _goes_on(window, self.slots[window.slot]) for window in frame.windows)
+        return all(window.tokens[0] == self._tokens[window.slot].item() for window in frame.windows)
+
+    def begin(self, windows: Sequence[Window]) -> None:
+        self.undo(self.slots.keys() - {window.slot for window in windows})
+
+    def undo(self, numbers: set[int]) -> None:
+        for number in numbers:
+            slot = self.slots[number]
+            self._before[number].restore()
+            slot.caches.cut(len(slot.history))
+
+
+Draw = Callable[[Slot, mx.array], Draws | None]
 
 
 class Ahead:
-    """The steps that are built, at most one for each slot."""
+    """The steps that are ready, at most one for each slot."""
 
-    def __init__(self, shard: Shard, dtype: mx.Dtype, draw: Callable[[Slot, mx.array], Draws | None]) -> None:
-        """`draw` builds the draw of a slot's next token by its logits [1, V], if it can before the token is known."""
+    def __init__(self, shard: Shard, dtype: mx.Dtype, draw: Draw) -> None:
+        """`draw` builds the draw of the token after next by a slot's logits [1, V], if the next need not be known."""
         self._shard = shard
         self._dtype = dtype
         self._draw = draw
-        self._built: list[tuple[Built, Snapshot]] = []  # with what its slots held before
+        self._ready: list[Ready] = []
 
-    def build(self, slots: Mapping[int, Slot]) -> None:
-        """The step that feeds one more token to each of these slots, which have no step built."""
-        if not can_fill_later():
-            return
-        B, D = len(slots), self._shard.anatomy.hidden_size
-        ids = Placeholder([1, B], mx.int32)
-        hidden = None if self._shard.is_first else Placeholder([1, B, D], self._dtype)
-        before = Snapshot(each for slot in slots.values() for each in slot.caches.changing())
-        places = [slot.next_place() for slot in slots.values()]
-        h = self._shard((hidden or ids).array, places, ids.array)
-        built = Built(slots, ids, hidden, h)
-        if self._shard.is_last:
-            built.logits = self._shard.logits(h).split(B)
-            built.draws = [self._draw(slot, row) for slot, row in zip(slots.values(), built.logits, strict=True)]
-        self._built.append((built, before))
+    def build(self, slots: Slots) -> None:
+        """The step that feeds one more token to each of these slots, unless one is ready."""
+        if can_fill_later() and not self._any_of(slots):
+            self._ready.append(Built(self._shard, slots, self._dtype, self._draw))
 
-    def find(self, frame: Frame) -> Built | None:
-        """The step of this frame, if it is built."""
-        return next((built for built, _ in self._built if built.is_of(frame)), None)
+    def launch(self, slots: Slots, tokens: Mapping[int, mx.array]) -> None:
+        """As `build`, with these tokens [1]: only where the shard is the whole model."""
+        if not self._any_of(slots):
+            self._ready.append(Launched(self._shard, slots, tokens, self._draw))
 
-    def take(self, frame: Frame, x: mx.array | None) -> Built | None:
-        """The step of this frame, if it is built on this very input; steps that the frame proves wrong are undone."""
-        found = self.find(frame)
-        if found and found.hidden and found.hidden.array is not x:
+    def awaited(self, frame: Frame) -> Placeholder | None:
+        """Where the hidden states of this frame go, if its step is built."""
+        return next((each.hidden for each in self._ready if isinstance(each, Built) and each.is_of(frame)), None)
+
+    def take(self, frame: Frame, x: mx.array | None) -> Ready | None:
+        """The step of this frame, if it is ready and on this input; steps that the frame proves wrong are undone."""
+        found = next((each for each in self._ready if each.is_of(frame)), None)
+        if isinstance(found, Built) and found.hidden and found.hidden.array is not x:
             found = None
         touched = {window.slot for window in frame.windows} | _slots_besides(frame)
-        for built, before in self._built:
-            if built is not found and not touched.isdisjoint(built.slots):
-                before.restore()
-        self._built = [each for each in self._built if touched.isdisjoint(each[0].slots)]
+        for each in self._ready:
+            if each is not found and not touched.isdisjoint(each.slots):
+                each.undo(set(each.slots))
+        self._ready = [each for each in self._ready if touched.isdisjoint(each.slots)]
         return found
 
     def clear(self) -> None:
         """Forget all of them: their slots are about to close."""
-        self._built.clear()
+        self._ready.clear()
+
+    def _any_of(self, slots: Slots) -> bool:
+        return any(not each.slots.keys().isdisjoint(slots) for each in self._ready)
 
 
 def is_one_token(window: Window) -> bool:
@@ -90,7 +163,21 @@ def is_one_token(window: Window) -> bool:
     return plain and not (window.positions or window.targets)
 
 
-def _goes_on(window: Window, slot: Slot) -> bool:
+def _outputs(shard: Shard, slots: Slots, x: mx.array, ids: mx.array, draw: Draw) -> Outputs:
+    h = shard(x, [slot.next_place() for slot in slots.values()], ids)
+    if not shard.is_last:
+        return Outputs(h, {}, {})
+    logits = dict(zip(slots, shard.logits(h).split(len(slots)), strict=True))
+    draws = {number: found for number, slot in slots.items() if (found := draw(slot, logits[number]))}
+    return Outputs(h, draws, {number: row for number, row in logits.items() if number not in draws})
+
+
+def _go_on(windows: Sequence[Window], slots: Slots) -> bool:
+    """Whether each window is one token behind what its slot holds."""
+    return all(is_one_token(window) and _follows(window, slots[window.slot]) for window in windows)
+
+
+def _follows(window: Window, slot: Slot) -> bool:
     held = len(slot.history)
     return window.base == held and window.prefix_hash == slot.history.prefix_hash(held)
 

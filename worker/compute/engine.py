@@ -4,14 +4,14 @@ Knows neither sockets nor bytes.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
 import mlx.core as mx
 
 from protos.brigade_pb2 import DType, Failure, Frame, Result, Sampling, Session, Timing, Window
-from worker.compute.ahead import Ahead, Built, is_one_token
+from worker.compute.ahead import Ahead, Ready, is_one_token
 from worker.compute.grammar import Guide
 from worker.compute.header import asked_rows, check_header, head_rows, num_rows
 from worker.compute.placeholder import MLX_DTYPES, Placeholder
@@ -104,15 +104,30 @@ class Engine:
 
     def build_ahead(self) -> None:
         """Build what most likely comes next, while there is nothing else to do: `begin` then only has it computed."""
-        slots = {window.slot: self._slots[window.slot] for window in self._last if window.slot in self._slots}
-        if self._last and len(slots) == len(self._last) and all(map(is_one_token, self._last)):
+        slots = self._slots_that_go_on(self._last)
+        if slots and not self._can_launch(slots):
             self._ahead.build(slots)
         self._last = ()
 
+    def launch_ahead(self, step: Step) -> None:
+        """Where this is the whole model, have the device go on with the tokens of this step before anybody has them."""
+        slots = self._slots_that_go_on(step.windows)
+        tokens = {window.slot: draws.tokens for window, draws in step.draws}
+        if slots and slots.keys() == tokens.keys() and self._can_launch(slots):
+            self._ahead.launch(slots, tokens)
+
+    def _can_launch(self, slots: Mapping[int, Slot]) -> bool:
+        return self._shard.is_first and self._shard.is_last and all(map(self._draws_ahead, slots.values()))
+
+    def _slots_that_go_on(self, windows: Sequence[Window]) -> dict[int, Slot]:
+        """The slots of a step after which it is likely that each gets one token more; none where it is not."""
+        if self._checks_finite or not all(window.slot in self._slots and is_one_token(window) for window in windows):
+            return {}
+        return {window.slot: self._slots[window.slot] for window in windows}
+
     def awaited(self, frame: Frame) -> Placeholder | None:
         """Where the hidden states of this frame go, if its step is built already."""
-        built = self._ahead.find(frame)
-        return built.hidden if built else None
+        return self._ahead.awaited(frame)
 
     def begin(self, frame: Frame, x: mx.array | None, received: int) -> Step:
         """Start one frame on the device.
@@ -126,10 +141,10 @@ class Engine:
             FrameError: a slot is not open.
         """
         step = Step(frame, Timing(stage=self._stage, received=received, started=time.monotonic_ns()))
-        built = None if self._checks_finite else self._ahead.take(frame, x)
+        ready = self._ahead.take(frame, x)
         self._open_and_close(step)
-        if built:
-            self._begin_built(step, built)
+        if ready:
+            self._begin_ready(step, ready)
         elif places := self._begin_windows(step):
             ids = self._tokens(step)
             h = self._shard(ids if x is None else _rows_of(step.windows, step.frame.windows, x), places, ids)
@@ -140,6 +155,7 @@ class Engine:
             else:
                 step.ready = [h]
                 mx.async_eval(h)
+        if step.windows and not ready:
             step.begun = time.monotonic_ns()
         return step
 
@@ -223,26 +239,30 @@ class Engine:
                 self._fail(step, window.slot, error)
         return places
 
-    def _begin_built(self, step: Step, built: Built) -> None:
-        """Have a step computed that was built before."""
+    def _begin_ready(self, step: Step, ready: Ready) -> None:
+        """Go on with a step that was there before its frame."""
         step.windows.extend(step.frame.windows)
-        for window, slot in zip(step.windows, built.slots.values(), strict=True):
-            slot.history.extend(window.tokens)
-        built.ids.fill_numbers(window.tokens[0] for window in step.windows)
-        step.ready = [built.h]
-        draws = [found for found in built.draws if found]
-        mx.async_eval([built.h, *(array for found in draws for array in found.arrays())])
-        for window, found, logits in zip(step.windows, built.draws, built.logits, strict=False):
-            if found:
-                step.draws.append((window, found))
-            else:
-                self._begin_answer(step, window, logits)
-        if len(draws) < len(built.draws):
+        ready.begin(step.windows)
+        if ready.is_under_way:
+            step.timing.started = step.timing.received
+        outputs = ready.outputs
+        step.ready = [outputs.h]
+        step.draws = [(window, outputs.draws[window.slot]) for window in step.windows if window.slot in outputs.draws]
+        for window in step.windows:
+            self._slots[window.slot].history.extend(window.tokens)
+            if window.slot in outputs.logits:
+                self._begin_answer(step, window, outputs.logits[window.slot])
+        if outputs.logits:
             self._evaluate_answers(step)
+
+    @staticmethod
+    def _draws_ahead(slot: Slot) -> bool:
+        """Whether a draw of this slot needs no more than its logits."""
+        return not (slot.guide or slot.sampler.looks_back)
 
     def _draw_ahead(self, slot: Slot, logits: mx.array) -> Draws | None:
         """The draw [1] of the token after next, unless it depends on the next one."""
-        if slot.guide or slot.sampler.looks_back:
+        if not self._draws_ahead(slot):
             return None
         held = len(slot.history)
         return slot.sampler(logits, [held + 1], slot.history.tokens, [held + 1])

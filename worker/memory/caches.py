@@ -98,6 +98,10 @@ class Caches:
         """The objects whose attributes a pass changes: see snapshot.py."""
         return [each for cache in [*self.own, *self._counting] for each in cache.changing()]
 
+    def states(self) -> list[object]:
+        """Those of `changing` that cannot be cut."""
+        return [each for each in self.changing() if isinstance(each, RecurrentState)]
+
     def cut(self, length: int) -> None:
         """Raises CacheMismatch if one of them cannot be cut there."""
         for cache in self.own:

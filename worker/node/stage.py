@@ -163,13 +163,18 @@ class Stage:
             step = self._begin_next()
             while step is not None:
                 following = self._begin_next() if self.engine.runs_ahead else None
+                if self.engine.runs_ahead and following is None:
+                    self.engine.launch_ahead(step)
                 header, array = self.engine.finish(step)
                 output = header if isinstance(header, Result) else self._outgoing(header, array)
                 self._busy_since = None if following is None else time.monotonic()
+                is_last = self._frames.empty()  # what comes after this output is an answer to it
                 loop.call_soon_threadsafe(self._outputs.put_nowait, output)
                 if self._is_stopping:  # what waits, a load perhaps, must find the memory free that this frame holds
                     return
                 self._thread.give_way()  # frames may come without end
+                if is_last and not self.engine.runs_ahead:
+                    self.engine.launch_ahead(step)
                 step = following or self._begin_next()
 
     def _outgoing(self, header: Frame, array: mx.array | None) -> Outgoing:
