@@ -25,6 +25,7 @@ from coordinator.sessions.answer import Answer
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import LoadProgress, LoadRequest, Sampling
 from tests.tiny import make_model
+from worker.compute.ahead import Ahead
 from worker.compute.shard import Shard
 from worker.memory.lane import Place
 from worker.model.checkpoint import open_folder
@@ -219,7 +220,8 @@ def quick_collector() -> Iterator[None]:
 @pytest.fixture
 def nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """No step is built before its frame comes."""
-    monkeypatch.setattr("worker.compute.ahead.can_fill_later", lambda: False)
+    monkeypatch.setattr(Ahead, "build", lambda ahead, slots: None)
+    monkeypatch.setattr(Ahead, "launch", lambda ahead, slots, tokens: None)
 
 
 @pytest.fixture

@@ -120,12 +120,13 @@ def test_a_step_that_is_not_asked_for_leaves_no_trace(models: Models, family: st
         found = run(engine, frame.windows, opened=frame.opened, closed=frame.closed)
         after = run(engine, [window_of((*tokens, 5), len(tokens), 1)])
         gc.collect()
-        held.append((mx.get_active_memory() - before, engine.cache_bytes))
+        held.append(mx.get_active_memory() - before)
+        a_buffer = engine.cache_bytes / 16  # keys, or values, of one slot in one layer
         results.append([*found.samples, *after.samples])
         engine.close()
         del engine
     assert results[0] == results[1] and len(results[0]) == len(frame.windows) + 1
-    assert held[0] == held[1]
+    assert abs(held[0] - held[1]) < a_buffer / 4
 
 
 @pytest.mark.parametrize("way", SAMPLINGS)

@@ -35,7 +35,7 @@ PROMPT = tuple((5 * i + 3) % VOCAB for i in range(3 * CHUNK + 2))
 
 
 @pytest.fixture
-def head_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def head_rows(monkeypatch: pytest.MonkeyPatch, nothing_ahead: None) -> list[int]:
     """Rows of every multiplication by a head, which is the only matrix with a row per vocabulary entry."""
     rows: list[int] = []
     multiply: Callable[..., mx.array] = nn.Linear.__call__

@@ -66,7 +66,7 @@ async def assert_equal(chain: Chain, whole: Whole, samplings: dict[str, Sampling
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+def recorded(monkeypatch: pytest.MonkeyPatch, nothing_ahead: None) -> Recorded:
     """The logits that last stages compute, as they compute them."""
     rows: Recorded = []
     compute: Callable[[Shard, mx.array], mx.array] = Shard.logits

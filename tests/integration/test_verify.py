@@ -107,6 +107,7 @@ async def test_one_flipped_logit_is_a_difference_that_rounding_does_not_explain(
     assert case.rounding.margin > 1
 
 
+@pytest.mark.usefixtures("nothing_ahead")
 @in_either_mode
 @pytest.mark.parametrize(("roughness", "expected"), [(0.0, "DIFFERS"), (0.001, "DIFFERS"), (5.0, "rounding")])
 async def test_a_difference_is_explained_only_if_rounding_on_this_machine_is_as_wide(

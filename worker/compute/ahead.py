@@ -4,7 +4,7 @@ What most often follows a step that fed each of some slots one token is one more
 the caches go back to what they were, and nothing is left of the step.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,13 +51,13 @@ class Built:
 
     is_under_way = False
 
-    def __init__(self, shard: Shard, slots: Slots, dtype: mx.Dtype, draw: "Draw") -> None:
+    def __init__(self, shard: Shard, slots: Slots, dtype: mx.Dtype) -> None:
         B, D = len(slots), shard.anatomy.hidden_size
         self.slots = slots
         self.hidden = None if shard.is_first else Placeholder([1, B, D], dtype)
         self._ids = Placeholder([1, B], mx.int32)
         self._before: Snapshot | None = Snapshot(each for slot in slots.values() for each in slot.caches.changing())
-        self.outputs = _outputs(shard, slots, (self.hidden or self._ids).array, self._ids.array, draw)
+        self.outputs = _outputs(shard, slots, (self.hidden or self._ids).array, self._ids.array)
 
     def is_of(self, frame: Frame) -> bool:
         in_order = [window.slot for window in frame.windows] == list(self.slots)
@@ -82,13 +82,13 @@ class Launched:
 
     is_under_way = True
 
-    def __init__(self, shard: Shard, slots: Slots, tokens: Mapping[int, mx.array], draw: "Draw") -> None:
+    def __init__(self, shard: Shard, slots: Slots, tokens: Mapping[int, mx.array]) -> None:
         """`tokens` [1] of each slot: what it has just been given."""
         self.slots = slots
         self._tokens = tokens
         self._before = {number: Snapshot(slot.caches.states()) for number, slot in slots.items()}
         ids = mx.concatenate([tokens[number] for number in slots]).astype(mx.int32)[None]
-        self.outputs = _outputs(shard, slots, ids, ids, draw)
+        self.outputs = _outputs(shard, slots, ids, ids)
         self.outputs.evaluate()
 
     def is_of(self, frame: Frame) -> bool:
@@ -110,28 +110,23 @@ class Launched:
             slot.caches.cut(len(slot.history))
 
 
-Draw = Callable[[Slot, mx.array], Draws | None]
-
-
 class Ahead:
     """The steps that are ready, at most one for each slot."""
 
-    def __init__(self, shard: Shard, dtype: mx.Dtype, draw: Draw) -> None:
-        """`draw` builds the draw of the token after next by a slot's logits [1, V], if the next need not be known."""
+    def __init__(self, shard: Shard, dtype: mx.Dtype) -> None:
         self._shard = shard
         self._dtype = dtype
-        self._draw = draw
         self._ready: list[Ready] = []
 
     def build(self, slots: Slots) -> None:
         """The step that feeds one more token to each of these slots, unless one is ready."""
         if can_fill_later() and not self._any_of(slots):
-            self._ready.append(Built(self._shard, slots, self._dtype, self._draw))
+            self._ready.append(Built(self._shard, slots, self._dtype))
 
     def launch(self, slots: Slots, tokens: Mapping[int, mx.array]) -> None:
         """As `build`, with these tokens [1]: only where the shard is the whole model."""
         if not self._any_of(slots):
-            self._ready.append(Launched(self._shard, slots, tokens, self._draw))
+            self._ready.append(Launched(self._shard, slots, tokens))
 
     def awaited(self, frame: Frame) -> Placeholder | None:
         """Where the hidden states of this frame go, if its step is built."""
@@ -163,12 +158,12 @@ def is_one_token(window: Window) -> bool:
     return plain and not (window.positions or window.targets)
 
 
-def _outputs(shard: Shard, slots: Slots, x: mx.array, ids: mx.array, draw: Draw) -> Outputs:
+def _outputs(shard: Shard, slots: Slots, x: mx.array, ids: mx.array) -> Outputs:
     h = shard(x, [slot.next_place() for slot in slots.values()], ids)
     if not shard.is_last:
         return Outputs(h, {}, {})
     logits = dict(zip(slots, shard.logits(h).split(len(slots)), strict=True))
-    draws = {number: found for number, slot in slots.items() if (found := draw(slot, logits[number]))}
+    draws = {number: slot.draw_ahead(logits[number]) for number, slot in slots.items() if slot.can_draw_ahead}
     return Outputs(h, draws, {number: row for number, row in logits.items() if number not in draws})
 
 

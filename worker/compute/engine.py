@@ -61,7 +61,7 @@ class Engine:
         self._slots: dict[int, Slot] = {}
         self._idle_since = 0  # when the device had done all that it was given, nanoseconds
         self._begin_share = 1.0  # of a step's time that `begin` takes
-        self._ahead = Ahead(shard, MLX_DTYPES[dtype], self._draw_ahead)
+        self._ahead = Ahead(shard, MLX_DTYPES[dtype])
         self._last: Sequence[Window] = ()  # of the step that was finished last
 
     @property
@@ -117,7 +117,7 @@ class Engine:
             self._ahead.launch(slots, tokens)
 
     def _can_launch(self, slots: Mapping[int, Slot]) -> bool:
-        return self._shard.is_first and self._shard.is_last and all(map(self._draws_ahead, slots.values()))
+        return self._shard.is_first and self._shard.is_last and all(slot.can_draw_ahead for slot in slots.values())
 
     def _slots_that_go_on(self, windows: Sequence[Window]) -> dict[int, Slot]:
         """The slots of a step after which it is likely that each gets one token more; none where it is not."""
@@ -167,7 +167,7 @@ class Engine:
             the result. `sent` is still open in its last timing.
         """
         mx.eval(step.ready)
-        self._last = step.frame.windows
+        self._last = step.windows
         if step.checks:
             self._fail_infinite(step)
         step.timing.computed = time.monotonic_ns()
@@ -254,18 +254,6 @@ class Engine:
                 self._begin_answer(step, window, outputs.logits[window.slot])
         if outputs.logits:
             self._evaluate_answers(step)
-
-    @staticmethod
-    def _draws_ahead(slot: Slot) -> bool:
-        """Whether a draw of this slot needs no more than its logits."""
-        return not (slot.guide or slot.sampler.looks_back)
-
-    def _draw_ahead(self, slot: Slot, logits: mx.array) -> Draws | None:
-        """The draw [1] of the token after next, unless it depends on the next one."""
-        if not self._draws_ahead(slot):
-            return None
-        held = len(slot.history)
-        return slot.sampler(logits, [held + 1], slot.history.tokens, [held + 1])
 
     def _tokens(self, step: Step) -> mx.array:
         """The token ids [1, sum L] of all windows."""

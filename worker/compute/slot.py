@@ -5,7 +5,7 @@ import mlx.core as mx
 from protos.brigade_pb2 import Sampling, Window
 from worker.compute.grammar import Guide
 from worker.compute.header import num_rows
-from worker.compute.sampling import Sampler
+from worker.compute.sampling import Draws, Sampler
 from worker.errors import CacheMismatch
 from worker.memory.caches import Caches
 from worker.memory.history import History
@@ -51,3 +51,13 @@ class Slot:
         length = len(self.history)
         self.caches.cut(length)
         return Place(self.caches, length, 1)
+
+    @property
+    def can_draw_ahead(self) -> bool:
+        """Whether draws depend on nothing but logits and positions."""
+        return not (self.guide or self.sampler.looks_back)
+
+    def draw_ahead(self, logits: mx.array) -> Draws:
+        """The draw of the token after next by its logits [1, V]; the next one need not be known."""
+        held = len(self.history)
+        return self.sampler(logits, [held + 1], self.history.tokens, [held + 1])
