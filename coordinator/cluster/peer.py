@@ -23,7 +23,7 @@ from protos.brigade_pb2 import (
     StatusRequest,
 )
 from protos.brigade_pb2_grpc import NodeStub
-from worker.errors import ModelError, StageLost
+from worker.errors import BrigadeError, ModelError, StageLost
 from worker.node.checksum import check_seal
 from worker.node.link import Link
 from worker.node.network import PROTOCOL_VERSION, Network
@@ -86,6 +86,16 @@ class Peer:
                 node=self.name,
             )
         return reply
+
+    async def is_elsewhere(self, within_s: float) -> bool:
+        """Whether it has several addresses, and answers at one of them; nobody waits for it to be started."""
+        if len(self._ways.addresses) == 1:
+            return False
+        try:
+            await self._ways.ask(within_s, waits=False)
+        except BrigadeError:
+            return False
+        return True
 
     async def load(self, request: LoadRequest, progress: Callable[[LoadProgress], None]) -> None:
         """Have the worker load a shard. Raises what it refuses with, or StageLost if it stalls."""

@@ -92,6 +92,14 @@ class Roster:
         self.refusal = next((outcome for outcome in outcomes if isinstance(outcome, ConfigError)), None)
         return replies
 
+    async def is_elsewhere(self, name: str, within_s: float) -> bool:
+        """Whether this worker, which was lost, can be reached after all, since it has more than one address.
+
+        One that is only being started cannot.
+        """
+        member = self.members.get(name)
+        return member is not None and member.peer is not None and await member.peer.is_elsewhere(within_s)
+
     async def pause(self, for_s: float) -> None:
         """Wait so long, or until a worker of our own has been started or has ended since they were last asked."""
         with contextlib.suppress(TimeoutError):

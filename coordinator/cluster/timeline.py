@@ -1,5 +1,6 @@
 """Timeline: when a recovery got how far, for whoever measures it; and what is told of it once it is over."""
 
+import time
 from dataclasses import dataclass
 
 
@@ -11,6 +12,15 @@ class Timeline:
     found_at: float = 0.0  # there were enough nodes for a chain
     loaded_at: float = 0.0  # each of them had its layers
     opened_at: float = 0.0  # they were joined
+
+    def mark_found(self) -> None:
+        self.found_at = time.monotonic()
+
+    def mark_loaded(self) -> None:
+        self.loaded_at = time.monotonic()
+
+    def mark_opened(self) -> None:
+        self.opened_at = time.monotonic()
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,10 @@ class Ways:
         """The addresses at which other nodes may find the same process."""
         return [address for address in self.addresses if address not in self._of_others]
 
-    async def ask(self, within_s: float) -> HelloReply:
+    async def ask(self, within_s: float, *, waits: bool = True) -> HelloReply:
         """Who is there, at whichever address; from then on the best of them is in use.
+
+        `waits` for one that does not listen yet.
 
         Raises:
             BrigadeError: what is wrong with the first that is there, or with this node's certificate.
@@ -48,7 +50,7 @@ class Ways:
         """
         await self._renew()
         channels = {address: self._channel_to(address) for address in self.addresses}
-        asking = {a: asyncio.create_task(self._ask_at(channel, within_s)) for a, channel in channels.items()}
+        asking = {a: asyncio.create_task(self._ask_at(each, within_s, waits=waits)) for a, each in channels.items()}
         try:
             await wait_head_start(asking.values(), within_s)
             replies = {address: task.result() for address, task in asking.items() if has_succeeded(task)}
@@ -65,7 +67,7 @@ class Ways:
     async def ask_in_use(self, within_s: float) -> HelloReply:
         """The same of the process in use, which is part of a chain. Raises likewise."""
         try:
-            return await self._ask_at(self._channel, within_s)
+            return await self._ask_at(self._channel, within_s, waits=True)
         except _Silence as silence:
             raise self._failure([silence], within_s) from None
 
@@ -88,11 +90,11 @@ class Ways:
             self._use(self.address, self._network.channel(self.name, self.address))
             self._shown = self._network.own
 
-    async def _ask_at(self, channel: grpc.aio.Channel, within_s: float) -> HelloReply:
+    async def _ask_at(self, channel: grpc.aio.Channel, within_s: float, *, waits: bool) -> HelloReply:
         """Ask, and wait if nobody is there yet; but first without: while gRPC waits it does not say what for."""
         hello = NodeStub(channel).Hello
         refusal, until = None, time.monotonic() + within_s
-        for is_patient in (False, True):
+        for is_patient in (False, True) if waits else (False,):
             try:
                 left_s = max(0.0, until - time.monotonic())
                 return await hello(_REQUEST, timeout=left_s, wait_for_ready=is_patient)

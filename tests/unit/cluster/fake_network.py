@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.cluster import keeper, roster, supervisor
+from coordinator.cluster import chains, keeper, roster
 from coordinator.cluster.chain import Arrival
 from coordinator.cluster.deployment import Deployment
 from coordinator.cluster.together import together
@@ -296,6 +296,6 @@ class World:
         class Started:
             start = staticmethod(self.start_local)
 
-        patch.setattr(supervisor, "Chain", WorldChain)
+        patch.setattr(chains, "Chain", WorldChain)
         patch.setattr(keeper, "LocalWorker", Started)
         patch.setattr(roster, "Peer", lambda name, address, network: FakePeer(self.places[name]))
