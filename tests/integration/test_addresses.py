@@ -12,11 +12,11 @@ from tests.cluster.processes import free_port
 from tests.integration.certificates import Certificates
 from tests.integration.conftest import NETWORK, Models, serving
 from tests.integration.many import Live, request, tokens_of, until
-from tests.integration.test_recovery import COMES_BACK, Place, Rig, assert_equal, supervised, unfailed
+from tests.integration.test_recovery import COMES_BACK, IS_GONE, Place, Rig, assert_equal, supervised, unfailed
 from tests.integration.upstream import attach_request
 from tools.proxy import Proxy
 from worker.config import MOST_ADDRESSES
-from worker.errors import FrameError
+from worker.errors import FrameError, StageLost
 from worker.node.attachment import check_place
 
 ASKED = request(tokens_of(5), 100)
@@ -47,6 +47,11 @@ class Cables:
         async with self.first.serving(), self.second.serving():
             yield [self.first.address, self.second.address]
 
+    @asynccontextmanager
+    async def directly(self, place: Place) -> AsyncIterator[Sequence[str]]:
+        """Nothing is between: whoever has ended refuses connections."""
+        yield [place.address, place.address.replace("127.0.0.1", "localhost")]
+
 
 async def lose_chain(rig: Rig) -> None:
     """A chain is lost for another reason; return once the next one is open."""
@@ -72,6 +77,31 @@ async def test_a_stream_goes_on_over_the_second_cable_and_the_next_chain_over_th
         await lose_chain(rig)
         assert last.address == cables.first.address
         assert_equal([await runner.answer(ASKED)], [expected])
+
+
+async def test_a_node_that_is_not_awaited_is_asked_at_its_second_address_before_it_is_planned_around(
+    folder: Path,
+) -> None:
+    [expected] = await unfailed(folder, [ASKED])
+    cables = Cables()
+    async with supervised(folder, IS_GONE, reaching=cables.reaching) as rig, rig.runner() as runner:
+        live = Live(runner, ASKED)
+        await live.wait_pieces(5)
+        cables.first.is_blackhole = True
+        assert_equal([await live.answer()], [expected])
+        assert rig.supervisor.chain.plan.layers == [1, 2, 1]
+        assert rig.supervisor.chain.peers[1].address == cables.second.address
+
+
+async def test_and_one_whose_process_has_ended_holds_nobody_up_at_either(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.cluster.supervisor._FIRST_ASK_S", 20.0)
+    cables = Cables()
+    async with supervised(folder, IS_GONE, reaching=cables.directly) as rig, asyncio.timeout(10):
+        await rig.places[1].stop()
+        await rig.supervisor.reopen(StageLost("closed the connection", node="node-2"))
+        assert rig.supervisor.chain.plan.layers == [2, 2]
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
