@@ -39,6 +39,7 @@ from tests.integration.many import Live, request, tokens_of, until
 from tests.tiny import VOCAB
 from worker.config import Cluster
 from worker.errors import BrigadeError, FrameError
+from worker.node import network as network_module
 from worker.node.checksum import sealed
 from worker.node.network import ACCEPTED, PROTOCOL_VERSION, Network
 from worker.node.parts import Joiner
@@ -87,6 +88,49 @@ async def test_a_stream_goes_on_while_hundreds_connect_and_say_nothing_or_nonsen
         await until(lambda: process.num_fds() <= files + 16)
         again = await Live(runner, request(tokens_of(9), 20)).answer()
         assert again.tokens == whole.tokens(tokens_of(9), 150)[:20]
+
+
+TRICKLED = {"plaintext": HTTP2 + SETTINGS, "tls": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(22)}
+
+
+async def num_trickled(node: RunningNode, greeting: bytes) -> int:
+    """How many bytes of a greeting get through, one each tenth of a second, before the connection is closed."""
+    reader, writer = await asyncio.open_connection(*node.address.split(":"))
+    closed = asyncio.create_task(wait_closed(reader))
+    with contextlib.closing(writer):
+        for number, byte in enumerate(greeting):
+            writer.write(bytes([byte]))
+            if (await asyncio.wait([closed], timeout=0.1))[0]:
+                return number + 1
+    closed.cancel()
+    return len(greeting)
+
+
+async def wait_closed(reader: asyncio.StreamReader) -> None:
+    with contextlib.suppress(ConnectionError):
+        while await reader.read(1024):
+            pass
+
+
+@pytest.mark.parametrize("kind", TRICKLED)
+async def test_a_greeting_that_trickles_in_holds_up_no_stream_and_is_not_waited_for(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    whole, greeting = models("qwen3"), TRICKLED[kind]
+    options = dict(network_module._SERVER_OPTIONS) | {"grpc.server_handshake_timeout_ms": 700}
+    monkeypatch.setattr(network_module, "_SERVER_OPTIONS", list(options.items()))
+    certificates = Certificates(tmp_path)
+    network_of = certificates.of if kind == "tls" else lambda name: NETWORK
+    async with (
+        serving(1, network_of=network_of) as [node],
+        opened(whole.folder, (2, 2), [node], network_of("coordinator")) as chain,
+        Runner(chain) as runner,
+    ):
+        trickling = [asyncio.create_task(num_trickled(node, greeting)) for _ in range(20)]
+        while not all(each.done() for each in trickling):
+            answer = await Live(runner, request(tokens_of(9), 20)).answer()
+            assert answer.tokens == whole.tokens(tokens_of(9), 20)
+        assert max(each.result() for each in trickling) < len(greeting) / 2
 
 
 # A worker that answers nonsense
