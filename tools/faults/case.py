@@ -7,8 +7,9 @@ from typing import Any
 
 from coordinator.planning.recovery import Limits
 from coordinator.sessions.answer import Answer
-from tools.faults.rig import Rig, is_free
+from tools.faults.rig import Rig
 from tools.faults.trial import Seen
+from tools.worker_process import is_free
 from worker.errors import BrigadeError
 
 KILLED_S = 0.5  # a killed worker is noticed within milliseconds, but this machine may be busy

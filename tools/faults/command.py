@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.faults.rig import ROOT
 from tools.faults.trial import FAR_S
+from tools.worker_process import ROOT
 
 MAIN = "from coordinator.__main__ import main; main()"
 

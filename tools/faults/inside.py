@@ -10,8 +10,9 @@ from coordinator.planning.recovery import Limits
 from coordinator.sessions.answer import Answer
 from tools.faults.asked import four
 from tools.faults.case import COMES_BACK, IS_GONE, Case, num_pieces
-from tools.faults.rig import NAMES, Node, Rig
+from tools.faults.rig import NAMES, Rig
 from tools.faults.trial import Seen, Trial
+from tools.worker_process import WorkerProcess
 from worker.errors import FrameError, StageLost
 
 HUNG_S = 10.0  # a worker that answers, but brings no results
@@ -106,7 +107,7 @@ async def _lose_first(rig: Rig, limits: Limits, failpoint: str, num_stages: int)
 
 
 @contextlib.asynccontextmanager
-async def started_again(node: Node, failpoint: str) -> AsyncIterator[None]:
+async def started_again(node: WorkerProcess, failpoint: str) -> AsyncIterator[None]:
     """Somebody starts it again whenever it ends, with this failpoint."""
 
     async def watch() -> None:

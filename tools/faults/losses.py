@@ -16,8 +16,9 @@ from tools.faults.asked import FOX, MAX_TOKENS, four, greedy
 from tools.faults.case import COMES_BACK, IS_GONE, Case, num_pieces, still
 from tools.faults.command import Command, generate
 from tools.faults.kills import kill
-from tools.faults.rig import FREED_S, NAMES, Rig, until
+from tools.faults.rig import NAMES, Rig
 from tools.faults.trial import Seen
+from tools.worker_process import FREED_S, until
 
 _STORY = (FOX, "--max-tokens", str(MAX_TOKENS), "--decode", "ar")
 _TOO_SMALL = 8_500_000  # bytes per node: the bundled model fits on three such nodes and not on two

@@ -7,9 +7,10 @@ from functools import partial
 
 from tools.faults.asked import four, greedy
 from tools.faults.case import COMES_BACK, IS_GONE, STOPPED_S, Case, num_pieces, still
-from tools.faults.rig import NAMES, Rig, until
+from tools.faults.rig import NAMES, Rig
 from tools.faults.trial import Seen, Trial
 from tools.proxy import Proxy, Way, proxy_to
+from tools.worker_process import until
 
 Harm = Callable[[Proxy], None]
 
