@@ -9,7 +9,14 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from mlx_lm import tokenizer_utils
 from mlx_lm.generate import make_text_state_machine
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase, tokenization_utils_base
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    dynamic_module_utils,
+    tokenization_utils_base,
+)
 
 from coordinator.cluster.progress import say
 from coordinator.cluster.templates import TEMPLATES
@@ -31,8 +38,6 @@ _UNFIT = (LookupError, TypeError, ValueError, AttributeError, AssertionError, No
 _NOT_THE_TEMPLATES = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {
     "tools", "documents", "add_generation_prompt", "continue_final_message",
 }  # fmt: skip
-# Whoever applies a chat template in this process, mlx-lm or a tokenizer that is code, has it rendered in the other one.
-tokenization_utils_base.render_jinja_template = TEMPLATES.render  # type: ignore[assignment]  # says that it gives a str
 
 
 class Tokenizer:
@@ -40,6 +45,7 @@ class Tokenizer:
 
     def __init__(self, checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> None:
         """Raises ModelError if there is no tokenizer that can be read, or it is code that is not trusted."""
+        _confine_transformers()
         code = trusted_code(checkpoint, is_trusted=trust_remote_code)
         folder = checkpoint.folder
         # Without a configuration transformers, once it trusts the tokenizer's code, would run the model's to have one.
@@ -131,6 +137,16 @@ class Tokenizer:
     @property
     def eos(self) -> frozenset[int]:
         return frozenset(self._wrapper.eos_token_ids)
+
+
+def _confine_transformers() -> None:
+    """Have it render chat templates in the other process, and never ask a terminal whether code may run.
+
+    Whoever has a template rendered, mlx-lm or a tokenizer that is code, finds the function by its module, and nobody
+    passes a deadline for the question on: for the whole process or not at all.
+    """
+    tokenization_utils_base.render_jinja_template = TEMPLATES.render  # type: ignore[assignment]  # it gives no str
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # AutoTokenizer as a tokenizer_class asks, whatever was said of trust
 
 
 @cache

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants
-from transformers import dynamic_module_utils
 from transformers.dynamic_module_utils import get_imports, get_relative_imports
 from transformers.models.auto import tokenization_auto
 
@@ -16,8 +15,6 @@ from worker.model.checkpoint import Checkpoint
 
 # Model types whose checkpoints name code although one of transformers' own tokenizers is right for them.
 _NEEDLESS: set[str] = getattr(tokenization_auto, "MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS", set())
-# A tokenizer_class such as AutoTokenizer begins anew, without what was said of trust: let it fail, not ask a terminal.
-dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
 _REFERENCE = re.compile(r"(?P<module>\w+)\.\w+")
 
 

@@ -10,10 +10,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 import psutil
@@ -24,6 +25,7 @@ from transformers.utils import chat_template_utils
 
 from coordinator.cli.wish import Wish, prepare
 from coordinator.cluster import templates as templates_module
+from coordinator.cluster import tokenizer as tokenizer_module
 from coordinator.cluster.options import cluster_options
 from coordinator.cluster.template_process import Bounds, send
 from coordinator.cluster.templates import TEMPLATES, Templates
@@ -85,6 +87,12 @@ def rendered_here() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenization_utils_base, "render_jinja_template", chat_template_utils.render_jinja_template)
         yield
+
+
+def render_by(patch: pytest.MonkeyPatch, render: Callable[..., Any]) -> None:
+    """Have tokenizers that are made from now on, in this process, render so."""
+    patch.setattr(tokenization_utils_base, "render_jinja_template", render)  # to be put back in the end
+    patch.setattr(tokenizer_module, "TEMPLATES", SimpleNamespace(render=render))
 
 
 @pytest.mark.parametrize("name", chat_templates.RENDERED)
@@ -239,7 +247,7 @@ def test_a_command_can_be_interrupted_while_a_template_is_rendered(
         assert not released.is_set()
 
     loops: list[asyncio.AbstractEventLoop] = []
-    monkeypatch.setattr(tokenization_utils_base, "render_jinja_template", wait)
+    render_by(monkeypatch, wait)
     asyncio.run(interrupt())
     released.set()
 
@@ -330,7 +338,7 @@ def test_arguments_reach_the_template_and_nobody_else(talker: Path) -> None:
 def test_a_command_says_what_its_template_did(
     talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: Templates
 ) -> None:
-    monkeypatch.setattr(tokenization_utils_base, "render_jinja_template", short.render)
+    render_by(monkeypatch, short.render)
     folder = retokenized(talker, tmp_path / "model", chat_template=ENDLESS)
     outcome = run_here("generate", "--model", folder, "--local", "0", "--prompt", "hi")
     told = "error: --prompt: the chat template took longer than 0.5 s; give it raw (--raw), or shorter\n"
