@@ -23,8 +23,9 @@ import numpy as np
 import typer
 import uvloop
 
-from coordinator.cluster.chain import Arrival, Chain
+from coordinator.cluster.chain import Chain
 from coordinator.cluster.deployment import Deployment, OwnNode
+from coordinator.cluster.flight import Arrival
 from coordinator.cluster.open import make_plan, open_peers, read_model
 from coordinator.cluster.options import ClusterOptions, cluster_options
 from coordinator.cluster.runner import generate

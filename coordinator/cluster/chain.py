@@ -1,21 +1,19 @@
 """Chain: all stages as one thing that takes frames and gives results, for one epoch. I/O; no decisions."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
 from coordinator.cluster.deployment import Deployment, OwnNode, Progress
+from coordinator.cluster.flight import Arrival, Flight
 from coordinator.cluster.peer import Peer
 from coordinator.cluster.stillness import Stillness
 from coordinator.planning.costs import ChainCosts
-from coordinator.planning.patience import Patience, StepKind
 from protos.brigade_pb2 import AttachRequest, Frame, Grammar, LoadProgress, Result, Session, StatusReply, Window
 from worker.compute.engine import Engine
-from worker.compute.header import asked_of, check_result, num_rows
+from worker.compute.header import check_result
 from worker.errors import BrigadeError, EngineHung, FrameError, NodeBusy, NodeSilent, StageLost
 from worker.memory.history import History
 from worker.model.modelspec import ModelSpec
@@ -25,32 +23,7 @@ from worker.process.call_thread import run_aside
 from worker.process.mlx_thread import MlxThread
 
 _PROBE_S = 1.5
-_ASK_AGAIN_S = 5.0
-_COMPILES_S = 2.0  # after which the first step of a kind is said to compile
 _WARM_UP_ROWS = 64
-
-
-@dataclass
-class Sent:
-    """A frame in flight."""
-
-    num_rows: int
-    asked: dict[int, tuple[int, ...]]  # by slot, as `asked_of` counts
-    kind: StepKind
-    at: float  # seconds, monotonic
-    is_alone: bool  # so far
-    alternatives: dict[int, int]  # by slot: the most that each sample may have
-    is_said_to_compile: bool = False
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A result, and when it came, nanoseconds on the coordinator's monotonic clock."""
-
-    result: Result
-    at: int
-    num_rows: int  # of the frame
-    took_s: float  # since the frame was sent
 
 
 class Chain:
@@ -73,7 +46,6 @@ class Chain:
         self.deployment = deployment
         self.plan = deployment.plan
         self.peers = deployment.peers
-        self.costs = costs or ChainCosts(self.num_stages)
         self.last_step = 0
         self.on_draining: Callable[[], None] | None = None  # called when a worker says that it is about to end
         self.can_spare: Callable[[str], bool] = lambda name: False  # whether a worker that is about to end may go
@@ -82,13 +54,10 @@ class Chain:
         self._is_awaited = costs is not None
         self._own = own
         self._say = say
-        self._patience = Patience()
         self._stillness = Stillness()
+        self._flight = Flight(costs or ChainCosts(self.num_stages), self._stillness)
         self._stack = AsyncExitStack()
         self._stage: Stage | None = None
-        self._sent: dict[int, Sent] = {}  # frames in flight, oldest first
-        self._last_result = 0.0  # seconds, monotonic
-        self._logprobs: dict[int, int] = {}  # of the session in each slot, as its sampling says
 
     async def __aenter__(self) -> Self:
         return self
@@ -113,6 +82,15 @@ class Chain:
         self.on_token = on_token
 
     @property
+    def costs(self) -> ChainCosts:
+        """What its frames take, learned as they land."""
+        return self._flight.costs
+
+    @costs.setter
+    def costs(self, costs: ChainCosts) -> None:
+        self._flight.costs = costs
+
+    @property
     def spec(self) -> ModelSpec:
         return self.deployment.spec
 
@@ -124,7 +102,7 @@ class Chain:
     @property
     def still_since(self) -> float | None:
         """Since when what is in flight has brought no result, seconds, monotonic; None if nothing is."""
-        return max(self._last_result, self._oldest().at) if self._sent else None
+        return self._flight.still_since
 
     @property
     def num_stages(self) -> int:
@@ -139,14 +117,8 @@ class Chain:
     def send(self, frame: Frame) -> None:
         """Hand a frame to stage 0."""
         assert self._stage is not None
-        for sent in self._sent.values():
-            sent.is_alone = False
         self.last_step = frame.step
-        kind = self._patience.kind_of(frame)
-        rows, asked = sum(map(num_rows, frame.windows)), {w.slot: asked_of(w) for w in frame.windows}
-        self._logprobs |= {session.slot: session.sampling.logprobs for session in frame.opened}
-        alternatives = {slot: logprobs - 1 for slot in asked if (logprobs := self._logprobs.get(slot))}
-        self._sent[frame.step] = Sent(rows, asked, kind, time.monotonic(), not self._sent, alternatives)
+        self._flight.send(frame)
         self._stage.submit(frame)
 
     async def receive(self) -> Arrival:
@@ -159,7 +131,7 @@ class Chain:
         assert self._stage is not None
         while True:
             try:
-                async with asyncio.timeout(self._left_s()):
+                async with asyncio.timeout(self._flight.left_s):
                     return self._arrived(await self._stage.next_result())
             except TimeoutError:
                 await self._look_after_oldest()
@@ -197,54 +169,25 @@ class Chain:
         found = result.epoch, [timing.stage for timing in result.timings[: self.num_stages + 1]]
         expected = self.epoch, list(range(self.num_stages))
         node = self.peers[-1].name if self.peers else ""
-        if result.step != next(iter(self._sent), None) or found != expected:
+        if result.step != self._flight.oldest_step or found != expected:
             raise FrameError(
                 f"expected a result of a step in flight, the oldest, (epoch, stages passed) {expected}, "
                 f"got {found} of step {result.step}",
                 node=node,
             )
-        sent = self._sent.pop(result.step)
+        sent = self._flight.take(result.step)
         check_result(result, sent.asked, self.spec.vocab_size, node, sent.alternatives)
         if (result.samples or result.guesses) and self.on_token is not None:
             self.on_token()
             self.on_token = None
-        self._patience.done(sent.kind)
-        self._last_result = time.monotonic()
-        arrival = Arrival(result, time.monotonic_ns(), sent.num_rows, self._last_result - sent.at)
-        if sent.num_rows:
-            stages_s = [(timing.sampled - timing.started) / 1e9 for timing in result.timings]
-            self.costs.observe(sent.num_rows, stages_s, arrival.took_s, was_alone=sent.is_alone)
-        return arrival
-
-    def _left_s(self) -> float:
-        """Seconds until the oldest frame is to be looked after; with nothing in flight, until it is asked again."""
-        if not self._sent:
-            return _ASK_AGAIN_S
-        oldest = self._oldest()
-        is_new = not self._patience.is_known(oldest.kind) and not oldest.is_said_to_compile
-        return max(0.0, (_COMPILES_S if is_new else self._allowed_s(oldest)) - self._silence_s(oldest))
+        return self._flight.land(sent, result)
 
     async def _look_after_oldest(self) -> None:
         """Say that it compiles, where it may. Raises what is wrong once it has taken longer than it can take."""
-        if not self._sent:
-            return
-        oldest = self._oldest()
-        silence_s = self._silence_s(oldest)
-        if silence_s >= self._allowed_s(oldest):
+        if (silence_s := self._flight.overdue_s) is not None:
             raise await self._diagnose(silence_s)
-        if silence_s >= _COMPILES_S and not oldest.is_said_to_compile and not self._patience.is_known(oldest.kind):
-            oldest.is_said_to_compile = True
+        if self._flight.begins_to_compile():
             self._say("compiling: the first step of its kind on this chain, which may take a minute")
-
-    def _oldest(self) -> Sent:
-        return next(iter(self._sent.values()))
-
-    def _allowed_s(self, sent: Sent) -> float:
-        return self._patience.allowed_s(sent.kind, self.costs.passage_s(sent.num_rows))
-
-    def _silence_s(self, sent: Sent) -> float:
-        """How long this frame, the oldest, has brought no result while this process was there to see it."""
-        return time.monotonic() - max(self._last_result, sent.at, self._stillness.woke_at)
 
     async def _start(self) -> None:
         assert self._own.shard is not None

@@ -5,7 +5,8 @@ import contextlib
 from collections.abc import Callable
 from typing import NoReturn
 
-from coordinator.cluster.chain import Arrival, Chain
+from coordinator.cluster.chain import Chain
+from coordinator.cluster.flight import Arrival
 from coordinator.planning.costs import LaneChooser
 from coordinator.sessions.scheduler import Commit, Scheduler
 from coordinator.sessions.session import Session

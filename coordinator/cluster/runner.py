@@ -3,15 +3,15 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
-from dataclasses import replace
 from functools import cache, partial
 
-from coordinator.cluster.chain import Arrival, Chain
+from coordinator.cluster.chain import Chain
 from coordinator.cluster.epoch import Epoch
-from coordinator.cluster.ticket import Step, Ticket
-from coordinator.planning.costs import chunk_size
-from coordinator.sessions.answer import Answer, Piece, Token
-from coordinator.sessions.request import Request, room_for_answer
+from coordinator.cluster.feeding import chunk_of, session_of
+from coordinator.cluster.flight import Arrival
+from coordinator.cluster.ticket import Ticket
+from coordinator.sessions.answer import Answer, Piece
+from coordinator.sessions.request import Request
 from coordinator.sessions.scheduler import Commit, Scheduler
 from coordinator.sessions.session import Session
 from coordinator.sessions.slots import MOST_WAITING
@@ -19,12 +19,10 @@ from coordinator.sessions.suspects import MOST_LOSSES, Suspects
 from coordinator.sessions.text import Text, TokenIds
 from coordinator.sessions.waterfall import Passage, Route
 from worker.errors import BrigadeError, InputError, InternalError, ReaderLost, StageLost, WaitedTooLong
-from worker.node.parts import most_chunk_rows
 from worker.node.status import error_named
 
 _LEAVE_S = 2.0  # for what is on its way when a runner is left by an exception
 _UNREAD_S = 30.0  # how long a session stays paused for a reader who does not read
-_MOST_SCORED_ROWS = 64  # of a chunk: every row of it has logits for the whole vocabulary
 _MAX_WAIT_S = 600.0  # for memory
 
 NextChain = Callable[[BrigadeError], Awaitable[Chain]]
@@ -161,7 +159,7 @@ class Runner:
             raise StageLost("the runner that was to answer this request has ended")
         if draining := self._epoch.chain.draining:
             raise draining
-        ticket = Ticket(self._make_session(request, chunk), request, chunk, traced=traced)
+        ticket = Ticket(session_of(request, chunk, self.chain), request, chunk, traced=traced)
         self._tickets[ticket.session] = ticket
         try:
             self._enter(ticket)
@@ -177,30 +175,6 @@ class Runner:
         if ticket.session.slot is None and ticket.deadline is None:
             waited = WaitedTooLong(f"waited {self._max_wait_s:.0f} s for memory; try again later")
             self._give_up_after(self._max_wait_s, ticket, waited)
-
-    def _make_session(self, request: Request, chunk: int | None) -> Session:
-        chain = self._epoch.chain
-        session = Session(
-            request.prompt,
-            room_for_answer(request, chain.spec.context),
-            request.eos,
-            request.decode.make_decoder(request.eos, chain.costs.steps),
-            request.repeat_guard,
-            chunk=self._chunk_of(request, chunk, len(request.prompt)),
-            sampling=request.sampling,
-            cache=request.cache,
-            score_from=request.score_from,
-        )
-        session.resume(request.known)
-        return session
-
-    def _chunk_of(self, request: Request, asked: int | None, num_tokens: int) -> int:
-        """Rows per chunk where so many tokens are to be fed, on the present chain."""
-        chain = self._epoch.chain
-        most = [most_chunk_rows(chain.spec.row_bytes), replace(chain.spec, cache=request.cache).longest_chunk]
-        if request.score_from is not None:
-            most.append(_MOST_SCORED_ROWS)
-        return min(asked or chunk_size(num_tokens, chain.costs.stages_s), *filter(None, most))
 
     async def _run(self) -> None:
         while True:
@@ -228,7 +202,7 @@ class Runner:
         self._epoch = self._epoch_of(chain)
         for session, ticket in list(self._tickets.items()):
             session.rewind()
-            session.chunk = self._chunk_of(ticket.request, ticket.chunk, len(session.history))
+            session.chunk = chunk_of(ticket.request, ticket.chunk, len(session.history), chain)
             if self._suspects.may_run(session):
                 self._enter_again(ticket)
         self._epoch.send_all()
@@ -277,11 +251,7 @@ class Runner:
             ticket.pass_by(self._epoch.route, passage)
             if samples:
                 self._try_next(session)
-            scores = session.take_scores()
-            if samples or scores or session.finish_reason is not None:
-                known = [*map(Token.of, samples)]
-                counts = session.num_steps, session.num_rows
-                ticket.put(Step(known, arrival.at, session.finish_reason, *counts, session.fills, scores))
+            ticket.take(samples, arrival.at)
             if session.finish_reason is not None:
                 self._forget(ticket, keep=True)
             elif ticket.is_full and not session.is_paused:

@@ -10,7 +10,7 @@ from coordinator.sessions.request import Request
 from coordinator.sessions.session import Session
 from coordinator.sessions.text import Text
 from coordinator.sessions.waterfall import Leg, Passage, Route
-from protos.brigade_pb2 import Timing
+from protos.brigade_pb2 import Sample, Timing
 from worker.errors import BrigadeError
 
 MOST_UNREAD = 256  # steps: then the session pauses until half of them are read
@@ -73,12 +73,17 @@ class Ticket:
         self._is_still = True
         self._last_at = self._last_at or time.monotonic_ns()
 
-    def put(self, step: Step) -> None:
-        """Leave what became known for whoever reads."""
+    def take(self, samples: Sequence[Sample], at: int) -> None:
+        """Leave what a step made known of the session, at this moment, for whoever reads; if that is anything."""
+        session = self.session
+        scores = session.take_scores()
+        if not samples and not scores and session.finish_reason is None:
+            return
         if self._is_still:
-            self._still_ns += step.at - self._last_at
-        self._last_at, self._is_still = step.at, False
-        self._steps.put_nowait(step)
+            self._still_ns += at - self._last_at
+        self._last_at, self._is_still = at, False
+        known, counts = [*map(Token.of, samples)], (session.num_steps, session.num_rows)
+        self._steps.put_nowait(Step(known, at, session.finish_reason, *counts, session.fills, scores))
 
     def pass_by(self, route: Route, make: Callable[[], Passage]) -> None:
         """Note a frame that carried a window of the session, if that was asked for."""

@@ -72,7 +72,7 @@ async def test_chunks_of_the_replay_are_chosen_for_all_that_is_replayed(
         asked.append(num_tokens)
         return 32
 
-    monkeypatch.setattr("coordinator.cluster.runner.chunk_size", choose)
+    monkeypatch.setattr("coordinator.cluster.feeding.chunk_size", choose)
     async with supervised(folder, COMES_BACK) as rig, rig.runner() as runner:
         num_known = 0
         async with contextlib.aclosing(runner.stream(request(tokens_of(5), 60))) as pieces:

@@ -10,8 +10,9 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from coordinator.cluster.chain import Arrival, Chain
+from coordinator.cluster.chain import Chain
 from coordinator.cluster.deployment import Deployment, OwnNode
+from coordinator.cluster.flight import Arrival
 from coordinator.cluster.peer import Peer
 from coordinator.cluster.roster import Roster
 from coordinator.cluster.runner import Runner

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from coordinator.cluster import chains, keeper, roster
-from coordinator.cluster.chain import Arrival
 from coordinator.cluster.deployment import Deployment
+from coordinator.cluster.flight import Arrival
 from coordinator.cluster.together import together
 from coordinator.planning.costs import ChainCosts
 from protos.brigade_pb2 import DTYPE_BFLOAT16, Frame, HelloReply

@@ -1,0 +1,121 @@
+"""Flight: a chain's frames that have brought no result yet, and how long that may go on. No I/O."""
+
+import time
+from dataclasses import dataclass
+
+from coordinator.cluster.stillness import Stillness
+from coordinator.planning.costs import ChainCosts
+from coordinator.planning.patience import Patience, StepKind
+from protos.brigade_pb2 import Frame, Result
+from worker.compute.header import asked_of, num_rows
+
+_ASK_AGAIN_S = 5.0
+_COMPILES_S = 2.0  # after which the first step of a kind is said to compile
+
+
+@dataclass
+class Sent:
+    """A frame in flight."""
+
+    num_rows: int
+    asked: dict[int, tuple[int, ...]]  # by slot, as `asked_of` counts
+    kind: StepKind
+    at: float  # seconds, monotonic
+    is_alone: bool  # so far
+    alternatives: dict[int, int]  # by slot: the most that each sample may have
+    is_said_to_compile: bool = False
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A result, and when it came, nanoseconds on the coordinator's monotonic clock."""
+
+    result: Result
+    at: int
+    num_rows: int  # of the frame
+    took_s: float  # since the frame was sent
+
+
+class Flight:
+    """Frames in flight, oldest first. Only the oldest can be late: the others wait behind it."""
+
+    def __init__(self, costs: ChainCosts, stillness: Stillness) -> None:
+        """`costs` learn from what lands; `stillness` knows when this process was not there to see it."""
+        self.costs = costs
+        self._stillness = stillness
+        self._patience = Patience()
+        self._sent: dict[int, Sent] = {}  # by step
+        self._last_result = 0.0  # seconds, monotonic
+        self._logprobs: dict[int, int] = {}  # of the session in each slot, as its sampling says
+
+    def send(self, frame: Frame) -> None:
+        """The frame is on its way from now on."""
+        for sent in self._sent.values():
+            sent.is_alone = False
+        kind = self._patience.kind_of(frame)
+        rows, asked = sum(map(num_rows, frame.windows)), {w.slot: asked_of(w) for w in frame.windows}
+        self._logprobs |= {session.slot: session.sampling.logprobs for session in frame.opened}
+        alternatives = {slot: logprobs - 1 for slot in asked if (logprobs := self._logprobs.get(slot))}
+        self._sent[frame.step] = Sent(rows, asked, kind, time.monotonic(), not self._sent, alternatives)
+
+    @property
+    def oldest_step(self) -> int | None:
+        return next(iter(self._sent), None)
+
+    def take(self, step: int) -> Sent:
+        """What was sent at this step; it is in flight no more."""
+        return self._sent.pop(step)
+
+    def land(self, sent: Sent, result: Result) -> Arrival:
+        """This is the result, and it is sound."""
+        self._patience.done(sent.kind)
+        self._last_result = time.monotonic()
+        arrival = Arrival(result, time.monotonic_ns(), sent.num_rows, self._last_result - sent.at)
+        if sent.num_rows:
+            stages_s = [(timing.sampled - timing.started) / 1e9 for timing in result.timings]
+            self.costs.observe(sent.num_rows, stages_s, arrival.took_s, was_alone=sent.is_alone)
+        return arrival
+
+    @property
+    def still_since(self) -> float | None:
+        """Since when what is in flight has brought no result, seconds, monotonic; None if nothing is."""
+        return max(self._last_result, self._oldest().at) if self._sent else None
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the oldest frame is to be looked after; with nothing in flight, until it is asked again."""
+        if not self._sent:
+            return _ASK_AGAIN_S
+        oldest = self._oldest()
+        due_s = _COMPILES_S if self._may_compile(oldest) else self._allowed_s(oldest)
+        return max(0.0, due_s - self._silence_s(oldest))
+
+    @property
+    def overdue_s(self) -> float | None:
+        """How long the oldest has brought no result, once that is longer than it can take."""
+        if not self._sent:
+            return None
+        oldest = self._oldest()
+        silence_s = self._silence_s(oldest)
+        return silence_s if silence_s >= self._allowed_s(oldest) else None
+
+    def begins_to_compile(self) -> bool:
+        """Whether the oldest takes so long that it seems to compile; true once for each."""
+        if not self._sent or not self._may_compile(self._oldest()) or self._silence_s(self._oldest()) < _COMPILES_S:
+            return False
+        self._oldest().is_said_to_compile = True
+        return True
+
+    def _oldest(self) -> Sent:
+        return next(iter(self._sent.values()))
+
+    def _may_compile(self, sent: Sent) -> bool:
+        """Whether it may, and nobody has been told."""
+        return not self._patience.is_known(sent.kind) and not sent.is_said_to_compile
+
+    def _allowed_s(self, sent: Sent) -> float:
+        return self._patience.allowed_s(sent.kind, self.costs.passage_s(sent.num_rows))
+
+    def _silence_s(self, sent: Sent) -> float:
+        """How long this frame, the oldest, has brought no result while this process was there to see it."""
+        return time.monotonic() - max(self._last_result, sent.at, self._stillness.woke_at)
