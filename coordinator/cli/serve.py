@@ -124,7 +124,7 @@ def serve(
     from coordinator.http.listen import load_tls
     from coordinator.http.run import Serving, require_guarded
     from coordinator.http.run import serve as run_server
-    from coordinator.http.served import Limits as RequestLimits
+    from coordinator.http.served import RequestLimits
 
     if (tls_cert is None) != (tls_key is None):
         raise InputError("tls_cert", "expected with --tls-key, both or neither")

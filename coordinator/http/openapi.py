@@ -32,17 +32,17 @@ from coordinator.shapes.scoring import ClassifyAnswer, ClassifyBody, ScoreAnswer
 from coordinator.shapes.tokenizing import DetokenizeBody, TokenizeBody
 
 Json = dict[str, Any]
-Shape = type[BaseModel]
+Schema = type[BaseModel]
 
 
 @dataclass(frozen=True)
 class Described:
     """What a route reads and tells."""
 
-    answer: Shape | None  # None: as the API says that it is taken from
-    body: Shape | None = None
-    event: Shape | None = None  # of a stream, where the body asks for one
-    failures: tuple[Shape, ...] = (Error,)  # of any other status
+    answer: Schema | None  # None: as the API says that it is taken from
+    body: Schema | None = None
+    event: Schema | None = None  # of a stream, where the body asks for one
+    failures: tuple[Schema, ...] = (Error,)  # of any other status
 
 
 SHAPES: Mapping[str, Described] = {
@@ -133,7 +133,7 @@ def _content(shape: Described | None) -> Json:
     return _json(shape.answer) | {"text/event-stream": {"schema": {"type": "string", "description": said}}}
 
 
-def _json(*shapes: Shape) -> Json:
+def _json(*shapes: Schema) -> Json:
     if not shapes:
         return {}
     references = [{"$ref": f"#/components/schemas/{shape.__name__}"} for shape in shapes]

@@ -13,7 +13,7 @@ from coordinator.cluster.progress import say
 from coordinator.http.app import make_app
 from coordinator.http.keys import Keys
 from coordinator.http.listen import answering, listening
-from coordinator.http.served import Limits, Served
+from coordinator.http.served import RequestLimits, Served
 from coordinator.planning.contexts import Contexts
 from coordinator.resident.aside import OneAtATime
 from coordinator.resident.frontend import Frontend
@@ -41,7 +41,7 @@ class Serving:
     shutdown_timeout_s: float = 30.0
     reopen_s: float = _REOPEN_S
     tls: ssl.SSLContext | None = None
-    limits: Limits = field(default_factory=Limits)
+    limits: RequestLimits = field(default_factory=RequestLimits)
     sampling: Mapping[str, Any] = field(default_factory=dict)  # for requests that do not say; above the model's own
 
     @property

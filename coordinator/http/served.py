@@ -14,7 +14,7 @@ Model = ResidentModel | None
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """What a request may cost, and how long it may take."""
 
     body_bytes: int = 8 << 20
@@ -30,7 +30,7 @@ class Served:
     frontend: Frontend
     names: Sequence[str]  # the first one is told in answers
     started: int  # seconds since 1970
-    limits: Limits = field(default_factory=Limits)
+    limits: RequestLimits = field(default_factory=RequestLimits)
     model: Model = None
     tally: Tally = field(default_factory=Tally)
     looking: asyncio.Lock = field(default_factory=asyncio.Lock)  # whether all stages answer: one request at a time

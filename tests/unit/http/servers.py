@@ -7,13 +7,13 @@ import httpx2
 from starlette.types import ASGIApp
 
 from coordinator.http.app import make_app
-from coordinator.http.served import Limits, Served
+from coordinator.http.served import RequestLimits, Served
 from coordinator.resident.frontend import Frontend
 
 
-def served(*, keep_alive_s: float = Limits.keep_alive_s, **more: Any) -> Served:
+def served(*, keep_alive_s: float = RequestLimits.keep_alive_s, **more: Any) -> Served:
     """What routes share while no model is loaded."""
-    limits = Limits(body_bytes=1000, keep_alive_s=keep_alive_s)
+    limits = RequestLimits(body_bytes=1000, keep_alive_s=keep_alive_s)
     return Served(cast(Frontend, None), ("talker",), 0, limits, **more)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from coordinator.http import reading
 from coordinator.http.app import make_app
-from coordinator.http.served import Limits, Served
+from coordinator.http.served import RequestLimits, Served
 from coordinator.resident.frontend import Frontend
 from tests.unit.http.servers import ask
 
@@ -26,7 +26,7 @@ class Words(Frontend):
 
 
 def server(**limits: int) -> Any:
-    return make_app(Served(Words(), ("talker",), 0, Limits(**limits)))
+    return make_app(Served(Words(), ("talker",), 0, RequestLimits(**limits)))
 
 
 @pytest.mark.parametrize(
