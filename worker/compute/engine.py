@@ -5,7 +5,6 @@ Knows neither sockets nor bytes.
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 
 import mlx.core as mx
@@ -18,27 +17,13 @@ from worker.compute.placeholder import MLX_DTYPES, Placeholder
 from worker.compute.sampling import Draws, Scores
 from worker.compute.shard import Shard
 from worker.compute.slot import Slot
+from worker.compute.step import Step, rows_of
 from worker.errors import BrigadeError, CacheMismatch, FrameError, SamplingError
 from worker.memory.history import History
 from worker.memory.lane import Place
 
 _SHORT_BEGIN = 0.5
 _WEIGHT = 0.2  # of a new observation
-
-
-@dataclass
-class Step:
-    """A frame that the device is at: when `ready` is evaluated its layers are done, then come its draws."""
-
-    frame: Frame
-    timing: Timing
-    begun: int = 0  # when `begin` returned, nanoseconds
-    windows: list[Window] = field(default_factory=list)  # those of the frame that have not failed here
-    failures: list[Failure] = field(default_factory=list)  # of this stage
-    ready: list[mx.array] = field(default_factory=list)
-    draws: list[tuple[Window, Draws]] = field(default_factory=list)
-    scores: list[tuple[Window, Scores]] = field(default_factory=list)
-    checks: list[tuple[int, mx.array]] = field(default_factory=list)  # slot, and whether what was made of it is finite
 
 
 class Engine:
@@ -147,9 +132,9 @@ class Engine:
             self._begin_ready(step, ready)
         elif places := self._begin_windows(step):
             ids = self._tokens(step)
-            h = self._shard(ids if x is None else _rows_of(step.windows, step.frame.windows, x), places, ids)
+            h = self._shard(ids if x is None else rows_of(step.windows, step.frame.windows, x), places, ids)
             if self._checks_finite:
-                step.checks = [(w.slot, mx.isfinite(_rows_of([w], step.windows, h)).all()) for w in step.windows]
+                step.checks = [(w.slot, mx.isfinite(rows_of([w], step.windows, h)).all()) for w in step.windows]
             if self._shard.is_last:
                 self._begin_sampling(step, h)
             else:
@@ -323,7 +308,7 @@ class Engine:
         step.draws = [(window, draws) for window, draws in step.draws if window.slot not in bad]
         step.scores = [(window, scores) for window, scores in step.scores if window.slot not in bad]
         if bad and step.windows and not self._shard.is_last:
-            step.ready = [_rows_of(step.windows, windows, step.ready[0])]
+            step.ready = [rows_of(step.windows, windows, step.ready[0])]
             mx.eval(step.ready)
 
     def _passed_on(self, step: Step) -> Frame:
@@ -341,13 +326,3 @@ class Engine:
         for window, scores in step.scores:
             result.scores.extend(scores.to_scores(window.slot))
         return result
-
-
-def _rows_of(some: Sequence[Window], windows: Sequence[Window], x: mx.array) -> mx.array:
-    """The hidden states of some of the windows whose x is."""
-    if len(some) == len(windows):
-        return x
-    left = {window.slot for window in some}
-    firsts = accumulate(map(num_rows, windows), initial=0)
-    spans = [(first, num_rows(w)) for w, first in zip(windows, firsts, strict=False) if w.slot in left]
-    return x[:, mx.array([row for first, count in spans for row in range(first, first + count)])]
