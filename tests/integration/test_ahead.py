@@ -144,3 +144,16 @@ def test_the_buffers_of_a_step_that_is_asked_for_are_written_in_place(models: Mo
         run(engine, [more(slot, token) for slot, token in enumerate(given)])
         grown.append(mx.get_peak_memory() - before)
     assert grown[0] < 1.2 * grown[1]
+
+
+def test_a_slot_that_has_failed_is_not_gone_on_with(models: Models) -> None:
+    """Its next draw would be refused as this one was, when nobody has asked for it."""
+    whole = models("qwen3")
+    checkpoint = open_folder(whole.folder)
+    engine = Engine(Shard(checkpoint, 0, 4), 0, describe(checkpoint).dtype)
+    refused = Opening(slot=1, sampling=Sampling(temperature=1.0, top_k=1 << 20, repetition_penalty=1.3))
+    opened = [Opening(slot=0, sampling=SAMPLINGS["built"]), refused]
+    (failure,) = run(engine, [window_of((5,), 0, 0), window_of((5,), 0, 1)], opened=opened).failures
+    assert (failure.slot, failure.kind) == (1, "SamplingError")
+    engine.build_ahead()
+    assert [list(step.slots) for step in engine._ahead._ready] == [[0]]

@@ -152,7 +152,6 @@ class Engine:
             the result. `sent` is still open in its last timing.
         """
         mx.eval(step.ready)
-        self._last = step.windows
         if step.checks:
             self._fail_infinite(step)
         step.timing.computed = time.monotonic_ns()
@@ -165,6 +164,8 @@ class Engine:
         self._idle_since = step.timing.sampled
         output.timings.extend([*step.frame.timings, step.timing])
         output.failures.extend([*step.frame.failures, *step.failures])
+        failed = {failure.slot for failure in step.failures}
+        self._last = [window for window in step.windows if window.slot not in failed]
         return output, step.ready[0] if step.windows and not self._shard.is_last else None
 
     def _open_and_close(self, step: Step) -> None:
