@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 from coordinator.http.refusals import error_object
 from coordinator.resident.channels import Delta, ToolCall
 from coordinator.shapes.anthropic_answer import MessageAnswer
+from coordinator.shapes.anthropic_objects import AnthropicError, AnthropicMessage, MessageEvent
 from tests.unit.shapes.scripted import ALL, CALLS, delta, last
 
 EVENTS: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
@@ -22,9 +23,10 @@ def answer() -> MessageAnswer:
 
 
 def events(deltas: Sequence[Delta]) -> list[RawMessageStreamEvent]:
-    """As the client's types; fails if one is none of them."""
+    """As the client's types; fails if one is none of them, or not as our own document says."""
     told = answer()
     found = [event for each in deltas for event in told.events(each)]
+    assert all(MessageEvent.model_validate(event) for event in found)
     assert found[1] == {"type": "ping"}
     return [EVENTS.validate_python(event) for event in found[:1] + found[2:]]
 
@@ -40,11 +42,14 @@ def accumulated(deltas: Sequence[Delta]) -> Message:
 
 
 def content(deltas: Sequence[Delta]) -> list[Any]:
-    return list(answer().whole(deltas)["content"])
+    whole = answer().whole(deltas)
+    assert AnthropicMessage.model_validate(whole)
+    return list(whole["content"])
 
 
 def test_the_message_has_a_block_for_every_thought_text_and_call() -> None:
     message = Message.model_validate(answer().whole(ALL))
+    assert AnthropicMessage.model_validate(answer().whole(ALL))
     assert [block.to_dict() for block in message.content] == [
         {"type": "thinking", "thinking": "\nHm, add.", "signature": ""},
         {"type": "text", "text": "\n\nLet me add.\n\n"},
@@ -120,6 +125,7 @@ def test_arguments_are_an_object_whatever_the_model_says(arguments: str, given: 
 )
 def test_errors_have_the_type_of_their_status(status: int, kind: str) -> None:
     error = ErrorResponse.model_validate(error_object(status, "why", "req_1"))
+    assert AnthropicError.model_validate(error_object(status, "why"))
     assert (error.error.type, error.error.message, error.request_id) == (kind, "why", "req_1")
 
 

@@ -6,13 +6,15 @@ from typing import Any
 import pytest
 from openai import omit
 from openai.lib.streaming.responses._responses import ResponseStreamState
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import Response, ResponseFormatTextJSONSchemaConfig, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from coordinator.resident.channels import Delta
 from coordinator.shapes.body import read
 from coordinator.shapes.open_responses import ResponsesBody
 from coordinator.shapes.response_answer import ResponseAnswer
+from coordinator.shapes.response_objects import Response as Promised
+from coordinator.shapes.response_objects import ResponseEvent
 from protos.brigade_pb2 import Sampling
 from tests.unit.shapes.scripted import ALL, CALLS, TOOL, delta, last
 
@@ -25,9 +27,10 @@ def answer() -> ResponseAnswer:
 
 
 def checked(told: Iterator[dict[str, Any]] | Sequence[dict[str, Any]], first: int = 0) -> list[Any]:
-    """As the client's types; fails if one is none of them, or out of its turn."""
+    """As the client's types; fails if one is none of them, not as our own document says, or out of its turn."""
     found = []
     for number, event in enumerate(told, first):
+        assert ResponseEvent.model_validate(event)
         found.append(EVENTS.validate_python(event))
         assert (found[-1].type, found[-1].sequence_number) == (event["type"], number)
     return found
@@ -44,6 +47,7 @@ def without_ids(response: Response) -> list[dict[str, Any]]:
 
 def test_the_response_has_an_item_for_every_thought_text_and_call() -> None:
     response = Response.model_validate(answer().whole(ALL))
+    assert Promised.model_validate(answer().whole(ALL))
     text = {"type": "output_text", "text": "\n\nLet me add.\n\n", "annotations": [], "logprobs": []}
     done = {"status": "completed"}
     assert without_ids(response) == [
@@ -118,3 +122,25 @@ def test_a_failure_is_an_error_and_a_failed_response() -> None:
     response = found[-1].response
     assert (response.status, response.error.code, response.error.message) == ("failed", "server_error", "why")
     assert response.output[0].status == "incomplete" and response.usage is None
+
+
+@pytest.mark.parametrize(
+    ("format", "echoed"),
+    [
+        ({"type": "text"}, {"type": "text"}),
+        ({"type": "json_object"}, {"type": "json_object"}),
+        (
+            {"type": "json_schema", "name": "sum", "schema": TOOL, "strict": True},
+            {"type": "json_schema", "name": "sum", "description": None, "schema": TOOL, "strict": True},
+        ),
+    ],
+)
+def test_a_response_tells_the_format_that_it_was_asked_for(format: dict[str, Any], echoed: dict[str, Any]) -> None:
+    body = read(ResponsesBody, {"input": "x", "text": {"format": format}})
+    told = ResponseAnswer("resp_1", "demo", 1_000, body.echoed(Sampling())).whole([delta("x"), last()])
+    response = Response.model_validate(told)
+    assert Promised.model_validate(told) and response.text and response.text.format
+    assert told["text"] == {"format": echoed}
+    if format["type"] == "json_schema":
+        assert isinstance(response.text.format, ResponseFormatTextJSONSchemaConfig)
+        assert response.text.format.schema_ == TOOL
