@@ -1,6 +1,7 @@
 """What the server says of itself: models, health, version."""
 
 import asyncio
+from datetime import UTC, datetime
 from importlib.metadata import version
 
 from starlette.requests import Request
@@ -16,9 +17,11 @@ _DEEP_S = 5.0
 
 
 async def models(request: Request) -> Response:
-    """The model, under each of its names."""
+    """The model, under each of its names: OpenAI's list and Anthropic's at once."""
     served: Served = request.app.state.served
-    return JSONResponse({"object": "list", "data": [_card(served, name) for name in served.names]})
+    cards = [_card(served, name) for name in served.names]
+    ends = {"has_more": False, "first_id": served.names[0], "last_id": served.names[-1]}
+    return JSONResponse({"object": "list", "data": cards} | ends)
 
 
 async def one_model(request: Request) -> Response:
@@ -62,10 +65,9 @@ async def versions(request: Request) -> Response:
 
 
 def _card(served: Served, name: str) -> dict[str, object]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": served.started,
-        "owned_by": "brigade",
-        "max_model_len": served.context,
-    }
+    """By the words of OpenAI's clients, of vLLM's, and of Anthropic's, which list models under the same path."""
+    created_at = datetime.fromtimestamp(served.started, UTC).isoformat().replace("+00:00", "Z")
+    of_openai = {"id": name, "object": "model", "created": served.started, "owned_by": "brigade"}
+    return of_openai | {
+        "max_model_len": served.context, "type": "model", "display_name": name, "created_at": created_at,
+    }  # fmt: skip

@@ -28,9 +28,6 @@ from coordinator.shapes.tokenizing import DetokenizeBody, TokenizeBody
 
 Shape = type[BaseModel]
 
-DATA = "events `data: ...`, each of them a {}, and at last `data: [DONE]`"
-NAMED = "events `event: TYPE` and `data: ...`, each of them a {}"
-
 
 @dataclass(frozen=True)
 class Described:
@@ -38,8 +35,8 @@ class Described:
 
     answer: Shape | None  # None: an object, or a text, of no one shape
     body: Shape | None = None
-    event: Shape | None = None  # of a stream, where the body asks for one
-    stream: str = DATA
+    events: tuple[Shape, ...] = ()  # of a stream, where the body asks for one; the second one is its failure
+    is_done_told: bool = True  # by `data: [DONE]`, once a stream has ended
     failures: tuple[Shape, ...] = (Error,)  # of any other status
     statuses: tuple[int, ...] = ()  # of those, beyond what every route may be refused with
     query: tuple[str, ...] = ()
@@ -47,30 +44,27 @@ class Described:
 
 
 _ANTHROPIC = (AnthropicError,)
-_WRONG = (400, 404, 408, 413, 415)  # bodies
-_ANSWERED = (*_WRONG, 429, 500, 503)
+_ANSWERED = (400, 404, 408, 413, 415, 429, 500, 503)
 
 DESCRIBED: Mapping[str, Described] = {
     "/": Described(None, media="text/html"),
     "/cluster": Described(None),
-    "/health": Described(Health, failures=(Health, Error), statuses=(500, 503), query=("deep",)),
+    "/health": Described(Health, failures=(Health, Error), statuses=(429, 500, 503), query=("deep",)),
     "/live": Described(Health),
     "/metrics": Described(None, media="text/plain"),
     "/openapi.json": Described(None),
     "/version": Described(Versions),
     "/v1/models": Described(ModelList),
     "/v1/models/{name}": Described(ModelCard, statuses=(404,)),
-    "/v1/chat/completions": Described(ChatCompletion, ChatBody, ChatCompletionChunk, statuses=_ANSWERED),
-    "/v1/completions": Described(Completion, CompletionBody, Completion, statuses=_ANSWERED),
+    "/v1/chat/completions": Described(ChatCompletion, ChatBody, (ChatCompletionChunk, Error), statuses=_ANSWERED),
+    "/v1/completions": Described(Completion, CompletionBody, (Completion, Error), statuses=_ANSWERED),
     "/v1/score": Described(ScoreAnswer, ScoreBody, statuses=_ANSWERED),
     "/v1/classify": Described(ClassifyAnswer, ClassifyBody, statuses=_ANSWERED),
     "/tokenize": Described(Tokenized, TokenizeBody, statuses=_ANSWERED),
     "/detokenize": Described(Detokenized, DetokenizeBody, statuses=_ANSWERED),
     "/v1/messages": Described(
-        AnthropicMessage, MessagesBody, MessageEvent, NAMED, failures=_ANTHROPIC, statuses=_ANSWERED
+        AnthropicMessage, MessagesBody, (MessageEvent,), is_done_told=False, failures=_ANTHROPIC, statuses=_ANSWERED
     ),
     "/v1/messages/count_tokens": Described(TokenCount, CountBody, failures=_ANTHROPIC, statuses=_ANSWERED),
-    "/v1/responses": Described(
-        Response, ResponsesBody, ResponseEvent, f"{NAMED}, and at last `data: [DONE]`", statuses=_ANSWERED
-    ),
+    "/v1/responses": Described(Response, ResponsesBody, (ResponseEvent,), statuses=_ANSWERED),
 }

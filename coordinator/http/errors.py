@@ -19,6 +19,7 @@ from worker.errors import (
 )
 
 _SOON_S, _LATER_S = 1, 5
+_TOO_LONG = "it is longer than the model's context length"  # the words by which litellm knows it, whatever the code
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ def http_error(error: BaseException) -> HttpError:
     if isinstance(error, Refusal):
         return error.error
     if isinstance(error, ContextExceeded):
-        return HttpError(400, "invalid_request_error", str(error), "context_length_exceeded", error.field)
+        said = f"{error} ({_TOO_LONG})"
+        return HttpError(400, "invalid_request_error", said, "context_length_exceeded", error.field)
     if isinstance(error, InputError):
         return HttpError(400, "invalid_request_error", str(error), "invalid_value", error.field or None)
     if isinstance(error, SamplingError):  # of a stage that has come to what nobody could know before

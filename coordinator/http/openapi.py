@@ -1,7 +1,7 @@
 """`GET /openapi.json`: every route, with the shapes that bodies are read by and answers are told in."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any
@@ -42,7 +42,7 @@ def describe(routes: Iterable[BaseRoute], *, has_keys: bool) -> Json:
 
 def _schemas() -> Json:
     bodies = {shape.body for shape in DESCRIBED.values() if shape.body}
-    told = {each for shape in DESCRIBED.values() for each in (shape.answer, shape.event, *shape.failures) if each}
+    told = {each for shape in DESCRIBED.values() for each in (shape.answer, *shape.events, *shape.failures) if each}
     inputs = [(shape, "validation") for shape in [*bodies, *told]]
     _, document = models_json_schema(
         sorted(inputs, key=lambda each: each[0].__name__),  # type: ignore[arg-type]
@@ -99,12 +99,26 @@ def _content(told: Described) -> Json:
     if told.answer is None:
         kind = "object" if told.media == "application/json" else "string"
         return {told.media: {"schema": {"type": kind}}}
-    if told.event is None:
+    if not told.events:
         return _json(told.answer)
-    said = f"With `stream`: {told.stream.format(told.event.__name__)}."
-    return _json(told.answer) | {"text/event-stream": {"schema": {"type": "string", "description": said}}}
+    return _json(told.answer) | {"text/event-stream": {"schema": _event(told)}}
+
+
+def _event(told: Described) -> Json:
+    """Of each event, as OpenAPI 3.2 describes them."""
+    said: Json = {"type": "string", "contentMediaType": "application/json", "contentSchema": _one_of(told.events)}
+    return {
+        "type": "object",
+        "description": "Each event of the stream that `stream` asks for",
+        "properties": {"data": {"anyOf": [{"const": "[DONE]"}, said]} if told.is_done_told else said},
+        "required": ["data"],
+    }
 
 
 def _json(*shapes: Shape) -> Json:
+    return {"application/json": {"schema": _one_of(shapes)}}
+
+
+def _one_of(shapes: Sequence[Shape]) -> Json:
     references = [{"$ref": f"#/components/schemas/{shape.__name__}"} for shape in shapes]
-    return {"application/json": {"schema": references[0] if len(references) == 1 else {"anyOf": references}}}
+    return references[0] if len(references) == 1 else {"anyOf": references}

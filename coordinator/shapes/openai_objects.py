@@ -150,16 +150,26 @@ class Completion(Told):
 
 
 class ModelCard(Told):
+    """The last three are Anthropic's."""
+
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int
+    type: Literal["model"]
+    display_name: str
+    created_at: str
 
 
 class ModelList(Told):
+    """The last three are Anthropic's."""
+
     object: Literal["list"]
     data: list[ModelCard]
+    has_more: Literal[False]
+    first_id: str
+    last_id: str
 
 
 class ErrorBody(Told):

@@ -88,19 +88,22 @@ class EchoedTool(Told):
 
 
 class EchoedFormat(Told):
-    type: Literal["text", "json_object"]
+    """Name and schema are those of a `json_schema`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str = ""
+    schema_: Json = Field({}, alias="schema")
 
 
-class EchoedSchema(Told):
-    type: Literal["json_schema"]
+class EchoedChoice(Told):
+    """The tool that had to be called."""
+
+    type: Literal["function"]
     name: str
-    description: str | None
-    schema_: Json = Field(alias="schema")
-    strict: bool
 
 
 class EchoedText(Told):
-    format: EchoedFormat | EchoedSchema
+    format: EchoedFormat
 
 
 class EchoedReasoning(Told):
@@ -124,7 +127,7 @@ class Response(Told):
     instructions: str | None
     max_output_tokens: int | None
     tools: list[EchoedTool]
-    tool_choice: str | Json
+    tool_choice: Literal["auto", "none", "required"] | EchoedChoice
     parallel_tool_calls: bool
     text: EchoedText
     reasoning: EchoedReasoning

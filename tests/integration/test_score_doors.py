@@ -5,12 +5,13 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import httpx2
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from tokenizers import Tokenizer
 
 from coordinator.cluster.runner import Runner
 from coordinator.cluster.supervisor import Supervisor
@@ -20,11 +21,17 @@ from coordinator.http.served import Served
 from coordinator.resident.frontend import Frontend
 from coordinator.resident.model import ResidentModel
 from coordinator.resident.scores import score_continuations, score_text, windows_of
+from tests.cluster.models import make_talker
 from tests.integration.conftest import Models, Whole, running
 from tests.integration.many import splits, tokens_of
 
 CLOSE = 1e-5  # nats
 TEXT = tokens_of(150)
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_talker(tmp_path_factory.mktemp("doors") / "model")
 
 
 @asynccontextmanager
@@ -89,3 +96,26 @@ async def test_scores_and_classes_by_http(models: Models) -> None:
         assert score["logprob"] == pytest.approx(expected, abs=2 * CLOSE)
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "prompt")
     assert unread.status_code == 400 and "no tokenizer" in unread.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("layers", [(4,), (1, 3)], ids=str)
+async def test_classes_are_as_likely_as_the_whole_model_says(talker: Path, layers: tuple[int, ...]) -> None:
+    model, words = Whole(talker), Tokenizer.from_file(str(talker / "tokenizer.json"))
+    begin: list[int] = words.encode("the quick brown").ids
+    labels = [" fox", " dog", " fox jumps over", "Zürich"]
+    expected = probabilities([-sum(losses(model, begin + words.encode(each).ids)[len(begin) - 1 :]) for each in labels])
+    async with resident(talker, layers) as chain:
+        app = make_app(Served(chain.frontend, ["tiny"], 0, model=chain))
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost") as client:
+            asked: list[dict[str, Any]] = [{"prompt": "the quick brown"}, {"prompt_tokens": begin}]
+            answers = [await client.post("/v1/classify", json={**each, "labels": labels}) for each in asked]
+    for answer in answers:
+        told = answer.json()
+        assert [each["label"] for each in told["labels"]] == labels
+        assert [each["probability"] for each in told["labels"]] == pytest.approx(expected, abs=CLOSE)
+        assert told["label"] == labels[expected.index(max(expected))]
+
+
+def probabilities(logprobs: Sequence[float]) -> list[float]:
+    """Of labels one of which has to come."""
+    return cast(list[float], mx.softmax(mx.array(logprobs)).tolist())

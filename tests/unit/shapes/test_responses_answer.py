@@ -131,7 +131,7 @@ def test_a_failure_is_an_error_and_a_failed_response() -> None:
         ({"type": "json_object"}, {"type": "json_object"}),
         (
             {"type": "json_schema", "name": "sum", "schema": TOOL, "strict": True},
-            {"type": "json_schema", "name": "sum", "description": None, "schema": TOOL, "strict": True},
+            {"type": "json_schema", "name": "sum", "schema": TOOL},
         ),
     ],
 )
