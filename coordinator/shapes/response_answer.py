@@ -41,9 +41,7 @@ class ResponseAnswer:
 
     def events(self, delta: Delta) -> Iterator[Json]:
         """What a step adds."""
-        if not self._num_events:
-            yield self._about_all("response.created")
-            yield self._about_all("response.in_progress")
+        yield from self._begin()
         if delta.reasoning and not delta.content:
             self._num_thought += len(delta.piece.tokens)
         for part in self._parts.push(delta):
@@ -53,12 +51,18 @@ class ResponseAnswer:
 
     def failed(self, error: Json) -> Iterator[Json]:
         """What a failure adds, of which `error` is OpenAI's object."""
+        yield from self._begin()
         yield from self._close("incomplete")
         told = {"code": error["code"], "message": error["message"], "param": error["param"]}
         yield self._event("error", **told, error=error)
         code = error["code"] if error["code"] == "rate_limit_exceeded" else "server_error"
         self.response |= {"status": "failed", "error": {"code": code, "message": error["message"]}}
         yield self._about_all("response.failed")
+
+    def _begin(self) -> Iterator[Json]:
+        if not self._num_events:
+            yield self._about_all("response.created")
+            yield self._about_all("response.in_progress")
 
     def _tell(self, part: Part) -> Iterator[Json]:
         match part:
