@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx2
 import pytest
 from anthropic import Anthropic, AuthenticationError, BadRequestError, NotFoundError
 from anthropic.types import MessageParam
@@ -14,6 +15,7 @@ from openai import NotFoundError as OpenAINotFound
 from openai import OpenAI
 
 from tests.cluster.processes import START_S, Starter
+from tests.schemas import breaches
 
 KEY = "a-key-of-these-tests"
 SYSTEM = "Be brief."
@@ -22,6 +24,25 @@ MESSAGES: list[MessageParam] = [
     {"role": "user" if who == "user" else "assistant", "content": text} for who, text in TURNS
 ]
 GREEDY = {"temperature": 0.0}
+OWN = {"x-api-key": KEY}
+SHAPES = ("/v1/chat/completions", "/v1/messages", "/v1/responses")
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+FORMATS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+    },
+    "/v1/messages": {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+    "/v1/responses": {"text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}},
+}
+IMAGES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}},
+    "/v1/messages": {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}},
+    "/v1/responses": {"type": "input_image", "image_url": "https://example.org/a.png", "detail": "auto"},
+}
+OF_ANTHROPIC = {
+    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
+    415: "invalid_request_error",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +62,12 @@ def anthropic(url: str) -> Iterator[Anthropic]:
 @pytest.fixture(scope="module")
 def openai(url: str) -> Iterator[OpenAI]:
     with OpenAI(api_key=KEY, base_url=f"{url}/v1", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=url, timeout=60.0) as client:
         yield client
 
 
@@ -107,8 +134,8 @@ def test_anthropics_errors_are_its_clients_own(anthropic: Anthropic, url: str) -
     assert who.value.type == "authentication_error"
 
 
-@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
-def test_a_body_that_is_too_large_is_refused_by_anthropics_type_before_it_comes(url: str, path: str) -> None:
+@pytest.mark.parametrize("path", [*SHAPES, "/v1/messages/count_tokens"])
+def test_a_body_that_is_too_large_is_refused_before_it_comes(url: str, path: str) -> None:
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=START_S)
     connection.putrequest("POST", path)
     for name, value in {"x-api-key": KEY, "content-type": "application/json", "content-length": str(2**30)}.items():
@@ -117,7 +144,42 @@ def test_a_body_that_is_too_large_is_refused_by_anthropics_type_before_it_comes(
     response = connection.getresponse()
     error = json.loads(response.read())
     connection.close()
-    assert (response.status, error["type"], error["error"]["type"]) == (413, "error", "request_too_large")
+    require_error(path, response.status, error, 413, "request_too_large", None)
+
+
+@pytest.mark.parametrize("path", SHAPES)
+def test_no_key_another_model_and_another_type_are_refused(client: httpx2.Client, path: str) -> None:
+    body = hello(path)
+    for more, status, code in (
+        ({"json": body, "headers": {}}, 401, "invalid_api_key"),
+        ({"json": body, "headers": {"x-api-key": "another-key"}}, 401, "invalid_api_key"),
+        ({"json": body | {"model": "gpt"}}, 404, "model_not_found"),
+        (
+            {"content": json.dumps(body), "headers": {"content-type": "text/plain", **OWN}},
+            415,
+            "unsupported_media_type",
+        ),
+    ):
+        found = client.post(path, **({"headers": OWN} | more))  # type: ignore[arg-type]
+        require_error(path, found.status_code, found.json(), status, code, None)
+        assert found.headers["x-should-retry"] == "false" and found.headers["request-id"].startswith("req_")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", SHAPES)
+def test_what_would_change_the_answer_and_is_not_done_is_refused_by_its_field(
+    client: httpx2.Client, path: str, stream: bool
+) -> None:
+    place = "input" if path == "/v1/responses" else "messages"
+    for more, param in (
+        (hello(path, [IMAGES[path]]), place),
+        (FORMATS[path] | {"decode": "diffusion-fast"}, None if path == "/v1/messages" else "decode"),
+        ({"guided_regex": "a*"}, "guided_regex"),
+        ({"logit_bias": 5}, "logit_bias"),
+        *([({"previous_response_id": "resp_1"}, "previous_response_id")] if path == "/v1/responses" else []),
+    ):
+        found = client.post(path, json=hello(path) | {"stream": stream} | more, headers=OWN)
+        require_error(path, found.status_code, found.json(), 400, "invalid_value", param)
 
 
 def test_a_prompt_is_counted_though_it_is_too_long(anthropic: Anthropic) -> None:
@@ -152,3 +214,55 @@ def test_responses_refuse_what_they_cannot_do_by_name(openai: OpenAI) -> None:
     with pytest.raises(OpenAINotFound) as unknown:
         openai.responses.create(model="gpt", input="Hello")
     assert unknown.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    ("path", "whole", "event"),
+    [("/v1/messages", "AnthropicMessage", "MessageEvent"), ("/v1/responses", "Response", "ResponseEvent")],
+)
+def test_real_answers_are_as_the_openapi_document_says(
+    client: httpx2.Client, path: str, whole: str, event: str
+) -> None:
+    document = client.get("/openapi.json", headers=OWN).json()
+    shapes = document["components"]["schemas"]
+    said = client.post(path, json=hello(path), headers=OWN).json()
+    assert not breaches(said, shapes[whole], document), said
+    lines = client.post(path, json=hello(path, stream=True), headers=OWN).text.splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert len(events) > 5
+    for told in events:
+        assert not breaches(told, shapes[event], document), told
+    refused = client.post(path, json={}, headers=OWN).json()
+    assert not breaches(refused, shapes["AnthropicError" if path == "/v1/messages" else "Error"], document)
+
+
+def test_claude_codes_requests_are_answered(anthropic: Anthropic) -> None:
+    """They go to `?beta=true`, with fields and headers that change nothing here; and to the list of models."""
+    cached: Any = {"type": "text", "text": SYSTEM, "cache_control": {"type": "ephemeral"}}
+    asked: Any = {
+        "model": "demo", "system": [cached], "messages": MESSAGES, "thinking": {"type": "adaptive"},
+        "betas": ["context-management-2025-06-27"], "context_management": {"edits": []},
+    }  # fmt: skip
+    message = anthropic.beta.messages.create(max_tokens=8, metadata={"user_id": "x"}, **asked)
+    counted = anthropic.beta.messages.count_tokens(**asked)
+    assert message.usage.output_tokens == 8 or message.stop_reason == "end_turn"
+    assert counted.input_tokens == message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0)
+    [card] = anthropic.models.list(limit=1000)
+    assert (card.id, card.display_name, card.type) == ("demo", "demo", "model")
+    assert anthropic.models.retrieve("demo").created_at == card.created_at
+
+
+def require_error(path: str, found: int, told: dict[str, Any], status: int, code: str, param: str | None) -> None:
+    """As this shape tells errors."""
+    assert found == status, told
+    if path.startswith("/v1/messages"):
+        assert (told["type"], told["error"]["type"]) == ("error", OF_ANTHROPIC[status]) and told["request_id"]
+        assert param is None or told["error"]["message"].startswith(param)
+    else:
+        assert told["error"]["code"] == code
+        assert (told["error"]["param"] or "").startswith(param or "") and (param or not told["error"]["param"])
+
+
+def hello(path: str, content: Any = "Hello", **more: Any) -> dict[str, Any]:
+    turns = [{"role": "user", "content": content}]
+    return {"input": turns} | more if path == "/v1/responses" else {"messages": turns, "max_tokens": 4} | more

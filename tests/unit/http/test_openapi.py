@@ -1,3 +1,5 @@
+import pytest
+
 from coordinator.http.app import ROUTES
 from coordinator.http.described import DESCRIBED
 from coordinator.http.openapi import describe
@@ -39,6 +41,34 @@ def test_an_error_is_as_the_document_says() -> None:
     document = describe(ROUTES, has_keys=False)
     answer = ask(app(), "POST", "/tokenize", json={}).json()
     assert not breaches(answer, document["components"]["schemas"]["Error"], document)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"])
+def test_a_streams_events_are_described(path: str) -> None:
+    document = describe(ROUTES, has_keys=False)
+    content = document["paths"][path]["post"]["responses"]["200"]["content"]
+    data = content["text/event-stream"]["schema"]["properties"]["data"]
+    said = data if path == "/v1/messages" else data["anyOf"][1]
+    assert (said is data) or data["anyOf"][0] == {"const": "[DONE]"}
+    error = {"error": {"message": "why", "type": "server_error", "param": None, "code": "internal_error"}}
+    if path.endswith("completions"):
+        assert not breaches(error, said["contentSchema"], document)
+    assert breaches({"type": "nonsense"}, said["contentSchema"], document)
+
+
+def test_refusals_are_described_by_their_status() -> None:
+    for has_keys in (False, True):
+        paths = describe(ROUTES, has_keys=has_keys)["paths"]
+        assert all(
+            ("401" in each["responses"]) == has_keys and "403" in each["responses"]
+            for methods in paths.values()
+            for each in methods.values()
+        )
+    told = paths["/v1/messages"]["post"]["responses"]
+    assert {"400", "404", "408", "413", "415", "429", "500", "503"} < told.keys()
+    assert "Retry-After" in told["429"]["headers"] and "headers" not in told["400"]
+    reference = told["413"]["content"]["application/json"]["schema"]["$ref"]
+    assert reference.endswith("/AnthropicError")
 
 
 def test_every_body_is_described() -> None:
