@@ -2,15 +2,39 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import uvloop
 
+from coordinator.cluster.options import ClusterOptions
 from tests.cluster.commands import answer_here, parse, run_here
 from tests.cluster.models import make_talker
+from tests.cluster.test_serve_here import served
 from tests.code_tokenizer import CODE, code_kept_in, write_code_tokenizer
+from worker.config import Cluster
 
 ASKED = ("--local", "0", "--raw", "--prompt", "aé", "--max-tokens", "6", "--ignore-eos")
 TRUSTED = "--trust-remote-code"
+HELLO = [{"role": "user", "content": "Hello"}]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+BOUND: list[tuple[str, dict[str, Any], str]] = [  # what is asked where, and the field that is told
+    ("/v1/chat/completions", {"messages": HELLO, "response_format": format}, "response_format")
+    for format in (
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
+        {"type": "regex", "regex": "a*"},
+        {"type": "grammar", "grammar": 'start: "a"'},
+    )
+] + [
+    ("/v1/completions", {"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
+    ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_object"}}}, "text.format"),
+    (
+        "/v1/messages",
+        {"messages": HELLO, "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+        "output_config.format",
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -46,3 +70,17 @@ def test_verify_has_texts_among_its_prompts_where_the_code_is_trusted(kimi: Path
 def test_the_flag_is_taught_where_a_tokenizer_is_loaded(command: str, expected: bool) -> None:
     assert (TRUSTED in run_here(command, "--help").out) == expected
     assert TRUSTED not in run_here("--help", program="worker").out
+
+
+def test_a_server_without_a_fast_tokenizer_refuses_whatever_needs_a_grammar(kimi: Path) -> None:
+    async def check() -> None:
+        options = ClusterOptions(Cluster(), str(kimi), 0, 4096, trust_remote_code=True)
+        async with served(options) as client:
+            for path, said, field in BOUND:
+                found = await client.post(path, json={"max_tokens": 2, **said})
+                assert found.status_code == 400, found.text
+                assert found.json()["error"]["message"].startswith(field)
+            free = await client.post("/v1/completions", json={"prompt": "aé", "max_tokens": 2})
+            assert free.status_code == 200
+
+    uvloop.run(check())
