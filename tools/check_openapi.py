@@ -45,6 +45,7 @@ def main(
     flags = ("--model", model, "--local", str(local), "--served-model-name", "served", *_SERVER)
     with brigade(*flags) as server, tempfile.TemporaryDirectory() as folder:
         counts = Path(folder, "counts.json")
+        counts.write_text("{}", encoding="utf-8")
         code = _ask(python, server.url, seconds, counts, folder)
         unanswered = _table(json.loads(counts.read_text(encoding="utf-8")))
     for label in unanswered:
@@ -53,7 +54,7 @@ def main(
 
 
 def _ask(python: Path, url: str, seconds: int, counts: Path, folder: str) -> int:
-    command = [
+    command: list[str | Path] = [
         python, "-m", "schemathesis.cli", "run", f"{url}/openapi.json", "--checks", ",".join(_CHECKS), "--max-time",
         str(seconds), "--phases", "coverage,fuzzing", "--continue-on-failure", "--request-timeout", "30", "--workers",
         "2", "--no-color", "--warnings", "off", "--max-examples", "10000", "--seed", "1",
