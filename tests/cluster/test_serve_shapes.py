@@ -173,7 +173,7 @@ def test_what_would_change_the_answer_and_is_not_done_is_refused_by_its_field(
     place = "input" if path == "/v1/responses" else "messages"
     for more, param in (
         (hello(path, [IMAGES[path]]), place),
-        (FORMATS[path] | {"decode": "diffusion-fast"}, None if path == "/v1/messages" else "decode"),
+        (FORMATS[path] | {"decode": "diffusion-fast"}, "decode"),
         ({"guided_regex": "a*"}, "guided_regex"),
         ({"logit_bias": 5}, "logit_bias"),
         *([({"previous_response_id": "resp_1"}, "previous_response_id")] if path == "/v1/responses" else []),
