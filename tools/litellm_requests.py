@@ -17,7 +17,8 @@ SCHEMA = {
     "required": ["name", "is_new"],
     "additionalProperties": False,
 }
-ADD = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
+ADD = {"type": "object", "properties": {"a": NUMBER}, "required": ["a"], "additionalProperties": False}
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds", "parameters": ADD}}
 
 
@@ -34,7 +35,21 @@ def stream(asked: dict[str, Any]) -> str:
 
 
 def tools(asked: dict[str, Any]) -> str:
-    return str(litellm.completion(**asked, tools=[TOOL], tool_choice="auto").choices[0].message.content)
+    """The plain answer, once one came to a prompt with tools."""
+    assert litellm.completion(**asked, tools=[TOOL], tool_choice="auto").choices[0].finish_reason
+    return chat(asked)
+
+
+def calls(asked: dict[str, Any]) -> str:
+    """The plain answer, once a call was forced, at once and as a stream, by both shapes that litellm speaks."""
+    forced = {"max_tokens": 200, "tools": [TOOL], "tool_choice": "required"}
+    for each in (asked, _of_anthropic(asked)):
+        (call, *_) = litellm.completion(**each | forced).choices[0].message.tool_calls
+        assert call.function.name == "add" and json.loads(call.function.arguments)["a"] in range(100), call
+        whole = litellm.stream_chunk_builder(list(litellm.completion(**each | forced, stream=True)))
+        (again, *_) = whole.choices[0].message.tool_calls
+        assert again.function == call.function, again
+    return chat(asked)
 
 
 def schema(asked: dict[str, Any]) -> str:
@@ -112,7 +127,7 @@ def _without(asked: dict[str, Any], *names: str) -> dict[str, Any]:
 
 REQUESTS = {
     each.__name__: each
-    for each in (chat, stream, tools, schema, text, responses, messages, messages_stream, at_once, errors)
+    for each in (chat, stream, tools, calls, schema, text, responses, messages, messages_stream, at_once, errors)
 }
 
 
