@@ -47,9 +47,7 @@ class Check:
     is_json: bool = False
 
     def is_right(self, said: str) -> bool:
-        return (
-            json.loads(said).keys() == _SCHEMA["properties"].keys() if self.is_json else self.expected in (None, said)
-        )
+        return _is_of_schema(said) if self.is_json else self.expected in (None, said)
 
 
 def main(
@@ -71,6 +69,13 @@ def main(
     for name in skipped:
         print(f"skipped: {name}: {model} has no format for calls; try another --model")
     raise typer.Exit(1 if failed or missing else 0)
+
+
+def _is_of_schema(said: str) -> bool:
+    try:
+        return bool(json.loads(said).keys() == _SCHEMA["properties"].keys())
+    except (ValueError, AttributeError):
+        return False
 
 
 def _has(python: Path, module: str) -> bool:

@@ -55,9 +55,9 @@ def main(
 
 def _ask(python: Path, url: str, seconds: int, counts: Path, folder: str) -> int:
     command: list[str | Path] = [
-        python, "-m", "schemathesis.cli", "run", f"{url}/openapi.json", "--checks", ",".join(_CHECKS), "--max-time",
-        str(seconds), "--phases", "coverage,fuzzing", "--continue-on-failure", "--request-timeout", "30", "--workers",
-        "2", "--no-color", "--warnings", "off", "--max-examples", "10000", "--seed", "1",
+        python.absolute(), "-m", "schemathesis.cli", "run", f"{url}/openapi.json", "--checks", ",".join(_CHECKS),
+        "--max-time", str(seconds), "--phases", "coverage,fuzzing", "--continue-on-failure", "--request-timeout", "30",
+        "--workers", "2", "--no-color", "--warnings", "off", "--max-examples", "10000", "--seed", "1",
     ]  # fmt: skip
     environment = os.environ | {
         "SCHEMATHESIS_HOOKS": str(_HOOKS),
