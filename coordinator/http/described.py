@@ -26,18 +26,18 @@ from coordinator.shapes.response_objects import Response, ResponseEvent
 from coordinator.shapes.scoring import ClassifyAnswer, ClassifyBody, ScoreAnswer, ScoreBody
 from coordinator.shapes.tokenizing import DetokenizeBody, TokenizeBody
 
-Shape = type[BaseModel]
+Schema = type[BaseModel]
 
 
 @dataclass(frozen=True)
 class Described:
     """What a route reads and tells."""
 
-    answer: Shape | None  # None: an object, or a text, of no one shape
-    body: Shape | None = None
-    events: tuple[Shape, ...] = ()  # of a stream, where the body asks for one; the second one is its failure
+    answer: Schema | None  # None: an object, or a text, of no one shape
+    body: Schema | None = None
+    events: tuple[Schema, ...] = ()  # of a stream, where the body asks for one; the second one is its failure
     is_done_told: bool = True  # by `data: [DONE]`, once a stream has ended
-    failures: tuple[Shape, ...] = (Error,)  # of any other status
+    failures: tuple[Schema, ...] = (Error,)  # of any other status
     statuses: tuple[int, ...] = ()  # of those, beyond what every route may be refused with
     query: tuple[str, ...] = ()
     media: str = "application/json"

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from coordinator.http.described import DESCRIBED, Described, Shape
+from coordinator.http.described import DESCRIBED, Described, Schema
 
 Json = dict[str, Any]
 
@@ -115,10 +115,10 @@ def _event(told: Described) -> Json:
     }
 
 
-def _json(*shapes: Shape) -> Json:
+def _json(*shapes: Schema) -> Json:
     return {"application/json": {"schema": _one_of(shapes)}}
 
 
-def _one_of(shapes: Sequence[Shape]) -> Json:
+def _one_of(shapes: Sequence[Schema]) -> Json:
     references = [{"$ref": f"#/components/schemas/{shape.__name__}"} for shape in shapes]
     return references[0] if len(references) == 1 else {"anyOf": references}

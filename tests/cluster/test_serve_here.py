@@ -17,7 +17,7 @@ from coordinator.cluster.open import read_model
 from coordinator.cluster.options import ClusterOptions
 from coordinator.http import run
 from coordinator.http.run import Serving, serve
-from coordinator.http.served import Limits as RequestLimits
+from coordinator.http.served import RequestLimits
 from coordinator.planning.recovery import Limits
 from tests.cluster.processes import Starter, free_port, write_cluster
 from worker.config import Cluster, load_cluster
