@@ -57,8 +57,9 @@ def _ask(python: Path, url: str, seconds: int, counts: Path, folder: str) -> int
     command: list[str | Path] = [
         python.absolute(), "-m", "schemathesis.cli", "run", f"{url}/openapi.json", "--checks", ",".join(_CHECKS),
         "--max-time", str(seconds), "--phases", "coverage,fuzzing", "--continue-on-failure", "--request-timeout", "30",
-        "--workers", "2", "--no-color", "--warnings", "off", "--max-examples", "10000", "--seed", "1",
+        "--workers", "1", "--no-color", "--warnings", "off", "--max-examples", "10000", "--seed", "1",
     ]  # fmt: skip
+    # One worker: two of them have been seen to disturb each other inside hypothesis.
     environment = os.environ | {
         "SCHEMATHESIS_HOOKS": str(_HOOKS),
         "BRIGADE_MODEL": "served",
