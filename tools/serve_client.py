@@ -17,7 +17,6 @@ import httpx2
 _START_S = 120.0
 _END_S = 30.0
 _DONE = "[DONE]"
-_WAITED = "queue_timeout"  # of a stream that waited in vain: by then it has begun, with 200
 
 
 @dataclass(frozen=True)
@@ -109,8 +108,6 @@ async def stream(client: httpx2.AsyncClient, body: dict[str, Any], path: str = "
             if event in (line, _DONE):
                 continue
             told = json.loads(event)
-            if (told.get("error") or {}).get("code") == _WAITED:
-                return Outcome(503, took_s=time.monotonic() - began)
             for choice in told.get("choices", ()):
                 text += choice.get("text") or ""
                 first_at = first_at or (time.monotonic() if text else 0.0)

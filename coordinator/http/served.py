@@ -44,6 +44,11 @@ class Served:
         return self.model.standing if self.model else self.without_model
 
     @property
+    def has_waiting(self) -> bool:
+        """Whether requests wait for memory."""
+        return self.model is not None and self.model.num_waiting > 0
+
+    @property
     def context(self) -> int:
         """The most tokens of a prompt and its answer."""
         return self.model.context if self.model else self.frontend.spec.context

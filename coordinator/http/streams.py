@@ -40,9 +40,7 @@ def named(event: Event) -> bytes:
 async def event_stream(
     request: Request, events: AsyncGenerator[bytes, None], *, tell: Callable[[HttpError], bytes], end: bytes = b""
 ) -> "EventStream":
-    """A response of these events. Raises what the first one raises, if it is soon enough for another status.
-
-    Whoever has waited for longer than a keep-alive, for memory as well, hears that it lives rather than nothing.
+    """A response of these events. Raises what the first one raises: until then there may be another status.
 
     Args:
         tell: makes the last event of a failure after that.
@@ -53,13 +51,19 @@ async def event_stream(
     served: Served = request.app.state.served
     first = asyncio.ensure_future(anext(events))
     try:
-        await unless_left(request, asyncio.wait([first], timeout=served.limits.keep_alive_s))
+        await unless_left(request, _wait_first(first, served))
         if first.done():
             first.result()
     except BaseException:
         await _close(events, first)
         raise
     return EventStream(request, events, first, tell, end, keep_alive_s=served.limits.keep_alive_s)
+
+
+async def _wait_first(first: "asyncio.Future[bytes]", served: Served) -> None:
+    await asyncio.wait([first], timeout=served.limits.keep_alive_s)
+    if not first.done() and served.has_waiting:  # it may be refused yet
+        await asyncio.wait([first], timeout=served.limits.queue_timeout_s)
 
 
 class EventStream(StreamingResponse):

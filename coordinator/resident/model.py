@@ -71,6 +71,11 @@ class ResidentModel:
         return self._costs.most_rows(Cache(), self.frontend.spec.context)
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that wait for memory."""
+        return self.runner.scheduler.num_waiting
+
+    @property
     def standing(self) -> Standing:
         if self.runner.failure is not None:
             return Standing(State.FAILED, str(self.runner.failure))

@@ -44,6 +44,7 @@ class ScriptedModel:
     """Stands in for a ResidentModel: answers every request with these deltas, in which errors are raised."""
 
     standing = Standing(State.READY)
+    num_waiting = 0
 
     def __init__(self, script: Iterable[Delta | Exception]) -> None:
         self.script = script
@@ -68,8 +69,7 @@ class ScriptedModel:
 
 def app_of(model: ScriptedModel) -> ASGIApp:
     """A server with this model."""
-    frontend = cast(Frontend, SimpleNamespace(token_text=str, token_bytes=lambda token: None))
-    return make_app(Served(frontend, ["scripted"], 0, model=cast(Any, model)))
+    return make_app(Served(cast(Frontend, None), ["scripted"], 0, model=cast(Any, model)))
 
 
 def connected(model: ScriptedModel) -> httpx2.AsyncClient:

@@ -124,6 +124,12 @@ def test_a_failure_is_an_error_and_a_failed_response() -> None:
     assert response.output[0].status == "incomplete" and response.usage is None
 
 
+def test_a_failure_before_anything_was_said_is_one_of_a_response_that_has_begun() -> None:
+    """The official client refuses the failure of what was never created."""
+    found = checked(list(answer().failed({"message": "why", "param": None, "code": "cluster_failed"})))
+    assert [event.type.removeprefix("response.") for event in found] == ["created", "in_progress", "error", "failed"]
+
+
 @pytest.mark.parametrize(
     ("format", "echoed"),
     [
