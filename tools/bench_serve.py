@@ -3,7 +3,8 @@
 python -m tools.bench_serve [--model demo] [--tokens 128] [--streams 1,8,32] [--rounds 3]
 
 Prints tokens per second and the time to the first token (p50, p95) of so many streams at once, with `brigade serve` on
-one process and on two nodes; and what HTTP adds to each token, against the same requests in this process.
+one process and on two nodes; how long four streams stand still at most, alone and while a long prompt arrives; and what
+HTTP adds to each token, against the same requests in this process.
 """
 
 import asyncio
@@ -31,6 +32,9 @@ from worker.process.run import run_command
 
 _WAIT_S = 600.0
 _AGAIN_S = 0.02
+_BESIDE = 4  # streams that run while a long prompt arrives
+_GAP_TOKENS = 256
+_SETTLED_S = 1.0  # by then all of them decode
 
 
 @dataclass(frozen=True)
@@ -61,12 +65,13 @@ def main(
     tokens: Annotated[int, typer.Option(min=2, help="The most tokens of each answer.")] = 128,
     streams: Annotated[str, typer.Option(metavar="1,8,32", help="How many at once, in turn.")] = "1,8,32",
     rounds: Annotated[int, typer.Option(min=1, help="Of each; the median is shown.")] = 3,
+    words: Annotated[int, typer.Option(min=1, help="Of the long prompt.")] = 700,
 ) -> None:
     """Measure the server beside mlx_lm.server."""
-    uvloop.run(_measure(model, tokens, [int(each) for each in streams.split(",")], rounds))
+    uvloop.run(_measure(model, tokens, [int(each) for each in streams.split(",")], rounds, words))
 
 
-async def _measure(model: str, num_tokens: int, counts: Sequence[int], rounds: int) -> None:
+async def _measure(model: str, num_tokens: int, counts: Sequence[int], rounds: int, num_words: int) -> None:
     frontend = await Frontend.read(model)
     servers: dict[str, AbstractContextManager[Server]] = {
         "mlx_lm.server": mlx_lm_server(frontend.checkpoint.folder),
@@ -76,6 +81,9 @@ async def _measure(model: str, num_tokens: int, counts: Sequence[int], rounds: i
     table = Table(title=f"{frontend.checkpoint.name} on {machine_name()}")
     for column in ("server", "streams", "tok/s", "first token p50, ms", "p95, ms"):
         table.add_column(column, justify="left" if column == "server" else "right")
+    beside = Table(title=f"the longest gap in {_BESIDE} streams, ms")
+    for column in ("server", "alone", "beside a long prompt", "its first token after, ms"):
+        beside.add_column(column, justify="left" if column == "server" else "right")
     alone: dict[str, float] = {}
     for name, opening in servers.items():
         with opening as server:
@@ -84,7 +92,9 @@ async def _measure(model: str, num_tokens: int, counts: Sequence[int], rounds: i
                     alone.setdefault(name, row.tokens_per_s)
                     figures = (row.tokens_per_s, row.p50_ms, row.p95_ms)
                     table.add_row(name, str(row.num_streams), *(f"{figure:.1f}" for figure in figures))
-    Console().print(table)
+                gaps = [await _gaps_ms(client, num_words, turn) for turn in range(rounds)]
+                beside.add_row(name, *(f"{statistics.median(each):.1f}" for each in zip(*gaps, strict=True)))
+    Console().print(table, beside)
     if counts[0] == 1:
         here_ms = await _in_process_ms(frontend, model, num_tokens, rounds)
         there_ms = 1000 / alone["brigade serve, one process"]
@@ -102,6 +112,23 @@ async def _row(client: httpx2.AsyncClient, count: int, num_tokens: int, rounds: 
             raise RuntimeError(f"expected whole streams, found statuses {bad}")
         rows.append(Row.of(outcomes, time.monotonic() - began))
     return sorted(rows[1:], key=lambda row: row.tokens_per_s)[rounds // 2]
+
+
+async def _gaps_ms(client: httpx2.AsyncClient, num_words: int, turn: int) -> tuple[float, float, float]:
+    """The longest gap of some streams alone, and while a long prompt arrives; and when that one's first token came."""
+    gaps: list[float] = []
+    long = _body(10_000 + turn, 1) | {"prompt": f"{turn} " + "apples and more " * (num_words // 3)}
+    first_s = 0.0
+    for bodies in ([], [long]):
+        streams = [
+            asyncio.create_task(_persistent(client, _body(20_000 + turn * _BESIDE + number, _GAP_TOKENS)))
+            for number in range(_BESIDE)
+        ]
+        await asyncio.sleep(_SETTLED_S)
+        for body in bodies:
+            first_s = (await _persistent(client, body)).first_s
+        gaps.append(max(found.longest_gap_s for found in await asyncio.gather(*streams)))
+    return 1000 * gaps[0], 1000 * gaps[1], 1000 * first_s
 
 
 async def _persistent(client: httpx2.AsyncClient, body: dict[str, Any]) -> Outcome:

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ class Outcome:
     num_tokens: int = 0
     first_s: float = 0.0  # until the first text
     took_s: float = 0.0
+    longest_gap_s: float = 0.0  # between two pieces of text
 
 
 @contextmanager
@@ -96,7 +98,8 @@ def _free_port() -> int:
 
 async def stream(client: httpx2.AsyncClient, body: dict[str, Any], path: str = "/v1/completions") -> Outcome:
     """Ask for a stream and read it to its end."""
-    began, first_at, text, num_tokens, is_whole = time.monotonic(), 0.0, "", 0, False
+    began, text, num_tokens, is_whole = time.monotonic(), "", 0, False
+    pieces_at: list[float] = []
     asked = body | {"stream": True, "stream_options": {"include_usage": True}}
     async with client.stream("POST", path, json=asked) as answer:
         if answer.status_code != 200:
@@ -108,12 +111,14 @@ async def stream(client: httpx2.AsyncClient, body: dict[str, Any], path: str = "
             if event in (line, _DONE):
                 continue
             told = json.loads(event)
-            for choice in told.get("choices", ()):
-                text += choice.get("text") or ""
-                first_at = first_at or (time.monotonic() if text else 0.0)
+            if said := "".join(choice.get("text") or "" for choice in told.get("choices", ())):
+                text += said
+                pieces_at.append(time.monotonic())
             num_tokens = (told.get("usage") or {}).get("completion_tokens", num_tokens)
     now = time.monotonic()
-    return Outcome(200, text, is_whole, num_tokens, (first_at or now) - began, now - began)
+    first_s = (pieces_at[0] if pieces_at else now) - began
+    longest_gap_s = max((after - before for before, after in pairwise(pieces_at)), default=0.0)
+    return Outcome(200, text, is_whole, num_tokens, first_s, now - began, longest_gap_s)
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
