@@ -126,7 +126,8 @@ def test_a_failure_is_an_error_and_a_failed_response() -> None:
 
 def test_a_failure_before_anything_was_said_is_one_of_a_response_that_has_begun() -> None:
     """The official client refuses the failure of what was never created."""
-    found = checked(list(answer().failed({"message": "why", "param": None, "code": "cluster_failed"})))
+    error = {"message": "why", "type": "service_unavailable", "param": None, "code": "cluster_failed"}
+    found = checked(list(answer().failed(error)))
     assert [event.type.removeprefix("response.") for event in found] == ["created", "in_progress", "error", "failed"]
 
 
