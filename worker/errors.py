@@ -107,6 +107,10 @@ class EngineHung(StageLost):
     """A node of the chain answers, but its engine does not come back from a step."""
 
 
+class ServerFailed(BrigadeError):
+    """A server that was asked over HTTP gave no answer, or broke it off."""
+
+
 class InternalError(BrigadeError):
     """A bug of ours: it would happen again."""
 

@@ -8,16 +8,12 @@ from typing import Any
 
 import httpx2
 
-from worker.errors import BrigadeError, InputError
+from worker.errors import BrigadeError, InputError, ServerFailed
 
 Json = dict[str, Any]
 _TIMES = httpx2.Timeout(5.0, read=120.0)  # of silence: a stream says every few seconds that it lives
 _WRONG_REQUEST = (400, 404, 413, 415, 422)
 _DATA, _DONE = "data: ", "[DONE]"
-
-
-class ServerFailed(BrigadeError):
-    """It gave no answer, or broke it off."""
 
 
 class Server:

@@ -7,11 +7,11 @@ import grpc
 import pytest
 
 from worker import errors
-from worker.errors import BrigadeError, InputError, NodeSilent, QueueFull, ReaderLost, StageLost
+from worker.errors import BrigadeError, InputError, NodeSilent, QueueFull, ReaderLost, ServerFailed, StageLost
 from worker.node.status import abort, error_of, is_unconnected, was_met
 
 KINDS = sorted(BrigadeError.__subclasses__(), key=lambda kind: kind.__name__)
-OWN = (InputError, QueueFull, ReaderLost)  # the coordinator's: no node means them
+OWN = (InputError, QueueFull, ReaderLost, ServerFailed)  # the coordinator's: no node means them
 OF_NODES = [kind for kind in KINDS if kind not in OWN]
 
 

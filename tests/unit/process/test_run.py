@@ -83,7 +83,7 @@ def test_what_the_user_can_mend_is_exit_code_2_and_what_went_wrong_on_the_way_is
     assert codes == {
         "InputError": 2, "ConfigError": 2, "ModelError": 2, "SamplingError": 2,
         "FrameError": 3, "CacheMismatch": 3, "NodeBusy": 3, "OutOfMemory": 3, "QueueFull": 3, "StageLost": 3,
-        "ReaderLost": 3, "InternalError": 3,
+        "ReaderLost": 3, "ServerFailed": 3, "InternalError": 3,
     }  # fmt: skip
 
 
