@@ -48,10 +48,11 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Plan:
-    """One assignment per node in chain order, with what admission reserves for one session of `context` tokens."""
+    """One assignment per node in chain order, with what admission reserves for sessions of `context` tokens."""
 
     assignments: tuple[Assignment, ...]
     context: int
+    num_sessions: int = 1
 
     @property
     def fits(self) -> bool:
@@ -62,12 +63,15 @@ class Plan:
         return [assignment.end - assignment.start for assignment in self.assignments]
 
 
-def plan(spec: ModelSpec, nodes: Sequence[Node], context: int, layers: Sequence[int] | None = None) -> Plan:
+def plan(
+    spec: ModelSpec, nodes: Sequence[Node], context: int, layers: Sequence[int] | None = None, num_sessions: int = 1
+) -> Plan:
     """Give each node, in this order, a range of layers: as `layers` counts them, else the best split that fits.
 
     The best split has the smallest largest stage, by the weight bytes that a token reads: all but the embedding, of
-    which it reads one row. The nodes' speeds are unknown, so that stage bounds the throughput of a full pipe. Ties go
-    to the smallest sum of squares, then to the fewest layers on the earliest nodes.
+    which it reads one row. The nodes' speeds are unknown here (fastest.py is for those that are known), so that stage
+    bounds the throughput of a full pipe. Ties go to the smallest sum of squares, then to the fewest layers on the
+    earliest nodes.
     If no split fits, the plan (with `fits` False) is the one whose worst node, then whose nodes in sum, exceed their
     budgets least, relative to the budget.
 
@@ -78,11 +82,12 @@ def plan(spec: ModelSpec, nodes: Sequence[Node], context: int, layers: Sequence[
     if context < 1:
         raise ConfigError(f"context: expected at least 1 token, found {context}")
     check_split(spec, len(nodes), layers)
-    ends = _best_ends(spec, nodes, context) if layers is None else _ends(layers)
+    ends = _best_ends(spec, nodes, context, num_sessions) if layers is None else _ends(layers)
     starts = (0, *ends[:-1])
     return Plan(
-        tuple(_assign(spec, *place, context) for place in zip(nodes, starts, ends, strict=True)),
+        tuple(_assign(spec, *place, context, num_sessions) for place in zip(nodes, starts, ends, strict=True)),
         context,
+        num_sessions,
     )
 
 
@@ -106,8 +111,9 @@ def require_fit(plan: Plan, spec: ModelSpec) -> None:
     if plan.fits:
         return
     lacking = ", ".join(f"{a.name} lacks {format_bytes(a.missing_bytes)}" for a in plan.assignments if not a.fits)
+    sessions = f"{plan.num_sessions} sessions of " if plan.num_sessions > 1 else ""
     raise ConfigError(
-        f"{spec.name} with {plan.context} tokens of context does not fit: {lacking}. "
+        f"{spec.name} with {sessions}{plan.context} tokens of context does not fit: {lacking}. "
         f"Use more nodes, fewer tokens (--context, of bench -p and -g) or a quantised model.\n{_table(plan)}"
     )
 
@@ -124,15 +130,15 @@ def _ends(layers: Sequence[int]) -> tuple[int, ...]:
     return tuple(sum(layers[: i + 1]) for i in range(len(layers)))
 
 
-def _assign(spec: ModelSpec, node: Node, start: int, end: int, context: int) -> Assignment:
-    weights, cached = spec.shard_bytes(start, end), spec.reserved_bytes(start, end, context)
+def _assign(spec: ModelSpec, node: Node, start: int, end: int, context: int, num_sessions: int) -> Assignment:
+    weights, cached = spec.shard_bytes(start, end), num_sessions * spec.reserved_bytes(start, end, context)
     return Assignment(node.name, start, end, weights, cached, node.memory_bytes)
 
 
-def _best_ends(spec: ModelSpec, nodes: Sequence[Node], context: int) -> tuple[int, ...]:
+def _best_ends(spec: ModelSpec, nodes: Sequence[Node], context: int, num_sessions: int) -> tuple[int, ...]:
     """Each sweep minimises one thing among the splits that the sweep before it left."""
     shard_bytes = cache(spec.shard_bytes)
-    caches = [spec.reserved_bytes(layer, layer + 1, context) for layer in range(spec.num_layers)]
+    caches = [num_sessions * spec.reserved_bytes(layer, layer + 1, context) for layer in range(spec.num_layers)]
     up_to = list(accumulate(caches, initial=0))
     sweep = partial(_sweep, len(nodes), spec.num_layers)
 

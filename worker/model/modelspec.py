@@ -45,6 +45,11 @@ class ModelSpec:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    @property
+    def kinds(self) -> tuple[LayerSpec, ...]:
+        """Layers that differ, each once, in the order in which they come."""
+        return tuple(dict.fromkeys(self.layers))
+
     def shard_bytes(self, start: int, end: int) -> int:
         """Weights of layers [start, end), with the embedding and the head where they belong."""
         is_last = end == self.num_layers

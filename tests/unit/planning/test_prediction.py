@@ -1,0 +1,64 @@
+"""What a plan's times are, by what is known of rows; what is not known is None."""
+
+import pytest
+
+from coordinator.planning.plan import Node, Plan, plan
+from coordinator.planning.prediction import Prediction
+from coordinator.planning.speeds import NOTHING_KNOWN, Link, Speed, Survey
+from tests.unit.planning.test_fastest import GB, ROOMY, model, surveyed
+
+SPEC = model([GB] * 4, hidden=500)  # 1000 bytes per row
+FLAT = ((1, 2.0), (8, 2.0), (512, 20.0))  # milliseconds of a layer by rows
+MEASURED = Speed((FLAT,), ((1, 1.0), (512, 1.0)), 500)
+LINK = Link(rtt_ms=1.0, bytes_per_s=1e6)  # a millisecond per row
+
+
+def split(*layers: int) -> Plan:
+    return plan(SPEC, [Node(f"n{i}", ROOMY) for i in range(len(layers))], 1, layers)
+
+
+def predicted(*layers: int) -> Prediction:
+    speeds = {f"n{i}": MEASURED for i in range(len(layers))}
+    return Prediction(SPEC, split(*layers), Survey(speeds, {"n1": LINK}))
+
+
+def test_a_token_takes_its_stages_and_its_hops() -> None:
+    found = predicted(3, 1)
+    assert found.stage_ms == [6.0, 3.0] and found.hop_ms == [1.5, 0.5]  # a row there, next to nothing back
+    assert found.ms_per_token == 11.0 and found.tokens_per_s() == pytest.approx(1000 / 11)
+
+
+def test_alone_there_is_no_hop() -> None:
+    found = predicted(4)
+    assert (found.stage_ms, found.hop_ms, found.ms_per_token) == ([9.0], [0.0], 9.0)
+    assert found.tokens_per_s(8) == pytest.approx(8000 / 9), "rows up to 8 cost nothing here"
+
+
+def test_two_requests_use_both_stages() -> None:
+    """Frames of one row pass 11 ms behind each other's 6; one of two rows would take 1 ms more on the link."""
+    assert predicted(3, 1).tokens_per_s(2) == pytest.approx(2000 / 12, rel=0.1)
+
+
+def test_a_prompt_goes_in_chunks_and_is_sampled_once() -> None:
+    """Four layers of 20 ms per 512 rows: larger chunks take as long per row, and their last row is sampled."""
+    assert predicted(4).prefill_s(512) == pytest.approx(0.081)
+    assert predicted(4).prefill_s(2048) == pytest.approx(4 * 0.080 + 0.001, rel=0.05)
+
+
+def test_a_slow_link_counts_in_a_prompt() -> None:
+    """A millisecond per row, which no chunk avoids."""
+    found = predicted(2, 2).prefill_s(2000)
+    assert found is not None and found > 2.0
+
+
+def test_what_further_rows_cost_is_not_known_of_assumed_speeds() -> None:
+    """Frames of one row can still be told: the slowest stage, never idle."""
+    found = Prediction(SPEC, split(2, 2), surveyed(SPEC, 500, 500))
+    assert found.stage_ms == [4.0, 4.0] and found.tokens_per_s(8) == pytest.approx(250)
+    assert found.prefill_s(2000) is None
+
+
+def test_without_speeds_nothing_is_known() -> None:
+    found = Prediction(SPEC, split(2, 2), NOTHING_KNOWN)
+    assert found.stage_ms == [None, None]
+    assert found.ms_per_token is found.tokens_per_s() is found.tokens_per_s(8) is found.prefill_s(2000) is None
