@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from coordinator.cli import flags
+from coordinator.cli import flags, plan_flags
 from coordinator.cli.batch import batch
 from coordinator.cli.bridge import bridge
 from coordinator.cli.chat import chat
@@ -90,15 +90,17 @@ def plan(
     local: flags.Local = None,
     layers: flags.Layers = None,
     context: flags.Context = None,
-    simulate: flags.Simulate = False,
-    stage_ms: flags.StageMs = None,
-    row_ms: flags.RowMs = "0",
-    hop_ms: flags.HopMs = "0.5",
-    gbps: flags.Gbps = None,
-    measured: flags.Measured = None,
-    concurrency: flags.Concurrency = "1,2,4,8,16",
-    num_prompt: flags.ForecastPrompt = None,
-    num_tokens: flags.ForecastTokens = None,
+    macs: plan_flags.MacsFile = None,
+    objective: plan_flags.Aims = "latency",
+    simulate: plan_flags.Simulate = False,
+    stage_ms: plan_flags.StageMs = None,
+    row_ms: plan_flags.RowMs = "0",
+    hop_ms: plan_flags.HopMs = "0.5",
+    gbps: plan_flags.Gbps = None,
+    measured: plan_flags.Measured = None,
+    concurrency: plan_flags.PlannedConcurrency = None,
+    num_prompt: plan_flags.ForecastPrompt = None,
+    num_tokens: plan_flags.ForecastTokens = None,
     prefill_step_size: flags.PrefillStepSize = None,
     as_json: flags.Json = False,
 ) -> None:
@@ -108,15 +110,21 @@ def plan(
 
     And with other layers on each node: brigade plan --config cluster.yaml --layers 20,16
 
+    Macs that you may buy, with memory, GB/s and links as nodes.yaml says: brigade plan --nodes nodes.yaml --model demo
+
     Two stages of 26.5 and 6.5 ms, which are not there: brigade plan --simulate --stage-ms 26.5,6.5 --hop-ms 3,0.3
 
     From a run with one request, what 16 would make: brigade bench --concurrency 1 --json > one.json; brigade plan
     --simulate --measured one.json --concurrency 16
     """
     times = ("row_ms", "hop_ms", "gbps")
-    load = ("concurrency", "num_prompt", "num_tokens", "prefill_step_size")
+    load = ("num_prompt", "num_tokens", "prefill_step_size")
     if simulate:
-        refuse(ctx, ("local", "layers", "context"), "not expected with --simulate, which asks no nodes")
+        refuse(
+            ctx,
+            ("local", "layers", "context", "macs", "objective"),
+            "not expected with --simulate, which asks no nodes",
+        )
         if gbps is None:
             refuse(ctx, ("config", "model"), "expected with --simulate only where --gbps needs a model's row size")
     else:
@@ -125,17 +133,23 @@ def plan(
         raise InputError("simulate", "expected either --stage-ms 26.5,6.5 or --measured FILE of `brigade bench --json`")
     if measured is not None:
         refuse(ctx, times, "not expected with --measured, which holds the times")
+    if macs is not None:
+        refuse(ctx, ("config", "local"), "not expected with --nodes, which says what nodes there are")
     options = chosen_cluster(ctx)
-    counts = parse_counts("concurrency", concurrency, most=MOST_WAITING)
+    counts = parse_counts("concurrency", concurrency or ("1,2,4,8,16" if simulate else "8"), most=MOST_WAITING)
     stages_ms = parse_times("stage_ms", stage_ms, least=0.001) if stage_ms is not None else ()
     rows_ms, hops_ms = parse_times("row_ms", row_ms), parse_times("hop_ms", hop_ms)
 
     from coordinator.cli.commands import run_forecast, run_plan
     from coordinator.cli.run_async import run_async
     from coordinator.measure.forecast import Assumed
+    from coordinator.planning.fastest import Aim
 
     if not simulate:
-        run_async(run_plan(options, as_json=as_json))
+        most = counts[-1]
+        num_sessions = most if concurrency or objective == "throughput" else 1
+        aim = Aim(options.context, num_sessions, objective, most)
+        run_async(run_plan(options, aim, counts, macs=macs, as_json=as_json))
     else:
         assumed = Assumed(
             stages_ms, rows_ms, hops_ms, gbps, measured, counts, num_prompt, num_tokens, prefill_step_size

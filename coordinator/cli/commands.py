@@ -2,13 +2,16 @@
 
 import json
 import sys
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
 from coordinator.cli.forecasts import print_forecasts
-from coordinator.cli.report import plan_as_json, print_plan, require_writable
-from coordinator.cluster.open import make_plan, open_peers, read_model
+from coordinator.cli.plan_report import PlanReport
+from coordinator.cli.report import require_writable
+from coordinator.cluster.nodes_file import read_nodes
+from coordinator.cluster.open import ask_nodes, open_peers, read_model
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import telling_interrupts
 from coordinator.decoding.decode import Decode
@@ -19,20 +22,37 @@ from coordinator.measure.failover import Losses, measure_failover
 from coordinator.measure.failover_report import print_failover
 from coordinator.measure.forecast import Assumed, find_times, forecast
 from coordinator.measure.verify import verify
+from coordinator.planning.fastest import Aim
+from coordinator.planning.outlook import outlook_of
 from coordinator.planning.plan import require_fit
+from coordinator.planning.speeds import NOTHING_KNOWN
 from worker.process.call_thread import run_aside
 
 
-async def run_plan(options: ClusterOptions, *, as_json: bool) -> None:
-    """Print where each layer would go. Raises ConfigError, after printing, if it does not fit."""
+async def run_plan(
+    options: ClusterOptions, aim: Aim, counts: Sequence[int], *, macs: Path | None, as_json: bool
+) -> None:
+    """Print where each layer would go, on the cluster's nodes or on the `macs` of a file.
+
+    Raises:
+        ConfigError: the file is wrong; or, after printing, it does not fit.
+    """
+    assumed = None if macs is None else read_nodes(macs)
     _, spec = await read_model(options.model)
-    async with open_peers(options, spec) as peers:
-        plan = await make_plan(options.cluster, spec, peers, options.context)
-    if as_json:
-        print(json.dumps(plan_as_json(plan, spec)))
+    aim = replace(aim, context=min(aim.context, spec.context))
+    if assumed is not None:
+        aim = replace(aim, is_order_fixed=assumed.is_order_fixed)
+        nodes, survey = assumed.nodes, assumed.survey(spec)
     else:
-        print_plan(plan, spec)
-    require_fit(plan, spec)
+        async with open_peers(options, spec) as peers:
+            nodes, survey = await ask_nodes(options.cluster, peers), NOTHING_KNOWN
+    outlook = outlook_of(spec, nodes, survey, aim, options.cluster.layers)
+    report = PlanReport(spec, outlook, survey, aim, counts)
+    if as_json:
+        print(json.dumps(report.to_json()))
+    else:
+        report.print()
+    require_fit(report.plan, spec)
 
 
 async def run_forecast(options: ClusterOptions, assumed: Assumed, *, as_json: bool) -> None:

@@ -5,14 +5,15 @@ from typing import Annotated
 
 import typer
 
-_CLUSTER, _SAMPLING, _OUTPUT = "Cluster", "Sampling", "Output"
+CLUSTER, LOAD = "Cluster", "Load"
+_SAMPLING, _OUTPUT = "Sampling", "Output"
 
-Config = Annotated[Path | None, typer.Option(help="cluster.yaml: the model and the workers.", rich_help_panel=_CLUSTER)]
+Config = Annotated[Path | None, typer.Option(help="cluster.yaml: the model and the workers.", rich_help_panel=CLUSTER)]
 Model = Annotated[
     str | None,
     typer.Option(
         help="A folder, a hub repository (owner/name), or `demo`, the bundled model. (default: cluster.yaml's or demo)",
-        rich_help_panel=_CLUSTER,
+        rich_help_panel=CLUSTER,
     ),
 ]
 Local = Annotated[
@@ -21,19 +22,19 @@ Local = Annotated[
         min=0,
         max=16,
         help="Start this many workers on loopback instead of using cluster.yaml's; 0 runs everything in this process.",
-        rich_help_panel=_CLUSTER,
+        rich_help_panel=CLUSTER,
     ),
 ]
 Layers = Annotated[
     str | None,
     typer.Option(
-        metavar="3,2,1", help="Layers per node, coordinator first. (default: planned)", rich_help_panel=_CLUSTER
+        metavar="3,2,1", help="Layers per node, coordinator first. (default: planned)", rich_help_panel=CLUSTER
     ),
 ]
 Context = Annotated[
     int | None,
     typer.Option(
-        min=1, help="Tokens per session that the plan keeps memory for. (default: 4096)", rich_help_panel=_CLUSTER
+        min=1, help="Tokens per session that the plan keeps memory for. (default: 4096)", rich_help_panel=CLUSTER
     ),
 ]
 TrustRemoteCode = Annotated[
@@ -42,7 +43,7 @@ TrustRemoteCode = Annotated[
         "--trust-remote-code",
         help="Run the Python code that is some models' tokenizer (Kimi's), once you have read it: it may do all that "
         "you may. Without this it is neither run nor fetched.",
-        rich_help_panel=_CLUSTER,
+        rich_help_panel=CLUSTER,
     ),
 ]
 _RECOVERY = "Recovery"
@@ -69,7 +70,7 @@ CheckFinite = Annotated[
     typer.Option(
         "--check-finite",
         help="Have every node look for NaN and infinities in what its layers make, and name the first that finds some.",
-        rich_help_panel=_CLUSTER,
+        rich_help_panel=CLUSTER,
     ),
 ]
 
@@ -229,33 +230,20 @@ Journal = Annotated[
     ),
 ]
 
-_LOAD = "Load"
 Concurrency = Annotated[
-    str, typer.Option(metavar="1,4,8", help="How many requests at once, in turn.", rich_help_panel=_LOAD)
+    str, typer.Option(metavar="1,4,8", help="How many requests at once, in turn.", rich_help_panel=LOAD)
 ]
 NumPrompt = Annotated[
-    int, typer.Option("--num-prompt", "-p", min=1, help="Tokens of each prompt.", rich_help_panel=_LOAD)
+    int, typer.Option("--num-prompt", "-p", min=1, help="Tokens of each prompt.", rich_help_panel=LOAD)
 ]
 NumTokens = Annotated[
-    int, typer.Option("--num-tokens", "-g", min=2, help="Tokens of each answer.", rich_help_panel=_LOAD)
-]
-ForecastPrompt = Annotated[
-    int | None,
-    typer.Option(
-        "--num-prompt", "-p", min=1, help="Tokens of each prompt. (default: as measured, or 128)", rich_help_panel=_LOAD
-    ),
-]
-ForecastTokens = Annotated[
-    int | None,
-    typer.Option(
-        "--num-tokens", "-g", min=2, help="Tokens of each answer. (default: as measured, or 64)", rich_help_panel=_LOAD
-    ),
+    int, typer.Option("--num-tokens", "-g", min=2, help="Tokens of each answer.", rich_help_panel=LOAD)
 ]
 NumTrials = Annotated[
-    int, typer.Option("--num-trials", "-n", min=1, help="Trials of each; medians are shown.", rich_help_panel=_LOAD)
+    int, typer.Option("--num-trials", "-n", min=1, help="Trials of each; medians are shown.", rich_help_panel=LOAD)
 ]
 Decodes = Annotated[
-    str, typer.Option("--decode", metavar="ar,ngram,...", help="Decoders, as for `generate`.", rich_help_panel=_LOAD)
+    str, typer.Option("--decode", metavar="ar,ngram,...", help="Decoders, as for `generate`.", rich_help_panel=LOAD)
 ]
 Splits = Annotated[
     list[str] | None,
@@ -263,7 +251,7 @@ Splits = Annotated[
         "--layers",
         metavar="3,2,1",
         help="Layers per node, coordinator first; repeat it to compare splits. (default: planned)",
-        rich_help_panel=_CLUSTER,
+        rich_help_panel=CLUSTER,
     ),
 ]
 Plot = Annotated[
@@ -284,48 +272,5 @@ Failover = Annotated[
         "--failover",
         help="Kill, and stop, the last worker of --local in the middle of an answer, and measure how long the reader "
         "waits; -p says how many tokens are known by then. (default: from 128 to 4096)",
-    ),
-]
-
-_SIMULATION = "Simulation"
-Simulate = Annotated[
-    bool,
-    typer.Option(
-        "--simulate",
-        help="Predict throughput and latency with the scheduler that serves requests, from --stage-ms or --measured; "
-        "asks no node.",
-        rich_help_panel=_SIMULATION,
-    ),
-]
-StageMs = Annotated[
-    str | None,
-    typer.Option(metavar="26.5,6.5", help="What a frame of one row takes on each stage.", rich_help_panel=_SIMULATION),
-]
-RowMs = Annotated[
-    str,
-    typer.Option(
-        metavar="MS,...",
-        help="What each further row of a frame adds; 0 where reading the weights is all that counts.",
-        rich_help_panel=_SIMULATION,
-    ),
-]
-HopMs = Annotated[
-    str,
-    typer.Option(
-        metavar="MS,...",
-        help="Latency after each stage; the last is the way back to the coordinator.",
-        rich_help_panel=_SIMULATION,
-    ),
-]
-Gbps = Annotated[
-    float | None,
-    typer.Option(min=0.001, help="Bandwidth of the hops, Gbit/s. (default: no limit)", rich_help_panel=_SIMULATION),
-]
-Measured = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Take times and load from what `brigade bench --json` printed, for other numbers of requests, too.",
-        rich_help_panel=_SIMULATION,
     ),
 ]

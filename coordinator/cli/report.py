@@ -14,12 +14,9 @@ from coordinator.sessions.answer import Answer, Token
 from coordinator.sessions.waterfall import StageTime, Waterfall
 from protos.brigade_pb2 import StatusReply
 from worker.errors import InputError
-from worker.model.modelspec import ModelSpec
 
 _WATERFALL_COLUMNS = 40  # of the bars, at most
 _BESIDE_BARS = 40  # columns of a waterfall's names and figures
-_PLAN_COLUMNS = 16
-_USUAL_COLUMNS = 80
 _STAGES_LEGEND = """\
 compute: the node's layers at work; busy: compute's share of the wall time
 wire in, queue: waits while nothing else went on, for the hop into this node
@@ -154,42 +151,3 @@ def _waterfall_table(waterfall: Waterfall, width: int) -> Table:
         before += took
     table.add_row("wall time", f"{waterfall.wall_ms:.1f} ms", "", "")
     return table
-
-
-def plan_as_json(plan: Plan, spec: ModelSpec) -> dict[str, Any]:
-    nodes = [
-        {
-            "node": node.name, "start": node.start, "end": node.end, "weight_bytes": node.weight_bytes,
-            "cache_bytes": node.cache_bytes, "memory_bytes": node.memory_bytes, "fits": node.fits,
-        }
-        for node in plan.assignments
-    ]  # fmt: skip
-    return {
-        "model": spec.name,
-        "num_layers": spec.num_layers,
-        "context": plan.context,
-        "fits": plan.fits,
-        "layers": plan.layers,
-        "nodes": nodes,
-    }
-
-
-def print_plan(plan: Plan, spec: ModelSpec) -> None:
-    """A row per node on standard output, with its layers drawn to scale."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("node", "layers", "weights", "cache", "budget", "fits"):
-        table.add_column(column, justify="left" if column == "node" else "right")
-    table.add_column("")
-    console = Console(highlight=False)
-    columns = _PLAN_COLUMNS if console.width >= _USUAL_COLUMNS else 0  # of the bars
-    for node in plan.assignments:
-        begin, end = (round(columns * edge / spec.num_layers) for edge in (node.start, node.end))
-        table.add_row(
-            node.name, f"[{node.start}, {node.end})", format_bytes(node.weight_bytes), format_bytes(node.cache_bytes),
-            format_bytes(node.memory_bytes), "yes" if node.fits else "NO", Text(" " * begin + "━" * (end - begin)),
-        )  # fmt: skip
-    console.print(
-        f"{spec.name} ({spec.family}): {spec.num_layers} layers, {format_bytes(spec.shard_bytes(0, spec.num_layers))}, "
-        f"one session of {plan.context} tokens"
-    )
-    console.print(table)

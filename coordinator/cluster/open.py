@@ -71,6 +71,23 @@ async def read_model(model: str) -> tuple[Checkpoint, ModelSpec]:
     return checkpoint, spec
 
 
+async def ask_nodes(cluster: Cluster, peers: Sequence[Peer]) -> list[Node]:
+    """Each node's memory budget: what the configuration says, else what it offers itself.
+
+    Nodes of one machine share its memory: this one and the workers on its loopback get an equal part each.
+    """
+    greetings = await greet(peers)
+    configured = {address: worker.memory for worker in cluster.workers for address in worker.addresses}
+    own_share = memory_budget() // (1 + sum(map(_is_here, peers)))
+    nodes = [Node(cluster.coordinator.name, cluster.coordinator.memory or own_share)]
+    for peer, greeting in zip(peers, greetings, strict=True):
+        for difference in differences(peer.name, cluster, greeting):
+            say(f"warning: {difference}")
+        offered = own_share if _is_here(peer) else greeting.memory_bytes
+        nodes.append(Node(peer.name, configured.get(peer.address) or offered))
+    return nodes
+
+
 async def make_plan(cluster: Cluster, spec: ModelSpec, peers: Sequence[Peer], context: int | Contexts) -> Plan:
     """Ask every node what it offers and split the model.
 
@@ -78,7 +95,7 @@ async def make_plan(cluster: Cluster, spec: ModelSpec, peers: Sequence[Peer], co
         ConfigError: `layers` does not suit the model and the nodes. StageLost: a node is missing.
     """
     contexts = context if isinstance(context, Contexts) else Contexts.exactly(min(context, spec.context))
-    return plan_largest(spec, await _ask_nodes(cluster, peers), contexts, cluster.layers)
+    return plan_largest(spec, await ask_nodes(cluster, peers), contexts, cluster.layers)
 
 
 @asynccontextmanager
@@ -177,23 +194,6 @@ async def start_local(count: int, model: str, stack: AsyncExitStack) -> list[Loc
 
     stack.push_async_callback(stop_all)
     return list(await asyncio.gather(*starts))
-
-
-async def _ask_nodes(cluster: Cluster, peers: Sequence[Peer]) -> list[Node]:
-    """Each node's memory budget: what the configuration says, else what it offers itself.
-
-    Nodes of one machine share its memory: this one and the workers on its loopback get an equal part each.
-    """
-    greetings = await greet(peers)
-    configured = {address: worker.memory for worker in cluster.workers for address in worker.addresses}
-    own_share = memory_budget() // (1 + sum(map(_is_here, peers)))
-    nodes = [Node(cluster.coordinator.name, cluster.coordinator.memory or own_share)]
-    for peer, greeting in zip(peers, greetings, strict=True):
-        for difference in differences(peer.name, cluster, greeting):
-            say(f"warning: {difference}")
-        offered = own_share if _is_here(peer) else greeting.memory_bytes
-        nodes.append(Node(peer.name, configured.get(peer.address) or offered))
-    return nodes
 
 
 def _peer(worker: Worker, network: Network) -> Peer:

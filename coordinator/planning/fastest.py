@@ -5,16 +5,15 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations, pairwise
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.planning.objective import Objective
 from coordinator.planning.plan import Node, Plan, plan
 from coordinator.planning.speeds import Survey
 from worker.model.modelspec import ModelSpec
 
-Objective = Literal["latency", "throughput"]
 Floats = NDArray[np.float64]
 
 _MOST_IN_ANY_ORDER = 9  # nodes: more are taken in the order in which they are given
@@ -33,6 +32,12 @@ class Aim:
     objective: Objective = "latency"
     num_requests: int = 8
     is_order_fixed: bool = False
+    may_be_alone: bool = True  # whether the first node may hold everything
+
+    @property
+    def requests_at_once(self) -> int:
+        """How many requests there are while it is judged."""
+        return 1 if self.objective == "latency" else self.num_requests
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ def fastest(spec: ModelSpec, nodes: Sequence[Node], survey: Survey, aim: Aim) ->
     """
     search = _Search(spec, nodes, survey, aim)
     best = _Chain(math.inf)
-    num_requests = 1 if aim.objective == "latency" else aim.num_requests
+    num_requests = aim.requests_at_once
     for lanes in range(1, num_requests + 1):
         rows = -(-num_requests // lanes)
         is_new = lanes == 1 or rows < -(-num_requests // (lanes - 1))  # of equal frames the fewest are best
@@ -90,6 +95,7 @@ class _Search:
         self._spec = spec
         self._survey = survey
         self._names = [node.name for node in nodes]
+        self._may_be_alone = aim.may_be_alone
         self._in_order = aim.is_order_fixed or len(nodes) > _MOST_IN_ANY_ORDER
         needed = _needed_bytes(spec, aim)
         self._forbidden = [needed > node.memory_bytes for node in nodes]
@@ -140,7 +146,7 @@ class _Search:
         ways = np.array([[link.ms(num_bytes) for link in row] for row in links])
         occupied = np.array([[link.occupied_ms(num_bytes) for link in row] for row in links])
         back = np.array([row[0].ms() for row in links])
-        back[0] = 0.0
+        back[0] = 0.0 if self._may_be_alone else np.inf
         return ways, occupied, back
 
     def _shortest(self, stages: Sequence[Floats], ways: Floats, back: Floats) -> _Chain:

@@ -26,9 +26,9 @@ class Prediction:
         return [self._stage_ms(stage, 1, 1) for stage in range(len(self._speeds))]
 
     @property
-    def hop_ms(self) -> list[float]:
+    def hop_ms(self) -> list[float | None]:
         """The way behind each stage, the last one back to the first; none where there is but one."""
-        return self._hops_ms(1) or [0.0]
+        return [*(self._hops_ms(1) or [0.0])] if self._know(1) else [None] * len(self._speeds)
 
     @property
     def ms_per_token(self) -> float | None:

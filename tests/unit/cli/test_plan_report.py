@@ -1,0 +1,89 @@
+"""`brigade plan --nodes`: what programs and people are told of Macs that are not there."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny import make_model
+from tests.unit.cli.conftest import Command
+from worker.errors import ConfigError, InputError
+
+MACS = """\
+nodes:
+  - {name: max, memory: MEMORY, gbps: 0.02}
+  - {name: mini, memory: 1GiB, gbps: 0.01, link: {rtt_ms: 0.3, gbit: 20}}
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def planned(brigade: Command, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """What `brigade plan --nodes` prints for these flags and this memory of the first Mac."""
+
+    def planned(*flags: str, memory: str = "1GiB") -> str:
+        path = tmp_path / "nodes.yaml"
+        path.write_text(MACS.replace("MEMORY", memory), encoding="utf-8")
+        brigade("plan", "--nodes", str(path), "--model", str(tiny), "--context", "256", *flags)
+        return capsys.readouterr().out
+
+    return planned
+
+
+def test_json_has_all_that_programs_rely_on(planned: Any) -> None:
+    found = json.loads(planned("--json", "--layers", "3,1"))
+    assert (found["fits"], found["objective"], found["layers"]) == (True, "latency", [3, 1])
+    for node, name, start, end in zip(found["nodes"], ("max", "mini"), (0, 3), (3, 4), strict=True):
+        assert (node["node"], node["start"], node["end"]) == (name, start, end)
+        assert node["weight_bytes"] > 0 < node["cache_bytes"] and node["memory_bytes"] == 2**30
+    stages, hops = ([node[key] for node in found["nodes"]] for key in ("stage_ms", "hop_ms"))
+    assert hops == pytest.approx([0.15, 0.15], rel=0.01) and min(stages) > 0
+    assert found["ms_per_token"] == pytest.approx(sum(stages) + sum(hops))
+    assert found["tokens_per_s"] == pytest.approx(1e3 / found["ms_per_token"])
+    assert found["tokens_per_s_at"]["8"] == pytest.approx(1e3 / max(stages)) and found["prefill_s_2000"] is None
+    alone = {each["name"]: each for each in found["alternatives"]}["max alone"]
+    assert (alone["layers"], alone["fits"]) == ([4], True) and alone["ms_per_token"] < found["ms_per_token"]
+    assert "max alone would be faster" in found["advice"]
+
+
+def test_memory_is_kept_for_all_requests(planned: Any) -> None:
+    one, four = (json.loads(planned("--json", "--layers", "3,1", *more)) for more in ((), ("--concurrency", "2,4")))
+    assert [node["cache_bytes"] for node in four["nodes"]] == [4 * node["cache_bytes"] for node in one["nodes"]]
+    assert list(four["tokens_per_s_at"]) == ["2", "4"] and (one["sessions"], four["sessions"]) == (1, 4)
+
+
+def test_the_objective_decides(planned: Any) -> None:
+    latency, throughput = (json.loads(planned("--json", "--objective", each)) for each in ("latency", "throughput"))
+    assert latency["layers"] == [4] and latency["left_out"] == ["mini"]
+    assert throughput["layers"] == [3, 1] and throughput["sessions"] == 8
+
+
+def test_people_are_told_what_is_assumed_what_comes_of_it_and_what_else_there_is(planned: Any) -> None:
+    told = " ".join(planned("--layers", "3,1").split())
+    assert "max 0.02 GB/s assumed" in told and "mini 0.01 GB/s assumed" in told
+    for part in ("per token", "tok/s of one request, at least", "2000 tokens: unknown", "even split 2+2"):
+        assert part in told
+    assert "max alone would be faster" in told
+
+
+def test_what_does_not_fit_is_printed_and_refused(planned: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="does not fit: max lacks"):
+        planned("--json", memory="10KiB")
+    found = json.loads(capsys.readouterr().out)
+    assert not found["fits"] and found["advice"].startswith("It does not fit: max lacks")
+
+
+@pytest.mark.parametrize("flags", [("--local", "1"), ("--config", "cluster.yaml")])
+def test_nodes_of_a_file_are_not_mixed_with_others(planned: Any, flags: tuple[str, ...]) -> None:
+    with pytest.raises(InputError, match="not expected with --nodes"):
+        planned(*flags)
+
+
+def test_simulate_asks_no_nodes(planned: Any) -> None:
+    with pytest.raises(InputError, match="not expected with --simulate"):
+        planned("--simulate", "--stage-ms", "1,2")
