@@ -204,7 +204,7 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
     [
         *(
             (f"plan --{name.replace('_', '-')} 1", f"{name}: expected only with --simulate")
-            for name in ("stage_ms", "row_ms", "hop_ms", "gbps", "measured", "concurrency")
+            for name in ("stage_ms", "row_ms", "hop_ms", "gbps", "measured")
         ),
         ("plan -p 1", "num_prompt: expected only with --simulate"),
         ("plan -g 64", "num_tokens: expected only with --simulate"),  # its default, but given
