@@ -431,3 +431,53 @@ class DigestReply(_message.Message):
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     digests: _containers.ScalarMap[str, str]
     def __init__(self, digests: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class MeasureRequest(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: LoadRequest
+    def __init__(self, model: _Optional[_Union[LoadRequest, _Mapping]] = ...) -> None: ...
+
+class RowTimes(_message.Message):
+    __slots__ = ("rows", "ms")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    MS_FIELD_NUMBER: _ClassVar[int]
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    ms: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, rows: _Optional[_Iterable[int]] = ..., ms: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class Speed(_message.Message):
+    __slots__ = ("kinds", "head", "gbps")
+    KINDS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    GBPS_FIELD_NUMBER: _ClassVar[int]
+    kinds: _containers.RepeatedCompositeFieldContainer[RowTimes]
+    head: RowTimes
+    gbps: float
+    def __init__(self, kinds: _Optional[_Iterable[_Union[RowTimes, _Mapping]]] = ..., head: _Optional[_Union[RowTimes, _Mapping]] = ..., gbps: _Optional[float] = ...) -> None: ...
+
+class LinkRequest(_message.Message):
+    __slots__ = ("node", "addresses")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, node: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class LinkReply(_message.Message):
+    __slots__ = ("rtt_ms", "bytes_per_s")
+    RTT_MS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    rtt_ms: float
+    bytes_per_s: float
+    def __init__(self, rtt_ms: _Optional[float] = ..., bytes_per_s: _Optional[float] = ...) -> None: ...
+
+class ProbePart(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
+
+class ProbeReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -69,6 +69,21 @@ class NodeStub:
                 request_serializer=protos_dot_brigade__pb2.Grammar.SerializeToString,
                 response_deserializer=protos_dot_brigade__pb2.CompileReply.FromString,
                 _registered_method=True)
+        self.Measure = channel.unary_unary(
+                '/brigade.v1.Node/Measure',
+                request_serializer=protos_dot_brigade__pb2.MeasureRequest.SerializeToString,
+                response_deserializer=protos_dot_brigade__pb2.Speed.FromString,
+                _registered_method=True)
+        self.MeasureLink = channel.unary_unary(
+                '/brigade.v1.Node/MeasureLink',
+                request_serializer=protos_dot_brigade__pb2.LinkRequest.SerializeToString,
+                response_deserializer=protos_dot_brigade__pb2.LinkReply.FromString,
+                _registered_method=True)
+        self.Probe = channel.stream_stream(
+                '/brigade.v1.Node/Probe',
+                request_serializer=protos_dot_brigade__pb2.ProbePart.SerializeToString,
+                response_deserializer=protos_dot_brigade__pb2.ProbeReply.FromString,
+                _registered_method=True)
 
 
 class NodeServicer:
@@ -127,6 +142,28 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Measure(self, request, context):
+        """How fast the node computes this model's layers: measured once, with random numbers, which takes up to two seconds, and
+        kept. A node that serves or loads tells only what it has kept.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MeasureLink(self, request, context):
+        """How far it is to another node, which is asked by Probe.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Probe(self, request_iterator, context):
+        """Takes bytes and answers each message: any node may send some, to learn how far it is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -164,6 +201,21 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.Compile,
                     request_deserializer=protos_dot_brigade__pb2.Grammar.FromString,
                     response_serializer=protos_dot_brigade__pb2.CompileReply.SerializeToString,
+            ),
+            'Measure': grpc.unary_unary_rpc_method_handler(
+                    servicer.Measure,
+                    request_deserializer=protos_dot_brigade__pb2.MeasureRequest.FromString,
+                    response_serializer=protos_dot_brigade__pb2.Speed.SerializeToString,
+            ),
+            'MeasureLink': grpc.unary_unary_rpc_method_handler(
+                    servicer.MeasureLink,
+                    request_deserializer=protos_dot_brigade__pb2.LinkRequest.FromString,
+                    response_serializer=protos_dot_brigade__pb2.LinkReply.SerializeToString,
+            ),
+            'Probe': grpc.stream_stream_rpc_method_handler(
+                    servicer.Probe,
+                    request_deserializer=protos_dot_brigade__pb2.ProbePart.FromString,
+                    response_serializer=protos_dot_brigade__pb2.ProbeReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -355,6 +407,87 @@ class Node:
             '/brigade.v1.Node/Compile',
             protos_dot_brigade__pb2.Grammar.SerializeToString,
             protos_dot_brigade__pb2.CompileReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Measure(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/brigade.v1.Node/Measure',
+            protos_dot_brigade__pb2.MeasureRequest.SerializeToString,
+            protos_dot_brigade__pb2.Speed.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MeasureLink(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/brigade.v1.Node/MeasureLink',
+            protos_dot_brigade__pb2.LinkRequest.SerializeToString,
+            protos_dot_brigade__pb2.LinkReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Probe(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/brigade.v1.Node/Probe',
+            protos_dot_brigade__pb2.ProbePart.SerializeToString,
+            protos_dot_brigade__pb2.ProbeReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -15,10 +15,14 @@ from protos.brigade_pb2 import (
     DigestRequest,
     Grammar,
     HelloReply,
+    LinkReply,
+    LinkRequest,
     LoadProgress,
     LoadRequest,
+    MeasureRequest,
     Report,
     Result,
+    Speed,
     StatusReply,
     StatusRequest,
 )
@@ -27,6 +31,7 @@ from worker.errors import BrigadeError, ModelError, StageLost
 from worker.node.checksum import check_seal
 from worker.node.link import Link
 from worker.node.network import PROTOCOL_VERSION, Network
+from worker.node.probe import probe
 from worker.node.status import error_of
 
 T = TypeVar("T")
@@ -37,6 +42,7 @@ _ATTACH_S = 10.0
 _STALL_S = 120.0  # the longest that a load may go on without a sign of progress
 _DIGEST_S = 600.0
 _COMPILE_S = 5.0  # of a grammar
+_MEASURE_S = 20.0  # two seconds of measuring, behind what others have it measure, and a slow disk's headers
 
 
 class Peer:
@@ -166,6 +172,21 @@ class Peer:
         assert best is not None
         round_trip, offset = best
         return 0 if abs(offset) <= round_trip // 2 else offset
+
+    async def measure(self, request: MeasureRequest) -> Speed:
+        """How fast it is at this model; empty if it does not know and has no time to find out.
+
+        Raises:
+            BrigadeError: as it refuses, or StageLost.
+        """
+        return await self._named(self._stub.Measure(request, timeout=_MEASURE_S))
+
+    async def measure_link(self, successor: "Peer | None" = None) -> LinkReply:
+        """How far it is from this worker to another one, or else from this process to this worker. Raises likewise."""
+        if successor is None:
+            return await probe(self._network, self.name, [self.address])
+        request = LinkRequest(node=successor.name, addresses=successor.addresses)
+        return await self._named(self._stub.MeasureLink(request, timeout=_MEASURE_S))
 
     async def digests(self) -> dict[str, str]:
         """A digest per tensor of the loaded shard."""

@@ -67,6 +67,11 @@ class Loader:
         finally:
             self._turn.release()
 
+    async def find(self, request: LoadRequest) -> Checkpoint:
+        """This node's copy of the model that is meant; its weights need not be here. Raises ModelError without one."""
+        known = unpack_headers(request.contents.headers)
+        return await run_aside(partial(self._models.open, request.model, known, partial(check_model, request)))
+
     async def load(self, request: LoadRequest, report: Report) -> None:
         """Hold the shard that is asked for, in a turn of one's own. Cancelling it stops the load.
 
@@ -157,14 +162,7 @@ def check_request(request: LoadRequest, checkpoint: Checkpoint) -> None:
     Raises:
         ModelError: naming both values.
     """
-    ours, theirs = checkpoint.fingerprint, request.fingerprint
-    for part, what in (("config", "config.json"), ("tokenizer", "tokenizer files"), ("tensors", "tensor headers")):
-        here, there = getattr(ours, part), getattr(theirs, part)
-        if here != there:
-            raise ModelError(
-                f"its {what} of {checkpoint.name} (sha256 {here[:12]}) differ from the coordinator's ({there[:12]}); "
-                "copy the same model to both nodes"
-            )
+    check_model(request, checkpoint)
     check_contents(checkpoint, request.contents)
     spec = describe(checkpoint)
     layers = f"[{request.start}, {request.end}) of {request.num_layers} layers"
@@ -174,6 +172,18 @@ def check_request(request: LoadRequest, checkpoint: Checkpoint) -> None:
         expected, found = dtype_name(request.dtype), dtype_name(spec.dtype)
         raise ModelError(f"expected hidden states of {expected}, its copy of {checkpoint.name} makes {found}")
     check_files(checkpoint, request.start, request.end)
+
+
+def check_model(request: LoadRequest, checkpoint: Checkpoint) -> None:
+    """Refuse another model, by its configuration and the shapes of its tensors. Raises ModelError likewise."""
+    ours, theirs = checkpoint.fingerprint, request.fingerprint
+    for part, what in (("config", "config.json"), ("tokenizer", "tokenizer files"), ("tensors", "tensor headers")):
+        here, there = getattr(ours, part), getattr(theirs, part)
+        if here != there:
+            raise ModelError(
+                f"its {what} of {checkpoint.name} (sha256 {here[:12]}) differ from the coordinator's ({there[:12]}); "
+                "copy the same model to both nodes"
+            )
 
 
 def _stamp_after(checkpoint: Checkpoint, before: Stamp) -> Stamp:

@@ -21,7 +21,14 @@ from protos.brigade_pb2 import (
     Grammar,
     HelloReply,
     HelloRequest,
+    LinkReply,
+    LinkRequest,
+    LoadProgress,
     LoadRequest,
+    MeasureRequest,
+    ProbePart,
+    ProbeReply,
+    Speed,
     StatusReply,
     StatusRequest,
 )
@@ -38,8 +45,10 @@ from worker.errors import (
 from worker.node.attachment import Attachment, check_place
 from worker.node.loader import Loader
 from worker.node.log import Log
+from worker.node.measured import kept_speed, measured_speed
 from worker.node.network import ACCEPTED, PROTOCOL_VERSION, Network
 from worker.node.own_models import OwnModels
+from worker.node.probe import answer_probe, probe
 from worker.node.stage import Stage
 from worker.node.status import abort
 from worker.process.machine import memory_budget
@@ -175,6 +184,26 @@ class NodeService(NodeServicer):
             await self._loader.compile(request)
             return CompileReply()
 
+    async def Measure(self, request: MeasureRequest, context: Context) -> Speed:
+        async with self._reporting(context):
+            with self.log.refusing("to measure its speed"):
+                self._network.require_coordinator(context)
+                checkpoint = await self._loader.find(request.model)
+                if self._attachment or self._loader.is_busy:  # who serves is not to be held up
+                    return await kept_speed(checkpoint) or Speed()
+                async with self._loader.turn(_say_nothing):
+                    return await measured_speed(checkpoint, self._thread)
+
+    async def MeasureLink(self, request: LinkRequest, context: Context) -> LinkReply:
+        async with self._reporting(context):
+            self._network.require_coordinator(context)
+            return await probe(self._network, request.node, request.addresses)
+
+    async def Probe(self, parts: AsyncIterator[ProbePart], context: Context) -> AsyncIterator[ProbeReply]:
+        async with self._reporting(context):
+            async for reply in answer_probe(parts):
+                yield reply
+
     @contextlib.asynccontextmanager
     async def _reporting(self, context: Context) -> AsyncIterator[None]:
         """Turn an exception into a status that names this node: one of the two places that may catch anything."""
@@ -249,3 +278,7 @@ class NodeService(NodeServicer):
                 f"got {found} from {sender!s}"
             )
         return self._stage
+
+
+async def _say_nothing(progress: LoadProgress) -> None:
+    """For a turn that is free."""

@@ -1,0 +1,88 @@
+"""What the nodes measure of themselves and of the links between them, for a plan by speed."""
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from contextlib import closing
+from functools import partial
+from itertools import pairwise
+from typing import TypeVar
+
+from coordinator.cluster.peer import COORDINATOR_ID, Peer
+from coordinator.cluster.progress import say
+from coordinator.planning.speeds import Link, Speed, Survey, Times
+from protos.brigade_pb2 import Contents, Coordinator, LinkReply, LoadRequest, MeasureRequest, RowTimes
+from protos.brigade_pb2 import Speed as SpeedReply
+from worker.config import is_loopback, split_address
+from worker.errors import BrigadeError
+from worker.model.checkpoint import Checkpoint
+from worker.model.headers import pack_headers
+from worker.node.measured import kept_speed, measured_speed
+from worker.process.call_thread import run_aside
+from worker.process.mlx_thread import MlxThread
+
+T = TypeVar("T")
+
+
+def is_worth_measuring(peers: Sequence[Peer]) -> bool:
+    """Whether the nodes are different machines: those of one are equally fast, or in each other's way."""
+    return any(not is_loopback(split_address(peer.address)[0]) for peer in peers)
+
+
+async def survey(checkpoint: Checkpoint, own_name: str, peers: Sequence[Peer]) -> Survey:
+    """Have all nodes measure themselves, at the same time, and then each its link to the next, one after another.
+
+    A node that does not know its own speed, or cannot be asked, is left out.
+    """
+    if await kept_speed(checkpoint) is None:
+        say("measuring how fast every node is at this model, once: this takes some seconds")
+    request = await run_aside(partial(_request, checkpoint, own_name))
+    own = asyncio.create_task(_own_speed(checkpoint))
+    told = await asyncio.gather(*(_unless_refused(peer.measure(request)) for peer in peers))
+    found = dict(zip([own_name, *(peer.name for peer in peers)], [await own, *told], strict=True))
+    ports = {peer.name: await _unless_refused(peer.measure_link()) for peer in peers}
+    links = {
+        (sender.name, receiver.name): await _unless_refused(sender.measure_link(receiver))
+        for sender, receiver in pairwise(peers)
+    }
+    return Survey(
+        {name: _speed(reply) for name, reply in found.items() if reply and reply.kinds},
+        {name: _link(reply) for name, reply in ports.items() if reply},
+        {names: _link(reply) for names, reply in links.items() if reply},
+    )
+
+
+async def _own_speed(checkpoint: Checkpoint) -> SpeedReply:
+    with closing(MlxThread()) as thread:
+        return await measured_speed(checkpoint, thread)
+
+
+async def _unless_refused(asking: Awaitable[T]) -> T | None:
+    """The reply; None, and a line for the user, where there is none."""
+    try:
+        return await asking
+    except BrigadeError as error:
+        say(f"warning: not measured: {error}")
+        return None
+
+
+def _request(checkpoint: Checkpoint, own_name: str) -> MeasureRequest:
+    """The model by what its headers say: whether the weights are alike makes no difference here."""
+    model = LoadRequest(
+        model=checkpoint.name,
+        fingerprint=checkpoint.fingerprint,
+        contents=Contents(headers=pack_headers(checkpoint.tensors)),
+        coordinator=Coordinator(id=COORDINATOR_ID, name=own_name),
+    )
+    return MeasureRequest(model=model)
+
+
+def _speed(reply: SpeedReply) -> Speed:
+    return Speed(tuple(map(_times, reply.kinds)), _times(reply.head), reply.gbps)
+
+
+def _times(times: RowTimes) -> Times:
+    return tuple(zip(times.rows, times.ms, strict=True))
+
+
+def _link(reply: LinkReply) -> Link:
+    return Link(reply.rtt_ms, reply.bytes_per_s)

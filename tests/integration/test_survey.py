@@ -1,0 +1,143 @@
+"""Nodes measure themselves and their links: what a coordinator learns, who may ask, and how layers follow from it."""
+
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from coordinator.cluster.peer import Peer
+from coordinator.cluster.survey import survey
+from coordinator.planning.fastest import Aim, best_plan
+from coordinator.planning.plan import Node
+from coordinator.planning.speeds import Survey
+from protos.brigade_pb2 import MeasureRequest, ProbePart, Speed
+from tests.integration.certificates import Certificates
+from tests.integration.conftest import NETWORK, Models, RunningNode, load_request, opened, serving
+from worker.compute import gauge as gauge_module
+from worker.errors import BrigadeError, ConfigError, FrameError
+from worker.model.checkpoint import open_folder
+from worker.model.describe import describe
+from worker.node import measured
+from worker.node.network import Network
+from worker.node.probe import answer_probe
+
+GAUGED_S = 0.05  # instead of two seconds
+
+
+@pytest.fixture(autouse=True)
+def quickly_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a moment, and kept in a folder of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(measured, "gauge", lambda checkpoint: gauge_module.gauge(checkpoint, GAUGED_S))
+
+
+@asynccontextmanager
+async def peers_of(nodes: Sequence[RunningNode], network: Network = NETWORK) -> AsyncIterator[list[Peer]]:
+    async with AsyncExitStack() as stack:
+        peers = [node.peer(network) for node in nodes]
+        for peer in peers:
+            stack.push_async_callback(peer.close)
+        yield peers
+
+
+async def surveyed(folder: Path, nodes: Sequence[RunningNode]) -> Survey:
+    async with peers_of(nodes) as peers:
+        return await survey(open_folder(folder), "coordinator", peers)
+
+
+async def test_every_node_and_every_hop_are_measured(models: Models, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = models("qwen3").folder
+    async with serving(2) as nodes:
+        found = await surveyed(folder, nodes)
+        assert capsys.readouterr().err.startswith("measuring how fast every node is")
+        kept = [(await surveyed(folder, nodes)).speeds for _ in range(2)]  # by the last of them, as they share a folder
+        assert kept[0] == kept[1] and capsys.readouterr().err == ""
+    spec = describe(open_folder(folder))
+    assert found.covers(["coordinator", "node-1", "node-2"])
+    for speed in found.speeds.values():
+        assert speed.is_measured and speed.gbps > 0 and min(speed.layers_ms(spec, 1)) > 0 < speed.head_ms(1)
+    assert set(found.ports) == {"node-1", "node-2"} and set(found.links) == {("node-1", "node-2")}
+    for link in (*found.ports.values(), *found.links.values()):
+        assert 0 < link.rtt_ms < 1000 and 1e6 < link.bytes_per_s < 1e12
+
+
+async def test_a_node_that_serves_tells_only_what_it_has_kept(models: Models) -> None:
+    folder = models("qwen3").folder
+    request = MeasureRequest(model=load_request(folder, 1, 4))
+    async with serving(1) as nodes, peers_of(nodes) as [peer]:
+        async with opened(folder, (2, 2), nodes):
+            assert await peer.measure(request) == Speed()
+        found = await peer.measure(request)
+        assert found.kinds
+        async with opened(folder, (2, 2), nodes):
+            assert await peer.measure(request) == found
+
+
+async def test_a_node_of_another_model_is_left_out_with_a_word(
+    models: Models, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with serving(1, model=models("llama").folder) as nodes:
+        found = await surveyed(models("qwen3").folder, nodes)
+    assert not found.covers(["node-1"]) and found.covers(["coordinator"])
+    assert "warning: not measured: worker node-1: " in capsys.readouterr().err
+
+
+async def test_only_a_coordinator_has_nodes_measured(models: Models, tmp_path: Path) -> None:
+    certificates = Certificates(tmp_path)
+    request = MeasureRequest(model=load_request(models("qwen3").folder, 1, 4))
+    async with (
+        serving(2, network_of=certificates.network) as nodes,
+        peers_of(nodes, certificates.coordinator()) as [first, second],
+        peers_of(nodes[:1], certificates.network("node-2")) as [as_a_worker],
+    ):
+        assert (await first.measure_link(second)).rtt_ms > 0
+        for ask in (lambda: as_a_worker.measure(request), lambda: as_a_worker.measure_link(second)):
+            with pytest.raises(ConfigError, match="expected a certificate with the role brigade:coordinator"):
+                await ask()
+
+
+@pytest.mark.parametrize("parts", [[ProbePart()] * 65, [ProbePart(data=bytes(2**20 + 1))]], ids=["many", "large"])
+async def test_a_probe_has_an_end(parts: list[ProbePart]) -> None:
+    async def sent() -> AsyncIterator[ProbePart]:
+        for part in parts:
+            yield part
+
+    with pytest.raises(FrameError, match="expected at most 64 parts"):
+        async for _ in answer_probe(sent()):
+            pass
+
+
+async def test_a_link_to_nobody_is_no_link(models: Models) -> None:
+    async with serving(1) as nodes, peers_of(nodes) as [peer]:
+        gone = Peer("gone", "127.0.0.1:1", NETWORK)
+        with pytest.raises(BrigadeError, match="gone"):
+            await peer.measure_link(gone)
+        await gone.close()
+
+
+async def test_layers_leave_a_node_whose_layers_take_longer(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer is told to take 40 ms, and then 200 on the first worker."""
+    folder = models("qwen3").folder
+    spec = describe(open_folder(folder))
+    memory = [Node(name, 10**9) for name in ("coordinator", "node-1", "node-2")]
+    delays: dict[int, float] = {}  # by thread
+    real = gauge_module._seconds
+
+    def delayed(made: list[object]) -> float:
+        return real(made) + len(made) * delays.get(threading.get_ident(), 0.04)  # type: ignore[arg-type]
+
+    async def never_kept(checkpoint: object) -> None:
+        return None
+
+    monkeypatch.setattr(gauge_module, "_seconds", delayed)
+    monkeypatch.setattr(measured, "kept_speed", never_kept)
+    aim = Aim(128, objective="throughput", num_requests=4)
+    async with serving(2) as nodes:
+        before = best_plan(spec, memory, await surveyed(folder, nodes), aim)
+        delays[await nodes[0].thread.run(threading.get_ident)] = 0.2
+        after = best_plan(spec, memory, await surveyed(folder, nodes), aim)
+    counts = [{a.name: a.end - a.start for a in found.assignments} for found in (before, after)]
+    assert counts[0]["node-1"] >= 1 and "node-1" not in counts[1]
+    assert counts[1]["coordinator"] + counts[1]["node-2"] == 4

@@ -1,0 +1,82 @@
+"""How fast this node is at a model: from the user's cache folder, or measured now and kept there."""
+
+import contextlib
+import hashlib
+import os
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from protos.brigade_pb2 import RowTimes, Speed
+from worker.compute.gauge import gauge
+from worker.model.checkpoint import Checkpoint
+from worker.process.call_thread import run_aside
+from worker.process.machine import machine_name
+from worker.process.mlx_thread import MlxThread
+
+_FORMAT = 1  # of a kept file
+
+
+def cache_folder() -> Path:
+    """Where Brigade keeps what it can find out again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "brigade"
+
+
+async def kept_speed(checkpoint: Checkpoint) -> Speed | None:
+    """What was measured before of this device, with this version of MLX and layers of these shapes."""
+    return await run_aside(partial(_read, _file_of(checkpoint), _key(checkpoint)))
+
+
+async def measured_speed(checkpoint: Checkpoint, thread: MlxThread) -> Speed:
+    """As kept, or measured now on the MLX thread, which takes up to two seconds."""
+    if kept := await kept_speed(checkpoint):
+        return kept
+    found = await thread.run(partial(gauge, checkpoint))
+    await run_aside(partial(_write, _file_of(checkpoint), _key(checkpoint), found))
+    return found
+
+
+def _key(checkpoint: Checkpoint) -> list[str]:
+    """All that a speed depends on."""
+    fingerprint = checkpoint.fingerprint
+    return [machine_name(), version("mlx"), version("mlx-lm"), fingerprint.config, fingerprint.tensors]
+
+
+def _file_of(checkpoint: Checkpoint) -> Path:
+    digest = hashlib.sha256("\n".join(_key(checkpoint)).encode()).hexdigest()
+    return cache_folder() / "speeds" / f"{digest[:32]}.msgpack"
+
+
+def _read(path: Path, key: list[str]) -> Speed | None:
+    """None where nothing is kept, or what is kept is not ours: it is measured again then."""
+    try:
+        record = msgpack.unpackb(path.read_bytes())
+        if record["format"] != _FORMAT or record["key"] != key:
+            return None
+        return Speed(kinds=map(_times, record["kinds"]), head=_times(record["head"]), gbps=record["gbps"])
+    except (OSError, ValueError, TypeError, KeyError, msgpack.UnpackException):
+        return None
+
+
+def _write(path: Path, key: list[str], speed: Speed) -> None:
+    """A folder that cannot be written to only means that it is measured again."""
+    record: dict[str, Any] = {
+        "format": _FORMAT, "key": key, "kinds": [_pairs(times) for times in speed.kinds], "head": _pairs(speed.head),
+        "gbps": speed.gbps,
+    }  # fmt: skip
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_bytes(msgpack.packb(record))
+        unfinished.replace(path)
+
+
+def _pairs(times: RowTimes) -> list[list[float]]:
+    return [[rows, ms] for rows, ms in zip(times.rows, times.ms, strict=True)]
+
+
+def _times(pairs: list[list[float]]) -> RowTimes:
+    return RowTimes(rows=[int(rows) for rows, _ in pairs], ms=[float(ms) for _, ms in pairs])
