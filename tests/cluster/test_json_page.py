@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -34,7 +35,7 @@ from tests.cluster.test_pages import DOCS, sections
 
 Json = dict[str, Any]
 PAGE = sections((DOCS / "json.md").read_text(encoding="utf-8"))
-BY_NAME = {"stage_ms", "parts_ms", "finished", "refused"}  # objects whose keys are rows, parts or reasons
+BY_NAME = {"stage_ms", "parts_ms", "finished", "refused", "tokens_per_s_at"}  # keys are rows, parts, reasons, counts
 HERE = ("--model", "demo", "--local", "0")
 
 
@@ -65,6 +66,13 @@ def generated() -> Json:
 def asked_of_a_server() -> Json:
     figures = Figures(num_prompt=1, num_reused=0, num_generated=2)
     return _as_json(Said("Hello", finish_reason="stop", figures=figures), figures, ttft_s=0.1, decode_s=0.1)
+
+
+def planned() -> Json:
+    with NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write("nodes: [{name: a, memory: 1GiB, gbps: 1}, {name: b, memory: 1GiB, gbps: 1}]")
+        file.flush()
+        return parse(run_here("plan", "--nodes", file.name, "--model", "demo", "--json"))
 
 
 def simulated() -> Json:
@@ -101,7 +109,7 @@ def watched() -> Json:
 PRINTED: dict[str, Callable[[], Json]] = {
     "brigade generate --json": generated,
     "brigade generate --server URL --json": asked_of_a_server,
-    "brigade plan --json": lambda: parse(run_here("plan", *HERE, "--json")),
+    "brigade plan --json": planned,
     "brigade plan --simulate --json": simulated,
     "brigade score --json": lambda: parse(run_here("score", *HERE, "--json", stdin="Tom has 4 apples.")),
     "brigade verify --json": verified,
