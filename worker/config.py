@@ -34,7 +34,6 @@ _LARGEST = 2**32 - 1
 _EXPECTED = {
     "bool_type": "true or false",
     "greater_than": "a whole number above 0",
-    "literal_error": "none or hub",
     "int_type": "a whole number above 0",
     "less_than_equal": f"a whole number up to {_LARGEST}",
     "model_type": "keys and values",
@@ -169,6 +168,7 @@ class Cluster(_Section):
     tls: Tls | None = None
     context: Count | None = None  # tokens that the plan reserves cache for
     layers: Annotated[tuple[Count, ...], BeforeValidator(_freeze)] | None = None  # per node, coordinator first
+    order: Literal["free", "fixed"] = "free"  # whether the plan may put the workers into another one
     coordinator: Coordinator = Coordinator()
     workers: Annotated[tuple[Worker, ...], BeforeValidator(_freeze)] = ()
     _file: str = PrivateAttr("cluster.yaml")
@@ -228,7 +228,11 @@ def _describe(detail: ErrorDetails) -> str:
     if kind == "missing":
         expected, found = _REQUIRED[str(loc[-1])], None
     else:
-        expected = str(detail["ctx"]["error"]) if kind == "value_error" else _EXPECTED.get(kind, detail["msg"])
+        expected = _EXPECTED.get(kind, detail["msg"])
+        if kind == "value_error":
+            expected = str(detail["ctx"]["error"])
+        elif kind == "literal_error":
+            expected = detail["ctx"]["expected"].replace("'", "")
     return f"{_path(*loc)}: expected {expected}, found {_show(found)}"
 
 

@@ -14,6 +14,7 @@ from coordinator.cluster.nodes_file import read_nodes
 from coordinator.cluster.open import ask_nodes, open_peers, read_model
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import telling_interrupts
+from coordinator.cluster.survey import is_worth_measuring, survey
 from coordinator.decoding.decode import Decode
 from coordinator.measure.bench import Workload, measure
 from coordinator.measure.bench_plot import check_plot, write_plot
@@ -38,16 +39,18 @@ async def run_plan(
         ConfigError: the file is wrong; or, after printing, it does not fit.
     """
     assumed = None if macs is None else read_nodes(macs)
-    _, spec = await read_model(options.model)
-    aim = replace(aim, context=min(aim.context, spec.context))
+    checkpoint, spec = await read_model(options.model)
+    aim = replace(aim, context=min(aim.context, spec.context), is_order_fixed=options.cluster.order == "fixed")
     if assumed is not None:
         aim = replace(aim, is_order_fixed=assumed.is_order_fixed)
-        nodes, survey = assumed.nodes, assumed.survey(spec)
+        nodes, known = assumed.nodes, assumed.survey(spec)
     else:
         async with open_peers(options, spec) as peers:
-            nodes, survey = await ask_nodes(options.cluster, peers), NOTHING_KNOWN
-    outlook = outlook_of(spec, nodes, survey, aim, options.cluster.layers)
-    report = PlanReport(spec, outlook, survey, aim, counts)
+            nodes, known = await ask_nodes(options.cluster, peers), NOTHING_KNOWN
+            if is_worth_measuring(peers):
+                known = await survey(checkpoint, options.cluster.coordinator.name, peers)
+    outlook = outlook_of(spec, nodes, known, aim, options.cluster.layers)
+    report = PlanReport(spec, outlook, known, aim, counts)
     if as_json:
         print(json.dumps(report.to_json()))
     else:

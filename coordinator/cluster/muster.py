@@ -4,23 +4,30 @@ from collections.abc import Collection, Sequence
 
 from coordinator.cluster.peer import Peer
 from coordinator.cluster.roster import Roster
-from coordinator.planning.contexts import Contexts, plan_largest
+from coordinator.planning.contexts import Contexts
 from coordinator.planning.plan import Node, Plan
 from coordinator.planning.recovery import Present
+from coordinator.planning.replan import Replan
 from worker.model.modelspec import ModelSpec
 
 
 class Muster:
     """What the roster's workers said when they were asked last, and what came of them."""
 
-    def __init__(self, roster: Roster, spec: ModelSpec, whole: Plan, least_context: int | None) -> None:
-        """`whole` is the plan with every node; `least_context` as a supervisor takes it."""
+    def __init__(self, roster: Roster, spec: ModelSpec, whole: Plan, least_context: int | None, replan: Replan) -> None:
+        """`whole` is the plan with every node that counts; `least_context` and `replan` as a supervisor takes them."""
         self.roster = roster
         self.whole = whole
         self.present: Sequence[Present] = ()
         self.useless: set[str] = set()  # incarnations
         self._spec = spec
+        self._replan = replan
         self._contexts = Contexts(least_context or whole.context, whole.context)
+
+    @property
+    def spared(self) -> set[str]:
+        """Workers without whom the first plan was faster: no chain waits for them."""
+        return self.roster.members.keys() - {assignment.name for assignment in self.whole.assignments}
 
     async def ask(self, within_s: float, names: Collection[str] | None = None) -> Collection[str]:
         """Ask as `Roster.ask`; who answers."""
@@ -54,5 +61,5 @@ class Muster:
         """The best plan over these nodes, where one fits; over all of them the one that was asked for."""
         if [node.name for node in nodes] == [assignment.name for assignment in self.whole.assignments]:
             return self.whole
-        found = plan_largest(self._spec, nodes, self._contexts) if len(nodes) <= self._spec.num_layers else None
+        found = self._replan(nodes, self._contexts) if len(nodes) <= self._spec.num_layers else None
         return found if found and found.fits else None

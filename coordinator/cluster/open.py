@@ -13,8 +13,11 @@ from coordinator.cluster.peer import Peer
 from coordinator.cluster.progress import ASKING, STARTING, say, show_progress
 from coordinator.cluster.roster import Roster
 from coordinator.cluster.supervisor import Supervisor
+from coordinator.cluster.survey import is_worth_measuring, survey
 from coordinator.planning.contexts import Contexts, plan_largest
 from coordinator.planning.plan import Node, Plan, check_split, require_fit
+from coordinator.planning.replan import Replan
+from coordinator.planning.speeds import NOTHING_KNOWN
 from worker.config import Cluster, Worker, is_loopback, split_address
 from worker.model.checkpoint import Checkpoint
 from worker.model.describe import describe
@@ -98,6 +101,40 @@ async def make_plan(cluster: Cluster, spec: ModelSpec, peers: Sequence[Peer], co
     return plan_largest(spec, await ask_nodes(cluster, peers), contexts, cluster.layers)
 
 
+async def choose_plan(
+    cluster: Cluster,
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    peers: Sequence[Peer],
+    context: int | Contexts,
+    *,
+    may_be_alone: bool = True,
+) -> tuple[Plan, Replan]:
+    """The same, by speed where the nodes are different machines and nobody says `layers`; and how to do so again.
+
+    Workers that make nothing faster are left out then, all of them if that `may_be_alone`.
+    """
+    contexts = context if isinstance(context, Contexts) else Contexts.exactly(min(context, spec.context))
+    nodes = await ask_nodes(cluster, peers)
+    if cluster.layers is not None:
+        return plan_largest(spec, nodes, contexts, cluster.layers), Replan(spec)
+    known = NOTHING_KNOWN
+    if is_worth_measuring(peers):
+        known = await survey(checkpoint, cluster.coordinator.name, peers)
+    replan = Replan(spec, known, cluster.order == "fixed", may_be_alone)
+    plan = replan(nodes, contexts)
+    members = {assignment.name for assignment in plan.assignments}
+    if left_out := [node.name for node in nodes if node.name not in members]:
+        say(f"without {' and '.join(left_out)}, which would not make it faster: `brigade plan` has the figures")
+    return plan, replan
+
+
+def members_of(plan: Plan, peers: Sequence[Peer]) -> list[Peer]:
+    """The workers of a plan, in its order."""
+    by_name = {peer.name: peer for peer in peers}
+    return [by_name[assignment.name] for assignment in plan.assignments[1:]]
+
+
 @asynccontextmanager
 async def open_chain(
     options: ClusterOptions, checkpoint: Checkpoint, spec: ModelSpec, context: int, thread: MlxThread | None = None
@@ -105,7 +142,8 @@ async def open_chain(
     """The whole way: workers found or started, planned, refused if it does not fit, loaded, joined.
 
     A chain that is lost stays lost: what is measured on it must not go on on another one. Whoever has
-    several chains open at once gives all of them this process's MLX thread.
+    several chains open at once gives all of them this process's MLX thread. Of the workers at least one takes part,
+    even where this node alone would be faster.
     """
     async with AsyncExitStack() as stack:
         stack.enter_context(kept_awake())
@@ -113,9 +151,9 @@ async def open_chain(
             progress("", STARTING if options.local else ASKING)
             peers = await stack.enter_async_context(open_peers(options, spec))
             progress("", ASKING)
-            plan = await make_plan(options.cluster, spec, peers, context)
+            plan, _ = await choose_plan(options.cluster, checkpoint, spec, peers, context, may_be_alone=False)
             require_fit(plan, spec)
-            deployment = Deployment(checkpoint, spec, plan, peers, options.check_finite)
+            deployment = Deployment(checkpoint, spec, plan, members_of(plan, peers), options.check_finite)
             chain = await stack.enter_async_context(joined(deployment, progress, say=say, thread=thread))
         yield chain
 
@@ -154,13 +192,13 @@ async def supervised(
 
     Whoever opens several clusters gives all of them this process's MLX thread.
     """
-    plan = await make_plan(options.cluster, spec, peers, context)
+    plan, replan = await choose_plan(options.cluster, checkpoint, spec, peers, context)
     require_fit(plan, spec)
-    deployment = Deployment(checkpoint, spec, plan, peers, options.check_finite)
+    deployment = Deployment(checkpoint, spec, plan, members_of(plan, peers), options.check_finite)
     least = context.least if isinstance(context, Contexts) else plan.context
     async with (
         OwnNode(thread) as own,
-        Supervisor(own, roster, deployment, options.limits, say=say, least_context=least) as supervisor,
+        Supervisor(own, roster, deployment, options.limits, say=say, least_context=least, replan=replan) as supervisor,
     ):
         await supervisor.open(progress)
         yield supervisor

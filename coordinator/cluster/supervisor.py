@@ -15,6 +15,7 @@ from coordinator.cluster.timeline import Recovered, Timeline
 from coordinator.planning.costs import ChainCosts
 from coordinator.planning.plan import Plan
 from coordinator.planning.recovery import USUAL, GiveUp, Limits, Reopen, how
+from coordinator.planning.replan import Replan
 from worker.errors import (
     BrigadeError,
     ConfigError,
@@ -48,10 +49,12 @@ class Supervisor:
         *,
         say: Callable[[str], None] = lambda line: None,
         least_context: int | None = None,
+        replan: Replan | None = None,
     ) -> None:
         """`deployment` is the first one; `say` takes lines for the user.
 
         `least_context` is how few tokens per request will do where nodes are lost; as many as before if none is given.
+        `replan` makes the plans of later chains; without it they are split by bytes.
         """
         self.chain: Chain
         self.num_recoveries = 0
@@ -60,7 +63,8 @@ class Supervisor:
         self._outage: Outage | None = None  # the latest
         self._limits = limits
         self._say = say
-        self._muster = Muster(roster, deployment.spec, deployment.plan, least_context)
+        replan = replan or Replan(deployment.spec)
+        self._muster = Muster(roster, deployment.spec, deployment.plan, least_context, replan)
         self._chains = Chains(own, roster, deployment, say)
         self._lookout = Lookout(roster, self._muster.useless, say)
 
@@ -258,4 +262,4 @@ class Supervisor:
 
     def _look_out(self) -> None:
         chained = {peer.name for peer in self.chain.peers}
-        self._lookout.start(chained, lambda: self._state is ChainState.SOUND)
+        self._lookout.start(chained | self._muster.spared, lambda: self._state is ChainState.SOUND)

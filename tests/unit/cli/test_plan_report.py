@@ -1,11 +1,17 @@
 """`brigade plan --nodes`: what programs and people are told of Macs that are not there."""
 
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from coordinator.cli import commands
+from coordinator.cluster.peer import Peer
+from coordinator.planning.plan import Node
+from coordinator.planning.speeds import Link, Speed, Survey
 from tests.tiny import make_model
 from tests.unit.cli.conftest import Command
 from worker.errors import ConfigError, InputError
@@ -76,6 +82,30 @@ def test_what_does_not_fit_is_printed_and_refused(planned: Any, capsys: pytest.C
         planned("--json", memory="10KiB")
     found = json.loads(capsys.readouterr().out)
     assert not found["fits"] and found["advice"].startswith("It does not fit: max lacks")
+
+
+def test_nodes_on_other_machines_are_measured_and_it_says_so(
+    brigade: Command, tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = ((1, 1.0), (8, 2.0), (512, 40.0))
+
+    @asynccontextmanager
+    async def open_peers(*given: object) -> AsyncIterator[list[Peer]]:
+        yield []
+
+    async def ask_nodes(*given: object) -> list[Node]:
+        return [Node("max", 2**30), Node("mini", 2**30)]
+
+    async def survey(*given: object) -> Survey:
+        return Survey({name: Speed((times,), times, 546) for name in ("max", "mini")}, {"mini": Link(0.3, 2e9)})
+
+    for fake in (open_peers, ask_nodes, survey):
+        monkeypatch.setattr(commands, fake.__name__, fake)
+    monkeypatch.setattr(commands, "is_worth_measuring", lambda peers: True)
+    brigade("plan", "--model", str(tiny), "--objective", "throughput", "--concurrency", "4")
+    told = " ".join(capsys.readouterr().out.split())
+    assert "max [0, 2)" in told and "max 546 GB/s measured" in told and "0.15 ms" in told
+    assert "of 4 at once; a prompt of 2000 tokens: 0." in told and "at least" not in told
 
 
 @pytest.mark.parametrize("flags", [("--local", "1"), ("--config", "cluster.yaml")])

@@ -1,0 +1,139 @@
+"""A cluster whose nodes' speeds are known: who makes it no faster is left out, and takes over where a node is lost."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from coordinator.cluster import open as open_module
+from coordinator.cluster.open import open_chain, supervised
+from coordinator.cluster.options import ClusterOptions
+from coordinator.cluster.peer import Peer
+from coordinator.cluster.roster import Roster
+from coordinator.cluster.runner import Runner
+from coordinator.cluster.supervisor import Supervisor
+from coordinator.planning.recovery import Limits
+from coordinator.planning.speeds import Link, Speed, Survey
+from tests.integration.conftest import NETWORK, Models, answer
+from tests.integration.many import Live, request, tokens_of
+from tests.integration.test_recovery import Place
+from worker.config import Cluster, Coordinator, Worker
+from worker.model.checkpoint import Checkpoint, open_folder
+from worker.model.describe import describe
+
+PROMPT = tokens_of(9, 3)
+LAYER_MS = {"coordinator": 2.0, "slow": 9.0, "fast": 1.0}
+FREE, FIXED = "free", "fixed"
+
+
+@pytest.fixture(autouse=True)
+def known_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the nodes were different machines that have measured themselves."""
+
+    async def survey(checkpoint: Checkpoint, own_name: str, peers: list[Peer]) -> Survey:
+        num_kinds = len(describe(checkpoint).kinds)
+        return Survey(
+            {name: Speed((((1, ms),),) * num_kinds, ((1, 8 * ms),), 1) for name, ms in LAYER_MS.items()},
+            {"slow": Link(0.1), "fast": Link(0.1)},
+        )
+
+    monkeypatch.setattr(open_module, "is_worth_measuring", lambda peers: bool(peers))
+    monkeypatch.setattr(open_module, "survey", survey)
+
+
+@asynccontextmanager
+async def workers() -> AsyncIterator[list[Place]]:
+    async with AsyncExitStack() as stack:
+        places = [Place("fast"), Place("slow")]
+        for place in places:
+            await place.start()
+            stack.push_async_callback(place.stop)
+        yield places
+
+
+def options(folder: Path, places: list[Place], order: str = FREE, own: int | None = None) -> ClusterOptions:
+    """`own` is the memory of the coordinator, that of others is ample."""
+    listed = tuple(Worker(name=place.name, address=(place.address,), memory=1 << 40) for place in places)
+    cluster = Cluster(coordinator=Coordinator(memory=own or 1 << 40), workers=listed, order=order)  # type: ignore[arg-type]
+    return ClusterOptions(cluster, str(folder), None, 128, limits=Limits(rejoin_s=0, recovery_s=20))
+
+
+@asynccontextmanager
+async def opened(given: ClusterOptions) -> AsyncIterator[Supervisor]:
+    checkpoint = open_folder(Path(given.model))
+    peers = [Peer(worker.name, worker.addresses[0], NETWORK) for worker in given.cluster.workers]
+    async with (
+        Roster(peers, given.cluster) as roster,
+        supervised(given, checkpoint, describe(checkpoint), 128, roster, peers) as supervisor,
+    ):
+        yield supervisor
+
+
+def held(supervisor: Supervisor) -> dict[str, int]:
+    return {each.name: each.end - each.start for each in supervisor.chain.plan.assignments}
+
+
+def room_for_one(folder: Path) -> int:
+    """Memory for one layer beside the embedding, and its cache."""
+    spec = describe(open_folder(folder))
+    return spec.shard_bytes(0, 1) + spec.reserved_bytes(0, 1, 128)
+
+
+async def test_who_is_no_help_is_left_out(models: Models, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = models("qwen3").folder
+    async with workers() as places, opened(options(folder, places, own=room_for_one(folder))) as supervisor:
+        assert held(supervisor) == {"coordinator": 1, "fast": 3} and supervisor.missing == []
+        assert (await answer(supervisor.chain, PROMPT, 8)).tokens == models("qwen3").tokens(PROMPT, 8)
+    assert "without slow, which would not make it faster" in capsys.readouterr().err
+
+
+async def test_who_was_left_out_takes_over(models: Models) -> None:
+    whole = models("qwen3")
+    async with workers() as places, opened(options(whole.folder, places, own=room_for_one(whole.folder))) as supervisor:
+        async with Runner(supervisor.chain, when_lost=supervisor.reopen) as runner:
+            live = Live(runner, request(PROMPT, 16))
+            await live.wait_pieces(3)
+            await places[0].stop()
+            assert (await live.answer()).tokens == whole.tokens(PROMPT, 16)
+        assert held(supervisor) == {"coordinator": 1, "slow": 3} and supervisor.missing == ["fast"]
+
+
+async def test_one_mac_alone_answers_where_that_is_faster(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LAYER_MS, "coordinator", 0.5)
+    async with workers() as places, opened(options(models("qwen3").folder, places)) as supervisor:
+        assert held(supervisor) == {"coordinator": 4}
+
+
+async def test_layers_that_somebody_wants_are_kept(models: Models) -> None:
+    async with workers() as places:
+        given = options(models("qwen3").folder, places).with_layers((1, 1, 2))
+        async with opened(given) as supervisor:
+            assert held(supervisor) == {"coordinator": 1, "fast": 1, "slow": 2}
+
+
+@pytest.mark.parametrize(("order", "expected"), [(FREE, ["slow", "fast"]), (FIXED, ["fast", "slow"])])
+async def test_workers_change_places_unless_their_order_is_fixed(
+    models: Models, monkeypatch: pytest.MonkeyPatch, order: str, expected: list[str]
+) -> None:
+    """Both are needed, and the head takes long on the slow one: it is last only if it has to be."""
+    folder = models("qwen3").folder
+    spec = describe(open_folder(folder))
+    room = spec.shard_bytes(2, 4) + spec.reserved_bytes(2, 4, 128)
+    async with workers() as places:
+        given = options(folder, places, order, own=room_for_one(folder))
+        listed = tuple(worker.model_copy(update={"memory": room}) for worker in given.cluster.workers)
+        cluster = given.cluster.model_copy(update={"workers": listed})
+        async with opened(replace(given, cluster=cluster)) as supervisor:
+            assert list(held(supervisor))[1:] == expected
+            assert (await answer(supervisor.chain, PROMPT, 8)).tokens == models("qwen3").tokens(PROMPT, 8)
+
+
+async def test_what_is_measured_is_measured_on_several_nodes(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`bench` and `verify` are about a chain, even where one node would be faster alone."""
+    monkeypatch.setitem(LAYER_MS, "coordinator", 0.5)
+    folder = models("qwen3").folder
+    checkpoint = open_folder(folder)
+    async with workers() as places, open_chain(options(folder, places), checkpoint, describe(checkpoint), 128) as chain:
+        assert [each.name for each in chain.plan.assignments] == ["coordinator", "fast"]
