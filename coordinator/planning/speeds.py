@@ -21,9 +21,9 @@ class Speed:
 
     @classmethod
     def assumed(cls, spec: ModelSpec, gbps: float) -> "Speed":
-        """Of a node that takes as long as reading the weights does. What further rows cost is not known then."""
+        """Of a node that takes as long as reading what a token reads. What further rows cost is not known then."""
         head_bytes = spec.head_bytes + (spec.embed_bytes if spec.tied else 0)
-        sizes = [*(kind.weight_bytes for kind in spec.kinds), head_bytes]
+        sizes = [*(kind.read_bytes for kind in spec.kinds), head_bytes]
         *kinds, head = (((1, size / gbps / 1e6),) for size in sizes)
         return cls(tuple(kinds), head, gbps, is_measured=False)
 

@@ -49,8 +49,8 @@ def gauge(checkpoint: Checkpoint, within_s: float = _WITHIN_S) -> Speed:
     finally:
         mx.clear_cache()  # a shard is to be loaded where the layers were
     first = tried[0]
-    kinds = [times.get(kind) or _scaled(times[first], kind.weight_bytes / first.weight_bytes) for kind in spec.kinds]
-    return Speed(kinds=kinds, head=head, gbps=max(_gbps(kind.weight_bytes, times[kind]) for kind in tried))
+    kinds = [times.get(kind) or _scaled(times[first], kind.read_bytes / first.read_bytes) for kind in spec.kinds]
+    return Speed(kinds=kinds, head=head, gbps=max(_gbps(kind.read_bytes, times[kind]) for kind in tried))
 
 
 def _example(spec: ModelSpec, kind: LayerSpec) -> int:

@@ -14,6 +14,7 @@ from worker.model.anatomy import Anatomy
 from worker.model.build import absent, build, tensors_of_module
 from worker.model.checkpoint import Checkpoint
 from worker.model.dry_pass import examine
+from worker.model.experts import idle_bytes
 from worker.model.families import mask_token_of
 from worker.model.headers import TensorInfo
 from worker.model.modelspec import LayerSpec, ModelSpec
@@ -35,11 +36,12 @@ class Described:
     anatomy: Anatomy
     sizes: dict[int, int]  # bytes in memory, by layer, FRONT and BACK
     places: dict[str, int]  # of each of the checkpoint's tensors that is part of the model
+    idle: dict[int, int]  # bytes that one token does not read, by layer
 
     @cached_property
     def spec_layers(self) -> tuple[LayerSpec, ...]:
         layers = range(self.anatomy.num_layers)
-        return tuple(LayerSpec(self.sizes.get(i, 0), self.anatomy.memories_of(i)) for i in layers)
+        return tuple(LayerSpec(self.sizes.get(i, 0), self.anatomy.memories_of(i), self.idle.get(i, 0)) for i in layers)
 
 
 _DESCRIBED: WeakKeyDictionary[Checkpoint, Described] = WeakKeyDictionary()
@@ -107,6 +109,7 @@ def _describe(checkpoint: Checkpoint) -> Described:
         place = _place(skeleton, name)
         sizes[place] = sizes.get(place, 0) + array.nbytes
     as_they_are = {unread[id(array)][0]: _place(skeleton, name) for name, array in parameters if id(array) in unread}
+    idle = idle_bytes(skeleton, checkpoint.config)
     try:
         anatomy = examine(model)
     except ModelError as error:
@@ -119,7 +122,7 @@ def _describe(checkpoint: Checkpoint) -> Described:
     places = dict(_places(checkpoint, skeleton, as_they_are))
     if anatomy.tied:
         places = {name: place for name, place in places.items() if name in as_they_are or "lm_head." not in name}
-    return Described(anatomy, sizes, places)
+    return Described(anatomy, sizes, places, idle)
 
 
 def _places(checkpoint: Checkpoint, skeleton: Skeleton, as_they_are: dict[str, int]) -> Iterator[tuple[str, int]]:

@@ -15,6 +15,12 @@ class LayerSpec:
 
     weight_bytes: int
     memories: tuple[Memory, ...] = ()
+    idle_bytes: int = 0  # of the weights, what one token does not read: experts that it is not sent to
+
+    @property
+    def read_bytes(self) -> int:
+        """What one token reads of the weights."""
+        return self.weight_bytes - self.idle_bytes
 
 
 @dataclass(frozen=True)
