@@ -92,6 +92,7 @@ def plan(
     context: flags.Context = None,
     macs: plan_flags.MacsFile = None,
     objective: plan_flags.Aims = "latency",
+    write: plan_flags.Write = False,
     simulate: plan_flags.Simulate = False,
     stage_ms: plan_flags.StageMs = None,
     row_ms: plan_flags.RowMs = "0",
@@ -122,7 +123,7 @@ def plan(
     if simulate:
         refuse(
             ctx,
-            ("local", "layers", "context", "macs", "objective"),
+            ("local", "layers", "context", "macs", "objective", "write"),
             "not expected with --simulate, which asks no nodes",
         )
         if gbps is None:
@@ -134,8 +135,10 @@ def plan(
     if measured is not None:
         refuse(ctx, times, "not expected with --measured, which holds the times")
     if macs is not None:
-        refuse(ctx, ("config", "local"), "not expected with --nodes, which says what nodes there are")
+        refuse(ctx, ("config", "local", "write"), "not expected with --nodes, which says what nodes there are")
     options = chosen_cluster(ctx)
+    if write and (config is None or local is not None or options.cluster.layers is not None):
+        raise InputError("write", "expected --config FILE that says no `layers:` yet, and neither --layers nor --local")
     counts = parse_counts("concurrency", concurrency or ("1,2,4,8,16" if simulate else "8"), most=MOST_WAITING)
     stages_ms = parse_times("stage_ms", stage_ms, least=0.001) if stage_ms is not None else ()
     rows_ms, hops_ms = parse_times("row_ms", row_ms), parse_times("hop_ms", hop_ms)
@@ -149,7 +152,7 @@ def plan(
         most = counts[-1]
         num_sessions = most if concurrency or objective == "throughput" else 1
         aim = Aim(options.context, num_sessions, objective, most)
-        run_async(run_plan(options, aim, counts, macs=macs, as_json=as_json))
+        run_async(run_plan(options, aim, counts, macs=macs, to_write=config if write else None, as_json=as_json))
     else:
         assumed = Assumed(
             stages_ms, rows_ms, hops_ms, gbps, measured, counts, num_prompt, num_tokens, prefill_step_size

@@ -15,6 +15,7 @@ from coordinator.cluster.open import ask_nodes, open_peers, read_model
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import telling_interrupts
 from coordinator.cluster.survey import is_worth_measuring, survey
+from coordinator.cluster.write_layers import write_layers
 from coordinator.decoding.decode import Decode
 from coordinator.measure.bench import Workload, measure
 from coordinator.measure.bench_plot import check_plot, write_plot
@@ -31,9 +32,15 @@ from worker.process.call_thread import run_aside
 
 
 async def run_plan(
-    options: ClusterOptions, aim: Aim, counts: Sequence[int], *, macs: Path | None, as_json: bool
+    options: ClusterOptions,
+    aim: Aim,
+    counts: Sequence[int],
+    *,
+    macs: Path | None,
+    to_write: Path | None,
+    as_json: bool,
 ) -> None:
-    """Print where each layer would go, on the cluster's nodes or on the `macs` of a file.
+    """Print where each layer would go, on the cluster's nodes or on the `macs` of a file; write it to the other file.
 
     Raises:
         ConfigError: the file is wrong; or, after printing, it does not fit.
@@ -56,6 +63,8 @@ async def run_plan(
     else:
         report.print()
     require_fit(report.plan, spec)
+    if to_write is not None:
+        await run_aside(partial(write_layers, to_write, options.cluster, report.plan))
 
 
 async def run_forecast(options: ClusterOptions, assumed: Assumed, *, as_json: bool) -> None:

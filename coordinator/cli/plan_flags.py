@@ -19,6 +19,12 @@ MacsFile = Annotated[
         rich_help_panel=CLUSTER,
     ),
 ]
+Write = Annotated[
+    bool,
+    typer.Option(
+        "--write", help="Add the split to cluster.yaml as `layers:`, for all to keep.", rich_help_panel=CLUSTER
+    ),
+]
 Aims = Annotated[
     Objective,
     typer.Option(

@@ -114,6 +114,14 @@ def test_nodes_of_a_file_are_not_mixed_with_others(planned: Any, flags: tuple[st
         planned(*flags)
 
 
+@pytest.mark.parametrize("flags", [(), ("--local", "1"), ("--config", "FILE"), ("--config", "FILE", "--local", "1")])
+def test_only_a_file_without_layers_is_written(brigade: Command, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("{layers: [1, 3], workers: [{name: a, address: '127.0.0.1:1'}]}", encoding="utf-8")
+    with pytest.raises(InputError, match="expected --config FILE that says no `layers:` yet"):
+        brigade("plan", "--write", *(str(path) if flag == "FILE" else flag for flag in flags))
+
+
 def test_simulate_asks_no_nodes(planned: Any) -> None:
     with pytest.raises(InputError, match="not expected with --simulate"):
         planned("--simulate", "--stage-ms", "1,2")

@@ -1,0 +1,54 @@
+"""Writing a plan's layers into cluster.yaml: nothing else in it changes, or nothing at all."""
+
+from pathlib import Path
+
+import pytest
+
+from coordinator.cluster.write_layers import write_layers
+from coordinator.planning.plan import Assignment, Plan
+from worker.config import load_cluster
+from worker.errors import ConfigError
+
+FILE = """\
+# two Macs on a desk
+model: demo   # the bundled one
+workers:
+  - {name: mini, address: "127.0.0.1:50070"}  # by Thunderbolt"""
+
+
+def planned(*names: str) -> Plan:
+    return Plan(tuple(Assignment(name, 4 * i, 4 * i + 4, 1, 1, 9) for i, name in enumerate(names)), 1)
+
+
+def written(folder: Path, text: str, plan: Plan) -> str:
+    """The file's text afterwards."""
+    path = folder / "cluster.yaml"
+    path.write_text(text, encoding="utf-8")
+    path.chmod(0o640)
+    try:
+        write_layers(path, load_cluster(path), plan)
+    finally:
+        assert [each.name for each in folder.iterdir()] == ["cluster.yaml"]
+        assert path.stat().st_mode & 0o777 == 0o640
+    return path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_layers_are_added_and_comments_stay(tmp_path: Path, end: str) -> None:
+    found = written(tmp_path, FILE + end, planned("coordinator", "mini"))
+    assert found == f"{FILE}\nlayers: [4, 4]  # as brigade plan says\n"
+    assert load_cluster(tmp_path / "cluster.yaml").layers == (4, 4)
+
+
+@pytest.mark.parametrize("names", [("coordinator",), ("mini", "coordinator")])
+def test_a_plan_over_other_nodes_is_not_written(tmp_path: Path, names: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="expected a plan over coordinator, mini, in this order"):
+        written(tmp_path, FILE, planned(*names))
+    assert (tmp_path / "cluster.yaml").read_text(encoding="utf-8") == FILE
+
+
+@pytest.mark.parametrize("text", ['{workers: [{name: mini, address: "127.0.0.1:50070"}]}', f"{FILE}\n...\n"])
+def test_a_file_that_takes_no_further_line_stays_as_it_is(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"write there yourself: layers: \[4, 4\]"):
+        written(tmp_path, text, planned("coordinator", "mini"))
+    assert (tmp_path / "cluster.yaml").read_text(encoding="utf-8") == text
