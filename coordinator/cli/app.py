@@ -14,6 +14,7 @@ from coordinator.cli.chosen import chosen_cluster
 from coordinator.cli.generate_command import generate, read_prompt
 from coordinator.cli.keys import keys
 from coordinator.cli.parse import parse_counts, parse_layers, parse_times
+from coordinator.cli.plan_checks import check_plan_flags
 from coordinator.cli.refusals import given_flags, refuse, refuse_idle, require_one_prompt
 from coordinator.cli.score import score
 from coordinator.cli.serve import serve
@@ -117,25 +118,10 @@ def plan(
 
     From a run with one request, what 16 would make: brigade bench --concurrency 1 --json > one.json; brigade plan
     --simulate --measured one.json --concurrency 16
+
+    By what the nodes measure of themselves: brigade plan --simulate --config cluster.yaml
     """
-    times = ("row_ms", "hop_ms", "gbps")
-    load = ("num_prompt", "num_tokens", "prefill_step_size")
-    if simulate:
-        refuse(
-            ctx,
-            ("local", "layers", "context", "macs", "objective", "write"),
-            "not expected with --simulate, which asks no nodes",
-        )
-        if gbps is None:
-            refuse(ctx, ("config", "model"), "expected with --simulate only where --gbps needs a model's row size")
-    else:
-        refuse(ctx, ("stage_ms", "measured", *times, *load), "expected only with --simulate")
-    if simulate and (stage_ms is None) == (measured is None):
-        raise InputError("simulate", "expected either --stage-ms 26.5,6.5 or --measured FILE of `brigade bench --json`")
-    if measured is not None:
-        refuse(ctx, times, "not expected with --measured, which holds the times")
-    if macs is not None:
-        refuse(ctx, ("config", "local", "write"), "not expected with --nodes, which says what nodes there are")
+    check_plan_flags(ctx)
     options = chosen_cluster(ctx)
     if write and (config is None or local is not None or options.cluster.layers is not None):
         raise InputError("write", "expected --config FILE that says no `layers:` yet, and neither --layers nor --local")

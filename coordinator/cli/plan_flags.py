@@ -48,8 +48,8 @@ Simulate = Annotated[
     bool,
     typer.Option(
         "--simulate",
-        help="Predict throughput and latency with the scheduler that serves requests, from --stage-ms or --measured; "
-        "asks no node.",
+        help="Predict throughput and latency with the scheduler that serves requests: from --stage-ms or --measured, "
+        "or by what the nodes of --config measure of themselves.",
         rich_help_panel=_SIMULATION,
     ),
 ]

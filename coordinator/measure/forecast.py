@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, Field, PositiveInt, ValidationE
 from coordinator.cluster.open import read_model
 from coordinator.cluster.options import ClusterOptions
 from coordinator.measure.bench_results import CLUSTER, measured_pipeline
+from coordinator.measure.profiled import ask_pipeline
 from coordinator.measure.simulate import Hop, Load, Pipeline, StageTimes, simulate
 from coordinator.planning.costs import chunk_size
 from worker.errors import InputError
@@ -114,9 +115,14 @@ class Forecast:
 
 
 async def find_times(options: ClusterOptions, assumed: Assumed) -> Times:
-    """Measured or given ones; a model is looked at only where bandwidth counts."""
+    """Measured or given ones, else what the nodes measure of themselves.
+
+    A model is looked at only where bandwidth counts, or nodes are asked.
+    """
     if assumed.measured:
         return read_times(assumed.measured)
+    if not assumed.stage_ms:
+        return Times(await ask_pipeline(options))
     row_bytes = 0
     if assumed.gbps is not None:
         _, spec = await read_model(options.model)

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 
 from coordinator.planning.costs import chunk_size
 from coordinator.planning.plan import Plan
-from coordinator.planning.speeds import Survey
+from coordinator.planning.speeds import Link, Survey
 from worker.model.modelspec import ModelSpec
+
+_MOST_SAMPLED = 64  # rows of a frame that all bring a token
 
 
 class Prediction:
@@ -29,6 +31,15 @@ class Prediction:
     def hop_ms(self) -> list[float | None]:
         """The way behind each stage, the last one back to the first; none where there is but one."""
         return [*(self._hops_ms(1) or [0.0])] if self._know(1) else [None] * len(self._speeds)
+
+    def stages_ms(self, num_rows: int) -> list[float]:
+        """What each stage computes for a frame of so many rows, where that is known; long ones are of prompts."""
+        return self._stages_ms(num_rows, num_rows if num_rows <= _MOST_SAMPLED else 1)
+
+    @property
+    def links(self) -> list[Link]:
+        """Behind each stage, the last one back to the first; none where there is but one."""
+        return self._links
 
     @property
     def ms_per_token(self) -> float | None:

@@ -218,6 +218,8 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
         ("plan --simulate --measured x --hop-ms 1", "hop_ms: not expected with --measured"),
         ("plan --simulate --measured x --gbps 1", "gbps: not expected with --measured"),
         ("plan --simulate", "simulate: expected either --stage-ms"),
+        ("plan --simulate --config x --hop-ms 1", "hop_ms: not expected with --simulate --config"),
+        ("plan --simulate --config x --local 1", "local: not expected with --simulate --config"),
         ("plan --simulate --stage-ms 5 --measured x", "simulate: expected either --stage-ms"),
         ("plan --simulate --stage-ms a", "stage_ms: expected milliseconds"),
         ("plan --simulate --stage-ms 0,5", "stage_ms: expected milliseconds from 0.001"),
