@@ -5,9 +5,11 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, replace
 
-from coordinator.cluster.open import make_plan, open_chain, read_model
+from coordinator.cluster.greetings import greet
+from coordinator.cluster.open import make_plan, open_chain, open_peers, read_model
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import Begin, say, show_steps
+from coordinator.cluster.survey import is_worth_measuring, survey
 from coordinator.decoding.decode import Decode, suit
 from coordinator.measure.bench_results import (
     CLUSTER,
@@ -21,11 +23,14 @@ from coordinator.measure.bench_results import (
     name_of,
     summarise,
     with_overheads,
+    with_plan,
     with_predictions,
 )
 from coordinator.measure.reference import Reference
 from coordinator.measure.systems import OnChain, OnMlxLm, System, most_at_once
 from coordinator.planning.plan import check_split, format_bytes
+from coordinator.planning.prediction import Prediction
+from coordinator.planning.speeds import NOTHING_KNOWN, Survey
 from coordinator.sessions.request import Request, check_request
 from protos.brigade_pb2 import Cache
 from worker.errors import BrigadeError, ConfigError, InputError
@@ -84,6 +89,7 @@ async def measure(options: ClusterOptions, workload: Workload) -> Bench:
     for split in workload.splits:
         check_split(spec, 1 + options.num_workers, split)
     workload = _suited(workload, spec)
+    known = await _ask_speeds(options, checkpoint, spec)
     most = max(workload.concurrency)
     bench = Bench(machine_name(), spec.name, workload.num_prompt, workload.num_tokens, most, rows=[])
     async with AsyncExitStack() as stack:
@@ -93,7 +99,7 @@ async def measure(options: ClusterOptions, workload: Workload) -> Bench:
             for split in workload.splits:
                 async with _open_cluster(options, split, checkpoint, spec, workload, thread, alone) as cluster:
                     if cluster or len(workload.splits) == 1:
-                        await _measure([*alone, *cluster], spec, workload, bench)
+                        await _measure([*alone, *cluster], spec, workload, bench, known)
         except BrigadeError as error:
             if not bench.rows:
                 raise
@@ -102,6 +108,17 @@ async def measure(options: ClusterOptions, workload: Workload) -> Bench:
         raise InputError("concurrency", "expected a case that fits in memory; what fits stands above")
     rows = await run_aside(lambda: with_predictions(bench.rows, workload.num_prompt, workload.num_tokens))
     return replace(bench, rows=rows)
+
+
+async def _ask_speeds(options: ClusterOptions, checkpoint: Checkpoint, spec: ModelSpec) -> Survey:
+    """What the nodes measure of themselves, while they hold nothing, where plans go by that."""
+    if options.local is not None:
+        return NOTHING_KNOWN
+    async with open_peers(options, spec) as peers:
+        if not is_worth_measuring(peers):
+            return NOTHING_KNOWN
+        await greet(peers)  # who does not answer is no reason to measure the others
+        return await survey(checkpoint, options.cluster.coordinator.name, peers)
 
 
 def _suited(workload: Workload, spec: ModelSpec) -> Workload:
@@ -178,7 +195,7 @@ async def _open_cluster(
         yield opened
 
 
-async def _measure(systems: Sequence[System], spec: ModelSpec, workload: Workload, bench: Bench) -> None:
+async def _measure(systems: Sequence[System], spec: ModelSpec, workload: Workload, bench: Bench, known: Survey) -> None:
     """Add to `bench` a row per system and case, and what frames cost on the cluster."""
     able = {case: [system for system in systems if _is_able(system, *case, spec, workload)] for case in workload.cases}
     by_ar = {system for (decode, _), own in able.items() if decode.kind == "ar" for system in own}
@@ -189,7 +206,8 @@ async def _measure(systems: Sequence[System], spec: ModelSpec, workload: Workloa
         try:
             for (decode, num_requests), own in able.items():
                 taken = await _take_turns(own, num_requests, decode, spec, workload, begin)
-                rows += [summarise(s.name, s.layers, decode.kind, trials) for s, trials in taken.items()]
+                found = {s: summarise(s.name, s.layers, decode.kind, trials) for s, trials in taken.items()}
+                rows += [with_plan(row, Prediction(spec, s.chain.plan, known)) for s, row in found.items()]
             for system in priced:
                 begin(f"{name_of(system.name, system.layers)}, what frames of several sizes take")
                 bench.frame_costs.append(await measure_frame_costs(system, spec, workload))

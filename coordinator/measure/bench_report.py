@@ -10,7 +10,7 @@ from coordinator.measure.bench_results import CLUSTER, Bench, Row, fastest, name
 _COLUMNS = 100
 _WIDE = (
     "system", "decode", "requests", "prompt tok/s", "tok/s each", "tok/s all", "first token p50/p95",
-    "next token p50/p95", "busy", "bubble", "overhead", "bytes/token", "predicted",
+    "next token p50/p95", "busy", "bubble", "overhead", "bytes/token", "predicted", "planned",
 )  # fmt: skip
 _NARROW = (
     "system", "decode", "at once", "prompt tok/s", "tok/s each", "tok/s all", "first token s", "next token ms", "busy",
@@ -24,7 +24,8 @@ _WIDE_LEGEND = (
     "tok/s each: the median request, from its first token to its last. tok/s all, busy and bubble: while all requests",
     "decode, or from the first token to the last if they hardly do at once; busy is how much of that time each stage",
     "computes, bubble what is left, mean over the stages. overhead: per token of a request, against one process.",
-    "bytes/token: what a stage sends on, ? if it did not say. predicted: tok/s all, simulated.",
+    "bytes/token: what a stage sends on, ? if it did not say. predicted: tok/s all, simulated; planned: by the speeds",
+    "that the nodes measured of themselves.",
 )
 
 
@@ -89,6 +90,7 @@ def _wide_cells(row: Row) -> list[str]:
         "" if row.overhead_ms_per_token is None else f"{row.overhead_ms_per_token:+.2f} ms",
         " · ".join("?" if count is None else f"{count:.0f}" for count in row.bytes_per_token or []),
         "" if row.predicted_tokens_per_s is None else f"{row.predicted_tokens_per_s:.1f}",
+        "" if row.planned_tokens_per_s is None else f"{row.planned_tokens_per_s:.1f}",
     ]
 
 
@@ -97,7 +99,7 @@ def _title(bench: Bench) -> str:
 
 
 def _below(bench: Bench, legend: Iterable[str]) -> list[str]:
-    lines = [*_ratios(bench), *_winners(bench)]
+    lines = [*_ratios(bench), *_winners(bench), *_plans(bench)]
     return ["", *lines, *([""] if lines else []), *legend]
 
 
@@ -118,6 +120,16 @@ def _winners(bench: Bench) -> list[str]:
             requests = f"{row.concurrency} request" + ("s" if row.concurrency > 1 else "")
             lines.append(f"* fastest with {requests}: {name}, {row.tokens_per_s:.1f} tok/s{gain}")
     return lines
+
+
+def _plans(bench: Bench) -> list[str]:
+    """What the plan promised of each split, beside what became of it."""
+    return [
+        f"* {_system(row)}, {row.concurrency} request(s): {row.planned_tokens_per_s:.1f} tok/s planned, "
+        f"{row.tokens_per_s:.1f} measured"
+        for row in bench.rows
+        if row.planned_tokens_per_s is not None
+    ]
 
 
 def _ratios(bench: Bench) -> list[str]:

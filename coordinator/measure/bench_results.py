@@ -19,6 +19,7 @@ from coordinator.measure.simulate import (
     steady_span,
 )
 from coordinator.planning.costs import chunk_size
+from coordinator.planning.prediction import Prediction
 from coordinator.sessions.waterfall import Passage
 from protos.brigade_pb2 import StatusReply
 from worker.errors import BrigadeError
@@ -74,6 +75,7 @@ class Row:
     loop_share: float | None = None
     overhead_ms_per_token: float | None = None  # against one process
     predicted_tokens_per_s: float | None = None  # by simulation with the measured stage times
+    planned_tokens_per_s: float | None = None  # by what the nodes measured of themselves before
     stage_ms: list[dict[int, float]] | None = None  # by stage: rows of a frame -> mean
     hop_ms: list[float] | None = None  # by stage: mean from the end of its computing to the arrival at the next one
 
@@ -183,6 +185,12 @@ def with_overheads(rows: Sequence[Row]) -> list[Row]:
         return 1e3 / row.tokens_per_s_per_request - 1e3 / base
 
     return [replace(row, overhead_ms_per_token=overhead(row)) for row in rows]
+
+
+def with_plan(row: Row, plan: Prediction) -> Row:
+    """The row with what its plan promised, if it is a cluster's that makes one token per step."""
+    is_planned = row.system == CLUSTER and row.decode == "ar"
+    return replace(row, planned_tokens_per_s=plan.tokens_per_s(row.concurrency)) if is_planned else row
 
 
 def with_predictions(rows: Sequence[Row], num_prompt: int, num_tokens: int) -> list[Row]:

@@ -18,11 +18,16 @@ from coordinator.measure.bench_results import (
     sent_between,
     summarise,
     with_overheads,
+    with_plan,
     with_predictions,
 )
 from coordinator.measure.simulate import Hop
+from coordinator.planning.plan import plan
+from coordinator.planning.prediction import Prediction
+from coordinator.planning.speeds import NOTHING_KNOWN
 from coordinator.sessions.waterfall import Moments, Passage
 from protos.brigade_pb2 import StatusReply
+from tests.unit.planning.test_fastest import GB, ROOMY, model, nodes, surveyed
 
 
 def times(first: float, gap: float, count: int) -> list[float]:
@@ -134,6 +139,21 @@ def test_a_prediction_needs_stages_and_follows_from_their_times() -> None:
     one, other = with_predictions([measured, row(MLX_LM, 2, 1, 1)], num_prompt=1, num_tokens=50)
     assert one.predicted_tokens_per_s == pytest.approx(100, rel=0.05), "two in turn on two stages of 10 ms"
     assert other.predicted_tokens_per_s is None
+
+
+def test_what_was_planned_stands_beside_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = model([GB] * 2)
+    promised = Prediction(spec, plan(spec, nodes(ROOMY, ROOMY), 1), surveyed(spec, 100, 100))  # 10 ms on each node
+    rows = [
+        with_plan(each, promised) for each in (row(CLUSTER, 1, 45, 45), row(CLUSTER, 2, 40, 80), row(MLX_LM, 1, 9, 9))
+    ]
+    assert [each.planned_tokens_per_s for each in rows] == [pytest.approx(50), pytest.approx(100), None]
+    assert with_plan(replace(rows[0], decode="ngram", planned_tokens_per_s=None), promised).planned_tokens_per_s is None
+    unknown = Prediction(spec, plan(spec, nodes(ROOMY, ROOMY), 1), NOTHING_KNOWN)
+    assert with_plan(row(CLUSTER, 1, 45, 45), unknown).planned_tokens_per_s is None
+    print_bench(Bench("machine", "model", 16, 16, 2, rows))
+    told = capsys.readouterr().out
+    assert "1 request(s): 50.0 tok/s planned, 45.0 measured" in told and "100.0 tok/s planned, 80.0 measured" in told
 
 
 def test_a_pipeline_can_be_read_back_from_json() -> None:
