@@ -13,11 +13,13 @@ import msgpack
 from protos.brigade_pb2 import RowTimes, Speed
 from worker.compute.gauge import gauge
 from worker.model.checkpoint import Checkpoint
+from worker.model.describe import describe
 from worker.process.call_thread import run_aside
-from worker.process.machine import machine_name
+from worker.process.machine import machine_name, memory_budget
 from worker.process.mlx_thread import MlxThread
 
 _FORMAT = 1  # of a kept file
+_COPIES = 3  # of a layer, in memory while it is made of random numbers
 
 
 def cache_folder() -> Path:
@@ -31,9 +33,12 @@ async def kept_speed(checkpoint: Checkpoint) -> Speed | None:
 
 
 async def measured_speed(checkpoint: Checkpoint, thread: MlxThread) -> Speed:
-    """As kept, or measured now on the MLX thread, which takes up to two seconds."""
+    """As kept, or measured now on the MLX thread, which takes up to two seconds; empty where that has no room."""
     if kept := await kept_speed(checkpoint):
         return kept
+    spec = await run_aside(partial(describe, checkpoint))
+    if _COPIES * max(kind.weight_bytes for kind in spec.kinds) > memory_budget():
+        return Speed()
     found = await thread.run(partial(gauge, checkpoint))
     await run_aside(partial(_write, _file_of(checkpoint), _key(checkpoint), found))
     return found

@@ -78,3 +78,13 @@ def test_a_folder_that_cannot_be_written_to_is_no_obstacle(
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert speed_of(make_model(tmp_path / "a")) == FOUND
+
+
+def test_a_layer_that_does_not_fit_is_not_tried(
+    gauged: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_model(tmp_path / "a")
+    monkeypatch.setattr(measured, "memory_budget", lambda: 1000)
+    assert speed_of(folder) == Speed() and not gauged
+    monkeypatch.undo()
+    assert kept(folder) is None
