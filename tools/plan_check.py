@@ -3,7 +3,7 @@
 python -m tools.plan_check [--config cluster.yaml | --local 1] [--model demo] [-p 64] [-g 64]
 
 The nodes measure themselves, which says how fast each split would be. `brigade bench` then runs the best of them by
-that, its neighbours and equal parts. Prints both figures of each, and how near the plan's comes to the best measured one.
+that, its neighbours and equal parts. Prints both figures of each, and how near the plan's comes to the best measured.
 """
 
 import itertools

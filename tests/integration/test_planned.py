@@ -89,15 +89,21 @@ async def test_who_is_no_help_is_left_out(models: Models, capsys: pytest.Capture
     assert "without slow, which would not make it faster" in capsys.readouterr().err
 
 
-async def test_who_was_left_out_takes_over(models: Models) -> None:
+@pytest.mark.parametrize(
+    ("has_room", "then"), [(False, {"coordinator": 1, "slow": 3}), (True, {"coordinator": 4})], ids=["tight", "roomy"]
+)
+async def test_who_was_left_out_takes_over_if_that_helps(models: Models, has_room: bool, then: dict[str, int]) -> None:
+    """Where it does not, the others go on by themselves, as is fastest then, too."""
     whole = models("qwen3")
-    async with workers() as places, opened(options(whole.folder, places, own=room_for_one(whole.folder))) as supervisor:
+    own = None if has_room else room_for_one(whole.folder)
+    async with workers() as places, opened(options(whole.folder, places, own=own)) as supervisor:
+        assert held(supervisor) == {"coordinator": 1, "fast": 3}
         async with Runner(supervisor.chain, when_lost=supervisor.reopen) as runner:
             live = Live(runner, request(PROMPT, 16))
             await live.wait_pieces(3)
             await places[0].stop()
             assert (await live.answer()).tokens == whole.tokens(PROMPT, 16)
-        assert held(supervisor) == {"coordinator": 1, "slow": 3} and supervisor.missing == ["fast"]
+        assert held(supervisor) == then and supervisor.missing == ["fast"]
 
 
 async def test_one_mac_alone_answers_where_that_is_faster(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
