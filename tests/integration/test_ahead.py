@@ -2,18 +2,23 @@
 
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
 
+from coordinator.decoding.decode import make_cache_choice
 from coordinator.sessions.answer import Answer
 from protos.brigade_pb2 import Frame, Result, Sampling, Window
 from protos.brigade_pb2 import Session as Opening
 from tests.integration.conftest import Models, Whole, running
 from tests.integration.many import request, solo, together, tokens_of
 from tests.integration.upstream import window_of
-from worker.compute.ahead import Ahead, Ready
+from tools.model_types.make import make_type
+from worker.compute.ahead import Ahead, Ready, looks_at_numbers
 from worker.compute.engine import Engine
+from worker.compute.placeholder import MLX_DTYPES
 from worker.compute.shard import Shard
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
@@ -65,6 +70,33 @@ async def test_tokens_and_logprobs_are_bit_for_bit_those_of_steps_built_on_arriv
 
 
 SAMPLINGS = {"built": Sampling(repetition_penalty=1.3), "launched": Sampling()}  # where draws look back only a graph is
+
+
+CACHES = [make_cache_choice("full", None), make_cache_choice("rotating", 14), make_cache_choice("int8", None)]
+GROUPS_OF_32: dict[str, Any] = {"config": {"head_dim": 32}}  # as int8 needs them
+
+
+@pytest.mark.parametrize("layers", [(4,), (1, 3)])
+async def test_every_kind_of_cache_is_gone_on_with_over_the_ends_of_its_buffers(
+    models: Models, taken: list[bool], layers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buffers end at 256 rows; a rotating cache lets go of rows there. Answers end and begin beside each other."""
+    asked = [
+        request(tokens_of(length, length), 6 + 2 * number, cache=cache, **sampling)
+        for number, cache in enumerate(CACHES)
+        for length in (11, 251)
+        for sampling in ({}, {"repetition_penalty": 1.3})
+    ]
+    found = []
+    for is_ahead in (True, False):
+        if not is_ahead:
+            monkeypatch.setattr(Ahead, "build", lambda ahead, slots: None)
+            monkeypatch.setattr(Ahead, "launch", lambda ahead, slots, tokens: None)
+        async with running(models("qwen3", **GROUPS_OF_32).folder, layers) as chain:
+            found.append([each.samples for each in [*await solo(chain, asked[::3]), *await together(chain, asked)]])
+        assert any(taken) == is_ahead
+        taken.clear()
+    assert found[0] == found[1]
 
 
 def engine_of(whole: Whole, way: str) -> tuple[Engine, list[int]]:
@@ -144,6 +176,40 @@ def test_the_buffers_of_a_step_that_is_asked_for_are_written_in_place(models: Mo
         run(engine, [more(slot, token) for slot, token in enumerate(given)])
         grown.append(mx.get_peak_memory() - before)
     assert grown[0] < 1.2 * grown[1]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_5"])
+def test_a_slot_that_is_left_out_of_a_launched_step_goes_on_later(models: Models, family: str) -> None:
+    results = []
+    for way in ("launched", "not launched"):
+        engine, given = engine_of(models(family), way)
+        alone = [run(engine, [more(slot, given[slot])]) for slot in (1, 0)]
+        results.append([sample.token for each in alone for sample in each.samples])
+    assert results[0] == results[1]
+
+
+def test_nothing_is_launched_into_a_cache_that_has_no_room(models: Models) -> None:
+    """It would let go of rows, or take memory, for a step that nobody may ask for."""
+    checkpoint = open_folder(models("qwen3").folder)
+    engine = Engine(Shard(checkpoint, 0, 4), 0, describe(checkpoint).dtype)
+    tokens = tuple(tokens_of(256, 1))
+    run(engine, [window_of(tokens[:-2], 0)], opened=[Opening(slot=0)])
+    launched = []
+    for length in (255, 256):
+        step = engine.begin(Frame(windows=[window_of(tokens[:length], length - 1)]), None, 0)
+        engine.finish(step)
+        engine.launch_ahead(step)
+        launched.append(len(engine._ahead._ready))
+    assert launched == [1, 0]
+
+
+def test_a_forward_that_looks_at_numbers_is_known(tmp_path: Path) -> None:
+    """mlx-lm's dbrx lists the experts that it has chosen: of a placeholder they would be any."""
+    for name, expected in (("dbrx", True), ("phimoe", False)):
+        checkpoint = open_folder(make_type(tmp_path / name, name))
+        dtype = MLX_DTYPES[describe(checkpoint).dtype]
+        found = [looks_at_numbers(Shard(checkpoint, *layers), dtype) for layers in ((0, 1), (1, 2))]
+        assert found == [expected, expected]
 
 
 def test_a_slot_that_has_failed_is_not_gone_on_with(models: Models) -> None:

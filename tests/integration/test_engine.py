@@ -191,7 +191,7 @@ def test_a_chunk_is_waited_for_by_itself_though_the_next_has_begun(models: Model
     opening = Frame(opened=[Opening(slot=0)], windows=[_chunk(prompt, 0)])
     first = engine.begin(opening, None, 0)
     second = engine.begin(Frame(windows=[_chunk(prompt, CHUNK)]), None, 0)
-    rows = [_num_rows_written(array) for step in (first, second) for array in step.ready]
+    rows = [_num_rows_written(array) for step in (first, second) for array in step.pending]
     assert rows == [CHUNK, CHUNK, 2 * CHUNK, 2 * CHUNK]
     for step in (first, second):
         engine.finish(step)

@@ -4,17 +4,18 @@ What most often follows a step that fed each of some slots one token is one more
 the caches go back to what they were, and nothing is left of the step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
 import mlx.core as mx
 
-from protos.brigade_pb2 import Frame, Window
+from protos.brigade_pb2 import Cache, Frame, Window
 from worker.compute.placeholder import Placeholder, can_fill_later
 from worker.compute.sampling import Draws
 from worker.compute.shard import Shard
 from worker.compute.slot import Slot
+from worker.memory.lane import Place
 from worker.memory.snapshot import Snapshot
 
 Slots = Mapping[int, Slot]  # by number
@@ -25,8 +26,8 @@ class Outputs:
     """What a step makes, not evaluated or on its way; draws and logits on the last stage."""
 
     h: mx.array  # [1, B, D]
-    draws: Mapping[int, Draws]  # of the next token of slots whose last one need not be known for it
-    logits: Mapping[int, mx.array]  # [1, V] of the others
+    draws: Mapping[int, Draws]  # of slots whose draws need no more than logits
+    logits: Mapping[int, mx.array]  # [1, V] of the other slots
 
     def evaluate(self) -> None:
         mx.async_eval([self.h, *(array for draws in self.draws.values() for array in draws.arrays())])
@@ -37,13 +38,14 @@ class Ready(Protocol):
 
     slots: Slots
     outputs: Outputs
+    hidden: Placeholder | None  # where its input goes; none on the first stage
     is_under_way: bool
 
     def is_of(self, frame: Frame) -> bool: ...
 
     def begin(self, windows: Sequence[Window]) -> None: ...
 
-    def undo(self, numbers: set[int]) -> None: ...
+    def undo(self) -> None: ...
 
 
 class Built:
@@ -69,7 +71,7 @@ class Built:
         self._ids.fill_numbers(window.tokens[0] for window in windows)
         self.outputs.evaluate()
 
-    def undo(self, numbers: set[int]) -> None:
+    def undo(self) -> None:
         assert self._before is not None
         self._before.restore()
 
@@ -77,10 +79,11 @@ class Built:
 class Launched:
     """A step of the whole model on tokens that never leave the device: it is computed before anybody asks for it.
 
-    Its rows are where the next ones are written, should other tokens come; only states without rows are kept for that.
+    It writes where the next rows go anyway, should other tokens come; only states without rows are kept for that.
     """
 
     is_under_way = True
+    hidden: Placeholder | None = None
 
     def __init__(self, shard: Shard, slots: Slots, tokens: Mapping[int, mx.array]) -> None:
         """`tokens` [1] of each slot: what it has just been given."""
@@ -101,9 +104,12 @@ class Launched:
         return all(window.tokens[0] == self._tokens[window.slot].item() for window in frame.windows)
 
     def begin(self, windows: Sequence[Window]) -> None:
-        self.undo(self.slots.keys() - {window.slot for window in windows})
+        self._undo(self.slots.keys() - {window.slot for window in windows})
 
-    def undo(self, numbers: set[int]) -> None:
+    def undo(self) -> None:
+        self._undo(self.slots.keys())
+
+    def _undo(self, numbers: Set[int]) -> None:
         for number in numbers:
             slot = self.slots[number]
             self._before[number].restore()
@@ -116,31 +122,37 @@ class Ahead:
     def __init__(self, shard: Shard, dtype: mx.Dtype) -> None:
         self._shard = shard
         self._dtype = dtype
+        self._can_build: bool | None = None  # not tried yet
         self._ready: list[Ready] = []
 
     def build(self, slots: Slots) -> None:
         """The step that feeds one more token to each of these slots, unless one is ready."""
-        if can_fill_later() and not self._any_of(slots):
+        if self._any_of(slots):
+            return
+        if self._can_build is None:
+            can_fill = can_fill_later(self._shard.anatomy.hidden_size)
+            self._can_build = can_fill and not looks_at_numbers(self._shard, self._dtype)
+        if self._can_build:
             self._ready.append(Built(self._shard, slots, self._dtype))
 
     def launch(self, slots: Slots, tokens: Mapping[int, mx.array]) -> None:
-        """As `build`, with these tokens [1]: only where the shard is the whole model."""
+        """As `build`, with these tokens [1]: only where the shard is the whole model, and every cache has room."""
         if not self._any_of(slots):
             self._ready.append(Launched(self._shard, slots, tokens))
 
     def awaited(self, frame: Frame) -> Placeholder | None:
         """Where the hidden states of this frame go, if its step is built."""
-        return next((each.hidden for each in self._ready if isinstance(each, Built) and each.is_of(frame)), None)
+        return next((each.hidden for each in self._ready if each.hidden and each.is_of(frame)), None)
 
     def take(self, frame: Frame, x: mx.array | None) -> Ready | None:
         """The step of this frame, if it is ready and on this input; steps that the frame proves wrong are undone."""
         found = next((each for each in self._ready if each.is_of(frame)), None)
-        if isinstance(found, Built) and found.hidden and found.hidden.array is not x:
+        if found and found.hidden and found.hidden.array is not x:
             found = None
         touched = {window.slot for window in frame.windows} | _slots_besides(frame)
         for each in self._ready:
             if each is not found and not touched.isdisjoint(each.slots):
-                each.undo(set(each.slots))
+                each.undo()
         self._ready = [each for each in self._ready if touched.isdisjoint(each.slots)]
         return found
 
@@ -150,6 +162,21 @@ class Ahead:
 
     def _any_of(self, slots: Slots) -> bool:
         return any(not each.slots.keys().isdisjoint(slots) for each in self._ready)
+
+
+def looks_at_numbers(shard: Shard, dtype: mx.Dtype) -> bool:
+    """Whether the forward reads what it computes (mlx-lm's dbrx lists the experts): then it cannot be built ahead.
+
+    MLX refuses that while it traces a function, as it does here.
+    """
+    ids = mx.zeros((1, 1), mx.int32)
+    x = ids if shard.is_first else mx.zeros((1, 1, shard.anatomy.hidden_size), dtype)
+    place = Place(shard.make_caches(Cache()), 0, 1)
+    try:
+        mx.compile(lambda x, ids: shard(x, [place], ids))(x, ids)
+    except (RuntimeError, ValueError):
+        return True
+    return False
 
 
 def is_one_token(window: Window) -> bool:

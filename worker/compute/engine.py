@@ -102,7 +102,11 @@ class Engine:
             self._ahead.launch(slots, tokens)
 
     def _can_launch(self, slots: Mapping[int, Slot]) -> bool:
-        return self._shard.is_first and self._shard.is_last and all(slot.can_draw_ahead for slot in slots.values())
+        return (
+            self._shard.is_first
+            and self._shard.is_last
+            and all(slot.can_draw_ahead and slot.caches.has_room for slot in slots.values())
+        )
 
     def _slots_that_go_on(self, windows: Sequence[Window]) -> dict[int, Slot]:
         """The slots of a step after which it is likely that each gets one token more; none where it is not."""
@@ -138,7 +142,7 @@ class Engine:
             if self._shard.is_last:
                 self._begin_sampling(step, h)
             else:
-                step.ready = [h]
+                step.pending = [h]
                 mx.async_eval(h)
         if step.windows and not ready:
             step.begun = time.monotonic_ns()
@@ -151,7 +155,7 @@ class Engine:
             The header for the next stage and its hidden states [1, sum L, D], if any window is left; on the last stage
             the result. `sent` is still open in its last timing.
         """
-        mx.eval(step.ready)
+        mx.eval(step.pending)
         if step.checks:
             self._fail_infinite(step)
         step.timing.computed = time.monotonic_ns()
@@ -166,7 +170,7 @@ class Engine:
         output.failures.extend([*step.frame.failures, *step.failures])
         failed = {failure.slot for failure in step.failures}
         self._last = [window for window in step.windows if window.slot not in failed]
-        return output, step.ready[0] if step.windows and not self._shard.is_last else None
+        return output, step.pending[0] if step.windows and not self._shard.is_last else None
 
     def _open_and_close(self, step: Step) -> None:
         frame = step.frame
@@ -232,7 +236,7 @@ class Engine:
         if ready.is_under_way:
             step.timing.started = step.timing.received
         outputs = ready.outputs
-        step.ready = [outputs.h]
+        step.pending = [outputs.h]
         step.draws = [(window, outputs.draws[window.slot]) for window in step.windows if window.slot in outputs.draws]
         for window in step.windows:
             self._slots[window.slot].history.extend(window.tokens)
@@ -254,13 +258,13 @@ class Engine:
         # A prompt chunk's rows end in the caches, the last layer's of which depend on all others; what the last layer
         # makes of them is never computed. The next chunk writes into these very objects, even before this one is done.
         chunks = [self._slots[window.slot] for window in step.windows if not head_rows(window)]
-        step.ready = [mx.stop_gradient(array) for slot in chunks for array in slot.caches.arrays()]
+        step.pending = [mx.stop_gradient(array) for slot in chunks for array in slot.caches.arrays()]
         if asked:
-            step.ready.append(h if len(rows) == h.shape[1] else h[:, mx.array(rows)])
-        mx.async_eval(step.ready)  # the device works while the sampling graph is built
+            step.pending.append(h if len(rows) == h.shape[1] else h[:, mx.array(rows)])
+        mx.async_eval(step.pending)  # the device works while the sampling graph is built
         if asked:
             counts = [len(head_rows(window)) for window in asked]
-            logits = self._shard.logits(step.ready[-1]).split(tuple(accumulate(counts[:-1])))
+            logits = self._shard.logits(step.pending[-1]).split(tuple(accumulate(counts[:-1])))
             for window, own in zip(asked, logits, strict=True):
                 if self._checks_finite:
                     step.checks.append((window.slot, ~mx.isnan(own).any()))  # some models rule tokens out by infinity
@@ -309,8 +313,8 @@ class Engine:
         step.draws = [(window, draws) for window, draws in step.draws if window.slot not in bad]
         step.scores = [(window, scores) for window, scores in step.scores if window.slot not in bad]
         if bad and step.windows and not self._shard.is_last:
-            step.ready = [rows_of(step.windows, windows, step.ready[0])]
-            mx.eval(step.ready)
+            step.pending = [rows_of(step.windows, windows, step.pending[0])]
+            mx.eval(step.pending)
 
     def _passed_on(self, step: Step) -> Frame:
         frame = step.frame

@@ -38,10 +38,13 @@ class Placeholder:
 
 
 @cache
-def can_fill_later() -> bool:
-    """Whether this device sees what is written after a graph was built: tried, since no platform's name tells it."""
-    tried = Placeholder([2], mx.int32)
+def can_fill_later(num_ids: int) -> bool:
+    """Whether this device sees what is written after a graph was built: tried, since no platform's name tells it.
+
+    `num_ids` is how much is tried: small arrays may lie elsewhere than large ones.
+    """
+    tried = Placeholder([num_ids], mx.int32)
     found = tried.array * 2 + 1
-    tried.fill_numbers([20, 3])
+    tried.fill_numbers(range(num_ids))
     mx.async_eval(found)
-    return found.tolist() == [41, 7]
+    return found.tolist() == list(range(1, 2 * num_ids, 2))

@@ -58,6 +58,6 @@ class Slot:
         return not (self.guide or self.sampler.looks_back)
 
     def draw_ahead(self, logits: mx.array) -> Draws:
-        """The draw of the token after next by its logits [1, V]; the next one need not be known."""
+        """The draw that follows one more token, whichever that is, by the logits [1, V] of its row."""
         held = len(self.history)
         return self.sampler(logits, [held + 1], self.history.tokens, [held + 1])

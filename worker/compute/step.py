@@ -13,21 +13,21 @@ from worker.compute.sampling import Draws, Scores
 
 @dataclass
 class Step:
-    """A frame that the device is at: when `ready` is evaluated its layers are done, then come its draws."""
+    """A frame that the device is at: when `pending` is evaluated its layers are done, then come its draws."""
 
     frame: Frame
     timing: Timing
     begun: int = 0  # when `begin` returned, nanoseconds
     windows: list[Window] = field(default_factory=list)  # those of the frame that have not failed here
     failures: list[Failure] = field(default_factory=list)  # of this stage
-    ready: list[mx.array] = field(default_factory=list)
+    pending: list[mx.array] = field(default_factory=list)
     draws: list[tuple[Window, Draws]] = field(default_factory=list)
     scores: list[tuple[Window, Scores]] = field(default_factory=list)
     checks: list[tuple[int, mx.array]] = field(default_factory=list)  # slot, and whether what was made of it is finite
 
 
 def rows_of(some: Sequence[Window], windows: Sequence[Window], x: mx.array) -> mx.array:
-    """The hidden states of some of the windows whose x is."""
+    """Of hidden states x, whose rows are those of `windows`, the rows of some of them."""
     if len(some) == len(windows):
         return x
     left = {window.slot for window in some}

@@ -26,6 +26,8 @@ Mask = mx.array | str | None
 class Lender(Protocol):
     """Where a cache's rows are while its slot steps together with others: worker/memory/pack.py."""
 
+    capacity: int
+
     @property
     def nbytes(self) -> int: ...
 
@@ -53,6 +55,9 @@ class LayerCache(Protocol):
     def arrays(self) -> list[mx.array]: ...
 
     def changing(self) -> list[object]: ...
+
+    @property
+    def has_room(self) -> bool: ...
 
     def fork(self, length: int) -> "LayerCache": ...
 
@@ -105,6 +110,13 @@ class KVCache:
     def changing(self) -> list[object]:
         """The objects whose attributes a pass changes."""
         return [self, self._keys, self._values, *([self.pack] if self.pack else [])]
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more row fits into the buffers that there are, and nothing is let go of for it."""
+        if self.pack:
+            return self.length < self.pack.capacity
+        return self.length - self.dropped < self._keys.capacity
 
     def held_rows(self) -> tuple[mx.array, mx.array] | None:
         """Keys and values [1, H, length, K], wherever they are; None before the first."""

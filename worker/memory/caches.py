@@ -35,6 +35,10 @@ class Several:
     def changing(self) -> list[object]:
         return [each for cache in self.caches for each in cache.changing()]
 
+    @property
+    def has_room(self) -> bool:
+        return all(cache.has_room for cache in self.caches)
+
     def cut(self, length: int) -> None:
         for cache in self.caches:
             cache.cut(length)
@@ -97,6 +101,11 @@ class Caches:
     def changing(self) -> list[object]:
         """The objects whose attributes a pass changes: see snapshot.py."""
         return [each for cache in [*self.own, *self._counting] for each in cache.changing()]
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more row fits without another buffer."""
+        return all(cache.has_room for cache in self.own)
 
     def states(self) -> list[object]:
         """Those of `changing` that cannot be cut."""

@@ -16,8 +16,10 @@ class Snapshot:
 
     def restore(self) -> None:
         for each, attributes in self._saved:
-            vars(each).clear()
-            vars(each).update(attributes)
+            now = vars(each)
+            now.update(attributes)  # first: other threads read these objects meanwhile
+            for name in now.keys() - attributes.keys():
+                del now[name]
 
 
 def _copied(attributes: dict[str, Any]) -> dict[str, Any]:

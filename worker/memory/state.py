@@ -23,6 +23,8 @@ class RecurrentState(ArraysCache):
     def changing(self) -> list[object]:
         return [self]
 
+    has_room = True
+
     @property
     def nbytes(self) -> int:
         return self._nbytes

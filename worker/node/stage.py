@@ -45,6 +45,7 @@ class Stage:
         self._send = send
         self._wire = wire
         self._newest_step = -1  # of the frames that came; `last_step` is done
+        self._newest_begun = -1  # of those that the engine has begun
         self._frames: SimpleQueue[tuple[Arrival, int]] = SimpleQueue()
         self._arrived = asyncio.Event()
         self._outputs: asyncio.Queue[Outgoing | Result] = asyncio.Queue()
@@ -62,7 +63,8 @@ class Stage:
     @property
     def busy_s(self) -> float:
         """How long the engine has been at its present step; 0 when idle."""
-        return 0.0 if self._busy_since is None else time.monotonic() - self._busy_since
+        since = self._busy_since  # read once: the MLX thread sets it
+        return 0.0 if since is None else time.monotonic() - since
 
     def start(self, *watched: Coroutine[Any, Any, None]) -> None:
         """Start working, and run `watched` beside it: whichever ends or fails first fails the stage."""
@@ -156,6 +158,7 @@ class Stage:
             await self._arrived.wait()
             self._arrived.clear()
             await self._thread.run(partial(self._run_waiting, loop))
+            self._note_idle()  # the last output may have been passed on while the thread looked for one more frame
 
     def _run_waiting(self, loop: asyncio.AbstractEventLoop) -> None:
         """On the MLX thread: all frames that wait, one after another."""
@@ -168,12 +171,12 @@ class Stage:
                 header, array = self.engine.finish(step)
                 output = header if isinstance(header, Result) else self._outgoing(header, array)
                 self._busy_since = None if following is None else time.monotonic()
-                is_last = self._frames.empty()  # what comes after this output is an answer to it
+                none_waits = self._frames.empty()  # what comes from now on is an answer to this output
                 loop.call_soon_threadsafe(self._outputs.put_nowait, output)
                 if self._is_stopping:  # what waits, a load perhaps, must find the memory free that this frame holds
                     return
                 self._thread.give_way()  # frames may come without end
-                if is_last and not self.engine.runs_ahead:
+                if none_waits and not self.engine.runs_ahead:
                     self.engine.launch_ahead(step)
                 step = following or self._begin_next()
 
@@ -190,6 +193,7 @@ class Stage:
         except Empty:
             self._busy_since = busy_since
             return None
+        self._newest_begun = arrival.header.step
         return self.engine.begin(arrival.header, self._input(arrival), received)
 
     def _input(self, arrival: Arrival) -> mx.array | None:
@@ -198,19 +202,26 @@ class Stage:
             return placeholder.array
         return take(arrival.header, arrival.payload)
 
-    def _build_ahead(self) -> None:
-        """On the MLX thread: use the time until the next frame."""
-        if self._frames.empty() and not self._is_stopping:
+    def _build_ahead(self, after: int) -> None:
+        """On the MLX thread: use the time until the next frame, if the step that was done last is still the newest."""
+        if self._frames.empty() and self._newest_begun == after and not self._is_stopping:
             with memory_errors_named("at a step"):
                 self.engine.build_ahead()
+
+    def _built(self, building: "asyncio.Future[None]") -> None:
+        if not building.cancelled() and (error := building.exception()):
+            self.fail(error)
+
+    def _note_idle(self) -> None:
+        # in the order in which a frame moves: it is in the queue, then begun, then its slot is there
+        if self._frames.empty() and self._busy_since is None and not self.engine.num_slots:
+            self._idle.set()
 
     async def _pass_on(self) -> None:
         while True:
             output = await self._outputs.get()
             self.last_step = output.step
-            # in the order in which a frame moves: it is in the queue, then begun, then its slot is there
-            if self._frames.empty() and self._busy_since is None and not self.engine.num_slots:
-                self._idle.set()
+            self._note_idle()
             if isinstance(output, Result):
                 output.timings[-1].sent = time.monotonic_ns()
                 self._sent_bytes += output.ByteSize()
@@ -222,7 +233,7 @@ class Stage:
             if self._has_hop:
                 self._grant()
             if self._frames.empty() and self._outputs.empty():  # not before: Python's lock would hold up what was sent
-                await self._thread.run(self._build_ahead)
+                self._thread.submit(partial(self._build_ahead, output.step)).add_done_callback(self._built)
 
     def _grant(self) -> None:
         """Let the sender replace the frames that are done, half of its credit at a time: each grant is a message."""
