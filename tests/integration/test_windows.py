@@ -93,6 +93,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Caches]]:
 
 @splits
 @pytest.mark.parametrize("kind", ["diffusion-fast", "diffusion", "ngram"])
+@pytest.mark.usefixtures("nothing_ahead")
 async def test_what_is_committed_is_what_a_plain_prefill_of_the_text_leaves(
     models: Models, held: list[tuple[int, Caches]], kind: str, layers: tuple[int, ...]
 ) -> None:
