@@ -103,6 +103,10 @@ class NodeSilent(StageLost):
     """A node of the chain says nothing though nobody has ended the connection: it is stopped, asleep or cut off."""
 
 
+class NodeReturned(StageLost):
+    """A node that the chain is without is there again: no loss, but the end of this chain."""
+
+
 class EngineHung(StageLost):
     """A node of the chain answers, but its engine does not come back from a step."""
 

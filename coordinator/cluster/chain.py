@@ -105,6 +105,11 @@ class Chain:
         return self._flight.still_since
 
     @property
+    def idle_s(self) -> float:
+        """For how long nothing has been in flight, seconds."""
+        return self._flight.idle_s
+
+    @property
     def num_stages(self) -> int:
         return 1 + len(self.peers)
 
@@ -120,6 +125,11 @@ class Chain:
         self.last_step = frame.step
         self._flight.send(frame)
         self._stage.submit(frame)
+
+    def end(self, error: BrigadeError) -> None:
+        """Have `receive` raise this, now and ever after."""
+        assert self._stage is not None
+        self._stage.fail(error)
 
     async def receive(self) -> Arrival:
         """The next result; waits as long as there is nothing in flight.
@@ -211,8 +221,7 @@ class Chain:
 
     def _begin_draining(self, peer: Peer) -> None:
         if self.can_spare(peer.name):
-            assert self._stage is not None
-            self._stage.fail(StageLost("is about to end", node=peer.name))
+            self.end(StageLost("is about to end", node=peer.name))
             return
         self._say(f"{self.draining}; what runs may end, for at most ten seconds")
         if self.on_draining is not None:

@@ -45,7 +45,7 @@ class Flight:
         self._stillness = stillness
         self._patience = Patience()
         self._sent: dict[int, Sent] = {}  # by step
-        self._last_result = 0.0  # seconds, monotonic
+        self._last_result = time.monotonic()  # seconds; until there is one, when this began
         self._logprobs: dict[int, int] = {}  # of the session in each slot, as its sampling says
 
     def send(self, frame: Frame) -> None:
@@ -80,6 +80,11 @@ class Flight:
     def still_since(self) -> float | None:
         """Since when what is in flight has brought no result, seconds, monotonic; None if nothing is."""
         return max(self._last_result, self._oldest().at) if self._sent else None
+
+    @property
+    def idle_s(self) -> float:
+        """For how long nothing has been in flight, seconds."""
+        return 0.0 if self._sent else time.monotonic() - self._last_result
 
     @property
     def left_s(self) -> float:

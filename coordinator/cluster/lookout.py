@@ -1,4 +1,4 @@
-"""Lookout: says of each node that the chain is without that it is there again."""
+"""Lookout: looks for nodes that the chain is without, and has them join once nothing is under way."""
 
 import asyncio
 from collections.abc import Callable, Set
@@ -13,8 +13,15 @@ _ASK_S = 1.0
 class Lookout:
     """Looks from `start` to `stop`. What asks changes which address is in use: nobody else may ask meanwhile."""
 
-    def __init__(self, roster: Roster, useless: Set[str], say: Callable[[str], None]) -> None:
-        """`useless` are incarnations that no chain is opened with, by now; `say` takes lines for the user."""
+    def __init__(
+        self, roster: Roster, useless: Set[str], say: Callable[[str], None], join: Callable[[str], bool]
+    ) -> None:
+        """`useless` are incarnations that no chain is opened with, by now; `say` takes lines for the user.
+
+        `join` opens a chain with this node if none is needed now; it returns whether it does.
+        """
+        self._join = join
+        self._returned: set[str] = set()  # nodes that have not joined yet
         self._roster = roster
         self._useless = useless
         self._say = say
@@ -40,11 +47,18 @@ class Lookout:
     async def _look(self, chained: Set[str], is_wanted: Callable[[], bool]) -> None:
         absent = self._roster.members.keys() - chained
         self._told &= absent
+        self._returned &= absent
         while True:
             await asyncio.sleep(_LOOK_S)
-            if not is_wanted() or not absent - self._told:
+            if not is_wanted():
+                continue
+            if any(self._join(name) for name in self._returned):
+                self._returned.clear()  # each is tried once
+                return
+            if not absent - self._told:
                 continue
             for name, reply in (await self._roster.ask(_ASK_S, absent - self._told)).items():
                 if reply.incarnation not in self._useless:
                     self._told.add(name)
-                    self._say(f"worker {name} is there again; the next chain is opened with it")
+                    self._returned.add(name)
+                    self._say(f"worker {name} is there again; it joins once nothing is under way")

@@ -9,7 +9,7 @@ from typing import Self
 from coordinator.cluster.deployment import Deployment
 from coordinator.cluster.timeline import Recovered, Timeline
 from coordinator.planning.recovery import Limits, Recovery
-from worker.errors import BrigadeError
+from worker.errors import BrigadeError, NodeReturned
 
 
 class ChainState(Enum):
@@ -83,6 +83,11 @@ class Outage:
         for incarnation in useless:
             recovery.rule_out(incarnation)
         return cls(lost, recovery, str(error), str(error), type(error).__name__, error.node, still_since)
+
+    @property
+    def is_return(self) -> bool:
+        """Whether nothing was lost: the chain was ended for a node that is there again."""
+        return self.cause == NodeReturned.__name__
 
     @property
     def passed_s(self) -> float:

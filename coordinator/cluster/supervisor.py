@@ -24,6 +24,7 @@ from worker.errors import (
     InternalError,
     ModelError,
     NodeBusy,
+    NodeReturned,
     NodeSilent,
     OutOfMemory,
     SamplingError,
@@ -33,6 +34,7 @@ from worker.errors import (
 _FIRST_ASK_S = 0.3  # then longer each time, up to
 _LONGEST_ASK_S = 1.0
 _PAUSE_S = 0.1  # between two rounds, whatever the nodes say
+_IDLE_S = 2.0  # after which a chain is ended for the sake of a node that is there again
 _LASTING = (ModelError, ConfigError, InputError, SamplingError, InternalError)  # it would be the same again
 _REFUSALS = (*_LASTING, NodeBusy, OutOfMemory)  # likewise, for the first chain
 
@@ -66,7 +68,7 @@ class Supervisor:
         replan = replan or Replan(deployment.spec)
         self._muster = Muster(roster, deployment.spec, deployment.plan, least_context, replan)
         self._chains = Chains(own, roster, deployment, say)
-        self._lookout = Lookout(roster, self._muster.useless, say)
+        self._lookout = Lookout(roster, self._muster.useless, say, self._join)
 
     async def __aenter__(self) -> Self:
         return self
@@ -180,6 +182,8 @@ class Supervisor:
     async def _find_plan(self, error: BrigadeError, outage: Outage) -> Reopen:
         """Ask who is there until that is enough. Raises StageLost once the time is over."""
         ask_s, asked = _FIRST_ASK_S, await self._who_may_answer(error)
+        if isinstance(error, NodeReturned):  # nobody waits, and it may need a moment
+            ask_s, asked = _LONGEST_ASK_S, None
         while True:
             answering = await self._muster.ask(ask_s, asked)
             outage.recovery.saw(outage.passed_s, self._muster.present)
@@ -215,7 +219,7 @@ class Supervisor:
         self._enter(Event.OPENED)
 
     def _go_on(self, outage: Outage, how: str) -> None:
-        self.num_recoveries += 1
+        self.num_recoveries += not outage.is_return
         outage.goes_on(how)
         if outage.still_since is None:  # no request was under way
             self._proven()
@@ -225,7 +229,8 @@ class Supervisor:
         if self._state is ChainState.PROVING and self._outage is not None:
             recovered = self._outage.end()
             self._say(recovered.story)
-            self.on_recovered(recovered)
+            if not self._outage.is_return:
+                self.on_recovered(recovered)
         self._enter(Event.PROVEN)
 
     def _given_up(self, error: BrigadeError, outage: Outage) -> StageLost:
@@ -259,6 +264,13 @@ class Supervisor:
     def _can_spare(self, name: str) -> bool:
         """Whether requests can go on without this worker."""
         return bool(self._limits.recovery_s) and self._muster.fits(without=name)
+
+    def _join(self, name: str) -> bool:
+        """End the chain for one with this node, if nobody needs it now."""
+        if name not in self.missing or self.chain.idle_s < _IDLE_S:
+            return False
+        self.chain.end(NodeReturned("is there again", node=name))
+        return True
 
     def _look_out(self) -> None:
         chained = {peer.name for peer in self.chain.peers}

@@ -41,10 +41,11 @@ class Wait:
 
 @dataclass(frozen=True)
 class Reopen:
-    """Open a chain by this plan, which is without these nodes of the last one."""
+    """Open a chain by this plan, which is without these nodes of the last one, and has these that it had not."""
 
     plan: Plan
     without: tuple[str, ...] = ()
+    joined: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -109,8 +110,9 @@ class Recovery:
         plan = self._plan_over(sound, split) or self._plan_over(self._present, split)
         if plan is None:
             return Wait(left_s)
-        taking_part = {assignment.name for assignment in plan.assignments}
-        return Reopen(plan, tuple(name for name in self._expected if name not in taking_part))
+        taking_part = [assignment.name for assignment in plan.assignments]
+        without = tuple(name for name in self._expected if name not in taking_part)
+        return Reopen(plan, without, tuple(name for name in taking_part if name not in self._expected))
 
     @property
     def missing(self) -> list[str]:
@@ -136,7 +138,8 @@ class Recovery:
 
 def how(found: Reopen, plan: Plan) -> str:
     """How a chain goes on that was opened again, for the user."""
-    if not found.without:
-        return "with the same nodes"
+    changes = [
+        f"{word} {' and '.join(names)}" for word, names in (("without", found.without), ("with", found.joined)) if names
+    ]
     layers = ", ".join(f"{a.name} [{a.start}, {a.end})" for a in plan.assignments)
-    return f"without {' and '.join(found.without)} ({layers})"
+    return f"{' and '.join(changes)} ({layers})" if changes else "with the same nodes"

@@ -254,11 +254,12 @@ async def test_two_nodes_lost_at_once_are_both_planned_around(folder: Path) -> N
     assert_equal(found, expected)
 
 
-async def test_a_node_that_is_there_again_is_told_of_and_takes_part_in_the_next_chain(
+async def test_a_node_that_is_there_again_is_told_of_and_joins_once_nothing_is_under_way(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Meanwhile the running chain goes on as it is."""
     monkeypatch.setattr("coordinator.cluster.lookout._LOOK_S", 0.05)
+    monkeypatch.setattr("coordinator.cluster.supervisor._IDLE_S", 0.3)
     [asked] = asked_long = [request(tokens_of(5), 100)]
     expected = await unfailed(folder, asked_long)
     async with supervised(folder, IS_GONE, memory=ROOMY) as rig, rig.runner() as runner:
@@ -267,12 +268,13 @@ async def test_a_node_that_is_there_again_is_told_of_and_takes_part_in_the_next_
         await rig.places[0].stop()
         await until(lambda: rig.supervisor.chain.plan.layers == [2, 2])
         await rig.places[0].start()
-        await until(lambda: "worker node-1 is there again; the next chain is opened with it" in rig.said)
+        await until(lambda: "worker node-1 is there again; it joins once nothing is under way" in rig.said)
         assert rig.supervisor.chain.plan.layers == [2, 2]
         found = await live.answer()
         assert_equal([found], expected)
-        rig.supervisor.chain.deployment.peers[0].detach()
-        await until(lambda: rig.supervisor.chain.plan.layers == list(LAYERS))
+        await until(lambda: runner.chain.plan.layers == list(LAYERS))
+        assert rig.supervisor.num_recoveries == 1
+        assert any(line.startswith("worker node-1: is there again; going on with node-1 (") for line in rig.said)
         assert_equal([await runner.answer(asked)], expected)
 
 

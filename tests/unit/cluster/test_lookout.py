@@ -22,7 +22,7 @@ class FakeRoster(SimpleNamespace):
 @pytest.mark.parametrize(
     ("error", "useless", "said"),
     [
-        (None, set(), ["worker b is there again; the next chain is opened with it"]),
+        (None, set(), ["worker b is there again; it joins once nothing is under way"]),
         (None, {"b1"}, []),
         (KeyError("b"), set(), ["internal error: KeyError('b')"]),
     ],
@@ -33,7 +33,7 @@ def test_what_is_said_of_an_absent_node(error: Exception | None, useless: set[st
     roster: Any = FakeRoster(error=error, asked=[], members={"a": None, "b": None})
 
     async def look() -> None:
-        lookout = Lookout(roster, useless, lines.append)
+        lookout = Lookout(roster, useless, lines.append, lambda name: False)
         lookout.start({"a"}, lambda: True)
         await asyncio.sleep(5)
         await lookout.stop()
@@ -42,3 +42,25 @@ def test_what_is_said_of_an_absent_node(error: Exception | None, useless: set[st
     time.run(look())
     assert not time.close()
     assert [line.partition(" at ")[0] for line in lines] == said and roster.asked[0] == {"b"}
+
+
+def test_a_node_that_is_there_again_joins_as_soon_as_it_may_and_once() -> None:
+    roster: Any = FakeRoster(error=None, asked=[], members={"a": None, "b": None})
+    answers = iter([False, False, True])
+    joined: list[tuple[str, float]] = []
+
+    async def look() -> None:
+        def join(name: str) -> bool:
+            joined.append((name, asyncio.get_running_loop().time() - began))
+            return next(answers)
+
+        began = asyncio.get_running_loop().time()
+        lookout = Lookout(roster, set(), lambda line: None, join)
+        lookout.start({"a"}, lambda: True)
+        await asyncio.sleep(20)
+        await lookout.stop()
+
+    time = VirtualTime()
+    time.run(look())
+    assert not time.close()
+    assert [(name, round(at)) for name, at in joined] == [("b", 4), ("b", 6), ("b", 8)]

@@ -76,7 +76,7 @@ def test_a_node_that_has_said_that_it_ends_is_not_awaited_even_if_it_is_gone_bef
 def test_a_spare_node_takes_part_and_is_not_awaited() -> None:
     recovery = Recovery(plan_over(("max", "air")), LIMITS)
     recovery.saw(0, present("max", "mini", "air"))
-    assert recovery.decide(0, fits) == Reopen(plan_over(ALL))
+    assert recovery.decide(0, fits) == Reopen(plan_over(ALL), joined=("mini",))
     recovery.saw(0, present("max", "air"))
     assert recovery.decide(0, fits) == Reopen(plan_over(("max", "air")))
 
