@@ -4,7 +4,7 @@ python -m tools.bench_serve [--model demo] [--tokens 128] [--streams 1,8,32] [--
 
 Prints tokens per second and the time to the first token (p50, p95) of so many streams at once, with `brigade serve` on
 one process and on two nodes; how long four streams stand still at most, alone and while a long prompt arrives; and what
-HTTP adds to each token, against the same requests in this process.
+HTTP adds to each token and to the first, against the same requests in this process.
 """
 
 import asyncio
@@ -25,7 +25,6 @@ from coordinator.cluster.options import cluster_options
 from coordinator.resident.ask import Ask
 from coordinator.resident.frontend import Frontend
 from coordinator.resident.model import open_resident
-from coordinator.resident.several import collect
 from tools.serve_client import Outcome, Server, brigade, mlx_lm_server, stream
 from worker.process.machine import machine_name
 from worker.process.run import run_command
@@ -85,20 +84,23 @@ async def _measure(model: str, num_tokens: int, counts: Sequence[int], rounds: i
     for column in ("server", "alone", "beside a long prompt", "its first token after, ms"):
         beside.add_column(column, justify="left" if column == "server" else "right")
     alone: dict[str, float] = {}
+    firsts: dict[str, float] = {}
     for name, opening in servers.items():
         with opening as server:
             async with server.client() as client:
                 for row in [await _row(client, count, num_tokens, rounds) for count in counts]:
                     alone.setdefault(name, row.tokens_per_s)
+                    firsts.setdefault(name, row.p50_ms)
                     figures = (row.tokens_per_s, row.p50_ms, row.p95_ms)
                     table.add_row(name, str(row.num_streams), *(f"{figure:.1f}" for figure in figures))
                 gaps = [await _gaps_ms(client, num_words, turn) for turn in range(rounds)]
                 beside.add_row(name, *(f"{statistics.median(each):.1f}" for each in zip(*gaps, strict=True)))
     Console().print(table, beside)
     if counts[0] == 1:
-        here_ms = await _in_process_ms(frontend, model, num_tokens, rounds)
+        here_ms, first_ms = await _in_process_ms(frontend, model, num_tokens, rounds)
         there_ms = 1000 / alone["brigade serve, one process"]
         print(f"one stream: {here_ms:.2f} ms per token in process, {there_ms:.2f} by HTTP: {there_ms - here_ms:+.2f}")
+        print(f"its first token: {first_ms:.1f} ms in process, {firsts['brigade serve, one process']:.1f} by HTTP")
 
 
 async def _row(client: httpx2.AsyncClient, count: int, num_tokens: int, rounds: int) -> Row:
@@ -146,19 +148,22 @@ async def _persistent(client: httpx2.AsyncClient, body: dict[str, Any]) -> Outco
             return replace(found, first_s=found.first_s + asked - began, took_s=found.took_s + asked - began)
 
 
-async def _in_process_ms(frontend: Frontend, model: str, num_tokens: int, rounds: int) -> float:
-    """Of one token of one request, prompt included, as by HTTP."""
+async def _in_process_ms(frontend: Frontend, model: str, num_tokens: int, rounds: int) -> tuple[float, float]:
+    """Of one token of one request, prompt included, and until the first text, both as by HTTP."""
     options = cluster_options(None, model, 0, None, None)
-    found = []
+    found, firsts = [], []
     async with open_resident(frontend, options, options.context, max_waiting=1, max_wait_s=_WAIT_S) as resident:
         for turn in range(rounds + 1):
             body = _body(turn, num_tokens)
             ask = Ask(body["prompt"], num_tokens, {"temperature": body["temperature"]})
             began = time.monotonic()
-            [deltas] = await collect(resident, [await resident.prepare(ask)])
-            num_said = sum(len(delta.piece.tokens) for delta in deltas)
+            num_said, first_s = 0, 0.0
+            async for delta in resident.stream(await resident.prepare(ask)):
+                num_said += len(delta.piece.tokens)
+                first_s = first_s or (time.monotonic() - began if delta.content else 0.0)
             found.append(1000 * (time.monotonic() - began) / num_said)
-    return statistics.median(found[1:])
+            firsts.append(1000 * first_s)
+    return statistics.median(found[1:]), statistics.median(firsts[1:])
 
 
 def _body(number: int, num_tokens: int) -> dict[str, Any]:
