@@ -1,6 +1,5 @@
 """Frontend: a model's configuration, tokenizer and template. Makes checked requests of what is asked; asks no node."""
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +24,7 @@ from worker.errors import FrameError, InputError, ModelError, SamplingError
 from worker.model.checkpoint import Checkpoint
 from worker.model.modelspec import ModelSpec
 
-_COMPILES_S = 5.0  # that a grammar may take: the last stage compiles it too, and every session waits meanwhile
+_COMPILES_S = 5.0  # that a grammar may take, once it is its turn: what is to be encoded waits for it
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class Frontend:
             ask = _calm(ask)
         prompt = await self.prompt_ids(ask.prompt)
         if ask.is_bound:
-            sampling.grammar.CopyFrom(await self._grammar(ask, prompt))
+            sampling.grammar.CopyFrom(await self._grammar(ask, prompt, _COMPILES_S))
         spec = replace(self.spec, cache=ask.cache)
         request = Request(
             prompt=prompt,
@@ -153,21 +152,24 @@ class Frontend:
         return named | (self.tokenizer.eos if self.tokenizer else frozenset())
 
     async def any_grammar(self) -> Grammar:
-        """One that says nothing. Raises InputError if this model can keep to none."""
-        return await self._grammar(Ask((), grammar=regex_grammar("(.|\n)*")), ())
+        """One that says nothing. It may take as long as the vocabulary takes to be read.
 
-    async def _grammar(self, ask: Ask, prompt: tuple[int, ...]) -> Grammar:
+        Raises:
+            InputError: this model can keep to none.
+        """
+        return await self._grammar(Ask((), grammar=regex_grammar("(.|\n)*")), (), within_s=None)
+
+    async def _grammar(self, ask: Ask, prompt: tuple[int, ...], within_s: float | None) -> Grammar:
         """What the answer must be, once it has been tried. Raises InputError if the model cannot keep to it."""
         field = "tool_choice" if ask.calls.are_forced else "response_format"
         if ask.ignore_eos or not self.eos:
             raise InputError(field, "expected an end-of-sequence token to end it, found none")
         try:
-            async with asyncio.timeout(_COMPILES_S):
-                return await self.aside.run(partial(self._compiled, ask, prompt))
+            return await self.aside.run(partial(self._compiled, ask, prompt), within_s)
         except (FrameError, SamplingError) as error:
             raise InputError(field, error.message) from error
         except TimeoutError:
-            raise InputError(field, f"expected a grammar that compiles within {_COMPILES_S:g} s") from None
+            raise InputError(field, f"expected a grammar that compiles within {within_s:g} s") from None
 
     def _compiled(self, ask: Ask, prompt: tuple[int, ...]) -> Grammar:
         """May take long."""

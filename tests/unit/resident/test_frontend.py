@@ -24,6 +24,25 @@ def test_a_grammar_that_takes_too_long_to_compile_is_refused(monkeypatch: pytest
         released.set()
 
 
+def test_a_grammar_that_waits_for_its_turn_is_not_refused_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(frontend, "_COMPILES_S", 0.0)
+
+    async def checked() -> None:
+        front = await frontend.Frontend.read("demo")
+        held = asyncio.ensure_future(front.aside.run(lambda: released.wait(10)))
+        asked = asyncio.ensure_future(front.prepare(Ask((1,), max_tokens=1, grammar=regex_grammar("[0-9]+"))))
+        try:
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert not asked.done()
+        finally:
+            released.set()
+            await asyncio.gather(held, asked, return_exceptions=True)
+
+    asyncio.run(checked())
+
+
 def test_a_grammar_that_no_node_takes_is_refused() -> None:
     front = asyncio.run(frontend.Frontend.read("demo"))
     with pytest.raises(InputError, match=r"^response_format: expected at most 1048576 characters of a grammar, got"):
