@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from coordinator.http import protocol
 from coordinator.http.choices import tell
 from coordinator.http.listen import answering, listening
 from coordinator.http.served import Served
@@ -123,7 +124,9 @@ def test_a_client_that_leaves_ends_what_makes_the_events() -> None:
     asyncio.run(check())
 
 
-def test_a_reader_who_reads_nothing_is_cut_off_and_has_cost_little() -> None:
+def test_a_reader_who_reads_nothing_is_cut_off_and_has_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "_UNREAD_S", 0.2)
+
     async def check() -> None:
         said = 0
 
@@ -137,7 +140,7 @@ def test_a_reader_who_reads_nothing_is_cut_off_and_has_cost_little() -> None:
 
         async def reply(request: Request) -> Response:
             first = asyncio.ensure_future(anext(source := events()))
-            return EventStream(request, source, first, tell, keep_alive_s=1.0, unread_s=0.2)
+            return EventStream(request, source, first, tell, keep_alive_s=1.0)
 
         app = Starlette(routes=[Route("/", reply)])
         with listening("127.0.0.1", 0) as listener:
