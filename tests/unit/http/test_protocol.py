@@ -143,6 +143,7 @@ def test_a_client_that_reads_slowly_is_cut_off_only_once_it_reads_next_to_nothin
             transport.get_write_buffer_size.return_value = num_unread
             await asyncio.sleep(protocol_module._UNREAD_S)
             found.append(transport.is_closed)
+        protocol.connection_lost(None)
         return found
 
     assert time.run(talked()) == [False, False, True]
@@ -159,6 +160,7 @@ def test_a_client_that_has_read_everything_in_time_is_not_cut_off() -> None:
         protocol.pause_writing()
         protocol.resume_writing()
         await asyncio.sleep(2 * protocol_module._UNREAD_S)
+        protocol.connection_lost(None)
         return transport.is_closed
 
     assert not time.run(talked())
