@@ -160,8 +160,9 @@ def test_a_client_that_has_read_everything_in_time_is_not_cut_off() -> None:
         protocol.pause_writing()
         protocol.resume_writing()
         await asyncio.sleep(2 * protocol_module._UNREAD_S)
+        is_closed = transport.is_closed
         protocol.connection_lost(None)
-        return transport.is_closed
+        return is_closed
 
     assert not time.run(talked())
     time.close()
