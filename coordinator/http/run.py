@@ -68,10 +68,13 @@ async def serve(options: ClusterOptions, serving: Serving) -> None:
         ConfigError: the port is taken. ModelError, InputError: the model cannot be served.
         BrigadeError: the first chain could not be opened.
     """
-    frontend = await Frontend.read(options.model, trust_remote_code=options.trust_remote_code)
-    frontend.defaults |= serving.sampling
-    frontend.default_max_tokens = min(serving.limits.max_tokens, frontend.spec.context)
-    frontend.aside = OneAtATime(serving.max_waiting, serving.limits.queue_timeout_s)
+    frontend = await Frontend.read(
+        options.model,
+        trust_remote_code=options.trust_remote_code,
+        sampling=serving.sampling,
+        max_tokens=serving.limits.max_tokens,
+        aside=OneAtATime(serving.max_waiting, serving.limits.queue_timeout_s),
+    )
     served = Served(frontend, serving.names or (_name_of(frontend),), int(time.time()), serving.limits)
     app = make_app(served, keys=serving.keys, hosts=serving.hosts, origins=serving.cors_origins)
     with listening(serving.host, serving.port) as listener:

@@ -30,7 +30,7 @@ def test_a_grammar_that_waits_for_its_turn_is_not_refused_for_it(monkeypatch: py
 
     async def checked() -> None:
         front = await frontend.Frontend.read("demo")
-        held = asyncio.ensure_future(front.aside.run(lambda: released.wait(10)))
+        held = asyncio.ensure_future(front._aside.run(lambda: released.wait(10)))
         asked = asyncio.ensure_future(front.prepare(Ask((1,), max_tokens=1, grammar=regex_grammar("[0-9]+"))))
         try:
             for _ in range(10):
@@ -47,3 +47,11 @@ def test_a_grammar_that_no_node_takes_is_refused() -> None:
     front = asyncio.run(frontend.Frontend.read("demo"))
     with pytest.raises(InputError, match=r"^response_format: expected at most 1048576 characters of a grammar, got"):
         asyncio.run(front.prepare(Ask("a", max_tokens=1, grammar="x" * 2**21)))
+
+
+def test_what_is_usual_holds_for_requests_that_do_not_say() -> None:
+    front = asyncio.run(frontend.Frontend.read("demo", sampling={"temperature": 0.5, "top_k": 3}, max_tokens=7))
+    silent = asyncio.run(front.prepare(Ask((1,)))).request
+    said = asyncio.run(front.prepare(Ask((1,), max_tokens=9, sampling={"temperature": 0.25}))).request
+    assert (silent.max_tokens, silent.sampling.temperature, silent.sampling.top_k) == (7, 0.5, 3)
+    assert (said.max_tokens, said.sampling.temperature, said.sampling.top_k) == (9, 0.25, 3)
