@@ -59,9 +59,9 @@ def chat(
         TEMPLATES.start()  # beside the imports below, which take a second
     from coordinator.cli.run_async import run_async
     from coordinator.doors.chat import Place, run_chat
-    from coordinator.doors.server import read_key
+    from coordinator.http.keys import first_key
     from coordinator.resident.ask import Ask
 
-    place = Place(options, server, read_key(api_key_file) if api_key_file else None)
+    place = Place(options, server, first_key(api_key_file) if api_key_file else None)
     body = sampling | ({"max_tokens": max_tokens} if max_tokens else {})
     return run_async(run_chat(place, Ask((0,), max_tokens, sampling), body, system_prompt))

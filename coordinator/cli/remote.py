@@ -10,9 +10,10 @@ from typing import Any
 
 from coordinator.cli.wish import Wish
 from coordinator.cluster.progress import say
-from coordinator.doors.server import open_server, read_key
+from coordinator.doors.server import open_server
 from coordinator.doors.show import Show, showing
 from coordinator.doors.speakers import Figures, Said, ServerSpeaker
+from coordinator.http.keys import first_key
 from coordinator.resident.ask import require_utf8
 from worker.errors import InputError
 
@@ -21,7 +22,7 @@ async def run_remote(url: str, key_file: Path | None, body: dict[str, Any], wish
     """Raises InputError if there is no server, or the request is wrong. ServerFailed: it was not answered."""
     for name, text in (("prompt", wish.prompt), ("system_prompt", wish.system)):
         require_utf8(name, text or "")
-    async with open_server(url, read_key(key_file) if key_file else None) as server:
+    async with open_server(url, first_key(key_file) if key_file else None) as server:
         began = time.monotonic()
         with nullcontext(None) if wish.as_json else showing(None) as show:
             said, first = await _gathered(_steps(ServerSpeaker(server, body), wish), show)

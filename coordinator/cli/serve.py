@@ -8,6 +8,7 @@ import typer
 
 from coordinator.cli import flags
 from coordinator.cli.chosen import chosen_cluster, chosen_sampling
+from coordinator.cli.server_flags import ApiKeyFile
 from coordinator.planning.recovery import USUAL
 from coordinator.sessions.request import make_sampling
 from worker.errors import InputError
@@ -17,10 +18,6 @@ _SERVER = "Server"
 
 Host = Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 lets other machines in.", rich_help_panel=_SERVER)]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.", rich_help_panel=_SERVER)]
-ApiKeyFile = Annotated[
-    Path | None,
-    typer.Option(help="Keys that clients must bring: a line each, as KEY or NAME KEY.", rich_help_panel=_SERVER),
-]
 Insecure = Annotated[
     bool,
     typer.Option("--insecure", help="Let others in without keys, on a network you trust.", rich_help_panel=_SERVER),

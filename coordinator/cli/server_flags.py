@@ -1,4 +1,4 @@
-"""Flags of commands that may ask a server instead of loading a model, and what they amount to in its words."""
+"""Flags of servers, and of commands that may ask one instead of loading a model; what they amount to in its words."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +28,11 @@ ServerUrl = Annotated[
     ),
 ]
 ApiKeyFile = Annotated[
-    Path | None, typer.Option(help="The key for that server: a line KEY or NAME KEY.", rich_help_panel=_SERVER)
+    Path | None,
+    typer.Option(
+        help="Keys, a line each: KEY or NAME KEY. A server lets all of them in; a client brings the first.",
+        rich_help_panel=_SERVER,
+    ),
 ]
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -12,25 +11,21 @@ import typer
 
 from coordinator.cli import flags
 from coordinator.cli.serve import PORT
+from coordinator.cli.server_flags import ApiKeyFile
 from worker.errors import BrigadeError, InputError, StageLost
 
 _EVERY_S = 1.0
 _WITHIN_S = 5.0
 _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a node of ours is behind no proxy
-_KEY_VARIABLE = "BRIGADE_API_KEY"
 
 Server = Annotated[str, typer.Option(metavar="URL", help="Where `brigade serve` listens.")]
 Watched = Annotated[bool, typer.Option("--watch", help="Go on showing it, every second, until Ctrl-C.")]
-KeyFile = Annotated[
-    Path | None,
-    typer.Option("--api-key-file", help=f"The server's keys: the first is used. (default: ${_KEY_VARIABLE})"),
-]
 
 
 def status(
     server: Server = f"http://127.0.0.1:{PORT}",
     watch: Watched = False,
-    api_key_file: KeyFile = None,
+    api_key_file: ApiKeyFile = None,
     config: flags.Config = None,
     as_json: flags.Json = False,
 ) -> None:
@@ -43,8 +38,10 @@ def status(
     if not server.startswith(("http://", "https://")):
         raise InputError("server", f"expected http://HOST:PORT, got {server!r}")
     from coordinator.cli.run_async import run_async
+    from coordinator.http.keys import first_key
 
-    run_async(_show(server.rstrip("/"), _key(api_key_file), config, is_watching=watch, as_json=as_json))
+    key = first_key(api_key_file) if api_key_file else None
+    run_async(_show(server.rstrip("/"), key, config, is_watching=watch, as_json=as_json))
 
 
 async def _show(server: str, key: str | None, config: Path | None, *, is_watching: bool, as_json: bool) -> None:
@@ -91,7 +88,7 @@ def ask_server(server: str, key: str | None) -> dict[str, Any]:
     except urllib.error.HTTPError as error:
         error.close()
         if error.code == 401:
-            raise InputError("api_key_file", f"{server} wants a key; give it, or set {_KEY_VARIABLE}") from error
+            raise InputError("api_key_file", f"{server} wants a key: expected one of its own") from error
         raise BrigadeError(f"{server} answers with HTTP status {error.code}: expected `brigade serve` there") from error
     except ValueError as error:
         raise BrigadeError(f"{server} answers, but not as `brigade serve` does") from error
@@ -103,14 +100,3 @@ def ask_server(server: str, key: str | None) -> dict[str, Any]:
     if not (isinstance(found, dict) and "nodes" in found):
         raise BrigadeError(f"{server} answers, but not as `brigade serve` does")
     return found
-
-
-def _key(path: Path | None) -> str | None:
-    """The first key of a file of them."""
-    if path is None:
-        return os.environ.get(_KEY_VARIABLE)
-    try:
-        lines = (line.split() for line in path.read_text(encoding="utf-8").splitlines())
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError("api_key_file", f"{path} cannot be read: {error}") from error
-    return next((words[-1] for words in lines if words and not words[0].startswith("#")), None)

@@ -74,8 +74,10 @@ class Supervisor:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await self._lookout.stop()
-        await self._chains.close()
+        try:
+            await self._lookout.stop()
+        finally:
+            await self._chains.close()
 
     async def open(self, progress: Progress = lambda node, report: None) -> Chain:
         """Load, and open the first chain, anew if a node is lost meanwhile.

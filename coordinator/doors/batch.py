@@ -13,15 +13,14 @@ from coordinator.cluster.progress import say
 from coordinator.cluster.together import together
 from coordinator.doors.bars import Report, show_tokens
 from coordinator.doors.batch_files import Answers, Entry, open_answers, read_batch
-from coordinator.http.choices import prepare_choices
-from coordinator.http.completions import prepare_completions
 from coordinator.http.errors import http_error
 from coordinator.resident.frontend import Frontend
 from coordinator.resident.model import ResidentModel, open_resident
 from coordinator.resident.several import collect
 from coordinator.shapes.body import read
-from coordinator.shapes.openai_chat import ChatAnswer, ChatBody
+from coordinator.shapes.openai_chat import ChatBody
 from coordinator.shapes.openai_completions import CompletionBody
+from coordinator.shapes.openai_tasks import prepare_chat, prepare_completions
 from worker.errors import BrigadeError, InputError
 
 Json = dict[str, Any]
@@ -52,8 +51,9 @@ async def run_batch(options: ClusterOptions, source: Path, target: Path, max_tok
             say(f"{target} has the answers to {num_known} of {len(batch.entries)} requests")
         if not entries:
             return code
-        frontend = await Frontend.read(options.model, trust_remote_code=options.trust_remote_code)
-        frontend.default_max_tokens = max_tokens
+        frontend = await Frontend.read(
+            options.model, trust_remote_code=options.trust_remote_code, max_tokens=max_tokens
+        )
         async with open_resident(
             frontend, options, options.context, max_waiting=_MOST_AT_ONCE, max_wait_s=_MAX_WAIT_S
         ) as model:
@@ -128,11 +128,7 @@ class _Run:
 
 async def _chat(model: ResidentModel, given: Json) -> Json:
     body = read(ChatBody, given)
-    tasks = await prepare_choices(model, body.ask(), body.n)
-    answer = ChatAnswer(
-        f"chatcmpl-{uuid.uuid4().hex}", model.name, int(time.time()), model.frontend.token_text, body.logprobs,
-        model.frontend.token_bytes,
-    )  # fmt: skip
+    tasks, answer = await prepare_chat(model, model.name, body)
     return answer.whole(await collect(model, tasks))
 
 

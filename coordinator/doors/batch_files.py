@@ -88,7 +88,7 @@ def open_answers(path: Path) -> Iterator[Answers]:
     """The file, made if it is not there; the end of a line that was not written whole is cut off.
 
     Raises:
-        InputError: it cannot be written, another run writes it, or it holds something else.
+        InputError: it cannot be written or locked, another run writes it, or it holds something else.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -97,8 +97,10 @@ def open_answers(path: Path) -> Iterator[Answers]:
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise InputError("output", f"another run writes {path}") from None
+        except OSError as error:
+            raise InputError("output", f"cannot lock {path}: {error.strerror}") from error
         known, end = _known(path)
         os.ftruncate(descriptor, end)
         yield Answers(descriptor, known)

@@ -43,8 +43,9 @@ async def run_bridge(options: ClusterOptions) -> None:
     Raises:
         BrigadeError: the model cannot be loaded, or its cluster failed for good. BrokenPipeError: nobody reads.
     """
-    frontend = await Frontend.read(options.model, trust_remote_code=options.trust_remote_code, needs_text=False)
-    frontend.default_max_tokens = _CHAT_TOKENS
+    frontend = await Frontend.read(
+        options.model, trust_remote_code=options.trust_remote_code, needs_text=False, max_tokens=_CHAT_TOKENS
+    )
     async with open_resident(
         frontend, options, options.context, max_waiting=MOST_WAITING, max_wait_s=_MAX_WAIT_S
     ) as model:

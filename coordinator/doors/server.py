@@ -3,7 +3,6 @@
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -63,18 +62,6 @@ async def open_server(url: str, key: str | None) -> AsyncIterator[Server]:
                 "server", f"{said} ({error or type(error).__name__}); start one by `brigade serve`"
             ) from error
         yield Server(client, url, name)
-
-
-def read_key(path: Path) -> str:
-    """The first key of a file, in which a line is KEY or NAME KEY. Raises InputError if there is none."""
-    try:
-        lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError("api_key_file", f"{path} cannot be read: {error}") from error
-    keys = [words[-1] for words in lines if words and not words[0].startswith("#")]
-    if not keys:
-        raise InputError("api_key_file", f"{path}: expected a key per line, found none")
-    return keys[0]
 
 
 def _event(text: str) -> Json:

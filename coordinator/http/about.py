@@ -10,8 +10,6 @@ from starlette.responses import JSONResponse, Response
 from coordinator.http.errors import unavailable
 from coordinator.http.served import Served
 from coordinator.http.streams import unless_left
-from coordinator.resident.ask import Ask
-from coordinator.resident.several import collect
 
 _DEEP_S = 5.0
 
@@ -54,7 +52,7 @@ async def _send_token(served: Served) -> None:
     model = served.require_model()
     try:
         async with asyncio.timeout(_DEEP_S), served.looking:
-            await collect(model, [await model.prepare(Ask((0,), max_tokens=1, ignore_eos=True))])
+            await model.look()
     except TimeoutError:
         raise unavailable(f"no token went through all stages within {_DEEP_S:g} s", "too_slow") from None
 

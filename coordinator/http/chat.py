@@ -1,7 +1,5 @@
 """`POST /v1/chat/completions`."""
 
-import time
-import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -9,7 +7,7 @@ from contextlib import aclosing
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from coordinator.http.choices import figures, prepare_choices, tell
+from coordinator.http.choices import figures, tell
 from coordinator.http.reading import read_body
 from coordinator.http.served import Served
 from coordinator.http.streams import DONE, data, event_stream, unless_left
@@ -18,6 +16,7 @@ from coordinator.resident.frontend import Task
 from coordinator.resident.model import ResidentModel
 from coordinator.resident.several import collect, merged
 from coordinator.shapes.openai_chat import ChatAnswer, ChatBody
+from coordinator.shapes.openai_tasks import prepare_chat
 
 
 async def chat_completions(request: Request) -> Response:
@@ -26,15 +25,7 @@ async def chat_completions(request: Request) -> Response:
     body = await read_body(request, ChatBody, served.limits.body_bytes)
     served.require_name(body.model)
     model = served.require_model()
-    tasks = await unless_left(request, prepare_choices(model, body.ask(), body.n))
-    answer = ChatAnswer(
-        f"chatcmpl-{uuid.uuid4().hex}",
-        served.names[0],
-        int(time.time()),
-        served.frontend.token_text,
-        body.logprobs,
-        served.frontend.token_bytes,
-    )
+    tasks, answer = await unless_left(request, prepare_chat(model, served.names[0], body))
     if body.stream:
         events = _events(model, tasks, answer, body)
         return await event_stream(request, events, tell=tell, end=DONE)

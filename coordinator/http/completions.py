@@ -1,14 +1,12 @@
 """`POST /v1/completions`: raw prompts, several at once."""
 
-import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from coordinator.http.choices import figures, prepare_choices, tell
+from coordinator.http.choices import figures, tell
 from coordinator.http.reading import read_body
 from coordinator.http.served import Served
 from coordinator.http.streams import DONE, data, event_stream, unless_left
@@ -16,8 +14,8 @@ from coordinator.resident.channels import Delta
 from coordinator.resident.frontend import Task
 from coordinator.resident.model import ResidentModel
 from coordinator.resident.several import collect, merged
-from coordinator.sessions.text import TokenIds
-from coordinator.shapes.openai_completions import Choice, CompletionAnswer, CompletionBody, RawPrompt
+from coordinator.shapes.openai_completions import CompletionAnswer, CompletionBody
+from coordinator.shapes.openai_tasks import prepare_completions
 
 
 async def completions(request: Request) -> Response:
@@ -31,31 +29,6 @@ async def completions(request: Request) -> Response:
         return await event_stream(request, _events(model, tasks, answer, body), tell=tell, end=DONE)
     answers = await unless_left(request, collect(model, tasks, traced=body.wants_waterfall))
     return JSONResponse(answer.whole(answers) | {"brigade": figures([deltas[-1] for deltas in answers])})
-
-
-async def prepare_completions(
-    model: ResidentModel, name: str, body: CompletionBody
-) -> tuple[list[Task], CompletionAnswer]:
-    """The tasks of all choices, and how their answers are told by a model of this name."""
-    tasks: list[Task] = []
-    choices: list[Choice] = []
-    for prompt, ask in zip(body.prompt, body.asks(), strict=True):
-        group = await prepare_choices(model, ask, body.n)
-        echoed = await _text_of(prompt, model) if body.echo else ""
-        choices += [_choice(task, echoed, has_logprobs=body.logprobs is not None) for task in group]
-        tasks += group
-    answer_id, token_text = f"cmpl-{uuid.uuid4().hex}", model.frontend.token_text
-    return tasks, CompletionAnswer(answer_id, name, int(time.time()), token_text, choices, len(body.prompt))
-
-
-async def _text_of(prompt: RawPrompt, model: ResidentModel) -> str:
-    return prompt if isinstance(prompt, str) else await model.frontend.text_of(prompt)
-
-
-def _choice(task: Task, echoed: str, *, has_logprobs: bool) -> Choice:
-    if not has_logprobs:
-        return Choice(echoed)
-    return Choice(echoed, task.tokenizer.stream(()) if task.tokenizer else TokenIds(), task.request.eos)
 
 
 async def _events(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from worker.errors import InputError
 
-_KEY = r"[\x21-\x7e]{8,512}"
+_LEAST_OF_OURS, _LONGEST = 8, 512  # characters; other servers may have shorter keys
 _MOST_BYTES = 1 << 20
 
 
@@ -34,31 +34,40 @@ def is_readable_by_others(path: Path) -> bool:
 
 
 def load_keys(path: Path) -> Keys:
-    """Keys of a file: one per line, as `KEY` or `NAME KEY`; lines that begin with # are skipped.
+    """Those that a server lets in.
 
     Raises:
-        InputError: it cannot be read, has no key, or one that is too short.
+        InputError: the file cannot be read, has no key, or one that is too short.
     """
+    return Keys({name: _digest(key) for name, key in _keys_of(path, _LEAST_OF_OURS).items()})
+
+
+def first_key(path: Path) -> str:
+    """The one that a client brings. Raises InputError for a file that cannot be read, or has none."""
+    return next(iter(_keys_of(path, least=1).values()))
+
+
+def _keys_of(path: Path, least: int) -> dict[str, str]:
+    """Keys of a file: one per line, as `KEY` or `NAME KEY`; lines that begin with # are skipped."""
     try:
         lines = _read(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError("api_key_file", f"{path} cannot be read: {error}") from error
-    digests: dict[str, bytes] = {}
+    keys: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
         name, key = words if len(words) == 2 else (f"key {number}", words[0])
-        if len(words) > 2 or not re.fullmatch(_KEY, key):
-            raise InputError(
-                "api_key_file", f"{path}, line {number}: expected KEY or NAME KEY, of 8 characters or more"
-            )
-        if name in digests:
+        if len(words) > 2 or not re.fullmatch(rf"[\x21-\x7e]{{{least},{_LONGEST}}}", key):
+            said = f"expected KEY or NAME KEY, of {least} characters or more"
+            raise InputError("api_key_file", f"{path}, line {number}: {said}")
+        if name in keys:
             raise InputError("api_key_file", f"{path}, line {number}: expected a name that no other key has")
-        digests[name] = _digest(key)
-    if not digests:
+        keys[name] = key
+    if not keys:
         raise InputError("api_key_file", f"{path}: expected a key per line, found none")
-    return Keys(digests)
+    return keys
 
 
 def _read(path: Path) -> bytes:

@@ -52,10 +52,13 @@ def load_tls(cert: Path, key: Path) -> ssl.SSLContext:
 
 
 @asynccontextmanager
-async def answering(app: ASGIApp, listener: socket.socket, tls: ssl.SSLContext | None) -> AsyncIterator[None]:
+async def answering(
+    app: ASGIApp, listener: socket.socket, tls: ssl.SSLContext | None
+) -> AsyncIterator["asyncio.Task[None]"]:
     """Let the application answer what comes in at the port, which is closed in the end.
 
-    The block is cancelled, and left with the error, if nothing can be answered any more.
+    The block is cancelled, and left with the error, if nothing can be answered any more: the task, which is what
+    answers, is done then.
     """
     config = uvicorn.Config(
         app, http=BoundedProtocol, ws="none", log_config=None, access_log=False, lifespan="off", server_header=False,
@@ -67,7 +70,7 @@ async def answering(app: ASGIApp, listener: socket.socket, tls: ssl.SSLContext |
     assert block is not None
     running.add_done_callback(lambda _: None if server.should_exit else block.cancel())
     try:
-        yield
+        yield running
     finally:
         if running.done():
             block.uncancel()

@@ -1,4 +1,4 @@
-"""Protocol: one connection. Bounds what it may send, and for how long, before a request has begun."""
+"""Protocol: one connection. Bounds what it may send before a request has begun, and how long it may leave unread."""
 
 import asyncio
 from http import HTTPStatus
@@ -6,11 +6,11 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from coordinator.http.streams import ABORT
-
 MOST_HEAD_BYTES = 64 << 10  # of the URL and the headers
 MOST_CONNECTIONS = 1024
 _HEAD_S = 60.0  # until the head of a request is whole
+_UNREAD_S = 30.0  # in which a client has to read all that was sent, or at least this much of it:
+_LEAST_READ = 48 << 10
 
 
 class TooLarge(Exception):
@@ -18,14 +18,17 @@ class TooLarge(Exception):
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Also lets the application cut a connection off whose client does not read."""
+    """Cuts off clients that do not read: closed, a connection would wait for ever to get rid of what was sent."""
 
     _num_head = 0  # bytes of the URL and the headers of a request, as far as they are whole
     _num_pending = 0  # bytes since the parser has told of anything: it gathers them
     _deadline: asyncio.TimerHandle | None = None
+    _num_unread = 0  # bytes that the client has not taken, when `_reading` began
+    _reading: asyncio.TimerHandle | None = None  # runs while there are such
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=1)  # writing pauses while anything is unread
         if len(self.connections) > MOST_CONNECTIONS:
             self._end(HTTPStatus.SERVICE_UNAVAILABLE, b"retry-after: 5\r\n")
         else:
@@ -33,7 +36,16 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_deadline()
+        self._stop_reading()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._wait_read()
+
+    def resume_writing(self) -> None:
+        self._stop_reading()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         if not self._is_answering:
@@ -51,7 +63,6 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = {ABORT: self.transport.abort}  # type: ignore[dict-item]
         self._num_head = 0
         self._start_deadline()
 
@@ -95,6 +106,21 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+    def _wait_read(self) -> None:
+        self._num_unread = self.transport.get_write_buffer_size()
+        self._reading = self.loop.call_later(_UNREAD_S, self._require_read)
+
+    def _require_read(self) -> None:
+        if self._num_unread - self.transport.get_write_buffer_size() < _LEAST_READ:
+            self.transport.abort()
+        else:
+            self._wait_read()
+
+    def _stop_reading(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
 
     def _end(self, status: HTTPStatus, headers: bytes = b"") -> None:
         """Say why, unless that would stand in the middle of an answer, and close."""

@@ -68,17 +68,20 @@ async def serve(options: ClusterOptions, serving: Serving) -> None:
         ConfigError: the port is taken. ModelError, InputError: the model cannot be served.
         BrigadeError: the first chain could not be opened.
     """
-    frontend = await Frontend.read(options.model, trust_remote_code=options.trust_remote_code)
-    frontend.defaults |= serving.sampling
-    frontend.default_max_tokens = min(serving.limits.max_tokens, frontend.spec.context)
-    frontend.aside = OneAtATime(serving.max_waiting, serving.limits.queue_timeout_s)
+    frontend = await Frontend.read(
+        options.model,
+        trust_remote_code=options.trust_remote_code,
+        sampling=serving.sampling,
+        max_tokens=serving.limits.max_tokens,
+        aside=OneAtATime(serving.max_waiting, serving.limits.queue_timeout_s),
+    )
     served = Served(frontend, serving.names or (_name_of(frontend),), int(time.time()), serving.limits)
     app = make_app(served, keys=serving.keys, hosts=serving.hosts, origins=serving.cors_origins)
     with listening(serving.host, serving.port) as listener:
         url = serving.url(listener.getsockname()[1])
         telling = logged(served.tally, served.watch, lambda: served.model)
-        async with telling, answering(app, listener, serving.tls):
-            await _keep_serving(options, serving, served, url)
+        async with telling, answering(app, listener, serving.tls) as answers:
+            await _keep_serving(options, serving, served, url, answers)
 
 
 def _name_of(frontend: Frontend) -> str:
@@ -87,7 +90,9 @@ def _name_of(frontend: Frontend) -> str:
     return Path(name).name if Path(name).is_absolute() else name
 
 
-async def _keep_serving(options: ClusterOptions, serving: Serving, served: Served, url: str) -> None:
+async def _keep_serving(
+    options: ClusterOptions, serving: Serving, served: Served, url: str, answers: "asyncio.Task[None]"
+) -> None:
     """Load the model, and anew whenever its cluster has failed for good. Returns once it was told to stop."""
     spec, was_open = served.frontend.spec, False
     context = serving.context or Contexts(min(DEFAULT_CONTEXT, spec.context), spec.context)
@@ -104,7 +109,7 @@ async def _keep_serving(options: ClusterOptions, serving: Serving, served: Serve
                 await model.expect_grammars()
                 served.model, was_open = model, True
                 say(f"serving {', '.join(served.names)} at {url}, up to {model.context} tokens per request")
-                if await _is_stopped(model, serving):
+                if await _is_stopped(model, serving, answers):
                     return
         except BrigadeError as error:
             if not was_open:
@@ -116,12 +121,18 @@ async def _keep_serving(options: ClusterOptions, serving: Serving, served: Serve
         await asyncio.sleep(serving.reopen_s)
 
 
-async def _is_stopped(model: ResidentModel, serving: Serving) -> bool:
-    """True once it was told to stop and what was under way has ended. Raises what makes the model useless."""
+async def _is_stopped(model: ResidentModel, serving: Serving, answers: "asyncio.Task[None]") -> bool:
+    """True once it was told to stop and what was under way has ended. Raises what makes the model useless.
+
+    Args:
+        answers: what clients are answered by. Cancelled because that has ended, there is nothing to wait for.
+    """
     try:
         await model.wait_failed()
         return False
     except asyncio.CancelledError:
+        if answers.done():
+            raise
         say("stopping: what is under way may end; again to stop at once")
         if not await model.drain(serving.shutdown_timeout_s):
             say(f"some answers have not ended within {serving.shutdown_timeout_s:g} s, and are cut off")

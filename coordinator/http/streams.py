@@ -17,8 +17,6 @@ T = TypeVar("T")
 Event = dict[str, Any]
 
 DONE = b"data: [DONE]\n\n"  # the end of a stream, as OpenAI's clients know it
-ABORT = "brigade.abort"  # the extension of a connection that can be cut off
-_UNREAD_S = 30.0  # how long a client may leave what was sent unread
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _LIVES = b": still at it\n\n"
 
@@ -67,7 +65,7 @@ async def _wait_first(first: "asyncio.Future[bytes]", served: Served) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Sends events until they end, fail, or are not read. Whichever it is, what they come from is closed then."""
+    """Sends events until they end, fail, or the client is gone. Whichever it is, what they come from is closed then."""
 
     def __init__(
         self,
@@ -78,7 +76,6 @@ class EventStream(StreamingResponse):
         end: bytes = b"",
         *,
         keep_alive_s: float,
-        unread_s: float = _UNREAD_S,
     ) -> None:
         """`upcoming` is the first event, which may not be there yet."""
         super().__init__((), media_type="text/event-stream", headers=_HEADERS)
@@ -88,25 +85,20 @@ class EventStream(StreamingResponse):
         self._tell = tell
         self._end = end
         self._keep_alive_s = keep_alive_s
-        self._unread_s = unread_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await unless_left(self._request, self._send_all(send))
-        except TimeoutError:
-            await _cut_off(scope, receive)
         except ClientLeft:
             pass
         finally:
             await _close(self._events, self._upcoming)
 
     async def _send_all(self, send: Send) -> None:
-        """Raises TimeoutError once nobody reads."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async with aclosing(self._lively()) as pieces:
             async for piece in pieces:
-                async with asyncio.timeout(self._unread_s):
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _lively(self) -> AsyncGenerator[bytes, None]:
@@ -131,12 +123,6 @@ async def _close(events: AsyncGenerator[bytes, None], upcoming: "asyncio.Future[
     upcoming.cancel()
     await asyncio.gather(upcoming, return_exceptions=True)
     await events.aclose()
-
-
-async def _cut_off(scope: Scope, receive: Receive) -> None:
-    """A connection that nobody reads would never get rid of what is still to be sent."""
-    scope["extensions"][ABORT]()
-    await _left(receive)
 
 
 async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:

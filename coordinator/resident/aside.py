@@ -20,16 +20,20 @@ class OneAtATime:
         self._turn = asyncio.Lock()
         self._num_waiting = 0
 
-    async def run(self, call: Callable[[], T]) -> T:
+    async def run(self, call: Callable[[], T], within_s: float | None = None) -> T:
         """The call's result, or its exception. Cancelled, it ends at once; the next call waits for this one yet.
 
+        Args:
+            within_s: how long the call may take, once it is its turn.
         Raises:
             QueueFull: too many wait already. WaitedTooLong: it was not this call's turn in time.
+            TimeoutError: the call takes longer than it may; the next one waits for it all the same.
         """
         await self._wait_turn()
         running = asyncio.ensure_future(run_aside(call))
         running.add_done_callback(self._end)
-        await asyncio.wait([running])
+        async with asyncio.timeout(within_s):
+            await asyncio.wait([running])
         return running.result()
 
     async def _wait_turn(self) -> None:

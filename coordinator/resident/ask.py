@@ -35,7 +35,7 @@ class Ask:
     """A prompt and how to go on from it. What is left out is the model's own choice, or nothing."""
 
     prompt: Prompt
-    max_tokens: int | None = None  # None: `Frontend.default_max_tokens`
+    max_tokens: int | None = None  # None: what is usual, see `Frontend`
     sampling: Mapping[str, Any] = field(default_factory=dict)  # by the names of the proto message
     decode: Decode = field(default_factory=lambda: Decode("auto"))
     cache: Cache = field(default_factory=Cache)

@@ -97,6 +97,8 @@ class Channels:
             calls = [_as_call(each) for each in (parsed if isinstance(parsed, list) else [parsed])]
         except _UNPARSABLE:
             return said, []
+        if not calls:
+            return said, []
         told = calls if self._is_parallel else calls[: not self._has_called]
         self._has_called = True
         return "", told

@@ -1,10 +1,9 @@
 """Frontend: a model's configuration, tokenizer and template. Makes checked requests of what is asked; asks no node."""
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypedDict, Unpack
 
 from coordinator.cluster.open import read_model
 from coordinator.cluster.tokenizer import Tokenizer, find_tokenizer
@@ -25,7 +24,7 @@ from worker.errors import FrameError, InputError, ModelError, SamplingError
 from worker.model.checkpoint import Checkpoint
 from worker.model.modelspec import ModelSpec
 
-_COMPILES_S = 5.0  # that a grammar may take: the last stage compiles it too, and every session waits meanwhile
+_COMPILES_S = 5.0  # that a grammar may take, once it is its turn: what is to be encoded waits for it
 
 
 @dataclass(frozen=True)
@@ -50,33 +49,58 @@ class Task:
         return Channels(markers, self.ask.tools, is_parallel=self.ask.calls.is_parallel)
 
 
+class Usual(TypedDict, total=False):
+    """What holds for requests that do not say, and how long they may wait for being encoded: see `Frontend`."""
+
+    sampling: Mapping[str, Any]
+    max_tokens: int
+    aside: OneAtATime
+
+
 class Frontend:
     """Checks requests for one model. Encoding and rendering are done aside, one at a time."""
 
-    def __init__(self, checkpoint: Checkpoint, spec: ModelSpec, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        spec: ModelSpec,
+        tokenizer: Tokenizer | None,
+        *,
+        sampling: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
+        aside: OneAtATime | None = None,
+    ) -> None:
         """Without a tokenizer prompts are token ids, and so is text.
 
+        Args:
+            sampling: for requests that do not say; above the model's own.
+            max_tokens: of an answer whose request names no number; as many as there is room for if none is given.
+            aside: bounds how many wait for being encoded, and how long.
         Raises:
             ModelError: generation_config.json is wrong.
         """
         self.checkpoint = checkpoint
         self.spec = spec
         self.tokenizer = tokenizer
-        self.defaults: dict[str, Any] = sampling_defaults(checkpoint.generation_config)
+        self._defaults = {**sampling_defaults(checkpoint.generation_config), **(sampling or {})}
         self._grammars = Grammars(checkpoint.folder, spec.vocab_size)
-        self.default_max_tokens = spec.context  # of an answer whose request names no number
-        self.aside = OneAtATime()
+        self._max_tokens = min(max_tokens or spec.context, spec.context)
+        self._aside = aside or OneAtATime()
 
     @classmethod
-    async def read(cls, model: str, *, trust_remote_code: bool = False, needs_text: bool = True) -> Self:
+    async def read(
+        cls, model: str, *, trust_remote_code: bool = False, needs_text: bool = True, **usual: Unpack[Usual]
+    ) -> Self:
         """Read the model's configuration and tokenizer; no weights.
 
+        Args:
+            usual: see the arguments of the same names above.
         Raises:
             ModelError: there is no such model, or it cannot be read, or has no tokenizer though there `needs_text`.
         """
         checkpoint, spec = await read_model(model)
         find = Tokenizer if needs_text else find_tokenizer
-        return cls(checkpoint, spec, find(checkpoint, trust_remote_code=trust_remote_code))
+        return cls(checkpoint, spec, find(checkpoint, trust_remote_code=trust_remote_code), **usual)
 
     @property
     def has_chat_template(self) -> bool:
@@ -90,17 +114,17 @@ class Frontend:
         """
         for stop in ask.stops:
             require_utf8("stop", stop)
-        defaults = {name: value for name, value in self.defaults.items() if name not in ask.sampling}
+        defaults = {name: value for name, value in self._defaults.items() if name not in ask.sampling}
         sampling = self._sampling(ask, defaults)
         if ask.is_bound:
             ask = _calm(ask)
         prompt = await self.prompt_ids(ask.prompt)
         if ask.is_bound:
-            sampling.grammar.CopyFrom(await self._grammar(ask, prompt))
+            sampling.grammar.CopyFrom(await self._grammar(ask, prompt, _COMPILES_S))
         spec = replace(self.spec, cache=ask.cache)
         request = Request(
             prompt=prompt,
-            max_tokens=self.default_max_tokens if ask.max_tokens is None else ask.max_tokens,
+            max_tokens=self._max_tokens if ask.max_tokens is None else ask.max_tokens,
             sampling=sampling,
             stops=ask.stops,
             eos=frozenset() if ask.ignore_eos else self.eos,
@@ -116,18 +140,18 @@ class Frontend:
         """The token ids of a text, with those that the tokenizer puts around it where `special`."""
         tokenizer = self._require_tokenizer("prompt")
         require_utf8("prompt", text)
-        return await self.aside.run(lambda: tokenizer.encode(text, special=special))
+        return await self._aside.run(lambda: tokenizer.encode(text, special=special))
 
     async def text_of(self, tokens: Sequence[int]) -> str:
         """What the tokens say. Raises InputError for ids outside the vocabulary."""
         tokenizer = self._require_tokenizer("tokens")
         if outside := [token for token in tokens if not 0 <= token < self.spec.vocab_size]:
             raise InputError("tokens", f"expected token ids from 0 to {self.spec.vocab_size - 1}, found {outside[0]}")
-        return await self.aside.run(lambda: tokenizer.decode(tokens))
+        return await self._aside.run(lambda: tokenizer.decode(tokens))
 
     async def token_texts(self, tokens: Sequence[int]) -> list[str]:
         """What each of them says by itself."""
-        return await self.aside.run(lambda: [self.token_text(token) for token in tokens])
+        return await self._aside.run(lambda: [self.token_text(token) for token in tokens])
 
     def token_text(self, token: int) -> str:
         """What one token says; its number without a tokenizer."""
@@ -144,7 +168,7 @@ class Frontend:
         if isinstance(prompt, str):
             require_utf8("prompt", prompt)
         tokenizer = self._require_tokenizer("prompt")
-        return tuple(await self.aside.run(partial(_encode, tokenizer, prompt)))
+        return tuple(await self._aside.run(partial(_encode, tokenizer, prompt)))
 
     @property
     def eos(self) -> frozenset[int]:
@@ -153,21 +177,24 @@ class Frontend:
         return named | (self.tokenizer.eos if self.tokenizer else frozenset())
 
     async def any_grammar(self) -> Grammar:
-        """One that says nothing. Raises InputError if this model can keep to none."""
-        return await self._grammar(Ask((), grammar=regex_grammar("(.|\n)*")), ())
+        """One that says nothing. It may take as long as the vocabulary takes to be read.
 
-    async def _grammar(self, ask: Ask, prompt: tuple[int, ...]) -> Grammar:
+        Raises:
+            InputError: this model can keep to none.
+        """
+        return await self._grammar(Ask((), grammar=regex_grammar("(.|\n)*")), (), within_s=None)
+
+    async def _grammar(self, ask: Ask, prompt: tuple[int, ...], within_s: float | None) -> Grammar:
         """What the answer must be, once it has been tried. Raises InputError if the model cannot keep to it."""
         field = "tool_choice" if ask.calls.are_forced else "response_format"
         if ask.ignore_eos or not self.eos:
             raise InputError(field, "expected an end-of-sequence token to end it, found none")
         try:
-            async with asyncio.timeout(_COMPILES_S):
-                return await self.aside.run(partial(self._compiled, ask, prompt))
+            return await self._aside.run(partial(self._compiled, ask, prompt), within_s)
         except (FrameError, SamplingError) as error:
             raise InputError(field, error.message) from error
         except TimeoutError:
-            raise InputError(field, f"expected a grammar that compiles within {_COMPILES_S:g} s") from None
+            raise InputError(field, f"expected a grammar that compiles within {within_s:g} s") from None
 
     def _compiled(self, ask: Ask, prompt: tuple[int, ...]) -> Grammar:
         """May take long."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -95,9 +96,26 @@ class ResidentModel:
         task = await self.frontend.prepare(ask)
         return self._within_memory(task) if ask.max_tokens is None else task
 
-    async def stream(self, task: Task, *, traced: bool = False) -> AsyncGenerator[Delta, None]:
+    async def look(self) -> None:
+        """Let one token go through all stages, which no tally counts: no client has asked for it.
+
+        Raises:
+            What `prepare` and `stream` raise.
+        """
+        task = await self.prepare(Ask((0,), max_tokens=1, ignore_eos=True))
+        if not self.tally.under_way:
+            self.tally.flow.rest(time.monotonic_ns())  # the time without any request is no part of it
+        async with contextlib.aclosing(self.stream(task, tally=Tally())) as deltas:
+            async for _ in deltas:
+                pass
+
+    async def stream(
+        self, task: Task, *, traced: bool = False, tally: Tally | None = None
+    ) -> AsyncGenerator[Delta, None]:
         """Answer, step by step. Closing the iterator frees what the answer took on every node.
 
+        Args:
+            tally: what takes note of it instead of the model's own.
         Raises:
             NodeBusy: it is draining. And what `Runner.stream` raises.
         """
@@ -108,7 +126,7 @@ class ResidentModel:
             channels = task.channels()
             pieces = self.runner.stream(task.request, text=task.stream(), traced=traced)
             async with contextlib.aclosing(pieces):
-                with self.tally.watch(task) as watched:
+                with (tally or self.tally).watch(task) as watched:
                     async for piece in pieces:
                         watched.take(piece)
                         yield channels.push(piece)

@@ -3,12 +3,28 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
+from coordinator.resident.ask import Ask
 from coordinator.resident.channels import Delta
 from coordinator.resident.frontend import Task
 from coordinator.resident.model import ResidentModel
+from protos.brigade_pb2 import Sampling
 
 Numbered = tuple[int, Delta]
+
+
+async def prepare_choices(model: ResidentModel, ask: Ask, n: int) -> list[Task]:
+    """`n` tasks of one ask. The seed counts up: answers differ, and can be had again where it was given."""
+    first = await model.prepare(ask)
+    return [first, *(_with_other_seed(first, k) for k in range(1, n))]
+
+
+def _with_other_seed(task: Task, k: int) -> Task:
+    sampling = Sampling()
+    sampling.CopyFrom(task.request.sampling)
+    sampling.seed = (sampling.seed + k) % 2**64
+    return replace(task, request=replace(task.request, sampling=sampling))
 
 
 async def merged(

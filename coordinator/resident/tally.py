@@ -40,20 +40,20 @@ class Rates:
     """Tokens and steps by second, for the last two minutes."""
 
     def __init__(self) -> None:
-        self._seconds: deque[tuple[int, list[int]]] = deque(maxlen=RATES_S)
+        self._seconds: dict[int, list[int]] = {}
 
     def add(self, second: int, num_tokens: int) -> None:
-        if not self._seconds or self._seconds[-1][0] != second:
-            self._seconds.append((second, [0, 0]))
-        counts = self._seconds[-1][1]
+        """Readers are not all equally quick: a second may come after later ones."""
+        counts = self._seconds.setdefault(second, [0, 0])
         counts[0] += num_tokens
         counts[1] += 1
+        if len(self._seconds) > RATES_S + 1:  # with the one that is not over
+            del self._seconds[min(self._seconds)]
 
     def until(self, second: int) -> list[tuple[int, int]]:
         """(tokens, steps) of each of the seconds before this one, the oldest first."""
-        known = dict(self._seconds)
         zero = [0, 0]
-        return [(at[0], at[1]) for at in (known.get(second - ago, zero) for ago in range(RATES_S, 0, -1))]
+        return [(at[0], at[1]) for at in (self._seconds.get(second - ago, zero) for ago in range(RATES_S, 0, -1))]
 
 
 @dataclass(frozen=True)

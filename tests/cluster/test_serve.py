@@ -195,10 +195,16 @@ def test_a_client_that_leaves_frees_its_slot_on_every_stage(server: Server, work
 
 
 def test_a_reader_who_does_not_read_does_not_hold_up_another(server: Server, answer: dict[str, Any]) -> None:
+    def all_run() -> bool:
+        asked = server.get("/cluster").json()["requests"]
+        return len(asked) == 4 and all(each["generated"] for each in asked)
+
     endless = {"prompt": "a", "max_tokens": 20_000, "ignore_eos": True, "stream": True, "n": 4, "logprobs": 20}
     with contextlib.closing(connect(server, "/v1/completions", **endless)):
+        wait_until(all_run)
         found = server.client.chat.completions.create(model="talker", messages=HELLO, **SAMPLED)
         assert found.choices[0].message.content == answer["text"]
+        assert all_run()
 
 
 def test_a_stream_outlives_a_worker_that_is_killed(server: Server, workers: list[psutil.Process]) -> None:

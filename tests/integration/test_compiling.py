@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
+from coordinator.resident import frontend
 from coordinator.resident.ask import Ask
 from coordinator.resident.grammars import regex_grammar
 from coordinator.resident.model import ResidentModel
@@ -62,13 +63,24 @@ async def test_a_grammar_that_compiles_for_long_holds_up_no_other_session(
 async def test_a_server_has_read_the_vocabulary_before_its_first_grammar(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read: list[Any] = []
+    """Also where that takes longer than a client's grammar may."""
+    read, compiled, compile_one = list[Any](), list[grammars.Grammars](), grammars.Grammars._compile
     tokenizer: Callable[..., Any] = grammars.LLTokenizer
     monkeypatch.setattr(grammars, "LLTokenizer", lambda *given, **more: read.append(more) or tokenizer(*given, **more))
+
+    def noted(self: grammars.Grammars, grammar: Grammar) -> LLMatcher:
+        compiled.append(self)
+        return compile_one(self, grammar)
+
+    monkeypatch.setattr(grammars.Grammars, "_compile", noted)
     grammars._read_tokenizer.cache_clear()
     async with resident(folder, (1, 3)) as model:
-        await model.expect_grammars()
+        with monkeypatch.context() as hasty:
+            hasty.setattr(frontend, "_COMPILES_S", 0.0)
+            await model.expect_grammars()
         assert len(read) == 1  # coordinator and worker are one process here
+        own, of_the_last_stage = compiled
+        assert own is model.frontend._grammars is not of_the_last_stage
         assert (await said(model, NUMBER)).isdigit()
         assert len(read) == 1
 

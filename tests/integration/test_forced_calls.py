@@ -51,6 +51,7 @@ def ask(seed: int = 0, **more: Any) -> Ask:
 
 def require_called(delta: Delta, *, only: str | None = None) -> None:
     assert delta.finish_reason == "tool_calls" and not delta.content.strip()
+    assert delta.tool_calls
     for call in delta.tool_calls:
         arguments = json.loads(call.arguments)
         assert call.name in ((only,) if only else ("pick", "wait"))

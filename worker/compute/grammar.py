@@ -15,9 +15,13 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from protos.brigade_pb2 import Grammar
 from worker.errors import SamplingError
 
-_MOST_KEPT = 16  # compiled grammars
+# What is compiled beside the steps of others has to be there once its session opens: as many are kept as may wait.
+# A usual one takes 0.15 MB, and long ones 90 bytes per character of their text: some 300 MB in all.
+_MOST_KEPT = 1024  # as many sessions as a coordinator lets wait, if nobody says otherwise
+_MOST_TEXT = 1_500_000  # characters of those that are kept
+_LEAST_KEPT = 16  # however long they are
 _MOST_TOKENIZERS = 4  # each has a trie of the whole vocabulary
-# A grammar is compiled where a step of the model waits for it: in about half a second at most.
+# What is kept no more when its session opens is compiled where every step waits for it: half a second at most.
 _LIMITS = LLParserLimits(max_grammar_size=20_000, verbose_errors=False)
 _QUIET = 0
 _READING = Lock()  # nobody reads a tokenizer that another thread is reading
@@ -81,6 +85,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._lock = Lock()  # a coordinator compiles on several threads
         self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
+        self._num_text = 0  # characters of all that are kept
 
     def guide(self, grammar: Grammar) -> Guide:
         """Raises SamplingError for a grammar that is none, or a model without a fast tokenizer."""
@@ -114,10 +119,18 @@ class Grammars:
     def _keep(self, key: bytes, matcher: LLMatcher) -> None:
         """As the one that was used last."""
         with self._lock:
+            if key not in self._compiled:
+                self._num_text += len(key)
             self._compiled[key] = matcher
             self._compiled.move_to_end(key)
-            if len(self._compiled) > _MOST_KEPT:
-                self._compiled.popitem(last=False)
+            while self._is_too_much:
+                oldest, _ = self._compiled.popitem(last=False)
+                self._num_text -= len(oldest)
+
+    @property
+    def _is_too_much(self) -> bool:
+        num_kept = len(self._compiled)
+        return num_kept > _MOST_KEPT or (self._num_text > _MOST_TEXT and num_kept > _LEAST_KEPT)
 
 
 @lru_cache(_MOST_TOKENIZERS)

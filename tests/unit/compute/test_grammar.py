@@ -4,6 +4,7 @@ import pytest
 from llguidance import LLMatcher
 
 from protos.brigade_pb2 import Grammar
+from worker.compute import grammar
 from worker.compute.grammar import Grammars, _read_tokenizer
 from worker.errors import SamplingError
 from worker.model.checkpoint import DEMO
@@ -17,6 +18,24 @@ def test_a_tokenizer_for_every_choice_of_ends_is_not_kept_for_ever() -> None:
     for eos in range(8):
         grammars.guide(Grammar(text=DIGITS, eos=[eos]))
     assert _read_tokenizer.cache_info().currsize == 4
+
+
+@pytest.mark.parametrize(("num_sessions", "num_text", "num_kept"), [(100, 10**6, 100), (100, 1000, 16), (10, 1, 10)])
+def test_a_grammar_is_kept_for_every_session_that_may_wait_within_so_much_text(
+    num_sessions: int, num_text: int, num_kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar, "_MOST_TEXT", num_text)
+    grammars, compiled, compile_one = Grammars(DEMO, VOCAB), list[str](), Grammars._compile
+
+    def noted(self: Grammars, given: Grammar) -> LLMatcher:
+        compiled.append(given.text)
+        return compile_one(self, given)
+
+    monkeypatch.setattr(Grammars, "_compile", noted)
+    asked = [Grammar(text=LLMatcher.grammar_from_regex(f"[0-9]{{{n}}}"), eos=[2]) for n in range(1, num_sessions + 1)]
+    for each in (*asked, *reversed(asked)):
+        grammars.guide(each)
+    assert len(compiled) == num_sessions + num_sessions - num_kept
 
 
 def test_an_end_that_is_no_token_is_refused() -> None:

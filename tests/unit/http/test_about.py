@@ -1,12 +1,9 @@
 import asyncio
-from collections.abc import AsyncGenerator
-from typing import Any
 
 import pytest
 
 from coordinator.http import about
 from coordinator.http.app import make_app
-from coordinator.resident.channels import Delta
 from coordinator.resident.model import Standing, State
 from tests.unit.http import answers
 from tests.unit.http.servers import ask, served
@@ -20,13 +17,9 @@ class Stuck:
     def __init__(self) -> None:
         self.num_sent = 0
 
-    async def prepare(self, ask: Any) -> Any:
-        return answers.task(0)
-
-    async def stream(self, task: Any, *, traced: bool = False) -> AsyncGenerator[Delta, None]:
+    async def look(self) -> None:
         self.num_sent += 1
         await asyncio.get_running_loop().create_future()
-        yield answers.last(0)
 
 
 def test_a_deep_look_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

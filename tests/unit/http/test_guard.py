@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.http.keys import Keys, is_readable_by_others, load_keys
+from coordinator.http.keys import Keys, first_key, is_readable_by_others, load_keys
 from tests.unit.http.servers import app, ask
 from worker.errors import InputError
 
@@ -27,6 +27,11 @@ def test_a_file_of_no_use_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "keys").write_text(text)
     with pytest.raises(InputError, match="api_key_file"):
         load_keys(tmp_path / "keys")
+
+
+def test_another_server_may_have_shorter_keys(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("# theirs\n\nme EMPTY\nanother\n")
+    assert first_key(tmp_path / "keys") == "EMPTY"
 
 
 @pytest.mark.parametrize(("mode", "is_readable"), [(0o600, False), (0o640, True), (0o604, True)])

@@ -1,16 +1,19 @@
 import asyncio
 import contextlib
+import socket
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 import uvicorn
+from starlette.responses import Response
 from uvicorn.server import ServerState
 
 from coordinator.http import protocol as protocol_module
 from coordinator.http.listen import answering, listening
 from coordinator.http.protocol import MOST_CONNECTIONS, MOST_HEAD_BYTES, BoundedProtocol
+from tests.unit.virtual_time import VirtualTime
 
 
 class Transport(MagicMock):
@@ -108,6 +111,61 @@ def test_one_connection_too_many_is_told_to_come_again() -> None:
 
     last, refused = asyncio.run(talked())
     assert last == b"" and refused.startswith(b"HTTP/1.1 503") and b"retry-after" in refused
+
+
+@pytest.mark.parametrize("kept", ["keep-alive", "close"])
+def test_an_answer_that_nobody_reads_ends_with_its_connection(kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol_module, "_UNREAD_S", 0.05)
+    size, lost, end = 32 << 20, asyncio.Event(), BoundedProtocol.connection_lost
+    monkeypatch.setattr(BoundedProtocol, "connection_lost", lambda self, exc: (end(self, exc), lost.set()))
+
+    async def served() -> None:
+        with listening("127.0.0.1", 0) as listener:
+            async with answering(Response(bytes(size)), listener, None):
+                with socket.create_connection(listener.getsockname()) as client:
+                    client.sendall(f"GET / HTTP/1.1\r\nHost: a\r\nConnection: {kept}\r\n\r\n".encode())
+                    async with asyncio.timeout(5):
+                        await lost.wait()
+
+    asyncio.run(served())
+
+
+def test_a_client_that_reads_slowly_is_cut_off_only_once_it_reads_next_to_nothing() -> None:
+    time = VirtualTime()
+
+    async def talked() -> list[bool]:
+        protocol, transport = connected(ServerState())
+        protocol.data_received(b"GET / HTTP/1.1\r\n\r\n")
+        found = []
+        transport.get_write_buffer_size.return_value = 200_000
+        protocol.pause_writing()
+        for num_unread in (150_000, 100_000, 99_000):
+            transport.get_write_buffer_size.return_value = num_unread
+            await asyncio.sleep(protocol_module._UNREAD_S)
+            found.append(transport.is_closed)
+        protocol.connection_lost(None)
+        return found
+
+    assert time.run(talked()) == [False, False, True]
+    time.close()
+
+
+def test_a_client_that_has_read_everything_in_time_is_not_cut_off() -> None:
+    time = VirtualTime()
+
+    async def talked() -> bool:
+        protocol, transport = connected(ServerState())
+        protocol.data_received(b"GET / HTTP/1.1\r\n\r\n")
+        transport.get_write_buffer_size.return_value = 1000
+        protocol.pause_writing()
+        protocol.resume_writing()
+        await asyncio.sleep(2 * protocol_module._UNREAD_S)
+        is_closed = transport.is_closed
+        protocol.connection_lost(None)
+        return is_closed
+
+    assert not time.run(talked())
+    time.close()
 
 
 def test_a_server_whose_listening_fails_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

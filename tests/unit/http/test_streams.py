@@ -12,11 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from coordinator.http import protocol
 from coordinator.http.choices import tell
 from coordinator.http.listen import answering, listening
 from coordinator.http.served import Served
 from coordinator.http.streams import EventStream, event_stream
 from tests.unit.http.servers import served
+from tests.unit.virtual_time import VirtualTime
 from worker.errors import QueueFull, StageLost
 
 LIVES = b": still at it\n\n"
@@ -37,7 +39,7 @@ class Events:
             self.closed.set()
 
 
-async def reply_of(events: Events, shared: Served, request: Request) -> Response:
+async def reply_of(events: Events, request: Request) -> Response:
     return await event_stream(request, events(), tell=tell, end=b"end")
 
 
@@ -66,22 +68,24 @@ async def sent(response: Response, request: Request) -> list[bytes]:
 def run(source: Callable[[], AsyncGenerator[bytes, None]], **more: Any) -> tuple[list[bytes], bool]:
     async def check() -> tuple[list[bytes], bool]:
         events, request = Events(source), request_of(served(**more), asyncio.Event())
-        bodies = await sent(await reply_of(events, served(**more), request), request)
+        bodies = await sent(await reply_of(events, request), request)
         return bodies, events.closed.is_set()
 
-    return asyncio.run(check())
+    clock = VirtualTime()
+    try:
+        return clock.run(check())
+    finally:
+        clock.close()
 
 
 def test_a_stream_says_that_it_lives_while_it_has_nothing_to_say() -> None:
     async def slow() -> AsyncGenerator[bytes, None]:
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(25)
         yield b"a"
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(35)
         yield b"b"
 
-    bodies, is_closed = run(slow, keep_alive_s=0.01)
-    assert [body for body in bodies if body != LIVES] == [b"a", b"b", b"end"]
-    assert bodies.index(b"a") > 1 and bodies.index(b"b") > bodies.index(b"a") + 2 and is_closed
+    assert run(slow, keep_alive_s=10) == ([LIVES, b"a", LIVES, LIVES, LIVES, b"b", b"end"], True)
 
 
 def test_a_failure_in_the_middle_is_the_last_event() -> None:
@@ -113,7 +117,7 @@ def test_a_client_that_leaves_ends_what_makes_the_events() -> None:
             await asyncio.Event().wait()
 
         events, request = Events(endless), request_of(served(), left)
-        response = await reply_of(events, served(), request)
+        response = await reply_of(events, request)
         sending = asyncio.create_task(sent(response, request))
         await begun.wait()
         left.set()
@@ -123,7 +127,9 @@ def test_a_client_that_leaves_ends_what_makes_the_events() -> None:
     asyncio.run(check())
 
 
-def test_a_reader_who_reads_nothing_is_cut_off_and_has_cost_little() -> None:
+def test_a_reader_who_reads_nothing_is_cut_off_and_has_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "_UNREAD_S", 0.2)
+
     async def check() -> None:
         said = 0
 
@@ -137,7 +143,7 @@ def test_a_reader_who_reads_nothing_is_cut_off_and_has_cost_little() -> None:
 
         async def reply(request: Request) -> Response:
             first = asyncio.ensure_future(anext(source := events()))
-            return EventStream(request, source, first, tell, keep_alive_s=1.0, unread_s=0.2)
+            return EventStream(request, source, first, tell, keep_alive_s=1.0)
 
         app = Starlette(routes=[Route("/", reply)])
         with listening("127.0.0.1", 0) as listener:

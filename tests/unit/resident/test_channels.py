@@ -53,7 +53,7 @@ def test_calls_are_text_where_there_are_no_tools() -> None:
     assert content(deltas) == f"Look: {CALL}" and deltas[-1].finish_reason == "stop"
 
 
-@pytest.mark.parametrize("body", ["no JSON", "[1, 2]", '{"name": "add"}', '"add"'])
+@pytest.mark.parametrize("body", ["no JSON", "[]", "[1, 2]", '{"name": "add"}', '"add"'])
 def test_a_call_that_cannot_be_read_is_text(body: str) -> None:
     text = f"<tool_call>{body}</tool_call>"
     deltas = apart(text, 3)

@@ -24,7 +24,34 @@ def test_a_grammar_that_takes_too_long_to_compile_is_refused(monkeypatch: pytest
         released.set()
 
 
+def test_a_grammar_that_waits_for_its_turn_is_not_refused_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(frontend, "_COMPILES_S", 0.0)
+
+    async def checked() -> None:
+        front = await frontend.Frontend.read("demo")
+        held = asyncio.ensure_future(front._aside.run(lambda: released.wait(10)))
+        asked = asyncio.ensure_future(front.prepare(Ask((1,), max_tokens=1, grammar=regex_grammar("[0-9]+"))))
+        try:
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert not asked.done()
+        finally:
+            released.set()
+            await asyncio.gather(held, asked, return_exceptions=True)
+
+    asyncio.run(checked())
+
+
 def test_a_grammar_that_no_node_takes_is_refused() -> None:
     front = asyncio.run(frontend.Frontend.read("demo"))
     with pytest.raises(InputError, match=r"^response_format: expected at most 1048576 characters of a grammar, got"):
         asyncio.run(front.prepare(Ask("a", max_tokens=1, grammar="x" * 2**21)))
+
+
+def test_what_is_usual_holds_for_requests_that_do_not_say() -> None:
+    front = asyncio.run(frontend.Frontend.read("demo", sampling={"temperature": 0.5, "top_k": 3}, max_tokens=7))
+    silent = asyncio.run(front.prepare(Ask((1,)))).request
+    said = asyncio.run(front.prepare(Ask((1,), max_tokens=9, sampling={"temperature": 0.25}))).request
+    assert (silent.max_tokens, silent.sampling.temperature, silent.sampling.top_k) == (7, 0.5, 3)
+    assert (said.max_tokens, said.sampling.temperature, said.sampling.top_k) == (9, 0.25, 3)

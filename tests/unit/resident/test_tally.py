@@ -71,6 +71,17 @@ def test_rates_are_of_whole_seconds_and_forget_after_two_minutes() -> None:
     assert rates.until(501) == [(0, 0)] * 119 + [(9, 1)]
 
 
+def test_rates_count_what_is_told_after_a_later_second() -> None:
+    rates = Rates()
+    for second, count in ((10, 4), (11, 1), (10, 2), (11, 5)):
+        rates.add(second, count)
+    assert rates.until(12)[-2:] == [(6, 2), (6, 2)]
+    for second in range(12, 500):
+        rates.add(second, 1)
+        rates.add(11, 1)
+    assert rates.until(499) == [(1, 1)] * 120 and len(rates._seconds) == 121
+
+
 def test_a_histogram_counts_a_bound_as_within() -> None:
     histogram = Histogram((1.0, 2.0))
     for value in (1.0, 1.5, 9.0):
