@@ -27,10 +27,6 @@ class Present:
     node: Node
     incarnation: str = ""
 
-    @property
-    def process(self) -> tuple[str, str]:
-        return self.node.name, self.incarnation
-
 
 @dataclass(frozen=True)
 class Wait:
@@ -68,7 +64,7 @@ class Recovery:
         self._limits = limits
         self._present: Sequence[Present] = ()
         self._absent_since: dict[str, float] = {}
-        self._failing_since: dict[tuple[str, str], float] = {}  # by process: a restarted node is another one
+        self._failing_since: dict[str, float] = {}  # by name: one that crashes at every start is ever another process
         self._useless: set[str] = set()  # incarnations
 
     def rule_out(self, incarnation: str) -> None:
@@ -93,9 +89,7 @@ class Recovery:
 
     def failed(self, now_s: float, name: str) -> None:
         """A chain with this node could not be opened, because of it."""
-        for each in self._present:
-            if each.node.name == name:
-                self._failing_since.setdefault(each.process, now_s)
+        self._failing_since.setdefault(name, now_s)
 
     def decide(self, now_s: float, split: Split) -> Decision:
         """What to do now."""
@@ -124,8 +118,8 @@ class Recovery:
         return [assignment.name for assignment in self._plan.assignments]
 
     def _is_hopeless(self, each: Present, now_s: float) -> bool:
-        """Whether it has failed for so long, though it answers, that it is to be left out; a new one at once."""
-        since = self._failing_since.get(each.process)
+        """Whether it has failed for so long, though it answers, that it is to be left out; a spare one at once."""
+        since = self._failing_since.get(each.node.name)
         if since is None or not each.incarnation:
             return False
         return each.node.name not in self._expected or now_s - since >= self._limits.rejoin_s

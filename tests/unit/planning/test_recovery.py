@@ -88,8 +88,17 @@ def test_a_node_that_answers_and_fails_is_tried_as_long_as_one_that_is_silent_is
     assert recovery.decide(2, fits) == SAME
     assert recovery.decide(6, fits) == around("max", "mini")
     assert recovery.decide(6, fits_on_three) == SAME, "there is no other way"
-    recovery.saw(7, present("max", "mini", "air2"))
-    assert recovery.decide(7, fits) == SAME, "another process has not failed"
+
+
+def test_a_node_that_crashes_whenever_it_joins_is_left_out_though_each_time_it_is_another_process() -> None:
+    recovery = Recovery(plan_over(ALL), LIMITS)
+    for now_s, process in enumerate(("air", "air2", "air", "air2", "air")):
+        recovery.saw(now_s, present("max", "mini", process))
+        assert recovery.decide(now_s, fits) == SAME
+        recovery.failed(now_s + 0.5, "air")
+    recovery.saw(6, present("max", "mini", "air2"))
+    assert recovery.decide(6, fits) == around("max", "mini")
+    assert recovery.decide(6, fits_on_three) == SAME, "there is no other way"
 
 
 def test_a_spare_node_that_fails_is_left_out_at_once() -> None:
