@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from worker.errors import InputError
+from worker.process.json_text import to_json
 
 Json = dict[str, Any]
 
@@ -78,7 +79,7 @@ class Answers:
 
     def add(self, line: Json) -> None:
         """A line more. Raises OSError if there is no room for it."""
-        rest = memoryview(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+        rest = memoryview(f"{to_json(line)}\n".encode())
         while rest:
             rest = rest[os.write(self._descriptor, rest) :]
 
