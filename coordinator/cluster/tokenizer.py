@@ -82,7 +82,8 @@ class Tokenizer:
             raise InputError("prompt", "this model has no chat template; give it raw, as it stands")
         arguments = arguments or {}
         if reserved := arguments.keys() & _NOT_THE_TEMPLATES:
-            said = f"{min(reserved)} is not the chat template's to know; leave it out, as {', '.join(sorted(_NOT_THE_TEMPLATES))}"
+            others = ", ".join(sorted(_NOT_THE_TEMPLATES - {min(reserved)}))
+            said = f"{min(reserved)} is not the chat template's to know; leave it out (nor is any of {others})"
             raise InputError("chat_template_kwargs", said)
         given = {"add_generation_prompt": True, **arguments} | ({"tools": list(tools)} if tools else {})
         try:
