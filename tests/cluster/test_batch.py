@@ -68,7 +68,9 @@ def test_a_wrong_request_is_an_error_line_and_a_wrong_line_is_named(reciter: Pat
     assert answers["\ud800"]["error"]["message"].startswith("line 5: url: expected POST")
     assert "expected POST to /v1/chat/completions" in answers["place"]["error"]["message"]
     again = run_here(*command)
-    assert again.code == 2 and "has the answers to 5 of 5 requests" in again.err
+    assert again.code == 2 and "has the answers to 5 of 5 requests, 3 of them with an error\n" in again.err
+    write(source, *wrong, request("a"))
+    assert run_here(*command).code == 2, "without a wrong line too: as the first run of these requests"
 
 
 def test_files_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
