@@ -126,7 +126,9 @@ def internal_error_text(error: BaseException) -> str:
         error = error.exceptions[0]
         places += traceback.extract_tb(error.__traceback__)
     place = f" at {places[-1].filename.rpartition('/')[2]}:{places[-1].lineno}" if places else ""
-    return f"internal error: {error!r}{place}; this is a bug"
+    # which has the whole text in its repr
+    found = f"{type(error).__name__}({str(error)!r})" if isinstance(error, UnicodeError) else repr(error)
+    return f"internal error: {found}{place}; this is a bug"
 
 
 def first_line(error: BaseException) -> str:

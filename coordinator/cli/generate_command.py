@@ -73,7 +73,8 @@ def generate(
     if server is None:
         refuse(ctx, ("api_key_file",), "expected only with --server")
     else:
-        refuse(ctx, NOT_THERE, "not expected with --server, which has its model loaded and keeps no record for us")
+        for names, why in NOT_THERE.items():
+            refuse(ctx, names, why)
     if repeat_guard == 1:
         raise InputError("repeat_guard", "expected 0 (off) or at least 2 times, got 1")
     require_one_prompt(ctx, may_lack=holds_something(journal))

@@ -19,7 +19,7 @@ from worker.errors import InputError
 
 
 async def run_remote(url: str, key_file: Path | None, body: dict[str, Any], wish: Wish) -> None:
-    """Raises InputError if there is no server, or the request is wrong. ServerFailed: it was not answered."""
+    """Raises InputError if the request is wrong. ServerFailed: there is no server, or it did not answer."""
     for name, text in (("prompt", wish.prompt), ("system_prompt", wish.system)):
         require_utf8(name, text or "")
     async with open_server(url, first_key(key_file) if key_file else None) as server:

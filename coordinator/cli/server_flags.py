@@ -13,7 +13,14 @@ LOADING = (
     "config", "model", "local", "layers", "context", "trust_remote_code", "check_finite", "rejoin_timeout",
     "recovery_timeout",
 )  # fmt: skip
-NOT_THERE = (*LOADING, "prefill_step_size", "stats", "trace", "journal", "logprobs")
+_NO_IDS = "not expected with --server, which tells no token ids; its /v1 routes tell logprobs by the tokens' text"
+NOT_THERE = {  # parameters that a server has no use for, and why
+    LOADING: "not expected with --server, which has its model loaded",
+    ("prefill_step_size",): "not expected with --server, which feeds prompts as it was started to",
+    ("stats", "trace"): "not expected with --server, which tells a client nothing of its stages",
+    ("journal",): "not expected with --server, which keeps no journal for its clients",
+    ("logprobs",): _NO_IDS,
+}
 _BODY = (
     "max_tokens", "stop", "ignore_eos", "decode", "window", "entropy_threshold", "position_penalty", "repeat_guard",
     "kv", "max_kv_size",

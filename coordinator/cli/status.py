@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,11 +10,10 @@ import typer
 from coordinator.cli import flags
 from coordinator.cli.serve import PORT
 from coordinator.cli.server_flags import ApiKeyFile
-from worker.errors import BrigadeError, InputError, StageLost
+from worker.errors import BrigadeError, InputError
 
 _EVERY_S = 1.0
 _WITHIN_S = 5.0
-_DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a node of ours is behind no proxy
 
 Server = Annotated[str, typer.Option(metavar="URL", help="Where `brigade serve` listens.")]
 Watched = Annotated[bool, typer.Option("--watch", help="Go on showing it, every second, until Ctrl-C.")]
@@ -35,8 +32,6 @@ def status(
 
     What the workers hold where none runs: brigade status --config cluster.yaml
     """
-    if not server.startswith(("http://", "https://")):
-        raise InputError("server", f"expected http://HOST:PORT, got {server!r}")
     from coordinator.cli.run_async import run_async
     from coordinator.http.keys import first_key
 
@@ -64,10 +59,12 @@ async def _show(server: str, key: str | None, config: Path | None, *, is_watchin
 
 
 async def _find(server: str, key: str | None, config: Path | None) -> dict[str, Any]:
-    """The server's state, or else that of the workers. Raises StageLost where neither is there."""
+    """The server's state, or else that of the workers. Raises NothingAnswers where neither is there."""
+    from coordinator.doors.client import NothingAnswers
+
     try:
         return await asyncio.to_thread(ask_server, server, key)
-    except StageLost:
+    except NothingAnswers:
         if config is None:
             raise
     from coordinator.cli.status_workers import ask_workers
@@ -79,24 +76,26 @@ def ask_server(server: str, key: str | None) -> dict[str, Any]:
     """What `GET /cluster` says.
 
     Raises:
-        StageLost: nothing answers there. InputError: it wants another key. BrigadeError: it is no such server.
+        NothingAnswers: as it says. InputError: it wants another key. BrigadeError: it is no such server.
     """
-    request = urllib.request.Request(f"{server}/cluster", headers={"Authorization": f"Bearer {key}"} if key else {})
+    import httpx2
+
+    from coordinator.doors.client import client_settings, no_answer
+
     try:
-        with _DIRECTLY.open(request, timeout=_WITHIN_S) as reply:
-            found = json.loads(reply.read())
-    except urllib.error.HTTPError as error:
-        error.close()
-        if error.code == 401:
-            raise InputError("api_key_file", f"{server} wants a key: expected one of its own") from error
-        raise BrigadeError(f"{server} answers with HTTP status {error.code}: expected `brigade serve` there") from error
-    except ValueError as error:
+        with httpx2.Client(**client_settings(server, key), timeout=_WITHIN_S) as client:
+            reply = client.get("cluster")
+        if reply.status_code == 401:
+            raise InputError("api_key_file", f"{server} wants a key: expected one of its own")
+        reply.raise_for_status()
+        found = reply.json()
+    except httpx2.TransportError as error:
+        raise no_answer(server, error, "start `brigade serve`, or give --config for its workers") from error
+    except httpx2.HTTPStatusError as error:
+        said = f"{server} answers with HTTP status {error.response.status_code}: expected `brigade serve` there"
+        raise BrigadeError(said) from error
+    except (httpx2.HTTPError, ValueError) as error:
         raise BrigadeError(f"{server} answers, but not as `brigade serve` does") from error
-    except OSError as error:
-        why = getattr(error, "reason", error)
-        raise StageLost(
-            f"nothing answers at {server} ({why}): start `brigade serve`, or give --config for its workers"
-        ) from error
     if not (isinstance(found, dict) and "nodes" in found):
         raise BrigadeError(f"{server} answers, but not as `brigade serve` does")
     return found

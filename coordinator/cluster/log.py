@@ -4,11 +4,12 @@ No line holds what anybody asked or was answered.
 """
 
 import contextlib
-import json
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
+
+from worker.process.json_text import to_json
 
 _is_json = False
 
@@ -33,4 +34,4 @@ def log(event: str, msg: str, *, level: str = "info", **fields: Any) -> None:
 def _as_json(level: str, event: str, msg: str, fields: dict[str, Any]) -> str:
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     known = {name: value for name, value in fields.items() if value is not None}
-    return json.dumps({"ts": now, "level": level, "event": event, "msg": msg, **known}, ensure_ascii=False)
+    return to_json({"ts": now, "level": level, "event": event, "msg": msg, **known})

@@ -35,9 +35,11 @@ _UNREADABLE = (
 # What apply_chat_template raises for a conversation that does not suit it, apart from the template's own refusal: from
 # the code that runs before the template, or from a template of mlx-lm that is Python code.
 _UNFIT = (LookupError, TypeError, ValueError, AttributeError, AssertionError, NotImplementedError)
-_NOT_THE_TEMPLATES = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {
-    "tools", "documents", "add_generation_prompt", "continue_final_message",
-}  # fmt: skip
+# The names under which transformers itself takes something: `messages` and `conversations` are those of its renderer.
+_NOT_THE_TEMPLATES = {"messages", "conversations"} | (
+    inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
+    - {"tools", "documents", "add_generation_prompt", "continue_final_message", "kwargs"}
+)
 
 
 class Tokenizer:
@@ -80,9 +82,9 @@ class Tokenizer:
             raise InputError("prompt", "this model has no chat template; give it raw, as it stands")
         arguments = arguments or {}
         if reserved := arguments.keys() & _NOT_THE_TEMPLATES:
-            raise InputError(
-                "chat_template_kwargs", f"{min(reserved)} is not the chat template's to know; leave it out"
-            )
+            others = ", ".join(sorted(_NOT_THE_TEMPLATES - {min(reserved)}))
+            said = f"{min(reserved)} is not the chat template's to know; leave it out (nor is any of {others})"
+            raise InputError("chat_template_kwargs", said)
         given = {"add_generation_prompt": True, **arguments} | ({"tools": list(tools)} if tools else {})
         try:
             return list(self._wrapper.apply_chat_template(list(messages), **given))

@@ -1,9 +1,11 @@
 """`brigade batch`: a file of requests, as many at once as fit, each answer a line of another file."""
 
+import asyncio
 import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,8 +49,11 @@ async def run_batch(options: ClusterOptions, source: Path, target: Path, max_tok
     with open_answers(target) as answers:
         entries = [entry for entry in batch.entries if entry.custom_id not in answers.known]
         num_known = len(batch.entries) - len(entries)
+        failed = [status for entry in batch.entries if (status := answers.known.get(entry.custom_id, 200)) >= 400]
         if num_known:
-            say(f"{target} has the answers to {num_known} of {len(batch.entries)} requests")
+            beside = f", {len(failed)} of them with an error" if failed else ""
+            say(f"{target} has the answers to {num_known} of {len(batch.entries)} requests{beside}")
+        code = max([code, *map(_exit_code, failed)])
         if not entries:
             return code
         frontend = await Frontend.read(
@@ -58,10 +63,26 @@ async def run_batch(options: ClusterOptions, source: Path, target: Path, max_tok
             frontend, options, options.context, max_waiting=_MOST_AT_ONCE, max_wait_s=_MAX_WAIT_S
         ) as model:
             with show_tokens("answered", len(batch.entries), done=num_known) as report:
-                run = _Run(model, answers, report)
-                await run.answer_all(entries)
+                run = Run(model, answers, report)
+                with telling_interrupt(run, target):
+                    await run.answer_all(entries)
     say(run.summary(target))
     return max([code, *run.codes])
+
+
+@contextmanager
+def telling_interrupt(run: "Run", target: Path) -> Iterator[None]:
+    """Say what is done already, if what is done here is interrupted."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        say(f"interrupted: {run.summary(target)}; the same command goes on with the others")
+        raise
+
+
+def _exit_code(status: int) -> int:
+    """Of a request that was answered with this status, as an error."""
+    return _BAD_INPUT if status == 400 else _FAILED
 
 
 def _require_two_files(source: Path, target: Path) -> None:
@@ -77,7 +98,7 @@ def _name(problems: Sequence[str]) -> None:
 
 
 @dataclass
-class _Run:
+class Run:
     """What one run makes of its requests."""
 
     model: ResidentModel
@@ -100,8 +121,8 @@ class _Run:
                 told, num_tokens = _told(entry, 200, body), body["usage"]["completion_tokens"]
             except BrigadeError as error:
                 self._require_running()
-                self.codes[_BAD_INPUT if isinstance(error, InputError) else _FAILED] += 1
                 told, num_tokens = _failed(entry, error), 0
+                self.codes[_exit_code(told["response"]["status_code"])] += 1
             self.answers.add(told)
             self.num_answered += 1
             self.num_tokens += num_tokens

@@ -3,13 +3,14 @@
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from worker.errors import InputError
+from worker.process.json_text import to_json
 
 Json = dict[str, Any]
 
@@ -72,13 +73,13 @@ def _entry(number: int, line: bytes) -> Entry:
 class Answers:
     """The file of answers, which only grows. Made by `open_answers`."""
 
-    def __init__(self, descriptor: int, known: frozenset[str]) -> None:
-        self.known = known  # the ids that it had when it was opened
+    def __init__(self, descriptor: int, known: Mapping[str, int]) -> None:
+        self.known = known  # the ids that it had when it was opened, with the HTTP status of each answer
         self._descriptor = descriptor
 
     def add(self, line: Json) -> None:
         """A line more. Raises OSError if there is no room for it."""
-        rest = memoryview(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+        rest = memoryview(f"{to_json(line)}\n".encode())
         while rest:
             rest = rest[os.write(self._descriptor, rest) :]
 
@@ -108,17 +109,25 @@ def open_answers(path: Path) -> Iterator[Answers]:
         os.close(descriptor)
 
 
-def _known(path: Path) -> tuple[frozenset[str], int]:
-    """The ids of all whole lines, and where these end."""
-    known, end = set(), 0
+def _known(path: Path) -> tuple[dict[str, int], int]:
+    """The ids of all whole lines with what became of them, and where these end."""
+    known: dict[str, int] = {}
+    end = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 break
             end += len(line)
             try:
-                known.add(str(json.loads(line)["custom_id"]))
-            except (ValueError, LookupError, TypeError):
+                found = json.loads(line)
+                known[str(found["custom_id"])] = _status(found)
+            except (ValueError, LookupError, TypeError, AttributeError):
                 said = "expected the answers of an earlier run, found something else"
                 raise InputError("output", f"{path}, line {number}: {said}; give another file") from None
-    return frozenset(known), end
+    return known, end
+
+
+def _status(line: Json) -> int:
+    """Of an answer; one that tells none and is no error is whole."""
+    response = line.get("response") or {}
+    return int(response.get("status_code", 500 if line.get("error") else 200))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from worker.errors import InputError
+from worker.process.json_text import to_json
 
 Message = dict[str, str]
 QUOTES = '"""'
@@ -32,7 +33,7 @@ class Dialogue:
             self.turns.pop()
 
     def to_json(self) -> str:
-        return json.dumps({"messages": self.messages()}, ensure_ascii=False, indent=1) + "\n"
+        return to_json({"messages": self.messages()}, indent=1) + "\n"
 
     @classmethod
     def of(cls, text: str) -> "Dialogue":

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx2
 
+from coordinator.doors.client import client_settings, no_answer
 from worker.errors import BrigadeError, InputError, ServerFailed
 
 Json = dict[str, Any]
@@ -46,22 +47,24 @@ class Server:
 
 @asynccontextmanager
 async def open_server(url: str, key: str | None) -> AsyncIterator[Server]:
-    """Raises InputError if there is no such server, or none that lets us in."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    base = url.rstrip("/").removesuffix("/v1") + "/"
-    async with httpx2.AsyncClient(base_url=base, headers=headers, timeout=_TIMES, trust_env=False) as client:
-        try:
-            response = await client.get("v1/models")
-            if response.status_code == 401:
-                raise InputError("server", f"{url} wants a key: give --api-key-file")
-            response.raise_for_status()
-            name = str(response.json()["data"][0]["id"])
-        except (httpx2.HTTPError, httpx2.InvalidURL, ValueError, LookupError, TypeError) as error:
-            said = f"expected a server of OpenAI's API at {url}, found none"
-            raise InputError(
-                "server", f"{said} ({error or type(error).__name__}); start one by `brigade serve`"
-            ) from error
-        yield Server(client, url, name)
+    """Raises InputError if it does not let us in, or this is no URL. ServerFailed: there is no such server."""
+    async with httpx2.AsyncClient(**client_settings(url, key), timeout=_TIMES) as client:
+        yield Server(client, url, await _name(client, url))
+
+
+async def _name(client: httpx2.AsyncClient, url: str) -> str:
+    """The model's. Raises what `open_server` raises."""
+    try:
+        response = await client.get("v1/models")
+        if response.status_code == 401:
+            raise InputError("server", f"{url} wants a key: give --api-key-file")
+        response.raise_for_status()
+        return str(response.json()["data"][0]["id"])
+    except httpx2.TransportError as error:
+        raise no_answer(url, error) from error
+    except (httpx2.HTTPError, ValueError, LookupError, TypeError) as error:
+        said = f"{url} answers, but not as a server of OpenAI's API does"
+        raise ServerFailed(f"{said} ({str(error) or type(error).__name__})") from error
 
 
 def _event(text: str) -> Json:

@@ -1,11 +1,11 @@
 """Standard input and output as lines, read and written aside: whoever is slow there must not stop the event loop."""
 
-import json
 from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Any, BinaryIO, TextIO
 
 from worker.process.call_thread import CallThread
+from worker.process.json_text import to_json
 
 MOST_BYTES = 64 << 20  # of a line
 
@@ -35,7 +35,7 @@ class LineWriter:
 
     async def write(self, line: dict[str, Any]) -> None:
         """Return once it is written. Raises BrokenPipeError if nobody reads any more."""
-        await self._thread.run(partial(self._write, json.dumps(line, ensure_ascii=False)))
+        await self._thread.run(partial(self._write, to_json(line)))
 
     def _write(self, text: str) -> None:
         self._stream.write(text + "\n")

@@ -1,7 +1,6 @@
 """Streams: server-sent events that say now and then that they live, and answers whose client may leave."""
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -12,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from coordinator.http.errors import HttpError, http_error
 from coordinator.http.served import Served
+from worker.process.json_text import to_json
 
 T = TypeVar("T")
 Event = dict[str, Any]
@@ -27,7 +27,7 @@ class ClientLeft(Exception):
 
 def data(event: Event) -> bytes:
     """An event without a name, as OpenAI's are."""
-    return b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + to_json(event, separators=(",", ":")).encode() + b"\n\n"
 
 
 def named(event: Event) -> bytes:

@@ -1,6 +1,5 @@
 """Channels: an answer's text taken apart into what is said, what is thought, and what is to be called. Pure."""
 
-import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,6 +7,7 @@ from typing import Any
 
 from coordinator.sessions.answer import Piece
 from coordinator.sessions.markers import Markers
+from worker.process.json_text import to_json
 
 _UNPARSABLE = (ValueError, LookupError, TypeError, AttributeError, SyntaxError)  # what tool parsers raise
 
@@ -106,5 +106,5 @@ class Channels:
 
 def _as_call(parsed: Mapping[str, Any]) -> ToolCall:
     arguments = parsed["arguments"]
-    as_text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    as_text = arguments if isinstance(arguments, str) else to_json(arguments)
     return ToolCall(str(parsed.get("id") or f"call_{uuid.uuid4().hex[:24]}"), str(parsed["name"]), as_text)

@@ -1,6 +1,5 @@
 """Anthropic's messages: an answer's deltas as events or as one message. Pure."""
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -8,6 +7,7 @@ from coordinator.resident.channels import Delta, ToolCall
 from coordinator.shapes.answers import figures_of, usage_of
 from coordinator.shapes.parts import Part, Parts, Text, Thought
 from coordinator.shapes.turns import parsed
+from worker.process.json_text import to_json
 
 Json = dict[str, Any]
 
@@ -53,7 +53,7 @@ class MessageAnswer:
                 given = _as_object(part.arguments)
                 yield from self._open_block({"type": "tool_use", "id": part.id, "name": part.name, "input": {}})
                 self._blocks[-1]["input"] = given
-                yield self._delta({"type": "input_json_delta", "partial_json": json.dumps(given, ensure_ascii=False)})
+                yield self._delta({"type": "input_json_delta", "partial_json": to_json(given)})
 
     def _append(self, empty: Json, text: str) -> Iterator[Json]:
         kind = empty["type"]  # its text goes by the same name

@@ -135,7 +135,9 @@ def _require_plain_scalar(name: str, value: Any) -> None:
             value.encode()
         except UnicodeEncodeError:
             raise InputError(name, "expected whole characters, found half of a surrogate pair") from None
-    elif isinstance(value, int | float) and not abs(value) < 2**64:  # nor is NaN
+    elif value != value:
+        raise InputError(name, "expected a number of JSON, found NaN")
+    elif isinstance(value, int | float) and not abs(value) < 2**64:
         raise InputError(name, "expected numbers below 2^64")
 
 

@@ -46,7 +46,11 @@ def test_a_batch_goes_on_where_it_stopped(reciter: Path, tmp_path: Path) -> None
 
 
 def test_a_wrong_request_is_an_error_line_and_a_wrong_line_is_named(reciter: Path, tmp_path: Path) -> None:
-    wrong = [request("field", max_tokens=-1), request("place") | {"url": "/v1/embeddings"}]
+    wrong = [
+        request("field", max_tokens=-1),
+        request("place") | {"url": "/v1/\ud800"},
+        request("x") | {"custom_id": "\ud800", "method": "GET"},
+    ]
     prompt = {"prompt": ["user: x\nassistant: "] * 2, "max_tokens": NUM_BYTES, "echo": True}
     raw = {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": prompt}
     source = write(tmp_path / "in.jsonl", "{torn", request("a"), *wrong, request("a"), '{"custom_id": 5}', raw)
@@ -54,16 +58,19 @@ def test_a_wrong_request_is_an_error_line_and_a_wrong_line_is_named(reciter: Pat
     command = ("batch", source, "-o", target, "--model", reciter, "--local", "0")
     outcome = run_here(*command)
     assert outcome.code == 2
-    assert [n for n in range(1, 9) if f"in.jsonl, line {n}:" in outcome.err] == [1, 5, 6]
+    assert [n for n in range(1, 10) if f"in.jsonl, line {n}:" in outcome.err] == [1, 6, 7]
     answers = answers_of(target)
     assert {name for name, line in answers.items() if line["error"] is None} == {"a", "b"}
     said = [choice["text"] for choice in answers["b"]["response"]["body"]["choices"]]
     assert said == [f"user: x\nassistant: {RECITED}"] * 2
     assert answers["field"]["response"]["status_code"] == 400
     assert "line 3: max_tokens" in answers["field"]["error"]["message"]
+    assert answers["\ud800"]["error"]["message"].startswith("line 5: url: expected POST")
     assert "expected POST to /v1/chat/completions" in answers["place"]["error"]["message"]
     again = run_here(*command)
-    assert again.code == 2 and "has the answers to 4 of 4 requests" in again.err
+    assert again.code == 2 and "has the answers to 5 of 5 requests, 3 of them with an error\n" in again.err
+    write(source, *wrong, request("a"))
+    assert run_here(*command).code == 2, "without a wrong line too: as the first run of these requests"
 
 
 def test_files_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:

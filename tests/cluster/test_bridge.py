@@ -45,6 +45,8 @@ def test_many_requests_are_answered_at_once_and_all_of_them_before_the_end(recit
         {"id": 2, "op": "chat", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2 * NUM_BYTES},
         {"id": "endless", "op": "cancel"},
         {"id": "i", "op": "info"},
+        {"id": "\ud800", "op": "info"},
+        '{"id": "nan", "op": "generate", "prompt": "Hi", "temperature": NaN}',
         {"id": "wrong", "op": "generate", "prompt": "Hi", "max_tokens": 0},
     )
     outcome = run("bridge", "--model", reciter, "--local", "0", stdin=script)
@@ -57,6 +59,10 @@ def test_many_requests_are_answered_at_once_and_all_of_them_before_the_end(recit
     assert "expected a JSON object" in found[None][0]["error"]["message"]
     assert found["wrong"][0]["error"]["field"] == "max_tokens"
     assert found["i"][0]["info"]["vocab_size"] == 320 and 2 in found["i"][0]["info"]["running"]
+    assert "info" in found["\ud800"][0], "half a character is echoed as it came"
+    assert found["nan"] == [
+        {"id": "nan", "error": {"message": "expected a number of JSON, found NaN", "field": "temperature"}}
+    ]
     assert found["endless"][-1]["finish_reason"] == "cancelled"
 
 

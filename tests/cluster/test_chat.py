@@ -97,7 +97,7 @@ def test_a_conversation_with_a_server(url: str) -> None:
 
 def test_a_server_that_is_not_there_or_says_no_is_told(url: str) -> None:
     gone = run_here("chat", "--server", "http://127.0.0.1:9", stdin="Hi\n")
-    assert gone.code == 2 and "--server: expected a server" in gone.err
+    assert gone.code == 3 and "error: nothing answers at http://127.0.0.1:9 (" in gone.err
     refused = run_here("chat", "--server", url, "-m", "4", stdin="x" * 50_000)
     assert refused.code == 2 and "room for" in refused.err
     both = run_here("chat", "--server", url, "--local", "0")
@@ -111,5 +111,6 @@ def test_one_request_to_a_server(url: str) -> None:
         run_here("generate", "--server", url, *SHORT, "--raw", "--temp", "0", "user: Hi\nassistant: ", "--json")
     )
     assert (raw["text"], raw["finish_reason"], raw["stats"]["num_tokens"]) == (RECITED, "length", NUM_BYTES)
-    wrong = run_here("generate", "--server", url, "--journal", "x", "Hi")
-    assert wrong.code == 2 and "--journal: not expected with --server" in wrong.err
+    for flag, why in (("--journal", "keeps no journal"), ("--logprobs", "tells no token ids"), ("--local", "loaded")):
+        wrong = run_here("generate", "--server", url, flag, "2", "Hi", "--json")
+        assert wrong.code == 2 and re.search(f"error: {flag}: not expected with --server, which .*{why}", wrong.err)

@@ -3,16 +3,21 @@
 import re
 import signal
 import socket
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 from pathlib import Path
 
 import httpx2
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 
-from coordinator.cluster.authority import Authority
 from tests.cluster.commands import run_here
 from tests.cluster.processes import Starter
 from tests.cluster.servers import start_server
-from worker.node.identity import Role, split_pem
 
 
 def command(talker: Path, *flags: str | Path) -> tuple[str | Path, ...]:
@@ -58,7 +63,9 @@ def test_a_port_that_is_taken_is_refused(talker: Path) -> None:
     )
 
 
-def test_keys_let_in_over_tls_and_stay_unknown_to_others(start: Starter, talker: Path, tmp_path: Path) -> None:
+def test_keys_let_in_over_tls_and_stay_unknown_to_others(
+    start: Starter, talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# of the team\nalice key-of-alice\nkey-of-bob\n")
     keys.chmod(0o644)
@@ -74,10 +81,25 @@ def test_keys_let_in_over_tls_and_stay_unknown_to_others(start: Starter, talker:
         assert client.get("/v1/models").status_code == 401
         for header in ({"Authorization": "Bearer key-of-alice"}, {"x-api-key": "key-of-bob"}):
             assert client.get("/v1/models", headers=header).status_code == 200
+    require_trust_by_hand(url, keys, cert, monkeypatch)
     server.running.send_signal(signal.SIGINT)
     outcome = server.running.wait()
     assert outcome.code == 0
     assert "key-of" not in outcome.err + outcome.out
+
+
+def require_trust_by_hand(url: str, keys: Path, cert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every command trusts the certificate by the same variable, and without it says so."""
+    place = ("--server", url, "--api-key-file", keys)
+    for command, typed in ((("status",), ""), (("generate", "-m", "2", "Hi"), ""), (("chat", "-m", "2"), "Hi\n")):
+        monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+        outcome = run_here(*command, *place, stdin=typed)
+        assert outcome.code == 3 and "let SSL_CERT_FILE name its PEM file" in outcome.err, outcome.err
+        monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+        outcome = run_here(*command, *place, stdin=typed)
+        assert outcome.code == 0 and outcome.out, outcome.err
+    elsewhere = run_here("status", "--server", url.replace("127.0.0.1", "localhost"))
+    assert elsewhere.code == 3 and "by a name that its certificate has" in elsewhere.err
 
 
 def test_a_server_that_is_told_to_stop_before_it_answers_ends_well(start: Starter, talker: Path) -> None:
@@ -89,7 +111,16 @@ def test_a_server_that_is_told_to_stop_before_it_answers_ends_well(start: Starte
 
 
 def write_certificate(folder: Path) -> tuple[Path, Path]:
-    key, certificate, _ = split_pem(Authority.make(folder / "authority").issue("server", Role.WORKER).read_bytes())
-    (folder / "key.pem").write_bytes(key)
-    (folder / "cert.pem").write_bytes(certificate)
+    """One of 127.0.0.1's own."""
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "server")])
+    now = datetime.now(UTC)
+    made = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(hours=1))
+        .not_valid_after(now + timedelta(hours=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    (folder / "key.pem").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    (folder / "cert.pem").write_bytes(made.public_bytes(Encoding.PEM))
     return folder / "cert.pem", folder / "key.pem"

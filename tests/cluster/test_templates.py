@@ -330,8 +330,8 @@ def test_what_is_wrong_with_a_conversation_is_told(
 
 def test_arguments_reach_the_template_and_nobody_else(talker: Path) -> None:
     tokenizer = Tokenizer(Checkpoint("", talker, {}, {}))
-    for name in ("chat_template", "tokenize", "return_dict", "truncation", "conversation"):
-        with pytest.raises(InputError, match=f"^chat_template_kwargs: {name} is not the chat template's"):
+    for name in ("chat_template", "return_dict", "truncation", "conversation", "messages"):
+        with pytest.raises(InputError, match=f"^chat_template_kwargs: {name} is not the chat template's.*, tokenize"):
             tokenizer.encode_chat(HELLO, (), {name: None})
 
 

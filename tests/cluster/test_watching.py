@@ -20,7 +20,7 @@ from coordinator.cli.status_tables import tables
 from tests.cluster import browser
 from tests.cluster.models import make_reciter
 from tests.cluster.processes import START_S, Running, Starter, free_port, write_cluster
-from worker.errors import StageLost
+from worker.errors import ServerFailed
 
 HOSTILE = "<h1>xyz"  # what the model says over and over
 PROMPT = "wherefore art thou a prompt"
@@ -233,5 +233,5 @@ def test_without_a_server_status_says_what_each_worker_holds(
     held, away = json.loads(capsys.readouterr().out)["nodes"]
     assert (held["name"], away["name"], away["state"]) == ("worker-1", "away", "lost")
     assert held["weight_bytes"] > 0 and "nothing answers" in away["why"]
-    with pytest.raises(StageLost, match="nothing answers at"):
+    with pytest.raises(ServerFailed, match="nothing answers at"):
         app(["status", "--server", nobody], standalone_mode=False)

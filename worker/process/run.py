@@ -1,6 +1,7 @@
 """Runs a command: exceptions become messages and exit codes. The other of the two places that may catch anything."""
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -77,6 +78,8 @@ def _open_standard_streams() -> None:
         stream or open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115 - for as long as the process lives
         for stream, mode in ((sys.stdin, "r"), (sys.stdout, "w"), (sys.stderr, "w"))
     )
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error is: what cannot be encoded is spelled
 
 
 def _spelled(error: BrigadeError) -> str:

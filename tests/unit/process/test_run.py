@@ -211,3 +211,14 @@ def test_what_brigade_cannot_do_is_one_line_that_names_the_flag(run: Run, argume
 def test_of_errors_in_a_group_the_first_is_told(run: Run) -> None:
     code, _, err = run(raising(ExceptionGroup("several", [KeyError("slot"), ValueError("other")])))
     assert code == 3 and "KeyError('slot')" in err and "several" not in err
+
+
+def test_text_that_standard_output_cannot_hold_is_spelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "argv", ["brigade"])
+    monkeypatch.setattr(run_module, "calls_are_left", lambda: False)  # those of other tests
+
+    with pytest.raises(SystemExit) as ended:
+        run_command(lambda: print("日\ud800"))
+    assert not ended.value.code and out.buffer.getvalue() == rb"\u65e5\ud800" + b"\n"  # type: ignore[attr-defined]
