@@ -18,7 +18,7 @@ from coordinator.sessions.slots import MOST_WAITING
 from coordinator.sessions.suspects import MOST_LOSSES, Suspects
 from coordinator.sessions.text import Text, TokenIds
 from coordinator.sessions.waterfall import Passage, Route
-from worker.errors import BrigadeError, InputError, InternalError, ReaderLost, StageLost, WaitedTooLong
+from worker.errors import BrigadeError, InputError, InternalError, NodeBusy, ReaderLost, StageLost, WaitedTooLong
 from worker.node.status import error_named
 
 _LEAVE_S = 2.0  # for what is on its way when a runner is left by an exception
@@ -288,7 +288,7 @@ class Runner:
         """End what still runs, free every slot on every stage, and take in what is still on its way."""
         self._is_closing = True
         for ticket in list(self._tickets.values()):
-            ticket.fail(StageLost("the request was given up: its runner has ended"))
+            ticket.fail(NodeBusy("the answer was cut off: what answered it was shut down"))
             self._forget(ticket, keep=False)
         self.scheduler.slots.forget_kept()
         self._epoch.send_all()

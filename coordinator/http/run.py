@@ -18,6 +18,7 @@ from coordinator.planning.contexts import Contexts
 from coordinator.resident.aside import OneAtATime
 from coordinator.resident.frontend import Frontend
 from coordinator.resident.model import ResidentModel, Standing, State, open_resident
+from coordinator.resident.tally import Tally
 from coordinator.resident.watch_log import logged
 from worker.config import is_loopback
 from worker.errors import BrigadeError, InputError
@@ -68,14 +69,15 @@ async def serve(options: ClusterOptions, serving: Serving) -> None:
         ConfigError: the port is taken. ModelError, InputError: the model cannot be served.
         BrigadeError: the first chain could not be opened.
     """
+    tally = Tally()
     frontend = await Frontend.read(
         options.model,
         trust_remote_code=options.trust_remote_code,
         sampling=serving.sampling,
         max_tokens=serving.limits.max_tokens,
-        aside=OneAtATime(serving.max_waiting, serving.limits.queue_timeout_s),
+        aside=OneAtATime(max_wait_s=serving.limits.queue_timeout_s, on_refused=tally.refuse),
     )
-    served = Served(frontend, serving.names or (_name_of(frontend),), int(time.time()), serving.limits)
+    served = Served(frontend, serving.names or (_name_of(frontend),), int(time.time()), serving.limits, tally=tally)
     app = make_app(served, keys=serving.keys, hosts=serving.hosts, origins=serving.cors_origins)
     with listening(serving.host, serving.port) as listener:
         url = serving.url(listener.getsockname()[1])

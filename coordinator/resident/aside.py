@@ -9,14 +9,22 @@ from worker.process.call_thread import run_aside
 
 T = TypeVar("T")
 
+MOST_READ = 1024  # requests that wait to be read at most: as many as may be connected
+
 
 class OneAtATime:
     """For calls that share what no two threads may use at once."""
 
-    def __init__(self, max_waiting: int = 256, max_wait_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        max_waiting: int = MOST_READ,
+        max_wait_s: float = 60.0,
+        on_refused: Callable[[QueueFull], None] = lambda error: None,
+    ) -> None:
         """At most `max_waiting` calls wait for their turn, each of them for `max_wait_s`."""
         self._max_waiting = max_waiting
         self._max_wait_s = max_wait_s
+        self._on_refused = on_refused
         self._turn = asyncio.Lock()
         self._num_waiting = 0
 
@@ -29,7 +37,11 @@ class OneAtATime:
             QueueFull: too many wait already. WaitedTooLong: it was not this call's turn in time.
             TimeoutError: the call takes longer than it may; the next one waits for it all the same.
         """
-        await self._wait_turn()
+        try:
+            await self._wait_turn()
+        except QueueFull as error:
+            self._on_refused(error)
+            raise
         running = asyncio.ensure_future(run_aside(call))
         running.add_done_callback(self._end)
         async with asyncio.timeout(within_s):

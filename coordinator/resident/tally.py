@@ -111,6 +111,10 @@ class Tally:
         """What takes note of one request; to be used as a context manager around its answer."""
         return Watched(self, task, REQUEST_ID.get())
 
+    def refuse(self, error: BrigadeError) -> None:
+        """Count a request that was refused before it was one to watch."""
+        self.refused[type(error).__name__] += 1
+
     def recover(self, found: Recovered) -> None:
         self.recoveries[found.cause] += 1
         self.histograms["recovery_seconds"].observe(found.took_s)
@@ -174,7 +178,7 @@ class Watched:
         tally = self._tally
         tally.under_way.remove(self)
         if self._last is None and isinstance(error, _REFUSALS) and not self.num_generated:
-            tally.refused[type(error).__name__] += 1
+            tally.refuse(error)
             reason = "refused"
         else:
             reason = self._reason(error)

@@ -97,10 +97,12 @@ class Slots:
         """
         needed = self._costs.bytes_of(session.cache, session.most_rows)
         self._check(needed)
-        if (num_waiting := self.num_waiting) >= self.max_waiting:
-            raise QueueFull(f"{num_waiting} requests wait already; try again later")
-        self._slots[session] = Slot(session, needed, promised=(0,) * len(needed))
+        num_before = self.num_waiting
+        slot = self._slots[session] = Slot(session, needed, promised=(0,) * len(needed))
         self._admit()
+        if slot.state is State.WAITING and num_before >= self.max_waiting:
+            self._free(slot)
+            raise QueueFull(f"there is no memory for it now, and {num_before} requests wait already; try again later")
 
     def open(self, slots: Sequence[Slot]) -> list[Opening]:
         """What opens those that no stage has heard of, with the frame that carries their first windows.

@@ -23,6 +23,8 @@ from tests.cluster.processes import Starter, free_port, write_cluster
 from worker.config import Cluster, load_cluster
 
 ENDLESS: dict[str, Any] = {"prompt": "the", "max_tokens": 30_000, "ignore_eos": True}
+REFUSED = {"ContextExceeded": 1, "QueueFull": 1, "WaitedTooLong": 1}
+CUT_OFF = "the answer was cut off: what answered it was shut down"
 PATIENCE_S = 30.0
 
 
@@ -87,6 +89,32 @@ def test_a_full_queue_is_told_at_once_and_a_long_wait_in_the_end(talker: Path, m
                 assert full.headers["retry-after"] == "1" and "x-should-retry" not in full.headers
                 assert (late.status_code, late.json()["error"]["code"]) == (503, "queue_timeout")
                 assert late.headers["retry-after"] == "5"
+                assert (await client.get("/cluster")).json()["totals"]["refused"] == REFUSED
+                metrics = (await client.get("/metrics")).text
+                for reason in REFUSED:
+                    assert f'brigade_requests_rejected_total{{model_name="talker",reason="{reason}"}} 1.0' in metrics
+
+    uvloop.run(check())
+
+
+def test_a_server_where_none_may_wait_answers_all_that_fit_and_cuts_them_off_with_words_of_its_end(
+    talker: Path,
+) -> None:
+    async def check() -> None:
+        options = ClusterOptions(Cluster(), str(talker), 0, 4096)
+        serving = Serving("127.0.0.1", free_port(), max_waiting=0, shutdown_timeout_s=0.05)
+        running = asyncio.create_task(serve(options, serving))
+        async with httpx2.AsyncClient(base_url=serving.url(serving.port), timeout=PATIENCE_S) as client:
+            await wait_health(client, 200, running)
+            asked = [client.post("/v1/completions", json={"prompt": "the", "max_tokens": 2}) for _ in range(12)]
+            assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
+            async with client.stream("POST", "/v1/completions", json=ENDLESS | {"stream": True}) as stream:
+                lines = lines_of(stream)
+                await anext(lines)
+                running.cancel()
+                error = json.loads([line async for line in lines][-1].removeprefix("data: "))["error"]
+                assert (error["code"], error["message"]) == ("draining", CUT_OFF)
+        await asyncio.gather(running, return_exceptions=True)
 
     uvloop.run(check())
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from coordinator.resident.aside import OneAtATime
+from coordinator.resident.tally import Tally
 from worker.errors import QueueFull, WaitedTooLong
 
 
@@ -54,14 +55,16 @@ def test_a_call_that_was_left_before_its_turn_is_not_run() -> None:
     asyncio.run(checked())
 
 
-def test_as_many_wait_as_may_and_only_for_so_long() -> None:
+def test_as_many_wait_as_may_and_only_for_so_long_and_all_who_are_refused_are_counted() -> None:
     async def checked() -> None:
-        aside, first = OneAtATime(max_waiting=1, max_wait_s=0.01), Call()
+        tally, first = Tally(), Call()
+        aside = OneAtATime(max_waiting=1, max_wait_s=0.01, on_refused=tally.refuse)
         running, waiting = await begun(aside.run(first)), await begun(aside.run(Call()))
         with pytest.raises(QueueFull, match="1 requests wait"):
             await aside.run(Call())
         with pytest.raises(WaitedTooLong):
             await waiting
+        assert dict(tally.refused) == {"QueueFull": 1, "WaitedTooLong": 1}
         first.may_end.set()
         with pytest.raises(ValueError):
             await running

@@ -88,6 +88,17 @@ def test_a_full_queue_says_so() -> None:
         rig.submit(prompt_of(30, seed=5), 10)
 
 
+def test_what_need_not_wait_runs_though_none_may_wait() -> None:
+    rig = Rig(budget=20, max_waiting=0)
+    first = rig.submit(prompt_of(10), 10)
+    with pytest.raises(QueueFull, match="no memory for it now, and 0 requests wait already"):
+        rig.submit(prompt_of(10, seed=1), 10)
+    assert rig.scheduler.num_waiting == 0
+    rig.run(first)
+    rig.run(rig.submit(prompt_of(10, seed=2), 10))
+    rig.end()
+
+
 # --- reuse ----------------------------------------------------------------------------------------------------------
 
 
