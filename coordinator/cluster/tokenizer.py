@@ -18,12 +18,13 @@ from transformers import (
     tokenization_utils_base,
 )
 
+from coordinator.cluster.least_tokens import LeastTokens
 from coordinator.cluster.progress import say
 from coordinator.cluster.templates import TEMPLATES
 from coordinator.cluster.tokenizer_code import fetch_code, trusted_code
 from coordinator.sessions.markers import Markers
 from coordinator.sessions.text import StopText, TextStream
-from worker.errors import InputError, ModelError, first_line
+from worker.errors import ContextExceeded, InputError, ModelError, first_line
 from worker.model.checkpoint import Checkpoint
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -73,10 +74,13 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         arguments: Mapping[str, Any] | None = None,
+        *,
+        most: int | None = None,
     ) -> list[int]:
         """A conversation's token ids, up to where the answer begins; `arguments` are the template's own.
 
-        It may take seconds, and is to be run aside of an event loop.
+        It may take seconds, and is to be run aside of an event loop. Raises ContextExceeded where it is plain without
+        tokenizing that it has more than `most` tokens.
         """
         if not self.has_chat_template:
             raise InputError("prompt", "this model has no chat template; give it raw, as it stands")
@@ -87,7 +91,11 @@ class Tokenizer:
             raise InputError("chat_template_kwargs", said)
         given = {"add_generation_prompt": True, **arguments} | ({"tools": list(tools)} if tools else {})
         try:
+            if most is not None and self._least.of(str(messages)) > most:  # templates leave some of it out
+                self.require_few(str(self._wrapper.apply_chat_template(list(messages), tokenize=False, **given)), most)
             return list(self._wrapper.apply_chat_template(list(messages), **given))
+        except ContextExceeded:
+            raise
         except _UNFIT as error:
             message = f"the chat template refuses this conversation ({first_line(error)}); give it raw"
             raise InputError("prompt", message) from error
@@ -96,6 +104,15 @@ class Tokenizer:
         """A text's token ids, with those that the tokenizer puts around any text where `special`."""
         settings = {} if special else {"add_special_tokens": False}  # which not all that is code knows
         return list(self._wrapper.encode(text, **settings))
+
+    def require_few(self, text: str, most: int) -> None:
+        """Raise ContextExceeded where it is plain without tokenizing that a text has more tokens."""
+        if (least := self._least.of(text)) > most:
+            raise ContextExceeded("prompt", f"expected at most {most} tokens, found at least {least}; shorten it")
+
+    @cached_property
+    def _least(self) -> LeastTokens:
+        return LeastTokens(self._wrapper, self.encode)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._wrapper.decode(list(tokens)))

@@ -118,7 +118,7 @@ class Frontend:
         sampling = self._sampling(ask, defaults)
         if ask.is_bound:
             ask = _calm(ask)
-        prompt = await self.prompt_ids(ask.prompt)
+        prompt = await self.prompt_ids(ask.prompt, most=self.spec.context - 1)
         if ask.is_bound:
             sampling.grammar.CopyFrom(await self._grammar(ask, prompt, _COMPILES_S))
         spec = replace(self.spec, cache=ask.cache)
@@ -136,11 +136,14 @@ class Frontend:
         check_request(request, spec)
         return Task(self.checkpoint, spec, request, self.tokenizer, defaults, ask)
 
-    async def text_ids(self, text: str, *, special: bool) -> list[int]:
-        """The token ids of a text, with those that the tokenizer puts around it where `special`."""
+    async def text_ids(self, text: str, *, special: bool, most: int) -> list[int]:
+        """The token ids of a text, with those that the tokenizer puts around it where `special`.
+
+        Raises ContextExceeded for one that has plainly more than `most`.
+        """
         tokenizer = self._require_tokenizer("prompt")
         require_utf8("prompt", text)
-        return await self._aside.run(lambda: tokenizer.encode(text, special=special))
+        return await self._aside.run(partial(_encode, tokenizer, text, most, special=special))
 
     async def text_of(self, tokens: Sequence[int]) -> str:
         """What the tokens say. Raises InputError for ids outside the vocabulary."""
@@ -161,14 +164,18 @@ class Frontend:
         """Those that one token stands for, which may be a part of a character; None where the tokenizer hides them."""
         return self.tokenizer.token_bytes(token) if self.tokenizer else None
 
-    async def prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
-        """A prompt's token ids, in whatever form it comes. Raises InputError without a tokenizer or template for it."""
+    async def prompt_ids(self, prompt: Prompt, *, most: int | None = None) -> tuple[int, ...]:
+        """A prompt's token ids, in whatever form it comes.
+
+        Raises:
+            ContextExceeded: it has plainly more than `most`. InputError: there is no tokenizer or template for it.
+        """
         if isinstance(prompt, tuple):
             return prompt
         if isinstance(prompt, str):
             require_utf8("prompt", prompt)
         tokenizer = self._require_tokenizer("prompt")
-        return tuple(await self._aside.run(partial(_encode, tokenizer, prompt)))
+        return tuple(await self._aside.run(partial(_encode, tokenizer, prompt, most)))
 
     @property
     def eos(self) -> frozenset[int]:
@@ -230,7 +237,9 @@ def _calm(ask: Ask) -> Ask:
     return replace(ask, prompt=replace(ask.prompt, template_arguments=arguments))
 
 
-def _encode(tokenizer: Tokenizer, prompt: Conversation | str) -> Sequence[int]:
-    if isinstance(prompt, str):
-        return tokenizer.encode(prompt)
-    return tokenizer.encode_chat(prompt.messages, prompt.tools, prompt.template_arguments)
+def _encode(tokenizer: Tokenizer, prompt: Conversation | str, most: int | None, *, special: bool = True) -> list[int]:
+    if isinstance(prompt, Conversation):
+        return tokenizer.encode_chat(prompt.messages, prompt.tools, prompt.template_arguments, most=most)
+    if most is not None:
+        tokenizer.require_few(prompt, most)
+    return tokenizer.encode(prompt, special=special)

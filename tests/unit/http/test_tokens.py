@@ -21,7 +21,7 @@ class Words(Frontend):
     async def text_of(self, tokens: Any) -> str:
         return "a" * len(tokens)
 
-    async def text_ids(self, text: str, *, special: bool) -> list[int]:
+    async def text_ids(self, text: str, *, special: bool, most: int) -> list[int]:
         return [0] * len(text)
 
 

@@ -6,10 +6,12 @@ import threading
 import pytest
 
 from coordinator.resident import frontend
-from coordinator.resident.ask import Ask
+from coordinator.resident.ask import Ask, Conversation
 from coordinator.resident.grammars import regex_grammar
 from worker.compute.grammar import Grammars
-from worker.errors import InputError
+from worker.errors import ContextExceeded, InputError
+
+LONG = "the long text " * 40_000
 
 
 def test_a_grammar_that_takes_too_long_to_compile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,6 +43,18 @@ def test_a_grammar_that_waits_for_its_turn_is_not_refused_for_it(monkeypatch: py
             await asyncio.gather(held, asked, return_exceptions=True)
 
     asyncio.run(checked())
+
+
+@pytest.mark.parametrize("prompt", [LONG, Conversation(({"role": "user", "content": LONG},))], ids=["text", "chat"])
+def test_a_prompt_that_is_plainly_too_long_is_refused_before_it_is_tokenized(
+    monkeypatch: pytest.MonkeyPatch, prompt: Conversation | str
+) -> None:
+    front = asyncio.run(frontend.Frontend.read("demo"))
+    assert front.tokenizer is not None
+    asyncio.run(front.prepare(Ask(LONG[:5000], max_tokens=1)))  # probes the tokenizer
+    monkeypatch.setattr(type(front.tokenizer), "encode", None)
+    with pytest.raises(ContextExceeded, match=r"^prompt: expected at most 2047 tokens, found at least [0-9]{4,}"):
+        asyncio.run(front.prepare(Ask(prompt, max_tokens=1)))
 
 
 def test_a_grammar_that_no_node_takes_is_refused() -> None:
