@@ -213,7 +213,7 @@ class Frontend:
             text = after_thought(text, markers, spell)
         grammar = Grammar(text=text, begins=len(prompt), eos=eos)
         check_grammar(grammar)
-        self._grammars.guide(grammar)
+        self._grammars.guide(grammar).require_beginning()
         return grammar
 
     def _require_tokenizer(self, field: str) -> Tokenizer:

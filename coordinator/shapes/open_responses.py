@@ -16,12 +16,14 @@ from worker.errors import InputError
 Json = dict[str, Any]
 
 _NOTHING_STORED = "expected none: this server stores nothing; send the whole conversation as input"
+_TOLD_BY_CHAT = "log-probabilities are only told by /v1/chat/completions"
+_NO_LOGPROBS = f"expected none of message.output_text.logprobs: {_TOLD_BY_CHAT}"
 _REFUSED = {
     "previous_response_id": _NOTHING_STORED,
     "conversation": _NOTHING_STORED,
     "prompt": _NOTHING_STORED,
     "background": "expected false: this server answers at once",
-    "top_logprobs": "expected 0: log-probabilities are only told by /v1/chat/completions",
+    "top_logprobs": f"expected 0: {_TOLD_BY_CHAT}",
 }
 
 
@@ -151,7 +153,7 @@ class ResponsesBody(Sampled):
             if getattr(self, name):
                 raise InputError(name, why)
         if "message.output_text.logprobs" in (self.include or ()):
-            raise InputError("include", _REFUSED["top_logprobs"])
+            raise InputError("include", _NO_LOGPROBS)
         penalties = {"presence_penalty": self.presence_penalty, "frequency_penalty": self.frequency_penalty}
         return self.asking(
             self._conversation(),

@@ -24,6 +24,7 @@ _MOST_TOKENIZERS = 4  # each has a trie of the whole vocabulary
 # What is kept no more when its session opens is compiled where every step waits for it: half a second at most.
 _LIMITS = LLParserLimits(max_grammar_size=20_000, verbose_errors=False)
 _QUIET = 0
+_ENDLESS = "NoExtensionBias"  # what llguidance says of a grammar that allows no token
 _READING = Lock()  # nobody reads a tokenizer that another thread is reading
 _MARKER = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])")  # what may be a special token
 
@@ -57,6 +58,11 @@ class Guide:
             self._require_sound()
         return mx.array(rows)
 
+    def require_beginning(self) -> None:
+        """Raise SamplingError for a grammar that allows no first token."""
+        self._matcher.compute_bitmask()
+        self._require_sound()
+
     def _go_to(self, answer: Sequence[int], *, is_draft: bool) -> bool:
         """Match just these tokens; False for a draft that cannot be."""
         shared = 0
@@ -73,7 +79,10 @@ class Guide:
 
     def _require_sound(self) -> None:
         if self._matcher.is_error():
-            raise SamplingError(f"the grammar cannot go on: {_first_line(self._matcher.get_error())}")
+            said = _first_line(self._matcher.get_error())
+            if said == _ENDLESS:
+                said = "no text is one of it; a rule or $ref may stand for itself alone"
+            raise SamplingError(f"the grammar cannot go on: {said}")
 
 
 class Grammars:
@@ -103,7 +112,7 @@ class Grammars:
     def _compile(self, grammar: Grammar) -> LLMatcher:
         matcher = LLMatcher(self._tokenizer(tuple(grammar.eos)), grammar.text, log_level=_QUIET, limits=_LIMITS)
         if matcher.is_error():
-            raise SamplingError(f"expected a grammar, found something else: {_first_line(matcher.get_error())}")
+            raise SamplingError(f"it cannot be enforced; its parser says: {_parsers_words(matcher.get_error())}")
         return matcher
 
     def _tokenizer(self, eos: tuple[int, ...]) -> LLTokenizer:
@@ -144,6 +153,12 @@ def _symbol(tokenizer: LLTokenizer, part: str) -> str:
         if tokenizer.is_special_token(token) and tokenizer.decode_str([token]) == part:
             return f"<[{token}]>"
     return json.dumps(part)
+
+
+def _parsers_words(text: str) -> str:
+    """In one line; of a regular expression the parser shows the place before it says what is wrong."""
+    first, found, error = text.strip().partition("\nerror: ")
+    return _first_line(first) + (f" {_first_line(error)}" if found else "")
 
 
 def _first_line(text: str) -> str:

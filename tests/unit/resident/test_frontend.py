@@ -7,7 +7,7 @@ import pytest
 
 from coordinator.resident import frontend
 from coordinator.resident.ask import Ask, Conversation
-from coordinator.resident.grammars import regex_grammar
+from coordinator.resident.grammars import json_grammar, regex_grammar
 from worker.compute.grammar import Grammars
 from worker.errors import ContextExceeded, InputError
 
@@ -55,6 +55,27 @@ def test_a_prompt_that_is_plainly_too_long_is_refused_before_it_is_tokenized(
     monkeypatch.setattr(type(front.tokenizer), "encode", None)
     with pytest.raises(ContextExceeded, match=r"^prompt: expected at most 2047 tokens, found at least [0-9]{4,}"):
         asyncio.run(front.prepare(Ask(prompt, max_tokens=1)))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "said"),
+    [
+        (regex_grammar("(("), r"its parser says: .*\(in regex\): regex parse error: unclosed group$"),
+        (
+            json_grammar({"type": "number", "minimum": 5, "maximum": 3}),
+            r"says: Unsatisfiable schema: minimum \(5\) is g",
+        ),
+        (
+            json_grammar({"$ref": "#"}),
+            r"the grammar cannot go on: no text is one of it; a rule or \$ref may stand for it",
+        ),
+    ],
+    ids=["regex", "schema", "itself"],
+)
+def test_a_grammar_that_nothing_is_of_is_refused_with_the_words_of_its_parser(grammar: str, said: str) -> None:
+    front = asyncio.run(frontend.Frontend.read("demo"))
+    with pytest.raises(InputError, match=f"^response_format: .*{said}"):
+        asyncio.run(front.prepare(Ask("a", max_tokens=1, grammar=grammar)))
 
 
 def test_a_grammar_that_no_node_takes_is_refused() -> None:
