@@ -119,7 +119,7 @@ def serve(
     TEMPLATES.start()  # beside the imports below, which take a second
     from coordinator.cli.run_async import run_async
     from coordinator.http.listen import load_tls
-    from coordinator.http.run import Serving, require_guarded
+    from coordinator.http.run import Serving, require_guarded, require_reachable
     from coordinator.http.run import serve as run_server
     from coordinator.http.served import RequestLimits
 
@@ -140,6 +140,7 @@ def serve(
         limits=RequestLimits(max_tokens=max_tokens, queue_timeout_s=queue_timeout, keep_alive_s=keep_alive),
         sampling=sampling,
     )
+    require_reachable(serving)
     require_guarded(serving)
     with contextlib.suppress(KeyboardInterrupt):  # to be told to stop is how a server ends
         run_async(run_server(options, serving))

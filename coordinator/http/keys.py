@@ -60,7 +60,7 @@ def _keys_of(path: Path, least: int) -> dict[str, str]:
             continue
         name, key = words if len(words) == 2 else (f"key {number}", words[0])
         if len(words) > 2 or not re.fullmatch(rf"[\x21-\x7e]{{{least},{_LONGEST}}}", key):
-            said = f"expected KEY or NAME KEY, of {least} characters or more"
+            said = f"expected KEY or NAME KEY, of {least} to {_LONGEST} printable ASCII characters"
             raise InputError("api_key_file", f"{path}, line {number}: {said}")
         if name in keys:
             raise InputError("api_key_file", f"{path}, line {number}: expected a name that no other key has")

@@ -1,6 +1,7 @@
 """From a configuration to a server that answers until it is told to stop. HTTP and gRPC share one event loop."""
 
 import asyncio
+import re
 import ssl
 import time
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from coordinator.resident.watch_log import logged
 from worker.config import is_loopback
 from worker.errors import BrigadeError, InputError
 
+_ORIGIN = r"[a-z][a-z0-9+.-]*://[^\s/?#@A-Z]+"  # without a path, not even a slash; in small letters
 _REOPEN_S = 5.0  # after no chain could be opened for as long as a recovery may take
 
 
@@ -111,6 +113,8 @@ async def _keep_serving(
                 await model.expect_grammars()
                 served.model, was_open = model, True
                 say(f"serving {', '.join(served.names)} at {url}, up to {model.context} tokens per request")
+                if serving.context is not None and serving.context > spec.context:
+                    say(f"note: --context {serving.context} is more than the model's {spec.context} tokens")
                 if await _is_stopped(model, serving, answers):
                     return
         except BrigadeError as error:
@@ -139,6 +143,18 @@ async def _is_stopped(model: ResidentModel, serving: Serving, answers: "asyncio.
         if not await model.drain(serving.shutdown_timeout_s):
             say(f"some answers have not ended within {serving.shutdown_timeout_s:g} s, and are cut off")
         return True
+
+
+def require_reachable(serving: Serving) -> None:
+    """Raises InputError for names and origins that no request can bring."""
+    if "" in [name.strip() for name in serving.names]:
+        raise InputError("served_model_name", "expected a name, found none")
+    for origin in serving.cors_origins:
+        if origin not in ("*", "null") and not re.fullmatch(_ORIGIN, origin):
+            raise InputError(
+                "cors_origin",
+                f"expected an origin as browsers write it, such as https://example.org:8080, got {origin!r}",
+            )
 
 
 def require_guarded(serving: Serving) -> None:
