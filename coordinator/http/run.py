@@ -112,9 +112,7 @@ async def _keep_serving(
             ) as model:
                 await model.expect_grammars()
                 served.model, was_open = model, True
-                say(f"serving {', '.join(served.names)} at {url}, up to {model.context} tokens per request")
-                if serving.context is not None and serving.context > spec.context:
-                    say(f"note: --context {serving.context} is more than the model's {spec.context} tokens")
+                say(f"serving {', '.join(served.names)} at {url}, {room_said(model.context, serving.context)}")
                 if await _is_stopped(model, serving, answers):
                     return
         except BrigadeError as error:
@@ -125,6 +123,12 @@ async def _keep_serving(
         finally:
             served.model = None
         await asyncio.sleep(serving.reopen_s)
+
+
+def room_said(context: int, wished: int | None) -> str:
+    """How long a request may be, and that it is not as long as was wished for, if so."""
+    said = f"up to {context} tokens per request"
+    return f"{said}: the model has no room for {wished}" if wished is not None and wished > context else said
 
 
 async def _is_stopped(model: ResidentModel, serving: Serving, answers: "asyncio.Task[None]") -> bool:

@@ -37,7 +37,11 @@ def command(talker: Path, *flags: str | Path) -> tuple[str | Path, ...]:
         (("--tls-cert", "{keys}", "--tls-key", "{nowhere}"), r"--tls-key: \S+ cannot be read: No such file"),
         (("--tls-cert", "{keys}", "--tls-key", "{keys}"), r"--tls-cert: \S+ and \S+ are no certificate and its key"),
         (("--api-key-file", "{nowhere}"), r"--api-key-file: \S+ cannot be read"),
-        (("--api-key-file", "{short}"), r"--api-key-file: \S+, line 1: expected KEY or NAME KEY, of 8 to 512 printable ASCII"),
+        (
+            ("--api-key-file", "{short}"),
+            r"--api-key-file: \S+, line 1: expected KEY or NAME KEY, of 8 to 512 printable ASCII",
+        ),
+        (("--cors-origin", "nope"), "--cors-origin: expected an origin as browsers write it, such as https://"),
         (("--port", "70000"), "Invalid value for '--port'"),
         (("--layers", "1,2"), "layers: expected one number per node"),
     ],

@@ -22,3 +22,10 @@ def test_a_file_of_too_many_keys_is_refused(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(keys, "_MOST_BYTES", 8)
     with pytest.raises(InputError, match="at most 8 bytes"):
         keys.load_keys(path)
+
+
+def test_a_key_that_no_header_can_carry_is_refused_by_its_letters(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("schlüssel-für-alle\n", encoding="utf-8")
+    with pytest.raises(InputError, match=r"line 1: expected KEY or NAME KEY, of 8 to 512 printable ASCII characters$"):
+        keys.load_keys(path)

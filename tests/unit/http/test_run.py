@@ -1,58 +1,30 @@
-import asyncio
-from typing import Any
+"""What `serve` refuses before it begins, and what it says once it has."""
 
 import pytest
-import uvicorn
 
-from coordinator.http.listen import answering, listening
-from coordinator.http.run import Serving, _is_stopped
-from tests.unit.http import answers
-from tests.unit.http.servers import app
+from coordinator.http.run import Serving, require_reachable, room_said
+from worker.errors import InputError
 
 
-class Busy:
-    """Answers for ever, until it is drained."""
-
-    def __init__(self) -> None:
-        self.is_drained = False
-
-    async def wait_failed(self) -> None:
-        await asyncio.get_running_loop().create_future()
-
-    async def drain(self, within_s: float) -> bool:
-        self.is_drained = True
-        return True
+@pytest.mark.parametrize("origin", ["nope", "https://a.example/", "https://A.example", "a.example:80", "https://", ""])
+def test_an_origin_that_no_browser_names_is_refused(origin: str) -> None:
+    with pytest.raises(InputError, match=r"^cors_origin: expected an origin as browsers write it"):
+        require_reachable(Serving("127.0.0.1", 0, cors_origins=[origin]))
 
 
-def test_a_server_that_can_listen_no_more_does_not_wait_for_answers_that_nobody_gets(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    async def failed(self: uvicorn.Server, sockets: Any = None) -> None:
-        raise OSError("no more files")
-
-    monkeypatch.setattr(uvicorn.Server, "serve", failed)
-    busy = Busy()
-
-    async def served() -> None:
-        with listening("127.0.0.1", 0) as listener:
-            async with answering(app(), listener, None) as running:
-                await _is_stopped(answers.model(busy), Serving("127.0.0.1", 0), running)
-
-    with pytest.raises(OSError, match="no more files"):
-        asyncio.run(served())
-    assert not busy.is_drained and "stopping" not in capsys.readouterr().err
+def test_names_and_origins_that_requests_bring_are_taken() -> None:
+    origins = ["https://a.example", "http://localhost:3000", "http://[::1]:80", "app://obsidian.md", "null", "*"]
+    require_reachable(Serving("127.0.0.1", 0, cors_origins=origins, names=["gpt-4"]))
 
 
-def test_a_server_that_is_told_to_stop_lets_answers_end() -> None:
-    busy = Busy()
+@pytest.mark.parametrize("name", ["", " "])
+def test_a_name_that_says_nothing_is_refused(name: str) -> None:
+    with pytest.raises(InputError, match=r"^served_model_name: expected a name, found none"):
+        require_reachable(Serving("127.0.0.1", 0, names=["gpt-4", name]))
 
-    async def served() -> bool:
-        answering = asyncio.create_task(asyncio.Event().wait())
-        stopped = asyncio.create_task(_is_stopped(answers.model(busy), Serving("127.0.0.1", 0), answering))  # type: ignore[arg-type]
-        await asyncio.sleep(0)
-        stopped.cancel()
-        found = await stopped
-        answering.cancel()
-        return found
 
-    assert asyncio.run(served()) and busy.is_drained
+@pytest.mark.parametrize(
+    ("wished", "said"), [(None, "request"), (2048, "request"), (10**6, "request: the model has no room for 1000000")]
+)
+def test_a_context_beyond_the_models_is_told_as_such(wished: int | None, said: str) -> None:
+    assert room_said(2048, wished) == f"up to 2048 tokens per {said}"
