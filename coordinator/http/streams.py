@@ -112,7 +112,7 @@ class EventStream(StreamingResponse):
             except StopAsyncIteration:
                 yield self._end
                 return
-            except Exception as error:
+            except Exception as error:  # HTTP's rim: its status is sent, and no handler of the application is asked
                 yield self._tell(http_error(error))
                 return
             yield event

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from coordinator.resident.ask import Ask
 from coordinator.resident.channels import Delta
@@ -18,6 +18,7 @@ from worker.errors import InputError
 Json = dict[str, Any]
 RawPrompt = str | tuple[int, ...]
 
+_SCORES = "how likely prompts are is told by /v1/score"
 _MOST_CHOICES = 128  # of one request, all prompts together
 
 
@@ -63,6 +64,13 @@ class CompletionBody(Sampled):
     response_format: Json | None = None
     brigade: Json = Field(default_factory=dict)  # {"waterfall": true}
 
+    @field_validator("max_tokens", mode="before")
+    @classmethod
+    def _require_answers(cls, value: Any) -> Any:
+        if value == 0:
+            raise InputError("max_tokens", f"expected at least 1, got 0: {_SCORES}")
+        return value
+
     @model_validator(mode="after")
     def _agree(self) -> "CompletionBody":
         if (self.best_of or 1) > self.n:
@@ -70,7 +78,7 @@ class CompletionBody(Sampled):
         if len(self.prompt) * self.n > _MOST_CHOICES:
             raise InputError("prompt", f"expected at most {_MOST_CHOICES} answers in all, prompts times n")
         if self.echo and self.logprobs is not None:
-            raise InputError("echo", "expected without logprobs: those of prompts are not told")
+            raise InputError("echo", f"expected without logprobs: {_SCORES}")
         return self
 
     @property

@@ -39,5 +39,16 @@ class Finishing:
             self._turns[self._order[after]].set()
 
 
+class Scripted:
+    """Answers with these deltas."""
+
+    def __init__(self, script: Sequence[Delta]) -> None:
+        self._script = script
+
+    async def stream(self, task: Task, *, traced: bool = False) -> AsyncGenerator[Delta, None]:
+        for delta in self._script:
+            yield delta
+
+
 def model(fake: Any) -> ResidentModel:
     return cast(ResidentModel, fake)

@@ -1,8 +1,12 @@
 from typing import Any
 
+import pytest
+
 from coordinator.resident.channels import Delta
 from coordinator.sessions.answer import Piece, Token, Usage
-from coordinator.shapes.openai_completions import Choice, CompletionAnswer
+from coordinator.shapes.body import read
+from coordinator.shapes.openai_completions import Choice, CompletionAnswer, CompletionBody
+from worker.errors import InputError
 
 EOS = 9
 LETTERS = {0: "a", 1: "bc", 2: "\ufffd", 3: "\ufffd", EOS: "<eos>"}
@@ -69,6 +73,12 @@ def test_usage_counts_each_prompt_once_and_all_that_was_generated() -> None:
     usage = answer(*[Choice() for _ in lasts], num_prompts=2).whole([[last] for last in lasts])["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (8, 8, 16)
     assert usage["prompt_tokens_details"]["cached_tokens"] == 2
+
+
+@pytest.mark.parametrize("more", [{"max_tokens": 0}, {"logprobs": 1}])
+def test_who_asks_what_a_prompt_is_worth_is_told_who_tells(more: dict[str, int]) -> None:
+    with pytest.raises(InputError, match=r"how likely prompts are is told by /v1/score$"):
+        read(CompletionBody, {"prompt": "a", "echo": True} | more)
 
 
 def test_an_echoed_prompt_comes_first_and_moves_the_places() -> None:
