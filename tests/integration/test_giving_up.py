@@ -10,7 +10,7 @@ from coordinator.cluster.runner import Runner, generate
 from coordinator.sessions.text import StopText, TextStream
 from tests.integration.conftest import CHUNK, Models, opened, running, serving
 from tests.integration.many import Live, request, solo, tokens_of, wait_freed
-from worker.errors import ModelError, StageLost
+from worker.errors import ModelError, NodeBusy, StageLost
 
 FOREVER = 400  # tokens
 
@@ -53,7 +53,7 @@ async def test_leaving_the_runner_fails_its_requests_and_frees_their_slots(
         except KeyError as raised:
             assert raised is error
         outcomes = await asyncio.wait_for(asyncio.gather(*(each.task for each in live), return_exceptions=True), 3)
-        assert {type(outcome) for outcome in outcomes} == {StageLost}
+        assert {type(outcome) for outcome in outcomes} == {NodeBusy}
         await wait_freed(chain)
 
 
