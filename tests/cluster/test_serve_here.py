@@ -97,9 +97,7 @@ def test_a_full_queue_is_told_at_once_and_a_long_wait_in_the_end(talker: Path, m
     uvloop.run(check())
 
 
-def test_a_server_where_none_may_wait_answers_all_that_fit_and_cuts_them_off_with_words_of_its_end(
-    talker: Path,
-) -> None:
+def test_a_server_where_none_may_wait_answers_all_that_fit_and_cuts_off_with_words_of_its_end(talker: Path) -> None:
     async def check() -> None:
         options = ClusterOptions(Cluster(), str(talker), 0, 4096)
         serving = Serving("127.0.0.1", free_port(), max_waiting=0, shutdown_timeout_s=0.05)
@@ -107,14 +105,16 @@ def test_a_server_where_none_may_wait_answers_all_that_fit_and_cuts_them_off_wit
         async with httpx2.AsyncClient(base_url=serving.url(serving.port), timeout=PATIENCE_S) as client:
             await wait_health(client, 200, running)
             asked = [client.post("/v1/completions", json={"prompt": "the", "max_tokens": 2}) for _ in range(12)]
-            assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
+            answers = await asyncio.gather(*asked)
             async with client.stream("POST", "/v1/completions", json=ENDLESS | {"stream": True}) as stream:
                 lines = lines_of(stream)
                 await anext(lines)
                 running.cancel()
-                error = json.loads([line async for line in lines][-1].removeprefix("data: "))["error"]
-                assert (error["code"], error["message"]) == ("draining", CUT_OFF)
+                rest = [line async for line in lines]
         await asyncio.gather(running, return_exceptions=True)
+        assert {answer.status_code for answer in answers} == {200}
+        error = json.loads(rest[-1].removeprefix("data: "))["error"]
+        assert (error["code"], error["message"]) == ("draining", CUT_OFF)
 
     uvloop.run(check())
 
