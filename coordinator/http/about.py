@@ -5,9 +5,10 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from coordinator.http.errors import unavailable
+from coordinator.http.json_response import JSONResponse
 from coordinator.http.served import Served
 from coordinator.http.streams import unless_left
 

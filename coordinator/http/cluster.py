@@ -5,8 +5,9 @@ from dataclasses import asdict
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
+from coordinator.http.json_response import JSONResponse
 from coordinator.http.served import Served
 from coordinator.resident.tally import Ended, Tally
 from coordinator.resident.watch import Now

@@ -4,9 +4,10 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from coordinator.http.choices import figures, tell
+from coordinator.http.json_response import JSONResponse
 from coordinator.http.reading import read_body
 from coordinator.http.served import Served
 from coordinator.http.streams import DONE, data, event_stream, unless_left

@@ -3,8 +3,9 @@
 import uuid
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
+from coordinator.http.json_response import JSONResponse
 from coordinator.http.reading import read_body
 from coordinator.http.refusals import error_object
 from coordinator.http.served import Served

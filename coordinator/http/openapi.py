@@ -8,10 +8,11 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from coordinator.http.described import DESCRIBED, Described, Schema
+from coordinator.http.json_response import JSONResponse
 
 Json = dict[str, Any]
 

@@ -1,8 +1,9 @@
 """`POST /v1/score` and `POST /v1/classify`: how likely given texts are after a prompt; nothing is generated."""
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
+from coordinator.http.json_response import JSONResponse
 from coordinator.http.reading import read_body
 from coordinator.http.served import Served
 from coordinator.http.streams import unless_left

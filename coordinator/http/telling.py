@@ -5,9 +5,10 @@ from contextlib import aclosing, contextmanager
 from typing import Any, Protocol
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from coordinator.http.errors import HttpError
+from coordinator.http.json_response import JSONResponse
 from coordinator.http.streams import event_stream, named, unless_left
 from coordinator.resident.channels import Delta
 from coordinator.resident.frontend import Task

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from coordinator.http.errors import refuse
+from coordinator.http.json_response import JSONResponse
 from coordinator.http.reading import read_body
 from coordinator.http.served import Served
 from coordinator.http.streams import unless_left
