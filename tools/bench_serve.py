@@ -22,9 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 from coordinator.cluster.options import cluster_options
+from coordinator.decoding.decode import Decode
 from coordinator.resident.ask import Ask
 from coordinator.resident.frontend import Frontend
-from coordinator.resident.model import open_resident
+from coordinator.resident.model import ResidentModel, open_resident
 from tools.serve_client import Outcome, Server, brigade, mlx_lm_server, stream
 from worker.process.machine import machine_name
 from worker.process.run import run_command
@@ -33,6 +34,7 @@ _WAIT_S = 600.0
 _AGAIN_S = 0.02
 _BESIDE = 4  # streams that run while a long prompt arrives
 _GAP_TOKENS = 256
+_PAIRS = 15  # of a request in this process and one by HTTP
 _SETTLED_S = 1.0  # by then all of them decode
 
 
@@ -83,24 +85,23 @@ async def _measure(model: str, num_tokens: int, counts: Sequence[int], rounds: i
     beside = Table(title=f"the longest gap in {_BESIDE} streams, ms")
     for column in ("server", "alone", "beside a long prompt", "its first token after, ms"):
         beside.add_column(column, justify="left" if column == "server" else "right")
-    alone: dict[str, float] = {}
-    firsts: dict[str, float] = {}
     for name, opening in servers.items():
         with opening as server:
             async with server.client() as client:
                 for row in [await _row(client, count, num_tokens, rounds) for count in counts]:
-                    alone.setdefault(name, row.tokens_per_s)
-                    firsts.setdefault(name, row.p50_ms)
                     figures = (row.tokens_per_s, row.p50_ms, row.p95_ms)
                     table.add_row(name, str(row.num_streams), *(f"{figure:.1f}" for figure in figures))
                 gaps = [await _gaps_ms(client, num_words, turn) for turn in range(rounds)]
                 beside.add_row(name, *(f"{statistics.median(each):.1f}" for each in zip(*gaps, strict=True)))
     Console().print(table, beside)
-    if counts[0] == 1:
-        here_ms, first_ms = await _in_process_ms(frontend, model, num_tokens, rounds)
-        there_ms = 1000 / alone["brigade serve, one process"]
-        print(f"one stream: {here_ms:.2f} ms per token in process, {there_ms:.2f} by HTTP: {there_ms - here_ms:+.2f}")
-        print(f"its first token: {first_ms:.1f} ms in process, {firsts['brigade serve, one process']:.1f} by HTTP")
+    here, there = await _here_and_there(frontend, model, num_tokens, _PAIRS)
+    for what, which in (("per token", 0), ("until the first one", 1)):
+        pairs = [(pair[0][which], pair[1][which]) for pair in zip(here, there, strict=True)]
+        in_process, by_http = (statistics.median(each) for each in zip(*pairs, strict=True))
+        more = statistics.median(http - process for process, http in pairs)
+        print(
+            f"one stream, {what}: {in_process:.2f} ms in process, {by_http:.2f} by HTTP, {more:+.2f} (median of pairs)"
+        )
 
 
 async def _row(client: httpx2.AsyncClient, count: int, num_tokens: int, rounds: int) -> Row:
@@ -148,22 +149,33 @@ async def _persistent(client: httpx2.AsyncClient, body: dict[str, Any]) -> Outco
             return replace(found, first_s=found.first_s + asked - began, took_s=found.took_s + asked - began)
 
 
-async def _in_process_ms(frontend: Frontend, model: str, num_tokens: int, rounds: int) -> tuple[float, float]:
-    """Of one token of one request, prompt included, and until the first text, both as by HTTP."""
+Pair = tuple[float, float]  # milliseconds per token, prompt included, and until the first text
+
+
+async def _here_and_there(frontend: Frontend, model: str, num_tokens: int, count: int) -> tuple[list[Pair], list[Pair]]:
+    """The same requests in this process and by HTTP, in turns, a token per step and as many tokens each."""
     options = cluster_options(None, model, 0, None, None)
-    found, firsts = [], []
+    here: list[Pair] = []
+    there: list[Pair] = []
     async with open_resident(frontend, options, options.context, max_waiting=1, max_wait_s=_WAIT_S) as resident:
-        for turn in range(rounds + 1):
-            body = _body(turn, num_tokens)
-            ask = Ask(body["prompt"], num_tokens, {"temperature": body["temperature"]})
-            began = time.monotonic()
-            num_said, first_s = 0, 0.0
-            async for delta in resident.stream(await resident.prepare(ask)):
-                num_said += len(delta.piece.tokens)
-                first_s = first_s or (time.monotonic() - began if delta.content else 0.0)
-            found.append(1000 * (time.monotonic() - began) / num_said)
-            firsts.append(1000 * first_s)
-    return statistics.median(found[1:]), statistics.median(firsts[1:])
+        with brigade("--model", model, "--local", "0") as server:
+            async with server.client() as client:
+                for turn in range(count + 1):
+                    body = _body(30_000 + turn, num_tokens) | {"decode": "ar", "ignore_eos": True}
+                    greedy = {"temperature": 0.0}
+                    ask = Ask(body["prompt"], num_tokens, greedy, decode=Decode("ar"), ignore_eos=True)
+                    here.append(await _in_process(resident, ask))
+                    found = await stream(client, body)
+                    there.append((1000 * found.took_s / found.num_tokens, 1000 * found.first_s))
+    return here[1:], there[1:]
+
+
+async def _in_process(resident: ResidentModel, ask: Ask) -> Pair:
+    began, num_said, first_s = time.monotonic(), 0, 0.0
+    async for delta in resident.stream(await resident.prepare(ask)):
+        num_said += len(delta.piece.tokens)
+        first_s = first_s or (time.monotonic() - began if delta.content else 0.0)
+    return 1000 * (time.monotonic() - began) / num_said, 1000 * first_s
 
 
 def _body(number: int, num_tokens: int) -> dict[str, Any]:
