@@ -82,11 +82,12 @@ async def run(options: ClusterOptions, seconds: float, seed: int, tell: Tell) ->
         while soak.soaked_s < seconds:
             round_s = min(_ROUND_S, seconds - soak.soaked_s)
             one = Round(options, checkpoint, spec, table, workers, soak, numbers, thread, tell)
+            here = [worker.pid for worker in workers]
             await one.run(round_s, is_faulty=soak.num_rounds > 0)
             soak.num_rounds += 1
             for ended in filter(None, [await worker.revive() for worker in workers]):
                 _violated(soak, ended)
-            for more in await soak.ledger.settle([worker.pid for worker in workers]):
+            for more in await soak.ledger.settle([pid for worker in workers if (pid := worker.pid) in here]):
                 _violated(soak, more)
     return soak
 

@@ -43,7 +43,7 @@ class Held:
 
 @dataclass
 class Ledger:
-    """By process: what it held after its first round, and after its last."""
+    """By process: what it held after the first round that it was there for from begin to end, and after its last."""
 
     first: dict[int, Held] = field(default_factory=dict)
     last: dict[int, Held] = field(default_factory=dict)
