@@ -151,6 +151,7 @@ def test_a_step_that_is_not_asked_for_leaves_no_trace(models: Models, family: st
         assert len(ready) == (each == way)
         found = run(engine, frame.windows, opened=frame.opened, closed=frame.closed)
         assert [step() for step in ready] == [None] * len(ready)  # its graph and what it held are gone
+        assert all(cache.length == len(slot.history) for slot in engine._slots.values() for cache in slot.caches.own)
         after = run(engine, [window_of((*tokens, 5), len(tokens), 1)])
         results.append(([*found.samples, *after.samples], engine.cache_bytes))
     assert results[0] == results[1] and len(results[0][0]) == len(frame.windows) + 1

@@ -272,6 +272,7 @@ async def test_a_node_that_is_there_again_is_told_of_and_joins_once_nothing_is_u
         assert rig.supervisor.chain.plan.layers == [2, 2]
         found = await live.answer()
         assert_equal([found], expected)
+        assert found.usage.num_recoveries == 1, "its chain was ended under it"
         await until(lambda: runner.chain.plan.layers == list(LAYERS))
         assert rig.supervisor.num_recoveries == 1
         assert any(line.startswith("worker node-1: is there again; going on with node-1 (") for line in rig.said)
