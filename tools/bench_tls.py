@@ -11,7 +11,6 @@ import asyncio
 import itertools
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -37,6 +36,7 @@ from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Credit, Frame, Sampling, Timing
 from protos.brigade_pb2_grpc import NodeServicer
 from tools.bench_frames import Ticker, hidden
+from tools.worker_process import free_port
 from worker.node.hop import put, take
 from worker.node.identity import Keys, Role
 from worker.node.network import Network
@@ -225,7 +225,7 @@ async def _chain(keys: Path, is_encrypted: bool, thread: MlxThread) -> AsyncIter
     """The bundled model on three processes, over links of one kind."""
     config = keys.parent / f"{is_encrypted}.yaml"
     lines = ["model: demo", "coordinator: {name: studio}", *([f"tls: {{keys: {keys}}}"] if is_encrypted else [])]
-    workers = [f"  - {{name: {name}, address: '127.0.0.1:{_free_port()}'}}" for name in _WORKERS]
+    workers = [f"  - {{name: {name}, address: '127.0.0.1:{free_port()}'}}" for name in _WORKERS]
     config.write_text("\n".join([*lines, "workers:", *workers]))
     async with AsyncExitStack() as stack:
         for name in _WORKERS:
@@ -249,12 +249,6 @@ async def _worker(name: str, config: Path) -> AsyncIterator[None]:
     finally:
         process.terminate()
         await process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

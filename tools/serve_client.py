@@ -1,7 +1,6 @@
 """Servers as processes, and streams that are read from them: what `load_serve` and `bench_serve` share."""
 
 import json
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+
+from tools.worker_process import free_port
 
 _START_S = 120.0
 _END_S = 30.0
@@ -50,7 +51,7 @@ class Outcome:
 @contextmanager
 def brigade(*flags: str | Path) -> Iterator[Server]:
     """`brigade serve` with these flags, once it is ready."""
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-m", "coordinator", "serve", "--port", str(port), *map(str, flags)]
     with _serving(command, f"http://127.0.0.1:{port}", "/health") as server:
         yield server
@@ -59,7 +60,7 @@ def brigade(*flags: str | Path) -> Iterator[Server]:
 @contextmanager
 def mlx_lm_server(model: Path) -> Iterator[Server]:
     """mlx-lm's own server, once it answers."""
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-m", "mlx_lm.server", "--model", str(model), "--port", str(port)]
     with _serving(command, f"http://127.0.0.1:{port}", "/v1/models") as server:
         yield server
@@ -87,13 +88,6 @@ def _answers(url: str) -> bool:
         return httpx2.get(url, timeout=_START_S).status_code == 200
     except httpx2.TransportError:
         return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 async def stream(client: httpx2.AsyncClient, body: dict[str, Any], path: str = "/v1/completions") -> Outcome:
