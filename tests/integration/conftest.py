@@ -221,7 +221,7 @@ def quick_collector() -> Iterator[None]:
 def nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """No step is built before its frame comes."""
     monkeypatch.setattr(Ahead, "build", lambda ahead, slots: None)
-    monkeypatch.setattr(Ahead, "launch", lambda ahead, slots, tokens: None)
+    monkeypatch.setattr(Ahead, "launch", lambda ahead, slots, tokens, most: None)
 
 
 @pytest.fixture

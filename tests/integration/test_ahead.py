@@ -62,14 +62,15 @@ async def test_tokens_and_logprobs_are_bit_for_bit_those_of_steps_built_on_arriv
     found = await answers(models, family, layers)
     assert sum(taken) > len(taken) / 3
     monkeypatch.setattr(Ahead, "build", lambda ahead, slots: None)
-    monkeypatch.setattr(Ahead, "launch", lambda ahead, slots, tokens: None)
+    monkeypatch.setattr(Ahead, "launch", lambda ahead, slots, tokens, most: None)
     taken.clear()
     expected = await answers(models, family, layers)
     assert not any(taken)
     assert [each.samples for each in found] == [each.samples for each in expected]
 
 
-SAMPLINGS = {"built": Sampling(repetition_penalty=1.3), "launched": Sampling()}  # where draws look back only a graph is
+# where draws look back only a graph is
+SAMPLINGS = {"built": Sampling(repetition_penalty=1.3), "launched": Sampling(), "launched twice": Sampling()}
 
 
 CACHES = [make_cache_choice("full", None), make_cache_choice("rotating", 14), make_cache_choice("int8", None)]
@@ -91,7 +92,7 @@ async def test_every_kind_of_cache_is_gone_on_with_over_the_ends_of_its_buffers(
     for is_ahead in (True, False):
         if not is_ahead:
             monkeypatch.setattr(Ahead, "build", lambda ahead, slots: None)
-            monkeypatch.setattr(Ahead, "launch", lambda ahead, slots, tokens: None)
+            monkeypatch.setattr(Ahead, "launch", lambda ahead, slots, tokens, most: None)
         async with running(models("qwen3", **GROUPS_OF_32).folder, layers) as chain:
             found.append([each.samples for each in [*await solo(chain, asked[::3]), *await together(chain, asked)]])
         assert any(taken) == is_ahead
@@ -110,9 +111,15 @@ def engine_of(whole: Whole, way: str) -> tuple[Engine, list[int]]:
     assert isinstance(result, Result)
     if way == "built":
         engine.build_ahead()
-    elif way == "launched":
-        engine.launch_ahead(step)
+    elif not way.startswith("not"):
+        for _ in range(1 + (way == "launched twice")):
+            engine.launch_ahead(step, is_finished=True)
     return engine, [sample.token for sample in result.samples]
+
+
+def all_ready(engine: Engine) -> list[Ready]:
+    first = engine._ahead._ready
+    return [*first, *(each.following for each in first if each.following)]
 
 
 def run(engine: Engine, windows: Sequence[Window], **more: Sequence[Opening] | Sequence[int]) -> Result:
@@ -123,6 +130,11 @@ def run(engine: Engine, windows: Sequence[Window], **more: Sequence[Opening] | S
 
 def more(slot: int, *tokens: int) -> Window:
     return window_of((*NEXT[slot], *tokens), len(NEXT[slot]), slot)
+
+
+def newest(slot: int, tokens: Sequence[int]) -> Window:
+    """The last of some tokens behind those of NEXT."""
+    return window_of((*NEXT[slot], *tokens), len(NEXT[slot]) + len(tokens) - 1, slot)
 
 
 # each ends with a window of slot 1, and leaves it with the tokens that are named
@@ -147,8 +159,8 @@ def test_a_step_that_is_not_asked_for_leaves_no_trace(models: Models, family: st
     results = []
     for each in (way, f"not {way}"):
         engine, _ = engine_of(models(family), each)
-        ready = [weakref.ref(step) for step in engine._ahead._ready]
-        assert len(ready) == (each == way)
+        ready = [weakref.ref(step) for step in all_ready(engine)]
+        assert len(ready) == (each == way) * (1 + (way == "launched twice"))
         found = run(engine, frame.windows, opened=frame.opened, closed=frame.closed)
         assert [step() for step in ready] == [None] * len(ready)  # its graph and what it held are gone
         assert all(cache.length == len(slot.history) for slot in engine._slots.values() for cache in slot.caches.own)
@@ -180,13 +192,38 @@ def test_the_buffers_of_a_step_that_is_asked_for_are_written_in_place(models: Mo
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_5"])
-def test_a_slot_that_is_left_out_of_a_launched_step_goes_on_later(models: Models, family: str) -> None:
+@pytest.mark.parametrize("way", ["launched", "launched twice"])
+def test_a_slot_that_is_left_out_of_a_launched_step_goes_on_later(models: Models, family: str, way: str) -> None:
     results = []
-    for way in ("launched", "not launched"):
-        engine, given = engine_of(models(family), way)
-        alone = [run(engine, [more(slot, given[slot])]) for slot in (1, 0)]
-        results.append([sample.token for each in alone for sample in each.samples])
+    for each in (way, f"not {way}"):
+        engine, tokens = engine_of(models(family), each)
+        given = [[token] for token in tokens]
+        for slot in (1, 1, 0, 0):
+            (sample,) = run(engine, [newest(slot, given[slot])]).samples
+            given[slot].append(sample.token)
+        results.append(given)
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_a_step_upon_a_launched_one_is_next_once_that_was_asked_for(models: Models, family: str) -> None:
+    engine, given = engine_of(models(family), "launched twice")
+    plain, _ = engine_of(models(family), "not launched")
+    fed = [[token] for token in given]
+    for left in (1, 0):
+        windows = [newest(slot, tokens) for slot, tokens in enumerate(fed)]
+        found = run(engine, windows)
+        assert found.samples == run(plain, windows).samples
+        assert len(all_ready(engine)) == left
+        for tokens, sample in zip(fed, found.samples, strict=True):
+            tokens.append(sample.token)
+
+
+def test_a_long_step_has_one_behind_it_and_not_two(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes next would have to wait for both."""
+    monkeypatch.setattr("worker.compute.engine._SHORT_STEP_NS", 0)
+    engine, _ = engine_of(models("qwen3"), "launched twice")
+    assert len(all_ready(engine)) == 1
 
 
 def test_nothing_is_launched_into_a_cache_that_has_no_room(models: Models) -> None:
@@ -199,8 +236,9 @@ def test_nothing_is_launched_into_a_cache_that_has_no_room(models: Models) -> No
     for length in (255, 256):
         step = engine.begin(Frame(windows=[window_of(tokens[:length], length - 1)]), None, 0)
         engine.finish(step)
-        engine.launch_ahead(step)
-        launched.append(len(engine._ahead._ready))
+        engine.launch_ahead(step, is_finished=True)
+        engine.launch_ahead(step, is_finished=True)
+        launched.append(len(all_ready(engine)))
     assert launched == [1, 0]
 
 

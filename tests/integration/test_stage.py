@@ -48,7 +48,7 @@ class HeldEngine:
     def build_ahead(self) -> None:
         pass
 
-    def launch_ahead(self, step: Frame) -> None:
+    def launch_ahead(self, step: Frame, *, is_finished: bool) -> None:
         pass
 
     def begin(self, header: Frame, x: mx.array | None, received: int) -> Frame:

@@ -40,18 +40,20 @@ class Ready(Protocol):
     outputs: Outputs
     hidden: Placeholder | None  # where its input goes; none on the first stage
     is_under_way: bool
+    following: "Launched | None"  # the step upon this one
 
     def is_of(self, frame: Frame) -> bool: ...
 
     def begin(self, windows: Sequence[Window]) -> None: ...
 
-    def undo(self) -> None: ...
+    def drop(self, numbers: Set[int]) -> None: ...
 
 
 class Built:
     """A step on placeholders: a graph, of which nothing is computed before its frame comes."""
 
     is_under_way = False
+    following = None
 
     def __init__(self, shard: Shard, slots: Slots, dtype: mx.Dtype) -> None:
         B, D = len(slots), shard.anatomy.hidden_size
@@ -59,7 +61,8 @@ class Built:
         self.hidden = None if shard.is_first else Placeholder([1, B, D], dtype)
         self._ids = Placeholder([1, B], mx.int32)
         self._before: Snapshot | None = Snapshot(each for slot in slots.values() for each in slot.caches.changing())
-        self.outputs = _outputs(shard, slots, (self.hidden or self._ids).array, self._ids.array)
+        bases = {number: len(slot.history) for number, slot in slots.items()}
+        self.outputs = _outputs(shard, slots, bases, (self.hidden or self._ids).array, self._ids.array)
 
     def is_of(self, frame: Frame) -> bool:
         in_order = [window.slot for window in frame.windows] == list(self.slots)
@@ -71,8 +74,9 @@ class Built:
         self._ids.fill_numbers(window.tokens[0] for window in windows)
         self.outputs.evaluate()
 
-    def undo(self) -> None:
-        assert self._before is not None
+    def drop(self, numbers: Set[int]) -> None:
+        """Undo it; nothing but the frame of all its slots takes it, so none of them is ever left."""
+        assert self._before is not None and numbers == self.slots.keys()
         self._before.restore()
 
 
@@ -85,14 +89,24 @@ class Launched:
     is_under_way = True
     hidden: Placeholder | None = None
 
-    def __init__(self, shard: Shard, slots: Slots, tokens: Mapping[int, mx.array]) -> None:
-        """`tokens` [1] of each slot: what it has just been given."""
-        self.slots = slots
-        self._tokens = tokens
+    def __init__(self, shard: Shard, slots: Slots, bases: Mapping[int, int], tokens: Mapping[int, mx.array]) -> None:
+        """`tokens` [1] of each slot: what it has just been given, and what follows `bases` tokens in it."""
+        self.slots = dict(slots)
+        self.following: Launched | None = None
+        self._shard, self._bases, self._tokens = shard, bases, tokens
         self._before = {number: Snapshot(slot.caches.states()) for number, slot in slots.items()}
         ids = mx.concatenate([tokens[number] for number in slots]).astype(mx.int32)[None]
-        self.outputs = _outputs(shard, slots, ids, ids)
+        self.outputs = _outputs(shard, slots, bases, ids, ids)
         self.outputs.evaluate()
+
+    def launch_following(self, most: int) -> None:
+        """A step upon the last of this chain of steps, unless they are as many as that or a cache has no room."""
+        if self.following and most > 1:
+            self.following.launch_following(most - 1)
+        elif most > 1 and all(slot.caches.has_room for slot in self.slots.values()):
+            bases = {number: self._bases[number] + 1 for number in self.slots}
+            tokens = {number: self.outputs.draws[number].tokens for number in self.slots}
+            self.following = Launched(self._shard, self.slots, bases, tokens)
 
     def is_of(self, frame: Frame) -> bool:
         """Slots may be missing: each has its own rows."""
@@ -104,20 +118,20 @@ class Launched:
         return all(window.tokens[0] == self._tokens[window.slot].item() for window in frame.windows)
 
     def begin(self, windows: Sequence[Window]) -> None:
-        self._undo(self.slots.keys() - {window.slot for window in windows})
+        """It has begun."""
 
-    def undo(self) -> None:
-        self._undo(self.slots.keys())
-
-    def _undo(self, numbers: Set[int]) -> None:
+    def drop(self, numbers: Set[int]) -> None:
+        """Undo it for these of its slots, and before it what was launched upon it."""
+        if self.following:
+            self.following.drop(numbers & self.following.slots.keys())
         for number in numbers:
-            slot = self.slots[number]
-            self._before[number].restore()
-            slot.caches.cut(len(slot.history))
+            slot = self.slots.pop(number)
+            self._before.pop(number).restore()
+            slot.caches.cut(self._bases[number])
 
 
 class Ahead:
-    """The steps that are ready, at most one for each slot."""
+    """The steps that are ready: for each slot at most one, and what was launched upon it."""
 
     def __init__(self, shard: Shard, dtype: mx.Dtype) -> None:
         self._shard = shard
@@ -135,10 +149,21 @@ class Ahead:
         if self._can_build:
             self._ready.append(Built(self._shard, slots, self._dtype))
 
-    def launch(self, slots: Slots, tokens: Mapping[int, mx.array]) -> None:
-        """As `build`, with these tokens [1]: only where the shard is the whole model, and every cache has room."""
-        if not self._any_of(slots):
-            self._ready.append(Launched(self._shard, slots, tokens))
+    def launch(self, slots: Slots, tokens: Mapping[int, mx.array], most: int) -> None:
+        """As `build`, with these tokens [1]: only where the shard is the whole model, and every cache has room.
+
+        Where that step is there, one upon the last, as long as they are no more than `most`.
+        """
+        first = next((each for each in self._ready if not each.slots.keys().isdisjoint(slots)), None)
+        if first is None:
+            bases = {number: len(slot.history) for number, slot in slots.items()}
+            self._ready.append(Launched(self._shard, slots, bases, tokens))
+        elif isinstance(first, Launched):
+            first.launch_following(most)
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self._ready)
 
     def awaited(self, frame: Frame) -> Placeholder | None:
         """Where the hidden states of this frame go, if its step is built."""
@@ -149,11 +174,16 @@ class Ahead:
         found = next((each for each in self._ready if each.is_of(frame)), None)
         if found and found.hidden and found.hidden.array is not x:
             found = None
-        touched = {window.slot for window in frame.windows} | _slots_besides(frame)
-        for each in self._ready:
-            if each is not found and not touched.isdisjoint(each.slots):
-                each.undo()
-        self._ready = [each for each in self._ready if touched.isdisjoint(each.slots)]
+        asked = {window.slot for window in frame.windows}
+        touched = asked | _slots_besides(frame)
+        wrong = [each for each in self._ready if each is not found and not touched.isdisjoint(each.slots)]
+        for each in wrong:
+            each.drop(set(each.slots))
+        self._ready = [each for each in self._ready if each is not found and each not in wrong]
+        if found:
+            if left_out := found.slots.keys() - asked:
+                found.drop(left_out)
+            self._ready += [found.following] if found.following and found.following.slots else []
         return found
 
     def clear(self) -> None:
@@ -185,12 +215,14 @@ def is_one_token(window: Window) -> bool:
     return plain and not (window.positions or window.targets)
 
 
-def _outputs(shard: Shard, slots: Slots, x: mx.array, ids: mx.array) -> Outputs:
-    h = shard(x, [slot.next_place() for slot in slots.values()], ids)
+def _outputs(shard: Shard, slots: Slots, bases: Mapping[int, int], x: mx.array, ids: mx.array) -> Outputs:
+    """A step that feeds each slot one token behind its base."""
+    h = shard(x, [slot.next_place(bases[number]) for number, slot in slots.items()], ids)
     if not shard.is_last:
         return Outputs(h, {}, {})
     logits = dict(zip(slots, shard.logits(h).split(len(slots)), strict=True))
-    draws = {number: slot.draw_ahead(logits[number]) for number, slot in slots.items() if slot.can_draw_ahead}
+    able = [number for number, slot in slots.items() if slot.can_draw_ahead]
+    draws = {number: slots[number].draw_ahead(bases[number], logits[number]) for number in able}
     return Outputs(h, draws, {number: row for number, row in logits.items() if number not in draws})
 
 

@@ -23,6 +23,7 @@ from worker.memory.history import History
 from worker.memory.lane import Place
 
 _SHORT_BEGIN = 0.5
+_SHORT_STEP_NS = 20_000_000
 _WEIGHT = 0.2  # of a new observation
 
 
@@ -46,8 +47,14 @@ class Engine:
         self._slots: dict[int, Slot] = {}
         self._idle_since = 0  # when the device had done all that it was given, nanoseconds
         self._begin_share = 1.0  # of a step's time that `begin` takes
+        self._step_ns = 0  # what the last step took
         self._ahead = Ahead(shard, MLX_DTYPES[dtype])
         self._last: Sequence[Window] = ()  # of the step that was finished last
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this stage is the whole model."""
+        return self._shard.is_first and self._shard.is_last
 
     @property
     def runs_ahead(self) -> bool:
@@ -60,6 +67,11 @@ class Engine:
     @property
     def num_slots(self) -> int:
         return len(self._slots)
+
+    @property
+    def has_next(self) -> bool:
+        """Whether a step is there before its frame is."""
+        return self._ahead.has_any
 
     @property
     def weight_bytes(self) -> int:
@@ -89,24 +101,25 @@ class Engine:
 
     def build_ahead(self) -> None:
         """Build what most likely comes next, while there is nothing else to do: `begin` then only has it computed."""
-        slots = self._slots_that_go_on(self._last)
-        if slots and not self._can_launch(slots):
+        if slots := self._slots_that_go_on(self._last):
             self._ahead.build(slots)
         self._last = ()
 
-    def launch_ahead(self, step: Step) -> None:
-        """Where this is the whole model, have the device go on with the tokens of this step before anybody has them."""
+    def launch_ahead(self, step: Step, *, is_finished: bool) -> None:
+        """Where this is the whole model, have the device go on with the tokens of this step before anybody has them.
+
+        It is at most two steps ahead of what is finished, so that it never waits for what is done with a token; but
+        one where steps are long, as they hide that anyway, and whoever comes next should not have to wait for two.
+        """
+        if not (is_finished or self.runs_ahead or step.is_under_way):
+            return  # the result comes first
         slots = self._slots_that_go_on(step.windows)
         tokens = {window.slot: draws.tokens for window, draws in step.draws}
         if slots and slots.keys() == tokens.keys() and self._can_launch(slots):
-            self._ahead.launch(slots, tokens)
+            self._ahead.launch(slots, tokens, most=2 if is_finished and self._step_ns < _SHORT_STEP_NS else 1)
 
     def _can_launch(self, slots: Mapping[int, Slot]) -> bool:
-        return (
-            self._shard.is_first
-            and self._shard.is_last
-            and all(slot.can_draw_ahead and slot.caches.has_room for slot in slots.values())
-        )
+        return self.is_whole and all(slot.can_draw_ahead and slot.caches.has_room for slot in slots.values())
 
     def _slots_that_go_on(self, windows: Sequence[Window]) -> dict[int, Slot]:
         """The slots of a step after which it is likely that each gets one token more; none where it is not."""
@@ -163,6 +176,7 @@ class Engine:
             share = (step.begun - step.timing.started) / (step.timing.computed - step.timing.started)
             self._begin_share += _WEIGHT * (share - self._begin_share)
         step.timing.started = max(step.timing.started, self._idle_since)  # until then the device was at another step
+        self._step_ns = step.timing.computed - step.timing.started
         output = self._result(step) if self._shard.is_last else self._passed_on(step)
         step.timing.sampled = time.monotonic_ns() if self._shard.is_last else step.timing.computed
         self._idle_since = step.timing.sampled
@@ -234,6 +248,7 @@ class Engine:
         step.windows.extend(step.frame.windows)
         ready.begin(step.windows)
         if ready.is_under_way:
+            step.is_under_way = True
             step.timing.started = step.timing.received
         outputs = ready.outputs
         step.pending = [outputs.h]

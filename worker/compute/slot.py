@@ -46,18 +46,16 @@ class Slot:
         positions = mx.array(list(window.positions), mx.int32) if window.positions else None
         return Place(self.caches, base, num_rows(window), positions)
 
-    def next_place(self) -> Place:
-        """Where the row of one more token goes, whichever it is."""
-        length = len(self.history)
-        self.caches.cut(length)
-        return Place(self.caches, length, 1)
+    def next_place(self, base: int) -> Place:
+        """Where the row of one more token goes, whichever it is, behind `base` of them."""
+        self.caches.cut(base)
+        return Place(self.caches, base, 1)
 
     @property
     def can_draw_ahead(self) -> bool:
         """Whether draws depend on nothing but logits and positions."""
         return not (self.guide or self.sampler.looks_back)
 
-    def draw_ahead(self, logits: mx.array) -> Draws:
-        """The draw that follows one more token, whichever that is, by the logits [1, V] of its row."""
-        held = len(self.history)
-        return self.sampler(logits, [held + 1], self.history.tokens, [held + 1])
+    def draw_ahead(self, base: int, logits: mx.array) -> Draws:
+        """The draw that follows one more token behind `base`, whichever that is, by the logits [1, V] of its row."""
+        return self.sampler(logits, [base + 1], self.history.tokens, [base + 1])

@@ -18,6 +18,7 @@ class Step:
     frame: Frame
     timing: Timing
     begun: int = 0  # when `begin` returned, nanoseconds
+    is_under_way: bool = False  # since before its frame came
     windows: list[Window] = field(default_factory=list)  # those of the frame that have not failed here
     failures: list[Failure] = field(default_factory=list)  # of this stage
     pending: list[mx.array] = field(default_factory=list)

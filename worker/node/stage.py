@@ -48,7 +48,7 @@ class Stage:
         self._newest_begun = -1  # of those that the engine has begun
         self._frames: SimpleQueue[tuple[Arrival, int]] = SimpleQueue()
         self._arrived = asyncio.Event()
-        self._outputs: asyncio.Queue[Outgoing | Result] = asyncio.Queue()
+        self._outputs: asyncio.Queue[Outgoing] = asyncio.Queue()
         self._outcomes: asyncio.Queue[Result | None] = asyncio.Queue()  # None, once and for all: it has failed
         self._failure: BrigadeError | None = None
         self._has_hop = False
@@ -68,7 +68,8 @@ class Stage:
 
     def start(self, *watched: Coroutine[Any, Any, None]) -> None:
         """Start working, and run `watched` beside it: whichever ends or fails first fails the stage."""
-        for work in (self._work(), self._pass_on(), *watched):
+        passing_on = [self._pass_on(self._send)] if self._send else []
+        for work in (self._work(), *passing_on, *watched):
             task = asyncio.create_task(work)
             task.add_done_callback(self._ended)
             self._tasks.append(task)
@@ -166,18 +167,18 @@ class Stage:
             step = self._begin_next()
             while step is not None:
                 following = self._begin_next() if self.engine.runs_ahead else None
-                if self.engine.runs_ahead and following is None:
-                    self.engine.launch_ahead(step)
+                if following is None:
+                    self.engine.launch_ahead(step, is_finished=False)
                 header, array = self.engine.finish(step)
                 output = header if isinstance(header, Result) else self._outgoing(header, array)
                 self._busy_since = None if following is None else time.monotonic()
                 none_waits = self._frames.empty()  # what comes from now on is an answer to this output
-                loop.call_soon_threadsafe(self._outputs.put_nowait, output)
+                loop.call_soon_threadsafe(self._take_out, output)
                 if self._is_stopping:  # what waits, a load perhaps, must find the memory free that this frame holds
                     return
                 self._thread.give_way()  # frames may come without end
-                if none_waits and not self.engine.runs_ahead:
-                    self.engine.launch_ahead(step)
+                if none_waits and following is None:
+                    self.engine.launch_ahead(step, is_finished=True)
                 step = following or self._begin_next()
 
     def _outgoing(self, header: Frame, array: mx.array | None) -> Outgoing:
@@ -217,23 +218,32 @@ class Stage:
         if self._frames.empty() and self._busy_since is None and not self.engine.num_slots:
             self._idle.set()
 
-    async def _pass_on(self) -> None:
+    def _take_out(self, output: Outgoing | Result) -> None:
+        if self._is_stopping:
+            return
+        self.last_step = output.step
+        self._note_idle()
+        if isinstance(output, Outgoing):
+            self._outputs.put_nowait(output)
+            return
+        output.timings[-1].sent = time.monotonic_ns()
+        self._sent_bytes += output.ByteSize()
+        self.deliver(output)
+        self._has_left(output.step)
+
+    async def _pass_on(self, send: Send) -> None:
         while True:
             output = await self._outputs.get()
-            self.last_step = output.step
-            self._note_idle()
-            if isinstance(output, Result):
-                output.timings[-1].sent = time.monotonic_ns()
-                self._sent_bytes += output.ByteSize()
-                self.deliver(output)
-            else:
-                assert self._send is not None
-                self._sent_bytes += sum(map(len, output.parts))
-                await self._send(output.parts)
-            if self._has_hop:
-                self._grant()
-            if self._frames.empty() and self._outputs.empty():  # not before: Python's lock would hold up what was sent
-                self._thread.submit(partial(self._build_ahead, output.step)).add_done_callback(self._built)
+            self._sent_bytes += sum(map(len, output.parts))
+            await send(output.parts)
+            self._has_left(output.step)
+
+    def _has_left(self, step: int) -> None:
+        if self._has_hop:
+            self._grant()
+        waits = self._frames.empty() and self._outputs.empty() and not self.engine.has_next
+        if waits:  # not before: Python's lock would hold up what was sent
+            self._thread.submit(partial(self._build_ahead, step)).add_done_callback(self._built)
 
     def _grant(self) -> None:
         """Let the sender replace the frames that are done, half of its credit at a time: each grant is a message."""
