@@ -28,19 +28,31 @@ class Outputs:
     h: mx.array  # [1, B, D]
     draws: Mapping[int, Draws]  # of slots whose draws need no more than logits
     logits: Mapping[int, mx.array]  # [1, V] of the other slots
+    tokens: mx.array | None = None  # [B], if all were drawn at once
 
     def evaluate(self) -> None:
         mx.async_eval([self.h, *(array for draws in self.draws.values() for array in draws.arrays())])
+
+    def tokens_of(self, slots: Slots) -> mx.array:
+        """What these slots, in the order of the step, have been given [B]."""
+        if self.tokens is not None and self.tokens.size == len(slots):
+            return self.tokens
+        return mx.concatenate([self.draws[number].tokens for number in slots])
 
 
 class Ready(Protocol):
     """A step that is there before its frame is."""
 
-    slots: Slots
     outputs: Outputs
     hidden: Placeholder | None  # where its input goes; none on the first stage
     is_under_way: bool
-    following: "Launched | None"  # the step upon this one
+
+    @property
+    def slots(self) -> Slots: ...
+
+    @property
+    def following(self) -> "Launched | None":
+        """The step upon this one."""
 
     def is_of(self, frame: Frame) -> bool: ...
 
@@ -89,13 +101,14 @@ class Launched:
     is_under_way = True
     hidden: Placeholder | None = None
 
-    def __init__(self, shard: Shard, slots: Slots, bases: Mapping[int, int], tokens: Mapping[int, mx.array]) -> None:
-        """`tokens` [1] of each slot: what it has just been given, and what follows `bases` tokens in it."""
+    def __init__(self, shard: Shard, slots: Slots, bases: Mapping[int, int], tokens: mx.array) -> None:
+        """`tokens` [B]: what each slot has just been given, and what follows `bases` tokens in it."""
         self.slots = dict(slots)
         self.following: Launched | None = None
-        self._shard, self._bases, self._tokens = shard, bases, tokens
+        self._shard, self._bases = shard, bases
+        self._fed, self._numbers = tokens, {number: row for row, number in enumerate(slots)}
         self._before = {number: Snapshot(slot.caches.states()) for number, slot in slots.items()}
-        ids = mx.concatenate([tokens[number] for number in slots]).astype(mx.int32)[None]
+        ids = tokens.astype(mx.int32)[None]
         self.outputs = _outputs(shard, slots, bases, ids, ids)
         self.outputs.evaluate()
 
@@ -105,8 +118,7 @@ class Launched:
             self.following.launch_following(most - 1)
         elif most > 1 and all(slot.caches.has_room for slot in self.slots.values()):
             bases = {number: self._bases[number] + 1 for number in self.slots}
-            tokens = {number: self.outputs.draws[number].tokens for number in self.slots}
-            self.following = Launched(self._shard, self.slots, bases, tokens)
+            self.following = Launched(self._shard, self.slots, bases, self.outputs.tokens_of(self.slots))
 
     def is_of(self, frame: Frame) -> bool:
         """Slots may be missing: each has its own rows."""
@@ -115,7 +127,8 @@ class Launched:
             return False
         if not _go_on(frame.windows, self.slots):
             return False
-        return all(window.tokens[0] == self._tokens[window.slot].item() for window in frame.windows)
+        fed: list[int] = self._fed.tolist()  # type: ignore[assignment]
+        return all(window.tokens[0] == fed[self._numbers[window.slot]] for window in frame.windows)
 
     def begin(self, windows: Sequence[Window]) -> None:
         """It has begun."""
@@ -157,7 +170,8 @@ class Ahead:
         first = next((each for each in self._ready if not each.slots.keys().isdisjoint(slots)), None)
         if first is None:
             bases = {number: len(slot.history) for number, slot in slots.items()}
-            self._ready.append(Launched(self._shard, slots, bases, tokens))
+            fed = mx.concatenate([tokens[number] for number in slots])
+            self._ready.append(Launched(self._shard, slots, bases, fed))
         elif isinstance(first, Launched):
             first.launch_following(most)
 
@@ -220,7 +234,16 @@ def _outputs(shard: Shard, slots: Slots, bases: Mapping[int, int], x: mx.array, 
     h = shard(x, [slot.next_place(bases[number]) for number, slot in slots.items()], ids)
     if not shard.is_last:
         return Outputs(h, {}, {})
-    logits = dict(zip(slots, shard.logits(h).split(len(slots)), strict=True))
+    logits = shard.logits(h)
+    samplers = [slot.sampler for slot in slots.values()]
+    kinds = {sampler.kind for sampler in samplers}
+    if len(kinds) == 1 and None not in kinds and all(slot.can_draw_ahead for slot in slots.values()):
+        draws = samplers[0].draw(logits, [each.seed for each in samplers], [bases[number] + 1 for number in slots])
+        return Outputs(h, dict(zip(slots, draws.rows(), strict=True)), {}, draws.tokens)
+    return _drawn_one_by_one(h, slots, bases, dict(zip(slots, logits.split(len(slots)), strict=True)))
+
+
+def _drawn_one_by_one(h: mx.array, slots: Slots, bases: Mapping[int, int], logits: Mapping[int, mx.array]) -> Outputs:
     able = [number for number, slot in slots.items() if slot.can_draw_ahead]
     draws = {number: slots[number].draw_ahead(bases[number], logits[number]) for number in able}
     return Outputs(h, draws, {number: row for number, row in logits.items() if number not in draws})

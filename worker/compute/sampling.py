@@ -8,6 +8,7 @@ agree the two agree on the draw as well (arXiv 2408.07978). Rounding moves a dra
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -31,6 +32,10 @@ class Draws:
     logprobs: mx.array | None = None  # [N]
     alternatives: tuple[mx.array, mx.array] | None = None  # ids and logprobs, [N, n] each
     entropies: mx.array | None = None  # [N], nats
+
+    def rows(self) -> "list[Draws]":
+        """Of draws that have nothing but tokens, each row's own."""
+        return [Draws(token) for token in self.tokens.split(self.tokens.size)]
 
     def arrays(self) -> list[mx.array]:
         return [a for a in (self.tokens, self.logprobs, *(self.alternatives or ()), self.entropies) if a is not None]
@@ -74,6 +79,7 @@ class Sampler:
 
     def __init__(self, sampling: Sampling) -> None:
         """Raises SamplingError if mlx-lm takes no such parameters."""
+        self.seed = sampling.seed
         self._sampling = sampling
         self._filters = _filters(sampling)
         with _refusals_named():
@@ -91,6 +97,20 @@ class Sampler:
     def looks_back(self) -> bool:
         """Whether a draw depends on the tokens before it, and not on the logits alone."""
         return bool(self._processors)
+
+    @cached_property
+    def kind(self) -> bytes | None:
+        """Equal for samplers that `draw` alike but for their seeds; None where a draw needs more than that."""
+        if self._processors or self._sampling.logprobs:
+            return None
+        alike = Sampling()
+        alike.CopyFrom(self._sampling)
+        alike.ClearField("seed")
+        return alike.SerializeToString(deterministic=True)
+
+    def draw(self, logits: mx.array, seeds: Sequence[int], positions: Sequence[int]) -> Draws:
+        """A token for each row of logits [N, V] float32, at this position of a sequence with this seed."""
+        return Draws(self._draw(_normalised(logits), list(map(random_key, seeds, positions))))
 
     def __call__(
         self,
@@ -120,8 +140,8 @@ class Sampler:
             logits = mx.concatenate(
                 [self._process(row, tokens[max(0, length - _CONTEXT) : length]) for row, length in rows]
             )
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        drawn = self._draw(logprobs, positions)
+        logprobs = _normalised(logits)
+        drawn = self._draw(logprobs, [random_key(self.seed, position) for position in positions])
         if not self._sampling.logprobs:
             return Draws(drawn, entropies=entropies)
         chosen = mx.take_along_axis(logprobs, drawn[:, None], axis=-1)[:, 0]
@@ -136,7 +156,7 @@ class Sampler:
         _, V = logits.shape
         if max(tokens) >= V:
             raise FrameError(f"expected targets below {V}, got {max(tokens)}")
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        logprobs = _normalised(logits)
         own = mx.take_along_axis(logprobs, mx.array(list(tokens))[:, None], axis=-1)
         are_greedy = own >= logprobs.max(axis=-1, keepdims=True)
         return Scores(
@@ -155,15 +175,15 @@ class Sampler:
                 logits = processor(tokens, logits)
         return logits
 
-    def _draw(self, logprobs: mx.array, positions: Sequence[int]) -> mx.array:
-        """A token [N] for each row of [N, V]."""
+    def _draw(self, logprobs: mx.array, keys: Sequence[int]) -> mx.array:
+        """A token [N] for each row of [N, V], by the row's key."""
         temperature = self._sampling.temperature
         if temperature == 0:
             return mx.argmax(logprobs, axis=-1)
         with _refusals_named():
             for keep in self._filters:
                 logprobs = keep(logprobs)
-        noise = gumbel(self._sampling.seed, positions, logprobs.shape[-1])
+        noise = gumbel(keys, logprobs.shape[-1])
         return mx.argmax(logprobs / temperature + noise, axis=-1)
 
 
@@ -173,15 +193,15 @@ def _refusals_named() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
+        mx.random.seed(0)  # nobody here draws from MLX's own state; what it traced when the error came is left in it
         raise SamplingError(f"cannot sample as this request asks: {error}") from error
 
 
-def gumbel(seed: int, positions: Sequence[int], vocab_size: int) -> mx.array:
-    """Noise [N, V] float32, a row for each position: with it, the argmax of logits is a draw from their softmax.
+def gumbel(numbers: Sequence[int], vocab_size: int) -> mx.array:
+    """Noise [N, V] float32, a row for each `random_key`: with it, the argmax of logits is a draw from their softmax.
 
     Every backend of MLX makes the same random bits (Threefry-2x32), and a row's are its own whatever the others are.
     """
-    numbers = [random_key(seed, position) for position in positions]
     keys = mx.array([[number >> 32, number & _LOW_32] for number in numbers], mx.uint32)
     return _gumbel_of(mx.vmap(lambda key: mx.random.uniform(shape=(vocab_size,), key=key))(keys))
 
@@ -213,8 +233,13 @@ def _filters(sampling: Sampling) -> list[Callable[[mx.array], mx.array]]:
 
 def _entropy(logits: mx.array) -> mx.array:
     """Entropy in nats of softmax(logits), row by row: [N, V] float32 to [N]. A logit of minus infinity adds nothing."""
-    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    logprobs = _normalised(logits)
     return -mx.where(mx.isinf(logprobs), 0.0, mx.exp(logprobs) * logprobs).sum(axis=-1)
+
+
+def _normalised(logits: mx.array) -> mx.array:
+    """Log-probabilities [N, V]."""
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def _listed(array: mx.array) -> list[Any]:

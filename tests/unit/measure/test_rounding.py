@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.measure.rounding import Rounding, find_margin
 from protos.brigade_pb2 import Sampling
-from worker.compute.sampling import Sampler, gumbel
+from worker.compute.sampling import Sampler, gumbel, random_key
 
 POSITION, V = 5, 40
 LOGITS = np.random.default_rng(0).normal(scale=1.5, size=V).astype(np.float32)
@@ -32,7 +32,7 @@ def margin(sampling: Sampling, logits: np.ndarray, expected: int, found: int, hi
 
 
 def drawn_scores(sampling: Sampling) -> np.ndarray:
-    return LOGITS / sampling.temperature + np.array(gumbel(sampling.seed, [POSITION], V)[0])
+    return LOGITS / sampling.temperature + np.array(gumbel([random_key(sampling.seed, POSITION)], V)[0])
 
 
 @pytest.mark.parametrize("rank", [1, 2, 10])
@@ -65,7 +65,7 @@ def test_penalties_count_as_they_do_in_the_draw() -> None:
 def test_a_token_outside_a_filter_is_as_far_as_the_filters_edge() -> None:
     """Inside it would have been drawn: what moved is the edge, not the race."""
     wide = Sampling(seed=3, temperature=1000.0)
-    race = np.argsort(-np.array(gumbel(3, [POSITION], V)[0]))
+    race = np.argsort(-np.array(gumbel([random_key(3, POSITION)], V)[0]))
     first, second = int(race[0]), int(race[1])
     logits = np.linspace(0, -1, V).astype(np.float32)
     logits[[first, second]] = -2.0, 1.0
@@ -75,7 +75,7 @@ def test_a_token_outside_a_filter_is_as_far_as_the_filters_edge() -> None:
 
 
 def test_a_token_at_the_inner_edge_of_a_filter_gives_way_by_as_little_as_it_stands_inside() -> None:
-    race = np.argsort(-np.array(gumbel(3, [POSITION], V)[0]))
+    race = np.argsort(-np.array(gumbel([random_key(3, POSITION)], V)[0]))
     first, second = int(race[0]), int(race[1])
     logits = np.linspace(0, -1, V).astype(np.float32)
     logits[[first, second]] = -0.98, 1.0
