@@ -20,6 +20,7 @@ from worker.compute.ahead import Ahead, Ready, looks_at_numbers
 from worker.compute.engine import Engine
 from worker.compute.placeholder import MLX_DTYPES
 from worker.compute.shard import Shard
+from worker.compute.step import Step
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
 
@@ -113,8 +114,13 @@ def engine_of(whole: Whole, way: str) -> tuple[Engine, list[int]]:
         engine.build_ahead()
     elif not way.startswith("not"):
         for _ in range(1 + (way == "launched twice")):
-            engine.launch_ahead(step, is_finished=True)
+            launch(engine, step)
     return engine, [sample.token for sample in result.samples]
+
+
+def launch(engine: Engine, step: Step) -> None:
+    if outputs := engine.launch_ahead(step, is_finished=True):
+        outputs.evaluate()
 
 
 def all_ready(engine: Engine) -> list[Ready]:
@@ -236,8 +242,8 @@ def test_nothing_is_launched_into_a_cache_that_has_no_room(models: Models) -> No
     for length in (255, 256):
         step = engine.begin(Frame(windows=[window_of(tokens[:length], length - 1)]), None, 0)
         engine.finish(step)
-        engine.launch_ahead(step, is_finished=True)
-        engine.launch_ahead(step, is_finished=True)
+        launch(engine, step)
+        launch(engine, step)
         launched.append(len(all_ready(engine)))
     assert launched == [1, 0]
 

@@ -95,7 +95,8 @@ class Built:
 class Launched:
     """A step of the whole model on tokens that never leave the device: it is computed before anybody asks for it.
 
-    It writes where the next rows go anyway, should other tokens come; only states without rows are kept for that.
+    Whoever makes it evaluates its outputs, before anything else is built. It writes where the next rows go anyway,
+    should other tokens come; only states without rows are kept for that.
     """
 
     is_under_way = True
@@ -110,15 +111,17 @@ class Launched:
         self._before = {number: Snapshot(slot.caches.states()) for number, slot in slots.items()}
         ids = tokens.astype(mx.int32)[None]
         self.outputs = _outputs(shard, slots, bases, ids, ids)
-        self.outputs.evaluate()
 
-    def launch_following(self, most: int) -> None:
+    def go_on(self, most: int) -> "Launched | None":
         """A step upon the last of this chain of steps, unless they are as many as that or a cache has no room."""
-        if self.following and most > 1:
-            self.following.launch_following(most - 1)
-        elif most > 1 and all(slot.caches.has_room for slot in self.slots.values()):
+        if most == 1:
+            return None
+        if self.following:
+            return self.following.go_on(most - 1)
+        if all(slot.caches.has_room for slot in self.slots.values()):
             bases = {number: self._bases[number] + 1 for number in self.slots}
             self.following = Launched(self._shard, self.slots, bases, self.outputs.tokens_of(self.slots))
+        return self.following
 
     def is_of(self, frame: Frame) -> bool:
         """Slots may be missing: each has its own rows."""
@@ -162,18 +165,21 @@ class Ahead:
         if self._can_build:
             self._ready.append(Built(self._shard, slots, self._dtype))
 
-    def launch(self, slots: Slots, tokens: Mapping[int, mx.array], most: int) -> None:
+    def launch(self, slots: Slots, tokens: Mapping[int, mx.array], most: int) -> Outputs | None:
         """As `build`, with these tokens [1]: only where the shard is the whole model, and every cache has room.
 
         Where that step is there, one upon the last, as long as they are no more than `most`.
+
+        Returns:
+            What is to be evaluated, if there is one step more.
         """
         first = next((each for each in self._ready if not each.slots.keys().isdisjoint(slots)), None)
         if first is None:
             bases = {number: len(slot.history) for number, slot in slots.items()}
-            fed = mx.concatenate([tokens[number] for number in slots])
-            self._ready.append(Launched(self._shard, slots, bases, fed))
-        elif isinstance(first, Launched):
-            first.launch_following(most)
+            self._ready.append(Launched(self._shard, slots, bases, mx.concatenate([tokens[n] for n in slots])))
+            return self._ready[-1].outputs
+        following = first.go_on(most) if isinstance(first, Launched) else None
+        return following.outputs if following else None
 
     @property
     def has_any(self) -> bool:

@@ -10,7 +10,7 @@ from itertools import accumulate
 import mlx.core as mx
 
 from protos.brigade_pb2 import DType, Failure, Frame, Result, Sampling, Session, Timing, Window
-from worker.compute.ahead import Ahead, Ready, is_one_token
+from worker.compute.ahead import Ahead, Outputs, Ready, is_one_token
 from worker.compute.grammar import Guide
 from worker.compute.header import asked_rows, check_header, head_rows, num_rows
 from worker.compute.placeholder import MLX_DTYPES, Placeholder
@@ -105,18 +105,22 @@ class Engine:
             self._ahead.build(slots)
         self._last = ()
 
-    def launch_ahead(self, step: Step, *, is_finished: bool) -> None:
-        """Where this is the whole model, have the device go on with the tokens of this step before anybody has them.
+    def launch_ahead(self, step: Step, *, is_finished: bool) -> Outputs | None:
+        """Where this is the whole model, build what goes on with the tokens of this step before anybody has them.
 
         It is at most two steps ahead of what is finished, so that it never waits for what is done with a token; but
         one where steps are long, as they hide that anyway, and whoever comes next should not have to wait for two.
+
+        Returns:
+            What is to be evaluated at once, if there is such a step.
         """
         if not (is_finished or self.runs_ahead or step.is_under_way):
-            return  # the result comes first
+            return None  # the result comes first
         slots = self._slots_that_go_on(step.windows)
         tokens = {window.slot: draws.tokens for window, draws in step.draws}
-        if slots and slots.keys() == tokens.keys() and self._can_launch(slots):
-            self._ahead.launch(slots, tokens, most=2 if is_finished and self._step_ns < _SHORT_STEP_NS else 1)
+        if not slots or slots.keys() != tokens.keys() or not self._can_launch(slots):
+            return None
+        return self._ahead.launch(slots, tokens, most=2 if is_finished and self._step_ns < _SHORT_STEP_NS else 1)
 
     def _can_launch(self, slots: Mapping[int, Slot]) -> bool:
         return self.is_whole and all(slot.can_draw_ahead and slot.caches.has_room for slot in slots.values())

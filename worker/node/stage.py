@@ -167,18 +167,20 @@ class Stage:
             step = self._begin_next()
             while step is not None:
                 following = self._begin_next() if self.engine.runs_ahead else None
-                if following is None:
-                    self.engine.launch_ahead(step, is_finished=False)
+                if following is None and (ahead := self.engine.launch_ahead(step, is_finished=False)):
+                    ahead.evaluate()
                 header, array = self.engine.finish(step)
                 output = header if isinstance(header, Result) else self._outgoing(header, array)
                 self._busy_since = None if following is None else time.monotonic()
-                none_waits = self._frames.empty()  # what comes from now on is an answer to this output
+                # what comes from now on is an answer to this output
+                goes_on = following is None and self._frames.empty() and not self._is_stopping
+                ahead = self.engine.launch_ahead(step, is_finished=True) if goes_on else None
                 loop.call_soon_threadsafe(self._take_out, output)
+                if ahead:
+                    ahead.evaluate()  # without Python's lock: so the output is worked on meanwhile, and not before
                 if self._is_stopping:  # what waits, a load perhaps, must find the memory free that this frame holds
                     return
                 self._thread.give_way()  # frames may come without end
-                if none_waits and following is None:
-                    self.engine.launch_ahead(step, is_finished=True)
                 step = following or self._begin_next()
 
     def _outgoing(self, header: Frame, array: mx.array | None) -> Outgoing:
