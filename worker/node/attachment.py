@@ -57,7 +57,9 @@ class Attachment:
         """Never return; raise whatever ends the stage."""
         assert self.stage is not None
         while True:
-            await self._report(Report(result=await self.stage.next_result()))
+            result = await self.stage.next_result()
+            await self._report(Report(result=result))
+            self.stage.has_left(result.step)
 
     def say_draining(self) -> None:
         """Tell the coordinator that this node is about to end."""

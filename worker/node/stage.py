@@ -47,7 +47,7 @@ class Stage:
         self._newest_step = -1  # of the frames that came; `last_step` is done
         self._newest_begun = -1  # of those that the engine has begun
         self._frames: SimpleQueue[tuple[Arrival, int]] = SimpleQueue()
-        self._arrived = asyncio.Event()
+        self._is_working = False  # the MLX thread, at frames
         self._outputs: asyncio.Queue[Outgoing] = asyncio.Queue()
         self._outcomes: asyncio.Queue[Result | None] = asyncio.Queue()  # None, once and for all: it has failed
         self._failure: BrigadeError | None = None
@@ -69,7 +69,7 @@ class Stage:
     def start(self, *watched: Coroutine[Any, Any, None]) -> None:
         """Start working, and run `watched` beside it: whichever ends or fails first fails the stage."""
         passing_on = [self._pass_on(self._send)] if self._send else []
-        for work in (self._work(), *passing_on, *watched):
+        for work in (*passing_on, *watched):
             task = asyncio.create_task(work)
             task.add_done_callback(self._ended)
             self._tasks.append(task)
@@ -153,13 +153,21 @@ class Stage:
         self._tasks.clear()  # the error of one that failed leads back here
         self._thread.submit(self.engine.close)  # behind the step in progress, which may take long: not waited for
 
-    async def _work(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            await self._arrived.wait()
-            self._arrived.clear()
-            await self._thread.run(partial(self._run_waiting, loop))
-            self._note_idle()  # the last output may have been passed on while the thread looked for one more frame
+    def _work(self) -> None:
+        """Have the MLX thread take what waits: at once, and not when the event loop gets round to it."""
+        if not self._is_working:
+            self._is_working = True
+            loop = asyncio.get_running_loop()
+            self._thread.submit(partial(self._run_waiting, loop)).add_done_callback(self._worked)
+
+    def _worked(self, working: "asyncio.Future[None]") -> None:
+        self._is_working = False
+        if self._is_stopping:
+            return
+        self._fail_as(working)
+        self._note_idle()  # the last output may have been passed on while the thread looked for one more frame
+        if not (self._frames.empty() or self._failure):
+            self._work()
 
     def _run_waiting(self, loop: asyncio.AbstractEventLoop) -> None:
         """On the MLX thread: all frames that wait, one after another."""
@@ -211,8 +219,8 @@ class Stage:
             with memory_errors_named("at a step"):
                 self.engine.build_ahead()
 
-    def _built(self, building: "asyncio.Future[None]") -> None:
-        if not building.cancelled() and (error := building.exception()):
+    def _fail_as(self, call: "asyncio.Future[None]") -> None:
+        if not call.cancelled() and (error := call.exception()):
             self.fail(error)
 
     def _note_idle(self) -> None:
@@ -231,21 +239,23 @@ class Stage:
         output.timings[-1].sent = time.monotonic_ns()
         self._sent_bytes += output.ByteSize()
         self.deliver(output)
-        self._has_left(output.step)
+        if not self._has_hop:  # on the whole model's node nobody else takes it
+            self.has_left(output.step)
 
     async def _pass_on(self, send: Send) -> None:
         while True:
             output = await self._outputs.get()
             self._sent_bytes += sum(map(len, output.parts))
             await send(output.parts)
-            self._has_left(output.step)
+            self.has_left(output.step)
 
-    def _has_left(self, step: int) -> None:
+    def has_left(self, step: int) -> None:
+        """What a step made is on its way: whoever takes results has to say so of each."""
         if self._has_hop:
             self._grant()
         waits = self._frames.empty() and self._outputs.empty() and not self.engine.has_next
         if waits:  # not before: Python's lock would hold up what was sent
-            self._thread.submit(partial(self._build_ahead, step)).add_done_callback(self._built)
+            self._thread.submit(partial(self._build_ahead, step)).add_done_callback(self._fail_as)
 
     def _grant(self) -> None:
         """Let the sender replace the frames that are done, half of its credit at a time: each grant is a message."""
@@ -274,7 +284,7 @@ class Stage:
         if self._frames.qsize() >= _DEPTH:
             raise FrameError(f"expected at most {_DEPTH} frames in flight, got one more (step {frame.step})")
         self._frames.put((arrival, time.monotonic_ns()))
-        self._arrived.set()
+        self._work()
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         if not self._is_stopping:
