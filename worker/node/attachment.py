@@ -59,7 +59,7 @@ class Attachment:
         while True:
             result = await self.stage.next_result()
             await self._report(Report(result=result))
-            self.stage.has_left(result.step)
+            self.stage.build_ahead(result.step)
 
     def say_draining(self) -> None:
         """Tell the coordinator that this node is about to end."""

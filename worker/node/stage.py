@@ -214,7 +214,7 @@ class Stage:
         return take(arrival.header, arrival.payload)
 
     def _build_ahead(self, after: int) -> None:
-        """On the MLX thread: use the time until the next frame, if the step that was done last is still the newest."""
+        """On the MLX thread: nothing, if another step has begun meanwhile."""
         if self._frames.empty() and self._newest_begun == after and not self._is_stopping:
             with memory_errors_named("at a step"):
                 self.engine.build_ahead()
@@ -239,27 +239,29 @@ class Stage:
         output.timings[-1].sent = time.monotonic_ns()
         self._sent_bytes += output.ByteSize()
         self.deliver(output)
-        if not self._has_hop:  # on the whole model's node nobody else takes it
-            self.has_left(output.step)
+        self._grant()
+        if not self._has_hop:  # nor is the result sent anywhere
+            self.build_ahead(output.step)
 
     async def _pass_on(self, send: Send) -> None:
         while True:
             output = await self._outputs.get()
             self._sent_bytes += sum(map(len, output.parts))
             await send(output.parts)
-            self.has_left(output.step)
-
-    def has_left(self, step: int) -> None:
-        """What a step made is on its way: whoever takes results has to say so of each."""
-        if self._has_hop:
             self._grant()
-        waits = self._frames.empty() and self._outputs.empty() and not self.engine.has_next
-        if waits:  # not before: Python's lock would hold up what was sent
+            self.build_ahead(output.step)
+
+    def build_ahead(self, step: int) -> None:
+        """Use the time until the next frame, now that what this step made is on its way.
+
+        Not before: Python's lock would hold up what is sent. So whoever sends results says when.
+        """
+        if self._frames.empty() and self._outputs.empty() and not self.engine.has_next:
             self._thread.submit(partial(self._build_ahead, step)).add_done_callback(self._fail_as)
 
     def _grant(self) -> None:
         """Let the sender replace the frames that are done, half of its credit at a time: each grant is a message."""
-        self._num_done += 1
+        self._num_done += self._has_hop
         if self._num_done == _DEPTH // 2:
             self._num_done = 0
             self._credit.put_nowait(_DEPTH // 2)
