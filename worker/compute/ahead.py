@@ -90,6 +90,8 @@ class Built:
         """Undo it; nothing but the frame of all its slots takes it, so none of them is ever left."""
         assert self._before is not None and numbers == self.slots.keys()
         self._before.restore()
+        for slot in self.slots.values():
+            slot.caches.begin()
 
 
 class Launched:
@@ -108,7 +110,7 @@ class Launched:
         self.following: Launched | None = None
         self._shard, self._bases = shard, bases
         self._fed, self._numbers = tokens, {number: row for row, number in enumerate(slots)}
-        self._before = {number: Snapshot(slot.caches.states()) for number, slot in slots.items()}
+        self._before = {number: Snapshot(slot.caches.states) for number, slot in slots.items()}
         ids = tokens.astype(mx.int32)[None]
         self.outputs = _outputs(shard, slots, bases, ids, ids)
 
@@ -175,6 +177,8 @@ class Ahead:
         """
         first = next((each for each in self._ready if not each.slots.keys().isdisjoint(slots)), None)
         if first is None:
+            if not all(slot.caches.has_room for slot in slots.values()):
+                return None
             bases = {number: len(slot.history) for number, slot in slots.items()}
             self._ready.append(Launched(self._shard, slots, bases, mx.concatenate([tokens[n] for n in slots])))
             return self._ready[-1].outputs

@@ -17,7 +17,7 @@ from worker.compute.placeholder import MLX_DTYPES, Placeholder
 from worker.compute.sampling import Draws, Scores
 from worker.compute.shard import Shard
 from worker.compute.slot import Slot
-from worker.compute.step import Step, rows_of
+from worker.compute.step import Step, passed_on, result_of, rows_of
 from worker.errors import BrigadeError, CacheMismatch, FrameError, SamplingError
 from worker.memory.history import History
 from worker.memory.lane import Place
@@ -123,7 +123,7 @@ class Engine:
         return self._ahead.launch(slots, tokens, most=2 if is_finished and self._step_ns < _SHORT_STEP_NS else 1)
 
     def _can_launch(self, slots: Mapping[int, Slot]) -> bool:
-        return self.is_whole and all(slot.can_draw_ahead and slot.caches.has_room for slot in slots.values())
+        return self.is_whole and all(slot.can_draw_ahead for slot in slots.values())
 
     def _slots_that_go_on(self, windows: Sequence[Window]) -> dict[int, Slot]:
         """The slots of a step after which it is likely that each gets one token more; none where it is not."""
@@ -181,7 +181,7 @@ class Engine:
             self._begin_share += _WEIGHT * (share - self._begin_share)
         step.timing.started = max(step.timing.started, self._idle_since)  # until then the device was at another step
         self._step_ns = step.timing.computed - step.timing.started
-        output = self._result(step) if self._shard.is_last else self._passed_on(step)
+        output = result_of(step) if self._shard.is_last else passed_on(step)
         step.timing.sampled = time.monotonic_ns() if self._shard.is_last else step.timing.computed
         self._idle_since = step.timing.sampled
         output.timings.extend([*step.frame.timings, step.timing])
@@ -302,22 +302,10 @@ class Engine:
                 sampler = self._slots[window.slot].sampler
                 step.scores.append((window, sampler.score(logits[:num_targets], list(window.targets))))
             if asked_rows(window):
-                step.draws.append((window, self._draw(window, logits[num_targets:] if num_targets else logits)))
+                slot = self._slots[window.slot]
+                step.draws.append((window, slot.draw(window, logits[num_targets:] if num_targets else logits)))
         except (FrameError, SamplingError) as error:
             self._fail(step, window.slot, error)
-
-    def _draw(self, window: Window, logits: mx.array) -> Draws:
-        """A token for each wanted and each guessed row of a window, in that order, by their logits [N, V]."""
-        slot, num_tokens = self._slots[window.slot], len(window.tokens)
-        rows = asked_rows(window)
-        at = window.positions or range(window.base, window.base + num_rows(window))
-        # a token row tells what comes next, a MASK row what stands in its own place
-        positions = [at[row] + (row < num_tokens) for row in rows]
-        known = [window.base + min(row + 1, num_tokens) for row in rows]
-        tokens = slot.history.tokens
-        allowed = slot.guide.allowed(tokens, known, window.wanted) if slot.guide else None
-        # verified guesses need no entropy: only a window that fills goes by it
-        return slot.sampler(logits, positions, tokens, known, entropy=window.wanted == 0, allowed=allowed)
 
     def _fail_infinite(self, step: Step) -> None:
         """Have windows fail that cannot be passed on."""
@@ -334,19 +322,3 @@ class Engine:
         if bad and step.windows and not self._shard.is_last:
             step.pending = [rows_of(step.windows, windows, step.pending[0])]
             mx.eval(step.pending)
-
-    def _passed_on(self, step: Step) -> Frame:
-        frame = step.frame
-        passed = Frame(epoch=frame.epoch, step=frame.step, closed=frame.closed, opened=frame.opened)
-        passed.windows.extend(step.windows)
-        return passed
-
-    def _result(self, step: Step) -> Result:
-        result = Result(epoch=step.frame.epoch, step=step.frame.step)
-        for window, draws in step.draws:
-            samples = draws.to_samples(window.slot)
-            result.samples.extend(samples[: window.wanted])
-            result.guesses.extend(samples[window.wanted :])
-        for window, scores in step.scores:
-            result.scores.extend(scores.to_scores(window.slot))
-        return result

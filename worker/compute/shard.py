@@ -102,6 +102,7 @@ class Shard:
         return list(alike.values())
 
     def _run_alone(self, x: mx.array, ids: mx.array, place: Place) -> mx.array:
+        place.caches.begin()
         place.caches.reserve(place.num_rows, place.positions)
         h = self._cut.run(x, ids, place.caches.listed)
         place.caches.settle(place.base + place.num_rows)

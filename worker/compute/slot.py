@@ -4,7 +4,7 @@ import mlx.core as mx
 
 from protos.brigade_pb2 import Sampling, Window
 from worker.compute.grammar import Guide
-from worker.compute.header import num_rows
+from worker.compute.header import asked_rows, num_rows
 from worker.compute.sampling import Draws, Sampler
 from worker.errors import CacheMismatch
 from worker.memory.caches import Caches
@@ -50,6 +50,19 @@ class Slot:
         """Where the row of one more token goes, whichever it is, behind `base` of them."""
         self.caches.cut(base)
         return Place(self.caches, base, 1)
+
+    def draw(self, window: Window, logits: mx.array) -> Draws:
+        """A token for each wanted and each guessed row of a window, in that order, by their logits [N, V]."""
+        num_tokens = len(window.tokens)
+        rows = asked_rows(window)
+        at = window.positions or range(window.base, window.base + num_rows(window))
+        # a token row tells what comes next, a MASK row what stands in its own place
+        positions = [at[row] + (row < num_tokens) for row in rows]
+        known = [window.base + min(row + 1, num_tokens) for row in rows]
+        tokens = self.history.tokens
+        allowed = self.guide.allowed(tokens, known, window.wanted) if self.guide else None
+        # verified guesses need no entropy: only a window that fills goes by it
+        return self.sampler(logits, positions, tokens, known, entropy=window.wanted == 0, allowed=allowed)
 
     @property
     def can_draw_ahead(self) -> bool:

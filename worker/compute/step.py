@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import mlx.core as mx
 
-from protos.brigade_pb2 import Failure, Frame, Timing, Window
+from protos.brigade_pb2 import Failure, Frame, Result, Timing, Window
 from worker.compute.header import num_rows
 from worker.compute.sampling import Draws, Scores
 
@@ -35,3 +35,23 @@ def rows_of(some: Sequence[Window], windows: Sequence[Window], x: mx.array) -> m
     firsts = accumulate(map(num_rows, windows), initial=0)
     spans = [(first, num_rows(w)) for w, first in zip(windows, firsts, strict=False) if w.slot in left]
     return x[:, mx.array([row for first, count in spans for row in range(first, first + count)])]
+
+
+def passed_on(step: Step) -> Frame:
+    """The header of what goes to the next stage: what has not failed here."""
+    frame = step.frame
+    passed = Frame(epoch=frame.epoch, step=frame.step, closed=frame.closed, opened=frame.opened)
+    passed.windows.extend(step.windows)
+    return passed
+
+
+def result_of(step: Step) -> Result:
+    """What the last stage has found, once it is computed."""
+    result = Result(epoch=step.frame.epoch, step=step.frame.step)
+    for window, draws in step.draws:
+        samples = draws.to_samples(window.slot)
+        result.samples.extend(samples[: window.wanted])
+        result.guesses.extend(samples[window.wanted :])
+    for window, scores in step.scores:
+        result.scores.extend(scores.to_scores(window.slot))
+    return result

@@ -89,6 +89,8 @@ class Caches:
                 alike[_kind(entry)] = _make(entry, self._cache)
                 self._counting.append(alike[_kind(entry)])
             self.listed.append(here.get(number, alike[_kind(entry)]))
+        self.states = [each for each in self.changing() if isinstance(each, RecurrentState)]  # which cannot be cut
+        self._settled: int | None = None  # the length of all of its own, between two passes
 
     @property
     def nbytes(self) -> int:
@@ -107,14 +109,13 @@ class Caches:
         """Whether one more row fits without another buffer."""
         return all(cache.has_room for cache in self.own)
 
-    def states(self) -> list[object]:
-        """Those of `changing` that cannot be cut."""
-        return [each for each in self.changing() if isinstance(each, RecurrentState)]
-
     def cut(self, length: int) -> None:
         """Raises CacheMismatch if one of them cannot be cut there."""
-        for cache in self.own:
-            cache.cut(length)
+        if length != self._settled:
+            self._settled = None
+            for cache in self.own:
+                cache.cut(length)
+            self._settled = length
         for cache in self._counting:
             cache.cut(0)  # an embedding whose rows are not wanted here remembers all the same, a step upon another
             cache.settle(length)
@@ -123,10 +124,15 @@ class Caches:
         for cache in self.own:
             cache.reserve(num_rows, positions)
 
+    def begin(self) -> None:
+        """A pass begins, or has been undone: until it is settled or cut nobody knows how far each of them came."""
+        self._settled = None
+
     def settle(self, length: int) -> None:
         """A pass is over by which there are `length` tokens."""
         for cache in [*self.own, *self._counting]:
             cache.settle(length)
+        self._settled = length
 
     def fork(self, length: int) -> "Caches":
         """Caches of another slot that go on from the first `length` tokens. Raises CacheMismatch as `cut` does."""

@@ -74,6 +74,7 @@ class Lane:
     def _reserve(self, groups: Sequence["_Group"]) -> None:
         """Room for every window; a pack has it already."""
         for at, place in enumerate(self.places):
+            place.caches.begin()
             group = next((group for group in groups if at in group.numbers), None)
             for number in place.caches.own_numbers:
                 if group is None or not group.suited[number]:
