@@ -1,0 +1,128 @@
+"""What the services are told, and what the scripts tell the services' programs. None of Apple's was run."""
+
+import os
+import plistlib
+import shlex
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from coordinator.fleet.found import Found
+from coordinator.fleet.service_daemon import script
+from coordinator.fleet.service_launchd import plist
+from coordinator.fleet.service_systemd import unit
+from coordinator.fleet.ssh import assigned, text_of
+
+MAC = Found("Darwin", "/Users/anna", 1, "launchd", version="0123456789abcdef")
+FOLDER = "/Users/anna/.brigade/worker-mini"
+
+
+def test_the_property_list_of_a_worker() -> None:
+    assert plistlib.loads(plist("mini", MAC)) == {
+        "Label": "brigade.worker.mini",
+        "ProgramArguments": [
+            "/Users/anna/.brigade/versions/0123456789abcdef/bin/python", "-P", "-m", "worker",
+            "--config", f"{FOLDER}/cluster.yaml", "--name", "mini",
+        ],
+        "WorkingDirectory": "/Users/anna",
+        "RunAtLoad": True,
+        "KeepAlive": {"SuccessfulExit": False},
+        "ThrottleInterval": 10,
+        "ExitTimeOut": 20,
+        "ProcessType": "Interactive",
+        "LimitLoadToSessionType": ["Aqua", "Background"],
+        "StandardOutPath": f"{FOLDER}/worker.log",
+        "StandardErrorPath": f"{FOLDER}/worker.log",
+        "Umask": 0o077,
+    }  # fmt: skip
+
+
+def test_the_unit_of_a_worker_is_one(tmp_path: Path) -> None:
+    text = unit("mini", replace(MAC, home="/home/100% anna$")).decode()
+    assert 'ExecStart="/home/100%% anna$$/.brigade/versions/0123456789abcdef/bin/python" "-P" "-m" "worker"' in text
+    assert "StandardError=append:/home/100%% anna$/.brigade/worker-mini/worker.log\n" in text
+    if analyze := shutil.which("systemd-analyze"):
+        path = tmp_path / "brigade-worker-mini.service"
+        path.write_text(
+            text.replace("/home/100%% anna$$/.brigade/versions/0123456789abcdef/bin/python", shutil.which("sh") or "")
+        )
+        checked = subprocess.run([analyze, "--user", "verify", path], capture_output=True, text=True)
+        assert path.name not in checked.stderr, checked.stderr
+
+
+def test_a_plain_process_is_told_its_words_as_they_are(tmp_path: Path) -> None:
+    home = tmp_path / "Anna's $HOME"
+    found = Found("Linux", str(home), 1, "daemon", version="v")
+    python = home / ".brigade" / "versions" / "v" / "bin" / "python"
+    for folder in (python.parent, home / ".brigade" / "worker-mini"):
+        folder.mkdir(parents=True)
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$PWD" "$$" "$@"\n')
+    python.chmod(0o755)
+    told = (
+        subprocess.run(["sh"], input=script("mini", found), capture_output=True, check=True)
+        .stdout.decode()
+        .splitlines()
+    )
+    pid = (home / ".brigade" / "worker-mini" / "worker.pid").read_text().strip()
+    assert told == [str(home), pid, *found.command("mini")[1:]]
+
+
+class FakeMac:
+    """A home, and programs that write down how they are called; launchctl knows what was loaded."""
+
+    def __init__(self, folder: Path, domains: str) -> None:
+        self.home = folder / "home"
+        self.programs = folder / "programs"
+        self.calls = folder / "calls"
+        for each in (self.home, self.programs):
+            each.mkdir()
+        self.calls.write_text("")
+        self._write("uname", "echo Darwin")
+        self._write("id", "echo 501")
+        # As launchctl(1) does: print ends with 113 for what it does not know; bootout is over before the job is.
+        self._write(
+            "launchctl",
+            f"""echo "$@" >> {shlex.quote(str(self.calls))}
+            cd {shlex.quote(str(folder))}
+            case "$1 $2" in
+            "print "*/brigade.*) [ "$(cat loaded 2>/dev/null)" = "$2" ] || exit 113; printf '\\tpid = 7\\n' ;;
+            "print "*) case " {domains} " in *" $2 "*) ;; *) exit 113 ;; esac ;;
+            "bootstrap "*) echo "$2/brigade.worker.mini" > loaded ;;
+            "bootout "*) rm loaded ;;
+            esac""",
+        )
+
+    def run(self, script: str, **values: str) -> str:
+        """What one of our scripts tells, on this Mac."""
+        env = {"HOME": str(self.home), "PATH": f"{self.programs}:{os.environ['PATH']}"}
+        fed = assigned({"name": "mini", "key_file": "mini.pem", **values}) + text_of(script)
+        done = subprocess.run(["/bin/sh", "-s"], input=fed, env=env, capture_output=True, check=True)
+        return done.stdout.decode()
+
+    def told(self) -> list[str]:
+        """The commands that changed something."""
+        return [line for line in self.calls.read_text().splitlines() if not line.startswith("print ")]
+
+    def _write(self, name: str, text: str) -> None:
+        (self.programs / name).write_text(f"#!/bin/sh\n{text}\n")
+        (self.programs / name).chmod(0o755)
+
+
+@pytest.mark.parametrize(("domains", "used"), [("gui/501 user/501", "gui/501"), ("user/501", "user/501")])
+def test_an_agent_is_loaded_where_its_user_is(tmp_path: Path, domains: str, used: str) -> None:
+    mac = FakeMac(tmp_path, domains)
+    service = mac.home / "Library" / "LaunchAgents" / "brigade.worker.mini.plist"
+    assert "@brigade kind launchd\n" in mac.run("look") and "alive" not in mac.run("look")
+    sent = mac.home / ".brigade" / "worker-mini" / "sent"
+    sent.mkdir(parents=True)
+    (sent / "service").write_bytes(plist("mini", MAC))
+    mac.run("settle", kind="launchd", restarts="yes", started="x", version="v")
+    label = f"{used}/brigade.worker.mini"
+    assert mac.told() == [f"enable {label}", f"bootstrap {used} {service}"]
+    assert service.read_bytes() == plist("mini", MAC) and "@brigade alive yes\n" in mac.run("look")
+    mac.run("stop")
+    assert mac.told()[2:] == [f"bootout {label}"] and not service.exists()
+    assert "alive" not in mac.run("look")
