@@ -33,7 +33,7 @@ class Found:
     kind: str  # of service: launchd, systemd or daemon
     uv: str = ""
     versions: frozenset[str] = frozenset()
-    version: str = ""  # of Brigade that is meant, once that is known
+    version: str = ""  # the one that is to run, once that is known
     config: str = ""
     key: str = ""
     service: str = ""

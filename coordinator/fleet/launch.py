@@ -14,7 +14,7 @@ from coordinator.fleet.found import Found, choose_python, folder_of, read_found,
 from coordinator.fleet.node_part import node_part
 from coordinator.fleet.packing import Package
 from coordinator.fleet.ssh import Remote
-from coordinator.fleet.steps import DEFINITIONS, Action, Steps, Wish, steps_for
+from coordinator.fleet.steps import DEFINITIONS, Action, Steps, Wish, steps_for, version_folder
 from worker.config import Worker
 from worker.errors import BrigadeError
 from worker.node.identity import file_name
@@ -71,29 +71,36 @@ class Launch:
         assert worker.ssh is not None
         blank = Outcome(worker.name, worker.ssh)
         try:
-            return await self._bring_up(worker, Remote(worker.name, worker.ssh), blank)
+            outcome = await self._bring_up(worker, Remote(worker.name, worker.ssh), blank)
         except BrigadeError as error:
-            return replace(blank, error=error.at(worker.name))
+            outcome = replace(blank, error=error.at(worker.name))
+        self._report(worker.name, outcome.done or "failed")
+        return outcome
 
     async def _bring_up(self, worker: Worker, remote: Remote, blank: Outcome) -> Outcome:
         values = values_of(worker.name)
         async with self._accounts[remote.place]:
             self._report(worker.name, "looking")
-            found = replace(read_found(await remote.run("look", values, _LOOK_S)), version=self._package.id)
+            found = await self._look(remote, values)
             wish = self._wish(worker.name, found)
             steps = steps_for(wish, found, self._action)
             before = await incarnation(worker, self._network) if steps.restarts and not found.is_alive else ""
             if steps.installs:
                 await self._install(remote, values, found)
             if not steps.are_none:
-                await self._settle(remote, values | {"kind": found.kind, "started": wish.started}, steps)
+                what = {"kind": found.kind, "started": wish.started, "version": found.version}
+                await self._settle(remote, values | what, steps)
         self._report(worker.name, "waiting for its answer")
         address = await wait_answer(worker, self._network, remote, values, before)
         return replace(blank, done=steps.story, kind=found.kind, address=address)
 
+    async def _look(self, remote: Remote, values: Mapping[str, str]) -> Found:
+        found = read_found(await remote.run("look", values, _LOOK_S))
+        return replace(found, version=version_folder(self._package.id, found.versions, self._action))
+
     def _wish(self, name: str, found: Found) -> Wish:
         config = yaml.safe_dump(node_part(self._raw, name), sort_keys=False, allow_unicode=True)
-        return Wish(self._package.id, config.encode(), self._keys.get(name), DEFINITIONS[found.kind](name, found))
+        return Wish(found.version, config.encode(), self._keys.get(name), DEFINITIONS[found.kind](name, found))
 
     async def _install(self, remote: Remote, values: Mapping[str, str], found: Found) -> None:
         if found.free_bytes < _ROOM_BYTES:
@@ -105,7 +112,7 @@ class Launch:
         files = {self._package.wheel_name: self._package.wheel, "constraints.txt": self._package.constraints.encode()}
         await self._send(remote, files)
         how = {
-            "version": self._package.id,
+            "version": found.version,
             "wheel_name": self._package.wheel_name,
             "uv": found.uv,
             "python": python,
@@ -121,8 +128,7 @@ class Launch:
         if steps.files:
             await self._send(remote, steps.files)
         restarts = "yes" if steps.restarts else "no"
-        how = {"restarts": restarts, "version": self._package.id}
-        await remote.run("settle", {**values, **how}, _SETTLE_S, self._tell(remote.node))
+        await remote.run("settle", {**values, "restarts": restarts}, _SETTLE_S, self._tell(remote.node))
 
     async def _send(self, remote: Remote, files: Mapping[str, bytes]) -> None:
         await remote.send(f"{folder_of(remote.node)}/sent", files, _SEND_S)

@@ -12,7 +12,6 @@ ExecStart={command}
 WorkingDirectory=~
 Restart=on-failure
 RestartSec=10
-RestartPreventExitStatus=2
 TimeoutStopSec=20
 UMask=0077
 StandardOutput=append:{log}
@@ -24,7 +23,7 @@ WantedBy=default.target
 
 
 def unit(name: str, found: Found) -> bytes:
-    """systemd.service(5). It starts the worker again if it fails, unless its configuration is wrong (exit code 2)."""
+    """systemd.service(5). It starts the worker again if it fails: an address may be there later, with its cable."""
     command = " ".join(map(_quoted, found.command(name)))
     return _UNIT.format(name=name, command=command, log=_escaped(found.log(name))).encode()
 

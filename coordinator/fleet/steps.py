@@ -1,7 +1,7 @@
 """What has to be done on a node, from what is wanted and what was found there. Pure."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -58,12 +58,23 @@ class Steps:
         return ", ".join(what for what, is_done in done.items() if is_done) or "unchanged"
 
 
+def version_folder(package: str, there: Iterable[str], action: Action) -> str:
+    """Where the package of this id is or will be installed: an update leaves alone what a worker may be running.
+
+    Args:
+        there: the folders of installed versions: an id each, and for updates of one a dot and a number.
+    """
+    numbers = [int(number or 0) for each in there for id_, _, number in [each.partition(".")] if id_ == package]
+    number = max(numbers, default=0) + (1 if numbers and action is Action.UPDATE else 0)
+    return f"{package}.{number}" if number else package
+
+
 def steps_for(wish: Wish, found: Found, action: Action) -> Steps:
     """The fewest that make it so."""
     are_there = {"cluster.yaml": found.config, "key.pem": found.key, "service": found.service}
     wanted = {"cluster.yaml": wish.config, "key.pem": wish.key, "service": wish.service}
     files = {name: file for name, file in wanted.items() if file is not None and digest(file) != are_there[name]}
-    installs = action is Action.UPDATE or wish.version not in found.versions
+    installs = wish.version not in found.versions
     is_as_wished = found.is_alive and found.started == wish.started and not files.keys() - {"key.pem"}
     restarts = installs or action is Action.RESTART or not is_as_wished
     return Steps(installs, files, restarts, found.is_alive)

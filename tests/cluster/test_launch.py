@@ -198,12 +198,12 @@ def test_a_worker_that_cannot_start_is_told_with_its_own_words(fleet: Macs, conf
 def test_an_update_installs_anew_and_leaves_one_version(fleet: Macs, config: Path) -> None:
     versions = fleet.homes["air"] / ".brigade" / "versions"
     (versions / "an-older-one").mkdir()
-    complete = versions / installed().id / "complete"
-    before = complete.stat().st_mtime_ns
+    before = pids(fleet)
     done = run_here("launch", "air", "--update", "--config", config)
     assert done.code == 0 and rows(done.out)["air"].startswith("installed, ")
-    assert complete.stat().st_mtime_ns > before
-    assert [path.name for path in versions.iterdir()] == [installed().id]
+    assert pids(fleet)["mini"] == before["mini"] and pids(fleet)["air"] not in (before["air"], None)
+    assert [path.name for path in versions.iterdir()] == [f"{installed().id}.1"]
+    assert rows(run_here("launch", "air", "--config", config).out) == {"air": "unchanged"}
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ main() {
 
 drop_unused() { # versions that no worker of this account has any more
     for folder in "$root"/versions/*; do
-        [ -d "$folder" ] || continue
+        [ -d "$folder" ] && [ "${folder##*/}" != lock ] || continue
         used=no
         for each in "$root"/worker-*/version; do
             if [ "$(cat "$each" 2>/dev/null)" = "$(basename "$folder")" ]; then used=yes; fi
