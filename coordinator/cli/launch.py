@@ -9,7 +9,7 @@ from coordinator.cli import flags
 from worker.config import Cluster, Worker, load_cluster
 from worker.errors import ConfigError, InputError
 
-Nodes = Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Only these workers.", show_default=False)]
+Nodes = Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Only these workers.", show_default=False)]
 Config = Annotated[Path, typer.Option(help="cluster.yaml: the workers, with `ssh:`.", rich_help_panel=flags.CLUSTER)]
 Stop = Annotated[bool, typer.Option("--stop", help="Stop them; they come back with the next launch only.")]
 Restart = Annotated[bool, typer.Option("--restart", help="Restart those that run as they should, too.")]
@@ -58,6 +58,9 @@ def workers_of(cluster: Cluster, names: "list[str] | tuple[()]") -> list[Worker]
         expected = ", ".join(known) or "no workers"
         raise ConfigError(f"{cluster.file} has no worker {strange[0]!r}: expected one of: {expected}")
     wanted = [known[name] for name in dict.fromkeys(names)] or list(cluster.workers)
+    accounts = [(worker.ssh, worker.name.lower()) for worker in wanted if worker.ssh]
+    if len(set(accounts)) < len(accounts):
+        raise ConfigError(f"{cluster.file}: expected workers of one account to differ in more than case")
     reached = [worker for worker in wanted if worker.ssh]
     missing = [worker.name for worker in wanted if not worker.ssh]
     if not reached or (names and missing):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from worker.errors import BrigadeError
 
 LEAST_PYTHON = (3, 11)
+ROOM_BYTES = 2 << 30  # that an installation needs for a moment, downloads included
 _ROOM = re.compile(r"(\d+)\s+\d+%")  # in a line of `df -Pk`: KiB available, and the share in use behind it
 
 
@@ -81,6 +82,13 @@ def read_found(told: Mapping[str, Sequence[str]]) -> Found:
         started=last.get("started", ""),
         is_alive="alive" in told,
     )
+
+
+def require_room(found: Found) -> None:
+    """Raise BrigadeError if there is too little space for an installation."""
+    if found.free_bytes < ROOM_BYTES:
+        need, free = (f"{size / 2**30:.1f} GiB" for size in (ROOM_BYTES, found.free_bytes))
+        raise BrigadeError(f"expected {need} free at {found.home} for the installation, found {free}")
 
 
 def read_pythons(lines: Sequence[str]) -> list[Python]:

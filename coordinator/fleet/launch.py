@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from coordinator.fleet.answers import incarnation, wait_answer
-from coordinator.fleet.found import Found, choose_python, folder_of, read_found, read_pythons
+from coordinator.fleet.found import Found, choose_python, folder_of, read_found, read_pythons, require_room
 from coordinator.fleet.node_part import node_part
 from coordinator.fleet.packing import Package
 from coordinator.fleet.ssh import Remote
@@ -24,7 +24,6 @@ _LOOK_S = 60.0
 _SEND_S = 600.0
 _INSTALL_S = 1800.0
 _SETTLE_S = 90.0
-_ROOM_BYTES = 2 << 30  # that an installation needs for a moment, downloads included
 _HERE = sys.version_info[:2]
 
 Report = Callable[[str, str], None]  # takes a node and what is being done there
@@ -103,9 +102,7 @@ class Launch:
         return Wish(found.version, config.encode(), self._keys.get(name), DEFINITIONS[found.kind](name, found))
 
     async def _install(self, remote: Remote, values: Mapping[str, str], found: Found) -> None:
-        if found.free_bytes < _ROOM_BYTES:
-            need, free = (f"{size / 2**30:.1f} GiB" for size in (_ROOM_BYTES, found.free_bytes))
-            raise BrigadeError(f"expected {need} free in {found.home} to install, found {free}")
+        require_room(found)
         wanted = ".".join(map(str, _HERE))
         python = "" if found.uv else await self._python(remote, {**values, "wanted": wanted})
         self._report(remote.node, "sending this version")

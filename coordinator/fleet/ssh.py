@@ -32,6 +32,7 @@ _OPTIONS = (
 )
 _FAILED = 255  # ssh's own exit code
 _OUTPUT_S = 30.0
+_LONGEST_LINE = 1 << 20
 _MOST_SAID = 4  # lines that are shown of what failed there
 _WAYS_OUT = {  # what ssh says, and what to do about it
     "Host key verification failed": "connect once by hand, to accept its key: ssh {place}",
@@ -112,6 +113,7 @@ class Remote:
                 *("ssh", "-T", *options, "--", self.place, command),
                 stdin=pipe, stdout=pipe, stderr=pipe,
                 start_new_session=True,  # Ctrl-C is for us
+                limit=_LONGEST_LINE,
             )  # fmt: skip
         except FileNotFoundError:
             raise ConfigError("expected the program ssh here, found none") from None

@@ -19,7 +19,9 @@ import psutil
 
 from tests.cluster.processes import Stream, free_port
 
-PROGRAM = shutil.which("sshd", path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin")
+_EMPTY = Path("/run/sshd")  # where the server insists on an empty folder
+_MAY = os.getuid() == 0 or _EMPTY.is_dir()
+PROGRAM = shutil.which("sshd", path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin") if _MAY else None
 SSH = shutil.which("ssh")
 WHY_NOT = "no OpenSSH server here: brigade launch is not tried"
 HOMES = {"mini": "Anna's home", "air": "air"}  # the first has what a shell would stumble over
@@ -86,7 +88,7 @@ def macs(folder: Path, names: Sequence[str] = tuple(HOMES)) -> Iterator[Macs]:
     _write_client(folder, ports)
     (folder / "sshd_config").write_text(_server_config(folder, found.homes, ports))
     if os.getuid() == 0:
-        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # where it insists on an empty folder
+        _EMPTY.mkdir(mode=0o755, exist_ok=True)
     server = subprocess.Popen(
         [PROGRAM, "-D", "-e", "-f", folder / "sshd_config"], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE
     )

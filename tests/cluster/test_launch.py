@@ -157,6 +157,18 @@ def test_logs_shows_what_a_worker_says_and_goes_on_with_it(fleet: Macs, config: 
     assert readers and not psutil.wait_procs(readers, 10.0)[1]
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("launched")
+def test_another_process_in_its_place_is_no_success(fleet: Macs, config: Path, start: Starter) -> None:
+    other = config.with_name("plain.yaml")
+    other.write_text(re.sub("tls: .*\n", "", config.read_text()).replace(str(fleet.ports["air"]), str(free_port())))
+    by_hand = start.worker("air", "--config", other)
+    assert by_hand.address
+    assert run_here("launch", "--stop", "air", "--config", other).code == 0
+    done = run_here("launch", "air", "--config", other)
+    assert done.code == 3 and f"another process answers at {by_hand.address} as worker air: end that one" in done.err
+
+
 @pytest.mark.usefixtures("launched")
 def test_a_stopped_worker_comes_back_with_the_next_launch_only(fleet: Macs, config: Path) -> None:
     before = pids(fleet)
@@ -212,11 +224,20 @@ def test_an_update_installs_anew_and_leaves_one_version(fleet: Macs, config: Pat
         (("launch", "max"), r"has no worker 'max': expected one of: mini, air"),
         (("launch", "--stop", "--update"), r"expected one of --stop, --restart and --update"),
         (("logs", "none"), r"has no worker 'none'"),
+        (("launch", "--", "-oProxyCommand=x"), r"has no worker '-oProxyCommand=x'"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(arguments: tuple[str, ...], message: str, config: Path) -> None:
     refused = run_here(*arguments, "--config", config)
     assert refused.code == 2 and re.search(f"^error: .*{message}", refused.err)
+
+
+def test_names_that_a_mac_takes_for_one_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    entries = (f"{{name: {name}, address: '127.0.0.1:{port}', ssh: mac}}" for name, port in (("Mini", 1), ("mini", 2)))
+    path.write_text(f"workers: [{', '.join(entries)}]")
+    refused = run_here("launch", "--config", path)
+    assert refused.code == 2 and "to differ in more than case" in refused.err
 
 
 def test_a_worker_without_ssh_is_not_launched(tmp_path: Path) -> None:

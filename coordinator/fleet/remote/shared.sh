@@ -81,6 +81,7 @@ systemd_start() {
     systemctl --user restart "$(systemd_unit)" || fail "systemd has not started $(systemd_unit)"
 }
 systemd_stop() {
+    [ -f "$(systemd_file)" ] || return 0
     systemctl --user --quiet disable --now "$(systemd_unit)" 2>/dev/null || true
     if systemd_alive; then fail "systemd has not stopped $(systemd_unit)"; fi
 }

@@ -1,8 +1,9 @@
 import re
+from dataclasses import replace
 
 import pytest
 
-from coordinator.fleet.found import choose_python, folder_of, read_found, read_pythons
+from coordinator.fleet.found import choose_python, folder_of, read_found, read_pythons, require_room
 from worker.errors import BrigadeError
 
 # As `df -Pk .` prints it on macOS, in the form that POSIX asks for.
@@ -35,6 +36,13 @@ def test_a_mac_is_read() -> None:
 def test_what_is_no_unix_is_refused(missing: str) -> None:
     with pytest.raises(BrigadeError, match="expected macOS or Linux there"):
         read_found({word: lines for word, lines in MAC.items() if word != missing})
+
+
+def test_a_full_disk_is_told_before_anything_is_sent() -> None:
+    found = read_found(MAC)
+    require_room(found)
+    with pytest.raises(BrigadeError, match=r"expected 2.0 GiB free at /Users/anna for the installation, found 1.5 GiB"):
+        require_room(replace(found, free_bytes=3 << 29))
 
 
 @pytest.mark.parametrize(

@@ -70,59 +70,87 @@ def test_a_plain_process_is_told_its_words_as_they_are(tmp_path: Path) -> None:
     assert told == [str(home), pid, *found.command("mini")[1:]]
 
 
-class FakeMac:
-    """A home, and programs that write down how they are called; launchctl knows what was loaded."""
+# As launchctl(1) does: print ends with 113 for what it does not know, a domain or a job.
+LAUNCHCTL = """\
+case "$1 $2" in
+"print "*/brigade.*) [ "$(cat loaded 2>/dev/null)" = "$2" ] || exit 113; printf '\\tpid = 7\\n' ;;
+"print "*) case " $DOMAINS " in *" $2 "*) ;; *) exit 113 ;; esac ;;
+"bootstrap "*) echo "$2/brigade.worker.mini" > loaded ;;
+"bootout "*) rm loaded ;;
+esac
+"""
+# As systemctl(1) does: is-active ends with 3 for what does not run.
+SYSTEMCTL = """\
+case "$*" in
+*" is-active "*) [ -f loaded ] || exit 3 ;;
+*" restart "*) touch loaded ;;
+*" disable "*) rm loaded ;;
+esac
+"""
+_ASKS = ("print ", "--user show-environment", "--user --quiet is-active ")
 
-    def __init__(self, folder: Path, domains: str) -> None:
+
+class FakeMachine:
+    """A home, and a service's program that knows what was loaded and writes down how it is called."""
+
+    def __init__(self, folder: Path, system: str, program: str, does: str) -> None:
         self.home = folder / "home"
-        self.programs = folder / "programs"
-        self.calls = folder / "calls"
-        for each in (self.home, self.programs):
+        self._programs = folder / "programs"
+        self._calls = folder / "calls"
+        for each in (self.home, self._programs):
             each.mkdir()
-        self.calls.write_text("")
-        self._write("uname", "echo Darwin")
+        self._write("uname", f"echo {system}")
         self._write("id", "echo 501")
-        # As launchctl(1) does: print ends with 113 for what it does not know; bootout is over before the job is.
-        self._write(
-            "launchctl",
-            f"""echo "$@" >> {shlex.quote(str(self.calls))}
-            cd {shlex.quote(str(folder))}
-            case "$1 $2" in
-            "print "*/brigade.*) [ "$(cat loaded 2>/dev/null)" = "$2" ] || exit 113; printf '\\tpid = 7\\n' ;;
-            "print "*) case " {domains} " in *" $2 "*) ;; *) exit 113 ;; esac ;;
-            "bootstrap "*) echo "$2/brigade.worker.mini" > loaded ;;
-            "bootout "*) rm loaded ;;
-            esac""",
-        )
+        self._write("loginctl", "echo yes")
+        self._write(program, f'cd {shlex.quote(str(folder))}\necho "$@" >> calls\n{does}')
 
     def run(self, script: str, **values: str) -> str:
-        """What one of our scripts tells, on this Mac."""
-        env = {"HOME": str(self.home), "PATH": f"{self.programs}:{os.environ['PATH']}"}
+        """What one of our scripts tells there."""
+        env = {"HOME": str(self.home), "PATH": f"{self._programs}:{os.environ['PATH']}"}
         fed = assigned({"name": "mini", "key_file": "mini.pem", **values}) + text_of(script)
         done = subprocess.run(["/bin/sh", "-s"], input=fed, env=env, capture_output=True, check=True)
         return done.stdout.decode()
 
+    def settle(self, kind: str, service: bytes) -> None:
+        """Start the worker by this definition."""
+        sent = self.home / ".brigade" / "worker-mini" / "sent"
+        sent.mkdir(parents=True)
+        (sent / "service").write_bytes(service)
+        self.run("settle", kind=kind, restarts="yes", started="x", version="v")
+
     def told(self) -> list[str]:
-        """The commands that changed something."""
-        return [line for line in self.calls.read_text().splitlines() if not line.startswith("print ")]
+        """The commands that changed something, since the last time."""
+        lines = self._calls.read_text().splitlines()
+        self._calls.write_text("")
+        return [line for line in lines if not line.startswith(_ASKS)]
 
     def _write(self, name: str, text: str) -> None:
-        (self.programs / name).write_text(f"#!/bin/sh\n{text}\n")
-        (self.programs / name).chmod(0o755)
+        (self._programs / name).write_text(f"#!/bin/sh\n{text}\n")
+        (self._programs / name).chmod(0o755)
 
 
 @pytest.mark.parametrize(("domains", "used"), [("gui/501 user/501", "gui/501"), ("user/501", "user/501")])
 def test_an_agent_is_loaded_where_its_user_is(tmp_path: Path, domains: str, used: str) -> None:
-    mac = FakeMac(tmp_path, domains)
+    mac = FakeMachine(tmp_path, "Darwin", "launchctl", LAUNCHCTL.replace("$DOMAINS", domains))
     service = mac.home / "Library" / "LaunchAgents" / "brigade.worker.mini.plist"
     assert "@brigade kind launchd\n" in mac.run("look") and "alive" not in mac.run("look")
-    sent = mac.home / ".brigade" / "worker-mini" / "sent"
-    sent.mkdir(parents=True)
-    (sent / "service").write_bytes(plist("mini", MAC))
-    mac.run("settle", kind="launchd", restarts="yes", started="x", version="v")
+    mac.settle("launchd", plist("mini", MAC))
     label = f"{used}/brigade.worker.mini"
     assert mac.told() == [f"enable {label}", f"bootstrap {used} {service}"]
     assert service.read_bytes() == plist("mini", MAC) and "@brigade alive yes\n" in mac.run("look")
     mac.run("stop")
-    assert mac.told()[2:] == [f"bootout {label}"] and not service.exists()
+    assert mac.told() == [f"bootout {label}"] and not service.exists()
     assert "alive" not in mac.run("look")
+
+
+def test_a_unit_is_enabled_and_disabled(tmp_path: Path) -> None:
+    machine = FakeMachine(tmp_path, "Linux", "systemctl", SYSTEMCTL)
+    name = "brigade-worker-mini.service"
+    service = machine.home / ".config" / "systemd" / "user" / name
+    assert "@brigade kind systemd\n" in machine.run("look") and "alive" not in machine.run("look")
+    machine.settle("systemd", unit("mini", MAC))
+    assert machine.told() == ["--user daemon-reload", f"--user --quiet enable {name}", f"--user restart {name}"]
+    assert service.read_bytes() == unit("mini", MAC) and "@brigade alive yes\n" in machine.run("look")
+    machine.run("stop")
+    assert machine.told() == [f"--user --quiet disable --now {name}"] and not service.exists()
+    assert "alive" not in machine.run("look")
