@@ -29,7 +29,10 @@ async def run_launch(config: Path, cluster: Cluster, workers: Sequence[Worker], 
     """Print how it went with each. The exit code: 0, or 3 if a node failed."""
     raw, _ = read_yaml(config)
     keys = certificates(cluster, [worker.name for worker in workers], say)
-    network = Network.of(cluster, cluster.coordinator.name, Role.COORDINATOR, lambda line: say(f"warning: {line}"))
+    network = Network.of(cluster, cluster.coordinator.name, Role.COORDINATOR)
+    own = network.own  # if that will not do, it is told before anything is sent
+    if warning := own.warning() if own else "":
+        say(f"warning: {warning}")
     package = await run_aside(installed)
     if others := [worker.name for worker in cluster.workers if not worker.ssh]:
         say(f"not launched, since their entries have no `ssh:`: {', '.join(others)}")

@@ -20,6 +20,7 @@ kind_here() {
 }
 
 main() {
+    echo # after whatever a login shell's greeting ended with
     say system "$(uname -s)"
     say home "$home"
     say free "$(df -Pk . | tail -n 1)"

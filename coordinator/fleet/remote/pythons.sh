@@ -18,7 +18,7 @@ main() {
     done
     for folder in $folders; do
         for python in "$folder"/python3 "$folder"/python3.[0-9] "$folder"/python3.[0-9][0-9]; do
-            look_at "$python"
+            look_at "$python" || true
         done
     done
 }

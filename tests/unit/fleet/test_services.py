@@ -95,6 +95,7 @@ class FakeMachine:
 
     def __init__(self, folder: Path, system: str, program: str, does: str) -> None:
         self.home = folder / "home"
+        self.shell = ["bash", "--posix"] if system == "Darwin" else ["dash"]  # what /bin/sh is on most of them
         self._programs = folder / "programs"
         self._calls = folder / "calls"
         for each in (self.home, self._programs):
@@ -108,7 +109,7 @@ class FakeMachine:
         """What one of our scripts tells there."""
         env = {"HOME": str(self.home), "PATH": f"{self._programs}:{os.environ['PATH']}"}
         fed = assigned({"name": "mini", "key_file": "mini.pem", **values}) + text_of(script)
-        done = subprocess.run(["/bin/sh", "-s"], input=fed, env=env, capture_output=True, check=True)
+        done = subprocess.run([*self.shell, "-s"], input=fed, env=env, capture_output=True, check=True)
         return done.stdout.decode()
 
     def settle(self, kind: str, service: bytes) -> None:
@@ -127,6 +128,14 @@ class FakeMachine:
     def _write(self, name: str, text: str) -> None:
         (self._programs / name).write_text(f"#!/bin/sh\n{text}\n")
         (self._programs / name).chmod(0o755)
+
+
+def test_a_mac_shows_its_pythons_but_apples(tmp_path: Path) -> None:
+    mac = FakeMachine(tmp_path, "Darwin", "python3.12", "echo 3.12.4 whole")
+    assert mac.run("pythons", wanted="3.12") == f"@brigade python 3.12.4 whole {tmp_path}/programs/python3.12\n"
+    others = mac.run("pythons", wanted="9.9").splitlines()
+    assert f"@brigade python 3.12.4 whole {tmp_path}/programs/python3.12" in others
+    assert not [line for line in others if line.endswith(" /usr/bin/python3")]
 
 
 @pytest.mark.parametrize(("domains", "used"), [("gui/501 user/501", "gui/501"), ("user/501", "user/501")])
