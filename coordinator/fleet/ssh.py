@@ -46,10 +46,6 @@ Read = Callable[[str], None]  # takes a line
 Tell = Callable[[str, str], None]  # takes a line that is meant for us: its first word and the rest
 
 
-class RemoteFailed(BrigadeError):
-    """ssh did not get there, or what was to be done there failed."""
-
-
 class Remote:
     """The account of one node."""
 
@@ -63,7 +59,8 @@ class Remote:
         """Run one of our scripts there; returns what it has told, by the first word of each line.
 
         Raises:
-            RemoteFailed: with what ssh, or the script, said. ConfigError: there is no ssh here.
+            BrigadeError: ssh did not get there, or the script failed; with what they said.
+            ConfigError: there is no ssh here.
         """
         found: dict[str, list[str]] = {}
 
@@ -100,7 +97,7 @@ class Remote:
                 async with asyncio.timeout(within_s):
                     said = await _talk(process, fed, read, is_followed=is_followed)
             except TimeoutError:
-                raise RemoteFailed(f"{self.place} was not done within {within_s:.0f} s", node=self.node) from None
+                raise BrigadeError(f"{self.place} was not done within {within_s:.0f} s", node=self.node) from None
         if process.returncode:
             raise self.failure(process.returncode, said)
 
@@ -125,14 +122,14 @@ class Remote:
                     process.kill()
                 await process.wait()
 
-    def failure(self, code: int, said: str) -> RemoteFailed:
+    def failure(self, code: int, said: str) -> BrigadeError:
         """What to say of a process that ended so."""
         lines = [line.strip() for line in said.splitlines() if line.strip()][-_MOST_SAID:]
         if code != _FAILED:
-            return RemoteFailed("; ".join(lines) or f"a command there ended with exit code {code}", node=self.node)
+            return BrigadeError("; ".join(lines) or f"a command there ended with exit code {code}", node=self.node)
         way_out = next((way for words, way in _WAYS_OUT.items() if words in said), "try it by hand: ssh {place}")
         text = "; ".join(lines) or "nothing"
-        return RemoteFailed(f"ssh {self.place} said: {text} ({way_out.format(place=self.place)})", node=self.node)
+        return BrigadeError(f"ssh {self.place} said: {text} ({way_out.format(place=self.place)})", node=self.node)
 
 
 def text_of(script: str) -> bytes:
