@@ -22,6 +22,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from worker.errors import ConfigError
+from worker.ssh_place import SshPlace
 from worker.yaml_file import read_yaml
 
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?"
@@ -143,13 +144,15 @@ class Coordinator(_Section):
 class Worker(_Section):
     """A node to call, at the first of its addresses that answers.
 
-    `memory` is its budget in bytes, `model` its own copy, which counts in its own cluster.yaml.
+    `memory` is its budget in bytes, `model` its own copy, which counts in its own cluster.yaml; `ssh` is where
+    `brigade launch` finds it.
     """
 
     name: Name
     addresses: Addresses = Field(alias="address")
     memory: Size | None = None
     model: ModelPlace | None = None
+    ssh: SshPlace | None = None
 
 
 class Tls(_Section):

@@ -13,6 +13,8 @@ from coordinator.cli.chat import chat
 from coordinator.cli.chosen import chosen_cluster
 from coordinator.cli.generate_command import generate, read_prompt
 from coordinator.cli.keys import keys
+from coordinator.cli.launch import launch
+from coordinator.cli.logs import logs
 from coordinator.cli.parse import parse_counts, parse_layers, parse_times
 from coordinator.cli.plan_checks import check_plan_flags
 from coordinator.cli.refusals import given_flags, refuse, refuse_idle, require_one_prompt
@@ -37,6 +39,8 @@ app.command()(bridge)
 app.command()(chat)
 app.command()(score)
 app.command()(status)
+app.command()(launch)
+app.command()(logs)
 app.add_typer(keys, name="keys")
 
 

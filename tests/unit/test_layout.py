@@ -17,6 +17,7 @@ ROOMS = {
         "decoding",
         "sessions",
         "cluster",
+        "fleet",
         "resident",
         "shapes",
         "measure",

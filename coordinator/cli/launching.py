@@ -1,0 +1,81 @@
+"""What `brigade launch` does once its flags are parsed, and what it shows: progress, then a table."""
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from coordinator.cluster.progress import say
+from coordinator.fleet.certificates import certificates
+from coordinator.fleet.launch import Launch, Outcome, Report, stop
+from coordinator.fleet.packing import installed
+from coordinator.fleet.steps import Action
+from worker.config import Cluster, Worker
+from worker.errors import BrigadeError
+from worker.node.identity import Role
+from worker.node.network import Network
+from worker.process.call_thread import run_aside
+from worker.yaml_file import read_yaml
+
+_TOLD = {"installing packages"}  # that take long: worth a line where nothing can be drawn
+
+
+async def run_launch(config: Path, cluster: Cluster, workers: Sequence[Worker], action: Action) -> int:
+    """Print how it went with each. The exit code: 0, or 3 if a node failed."""
+    raw, _ = read_yaml(config)
+    keys = certificates(cluster, [worker.name for worker in workers], say)
+    network = Network.of(cluster, cluster.coordinator.name, Role.COORDINATOR)
+    own = network.own  # if that will not do, it is told before anything is sent
+    if warning := own.warning() if own else "":
+        say(f"warning: {warning}")
+    package = await run_aside(installed)
+    if others := [worker.name for worker in cluster.workers if not worker.ssh]:
+        say(f"not launched, since their entries have no `ssh:`: {', '.join(others)}")
+    with _shown() as report:
+        outcomes = await Launch(raw, package, keys, network, action, report).run(workers)
+    return _tell(outcomes)
+
+
+async def run_stop(workers: Sequence[Worker]) -> int:
+    """The same for the end of workers."""
+    with _shown() as report:
+        outcomes = await stop(workers, report)
+    return _tell(outcomes)
+
+
+@contextlib.contextmanager
+def _shown() -> Iterator[Report]:
+    """On a terminal a row per node with what is done there; elsewhere a line for what takes long."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda node, phase: say(f"{node}: {phase} ...") if phase in _TOLD else None
+        return
+    columns = SpinnerColumn(), TextColumn("{task.fields[node]:<12}"), TextColumn("{task.description}")
+    rows: dict[str, TaskID] = {}
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bars:
+
+        def report(node: str, phase: str) -> None:
+            if node not in rows:
+                rows[node] = bars.add_task("", node=node, total=None)
+            bars.update(rows[node], description=phase)
+
+        yield report
+
+
+def _tell(outcomes: Sequence[Outcome]) -> int:
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for heading in ("node", "ssh", "service", "", "answers at"):
+        table.add_column(heading)
+    for each in outcomes:
+        done = Text("failed", "bold red") if each.error else Text(each.done, "green")
+        table.add_row(Text(each.name), Text(each.place), Text(each.kind), done, Text(each.address))
+    Console(highlight=False).print(table)
+    failures = [each.error for each in outcomes if each.error]
+    for error in failures:
+        print(f"error: {error}", file=sys.stderr)
+    return BrigadeError.exit_code if failures else 0

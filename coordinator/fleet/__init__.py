@@ -1,0 +1,1 @@
+"""The other Macs' workers: installed, started, looked after and stopped over ssh."""

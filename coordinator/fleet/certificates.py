@@ -1,0 +1,27 @@
+"""The certificates that workers are sent: from the folder of keys, made where one is missing."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from coordinator.cluster.authority import Authority
+from worker.config import Cluster
+from worker.node.identity import Keys, Role, file_name
+
+
+def certificates(cluster: Cluster, names: Iterable[str], say: Callable[[str], None]) -> dict[str, bytes]:
+    """The file of each node, by name; none where links are not encrypted.
+
+    Raises:
+        ConfigError: one will not do, or is missing and cannot be made here.
+    """
+    if cluster.tls is None:
+        return {}
+    folder = Path(cluster.tls.keys)
+    found = {}
+    for name in names:
+        path = folder / file_name(name)
+        if not path.exists():
+            say(f"made {Authority.open(folder).issue(name, Role.WORKER)}, the certificate of {name}")
+        Keys(folder, name, Role.WORKER).read()
+        found[name] = path.read_bytes()
+    return found

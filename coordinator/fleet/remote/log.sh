@@ -1,0 +1,12 @@
+# The last `lines` of the log of the worker `name`; with `follow` it goes on until whoever asked has left.
+main() {
+    [ -f "$log" ] || fail "$log does not exist there; expected a worker that brigade launch has started"
+    if [ "$follow" != yes ]; then
+        tail -n "$lines" "$log" </dev/null
+        return
+    fi
+    tail -n "$lines" -F "$log" 2>/dev/null </dev/null &
+    cat >/dev/null # until standard input ends
+    kill "$!"
+}
+main

@@ -1,0 +1,106 @@
+# What every script begins with. It comes on standard input, after assignments such as name=mini, and nothing runs before
+# all of it is there: each script ends with a call of its main.
+set -u
+umask 077
+cd || exit 1
+home=$PWD
+root=$home/.brigade
+worker=$root/worker-${name:-}
+log=$worker/worker.log
+uid=$(id -u)
+export PATH="${PATH:-/usr/bin:/bin}:/usr/sbin:/sbin"
+[ -n "${XDG_RUNTIME_DIR:-}" ] || [ ! -d "/run/user/$uid" ] || export XDG_RUNTIME_DIR="/run/user/$uid"
+
+say() { # WORD TEXT: to who has sent this script
+    printf '@brigade %s %s\n' "$1" "$2"
+}
+
+fail() {
+    echo "$*" >&2
+    exit 1
+}
+
+digest() { # FILE: nothing if there is none
+    [ -f "$1" ] || return 0
+    if command -v sha256sum >/dev/null; then sha256sum <"$1"; else shasum -a 256 <"$1"; fi | cut -d ' ' -f 1
+}
+
+wait_until() { # SECONDS COMMAND...: whether it held before they were over
+    left=$(($1 * 5))
+    shift
+    until "$@"; do
+        [ "$left" -gt 0 ] || return 1
+        left=$((left - 1))
+        sleep 0.2
+    done
+}
+
+# A service of each kind: its file, whether its process runs, start, stop. `kind` says which is meant.
+service_file() { "${kind}_file"; }
+alive() { "${kind}_alive"; }
+gone() { ! alive; }
+
+launchd_file() { echo "$home/Library/LaunchAgents/brigade.worker.$name.plist"; }
+launchd_domains() { # where a user's agents live: beside who is logged in at the screen, or else without
+    for domain in "gui/$uid" "user/$uid"; do
+        if launchctl print "$domain" >/dev/null 2>&1; then echo "$domain"; fi
+    done
+}
+launchd_known() { # the domain that has it, if one has
+    for domain in $(launchd_domains); do
+        if launchctl print "$domain/brigade.worker.$name" >/dev/null 2>&1; then echo "$domain"; fi
+    done
+}
+launchd_unknown() { [ -z "$(launchd_known)" ]; }
+launchd_alive() {
+    for domain in $(launchd_known); do
+        if launchctl print "$domain/brigade.worker.$name" | grep -q '^[[:space:]]*pid = [0-9]'; then return 0; fi
+    done
+    return 1
+}
+launchd_start() {
+    for domain in $(launchd_domains); do
+        launchctl enable "$domain/brigade.worker.$name"
+        if launchctl bootstrap "$domain" "$(launchd_file)"; then return 0; fi
+    done
+    fail "launchd took $(launchd_file) in no domain of this user"
+}
+launchd_stop() { # SIGTERM, and SIGKILL after ExitTimeOut; it says so before it is done
+    for domain in $(launchd_known); do
+        launchctl bootout "$domain/brigade.worker.$name" || true
+    done
+    wait_until 30 launchd_unknown || fail "launchd has not ended brigade.worker.$name after 30 s"
+}
+
+systemd_unit() { echo "brigade-worker-$name.service"; }
+systemd_file() { echo "${XDG_CONFIG_HOME:-$home/.config}/systemd/user/$(systemd_unit)"; }
+systemd_alive() { systemctl --user --quiet is-active "$(systemd_unit)"; }
+systemd_start() {
+    systemctl --user daemon-reload
+    systemctl --user --quiet enable "$(systemd_unit)"
+    systemctl --user restart "$(systemd_unit)" || fail "systemd has not started $(systemd_unit)"
+}
+systemd_stop() {
+    [ -f "$(systemd_file)" ] || return 0
+    systemctl --user --quiet disable --now "$(systemd_unit)" 2>/dev/null || true
+    if systemd_alive; then fail "systemd has not stopped $(systemd_unit)"; fi
+}
+
+daemon_file() { echo "$worker/start.sh"; }
+daemon_pid() { cat "$worker/worker.pid" 2>/dev/null; }
+daemon_alive() { # a number may be another process's by now: its arguments tell
+    pid=$(daemon_pid) && [ -r "/proc/$pid/cmdline" ] &&
+        tr '\0' '\n' <"/proc/$pid/cmdline" 2>/dev/null | grep -qxF -e "$worker/cluster.yaml" -e "$worker/start.sh"
+}
+daemon_start() {
+    rm -f "$worker/worker.pid"
+    setsid /bin/sh "$(daemon_file)" >>"$log" 2>&1 </dev/null &
+    wait_until 10 daemon_alive || true # it may have ended already: whoever waits for it sees that
+}
+daemon_stop() {
+    daemon_alive || return 0
+    kill -TERM "$(daemon_pid)"
+    if ! wait_until 20 gone; then kill -KILL "$(daemon_pid)" && wait_until 5 gone; fi
+    rm -f "$worker/worker.pid"
+}
+

@@ -1,0 +1,8 @@
+# Stops the worker `name` for good: it comes back with the next launch only.
+main() {
+    kind=$(cat "$worker/kind" 2>/dev/null) || { say was absent && return; }
+    if alive; then say was running; else say was stopped; fi
+    "${kind}_stop"
+    rm -f "$(service_file)" "$worker/started"
+}
+main </dev/null

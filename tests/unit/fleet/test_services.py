@@ -1,0 +1,165 @@
+"""What the services are told, and what the scripts tell the services' programs. None of Apple's was run."""
+
+import os
+import plistlib
+import shlex
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from coordinator.fleet.found import Found
+from coordinator.fleet.service_daemon import script
+from coordinator.fleet.service_launchd import plist
+from coordinator.fleet.service_systemd import unit
+from coordinator.fleet.ssh import assigned, text_of
+
+MAC = Found("Darwin", "/Users/anna", 1, "launchd", version="0123456789abcdef")
+FOLDER = "/Users/anna/.brigade/worker-mini"
+
+
+def test_the_property_list_of_a_worker() -> None:
+    assert plistlib.loads(plist("mini", MAC)) == {
+        "Label": "brigade.worker.mini",
+        "ProgramArguments": [
+            "/Users/anna/.brigade/versions/0123456789abcdef/bin/python", "-P", "-m", "worker",
+            "--config", f"{FOLDER}/cluster.yaml", "--name", "mini",
+        ],
+        "WorkingDirectory": "/Users/anna",
+        "RunAtLoad": True,
+        "KeepAlive": {"SuccessfulExit": False},
+        "ThrottleInterval": 10,
+        "ExitTimeOut": 20,
+        "ProcessType": "Interactive",
+        "LimitLoadToSessionType": ["Aqua", "Background"],
+        "StandardOutPath": f"{FOLDER}/worker.log",
+        "StandardErrorPath": f"{FOLDER}/worker.log",
+        "Umask": 0o077,
+    }  # fmt: skip
+
+
+def test_the_unit_of_a_worker_is_one(tmp_path: Path) -> None:
+    text = unit("mini", replace(MAC, home="/home/100% anna$")).decode()
+    assert 'ExecStart="/home/100%% anna$$/.brigade/versions/0123456789abcdef/bin/python" "-P" "-m" "worker"' in text
+    assert "StandardError=append:/home/100%% anna$/.brigade/worker-mini/worker.log\n" in text
+    if analyze := shutil.which("systemd-analyze"):
+        path = tmp_path / "brigade-worker-mini.service"
+        path.write_text(
+            text.replace("/home/100%% anna$$/.brigade/versions/0123456789abcdef/bin/python", shutil.which("sh") or "")
+        )
+        checked = subprocess.run([analyze, "--user", "verify", path], capture_output=True, text=True)
+        assert path.name not in checked.stderr, checked.stderr
+
+
+def test_a_plain_process_is_told_its_words_as_they_are(tmp_path: Path) -> None:
+    home = tmp_path / "Anna's $HOME"
+    found = Found("Linux", str(home), 1, "daemon", version="v")
+    python = home / ".brigade" / "versions" / "v" / "bin" / "python"
+    for folder in (python.parent, home / ".brigade" / "worker-mini"):
+        folder.mkdir(parents=True)
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$PWD" "$$" "$@"\n')
+    python.chmod(0o755)
+    told = (
+        subprocess.run(["sh"], input=script("mini", found), capture_output=True, check=True)
+        .stdout.decode()
+        .splitlines()
+    )
+    pid = (home / ".brigade" / "worker-mini" / "worker.pid").read_text().strip()
+    assert told == [str(home), pid, *found.command("mini")[1:]]
+
+
+# As launchctl(1) does: print ends with 113 for what it does not know, a domain or a job.
+LAUNCHCTL = """\
+case "$1 $2" in
+"print "*/brigade.*) [ "$(cat loaded 2>/dev/null)" = "$2" ] || exit 113; printf '\\tpid = 7\\n' ;;
+"print "*) case " $DOMAINS " in *" $2 "*) ;; *) exit 113 ;; esac ;;
+"bootstrap "*) echo "$2/brigade.worker.mini" > loaded ;;
+"bootout "*) rm loaded ;;
+esac
+"""
+# As systemctl(1) does: is-active ends with 3 for what does not run.
+SYSTEMCTL = """\
+case "$*" in
+*" is-active "*) [ -f loaded ] || exit 3 ;;
+*" restart "*) touch loaded ;;
+*" disable "*) rm loaded ;;
+esac
+"""
+_ASKS = ("print ", "--user show-environment", "--user --quiet is-active ")
+
+
+class FakeMachine:
+    """A home, and a service's program that knows what was loaded and writes down how it is called."""
+
+    def __init__(self, folder: Path, system: str, program: str, does: str) -> None:
+        self.home = folder / "home"
+        self.shell = ["bash", "--posix"] if system == "Darwin" else ["dash"]  # what /bin/sh is on most of them
+        self._programs = folder / "programs"
+        self._calls = folder / "calls"
+        for each in (self.home, self._programs):
+            each.mkdir()
+        self._write("uname", f"echo {system}")
+        self._write("id", "echo 501")
+        self._write("loginctl", "echo yes")
+        self._write(program, f'cd {shlex.quote(str(folder))}\necho "$@" >> calls\n{does}')
+
+    def run(self, script: str, **values: str) -> str:
+        """What one of our scripts tells there."""
+        env = {"HOME": str(self.home), "PATH": f"{self._programs}:{os.environ['PATH']}"}
+        fed = assigned({"name": "mini", "key_file": "mini.pem", **values}) + text_of(script)
+        done = subprocess.run([*self.shell, "-s"], input=fed, env=env, capture_output=True, check=True)
+        return done.stdout.decode()
+
+    def settle(self, kind: str, service: bytes) -> None:
+        """Start the worker by this definition."""
+        sent = self.home / ".brigade" / "worker-mini" / "sent"
+        sent.mkdir(parents=True)
+        (sent / "service").write_bytes(service)
+        self.run("settle", kind=kind, restarts="yes", started="x", version="v")
+
+    def told(self) -> list[str]:
+        """The commands that changed something, since the last time."""
+        lines = self._calls.read_text().splitlines()
+        self._calls.write_text("")
+        return [line for line in lines if not line.startswith(_ASKS)]
+
+    def _write(self, name: str, text: str) -> None:
+        (self._programs / name).write_text(f"#!/bin/sh\n{text}\n")
+        (self._programs / name).chmod(0o755)
+
+
+def test_a_mac_shows_its_pythons_but_apples(tmp_path: Path) -> None:
+    mac = FakeMachine(tmp_path, "Darwin", "python3.12", "echo 3.12.4 whole")
+    assert mac.run("pythons", wanted="3.12") == f"@brigade python 3.12.4 whole {tmp_path}/programs/python3.12\n"
+    others = mac.run("pythons", wanted="9.9").splitlines()
+    assert f"@brigade python 3.12.4 whole {tmp_path}/programs/python3.12" in others
+    assert not [line for line in others if line.endswith(" /usr/bin/python3")]
+
+
+@pytest.mark.parametrize(("domains", "used"), [("gui/501 user/501", "gui/501"), ("user/501", "user/501")])
+def test_an_agent_is_loaded_where_its_user_is(tmp_path: Path, domains: str, used: str) -> None:
+    mac = FakeMachine(tmp_path, "Darwin", "launchctl", LAUNCHCTL.replace("$DOMAINS", domains))
+    service = mac.home / "Library" / "LaunchAgents" / "brigade.worker.mini.plist"
+    assert "@brigade kind launchd\n" in mac.run("look") and "alive" not in mac.run("look")
+    mac.settle("launchd", plist("mini", MAC))
+    label = f"{used}/brigade.worker.mini"
+    assert mac.told() == [f"enable {label}", f"bootstrap {used} {service}"]
+    assert service.read_bytes() == plist("mini", MAC) and "@brigade alive yes\n" in mac.run("look")
+    mac.run("stop")
+    assert mac.told() == [f"bootout {label}"] and not service.exists()
+    assert "alive" not in mac.run("look")
+
+
+def test_a_unit_is_enabled_and_disabled(tmp_path: Path) -> None:
+    machine = FakeMachine(tmp_path, "Linux", "systemctl", SYSTEMCTL)
+    name = "brigade-worker-mini.service"
+    service = machine.home / ".config" / "systemd" / "user" / name
+    assert "@brigade kind systemd\n" in machine.run("look") and "alive" not in machine.run("look")
+    machine.settle("systemd", unit("mini", MAC))
+    assert machine.told() == ["--user daemon-reload", f"--user --quiet enable {name}", f"--user restart {name}"]
+    assert service.read_bytes() == unit("mini", MAC) and "@brigade alive yes\n" in machine.run("look")
+    machine.run("stop")
+    assert machine.told() == [f"--user --quiet disable --now {name}"] and not service.exists()
+    assert "alive" not in machine.run("look")

@@ -1,0 +1,83 @@
+import asyncio
+import subprocess
+import tarfile
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+import yaml
+
+from coordinator.fleet.ssh import Remote, assigned, packed, text_of
+from worker.config import load_cluster
+from worker.errors import ConfigError
+
+STRANGE = "a'b\"c $(touch x) `y` \\ \n;& 日本"
+
+
+@pytest.mark.parametrize("shell", ["dash", "bash"])
+def test_values_reach_the_shell_as_they_are(shell: str) -> None:
+    fed = assigned({"name": STRANGE, "other": ""}) + b'printf "%s|%s" "$name" "$other"'
+    assert subprocess.run([shell, "-s"], input=fed, capture_output=True).stdout.decode() == f"{STRANGE}|"
+
+
+@pytest.mark.parametrize("script", ["look", "pythons", "install", "settle", "stop", "watch", "log"])
+@pytest.mark.parametrize("shell", ["dash", "bash"])
+def test_the_scripts_are_such_for_any_posix_shell(shell: str, script: str) -> None:
+    checked = subprocess.run([shell, "-n"], input=text_of(script), capture_output=True)
+    assert (checked.returncode, checked.stderr) == (0, b"")
+
+
+def test_files_travel_for_one_user_only() -> None:
+    with tarfile.open(fileobj=BytesIO(packed({"key.pem": b"secret"}))) as tar:
+        [entry] = tar.getmembers()
+        assert (entry.name, entry.mode, entry.uid) == ("key.pem", 0o600, 0)
+        assert tar.extractfile(entry).read() == b"secret"  # type: ignore[union-attr]
+
+
+# As OpenSSH 9 prints them.
+@pytest.mark.parametrize(
+    ("said", "way_out"),
+    [
+        ("anna@mini: Permission denied (publickey,keyboard-interactive).\r\n", "ssh-copy-id anna@mini"),
+        ("No ED25519 host key is known for mini and you have requested strict checking.\r\nHost key verification "
+         "failed.\r\n", "connect once by hand, to accept its key: ssh anna@mini"),
+        ("ssh: connect to host mini port 22: Connection refused\r\n", "Remote Login"),
+        ("ssh: connect to host mini port 22: Operation timed out\r\n", "is it awake"),
+        ("ssh: Could not resolve hostname mini: nodename nor servname provided\r\n", "expected USER@HOST"),
+        ("", "try it by hand: ssh anna@mini"),
+    ],
+)  # fmt: skip
+def test_what_ssh_says_is_told_with_a_way_out(said: str, way_out: str) -> None:
+    error = Remote("mini", "anna@mini").failure(255, said)
+    assert str(error).startswith("worker mini: ssh anna@mini said: ") and way_out in str(error)
+    assert error.exit_code == 3 and "\r" not in str(error)
+
+
+def test_what_a_script_says_is_told_as_it_is() -> None:
+    error = Remote("mini", "mini").failure(1, "one\ntwo\nthree\nfour\nERROR: no matching distribution\n")
+    assert str(error) == "worker mini: two; three; four; ERROR: no matching distribution"
+
+
+def test_without_ssh_here_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match="expected the program ssh here"):
+        asyncio.run(Remote("mini", "mini").run("look", {}, 5.0))
+
+
+@pytest.mark.parametrize("place", ["mini", "anna@mini.local", "a.b-c@10.0.0.2", "_x", "anna@fe80::1%en0", "::1"])
+def test_a_place_of_ssh(place: str, tmp_path: Path) -> None:
+    assert ssh_of(tmp_path, place) == place
+
+
+@pytest.mark.parametrize(
+    "place", ["-oProxyCommand=x", "-F@mini", "anna@-v", "mini:22", "a b", "mini;x", "ssh://mini", "", "$(x)", "mini\n"]
+)
+def test_what_could_be_more_than_a_place_is_refused(place: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"workers\[0\].ssh: expected USER@HOST"):
+        ssh_of(tmp_path, place)
+
+
+def ssh_of(folder: Path, place: str) -> str | None:
+    path = folder / "cluster.yaml"
+    path.write_text(yaml.safe_dump({"workers": [{"name": "mini", "address": "127.0.0.1:1", "ssh": place}]}))
+    return load_cluster(path).workers[0].ssh
