@@ -11,6 +11,7 @@ from coordinator.cli.batch import batch
 from coordinator.cli.bridge import bridge
 from coordinator.cli.chat import chat
 from coordinator.cli.chosen import chosen_cluster
+from coordinator.cli.doctor import doctor
 from coordinator.cli.generate_command import generate, read_prompt
 from coordinator.cli.keys import keys
 from coordinator.cli.parse import parse_counts, parse_layers, parse_times
@@ -37,6 +38,7 @@ app.command()(bridge)
 app.command()(chat)
 app.command()(score)
 app.command()(status)
+app.command()(doctor)
 app.add_typer(keys, name="keys")
 
 
