@@ -19,6 +19,7 @@ from coordinator.cli.plan_checks import check_plan_flags
 from coordinator.cli.refusals import given_flags, refuse, refuse_idle, require_one_prompt
 from coordinator.cli.score import score
 from coordinator.cli.serve import serve
+from coordinator.cli.smoke import smoke
 from coordinator.cli.status import status
 from coordinator.cluster.options import cluster_options
 from coordinator.decoding.decode import Decode, make_decode
@@ -39,6 +40,7 @@ app.command()(chat)
 app.command()(score)
 app.command()(status)
 app.command()(doctor)
+app.command()(smoke)
 app.add_typer(keys, name="keys")
 
 

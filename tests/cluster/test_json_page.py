@@ -125,6 +125,7 @@ PRINTED: dict[str, Callable[[], Json]] = {
     "brigade bench --failover --json": lost,
     "brigade status --json": watched,
     "brigade doctor --json": examined,
+    "brigade smoke --json": lambda: cases.tried().as_json(),
 }
 
 

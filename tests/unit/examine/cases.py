@@ -8,6 +8,10 @@ from typing import Any
 from coordinator.examine.finding import Finding, Kind, Level
 from coordinator.examine.judge import Wanted, judge
 from coordinator.examine.known import Known, KnownHop, KnownNode
+from coordinator.examine.trial import Trial, hops_of
+from coordinator.planning.plan import Assignment, Plan
+from coordinator.sessions.answer import Answer, Token, Usage
+from coordinator.sessions.waterfall import Leg, Moments, Passage, Route
 from protos.brigade_pb2 import (
     DTYPE_BFLOAT16,
     MEDIUM_THUNDERBOLT,
@@ -20,6 +24,7 @@ from protos.brigade_pb2 import (
     LinkReply,
     Medium,
     Power,
+    StatusReply,
     ThunderboltPort,
     Way,
 )
@@ -90,3 +95,25 @@ def said(findings: Sequence[Finding], kind: Kind, about: str = "") -> Finding:
 def worse(findings: Sequence[Finding]) -> list[tuple[Level, Kind, str]]:
     """All but those that are in order."""
     return [(each.level, each.kind, each.about) for each in findings if each.level is not Level.OK]
+
+
+MS = 1_000_000  # nanoseconds
+
+
+def tried(first: Sequence[int] = (7, 8), second: Sequence[int] = (7, 8)) -> Trial:
+    """A frame through two nodes: 1 ms on the way to the second one, whose clock is 5 ms ahead, and 3 ms back."""
+    plan = Plan((Assignment("studio", 0, 2, 0, 0, 0), Assignment("mini", 2, 4, 0, 0, 0)), 128)
+    there, far = Moments(0, 0, 2 * MS, 2 * MS, 2 * MS), Moments(8 * MS, 8 * MS, 9 * MS, 9 * MS, 9 * MS)
+    legs = [Leg(Route(plan.assignments, [0, 5 * MS]), [Passage([there, far], 7 * MS)])]
+    status = [StatusReply(sent_bytes=100), StatusReply(sent_bytes=10)]
+    hops = hops_of(legs, [StatusReply(), StatusReply(sent_bytes=4)], status)
+    answers = [
+        Answer(
+            samples=[Token(token) for token in tokens],
+            token_times=[7 * MS],
+            statuses=status,
+            usage=Usage(1, 0, 0, 1, 1, legs),
+        )
+        for tokens in (first, second)
+    ]
+    return Trial("big", plan, answers[0], answers[1], hops, 1.0, 0.1)
