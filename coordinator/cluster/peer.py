@@ -197,9 +197,18 @@ class Peer:
         return await self._named(self._stub.MeasureLink(request, timeout=_MEASURE_S))
 
     async def examine(self, *, only_time: bool = False) -> Facts:
-        """What it knows of itself and of its machine. Raises what it refuses with, or StageLost."""
+        """What it knows of itself and of its machine.
+
+        Raises:
+            ModelError: it is too old to tell. BrigadeError: as it refuses, or StageLost.
+        """
         request, timeout_s = ExamineRequest(only_time=only_time), _HELLO_S if only_time else _EXAMINE_S
-        return await self._named(self._stub.Examine(request, timeout=timeout_s))
+        try:
+            return await self._stub.Examine(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise ModelError("is an older Brigade, which cannot be examined", node=self.name) from error
+            raise error_of(error, self.name) from error
 
     @asynccontextmanager
     async def listening(self, transport: Transport) -> AsyncIterator[Listener]:

@@ -9,12 +9,13 @@ from itertools import pairwise
 
 from coordinator.cluster.peer import Peer
 from coordinator.examine.known import Known, KnownHop, KnownNode
-from protos.brigade_pb2 import TRANSPORT_GRPC, TRANSPORT_TCP, TRANSPORT_TLS, Transport
+from protos.brigade_pb2 import TRANSPORT_GRPC, TRANSPORT_TCP, TRANSPORT_TLS, Listener, Transport
 from worker.config import Cluster, Worker, is_loopback, split_address
 from worker.errors import BrigadeError, ConfigError, StageLost
 from worker.node.examine import examine
 from worker.node.identity import Role
 from worker.node.network import Network
+from worker.node.serve import configuration_of
 from worker.node.way import way_to
 
 Begin = Callable[[str], None]  # takes what begins now
@@ -40,7 +41,10 @@ async def collect(cluster: Cluster, begin: Begin = lambda step: None) -> Known:
             stack.push_async_callback(peer.close)
         own_facts = asyncio.create_task(examine(own_name, network))
         nodes = await asyncio.gather(*(_ask(*pair) for pair in zip(peers, cluster.workers, strict=True)))
-        known = Known([KnownNode(own_name, await own_facts, configured_bytes=own.memory), *nodes], file=cluster.file)
+        here = KnownNode(
+            own_name, await own_facts, configuration=configuration_of(cluster), configured_bytes=own.memory
+        )
+        known = Known([here, *nodes], file=cluster.file)
         return replace(known, hops=await _measure_hops(known, peers, begin, is_encrypted=cluster.tls is not None))
 
 
@@ -61,9 +65,9 @@ async def _ask(peer: Peer, worker: Worker) -> KnownNode:
     if all(way.error for way in ways):  # gRPC would wait for somebody to come, and say less
         return replace(found, error=StageLost(f"{ways[0].address}: {ways[0].error}"))
     try:
-        await peer.hello(_HELLO_S)
-        facts = await peer.examine()
-        return replace(found, facts=facts, clock_offset_s=await _clock_offset_s(peer))
+        hello = await peer.hello(_HELLO_S)
+        found = replace(found, configuration=hello.configuration if hello.HasField("configuration") else None)
+        return replace(found, facts=await peer.examine(), clock_offset_s=await _clock_offset_s(peer))
     except BrigadeError as error:
         return replace(found, error=error)
 
@@ -96,12 +100,22 @@ async def _measure(known: Known, sender: Peer | None, receiver: Peer | None, beg
     begin(f"measuring {hop.about}")
     if any(known.by_name[name].facts is None for name in (source, receiver.name)):
         return hop
+    async with AsyncExitStack() as stack:
+        ports = [await _opened(stack, receiver, each) for each in (_ENCRYPTED if encrypted else _PLAIN)]
+        listeners = [port for port in ports if port is not None]
+        try:
+            if sender is None:
+                reply = await receiver.examine_link(None, listeners)
+            else:
+                reply = await sender.examine_link(receiver, listeners)
+        except BrigadeError as error:
+            return replace(hop, error=error)
+    return replace(hop, reply=reply)
+
+
+async def _opened(stack: AsyncExitStack, receiver: Peer, transport: Transport) -> Listener | None:
+    """None where it opens no port: what frames take can be measured without."""
     try:
-        async with AsyncExitStack() as stack:
-            transports = _ENCRYPTED if encrypted else _PLAIN
-            ports = [await stack.enter_async_context(receiver.listening(each)) for each in transports]
-            asked = receiver if sender is None else sender
-            reply = await asked.examine_link(None if sender is None else receiver, ports)
-        return replace(hop, reply=reply)
-    except BrigadeError as error:
-        return replace(hop, error=error)
+        return await stack.enter_async_context(receiver.listening(transport))
+    except BrigadeError:
+        return None

@@ -10,7 +10,8 @@ from coordinator.cluster.options import ClusterOptions
 from coordinator.examine.collect import Begin, collect
 from coordinator.examine.finding import Finding, Level, printable
 from coordinator.examine.judge import Wanted, judge
-from coordinator.examine.judge_hops import cable_between, ms_per_token
+from coordinator.examine.judge_hops import ms_per_token
+from coordinator.examine.judge_way import cable_between
 from coordinator.examine.known import Known, KnownHop, KnownNode
 from protos.brigade_pb2 import TRANSPORT_GRPC, TRANSPORT_TCP, TRANSPORT_TLS, Medium
 from worker.errors import BrigadeError

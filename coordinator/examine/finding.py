@@ -20,6 +20,7 @@ class Kind(StrEnum):
     CERTIFICATE = "certificate"
     CHAIN = "chain"
     CLOCK = "clock"
+    CONFIGURATION = "configuration"
     DISK = "disk"
     FIREWALL = "firewall"
     GRPC = "grpc"

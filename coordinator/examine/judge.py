@@ -45,7 +45,8 @@ def _judge(known: Known, wanted: Wanted, now: datetime) -> Iterator[Finding]:
             yield mend(Kind.CERTIFICATE, node.name, node.error.message, fix)
         yield from judge_node(node, now, is_coordinator=node is coordinator)
         if node is not coordinator and coordinator.facts is not None:
-            yield from _differences(node, node.facts, coordinator.facts)
+            yield from _versions(node, node.facts, coordinator.facts)
+            yield from _configuration(node, node.facts, coordinator)
     for hop in known.hops:
         yield from judge_hop(hop, known, wanted.row_bytes)
     yield from judge_chain(known.hops, wanted.row_bytes)
@@ -55,7 +56,7 @@ def _judge(known: Known, wanted: Wanted, now: datetime) -> Iterator[Finding]:
         yield from judge_plan(wanted.spec, known.nodes, wanted.context, wanted.layers)
 
 
-def _differences(node: KnownNode, facts: Facts, own: Facts) -> Iterator[Finding]:
+def _versions(node: KnownNode, facts: Facts, own: Facts) -> Iterator[Finding]:
     """Where this node's versions are not the coordinator's."""
     theirs, ours = dict(facts.versions), dict(own.versions)
     if (found := theirs.get("brigade", "none")) != (expected := ours["brigade"]):
@@ -73,6 +74,27 @@ def _differences(node: KnownNode, facts: Facts, own: Facts) -> Iterator[Finding]
     if _minor(theirs.get("python", "none")) != _minor(ours["python"]):
         text = f"runs Python {theirs.get('python', 'none')}, the coordinator {ours['python']}"
         yield note(Kind.PYTHON, node.name, text, "it works; to have one thing less that differs, install the same")
+
+
+def _configuration(node: KnownNode, facts: Facts, coordinator: KnownNode) -> Iterator[Finding]:
+    """Where it has another name, or its cluster.yaml says something else. The coordinator's is what counts."""
+    if node.configuration is None or coordinator.configuration is None:
+        return
+    if facts.node != node.name:
+        text = f"calls itself {facts.node}: one of both has the wrong name or address"
+        yield mend(
+            Kind.CONFIGURATION, node.name, text, f"there: brigade worker --name {node.name}, or correct `address:`"
+        )
+    theirs, ours = node.configuration, coordinator.configuration
+    pairs = (
+        ("model", theirs.model, ours.model),
+        ("layers", list(theirs.layers)[:64], list(ours.layers)),
+        ("context", theirs.context, ours.context),
+    )
+    for key, there, here in pairs:
+        if there and here and there != here:
+            text = f"its cluster.yaml has `{key}: {there}`, the coordinator's {here}, which counts"
+            yield note(Kind.CONFIGURATION, node.name, text, "copy the coordinator's cluster.yaml to it")
 
 
 def _minor(version: str) -> str:

@@ -43,6 +43,8 @@ def judge_node(node: KnownNode, now: datetime, *, is_coordinator: bool) -> Itera
 def _machine(name: str, facts: Facts) -> Finding:
     system = f"{_SYSTEMS.get(facts.system, facts.system)} {facts.system_version}"
     memory = f"{format_bytes(facts.memory_bytes)}, of which it offers {format_bytes(facts.budget_bytes)}"
+    if facts.wired_limit_mb:
+        memory += f" (iogpu.wired_limit_mb is {facts.wired_limit_mb})"
     versions = ", ".join(f"{package} {facts.versions[package]}" for package in sorted(facts.versions)[:8])
     return ok(Kind.MACHINE, name, f"{facts.chip or 'unknown chip'}, {memory}; {system}; {versions}")
 

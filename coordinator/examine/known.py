@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from protos.brigade_pb2 import Facts, Interface, LinkReply, ThunderboltPort, Way
+from protos.brigade_pb2 import Configuration, Facts, Interface, LinkReply, ThunderboltPort, Way
 from worker.errors import BrigadeError
 
 _MOST_LISTED = 64  # interfaces and ports of one node: more are not believed
@@ -22,6 +22,7 @@ class KnownNode:
     error: BrigadeError | None = None
     ways: Sequence[Way] = ()
     clock_offset_s: float | None = None  # its clock minus the coordinator's
+    configuration: Configuration | None = None  # what its own cluster.yaml says; None if it was started without one
     configured_bytes: int | None = None  # what cluster.yaml lets it offer
     is_here: bool = False  # a worker on the coordinator's machine, whose memory they share
 

@@ -35,6 +35,7 @@ from worker.errors import ConfigError, FrameError
 from worker.node import plain, plain_grpc
 from worker.node.network import Network
 from worker.node.plain import listening_once
+from worker.node.service import NodeService
 
 ALL: Sequence[Transport] = (TRANSPORT_TCP, TRANSPORT_TLS, TRANSPORT_GRPC)
 
@@ -242,3 +243,17 @@ async def test_ports_are_opened_only_where_the_node_listens_anyway() -> None:
     assert network.host_beside("[::1]:7") == "::1" and network.host_beside("host.local:7") == "127.0.0.1"
     with pytest.raises(FrameError, match="expected certificates"):
         network.tls_context(server=True)
+
+
+async def test_tokens_of_another_size_are_sent_to_nobody() -> None:
+    async with serving(2) as [first, second], peer_of(first) as one, peer_of(second) as two:
+        for listeners in ([Listener(port=1, token=b"GET / HTTP/1.1")], [Listener(port=1, token=bytes(32))] * 5):
+            with pytest.raises(FrameError, match="expected at most 4 listeners with tokens of 32 bytes"):
+                await one.examine_link(two, listeners)
+
+
+async def test_a_worker_that_is_too_old_to_be_examined_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(NodeService, "Examine")
+    async with serving(1) as [node]:
+        [found] = [each for each in judged(await collect(cluster_of(node.address))) if each.level is Level.MEND]
+    assert (found.kind, found.about) == (Kind.BRIGADE, "node-1") and "is an older Brigade" in found.text

@@ -30,7 +30,7 @@ BESIDE_ROOMS = {"worker.errors", "worker.config"}
 PURE_ROOMS = ("planning", "decoding", "sessions")
 ALSO_PURE = {
     *("coordinator.measure.simulate", "coordinator.cli.trace", "worker.compute.header", "worker.node.parts"),
-    *("coordinator.examine.judge", "coordinator.examine.finding"),
+    *("coordinator.examine.judge", "coordinator.examine.trial"),
 }
 WORLDLY = {"grpc", "asyncio", "mlx", "mlx_lm", "time", "socket", "uvloop"}
 # what finds and reads checkpoints: what comes of it, ModelSpec, is plain numbers

@@ -6,7 +6,7 @@ from functools import partial
 
 from protos.brigade_pb2 import TRANSPORT_GRPC, LinkReply, LinkRequest, Way
 from worker.config import split_address
-from worker.errors import BrigadeError
+from worker.errors import BrigadeError, FrameError
 from worker.node.network import Network
 from worker.node.plain import measure_line
 from worker.node.plain_grpc import measure_plain_grpc
@@ -15,6 +15,7 @@ from worker.node.reach import reachable
 from worker.process.call_thread import run_aside
 
 _CONNECT_S = 3.0
+_MOST_LISTENERS, _TOKEN_BYTES = 4, 32
 
 
 async def measure_link(network: Network, request: LinkRequest) -> LinkReply:
@@ -22,7 +23,10 @@ async def measure_link(network: Network, request: LinkRequest) -> LinkReply:
 
     Raises:
         StageLost: the node does not answer, unless the link is to be examined: the reply says so then.
+        FrameError: these are no listeners; their tokens are sent as they are.
     """
+    if len(request.listeners) > _MOST_LISTENERS or any(len(each.token) != _TOKEN_BYTES for each in request.listeners):
+        raise FrameError(f"expected at most {_MOST_LISTENERS} listeners with tokens of {_TOKEN_BYTES} bytes")
     if not request.examined:
         return await probe(network, request.node, request.addresses)
     address = await reachable(network, request.node, request.addresses)

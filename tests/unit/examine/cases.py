@@ -18,6 +18,7 @@ from protos.brigade_pb2 import (
     TRANSPORT_GRPC,
     TRANSPORT_TCP,
     TRANSPORT_TLS,
+    Configuration,
     Facts,
     Interface,
     Line,
@@ -64,7 +65,8 @@ def port(own: str, peer: str, gbit: float = 80.0) -> ThunderboltPort:
 
 
 def node(name: str = "mini", address: str = MINI, **changed: Any) -> KnownNode:
-    return KnownNode(name, mac(name, address, **changed), clock_offset_s=0.01)
+    said = Configuration(model="big")
+    return KnownNode(name, mac(name, address, **changed), clock_offset_s=0.01, configuration=said)
 
 
 def hop(rtt_ms: float = 0.4, bytes_per_s: float = 3e9, **way: Any) -> KnownHop:

@@ -15,6 +15,7 @@ from protos.brigade_pb2 import (
     MEDIUM_TUNNEL,
     MEDIUM_WIFI,
     TRANSPORT_TCP,
+    Configuration,
     Facts,
     Interface,
     Line,
@@ -78,6 +79,8 @@ def test_two_macs_in_order_get_no_word_but_ok() -> None:
         ({"versions": VERSIONS | {"mlx": "0.31.0"}}, NOTE, Kind.MLX, "has mlx 0.31.0, the coordinator 0.32.4"),
         ({"versions": VERSIONS | {"mlx-lm": "0.31.0"}}, NOTE, Kind.MLX, "has mlx-lm 0.31.0"),
         ({"versions": VERSIONS | {"python": "3.11.9"}}, NOTE, Kind.PYTHON, "runs Python 3.11.9"),
+        ({"node": "maxi"}, MEND, Kind.CONFIGURATION, "calls itself maxi"),
+        ({"wired_limit_mb": 57344}, OK, Kind.MACHINE, "iogpu.wired_limit_mb is 57344"),
         ({"rdma": "enabled", "rdma_devices": ["rdma_en2"]}, OK, Kind.RDMA, "is enabled (rdma_en2)"),
         ({"rdma": ""}, OK, Kind.RDMA, "could be enabled"),
         ({"system_version": "15.5"}, OK, Kind.RDMA, "no RDMA"),
@@ -89,6 +92,23 @@ def test_what_is_said_of_a_node(changed: dict[str, Any], level: Level, kind: Kin
     found = said(findings, kind, "mini")
     assert (found.level, bool(found.fix)) == (level, level is not OK) and words in found.text
     assert worse(findings) == ([(level, kind, "mini")] if level is not OK else [])
+
+
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [
+        (Configuration(model="small"), ["`model: small`, the coordinator's big"]),
+        (Configuration(layers=[1, 3], context=100), ["`layers: [1, 3]`", "`context: 100`"]),
+        (Configuration(), []),
+    ],
+)
+def test_a_configuration_that_differs_is_noted(theirs: Configuration, words: list[str]) -> None:
+    ours = Configuration(model="big", layers=[2, 2], context=200)
+    studio = replace(node("studio", STUDIO), configuration=ours)
+    findings = judged(known(replace(node(), configuration=theirs), studio=studio))
+    assert worse(findings) == [(NOTE, Kind.CONFIGURATION, "mini")] * len(words)
+    found = [each.text for each in findings if each.kind is Kind.CONFIGURATION]
+    assert all(word in text for word, text in zip(words, found, strict=True))
 
 
 def test_battery_and_low_power_are_told_beside_sleep() -> None:
@@ -165,7 +185,7 @@ def over(medium: Interface, other: Interface, **mini: Any) -> Known:
 def test_wifi_though_a_cable_is_there_must_be_mended() -> None:
     found = said(judged(over(WIFI, bridge("192.168.1.9", MEDIUM_WIFI))), Kind.WIFI)
     assert found.level is MEND and "though a Thunderbolt cable is there" in found.text
-    assert found.fix == f"put {MINI} and the port first in `address:` of mini in cluster.yaml"
+    assert found.fix == f"put {MINI} and the port first in `address:` of mini in cluster.yaml, on both nodes"
 
 
 def test_wifi_though_the_cable_has_no_address_yet_says_where_to_give_it_one() -> None:
@@ -191,6 +211,12 @@ def test_wifi_though_both_are_on_one_ethernet_must_be_mended() -> None:
 def test_wifi_where_there_is_no_cable_is_noted() -> None:
     found = said(judged(over(WIFI, bridge("192.168.1.9", MEDIUM_WIFI), thunderbolt=[])), Kind.WIFI)
     assert found.level is NOTE and found.fix.startswith("connect them by a Thunderbolt cable")
+
+
+def test_wifi_at_the_far_end_is_wifi() -> None:
+    found = said(judged(over(LAN, bridge("192.168.1.9", MEDIUM_WIFI, name="en0"))), Kind.WIFI)
+    assert found.level is MEND
+    assert found.text.startswith("takes Ethernet (en7, MTU 1500), at mini Wi-Fi (en0, MTU 1500) though a Thunderbolt")
 
 
 def test_a_drive_at_the_port_is_no_cable_between_two_macs() -> None:
@@ -295,6 +321,18 @@ def test_figures_that_can_be_none_are_not_believed(reply: LinkReply) -> None:
     findings = judged(known(node(), hops=[KnownHop("studio", "mini", reply)]))
     assert {each.kind for each in findings if each.level is NOTE} == {Kind.UNMEASURED}
     assert not any("nan" in each.text for each in findings)
+
+
+def test_a_hop_that_failed_while_it_was_measured_must_be_mended() -> None:
+    findings = judged(known(node(), hops=[KnownHop("studio", "mini", error=StageLost("closed the connection"))]))
+    assert worse(findings) == [(MEND, Kind.UNREACHABLE, "studio → mini")]
+
+
+def test_a_node_that_opens_no_port_is_measured_by_grpc_alone() -> None:
+    taken = hop()
+    assert taken.reply is not None
+    del taken.reply.lines[:]
+    assert worse(judged(known(node(), hops=[taken]))) == [(NOTE, Kind.UNMEASURED, "studio → mini")]
 
 
 def test_a_hop_of_a_node_that_was_not_reached_is_not_measured() -> None:
