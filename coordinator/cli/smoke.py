@@ -38,6 +38,7 @@ def smoke(
 
 
 async def _try(options: ClusterOptions, given: str, *, as_json: bool) -> int:
+    from coordinator.examine.finding import printable
     from coordinator.examine.smoke import try_cluster
     from coordinator.examine.trial import advice
 
@@ -45,6 +46,7 @@ async def _try(options: ClusterOptions, given: str, *, as_json: bool) -> int:
         trial = await try_cluster(options)
     except BrigadeError as error:
         told = advice(error, given)
+        error.message = "\n".join(map(printable, error.message.splitlines()))
         if as_json:
             failed = {"model": options.model, "works": False, "error": {"message": str(error), "advice": told}}
             print(json.dumps(failed), flush=True)

@@ -11,9 +11,10 @@ from coordinator.examine.collect import Begin, collect
 from coordinator.examine.finding import Finding, Level, printable
 from coordinator.examine.judge import Wanted, judge
 from coordinator.examine.judge_hops import ms_per_token
+from coordinator.examine.judge_nodes import MOST_VERSIONS
 from coordinator.examine.judge_way import cable_between
-from coordinator.examine.known import Known, KnownHop, KnownNode
-from protos.brigade_pb2 import TRANSPORT_GRPC, TRANSPORT_TCP, TRANSPORT_TLS, Medium
+from coordinator.examine.known import Known, KnownHop, KnownNode, figure
+from protos.brigade_pb2 import TRANSPORT_GRPC, TRANSPORT_TCP, TRANSPORT_TLS, Facts, Medium
 from worker.errors import BrigadeError
 
 _LINES = {TRANSPORT_TCP: "tcp", TRANSPORT_TLS: "tls", TRANSPORT_GRPC: "grpc_without_tls"}
@@ -72,9 +73,13 @@ def _node(node: KnownNode) -> dict[str, Any]:
         "memory_bytes": facts.memory_bytes if facts else None,
         "offered_bytes": facts.budget_bytes if facts else None,
         "free_disk_bytes": facts.free_disk_bytes if facts else None,
-        "versions": {printable(name): printable(facts.versions[name]) for name in facts.versions} if facts else None,
+        "versions": _versions(facts) if facts else None,
         "clock_offset_s": node.clock_offset_s,
     }
+
+
+def _versions(facts: Facts) -> dict[str, str]:
+    return {printable(name): printable(facts.versions[name]) for name in sorted(facts.versions)[:MOST_VERSIONS]}
 
 
 def _hop(hop: KnownHop, known: Known, row_bytes: int) -> dict[str, Any]:
@@ -83,6 +88,9 @@ def _hop(hop: KnownHop, known: Known, row_bytes: int) -> dict[str, Any]:
     here = sender.interface_with(way.local) if way else None
     cable = cable_between(sender, receiver)
     lines = {line.transport: line for line in hop.reply.lines if not line.error} if hop.reply else {}
+    figures = {
+        kind: {"rtt_ms": figure(line.rtt_ms), "bytes_per_s": figure(line.bytes_per_s)} for kind, line in lines.items()
+    }
     return {
         "source": hop.source,
         "target": hop.target,
@@ -91,13 +99,10 @@ def _hop(hop: KnownHop, known: Known, row_bytes: int) -> dict[str, Any]:
         "interface": printable(here.name) if here else None,
         "medium": _medium(here.medium) if here else None,
         "mtu": here.mtu if here else None,
-        "thunderbolt_gbit": cable.gbit if cable else None,
+        "thunderbolt_gbit": figure(cable.gbit) if cable else None,
         "ms_per_token": ms_per_token(hop, row_bytes),
         "grpc": {"rtt_ms": hop.rtt_ms, "bytes_per_s": hop.bytes_per_s},
-    } | {
-        name: {"rtt_ms": lines[kind].rtt_ms, "bytes_per_s": lines[kind].bytes_per_s} if kind in lines else None
-        for kind, name in _LINES.items()
-    }
+    } | {name: figures.get(kind) for kind, name in _LINES.items()}
 
 
 def _medium(medium: int) -> str:

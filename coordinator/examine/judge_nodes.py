@@ -8,9 +8,11 @@ from coordinator.examine.known import KnownNode
 from coordinator.planning.plan import format_bytes
 from protos.brigade_pb2 import Facts
 
+MOST_VERSIONS = 8  # that are told of one node: it has four
+
 _GIB = 2**30
 _SOON_DAYS, _VERY_SOON_DAYS = 30, 7
-_CLOCK_NOTED_S, _CLOCK_WRONG_S = 2.0, 300.0  # certificates are valid from five minutes before they were made
+_CLOCK_NOTED_S, _CLOCK_WRONG_S = 2.0, 86_400.0  # certificates are valid from a day before they were made
 _DISK_NOTED, _DISK_FULL = 20 * _GIB, _GIB
 _LAST_SECOND = 253402300800  # of the year 9999, since 1970
 _RDMA_MACOS, _RDMA_GBIT = (26, 2), 80.0
@@ -24,7 +26,7 @@ def judge_node(node: KnownNode, now: datetime, *, is_coordinator: bool) -> Itera
         return
     yield _machine(node.name, facts)
     yield _disk(node.name, facts)
-    yield from _certificate(node.name, facts, now)
+    yield from _certificate(node.name, facts, now, option=" --coordinator" if is_coordinator else "")
     if node.clock_offset_s is not None:
         yield _clock(node.name, node.clock_offset_s)
     yield from _sleep(node.name, facts, is_coordinator=is_coordinator)
@@ -45,7 +47,7 @@ def _machine(name: str, facts: Facts) -> Finding:
     memory = f"{format_bytes(facts.memory_bytes)}, of which it offers {format_bytes(facts.budget_bytes)}"
     if facts.wired_limit_mb:
         memory += f" (iogpu.wired_limit_mb is {facts.wired_limit_mb})"
-    versions = ", ".join(f"{package} {facts.versions[package]}" for package in sorted(facts.versions)[:8])
+    versions = ", ".join(f"{package} {facts.versions[package]}" for package in sorted(facts.versions)[:MOST_VERSIONS])
     return ok(Kind.MACHINE, name, f"{facts.chip or 'unknown chip'}, {memory}; {system}; {versions}")
 
 
@@ -57,13 +59,13 @@ def _disk(name: str, facts: Facts) -> Finding:
     return note(Kind.DISK, name, text, fix) if facts.free_disk_bytes < _DISK_NOTED else ok(Kind.DISK, name, text)
 
 
-def _certificate(name: str, facts: Facts, now: datetime) -> Iterator[Finding]:
+def _certificate(name: str, facts: Facts, now: datetime, *, option: str) -> Iterator[Finding]:
     if not 0 < facts.certificate_expires < _LAST_SECOND:
         return
     until = datetime.fromtimestamp(facts.certificate_expires, UTC)
     days = (until - now).days
     text = f"its certificate expires on {until:%Y-%m-%d}, in {days} days"
-    fix = f"where the authority is: brigade keys issue {name}, and copy the file to it"
+    fix = f"where the authority is: brigade keys issue {name}{option}, and copy the file to it"
     if days < _VERY_SOON_DAYS:
         yield mend(Kind.CERTIFICATE, name, text, fix)
     else:
@@ -76,7 +78,7 @@ def _clock(name: str, offset_s: float) -> Finding:
     text = f"its clock is {abs(offset_s):.0f} s {'ahead of' if offset_s > 0 else 'behind'} the coordinator's"
     fix = "set the time automatically: System Settings, General, Date & Time; on Linux by NTP"
     if abs(offset_s) >= _CLOCK_WRONG_S:
-        return mend(Kind.CLOCK, name, f"{text}: certificates may be refused", fix)
+        return mend(Kind.CLOCK, name, f"{text}: new certificates are refused", fix)
     return note(Kind.CLOCK, name, text, fix)
 
 

@@ -10,6 +10,11 @@ from worker.errors import BrigadeError
 _MOST_LISTED = 64  # interfaces and ports of one node: more are not believed
 
 
+def figure(value: float) -> float | None:
+    """What another node says was measured, if it can be that."""
+    return value if math.isfinite(value) and value > 0 else None
+
+
 @dataclass(frozen=True)
 class KnownNode:
     """A node of the configuration; without `facts` it could not be asked, for the reason `error`.
@@ -62,11 +67,11 @@ class KnownHop:
 
     @property
     def rtt_ms(self) -> float | None:
-        return _figure(self.reply.rtt_ms) if self.reply else None
+        return figure(self.reply.rtt_ms) if self.reply else None
 
     @property
     def bytes_per_s(self) -> float | None:
-        return _figure(self.reply.bytes_per_s) if self.reply else None
+        return figure(self.reply.bytes_per_s) if self.reply else None
 
 
 @dataclass(frozen=True)
@@ -80,8 +85,3 @@ class Known:
     @property
     def by_name(self) -> Mapping[str, KnownNode]:
         return {node.name: node for node in self.nodes}
-
-
-def _figure(value: float) -> float | None:
-    """What another node says was measured, if it can be that."""
-    return value if math.isfinite(value) and value > 0 else None

@@ -12,6 +12,7 @@ from coordinator.examine.trial import Trial
 from tests.cluster.commands import run_here
 from tests.cluster.processes import Starter, write_cluster
 from tests.unit.examine.cases import tried
+from worker.errors import NodeBusy
 
 
 def test_it_tells_every_hop_and_that_it_works_and_the_worker_goes_on(start: Starter, tmp_path: Path) -> None:
@@ -44,3 +45,12 @@ def test_other_tokens_the_second_time_are_exit_code_1(monkeypatch: pytest.Monkey
     monkeypatch.setattr(smoke_module, "try_cluster", tries)
     done = run_here("smoke", "--model", "demo", "--local", "0")
     assert done.code == 1 and "OTHER TOKENS the second time, [7, 8], then [7, 9]" in done.out.splitlines()[-1]
+
+
+def test_what_a_worker_says_cannot_steer_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuses(options: ClusterOptions) -> Trial:
+        raise NodeBusy("serves \x1b[2Janother\nsecond line", node="mini")
+
+    monkeypatch.setattr(smoke_module, "try_cluster", refuses)
+    done = run_here("smoke", "--model", "demo")
+    assert done.code == 3 and "\x1b" not in done.err and len(done.err.splitlines()) == 3

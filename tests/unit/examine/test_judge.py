@@ -1,11 +1,13 @@
 """What doctor says of facts: each thing that must be mended, each note, and nothing where all is in order."""
 
+import json
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
+from coordinator.examine.doctor import Examination
 from coordinator.examine.finding import Finding, Kind, Level, printable
 from coordinator.examine.judge import Wanted
 from coordinator.examine.known import Known, KnownHop, KnownNode
@@ -119,7 +121,7 @@ def test_battery_and_low_power_are_told_beside_sleep() -> None:
 
 
 @pytest.mark.parametrize(
-    ("offset_s", "level"), [(-0.5, OK), (3.0, NOTE), (-30.0, NOTE), (301.0, MEND), (-9000.0, MEND)]
+    ("offset_s", "level"), [(-0.5, OK), (3.0, NOTE), (-3000.0, NOTE), (90_000.0, MEND), (-1e6, MEND)]
 )
 def test_a_clock_that_is_wrong(offset_s: float, level: Level) -> None:
     found = said(judged(known(replace(node(), clock_offset_s=offset_s))), Kind.CLOCK)
@@ -386,14 +388,15 @@ def test_what_another_node_says_cannot_steer_a_terminal() -> None:
         system=evil, system_version=evil, chip=evil, cache_folder=evil, firewall=evil, rdma=evil, unread=[evil] * 99,
         rdma_devices=[evil], versions={evil: evil, "brigade": evil}, code=evil, interfaces=[Interface(name=evil)] * 99,
     )  # fmt: skip
-    reply = LinkReply(rtt_ms=1.0, bytes_per_s=1.0, way=Way(address=evil, local=evil, remote=evil),
-                      lines=[Line(error=evil)] * 99)  # fmt: skip
+    lines = [Line(error=evil), Line(transport=TRANSPORT_TCP, rtt_ms=float("nan"), bytes_per_s=float("inf"))] * 50
+    reply = LinkReply(rtt_ms=1.0, bytes_per_s=1.0, way=Way(address=evil, local=STUDIO, remote=evil), lines=lines)
     lost = KnownHop("studio", "mini", LinkReply(way=Way(error=evil, address=evil)))
-    findings = judged(
-        known(KnownNode("mini", facts, clock_offset_s=1e300), hops=[KnownHop("studio", "mini", reply), lost])
-    )
+    found = known(KnownNode("mini", facts, clock_offset_s=1e300), hops=[KnownHop("studio", "mini", reply), lost])
+    findings = judged(found)
     findings += judged(known(KnownNode("mini", error=StageLost(evil), ways=[Way(error=evil, address=evil)])))
     assert any("\N{REPLACEMENT CHARACTER}" in each.text for each in findings)
+    told = json.dumps(Examination(found, Wanted(model()), "big", findings).as_json(), allow_nan=False)
+    assert len(told) < 100_000
     for each in findings:
         assert each.text.isprintable() and each.fix.isprintable() and each.about.isprintable() and len(each.text) < 500
 
