@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from coordinator.examine.finding import Finding, Kind, mend, note
 from coordinator.examine.known import KnownNode
 from protos.brigade_pb2 import Way
-from worker.errors import ConfigError, ModelError, NodeSilent
+from worker.errors import ConfigError, ModelError
 
+_NO_NAME = -1
 _NO_ROUTE_DARWIN = 65  # EHOSTUNREACH; where the local network is not allowed, macOS says so at once
 _REFUSED = (61, 111)  # ECONNREFUSED on Darwin and on Linux
 _ALLOW = (
@@ -27,9 +28,8 @@ def judge_unreached(node: KnownNode, coordinator: KnownNode, file: str) -> Findi
     if node.ways and all(way.error for way in node.ways):
         way = node.ways[0]
         return blocked(node.name, way, coordinator) or _unconnected(node.name, way, start)
-    if isinstance(error, NodeSilent):
-        return mend(Kind.UNREACHABLE, node.name, said, f"wake it or end it; then {start}")
-    return mend(Kind.UNREACHABLE, node.name, said, start)
+    text = f"{said.partition('. Start it there')[0]}, though connections are accepted"
+    return mend(Kind.UNREACHABLE, node.name, text, f"it hangs, sleeps, or is no worker: wake or end it; then {start}")
 
 
 def judge_addresses(node: KnownNode, coordinator: KnownNode) -> Iterator[Finding]:
@@ -50,4 +50,5 @@ def blocked(about: str, way: Way, caller: KnownNode) -> Finding | None:
 def _unconnected(about: str, way: Way, start: str) -> Finding:
     if way.errno in _REFUSED:
         return mend(Kind.UNREACHABLE, about, f"no worker listens at {way.address} (connection refused)", start)
-    return mend(Kind.UNREACHABLE, about, f"{way.address}: {way.error}", f"{_LOOK} Then {start}")
+    fix = "correct `address:`, or give the IP address" if way.errno == _NO_NAME else f"{_LOOK} Then {start}"
+    return mend(Kind.UNREACHABLE, about, f"{way.address}: {way.error}", fix)

@@ -117,11 +117,21 @@ class Once:
         """Wait for one connection, close the port, and have the conversation if it is the right one."""
         try:
             async with asyncio.timeout(_ACCEPTED_S):
-                connection, _ = await asyncio.get_running_loop().sock_accept(self._port)
+                await _wait_readable(self._port)
+            connection, _ = self._port.accept()  # and to its thread at once: a cancelled task would leave it open
             self._port.close()
             await run_aside(partial(_answer, connection, self._context, self.listener.token))
         except OSError:  # nobody came, or who came left, stood still, or showed no certificate of ours
             return
+
+
+async def _wait_readable(port: socket.socket) -> None:
+    loop, is_ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(port, is_ready.set)
+    try:
+        await is_ready.wait()
+    finally:
+        loop.remove_reader(port)
 
 
 def _answer(connection: socket.socket, context: ssl.SSLContext | None, token: bytes) -> None:

@@ -14,6 +14,8 @@ from worker.node.probe import probe
 from worker.node.reach import reachable
 from worker.process.call_thread import run_aside
 
+NO_NAME = -1
+
 _CONNECT_S = 3.0
 _MOST_LISTENERS, _TOKEN_BYTES = 4, 32
 
@@ -60,7 +62,7 @@ def _connect(address: str) -> Way:
             local, remote = connection.getsockname(), connection.getpeername()
             return Way(address=address, local=_ip(local), remote=_ip(remote))
     except socket.gaierror as error:
-        return Way(address=address, error=f"no address is known for this name ({error.strerror})")
+        return Way(address=address, errno=NO_NAME, error=f"no address is known for this name ({error.strerror})")
     except TimeoutError:
         return Way(address=address, error=f"nothing answers within {_CONNECT_S:.0f} s")
     except OSError as error:
