@@ -523,7 +523,7 @@ class ExamineRequest(_message.Message):
     def __init__(self, only_time: _Optional[bool] = ...) -> None: ...
 
 class Facts(_message.Message):
-    __slots__ = ("node", "system", "system_version", "chip", "memory_bytes", "budget_bytes", "working_set_bytes", "wired_limit_mb", "cache_folder", "free_disk_bytes", "versions", "code", "certificate_expires", "time", "power", "firewall", "interfaces", "thunderbolt", "rdma", "rdma_devices", "unread")
+    __slots__ = ("node", "system", "system_version", "chip", "memory_bytes", "budget_bytes", "working_set_bytes", "wired_limit_mb", "cache_folder", "free_disk_bytes", "versions", "code", "certificate_expires", "time", "power", "firewall", "interfaces", "thunderbolt", "rdma", "rdma_devices", "unread", "is_outdated")
     class VersionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -552,6 +552,7 @@ class Facts(_message.Message):
     RDMA_FIELD_NUMBER: _ClassVar[int]
     RDMA_DEVICES_FIELD_NUMBER: _ClassVar[int]
     UNREAD_FIELD_NUMBER: _ClassVar[int]
+    IS_OUTDATED_FIELD_NUMBER: _ClassVar[int]
     node: str
     system: str
     system_version: str
@@ -573,7 +574,8 @@ class Facts(_message.Message):
     rdma: str
     rdma_devices: _containers.RepeatedScalarFieldContainer[str]
     unread: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, node: _Optional[str] = ..., system: _Optional[str] = ..., system_version: _Optional[str] = ..., chip: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., working_set_bytes: _Optional[int] = ..., wired_limit_mb: _Optional[int] = ..., cache_folder: _Optional[str] = ..., free_disk_bytes: _Optional[int] = ..., versions: _Optional[_Mapping[str, str]] = ..., code: _Optional[str] = ..., certificate_expires: _Optional[int] = ..., time: _Optional[int] = ..., power: _Optional[_Union[Power, _Mapping]] = ..., firewall: _Optional[str] = ..., interfaces: _Optional[_Iterable[_Union[Interface, _Mapping]]] = ..., thunderbolt: _Optional[_Iterable[_Union[ThunderboltPort, _Mapping]]] = ..., rdma: _Optional[str] = ..., rdma_devices: _Optional[_Iterable[str]] = ..., unread: _Optional[_Iterable[str]] = ...) -> None: ...
+    is_outdated: bool
+    def __init__(self, node: _Optional[str] = ..., system: _Optional[str] = ..., system_version: _Optional[str] = ..., chip: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., working_set_bytes: _Optional[int] = ..., wired_limit_mb: _Optional[int] = ..., cache_folder: _Optional[str] = ..., free_disk_bytes: _Optional[int] = ..., versions: _Optional[_Mapping[str, str]] = ..., code: _Optional[str] = ..., certificate_expires: _Optional[int] = ..., time: _Optional[int] = ..., power: _Optional[_Union[Power, _Mapping]] = ..., firewall: _Optional[str] = ..., interfaces: _Optional[_Iterable[_Union[Interface, _Mapping]]] = ..., thunderbolt: _Optional[_Iterable[_Union[ThunderboltPort, _Mapping]]] = ..., rdma: _Optional[str] = ..., rdma_devices: _Optional[_Iterable[str]] = ..., unread: _Optional[_Iterable[str]] = ..., is_outdated: _Optional[bool] = ...) -> None: ...
 
 class Power(_message.Message):
     __slots__ = ("sleep_minutes", "is_kept_awake", "is_on_battery", "is_saving", "may_nap")

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from itertools import pairwise
 
 from coordinator.cluster.peer import Peer
 from coordinator.examine.known import Known, KnownHop, KnownNode
@@ -19,11 +18,12 @@ from worker.node.serve import configuration_of
 from worker.node.way import way_to
 
 Begin = Callable[[str], None]  # takes what begins now
+Transports = Sequence[Transport]
 
 _HELLO_S = 5.0
 _CLOCK_TRIES = 3
-_PLAIN: Sequence[Transport] = (TRANSPORT_TCP,)  # beside gRPC, which is not encrypted either
-_ENCRYPTED: Sequence[Transport] = (TRANSPORT_TCP, TRANSPORT_TLS, TRANSPORT_GRPC)
+_PLAIN: Transports = (TRANSPORT_TCP,)  # beside gRPC, which is not encrypted either
+_ENCRYPTED: Transports = (TRANSPORT_TCP, TRANSPORT_TLS, TRANSPORT_GRPC)
 
 
 async def collect(cluster: Cluster, begin: Begin = lambda step: None) -> Known:
@@ -45,7 +45,8 @@ async def collect(cluster: Cluster, begin: Begin = lambda step: None) -> Known:
             own_name, await own_facts, configuration=configuration_of(cluster), configured_bytes=own.memory
         )
         known = Known([here, *nodes], file=cluster.file)
-        return replace(known, hops=await _measure_hops(known, peers, begin, is_encrypted=cluster.tls is not None))
+        transports = _ENCRYPTED if cluster.tls else _PLAIN
+        return replace(known, hops=await _measure_hops(known, peers, begin, transports))
 
 
 def num_steps(cluster: Cluster) -> int:
@@ -83,25 +84,26 @@ async def _clock_offset_s(peer: Peer) -> float:
     return min(found)[1]
 
 
-async def _measure_hops(known: Known, peers: Sequence[Peer], begin: Begin, *, is_encrypted: bool) -> list[KnownHop]:
+async def _measure_hops(known: Known, peers: Sequence[Peer], begin: Begin, transports: Transports) -> list[KnownHop]:
     """From this node to the first worker, along the chain, and from the last one back."""
-    chain: list[Peer | None] = [None, *peers]
-    hops = [await _measure(known, sender, receiver, begin, is_encrypted) for sender, receiver in pairwise(chain)]
+    senders: list[Peer | None] = [None, *peers[:-1]]
+    hops = []
+    for sender, receiver in zip(senders, peers, strict=True):
+        hops.append(await _measure(known, sender, receiver, begin, transports))
     if len(peers) > 1:
-        back = await _measure(known, None, peers[-1], begin, is_encrypted)
-        hops.append(replace(back, is_back=True))
+        hops.append(replace(await _measure(known, None, peers[-1], begin, transports), is_back=True))
     return hops
 
 
-async def _measure(known: Known, sender: Peer | None, receiver: Peer | None, begin: Begin, encrypted: bool) -> KnownHop:
-    assert receiver is not None
+async def _measure(known: Known, sender: Peer | None, receiver: Peer, begin: Begin, transports: Transports) -> KnownHop:
+    """From the sender, or from this node."""
     source = sender.name if sender else known.nodes[0].name
     hop = KnownHop(source, receiver.name)
     begin(f"measuring {hop.about}")
     if any(known.by_name[name].facts is None for name in (source, receiver.name)):
         return hop
     async with AsyncExitStack() as stack:
-        ports = [await _opened(stack, receiver, each) for each in (_ENCRYPTED if encrypted else _PLAIN)]
+        ports = [await _opened(stack, receiver, each) for each in transports]
         listeners = [port for port in ports if port is not None]
         try:
             if sender is None:

@@ -62,6 +62,9 @@ def _versions(node: KnownNode, facts: Facts, own: Facts) -> Iterator[Finding]:
     if (found := theirs.get("brigade", "none")) != (expected := ours["brigade"]):
         text = f"has brigade {found}, the coordinator {expected}"
         yield mend(Kind.BRIGADE, node.name, text, "install the same version of Brigade on all nodes")
+    elif facts.is_outdated:
+        text = "runs code that was replaced since it was started"
+        yield mend(Kind.BRIGADE, node.name, text, "start the worker again")
     elif facts.code != own.code:
         text = f"has brigade {found} like the coordinator, but other files of it ({facts.code}, there {own.code})"
         yield note(Kind.BRIGADE, node.name, text, "install Brigade from the same sources on all nodes")

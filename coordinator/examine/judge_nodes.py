@@ -135,4 +135,4 @@ def _rdma(node: KnownNode, facts: Facts) -> Finding:
 
 
 def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(".")[:2] if part.isdigit() and len(part) < 6)
+    return tuple(int(part) for part in text.split(".")[:2] if part.isdecimal() and len(part) < 6)

@@ -80,7 +80,7 @@ def _name(end: Interface | None) -> str:
     if end is None:
         return "an unknown interface"
     medium = _MEDIA.get(end.medium, "an interface of unknown kind")
-    return medium if end.medium == MEDIUM_LOOPBACK else f"{medium} ({end.port or end.name}, MTU {end.mtu})"
+    return medium if end.medium == MEDIUM_LOOPBACK else f"{end.port or medium} ({end.name}, MTU {end.mtu})"
 
 
 def _use(receiver: KnownNode, medium: Medium) -> str:

@@ -32,10 +32,12 @@ from tests.integration.conftest import NETWORK, RunningNode, serving
 from tools.proxy import proxy_to
 from worker.config import Cluster, Tls, Worker
 from worker.errors import ConfigError, FrameError
+from worker.node import examine as examine_module
 from worker.node import plain, plain_grpc
 from worker.node.network import Network
 from worker.node.plain import listening_once
 from worker.node.service import NodeService
+from worker.process.own_code import running
 
 ALL: Sequence[Transport] = (TRANSPORT_TCP, TRANSPORT_TLS, TRANSPORT_GRPC)
 
@@ -257,3 +259,11 @@ async def test_a_worker_that_is_too_old_to_be_examined_is_a_finding(monkeypatch:
     async with serving(1) as [node]:
         [found] = [each for each in judged(await collect(cluster_of(node.address))) if each.level is Level.MEND]
     assert (found.kind, found.about) == (Kind.BRIGADE, "node-1") and "is an older Brigade" in found.text
+
+
+async def test_code_that_was_replaced_under_a_worker_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    running()
+    async with serving(1) as [node], peer_of(node) as peer:
+        assert not (await peer.examine()).is_outdated
+        monkeypatch.setattr(examine_module, "code_on_disk", lambda: "another")
+        assert (await peer.examine()).is_outdated

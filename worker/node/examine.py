@@ -5,7 +5,6 @@ import platform
 import shutil
 import time
 from functools import partial
-from importlib.metadata import version
 
 import mlx.core as mx
 import psutil
@@ -18,9 +17,7 @@ from worker.process.commands import Ask, Commands
 from worker.process.linux import facts as linux
 from worker.process.mac import facts as mac
 from worker.process.machine import memory_budget
-from worker.process.own_code import own_code
-
-_PACKAGES = ("mlx", "mlx-lm", "brigade")
+from worker.process.own_code import code_on_disk, running
 
 
 async def examine(name: str, network: Network, memory_bytes: int | None = None) -> Facts:
@@ -34,7 +31,8 @@ async def examine(name: str, network: Network, memory_bytes: int | None = None) 
         memory_bytes=psutil.virtual_memory().total,
         budget_bytes=memory_bytes or memory_budget(),
         working_set_bytes=int(mx.device_info().get("max_recommended_working_set_size", 0)),
-        versions={"python": platform.python_version()} | {package: version(package) for package in _PACKAGES},
+        versions=running().versions,
+        code=running().code,
         certificate_expires=network.expires,
     )
     readings = mac.READINGS if platform.system() == "Darwin" else linux.READINGS
@@ -48,4 +46,8 @@ async def examine(name: str, network: Network, memory_bytes: int | None = None) 
 def _of_files(ask: Ask) -> Facts:
     folder = cache_folder()
     there = next(each for each in (folder, *folder.parents) if each.exists())
-    return Facts(cache_folder=str(folder), free_disk_bytes=shutil.disk_usage(there).free, code=own_code())
+    return Facts(
+        cache_folder=str(folder),
+        free_disk_bytes=shutil.disk_usage(there).free,
+        is_outdated=code_on_disk() != running().code,
+    )

@@ -77,6 +77,7 @@ def test_two_macs_in_order_get_no_word_but_ok() -> None:
         ({"firewall": "on"}, OK, Kind.FIREWALL, "is on"),
         ({"unread": ["pmset"]}, NOTE, Kind.UNREAD, "pmset"),
         ({"versions": VERSIONS | {"brigade": "0.2.0"}}, MEND, Kind.BRIGADE, "has brigade 0.2.0, the coordinator 0.1.0"),
+        ({"code": "old", "is_outdated": True}, MEND, Kind.BRIGADE, "replaced since it was started"),
         ({"code": "other"}, NOTE, Kind.BRIGADE, "other files of it"),
         ({"versions": VERSIONS | {"mlx": "0.31.0"}}, NOTE, Kind.MLX, "has mlx 0.31.0, the coordinator 0.32.4"),
         ({"versions": VERSIONS | {"mlx-lm": "0.31.0"}}, NOTE, Kind.MLX, "has mlx-lm 0.31.0"),
@@ -386,9 +387,9 @@ def test_a_model_that_cannot_be_read_is_a_finding_and_hops_are_told_all_the_same
 
 
 def test_what_another_node_says_cannot_steer_a_terminal() -> None:
-    evil = "\x1b]0;owned\x07\x1b[2J\r\n\u202egnp\x9b" + "x" * 10_000
+    evil = "²\x1b]0;owned\x07\x1b[2J\r\n\u202egnp\x9b" + "x" * 10_000
     facts = Facts(
-        system=evil, system_version=evil, chip=evil, cache_folder=evil, firewall=evil, rdma=evil, unread=[evil] * 99,
+        system="Darwin", system_version="²", chip=evil, cache_folder=evil, firewall=evil, rdma=evil, unread=[evil] * 99,
         rdma_devices=[evil], versions={evil: evil, "brigade": evil}, code=evil, interfaces=[Interface(name=evil)] * 99,
     )  # fmt: skip
     lines = [Line(error=evil), Line(transport=TRANSPORT_TCP, rtt_ms=float("nan"), bytes_per_s=float("inf"))] * 50

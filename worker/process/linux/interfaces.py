@@ -1,6 +1,7 @@
 """Network interfaces, from sysfs; their addresses from psutil."""
 
 import os
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -45,7 +46,7 @@ def _interface(folder: Path, addresses: Sequence[str]) -> Interface:
         name=folder.name,
         medium=_medium(folder),
         addresses=addresses,
-        mtu=int(mtu) if mtu.isdigit() else 0,
+        mtu=int(mtu) if re.fullmatch("[0-9]{1,9}", mtu) else 0,
         is_active=_text(folder / "carrier") != "0",
     )
 

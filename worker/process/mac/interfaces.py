@@ -15,7 +15,7 @@ from protos.brigade_pb2 import (
 )
 from worker.process.commands import Ask
 
-_HEAD = re.compile(r"(?P<name>\w+): flags=\w+<(?P<flags>[^>]*)> mtu (?P<mtu>\d+)")
+_HEAD = re.compile(r"(?P<name>\w+): flags=\w+<(?P<flags>[^>]*)> mtu (?P<mtu>[0-9]{1,9})\b")
 
 
 def read_interfaces(ask: Ask) -> list[Interface]:

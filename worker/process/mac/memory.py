@@ -1,5 +1,7 @@
 """How much memory the GPU may wire down, as the user has set it: `sysctl iogpu.wired_limit_mb`."""
 
+import re
+
 from worker.process.commands import Ask
 
 
@@ -9,4 +11,5 @@ def read_wired_limit(ask: Ask) -> int | None:
 
 
 def parse_limit(text: str) -> int | None:
-    return int(text) if text.strip().isdigit() else None
+    found = text.strip()
+    return int(found) if re.fullmatch("[0-9]{1,9}", found) else None

@@ -15,7 +15,10 @@ def read_power(ask: Ask) -> Power:
 
 def parse_settings(text: str) -> Power:
     """Of `pmset -g`: ` sleep  1 (sleep prevented by powerd, caffeinate)`, and what begins likewise and is not meant."""
-    found = {name: (value, note) for name, value, note in re.findall(r"^ *(\w+)[ \t]+(\d+)(.*)$", text, re.MULTILINE)}
+    found = {
+        name: (value, note)
+        for name, value, note in re.findall(r"^ *(\w+)[ \t]+([0-9]{1,9})\b(.*)$", text, re.MULTILINE)
+    }
     power = Power()
     if "sleep" in found:
         minutes, note = found["sleep"]

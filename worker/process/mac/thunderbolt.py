@@ -59,5 +59,5 @@ def _port(bus: _Bus, receptacle: _Receptacle) -> ThunderboltPort:
 
 
 def _gbit(speed: str) -> float:
-    found = re.search(r"(\d+(?:\.\d+)?) Gb/s", speed)
+    found = re.search(r"([0-9]{1,6}(?:\.[0-9]{1,6})?) Gb/s", speed)
     return float(found[1]) if found else 0.0

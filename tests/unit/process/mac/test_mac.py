@@ -1,6 +1,8 @@
 """What tools of macOS print, as others have recorded it, and what it says. Nothing here was run on a Mac."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from protos.brigade_pb2 import (
     MEDIUM_ETHERNET,
@@ -10,6 +12,7 @@ from protos.brigade_pb2 import (
     MEDIUM_UNSPECIFIED,
     MEDIUM_WIFI,
 )
+from tests.unit.fuzz import fuzzed, nearly
 from worker.process.mac.facts import READINGS
 from worker.process.mac.firewall import parse_firewall
 from worker.process.mac.interfaces import parse_interfaces, parse_ports
@@ -255,7 +258,9 @@ def test_rdma_is_asked_for_devices_only_where_it_is_enabled() -> None:
     assert parse_devices("") == []
 
 
-@pytest.mark.parametrize(("text", "limit"), [("0\n", 0), ("57344\n", 57344), ("", None), ("unknown oid", None)])
+@pytest.mark.parametrize(
+    ("text", "limit"), [("0\n", 0), ("57344\n", 57344), ("", None), ("unknown oid", None), ("²", None)]
+)
 def test_the_wired_limit(text: str, limit: int | None) -> None:
     assert parse_limit(text) == limit
 
@@ -264,3 +269,14 @@ def test_a_mac_that_tells_nothing_has_no_facts_but_harmless_ones() -> None:
     for reading in READINGS:
         found = reading(lambda *command: "")
         assert not found.interfaces and not found.thunderbolt and not found.firewall and not found.rdma
+
+
+PRINTED = [each.encode() for each in (THUNDERBOLT, IFCONFIG, HARDWARE_PORTS, PMSET, IBV_DEVICES, ON, "57344")]
+
+
+@given(printed=st.sampled_from(PRINTED).flatmap(nearly))
+@fuzzed(40)
+def test_fuzz_nothing_that_a_tool_prints_makes_a_parser_fail(printed: bytes) -> None:
+    text = printed.decode(errors="replace")
+    for reading in READINGS:
+        reading(lambda *command: text)
