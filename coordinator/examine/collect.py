@@ -86,9 +86,9 @@ async def _clock_offset_s(peer: Peer) -> float:
 
 async def _measure_hops(known: Known, peers: Sequence[Peer], begin: Begin, transports: Transports) -> list[KnownHop]:
     """From this node to the first worker, along the chain, and from the last one back."""
-    senders: list[Peer | None] = [None, *peers[:-1]]
+    senders: list[Peer | None] = [None, *peers]
     hops = []
-    for sender, receiver in zip(senders, peers, strict=True):
+    for sender, receiver in zip(senders, peers, strict=False):  # the last one sends to nobody but back
         hops.append(await _measure(known, sender, receiver, begin, transports))
     if len(peers) > 1:
         hops.append(replace(await _measure(known, None, peers[-1], begin, transports), is_back=True))

@@ -34,6 +34,13 @@ def test_it_prints_a_line_per_finding_and_ends_with_0_where_nothing_must_be_mend
     assert sum(" of each token (round trip " in line for line in lines) == 3
 
 
+def test_without_a_configuration_this_machine_alone_is_examined() -> None:
+    done = run_here("doctor", "--json")
+    found = json.loads(done.out)
+    assert done.code == (1 if found["must_be_mended"] else 0)
+    assert ([node["node"] for node in found["nodes"]], found["hops"]) == (["coordinator"], [])
+
+
 def test_what_must_be_mended_makes_the_exit_code_1(workers: tuple[Worker, Worker], tmp_path: Path) -> None:
     one, _ = workers
     config = write_cluster(tmp_path / "cluster.yaml", ("one", one.address), ("gone", "127.0.0.1:1"))
