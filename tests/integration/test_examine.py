@@ -221,17 +221,20 @@ async def test_a_port_of_another_name_is_not_measured(tmp_path: Path) -> None:
     assert "CERTIFICATE_VERIFY_FAILED" in line.error
 
 
-async def test_a_port_for_plain_grpc_answers_one_probe_of_who_knows_the_token() -> None:
-    async with serving(1) as [node], peer_of(node) as peer, peer.listening(TRANSPORT_GRPC) as listener:
-        wrong = Listener(port=listener.port, token=bytes(32))
-        assert (
-            await plain_grpc.measure_plain_grpc("127.0.0.1", wrong)
-        ).error == "expected the token of this port, once"
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{listener.port}") as channel:
+async def test_a_port_for_plain_grpc_answers_a_probe_of_who_knows_the_token_and_nothing_else() -> None:
+    async with serving(1) as [node], peer_of(node) as peer:
+        async with peer.listening(TRANSPORT_GRPC) as listener:
+            wrong = Listener(port=listener.port, token=bytes(32))
+            refused = (await plain_grpc.measure_plain_grpc("127.0.0.1", wrong)).error
+            assert refused == "expected the token of this port, once"
+        async with (
+            peer.listening(TRANSPORT_GRPC) as listener,  # which takes one connection
+            grpc.aio.insecure_channel(f"127.0.0.1:{listener.port}") as channel,
+        ):
             for ask in (NodeStub(channel).Examine, NodeStub(channel).Status):
-                with pytest.raises(grpc.RpcError) as refused:
+                with pytest.raises(grpc.RpcError) as unknown:
                     await ask(ProbePart())
-                assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+                assert unknown.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_ports_are_opened_only_where_the_node_listens_anyway() -> None:
