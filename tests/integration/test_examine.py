@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
@@ -21,6 +22,7 @@ from protos.brigade_pb2 import (
     TRANSPORT_GRPC,
     TRANSPORT_TCP,
     TRANSPORT_TLS,
+    Facts,
     Listener,
     ListenRequest,
     ProbePart,
@@ -37,6 +39,7 @@ from worker.node import plain, plain_grpc
 from worker.node.network import Network
 from worker.node.plain import listening_once
 from worker.node.service import NodeService
+from worker.process.commands import Ask
 from worker.process.own_code import running
 
 ALL: Sequence[Transport] = (TRANSPORT_TCP, TRANSPORT_TLS, TRANSPORT_GRPC)
@@ -270,3 +273,21 @@ async def test_code_that_was_replaced_under_a_worker_is_noticed(monkeypatch: pyt
         assert not (await peer.examine()).is_outdated
         monkeypatch.setattr(examine_module, "code_on_disk", lambda: "another")
         assert (await peer.examine()).is_outdated
+
+
+async def test_the_event_loop_is_free_while_commands_of_the_system_take_their_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_free = threading.Event()
+
+    def reading(ask: Ask) -> Facts:
+        assert is_free.wait(5.0), "the event loop waits for this"
+        return Facts(chip="slow")
+
+    monkeypatch.setattr(examine_module.linux, "READINGS", (reading,))
+    monkeypatch.setattr(examine_module.mac, "READINGS", (reading,))
+    async with serving(1) as [node], peer_of(node) as peer:
+        examining = asyncio.create_task(peer.examine())
+        assert (await peer.examine(only_time=True)).time > 0
+        asyncio.get_running_loop().call_soon(is_free.set)
+        assert (await examining).chip == "slow"
