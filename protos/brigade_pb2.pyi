@@ -20,6 +20,22 @@ class CacheKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CACHE_FULL: _ClassVar[CacheKind]
     CACHE_ROTATING: _ClassVar[CacheKind]
     CACHE_INT8: _ClassVar[CacheKind]
+
+class Medium(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MEDIUM_UNSPECIFIED: _ClassVar[Medium]
+    MEDIUM_LOOPBACK: _ClassVar[Medium]
+    MEDIUM_THUNDERBOLT: _ClassVar[Medium]
+    MEDIUM_ETHERNET: _ClassVar[Medium]
+    MEDIUM_WIFI: _ClassVar[Medium]
+    MEDIUM_TUNNEL: _ClassVar[Medium]
+
+class Transport(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TRANSPORT_UNSPECIFIED: _ClassVar[Transport]
+    TRANSPORT_TCP: _ClassVar[Transport]
+    TRANSPORT_TLS: _ClassVar[Transport]
+    TRANSPORT_GRPC: _ClassVar[Transport]
 DTYPE_UNSPECIFIED: DType
 DTYPE_FLOAT32: DType
 DTYPE_FLOAT16: DType
@@ -28,6 +44,16 @@ CACHE_UNSPECIFIED: CacheKind
 CACHE_FULL: CacheKind
 CACHE_ROTATING: CacheKind
 CACHE_INT8: CacheKind
+MEDIUM_UNSPECIFIED: Medium
+MEDIUM_LOOPBACK: Medium
+MEDIUM_THUNDERBOLT: Medium
+MEDIUM_ETHERNET: Medium
+MEDIUM_WIFI: Medium
+MEDIUM_TUNNEL: Medium
+TRANSPORT_UNSPECIFIED: Transport
+TRANSPORT_TCP: Transport
+TRANSPORT_TLS: Transport
+TRANSPORT_GRPC: Transport
 
 class HelloRequest(_message.Message):
     __slots__ = ("protocol_version",)
@@ -457,20 +483,28 @@ class Speed(_message.Message):
     def __init__(self, kinds: _Optional[_Iterable[_Union[RowTimes, _Mapping]]] = ..., head: _Optional[_Union[RowTimes, _Mapping]] = ..., gbps: _Optional[float] = ...) -> None: ...
 
 class LinkRequest(_message.Message):
-    __slots__ = ("node", "addresses")
+    __slots__ = ("node", "addresses", "examined", "listeners")
     NODE_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    EXAMINED_FIELD_NUMBER: _ClassVar[int]
+    LISTENERS_FIELD_NUMBER: _ClassVar[int]
     node: str
     addresses: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, node: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+    examined: bool
+    listeners: _containers.RepeatedCompositeFieldContainer[Listener]
+    def __init__(self, node: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., examined: _Optional[bool] = ..., listeners: _Optional[_Iterable[_Union[Listener, _Mapping]]] = ...) -> None: ...
 
 class LinkReply(_message.Message):
-    __slots__ = ("rtt_ms", "bytes_per_s")
+    __slots__ = ("rtt_ms", "bytes_per_s", "way", "lines")
     RTT_MS_FIELD_NUMBER: _ClassVar[int]
     BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    WAY_FIELD_NUMBER: _ClassVar[int]
+    LINES_FIELD_NUMBER: _ClassVar[int]
     rtt_ms: float
     bytes_per_s: float
-    def __init__(self, rtt_ms: _Optional[float] = ..., bytes_per_s: _Optional[float] = ...) -> None: ...
+    way: Way
+    lines: _containers.RepeatedCompositeFieldContainer[Line]
+    def __init__(self, rtt_ms: _Optional[float] = ..., bytes_per_s: _Optional[float] = ..., way: _Optional[_Union[Way, _Mapping]] = ..., lines: _Optional[_Iterable[_Union[Line, _Mapping]]] = ...) -> None: ...
 
 class ProbePart(_message.Message):
     __slots__ = ("data",)
@@ -481,3 +515,154 @@ class ProbePart(_message.Message):
 class ProbeReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class ExamineRequest(_message.Message):
+    __slots__ = ("only_time",)
+    ONLY_TIME_FIELD_NUMBER: _ClassVar[int]
+    only_time: bool
+    def __init__(self, only_time: _Optional[bool] = ...) -> None: ...
+
+class Facts(_message.Message):
+    __slots__ = ("node", "system", "system_version", "chip", "memory_bytes", "budget_bytes", "working_set_bytes", "wired_limit_mb", "cache_folder", "free_disk_bytes", "versions", "code", "certificate_expires", "time", "power", "firewall", "interfaces", "thunderbolt", "rdma", "rdma_devices", "unread", "is_outdated")
+    class VersionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    SYSTEM_FIELD_NUMBER: _ClassVar[int]
+    SYSTEM_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CHIP_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WORKING_SET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WIRED_LIMIT_MB_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FOLDER_FIELD_NUMBER: _ClassVar[int]
+    FREE_DISK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_EXPIRES_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    POWER_FIELD_NUMBER: _ClassVar[int]
+    FIREWALL_FIELD_NUMBER: _ClassVar[int]
+    INTERFACES_FIELD_NUMBER: _ClassVar[int]
+    THUNDERBOLT_FIELD_NUMBER: _ClassVar[int]
+    RDMA_FIELD_NUMBER: _ClassVar[int]
+    RDMA_DEVICES_FIELD_NUMBER: _ClassVar[int]
+    UNREAD_FIELD_NUMBER: _ClassVar[int]
+    IS_OUTDATED_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    system: str
+    system_version: str
+    chip: str
+    memory_bytes: int
+    budget_bytes: int
+    working_set_bytes: int
+    wired_limit_mb: int
+    cache_folder: str
+    free_disk_bytes: int
+    versions: _containers.ScalarMap[str, str]
+    code: str
+    certificate_expires: int
+    time: int
+    power: Power
+    firewall: str
+    interfaces: _containers.RepeatedCompositeFieldContainer[Interface]
+    thunderbolt: _containers.RepeatedCompositeFieldContainer[ThunderboltPort]
+    rdma: str
+    rdma_devices: _containers.RepeatedScalarFieldContainer[str]
+    unread: _containers.RepeatedScalarFieldContainer[str]
+    is_outdated: bool
+    def __init__(self, node: _Optional[str] = ..., system: _Optional[str] = ..., system_version: _Optional[str] = ..., chip: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., working_set_bytes: _Optional[int] = ..., wired_limit_mb: _Optional[int] = ..., cache_folder: _Optional[str] = ..., free_disk_bytes: _Optional[int] = ..., versions: _Optional[_Mapping[str, str]] = ..., code: _Optional[str] = ..., certificate_expires: _Optional[int] = ..., time: _Optional[int] = ..., power: _Optional[_Union[Power, _Mapping]] = ..., firewall: _Optional[str] = ..., interfaces: _Optional[_Iterable[_Union[Interface, _Mapping]]] = ..., thunderbolt: _Optional[_Iterable[_Union[ThunderboltPort, _Mapping]]] = ..., rdma: _Optional[str] = ..., rdma_devices: _Optional[_Iterable[str]] = ..., unread: _Optional[_Iterable[str]] = ..., is_outdated: _Optional[bool] = ...) -> None: ...
+
+class Power(_message.Message):
+    __slots__ = ("sleep_minutes", "is_kept_awake", "is_on_battery", "is_saving", "may_nap")
+    SLEEP_MINUTES_FIELD_NUMBER: _ClassVar[int]
+    IS_KEPT_AWAKE_FIELD_NUMBER: _ClassVar[int]
+    IS_ON_BATTERY_FIELD_NUMBER: _ClassVar[int]
+    IS_SAVING_FIELD_NUMBER: _ClassVar[int]
+    MAY_NAP_FIELD_NUMBER: _ClassVar[int]
+    sleep_minutes: int
+    is_kept_awake: bool
+    is_on_battery: bool
+    is_saving: bool
+    may_nap: bool
+    def __init__(self, sleep_minutes: _Optional[int] = ..., is_kept_awake: _Optional[bool] = ..., is_on_battery: _Optional[bool] = ..., is_saving: _Optional[bool] = ..., may_nap: _Optional[bool] = ...) -> None: ...
+
+class Interface(_message.Message):
+    __slots__ = ("name", "port", "medium", "addresses", "mtu", "is_active")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    MEDIUM_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    MTU_FIELD_NUMBER: _ClassVar[int]
+    IS_ACTIVE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    port: str
+    medium: Medium
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    mtu: int
+    is_active: bool
+    def __init__(self, name: _Optional[str] = ..., port: _Optional[str] = ..., medium: _Optional[_Union[Medium, str]] = ..., addresses: _Optional[_Iterable[str]] = ..., mtu: _Optional[int] = ..., is_active: _Optional[bool] = ...) -> None: ...
+
+class ThunderboltPort(_message.Message):
+    __slots__ = ("name", "gbit", "is_connected", "id", "peer", "peer_id")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    GBIT_FIELD_NUMBER: _ClassVar[int]
+    IS_CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    gbit: float
+    is_connected: bool
+    id: str
+    peer: str
+    peer_id: str
+    def __init__(self, name: _Optional[str] = ..., gbit: _Optional[float] = ..., is_connected: _Optional[bool] = ..., id: _Optional[str] = ..., peer: _Optional[str] = ..., peer_id: _Optional[str] = ...) -> None: ...
+
+class ListenRequest(_message.Message):
+    __slots__ = ("transport", "address")
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    transport: Transport
+    address: str
+    def __init__(self, transport: _Optional[_Union[Transport, str]] = ..., address: _Optional[str] = ...) -> None: ...
+
+class Listener(_message.Message):
+    __slots__ = ("transport", "port", "token")
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    transport: Transport
+    port: int
+    token: bytes
+    def __init__(self, transport: _Optional[_Union[Transport, str]] = ..., port: _Optional[int] = ..., token: _Optional[bytes] = ...) -> None: ...
+
+class Way(_message.Message):
+    __slots__ = ("address", "local", "remote", "errno", "error")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_FIELD_NUMBER: _ClassVar[int]
+    ERRNO_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    local: str
+    remote: str
+    errno: int
+    error: str
+    def __init__(self, address: _Optional[str] = ..., local: _Optional[str] = ..., remote: _Optional[str] = ..., errno: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+
+class Line(_message.Message):
+    __slots__ = ("rtt_ms", "bytes_per_s", "error", "transport")
+    RTT_MS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    rtt_ms: float
+    bytes_per_s: float
+    error: str
+    transport: Transport
+    def __init__(self, rtt_ms: _Optional[float] = ..., bytes_per_s: _Optional[float] = ..., error: _Optional[str] = ..., transport: _Optional[_Union[Transport, str]] = ...) -> None: ...

@@ -84,6 +84,16 @@ class NodeStub:
                 request_serializer=protos_dot_brigade__pb2.ProbePart.SerializeToString,
                 response_deserializer=protos_dot_brigade__pb2.ProbeReply.FromString,
                 _registered_method=True)
+        self.Examine = channel.unary_unary(
+                '/brigade.v1.Node/Examine',
+                request_serializer=protos_dot_brigade__pb2.ExamineRequest.SerializeToString,
+                response_deserializer=protos_dot_brigade__pb2.Facts.FromString,
+                _registered_method=True)
+        self.Listen = channel.unary_stream(
+                '/brigade.v1.Node/Listen',
+                request_serializer=protos_dot_brigade__pb2.ListenRequest.SerializeToString,
+                response_deserializer=protos_dot_brigade__pb2.Listener.FromString,
+                _registered_method=True)
 
 
 class NodeServicer:
@@ -164,6 +174,20 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Examine(self, request, context):
+        """How the node and its machine are set up: what can be found out within seconds, without any rights.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Listen(self, request, context):
+        """Opens a port for one connection, and says which; MeasureLink of another node goes there. Ending the stream closes it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -216,6 +240,16 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.Probe,
                     request_deserializer=protos_dot_brigade__pb2.ProbePart.FromString,
                     response_serializer=protos_dot_brigade__pb2.ProbeReply.SerializeToString,
+            ),
+            'Examine': grpc.unary_unary_rpc_method_handler(
+                    servicer.Examine,
+                    request_deserializer=protos_dot_brigade__pb2.ExamineRequest.FromString,
+                    response_serializer=protos_dot_brigade__pb2.Facts.SerializeToString,
+            ),
+            'Listen': grpc.unary_stream_rpc_method_handler(
+                    servicer.Listen,
+                    request_deserializer=protos_dot_brigade__pb2.ListenRequest.FromString,
+                    response_serializer=protos_dot_brigade__pb2.Listener.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -488,6 +522,60 @@ class Node:
             '/brigade.v1.Node/Probe',
             protos_dot_brigade__pb2.ProbePart.SerializeToString,
             protos_dot_brigade__pb2.ProbeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Examine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/brigade.v1.Node/Examine',
+            protos_dot_brigade__pb2.ExamineRequest.SerializeToString,
+            protos_dot_brigade__pb2.Facts.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Listen(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/brigade.v1.Node/Listen',
+            protos_dot_brigade__pb2.ListenRequest.SerializeToString,
+            protos_dot_brigade__pb2.Listener.FromString,
             options,
             channel_credentials,
             insecure,

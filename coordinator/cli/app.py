@@ -11,6 +11,7 @@ from coordinator.cli.batch import batch
 from coordinator.cli.bridge import bridge
 from coordinator.cli.chat import chat
 from coordinator.cli.chosen import chosen_cluster
+from coordinator.cli.doctor import doctor
 from coordinator.cli.generate_command import generate, read_prompt
 from coordinator.cli.keys import keys
 from coordinator.cli.launch import launch
@@ -20,6 +21,7 @@ from coordinator.cli.plan_checks import check_plan_flags
 from coordinator.cli.refusals import given_flags, refuse, refuse_idle, require_one_prompt
 from coordinator.cli.score import score
 from coordinator.cli.serve import serve
+from coordinator.cli.smoke import smoke
 from coordinator.cli.status import status
 from coordinator.cluster.options import cluster_options
 from coordinator.decoding.decode import Decode, make_decode
@@ -41,6 +43,8 @@ app.command()(score)
 app.command()(status)
 app.command()(launch)
 app.command()(logs)
+app.command()(doctor)
+app.command()(smoke)
 app.add_typer(keys, name="keys")
 
 

@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
 import grpc.aio
@@ -13,10 +13,14 @@ from coordinator.cluster.ways import Ways
 from protos.brigade_pb2 import (
     AttachRequest,
     DigestRequest,
+    ExamineRequest,
+    Facts,
     Grammar,
     HelloReply,
     LinkReply,
     LinkRequest,
+    Listener,
+    ListenRequest,
     LoadProgress,
     LoadRequest,
     MeasureRequest,
@@ -25,6 +29,7 @@ from protos.brigade_pb2 import (
     Speed,
     StatusReply,
     StatusRequest,
+    Transport,
 )
 from protos.brigade_pb2_grpc import NodeStub
 from worker.errors import BrigadeError, ModelError, StageLost
@@ -33,6 +38,7 @@ from worker.node.link import Link
 from worker.node.network import PROTOCOL_VERSION, Network
 from worker.node.probe import probe
 from worker.node.status import error_of
+from worker.node.way import measure_link
 
 T = TypeVar("T")
 
@@ -42,6 +48,8 @@ _ATTACH_S = 10.0
 _STALL_S = 120.0  # the longest that a load may go on without a sign of progress
 _DIGEST_S = 600.0
 _COMPILE_S = 5.0  # of a grammar
+_EXAMINE_S = 40.0  # several commands, 15 s each at most
+_LINK_S = 40.0  # of its examination: a gRPC call and three listeners
 _MEASURE_S = 20.0  # two seconds of measuring, behind what others have it measure, and a slow disk's headers
 
 
@@ -187,6 +195,38 @@ class Peer:
             return await probe(self._network, self.name, [self.address])
         request = LinkRequest(node=successor.name, addresses=successor.addresses)
         return await self._named(self._stub.MeasureLink(request, timeout=_MEASURE_S))
+
+    async def examine(self, *, only_time: bool = False) -> Facts:
+        """What it knows of itself and of its machine.
+
+        Raises:
+            ModelError: it is too old to tell. BrigadeError: as it refuses, or StageLost.
+        """
+        request, timeout_s = ExamineRequest(only_time=only_time), _HELLO_S if only_time else _EXAMINE_S
+        try:
+            return await self._stub.Examine(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise ModelError("is an older Brigade, which cannot be examined", node=self.name) from error
+            raise error_of(error, self.name) from error
+
+    @asynccontextmanager
+    async def listening(self, transport: Transport) -> AsyncIterator[Listener]:
+        """A port of the worker for one conversation, open as long as the context is at most. Raises likewise."""
+        call = self._stub.Listen(ListenRequest(transport=transport, address=self.address), timeout=_LINK_S)
+        try:
+            yield await self._named(call.read())
+        finally:
+            call.cancel()
+
+    async def examine_link(self, successor: "Peer | None", listeners: Sequence[Listener]) -> LinkReply:
+        """As `measure_link`, and which way the connection takes; `listeners` are those of its far end."""
+        to = successor or self
+        addresses = to.addresses if successor else [self.address]
+        request = LinkRequest(node=to.name, addresses=addresses, examined=True, listeners=listeners)
+        if successor is None:
+            return await measure_link(self._network, request)
+        return await self._named(self._stub.MeasureLink(request, timeout=_LINK_S))
 
     async def digests(self) -> dict[str, str]:
         """A digest per tensor of the loaded shard."""

@@ -19,6 +19,8 @@ from coordinator.cli.app import app
 from coordinator.cli.remote import _as_json
 from coordinator.cluster.timeline import Recovered
 from coordinator.doors.speakers import Figures, Said
+from coordinator.examine.doctor import Examination
+from coordinator.examine.judge import Wanted
 from coordinator.http.cluster import cluster_state
 from coordinator.http.served import Served
 from coordinator.measure.bench_results import CLUSTER, Bench, FrameCosts
@@ -32,6 +34,7 @@ from coordinator.resident.tally import Ended, Tally
 from coordinator.resident.watch import Hop, NodeNow, Now, Running
 from tests.cluster.commands import parse, run_here
 from tests.cluster.test_pages import DOCS, sections
+from tests.unit.examine import cases
 
 Json = dict[str, Any]
 PAGE = sections((DOCS / "json.md").read_text(encoding="utf-8"))
@@ -106,6 +109,11 @@ def watched() -> Json:
     return cluster_state(cast(Served, served), now)
 
 
+def examined() -> Json:
+    known, wanted = cases.known(cases.node(), hops=[cases.hop()]), Wanted(cases.model())
+    return Examination(known, wanted, "big", cases.judged(known, wanted)).as_json()
+
+
 PRINTED: dict[str, Callable[[], Json]] = {
     "brigade generate --json": generated,
     "brigade generate --server URL --json": asked_of_a_server,
@@ -116,6 +124,8 @@ PRINTED: dict[str, Callable[[], Json]] = {
     "brigade bench --json": benched,
     "brigade bench --failover --json": lost,
     "brigade status --json": watched,
+    "brigade doctor --json": examined,
+    "brigade smoke --json": lambda: cases.tried().as_json(),
 }
 
 

@@ -18,6 +18,7 @@ ROOMS = {
         "sessions",
         "cluster",
         "fleet",
+        "examine",
         "resident",
         "shapes",
         "measure",
@@ -28,7 +29,10 @@ ROOMS = {
 }
 BESIDE_ROOMS = {"worker.errors", "worker.config"}
 PURE_ROOMS = ("planning", "decoding", "sessions")
-ALSO_PURE = {"coordinator.measure.simulate", "coordinator.cli.trace", "worker.compute.header", "worker.node.parts"}
+ALSO_PURE = {
+    *("coordinator.measure.simulate", "coordinator.cli.trace", "worker.compute.header", "worker.node.parts"),
+    *("coordinator.examine.judge", "coordinator.examine.trial"),
+}
 WORLDLY = {"grpc", "asyncio", "mlx", "mlx_lm", "time", "socket", "uvloop"}
 # what finds and reads checkpoints: what comes of it, ModelSpec, is plain numbers
 CHECKPOINTS = {f"worker.model.{name}" for name in ("hub", "checkpoint", "families", "describe")} | {"huggingface_hub"}

@@ -1,5 +1,9 @@
-"""Network: how nodes reach each other, encrypted or not. The one place where ports and channels are made."""
+"""Network: how nodes reach each other, encrypted or not. The one place where ports and channels are made.
 
+Only what plain.py and plain_grpc.py open to measure, for one connection each, is made there.
+"""
+
+import ssl
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote
@@ -74,6 +78,7 @@ class Network:
         self._keys = keys
         self._warn = warn
         self._said = ""
+        self._hosts: dict[str, None] = {}  # on which it listens, in their order
 
     @classmethod
     def of(cls, cluster: Cluster, name: str, role: Role, warn: Callable[[str], None] = lambda line: None) -> "Network":
@@ -119,12 +124,42 @@ class Network:
             )
         try:
             if self._keys is None:
-                return server.add_insecure_port(bind)
-            return server.add_secure_port(bind, self._server_credentials(self._keys))
+                port = server.add_insecure_port(bind)
+            else:
+                port = server.add_secure_port(bind, self._server_credentials(self._keys))
         except RuntimeError as error:
             raise AddressMissing(
                 f"cannot listen on {bind}: in use or not an address of this machine; try --bind"
             ) from error
+        self._hosts[split_address(bind)[0]] = None
+        return port
+
+    def host_beside(self, address: str) -> str:
+        """The host on which this node listens at this address, else the first one; none of them is a new exposure.
+
+        Raises:
+            FrameError: it listens nowhere.
+        """
+        if not self._hosts:
+            raise FrameError("listens nowhere, so nothing can be measured there")
+        host = split_address(address)[0]
+        return host if host in self._hosts else next(iter(self._hosts))
+
+    def tls_context(self, *, server: bool) -> ssl.SSLContext:
+        """For a plain socket of the same trust as the channels: TLS 1.3, both sides show a certificate.
+
+        Raises:
+            FrameError: links are not encrypted. ConfigError: this node's certificate will not do.
+        """
+        if self._keys is None:
+            raise FrameError("expected certificates for an encrypted connection, found none")
+        own = self._checked(self._keys)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_cert_chain(self._keys.path)
+        context.load_verify_locations(cadata=own.authority.decode())
+        return context
 
     def channel(self, name: str, address: str) -> grpc.aio.Channel:
         """A channel to the node `name` at HOST:PORT; encrypted, it opens to a node with that name only.

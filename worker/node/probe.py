@@ -41,7 +41,7 @@ async def probe(network: Network, node: str, addresses: Sequence[str]) -> LinkRe
         async with asyncio.timeout(_WITHIN_S):
             channel = network.channel(node, await reachable(network, node, addresses))
             try:
-                return await _exchange(NodeStub(channel).Probe())
+                return await exchange(NodeStub(channel).Probe())
             finally:
                 await channel.close(grace=None)
     except TimeoutError:
@@ -50,7 +50,8 @@ async def probe(network: Network, node: str, addresses: Sequence[str]) -> LinkRe
         raise error_of(error, node) from error
 
 
-async def _exchange(call: grpc.aio.StreamStreamCall[ProbePart, ProbeReply]) -> LinkReply:
+async def exchange(call: grpc.aio.StreamStreamCall[ProbePart, ProbeReply]) -> LinkReply:
+    """What a call of Probe shows. Raises RpcError, or StageLost."""
     small, large = ProbePart(data=bytes(_SMALL_BYTES)), ProbePart(data=bytes(_LARGE_BYTES))
     tries_s = [await _sent(call, [small]) for _ in range(_NUM_WARM + _NUM_SMALL)]
     rtt_s = median(tries_s[_NUM_WARM:])

@@ -21,6 +21,7 @@ from worker.node.service import NodeService
 from worker.process.interrupts import INTERRUPTED
 from worker.process.machine import allow_connections, kept_awake
 from worker.process.mlx_thread import MlxThread
+from worker.process.own_code import running
 
 _DRAIN_S = 10.0  # how long sessions in progress may take to end
 _LAST_WORD_S = 1.0  # for what the coordinator of the drained sessions still reads and asks
@@ -48,6 +49,7 @@ def serve(
         ConfigError: the network allows none of them, or none can be had.
     """
     allow_connections(MOST_CONNECTIONS)
+    running()  # its code as it is now
     thread = MlxThread()
     configuration = configuration_of(cluster) if cluster else None
     log = Log(name, None if follow_parent else sys.stderr)

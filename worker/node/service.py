@@ -11,6 +11,7 @@ import grpc.aio
 import mlx.core as mx
 
 from protos.brigade_pb2 import (
+    TRANSPORT_GRPC,
     AttachRequest,
     CompileReply,
     Configuration,
@@ -18,11 +19,14 @@ from protos.brigade_pb2 import (
     Credit,
     DigestReply,
     DigestRequest,
+    ExamineRequest,
+    Facts,
     Grammar,
     HelloReply,
     HelloRequest,
     LinkReply,
     LinkRequest,
+    ListenRequest,
     LoadProgress,
     LoadRequest,
     MeasureRequest,
@@ -43,14 +47,18 @@ from worker.errors import (
     internal_error_text,
 )
 from worker.node.attachment import Attachment, check_place
+from worker.node.examine import examine
 from worker.node.loader import Loader
 from worker.node.log import Log
 from worker.node.measured import kept_speed, measured_speed
 from worker.node.network import ACCEPTED, PROTOCOL_VERSION, Network
 from worker.node.own_models import OwnModels
-from worker.node.probe import answer_probe, probe
+from worker.node.plain import listening_once
+from worker.node.plain_grpc import probed_once
+from worker.node.probe import answer_probe
 from worker.node.stage import Stage
 from worker.node.status import abort
+from worker.node.way import measure_link
 from worker.process.machine import memory_budget
 from worker.process.mlx_thread import MlxThread
 from worker.process.to_the_end import to_the_end
@@ -197,12 +205,27 @@ class NodeService(NodeServicer):
     async def MeasureLink(self, request: LinkRequest, context: Context) -> LinkReply:
         async with self._reporting(context):
             self._network.require_coordinator(context)
-            return await probe(self._network, request.node, request.addresses)
+            return await measure_link(self._network, request)
 
     async def Probe(self, parts: AsyncIterator[ProbePart], context: Context) -> AsyncIterator[ProbeReply]:
         async with self._reporting(context):
             async for reply in answer_probe(parts):
                 yield reply
+
+    async def Examine(self, request: ExamineRequest, context: Context) -> Facts:
+        async with self._reporting(context):
+            self._network.require_coordinator(context)
+            if request.only_time:
+                return Facts(node=self.name, time=time.time_ns())
+            return await examine(self.name, self._network, self._memory_bytes)
+
+    async def Listen(self, request: ListenRequest, context: Context) -> None:
+        async with self._reporting(context):
+            self._network.require_coordinator(context)
+            once = probed_once if request.transport == TRANSPORT_GRPC else listening_once
+            async with once(self._network, request) as port:
+                await context.write(port.listener)
+                await port.answer()
 
     @contextlib.asynccontextmanager
     async def _reporting(self, context: Context) -> AsyncIterator[None]:

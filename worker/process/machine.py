@@ -1,4 +1,4 @@
-"""What this machine offers. The only module that knows of macOS."""
+"""What this machine offers. But for the folder `mac`, the only module that knows of macOS."""
 
 import contextlib
 import os

@@ -1,0 +1,78 @@
+"""Findings: what doctor says, a line each. Pure. docs/doctor.md has a section per kind."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+_MOST_CHARACTERS = 400
+
+
+class Level(StrEnum):
+    OK = "ok"
+    NOTE = "note"
+    MEND = "must be mended"
+
+
+class Kind(StrEnum):
+    """What a finding is about."""
+
+    APP_NAP = "app-nap"
+    BRIGADE = "brigade"
+    CERTIFICATE = "certificate"
+    CHAIN = "chain"
+    CLOCK = "clock"
+    CONFIGURATION = "configuration"
+    DISK = "disk"
+    FIREWALL = "firewall"
+    GRPC = "grpc"
+    INTERFACE = "interface"
+    LOCAL_NETWORK = "local-network"
+    MACHINE = "machine"
+    MEMORY = "memory"
+    MLX = "mlx"
+    MODEL = "model"
+    MTU = "mtu"
+    PLAN = "plan"
+    PYTHON = "python"
+    RDMA = "rdma"
+    SLEEP = "sleep"
+    SPEED = "speed"
+    THUNDERBOLT = "thunderbolt"
+    UNMEASURED = "unmeasured"
+    UNREACHABLE = "unreachable"
+    UNREAD = "unread"
+    WIFI = "wifi"
+    WIRED_LIMIT = "wired-limit"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line about a node, a hop ("mini → studio") or the chain, and what to do where something is to be done."""
+
+    level: Level
+    kind: Kind
+    about: str
+    text: str
+    fix: str = ""
+
+    def __post_init__(self) -> None:
+        """Much of it is the word of another node: nothing of that may steer a terminal or fill it."""
+        for name in ("about", "text", "fix"):
+            object.__setattr__(self, name, printable(getattr(self, name)))
+
+
+def printable(text: str) -> str:
+    """The same on one line, without control characters and what turns the direction of text, and not too long."""
+    shown = "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
+    return shown if len(shown) <= _MOST_CHARACTERS else f"{shown[:_MOST_CHARACTERS]}..."
+
+
+def ok(kind: Kind, about: str, text: str) -> Finding:
+    return Finding(Level.OK, kind, about, text)
+
+
+def note(kind: Kind, about: str, text: str, fix: str = "") -> Finding:
+    return Finding(Level.NOTE, kind, about, text, fix)
+
+
+def mend(kind: Kind, about: str, text: str, fix: str) -> Finding:
+    return Finding(Level.MEND, kind, about, text, fix)

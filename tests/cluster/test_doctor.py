@@ -1,0 +1,60 @@
+"""`brigade doctor` as a command, with real workers: what it prints, and its exit code."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from coordinator.examine import judge_hops
+from tests.cluster.commands import run_here
+from tests.cluster.processes import Worker, starting, write_cluster
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[tuple[Worker, Worker]]:
+    with starting() as start:
+        yield start.worker("one"), start.worker("two")
+
+
+@pytest.fixture
+def cluster(workers: tuple[Worker, Worker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """On a machine that is busy with other tests no hop is fast: how fast it is, is no claim here."""
+    monkeypatch.setattr(judge_hops, "_VERY_SLOW_MS", 10_000.0)
+    return write_cluster(tmp_path / "cluster.yaml", *((each.name, each.address) for each in workers))
+
+
+def test_it_prints_a_line_per_finding_and_ends_with_0_where_nothing_must_be_mended(cluster: Path) -> None:
+    done = run_here("doctor", "--config", cluster)
+    assert (done.code, done.err) == (0, "")
+    lines = done.out.splitlines()
+    for about in ("coordinator", "one", "two", "coordinator → one", "one → two", "coordinator ← two", "all nodes"):
+        assert about in lines
+    assert lines[-1].startswith("nothing must be mended; ") and not any("MEND" in line for line in lines)
+    assert sum(" of each token (round trip " in line for line in lines) == 3
+
+
+def test_without_a_configuration_this_machine_alone_is_examined() -> None:
+    done = run_here("doctor", "--json")
+    found = json.loads(done.out)
+    assert done.code == (1 if found["must_be_mended"] else 0)
+    assert ([node["node"] for node in found["nodes"]], found["hops"]) == (["coordinator"], [])
+
+
+def test_what_must_be_mended_makes_the_exit_code_1(workers: tuple[Worker, Worker], tmp_path: Path) -> None:
+    one, _ = workers
+    config = write_cluster(tmp_path / "cluster.yaml", ("one", one.address), ("gone", "127.0.0.1:1"))
+    done = run_here("doctor", "--config", config, "--model", tmp_path / "nowhere", "--json")
+    found = json.loads(done.out)
+    assert (done.code, found["must_be_mended"]) == (1, 2)
+    worst = {each["kind"]: each for each in found["findings"] if each["level"] == "must be mended"}
+    assert set(worst) == {"unreachable", "model"} and worst["unreachable"]["about"] == "gone"
+    assert worst["unreachable"]["fix"] == f"there: brigade worker --config {config} --name gone"
+    assert [node["error"] is None for node in found["nodes"]] == [True, True, False]
+
+
+def test_a_wrong_configuration_is_refused_as_by_other_commands(tmp_path: Path) -> None:
+    config = tmp_path / "cluster.yaml"
+    config.write_text("workers: [{name: mini, address: mini.local}]")
+    done = run_here("doctor", "--config", config)
+    assert done.code == 2 and "workers[0].address: expected HOST:PORT" in done.err

@@ -1,0 +1,293 @@
+"""Doctor on real nodes: what they know of themselves, how hops are measured, who may ask, and what is left open."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+
+from coordinator.cluster.authority import Authority
+from coordinator.cluster.peer import Peer
+from coordinator.examine.collect import collect, num_steps
+from coordinator.examine.finding import Finding, Kind, Level
+from coordinator.examine.judge import Wanted, judge
+from coordinator.examine.known import Known
+from protos.brigade_pb2 import (
+    TRANSPORT_GRPC,
+    TRANSPORT_TCP,
+    TRANSPORT_TLS,
+    Facts,
+    Listener,
+    ListenRequest,
+    ProbePart,
+    Transport,
+)
+from protos.brigade_pb2_grpc import NodeStub
+from tests.integration.certificates import Certificates
+from tests.integration.conftest import NETWORK, RunningNode, serving
+from tools.proxy import proxy_to
+from worker.config import Cluster, Tls, Worker
+from worker.errors import ConfigError, FrameError
+from worker.node import examine as examine_module
+from worker.node import plain, plain_grpc
+from worker.node.network import Network
+from worker.node.plain import listening_once
+from worker.node.service import NodeService
+from worker.process.commands import Ask
+from worker.process.own_code import running
+
+ALL: Sequence[Transport] = (TRANSPORT_TCP, TRANSPORT_TLS, TRANSPORT_GRPC)
+
+
+def cluster_of(*addresses: str, keys: Path | None = None) -> Cluster:
+    """Workers node-1, node-2, ... at these addresses."""
+    workers = tuple(Worker(name=f"node-{i}", address=each) for i, each in enumerate(addresses, 1))
+    return Cluster(workers=workers, tls=Tls(keys=str(keys)) if keys else None)
+
+
+def judged(known: Known) -> list[Finding]:
+    return judge(known, Wanted(), datetime.now(UTC))
+
+
+@asynccontextmanager
+async def peer_of(node: RunningNode, network: Network = NETWORK) -> AsyncIterator[Peer]:
+    peer = node.peer(network)
+    try:
+        yield peer
+    finally:
+        await peer.close()
+
+
+async def test_every_node_is_asked_and_every_hop_is_measured() -> None:
+    begun: list[str] = []
+    async with serving(2) as nodes:
+        cluster = cluster_of(*(node.address for node in nodes))
+        known = await collect(cluster, begun.append)
+    assert len(begun) == num_steps(cluster)
+    assert [node.name for node in known.nodes] == ["coordinator", "node-1", "node-2"]
+    for node in known.nodes:
+        assert node.facts and node.facts.node == node.name and node.facts.memory_bytes > node.facts.budget_bytes > 0
+        assert node.facts.versions["brigade"] and node.facts.free_disk_bytes and node.interface_with("127.0.0.1")
+    assert [hop.about for hop in known.hops] == ["coordinator → node-1", "node-1 → node-2", "coordinator ← node-2"]
+    for hop in known.hops:
+        assert hop.reply and hop.reply.way.local == hop.reply.way.remote == "127.0.0.1" and not hop.reply.way.error
+        [line] = hop.reply.lines
+        assert line.transport == TRANSPORT_TCP and not line.error and 0 < line.rtt_ms < 1000 and line.bytes_per_s > 1e6
+    assert not [each for each in judged(known) if each.level is Level.MEND]
+    assert all(abs(node.clock_offset_s or 0.0) < 1.0 for node in known.nodes)
+
+
+async def test_encrypted_hops_are_measured_without_encryption_too(tmp_path: Path) -> None:
+    certificates = Certificates(tmp_path)
+    certificates.coordinator()
+    async with serving(2, network_of=certificates.network) as nodes:
+        cluster = cluster_of(*(node.address for node in nodes), keys=certificates.authority.folder)
+        known = await collect(cluster)
+    for hop in known.hops:
+        assert hop.reply and hop.rtt_ms and not hop.reply.way.error
+        found = [(line.transport, line.error) for line in hop.reply.lines]
+        assert found == [(transport, "") for transport in ALL]
+        assert all(line.rtt_ms > 0 and line.bytes_per_s > 1e6 for line in hop.reply.lines)
+    certificate = [each for each in judged(known) if each.kind is Kind.CERTIFICATE]
+    assert [each.about for each in certificate] == ["coordinator", "node-1", "node-2"]
+
+
+async def test_a_delayed_hop_is_a_finding_and_the_others_are_not() -> None:
+    async with serving(2) as [first, second]:
+        with proxy_to(second.address, latency_s=0.012) as proxy:
+            findings = judged(await collect(cluster_of(first.address, proxy.address)))
+    slow = {each.about for each in findings if each.kind is Kind.SPEED and each.level is Level.MEND}
+    assert slow == {"node-1 → node-2", "coordinator ← node-2"}
+    delayed = {each.about for each in findings if each.kind is Kind.GRPC and each.level is Level.NOTE}
+    assert delayed >= slow  # TCP beside it does not take that way
+
+
+async def test_a_worker_that_is_not_there_is_a_finding_and_the_others_are_examined() -> None:
+    async with serving(1) as [node]:
+        known = await collect(cluster_of(node.address, "127.0.0.1:1"))
+    findings = judged(known)
+    [found] = [each for each in findings if each.level is Level.MEND]
+    assert (found.kind, found.about) == (Kind.UNREACHABLE, "node-2")
+    assert found.fix.endswith("brigade worker --config cluster.yaml --name node-2")
+    assert known.hops[0].rtt_ms and known.hops[1].reply is None
+
+
+async def test_a_worker_with_a_certificate_of_another_authority_is_a_finding(tmp_path: Path) -> None:
+    ours, theirs = Certificates(tmp_path / "ours"), Certificates(tmp_path / "theirs")
+    ours.coordinator()
+    async with serving(1, network_of=theirs.network) as [node]:
+        known = await collect(cluster_of(node.address, keys=ours.authority.folder))
+    [found] = [each for each in judged(known) if each.level is Level.MEND]
+    assert found.kind is Kind.CERTIFICATE and "another authority" in found.text
+
+
+async def test_a_coordinator_without_a_certificate_is_a_finding(tmp_path: Path) -> None:
+    known = await collect(cluster_of("127.0.0.1:1", keys=Authority.make(tmp_path / "keys").folder))
+    [found] = [each for each in judged(known) if each.level is Level.MEND]
+    assert found.kind is Kind.CERTIFICATE and "coordinator.pem cannot be read" in found.text
+
+
+async def test_only_a_coordinator_examines_and_has_ports_opened(tmp_path: Path) -> None:
+    certificates = Certificates(tmp_path)
+    async with serving(1, network_of=certificates.network) as [node]:
+        async with peer_of(node, certificates.network("node-2")) as worker:
+            with pytest.raises(ConfigError, match="expected a certificate with the role brigade:coordinator"):
+                await worker.examine()
+            with pytest.raises(ConfigError, match="expected a certificate with the role brigade:coordinator"):
+                async with worker.listening(TRANSPORT_TCP):
+                    pass
+        async with peer_of(node, certificates.coordinator()) as coordinator:
+            assert (await coordinator.examine(only_time=True)).time > 0
+
+
+def connect(listener: Listener) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", listener.port), timeout=2.0)
+    connection.settimeout(2.0)
+    return connection
+
+
+async def talk(listener: Listener, said: bytes) -> bytes:
+    """What comes back for these bytes; nothing if the connection is closed."""
+
+    def call() -> bytes:
+        with connect(listener) as connection:
+            connection.sendall(said)
+            return connection.recv(64)
+
+    return await asyncio.to_thread(call)
+
+
+async def test_a_port_takes_one_connection_and_answers_who_knows_the_token() -> None:
+    async with serving(1) as [node], peer_of(node) as peer:
+        async with peer.listening(TRANSPORT_TCP) as listener:
+            assert await talk(listener, listener.token + bytes(64)) == bytes(64)
+            with pytest.raises(OSError, match=r"refused|reset"):
+                await talk(listener, listener.token)
+        async with peer.listening(TRANSPORT_TCP) as listener:
+            assert await talk(listener, bytes(32)) == b""
+
+
+async def test_a_port_is_closed_with_the_call_that_opened_it_and_when_nobody_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving(1) as [node], peer_of(node) as peer:
+        async with peer.listening(TRANSPORT_TCP) as listener:
+            pass
+        await until_closed(listener)
+        monkeypatch.setattr(plain, "_ACCEPTED_S", 0.05)
+        async with peer.listening(TRANSPORT_TCP) as listener:
+            await until_closed(listener)
+
+
+async def until_closed(listener: Listener) -> None:
+    async with asyncio.timeout(5.0):
+        while True:
+            try:
+                (await asyncio.to_thread(connect, listener)).close()
+            except OSError:
+                return
+
+
+async def test_who_says_nothing_at_a_port_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain, "_TALK_S", 0.05)
+    async with serving(1) as [node], peer_of(node) as peer, peer.listening(TRANSPORT_TCP) as listener:
+        assert await talk(listener, b"half a token") == b""
+
+
+async def test_an_encrypted_port_takes_certificates_of_the_cluster_only(tmp_path: Path) -> None:
+    ours, theirs = Certificates(tmp_path / "ours"), Certificates(tmp_path / "theirs")
+    server = ours.network("node-1")
+    server.listen(server.server(), "127.0.0.1:0")
+    for client, is_right in ((ours.coordinator(), True), (theirs.coordinator(), False)):
+        request = ListenRequest(transport=TRANSPORT_TLS, address="127.0.0.1:1")
+        async with listening_once(server, request) as port:
+            answering = asyncio.create_task(port.answer())
+            line = await plain.measure_line(client, "node-1", "127.0.0.1", port.listener)
+            await answering
+        assert (line.rtt_ms > 0, not line.error) == (is_right, is_right)
+
+
+async def test_a_port_of_another_name_is_not_measured(tmp_path: Path) -> None:
+    certificates = Certificates(tmp_path)
+    server = certificates.network("node-1")
+    server.listen(server.server(), "127.0.0.1:0")
+    async with listening_once(server, ListenRequest(transport=TRANSPORT_TLS, address="127.0.0.1:1")) as port:
+        answering = asyncio.create_task(port.answer())
+        line = await plain.measure_line(certificates.coordinator(), "node-2", "127.0.0.1", port.listener)
+        await answering
+    assert "CERTIFICATE_VERIFY_FAILED" in line.error
+
+
+async def test_a_port_for_plain_grpc_answers_a_probe_of_who_knows_the_token_and_nothing_else() -> None:
+    async with serving(1) as [node], peer_of(node) as peer:
+        async with peer.listening(TRANSPORT_GRPC) as listener:
+            wrong = Listener(port=listener.port, token=bytes(32))
+            refused = (await plain_grpc.measure_plain_grpc("127.0.0.1", wrong)).error
+            assert refused == "expected the token of this port, once"
+        async with (
+            peer.listening(TRANSPORT_GRPC) as listener,  # which takes one connection
+            grpc.aio.insecure_channel(f"127.0.0.1:{listener.port}") as channel,
+        ):
+            for ask in (NodeStub(channel).Examine, NodeStub(channel).Status):
+                with pytest.raises(grpc.RpcError) as unknown:
+                    await ask(ProbePart())
+                assert unknown.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_ports_are_opened_only_where_the_node_listens_anyway() -> None:
+    network = Network(insecure=True)
+    with pytest.raises(FrameError, match="listens nowhere"):
+        network.host_beside("192.0.2.9:1")
+    server = network.server()
+    network.listen(server, "127.0.0.1:0")
+    assert network.host_beside("192.0.2.9:1") == network.host_beside("0.0.0.0:1") == "127.0.0.1"
+    network.listen(server, "[::1]:0")
+    assert network.host_beside("[::1]:7") == "::1" and network.host_beside("host.local:7") == "127.0.0.1"
+    with pytest.raises(FrameError, match="expected certificates"):
+        network.tls_context(server=True)
+
+
+async def test_tokens_of_another_size_are_sent_to_nobody() -> None:
+    async with serving(2) as [first, second], peer_of(first) as one, peer_of(second) as two:
+        for listeners in ([Listener(port=1, token=b"GET / HTTP/1.1")], [Listener(port=1, token=bytes(32))] * 5):
+            with pytest.raises(FrameError, match="expected at most 4 listeners with tokens of 32 bytes"):
+                await one.examine_link(two, listeners)
+
+
+async def test_a_worker_that_is_too_old_to_be_examined_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(NodeService, "Examine")
+    async with serving(1) as [node]:
+        [found] = [each for each in judged(await collect(cluster_of(node.address))) if each.level is Level.MEND]
+    assert (found.kind, found.about) == (Kind.BRIGADE, "node-1") and "is an older Brigade" in found.text
+
+
+async def test_code_that_was_replaced_under_a_worker_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    running()
+    async with serving(1) as [node], peer_of(node) as peer:
+        assert not (await peer.examine()).is_outdated
+        monkeypatch.setattr(examine_module, "code_on_disk", lambda: "another")
+        assert (await peer.examine()).is_outdated
+
+
+async def test_the_event_loop_is_free_while_commands_of_the_system_take_their_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_free = threading.Event()
+
+    def reading(ask: Ask) -> Facts:
+        assert is_free.wait(5.0), "the event loop waits for this"
+        return Facts(chip="slow")
+
+    monkeypatch.setattr(examine_module.linux, "READINGS", (reading,))
+    monkeypatch.setattr(examine_module.mac, "READINGS", (reading,))
+    async with serving(1) as [node], peer_of(node) as peer:
+        examining = asyncio.create_task(peer.examine())
+        assert (await peer.examine(only_time=True)).time > 0
+        asyncio.get_running_loop().call_soon(is_free.set)
+        assert (await examining).chip == "slow"

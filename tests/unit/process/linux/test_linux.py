@@ -1,0 +1,87 @@
+"""What Linux tells, from a folder that looks like its own, and from what systemd prints."""
+
+from pathlib import Path
+
+import pytest
+
+from protos.brigade_pb2 import (
+    MEDIUM_ETHERNET,
+    MEDIUM_LOOPBACK,
+    MEDIUM_THUNDERBOLT,
+    MEDIUM_TUNNEL,
+    MEDIUM_UNSPECIFIED,
+    MEDIUM_WIFI,
+)
+from worker.process.linux.facts import READINGS
+from worker.process.linux.interfaces import interfaces_in, read_interfaces
+from worker.process.linux.system import parse_services, parse_targets
+
+
+def make_interface(root: Path, name: str, *, kind: str = "1", flags: str = "0x1003", **files: str) -> Path:
+    folder = root / name
+    folder.mkdir(parents=True)
+    for file, text in {"type": kind, "flags": flags, "mtu": "1500", "carrier": "1", **files}.items():
+        (folder / file).write_text(f"{text}\n")
+    return folder
+
+
+def test_interfaces_that_are_up_with_what_they_are(tmp_path: Path) -> None:
+    root = tmp_path / "net"
+    make_interface(root, "lo", kind="772", mtu="65536")
+    (make_interface(root, "eth0") / "device").mkdir()
+    (make_interface(root, "wlan0", carrier="0") / "wireless").mkdir()
+    make_interface(root, "wg0", kind="65534")
+    make_interface(root, "tap0", tun_flags="0x2")
+    make_interface(root, "veth1")
+    make_interface(root, "eth1", flags="0x1002")  # down
+    driver = tmp_path / "drivers" / "thunderbolt-net"
+    driver.mkdir(parents=True)
+    device = make_interface(root, "thunderbolt0") / "device"
+    device.mkdir()
+    (device / "driver").symlink_to(driver)
+    found = {each.name: each for each in interfaces_in(root, {"eth0": ["192.0.2.2"]})}
+    assert {name: each.medium for name, each in found.items()} == {
+        "lo": MEDIUM_LOOPBACK,
+        "eth0": MEDIUM_ETHERNET,
+        "wlan0": MEDIUM_WIFI,
+        "wg0": MEDIUM_TUNNEL,
+        "tap0": MEDIUM_TUNNEL,
+        "veth1": MEDIUM_UNSPECIFIED,
+        "thunderbolt0": MEDIUM_THUNDERBOLT,
+    }
+    assert list(found["eth0"].addresses) == ["192.0.2.2"] and found["lo"].mtu == 65536
+    assert not found["wlan0"].is_active and found["eth0"].is_active
+    assert interfaces_in(tmp_path / "nowhere", {}) == []
+
+
+def test_this_machine_has_a_loopback_with_its_address() -> None:
+    if not Path("/sys/class/net").is_dir():
+        pytest.skip("no sysfs here")
+    assert any("127.0.0.1" in each.addresses and each.medium == MEDIUM_LOOPBACK for each in read_interfaces())
+
+
+@pytest.mark.parametrize(
+    ("text", "minutes"),
+    [
+        ("masked\nmasked\n", 0),
+        ("not-found\nnot-found\n", 0),
+        ("", 0),
+        ("static\nstatic\n", None),
+        ("masked\nstatic", None),
+    ],
+)
+def test_whether_it_may_be_put_to_sleep(text: str, minutes: int | None) -> None:
+    power = parse_targets(text)
+    assert (power.sleep_minutes if power.HasField("sleep_minutes") else None) == minutes
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("inactive\nactive\n", "on"), ("inactive\ninactive\n", "off"), ("", ""), ("unknown", "off")]
+)
+def test_the_firewall_by_its_services(text: str, said: str) -> None:
+    assert parse_services(text) == said
+
+
+def test_a_machine_without_systemd_is_read_all_the_same() -> None:
+    for reading in READINGS:
+        assert reading(lambda *command: "").IsInitialized()
