@@ -342,20 +342,22 @@ class Tensor(_message.Message):
     def __init__(self, dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Timing(_message.Message):
-    __slots__ = ("stage", "received", "started", "computed", "sampled", "sent")
+    __slots__ = ("stage", "received", "taken", "started", "computed", "sampled", "sent")
     STAGE_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_FIELD_NUMBER: _ClassVar[int]
     SAMPLED_FIELD_NUMBER: _ClassVar[int]
     SENT_FIELD_NUMBER: _ClassVar[int]
     stage: int
     received: int
+    taken: int
     started: int
     computed: int
     sampled: int
     sent: int
-    def __init__(self, stage: _Optional[int] = ..., received: _Optional[int] = ..., started: _Optional[int] = ..., computed: _Optional[int] = ..., sampled: _Optional[int] = ..., sent: _Optional[int] = ...) -> None: ...
+    def __init__(self, stage: _Optional[int] = ..., received: _Optional[int] = ..., taken: _Optional[int] = ..., started: _Optional[int] = ..., computed: _Optional[int] = ..., sampled: _Optional[int] = ..., sent: _Optional[int] = ...) -> None: ...
 
 class Result(_message.Message):
     __slots__ = ("epoch", "step", "samples", "timings", "guesses", "failures", "scores")

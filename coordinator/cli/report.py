@@ -22,7 +22,9 @@ compute: the node's layers at work; busy: compute's share of the wall time
 wire in, queue: waits while nothing else went on, for the hop into this node
 (into the first: for the results), and for the node's turn
 """
-_WATERFALL_LEGEND = "each moment of the request is in one row: what its next result waited for"
+_WATERFALL_LEGEND = """\
+each moment of the request is in one row: what its next result waited for
+decode, encode: bytes made an array, and an array or a result made bytes"""
 
 
 def stats_of(answer: Answer) -> dict[str, Any]:

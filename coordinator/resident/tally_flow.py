@@ -89,10 +89,11 @@ class Flow:
         """One stage's way, beginning with the hop into it."""
         compute = "coordinator compute" if is_first else "worker compute"
         self._spend("wire", min(here.received, returned))
-        self._spend("queue", min(here.started, returned))
+        self._spend("queue", min(here.taken, returned))
+        self._spend("decode", min(here.started, returned))
         self._spend(compute, min(here.computed, returned))
         self._spend("head + sampling", min(here.sampled, returned))
-        self._spend(compute, min(here.sent, returned))
+        self._spend("encode", min(here.sent, returned))
 
     def _spend(self, part: str, until: int) -> None:
         """All from where the parts end until then is of this part; nothing where a clock is wrong."""
@@ -111,9 +112,9 @@ def _count(sums: StageSums, here: Moments, left: int) -> int:
     """Add a frame to a stage's sums; how long the stage was at work on it and on no other."""
     sums.num_frames += 1
     sums.wire += max(0, here.received - left)
-    sums.queue += max(0, here.started - here.received)
-    sums.compute += max(0, here.sent - here.started)
-    at_work = max(0, here.sent - max(here.started, sums.busy_until))
+    sums.queue += max(0, here.taken - here.received)
+    sums.compute += max(0, here.sent - here.taken)
+    at_work = max(0, here.sent - max(here.taken, sums.busy_until))
     sums.busy_until = max(sums.busy_until, here.sent)
     sums.busy += at_work
     return at_work

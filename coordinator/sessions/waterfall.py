@@ -17,17 +17,20 @@ PARTS = (
     "coordinator compute",
     "wire",
     "queue",
+    "decode",
     "worker compute",
     "head + sampling",
+    "encode",
     "return",
 )
-_COMPUTING = ("coordinator compute", "worker compute", "head + sampling")
+_COMPUTING = ("decode", "coordinator compute", "worker compute", "head + sampling", "encode")
 
 
 class Moments(NamedTuple):
     """When a frame passed one stage, on that stage's own clock, nanoseconds: the fields of the proto's Timing."""
 
     received: int
+    taken: int
     started: int
     computed: int
     sampled: int
@@ -46,7 +49,7 @@ class Passage:
     @classmethod
     def of(cls, result: Result, returned: int, num_rows: int) -> "Passage":
         """A copy of the result's records: a part of a result would keep all of it in memory."""
-        timings = tuple(Moments(t.received, t.started, t.computed, t.sampled, t.sent) for t in result.timings)
+        timings = tuple(Moments(t.received, t.taken, t.started, t.computed, t.sampled, t.sent) for t in result.timings)
         return cls(timings, returned, num_rows, result.step)
 
 
@@ -162,15 +165,16 @@ def spans(passage: Passage, offsets: Sequence[int]) -> list[tuple[str, int, int,
     tiles = []
     left = None
     for stage, timing in enumerate(passage.timings):
-        received, started, computed, sampled, sent = (moment - offsets[stage] for moment in timing)
+        received, taken, started, computed, sampled, sent = (moment - offsets[stage] for moment in timing)
         if left is not None:
             tiles.append(("wire", stage, left, received))
         compute = "worker compute" if stage else "coordinator compute"
         tiles += [
-            ("queue", stage, received, started),
+            ("queue", stage, received, taken),
+            ("decode", stage, taken, started),
             (compute, stage, started, computed),
             ("head + sampling", stage, computed, sampled),
-            (compute, stage, sampled, sent),
+            ("encode", stage, sampled, sent),
         ]
         left = sent
     assert left is not None

@@ -107,7 +107,7 @@ def engine_of(whole: Whole, way: str) -> tuple[Engine, list[int]]:
     engine = Engine(Shard(checkpoint, 0, 4), 0, describe(checkpoint).dtype)
     opened = [Opening(slot=slot, sampling=SAMPLINGS[way.removeprefix("not ")]) for slot in range(2)]
     run(engine, [window_of(FED[slot], 0, slot) for slot in range(2)], opened=opened)
-    step = engine.begin(Frame(windows=[window_of(NEXT[slot], len(FED[slot]), slot) for slot in range(2)]), None, 0)
+    step = engine.begin(Frame(windows=[window_of(NEXT[slot], len(FED[slot]), slot) for slot in range(2)]), None, 0, 0)
     result, _ = engine.finish(step)
     assert isinstance(result, Result)
     if way == "built":
@@ -240,7 +240,7 @@ def test_nothing_is_launched_into_a_cache_that_has_no_room(models: Models) -> No
     run(engine, [window_of(tokens[:-2], 0)], opened=[Opening(slot=0)])
     launched = []
     for length in (255, 256):
-        step = engine.begin(Frame(windows=[window_of(tokens[:length], length - 1)]), None, 0)
+        step = engine.begin(Frame(windows=[window_of(tokens[:length], length - 1)]), None, 0, 0)
         engine.finish(step)
         launch(engine, step)
         launch(engine, step)

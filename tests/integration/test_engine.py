@@ -38,7 +38,7 @@ class Row:
         array: mx.array | None = None
         for engine in self.engines:
             assert isinstance(output, Frame)
-            output, array = engine.finish(engine.begin(output, array, 0))
+            output, array = engine.finish(engine.begin(output, array, 0, 0))
         assert isinstance(output, Result)
         return output
 
@@ -94,7 +94,7 @@ def test_a_window_that_a_later_stage_cannot_take_fails_alone(models: Models, at:
     whole = models("qwen3")
     row = Row(whole, (2, 1, 1))
     row.feed(PROMPTS)
-    row.engines[at].begin(Frame(epoch=1, opened=[Opening(slot=1)]), None, 0)
+    row.engines[at].begin(Frame(epoch=1, opened=[Opening(slot=1)]), None, 0, 0)
     result = row.run(last_windows())
     assert failures(result) == [(1, "CacheMismatch", f"node-{at}")]
     assert "only 0 tokens" in result.failures[0].message
@@ -189,8 +189,8 @@ def test_a_chunk_is_waited_for_by_itself_though_the_next_has_begun(models: Model
     engine = Engine(Shard(checkpoint, 0, 4), 0, describe(checkpoint).dtype)
     prompt = tokens_of(2 * CHUNK)
     opening = Frame(opened=[Opening(slot=0)], windows=[_chunk(prompt, 0)])
-    first = engine.begin(opening, None, 0)
-    second = engine.begin(Frame(windows=[_chunk(prompt, CHUNK)]), None, 0)
+    first = engine.begin(opening, None, 0, 0)
+    second = engine.begin(Frame(windows=[_chunk(prompt, CHUNK)]), None, 0, 0)
     rows = [_num_rows_written(array) for step in (first, second) for array in step.pending]
     assert rows == [CHUNK, CHUNK, 2 * CHUNK, 2 * CHUNK]
     for step in (first, second):

@@ -51,7 +51,7 @@ class HeldEngine:
     def launch_ahead(self, step: Frame, *, is_finished: bool) -> None:
         pass
 
-    def begin(self, header: Frame, x: mx.array | None, received: int) -> Frame:
+    def begin(self, header: Frame, x: mx.array | None, received: int, taken: int) -> Frame:
         self.begun.append(header.step)
         self.taken.append(None if x is None else bytes(memoryview(x.view(mx.uint8))))  # type: ignore[arg-type]
         self.began.set()

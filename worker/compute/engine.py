@@ -96,7 +96,7 @@ class Engine:
 
     def step(self, frame: Frame, received: int) -> Frame | Result:
         """`begin` and `finish` in one, for a shard that is the whole model."""
-        output, _ = self.finish(self.begin(frame, None, received))
+        output, _ = self.finish(self.begin(frame, None, received, time.monotonic_ns()))
         return output
 
     def build_ahead(self) -> None:
@@ -135,18 +135,18 @@ class Engine:
         """Where the hidden states of this frame go, if its step is built already."""
         return self._ahead.awaited(frame)
 
-    def begin(self, frame: Frame, x: mx.array | None, received: int) -> Step:
+    def begin(self, frame: Frame, x: mx.array | None, received: int, taken: int) -> Step:
         """Start one frame on the device.
 
         Args:
             frame: a header that `check` has let pass.
             x: its hidden states [1, sum L, D]: the array of what is `awaited`, or any other; None on the first stage
                 and where there is no window.
-            received: when it arrived, nanoseconds on this node's monotonic clock.
+            received, taken: when it arrived, and when its turn came, nanoseconds on this node's monotonic clock.
         Raises:
             FrameError: a slot is not open.
         """
-        step = Step(frame, Timing(stage=self._stage, received=received, started=time.monotonic_ns()))
+        step = Step(frame, Timing(stage=self._stage, received=received, taken=taken, started=time.monotonic_ns()))
         ready = self._ahead.take(frame, x)
         self._open_and_close(step)
         if ready:
@@ -179,7 +179,9 @@ class Engine:
         if step.begun:
             share = (step.begun - step.timing.started) / (step.timing.computed - step.timing.started)
             self._begin_share += _WEIGHT * (share - self._begin_share)
-        step.timing.started = max(step.timing.started, self._idle_since)  # until then the device was at another step
+        at_another = max(0, self._idle_since - step.timing.started)  # so long it was the device that was not free
+        step.timing.started += at_another
+        step.timing.taken += at_another
         self._step_ns = step.timing.computed - step.timing.started
         output = result_of(step) if self._shard.is_last else passed_on(step)
         step.timing.sampled = time.monotonic_ns() if self._shard.is_last else step.timing.computed
@@ -253,7 +255,7 @@ class Engine:
         ready.begin(step.windows)
         if ready.is_under_way:
             step.is_under_way = True
-            step.timing.started = step.timing.received
+            step.timing.started = step.timing.taken = step.timing.received
         outputs = ready.outputs
         step.pending = [outputs.h]
         step.draws = [(window, outputs.draws[window.slot]) for window in step.windows if window.slot in outputs.draws]

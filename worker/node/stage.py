@@ -204,8 +204,9 @@ class Stage:
         except Empty:
             self._busy_since = busy_since
             return None
+        taken = time.monotonic_ns()
         self._newest_begun = arrival.header.step
-        return self.engine.begin(arrival.header, self._input(arrival), received)
+        return self.engine.begin(arrival.header, self._input(arrival), received, taken)
 
     def _input(self, arrival: Arrival) -> mx.array | None:
         if placeholder := self.engine.awaited(arrival.header):

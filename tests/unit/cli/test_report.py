@@ -15,7 +15,7 @@ HELD = StatusReply(peak_memory_bytes=123 << 20, cache_bytes=999 << 20)
 def tables(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
     """What is printed of two nodes and one that was lost."""
     stages = [StageTime(node, node.name == "gone", 123456.7, 12345.6, 1234.5, 0.99) for node in NODES]
-    waterfall = Waterfall(7e5, dict.fromkeys(PARTS, 1e5) | {"recovery": 0.0}, stages)
+    waterfall = Waterfall(1e5 * (len(PARTS) - 1), dict.fromkeys(PARTS, 1e5) | {"recovery": 0.0}, stages)
     monkeypatch.setenv("COLUMNS", str(width))
     print_stats(Answer(statuses=[HELD, HELD]), Plan(tuple(NODES[:2]), 1), waterfall)
     return capsys.readouterr().err.splitlines()

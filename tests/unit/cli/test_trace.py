@@ -84,9 +84,10 @@ def test_a_frames_slices_meet_and_begin_with_the_trace() -> None:
     first = [event for event in slices(trace(1, 0)) if event["pid"] == 0]
     assert [(e["name"], e["ts"], e["dur"]) for e in first] == [
         ("queue", 0, 1000),
+        ("decode", 1000, 0),
         ("coordinator compute", 1000, 20_000),
         ("head + sampling", 21_000, 0),
-        ("coordinator compute", 21_000, 2000),
+        ("encode", 21_000, 2000),
         ("return", 123_000, 6000),
     ]
 

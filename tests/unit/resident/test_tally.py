@@ -91,8 +91,8 @@ def test_a_histogram_counts_a_bound_as_within() -> None:
 
 def frame(began: int) -> Passage:
     """Two stages that compute 10 and 20, with hops of 5; the other node's clock is 1000 ahead."""
-    first = Moments(began, began, began + 10, began + 10, began + 10)
-    second = Moments(*(1000 + began + at for at in (15, 15, 30, 35, 35)))
+    first = Moments(began, began, began, began + 10, began + 10, began + 10)
+    second = Moments(*(1000 + began + at for at in (15, 15, 15, 30, 35, 35)))
     return Passage((first, second), returned=began + 40)
 
 

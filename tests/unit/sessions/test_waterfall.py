@@ -10,22 +10,25 @@ from coordinator.planning.plan import Assignment
 from coordinator.sessions.waterfall import PARTS, Leg, Moments, Passage, Route, Waterfall, make_waterfall, spans
 
 MS = 1_000_000  # nanoseconds
-COMPUTE = ("coordinator compute", "worker compute", "head + sampling")
+COMPUTE = ("decode", "coordinator compute", "worker compute", "head + sampling", "encode")
 BETWEEN = ("wire", "return")
 
 
-def passage(start: int, stages: Sequence[tuple[int, int, int, int, int]], back: int, clocks: Sequence[int]) -> Passage:
+def passage(
+    start: int, stages: Sequence[tuple[int, int, int, int, int]], back: int, clocks: Sequence[int], decoding: int = 0
+) -> Passage:
     """A frame that stage 0 received at `start`.
 
     Args:
-        stages: per stage how long the hop into it, the queue, the computing, the sampling and the sending took.
+        stages: per stage how long the hop into it, the queue, the computing, the sampling and the encoding took.
         back: how long the result took.
         clocks: what each stage's clock is ahead by.
+        decoding: how long that took on each.
     """
     timings, now = [], start
-    for stage, (hop, *durations) in enumerate(stages):
+    for stage, (hop, queue, *durations) in enumerate(stages):
         moments = [now := now + hop]
-        moments += [now := now + duration for duration in durations]
+        moments += [now := now + duration for duration in (queue, decoding, *durations)]
         timings.append(Moments(*(moment + clocks[stage] for moment in moments)))
     return Passage(timings, now + back)
 
@@ -60,16 +63,18 @@ THREE = [(0, 1, 20, 0, 2), (5, 3, 30, 0, 1), (7, 0, 40, 10, 4)]
 
 
 def test_one_passage_is_divided_as_it_was() -> None:
-    way = passage(1000, THREE, back=6, clocks=[0, 0, 0])
+    way = passage(1000, THREE, back=6, clocks=[0, 0, 0], decoding=2)
     found = one_chain([way], [0, 0, 0], started=990, ended=way.returned + 3)
     assert in_ns(found) == {
         "scheduling": 10 + 3,
         "recovery": 0,
-        "coordinator compute": 20 + 2,
+        "coordinator compute": 20,
         "wire": 5 + 7,
         "queue": 1 + 3 + 0,
-        "worker compute": 30 + 1 + 40 + 4,
+        "decode": 3 * 2,
+        "worker compute": 30 + 40,
         "head + sampling": 10,
+        "encode": 2 + 1 + 4,
         "return": 6,
     }
     assert_adds_up(found, 990, way.returned + 3)
@@ -86,9 +91,11 @@ def test_each_stage_gets_its_own_sums_and_the_coordinator_the_way_back() -> None
 
 
 def test_a_single_stage_has_no_hop() -> None:
-    way = passage(0, [(0, 2, 30, 5, 1)], back=0, clocks=[0])
+    way = passage(0, [(0, 2, 30, 5, 1)], back=0, clocks=[0], decoding=3)
     found = one_chain([way], [0], 0, way.returned)
-    assert in_ns(found) == dict.fromkeys(PARTS, 0) | {"queue": 2, "coordinator compute": 31, "head + sampling": 5}
+    assert in_ns(found) == dict.fromkeys(PARTS, 0) | {
+        "queue": 2, "decode": 3, "coordinator compute": 30, "head + sampling": 5, "encode": 1,
+    }  # fmt: skip
 
 
 def test_a_request_without_a_frame_is_all_scheduling() -> None:
