@@ -44,7 +44,7 @@ def _dtype(array: mx.array) -> DType:
 
 def _bytes_of(array: mx.array) -> memoryview:
     """The array's own memory, or that of a copy where its rows do not lie end to end."""
-    view = memoryview(array.view(mx.uint8))  # type: ignore[arg-type]
+    view = memoryview(array)  # type: ignore[arg-type]
     if not view.c_contiguous:
-        view = memoryview(mx.contiguous(array).view(mx.uint8))  # type: ignore[arg-type]
+        view = memoryview(mx.contiguous(array))  # type: ignore[arg-type]
     return view.cast("B")
