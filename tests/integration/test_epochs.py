@@ -173,7 +173,7 @@ async def hasty(models: Models, monkeypatch: pytest.MonkeyPatch, said: list[str]
         await chain.open()
         chain.send(Frame(epoch=1, step=50, opened=[Opening(slot=0)]))
         await chain.receive()
-        held = asyncio.create_task(chain.thread.run(lambda: release.wait(5)))
+        held = chain.thread.submit(lambda: release.wait(5))
         try:
             yield chain, release.set
         finally:
