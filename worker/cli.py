@@ -17,6 +17,14 @@ _MODEL = (
     "Its copy of the model, whatever a coordinator calls that; else `model:` of its entry, or of cluster.yaml. "
     "The bundled one it has anyway."
 )
+Announce = Annotated[
+    bool | None,
+    typer.Option(
+        "--announce/--no-announce",
+        help="Tell the network that it is there, for `brigade nodes` and `brigade init`. (default: cluster.yaml's)",
+        show_default=False,
+    ),
+]
 
 
 def worker(
@@ -24,6 +32,7 @@ def worker(
     name: Annotated[str | None, typer.Option(help="This node's name.")] = None,
     bind: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where to listen.")] = None,
     model: Annotated[str | None, typer.Option(metavar="PATH_OR_REPO", help=_MODEL)] = None,
+    announce: Announce = None,
     follow_parent: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Serve as a node until SIGTERM; sessions in progress go to the other nodes, or get ten seconds to end.
@@ -59,5 +68,6 @@ def worker(
         cluster=cluster if config else None,
         models=OwnModels.of(cluster, name, model),
         memory_bytes=entry.memory if entry else None,
+        announces=cluster.announce if announce is None else announce,
         follow_parent=follow_parent,
     )

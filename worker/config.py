@@ -84,8 +84,13 @@ def _host_name(host: str) -> str | None:
     return host.lower() if is_name and len(host) <= 253 else None
 
 
+def is_node_name(name: str) -> bool:
+    """Whether cluster.yaml could give a node this name."""
+    return re.fullmatch(_NAME, name) is not None
+
+
 def _check_name(name: str) -> str:
-    if not re.fullmatch(_NAME, name):
+    if not is_node_name(name):
         raise ValueError(_NAME_RULE)
     return name
 
@@ -167,6 +172,7 @@ class Cluster(_Section):
     model: ModelPlace | None = None  # a folder, a hub repository (owner/name), or "demo"
     models: Annotated[tuple[ModelPlace, ...], BeforeValidator(_freeze)] = ()  # a worker's folders of models
     pull: Literal["none", "hub"] = "none"  # from where a worker may get a model that a coordinator names
+    announce: bool = True  # whether a worker tells its network that it is there
     insecure: bool = False
     tls: Tls | None = None
     context: Count | None = None  # tokens that the plan reserves cache for
@@ -308,7 +314,7 @@ def _not_certifiable(names: dict[str, Any]) -> Iterator[str]:
     """Names that a certificate cannot carry, or not apart."""
     given = {path: name for path, name in names.items() if isinstance(name, str)}
     for path, name in given.items():
-        if re.fullmatch(_NAME, name) and not is_certifiable(name):
+        if is_node_name(name) and not is_certifiable(name):
             yield f"{path}: expected a name like that of a host, as certificates carry it, found {name!r}"
     folded = {path: name.lower() for path, name in given.items() if list(given.values()).count(name) == 1}
     yield from _repeated(folded, lambda name: name)

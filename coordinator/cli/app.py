@@ -16,6 +16,7 @@ from coordinator.cli.generate_command import generate, read_prompt
 from coordinator.cli.keys import keys
 from coordinator.cli.launch import launch
 from coordinator.cli.logs import logs
+from coordinator.cli.nodes import nodes
 from coordinator.cli.parse import parse_counts, parse_layers, parse_times
 from coordinator.cli.plan_checks import check_plan_flags
 from coordinator.cli.refusals import given_flags, refuse, refuse_idle, require_one_prompt
@@ -45,6 +46,7 @@ app.command()(launch)
 app.command()(logs)
 app.command()(doctor)
 app.command()(smoke)
+app.command()(nodes)
 app.add_typer(keys, name="keys")
 
 

@@ -21,6 +21,9 @@ from coordinator.cluster.timeline import Recovered
 from coordinator.doors.speakers import Figures, Said
 from coordinator.examine.doctor import Examination
 from coordinator.examine.judge import Wanted
+from coordinator.finding.media import Medium
+from coordinator.finding.present import Present, nodes_json
+from coordinator.finding.ways import Way
 from coordinator.http.cluster import cluster_state
 from coordinator.http.served import Served
 from coordinator.measure.bench_results import CLUSTER, Bench, FrameCosts
@@ -114,6 +117,11 @@ def examined() -> Json:
     return Examination(known, wanted, "big", cases.judged(known, wanted)).as_json()
 
 
+def heard() -> Json:
+    ways = [Way("127.0.0.1:1", "lo", Medium.HERE)]
+    return nodes_json([Present("mini", "0.1.0", None, True, None, ways)], num_ignored=0)
+
+
 PRINTED: dict[str, Callable[[], Json]] = {
     "brigade generate --json": generated,
     "brigade generate --server URL --json": asked_of_a_server,
@@ -126,6 +134,7 @@ PRINTED: dict[str, Callable[[], Json]] = {
     "brigade status --json": watched,
     "brigade doctor --json": examined,
     "brigade smoke --json": lambda: cases.tried().as_json(),
+    "brigade nodes --json": heard,
 }
 
 

@@ -24,6 +24,7 @@ ROOMS = {
         "measure",
         "http",
         "doors",
+        "finding",
         "cli",
     ),
 }

@@ -22,6 +22,9 @@ class Log:
     def listens_later(self, why_not_now: str) -> None:
         self._say(f"{why_not_now}; it is tried again and again")
 
+    def not_announced(self, why: str) -> None:
+        self._say(f"cannot announce itself ({why}); give its address in cluster.yaml. It serves all the same")
+
     @contextlib.contextmanager
     def loading(self, request: LoadRequest) -> Iterator[None]:
         """Say what is loaded, and whether it was given up: its coordinator left, or this node ends."""

@@ -7,12 +7,14 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 import mlx.core as mx
 import uvloop
 
 from protos.brigade_pb2 import Configuration
 from worker.config import Cluster
+from worker.node.announce import about, announcing
 from worker.node.listening import listening, wait_last_calls
 from worker.node.log import Log
 from worker.node.network import MOST_CONNECTIONS, Network
@@ -35,6 +37,7 @@ def serve(
     cluster: Cluster | None,
     models: OwnModels,
     memory_bytes: int | None,
+    announces: bool,
     follow_parent: bool,
 ) -> None:
     """Serve as one node until SIGTERM or SIGINT; `binds` are HOST:PORT, port 0 takes a free one.
@@ -45,6 +48,7 @@ def serve(
     Args:
         cluster: the node's own configuration, of which coordinators are told.
         models: those that they may have it load.
+        announces: whether it tells its network that it is there; one that follows its parent does not.
     Raises:
         ConfigError: the network allows none of them, or none can be had.
     """
@@ -56,20 +60,26 @@ def serve(
     service = NodeService(name, thread, network, models, memory_bytes, configuration, log)
     try:
         with kept_awake():
-            uvloop.run(_serve(service, binds, network, follow_parent=follow_parent))
+            uvloop.run(_serve(service, binds, network, announces=announces, follow_parent=follow_parent))
     finally:
         thread.close()
         mx.clear_streams()
 
 
-async def _serve(service: NodeService, binds: Sequence[str], network: Network, *, follow_parent: bool) -> None:
+async def _serve(
+    service: NodeService, binds: Sequence[str], network: Network, *, announces: bool, follow_parent: bool
+) -> None:
     stop = _stop_event(follow_parent=follow_parent)
     async with listening(service, binds, network, service.log) as found:
         if follow_parent:
             print(json.dumps({"name": service.name, "address": found.addresses[0]}), flush=True)
         for address in found.addresses:
             service.log.listens(address)
-        await stop.wait()
+        async with contextlib.AsyncExitStack() as stack:
+            if announces and not follow_parent:
+                say = partial(about, service.name, network)
+                await stack.enter_async_context(announcing(say, found.addresses, service.log))
+            await stop.wait()
         await found.say_ending()
         if not follow_parent:
             await drain(service)

@@ -1,0 +1,117 @@
+"""Run in a network namespace of its own: one machine with a cable to another. What is asked there is heard, or not."""
+
+import asyncio
+import contextlib
+import io
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from coordinator.finding.browse import browse
+from worker.node.announce import announcing
+from worker.node.announcement import About
+from worker.node.log import Log
+
+HERE, THERE = "10.9.0.1", "10.9.0.2"
+ABOUT = About("mini", "0.1.0", "0a1b2c3d")
+GROUP = "224.0.0.251"
+WITHIN_S = 0.3
+# a question for the service's instances, as any resolver may ask it: answers come back to its own port
+QUESTION = b"\0\1\0\0\0\1\0\0\0\0\0\0\x08_brigade\x04_tcp\x05local\0\0\x0c\0\x01"
+
+
+class Told(io.StringIO):
+    """What a log has said, and the wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_said = asyncio.Event()
+
+    def flush(self) -> None:
+        self.is_said.set()
+
+
+@contextlib.contextmanager
+def cable() -> Iterator[int]:
+    """A second machine, by the process that it is made of."""
+    ip("link set lo up")
+    with subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE) as other:
+        while not is_apart(other.pid):
+            pass
+        ip(f"link add here type veth peer name there netns {other.pid}")
+        ip(f"addr add {HERE}/24 dev here")
+        ip("link set here up")
+        for command in ("link set lo up", f"addr add {THERE}/24 dev there", "link set there up"):
+            ip(command, "nsenter", "--net", "--target", str(other.pid))
+        try:
+            yield other.pid
+        finally:
+            other.kill()
+
+
+def is_apart(pid: int) -> bool:
+    return Path(f"/proc/{pid}/ns/net").readlink() != Path("/proc/self/ns/net").readlink()
+
+
+def ip(command: str, *before: str) -> None:
+    subprocess.run([*before, "ip", *command.split()], check=True)
+
+
+def asked_from(pid: int) -> bool:
+    """Whether anybody answers the other machine."""
+    ask = (
+        "import socket; s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); "
+        f"s.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton({THERE!r})); "
+        f"s.settimeout({WITHIN_S}); s.sendto({QUESTION!r}, ({GROUP!r}, 5353)); s.recv(9000)"
+    )
+    command = ["nsenter", "--net", "--target", str(pid), sys.executable, "-c", ask]
+    return subprocess.run(command, stderr=subprocess.DEVNULL).returncode == 0
+
+
+async def loopback(pid: int, out: Told) -> None:
+    """A worker on loopback is heard there, and from nowhere else, though this machine hears the other's questions."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
+        member = socket.inet_aton(GROUP) + socket.inet_aton(HERE)
+        other.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, member)
+        async with announcing(lambda: ABOUT, ["127.0.0.1:50070"], Log("mini", out)):
+            assert await heard() == {"127.0.0.1:50070"}
+            assert not await asyncio.to_thread(asked_from, pid)
+    assert not out.getvalue()
+
+
+async def wildcard(pid: int, out: Told) -> None:
+    """A worker on every interface is heard over the cable, and by its address there only."""
+    async with announcing(lambda: ABOUT, ["0.0.0.0:50070"], Log("mini", out)):
+        assert await heard() == {f"{HERE}:50070"}
+        assert await asyncio.to_thread(asked_from, pid)
+    assert not out.getvalue()
+
+
+async def taken(pid: int, out: Told) -> None:
+    """Where the port of announcements cannot be had, that is one line."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
+        other.bind(("", 5353))
+        async with announcing(lambda: ABOUT, ["127.0.0.1:50070"], Log("mini", out)):
+            await out.is_said.wait()
+    assert out.getvalue().count("\n") == 1 and "cannot announce itself" in out.getvalue()
+
+
+async def heard() -> set[str]:
+    for _ in range(20):
+        if found := {address for node in (await browse(0.3)).nodes for address in node.addresses}:
+            return found
+    return set()
+
+
+async def run(case: str, pid: int) -> None:
+    await {each.__name__: each for each in (loopback, wildcard, taken)}[case](pid, Told())
+
+
+if __name__ == "__main__":
+    with cable() as machine:
+        asyncio.run(run(sys.argv[1], machine))
+    print("as expected")

@@ -1,0 +1,80 @@
+"""Nodes that announce themselves, heard by real DNS-SD: on loopback, and between machines made of namespaces."""
+
+import asyncio
+import os
+import secrets
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
+
+from coordinator.finding.browse import Found, Heard, browse, merged
+from tests.integration.certificates import Certificates
+from tests.integration.links import Told
+from worker.node.announce import about, announced, announcing, places_of
+from worker.node.announcement import SERVICE
+from worker.node.log import Log
+from worker.node.network import Network
+
+LISTENS_S, TRIES = 0.25, 40  # a busy machine may need more than one
+LOOPBACK = ["127.0.0.1:50999"]
+LINKS = Path(__file__).with_name("links.py")
+
+
+async def hear(name: str) -> tuple[Found, Heard]:
+    """The node of this name; others may be on this machine at the same time."""
+    for _ in range(TRIES):
+        heard = await browse(LISTENS_S)
+        if found := [node for node in merged(heard.nodes) if node.about.name == name]:
+            return found[0], heard
+    raise AssertionError(f"{name} was not heard")
+
+
+def test_a_node_is_heard_as_it_is_and_what_no_node_would_say_is_counted(tmp_path: Path) -> None:
+    name, liar = f"mini.{secrets.token_hex(4)}", f"liar-{secrets.token_hex(4)}"
+    said = about(name, Certificates(tmp_path).network(name))
+    assert len(said.fingerprint) == 64
+    lie = AsyncServiceInfo(
+        SERVICE,
+        f"{liar}.{SERVICE}",
+        port=1,
+        parsed_addresses=["127.0.0.1"],
+        properties={"name": "\x1b]0;mini\x07", "version": "0.1.0", "process": "0a1b2c3d"},
+        server=f"{liar}.local.",
+    )
+
+    async def listen() -> None:
+        async with AsyncZeroconf(interfaces=["127.0.0.1"]) as lying:
+            await lying.async_register_service(lie, cooperating_responders=True)
+            async with announced(said, await places_of(LOOPBACK)):
+                found, heard = await hear(name)
+        assert (found.about, found.addresses) == (said, ("127.0.0.1:50999",))
+        assert heard.num_ignored
+        assert all(node.about.name.isprintable() for node in heard.nodes)
+
+    asyncio.run(listen())
+
+
+def test_a_node_that_cannot_announce_itself_says_so_once() -> None:
+    name = "m" * 200  # more than an announcement holds
+
+    async def serve() -> str:
+        out = Told()
+        async with announcing(partial(about, name, Network()), LOOPBACK, Log("mini", out)):
+            await out.is_said.wait()
+        return out.getvalue()
+
+    said = asyncio.run(serve())
+    assert said.count("\n") == 1
+    assert "cannot announce itself (expected a name of at most 128 letters" in said
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="network namespaces are for root on Linux")
+@pytest.mark.parametrize("case", ["loopback", "wildcard", "taken"])
+def test_a_node_is_heard_where_it_listens_and_nowhere_else(case: str) -> None:
+    """On two machines of namespaces, with a cable between them: `links.py` says what each case claims."""
+    done = subprocess.run(["unshare", "--net", sys.executable, LINKS, case], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "as expected\n"), done.stdout + done.stderr
