@@ -84,14 +84,23 @@ class HelloReply(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., node: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., mlx_version: _Optional[str] = ..., mlx_lm_version: _Optional[str] = ..., incarnation: _Optional[str] = ..., configuration: _Optional[_Union[Configuration, _Mapping]] = ..., certificate_expires: _Optional[int] = ..., started: _Optional[int] = ...) -> None: ...
 
 class Configuration(_message.Message):
-    __slots__ = ("model", "layers", "context")
+    __slots__ = ("model", "layers", "context", "others")
+    class OthersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
     model: str
     layers: _containers.RepeatedScalarFieldContainer[int]
     context: int
-    def __init__(self, model: _Optional[str] = ..., layers: _Optional[_Iterable[int]] = ..., context: _Optional[int] = ...) -> None: ...
+    others: _containers.ScalarMap[str, str]
+    def __init__(self, model: _Optional[str] = ..., layers: _Optional[_Iterable[int]] = ..., context: _Optional[int] = ..., others: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Coordinator(_message.Message):
     __slots__ = ("id", "name")

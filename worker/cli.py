@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from worker.config import Cluster, load_cluster, split_address
-from worker.errors import ConfigError
+from worker.config import Cluster, Tls, load_cluster, split_address
+from worker.errors import ConfigError, InputError
 from worker.model.repository import is_repository
 from worker.process.imports import skip_init
 
@@ -17,6 +17,7 @@ _MODEL = (
     "Its copy of the model, whatever a coordinator calls that; else `model:` of its entry, or of cluster.yaml. "
     "The bundled one it has anyway."
 )
+_KEYS = "Without --config: the folder of its certificate, NAME.pem, as `brigade keys issue NAME` made it."
 Announce = Annotated[
     bool | None,
     typer.Option(
@@ -31,19 +32,25 @@ def worker(
     config: Annotated[Path | None, typer.Option(help="cluster.yaml; --name says which of its workers this is.")] = None,
     name: Annotated[str | None, typer.Option(help="This node's name.")] = None,
     bind: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where to listen.")] = None,
+    keys: Annotated[Path | None, typer.Option(metavar="FOLDER", help=_KEYS)] = None,
     model: Annotated[str | None, typer.Option(metavar="PATH_OR_REPO", help=_MODEL)] = None,
     announce: Announce = None,
     follow_parent: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Serve as a node until SIGTERM; sessions in progress go to the other nodes, or get ten seconds to end.
 
-    On another Mac: copy cluster.yaml there and run `brigade worker --config cluster.yaml --name mini`.
-    Without a configuration the node listens on 127.0.0.1:50070 only.
+    On another Mac a name and a certificate will do: brigade worker --name mini --bind 0.0.0.0:50070 --keys keys
+
+    Or a copy of cluster.yaml: brigade worker --config cluster.yaml --name mini
+
+    Where copies differ, the coordinator's counts, and says so. Without any the node listens on 127.0.0.1:50070 only.
 
     It opens no path that a coordinator names: it loads its own model, those directly below the folders of `models:` in
     its cluster.yaml, and what its hub cache holds; with `pull: hub` there it downloads any other from the hub.
     """
-    cluster = load_cluster(config) if config else Cluster()
+    cluster = load_cluster(config) if config else _without_config(name, keys)
+    if config and keys:
+        raise InputError("keys", "not expected with --config, whose `tls:` says it")
     entry = next((worker for worker in cluster.workers if worker.name == name), None)
     if config and entry is None and (name or not bind):
         known = ", ".join(worker.name for worker in cluster.workers) or "no workers"
@@ -71,3 +78,10 @@ def worker(
         announces=cluster.announce if announce is None else announce,
         follow_parent=follow_parent,
     )
+
+
+def _without_config(name: str | None, keys: Path | None) -> Cluster:
+    """What a node needs of a configuration. Raises ConfigError for a certificate of nobody."""
+    if keys and not name:
+        raise ConfigError("--name is missing: expected with --keys the name that the certificate carries")
+    return Cluster(tls=Tls(keys=str(keys.expanduser()))) if keys else Cluster()

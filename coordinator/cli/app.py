@@ -13,6 +13,7 @@ from coordinator.cli.chat import chat
 from coordinator.cli.chosen import chosen_cluster
 from coordinator.cli.doctor import doctor
 from coordinator.cli.generate_command import generate, read_prompt
+from coordinator.cli.init import init
 from coordinator.cli.keys import keys
 from coordinator.cli.launch import launch
 from coordinator.cli.logs import logs
@@ -47,6 +48,7 @@ app.command()(logs)
 app.command()(doctor)
 app.command()(smoke)
 app.command()(nodes)
+app.command()(init)
 app.add_typer(keys, name="keys")
 
 

@@ -67,7 +67,7 @@ def node_table(found: "Sequence[Present]", file: str) -> "Table":
     for name in ("node", "version", "address", "reached by", "certificate", *([f"in {file}"] if file else [])):
         table.add_column(name, overflow="fold")
     for node in found:
-        rows = [(way.address, f"{way.medium} ({way.interface})" if way.interface else "–") for way in node.ways]
+        rows = [(way.address, way.link or "–") for way in node.ways]
         certificate = node.fingerprint[:16] if node.fingerprint else "none" if node.is_announced else "–"
         for i, (address, link) in enumerate(rows):
             of_node = [node.name, node.version or "not heard"] if i == 0 else ["", ""]

@@ -23,8 +23,14 @@ class Way:
         return is_loopback(split_address(self.address)[0])
 
     def __str__(self) -> str:
-        link = f"{self.medium} ({self.interface})" if self.interface else "no interface of this machine"
-        return f"{self.address} by {link}"
+        if self.medium is Medium.HERE:
+            return f"{self.address} on this machine"
+        return f"{self.address} by {self.link or 'no interface of this machine'}"
+
+    @property
+    def link(self) -> str:
+        """For people; empty where there is none."""
+        return f"{self.medium} ({self.interface})" if self.interface else ""
 
 
 def source_address(address: str) -> str:

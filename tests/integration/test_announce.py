@@ -73,7 +73,9 @@ def test_a_node_that_cannot_announce_itself_says_so_once() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="network namespaces are for root on Linux")
-@pytest.mark.parametrize("case", ["loopback", "wildcard", "taken"])
+@pytest.mark.parametrize(
+    "case", ["loopback", *(pytest.param(case, marks=pytest.mark.long) for case in ("wildcard", "taken"))]
+)
 def test_a_node_is_heard_where_it_listens_and_nowhere_else(case: str) -> None:
     """On two machines of namespaces, with a cable between them: `links.py` says what each case claims."""
     done = subprocess.run(["unshare", "--net", sys.executable, LINKS, case], capture_output=True, text=True, timeout=60)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.unit.fuzz import ODD_NUMBERS, fuzzed, nearly, within
 from worker.config import load_cluster
 from worker.errors import ConfigError
-from worker.node.serve import configuration_of
+from worker.node.configuration import configuration_of
 
 SOUND = b"""\
 model: mlx-community/Qwen3-30B-4bit

@@ -119,8 +119,9 @@ class Network:
         """
         if not self._may_use(bind):
             raise ConfigError(
-                f"will not listen on {bind}: what is sent there is not encrypted. Use a loopback address, or a "
-                "--config with `tls:` in it (see brigade keys init), or `insecure: true` if you trust this network"
+                f"will not listen on {bind}: what is sent there is not encrypted. Use a loopback address, --keys with "
+                "its certificate or a --config with `tls:` in it (see brigade keys init), or one with `insecure: true` "
+                "if you trust this network"
             )
         try:
             if self._keys is None:

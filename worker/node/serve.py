@@ -12,9 +12,9 @@ from functools import partial
 import mlx.core as mx
 import uvloop
 
-from protos.brigade_pb2 import Configuration
 from worker.config import Cluster
 from worker.node.announce import about, announcing
+from worker.node.configuration import configuration_of
 from worker.node.listening import listening, wait_last_calls
 from worker.node.log import Log
 from worker.node.network import MOST_CONNECTIONS, Network
@@ -97,11 +97,6 @@ async def drain(service: NodeService) -> None:
                 await asyncio.wait_for(service.wait_detached(), _LAST_WORD_S)
             await service.wait_idle()  # a session may have been on its way here when the coordinator was told
     service.log.drained(service.num_slots)
-
-
-def configuration_of(cluster: Cluster) -> Configuration:
-    """What nodes tell each other of a configuration, to notice where theirs differ."""
-    return Configuration(model=cluster.model or "", layers=cluster.layers or (), context=cluster.context or 0)
 
 
 def _stop_event(*, follow_parent: bool) -> asyncio.Event:

@@ -5,14 +5,16 @@ import re
 import time
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coordinator.cluster.greetings import differences, greet
 from protos.brigade_pb2 import Configuration, HelloReply
-from worker.config import Cluster
+from worker.config import Cluster, load_cluster
 from worker.errors import BrigadeError, ModelError, StageLost
+from worker.node.configuration import configuration_of
 
 OURS = Cluster(model="org/model", layers=(4, 2), context=4096)
 SAME = Configuration(model="org/model", layers=[4, 2], context=4096)
@@ -41,6 +43,35 @@ def reply(configuration: Configuration | None = None, **changes: str) -> HelloRe
 )
 def test_what_may_surprise_somebody_is_told_in_a_line_each(greeting: HelloReply, lines: list[str]) -> None:
     assert list(differences("mini", OURS, greeting)) == lines
+
+
+def test_each_key_that_counts_on_a_coordinator_is_compared(tmp_path: Path) -> None:
+    file = (
+        "order: {0}\ncoordinator: {{name: {1}}}\nworkers: [{{name: mini, address: '127.0.0.1:{2}', memory: {3}GiB}}{4}]"
+    )
+    copies = []
+    for values in (("free", "studio", 1, 8, ""), ("fixed", "max", 2, 9, ", {name: air, address: '127.0.0.1:9'}")):
+        path = tmp_path / "cluster.yaml"
+        path.write_text(file.format(*values))
+        copies.append(load_cluster(path))
+    theirs, ours = copies
+    assert list(differences("mini", ours, reply(configuration_of(theirs)))) == [
+        f"{ANOTHER}coordinator.name is studio there, max here",
+        f"{ANOTHER}order is free there, fixed here",
+        f"{ANOTHER}workers[mini].memory is 8589934592 there, 9663676416 here",
+    ]
+    assert not list(differences("mini", ours, reply(configuration_of(ours))))
+
+
+def test_what_another_node_says_is_told_in_so_many_lines_of_plain_text() -> None:
+    many = {f"workers[{i}].memory": f"{i}\x1b[2J" for i in range(9)}
+    workers = [{"name": str(i), "address": f"127.0.0.1:{i + 1}", "memory": 99} for i in range(9)]
+    ours = Cluster.model_validate({"workers": workers})
+    lines = list(differences("mini", ours, reply(Configuration(others=many))))
+    assert len(lines) == 6 and lines[-1] == f"{ANOTHER}4 more keys differ"
+    assert lines[0] == f"{ANOTHER}workers[0].memory is 0?[2J there, 99 here"
+    [line] = differences("mini", OURS, reply(Configuration(model="m" * 9999)))
+    assert len(line) < 300
 
 
 def test_what_only_one_of_both_says_is_no_difference() -> None:

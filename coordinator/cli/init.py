@@ -1,0 +1,141 @@
+"""`brigade init`: a cluster.yaml of the workers that announce themselves."""
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from coordinator.cli import flags
+from coordinator.cli.nodes import LISTENS_S, Timeout
+from worker.config import Coordinator
+from worker.errors import InputError, StageLost
+
+if TYPE_CHECKING:
+    from coordinator.finding.draft import Draft
+    from coordinator.finding.present import Present
+    from worker.node.network import Network
+
+Names = Annotated[
+    list[str] | None, typer.Argument(metavar="[NAME]...", help="Only these workers. (default: all that are found)")
+]
+Target = Annotated[Path, typer.Option("--config", metavar="PATH", help="The file to write.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: take all that can be taken.")]
+Force = Annotated[bool, typer.Option("--force", help="Write over a file that is there.")]
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="Take workers without certificates, too: on a network that you trust.")
+]
+
+
+def init(
+    names: Names = None,
+    config: Target = Path("cluster.yaml"),
+    model: flags.Model = None,
+    yes: Yes = False,
+    force: Force = False,
+    insecure: Insecure = False,
+    timeout: Timeout = LISTENS_S,
+) -> None:
+    """Write a cluster.yaml of the workers that announce themselves; this machine is its coordinator.
+
+    Each is called by the best of its links: Thunderbolt, then Ethernet, then Wi-Fi. Whoever does not answer as who it
+    says it is, by a certificate of the authority in `keys` where there is one, is left out.
+
+    On the other Mac: brigade worker --name mini --bind 0.0.0.0:50070 --keys keys
+
+    Here: brigade init --yes, or of two of them only: brigade init mini air
+    """
+    from coordinator.cli.run_async import run_async
+    from coordinator.finding.draft import draft, narrowed
+    from coordinator.finding.proof import coordinator_in, unproven
+    from coordinator.finding.written import KEYS, require_room
+
+    require_room(config, force=force)
+    if not (yes or sys.stdin.isatty()):
+        raise InputError("yes", "expected it where nobody can be asked")
+    keys = config.parent / KEYS
+    owner = coordinator_in(keys)
+    coordinator = owner or Coordinator().name
+    found = run_async(_listen(timeout))
+    _require_heard(found, names or [], timeout)
+    whole = narrowed(draft(found, coordinator), names or [])
+    whole = _encrypted_or_trusted(whole, yes=yes, insecure=insecure)
+    if network := _network(whole, keys, owner):
+        whole = whole.without(run_async(unproven(whole.workers, network)))
+    _write(_taken(whole, yes=yes), config, _model(model, yes=yes), coordinator, force=force)
+    _say_next(whole, config, keys, is_proven=network is not None)
+
+
+async def _listen(timeout_s: float) -> "list[Present]":
+    from coordinator.finding.browse import browse
+    from coordinator.finding.present import presence
+    from coordinator.finding.ways import Map
+
+    heard = await browse(timeout_s)
+    here = await asyncio.to_thread(Map.read)
+    return await asyncio.to_thread(presence, heard.nodes, None, here)
+
+
+def _require_heard(found: "Sequence[Present]", names: Sequence[str], timeout_s: float) -> None:
+    if missing := [repr(name) for name in names if name not in {node.name for node in found}]:
+        said = f"no worker {' or '.join(missing)} announced itself within {timeout_s:g} s"
+        raise StageLost(f"{said}; see `brigade nodes`")
+
+
+def _encrypted_or_trusted(whole: "Draft", *, yes: bool, insecure: bool) -> "Draft":
+    """Without those to whom links would not be encrypted, unless the user wishes it so: no announcement says so."""
+    exposed = [worker.name for worker in whole.workers if worker.is_exposed]
+    if not exposed or insecure:
+        return whole
+    asked = f"Links to {' and '.join(exposed)} would not be encrypted. Do you trust this network?"
+    if not yes and typer.confirm(asked, default=False, err=True):
+        return whole
+    why = "it has no certificate, so links to it would not be encrypted: see `brigade keys init`, or give --insecure"
+    return whole.without(dict.fromkeys(exposed, why))
+
+
+def _network(whole: "Draft", keys: Path, owner: str | None) -> "Network | None":
+    """By which the workers can be asked who they are; none without a certificate to show them."""
+    from worker.node.identity import Keys, Role
+    from worker.node.network import Network
+
+    if not whole.is_encrypted:
+        return Network(insecure=whole.is_exposed)
+    return Network(keys=Keys(keys, owner, Role.COORDINATOR), warn=_say) if owner else None
+
+
+def _taken(whole: "Draft", *, yes: bool) -> "Draft":
+    if yes:
+        return whole
+    refused = [each.name for each in whole.workers if not typer.confirm(f"Take {each}?", default=True, err=True)]
+    return whole.without(dict.fromkeys(refused, "as you said"))
+
+
+def _model(model: str | None, *, yes: bool) -> str:
+    return model or ("demo" if yes else str(typer.prompt("Model, a folder or a hub repository", "demo", err=True)))
+
+
+def _write(whole: "Draft", path: Path, model: str, coordinator: str, *, force: bool) -> None:
+    from coordinator.finding.written import cluster_text, write_cluster
+
+    for line in whole.left_out:
+        _say(line)
+    if not whole.workers:
+        raise StageLost("found no worker to write down, and wrote nothing; `brigade nodes` shows who is there")
+    write_cluster(path, cluster_text(model, coordinator, whole), force=force)
+    _say(f"wrote {path}: coordinator {coordinator}, model {model}")
+    for worker in whole.workers:
+        _say(f"  {worker}")
+
+
+def _say_next(whole: "Draft", path: Path, keys: Path, *, is_proven: bool) -> None:
+    if not is_proven:
+        _say(f"no coordinator's certificate is in {keys}, so nobody was asked who it is")
+        _say(f"next: brigade keys init --config {path}, and a certificate for each worker")
+    _say(f"next: brigade plan --config {path}")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)

@@ -1,0 +1,60 @@
+"""Writes a draft as a cluster.yaml that loads; never over another file unless that is wished."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from coordinator.finding.draft import Draft
+from worker.config import Cluster, Coordinator, load_cluster
+from worker.errors import ConfigError
+
+KEYS = "keys"  # the folder beside the file
+_HEAD = "# Written by `brigade init`. All keys: docs/cluster_yaml.md\n"
+
+
+def cluster_text(model: str, coordinator: str, draft: Draft) -> str:
+    """The file: text from the network only ever as YAML's own strings."""
+    said: dict[str, Any] = {"model": model}
+    if draft.is_encrypted:
+        said["tls"] = {"keys": KEYS}
+    elif draft.is_exposed:
+        said["insecure"] = True
+    if coordinator != Coordinator().name:
+        said["coordinator"] = {"name": coordinator}
+    said["workers"] = [
+        {"name": worker.name, "address": worker.addresses if len(worker.ways) > 1 else worker.addresses[0]}
+        for worker in draft.workers
+    ]
+    return _HEAD + yaml.safe_dump(said, sort_keys=False, allow_unicode=False)
+
+
+def require_room(path: Path, *, force: bool) -> None:
+    """Raises ConfigError where a file would be written over that nobody wished away."""
+    if os.path.lexists(path) and not force:
+        raise ConfigError(f"{path} is there already, and is not written over: give --force, or another --config")
+
+
+def write_cluster(path: Path, text: str, *, force: bool) -> Cluster:
+    """Write it, once it is known to load.
+
+    Raises:
+        ConfigError: it is there already, cannot be written, or would not load.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        load_cluster(unfinished)
+        if force:
+            unfinished.replace(path)
+        else:
+            with path.open("x", encoding="utf-8") as file:  # where another process has just written one, it stays
+                file.write(text)
+    except FileExistsError:
+        require_room(path, force=False)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return load_cluster(path)

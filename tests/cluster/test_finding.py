@@ -1,0 +1,59 @@
+"""From workers that announce themselves to a cluster.yaml that answers: `brigade nodes` and `brigade init`."""
+
+import secrets
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.commands import answer_here, parse, run_here
+from tests.cluster.processes import Starter, Worker
+
+LISTENING = ("--timeout", "0.4")
+TRIES = 20  # a busy machine may need more than one
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def start_with_keys(start: Starter, folder: Path, name: str) -> Worker:
+    """A worker that has a name and a certificate, and no configuration."""
+    assert run_here("keys", "init").code == 0
+    assert run_here("keys", "issue", name).code == 0
+    worker = start.worker(name, "--keys", folder / "keys")
+    assert worker.address
+    return worker
+
+
+def test_a_worker_that_announces_itself_is_found_written_down_and_used(start: Starter, folder: Path) -> None:
+    name = f"mini-{secrets.token_hex(4)}"
+    worker = start_with_keys(start, folder, name)
+    tries = (run_here("init", name, "--yes", *LISTENING) for _ in range(TRIES))
+    wrote = next(each for each in tries if each.code == 0 or "announced itself" not in each.err)
+    assert wrote.code == 0, wrote.err
+    assert f"{name} at {worker.address} on this machine" in wrote.err
+    assert "next: brigade plan --config cluster.yaml" in wrote.err and "keys init" not in wrote.err
+    answer = answer_here("--config", "cluster.yaml", "--prompt", "go", "--max-tokens", "2")
+    assert [stage["node"] for stage in answer["stages"]] == ["coordinator", name]
+    heard = parse(run_here("nodes", "--json", "--config", "cluster.yaml", *LISTENING))["nodes"]
+    [node] = [each for each in heard if each["name"] == name]
+    assert (node["is_announced"], node["is_configured"], len(node["fingerprint"])) == (True, True, 64)
+    assert node["addresses"] == [
+        {"address": worker.address, "interface": "lo", "medium": "this machine", "is_configured": True}
+    ]
+    again = run_here("init", name, "--yes")
+    assert (again.code, again.err) == (
+        2, "error: cluster.yaml is there already, and is not written over: give --force, or another --config\n",
+    )  # fmt: skip
+
+
+def test_nobody_can_be_asked_without_a_terminal_and_nothing_is_written(folder: Path) -> None:
+    asked = run_here("init")
+    assert (asked.code, asked.err) == (2, "error: --yes: expected it where nobody can be asked\n")
+    nobody = run_here("init", "nobody", "--yes", "--timeout", "0.1")
+    assert (nobody.code, nobody.err) == (
+        3, "error: no worker 'nobody' announced itself within 0.1 s; see `brigade nodes`\n",
+    )  # fmt: skip
+    assert not list(folder.iterdir())

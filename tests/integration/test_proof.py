@@ -1,0 +1,51 @@
+"""Workers that announced themselves are asked who they are; only a certificate counts."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from coordinator.finding import proof
+from coordinator.finding.draft import Chosen
+from coordinator.finding.media import Medium
+from coordinator.finding.proof import coordinator_in, unproven
+from coordinator.finding.ways import Way
+from tests.integration.certificates import Certificates
+from tests.integration.conftest import serving
+from worker.node.identity import Role
+from worker.node.network import Network
+
+
+def chosen(address: str, names: Sequence[str]) -> list[Chosen]:
+    return [Chosen(name, (Way(address, "lo", Medium.HERE),), is_encrypted=True) for name in names]
+
+
+@pytest.fixture
+def certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Certificates:
+    monkeypatch.setattr(proof, "_WITHIN_S", 0.3)  # nobody is waited for
+    return Certificates(tmp_path)
+
+
+async def test_a_worker_is_who_its_certificate_says_and_nobody_else(certificates: Certificates) -> None:
+    async with serving(1, network_of=certificates.network) as [node]:
+        workers = chosen(node.address, ("node-1", "air"))
+        assert list(await unproven(workers, certificates.coordinator())) == ["air"]
+        stranger = certificates.wrong("foreign", "coordinator", Role.COORDINATOR)
+        assert list(await unproven(workers, stranger)) == ["node-1", "air"]
+
+
+async def test_without_certificates_a_worker_is_at_least_one_of_that_name() -> None:
+    async with serving(1) as [node]:
+        whys = await unproven(chosen(node.address, ("node-1", "air")), Network())
+        assert whys == {"air": f"who answers at {node.address} has another name"}
+
+
+def test_the_coordinator_is_whose_certificate_is_there(certificates: Certificates) -> None:
+    folder = certificates.authority.folder
+    certificates.authority.issue("mini", Role.WORKER)
+    (folder / "notes.pem").write_text("no certificate")
+    assert coordinator_in(folder) is None and coordinator_in(folder / "nowhere") is None
+    certificates.authority.issue("studio", Role.COORDINATOR)
+    assert coordinator_in(folder) == "studio"
+    certificates.authority.issue("laptop", Role.COORDINATOR)
+    assert coordinator_in(folder) is None

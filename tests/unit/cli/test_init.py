@@ -1,0 +1,53 @@
+"""What `brigade init` asks, and what it does not take for granted."""
+
+from typing import Any
+
+import pytest
+import typer
+
+from coordinator.cli import init
+from coordinator.finding.draft import Draft
+from coordinator.finding.draft import draft as drafted
+from tests.unit.finding.test_draft import CABLE, LOOPBACK, WIFI, node, plain
+
+OPEN = drafted([plain("mini", CABLE), plain("air", WIFI)], "coordinator")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The questions; all answered with their default."""
+    questions: list[str] = []
+
+    def answer(question: str, default: Any, **how: Any) -> Any:
+        questions.append(question)
+        return default
+
+    monkeypatch.setattr(typer, "confirm", answer)
+    monkeypatch.setattr(typer, "prompt", answer)
+    return questions
+
+
+def left(whole: Draft) -> list[str]:
+    return [worker.name for worker in whole.workers]
+
+
+@pytest.mark.parametrize("yes", [True, False])
+def test_no_link_is_left_unencrypted_because_nobody_said_no(asked: list[str], yes: bool) -> None:
+    found = init._encrypted_or_trusted(OPEN, yes=yes, insecure=False)
+    assert left(found) == [] and len(found.left_out) == 2
+    assert "links to it would not be encrypted" in found.left_out[0]
+    assert len(asked) == (not yes)
+
+
+def test_who_trusts_the_network_or_stays_on_the_machine_is_not_asked(asked: list[str]) -> None:
+    assert init._encrypted_or_trusted(OPEN, yes=False, insecure=True) == OPEN
+    for whole in (drafted([plain("mini", LOOPBACK)], "coordinator"), drafted([node("mini", CABLE)], "coordinator")):
+        assert init._encrypted_or_trusted(whole, yes=False, insecure=False) == whole
+    assert not asked
+
+
+def test_each_worker_and_the_model_are_asked_about_unless_all_is_wished(asked: list[str]) -> None:
+    assert init._taken(OPEN, yes=True) == OPEN and init._model(None, yes=True) == "demo" and not asked
+    assert init._taken(OPEN, yes=False) == OPEN and init._model(None, yes=False) == "demo"
+    assert asked[0] == "Take mini at 169.254.10.2:1 by Thunderbolt (bridge0)?" and len(asked) == 3
+    assert init._model("org/model", yes=False) == "org/model" and len(asked) == 3
