@@ -138,7 +138,7 @@ class Contents(_message.Message):
     def __init__(self, headers: _Optional[bytes] = ..., marks: _Optional[bytes] = ..., hub_hashes: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
-    __slots__ = ("model", "fingerprint", "start", "end", "num_layers", "dtype", "contents", "coordinator")
+    __slots__ = ("model", "fingerprint", "start", "end", "num_layers", "dtype", "contents", "coordinator", "memory_bytes")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
@@ -147,6 +147,7 @@ class LoadRequest(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     CONTENTS_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     model: str
     fingerprint: Fingerprint
     start: int
@@ -155,7 +156,8 @@ class LoadRequest(_message.Message):
     dtype: DType
     contents: Contents
     coordinator: Coordinator
-    def __init__(self, model: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., num_layers: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., contents: _Optional[_Union[Contents, _Mapping]] = ..., coordinator: _Optional[_Union[Coordinator, _Mapping]] = ...) -> None: ...
+    memory_bytes: int
+    def __init__(self, model: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., num_layers: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., contents: _Optional[_Union[Contents, _Mapping]] = ..., coordinator: _Optional[_Union[Coordinator, _Mapping]] = ..., memory_bytes: _Optional[int] = ...) -> None: ...
 
 class LoadProgress(_message.Message):
     __slots__ = ("phase", "done", "total")
@@ -427,7 +429,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("node", "clock", "step", "busy_s", "slots", "cache_bytes", "weight_bytes", "peak_memory_bytes", "sent_bytes")
+    __slots__ = ("node", "clock", "step", "busy_s", "slots", "cache_bytes", "weight_bytes", "peak_memory_bytes", "sent_bytes", "active_memory_bytes", "cached_memory_bytes")
     NODE_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -437,6 +439,8 @@ class StatusReply(_message.Message):
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     PEAK_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CACHED_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     node: str
     clock: int
     step: int
@@ -446,7 +450,9 @@ class StatusReply(_message.Message):
     weight_bytes: int
     peak_memory_bytes: int
     sent_bytes: int
-    def __init__(self, node: _Optional[str] = ..., clock: _Optional[int] = ..., step: _Optional[int] = ..., busy_s: _Optional[float] = ..., slots: _Optional[int] = ..., cache_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ...) -> None: ...
+    active_memory_bytes: int
+    cached_memory_bytes: int
+    def __init__(self, node: _Optional[str] = ..., clock: _Optional[int] = ..., step: _Optional[int] = ..., busy_s: _Optional[float] = ..., slots: _Optional[int] = ..., cache_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., active_memory_bytes: _Optional[int] = ..., cached_memory_bytes: _Optional[int] = ...) -> None: ...
 
 class CompileReply(_message.Message):
     __slots__ = ()
@@ -677,3 +683,7 @@ class Line(_message.Message):
     error: str
     transport: Transport
     def __init__(self, rtt_ms: _Optional[float] = ..., bytes_per_s: _Optional[float] = ..., error: _Optional[str] = ..., transport: _Optional[_Union[Transport, str]] = ...) -> None: ...
+
+class UnloadReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

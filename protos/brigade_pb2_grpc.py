@@ -94,6 +94,11 @@ class NodeStub:
                 request_serializer=protos_dot_brigade__pb2.ListenRequest.SerializeToString,
                 response_deserializer=protos_dot_brigade__pb2.Listener.FromString,
                 _registered_method=True)
+        self.Unload = channel.unary_unary(
+                '/brigade.v1.Node/Unload',
+                request_serializer=protos_dot_brigade__pb2.Coordinator.SerializeToString,
+                response_deserializer=protos_dot_brigade__pb2.UnloadReply.FromString,
+                _registered_method=True)
 
 
 class NodeServicer:
@@ -188,6 +193,13 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Unload(self, request, context):
+        """Lets go of the loaded shard, unless the node serves another coordinator than the one that asks: Load reads it again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -250,6 +262,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.Listen,
                     request_deserializer=protos_dot_brigade__pb2.ListenRequest.FromString,
                     response_serializer=protos_dot_brigade__pb2.Listener.SerializeToString,
+            ),
+            'Unload': grpc.unary_unary_rpc_method_handler(
+                    servicer.Unload,
+                    request_deserializer=protos_dot_brigade__pb2.Coordinator.FromString,
+                    response_serializer=protos_dot_brigade__pb2.UnloadReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -576,6 +593,33 @@ class Node:
             '/brigade.v1.Node/Listen',
             protos_dot_brigade__pb2.ListenRequest.SerializeToString,
             protos_dot_brigade__pb2.Listener.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Unload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/brigade.v1.Node/Unload',
+            protos_dot_brigade__pb2.Coordinator.SerializeToString,
+            protos_dot_brigade__pb2.UnloadReply.FromString,
             options,
             channel_credentials,
             insecure,

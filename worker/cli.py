@@ -26,6 +26,16 @@ Announce = Annotated[
         show_default=False,
     ),
 ]
+KeepAlive = Annotated[
+    float | None,
+    typer.Option(
+        metavar="S",
+        min=0.1,
+        help="Let go of layers that no coordinator has used for so long, seconds; the next one has them read again. "
+        "(default: never)",
+        show_default=False,
+    ),
+]
 
 
 def worker(
@@ -35,6 +45,7 @@ def worker(
     keys: Annotated[Path | None, typer.Option(metavar="FOLDER", help=_KEYS)] = None,
     model: Annotated[str | None, typer.Option(metavar="PATH_OR_REPO", help=_MODEL)] = None,
     announce: Announce = None,
+    keep_alive: KeepAlive = None,
     follow_parent: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Serve as a node until SIGTERM; sessions in progress go to the other nodes, or get ten seconds to end.
@@ -76,6 +87,7 @@ def worker(
         models=OwnModels.of(cluster, name, model),
         memory_bytes=entry.memory if entry else None,
         announces=cluster.announce if announce is None else announce,
+        keep_alive_s=keep_alive,
         follow_parent=follow_parent,
     )
 

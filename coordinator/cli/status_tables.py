@@ -19,6 +19,8 @@ def tables(found: Json) -> Group:
     """What `/cluster` says, or what the workers said."""
     shown: list[RenderableType] = [_heading(found), Text(), _nodes(found["nodes"])]
     shown += [Text(f"{node['name']}: {node['why']}", "red") for node in found["nodes"] if node.get("why")]
+    if found["nodes"]:
+        shown += [Text(), _memory(found["nodes"])]
     if hops := found.get("hops"):
         shown += [Text(), _hops(hops)]
     if requests := found.get("requests"):
@@ -50,6 +52,17 @@ def _nodes(nodes: list[Json]) -> Table:
         table.add_row(
             Text(node["name"]), Text(layers), _size(node.get("weight_bytes")), _size(node.get("cache_held_bytes")),
             _size(node.get("peak_memory_bytes")), busy, Text(state, _STYLES.get(state, "yellow")),
+        )  # fmt: skip
+    return table
+
+
+def _memory(nodes: list[Json]) -> Table:
+    """What each may use, how much of that is promised to requests, and what MLX holds and keeps."""
+    table = _table("memory", "may use", "promised", "active", "cached")
+    for node in nodes:
+        table.add_row(
+            Text(node["name"]), _size(node.get("memory_bytes")), _size(node.get("cache_promised_bytes")),
+            _size(node.get("active_memory_bytes")), _size(node.get("cached_memory_bytes")),
         )  # fmt: skip
     return table
 

@@ -39,6 +39,8 @@ async def _ask(peer: Peer) -> dict[str, Any]:
         "weight_bytes": status.weight_bytes,
         "cache_held_bytes": status.cache_bytes,
         "peak_memory_bytes": status.peak_memory_bytes,
+        "active_memory_bytes": status.active_memory_bytes,
+        "cached_memory_bytes": status.cached_memory_bytes,
         "slots": status.slots,
         "versions": {"mlx": hello.mlx_version, "mlx-lm": hello.mlx_lm_version},
     }

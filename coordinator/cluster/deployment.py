@@ -14,6 +14,7 @@ from worker.model.contents import contents_of
 from worker.model.modelspec import ModelSpec
 from worker.node.loading import load_shard
 from worker.process.call_thread import run_aside
+from worker.process.mlx_memory import forget_peak
 from worker.process.mlx_thread import MlxThread
 
 Progress = Callable[[str, LoadProgress], None]  # takes the node's name, or none for all of them
@@ -46,18 +47,23 @@ class Deployment:
             dtype=self.spec.dtype,
             contents=contents,
             coordinator=self.coordinator,
+            memory_bytes=assignment.memory_bytes,
         )
 
 
 class OwnNode:
     """This process as the node of stage 0: its MLX thread and its shard. Use as an async context manager."""
 
-    def __init__(self, thread: MlxThread | None = None) -> None:
-        """`thread` is this process's, where it has one already; without it one is made, and closed with this node."""
+    def __init__(self, thread: MlxThread | None = None, *, keeps_to_plan: bool = False) -> None:
+        """`thread` is this process's, where it has one already; without it one is made, and closed with this node.
+
+        If it `keeps_to_plan`, MLX is to take no more than the plan gives this node; not where it has other models, too.
+        """
         self.thread = thread or MlxThread()
         self.shard: Shard | None = None
         self._source: Checkpoint | None = None  # of the shard; fine-tunes of one model may be alike in all but weights
         self._closes_thread = thread is None
+        self._keeps_to_plan = keeps_to_plan
 
     async def __aenter__(self) -> "OwnNode":
         return self
@@ -90,6 +96,13 @@ class OwnNode:
         tensors = held.tensors if held and self._source is deployment.checkpoint else {}
         self.shard = held = None  # its memory is needed
         self.shard = await load_shard(
-            deployment.checkpoint, own.start, own.end, self.thread, partial(progress, own.name), held=tensors
+            deployment.checkpoint,
+            own.start,
+            own.end,
+            self.thread,
+            partial(progress, own.name),
+            held=tensors,
+            memory_bytes=own.memory_bytes if self._keeps_to_plan else 0,
         )
+        await self.thread.run(forget_peak)
         self._source = deployment.checkpoint

@@ -197,7 +197,7 @@ async def supervised(
     deployment = Deployment(checkpoint, spec, plan, members_of(plan, peers), options.check_finite)
     least = context.least if isinstance(context, Contexts) else plan.context
     async with (
-        OwnNode(thread) as own,
+        OwnNode(thread, keeps_to_plan=thread is None) as own,
         Supervisor(own, roster, deployment, options.limits, say=say, least_context=least, replan=replan) as supervisor,
     ):
         await supervisor.open(progress)

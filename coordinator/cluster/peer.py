@@ -12,6 +12,7 @@ import grpc.aio
 from coordinator.cluster.ways import Ways
 from protos.brigade_pb2 import (
     AttachRequest,
+    Coordinator,
     DigestRequest,
     ExamineRequest,
     Facts,
@@ -47,6 +48,7 @@ _HELLO_S = 5.0
 _ATTACH_S = 10.0
 _STALL_S = 120.0  # the longest that a load may go on without a sign of progress
 _DIGEST_S = 600.0
+_UNLOAD_S = 5.0
 _COMPILE_S = 5.0  # of a grammar
 _EXAMINE_S = 40.0  # several commands, 15 s each at most
 _LINK_S = 40.0  # of its examination: a gRPC call and three listeners
@@ -235,6 +237,10 @@ class Peer:
     async def compile(self, grammar: Grammar) -> None:
         """Have the worker get ready for a grammar. Raises what it refuses with, or StageLost."""
         await self._named(self._stub.Compile(grammar, timeout=_COMPILE_S))
+
+    async def unload(self, coordinator: Coordinator) -> None:
+        """Have the worker let go of what it holds. Raises NodeBusy if it serves another coordinator, or StageLost."""
+        await self._named(self._stub.Unload(coordinator, timeout=_UNLOAD_S))
 
     def detach(self) -> None:
         """Have the worker leave the chain: it drops every slot and keeps its shard."""

@@ -93,7 +93,9 @@ class _Collector:
             ("cache_budget_bytes", "That may be promised.", [node.cache_budget_bytes for node in nodes]),
             ("cache_held_bytes", "Held by caches.", [node.cache_held_bytes for node in nodes]),
             ("weight_bytes", "Of the stage's layers.", [node.weight_bytes for node in nodes]),
-            ("peak_memory_bytes", "The most so far.", [node.peak_memory_bytes for node in nodes]),
+            ("peak_memory_bytes", "The most since a request began.", [node.peak_memory_bytes for node in nodes]),
+            ("active_memory_bytes", "Held by MLX.", [node.active_memory_bytes for node in nodes]),
+            ("cached_memory_bytes", "Freed, and kept by MLX.", [node.cached_memory_bytes for node in nodes]),
             ("hop_sent_bytes", "To the next stage since it joined the chain.", [node.sent_bytes for node in nodes]),
         ):
             family = GaugeMetricFamily(f"brigade_{name}", said, labels=("model_name", "stage", "worker"))

@@ -32,7 +32,9 @@ class NodeNow:
     cache_promised_bytes: int
     cache_budget_bytes: int
     cache_held_bytes: int | None
-    peak_memory_bytes: int | None
+    peak_memory_bytes: int | None  # since the latest request began
+    active_memory_bytes: int | None  # that MLX holds, and
+    cached_memory_bytes: int | None  # those beside them that it has freed and keeps for what comes
     utilisation: float  # of the last ten seconds
     sent_bytes: int | None  # since it joined the chain
     slots: int | None
@@ -143,6 +145,8 @@ def _node(
         cache_budget_bytes=max(0, place.memory_bytes - place.weight_bytes),
         cache_held_bytes=said.cache_bytes if said else None,
         peak_memory_bytes=said.peak_memory_bytes if said else None,
+        active_memory_bytes=said.active_memory_bytes if said else None,
+        cached_memory_bytes=said.cached_memory_bytes if said else None,
         utilisation=utilisation.get(place.name, 0.0) if is_joined else 0.0,
         sent_bytes=said.sent_bytes if said else None,
         slots=said.slots if said else None,

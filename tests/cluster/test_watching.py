@@ -110,6 +110,8 @@ class Node(Exact):
     cache_budget_bytes: int
     cache_held_bytes: int | None
     peak_memory_bytes: int | None
+    active_memory_bytes: int | None
+    cached_memory_bytes: int | None
     utilisation: float
     sent_bytes: int | None
     slots: int | None

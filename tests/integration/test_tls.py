@@ -13,6 +13,7 @@ import pytest
 
 from coordinator.cluster.authority import Authority
 from coordinator.cluster.peer import Peer
+from protos.brigade_pb2 import Coordinator
 from tests.integration.certificates import Certificates, Shown
 from tests.integration.conftest import NETWORK, Models, RunningNode, answer, load_request, opened, serving
 from tests.integration.upstream import attach_request
@@ -120,6 +121,7 @@ async def test_only_a_coordinator_may_ask_load_and_attach(models: Models, certif
             peer.attach(attach_request(folder)),
             peer.status(1.0),
             peer.digests(),
+            peer.unload(Coordinator()),
         )
         for call in calls:
             with pytest.raises(

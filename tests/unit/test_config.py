@@ -99,7 +99,7 @@ SIZE = "expected a size such as 24GiB, 24GB, 512MiB or a whole number of bytes a
 NAME = "expected a name of letters, digits, '-', '_' and '.'"
 TEXT = "expected text (in quotes, if YAML takes it for something else)"
 UNIQUE = "expected one that no other node has"
-KEYS = "expected one of model, models, pull, insecure, tls, context, layers, order, coordinator, workers"
+KEYS = "expected one of model, models, pull, announce, insecure, tls, context, layers, order, coordinator, workers"
 HOST_LIKE = "expected a name like that of a host, as certificates carry it"
 COUNT = "expected a whole number above 0"
 

@@ -13,7 +13,7 @@ import mlx.core as mx
 from protos.brigade_pb2 import Grammar, LoadProgress, LoadRequest
 from worker.compute.header import check_grammar, dtype_name
 from worker.compute.shard import Shard
-from worker.errors import ModelError
+from worker.errors import ModelError, StageLost
 from worker.model.checkpoint import Checkpoint
 from worker.model.contents import check_contents, check_files
 from worker.model.describe import describe
@@ -22,6 +22,7 @@ from worker.node.loading import load_shard
 from worker.node.log import Log
 from worker.node.own_models import OwnModels
 from worker.process.call_thread import run_aside
+from worker.process.mlx_memory import forget_peak, give_back, keep_within
 from worker.process.mlx_thread import MlxThread
 
 _WAITING_S = 1.0  # between two signs of life of a load that waits for another one
@@ -50,6 +51,7 @@ class Loader:
         self._models = models
         self._log = log
         self._turn = asyncio.Lock()
+        self._is_let_go = False  # what was loaded last
 
     @property
     def is_busy(self) -> bool:
@@ -82,20 +84,39 @@ class Loader:
         held, wanted = self.loaded, _shard_of(request)
         if held and (held.request, held.stamp) == (wanted, stamp):
             self._log.kept(request)
+            if request.memory_bytes:
+                await self._thread.run(partial(keep_within, request.memory_bytes, held.shard.nbytes))
             await report(LoadProgress(phase="kept", done=held.shard.nbytes, total=held.shard.nbytes))
             return
         tensors = held.shard.tensors if held and _is_of_same_model(held, wanted, stamp) else {}
         self.loaded = held = None  # its memory is needed
+        self._is_let_go = False
         with self._log.loading(request):
             began = time.monotonic()
             shard = await self._load(checkpoint, request, tensors, report)
             await run_aside(partial(check_contents, checkpoint, request.contents))  # files that have only now arrived
             self.loaded = Loaded(wanted, _stamp_after(checkpoint, stamp), shard)
+            await self._thread.run(forget_peak)
             self._log.loaded(request, shard.nbytes, time.monotonic() - began)
 
+    async def let_go(self, why: str) -> None:
+        """Hold nothing any more: whoever wants it has it loaded again."""
+        if (loaded := self.loaded) is None:
+            return
+        self.loaded, self._is_let_go = None, True
+        self._log.let_go(loaded.request, why)
+        del loaded
+        await self._thread.run(give_back)
+
     def loaded_as(self, expected: LoadRequest) -> Loaded:
-        """The loaded shard, if it is the one that the coordinator means. Raises ModelError if it is not."""
+        """The loaded shard, if it is the one that the coordinator means.
+
+        Raises:
+            ModelError: it is another one. StageLost: it was let go, and is to be loaded again.
+        """
         loaded = self.loaded
+        if loaded is None and self._is_let_go:
+            raise StageLost("has let its layers go meanwhile; they are to be loaded again")
         if loaded is None or loaded.request != _shard_of(expected):
             held = f"[{loaded.request.start}, {loaded.request.end}) of {loaded.request.model}" if loaded else "none"
             raise ModelError(
@@ -139,7 +160,17 @@ class Loader:
         given_up = threading.Event()
         progress: asyncio.Queue[LoadProgress | None] = asyncio.Queue()
         layers = request.start, request.end
-        load = asyncio.create_task(load_shard(checkpoint, *layers, self._thread, progress.put_nowait, given_up, held))
+        load = asyncio.create_task(
+            load_shard(
+                checkpoint,
+                *layers,
+                self._thread,
+                progress.put_nowait,
+                given_up,
+                held,
+                memory_bytes=request.memory_bytes,
+            )
+        )
         load.add_done_callback(lambda _: progress.put_nowait(None))
         try:
             while (each := await progress.get()) is not None:
@@ -208,4 +239,5 @@ def _shard_of(request: LoadRequest) -> LoadRequest:
     shard.CopyFrom(request)
     shard.ClearField("coordinator")
     shard.ClearField("contents")
+    shard.ClearField("memory_bytes")
     return shard

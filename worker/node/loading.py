@@ -15,7 +15,7 @@ from worker.model.describe import shard_tensors
 from worker.model.headers import TensorInfo
 from worker.model.repository import is_repository
 from worker.process.call_thread import run_aside
-from worker.process.machine import keep_resident
+from worker.process.mlx_memory import keep_resident, keep_within
 from worker.process.mlx_thread import MlxThread
 
 Progress = Callable[[LoadProgress], None]
@@ -57,6 +57,7 @@ async def load_shard(
     progress: Progress,
     given_up: threading.Event | None = None,
     held: dict[str, mx.array] | None = None,
+    memory_bytes: int = 0,
 ) -> Shard:
     """Download what is missing, then build and materialise layers [start, end) on the MLX thread.
 
@@ -65,12 +66,13 @@ async def load_shard(
         given_up: once it is set, GivenUp is raised after the next piece of a file or the next layer. Cancelling sets
             it too, but returns at once: who cares for the files and the memory sets it and waits.
         held: what another shard of this very checkpoint has read. It is emptied.
+        memory_bytes: what this process is to keep within; 0 leaves that to MLX.
     """
     given_up = given_up or threading.Event()
     load = _Load(checkpoint, shard_tensors(checkpoint, start, end), progress, given_up)
     try:
         await run_aside(load.fetch)
-        return await thread.run(partial(load.build, start, end, held))
+        return await thread.run(partial(load.build, start, end, held, memory_bytes))
     except asyncio.CancelledError:
         given_up.set()
         raise
@@ -96,11 +98,15 @@ class _Load:
             self._go_on()
             self._checkpoint.fetch([name for name in self._names if tensors[name].file == file], advance)
 
-    def build(self, start: int, end: int, held: dict[str, mx.array] | None) -> Shard:
+    def build(self, start: int, end: int, held: dict[str, mx.array] | None, memory_bytes: int) -> Shard:
         self._go_on()
         shard = Shard(self._checkpoint, start, end, held)
-        keep_resident()
-        shard.materialise(self._counter("load", sum(self._checkpoint.tensors[name].nbytes for name in self._names)))
+        nbytes = sum(self._checkpoint.tensors[name].nbytes for name in self._names)
+        if memory_bytes:
+            keep_within(memory_bytes, nbytes)
+        else:
+            keep_resident()
+        shard.materialise(self._counter("load", nbytes))
         return shard
 
     def _go_on(self) -> None:

@@ -41,6 +41,9 @@ class Log:
     def kept(self, request: LoadRequest) -> None:
         self._say(f"kept {_shard(request)}")
 
+    def let_go(self, request: LoadRequest, why: str) -> None:
+        self._say(f"let {_shard(request)} go: {why}; it is read again when it is wanted")
+
     def failed(self, text: str) -> None:
         self._say(text)
 

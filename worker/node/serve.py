@@ -38,6 +38,7 @@ def serve(
     models: OwnModels,
     memory_bytes: int | None,
     announces: bool,
+    keep_alive_s: float | None = None,
     follow_parent: bool,
 ) -> None:
     """Serve as one node until SIGTERM or SIGINT; `binds` are HOST:PORT, port 0 takes a free one.
@@ -48,6 +49,7 @@ def serve(
     Args:
         cluster: the node's own configuration, of which coordinators are told.
         models: those that they may have it load.
+        keep_alive_s: how long a shard that nobody uses is held; None: for ever.
         announces: whether it tells its network that it is there; one that follows its parent does not.
     Raises:
         ConfigError: the network allows none of them, or none can be had.
@@ -60,14 +62,21 @@ def serve(
     service = NodeService(name, thread, network, models, memory_bytes, configuration, log)
     try:
         with kept_awake():
-            uvloop.run(_serve(service, binds, network, announces=announces, follow_parent=follow_parent))
+            with_flags = partial(_serve, announces=announces, keep_alive_s=keep_alive_s, follow_parent=follow_parent)
+            uvloop.run(with_flags(service, binds, network))
     finally:
         thread.close()
         mx.clear_streams()
 
 
 async def _serve(
-    service: NodeService, binds: Sequence[str], network: Network, *, announces: bool, follow_parent: bool
+    service: NodeService,
+    binds: Sequence[str],
+    network: Network,
+    *,
+    announces: bool,
+    keep_alive_s: float | None,
+    follow_parent: bool,
 ) -> None:
     stop = _stop_event(follow_parent=follow_parent)
     async with listening(service, binds, network, service.log) as found:
@@ -75,7 +84,7 @@ async def _serve(
             print(json.dumps({"name": service.name, "address": found.addresses[0]}), flush=True)
         for address in found.addresses:
             service.log.listens(address)
-        async with contextlib.AsyncExitStack() as stack:
+        async with service.letting_go(keep_alive_s), contextlib.AsyncExitStack() as stack:
             if announces and not follow_parent:
                 say = partial(about, service.name, network)
                 await stack.enter_async_context(announcing(say, found.addresses, service.log))

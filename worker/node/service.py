@@ -5,10 +5,10 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from importlib.metadata import version
 
 import grpc.aio
-import mlx.core as mx
 
 from protos.brigade_pb2 import (
     TRANSPORT_GRPC,
@@ -35,6 +35,7 @@ from protos.brigade_pb2 import (
     Speed,
     StatusReply,
     StatusRequest,
+    UnloadReply,
 )
 from protos.brigade_pb2_grpc import NodeServicer
 from worker.errors import (
@@ -48,6 +49,7 @@ from worker.errors import (
 )
 from worker.node.attachment import Attachment, check_place
 from worker.node.examine import examine
+from worker.node.keep_alive import Use, letting_go
 from worker.node.loader import Loader
 from worker.node.log import Log
 from worker.node.measured import kept_speed, measured_speed
@@ -60,6 +62,7 @@ from worker.node.stage import Stage
 from worker.node.status import abort
 from worker.node.way import measure_link
 from worker.process.machine import memory_budget
+from worker.process.mlx_memory import memory_held
 from worker.process.mlx_thread import MlxThread
 from worker.process.to_the_end import to_the_end
 
@@ -88,6 +91,7 @@ class NodeService(NodeServicer):
         self._configuration = configuration
         self._incarnation = secrets.token_hex(8)
         self._started = time.time_ns()
+        self._use = Use()
         self._loader = Loader(thread, models or OwnModels(), self.log)
         self._attachment: Attachment | None = None
         self._is_draining = False
@@ -110,6 +114,10 @@ class NodeService(NodeServicer):
         """Return once no slot is open."""
         if self._stage:
             await self._stage.wait_idle()
+
+    def letting_go(self, keep_alive_s: float | None) -> AbstractAsyncContextManager[None]:
+        """Have it hold nothing that has not been used for so long, until the end of the context; None keeps it."""
+        return letting_go(self._use, self._loader, keep_alive_s)
 
     async def wait_detached(self) -> None:
         """Return once this node is part of no chain."""
@@ -142,7 +150,8 @@ class NodeService(NodeServicer):
                 self._network.require_coordinator(context)
                 async with self._loader.turn(context.write):
                     await self._make_way_for(request.coordinator)
-                    await self._loader.load(request, context.write)
+                    with self._use.using():
+                        await self._loader.load(request, context.write)
 
     async def Attach(self, request: AttachRequest, context: Context) -> None:
         async with self._reporting(context), contextlib.AsyncExitStack() as stack:
@@ -153,6 +162,7 @@ class NodeService(NodeServicer):
                     raise NodeBusy("is loading a shard; try again once it has")
                 self._loader.loaded_as(request.loaded)
                 check_place(request)
+                stack.enter_context(self._use.using())
                 attachment = Attachment(request, context.write)
                 await stack.enter_async_context(self._holding(attachment))
                 await attachment.open(
@@ -173,24 +183,29 @@ class NodeService(NodeServicer):
     async def Status(self, request: StatusRequest, context: Context) -> StatusReply:
         async with self._reporting(context):
             self._network.require_coordinator(context)
-        reply = StatusReply(clock=time.monotonic_ns(), peak_memory_bytes=mx.get_peak_memory())
-        if self._stage:
-            reply = self._stage.status()
-        elif self._loader.loaded:
-            reply.weight_bytes = self._loader.loaded.shard.nbytes
+        reply = self._stage.status() if self._stage else self._status_beside_chains()
         reply.node = self.name
         return reply
 
     async def Digest(self, request: DigestRequest, context: Context) -> DigestReply:
         async with self._reporting(context):
             self._network.require_coordinator(context)
-            return DigestReply(digests=await self._loader.digests())
+            with self._use.using():
+                return DigestReply(digests=await self._loader.digests())
 
     async def Compile(self, request: Grammar, context: Context) -> CompileReply:
         async with self._reporting(context):
             self._network.require_coordinator(context)
             await self._loader.compile(request)
             return CompileReply()
+
+    async def Unload(self, request: Coordinator, context: Context) -> UnloadReply:
+        async with self._reporting(context):
+            with self.log.refusing(f"to let its layers go for coordinator {request.name}"):
+                self._network.require_coordinator(context)
+                await self._make_way_for(request)
+                await self._loader.let_go(f"coordinator {request.name} is idle")
+                return UnloadReply()
 
     async def Measure(self, request: MeasureRequest, context: Context) -> Speed:
         async with self._reporting(context):
@@ -226,6 +241,16 @@ class NodeService(NodeServicer):
             async with once(self._network, request) as port:
                 await context.write(port.listener)
                 await port.answer()
+
+    def _status_beside_chains(self) -> StatusReply:
+        memory, loaded = memory_held(), self._loader.loaded
+        return StatusReply(
+            clock=time.monotonic_ns(),
+            weight_bytes=loaded.shard.nbytes if loaded else 0,
+            peak_memory_bytes=memory.peak,
+            active_memory_bytes=memory.active,
+            cached_memory_bytes=memory.cached,
+        )
 
     @contextlib.asynccontextmanager
     async def _reporting(self, context: Context) -> AsyncIterator[None]:

@@ -16,6 +16,7 @@ from worker.compute.exhaustion import memory_errors_named
 from worker.errors import BrigadeError, FrameError, StageLost, without_trace
 from worker.node.hop import put, take
 from worker.node.parts import PLAIN, Arrival, Joiner, Wire
+from worker.process.mlx_memory import forget_peak, memory_held
 from worker.process.mlx_thread import MlxThread
 
 _DEPTH = 64  # frames that may wait here: more than a scheduler ever has in flight, so one more is a peer's mistake
@@ -128,6 +129,7 @@ class Stage:
 
     def status(self) -> StatusReply:
         """What this stage is doing and what it holds now; asks nothing of the MLX thread."""
+        memory = memory_held()
         return StatusReply(
             clock=time.monotonic_ns(),
             step=self.last_step,
@@ -135,7 +137,9 @@ class Stage:
             slots=self.engine.num_slots,
             cache_bytes=self.engine.cache_bytes,
             weight_bytes=self.engine.weight_bytes,
-            peak_memory_bytes=mx.get_peak_memory(),
+            peak_memory_bytes=memory.peak,
+            active_memory_bytes=memory.active,
+            cached_memory_bytes=memory.cached,
             sent_bytes=self._sent_bytes,
         )
 
@@ -206,6 +210,8 @@ class Stage:
             return None
         taken = time.monotonic_ns()
         self._newest_begun = arrival.header.step
+        if arrival.header.opened:
+            forget_peak()
         return self.engine.begin(arrival.header, self._input(arrival), received, taken)
 
     def _input(self, arrival: Arrival) -> mx.array | None:

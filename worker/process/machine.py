@@ -38,12 +38,6 @@ def multiplies_experts(dtype: mx.Dtype) -> bool:
     return dtype == mx.float32 or mx.default_device().type == mx.gpu
 
 
-def keep_resident() -> None:
-    """On Apple silicon, let Metal wire what is loaded: a shard paged out between steps would stall the chain."""
-    if working_set := mx.device_info().get("max_recommended_working_set_size"):
-        mx.set_wired_limit(int(working_set))
-
-
 def allow_connections(count: int) -> None:
     """Let this process open so many beside its files: macOS allows it 256 descriptors unless it asks for more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

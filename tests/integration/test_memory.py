@@ -1,0 +1,101 @@
+"""What a node holds: within the plan's figures, told by request, and let go when nobody uses it."""
+
+import io
+import weakref
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from protos.brigade_pb2 import Coordinator
+from tests.integration.conftest import Models, RunningNode, answer, load, load_request, opened, serving
+from tests.integration.many import until
+from tests.integration.upstream import attach_request
+from worker.compute.shard import Shard
+from worker.errors import NodeBusy, StageLost
+from worker.node.service import NodeService
+
+PROMPT = (1, 2, 3)
+
+
+def shard_of(node: RunningNode) -> weakref.ref[Shard]:
+    loaded = node.service._loader.loaded
+    assert loaded is not None
+    return weakref.ref(loaded.shard)
+
+
+async def unload(node: RunningNode, coordinator: str) -> None:
+    peer = node.peer()
+    try:
+        await peer.unload(Coordinator(id=coordinator, name=coordinator))
+    finally:
+        await peer.close()
+
+
+async def test_a_worker_keeps_to_what_the_plan_gives_it_whether_it_loads_or_keeps(models: Models) -> None:
+    usual = mx.set_memory_limit(1 << 40)
+    request = load_request(models("qwen3").folder, 2, 4)
+    try:
+        async with serving(1) as [node]:
+            for memory_bytes, phase in ((123 << 20, "load"), (234 << 20, "kept")):
+                request.memory_bytes = memory_bytes
+                assert (await load(node, request))[-1].phase == phase
+                assert mx.set_memory_limit(usual) == memory_bytes
+    finally:
+        mx.set_memory_limit(usual)
+
+
+async def test_the_peak_is_that_of_the_latest_request(models: Models) -> None:
+    whole = models("qwen3")
+    async with serving(1) as [node], opened(whole.folder, (2, 2), [node]) as chain:
+        mx.eval(large := mx.zeros(64 << 20, dtype=mx.uint8))
+        del large
+        assert min(status.peak_memory_bytes for status in await chain.statuses()) > 64 << 20
+        await answer(chain, PROMPT, 3)
+        own, theirs = await chain.statuses()
+        for status in (own, theirs):
+            assert status.active_memory_bytes <= status.peak_memory_bytes < 64 << 20
+            assert status.active_memory_bytes >= status.weight_bytes
+
+
+async def test_a_shard_is_held_while_it_is_used_then_let_go_and_read_again(models: Models) -> None:
+    whole, out = models("qwen3"), io.StringIO()
+    references = []
+    async with serving(1, out=out) as [node], node.service.letting_go(0.02):
+        for _ in range(2):
+            async with opened(whole.folder, (2, 2), [node]) as chain:
+                references.append(shard_of(node))
+                assert (await answer(chain, PROMPT, 3)).tokens == whole.tokens(PROMPT, 3)
+                assert references[-1]() is not None
+            del chain
+            await until(lambda: references[-1]() is None)
+        assert node.service._loader.loaded is None
+        await load(node, load_request(whole.folder, 2, 4))
+        await until(lambda: node.service._loader.loaded is None)
+        with pytest.raises(StageLost, match=r"^worker node-1: has let its layers go meanwhile"):
+            await attach(node, whole.folder)
+    assert out.getvalue().count("go: unused for 0.02 s; it is read again when it is wanted\n") == 3
+
+
+async def test_a_worker_lets_go_for_whoever_has_it_and_for_nobody_else(models: Models) -> None:
+    whole = models("qwen3")
+    async with serving(1) as [node]:
+        async with opened(whole.folder, (2, 2), [node]):
+            with pytest.raises(NodeBusy, match="already serves another coordinator"):
+                await unload(node, "another")
+            assert shard_of(node)() is not None
+        await until(lambda: is_free(node.service))
+        await unload(node, "another")
+        assert node.service._loader.loaded is None
+
+
+def is_free(service: NodeService) -> bool:
+    return service._attachment is None
+
+
+async def attach(node: RunningNode, folder: Path) -> None:
+    peer = node.peer()
+    try:
+        await peer.attach(attach_request(folder))
+    finally:
+        await peer.close()
