@@ -35,9 +35,20 @@ QueueTimeout = Annotated[
 ShutdownTimeout = Annotated[
     float, typer.Option(min=0, help="How long answers may go on once it is told to stop.", rich_help_panel=_SERVER)
 ]
-KeepAlive = Annotated[
+Heartbeat = Annotated[
     float,
     typer.Option(min=0.1, help="How often a silent stream says that it lives, seconds.", rich_help_panel=_SERVER),
+]
+KeepAlive = Annotated[
+    float | None,
+    typer.Option(
+        metavar="S",
+        min=0.1,
+        help="Let the model go, on all nodes, once nobody has asked for so long, seconds; the next request waits until "
+        "it is read again. (default: never)",
+        show_default=False,
+        rich_help_panel=_SERVER,
+    ),
 ]
 AllowedHost = Annotated[
     list[str] | None,
@@ -80,7 +91,8 @@ def serve(
     max_waiting: MaxWaiting = 256,
     queue_timeout: QueueTimeout = 60.0,
     shutdown_timeout: ShutdownTimeout = 30.0,
-    keep_alive: KeepAlive = 10.0,
+    heartbeat: Heartbeat = 10.0,
+    keep_alive: KeepAlive = None,
     allowed_host: AllowedHost = None,
     cors_origin: CorsOrigin = None,
     tls_cert: TlsCert = None,
@@ -137,7 +149,8 @@ def serve(
         max_waiting=max_waiting,
         shutdown_timeout_s=shutdown_timeout,
         tls=load_tls(tls_cert, tls_key) if tls_cert and tls_key else None,
-        limits=RequestLimits(max_tokens=max_tokens, queue_timeout_s=queue_timeout, keep_alive_s=keep_alive),
+        limits=RequestLimits(max_tokens=max_tokens, queue_timeout_s=queue_timeout, heartbeat_s=heartbeat),
+        keep_alive_s=keep_alive,
         sampling=sampling,
     )
     require_reachable(serving)

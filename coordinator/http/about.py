@@ -11,6 +11,7 @@ from coordinator.http.errors import unavailable
 from coordinator.http.json_response import JSONResponse
 from coordinator.http.served import Served
 from coordinator.http.streams import unless_left
+from coordinator.resident.model import State
 
 _DEEP_S = 5.0
 
@@ -37,11 +38,11 @@ async def live(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """Whether requests are answered now; with `?deep=1` one token goes through all stages first."""
+    """Whether requests are answered now; with `?deep=1` one token goes through all stages first, if it is awake."""
     served: Served = request.app.state.served
-    standing = served.standing
-    if standing.takes_requests and request.query_params.get("deep") == "1":
+    if served.standing.takes_requests and request.query_params.get("deep") == "1":
         await unless_left(request, _send_token(served))
+    standing = served.standing
     body = {"status": standing.state.value, "why": standing.why}
     if standing.takes_requests:
         return JSONResponse(body)
@@ -49,11 +50,11 @@ async def health(request: Request) -> Response:
 
 
 async def _send_token(served: Served) -> None:
-    """Raises Refusal (503) if it is not back in time, or could not be sent for those of others."""
-    model = served.require_model()
+    """Not where the model is asleep. Raises Refusal (503) if it is not back in time, or those of others take it all."""
     try:
         async with asyncio.timeout(_DEEP_S), served.looking:
-            await model.look()
+            if served.standing.state is not State.ASLEEP:
+                await served.require_model().look()
     except TimeoutError:
         raise unavailable(f"no token went through all stages within {_DEEP_S:g} s", "too_slow") from None
 

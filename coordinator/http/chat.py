@@ -25,7 +25,7 @@ async def chat_completions(request: Request) -> Response:
     served: Served = request.app.state.served
     body = await read_body(request, ChatBody, served.limits.body_bytes)
     served.require_name(body.model)
-    model = served.require_model()
+    model = await unless_left(request, served.wake_model())
     tasks, answer = await unless_left(request, prepare_chat(model, served.names[0], body))
     if body.stream:
         events = _events(model, tasks, answer, body)

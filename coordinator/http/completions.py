@@ -24,7 +24,7 @@ async def completions(request: Request) -> Response:
     served: Served = request.app.state.served
     body = await read_body(request, CompletionBody, served.limits.body_bytes)
     served.require_name(body.model)
-    model = served.require_model()
+    model = await unless_left(request, served.wake_model())
     tasks, answer = await unless_left(request, prepare_completions(model, served.names[0], body))
     if body.stream:
         return await event_stream(request, _events(model, tasks, answer, body), tell=tell, end=DONE)

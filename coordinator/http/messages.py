@@ -22,7 +22,7 @@ async def messages(request: Request) -> Response:
     served: Served = request.app.state.served
     body = await read_body(request, MessagesBody, served.limits.body_bytes)
     served.require_name(body.model)
-    model = served.require_model()
+    model = await unless_left(request, served.wake_model())
     with naming(_NAMES):
         task = await unless_left(request, model.prepare(body.ask()))
     answer = MessageAnswer(f"msg_{uuid.uuid4().hex}", served.names[0], len(task.request.prompt))

@@ -23,7 +23,7 @@ async def responses(request: Request) -> Response:
     served: Served = request.app.state.served
     body = await read_body(request, ResponsesBody, served.limits.body_bytes)
     served.require_name(body.model)
-    model = served.require_model()
+    model = await unless_left(request, served.wake_model())
     with naming(_FORMAT):  # a `prompt` that is refused here is the body's own
         ask = body.ask()
     with naming(_NAMES):

@@ -1,16 +1,19 @@
 """From a configuration to a server that answers until it is told to stop. HTTP and gRPC share one event loop."""
 
 import asyncio
+import gc
 import re
 import ssl
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from coordinator.cluster.options import DEFAULT_CONTEXT, ClusterOptions
 from coordinator.cluster.progress import say
+from coordinator.cluster.unload import unload_workers
 from coordinator.http.app import make_app
 from coordinator.http.keys import Keys
 from coordinator.http.listen import answering, listening
@@ -23,6 +26,7 @@ from coordinator.resident.tally import Tally
 from coordinator.resident.watch_log import logged
 from worker.config import is_loopback
 from worker.errors import BrigadeError, InputError
+from worker.process.mlx_memory import give_back
 
 _ORIGIN = r"[a-z][a-z0-9+.-]*://[^\s/?#@A-Z]+"  # without a path, not even a slash; in small letters
 _REOPEN_S = 5.0  # after no chain could be opened for as long as a recovery may take
@@ -43,6 +47,7 @@ class Serving:
     max_waiting: int = 256
     shutdown_timeout_s: float = 30.0
     reopen_s: float = _REOPEN_S
+    keep_alive_s: float | None = None  # how long the model is held while nobody asks; None: for ever
     tls: ssl.SSLContext | None = None
     limits: RequestLimits = field(default_factory=RequestLimits)
     sampling: Mapping[str, Any] = field(default_factory=dict)  # for requests that do not say; above the model's own
@@ -79,7 +84,14 @@ async def serve(options: ClusterOptions, serving: Serving) -> None:
         max_tokens=serving.limits.max_tokens,
         aside=OneAtATime(max_wait_s=serving.limits.queue_timeout_s, on_refused=tally.refuse),
     )
-    served = Served(frontend, serving.names or (_name_of(frontend),), int(time.time()), serving.limits, tally=tally)
+    served = Served(
+        frontend,
+        serving.names or (_name_of(frontend),),
+        int(time.time()),
+        serving.limits,
+        tally=tally,
+        most_waking=serving.max_waiting,
+    )
     app = make_app(served, keys=serving.keys, hosts=serving.hosts, origins=serving.cors_origins)
     with listening(serving.host, serving.port) as listener:
         url = serving.url(listener.getsockname()[1])
@@ -94,35 +106,70 @@ def _name_of(frontend: Frontend) -> str:
     return Path(name).name if Path(name).is_absolute() else name
 
 
+class Over(Enum):
+    """Why a model is used no more, other than that it failed."""
+
+    STOPPED = "the server was told to stop"
+    UNUSED = "nobody asks"
+
+
 async def _keep_serving(
     options: ClusterOptions, serving: Serving, served: Served, url: str, answers: "asyncio.Task[None]"
 ) -> None:
-    """Load the model, and anew whenever its cluster has failed for good. Returns once it was told to stop."""
-    spec, was_open = served.frontend.spec, False
-    context = serving.context or Contexts(min(DEFAULT_CONTEXT, spec.context), spec.context)
+    """Load the model, and anew whenever its cluster has failed for good, or it was let go and somebody asks.
+
+    Returns once it was told to stop.
+    """
     while True:
         try:
-            async with open_resident(
-                served.frontend,
-                options,
-                context,
-                max_waiting=serving.max_waiting,
-                max_wait_s=serving.limits.queue_timeout_s,
-                tally=served.tally,
-            ) as model:
-                await model.expect_grammars()
-                served.model, was_open = model, True
-                say(f"serving {', '.join(served.names)} at {url}, {room_said(model.context, serving.context)}")
-                if await _is_stopped(model, serving, answers):
-                    return
+            if await _serve_once(options, serving, served, url, answers) is Over.STOPPED:
+                return
+            await _sleep_until_wanted(options, served)
         except BrigadeError as error:
-            if not was_open:
+            if not served.was_there:
                 raise
             say(f"{error}; trying again in {serving.reopen_s:g} s")
-            served.without_model = Standing(State.RECOVERING, str(error))
+            served.lose(Standing(State.RECOVERING, str(error)))
+            await asyncio.sleep(serving.reopen_s)
         finally:
             served.model = None
-        await asyncio.sleep(serving.reopen_s)
+
+
+async def _serve_once(
+    options: ClusterOptions, serving: Serving, served: Served, url: str, answers: "asyncio.Task[None]"
+) -> Over:
+    """Answer by one model for as long as it is of use. Raises why it could not be opened, or failed."""
+    spec = served.frontend.spec
+    async with open_resident(
+        served.frontend,
+        options,
+        serving.context or Contexts(min(DEFAULT_CONTEXT, spec.context), spec.context),
+        max_waiting=serving.max_waiting,
+        max_wait_s=serving.limits.queue_timeout_s,
+        tally=served.tally,
+    ) as model:
+        await model.expect_grammars()
+        served.take(model)
+        say(f"serving {', '.join(served.names)} at {url}, {room_said(model.context, serving.context)}")
+        while await _wait_over(model, serving, answers) is Over.UNUSED:
+            async with served.looking:
+                if not model.use.is_used:  # nobody has come while a look came to its end
+                    served.fall_asleep(
+                        f"nobody asked for {serving.keep_alive_s:g} s; the next request has it read again"
+                    )
+                    return Over.UNUSED
+        return Over.STOPPED
+
+
+async def _sleep_until_wanted(options: ClusterOptions, served: Served) -> None:
+    """Let the model go on every node."""
+    say(f"asleep: {served.standing.why}")
+    await unload_workers(options)
+    gc.collect()  # what it was made of leads back to itself here and there
+    give_back()
+    await served.wanted.wait()
+    served.without_model = Standing(State.LOADING, "somebody asks: the model is read again")
+    say(served.without_model.why)
 
 
 def room_said(context: int, wished: int | None) -> str:
@@ -131,22 +178,37 @@ def room_said(context: int, wished: int | None) -> str:
     return f"{said}: the model has no room for {wished}" if wished is not None and wished > context else said
 
 
-async def _is_stopped(model: ResidentModel, serving: Serving, answers: "asyncio.Task[None]") -> bool:
-    """True once it was told to stop and what was under way has ended. Raises what makes the model useless.
+async def _wait_over(model: ResidentModel, serving: Serving, answers: "asyncio.Task[None]") -> Over:
+    """Once it was told to stop, and what was under way has ended; or nobody has asked for so long as it is kept.
 
     Args:
         answers: what clients are answered by. Cancelled because that has ended, there is nothing to wait for.
+    Raises:
+        BrigadeError: what makes the model useless.
     """
     try:
-        await model.wait_failed()
-        return False
+        return await _wait_unused(model, serving.keep_alive_s)
     except asyncio.CancelledError:
         if answers.done():
             raise
         say("stopping: what is under way may end; again to stop at once")
         if not await model.drain(serving.shutdown_timeout_s):
             say(f"some answers have not ended within {serving.shutdown_timeout_s:g} s, and are cut off")
-        return True
+        return Over.STOPPED
+
+
+async def _wait_unused(model: ResidentModel, keep_alive_s: float | None) -> Over:
+    failing = asyncio.create_task(model.wait_failed())
+    unused = asyncio.create_task(model.use.wait_unused(keep_alive_s)) if keep_alive_s is not None else None
+    try:
+        await asyncio.wait([task for task in (failing, unused) if task], return_when=asyncio.FIRST_COMPLETED)
+        if failing.done():
+            await failing
+        return Over.UNUSED
+    finally:
+        for task in (failing, unused):
+            if task:
+                task.cancel()
 
 
 def require_reachable(serving: Serving) -> None:

@@ -16,7 +16,8 @@ async def score(request: Request) -> Response:
     served: Served = request.app.state.served
     body = await read_body(request, ScoreBody, served.limits.body_bytes)
     served.require_name(body.model)
-    work = score_continuations(served.require_model(), body.given, body.continuations)
+    model = await unless_left(request, served.wake_model())
+    work = score_continuations(model, body.given, body.continuations)
     return JSONResponse(score_answer(served.names[0], await unless_left(request, work)))
 
 
@@ -25,5 +26,6 @@ async def classify(request: Request) -> Response:
     served: Served = request.app.state.served
     body = await read_body(request, ClassifyBody, served.limits.body_bytes)
     served.require_name(body.model)
-    work = score_continuations(served.require_model(), body.given, body.labels)
+    model = await unless_left(request, served.wake_model())
+    work = score_continuations(model, body.given, body.labels)
     return JSONResponse(classify_answer(served.names[0], body.labels, await unless_left(request, work)))

@@ -55,11 +55,11 @@ async def event_stream(
     except BaseException:
         await _close(events, first)
         raise
-    return EventStream(request, events, first, tell, end, keep_alive_s=served.limits.keep_alive_s)
+    return EventStream(request, events, first, tell, end, heartbeat_s=served.limits.heartbeat_s)
 
 
 async def _wait_first(first: "asyncio.Future[bytes]", served: Served) -> None:
-    await asyncio.wait([first], timeout=served.limits.keep_alive_s)
+    await asyncio.wait([first], timeout=served.limits.heartbeat_s)
     if not first.done() and served.has_waiting:  # it may be refused yet
         await asyncio.wait([first], timeout=served.limits.queue_timeout_s)
 
@@ -75,7 +75,7 @@ class EventStream(StreamingResponse):
         tell: Callable[[HttpError], bytes],
         end: bytes = b"",
         *,
-        keep_alive_s: float,
+        heartbeat_s: float,
     ) -> None:
         """`upcoming` is the first event, which may not be there yet."""
         super().__init__((), media_type="text/event-stream", headers=_HEADERS)
@@ -84,7 +84,7 @@ class EventStream(StreamingResponse):
         self._upcoming = upcoming
         self._tell = tell
         self._end = end
-        self._keep_alive_s = keep_alive_s
+        self._heartbeat_s = heartbeat_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -103,7 +103,7 @@ class EventStream(StreamingResponse):
 
     async def _lively(self) -> AsyncGenerator[bytes, None]:
         while True:
-            done, _ = await asyncio.wait([self._upcoming], timeout=self._keep_alive_s)
+            done, _ = await asyncio.wait([self._upcoming], timeout=self._heartbeat_s)
             if not done:
                 yield _LIVES
                 continue

@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -21,6 +21,7 @@ from coordinator.sessions.request import most_rows, room_for_answer
 from coordinator.sessions.slots import CacheCosts, cache_costs
 from protos.brigade_pb2 import Cache, Sampling
 from worker.errors import InputError, NodeBusy
+from worker.process.use import Use
 
 
 class State(Enum):
@@ -32,6 +33,7 @@ class State(Enum):
     RECOVERING = "recovering"  # a chain was lost, and the next one is not open yet
     DRAINING = "draining"  # it answers what it has begun, and nothing new
     FAILED = "failed"  # no chain could be opened
+    ASLEEP = "asleep"  # it was let go for want of requests; the next one has it read again, and waits
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Standing:
 
     @property
     def takes_requests(self) -> bool:
-        return self.state in (State.READY, State.DEGRADED)
+        return self.state in (State.READY, State.DEGRADED, State.ASLEEP)
 
 
 class ResidentModel:
@@ -57,6 +59,7 @@ class ResidentModel:
         self.tally = tally or Tally()
         cluster.on_recovered = self.tally.recover
         runner.on_passage = self.tally.flow.take
+        self.use = Use()  # by whoever asks; a look whether it answers is none
         self._is_draining = False
         self._num_answering = 0
         self._all_answered = asyncio.Event()
@@ -92,6 +95,10 @@ class ResidentModel:
 
     async def prepare(self, ask: Ask) -> Task:
         """Check what is asked, as `Frontend.prepare`. Raises NodeBusy once draining has begun."""
+        with self.use.using():
+            return await self._prepare(ask)
+
+    async def _prepare(self, ask: Ask) -> Task:
         self._require_open()
         task = await self.frontend.prepare(ask)
         return self._within_memory(task) if ask.max_tokens is None else task
@@ -102,7 +109,7 @@ class ResidentModel:
         Raises:
             What `prepare` and `stream` raise.
         """
-        task = await self.prepare(Ask((0,), max_tokens=1, ignore_eos=True))
+        task = await self._prepare(Ask((0,), max_tokens=1, ignore_eos=True))
         if not self.tally.under_way:
             self.tally.flow.rest(time.monotonic_ns())  # the time without any request is no part of it
         async with contextlib.aclosing(self.stream(task, tally=Tally())) as deltas:
@@ -120,8 +127,7 @@ class ResidentModel:
             NodeBusy: it is draining. And what `Runner.stream` raises.
         """
         self._require_open()
-        self._begin()
-        try:
+        with self._answering(), nullcontext() if tally else self.use.using():
             await self._compile(task.request.sampling)
             channels = task.channels()
             pieces = self.runner.stream(task.request, text=task.stream(), traced=traced)
@@ -130,8 +136,6 @@ class ResidentModel:
                     async for piece in pieces:
                         watched.take(piece)
                         yield channels.push(piece)
-        finally:
-            self._end()
 
     async def expect_grammars(self) -> None:
         """Read the vocabulary as grammars need it, here and on the last stage.
@@ -176,14 +180,16 @@ class ResidentModel:
         if self._is_draining:
             raise NodeBusy("this server is shutting down and takes no new request")
 
-    def _begin(self) -> None:
+    @contextlib.contextmanager
+    def _answering(self) -> Iterator[None]:
         self._num_answering += 1
         self._all_answered.clear()
-
-    def _end(self) -> None:
-        self._num_answering -= 1
-        if not self._num_answering:
-            self._all_answered.set()
+        try:
+            yield
+        finally:
+            self._num_answering -= 1
+            if not self._num_answering:
+                self._all_answered.set()
 
 
 @asynccontextmanager

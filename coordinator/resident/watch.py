@@ -89,6 +89,10 @@ class Watch:
         nodes = _nodes(model, await self._statuses(model), self._tally.flow.utilisation(time.monotonic_ns()))
         return Now(model.cluster.chain.epoch, nodes, _hops(nodes, self._tally), _requests(model, self._tally))
 
+    def forget(self) -> None:
+        """Hold on to no model that was let go."""
+        self._asked = None
+
     async def _statuses(self, model: ResidentModel) -> Statuses:
         async with self._lock:
             if self._asked and self._asked[1] is model and time.monotonic() - self._asked[0] < _FRESH_S:

@@ -71,7 +71,7 @@ def test_a_full_queue_is_told_at_once_and_a_long_wait_in_the_end(talker: Path, m
         memory = spec.shard_bytes(0, spec.num_layers) + spec.reserved_bytes(0, spec.num_layers, 6000)
         cluster = Cluster.model_validate({"coordinator": {"memory": memory}})
         options = ClusterOptions(cluster, str(talker), 0, 4096)
-        limits = RequestLimits(queue_timeout_s=0.3, keep_alive_s=0.1)
+        limits = RequestLimits(queue_timeout_s=0.3, heartbeat_s=0.1)
         async with served(options, max_waiting=1, limits=limits) as client:
             assert any("up to 6144 tokens per request" in line for line in said), said
             card = (await client.get("/v1/models/talker")).json()
@@ -164,7 +164,7 @@ def test_a_worker_that_stays_away_closes_the_server_and_its_return_opens_it(
     options = ClusterOptions(load_cluster(config), str(talker), None, 4096, limits=Limits(0.4, 0.5))
 
     async def check() -> None:
-        async with served(options, limits=RequestLimits(keep_alive_s=0.05), reopen_s=0.1) as client:
+        async with served(options, limits=RequestLimits(heartbeat_s=0.05), reopen_s=0.1) as client:
             async with client.stream("POST", "/v1/completions", json=ENDLESS | {"stream": True}) as stream:
                 lines = lines_of(stream)
                 await anext(lines)

@@ -2,47 +2,10 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 from worker.node.loader import Loader
-
-
-class Use:
-    """Whether what a node holds is being used."""
-
-    def __init__(self) -> None:
-        self._num_users = 0
-        self._used = asyncio.Event()
-        self._unused = asyncio.Event()
-        self._unused.set()
-
-    @contextlib.contextmanager
-    def using(self) -> Iterator[None]:
-        """It is, for as long as this context lives."""
-        self._num_users += 1
-        self._used.set()
-        self._unused.clear()
-        try:
-            yield
-        finally:
-            self._num_users -= 1
-            if not self._num_users:
-                self._used.clear()
-                self._unused.set()
-
-    async def wait_unused(self, for_s: float) -> None:
-        """Return once it has not been for so long without a break."""
-        while True:
-            await self._unused.wait()
-            try:
-                async with asyncio.timeout(for_s):
-                    await self._used.wait()
-            except TimeoutError:
-                if self._unused.is_set():  # somebody may have come in this very moment
-                    return
-
-    async def wait_used(self) -> None:
-        await self._used.wait()
+from worker.process.use import Use
 
 
 @contextlib.asynccontextmanager

@@ -49,7 +49,7 @@ from worker.errors import (
 )
 from worker.node.attachment import Attachment, check_place
 from worker.node.examine import examine
-from worker.node.keep_alive import Use, letting_go
+from worker.node.keep_alive import letting_go
 from worker.node.loader import Loader
 from worker.node.log import Log
 from worker.node.measured import kept_speed, measured_speed
@@ -65,6 +65,7 @@ from worker.process.machine import memory_budget
 from worker.process.mlx_memory import memory_held
 from worker.process.mlx_thread import MlxThread
 from worker.process.to_the_end import to_the_end
+from worker.process.use import Use
 
 Context = grpc.aio.ServicerContext
 

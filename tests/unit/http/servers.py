@@ -11,9 +11,9 @@ from coordinator.http.served import RequestLimits, Served
 from coordinator.resident.frontend import Frontend
 
 
-def served(*, keep_alive_s: float = RequestLimits.keep_alive_s, **more: Any) -> Served:
+def served(*, heartbeat_s: float = RequestLimits.heartbeat_s, **more: Any) -> Served:
     """What routes share while no model is loaded."""
-    limits = RequestLimits(body_bytes=1000, keep_alive_s=keep_alive_s)
+    limits = RequestLimits(body_bytes=1000, heartbeat_s=heartbeat_s)
     return Served(cast(Frontend, None), ("talker",), 0, limits, **more)
 
 

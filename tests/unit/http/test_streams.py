@@ -85,7 +85,7 @@ def test_a_stream_says_that_it_lives_while_it_has_nothing_to_say() -> None:
         await asyncio.sleep(35)
         yield b"b"
 
-    assert run(slow, keep_alive_s=10) == ([LIVES, b"a", LIVES, LIVES, LIVES, b"b", b"end"], True)
+    assert run(slow, heartbeat_s=10) == ([LIVES, b"a", LIVES, LIVES, LIVES, b"b", b"end"], True)
 
 
 def test_a_failure_in_the_middle_is_the_last_event() -> None:
@@ -143,7 +143,7 @@ def test_a_reader_who_reads_nothing_is_cut_off_and_has_cost_little(monkeypatch: 
 
         async def reply(request: Request) -> Response:
             first = asyncio.ensure_future(anext(source := events()))
-            return EventStream(request, source, first, tell, keep_alive_s=1.0)
+            return EventStream(request, source, first, tell, heartbeat_s=1.0)
 
         app = Starlette(routes=[Route("/", reply)])
         with listening("127.0.0.1", 0) as listener:

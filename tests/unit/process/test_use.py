@@ -1,4 +1,4 @@
-"""When what a node holds counts as unused."""
+"""When something counts as unused."""
 
 import asyncio
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.unit.virtual_time import VirtualTime
-from worker.node.keep_alive import Use
+from worker.process.use import Use
 
 KEEP_S = 300.0
 

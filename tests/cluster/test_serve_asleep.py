@@ -1,0 +1,69 @@
+"""A server that lets its model go while nobody asks, and reads it again for whoever does."""
+
+import asyncio
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from coordinator.cluster import deployment
+from coordinator.cluster.options import ClusterOptions
+from coordinator.http import run
+from tests.cluster.processes import Starter, free_port, write_cluster
+from tests.cluster.test_serve_here import PATIENCE_S, served
+from worker.compute.shard import Shard
+from worker.config import load_cluster
+
+ASK = {"prompt": "the", "max_tokens": 4}
+
+
+@pytest.fixture
+def shards(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Shard]]:
+    """Those that the coordinator has loaded."""
+    loaded: list[weakref.ref[Shard]] = []
+    load = deployment.load_shard
+
+    async def note(*given: object, **named: object) -> Shard:
+        shard = await load(*given, **named)  # type: ignore[arg-type]
+        loaded.append(weakref.ref(shard))
+        return shard
+
+    monkeypatch.setattr(deployment, "load_shard", note)
+    return loaded
+
+
+def test_a_model_that_nobody_asks_for_is_let_go_on_all_nodes_and_read_again_for_the_next_request(
+    start: Starter, talker: Path, tmp_path: Path, shards: list[weakref.ref[Shard]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(run, "say", said.append)
+    config = write_cluster(tmp_path / "cluster.yaml", ("last", f"127.0.0.1:{free_port()}"), model=str(talker))
+    worker = start.worker("last", "--config", config)
+    assert worker.address
+    options = ClusterOptions(load_cluster(config), str(talker), None, 4096)
+
+    async def check() -> None:
+        async with served(options, keep_alive_s=0.1, max_waiting=0) as client:
+
+            async def wait_asleep() -> None:
+                async with asyncio.timeout(PATIENCE_S):
+                    while (await client.get("/health?deep=1")).json()["status"] != "asleep":
+                        await client.get("/cluster")  # to look is not to ask
+                    while (await asyncio.to_thread(worker.status)).weight_bytes:
+                        pass
+
+            first = (await client.post("/v1/completions", json=ASK)).json()
+            for number in (1, 2):
+                await wait_asleep()
+                gc.collect()
+                assert len(shards) == number and shards[-1]() is None
+                assert (await client.get("/cluster")).json()["nodes"] == []
+                again = (await client.post("/v1/completions", json=ASK)).json()
+                assert again["choices"] == first["choices"]
+
+    uvloop.run(check())
+    assert [line.partition(":")[0] for line in said[1:4]] == [
+        "asleep", "somebody asks", "serving talker at http",
+    ]  # fmt: skip
