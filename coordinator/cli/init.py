@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from worker.node.network import Network
 
 Names = Annotated[
-    list[str] | None, typer.Argument(metavar="[NAME]...", help="Only these workers. (default: all that are found)")
+    list[str] | None, typer.Argument(metavar="NAME", help="Only these workers. (default: all that are found)")
 ]
 Target = Annotated[Path, typer.Option("--config", metavar="PATH", help="The file to write.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: take all that can be taken.")]
@@ -40,8 +40,8 @@ def init(
 ) -> None:
     """Write a cluster.yaml of the workers that announce themselves; this machine is its coordinator.
 
-    Each is called by the best of its links: Thunderbolt, then Ethernet, then Wi-Fi. Whoever does not answer as who it
-    says it is, by a certificate of the authority in `keys` where there is one, is left out.
+    Each is called by the best of its links: Thunderbolt, then Ethernet, then Wi-Fi. Who cannot prove its name, by a
+    certificate of the authority in `keys` where there is one, is left out.
 
     On the other Mac: brigade worker --name mini --bind 0.0.0.0:50070 --keys keys
 

@@ -24,12 +24,14 @@ class Way:
 
     def __str__(self) -> str:
         if self.medium is Medium.HERE:
-            return f"{self.address} on this machine"
+            return f"{self.address} on {self.link}"
         return f"{self.address} by {self.link or 'no interface of this machine'}"
 
     @property
     def link(self) -> str:
         """For people; empty where there is none."""
+        if self.medium is Medium.HERE:
+            return str(self.medium)
         return f"{self.medium} ({self.interface})" if self.interface else ""
 
 
