@@ -102,6 +102,26 @@ async def test_a_worker_that_is_started_again_once_it_has_loaded_only_lacks_what
     await assert_recovers(folder, loss, COMES_BACK, expected)
 
 
+async def test_a_worker_that_let_its_layers_go_before_it_joined_reads_them_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may have loaded for longer than it keeps what nobody uses."""
+
+    class LettingGo(Loss):
+        async def lose(self) -> None:
+            assert self._place is not None and self._place.service is not None
+            await self._place.service._loader.let_go("unused for 300 s")
+
+    loss, attach, expected = LettingGo(COMES_BACK), Peer.attach, await unfailed(folder, ASKED)
+
+    async def attach_late(peer: Peer, request: AttachRequest) -> None:
+        await loss.happen()
+        await attach(peer, request)
+
+    monkeypatch.setattr(Peer, "attach", attach_late)
+    await assert_recovers(folder, loss, COMES_BACK, expected)
+
+
 async def test_a_worker_that_is_lost_in_the_warm_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loss, warm_up, expected = Loss(IS_GONE), Chain._warm_up, await unfailed(folder, ASKED)
 

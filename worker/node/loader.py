@@ -161,15 +161,7 @@ class Loader:
         progress: asyncio.Queue[LoadProgress | None] = asyncio.Queue()
         layers = request.start, request.end
         load = asyncio.create_task(
-            load_shard(
-                checkpoint,
-                *layers,
-                self._thread,
-                progress.put_nowait,
-                given_up,
-                held,
-                memory_bytes=request.memory_bytes,
-            )
+            load_shard(checkpoint, *layers, self._thread, progress.put_nowait, given_up, held, request.memory_bytes)
         )
         load.add_done_callback(lambda _: progress.put_nowait(None))
         try:
