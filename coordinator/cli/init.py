@@ -64,8 +64,10 @@ def init(
     whole = _encrypted_or_trusted(whole, yes=yes, insecure=insecure)
     if network := _network(whole, keys, owner):
         whole = whole.without(run_async(unproven(whole.workers, network)))
-    _write(_taken(whole, yes=yes), config, _model(model, yes=yes), coordinator, force=force)
-    _say_next(whole, config, keys, is_proven=network is not None)
+    whole = _taken(whole, yes=yes)
+    _require_some(whole)
+    _write(whole, config, _model(model, yes=yes), coordinator, force=force)
+    _say_next(config, keys, is_proven=network is not None)
 
 
 async def _listen(timeout_s: float) -> "list[Present]":
@@ -113,6 +115,13 @@ def _taken(whole: "Draft", *, yes: bool) -> "Draft":
     return whole.without(dict.fromkeys(refused, "as you said"))
 
 
+def _require_some(whole: "Draft") -> None:
+    for line in whole.left_out:
+        _say(line)
+    if not whole.workers:
+        raise StageLost("found no worker to write down, and wrote nothing; `brigade nodes` shows who is there")
+
+
 def _model(model: str | None, *, yes: bool) -> str:
     return model or ("demo" if yes else str(typer.prompt("Model, a folder or a hub repository", "demo", err=True)))
 
@@ -120,17 +129,13 @@ def _model(model: str | None, *, yes: bool) -> str:
 def _write(whole: "Draft", path: Path, model: str, coordinator: str, *, force: bool) -> None:
     from coordinator.finding.written import cluster_text, write_cluster
 
-    for line in whole.left_out:
-        _say(line)
-    if not whole.workers:
-        raise StageLost("found no worker to write down, and wrote nothing; `brigade nodes` shows who is there")
     write_cluster(path, cluster_text(model, coordinator, whole), force=force)
     _say(f"wrote {path}: coordinator {coordinator}, model {model}")
     for worker in whole.workers:
         _say(f"  {worker}")
 
 
-def _say_next(whole: "Draft", path: Path, keys: Path, *, is_proven: bool) -> None:
+def _say_next(path: Path, keys: Path, *, is_proven: bool) -> None:
     if not is_proven:
         _say(f"no coordinator's certificate is in {keys}, so nobody was asked who it is")
         _say(f"next: brigade keys init --config {path}, and a certificate for each worker")

@@ -130,9 +130,10 @@ class Starter:
         return self.python("-m", "coordinator", *arguments, stdin=stdin)
 
     def worker(self, name: str, *arguments: str | Path, program: tuple[str | Path, ...] = ("-m", "worker")) -> "Worker":
-        """A worker on a free port, or where `arguments` say; not yet listening."""
+        """A worker on a free port, or where `arguments` say; not yet listening. It tells nobody, unless they say so."""
         place = () if {"--bind", "--config"} & set(arguments) else ("--bind", "127.0.0.1:0")
-        return Worker(name, self.python(*program, "--name", name, *place, *arguments))
+        silence = () if "--announce" in arguments else ("--no-announce",)
+        return Worker(name, self.python(*program, "--name", name, *place, *silence, *arguments))
 
     def children(self, running: Running, count: int) -> list[psutil.Process]:
         """Its child processes, once there are so many; ended in the end if they do not end by themselves."""

@@ -8,7 +8,7 @@ import pytest
 from tests.cluster.commands import answer_here, parse, run_here
 from tests.cluster.processes import Starter, Worker
 
-LISTENING = ("--timeout", "0.4")
+LISTENING = ("--timeout", "0.25")
 TRIES = 20  # a busy machine may need more than one
 
 
@@ -22,7 +22,7 @@ def start_with_keys(start: Starter, folder: Path, name: str) -> Worker:
     """A worker that has a name and a certificate, and no configuration."""
     assert run_here("keys", "init").code == 0
     assert run_here("keys", "issue", name).code == 0
-    worker = start.worker(name, "--keys", folder / "keys")
+    worker = start.worker(name, "--keys", folder / "keys", "--announce")
     assert worker.address
     return worker
 

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from worker.errors import BrigadeError, ConfigError, internal_error_text
 from worker.node.announcement import LONGEST_NAME, SERVICE, About
 from worker.node.log import Log
 from worker.node.network import Network
+from worker.process.call_thread import run_aside
 from worker.process.interfaces import keep_to, listened_on, own_interfaces
 
 if TYPE_CHECKING:
@@ -69,6 +71,7 @@ async def announcing(say: Callable[[], About], listens_on: Sequence[str], log: L
 
 async def _keep_announced(say: Callable[[], About], listens_on: Sequence[str], log: Log) -> None:
     """Never return: whatever cannot be announced now may be later."""
+    await run_aside(partial(import_module, "zeroconf.asyncio"))  # which holds up nobody so
     from zeroconf import Error
 
     is_told = False
