@@ -1,71 +1,50 @@
-"""Which kind of link an interface is, as far as the system tells. Only this file knows how macOS and Linux tell it."""
+"""Which kind of link an interface of this machine is, and which of several is the best."""
 
 import platform
-import re
-import subprocess
-from collections.abc import Collection
 from enum import StrEnum
-from pathlib import Path
 
-_SYSFS = Path("/") / "sys" / "class" / "net"
-_PORTS = ["networksetup", "-listallhardwareports"]
-_PORTS_S = 5.0
+from protos.brigade_pb2 import Medium as Number
+from worker.process.commands import Commands
+from worker.process.linux.interfaces import read_interfaces as read_on_linux
+from worker.process.mac.interfaces import read_interfaces as read_on_mac
 
 
 class Medium(StrEnum):
-    """In order of preference: what bytes of a token wait for less comes first."""
+    """In order of preference: what a token waits for less comes first. LOOPBACK is within this machine."""
 
-    HERE = "this machine"
-    THUNDERBOLT = "Thunderbolt"
-    ETHERNET = "Ethernet"
-    WIFI = "Wi-Fi"
-    OTHER = "other"
+    LOOPBACK = "loopback"
+    THUNDERBOLT = "thunderbolt"
+    ETHERNET = "ethernet"
+    WIFI = "wifi"
+    TUNNEL = "tunnel"
+    UNSPECIFIED = "unspecified"
 
     @property
     def rank(self) -> int:
         return list(Medium).index(self)
 
+    @property
+    def said(self) -> str:
+        """For people."""
+        return _SAID[self]
 
-def media_of(interfaces: Collection[str]) -> dict[str, Medium]:
-    """The kinds of these interfaces. Blocks for as long as a command takes."""
-    if platform.system() != "Darwin":
-        return {name: medium_in_sysfs(_SYSFS / name) for name in interfaces}
-    ports = parse_hardware_ports(_hardware_ports())
-    return {name: medium_of_port(ports.get(name, "")) for name in interfaces}
-
-
-def parse_hardware_ports(text: str) -> dict[str, str]:
-    """The names of ports by device, of `networksetup -listallhardwareports`:
-
-    Hardware Port: Thunderbolt Bridge
-    Device: bridge0
-    Ethernet Address: 36:5e:12:9a:b0:80
-    """
-    found = re.findall(r"^Hardware Port: (.*)\nDevice: (\S+)", text, re.MULTILINE)
-    return {device: port.strip() for port, device in found}
+    @classmethod
+    def of(cls, number: Number) -> "Medium":
+        """As nodes tell each other of it."""
+        return cls(Number.Name(number).removeprefix("MEDIUM_").lower())
 
 
-def medium_of_port(port: str) -> Medium:
-    """By macOS's own names; an adapter may be called "Thunderbolt Ethernet" and is one."""
-    if port == "Wi-Fi":
-        return Medium.WIFI
-    if "Ethernet" in port or "LAN" in port:
-        return Medium.ETHERNET
-    return Medium.THUNDERBOLT if port.startswith("Thunderbolt") else Medium.OTHER
+_SAID = {
+    Medium.LOOPBACK: "this machine",
+    Medium.THUNDERBOLT: "Thunderbolt",
+    Medium.ETHERNET: "Ethernet",
+    Medium.WIFI: "Wi-Fi",
+    Medium.TUNNEL: "a VPN",
+    Medium.UNSPECIFIED: "another link",
+}
 
 
-def medium_in_sysfs(interface: Path) -> Medium:
-    """By what the kernel shows of an interface in its folder of /sys/class/net."""
-    if (interface / "wireless").exists() or (interface / "phy80211").exists():
-        return Medium.WIFI
-    if (interface / "device" / "driver").resolve().name == "thunderbolt-net":
-        return Medium.THUNDERBOLT
-    return Medium.ETHERNET if (interface / "device").exists() else Medium.OTHER
-
-
-def _hardware_ports() -> str:
-    try:
-        done = subprocess.run(_PORTS, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PORTS_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout
+def media_now() -> dict[str, Medium]:
+    """Of all interfaces that are up, by name. Blocks for as long as commands take."""
+    found = read_on_mac(Commands()) if platform.system() == "Darwin" else read_on_linux()
+    return {each.name: Medium.of(each.medium) for each in found}

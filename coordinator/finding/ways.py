@@ -5,7 +5,7 @@ import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from coordinator.finding.media import Medium, media_of
+from coordinator.finding.media import Medium, media_now
 from worker.config import is_loopback, split_address
 from worker.process.interfaces import Interface, own_interfaces
 
@@ -23,16 +23,16 @@ class Way:
         return is_loopback(split_address(self.address)[0])
 
     def __str__(self) -> str:
-        if self.medium is Medium.HERE:
+        if self.medium is Medium.LOOPBACK:
             return f"{self.address} on {self.link}"
         return f"{self.address} by {self.link or 'no interface of this machine'}"
 
     @property
     def link(self) -> str:
         """For people; empty where there is none."""
-        if self.medium is Medium.HERE:
-            return str(self.medium)
-        return f"{self.medium} ({self.interface})" if self.interface else ""
+        if self.medium is Medium.LOOPBACK:
+            return self.medium.said
+        return f"{self.medium.said} ({self.interface})" if self.interface else ""
 
 
 def source_address(address: str) -> str:
@@ -56,8 +56,7 @@ class Map:
     @classmethod
     def read(cls) -> "Map":
         """As they are now. Blocks for as long as a command takes."""
-        interfaces = own_interfaces()
-        return cls(interfaces, media_of([each.name for each in interfaces]))
+        return cls(own_interfaces(), media_now())
 
     def ways(self, addresses: Iterable[str]) -> list[Way]:
         """How these are reached, as the system would send there; nothing is sent."""
@@ -68,5 +67,5 @@ class Map:
         own = self.source(address)
         name = next((each.name for each in self.interfaces if own in each.addresses), "")
         if name and own == split_address(address)[0]:
-            return Way(address, name, Medium.HERE)
-        return Way(address, name, self.media.get(name, Medium.OTHER))
+            return Way(address, name, Medium.LOOPBACK)
+        return Way(address, name, self.media.get(name, Medium.UNSPECIFIED))

@@ -41,7 +41,7 @@ def test_a_worker_that_announces_itself_is_found_written_down_and_used(start: St
     [node] = [each for each in heard if each["name"] == name]
     assert (node["is_announced"], node["is_configured"], len(node["fingerprint"])) == (True, True, 64)
     assert node["addresses"] == [
-        {"address": worker.address, "interface": "lo", "medium": "this machine", "is_configured": True}
+        {"address": worker.address, "interface": "lo", "medium": "loopback", "is_configured": True}
     ]
     again = run_here("init", name, "--yes")
     assert (again.code, again.err) == (

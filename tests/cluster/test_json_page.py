@@ -118,7 +118,7 @@ def examined() -> Json:
 
 
 def heard() -> Json:
-    ways = [Way("127.0.0.1:1", "lo", Medium.HERE)]
+    ways = [Way("127.0.0.1:1", "lo", Medium.LOOPBACK)]
     return nodes_json([Present("mini", "0.1.0", None, True, None, ways)], num_ignored=0)
 
 

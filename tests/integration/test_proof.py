@@ -17,7 +17,7 @@ from worker.node.network import Network
 
 
 def chosen(address: str, names: Sequence[str]) -> list[Chosen]:
-    return [Chosen(name, (Way(address, "lo", Medium.HERE),), is_encrypted=True) for name in names]
+    return [Chosen(name, (Way(address, "lo", Medium.LOOPBACK),), is_encrypted=True) for name in names]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from protos.brigade_pb2 import Grammar, LoadProgress, LoadRequest
+from protos.brigade_pb2 import Grammar, LoadProgress, LoadRequest, StatusReply
 from worker.compute.header import check_grammar, dtype_name
 from worker.compute.shard import Shard
 from worker.errors import ModelError, StageLost
@@ -22,7 +22,7 @@ from worker.node.loading import load_shard
 from worker.node.log import Log
 from worker.node.own_models import OwnModels
 from worker.process.call_thread import run_aside
-from worker.process.mlx_memory import forget_peak, give_back, keep_within
+from worker.process.mlx_memory import forget_peak, give_back, keep_within, memory_held
 from worker.process.mlx_thread import MlxThread
 
 _WAITING_S = 1.0  # between two signs of life of a load that waits for another one
@@ -56,6 +56,17 @@ class Loader:
     @property
     def is_busy(self) -> bool:
         return self._turn.locked()
+
+    def status(self) -> StatusReply:
+        """What a node that is part of no chain holds now."""
+        memory = memory_held()
+        return StatusReply(
+            clock=time.monotonic_ns(),
+            weight_bytes=self.loaded.shard.nbytes if self.loaded else 0,
+            peak_memory_bytes=memory.peak,
+            active_memory_bytes=memory.active,
+            cached_memory_bytes=memory.cached,
+        )
 
     @contextlib.asynccontextmanager
     async def turn(self, report: Report) -> AsyncIterator[None]:

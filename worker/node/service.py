@@ -62,7 +62,6 @@ from worker.node.stage import Stage
 from worker.node.status import abort
 from worker.node.way import measure_link
 from worker.process.machine import memory_budget
-from worker.process.mlx_memory import memory_held
 from worker.process.mlx_thread import MlxThread
 from worker.process.to_the_end import to_the_end
 from worker.process.use import Use
@@ -184,7 +183,7 @@ class NodeService(NodeServicer):
     async def Status(self, request: StatusRequest, context: Context) -> StatusReply:
         async with self._reporting(context):
             self._network.require_coordinator(context)
-        reply = self._stage.status() if self._stage else self._status_beside_chains()
+        reply = self._stage.status() if self._stage else self._loader.status()
         reply.node = self.name
         return reply
 
@@ -242,16 +241,6 @@ class NodeService(NodeServicer):
             async with once(self._network, request) as port:
                 await context.write(port.listener)
                 await port.answer()
-
-    def _status_beside_chains(self) -> StatusReply:
-        memory, loaded = memory_held(), self._loader.loaded
-        return StatusReply(
-            clock=time.monotonic_ns(),
-            weight_bytes=loaded.shard.nbytes if loaded else 0,
-            peak_memory_bytes=memory.peak,
-            active_memory_bytes=memory.active,
-            cached_memory_bytes=memory.cached,
-        )
 
     @contextlib.asynccontextmanager
     async def _reporting(self, context: Context) -> AsyncIterator[None]:

@@ -10,8 +10,8 @@ from coordinator.finding.ways import Way
 CABLE = Way("169.254.10.2:1", "bridge0", Medium.THUNDERBOLT)
 WIFI = Way("192.168.1.7:1", "en0", Medium.WIFI)
 LAN = Way("10.0.0.7:1", "en7", Medium.ETHERNET)
-LOOPBACK = Way("127.0.0.1:1", "lo0", Medium.HERE)
-NOWHERE = Way("172.17.0.1:1", "", Medium.OTHER)
+LOOPBACK = Way("127.0.0.1:1", "lo0", Medium.LOOPBACK)
+NOWHERE = Way("172.17.0.1:1", "", Medium.UNSPECIFIED)
 SHOWN = "ab" * 32
 
 

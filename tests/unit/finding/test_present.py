@@ -8,7 +8,7 @@ from worker.config import Cluster, Worker
 from worker.node.announcement import About
 from worker.process.interfaces import Interface
 
-HERE = Map([Interface("lo", ("127.0.0.1",))], {"lo": Medium.OTHER})
+HERE = Map([Interface("lo", ("127.0.0.1",))], {"lo": Medium.UNSPECIFIED})
 
 
 def about(name: str, process: str = "00000001", fingerprint: str = "") -> About:
@@ -40,7 +40,7 @@ def test_a_name_at_another_address_is_told_from_the_configured_one() -> None:
     [node] = presence([Found(about("mini"), ("127.0.0.1:7",))], cluster(("mini", "127.0.0.1:1")), HERE)
     assert node.is_elsewhere
     assert node.to_json()["addresses"] == [
-        {"address": "127.0.0.1:7", "interface": "lo", "medium": "this machine", "is_configured": False}
+        {"address": "127.0.0.1:7", "interface": "lo", "medium": "loopback", "is_configured": False}
     ]
 
 
@@ -69,7 +69,7 @@ def test_the_best_link_comes_first() -> None:
         ("169.254.10.2:1", Medium.THUNDERBOLT),
         ("10.0.0.7:1", Medium.ETHERNET),
         ("192.168.1.7:1", Medium.WIFI),
-        ("1.2.3.4:1", Medium.OTHER),
+        ("1.2.3.4:1", Medium.UNSPECIFIED),
     ]
     assert str(ways[0]) == "169.254.10.2:1 by Thunderbolt (bridge0)"
     assert str(ways[-1]) == "1.2.3.4:1 by no interface of this machine"

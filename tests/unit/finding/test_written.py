@@ -57,6 +57,6 @@ def test_what_would_not_load_is_not_written(tmp_path: Path) -> None:
 @given(model=st.text(min_size=1, max_size=40), name=st.from_regex(r"[A-Za-z0-9._-]{1,20}", fullmatch=True))
 def test_no_text_becomes_anything_but_text(tmp_path_factory: pytest.TempPathFactory, model: str, name: str) -> None:
     path = tmp_path_factory.mktemp("written") / "cluster.yaml"
-    way = Way("127.0.0.1:1", "lo", Medium.HERE)
+    way = Way("127.0.0.1:1", "lo", Medium.LOOPBACK)
     cluster = write_cluster(path, cluster_text(model, f"{name}-", Draft((Chosen(name, (way,), False),))), force=False)
     assert (cluster.model, cluster.workers[0].name, cluster.coordinator.name) == (model, name, f"{name}-")
