@@ -36,7 +36,6 @@ class Served:
     tally: Tally = field(default_factory=Tally)
     looking: asyncio.Lock = field(default_factory=asyncio.Lock)  # whether all stages answer: one request at a time
     without_model: Standing = field(default_factory=lambda: Standing(State.LOADING, "the model is being loaded"))
-
     most_waking: int = 256  # requests that may wait while a model that was let go is read again
 
     def __post_init__(self) -> None:
