@@ -1,7 +1,6 @@
 """The `brigade` command line: flags in, one function of another module out. MLX is imported once a command runs."""
 
 import platform
-from importlib.metadata import version as version_of
 from typing import Annotated
 
 import typer
@@ -31,6 +30,7 @@ from coordinator.sessions.slots import MOST_WAITING
 from worker.cli import worker
 from worker.errors import InputError
 from worker.process.app import App
+from worker.process.own_code import version_of
 
 DEMO_PROMPT = "Tom has 48 apples. He buys 27 more and then gives away 30. How many apples does Tom have?"
 

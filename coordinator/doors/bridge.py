@@ -5,7 +5,6 @@ import sys
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
-from importlib.metadata import version
 
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say
@@ -32,6 +31,7 @@ from coordinator.sessions.answer import Answer
 from coordinator.sessions.slots import MOST_WAITING
 from coordinator.shapes.body import read
 from worker.errors import BrigadeError, InputError
+from worker.process.own_code import version_of
 
 _MAX_WAIT_S = 600.0
 _CHAT_TOKENS = 4096  # of an answer whose line names no number
@@ -161,5 +161,5 @@ class Bridge:
             "why": standing.why,
             "nodes": [{"node": node.name, "start": node.start, "end": node.end} for node in plan.assignments],
             "running": list(self._running),
-            "version": version("brigade"),
+            "version": version_of("brigade"),
         }

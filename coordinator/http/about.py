@@ -2,7 +2,6 @@
 
 import asyncio
 from datetime import UTC, datetime
-from importlib.metadata import version
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,6 +11,7 @@ from coordinator.http.json_response import JSONResponse
 from coordinator.http.served import Served
 from coordinator.http.streams import unless_left
 from coordinator.resident.model import State
+from worker.process.own_code import version_of
 
 _DEEP_S = 5.0
 
@@ -61,7 +61,7 @@ async def _send_token(served: Served) -> None:
 
 async def versions(request: Request) -> Response:
     """Of the server and of what it computes with."""
-    return JSONResponse({name.replace("-", "_"): version(name) for name in ("brigade", "mlx", "mlx-lm")})
+    return JSONResponse({name.replace("-", "_"): version_of(name) for name in ("brigade", "mlx", "mlx-lm")})
 
 
 def _card(served: Served, name: str) -> dict[str, object]:

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterable, Sequence
 from http import HTTPStatus
-from importlib.metadata import version
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
@@ -13,6 +12,7 @@ from starlette.routing import BaseRoute, Route
 
 from coordinator.http.described import DESCRIBED, Described, Schema
 from coordinator.http.json_response import JSONResponse
+from worker.process.own_code import version_of
 
 Json = dict[str, Any]
 
@@ -34,7 +34,7 @@ def describe(routes: Iterable[BaseRoute], *, has_keys: bool) -> Json:
     found = [route for route in routes if isinstance(route, Route)]
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Brigade", "version": version("brigade"), "license": {"name": "Apache-2.0"}},
+        "info": {"title": "Brigade", "version": version_of("brigade"), "license": {"name": "Apache-2.0"}},
         "paths": {_path(route): _operations(route, has_keys=has_keys) for route in found},
         "components": {"schemas": _schemas(), "securitySchemes": _SECURITY},
         "security": [{name: []} for name in _SECURITY] if has_keys else [],

@@ -4,7 +4,7 @@ import hashlib
 import platform
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -20,10 +20,18 @@ class Running:
     code: str
 
 
+def version_of(package: str) -> str:
+    """Of an installed package; a checkout may run without being installed itself."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
 @cache
 def running() -> Running:
     """To be asked for at the start of a process that goes on for long."""
-    versions = {"python": platform.python_version()} | {package: version(package) for package in _PACKAGES}
+    versions = {"python": platform.python_version()} | {package: version_of(package) for package in _PACKAGES}
     return Running(versions, code_on_disk())
 
 
