@@ -108,7 +108,7 @@ def plan(
     write: plan_flags.Write = False,
     simulate: plan_flags.Simulate = False,
     stage_ms: plan_flags.StageMs = None,
-    row_ms: plan_flags.RowMs = "0",
+    row_ms: plan_flags.RowMs = None,
     hop_ms: plan_flags.HopMs = "0.5",
     gbps: plan_flags.Gbps = None,
     measured: plan_flags.Measured = None,
@@ -139,7 +139,8 @@ def plan(
         raise InputError("write", "expected --config FILE that says no `layers:` yet, and neither --layers nor --local")
     counts = parse_counts("concurrency", concurrency or ("1,2,4,8,16" if simulate else "8"), most=MOST_WAITING)
     stages_ms = parse_times("stage_ms", stage_ms, least=0.001) if stage_ms is not None else ()
-    rows_ms, hops_ms = parse_times("row_ms", row_ms), parse_times("hop_ms", hop_ms)
+    rows_ms = None if row_ms is None else parse_times("row_ms", row_ms)
+    hops_ms = parse_times("hop_ms", hop_ms)
 
     from coordinator.cli.commands import run_forecast, run_plan
     from coordinator.cli.run_async import run_async

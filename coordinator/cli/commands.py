@@ -72,7 +72,7 @@ async def run_forecast(options: ClusterOptions, assumed: Assumed, *, as_json: bo
     times = await find_times(options, assumed)
     forecasts = await run_aside(lambda: forecast(times, assumed))
     if as_json:
-        print(json.dumps({"simulated": [asdict(found) for found in forecasts]}))
+        print(json.dumps({"rows": times.rows_are, "simulated": [asdict(found) for found in forecasts]}))
     else:
         print_forecasts(forecasts, times)
 

@@ -58,10 +58,11 @@ StageMs = Annotated[
     typer.Option(metavar="26.5,6.5", help="What a frame of one row takes on each stage.", rich_help_panel=_SIMULATION),
 ]
 RowMs = Annotated[
-    str,
+    str | None,
     typer.Option(
         metavar="MS,...",
-        help="What each further row of a frame adds; 0 where reading the weights is all that counts.",
+        help="What each further row of a frame adds; 0 where reading the weights is all that counts, whatever their "
+        "number. (default: as published of an M5 Pro and 4-bit weights)",
         rich_help_panel=_SIMULATION,
     ),
 ]

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, PositiveInt, ValidationError
 
@@ -19,7 +19,14 @@ from worker.errors import InputError
 
 _MOST_STEPS = 100_000  # of all requests, on all stages: a quarter of a minute at worst
 _MOST_TOKENS = 1_000_000  # of prompts at once: some 100 MiB
+_MOST_BETWEEN = 32  # steps of lanes that decode, between one chunk of a prompt and the next
 _ROWS = 64  # between which a further row's cost is drawn as a line
+
+# By rows of a frame: at how many GB/s an M5 Pro reads 4-bit weights for a matrix product. Sabesh, "Squeezing a 26B
+# diffusion LLM onto a Mac", 15 June 2026, "The physics ceiling". What a frame takes is the longer the lower this is.
+PUBLISHED_GBPS = {1: 220, 2: 190, 4: 107, 8: 56, 16: 80, 32: 84, 64: 80}
+
+RowsAre = Literal["measured", "given", "published"]  # where it is known from what further rows of a frame cost
 
 _StageMs = Annotated[float, Field(ge=0.001, le=1e6, allow_inf_nan=False)]
 _HopMs = Annotated[float, Field(le=1e6, allow_inf_nan=False)]  # clocks compared a little wrong may make it negative
@@ -59,7 +66,7 @@ class Assumed:
     """What a forecast goes by: times from flags or from a file, and the load."""
 
     stage_ms: tuple[float, ...]
-    row_ms: tuple[float, ...]
+    row_ms: tuple[float, ...] | None  # None: as in PUBLISHED_GBPS
     hop_ms: tuple[float, ...]
     gbps: float | None
     measured: Path | None
@@ -80,6 +87,7 @@ class Times:
     by_count: Mapping[int, Pipeline] = field(default_factory=dict)
     num_prompt: int = 128  # tokens per request
     num_tokens: int = 64
+    rows_are: RowsAre = "measured"
 
     def of(self, count: int) -> Pipeline:
         return self.by_count.get(count, self.usual)
@@ -106,10 +114,11 @@ class Forecast:
     """What simulation says of so many requests at once."""
 
     concurrency: int
-    tokens_per_s_per_request: float
-    tokens_per_s: float  # of all requests together, over the steady span
+    tokens_per_s_per_request: float  # while all decode, as of `tokens_per_s`, `gap_mean_ms` and `utilisation`
+    tokens_per_s: float  # of all requests together
     ttft_p50_s: float
-    gap_p50_ms: float  # between one token of a request and the next
+    gap_mean_ms: float  # between one token of a request and the next
+    gap_p50_ms: float  # while prompts are fed, too, as of `gap_max_ms`
     gap_max_ms: float
     utilisation: list[float]  # by stage
 
@@ -127,7 +136,8 @@ async def find_times(options: ClusterOptions, assumed: Assumed) -> Times:
     if assumed.gbps is not None:
         _, spec = await read_model(options.model)
         row_bytes = spec.row_bytes
-    return Times(given_pipeline(assumed.stage_ms, assumed.row_ms, assumed.hop_ms, assumed.gbps, row_bytes))
+    pipeline = given_pipeline(assumed.stage_ms, assumed.row_ms, assumed.hop_ms, assumed.gbps, row_bytes)
+    return Times(pipeline, rows_are="published" if assumed.row_ms is None else "given")
 
 
 def forecast(times: Times, assumed: Assumed) -> list[Forecast]:
@@ -139,7 +149,7 @@ def forecast(times: Times, assumed: Assumed) -> list[Forecast]:
     times.check(assumed.concurrency)
     num_prompt, num_tokens = assumed.num_prompt or times.num_prompt, assumed.num_tokens or times.num_tokens
     chunks = {c: assumed.chunk or chunk_size(num_prompt, times.of(c).stages_s) for c in assumed.concurrency}
-    num_passages = sum(count * (num_prompt // chunk + num_tokens) for count, chunk in chunks.items())
+    num_passages = sum(_num_frames(count, num_prompt // chunk, num_tokens) for count, chunk in chunks.items())
     num_steps, num_fed = num_passages * len(times.usual.stages), max(assumed.concurrency) * num_prompt
     if num_steps > _MOST_STEPS or num_fed > _MOST_TOKENS:
         raise InputError(
@@ -149,13 +159,14 @@ def forecast(times: Times, assumed: Assumed) -> list[Forecast]:
         )
     found = []
     for count, chunk in chunks.items():
-        run = simulate(times.of(count), Load((0.0,) * count, num_prompt, num_tokens, chunk))
+        run = simulate(times.of(count), Load((0.0,) * count, num_prompt, num_tokens, chunk, goes_on=True))
         found.append(
             Forecast(
                 concurrency=count,
-                tokens_per_s_per_request=median((len(t) - 1) / (t[-1] - t[0]) for t in run.token_times),
+                tokens_per_s_per_request=run.tokens_per_s / count,
                 tokens_per_s=run.tokens_per_s,
                 ttft_p50_s=median(run.ttft_s),
+                gap_mean_ms=1e3 * count / run.tokens_per_s,
                 gap_p50_ms=1e3 * median(run.gaps_s),
                 gap_max_ms=1e3 * max(run.gaps_s),
                 utilisation=run.utilisation,
@@ -164,25 +175,43 @@ def forecast(times: Times, assumed: Assumed) -> list[Forecast]:
     return found
 
 
+def _num_frames(count: int, num_chunks: int, num_tokens: int) -> int:
+    """At most: chunks of prompts, steps of whoever decodes meanwhile, and steps of all."""
+    return count * (num_chunks * min(count, _MOST_BETWEEN) + num_tokens)
+
+
 def given_pipeline(
-    stage_ms: Sequence[float], row_ms: Sequence[float], hop_ms: Sequence[float], gbps: float | None, row_bytes: int
+    stage_ms: Sequence[float],
+    row_ms: Sequence[float] | None,
+    hop_ms: Sequence[float],
+    gbps: float | None,
+    row_bytes: int,
 ) -> Pipeline:
     """From flags: milliseconds of a frame of one row by stage, of each further row, and of each hop.
 
-    The last hop leads back to the coordinator. A single `row_ms` or `hop_ms` stands for all.
+    The last hop leads back to the coordinator. A single `row_ms` or `hop_ms` stands for all. Without `row_ms` further
+    rows cost what they do in PUBLISHED_GBPS.
 
     Raises:
         InputError: not a number per stage.
     """
     num_stages = len(stage_ms)
-    further, hops = _spread("row_ms", row_ms, num_stages), _spread("hop_ms", hop_ms, num_stages)
+    hops = _spread("hop_ms", hop_ms, num_stages)
+    if row_ms is None:
+        stages = [_as_published(first) for first in stage_ms]
+    else:
+        further = _spread("row_ms", row_ms, num_stages)
+        stages = [
+            ((1, first), (_ROWS, first + (_ROWS - 1) * more)) for first, more in zip(stage_ms, further, strict=True)
+        ]
     return Pipeline(
-        tuple(
-            StageTimes(((1, first / 1e3), (_ROWS, (first + (_ROWS - 1) * more) / 1e3)))
-            for first, more in zip(stage_ms, further, strict=True)
-        ),
+        tuple(StageTimes(tuple((rows, ms / 1e3) for rows, ms in by_rows)) for by_rows in stages),
         tuple(Hop(ms / 1e3, gbps * 1e9 / 8 if gbps else float("inf"), row_bytes) for ms in hops),
     )
+
+
+def _as_published(first_ms: float) -> tuple[tuple[int, float], ...]:
+    return tuple((rows, first_ms * PUBLISHED_GBPS[1] / gbps) for rows, gbps in PUBLISHED_GBPS.items())
 
 
 def read_times(path: Path) -> Times:

@@ -52,12 +52,16 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Load:
-    """Requests that arrive at these seconds: so many prompt tokens each, so many tokens to generate."""
+    """Requests that arrive at these seconds: so many prompt tokens each, so many tokens to generate.
+
+    With `goes_on` nobody ends before all have generated so many tokens at the same time, after the last one's first.
+    """
 
     arrivals_s: tuple[float, ...]
     num_prompt: int
     num_tokens: int
     chunk: int
+    goes_on: bool = False
 
 
 @dataclass
@@ -67,10 +71,18 @@ class Simulated:
     arrivals_s: tuple[float, ...]
     token_times: list[list[float]]
     busy: list[list[tuple[float, float]]] = field(default_factory=list)  # by stage: when it computes
+    together: tuple[float, float] | None = None  # where requests go on: while all decode
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """What speeds are taken over."""
+        return self.together or steady_span(self.token_times)
 
     @property
     def tokens_per_s(self) -> float:
-        return aggregate_tokens_per_s(self.token_times)
+        """Of all requests together."""
+        begin, end = self.span
+        return _num_within(self.token_times, begin, end) / (end - begin) if begin < end else 0.0
 
     @property
     def ttft_s(self) -> list[float]:
@@ -83,8 +95,8 @@ class Simulated:
 
     @property
     def utilisation(self) -> list[float]:
-        """By stage, over the steady span."""
-        return [busy_share(intervals, *steady_span(self.token_times)) for intervals in self.busy]
+        """By stage, over that span."""
+        return [busy_share(intervals, *self.span) for intervals in self.busy]
 
 
 def steady_span(token_times: Sequence[Sequence[float]]) -> tuple[float, float]:
@@ -119,6 +131,9 @@ def simulate(pipeline: Pipeline, load: Load) -> Simulated:
     return _Run(pipeline, load).run()
 
 
+_ENDLESS = 10**9  # tokens of a request that goes on
+
+
 class _Run:
     def __init__(self, pipeline: Pipeline, load: Load) -> None:
         num_stages = len(pipeline.stages)
@@ -129,11 +144,14 @@ class _Run:
             rows_that_can_be_cut=lambda cache: 0,
         )
         self._pipeline = pipeline
+        num_tokens = _ENDLESS if load.goes_on else load.num_tokens
+        self._goes_on = load.goes_on
+        self._wanted = load.num_tokens
         lanes = LaneChooser(num_stages, pipeline.stages_s, pipeline.hops_s)
         self._scheduler = Scheduler(num_stages, unlimited, max_waiting=len(load.arrivals_s), lanes=lanes.choose)
         self._sessions = [
             # no two alike, or they would share their prefixes
-            Session([number, *range(1, load.num_prompt)], load.num_tokens, chunk=load.chunk)
+            Session([number, *range(1, load.num_prompt)], num_tokens, chunk=load.chunk)
             for number in range(len(load.arrivals_s))
         ]
         self._token_times: dict[Session, list[float]] = {session: [] for session in self._sessions}
@@ -146,7 +164,7 @@ class _Run:
     def run(self) -> Simulated:
         for arrival_s, session in zip(self._simulated.arrivals_s, self._sessions, strict=True):
             self._at(arrival_s, 0, session)
-        while self._events:
+        while self._events and self._simulated.together is None:
             now, _, stage, what = heapq.heappop(self._events)
             if isinstance(what, Session):
                 self._scheduler.submit(what)
@@ -182,3 +200,13 @@ class _Run:
             self._token_times[session] += [now] * len(known)
             if session.finish_reason is not None:
                 self._scheduler.close(session)
+        if self._goes_on:
+            self._simulated.together = self._span_of_all(now)
+
+    def _span_of_all(self, now: float) -> tuple[float, float] | None:
+        """From the last request's first token until now, if all have made enough tokens since."""
+        times = self._simulated.token_times
+        if min(map(len, times)) <= self._wanted:
+            return None
+        begin = max(each[0] for each in times)
+        return (begin, now) if all(each[-1 - self._wanted] >= begin for each in times) else None

@@ -12,7 +12,7 @@ import pytest
 from coordinator.cli import commands
 from coordinator.cli.app import app
 from coordinator.cluster.options import cluster_options
-from coordinator.measure.forecast import Assumed, Times, forecast, given_pipeline, read_times
+from coordinator.measure.forecast import PUBLISHED_GBPS, Assumed, Times, forecast, given_pipeline, read_times
 from worker.errors import InputError
 
 TWO_STAGES = Assumed(
@@ -37,6 +37,50 @@ def test_there_is_a_forecast_per_number_of_requests() -> None:
     assert (one.concurrency, two.concurrency) == (1, 2)
     assert one.tokens_per_s == one.tokens_per_s_per_request == pytest.approx(50)
     assert two.tokens_per_s == pytest.approx(100, rel=0.05)
+
+
+UNEQUAL = replace(TWO_STAGES, concurrency=(1, 2, 4, 8, 16), num_prompt=128, num_tokens=64)
+
+
+@pytest.mark.parametrize("row_ms", [None, (0.0,), (4.0, 1.0)])
+def test_columns_multiply(row_ms: tuple[float, ...] | None) -> None:
+    """Also where prompts take longer than answers, so that not all would decode at the same time by themselves."""
+    for found in forecast(Times(given_pipeline((26.5, 6.5), row_ms, (3.0, 0.3), None, 0)), UNEQUAL):
+        assert found.concurrency * found.tokens_per_s_per_request == pytest.approx(found.tokens_per_s)
+        assert found.gap_mean_ms * found.tokens_per_s_per_request == pytest.approx(1000)
+    assert found.concurrency == 16
+
+
+@pytest.mark.parametrize(("row_ms", "of_eight"), [(None, 8e3 / (2 * 26.5 * 220 / 107)), ((0.0,), 8e3 / 36.3)])
+def test_rows_are_not_free_unless_somebody_says_so(row_ms: tuple[float, ...] | None, of_eight: float) -> None:
+    """Two lanes of four rows, and the slower stage never idle; where rows are free, whoever comes goes along."""
+    pipeline = given_pipeline((26.5, 6.5), row_ms, (3.0, 0.3), None, 0)
+    one, eight = forecast(Times(pipeline), replace(UNEQUAL, concurrency=(1, 8)))
+    assert one.tokens_per_s == pytest.approx(1e3 / 36.3, rel=0.01)
+    assert eight.tokens_per_s == pytest.approx(of_eight, rel=0.01)
+
+
+def test_published_costs_are_by_how_many_bytes_are_read_per_second() -> None:
+    found = given_pipeline((10.0,), None, (0.0,), None, 0)
+    for rows, gbps in PUBLISHED_GBPS.items():
+        assert found.stages_s(rows) == pytest.approx([2.2 / gbps])
+
+
+@pytest.mark.parametrize(
+    ("flags", "rows", "said"),
+    [
+        ((), "published", "is not known here: as published of an M5 Pro"),
+        (("--row-ms", "0"), "given", "as --row-ms says"),
+    ],
+)
+def test_it_is_said_where_the_cost_of_rows_is_known_from(
+    flags: tuple[str, ...], rows: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["plan", "--simulate", "--stage-ms", "5,5", "--concurrency", "2", *flags]
+    app(command, standalone_mode=False)
+    assert said in " ".join(capsys.readouterr().out.split())
+    app([*command, "--json"], standalone_mode=False)
+    assert json.loads(capsys.readouterr().out)["rows"] == rows
 
 
 @pytest.mark.parametrize(
@@ -117,7 +161,7 @@ def test_more_requests_than_were_measured_go_by_what_frames_cost_while_all_stage
     assert times.of(8).stages_s(32) == pytest.approx([0.040, 0.036]), "chunks of prompts as in the rows"
     assert [hop.latency_s for hop in times.of(8).hops] == pytest.approx([0.001, 0.0005])
     [eight] = forecast(times, replace(TWO_STAGES, concurrency=(8,), num_tokens=200))
-    assert eight.tokens_per_s == pytest.approx(8 / 0.019, rel=0.05), "two lanes of four: the slower stage is never idle"
+    assert eight.tokens_per_s == pytest.approx(8 / 0.020, rel=0.01), "two lanes of four: each frame's way is 20 ms"
 
 
 def test_rows_cost_what_lies_on_a_line_between_one_row_and_a_prompts_chunk(tmp_path: Path) -> None:
