@@ -476,10 +476,12 @@ class DigestReply(_message.Message):
     def __init__(self, digests: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class MeasureRequest(_message.Message):
-    __slots__ = ("model",)
+    __slots__ = ("model", "anew")
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    ANEW_FIELD_NUMBER: _ClassVar[int]
     model: LoadRequest
-    def __init__(self, model: _Optional[_Union[LoadRequest, _Mapping]] = ...) -> None: ...
+    anew: bool
+    def __init__(self, model: _Optional[_Union[LoadRequest, _Mapping]] = ..., anew: _Optional[bool] = ...) -> None: ...
 
 class RowTimes(_message.Message):
     __slots__ = ("rows", "ms")

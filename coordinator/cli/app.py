@@ -1,6 +1,7 @@
 """The `brigade` command line: flags in, one function of another module out. MLX is imported once a command runs."""
 
 import platform
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -9,7 +10,7 @@ from coordinator.cli import flags, plan_flags
 from coordinator.cli.batch import batch
 from coordinator.cli.bridge import bridge
 from coordinator.cli.chat import chat
-from coordinator.cli.chosen import chosen_cluster
+from coordinator.cli.chosen import chosen_cluster, refuse_idle_objective
 from coordinator.cli.doctor import doctor
 from coordinator.cli.generate_command import generate, read_prompt
 from coordinator.cli.init import init
@@ -104,8 +105,9 @@ def plan(
     layers: flags.Layers = None,
     context: flags.Context = None,
     macs: plan_flags.MacsFile = None,
-    objective: plan_flags.Aims = "latency",
+    objective: flags.Aims = "latency",
     write: plan_flags.Write = False,
+    measure_again: plan_flags.MeasureAgain = False,
     simulate: plan_flags.Simulate = False,
     stage_ms: plan_flags.StageMs = None,
     row_ms: plan_flags.RowMs = None,
@@ -123,6 +125,8 @@ def plan(
     Does it fit, with 16,000 tokens per session: brigade plan --config cluster.yaml --context 16000
 
     And with other layers on each node: brigade plan --config cluster.yaml --layers 20,16
+
+    Since the Macs were measured one of them was given other work: brigade plan --config cluster.yaml --measure-again
 
     Macs that you may buy, with memory, GB/s and links as nodes.yaml says: brigade plan --nodes nodes.yaml --model demo
 
@@ -151,7 +155,8 @@ def plan(
         most = counts[-1]
         num_sessions = most if concurrency or objective == "throughput" else 1
         aim = Aim(options.context, num_sessions, objective, most)
-        run_async(run_plan(options, aim, counts, macs=macs, to_write=config if write else None, as_json=as_json))
+        to_write = config if write else None
+        run_async(run_plan(options, aim, counts, macs=macs, to_write=to_write, anew=measure_again, as_json=as_json))
     else:
         assumed = Assumed(
             stages_ms, rows_ms, hops_ms, gbps, measured, counts, num_prompt, num_tokens, prefill_step_size
@@ -198,6 +203,7 @@ def bench(
     model: flags.Model = None,
     local: flags.Local = None,
     layers: flags.Splits = None,
+    objective: flags.Aims = "latency",
     concurrency: flags.Concurrency = "1,4,8",
     num_prompt: flags.NumPrompt = 128,
     num_tokens: flags.NumTokens = 64,
@@ -235,6 +241,8 @@ def bench(
         for kind in decode.split(",")
     )
     counts = parse_counts("concurrency", concurrency, most=MOST_WAITING)
+    refuse_idle_objective(ctx)
+    options = replace(options, objective=objective, num_requests=counts[-1])
     if plot is not None and len(counts) == 1:
         raise InputError("plot", f"expected several --concurrency to draw a line through, found {counts[0]} only")
     splits = tuple(dict.fromkeys(map(parse_layers, layers or []))) or (options.cluster.layers,)
@@ -249,7 +257,7 @@ def bench(
 
 
 def _bench_failover(ctx: typer.Context) -> int:
-    others = ("config", "layers", "concurrency", "num_tokens", "decode", "wide", "plot")
+    others = ("config", "layers", "objective", "concurrency", "num_tokens", "decode", "wide", "plot")
     refuse(ctx, others, "not expected with --failover, which loses workers of --local in one answer by ar")
     given = ctx.params
     local = 1 if given["local"] is None else given["local"]

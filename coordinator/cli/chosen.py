@@ -1,10 +1,12 @@
 """What the flags that commands share amount to: each command declares those that it has, here they are read. Pure."""
 
+from dataclasses import replace
 from typing import Any
 
 import typer
 
 from coordinator.cli.parse import parse_layers
+from coordinator.cli.refusals import refuse
 from coordinator.cluster.options import ClusterOptions, cluster_options
 from coordinator.planning.recovery import USUAL, Limits
 
@@ -16,7 +18,7 @@ def chosen_cluster(ctx: typer.Context) -> ClusterOptions:
     """Which model runs where. Raises ConfigError for what cannot be read or does not agree."""
     given = ctx.params
     layers = given["layers"]
-    return cluster_options(
+    options = cluster_options(
         given["config"],
         given["model"],
         given["local"],
@@ -26,6 +28,13 @@ def chosen_cluster(ctx: typer.Context) -> ClusterOptions:
         given.get("check_finite", False),
         Limits(given.get("rejoin_timeout", USUAL.rejoin_s), given.get("recovery_timeout", USUAL.recovery_s)),
     )
+    return replace(options, objective=given.get("objective", options.objective))
+
+
+def refuse_idle_objective(ctx: typer.Context) -> None:
+    """Raise InputError where no node will be measured, so that no plan goes by what is to be fast."""
+    if ctx.params["config"] is None or ctx.params["local"] is not None:
+        refuse(ctx, ("objective",), "changes nothing without --config: workers of one machine are not measured")
 
 
 def chosen_sampling(ctx: typer.Context) -> dict[str, Any]:

@@ -38,9 +38,12 @@ async def run_plan(
     *,
     macs: Path | None,
     to_write: Path | None,
+    anew: bool = False,
     as_json: bool,
 ) -> None:
     """Print where each layer would go, on the cluster's nodes or on the `macs` of a file; write it to the other file.
+
+    With `anew` the nodes measure themselves whatever they have kept.
 
     Raises:
         ConfigError: the file is wrong; or, after printing, it does not fit.
@@ -55,7 +58,7 @@ async def run_plan(
         async with open_peers(options, spec) as peers:
             nodes, known = await ask_nodes(options.cluster, peers), NOTHING_KNOWN
             if is_worth_measuring(peers):
-                known = await survey(checkpoint, options.cluster.coordinator.name, peers)
+                known = await survey(checkpoint, options.cluster.coordinator.name, peers, anew=anew)
     outlook = outlook_of(spec, nodes, known, aim, options.cluster.layers)
     report = PlanReport(spec, outlook, known, aim, counts)
     if as_json:

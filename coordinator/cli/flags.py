@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from coordinator.planning.objective import USUAL_REQUESTS, Objective
+
 CLUSTER, LOAD = "Cluster", "Load"
 _SAMPLING, _OUTPUT = "Sampling", "Output"
 
@@ -35,6 +37,15 @@ Context = Annotated[
     int | None,
     typer.Option(
         min=1, help="Tokens per session that the plan keeps memory for. (default: 4096)", rich_help_panel=CLUSTER
+    ),
+]
+Aims = Annotated[
+    Objective,
+    typer.Option(
+        "--objective",
+        help="What the plan is to be fast at, where the nodes' speeds are known: `latency`, one request's time per "
+        f"token, or `throughput`, that of all --concurrency requests together, of {USUAL_REQUESTS} where nobody says.",
+        rich_help_panel=CLUSTER,
     ),
 ]
 TrustRemoteCode = Annotated[

@@ -5,7 +5,7 @@ import sys
 import typer
 
 from coordinator.cli import flags
-from coordinator.cli.chosen import chosen_cluster, chosen_sampling
+from coordinator.cli.chosen import chosen_cluster, chosen_sampling, refuse_idle_objective
 from coordinator.cli.parse import parse_bias, parse_tokens
 from coordinator.cli.refusals import given_flags, refuse, refuse_idle, require_one_prompt, require_text
 from coordinator.cli.server_flags import NOT_THERE, ApiKeyFile, ServerUrl, server_body
@@ -33,6 +33,7 @@ def generate(
     model: flags.Model = None,
     local: flags.Local = None,
     layers: flags.Layers = None,
+    objective: flags.Aims = "latency",
     context: flags.Context = None,
     trust_remote_code: flags.TrustRemoteCode = False,
     check_finite: flags.CheckFinite = False,
@@ -80,6 +81,7 @@ def generate(
     require_one_prompt(ctx, may_lack=holds_something(journal))
     require_text({"system_prompt": system_prompt, "stop": stop, "logit_bias": logit_bias})
     options = chosen_cluster(ctx)
+    refuse_idle_objective(ctx)
     sampling = chosen_sampling(ctx) | {
         "logit_bias": parse_bias(logit_bias or ""),
         "logprobs": 0 if logprobs is None else logprobs + 1,

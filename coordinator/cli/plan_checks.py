@@ -18,6 +18,8 @@ def check_plan_flags(ctx: typer.Context) -> None:
         refuse(ctx, ("stage_ms", "measured", *_TIMES, *_LOAD), "expected only with --simulate")
     if given["measured"] is not None:
         refuse(ctx, _TIMES, "not expected with --measured, which holds the times")
+    if given["config"] is None or given["local"] is not None:
+        refuse(ctx, ("measure_again",), "changes nothing without --config: workers of one machine are not measured")
     if given["macs"] is not None:
         refuse(ctx, ("config", "local", "write"), "not expected with --nodes, which says what nodes there are")
 
@@ -25,7 +27,7 @@ def check_plan_flags(ctx: typer.Context) -> None:
 def _check_simulation(ctx: typer.Context) -> None:
     """Its times come from flags, from a file, or from the nodes of a configuration."""
     given = ctx.params
-    refuse(ctx, ("macs", "objective", "write"), "not expected with --simulate")
+    refuse(ctx, ("macs", "objective", "write", "measure_again"), "not expected with --simulate")
     sources = [name for name in ("stage_ms", "measured") if given[name] is not None]
     if not sources and given["config"] is not None:
         refuse(ctx, ("local", *_TIMES), "not expected with --simulate --config, whose nodes measure themselves")

@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from coordinator.cli.flags import CLUSTER, LOAD
-from coordinator.planning.objective import Objective
 
 _SIMULATION = "Simulation"
 
@@ -25,13 +24,13 @@ Write = Annotated[
         "--write", help="Add the split to cluster.yaml as `layers:`, for all to keep.", rich_help_panel=CLUSTER
     ),
 ]
-Aims = Annotated[
-    Objective,
+MeasureAgain = Annotated[
+    bool,
     typer.Option(
-        "--objective",
-        help="What to be fast at, where speeds are known: `latency`, one request's time per token, or `throughput`, "
-        "of all --concurrency requests together.",
-        rich_help_panel=LOAD,
+        "--measure-again",
+        help="Have the nodes of --config measure themselves, whatever they have kept: after one was given other work, "
+        "power or cooling. One that serves tells what it has kept.",
+        rich_help_panel=CLUSTER,
     ),
 ]
 PlannedConcurrency = Annotated[

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from coordinator.cli import flags
-from coordinator.cli.chosen import chosen_cluster, chosen_sampling
+from coordinator.cli.chosen import chosen_cluster, chosen_sampling, refuse_idle_objective
 from coordinator.cli.server_flags import ApiKeyFile
 from coordinator.planning.recovery import USUAL
 from coordinator.sessions.request import make_sampling
@@ -101,6 +101,7 @@ def serve(
     model: flags.Model = None,
     local: flags.Local = None,
     layers: flags.Layers = None,
+    objective: flags.Aims = "latency",
     context: Context = None,
     trust_remote_code: flags.TrustRemoteCode = False,
     check_finite: flags.CheckFinite = False,
@@ -119,10 +120,14 @@ def serve(
 
     Then: curl localhost:9338/v1/chat/completions -H 'Content-Type: application/json'
     -d '{"messages": [{"role": "user", "content": "Hello"}]}'
+
+    Layers are where `brigade plan` with the same flags puts them: so that one request is fast, unless told otherwise.
+    Where many ask all the time: brigade serve --config cluster.yaml --objective throughput
     """
     sampling = chosen_sampling(ctx)
     make_sampling(**sampling)
     options = chosen_cluster(ctx)
+    refuse_idle_objective(ctx)
 
     from coordinator.cluster.log import log_as_json
     from coordinator.cluster.templates import TEMPLATES

@@ -10,7 +10,7 @@ from coordinator.cli.refusals import given_flags
 
 _SERVER = "Server"
 LOADING = (
-    "config", "model", "local", "layers", "context", "trust_remote_code", "check_finite", "rejoin_timeout",
+    "config", "model", "local", "layers", "objective", "context", "trust_remote_code", "check_finite", "rejoin_timeout",
     "recovery_timeout",
 )  # fmt: skip
 _NO_IDS = "not expected with --server, which tells no token ids; its /v1 routes tell logprobs by the tokens' text"

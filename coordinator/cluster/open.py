@@ -102,7 +102,7 @@ async def make_plan(cluster: Cluster, spec: ModelSpec, peers: Sequence[Peer], co
 
 
 async def choose_plan(
-    cluster: Cluster,
+    options: ClusterOptions,
     checkpoint: Checkpoint,
     spec: ModelSpec,
     peers: Sequence[Peer],
@@ -112,16 +112,19 @@ async def choose_plan(
 ) -> tuple[Plan, Replan]:
     """The same, by speed where the nodes are different machines and nobody says `layers`; and how to do so again.
 
-    Workers that make nothing faster are left out then, all of them if that `may_be_alone`.
+    Workers that make nothing faster are left out then, all of them if that `may_be_alone`. Given `layers` are those of
+    the first chain: what a loss leaves is planned by speed, too.
     """
+    cluster = options.cluster
     contexts = context if isinstance(context, Contexts) else Contexts.exactly(min(context, spec.context))
     nodes = await ask_nodes(cluster, peers)
-    if cluster.layers is not None:
-        return plan_largest(spec, nodes, contexts, cluster.layers), Replan(spec)
     known = NOTHING_KNOWN
     if is_worth_measuring(peers):
         known = await survey(checkpoint, cluster.coordinator.name, peers)
-    replan = Replan(spec, known, cluster.order == "fixed", may_be_alone)
+    is_fixed = cluster.order == "fixed"
+    replan = Replan(spec, known, is_fixed, may_be_alone, options.objective, options.num_requests)
+    if cluster.layers is not None:
+        return plan_largest(spec, nodes, contexts, cluster.layers), replan
     plan = replan(nodes, contexts)
     members = {assignment.name for assignment in plan.assignments}
     if left_out := [node.name for node in nodes if node.name not in members]:
@@ -151,7 +154,10 @@ async def open_chain(
             progress("", STARTING if options.local else ASKING)
             peers = await stack.enter_async_context(open_peers(options, spec))
             progress("", ASKING)
-            plan, _ = await choose_plan(options.cluster, checkpoint, spec, peers, context, may_be_alone=False)
+            if options.cluster.layers is None:
+                plan, _ = await choose_plan(options, checkpoint, spec, peers, context, may_be_alone=False)
+            else:
+                plan = await make_plan(options.cluster, spec, peers, context)
             require_fit(plan, spec)
             deployment = Deployment(checkpoint, spec, plan, members_of(plan, peers), options.check_finite)
             chain = await stack.enter_async_context(joined(deployment, progress, say=say, thread=thread))
@@ -192,7 +198,7 @@ async def supervised(
 
     Whoever opens several clusters gives all of them this process's MLX thread.
     """
-    plan, replan = await choose_plan(options.cluster, checkpoint, spec, peers, context)
+    plan, replan = await choose_plan(options, checkpoint, spec, peers, context)
     require_fit(plan, spec)
     deployment = Deployment(checkpoint, spec, plan, members_of(plan, peers), options.check_finite)
     least = context.least if isinstance(context, Contexts) else plan.context

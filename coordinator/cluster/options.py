@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from coordinator.planning.objective import USUAL_REQUESTS, Objective
 from coordinator.planning.recovery import USUAL, Limits
 from worker.config import Cluster, load_cluster
 
@@ -20,6 +21,8 @@ class ClusterOptions:
     trust_remote_code: bool = False  # whether a tokenizer may be Python code; no file and no peer can say so
     check_finite: bool = False
     limits: Limits = USUAL  # of a recovery
+    objective: Objective = "latency"  # of a plan by speed
+    num_requests: int = USUAL_REQUESTS  # at once, where the objective is their throughput
 
     @property
     def num_workers(self) -> int:

@@ -28,15 +28,16 @@ def is_worth_measuring(peers: Sequence[Peer]) -> bool:
     return any(not is_loopback(split_address(peer.address)[0]) for peer in peers)
 
 
-async def survey(checkpoint: Checkpoint, own_name: str, peers: Sequence[Peer]) -> Survey:
+async def survey(checkpoint: Checkpoint, own_name: str, peers: Sequence[Peer], *, anew: bool = False) -> Survey:
     """Have all nodes measure themselves, at the same time, and then each its link to the next, one after another.
 
-    A node that does not know its own speed, or cannot be asked, is left out.
+    A node that does not know its own speed, or cannot be asked, is left out. What nodes have kept of themselves they
+    tell, unless it is to be measured `anew`.
     """
-    if await kept_speed(checkpoint) is None:
+    if anew or await kept_speed(checkpoint) is None:
         say("measuring how fast every node is at this model, once: this takes some seconds")
-    request = await run_aside(partial(_request, checkpoint, own_name))
-    own = asyncio.create_task(_own_speed(checkpoint))
+    request = await run_aside(partial(_request, checkpoint, own_name, anew))
+    own = asyncio.create_task(_own_speed(checkpoint, anew))
     told = await asyncio.gather(*(_unless_refused(peer.measure(request)) for peer in peers))
     found = dict(zip([own_name, *(peer.name for peer in peers)], [await own, *told], strict=True))
     ports = {peer.name: await _unless_refused(peer.measure_link()) for peer in peers}
@@ -51,9 +52,9 @@ async def survey(checkpoint: Checkpoint, own_name: str, peers: Sequence[Peer]) -
     )
 
 
-async def _own_speed(checkpoint: Checkpoint) -> SpeedReply:
+async def _own_speed(checkpoint: Checkpoint, anew: bool) -> SpeedReply:
     with closing(MlxThread()) as thread:
-        return await measured_speed(checkpoint, thread)
+        return await measured_speed(checkpoint, thread, anew=anew)
 
 
 async def _unless_refused(asking: Awaitable[T]) -> T | None:
@@ -65,7 +66,7 @@ async def _unless_refused(asking: Awaitable[T]) -> T | None:
         return None
 
 
-def _request(checkpoint: Checkpoint, own_name: str) -> MeasureRequest:
+def _request(checkpoint: Checkpoint, own_name: str, anew: bool) -> MeasureRequest:
     """The model by what its headers say: whether the weights are alike makes no difference here."""
     model = LoadRequest(
         model=checkpoint.name,
@@ -73,7 +74,7 @@ def _request(checkpoint: Checkpoint, own_name: str) -> MeasureRequest:
         contents=Contents(headers=pack_headers(checkpoint.tensors)),
         coordinator=Coordinator(id=COORDINATOR_ID, name=own_name),
     )
-    return MeasureRequest(model=model)
+    return MeasureRequest(model=model, anew=anew)
 
 
 def _speed(reply: SpeedReply) -> Speed:

@@ -9,7 +9,7 @@ from itertools import accumulate, combinations, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.planning.objective import Objective
+from coordinator.planning.objective import USUAL_REQUESTS, Objective
 from coordinator.planning.plan import Node, Plan, plan
 from coordinator.planning.speeds import Survey
 from worker.model.modelspec import ModelSpec
@@ -30,7 +30,7 @@ class Aim:
     context: int  # tokens of each session
     num_sessions: int = 1
     objective: Objective = "latency"
-    num_requests: int = 8
+    num_requests: int = USUAL_REQUESTS
     is_order_fixed: bool = False
     may_be_alone: bool = True  # whether the first node may hold everything
 

@@ -3,3 +3,4 @@
 from typing import Literal
 
 Objective = Literal["latency", "throughput"]  # one request's time per token, or many requests' tokens per second
+USUAL_REQUESTS = 8  # at once, for throughput, if nobody says how many

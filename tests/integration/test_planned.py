@@ -119,6 +119,27 @@ async def test_layers_that_somebody_wants_are_kept(models: Models) -> None:
             assert held(supervisor) == {"coordinator": 1, "fast": 1, "slow": 2}
 
 
+async def test_what_a_loss_leaves_of_given_layers_is_planned_by_speed(models: Models) -> None:
+    """By bytes it would be two each; the head takes long, but it is faster where the layers are."""
+    whole = models("qwen3")
+    async with workers() as places:
+        given = options(whole.folder, places).with_layers((1, 1, 2))
+        async with opened(given) as supervisor, Runner(supervisor.chain, when_lost=supervisor.reopen) as runner:
+            live = Live(runner, request(PROMPT, 16))
+            await live.wait_pieces(3)
+            await places[1].stop()
+            assert (await live.answer()).tokens == whole.tokens(PROMPT, 16)
+            assert held(supervisor) == {"coordinator": 1, "fast": 3}
+
+
+async def test_for_throughput_the_slowest_stage_is_made_short(models: Models) -> None:
+    """One request would have three layers on the fast one; stages of 6 and 9 ms pass more frames than of 2 and 11."""
+    async with workers() as places:
+        given = replace(options(models("qwen3").folder, places), objective="throughput")
+        async with opened(given) as supervisor:
+            assert held(supervisor) == {"coordinator": 3, "fast": 1}
+
+
 @pytest.mark.parametrize(("order", "expected"), [(FREE, ["slow", "fast"]), (FIXED, ["fast", "slow"])])
 async def test_workers_change_places_unless_their_order_is_fixed(
     models: Models, monkeypatch: pytest.MonkeyPatch, order: str, expected: list[str]

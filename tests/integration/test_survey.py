@@ -17,7 +17,7 @@ from tests.integration.certificates import Certificates
 from tests.integration.conftest import NETWORK, Models, RunningNode, load_request, opened, serving
 from worker.compute import gauge as gauge_module
 from worker.errors import BrigadeError, ConfigError, FrameError
-from worker.model.checkpoint import open_folder
+from worker.model.checkpoint import Checkpoint, open_folder
 from worker.model.describe import describe
 from worker.node import measured
 from worker.node.network import Network
@@ -73,6 +73,25 @@ async def test_a_node_that_serves_tells_only_what_it_has_kept(models: Models) ->
         assert found.kinds
         async with opened(folder, (2, 2), nodes):
             assert await peer.measure(request) == found
+
+
+async def test_all_measure_themselves_again_if_they_are_asked_to(
+    models: Models, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, num_gauged = models("qwen3").folder, 0
+    gauge = measured.gauge
+
+    def counted(checkpoint: Checkpoint) -> Speed:
+        nonlocal num_gauged
+        num_gauged += 1
+        return gauge(checkpoint)
+
+    monkeypatch.setattr(measured, "gauge", counted)
+    async with serving(2) as nodes, peers_of(nodes) as peers:
+        for anew, expected in ((True, 3), (False, 3), (True, 6)):
+            await survey(open_folder(folder), "coordinator", peers, anew=anew)
+            assert num_gauged == expected
+            assert bool(capsys.readouterr().err) == anew
 
 
 async def test_a_node_of_another_model_is_left_out_with_a_word(

@@ -32,9 +32,12 @@ async def kept_speed(checkpoint: Checkpoint) -> Speed | None:
     return await run_aside(partial(_read, _file_of(checkpoint), _key(checkpoint)))
 
 
-async def measured_speed(checkpoint: Checkpoint, thread: MlxThread) -> Speed:
-    """As kept, or measured now on the MLX thread, which takes up to two seconds; empty where that has no room."""
-    if kept := await kept_speed(checkpoint):
+async def measured_speed(checkpoint: Checkpoint, thread: MlxThread, *, anew: bool = False) -> Speed:
+    """As kept, or measured now on the MLX thread, which takes up to two seconds; empty where that has no room.
+
+    With `anew` it is measured now, whatever is kept.
+    """
+    if not anew and (kept := await kept_speed(checkpoint)):
         return kept
     spec = await run_aside(partial(describe, checkpoint))
     if _COPIES * max(kind.weight_bytes for kind in spec.kinds) > memory_budget():

@@ -215,7 +215,7 @@ class NodeService(NodeServicer):
                 if self._attachment or self._loader.is_busy:  # who serves is not to be held up
                     return await kept_speed(checkpoint) or Speed()
                 async with self._loader.turn(_say_nothing):
-                    return await measured_speed(checkpoint, self._thread)
+                    return await measured_speed(checkpoint, self._thread, anew=request.anew)
 
     async def MeasureLink(self, request: LinkRequest, context: Context) -> LinkReply:
         async with self._reporting(context):

@@ -2,12 +2,16 @@
 
 import io
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import typer
 
+from coordinator.cli import commands, generate, run_async
 from coordinator.cli.app import app
+from coordinator.cluster.options import ClusterOptions
+from coordinator.http import run
 from tests.unit.cli.conftest import Command
 from worker.errors import InputError
 
@@ -109,14 +113,42 @@ IDLE = [
     ("generate a --temp 0 --top-k 5", "top_k", "--temp 0"),
     ("generate a --temp 0 --min-p 0.1", "min_p", "--temp 0"),
     ("generate a --temp 0 --seed 1", "seed", "--temp 0"),
+    *(
+        (f"{command} --objective throughput", "objective", "without --config")
+        for command in ("generate a", "generate a --local 1", "serve", "bench", "bench --config x.yaml --local 1")
+    ),
+    ("plan --measure-again", "measure_again", "without --config"),
+    ("plan --measure-again --config x.yaml --local 1", "measure_again", "without --config"),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "field", "why"), IDLE, ids=lambda value: str(value)[:50])
-def test_a_flag_that_would_change_nothing_is_refused(brigade: Command, arguments: str, field: str, why: str) -> None:
+def test_a_flag_that_would_change_nothing_is_refused(
+    brigade: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, field: str, why: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x.yaml").write_text("model: demo", encoding="utf-8")
     with pytest.raises(InputError, match=f"changes nothing .*{why}") as refusal:
         brigade(*arguments.split())
     assert refusal.value.field == field
+
+
+@pytest.mark.parametrize("command", ["generate a", "serve", "bench --concurrency 2,5"])
+def test_what_plans_are_to_be_fast_at_is_asked_of_all_who_open_a_chain(
+    brigade: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """`bench` has a number of requests of its own; one request is what all plan for unless they are told otherwise."""
+    config = tmp_path / "cluster.yaml"
+    config.write_text("workers: [{name: n1, address: '127.0.0.1:1'}]", encoding="utf-8")
+    found: list[ClusterOptions] = []
+    monkeypatch.setattr(run_async, "run_async", lambda work: work)
+    for module, name in ((generate, "run_generate"), (commands, "run_bench"), (run, "serve")):
+        monkeypatch.setattr(module, name, lambda options, *more, **others: found.append(options))
+    for flags in ((), ("--objective", "throughput")):
+        brigade(*command.split(), "--config", str(config), *flags)
+    requests = 5 if command.startswith("bench") else 8
+    assert [options.objective for options in found] == ["latency", "throughput"]
+    assert found[1].num_requests == requests
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,18 @@ def gauged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def speed_of(folder: Path) -> Speed:
+def speed_of(folder: Path, *, anew: bool = False) -> Speed:
     with closing(MlxThread()) as thread:
-        return asyncio.run(measured.measured_speed(open_checkpoint(str(folder)), thread))
+        return asyncio.run(measured.measured_speed(open_checkpoint(str(folder)), thread, anew=anew))
+
+
+def test_it_can_be_measured_again(gauged: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is found then is what is kept."""
+    folder = make_model(tmp_path / "a")
+    speed_of(folder)
+    slower = Speed(kinds=FOUND.kinds, head=FOUND.head, gbps=50)
+    monkeypatch.setattr(measured, "gauge", lambda checkpoint: slower)
+    assert [speed_of(folder), speed_of(folder, anew=True), kept(folder)] == [FOUND, slower, slower]
 
 
 def kept(folder: Path) -> Speed | None:

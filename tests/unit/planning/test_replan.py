@@ -32,3 +32,16 @@ def test_whoever_wants_a_chain_gets_one_if_there_are_workers() -> None:
     assert names(replan(nodes(ROOMY, ROOMY, ROOMY), Contexts.exactly(256))) == ["n0", "n2"]
     assert names(replan(nodes(ROOMY), Contexts.exactly(256))) == ["n0"]
     assert names(Replan(SPEC, SURVEY)(nodes(ROOMY, ROOMY, ROOMY), Contexts.exactly(256))) == ["n0"]
+
+
+def test_for_throughput_all_are_kept_at_work_and_there_is_memory_for_all_requests_if_there_can_be() -> None:
+    """Layers of 2.5, 10 and 5 ms: three on the first node, if they have room there with the caches of four sessions."""
+    contexts = Contexts.exactly(256)
+    replan = Replan(SPEC, SURVEY, objective="throughput", num_requests=4)
+    assert Replan(SPEC, SURVEY)(nodes(ROOMY, ROOMY, ROOMY), contexts).layers == [4]
+    assert replan(nodes(ROOMY, ROOMY, ROOMY), contexts).layers == [3, 1]
+    for sessions, layers in ((4, [3, 1]), (3, [2, 2])):
+        room = 3 * GB + 3 * 1000 * 256 * sessions
+        assert replan(nodes(room, ROOMY, ROOMY), contexts).layers == layers
+    of_one = [count * (GB + 1000 * 256) for count in (3, 1, 1)]
+    assert replan(nodes(*of_one), contexts).layers == [3, 1], "better for one session than by bytes"
