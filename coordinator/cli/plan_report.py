@@ -114,8 +114,9 @@ class PlanReport:
         several = ", ".join(f"{least}{times.tokens_per_s(n) or 0.0:.1f} of {n} at once" for n in self.counts if n > 1)
         prefill_s = times.prefill_s(_PROMPT)
         prompt = "unknown" if prefill_s is None else f"{prefill_s:.1f} s"
+        each = f"{format_ms(times.ms_per_token or 0.0)} per token after {self.plan.context} tokens"
         return (
-            f"{format_ms(times.ms_per_token or 0.0)} per token: {times.tokens_per_s():.1f} tok/s of one request"
+            f"{each}: {times.tokens_per_s():.1f} tok/s of one request"
             f"{several and f', {several}'}; a prompt of {_PROMPT} tokens: {prompt}"
         )
 

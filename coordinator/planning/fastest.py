@@ -94,6 +94,7 @@ class _Search:
     def __init__(self, spec: ModelSpec, nodes: Sequence[Node], survey: Survey, aim: Aim) -> None:
         self._spec = spec
         self._survey = survey
+        self._context = aim.context
         self._names = [node.name for node in nodes]
         self._may_be_alone = aim.may_be_alone
         self._in_order = aim.is_order_fixed or len(nodes) > _MOST_IN_ANY_ORDER
@@ -133,7 +134,9 @@ class _Search:
     def _stage(self, i: int, num_rows: int) -> Floats:
         """Milliseconds of every stage that node i has memory for, infinity of others."""
         speed = self._survey.speeds[self._names[i]]
-        up_to = np.concatenate([[0.0], np.cumsum(speed.layers_ms(self._spec, num_rows))])
+        layers_ms = np.array(speed.layers_ms(self._spec, num_rows))
+        layers_ms += num_rows * np.array(speed.caches_ms(self._spec, self._context))
+        up_to = np.concatenate([[0.0], np.cumsum(layers_ms)])
         ms = up_to[None, :] - up_to[:, None]
         ms[:, -1] += speed.head_ms(num_rows)
         ms[self._forbidden[i]] = np.inf

@@ -11,12 +11,13 @@ _MOST_SAMPLED = 64  # rows of a frame that all bring a token
 
 
 class Prediction:
-    """One plan's times."""
+    """One plan's times, with sessions as long as it keeps memory for."""
 
     def __init__(self, spec: ModelSpec, plan: Plan, survey: Survey) -> None:
         names = [assignment.name for assignment in plan.assignments]
         self._spec = spec
         self._assignments = plan.assignments
+        self._context = plan.context
         self._speeds = [survey.speeds.get(name) for name in names]
         self._links = [survey.link(*pair) for pair in zip(names, [*names[1:], names[0]], strict=True)]
         if len(names) == 1:
@@ -81,8 +82,9 @@ class Prediction:
         if speed is None:
             return None
         layers_ms = sum(speed.layers_ms(self._spec, num_rows)[held.start : held.end])
+        caches_ms = sum(speed.caches_ms(self._spec, self._context)[held.start : held.end])
         samples = num_sampled and held.end == self._spec.num_layers
-        return layers_ms + (speed.head_ms(num_sampled) if samples else 0.0)
+        return layers_ms + num_sampled * caches_ms + (speed.head_ms(num_sampled) if samples else 0.0)
 
     def _hops_ms(self, num_rows: int) -> list[float]:
         """The way back carries tokens, which weigh nothing."""

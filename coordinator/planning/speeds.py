@@ -36,6 +36,11 @@ class Speed:
         by_kind = {kind: on_lines(times, num_rows) for kind, times in zip(spec.kinds, self.kinds, strict=True)}
         return [by_kind[layer] for layer in spec.layers]
 
+    def caches_ms(self, spec: ModelSpec, context: int) -> list[float]:
+        """Of each layer of the model: what reading one session's caches of so many tokens adds to a step."""
+        by_kind = {kind: spec.remembered_bytes(kind, context) / self.gbps / 1e6 for kind in spec.kinds}
+        return [by_kind[layer] for layer in spec.layers]
+
     def head_ms(self, num_rows: int) -> float:
         return on_lines(self.head, num_rows)
 

@@ -98,6 +98,11 @@ class CacheSpec:
             return whole_blocks(num_rows)
         return min(whole_blocks(num_rows), whole_blocks(self.keep + self.window - 1 + ROW_BLOCK))
 
+    def read_bytes(self, memory: Memory, num_rows: int) -> int:
+        """What one step reads of it by then: all that a query sees."""
+        seen = num_rows if self.window is None else min(num_rows, self.keep + self.window)
+        return memory.state_bytes + seen * self.form.row_bytes(memory)
+
     def nbytes(self, memory: Memory, num_rows: int) -> int:
         """The most that it takes by then."""
         return memory.state_bytes + self.capacity(num_rows) * self.form.row_bytes(memory)

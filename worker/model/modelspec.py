@@ -71,6 +71,10 @@ class ModelSpec:
             for memory in layer.memories
         )
 
+    def remembered_bytes(self, layer: LayerSpec, num_rows: int) -> int:
+        """What one step of a session of so many tokens reads of a layer's caches."""
+        return sum(cache_spec(memory, self.cache).read_bytes(memory, num_rows) for memory in layer.memories)
+
     @property
     def recurrent_layers(self) -> list[int]:
         """Layers whose cache cannot take rows back, as drafts that fail would have it do."""

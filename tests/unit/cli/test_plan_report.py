@@ -74,7 +74,12 @@ def test_the_objective_decides(planned: Any) -> None:
 def test_people_are_told_what_is_assumed_what_comes_of_it_and_what_else_there_is(planned: Any) -> None:
     told = " ".join(planned("--layers", "3,1").split())
     assert "max 0.02 GB/s assumed" in told and "mini 0.01 GB/s assumed" in told
-    for part in ("per token", "tok/s of one request, at least", "2000 tokens: unknown", "even split 2+2"):
+    for part in (
+        "per token after 256 tokens",
+        "tok/s of one request, at least",
+        "2000 tokens: unknown",
+        "even split 2+2",
+    ):
         assert part in told
     assert "max alone would be faster" in told
 

@@ -157,7 +157,7 @@ def random_case(seed: int) -> tuple[ModelSpec, list[Node], Survey, Aim]:
         return tuple((rows, first + more * (rows - 1) / 4) for rows in (1, 2, 4, 8))
 
     where = nodes(*(BLOCK * rng.randint(2, 30) for _ in range(rng.randint(1, 4))))
-    speeds = {node.name: Speed(tuple(times() for _ in spec.kinds), times(), 1) for node in where}
+    speeds = {node.name: Speed(tuple(times() for _ in spec.kinds), times(), rng.choice([1, 1e-6])) for node in where}
     ports = {node.name: Link(rng.choice([0, 4, 30]), rng.choice([1e6, 1e7, 1e9])) for node in where[1:]}
     links = {("n1", "n2"): Link(rng.choice([0, 100]))} if rng.random() < 0.5 else {}
     objective = rng.choice(["latency", "throughput"])

@@ -5,7 +5,9 @@ import pytest
 from coordinator.planning.plan import Node, Plan, plan
 from coordinator.planning.prediction import Prediction
 from coordinator.planning.speeds import NOTHING_KNOWN, Link, Speed, Survey
+from protos.brigade_pb2 import Cache
 from tests.unit.planning.test_fastest import GB, ROOMY, model, surveyed
+from worker.model.cachespec import Memory, cache_spec
 
 SPEC = model([GB] * 4, hidden=500)  # 1000 bytes per row
 FLAT = ((1, 2.0), (8, 2.0), (512, 20.0))  # milliseconds of a layer by rows
@@ -43,6 +45,27 @@ def test_a_prompt_goes_in_chunks_and_is_sampled_once() -> None:
     """Four layers of 20 ms per 512 rows: larger chunks take as long per row, and their last row is sampled."""
     assert predicted(4).prefill_s(512) == pytest.approx(0.081)
     assert predicted(4).prefill_s(2048) == pytest.approx(4 * 0.080 + 0.001, rel=0.05)
+
+
+def test_caches_are_read_with_every_token_and_by_each_session() -> None:
+    """500 bytes per token and layer at 5 GB/s: 0.1 ms of a thousand tokens, and of each of two requests in a frame."""
+    spec, speed = model([GB] * 4, per_token=500), Speed((FLAT,), ((1, 1.0), (512, 1.0)), 5)
+    found = {}
+    for context in (1, 1000):
+        one = plan(spec, [Node("n0", ROOMY)], context)
+        found[context] = Prediction(spec, one, Survey({"n0": speed}))
+    assert found[1].ms_per_token == pytest.approx(9.0, abs=0.001)
+    assert found[1000].ms_per_token == pytest.approx(9.0 + 4 * 0.1)
+    assert found[1000].tokens_per_s(2) == pytest.approx(2000 / (9.0 + 2 * 4 * 0.1))
+    assert found[1000].prefill_s(512) == pytest.approx(0.0814), "the prompt's last row is a token's"
+
+
+def test_no_more_is_read_than_a_query_sees() -> None:
+    memory = Memory(window=100, heads=1, key_size=2, value_size=3, item=2)
+    for size, seen in ((50, 50), (1000, 100)):
+        assert cache_spec(memory, Cache()).read_bytes(memory, size) == seen * 10
+    state = Memory(state_arrays=2, state_bytes=77)
+    assert cache_spec(state, Cache()).read_bytes(state, 1000) == 77
 
 
 def test_a_slow_link_counts_in_a_prompt() -> None:
