@@ -1,9 +1,9 @@
 """Measure every decoder on questions that training never saw, by the product's own path.
 
-python -m tools.eval_windows --json docs/windows.json --markdown docs/windows.md --plot docs/windows.png
+python -m tools.eval_windows --json docs/windows.json --markdown docs/windows.md
 
 Each answer comes from `coordinator.cluster.runner` on a chain; nothing here decodes. `--from FILE` lays out an earlier
-run's numbers again. `--plot` needs matplotlib (the extra `plot`).
+run's numbers again.
 """
 
 import functools
@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -40,7 +39,7 @@ from tools.demo_data import mix
 from tools.demo_data.turn import Turn
 from tools.eval_demo import CHECKS, MAX_TOKENS, Output
 from tools.windows_data import Measured, Score, Speed
-from tools.windows_report import to_markdown, write_plot
+from tools.windows_report import to_markdown
 from worker.errors import InputError
 from worker.memory.history import History
 from worker.process.machine import machine_name
@@ -52,13 +51,14 @@ THRESHOLDS = (0.2, 0.4, 0.8)  # nats
 AR, NGRAM, AUTO = Decode("ar"), Decode("ngram"), Decode("diffusion")
 LOSSLESS = [Decode("diffusion", window) for window in WINDOWS]
 FAST = [Decode("diffusion-fast", window, threshold) for window in WINDOWS for threshold in THRESHOLDS]
+RULES = [Decode("diffusion-fast", 16, *rule) for rule in ((0.3, 0.01), (0.3, 0.02), (0.4, 0.01), (0.4, 0.02))]
 WANTED = [AR, Decode("diffusion", 16), Decode("diffusion-fast", 16, 0.4)]
 ALL = [AR, NGRAM, *LOSSLESS, *FAST]
 CHAINED = [AR, NGRAM, *WANTED[1:]]
 TIMED = [AR, NGRAM, *LOSSLESS, Decode("diffusion-fast", 16, 0.4), AUTO]
 STEP_ROWS = (1, 2, 4, 8, 16, 32, 64)
 HOP_S = 0.02
-PARTS = ("steps", "speeds", "wanted", "scores", "chain")
+PARTS = ("steps", "speeds", "wanted", "scores", "rules", "chain")
 NUM_HOPS = 3  # of a chain of three nodes: two between them, and the tokens' way back
 _PREFIX = 128  # tokens that a timed step finds in the caches
 
@@ -144,7 +144,9 @@ class Bench:
     async def score(self, kind: str, limit: int, decodes: Iterable[Decode]) -> list[Score]:
         """Every question by every decoder; the first of them is `ar`, with whose tokens the others are compared."""
         turns = mix.held_out(kind, limit)
-        scores = [Score(kind, decode.kind, decode.window, _threshold(decode)) for decode in decodes]
+        scores = [
+            Score(kind, decode.kind, decode.window, _threshold(decode), penalty=_penalty(decode)) for decode in decodes
+        ]
         for number, turn in enumerate(turns, 1):
             expected: list[int] = []
             for score, decode in zip(scores, decodes, strict=True):
@@ -187,6 +189,10 @@ class Bench:
 @functools.cache
 def is_right(turn: Turn, text: str, has_ended: bool) -> bool:
     return CHECKS[turn.kind][ACCURACY[turn.kind]](turn, Output(text, [], has_ended))
+
+
+def _penalty(decode: Decode) -> float | None:
+    return None if decode.position_penalty == Decode.position_penalty else decode.position_penalty
 
 
 def _threshold(decode: Decode) -> float | None:
@@ -256,6 +262,11 @@ async def measure(measured: Measured, parts: Sequence[str], sizes: Sizes, save: 
             for kind in mix.MEASURED:
                 measured.scores += await bench.score(kind, sizes.limit, ALL)
                 save()
+        if "rules" in parts:
+            measured.rules = []
+            for kind in mix.MEASURED:
+                measured.rules += (await bench.score(kind, sizes.limit, [AR, *RULES]))[1:]
+                save()
     if "chain" in parts:
         async with open_bench(cluster_options(None, measured.model, 2, None, None)) as bench:
             measured.chain = []
@@ -276,11 +287,8 @@ def main(
     part: Annotated[list[str] | None, typer.Option(help=f"With --from: measure only {', '.join(PARTS)}.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all numbers to this file.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write the tables to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write the picture to this file (PNG).")] = None,
 ) -> None:
     """Accuracy, tokens per step and cost of every decoder on the bundled model's held-out questions."""
-    if plot is not None and find_spec("matplotlib") is None:
-        raise InputError("plot", "it needs matplotlib; pip install 'brigade[plot]'")
     if unknown := set(part or ()) - set(PARTS):
         raise InputError("part", f"expected one of {', '.join(PARTS)}, got {unknown.pop()!r}")
     measured = Measured(machine_name(), model)
@@ -297,9 +305,7 @@ def main(
         uvloop.run(measure(measured, parts, Sizes(limit, wanted, timed), save))
     save()
     if markdown is not None:
-        markdown.write_text(to_markdown(measured, plot), encoding="utf-8")
-    if plot is not None:
-        write_plot(measured, plot)
+        markdown.write_text(to_markdown(measured), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ class Score:
     num_tokens: int = 0
     num_steps: int = 0  # that were asked for tokens: the prompt's last one too
     num_rows: int = 0  # with MASK and padding rows; of the prompt only its last row, the first that can tell a token
+    penalty: float | None = None  # nats per position, where another than the default was asked for
 
     def add(self, *, is_right: bool, is_equal: bool, num_tokens: int, num_steps: int, num_rows: int) -> None:
         self.num_answers += 1
@@ -101,13 +102,14 @@ class Measured:
     wanted: list[Score] = field(default_factory=list)
     chain: list[Score] = field(default_factory=list)  # on three processes
     speeds: list[Speed] = field(default_factory=list)
+    rules: list[Score] = field(default_factory=list)  # `diffusion-fast` with other thresholds and penalties
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Measured":
-        scores = {name: [Score(**row) for row in data[name]] for name in ("scores", "wanted", "chain")}
+        scores = {name: [Score(**row) for row in data.get(name, ())] for name in ("scores", "wanted", "chain", "rules")}
         speeds = [Speed(**row) for row in data["speeds"]]
         return cls(data["machine"], data["model"], data["step_ms"], speeds=speeds, **scores)
 
@@ -131,3 +133,7 @@ class Measured:
     def break_even(self, window: int, delay_ms: float) -> float:
         """Tokens per step from which a window beats one token per step; its 2 W rows are drafts and MASK rows."""
         return (self.step_ms[str(2 * window)] + delay_ms) / (self.step_ms["1"] + delay_ms)
+
+    def hops_ms(self, window: int, tokens_per_step: float) -> float:
+        """What a step's hops have to take for a window that yields so many tokens to beat one token per step."""
+        return (self.step_ms[str(2 * window)] - tokens_per_step * self.step_ms["1"]) / (tokens_per_step - 1)

@@ -242,6 +242,8 @@ def bench(
     )
     counts = parse_counts("concurrency", concurrency, most=MOST_WAITING)
     refuse_idle_objective(ctx)
+    if layers:
+        refuse(ctx, ("objective",), "changes nothing with --layers, which are measured as they are")
     options = replace(options, objective=objective, num_requests=counts[-1])
     if plot is not None and len(counts) == 1:
         raise InputError("plot", f"expected several --concurrency to draw a line through, found {counts[0]} only")

@@ -1,15 +1,39 @@
-"""Figures of the pages that follow from the code are those that the code makes now."""
+"""Figures of README and the pages are those that the code makes, and those of the pages and files they come from."""
 
 import json
 import re
 from pathlib import Path
+from statistics import mean
+from typing import Any
 
 import pytest
 
 from coordinator.cli.app import app
+from coordinator.decoding.decode import Decode
+from coordinator.decoding.lengths import mask_count
+from protos.brigade_pb2 import CACHE_INT8, Cache
+from tools.windows_data import Measured
+from worker.model.cachespec import Memory, cache_spec
 
-ROOT = Path(__file__).resolve().parents[2]
-HOW_IT_WORKS = (ROOT / "docs" / "how_it_works.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+README = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+HOW_IT_WORKS, OVERHEAD, BENCH, WINDOWS = (
+    (DOCS / f"{name}.md").read_text(encoding="utf-8") for name in ("how_it_works", "overhead", "bench", "windows")
+)
+
+
+def data(name: str) -> Any:
+    return json.loads((DOCS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def cells(page: str, first: str) -> list[str]:
+    """The others of the table's row that begins with this cell."""
+    [row] = [line for line in page.splitlines() if line.startswith(f"| {first} |")]
+    return [cell.strip() for cell in row.split("|")[2:-1]]
+
+
+def numbers(text: str) -> list[float]:
+    return [float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*(?:\.\d+)?", text)]
 
 
 def found_in(page: str, pattern: str) -> list[float]:
@@ -30,3 +54,84 @@ def test_a_forecast_makes_what_the_page_says(capsys: pytest.CaptureFixture[str])
         rates[flags] = [each["tokens_per_s"] for each in json.loads(capsys.readouterr().out)["simulated"]]
     assert rates[()] == pytest.approx([one, eight], abs=0.5)
     assert rates["--row-ms", "0"] == pytest.approx([one, free], abs=0.5)
+
+
+def test_one_request_is_as_fast_as_the_page_of_overheads_says() -> None:
+    one_ms, two_ms = (
+        numbers(cells(OVERHEAD, f"{what}, per token")[0])[0] for what in ("one process", "two nodes [4, 4]")
+    )
+    two, one = numbers(cells(README, "tokens per second, on two and on one")[1])
+    assert (round(1e3 / two_ms), round(1e3 / one_ms)) == (two, one)
+    [more] = numbers(cells(README, "what the second node adds to a token")[1])
+    assert more == pytest.approx(two_ms - one_ms, abs=0.05)
+    prompts = [
+        numbers(cells(OVERHEAD, f"prompt of 1,024 tokens, {what}")[0])[0] for what in ("one process", "two nodes")
+    ]
+    said = found_in(README, r"a prompt of 1,024 tokens took ([\d.]+) s in one process and ([\d.]+) s in two")
+    assert said == pytest.approx(prompts, abs=0.051)
+
+
+def test_hops_carry_the_bytes_that_were_measured() -> None:
+    [measured] = [row for row in data("bench")["rows"] if row["system"] == "cluster" and row["concurrency"] == 1]
+    [said] = [line for line in README.splitlines() if line.startswith("| bytes")]
+    assert numbers(said.split("|")[-2]) == pytest.approx(measured["bytes_per_token"], abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("row", "section"),
+    [
+        ("two CPU cores, the bundled model", "# Many requests at once"),
+        ("two H200, 12 layers x 8,192, bf16", "## Two GPUs"),
+    ],
+)
+def test_eight_requests_are_as_fast_as_the_benchmarks_page_says(row: str, section: str) -> None:
+    """Tokens per second of all; the busiest stage in percent."""
+    _, _, after = BENCH.partition(section)
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in after.splitlines() if line.startswith("| ")]
+    found = {line[0].split(" ")[0]: line for line in reversed(lines) if line[1:3] == ["ar", "8"]}  # the first of each
+    measured = [numbers(found[system][5])[0] for system in ("cluster", "one", "mlx_lm")]
+    *rates, busy = (numbers(cell)[0] for cell in cells(README, row))
+    assert rates == pytest.approx(measured, abs=0.51) and busy == max(numbers(found["cluster"][8]))
+
+
+@pytest.mark.parametrize(("sizes", "place"), [((64, 128, 256), 0), ((32, 96, 160), 1)])
+def test_int8_caches_take_the_part_of_the_bytes_that_is_said(sizes: tuple[int, ...], place: int) -> None:
+    said = found_in(HOW_IT_WORKS, r"`--kv int8`: ([\d.]+) of a 16-bit cache's bytes .* else ([\d.]+),")
+    for size in sizes:
+        memory = Memory(None, 8, size, size, 2)
+        small, full = (cache_spec(memory, cache).nbytes(memory, 4096) for cache in (Cache(kind=CACHE_INT8), Cache()))
+        assert small / full == pytest.approx(said[place], abs=0.005)
+
+
+def test_windows_yield_what_was_measured_and_have_twice_as_many_rows() -> None:
+    measured = Measured.from_json(data("windows"))
+    per_step = measured.mean(("diffusion", 16, None), lambda score: score.tokens_per_step)
+    assert found_in(README, r"where drafts hold: ([\d.]+) of the bundled model's templates") == [round(per_step, 1)]
+    assert 16 + mask_count(16, 16) == 32 and "W = 16 means frames of 32 rows" in WINDOWS
+    rule = Decode("diffusion-fast")
+    assert found_in(WINDOWS, r"The defaults, ([\d.]+) and ([\d.]+), are those of WeDLM") == [
+        rule.entropy_threshold, rule.position_penalty,
+    ]  # fmt: skip
+
+
+def test_wider_windows_win_where_the_page_says() -> None:
+    """Tokens per second of W = 32 against 16, by kind and delay."""
+    measured = Measured.from_json(data("windows"))
+
+    def gain(kind: str, delay_ms: float) -> float:
+        wide, usual = (measured.tokens_per_s(kind, "diffusion", window, delay_ms) for window in (32, 16))
+        return wide / usual
+
+    assert min(gain(kind, 60) for kind in ("arithmetic", "story")) > 1.1
+    assert max(gain(kind, delay_ms) for kind in ("code", "facts") for delay_ms in (0, 60)) < 1
+
+
+def test_int8_caches_changed_as_little_as_is_said() -> None:
+    rows = data("kv")["rows"]
+    by_kv = {kv: [row for row in rows if row["kv"] == kv] for kv in ("full", "int8")}
+    equal, asked = (sum(row[key] for row in by_kv["int8"]) for key in ("num_equal", "num_answers"))
+    loss = {kv: -mean(row["logprob"] / row["num_scored"] for row in found) for kv, found in by_kv.items()}
+    *same, said = found_in(
+        HOW_IT_WORKS, r"(\d+) of (\d+) answers were the same, and a token's loss ([\d.]+) nats with either"
+    )
+    assert same == [equal, asked] and list(loss.values()) == pytest.approx([said, said], abs=5e-5)

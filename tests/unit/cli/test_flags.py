@@ -117,6 +117,7 @@ IDLE = [
         (f"{command} --objective throughput", "objective", "without --config")
         for command in ("generate a", "generate a --local 1", "serve", "bench", "bench --config x.yaml --local 1")
     ),
+    ("bench --config two.yaml --layers 4,4 --objective throughput", "objective", "with --layers"),
     ("plan --measure-again", "measure_again", "without --config"),
     ("plan --measure-again --config x.yaml --local 1", "measure_again", "without --config"),
 ]
@@ -128,6 +129,7 @@ def test_a_flag_that_would_change_nothing_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("x.yaml").write_text("model: demo", encoding="utf-8")
+    Path("two.yaml").write_text("workers: [{name: n1, address: '127.0.0.1:1'}]", encoding="utf-8")
     with pytest.raises(InputError, match=f"changes nothing .*{why}") as refusal:
         brigade(*arguments.split())
     assert refusal.value.field == field

@@ -65,12 +65,12 @@ def test_numbers_survive_their_json() -> None:
 
 @pytest.mark.parametrize(("right", "said"), [(4, "| yes |"), (3, "| **no** |")])
 def test_the_report_admits_what_was_missed(right: int, said: str) -> None:
-    line = next(line for line in to_markdown(measured(right), None).splitlines() if "`diffusion-fast` loses" in line)
+    line = next(line for line in to_markdown(measured(right)).splitlines() if "`diffusion-fast` loses" in line)
     assert line.replace(" ", "").endswith(said.replace(" ", ""))
 
 
 def test_the_report_compares_auto_with_the_best_fixed_window() -> None:
-    page = to_markdown(measured(), None)
+    page = to_markdown(measured())
     assert "32 (3×)" in page and "80%" in page
 
 
