@@ -40,7 +40,6 @@ from worker.model.checkpoint import Checkpoint
 from worker.model.modelspec import ModelSpec
 from worker.node.network import Network
 from worker.process.machine import machine_name
-from worker.process.mlx_thread import MlxThread
 from worker.process.run import run_command
 
 PROMPTS = (
@@ -115,7 +114,7 @@ async def measure(options: ClusterOptions, delay_s: float, max_tokens: int) -> t
 
 @asynccontextmanager
 async def open_slow_chain(
-    options: ClusterOptions, checkpoint: Checkpoint, spec: ModelSpec, delay_s: float, thread: MlxThread | None = None
+    options: ClusterOptions, checkpoint: Checkpoint, spec: ModelSpec, delay_s: float
 ) -> AsyncIterator[Chain]:
     """As `open_chain`, but every worker's address, to the coordinator and to its predecessor, is its proxy's."""
     async with open_peers(options, spec) as direct, AsyncExitStack() as stack:
@@ -126,7 +125,7 @@ async def open_slow_chain(
             stack.push_async_callback(peers[-1].close)
         plan = await make_plan(options.cluster, spec, peers, spec.context)
         require_fit(plan, spec)
-        yield await stack.enter_async_context(joined(Deployment(checkpoint, spec, plan, peers), thread=thread))
+        yield await stack.enter_async_context(joined(Deployment(checkpoint, spec, plan, peers)))
 
 
 def _is_able(decode: Decode, spec: ModelSpec) -> bool:

@@ -63,6 +63,17 @@ _READING = """\
   rows beyond those cost as much and are filled only where nothing nearer is sure.
 """
 
+_LATENCY = """\
+## Against the latency of a hop
+
+![Tokens per second against the latency of a hop: `ar` falls at once, windows slowly](latency.png)
+
+Measured by `python -m tools.plot_latency --json docs/latency.json --plot docs/latency.png`: four prompts to the
+bundled model on two nodes, with a proxy between them that holds everything back. Of several rounds the fastest counts,
+as other work on the machine only slows it down. A step waits for two hops, whatever it yields: the further apart the
+nodes are, the more its tokens count.
+"""
+
 _RULES = """\
 ## Thresholds of `diffusion-fast`
 
@@ -88,7 +99,7 @@ def to_markdown(measured: Measured) -> str:
     )
     kinds = [f"## {kind.capitalize()}\n\n{_scores(measured, kind)}" for kind in measured.kinds]
     sections = [
-        intro, _goals(measured), reading, f"## All kinds, each with the same weight\n\n{_means(measured)}",
+        intro, _goals(measured), reading, _LATENCY, f"## All kinds, each with the same weight\n\n{_means(measured)}",
         *kinds, _rules(measured), _chain(measured), _steps(measured), _speeds(measured), _auto(measured),
     ]  # fmt: skip
     return "\n".join(section for section in sections if section)

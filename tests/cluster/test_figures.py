@@ -12,6 +12,7 @@ from coordinator.cli.app import app
 from coordinator.decoding.decode import Decode
 from coordinator.decoding.lengths import mask_count
 from protos.brigade_pb2 import CACHE_INT8, Cache
+from tools.plot_latency import Curves
 from tools.windows_data import Measured
 from worker.model.cachespec import Memory, cache_spec
 
@@ -135,3 +136,11 @@ def test_int8_caches_changed_as_little_as_is_said() -> None:
         HOW_IT_WORKS, r"(\d+) of (\d+) answers were the same, and a token's loss ([\d.]+) nats with either"
     )
     assert same == [equal, asked] and list(loss.values()) == pytest.approx([said, said], abs=5e-5)
+
+
+def test_windows_lose_less_to_slow_hops_and_no_token() -> None:
+    points = Curves.from_json(data("latency")).points
+    assert all(point.is_equal for point in points)
+    rates = {(point.decoder, point.delay_ms): point.tokens_per_s for point in points}
+    gains = [rates["diffusion, W = 16", delay] / rates["ar", delay] for delay in (0, 5, 20)]
+    assert gains == sorted(gains)

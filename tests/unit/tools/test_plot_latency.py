@@ -1,0 +1,46 @@
+"""Tokens per second against latency: the fastest answers count, and numbers survive their JSON."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from coordinator.sessions.answer import Answer, Token
+from tools.plot_latency import DECODES, Curves, Point, Taken, write_plot
+
+
+class Took(Answer):
+    """An answer of so many seconds."""
+
+    ttft_s = 0.5
+    decode_s = 0.0
+    num_steps = 4
+
+    def __init__(self, seconds: float, count: int) -> None:
+        super().__init__(samples=[Token(7)] * count)
+        self.decode_s = seconds - self.ttft_s
+
+
+def test_each_prompt_counts_when_it_was_fastest() -> None:
+    taken = Taken(2)
+    for number, seconds in ((0, 3.0), (1, 2.0), (0, 1.0), (1, 9.0)):
+        taken.add(number, Took(seconds, 6))  # type: ignore[arg-type]
+    assert taken.tokens_per_s == pytest.approx(12 / 3.0) and taken.num_tokens / taken.num_steps == 1.5
+
+
+def test_numbers_survive_their_json_and_are_drawn(tmp_path: Path) -> None:
+    points = [Point(name, delay, delay + 0.1, 100 - delay, 2.0, True) for name in DECODES for delay in (5.0, 0.0)]
+    curves = Curves("a machine", "demo", [4, 4], points)
+    assert Curves.from_json(json.loads(json.dumps(asdict(curves)))) == curves
+    assert [point.delay_ms for point in curves.of("ar")] == [0.0, 5.0]
+    write_plot(curves, tmp_path / "latency.svg")
+    assert "ar" in (tmp_path / "latency.svg").read_text(encoding="utf-8")
+
+
+def test_of_two_runs_the_faster_points_count() -> None:
+    one, two = (
+        Curves("here", "demo", [4, 4], [Point("ar", delay, delay, rate, 1.0, True) for delay, rate in rates])
+        for rates in (((0.0, 9.0), (1.0, 5.0)), ((0.0, 7.0), (1.0, 6.0), (2.0, 4.0)))
+    )
+    assert [point.tokens_per_s for point in one.faster(two).of("ar")] == [9.0, 6.0, 4.0]
