@@ -11,6 +11,7 @@ import pytest
 from coordinator.cli.app import app
 from coordinator.decoding.decode import Decode
 from coordinator.decoding.lengths import mask_count
+from coordinator.measure.forecast import PUBLISHED_GBPS
 from protos.brigade_pb2 import CACHE_INT8, Cache
 from tools.plot_latency import Curves
 from tools.windows_data import Measured
@@ -55,6 +56,14 @@ def test_a_forecast_makes_what_the_page_says(capsys: pytest.CaptureFixture[str])
         rates[flags] = [each["tokens_per_s"] for each in json.loads(capsys.readouterr().out)["simulated"]]
     assert rates[()] == pytest.approx([one, eight], abs=0.5)
     assert rates["--row-ms", "0"] == pytest.approx([one, free], abs=0.5)
+
+
+def test_the_published_sweep_is_the_one_that_forecasts_take() -> None:
+    text = " ".join(BENCH.split())
+    [gbps], [rows] = (
+        re.findall(pattern, text) for pattern in (r"2026\): ([\d, and]+) GB/s", r"GB/s with ([\d, and]+) rows")
+    )
+    assert dict(zip(numbers(rows.replace(",", " ")), numbers(gbps.replace(",", " ")), strict=True)) == PUBLISHED_GBPS
 
 
 def test_one_request_is_as_fast_as_the_page_of_overheads_says() -> None:
