@@ -95,5 +95,4 @@ def test_a_layer_that_does_not_fit_is_not_tried(
     folder = make_model(tmp_path / "a")
     monkeypatch.setattr(measured, "memory_budget", lambda: 1000)
     assert speed_of(folder) == Speed() and not gauged
-    monkeypatch.undo()
     assert kept(folder) is None
