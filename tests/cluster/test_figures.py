@@ -20,7 +20,8 @@ from worker.model.cachespec import Memory, cache_spec
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 README = (DOCS.parent / "README.md").read_text(encoding="utf-8")
 HOW_IT_WORKS, OVERHEAD, BENCH, WINDOWS, GPU = (
-    (DOCS / f"{name}.md").read_text(encoding="utf-8") for name in ("how_it_works", "overhead", "bench", "windows", "gpu")
+    (DOCS / f"{name}.md").read_text(encoding="utf-8")
+    for name in ("how_it_works", "overhead", "bench", "windows", "gpu")
 )
 
 
