@@ -21,6 +21,7 @@ from worker.compute.engine import Engine
 from worker.compute.placeholder import MLX_DTYPES
 from worker.compute.shard import Shard
 from worker.compute.step import Step
+from worker.errors import CacheMismatch
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
 
@@ -269,3 +270,12 @@ def test_a_slot_that_has_failed_is_not_gone_on_with(models: Models) -> None:
     assert (failure.slot, failure.kind) == (1, "SamplingError")
     engine.build_ahead()
     assert [list(step.slots) for step in engine._ahead._ready] == [[0]]
+
+
+def test_caches_of_a_step_that_was_undone_hold_what_they_held(models: Models) -> None:
+    engine, _ = engine_of(models("qwen3"), "built")
+    [ready] = all_ready(engine)
+    caches, held = engine._slots[0].caches, len(NEXT[0])
+    ready.drop(set(ready.slots))
+    with pytest.raises(CacheMismatch, match=f"it holds {held}"):
+        caches.cut(held + 1)

@@ -33,6 +33,27 @@ def test_draws_follow_the_distribution(by_seed: bool) -> None:
     assert chi_squared(tokens, colder) > 18.47, "the test could not tell"
 
 
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9, "top_k": 7}], ids=["all", "some"])
+def test_slots_that_sample_alike_draw_together_what_each_draws_alone(filters: dict[str, float]) -> None:
+    seeds, positions = range(40, 48), [9, 9, 17, 17, 3, 9, 17, 4]
+    samplings = [Sampling(seed=seed, temperature=1.3, **filters) for seed in seeds]  # type: ignore[arg-type]
+    logits = mx.concatenate([logits_of(seed % 3) for seed in seeds])
+    together = Sampler(samplings[0]).draw(logits, seeds, positions)
+    alone = [
+        in_rows(sampling, logits[row : row + 1], [position])[0]
+        for row, (sampling, position) in enumerate(zip(samplings, positions, strict=True))
+    ]
+    assert together.tokens.tolist() == alone == [row.tokens.item() for row in together.rows()]
+    assert len(set(alone)) > 4 and len({Sampler(sampling).kind for sampling in samplings}) == 1
+
+
+def test_samplers_of_other_parameters_are_of_other_kinds() -> None:
+    """One that needs more than logits and positions, or tells more than tokens, is of none."""
+    kinds = [Sampler(Sampling(temperature=t, top_k=k)).kind for t in (0.0, 0.5, 1.0) for k in (0, 5)]
+    assert len(set(kinds)) == len(kinds) and None not in kinds
+    assert [Sampler(each).kind for each in (Sampling(repetition_penalty=1.2), Sampling(logprobs=3))] == [None, None]
+
+
 def test_filters_leave_the_distribution_of_what_they_keep() -> None:
     probabilities = np.array([0.4, 0.3, 0.2, 0.06, 0.04])
     logits = mx.repeat(mx.log(mx.array(probabilities, mx.float32))[None], 2000, axis=0)

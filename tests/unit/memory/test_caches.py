@@ -24,6 +24,7 @@ def rows(tokens: range) -> mx.array:
 
 def feed(caches: Caches, tokens: range) -> None:
     """One pass, as a shard has it."""
+    caches.begin()
     caches.reserve(len(tokens), None)
     for cache in caches.own:
         for part in cache.caches if isinstance(cache, Several) else [cache]:
@@ -152,3 +153,18 @@ class TestSeveral:
         [several] = Caches([(FULL, STATE)], [0], Cache(kind=CACHE_INT8)).own
         assert isinstance(several, Several)
         assert isinstance(several[0], Int8Cache) and isinstance(several[1], RecurrentState)
+
+
+def test_after_a_pass_or_a_cut_that_ended_in_its_middle_all_are_cut_again() -> None:
+    caches = Caches([FULL, FULL], [0, 1], Cache())
+    feed(caches, range(4))
+    caches.begin()
+    caches.own[0].update_and_fetch(rows(range(4, 5)), rows(range(4, 5)))  # type: ignore[attr-defined]
+    caches.cut(4)
+    assert lengths(caches) == {4}
+    with_state = Caches([FULL, STATE], [0, 1], Cache())
+    feed(with_state, range(4))
+    with pytest.raises(CacheMismatch):
+        with_state.cut(2)
+    with pytest.raises(CacheMismatch, match="cannot cut the cache to 4 tokens: it holds 2"):
+        with_state.cut(4)
