@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("protos", "worker", "coordinator", "tools")  # each may import itself and what stands left of it
 # Likewise for the rooms of a package; what stands beside the rooms (errors, config) may be imported by all of them.
 ROOMS = {
-    "worker": ("process", "model", "memory", "compute", "node"),
+    "worker": ("process", "model", "store", "memory", "compute", "node"),
     "coordinator": (
         "planning",
         "decoding",
