@@ -31,7 +31,13 @@ ROOMS = {
 BESIDE_ROOMS = {"worker.errors", "worker.config"}
 PURE_ROOMS = ("planning", "decoding", "sessions")
 ALSO_PURE = {
-    *("coordinator.measure.simulate", "coordinator.cli.trace", "worker.compute.header", "worker.node.parts"),
+    *(
+        "coordinator.measure.simulate",
+        "coordinator.cli.trace",
+        "worker.compute.header",
+        "worker.node.parts",
+        "worker.node.chunks",
+    ),
     *("coordinator.examine.judge", "coordinator.examine.trial"),
 }
 WORLDLY = {"grpc", "asyncio", "mlx", "mlx_lm", "time", "socket", "uvloop"}
