@@ -54,7 +54,7 @@ async def load_fed(peer: Peer, request: LoadRequest, checkpoint: Checkpoint, rep
         return await peer.load(request, report)
     except ModelLacking as lack:
         if not feeds:
-            raise
+            raise ModelLacking(f"{lack.message}; this node sends it none: its `pull` says so", node=peer.name) from lack
         log("note", f"worker {peer.name}: {lack.message.partition(';')[0]}: it is sent its layers")
     await feed(peer, request, checkpoint, report)
     await peer.load(request, report)

@@ -5,17 +5,20 @@ import errno
 import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from coordinator.cluster.feed import feed
+from coordinator.cluster.feed import feed, load_fed
 from coordinator.cluster.peer import Peer
 from coordinator.cluster.runner import Runner
 from coordinator.cluster.survey import survey
 from protos.brigade_pb2 import LoadProgress, LoadRequest
+from tests.integration import test_hub
+from tests.integration.certificates import Certificates
 from tests.integration.conftest import (
     NETWORK,
     Models,
@@ -30,13 +33,17 @@ from tests.integration.layouts import write_layout
 from tests.integration.many import Live, request, tokens_of, until
 from tests.integration.published import PUBLISHED
 from tests.integration.test_copies import full_request, tune
+from tests.integration.test_hub import THIRD, Ask, Hub
 from tests.tiny import VOCAB, make_model
 from tools.proxy import Proxy
 from worker.errors import ModelError, ModelLacking
 from worker.model.checkpoint import open_folder
+from worker.model.contents import contents_of
+from worker.model.describe import describe
+from worker.model.hub import open_repository
 from worker.node import feeding as feeding_module
 from worker.node.feeding import Incoming
-from worker.node.own_models import OwnModels
+from worker.node.own_models import Headers, Opening, OwnModels
 from worker.store.origin import Origin
 from worker.store.pieces import pieces_of
 from worker.store.receiving import Receiving
@@ -47,6 +54,8 @@ NOTHING = OwnModels()
 LARGE = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 2000}  # layers of 1.7 MB, a head of 2 MB
 
 StoreOf = Callable[[str], Store]
+
+model, folder, hub, asking = test_hub.model, test_hub.folder, test_hub.hub, test_hub.asking  # fixtures
 
 
 @pytest.fixture(autouse=True)
@@ -182,6 +191,40 @@ async def test_a_worker_with_a_copy_of_its_own_is_sent_nothing(
     assert not taken and not store_of("node-1").folder.exists()
 
 
+class Nowhere(OwnModels):
+    """A node on another machine than this one, whose hub cache it does not see."""
+
+    def candidates(self, wanted: str, known: Headers) -> list[Opening]:
+        return []
+
+
+async def test_what_the_coordinator_has_on_the_hub_it_downloads_once_and_sends(
+    hub: Hub, asking: Ask, folder: Path, store_of: StoreOf, tmp_path: Path
+) -> None:
+    phases: list[str] = []
+    with asking(hub.endpoint, tmp_path / "hub"):
+        checkpoint = open_repository("brigade/tiny")
+        assert not (checkpoint.folder / THIRD).exists()
+        spec, contents = describe(checkpoint), contents_of(open_folder(folder))
+        wanted = LoadRequest(
+            model=checkpoint.name, fingerprint=checkpoint.fingerprint, start=1, end=spec.num_layers,
+            num_layers=spec.num_layers, dtype=spec.dtype, contents=contents,
+        )  # fmt: skip
+        async with serving(1, Nowhere(), store_of=store_of) as [node], peer_of(node) as peer:
+            await load_fed(peer, wanted, checkpoint, lambda report: phases.append(report.phase), feeds=True)
+    assert (checkpoint.folder / THIRD).exists()
+    assert [phase for phase, _ in groupby(phases)] == ["download", "feed", "load"]
+
+
+async def test_over_encrypted_links_too(models: Models, store_of: StoreOf, tmp_path: Path) -> None:
+    whole, certificates = models("qwen3"), Certificates(tmp_path)
+    async with (
+        serving(1, NOTHING, network_of=certificates.network, store_of=store_of) as nodes,
+        opened(whole.folder, (2, 2), nodes, certificates.coordinator()) as chain,
+    ):
+        assert (await answer(chain, PROMPT, 4)).tokens == whole.tokens(PROMPT, 4)
+
+
 # Cuts
 
 
@@ -244,6 +287,13 @@ async def test_a_worker_that_takes_none_refuses_as_before(models: Models) -> Non
         assert not isinstance(got.value, ModelLacking)
         with pytest.raises(ModelError, match="worker node-1: takes no model from a coordinator: `pull`"):
             await fed(nodes[0], full_request(models("qwen3").folder, 2, 4), models("qwen3").folder)
+
+
+async def test_a_coordinator_that_sends_none_says_what_its_worker_lacks(models: Models, store_of: StoreOf) -> None:
+    folder = models("qwen3").folder
+    async with serving(1, NOTHING, store_of=store_of) as [node], peer_of(node) as peer:
+        with pytest.raises(ModelLacking, match=r"worker node-1: is asked for .*; this node sends it none: its `pull`"):
+            await load_fed(peer, full_request(folder, 2, 4), open_folder(folder), lambda report: None, feeds=False)
 
 
 async def test_a_full_disk_is_told_and_nothing_half_written_is_loaded(

@@ -113,7 +113,8 @@ class Digests:
         unfinished = self._path.with_suffix(f".{os.getpid()}")
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            known = {stamp: digest for stamp, digest in self._known.items() if digest}
+            new = {stamp: digest for stamp, digest in self._known.items() if digest}
+            known = self._read() | new  # others may have kept some meanwhile
             unfinished.write_bytes(msgpack.packb(dict(list(known.items())[-_MOST_KEPT:])))
             unfinished.replace(self._path)
 
