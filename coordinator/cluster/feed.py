@@ -119,7 +119,7 @@ class Offer:
 
 
 class Window:
-    """How many bytes may be on their way: more would queue, and what keeps other links of a node alive behind them."""
+    """How many bytes may be on their way: more would only queue, in front of other connections' signs of life."""
 
     def __init__(self) -> None:
         self.num_bytes = _LEAST_WINDOW
@@ -183,7 +183,7 @@ class Sending:
     async def _send(self, call: Call, offer: Offer, reader: CallThread) -> None:
         """Announce a file, and send what the worker has not; no more at once than the link takes in a moment."""
         await self._say(call, Feeding(announcement=offer.announcement).SerializeToString())
-        at = held = await self._held(call, offer)
+        at = held = await self._held(call, range(offer.origin.nbytes + 1))
         self._total -= held
         chunks = _chunks(offer.origin, held, has_checksums=self._peer.wire.has_checksums)
         read = partial(_batch, chunks)
@@ -194,19 +194,19 @@ class Sending:
                 await self._say(call, *(message for _, message in batch))
                 at = batch[-1][0]
                 while at - held > (0 if at == offer.origin.nbytes else self._window.num_bytes):
-                    before, held = held, await self._held(call, offer)
+                    before, held = held, await self._held(call, range(held, at + 1))
                     self._note(held - before)
         finally:
             reading.cancel()
             reader.submit(chunks.close)  # its files, once nobody reads them
 
-    async def _held(self, call: Call, offer: Offer) -> int:
+    async def _held(self, call: Call, expected: range) -> int:
         """How many bytes of a file it has by now."""
-        held = await self._heard(call)
-        if held.bytes > offer.origin.nbytes:
-            expected = f"expected it to have at most {offer.origin.nbytes} bytes of a file, it says {held.bytes}"
-            raise FrameError(expected, node=self._peer.name)
-        return held.bytes
+        found = (await self._heard(call)).bytes
+        if found not in expected:
+            said = f"expected it to have {expected.start} to {expected.stop - 1} bytes of a file, it says {found}"
+            raise FrameError(said, node=self._peer.name)
+        return found
 
     def _note(self, num_bytes: int) -> None:
         """So many more have arrived."""

@@ -9,7 +9,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 
 from coordinator.cluster.feed import feed, load_fed
@@ -106,11 +105,8 @@ async def fed(node: RunningNode, wanted: LoadRequest, folder: Path) -> int:
 
 MODELS: dict[str, dict[str, Any]] = {
     "one file": {},
-    "several files": {"num_files": 3},
-    "tied": {"tied": True},
     "quantised": {"quantize": {"group_size": 32, "bits": 4}},
     "quantised, tied, several files": {"quantize": {"group_size": 32, "bits": 8}, "tied": True, "num_files": 4},
-    "bfloat16": {"dtype": mx.bfloat16},
 }
 
 

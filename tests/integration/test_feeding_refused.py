@@ -12,10 +12,12 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos.brigade_pb2 import Announcement, Feeding, LoadRequest
-from protos.brigade_pb2_grpc import NodeStub
+from coordinator.cluster.feed import feed
+from coordinator.cluster.peer import Peer
+from protos.brigade_pb2 import Announcement, Feeding, Held, LoadRequest
+from protos.brigade_pb2_grpc import NodeServicer, NodeStub
 from tests.integration.certificates import Certificates
-from tests.integration.conftest import Models, serving
+from tests.integration.conftest import NETWORK, Models, serving
 from tests.integration.test_copies import full_request
 from tests.unit.fuzz import ODD_INTS, fuzzed
 from worker.errors import BrigadeError, ConfigError, FrameError, ModelError
@@ -25,6 +27,7 @@ from worker.node.chunks import checksum_of, write_chunk
 from worker.node.feeding import be_fed
 from worker.node.identity import Role
 from worker.node.own_models import OwnModels
+from worker.node.relay import add_node
 from worker.node.status import error_of
 from worker.store.origin import Origin, gathered
 from worker.store.pieces import pieces_of
@@ -227,7 +230,7 @@ def test_fuzzed_messages_leave_only_files_with_the_digests_that_they_have(
 ) -> None:
     wanted = Feeding(model=full_request(models("qwen3").folder, 2, 4))
 
-    @fuzzed(40)
+    @fuzzed(20)
     @given(st.lists(MESSAGES, max_size=5))
     def check(parts: list[list[Feeding]]) -> None:
         folder = tmp_path_factory.mktemp("store")
@@ -238,6 +241,36 @@ def test_fuzzed_messages_leave_only_files_with_the_digests_that_they_have(
         assert all(digest_of(path.read_bytes()) in (digest_of(CONTENT), digest_of(b"")) for path in whole)
 
     check()
+
+
+class Liar(NodeServicer):
+    """Says what it has of each file as it likes."""
+
+    def __init__(self, replies: list[int]) -> None:
+        self._replies = replies
+
+    async def Feed(self, messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[Held]:
+        for reply in self._replies:
+            yield Held(bytes=reply)
+        async for _ in messages:
+            pass
+
+
+@pytest.mark.parametrize("replies", [[0, 2**63], [0, 5, 4], [0, 0, 2**40]], ids=str)
+async def test_a_worker_that_has_more_than_there_is_or_less_than_before_is_refused(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replies: list[int]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder, server = models("qwen3").folder, NETWORK.server()
+    add_node(Liar(replies), server)
+    peer = Peer("node-1", f"127.0.0.1:{NETWORK.listen(server, '127.0.0.1:0')}", NETWORK)
+    await server.start()
+    try:
+        with pytest.raises(FrameError, match=r"^worker node-1: expected it to have \d+ to \d+ bytes of a file"):
+            await feed(peer, full_request(folder, 2, 4), open_folder(folder), lambda report: None)
+    finally:
+        await peer.close()
+        await server.stop(None)
 
 
 async def test_a_worker_s_certificate_feeds_nobody(models: Models, tmp_path: Path) -> None:
