@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -37,7 +38,7 @@ def ls(as_json: flags.Json = False) -> None:
     store = Store()
     kept = store.kept()
     if as_json:
-        print(json.dumps({"folder": str(store.folder), "models": [_plain(each) for each in kept]}))
+        print(json.dumps(listing(store.folder, kept)))
         return
     from rich.console import Console
 
@@ -63,7 +64,7 @@ def rm(which: Which = None, every: Every = False, as_json: flags.Json = False) -
     removed = [each for each in chosen if store.remove(each.key)]
     in_use = [each.name for each in chosen if each not in removed]
     if as_json:
-        print(json.dumps({"removed": [_plain(each) for each in removed], "in_use": in_use}))
+        print(json.dumps(removal(removed, in_use)))
     else:
         for each in removed:
             print(f"removed {_layers(each.places)} of {each.name}, {_size(each.nbytes)}")
@@ -98,6 +99,14 @@ def _table(kept: "Sequence[Kept]") -> "Table":
         used = "now" if each.is_used else _ago(time.time() - each.used)
         table.add_row(each.key[:_SHORT], each.name, _layers(each.places), _size(each.nbytes), used)
     return table
+
+
+def listing(folder: Path, kept: "Sequence[Kept]") -> dict[str, Any]:
+    return {"folder": str(folder), "models": [_plain(each) for each in kept]}
+
+
+def removal(removed: "Sequence[Kept]", in_use: Sequence[str]) -> dict[str, Any]:
+    return {"removed": [_plain(each) for each in removed], "in_use": list(in_use)}
 
 
 def _plain(kept: "Kept") -> dict[str, Any]:
