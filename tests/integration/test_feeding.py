@@ -2,6 +2,8 @@
 
 import asyncio
 import errno
+import io
+import re
 import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -125,6 +127,17 @@ async def test_experts_in_tensors_of_their_own_arrive_and_make_the_same_tokens(
     whole = Whole(write_layout(tmp_path / "model", PUBLISHED["Qwen3-235B"]))
     async with serving(1, NOTHING, store_of=store_of) as nodes, opened(whole.folder, (2, 1), nodes) as chain:
         assert (await answer(chain, PROMPT, 4)).tokens == whole.tokens(PROMPT, 4)
+
+
+async def test_a_worker_tells_that_it_waits_and_what_it_was_sent(models: Models, store_of: StoreOf) -> None:
+    folder, out = models("qwen3").folder, io.StringIO()
+    async with serving(1, NOTHING, out, store_of=store_of) as [node], peer_of(node) as peer:
+        wanted = full_request(folder, 2, 4)
+        await load_fed(peer, wanted, open_folder(folder), lambda report: None, feeds=True)
+    shard = rf"layers \[2, 4\) of {re.escape(str(folder))}"
+    first, second, *_ = out.getvalue().splitlines()
+    assert re.fullmatch(r"worker node-1: waits to be sent what it lacks: is asked for the model .*", first)
+    assert re.fullmatch(rf"worker node-1: was sent \d\.\d MiB of {shard} in \d+\.\d s", second)
 
 
 async def test_what_was_sent_once_is_not_sent_again_not_even_to_a_new_process(

@@ -5,6 +5,7 @@ The event loop only takes messages in; files are written, and digests made, on t
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
@@ -33,9 +34,17 @@ _ASK_AGAIN_S = 0.2  # whether another process has done with a file
 T = TypeVar("T")
 
 
-async def be_fed(store: Store, messages: AsyncIterator[bytes], *, has_checksums: bool) -> AsyncGenerator[Held, None]:
+async def be_fed(
+    store: Store,
+    messages: AsyncIterator[bytes],
+    *,
+    has_checksums: bool,
+    received: Callable[[LoadRequest, int, float], None] = lambda request, num_bytes, took_s: None,
+) -> AsyncGenerator[Held, None]:
     """How much is here of each file that is announced. What was taken whole, or in part, stays if this is cut.
 
+    Args:
+        received: is called in the end, with how many bytes came in how many seconds.
     Raises:
         FrameError: the messages are in no order, or damaged.
         ModelError: something does not belong to the model, or there is no room.
@@ -45,12 +54,14 @@ async def be_fed(store: Store, messages: AsyncIterator[bytes], *, has_checksums:
         if isinstance(first, Chunk) or first.WhichOneof("what") != "model":
             raise FrameError("expected the model first that is to be fed")
         yield Held()
+        began = time.monotonic()
         async with Intake(store, first.model, has_checksums=has_checksums) as intake:
             async for message in messages:
                 await intake.take(read_feeding(message))
                 if news := intake.news():
                     yield news
             await intake.end()
+        received(first.model, intake.num_bytes, time.monotonic() - began)
     except BrigadeError:
         yield Held(refused=True)  # a sender whose write fails hears of no status
         await _wait_ended(messages)
@@ -72,6 +83,7 @@ class Intake:
     """The files of one call, one after another. Use as an async context manager."""
 
     def __init__(self, store: Store, request: LoadRequest, *, has_checksums: bool) -> None:
+        self.num_bytes = 0  # that came
         self._told = _NOTHING  # bytes of the latest file
         self._size = 0  # of that
         self._store = store
@@ -129,6 +141,7 @@ class Intake:
             raise FrameError(f"expected some of at most {expected} more bytes of a file, got {len(data)}")
         if self._has_checksums and chunk.checksum != checksum_of([data], incoming.offset):
             raise FrameError(f"expected bytes as they were sent, got {len(data)} with a wrong checksum")
+        self.num_bytes += len(data)
         await incoming.add(data)
         await self._end_if_whole()
 

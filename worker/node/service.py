@@ -258,7 +258,8 @@ class NodeService(NodeServicer):
                 self._refuse_if_draining()
                 if self._store is None:
                     raise ModelError("takes no model from a coordinator: `pull` in its own cluster.yaml says so")
-                feeding = be_fed(self._store, messages, has_checksums=self._network.wire.has_checksums)
+                has_checksums, received = self._network.wire.has_checksums, self.log.received
+                feeding = be_fed(self._store, messages, has_checksums=has_checksums, received=received)
                 async with contextlib.aclosing(feeding):
                     async for held in feeding:
                         yield held
