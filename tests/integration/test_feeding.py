@@ -340,6 +340,22 @@ async def test_more_than_the_limit_is_refused_before_a_byte_of_it_is_sent(
     assert sum(taken) == size_of(folder, 0, 0)
 
 
+async def test_what_a_worker_has_loaded_makes_room_for_another_model_only_once_it_is_let_go(
+    models: Models, tmp_path: Path
+) -> None:
+    first, second = models("qwen3").folder, models("llama").folder
+    store = Store(tmp_path / "shards", size_of(first, 2, 4) + 10_000)
+    async with serving(1, NOTHING, store_of=lambda name: store) as [node], peer_of(node) as peer:
+        await load_fed(peer, full_request(first, 2, 4), open_folder(first), lambda report: None, feeds=True)
+        kept = sorted(store.folder.rglob("*.safetensors"))
+        with pytest.raises(ModelError, match=r"worker node-1: has room for .* of received layers, needs"):
+            await fed(node, full_request(second, 2, 4), second)
+        assert sorted(store.folder.rglob("*.safetensors")) == kept
+        await node.service._loader.let_go("for this test")
+        await fed(node, full_request(second, 2, 4), second)
+    assert len(set(store.folder.rglob("*.safetensors")) - set(kept)) == 3
+
+
 async def test_a_file_that_changes_while_it_is_sent_is_no_file_of_the_worker(
     models: Models, store_of: StoreOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
