@@ -88,10 +88,10 @@ async def say(store: Store, messages: Sequence[Feeding]) -> list[int]:
     """What a worker answers to these messages, whatever it answers. Raises what it refuses with."""
 
     async def sent() -> AsyncIterator[bytes]:
-        for message in messages:
+        for message in messages[1:]:
             yield written(message)
 
-    held = be_fed(store, sent(), has_checksums=True)
+    held = be_fed(store, written(messages[0]), sent(), has_checksums=True)
     async with contextlib.aclosing(held):
         return [each.bytes async for each in held]
 

@@ -36,6 +36,7 @@ T = TypeVar("T")
 
 async def be_fed(
     store: Store,
+    first_message: bytes,
     messages: AsyncIterator[bytes],
     *,
     has_checksums: bool,
@@ -44,13 +45,14 @@ async def be_fed(
     """How much is here of each file that is announced. What was taken whole, or in part, stays if this is cut.
 
     Args:
+        messages: those behind the first one.
         received: is called in the end, with how many bytes came in how many seconds.
     Raises:
         FrameError: the messages are in no order, or damaged.
         ModelError: something does not belong to the model, or there is no room.
     """
     try:
-        first = read_feeding(await anext(messages, b""))
+        first = read_feeding(first_message)
         if isinstance(first, Chunk) or first.WhichOneof("what") != "model":
             raise FrameError("expected the model first that is to be fed")
         yield Held()

@@ -253,13 +253,16 @@ class NodeService(NodeServicer):
 
     async def Feed(self, messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[Held]:
         async with self._reporting(context):
+            first = await anext(
+                messages, b""
+            )  # before anything is refused: a sender whose write fails hears of no status
             with self.log.refusing("to be fed"):
                 self._network.require_coordinator(context)
                 self._refuse_if_draining()
                 if self._store is None:
                     raise ModelError("takes no model from a coordinator: `pull` in its own cluster.yaml says so")
                 has_checksums, received = self._network.wire.has_checksums, self.log.received
-                feeding = be_fed(self._store, messages, has_checksums=has_checksums, received=received)
+                feeding = be_fed(self._store, first, messages, has_checksums=has_checksums, received=received)
                 async with contextlib.aclosing(feeding):
                     async for held in feeding:
                         yield held
