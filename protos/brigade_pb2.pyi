@@ -689,3 +689,35 @@ class Line(_message.Message):
 class UnloadReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class Feeding(_message.Message):
+    __slots__ = ("model", "announcement", "data", "checksum")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ANNOUNCEMENT_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    model: LoadRequest
+    announcement: Announcement
+    data: bytes
+    checksum: int
+    def __init__(self, model: _Optional[_Union[LoadRequest, _Mapping]] = ..., announcement: _Optional[_Union[Announcement, _Mapping]] = ..., data: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...
+
+class Announcement(_message.Message):
+    __slots__ = ("file", "place", "size", "digest")
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    file: str
+    place: int
+    size: int
+    digest: str
+    def __init__(self, file: _Optional[str] = ..., place: _Optional[int] = ..., size: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
+
+class Held(_message.Message):
+    __slots__ = ("bytes", "refused")
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    refused: bool
+    def __init__(self, bytes: _Optional[int] = ..., refused: _Optional[bool] = ...) -> None: ...

@@ -99,6 +99,11 @@ class NodeStub:
                 request_serializer=protos_dot_brigade__pb2.Coordinator.SerializeToString,
                 response_deserializer=protos_dot_brigade__pb2.UnloadReply.FromString,
                 _registered_method=True)
+        self.Feed = channel.stream_stream(
+                '/brigade.v1.Node/Feed',
+                request_serializer=protos_dot_brigade__pb2.Feeding.SerializeToString,
+                response_deserializer=protos_dot_brigade__pb2.Held.FromString,
+                _registered_method=True)
 
 
 class NodeServicer:
@@ -200,6 +205,15 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Feed(self, request_iterator, context):
+        """Gives the node what it lacks of a model: small files, then pieces, each of which it keeps on its disk under its digest.
+        It answers each announcement with how much of that it has, and what follows that is sent; it goes on to say so, up to
+        the last byte. Then the next one is announced. The model it answers, too.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -267,6 +281,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.Unload,
                     request_deserializer=protos_dot_brigade__pb2.Coordinator.FromString,
                     response_serializer=protos_dot_brigade__pb2.UnloadReply.SerializeToString,
+            ),
+            'Feed': grpc.stream_stream_rpc_method_handler(
+                    servicer.Feed,
+                    request_deserializer=protos_dot_brigade__pb2.Feeding.FromString,
+                    response_serializer=protos_dot_brigade__pb2.Held.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -620,6 +639,33 @@ class Node:
             '/brigade.v1.Node/Unload',
             protos_dot_brigade__pb2.Coordinator.SerializeToString,
             protos_dot_brigade__pb2.UnloadReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Feed(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/brigade.v1.Node/Feed',
+            protos_dot_brigade__pb2.Feeding.SerializeToString,
+            protos_dot_brigade__pb2.Held.FromString,
             options,
             channel_credentials,
             insecure,

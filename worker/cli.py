@@ -57,7 +57,8 @@ def worker(
     Where copies differ, the coordinator's counts, and says so. Without any the node listens on 127.0.0.1:50070 only.
 
     It opens no path that a coordinator names: it loads its own model, those directly below the folders of `models:` in
-    its cluster.yaml, and what its hub cache holds; with `pull: hub` there it downloads any other from the hub.
+    its cluster.yaml, and what its hub cache holds. The layers of any other the coordinator sends it, to be kept in a
+    cache (`brigade cache ls`); with `pull: hub` there it downloads it from the hub instead, with `pull: none` neither.
     """
     cluster = load_cluster(config) if config else _without_config(name, keys)
     if config and keys:
@@ -77,6 +78,7 @@ def worker(
     from worker.node.network import Network
     from worker.node.own_models import OwnModels
     from worker.node.serve import serve
+    from worker.store.store import Store
 
     name = name or f"worker-{port}"
     serve(
@@ -89,6 +91,7 @@ def worker(
         announces=cluster.announce if announce is None else announce,
         keep_alive_s=keep_alive,
         follow_parent=follow_parent,
+        store=Store(limit=cluster.pull_limit) if cluster.pull == "coordinator" else None,
     )
 
 

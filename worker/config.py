@@ -171,7 +171,8 @@ class Cluster(_Section):
 
     model: ModelPlace | None = None  # a folder, a hub repository (owner/name), or "demo"
     models: Annotated[tuple[ModelPlace, ...], BeforeValidator(_freeze)] = ()  # a worker's folders of models
-    pull: Literal["none", "hub"] = "none"  # from where a worker may get a model that a coordinator names
+    pull: Literal["coordinator", "hub", "none"] = "coordinator"  # from where a worker gets what it lacks of a model
+    pull_limit: Size | None = None  # bytes that a worker keeps of what coordinators have sent
     announce: bool = True  # whether a worker tells its network that it is there
     insecure: bool = False
     tls: Tls | None = None

@@ -61,6 +61,10 @@ class ModelError(BrigadeError):
     exit_code = 2
 
 
+class ModelLacking(ModelError):
+    """A node has no copy of the model, or not of its layers: it takes them from a node that has."""
+
+
 class FrameError(BrigadeError):
     """A peer sent what this stage does not expect."""
 

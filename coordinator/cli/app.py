@@ -9,6 +9,7 @@ import typer
 from coordinator.cli import flags, plan_flags
 from coordinator.cli.batch import batch
 from coordinator.cli.bridge import bridge
+from coordinator.cli.cache import cache
 from coordinator.cli.chat import chat
 from coordinator.cli.chosen import chosen_cluster, refuse_idle_objective
 from coordinator.cli.doctor import doctor
@@ -51,6 +52,7 @@ app.command()(smoke)
 app.command()(nodes)
 app.command()(init)
 app.add_typer(keys, name="keys")
+app.add_typer(cache, name="cache")
 
 
 def print_version(is_wanted: bool) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from coordinator.cluster.feed import load_fed
 from coordinator.cluster.peer import COORDINATOR_ID, Peer
 from coordinator.cluster.together import together
 from coordinator.planning.plan import Plan
@@ -29,6 +30,7 @@ class Deployment:
     plan: Plan
     peers: Sequence[Peer]
     check_finite: bool = False  # have every stage look for NaN and infinities in what it makes
+    feeds: bool = True  # send the workers what they lack of the model
 
     @property
     def coordinator(self) -> Coordinator:
@@ -82,7 +84,13 @@ class OwnNode:
         """
         contents = await run_aside(partial(contents_of, deployment.checkpoint)) if deployment.peers else None
         theirs = [
-            peer.load(deployment.load_request(stage, contents), partial(progress, peer.name))
+            load_fed(
+                peer,
+                deployment.load_request(stage, contents),
+                deployment.checkpoint,
+                partial(progress, peer.name),
+                feeds=deployment.feeds,
+            )
             for stage, peer in enumerate(deployment.peers, 1)
         ]
         await together(self._load_own(deployment, progress), *theirs)

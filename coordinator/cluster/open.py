@@ -120,7 +120,8 @@ async def choose_plan(
     nodes = await ask_nodes(cluster, peers)
     known = NOTHING_KNOWN
     if is_worth_measuring(peers):
-        known = await survey(checkpoint, cluster.coordinator.name, peers)
+        feeds = cluster.pull == "coordinator"
+        known = await survey(checkpoint, cluster.coordinator.name, peers, feeds=feeds)
     is_fixed = cluster.order == "fixed"
     replan = Replan(spec, known, is_fixed, may_be_alone, options.objective, options.num_requests)
     if cluster.layers is not None:
@@ -159,7 +160,7 @@ async def open_chain(
             else:
                 plan = await make_plan(options.cluster, spec, peers, context)
             require_fit(plan, spec)
-            deployment = Deployment(checkpoint, spec, plan, members_of(plan, peers), options.check_finite)
+            deployment = _deployment(options, checkpoint, spec, plan, peers)
             chain = await stack.enter_async_context(joined(deployment, progress, say=say, thread=thread))
         yield chain
 
@@ -200,7 +201,7 @@ async def supervised(
     """
     plan, replan = await choose_plan(options, checkpoint, spec, peers, context)
     require_fit(plan, spec)
-    deployment = Deployment(checkpoint, spec, plan, members_of(plan, peers), options.check_finite)
+    deployment = _deployment(options, checkpoint, spec, plan, peers)
     least = context.least if isinstance(context, Contexts) else plan.context
     async with (
         OwnNode(thread, keeps_to_plan=thread is None) as own,
@@ -238,6 +239,13 @@ async def start_local(count: int, model: str, stack: AsyncExitStack) -> list[Loc
 
     stack.push_async_callback(stop_all)
     return list(await asyncio.gather(*starts))
+
+
+def _deployment(
+    options: ClusterOptions, checkpoint: Checkpoint, spec: ModelSpec, plan: Plan, peers: Sequence[Peer]
+) -> Deployment:
+    feeds = options.cluster.pull == "coordinator"
+    return Deployment(checkpoint, spec, plan, members_of(plan, peers), options.check_finite, feeds)
 
 
 def _peer(worker: Worker, network: Network) -> Peer:

@@ -17,6 +17,7 @@ from protos.brigade_pb2 import (
     ExamineRequest,
     Facts,
     Grammar,
+    Held,
     HelloReply,
     LinkReply,
     LinkRequest,
@@ -37,7 +38,9 @@ from worker.errors import BrigadeError, ModelError, StageLost
 from worker.node.checksum import check_seal
 from worker.node.link import Link
 from worker.node.network import PROTOCOL_VERSION, Network
+from worker.node.parts import Wire
 from worker.node.probe import probe
+from worker.node.relay import open_feed
 from worker.node.status import error_of
 from worker.node.way import measure_link
 
@@ -116,7 +119,7 @@ class Peer:
     async def load(self, request: LoadRequest, progress: Callable[[LoadProgress], None]) -> None:
         """Have the worker load a shard. Raises what it refuses with, or StageLost if it stalls."""
         call = self._stub.Load(request)
-        with self._naming():
+        with self.naming():
             try:
                 while True:
                     async with asyncio.timeout(_STALL_S):
@@ -129,12 +132,28 @@ class Peer:
             finally:
                 call.cancel()
 
+    @asynccontextmanager
+    async def feeding(self) -> AsyncIterator[grpc.aio.StreamStreamCall[bytes, Held]]:
+        """A call by which the worker is sent what it lacks of a model (feed.py). Its errors are for `naming`."""
+        channel = self._network.channel(self.name, self.address, alone=True)
+        call = open_feed(channel)
+        try:
+            yield call
+        finally:
+            call.cancel()
+            await channel.close(grace=None)
+
+    @property
+    def wire(self) -> Wire:
+        """How bytes travel to it."""
+        return self._network.wire
+
     async def attach(self, request: AttachRequest) -> None:
         """Join the worker to the chain, anew if it is part of one. Raises what it refuses with, or StageLost."""
         self.detach()
         self.is_draining = False
         self._attachment = self._stub.Attach(request)
-        with self._naming():
+        with self.naming():
             try:
                 async with asyncio.timeout(_ATTACH_S):
                     if not await self._attachment.initial_metadata():
@@ -152,7 +171,7 @@ class Peer:
         `on_draining` is called when it says that it is about to end.
         """
         assert self._attachment is not None
-        with self._naming():
+        with self.naming():
             async for report in self._attachment:
                 check_seal(report, self.name)
                 if report.HasField("draining"):
@@ -263,7 +282,8 @@ class Peer:
             raise error_of(error, self.name) from error
 
     @contextmanager
-    def _naming(self) -> Iterator[None]:
+    def naming(self) -> Iterator[None]:
+        """What ends a call to this worker, as the error that it means."""
         try:
             yield
         except grpc.RpcError as error:

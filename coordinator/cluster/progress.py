@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from itertools import count
 
 from rich.console import Console
@@ -27,9 +28,11 @@ from protos.brigade_pb2 import LoadProgress
 STARTING = LoadProgress(phase="starting workers")
 ASKING = LoadProgress(phase="asking nodes")
 
-_IN_BYTES = ("download", "load", "kept")  # kept: the node holds its shard already
-_WORK = ("download", "load", "warm-up")  # what is worth a line; waiting for nodes has deadlines of its own
+_FROM_AFAR = ("download", "feed")  # what may take minutes: its speed is shown
+_IN_BYTES = (*_FROM_AFAR, "load", "kept")  # kept: the node holds its shard already
+_WORK = (*_FROM_AFAR, "load", "warm-up")  # what is worth a line; waiting for nodes has deadlines of its own
 _LONG_S = 2.0
+_AGAIN_S = 20.0
 _ALL = "all nodes"
 
 Begin = Callable[[str], None]  # takes what begins now
@@ -76,7 +79,7 @@ def _bars(console: Console) -> Iterator[Report]:
     """A row per node: its phase, how far it is, and for how long it has been at it."""
     columns = (
         TextColumn("{task.fields[node]:<12}"), TextColumn("{task.description:<16}"), BarColumn(), _Done(),
-        TimeElapsedColumn(),
+        TimeElapsedColumn(), _Pace(),
     )  # fmt: skip
     with Progress(*columns, console=console, transient=True) as bars:
         rows: dict[str, TaskID] = {}
@@ -101,24 +104,46 @@ def _bars(console: Console) -> Iterator[Report]:
 def _lines() -> Iterator[Report]:
     """One line per node and phase of work, once it has taken long."""
     loop = asyncio.get_running_loop()
-    phases: dict[str, str] = {}
-    timers: dict[str, asyncio.TimerHandle] = {}
+    lines: dict[str, _Line] = {}
 
     def report(node: str, progress: LoadProgress) -> None:
-        if phases.get(node) == progress.phase:
+        line = lines.get(node)
+        if line and line.latest.phase == progress.phase:
+            line.latest = progress
             return
-        phases[node] = progress.phase
-        if node in timers:
-            timers.pop(node).cancel()
-        if progress.phase in _WORK:
-            size = f" {format_bytes(progress.total)}" if progress.phase in _IN_BYTES else ""
-            timers[node] = loop.call_later(_LONG_S, say, f"{node or _ALL}: {progress.phase}{size} ...")
+        if line:
+            line.stop()
+        lines[node] = _Line(node or _ALL, progress, loop)
 
     try:
         yield report
     finally:
-        for timer in timers.values():
-            timer.cancel()
+        for line in lines.values():
+            line.stop()
+
+
+class _Line:
+    """What a node is at, said once it takes long; and again and again where that may take minutes."""
+
+    def __init__(self, who: str, progress: LoadProgress, loop: asyncio.AbstractEventLoop) -> None:
+        self.latest = progress
+        self._who = who
+        self._loop = loop
+        self._began = loop.time()
+        self._timer = loop.call_later(_LONG_S, self._tell) if progress.phase in _WORK else None
+
+    def stop(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+
+    def _tell(self) -> None:
+        phase, done, total = self.latest.phase, self.latest.done, self.latest.total
+        size = f" {format_bytes(total)}" if phase in _IN_BYTES else ""
+        if phase in _FROM_AFAR:
+            speed = done / max(self._loop.time() - self._began, 1e-6)
+            size += f", {_pace(speed, (total - done) / speed)}" if done else ""
+            self._timer = self._loop.call_later(_AGAIN_S, self._tell)
+        say(f"{self._who}: {phase}{size} ...")
 
 
 class _Done(ProgressColumn):
@@ -129,3 +154,16 @@ class _Done(ProgressColumn):
             return Text("")
         form = format_bytes if task.description in _IN_BYTES else str
         return Text(f"{form(int(task.completed))} of {form(int(task.total))}")
+
+
+class _Pace(ProgressColumn):
+    """How quickly bytes come from another machine, and for how long they will."""
+
+    def render(self, task: Task) -> Text:
+        if task.description not in _FROM_AFAR or not task.speed or task.time_remaining is None:
+            return Text("")
+        return Text(_pace(task.speed, task.time_remaining))
+
+
+def _pace(bytes_per_s: float, left_s: float) -> str:
+    return f"{format_bytes(int(bytes_per_s))}/s, {timedelta(seconds=round(left_s))} left"

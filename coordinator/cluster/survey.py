@@ -7,13 +7,14 @@ from functools import partial
 from itertools import pairwise
 from typing import TypeVar
 
+from coordinator.cluster.feed import feed
 from coordinator.cluster.peer import COORDINATOR_ID, Peer
 from coordinator.cluster.progress import say
 from coordinator.planning.speeds import Link, Speed, Survey, Times
 from protos.brigade_pb2 import Contents, Coordinator, LinkReply, LoadRequest, MeasureRequest, RowTimes
 from protos.brigade_pb2 import Speed as SpeedReply
 from worker.config import is_loopback, split_address
-from worker.errors import BrigadeError
+from worker.errors import BrigadeError, ModelLacking
 from worker.model.checkpoint import Checkpoint
 from worker.model.headers import pack_headers
 from worker.node.measured import kept_speed, measured_speed
@@ -28,17 +29,21 @@ def is_worth_measuring(peers: Sequence[Peer]) -> bool:
     return any(not is_loopback(split_address(peer.address)[0]) for peer in peers)
 
 
-async def survey(checkpoint: Checkpoint, own_name: str, peers: Sequence[Peer], *, anew: bool = False) -> Survey:
+async def survey(
+    checkpoint: Checkpoint, own_name: str, peers: Sequence[Peer], *, anew: bool = False, feeds: bool = True
+) -> Survey:
     """Have all nodes measure themselves, at the same time, and then each its link to the next, one after another.
 
     A node that does not know its own speed, or cannot be asked, is left out. What nodes have kept of themselves they
-    tell, unless it is to be measured `anew`.
+    tell, unless it is to be measured `anew`. One that lacks the model is sent its configuration if this node `feeds`:
+    that is enough.
     """
     if anew or await kept_speed(checkpoint) is None:
         say("measuring how fast every node is at this model, once: this takes some seconds")
     request = await run_aside(partial(_request, checkpoint, own_name, anew))
     own = asyncio.create_task(_own_speed(checkpoint, anew))
-    told = await asyncio.gather(*(_unless_refused(peer.measure(request)) for peer in peers))
+    measuring = [_measured(peer, request, checkpoint, feeds=feeds) for peer in peers]
+    told = await asyncio.gather(*map(_unless_refused, measuring))
     found = dict(zip([own_name, *(peer.name for peer in peers)], [await own, *told], strict=True))
     ports = {peer.name: await _unless_refused(peer.measure_link()) for peer in peers}
     links = {
@@ -55,6 +60,16 @@ async def survey(checkpoint: Checkpoint, own_name: str, peers: Sequence[Peer], *
 async def _own_speed(checkpoint: Checkpoint, anew: bool) -> SpeedReply:
     with closing(MlxThread()) as thread:
         return await measured_speed(checkpoint, thread, anew=anew)
+
+
+async def _measured(peer: Peer, request: MeasureRequest, checkpoint: Checkpoint, *, feeds: bool) -> SpeedReply:
+    try:
+        return await peer.measure(request)
+    except ModelLacking:
+        if not feeds:
+            raise
+    await feed(peer, request.model, checkpoint, lambda report: None)
+    return await peer.measure(request)
 
 
 async def _unless_refused(asking: Awaitable[T]) -> T | None:

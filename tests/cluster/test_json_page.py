@@ -16,6 +16,7 @@ import pytest
 import typer
 
 from coordinator.cli.app import app
+from coordinator.cli.cache import listing, removal
 from coordinator.cli.remote import _as_json
 from coordinator.cluster.timeline import Recovered
 from coordinator.doors.speakers import Figures, Said
@@ -38,6 +39,7 @@ from coordinator.resident.watch import Hop, NodeNow, Now, Running
 from tests.cluster.commands import parse, run_here
 from tests.cluster.test_pages import DOCS, sections
 from tests.unit.examine import cases
+from worker.store.store import Kept
 
 Json = dict[str, Any]
 PAGE = sections((DOCS / "json.md").read_text(encoding="utf-8"))
@@ -135,6 +137,8 @@ PRINTED: dict[str, Callable[[], Json]] = {
     "brigade doctor --json": examined,
     "brigade smoke --json": lambda: cases.tried().as_json(),
     "brigade nodes --json": heard,
+    "brigade cache ls --json": lambda: listing(Path("shards"), [filled(Kept, places=(1,))]),
+    "brigade cache rm --json": lambda: removal([filled(Kept, places=(1,))], []),
 }
 
 
@@ -166,7 +170,12 @@ def test_the_page_has_the_keys_of_a_batchs_lines(tmp_path: Path) -> None:
     assert found == shown
 
 
+def has_json(command: Any) -> bool:
+    inner = getattr(command, "commands", {}).values()
+    return any("--json" in flag.opts for flag in command.params) or any(map(has_json, inner))
+
+
 def test_every_command_with_json_has_its_section() -> None:
     commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    flagged = {name for name, each in commands.items() if any("--json" in flag.opts for flag in each.params)}
+    flagged = {name for name, each in commands.items() if has_json(each)}
     assert flagged == {section.split()[1] for section in PAGE if "--json" in section} | {"demo"}

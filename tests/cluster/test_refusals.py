@@ -276,7 +276,7 @@ def test_a_worker_with_another_model_is_refused_with_its_name_and_both_hashes(
         (other / file).write_text((other / file).read_text() + "\n")
     config = tmp_path / "cluster.yaml"
     entry = f"{{name: mini, address: '127.0.0.1:{free_port()}', model: {other}}}"
-    config.write_text(f"model: {talker}\nworkers:\n  - {entry}\n")
+    config.write_text(f"model: {talker}\npull: none\nworkers:\n  - {entry}\n")
     worker = start.worker("mini", "--config", config)
     assert worker.address in entry
     outcome = run_here("generate", "--config", config, "--prompt", "go")

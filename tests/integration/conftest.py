@@ -37,6 +37,7 @@ from worker.node.own_models import Headers, Opening, OwnModels
 from worker.node.relay import add_node
 from worker.node.service import NodeService
 from worker.process.mlx_thread import MlxThread
+from worker.store.store import Store
 
 CHUNK = 8
 NETWORK = Network()
@@ -100,6 +101,7 @@ async def serving(
     model: Path | OwnModels = ANYWHERE,
     out: TextIO | None = None,
     network_of: Callable[[str], Network] = lambda name: NETWORK,
+    store_of: Callable[[str], Store | None] = lambda name: None,
 ) -> AsyncIterator[list[RunningNode]]:
     """`count` workers called node-1, node-2, ...; `model` is their own one or all they have, `out` hears them."""
     models = model if isinstance(model, OwnModels) else OwnModels(str(model))
@@ -110,7 +112,7 @@ async def serving(
             stack.callback(thread.close)
             name = f"node-{number}"
             network = network_of(name)
-            service = NodeService(name, thread, network, models, log=Log(name, out))
+            service = NodeService(name, thread, network, models, log=Log(name, out), store=store_of(name))
             server = network.server()
             add_node(service, server)
             port = network.listen(server, "127.0.0.1:0")

@@ -168,11 +168,12 @@ def test_the_flag_wins_over_the_entry_and_the_entry_over_the_file(
 ) -> None:
     workers = (Worker(name="mini", address="localhost:1", model="entry"), Worker(name="air", address="localhost:2"))
     cluster = Cluster(model="top", models=("shelf",), workers=workers)
-    assert OwnModels.of(cluster, name, flag) == OwnModels(expected, (Path("shelf"),))
+    found = OwnModels.of(cluster, name, flag)
+    assert found == OwnModels(expected, (Path("shelf"),), may_download_own=expected != "top")
 
 
 def test_only_a_configuration_lets_a_node_download_whatever_it_is_asked_for() -> None:
-    assert OwnModels.of(Cluster(), None, None) == OwnModels(None, (), may_download=False)
+    assert OwnModels.of(Cluster(pull="none"), None, None) == OwnModels(None, (), may_download=False)
     assert OwnModels.of(Cluster(pull="hub"), None, None).may_download
 
 
@@ -211,6 +212,22 @@ def test_a_worker_s_own_repository_is_downloaded_without_asking(
         checkpoint.fetch(checkpoint.tensors, lambda nbytes: None)
     assert hub.downloads() >= {FIRST, SECOND, THIRD}
     assert not [path for _, path, _ in hub.asked if "elsewhere" in path]
+
+
+@pytest.mark.parametrize("wanted", [REPOSITORY, "/models/tiny"])
+def test_the_model_of_all_is_for_the_coordinator_to_download(
+    hub: Hub, asking: Ask, folder: Path, tmp_path: Path, wanted: str
+) -> None:
+    known = open_folder(folder).tensors
+    with asking(hub.endpoint, tmp_path):
+        models = OwnModels.of(Cluster(model="brigade/tiny"), None, None)
+        with pytest.raises(ModelError, match="is not in its hub cache"):
+            models.open(wanted, known, take)
+        assert hub.asked == []
+        test_hub.report("brigade/tiny")  # it downloads some of it
+        hub.asked.clear()
+        assert models.open(wanted, known, take).name == REPOSITORY
+    assert hub.asked == []
 
 
 def test_what_is_in_the_cache_is_opened_and_nobody_is_asked(

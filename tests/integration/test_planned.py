@@ -32,7 +32,7 @@ FREE, FIXED = "free", "fixed"
 def known_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the nodes were different machines that have measured themselves."""
 
-    async def survey(checkpoint: Checkpoint, own_name: str, peers: list[Peer]) -> Survey:
+    async def survey(checkpoint: Checkpoint, own_name: str, peers: list[Peer], *, feeds: bool) -> Survey:
         num_kinds = len(describe(checkpoint).kinds)
         return Survey(
             {name: Speed((((1, ms),),) * num_kinds, ((1, 8 * ms),), 1) for name, ms in LAYER_MS.items()},

@@ -10,6 +10,7 @@ FULL = """
 model: owner/name
 models: [shelf, /volumes/models]
 pull: hub
+pull_limit: 200GiB
 insecure: true
 context: 8192
 layers: [3, 2, 1]
@@ -42,6 +43,7 @@ def test_every_key_arrives_typed(tmp_path: Path) -> None:
         model="owner/name",
         models=(str(tmp_path / "shelf"), "/volumes/models"),
         pull="hub",
+        pull_limit=200 * 2**30,
         insecure=True,
         context=8192,
         layers=(3, 2, 1),
@@ -59,7 +61,8 @@ def test_every_key_is_optional(tmp_path: Path) -> None:
     assert Cluster() == Cluster(
         model=None,
         models=(),
-        pull="none",
+        pull="coordinator",
+        pull_limit=None,
         insecure=False,
         context=None,
         layers=None,
@@ -99,7 +102,10 @@ SIZE = "expected a size such as 24GiB, 24GB, 512MiB or a whole number of bytes a
 NAME = "expected a name of letters, digits, '-', '_' and '.'"
 TEXT = "expected text (in quotes, if YAML takes it for something else)"
 UNIQUE = "expected one that no other node has"
-KEYS = "expected one of model, models, pull, announce, insecure, tls, context, layers, order, coordinator, workers"
+KEYS = (
+    "expected one of model, models, pull, pull_limit, announce, insecure, tls, context, layers, order, "
+    "coordinator, workers"
+)
 HOST_LIKE = "expected a name like that of a host, as certificates carry it"
 COUNT = "expected a whole number above 0"
 
@@ -117,8 +123,8 @@ COUNT = "expected a whole number above 0"
         ("model: ''", "model: expected text, found ''"),
         ("models: shelf", "models: expected a list, found 'shelf'"),
         ("models: ['']", "models[0]: expected text, found ''"),
-        ("pull: all", "pull: expected none or hub, found 'all'"),
-        ("pull: true", "pull: expected none or hub, found true"),
+        ("pull: all", "pull: expected coordinator, hub or none, found 'all'"),
+        ("pull: true", "pull: expected coordinator, hub or none, found true"),
         ("insecure: 1", "insecure: expected true or false, found 1"),
         ("insecure: 'true'", "insecure: expected true or false, found 'true'"),
         ("context: 8k", f"context: {COUNT}, found '8k'"),

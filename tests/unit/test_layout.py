@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("protos", "worker", "coordinator", "tools")  # each may import itself and what stands left of it
 # Likewise for the rooms of a package; what stands beside the rooms (errors, config) may be imported by all of them.
 ROOMS = {
-    "worker": ("process", "model", "memory", "compute", "node"),
+    "worker": ("process", "model", "store", "memory", "compute", "node"),
     "coordinator": (
         "planning",
         "decoding",
@@ -31,7 +31,13 @@ ROOMS = {
 BESIDE_ROOMS = {"worker.errors", "worker.config"}
 PURE_ROOMS = ("planning", "decoding", "sessions")
 ALSO_PURE = {
-    *("coordinator.measure.simulate", "coordinator.cli.trace", "worker.compute.header", "worker.node.parts"),
+    *(
+        "coordinator.measure.simulate",
+        "coordinator.cli.trace",
+        "worker.compute.header",
+        "worker.node.parts",
+        "worker.node.chunks",
+    ),
     *("coordinator.examine.judge", "coordinator.examine.trial"),
 }
 WORLDLY = {"grpc", "asyncio", "mlx", "mlx_lm", "time", "socket", "uvloop"}

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from worker.model.headers import TensorInfo, inside, read_tensors, require_file
 DEMO = Path(__file__).parents[1] / "demo"
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "tiktoken.model", "*.tiktoken", "tokenizer.jsonl")
 
-_MOST_CONFIG_BYTES = 16 << 20
+MOST_CONFIG_BYTES = 16 << 20
+MOST_TOKENIZER_BYTES = 1 << 28  # of a file
 _MOST_INDEX_BYTES = 100_000_000  # as many as a safetensors header may have
-_MOST_TOKENIZER_BYTES = 1 << 28
+_TOKENIZER_NAMES = ("tokenizer", "tiktoken", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
 
 Download = Callable[[Iterable[str], Callable[[int], None]], None]
 
@@ -42,7 +44,7 @@ class Checkpoint:
         layout = [(name, info.dtype, list(info.shape)) for name, info in sorted(self.tensors.items())]
         return Fingerprint(
             config=_sha256(_canonical(self.config)),
-            tokenizer=_sha256(*(path.name.encode() + path.read_bytes() for path in self._tokenizer_files())),
+            tokenizer=_sha256(*(path.name.encode() + path.read_bytes() for path in self.tokenizer_files())),
             tensors=_sha256(_canonical(layout)),
         )
 
@@ -50,7 +52,7 @@ class Checkpoint:
     def generation_config(self) -> dict[str, Any]:
         """generation_config.json as it stands; empty if there is none. Raises ModelError if it holds no JSON object."""
         path = self.folder / "generation_config.json"
-        require_file(path, _MOST_CONFIG_BYTES)
+        require_file(path, MOST_CONFIG_BYTES)
         if not path.exists():
             return {}
         try:
@@ -78,14 +80,17 @@ class Checkpoint:
         files = sorted({info.file for info in self.tensors.values()})
         return tuple((f, (self.folder / f).stat().st_mtime_ns) for f in files if (self.folder / f).exists())
 
-    def _tokenizer_files(self) -> list[Path]:
+    def tokenizer_files(self) -> list[Path]:
         """Only such as also come from a hub, or a folder and its repository would differ. So none that are code."""
-        names = ("tokenizer", "tiktoken", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
-        small = {path for pattern in SMALL_FILES for path in self.folder.glob(pattern)}
-        files = sorted(path for path in small if path.name.startswith(names) and path.is_file())
+        files = sorted(path for path in self.folder.iterdir() if is_tokenizer_file(path.name) and path.is_file())
         for path in files:
-            require_file(path, _MOST_TOKENIZER_BYTES)
+            require_file(path, MOST_TOKENIZER_BYTES)
         return files
+
+
+def is_tokenizer_file(name: str) -> bool:
+    """Whether a file of this name belongs to a tokenizer: plain data, as fingerprints count it."""
+    return name.startswith(_TOKENIZER_NAMES) and any(fnmatchcase(name, pattern) for pattern in SMALL_FILES)
 
 
 def open_folder(folder: Path, name: str | None = None, known: Mapping[str, TensorInfo] | None = None) -> Checkpoint:
@@ -114,7 +119,7 @@ def open_folder(folder: Path, name: str | None = None, known: Mapping[str, Tenso
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json as a dictionary. Raises ModelError if it is missing, not JSON, or names no model_type."""
     path = folder / "config.json"
-    require_file(path, _MOST_CONFIG_BYTES)
+    require_file(path, MOST_CONFIG_BYTES)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

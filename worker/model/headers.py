@@ -36,6 +36,11 @@ class TensorInfo:
         return math.prod(self.shape) * _ITEM_BITS[self.dtype] // 8
 
 
+def item_bits(dtype: str) -> int:
+    """Of one number of a known dtype."""
+    return _ITEM_BITS[dtype]
+
+
 def read_tensors(folder: Path, file: str) -> dict[str, TensorInfo]:
     """The tensors of a safetensors file that is here, by its header.
 

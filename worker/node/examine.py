@@ -10,10 +10,10 @@ import mlx.core as mx
 import psutil
 
 from protos.brigade_pb2 import Facts
-from worker.node.measured import cache_folder
 from worker.node.network import Network
 from worker.process.call_thread import run_aside
 from worker.process.commands import Ask, Commands
+from worker.process.folders import cache_folder
 from worker.process.linux import facts as linux
 from worker.process.mac import facts as mac
 from worker.process.machine import memory_budget

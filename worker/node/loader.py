@@ -17,13 +17,13 @@ from worker.errors import ModelError, StageLost
 from worker.model.checkpoint import Checkpoint
 from worker.model.contents import check_contents, check_files
 from worker.model.describe import describe
-from worker.model.headers import unpack_headers
+from worker.node.copies import Copies
 from worker.node.loading import load_shard
 from worker.node.log import Log
-from worker.node.own_models import OwnModels
 from worker.process.call_thread import run_aside
 from worker.process.mlx_memory import forget_peak, give_back, keep_within, memory_held
 from worker.process.mlx_thread import MlxThread
+from worker.store.locks import Lease
 
 _WAITING_S = 1.0  # between two signs of life of a load that waits for another one
 
@@ -45,10 +45,11 @@ class Loaded:
 class Loader:
     """Where a node's shard comes from."""
 
-    def __init__(self, thread: MlxThread, models: OwnModels, log: Log) -> None:
+    def __init__(self, thread: MlxThread, copies: Copies, log: Log) -> None:
         self.loaded: Loaded | None = None
         self._thread = thread
-        self._models = models
+        self._copies = copies
+        self._lease = Lease()  # of the files of what is loaded
         self._log = log
         self._turn = asyncio.Lock()
         self._is_let_go = False  # what was loaded last
@@ -82,8 +83,7 @@ class Loader:
 
     async def find(self, request: LoadRequest) -> Checkpoint:
         """This node's copy of the model that is meant; its weights need not be here. Raises ModelError without one."""
-        known = unpack_headers(request.contents.headers)
-        return await run_aside(partial(self._models.open, request.model, known, partial(check_model, request)))
+        return await run_aside(partial(self._copies.open, request, partial(check_model, request)))
 
     async def load(self, request: LoadRequest, report: Report) -> None:
         """Hold the shard that is asked for, in a turn of one's own. Cancelling it stops the load.
@@ -115,6 +115,7 @@ class Loader:
         if (loaded := self.loaded) is None:
             return
         self.loaded, self._is_let_go = None, True
+        self._lease.close()
         self._log.let_go(loaded.request, why)
         del loaded
         await self._thread.run(give_back)
@@ -185,8 +186,10 @@ class Loader:
 
     def _open(self, request: LoadRequest) -> tuple[Checkpoint, Stamp]:
         """This node's copy of the model, if it is the one that the coordinator means, and its stamp."""
-        known = unpack_headers(request.contents.headers)
-        checkpoint = self._models.open(request.model, known, partial(check_request, request))
+        checkpoint = self._copies.open(request, partial(check_request, request))
+        lease = self._copies.lease(checkpoint, request.start, request.end)
+        self._lease.close()
+        self._lease = lease
         return checkpoint, checkpoint.stamp()
 
 
@@ -198,6 +201,12 @@ def check_request(request: LoadRequest, checkpoint: Checkpoint) -> None:
     """
     check_model(request, checkpoint)
     check_contents(checkpoint, request.contents)
+    check_layers(request, checkpoint)
+    check_files(checkpoint, request.start, request.end)
+
+
+def check_layers(request: LoadRequest, checkpoint: Checkpoint) -> None:
+    """Refuse layers, or hidden states, that the model does not have. Raises ModelError likewise."""
     spec = describe(checkpoint)
     layers = f"[{request.start}, {request.end}) of {request.num_layers} layers"
     if request.num_layers != spec.num_layers or not 0 < request.start < request.end <= spec.num_layers:
@@ -205,7 +214,6 @@ def check_request(request: LoadRequest, checkpoint: Checkpoint) -> None:
     if request.dtype != spec.dtype:
         expected, found = dtype_name(request.dtype), dtype_name(spec.dtype)
         raise ModelError(f"expected hidden states of {expected}, its copy of {checkpoint.name} makes {found}")
-    check_files(checkpoint, request.start, request.end)
 
 
 def check_model(request: LoadRequest, checkpoint: Checkpoint) -> None:

@@ -78,6 +78,16 @@ async def load_shard(
         raise
 
 
+async def fetch(checkpoint: Checkpoint, names: Sequence[str], progress: Progress) -> None:
+    """Have the files of these tensors here. Cancelling it ends it after the next piece of a file."""
+    given_up = threading.Event()
+    try:
+        await run_aside(_Load(checkpoint, names, progress, given_up).fetch)
+    except asyncio.CancelledError:
+        given_up.set()
+        raise
+
+
 class _Load:
     """The two halves of a load, each on its thread: both end by GivenUp once nobody waits for them."""
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from protos.brigade_pb2 import AttachRequest, LoadRequest
-from worker.errors import BrigadeError
+from worker.errors import BrigadeError, ModelLacking
 
 
 class Log:
@@ -44,6 +44,9 @@ class Log:
     def let_go(self, request: LoadRequest, why: str) -> None:
         self._say(f"let {_shard(request)} go: {why}; it is read again when it is wanted")
 
+    def received(self, request: LoadRequest, num_bytes: int, took_s: float) -> None:
+        self._say(f"was sent {num_bytes / 2**20:.1f} MiB of {_shard(request)} in {took_s:.1f} s")
+
     def failed(self, text: str) -> None:
         self._say(text)
 
@@ -52,6 +55,9 @@ class Log:
         """Say why, if what is done here is refused."""
         try:
             yield
+        except ModelLacking as error:
+            self._say(f"waits to be sent what it lacks: {error}")
+            raise
         except BrigadeError as error:
             self._say(f"refused {what}: {error}")
             raise

@@ -15,16 +15,12 @@ from worker.compute.gauge import gauge
 from worker.model.checkpoint import Checkpoint
 from worker.model.describe import describe
 from worker.process.call_thread import run_aside
+from worker.process.folders import cache_folder
 from worker.process.machine import machine_name, memory_budget
 from worker.process.mlx_thread import MlxThread
 
 _FORMAT = 1  # of a kept file
 _COPIES = 3  # of a layer, in memory while it is made of random numbers
-
-
-def cache_folder() -> Path:
-    """Where Brigade keeps what it can find out again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "brigade"
 
 
 async def kept_speed(checkpoint: Checkpoint) -> Speed | None:

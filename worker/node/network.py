@@ -6,6 +6,7 @@ Only what plain.py and plain_grpc.py open to measure, for one connection each, i
 import ssl
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import grpc
@@ -162,24 +163,27 @@ class Network:
         context.load_verify_locations(cadata=own.authority.decode())
         return context
 
-    def channel(self, name: str, address: str) -> grpc.aio.Channel:
+    def channel(self, name: str, address: str, *, alone: bool = False) -> grpc.aio.Channel:
         """A channel to the node `name` at HOST:PORT; encrypted, it opens to a node with that name only.
 
+        Args:
+            alone: by a connection of its own, behind whose bytes no other call of this process queues.
         Raises:
             ConfigError: it is no HOST:PORT, may not be plaintext, or this node's certificate will not do.
         """
         target = _target(address)
+        options: list[tuple[str, Any]] = [*_CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", int(alone))]
         if self._keys is not None:
             own = self._checked(self._keys)
             credentials = grpc.ssl_channel_credentials(own.authority, own.key, own.certificate)
-            options = [*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", name.lower())]
+            options.append(("grpc.ssl_target_name_override", name.lower()))
             return grpc.aio.secure_channel(target, credentials, options=options)
         if not self._may_use(address):
             raise ConfigError(
                 f"will not connect to {name} at {address}: what is sent there is not encrypted. "
                 f"Set `tls:` in {self.file} (see brigade keys init), or `insecure: true` if you trust this network"
             )
-        return grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
+        return grpc.aio.insecure_channel(target, options=options)
 
     def require_coordinator(self, context: grpc.aio.ServicerContext) -> None:
         """Raise ConfigError if the links are encrypted and the caller's certificate is no coordinator's."""

@@ -24,14 +24,21 @@ class OwnModels:
 
     own: str | None = None  # a folder, a hub repository, or `demo`: whatever coordinators call it
     roots: tuple[Path, ...] = ()  # folders that hold folders of models
-    may_download: bool = False  # any repository; the own one always
+    may_download: bool = False  # any repository
+    may_download_own: bool = True
 
     @classmethod
     def of(cls, cluster: Cluster, name: str | None, model: str | None) -> "OwnModels":
-        """As this node's configuration says; `model` is its flag, which wins."""
+        """As this node's configuration says; `model` is its flag, which wins.
+
+        What is meant for this node alone it may download. What is the model of all is downloaded once, by the
+        coordinator that sends it, if that is how models are got.
+        """
         entry = next((worker for worker in cluster.workers if worker.name == name), None)
-        own = model or (entry.model if entry else None) or cluster.model
-        return cls(own, tuple(map(Path, cluster.models)), cluster.pull == "hub")
+        for_this_node = model or (entry.model if entry else None)
+        is_sent = cluster.pull == "coordinator" and not for_this_node
+        roots = tuple(map(Path, cluster.models))
+        return cls(for_this_node or cluster.model, roots, cluster.pull == "hub", may_download_own=not is_sent)
 
     def open(self, wanted: str, known: Headers, check: Callable[[Checkpoint], None]) -> Checkpoint:
         """The first of this node's models that passes the check, of those that may be meant.
@@ -61,6 +68,10 @@ class OwnModels:
 
     def _open_own(self, wanted: str, known: Headers) -> Checkpoint:
         assert self.own is not None
+        if is_on_hub(self.own) and not self.may_download_own:
+            from worker.model.hub import open_cached
+
+            return open_cached(wanted if self._is_own_repository(wanted) else self.own, known)
         if self._is_own_repository(wanted) and "@" not in self.own:
             from worker.model.hub import open_repository  # and with it huggingface_hub, which folders never need
 
@@ -91,7 +102,7 @@ class OwnModels:
         has = "no folder of that name directly below its `models:`" if self.roots else "no model of its own"
         return ModelError(
             f"is asked for the model {shown}, opens no path that a peer names, and has {has}; "
-            "start it with --model FOLDER_OR_REPO, or set `model:` or `models:` in its own cluster.yaml"
+            "start it with --model FOLDER_OR_REPO, or set `model:`, `models:` or `pull:` in its own cluster.yaml"
         )
 
 

@@ -24,6 +24,7 @@ from worker.process.interrupts import INTERRUPTED
 from worker.process.machine import allow_connections, kept_awake
 from worker.process.mlx_thread import MlxThread
 from worker.process.own_code import running
+from worker.store.store import Store
 
 _DRAIN_S = 10.0  # how long sessions in progress may take to end
 _LAST_WORD_S = 1.0  # for what the coordinator of the drained sessions still reads and asks
@@ -40,6 +41,7 @@ def serve(
     announces: bool,
     keep_alive_s: float | None = None,
     follow_parent: bool,
+    store: Store | None = None,
 ) -> None:
     """Serve as one node until SIGTERM or SIGINT; `binds` are HOST:PORT, port 0 takes a free one.
 
@@ -51,6 +53,7 @@ def serve(
         models: those that they may have it load.
         keep_alive_s: how long a shard that nobody uses is held; None: for ever.
         announces: whether it tells its network that it is there; one that follows its parent does not.
+        store: takes what they send of others.
     Raises:
         ConfigError: the network allows none of them, or none can be had.
     """
@@ -59,7 +62,7 @@ def serve(
     thread = MlxThread()
     configuration = configuration_of(cluster) if cluster else None
     log = Log(name, None if follow_parent else sys.stderr)
-    service = NodeService(name, thread, network, models, memory_bytes, configuration, log)
+    service = NodeService(name, thread, network, models, memory_bytes, configuration, log, store)
     try:
         with kept_awake():
             with_flags = partial(_serve, announces=announces, keep_alive_s=keep_alive_s, follow_parent=follow_parent)

@@ -22,6 +22,7 @@ from protos.brigade_pb2 import (
     ExamineRequest,
     Facts,
     Grammar,
+    Held,
     HelloReply,
     HelloRequest,
     LinkReply,
@@ -48,7 +49,9 @@ from worker.errors import (
     internal_error_text,
 )
 from worker.node.attachment import Attachment, check_place
+from worker.node.copies import Copies
 from worker.node.examine import examine
+from worker.node.feeding import be_fed
 from worker.node.keep_alive import letting_go
 from worker.node.loader import Loader
 from worker.node.log import Log
@@ -65,6 +68,7 @@ from worker.process.machine import memory_budget
 from worker.process.mlx_thread import MlxThread
 from worker.process.to_the_end import to_the_end
 from worker.process.use import Use
+from worker.store.store import Store
 
 Context = grpc.aio.ServicerContext
 
@@ -81,8 +85,12 @@ class NodeService(NodeServicer):
         memory_bytes: int | None = None,
         configuration: Configuration | None = None,
         log: Log | None = None,
+        store: Store | None = None,
     ) -> None:
-        """`models` are those that coordinators may have it load; by default the bundled and the hub cache's."""
+        """`models` are those that coordinators may have it load; by default the bundled and the hub cache's.
+
+        `store` takes what they send of others.
+        """
         self.name = name
         self.log = log or Log(name, None)
         self._thread = thread
@@ -92,7 +100,8 @@ class NodeService(NodeServicer):
         self._incarnation = secrets.token_hex(8)
         self._started = time.time_ns()
         self._use = Use()
-        self._loader = Loader(thread, models or OwnModels(), self.log)
+        self._store = store
+        self._loader = Loader(thread, Copies(models or OwnModels(), store), self.log)
         self._attachment: Attachment | None = None
         self._is_draining = False
         self._detached = asyncio.Event()
@@ -241,6 +250,22 @@ class NodeService(NodeServicer):
             async with once(self._network, request) as port:
                 await context.write(port.listener)
                 await port.answer()
+
+    async def Feed(self, messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[Held]:
+        async with self._reporting(context):
+            first = await anext(
+                messages, b""
+            )  # before anything is refused: a sender whose write fails hears of no status
+            with self.log.refusing("to be fed"):
+                self._network.require_coordinator(context)
+                self._refuse_if_draining()
+                if self._store is None:
+                    raise ModelError("takes no model from a coordinator: `pull` in its own cluster.yaml says so")
+                has_checksums, received = self._network.wire.has_checksums, self.log.received
+                feeding = be_fed(self._store, first, messages, has_checksums=has_checksums, received=received)
+                async with contextlib.aclosing(feeding):
+                    async for held in feeding:
+                        yield held
 
     @contextlib.asynccontextmanager
     async def _reporting(self, context: Context) -> AsyncIterator[None]:

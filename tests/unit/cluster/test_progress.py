@@ -42,6 +42,27 @@ def test_where_nobody_watches_long_work_is_a_line_per_phase(
     assert capsys.readouterr() == ("", "mini: load 3.0 MiB ...\nall nodes: warm-up ...\n")
 
 
+def test_where_nobody_watches_what_comes_from_afar_is_told_again_and_again_with_its_speed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress_module, "_LONG_S", 0.0)
+    monkeypatch.setattr(progress_module, "_AGAIN_S", 0.0)
+
+    async def show() -> None:
+        with show_progress() as report:
+            report("mini", load(0, phase="feed"))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            report("mini", load(MIB, phase="feed"))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+    asyncio.run(show())
+    first, *others = capsys.readouterr().err.splitlines()
+    assert first == "mini: feed 3.0 MiB ..." and others
+    assert re.fullmatch(r"mini: feed 3\.0 MiB, [\d.]+ [KMG]iB/s, 0:00:0\d left \.\.\.", others[-1])
+
+
 def test_where_nobody_watches_short_work_says_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

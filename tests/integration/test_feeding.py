@@ -1,0 +1,397 @@
+"""Workers without the model: they are sent their layers, keep them, and make the same tokens."""
+
+import asyncio
+import errno
+import io
+import re
+import shutil
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.cluster.feed import feed, load_fed
+from coordinator.cluster.peer import Peer
+from coordinator.cluster.runner import Runner
+from coordinator.cluster.survey import survey
+from protos.brigade_pb2 import LoadProgress, LoadRequest
+from tests.integration import test_hub
+from tests.integration.certificates import Certificates
+from tests.integration.conftest import (
+    NETWORK,
+    Models,
+    RunningNode,
+    Whole,
+    answer,
+    load_request,
+    opened,
+    serving,
+)
+from tests.integration.layouts import write_layout
+from tests.integration.many import Live, request, tokens_of, until
+from tests.integration.published import PUBLISHED
+from tests.integration.test_copies import full_request, tune
+from tests.integration.test_hub import THIRD, Ask, Hub
+from tests.tiny import VOCAB, make_model
+from tools.proxy import Proxy
+from worker.errors import ModelError, ModelLacking
+from worker.model.checkpoint import open_folder
+from worker.model.contents import contents_of
+from worker.model.describe import describe
+from worker.model.hub import open_repository
+from worker.node import feeding as feeding_module
+from worker.node.feeding import Incoming
+from worker.node.own_models import Headers, Opening, OwnModels
+from worker.store.origin import Origin
+from worker.store.pieces import pieces_of
+from worker.store.receiving import Receiving
+from worker.store.store import Store
+
+PROMPT = tuple((5 * i + 3) % VOCAB for i in range(20))
+NOTHING = OwnModels()
+LARGE = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 2000}  # layers of 1.7 MB, a head of 2 MB
+
+StoreOf = Callable[[str], Store]
+
+model, folder, hub, asking = test_hub.model, test_hub.folder, test_hub.hub, test_hub.asking  # fixtures
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def store_of(tmp_path: Path) -> StoreOf:
+    """Each node's own, as on machines of their own."""
+    return lambda name: Store(tmp_path / "shards" / name)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many bytes came with each message, to any node."""
+    found: list[int] = []
+    add = Incoming.add
+
+    async def note(incoming: Incoming, data: bytes) -> None:
+        found.append(len(data))
+        await add(incoming, data)
+
+    monkeypatch.setattr(Incoming, "add", note)
+    return found
+
+
+def size_of(folder: Path, start: int, end: int, *, with_files: bool = True) -> int:
+    """Bytes that a worker of these layers is sent."""
+    checkpoint = open_folder(folder)
+    files = [folder / "config.json", *checkpoint.tokenizer_files()] if with_files else []
+    return sum(piece.nbytes for piece in pieces_of(checkpoint, start, end)) + sum(p.stat().st_size for p in files)
+
+
+@asynccontextmanager
+async def peer_of(node: RunningNode, address: str = "") -> AsyncIterator[Peer]:
+    peer = Peer(node.name, address or node.address, NETWORK)
+    try:
+        yield peer
+    finally:
+        await peer.close()
+
+
+async def fed(node: RunningNode, wanted: LoadRequest, folder: Path) -> int:
+    async with peer_of(node) as peer:
+        return await feed(peer, wanted, open_folder(folder), lambda report: None)
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "one file": {},
+    "quantised": {"quantize": {"group_size": 32, "bits": 4}},
+    "quantised, tied, several files": {"quantize": {"group_size": 32, "bits": 8}, "tied": True, "num_files": 4},
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+async def test_workers_without_the_model_make_the_tokens_of_those_with_it(
+    models: Models, kind: str, store_of: StoreOf
+) -> None:
+    whole = models("qwen3", **MODELS[kind])
+    async with serving(2, NOTHING, store_of=store_of) as nodes, opened(whole.folder, (1, 1, 2), nodes) as chain:
+        assert (await answer(chain, PROMPT, 8)).tokens == whole.tokens(PROMPT, 8)
+
+
+async def test_experts_in_tensors_of_their_own_arrive_and_make_the_same_tokens(
+    tmp_path: Path, store_of: StoreOf
+) -> None:
+    whole = Whole(write_layout(tmp_path / "model", PUBLISHED["Qwen3-235B"]))
+    async with serving(1, NOTHING, store_of=store_of) as nodes, opened(whole.folder, (2, 1), nodes) as chain:
+        assert (await answer(chain, PROMPT, 4)).tokens == whole.tokens(PROMPT, 4)
+
+
+async def test_a_worker_tells_that_it_waits_and_what_it_was_sent(models: Models, store_of: StoreOf) -> None:
+    folder, out = models("qwen3").folder, io.StringIO()
+    async with serving(1, NOTHING, out, store_of=store_of) as [node], peer_of(node) as peer:
+        wanted = full_request(folder, 2, 4)
+        await load_fed(peer, wanted, open_folder(folder), lambda report: None, feeds=True)
+    shard = rf"layers \[2, 4\) of {re.escape(str(folder))}"
+    first, second, *_ = out.getvalue().splitlines()
+    assert re.fullmatch(r"worker node-1: waits to be sent what it lacks: is asked for the model .*", first)
+    assert re.fullmatch(rf"worker node-1: was sent \d\.\d MiB of {shard} in \d+\.\d s", second)
+
+
+async def test_what_was_sent_once_is_not_sent_again_not_even_to_a_new_process(
+    models: Models, store_of: StoreOf, taken: list[int]
+) -> None:
+    folder = models("qwen3").folder
+    for expected in (size_of(folder, 2, 4), 0):
+        taken.clear()
+        async with serving(1, NOTHING, store_of=store_of) as nodes, opened(folder, (2, 2), nodes) as chain:
+            assert (await answer(chain, PROMPT, 4)).tokens == models("qwen3").tokens(PROMPT, 4)
+        assert sum(taken) == expected
+
+
+async def test_another_split_has_only_the_layers_sent_that_are_new(
+    models: Models, store_of: StoreOf, taken: list[int]
+) -> None:
+    whole = models("qwen3", tied=True)
+    async with serving(1, NOTHING, store_of=store_of) as nodes:
+        for split, new in [((3, 1), None), ((1, 3), (1, 3)), ((2, 2), (2, 2))]:
+            taken.clear()
+            async with opened(whole.folder, split, nodes) as chain:
+                assert (await answer(chain, PROMPT, 4)).tokens == whole.tokens(PROMPT, 4)
+            assert new is None or sum(taken) == size_of(whole.folder, *new, with_files=False)
+
+
+async def test_a_fine_tune_is_not_taken_for_the_model_whose_layers_were_sent(
+    models: Models, store_of: StoreOf, tmp_path: Path
+) -> None:
+    """All but the weights are alike; and the first one's layers are still there when it is asked for again."""
+    whole = models("qwen3")
+    copy = Path(shutil.copytree(whole.folder, tmp_path / "copy"))
+    tune(copy, "model.safetensors")
+    tuned = Whole(copy)
+    async with serving(1, NOTHING, store_of=store_of) as nodes:
+        for each in (whole, tuned, whole):
+            async with opened(each.folder, (2, 2), nodes) as chain:
+                assert (await answer(chain, PROMPT, 8)).tokens == each.tokens(PROMPT, 8)
+
+
+async def test_a_worker_with_another_model_of_its_own_is_sent_the_one_that_is_asked_for(
+    models: Models, store_of: StoreOf
+) -> None:
+    whole, other = models("qwen3"), models("llama").folder
+    async with (
+        serving(1, OwnModels(str(other)), store_of=store_of) as nodes,
+        opened(whole.folder, (2, 2), nodes) as chain,
+    ):
+        assert (await answer(chain, PROMPT, 4)).tokens == whole.tokens(PROMPT, 4)
+
+
+async def test_a_worker_with_a_copy_of_its_own_is_sent_nothing(
+    models: Models, store_of: StoreOf, taken: list[int]
+) -> None:
+    whole = models("qwen3")
+    async with (
+        serving(1, whole.folder, store_of=store_of) as nodes,
+        opened(whole.folder, (2, 2), nodes) as chain,
+    ):
+        assert (await answer(chain, PROMPT, 4)).tokens == whole.tokens(PROMPT, 4)
+    assert not taken and not store_of("node-1").folder.exists()
+
+
+class Nowhere(OwnModels):
+    """A node on another machine than this one, whose hub cache it does not see."""
+
+    def candidates(self, wanted: str, known: Headers) -> list[Opening]:
+        return []
+
+
+async def test_what_the_coordinator_has_on_the_hub_it_downloads_once_and_sends(
+    hub: Hub, asking: Ask, folder: Path, store_of: StoreOf, tmp_path: Path
+) -> None:
+    phases: list[str] = []
+    with asking(hub.endpoint, tmp_path / "hub"):
+        checkpoint = open_repository("brigade/tiny")
+        assert not (checkpoint.folder / THIRD).exists()
+        spec, contents = describe(checkpoint), contents_of(open_folder(folder))
+        wanted = LoadRequest(
+            model=checkpoint.name, fingerprint=checkpoint.fingerprint, start=1, end=spec.num_layers,
+            num_layers=spec.num_layers, dtype=spec.dtype, contents=contents,
+        )  # fmt: skip
+        async with serving(1, Nowhere(), store_of=store_of) as [node], peer_of(node) as peer:
+            await load_fed(peer, wanted, checkpoint, lambda report: phases.append(report.phase), feeds=True)
+    assert (checkpoint.folder / THIRD).exists()
+    assert [phase for phase, _ in groupby(phases)] == ["download", "feed", "load"]
+
+
+async def test_over_encrypted_links_too(models: Models, store_of: StoreOf, tmp_path: Path) -> None:
+    whole, certificates = models("qwen3"), Certificates(tmp_path)
+    async with (
+        serving(1, NOTHING, network_of=certificates.network, store_of=store_of) as nodes,
+        opened(whole.folder, (2, 2), nodes, certificates.coordinator()) as chain,
+    ):
+        assert (await answer(chain, PROMPT, 4)).tokens == whole.tokens(PROMPT, 4)
+
+
+# Cuts
+
+
+async def test_after_a_cut_what_came_is_not_sent_again(tmp_path: Path, store_of: StoreOf, taken: list[int]) -> None:
+    folder = make_model(tmp_path / "model", config=LARGE)
+    size, cuts = size_of(folder, 1, 4), [2 << 20, 4 << 20]
+    async with serving(1, NOTHING, store_of=store_of) as [node], Proxy(node.address).serving() as proxy:
+        proxy.there.bytes_per_s = 40e6
+
+        def cut(report: LoadProgress) -> None:
+            if cuts and report.done > cuts[0]:
+                del cuts[0]
+                proxy.reset()
+
+        async with peer_of(node, proxy.address) as peer:
+            await feed(peer, full_request(folder, 1, 4), open_folder(folder), cut)
+            await peer.load(full_request(folder, 1, 4), lambda report: None)
+    assert not cuts and sum(taken) == size
+
+
+async def test_what_was_cut_off_with_its_process_is_gone_on_with_by_the_next(
+    tmp_path: Path, store_of: StoreOf, taken: list[int]
+) -> None:
+    folder, wanted = make_model(tmp_path / "model", config=LARGE), None
+    async with serving(1, NOTHING, store_of=store_of) as [node]:
+        wanted = full_request(folder, 1, 4)
+        feeding = asyncio.create_task(fed(node, wanted, folder))
+        await until(lambda: sum(taken) > 2 << 20)
+        feeding.cancel()
+        await asyncio.gather(feeding, return_exceptions=True)
+        with pytest.raises(ModelLacking):
+            async with peer_of(node) as peer:
+                await peer.load(wanted, lambda report: None)
+    assert sum(taken) < size_of(folder, 1, 4)
+    async with serving(1, NOTHING, store_of=store_of) as [node]:
+        await fed(node, wanted, folder)
+    assert sum(taken) == size_of(folder, 1, 4)
+
+
+async def test_two_workers_of_one_machine_receive_a_layer_once(
+    tmp_path: Path, taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feeding_module, "_ASK_AGAIN_S", 0.01)
+    folder = make_model(tmp_path / "model", config=LARGE)
+    async with serving(2, NOTHING, store_of=lambda name: Store(tmp_path / "shards")) as nodes:
+        await asyncio.gather(*(fed(node, full_request(folder, 1, 4), folder) for node in nodes))
+    assert sum(taken) == size_of(folder, 1, 4)
+
+
+# Refusals
+
+
+async def test_a_worker_that_takes_none_refuses_as_before(models: Models) -> None:
+    async with serving(1, NOTHING) as nodes:
+        with pytest.raises(
+            ModelError, match=r"worker node-1: is asked for the model .* has no model of its own"
+        ) as got:
+            async with opened(models("qwen3").folder, (2, 2), nodes):
+                pytest.fail("the chain opened")
+        assert not isinstance(got.value, ModelLacking)
+        with pytest.raises(ModelError, match="worker node-1: takes no model from a coordinator: `pull`"):
+            await fed(nodes[0], full_request(models("qwen3").folder, 2, 4), models("qwen3").folder)
+
+
+async def test_a_coordinator_that_sends_none_says_what_its_worker_lacks(models: Models, store_of: StoreOf) -> None:
+    folder = models("qwen3").folder
+    async with serving(1, NOTHING, store_of=store_of) as [node], peer_of(node) as peer:
+        with pytest.raises(ModelLacking, match=r"worker node-1: is asked for .*; this node sends it none: its `pull`"):
+            await load_fed(peer, full_request(folder, 2, 4), open_folder(folder), lambda report: None, feeds=False)
+
+
+async def test_a_full_disk_is_told_and_nothing_half_written_is_loaded(
+    models: Models, store_of: StoreOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, num_written, write = models("qwen3").folder, [0], Receiving.write
+
+    def fill(receiving: Receiving, pieces: Sequence[bytes]) -> None:
+        num_written[0] += sum(map(len, pieces))
+        if num_written[0] > 100_000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(receiving, pieces)
+
+    wanted = full_request(folder, 2, 4)
+    async with serving(1, NOTHING, store_of=store_of) as [node]:
+        with monkeypatch.context() as patch:
+            patch.setattr(Receiving, "write", fill)
+            with pytest.raises(ModelError, match="worker node-1: cannot keep what it receives: No space left on"):
+                await fed(node, wanted, folder)
+        async with peer_of(node) as peer:
+            with pytest.raises(ModelLacking):
+                await peer.load(wanted, lambda report: None)
+            await feed(peer, wanted, open_folder(folder), lambda report: None)
+            await peer.load(wanted, lambda report: None)
+
+
+async def test_more_than_the_limit_is_refused_before_a_byte_of_it_is_sent(
+    models: Models, tmp_path: Path, taken: list[int]
+) -> None:
+    folder = models("qwen3").folder
+    limit = size_of(folder, 2, 4, with_files=False) - 1
+    async with serving(1, NOTHING, store_of=lambda name: Store(tmp_path / "shards", limit)) as [node]:
+        with pytest.raises(ModelError, match=r"worker node-1: has room for .* received layers, needs .* `pull_limit`"):
+            await fed(node, full_request(folder, 2, 4), folder)
+    assert sum(taken) == size_of(folder, 0, 0)
+
+
+async def test_what_a_worker_has_loaded_makes_room_for_another_model_only_once_it_is_let_go(
+    models: Models, tmp_path: Path
+) -> None:
+    first, second = models("qwen3").folder, models("llama").folder
+    store = Store(tmp_path / "shards", size_of(first, 2, 4) + 10_000)
+    async with serving(1, NOTHING, store_of=lambda name: store) as [node], peer_of(node) as peer:
+        await load_fed(peer, full_request(first, 2, 4), open_folder(first), lambda report: None, feeds=True)
+        kept = sorted(store.folder.rglob("*.safetensors"))
+        with pytest.raises(ModelError, match=r"worker node-1: has room for .* of received layers, needs"):
+            await fed(node, full_request(second, 2, 4), second)
+        assert sorted(store.folder.rglob("*.safetensors")) == kept
+        await node.service._loader.let_go("for this test")
+        await fed(node, full_request(second, 2, 4), second)
+    assert len(set(store.folder.rglob("*.safetensors")) - set(kept)) == 3
+
+
+async def test_a_file_that_changes_while_it_is_sent_is_no_file_of_the_worker(
+    models: Models, store_of: StoreOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, digest = models("qwen3").folder, Origin.digest
+    monkeypatch.setattr(Origin, "digest", lambda origin, stop: digest(origin, stop)[::-1])
+    async with serving(1, NOTHING, store_of=store_of) as [node]:
+        with pytest.raises(ModelError, match=r"expected config.json with the digest .* start again"):
+            await fed(node, full_request(folder, 2, 4), folder)
+    assert not [path for path in store_of("node-1").folder.rglob("*") if path.is_file()]
+
+
+# Beside other work
+
+
+async def test_a_worker_takes_layers_in_while_it_serves_sessions(models: Models, store_of: StoreOf) -> None:
+    whole, other = models("qwen3"), models("llama").folder
+    async with (
+        serving(1, whole.folder, store_of=store_of) as [node],
+        opened(whole.folder, (2, 2), [node]) as chain,
+        Runner(chain) as runner,
+    ):
+        live = Live(runner, request(tokens_of(9), 60))
+        await live.wait_pieces(1)
+        assert await fed(node, full_request(other, 1, 4), other) == size_of(other, 1, 4)
+        assert (await live.answer()).tokens == whole.tokens(tokens_of(9), 60)
+
+
+async def test_a_node_that_lacks_the_model_measures_itself_by_its_configuration(
+    models: Models, store_of: StoreOf, taken: list[int]
+) -> None:
+    folder = models("qwen3").folder
+    async with serving(1, NOTHING, store_of=store_of) as [node], peer_of(node) as peer:
+        assert (await survey(open_folder(folder), "coordinator", [peer])).speeds["node-1"].is_measured
+    assert sum(taken) == size_of(folder, 0, 0)
+
+
+def test_a_request_for_no_layers_is_a_few_small_files(models: Models) -> None:
+    assert not load_request(models("qwen3").folder, 0, 0).end
+    assert not pieces_of(open_folder(models("qwen3").folder), 0, 0)

@@ -1,0 +1,288 @@
+"""What a coordinator may not do by feeding: whatever it announces and sends, only files of the model get a name."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from blake3 import blake3
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.cluster.feed import feed
+from coordinator.cluster.peer import Peer
+from protos.brigade_pb2 import Announcement, Feeding, Held, LoadRequest
+from protos.brigade_pb2_grpc import NodeServicer, NodeStub
+from tests.integration.certificates import Certificates
+from tests.integration.conftest import NETWORK, Models, serving
+from tests.integration.test_copies import full_request
+from tests.unit.fuzz import ODD_INTS, fuzzed
+from worker.errors import BrigadeError, ConfigError, FrameError, ModelError
+from worker.model.checkpoint import open_folder
+from worker.model.headers import pack_headers, unpack_headers
+from worker.node.chunks import checksum_of, write_chunk
+from worker.node.feeding import be_fed
+from worker.node.identity import Role
+from worker.node.own_models import OwnModels
+from worker.node.relay import add_node
+from worker.node.status import error_of
+from worker.store.origin import Origin, gathered
+from worker.store.pieces import pieces_of
+from worker.store.store import Store
+
+CONTENT = b'{"a": 1}'
+
+
+def digest_of(content: bytes) -> str:
+    return blake3(content).hexdigest()
+
+
+def file(name: str, content: bytes = CONTENT, **other: Any) -> list[Feeding]:
+    """A file, announced and sent."""
+    said = {"size": len(content), "digest": digest_of(content)} | other
+    return [Feeding(announcement=Announcement(file=name, **said)), *data(content)]
+
+
+def data(content: bytes, at: int = 0) -> list[Feeding]:
+    return [Feeding(data=content, checksum=checksum_of([content], at))]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "shards")
+
+
+@pytest.fixture
+def wanted(models: Models) -> LoadRequest:
+    return full_request(models("qwen3").folder, 2, 4)
+
+
+@pytest.fixture
+def sound(models: Models, wanted: LoadRequest) -> list[Feeding]:
+    """All that an honest coordinator says."""
+    checkpoint = open_folder(models("qwen3").folder)
+    said = [Feeding(model=wanted), *file("config.json", (checkpoint.folder / "config.json").read_bytes())]
+    for piece in pieces_of(checkpoint, 2, 4):
+        origin = Origin.of_piece(checkpoint, piece)
+        digest = origin.digest(asyncio.Event())  # type: ignore[arg-type]
+        said.append(Feeding(announcement=Announcement(place=piece.place, size=piece.nbytes, digest=digest)))
+        at = 0
+        for pieces in gathered(origin.blocks(0, 1 << 14), 1 << 14):
+            said += data(b"".join(pieces), at)
+            at += sum(map(len, pieces))
+    return said
+
+
+def written(message: Feeding) -> bytes:
+    """As a coordinator writes it."""
+    if message.WhichOneof("what") != "data":
+        return message.SerializeToString()
+    chunk = write_chunk([message.data], None)
+    return chunk + (b"\x25" + message.checksum.to_bytes(4, "little") if message.checksum else b"")
+
+
+async def say(store: Store, messages: Sequence[Feeding]) -> list[int]:
+    """What a worker answers to these messages, whatever it answers. Raises what it refuses with."""
+
+    async def sent() -> AsyncIterator[bytes]:
+        for message in messages[1:]:
+            yield written(message)
+
+    held = be_fed(store, written(messages[0]), sent(), has_checksums=True)
+    async with contextlib.aclosing(held):
+        return [each.bytes async for each in held]
+
+
+def files_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.rglob("*") if path.is_file()}
+
+
+async def test_an_honest_coordinator_is_taken_at_its_word(store: Store, sound: list[Feeding]) -> None:
+    await say(store, sound)
+    assert len([name for name in files_in(store.folder) if name.endswith(".safetensors")]) == 3
+    assert not [name for name in files_in(store.folder) if name.endswith(".part")]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../config.json", "/etc/passwd", "a/config.json", "", ".", "..", "config.json\0", "model.safetensors", "x.py",
+        "tokenizer.py", "tokenizer/../../x.json", "tokenizer\n.json", ".config.json", "model.safetensors.index.json",
+        "tokenizer" + "x" * 200 + ".json", "called", "tokenizer_é.json",
+    ],
+)  # fmt: skip
+async def test_only_files_of_a_configuration_and_a_tokenizer_have_names(
+    store: Store, wanted: LoadRequest, name: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=r"expected config\.json or a file of a tokenizer"):
+        await say(store, [Feeding(model=wanted), *file(name)])
+    assert not files_in(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        (file("config.json", size=1 << 25), "expected config.json or a file of a tokenizer"),
+        (file("config.json", size=3), "expected some of at most 3 more bytes of a file, got 8"),
+        (file("config.json", size=9), "expected 1 more bytes, got the end"),
+        (file("config.json", digest="../../x"), "expected a digest in hex"),
+        (file("config.json", digest=""), "expected a digest in hex"),
+        (file("config.json", digest=digest_of(b"other")), "expected config.json with the digest .* got one with"),
+        ([file("config.json", size=9)[0], *file("config.json")], "expected 9 more bytes, got the next file"),
+        ([*file("config.json"), *data(b"more")], "expected some of at most 0 more bytes"),
+        (data(b"first"), "expected some of at most 0 more bytes"),
+        ([*file("config.json", size=9), *data(b"")], "expected some of at most 1 more bytes of a file, got 0"),
+        ([*file("config.json", size=9), *data(b"x", 7)], "got 1 with a wrong checksum"),
+        ([file("config.json")[0], Feeding(data=CONTENT)], "got 8 with a wrong checksum"),
+        ([Feeding()], "expected an announcement or data"),
+        ([Feeding(model=LoadRequest())], "expected an announcement or data"),
+        ([Feeding(announcement=Announcement(place=2, size=1, digest="0" * 64))], "no config.json"),
+        ([Feeding(announcement=Announcement())], "no config.json"),
+        ([*file("config.json"), *32 * file("config.json")[:1]], "expected at most 32 files"),
+    ],
+)
+async def test_what_is_not_in_order_is_refused(
+    store: Store, wanted: LoadRequest, messages: list[Feeding], said: str
+) -> None:
+    with pytest.raises((FrameError, ModelError), match=said):
+        await say(store, [Feeding(model=wanted), *messages])
+
+
+def changed(messages: list[Feeding], **fields: Any) -> list[Feeding]:
+    """The same with another first announcement of a piece."""
+    copies = [Feeding.FromString(message.SerializeToString()) for message in messages]
+    announcement = next(m.announcement for m in copies if m.announcement.WhichOneof("what") == "place")
+    for name, value in fields.items():
+        setattr(announcement, name, value)
+    return copies
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"place": 0}, r"expected one of \[-2, 2, 3\], got piece 0"),
+        ({"place": -1}, r"expected one of \[-2, 2, 3\], got piece -1"),
+        ({"size": 1 << 60}, r"expected \d+ bytes of it, got piece -2 of 1152921504606846976 bytes"),
+        ({"size": 0}, r"expected \d+ bytes of it, got piece -2 of 0 bytes"),
+        ({"digest": "f" * 63}, "expected a digest in hex"),
+        ({"digest": "f" * 64}, "expected back-f*.safetensors with the digest f*, got one with"),
+    ],
+)
+async def test_a_piece_is_of_the_size_and_place_that_the_headers_say(
+    store: Store, sound: list[Feeding], fields: dict[str, Any], said: str
+) -> None:
+    with pytest.raises((FrameError, ModelError), match=said):
+        await say(store, changed(sound, **fields))
+    assert not [name for name in files_in(store.folder) if name.endswith(".safetensors")]
+
+
+async def test_a_chunk_that_was_changed_on_its_way_is_not_written(store: Store, sound: list[Feeding]) -> None:
+    broken = [Feeding.FromString(message.SerializeToString()) for message in sound]
+    victim = [message for message in broken if len(message.data) > 1000][3]
+    victim.data = victim.data[:500] + bytes([victim.data[500] ^ 4]) + victim.data[501:]
+    with pytest.raises(FrameError, match="expected bytes as they were sent"):
+        await say(store, broken)
+    [part] = store.folder.rglob("*.part")
+    header = next(piece.header for piece in pieces_of(open_folder(Path(sound[0].model.model)), 2, 3))
+    assert part.name.startswith("00002-") and len(part.read_bytes()) > len(header)
+    assert part.read_bytes()[len(header) :] in b"".join(message.data for message in sound)
+
+
+async def test_headers_that_are_not_those_of_the_fingerprint_make_no_piece(store: Store, sound: list[Feeding]) -> None:
+    known = unpack_headers(sound[0].model.contents.headers)
+    known["model.norm.weight"] = known["lm_head.weight"]
+    sound[0].model.contents.headers = pack_headers(known)
+    with pytest.raises(ModelError, match=r"tensor headers of .* differ"):
+        await say(store, sound)
+
+
+async def test_a_fingerprint_that_is_none_has_no_folder(store: Store, wanted: LoadRequest, tmp_path: Path) -> None:
+    wanted.fingerprint.config = "../../.."
+    with pytest.raises(ModelError, match=r"expected a digest in hex, got '\.\./\.\./\.\.'"):
+        await say(store, [Feeding(model=wanted), *file("config.json")])
+    assert not files_in(tmp_path)
+
+
+MESSAGES = st.one_of(
+    st.builds(lambda content, at: data(content, at), st.binary(max_size=20), st.sampled_from([0, 0, 0, 8])),
+    st.builds(
+        lambda name, size, digest, content: [
+            Feeding(announcement=Announcement(file=name, size=size % 2**64, digest=digest)), *data(content)
+        ],
+        st.sampled_from(["config.json", "tokenizer.json", "../x", "vocab.txt", "merges.txt"]),
+        st.sampled_from([len(CONTENT), 0]) | ODD_INTS,
+        st.sampled_from([digest_of(CONTENT), digest_of(b""), "../x"]),
+        st.sampled_from([CONTENT, b"", b"other"]),
+    ),
+    st.builds(
+        lambda place, size: [Feeding(announcement=Announcement(place=place, size=size % 2**64, digest="0" * 64))],
+        st.sampled_from([-3, -2, -1, 0, 2, 2**31 - 1]),
+        ODD_INTS,
+    ),
+)  # fmt: skip
+
+
+def test_fuzzed_messages_leave_only_files_with_the_digests_that_they_have(
+    models: Models, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    wanted = Feeding(model=full_request(models("qwen3").folder, 2, 4))
+
+    @fuzzed(20)
+    @given(st.lists(MESSAGES, max_size=5))
+    def check(parts: list[list[Feeding]]) -> None:
+        folder = tmp_path_factory.mktemp("store")
+        with contextlib.suppress(BrigadeError), asyncio.Runner() as runner:
+            runner.run(say(Store(folder / "shards"), [wanted, *(m for part in parts for m in part)]))
+        whole = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".part"]
+        assert {path.name for path in whole} <= {"config.json", "tokenizer.json", "vocab.txt", "merges.txt"}
+        assert all(digest_of(path.read_bytes()) in (digest_of(CONTENT), digest_of(b"")) for path in whole)
+
+    check()
+
+
+class Liar(NodeServicer):
+    """Says what it has of each file as it likes."""
+
+    def __init__(self, replies: list[int]) -> None:
+        self._replies = replies
+
+    async def Feed(self, messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[Held]:
+        for reply in self._replies:
+            yield Held(bytes=reply)
+        async for _ in messages:
+            pass
+
+
+@pytest.mark.parametrize("replies", [[0, 2**63], [0, 5, 4], [0, 0, 2**40]], ids=str)
+async def test_a_worker_that_has_more_than_there_is_or_less_than_before_is_refused(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replies: list[int]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder, server = models("qwen3").folder, NETWORK.server()
+    add_node(Liar(replies), server)
+    peer = Peer("node-1", f"127.0.0.1:{NETWORK.listen(server, '127.0.0.1:0')}", NETWORK)
+    await server.start()
+    try:
+        with pytest.raises(FrameError, match=r"^worker node-1: expected it to have \d+ to \d+ bytes of a file"):
+            await feed(peer, full_request(folder, 2, 4), open_folder(folder), lambda report: None)
+    finally:
+        await peer.close()
+        await server.stop(None)
+
+
+async def test_a_worker_s_certificate_feeds_nobody(models: Models, tmp_path: Path) -> None:
+    certificates, folder = Certificates(tmp_path), models("qwen3").folder
+    async with (
+        serving(1, OwnModels(), network_of=certificates.network, store_of=lambda name: Store(tmp_path / "s")) as [node],
+        certificates.network("node-2", Role.WORKER).channel("node-1", node.address) as channel,
+    ):
+        call = NodeStub(channel).Feed()
+        await call.write(Feeding(model=full_request(folder, 2, 4)))
+        with pytest.raises(grpc.RpcError) as caught:
+            await call.read()
+    error = error_of(caught.value, "node-1")
+    assert isinstance(error, ConfigError) and "expected a certificate with the role" in str(error)
+    assert not (tmp_path / "s").exists()

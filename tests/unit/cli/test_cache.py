@@ -1,0 +1,85 @@
+"""`brigade cache`: what is kept is shown and removed, but nothing that is in use."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.unit.cli.conftest import Command
+from worker.errors import InputError
+from worker.store.locks import Lease
+from worker.store.store import store_folder
+
+KEYS = ("ab12" * 8, "cd34" * 8)
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two models: layers 3 to 5, 7 and the head of one, and a part of the other."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = store_folder()
+    for key, name in zip(KEYS, ("owner/first@1234", "second"), strict=True):
+        (folder / key).mkdir(parents=True)
+        (folder / key / "called").write_text(name)
+    for place in ("00003", "00004", "00005", "00007", "back"):
+        (folder / KEYS[0] / f"{place}-{'0' * 64}.safetensors").write_bytes(bytes(1 << 20))
+    (folder / KEYS[1] / f"00001-{'1' * 64}.part").write_bytes(bytes(100))
+    return folder
+
+
+def test_what_is_kept_is_shown(brigade: Command, kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not brigade("cache", "ls")
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["ab12ab12", "owner/first@1234", "3-5,", "7,", "head", "5.0", "MiB", "just", "now"] in lines
+    assert any(line[:4] == ["cd34cd34", "second", "none", "whole"] for line in lines)
+
+
+def test_as_json_too(brigade: Command, kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    brigade("cache", "ls", "--json")
+    found = json.loads(capsys.readouterr().out)
+    first = next(each for each in found["models"] if each["key"] == KEYS[0])
+    assert found["folder"] == str(kept) and first.pop("used") > 1e9
+    expected = {"model": "owner/first@1234", "layers": [3, 4, 5, 7], "bytes": 5 << 20, "in_use": False}
+    assert first == {"key": KEYS[0]} | expected
+
+
+def test_nothing_kept_is_said(
+    brigade: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    brigade("cache", "ls")
+    assert "nothing is kept" in capsys.readouterr().out
+    with pytest.raises(InputError, match=r"^nothing is kept$"):
+        brigade("cache", "rm", "x")
+
+
+@pytest.mark.parametrize("name", ["owner/first", "owner/first@1234", KEYS[0], KEYS[0][:8]])
+def test_a_model_is_removed_by_name_or_key(
+    brigade: Command, kept: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    brigade("cache", "rm", name)
+    assert capsys.readouterr().out == "removed 3-5, 7, head of owner/first@1234, 5.0 MiB\n"
+    assert [path.name for path in kept.iterdir()] == [KEYS[1]]
+
+
+def test_all_are_removed(brigade: Command, kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    brigade("cache", "rm", "--all", "--json")
+    assert {each["model"] for each in json.loads(capsys.readouterr().out)["removed"]} == {"owner/first@1234", "second"}
+    assert not list(kept.iterdir())
+
+
+def test_what_is_in_use_stays_and_is_named(brigade: Command, kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lease = Lease()
+    used = next((kept / KEYS[0]).glob("back*"))
+    lease.add(used)
+    with pytest.raises(InputError, match="a worker of this machine uses owner/first@1234: stop it, then remove it"):
+        brigade("cache", "rm", "--all")
+    assert used.exists() and not (kept / KEYS[1]).exists()
+    lease.close()
+
+
+@pytest.mark.parametrize("arguments", [(), ("x", "--all"), ("cd3",), ("elsewhere",)])
+def test_what_nobody_can_mean_is_refused(brigade: Command, kept: Path, arguments: tuple[str, ...]) -> None:
+    with pytest.raises(InputError, match=r"expected models by name or key|nothing is kept of"):
+        brigade("cache", "rm", *arguments)
+    assert len(list(kept.iterdir())) == 2

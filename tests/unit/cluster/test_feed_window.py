@@ -1,0 +1,46 @@
+"""How many bytes of a feed may be on their way: what the link takes in a tenth of a second, found in a few looks."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from coordinator.cluster import feed as feed_module
+from coordinator.cluster.feed import Window
+from worker.node.feeding import SAY_BYTES
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(feed_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def run(window: Window, clock: list[float], bytes_per_s: float, for_s: float) -> int:
+    """What it is once a link of this speed has brought acknowledgements for so long."""
+    for _ in range(round(for_s / 0.005)):
+        clock[0] += 0.005
+        window.note(int(bytes_per_s * 0.005))
+    return window.num_bytes
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "expected"), [(2e6, SAY_BYTES), (30e6, 3e6), (125e6, 12.5e6), (2e9, 16 * MIB)], ids=str
+)
+def test_it_is_what_the_link_takes_in_a_tenth_of_a_second(
+    clock: list[float], bytes_per_s: float, expected: float
+) -> None:
+    assert run(Window(), clock, bytes_per_s, 0.5) == pytest.approx(expected, rel=0.02)
+
+
+def test_it_follows_a_link_that_becomes_slower_and_quicker_again(clock: list[float]) -> None:
+    window = Window()
+    sizes = [run(window, clock, speed, 0.5) for speed in (125e6, 20e6, 125e6)]
+    assert sizes == pytest.approx([12.5e6, 2e6, 12.5e6], rel=0.02)
+
+
+def test_it_is_never_less_than_a_worker_speaks_of(clock: list[float]) -> None:
+    """It would wait for ever for a word that never comes."""
+    assert run(Window(), clock, 1e3, 1.0) >= SAY_BYTES

@@ -1,0 +1,244 @@
+"""The store: what is evicted and what never, what is found again, and that no file has a name before it is whole."""
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from blake3 import blake3
+
+from protos.brigade_pb2 import Fingerprint
+from tests.tiny import make_model
+from worker.errors import ModelError
+from worker.model.checkpoint import Checkpoint, open_folder
+from worker.model.describe import shard_tensors
+from worker.store.locks import Lease, is_used, remove_unused
+from worker.store.origin import Digests, Origin, gathered
+from worker.store.pieces import Piece, pieces_of, place_name, place_of
+from worker.store.receiving import Receiving
+from worker.store.room import Room
+from worker.store.store import Store
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return open_folder(make_model(tmp_path_factory.mktemp("model") / "qwen3", num_files=3))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "shards")
+
+
+def receive(store: Store, checkpoint: Checkpoint, piece: Piece) -> Path:
+    """As a whole feed of this piece does; where it lies then."""
+    origin = Origin.of_piece(checkpoint, piece)
+    found = store.begin_piece(checkpoint.fingerprint, piece, origin.digest(threading.Event()))
+    if isinstance(found, Path):
+        return found
+    assert found is not None
+    for pieces in gathered(origin.blocks(found.offset, 1000), 1000):
+        found.write(pieces)
+    found.finish()
+    found.close()
+    return found.path
+
+
+def age(path: Path, days: int) -> None:
+    used = path.stat().st_atime - 86400 * days
+    os.utime(path, (used, path.stat().st_mtime))
+
+
+# Pieces
+
+
+def test_a_received_piece_is_a_safetensors_file_of_these_tensors(store: Store, checkpoint: Checkpoint) -> None:
+    whole = {name: array for file in checkpoint.folder.glob("*.safetensors") for name, array in mx.load(file).items()}
+    for piece in pieces_of(checkpoint, 0, 4):
+        found = mx.load(str(receive(store, checkpoint, piece)))
+        assert found.keys() == piece.tensors.keys()
+        assert all(mx.array_equal(found[name], whole[name]) for name in found)
+
+
+def test_the_pieces_of_a_shard_hold_its_tensors_each_once(checkpoint: Checkpoint) -> None:
+    for start, end in [(0, 4), (1, 3), (3, 4)]:
+        names = [name for piece in pieces_of(checkpoint, start, end) for name in piece.order]
+        assert sorted(names) == sorted(shard_tensors(checkpoint, start, end))
+
+
+@pytest.mark.parametrize("place", [-2, -1, 0, 7, 99_999, 100_000])
+def test_a_place_is_read_from_its_name(place: int) -> None:
+    assert place_of(place_name(place)) == place
+
+
+def test_a_file_has_its_name_only_once_it_is_whole_and_right(store: Store, checkpoint: Checkpoint) -> None:
+    piece = pieces_of(checkpoint, 2, 3)[0]
+    origin = Origin.of_piece(checkpoint, piece)
+    digest = origin.digest(threading.Event())
+    found = store.begin_piece(checkpoint.fingerprint, piece, digest)
+    assert isinstance(found, Receiving)
+    blocks = list(origin.blocks(0, 1000))
+    found.write(blocks[:2])
+    found.close()
+    assert not list(store.folder.rglob("*.safetensors"))
+    again = store.begin_piece(checkpoint.fingerprint, piece, digest)
+    assert isinstance(again, Receiving) and again.offset == sum(map(len, blocks[:2]))
+    again.write([b"x" * len(blocks[2]), *blocks[3:]])
+    with pytest.raises(ModelError, match="with the digest"):
+        again.finish()
+    again.close()
+    assert not [path for path in store.folder.rglob("*") if path.is_file()]
+
+
+def test_what_a_power_failure_left_longer_than_the_file_is_begun_anew(store: Store, checkpoint: Checkpoint) -> None:
+    piece = pieces_of(checkpoint, 2, 3)[0]
+    digest = Origin.of_piece(checkpoint, piece).digest(threading.Event())
+    found = store.begin_piece(checkpoint.fingerprint, piece, digest)
+    assert isinstance(found, Receiving)
+    found.close()
+    [part] = store.folder.rglob("*.part")
+    for content in (part.read_bytes() + bytes(piece.nbytes + 1), bytes(20), piece.header[:5]):
+        part.write_bytes(content)
+        again = store.begin_piece(checkpoint.fingerprint, piece, digest)
+        assert isinstance(again, Receiving) and again.offset == 0
+        again.close()
+        assert part.read_bytes() == piece.header
+
+
+# Room
+
+
+def test_the_least_recently_used_goes_first_and_only_as_much_as_is_needed(
+    tmp_path: Path, checkpoint: Checkpoint
+) -> None:
+    pieces = pieces_of(checkpoint, 1, 4)[1:]  # layers, which are equally large
+    size = len(pieces[0].header) + pieces[0].nbytes
+    store = Store(tmp_path / "shards", limit=2 * size + 50)
+    first, second = (receive(store, checkpoint, piece) for piece in pieces[:2])
+    age(first, 2)
+    age(second, 3)
+    receive(store, checkpoint, pieces[0])  # it is there: used now
+    third = receive(store, checkpoint, pieces[2])
+    assert (first.exists(), second.exists(), third.exists()) == (True, False, True)
+
+
+def test_what_is_in_use_is_never_removed(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    pieces = pieces_of(checkpoint, 1, 4)[1:]
+    size = len(pieces[0].header) + pieces[0].nbytes
+    store = Store(tmp_path / "shards", limit=2 * size + 50)
+    first, second = (receive(store, checkpoint, piece) for piece in pieces[:2])
+    age(first, 2)
+    (first.parent / "config.json").write_text((checkpoint.folder / "config.json").read_text())
+    here = store.open("x", checkpoint.fingerprint, checkpoint.tensors)
+    lease = store.lease(here, shard_tensors(here, 1, 2))
+    age(first, 3)
+    third = receive(store, checkpoint, pieces[2])
+    assert (first.exists(), second.exists(), third.exists()) == (True, False, True)
+    other = store.lease(here, shard_tensors(here, 1, 2))
+    with pytest.raises(ModelError, match=r"removed just now"):
+        store.lease(here, shard_tensors(here, 2, 3))
+    lease.close()
+    assert is_used(first) and not store.remove(store.kept()[0].key) and first.exists()
+    other.close()
+    assert store.remove(store.kept()[0].key) and not store.kept()
+
+
+def test_a_file_that_another_process_uses_is_not_removed(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("x")
+    code = f"from worker.store.locks import *; from pathlib import Path; l = Lease(); l.add(Path({str(path)!r})); "
+    command = [sys.executable, "-c", code + "print(1, flush=True); open(0).read()"]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdin and other.stdout and other.stdout.readline()
+        assert is_used(path) and not remove_unused(path)
+        lease = Lease()
+        assert lease.add(path)  # which is shared
+        lease.close()
+        other.stdin.close()
+        other.wait(10)
+    assert not is_used(path) and remove_unused(path)
+
+
+def test_a_tenth_of_the_disk_stays_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = shutil.disk_usage(tmp_path)
+    room = Room(tmp_path, None)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk._replace(total=1000, free=150))
+    room.make(50)
+    with pytest.raises(ModelError, match="its disk is nearly full; make room there"):
+        room.make(51)
+
+
+# Models
+
+
+def test_of_two_fine_tunes_the_pieces_that_were_used_last_are_opened(
+    store: Store, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    other = open_folder(make_model(tmp_path / "other", num_files=3, seed=1))
+    assert other.fingerprint == checkpoint.fingerprint
+    for each in (checkpoint, other, checkpoint):
+        path = receive(store, each, pieces_of(each, 2, 3)[0])
+        (path.parent / "config.json").write_text((each.folder / "config.json").read_text())
+        found = store.open("x", each.fingerprint, each.tensors)
+        assert found.tensors["model.layers.2.self_attn.q_proj.weight"].file == path.name
+        assert found.fingerprint == each.fingerprint
+
+
+def test_files_that_are_none_of_the_model_s_are_refused(store: Store, checkpoint: Checkpoint) -> None:
+    path = receive(store, checkpoint, pieces_of(checkpoint, 2, 3)[0])
+    known = {name: info for name, info in checkpoint.tensors.items() if "layers.2" not in name}
+    with pytest.raises(ModelError, match="does not belong to this model; remove it by `brigade cache rm`"):
+        store.open("x", checkpoint.fingerprint, known)
+    path.write_bytes(b"x" * 100)
+    with pytest.raises(ModelError, match="is cut short or not safetensors"):
+        store.open("x", checkpoint.fingerprint, checkpoint.tensors)
+
+
+def test_a_fingerprint_is_no_way_out_of_the_folder(store: Store) -> None:
+    with pytest.raises(ModelError, match="expected a digest in hex"):
+        store.open("x", Fingerprint(config="../..", tokenizer="0" * 64, tensors="0" * 64), {})
+
+
+# Digests
+
+
+def test_digests_are_kept_until_a_file_changes(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made: list[Origin] = []
+    digest: Callable[[Origin, threading.Event], str] = Origin.digest
+    monkeypatch.setattr(Origin, "digest", lambda origin, stop: [made.append(origin), digest(origin, stop)][1])
+    copy = open_folder(Path(shutil.copytree(checkpoint.folder, tmp_path / "copy")))
+    piece, stop = pieces_of(copy, 2, 3)[0], threading.Event()
+
+    def found() -> str:
+        digests = Digests(copy)
+        value = digests.of(Origin.of_piece(copy, piece), stop)
+        digests.keep()
+        return value
+
+    first = found()
+    assert found() == first and len(made) == 1
+    assert first == blake3(piece.header + b"".join(Origin.of_piece(copy, piece).blocks(0, 999))).hexdigest()
+    for file in copy.files_of(piece.order):
+        os.utime(copy.folder / file, (1, 1))
+    assert found() == first and len(made) == 2
+
+
+def test_a_digest_that_was_given_up_is_not_kept(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    origin, stop, digests = Origin.of_piece(checkpoint, pieces_of(checkpoint, 2, 3)[0]), threading.Event(), None
+    stop.set()
+    digests = Digests(checkpoint)
+    assert digests.of(origin, stop) == ""
+    assert len(digests.of(origin, threading.Event())) == 64

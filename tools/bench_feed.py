@@ -1,0 +1,322 @@
+"""What feeding costs: a worker's layers over loopback or a shaped link, beside bare TCP and bare gRPC, in one run.
+
+python -m tools.bench_feed [--layers 4] [--rounds 3] [--mbit 1000] [--folder FOLDER] [--markdown]
+
+The worker is a process of its own. All ways take turns, so that other work on the machine burdens them alike. Bare TCP
+sends blocks of the size of feeding's messages to a thread that drops them; bare gRPC sends such messages to a loop
+that drops them; feeding goes the whole way, from files to files, its digests made meanwhile or known from before. The
+tensors are holes in files: nothing is read from a disk, but all is written to one (--folder says to which).
+
+With --mbit another table has the same over loopback in a network namespace of its own, which `tc tbf` shapes: that
+needs Linux, and root or user namespaces. Memory is what each process took at most beyond what it had; a gap is the
+longest that an event loop kept a task waiting meanwhile, of which it computed "own" itself. The last table has four
+sessions on a chain with that worker, while another model's layers come.
+"""
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import uvloop
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from coordinator.cluster.authority import Authority
+from coordinator.cluster.deployment import Deployment
+from coordinator.cluster.feed import feed
+from coordinator.cluster.open import joined
+from coordinator.cluster.peer import Peer
+from coordinator.cluster.runner import Runner
+from coordinator.planning.plan import Node, plan
+from coordinator.sessions.request import Request
+from protos.brigade_pb2 import Contents, LoadRequest, Sampling
+from tools.bench_frames import Ticker
+from tools.feed_receiver import NAME, Peak, networks, serve
+from tools.sparse_model import write_sparse
+from worker.model.checkpoint import DEMO, Checkpoint, open_folder
+from worker.model.describe import describe
+from worker.model.headers import pack_headers
+from worker.node.chunks import CHUNK_BYTES
+from worker.node.identity import Role
+from worker.node.network import Network
+from worker.node.relay import open_relay
+from worker.process.machine import machine_name
+from worker.process.run import run_command
+from worker.store.pieces import pieces_of
+
+_BLOCKS_BYTES = 1 << 28  # that bare ways send again and again: more than a processor's caches hold, as files are
+_CONFIG = {
+    "model_type": "qwen3", "hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6, "vocab_size": 32000, "rope_theta": 1e6,
+    "max_position_embeddings": 4096, "tie_word_embeddings": False,
+}  # fmt: skip
+_SESSIONS, _TOKENS = 4, 200
+_PAUSE_S = 0.02
+
+
+@dataclass
+class Way:
+    """How bytes travel, and what was found of it."""
+
+    name: str
+    send: Callable[[], Awaitable[int]]  # returns how many bytes
+    link: str = ""
+    found: list[list[float]] = field(default_factory=list)  # as `Receiver.measured`
+
+    def median(self, column: int) -> float:
+        return statistics.median(row[column] for row in self.found)
+
+    def most(self, column: int) -> float:
+        return max(row[column] for row in self.found)
+
+
+def main(
+    layers: Annotated[int, typer.Option(min=1, help="That are sent, of 202 MB each.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="Of all ways; medians count.")] = 3,
+    mbit: Annotated[int, typer.Option(min=0, help="Shape a link to so many megabits; 0 for none.")] = 0,
+    folder: Annotated[Path | None, typer.Option(help="Where files come and go; a temporary one if none.")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print tables for docs/feed.md.")] = False,
+    shaped: Annotated[int, typer.Option(hidden=True)] = 0,
+    receive: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Throughput, memory and gaps of feeding, with TLS and without."""
+    if receive is not None:
+        uvloop.run(serve(receive / "keys", receive / "cache" / "brigade" / "shards"))
+        return
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        os.environ["XDG_CACHE_HOME"] = f"{temporary}/cache"
+        uvloop.run(_measure(Path(temporary), layers, rounds, shaped, as_markdown=markdown))
+    if mbit:
+        _shape(mbit, rounds, folder, as_markdown=markdown)
+
+
+def _shape(mbit: int, rounds: int, folder: Path | None, *, as_markdown: bool) -> None:
+    """This again, in a network namespace whose loopback is shaped."""
+    tbf = f"tc qdisc add dev lo root tbf rate {mbit}mbit burst 256kb latency 50ms"
+    again = f"{sys.executable} -m tools.bench_feed --layers 1 --rounds {rounds} --shaped {mbit}"
+    again += f" --folder {folder}" * (folder is not None) + " --markdown" * as_markdown
+    command = ["unshare", "--user", "--map-root-user", "--net", "sh", "-c", f"ip link set lo up && {tbf} && {again}"]
+    if subprocess.run(command).returncode:
+        raise SystemExit("no shaped link: that needs Linux, with `tc` and user namespaces")
+
+
+async def _measure(folder: Path, layers: int, rounds: int, shaped: int, *, as_markdown: bool) -> None:
+    authority = Authority.make(folder / "keys")
+    for name, role in (("studio", Role.COORDINATOR), (NAME, Role.WORKER)):
+        authority.issue(name, role)
+    write_sparse(folder / "model", _CONFIG | {"num_hidden_layers": layers + 1}, None)
+    checkpoint = open_folder(folder / "model")
+    console = Console(width=150)
+    async with _receiver(folder) as receiver:
+        ways = await receiver.ways(checkpoint, layers)
+        for turn in range(1 + rounds):
+            for way in ways:
+                row = await receiver.measured(way)
+                way.found += [row] if turn else []
+        where = f"a link of {shaped} Mbit/s" if shaped else "loopback"
+        nbytes = sum(piece.nbytes for piece in pieces_of(checkpoint, 1, layers + 1))
+        title = f"{nbytes / 1e6:.0f} MB over {where}, medians of {rounds}; {machine_name()}"
+        console.print(_throughput(title, ways, as_markdown=as_markdown))
+        if not shaped:
+            console.print(await _sessions(receiver, checkpoint, layers, as_markdown=as_markdown))
+
+
+class Receiver:
+    """The other process, and all ways to it."""
+
+    def __init__(self, process: asyncio.subprocess.Process, ports: dict[str, int], folder: Path) -> None:
+        self.networks = networks(folder / "keys", "studio", Role.COORDINATOR)
+        self._process = process
+        self._ports = ports
+        self._folder = folder
+        self._blocks = [os.urandom(CHUNK_BYTES) for _ in range(_BLOCKS_BYTES // CHUNK_BYTES)]
+        self._ticker: Ticker | None = None
+        self._peak = Peak()
+
+    async def ways(self, checkpoint: Checkpoint, layers: int) -> list[Way]:
+        wanted = request_of(checkpoint, layers)
+        nbytes = sum(piece.nbytes for piece in pieces_of(checkpoint, 1, layers + 1))
+        found = [Way("bare TCP", lambda: asyncio.to_thread(self._send_tcp, nbytes))]
+        for link, network in self.networks.items():
+
+            async def bare(link: str = link, network: Network = network) -> int:
+                return await self._send_grpc(link, network, nbytes)
+
+            async def known(link: str = link, network: Network = network) -> int:
+                return await self._feed(link, network, checkpoint, wanted)
+
+            async def anew(known: Callable[[], Awaitable[int]] = known) -> int:
+                shutil.rmtree(self._folder / "cache/brigade/digests", ignore_errors=True)
+                return await known()
+
+            found += [Way("bare gRPC", bare, link), Way("feeding", anew, link), Way("..., digests known", known, link)]
+        return found
+
+    def peer(self, link: str) -> Peer:
+        return Peer(NAME, f"127.0.0.1:{self._ports[f'{link} feed']}", self.networks[link])
+
+    async def measured(self, way: Way) -> list[float]:
+        """MB/s; memory of both processes, MB; processor time of both, s per GB."""
+        self.forget()
+        await self.take()
+        began = time.perf_counter()
+        nbytes = await way.send()
+        rate = nbytes / (time.perf_counter() - began) / 1e6
+        *_, own_peak, its_peak, own_cpu_s, its_cpu_s = await self.take()
+        return [rate, own_peak, its_peak, 1e9 * own_cpu_s / nbytes, 1e9 * its_cpu_s / nbytes]
+
+    def forget(self) -> None:
+        """Have it lack everything."""
+        shutil.rmtree(self._folder / "cache/brigade/shards", ignore_errors=True)
+
+    async def tick(self) -> None:
+        """From now on watch both loops, which takes time itself."""
+        self._ticker = Ticker()
+        await self.take(b"tick\n")
+
+    async def take(self, line: bytes = b"\n") -> list[float]:
+        """Since the last call: gap and own of both loops, ms; memory of both, MB; processor time of both, s."""
+        assert self._process.stdin and self._process.stdout
+        own_gap = self._ticker.take() if self._ticker else (0.0, 0.0)
+        own_peak, own_cpu_s = self._peak.take()
+        self._process.stdin.write(line)
+        *gap, peak, cpu_s = json.loads(await self._process.stdout.readline())
+        return [*own_gap, *gap, own_peak / 1e6, peak / 1e6, own_cpu_s, cpu_s]
+
+    async def _feed(self, link: str, network: Network, checkpoint: Checkpoint, wanted: LoadRequest) -> int:
+        peer = self.peer(link)
+        try:
+            return await feed(peer, wanted, checkpoint, lambda report: None)
+        finally:
+            await peer.close()
+
+    async def _send_grpc(self, link: str, network: Network, nbytes: int) -> int:
+        async with network.channel(NAME, f"127.0.0.1:{self._ports[f'{link} grpc']}") as channel:
+            call = open_relay(channel, 1, 0, "studio")
+            for block in islice(cycle(self._blocks), nbytes // CHUNK_BYTES):
+                await call.write(block)
+            await call.done_writing()
+            await call.read()
+        return nbytes
+
+    def _send_tcp(self, nbytes: int) -> int:
+        with socket.create_connection(("127.0.0.1", self._ports["tcp"])) as connection:
+            for block in islice(cycle(self._blocks), nbytes // CHUNK_BYTES):
+                connection.sendall(block)
+            connection.shutdown(socket.SHUT_WR)
+            connection.recv(1)
+        return nbytes
+
+
+@asynccontextmanager
+async def _receiver(folder: Path) -> AsyncIterator[Receiver]:
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-m", "tools.bench_feed", "--receive", str(folder)]
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+    assert process.stdout is not None
+    try:
+        yield Receiver(process, json.loads(await process.stdout.readline()), folder)
+    finally:
+        process.kill()
+        await process.wait()
+
+
+def request_of(checkpoint: Checkpoint, layers: int) -> LoadRequest:
+    """As a coordinator sends it, but for the marks of tensors."""
+    spec = describe(checkpoint)
+    return LoadRequest(
+        model=checkpoint.name, fingerprint=checkpoint.fingerprint, start=1, end=1 + layers, num_layers=spec.num_layers,
+        dtype=spec.dtype, contents=Contents(headers=pack_headers(checkpoint.tensors)),
+    )  # fmt: skip
+
+
+async def _sessions(receiver: Receiver, checkpoint: Checkpoint, layers: int, *, as_markdown: bool) -> Table:
+    """What sessions on a chain with the worker take, alone and while it is fed."""
+    columns = "", "tokens/s", "longest pause, ms", *_GAPS
+    table = _table(f"{_SESSIONS} sessions of the bundled model on two nodes, by TLS", columns, as_markdown=as_markdown)
+    demo = open_folder(DEMO, name="demo")
+    spec, wanted = describe(demo), request_of(checkpoint, layers)
+    async with AsyncExitStack() as stack:
+        peers = [receiver.peer("TLS") for _ in range(2)]
+        for peer in peers:
+            stack.push_async_callback(peer.close)
+        nodes = [Node(name, 1 << 40) for name in ("studio", NAME)]
+        deployment = Deployment(demo, spec, plan(spec, nodes, 512, None), peers[:1])
+        runner = await stack.enter_async_context(Runner(await stack.enter_async_context(joined(deployment))))
+        await _answers(runner)
+        await receiver.tick()
+        for is_fed in (False, True, False, True):
+            receiver.forget()
+            await asyncio.sleep(_PAUSE_S)
+            await receiver.take()
+            feeding = asyncio.create_task(feed(peers[1], wanted, checkpoint, lambda report: None)) if is_fed else None
+            rate, pause_ms = await _answers(runner)
+            if feeding:
+                await feeding
+            gaps = (await receiver.take())[:4]
+            cells = [f"{rate:.0f}", f"{pause_ms:.1f}", *(f"{gap:.1f}" for gap in gaps)]
+            table.add_row("while layers come" if is_fed else "alone", *cells)
+    return table
+
+
+async def _answers(runner: Runner) -> tuple[float, float]:
+    """Tokens per second of all, and the longest that one waited for its next."""
+    began, pauses = time.perf_counter(), [0.0]
+
+    async def one(number: int) -> int:
+        latest = 0.0
+
+        def note(text: str) -> None:
+            nonlocal latest
+            now = time.perf_counter()
+            pauses.append(now - latest if latest else 0.0)
+            latest = now
+
+        answer = await runner.answer(Request((5 + number, 6, 7), _TOKENS, Sampling()), emit=note)
+        return len(answer.tokens)
+
+    tokens = await asyncio.gather(*map(one, range(_SESSIONS)))
+    return sum(tokens) / (time.perf_counter() - began), 1e3 * max(pauses)
+
+
+_GAPS = "sender gap", "own", "receiver gap", "own"
+
+
+def _throughput(title: str, ways: Sequence[Way], *, as_markdown: bool) -> Table:
+    columns = "way", "link", "MB/s", "of TCP", "of gRPC", "MB sender", "receiver", "CPU s/GB sender", "receiver"
+    table = _table(title, columns, as_markdown=as_markdown)
+    tcp = ways[0].median(0)
+    for way in ways:
+        grpc = next((each.median(0) for each in ways if each.name == "bare gRPC" and each.link == way.link), None)
+        of_grpc = f"{100 * way.median(0) / grpc:.0f} %" if grpc else ""
+        memory = [f"{way.most(column):.0f}" for column in (1, 2)]
+        cpu = [f"{way.median(column):.2f}" for column in (3, 4)]
+        rate = way.median(0)
+        table.add_row(way.name, way.link, f"{rate:.0f}", f"{100 * rate / tcp:.0f} %", of_grpc, *memory, *cpu)
+    return table
+
+
+def _table(title: str, columns: Sequence[str], *, as_markdown: bool) -> Table:
+    table = Table(title=title, title_justify="left", box=box.MARKDOWN if as_markdown else box.SIMPLE)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number > 1 else "left")
+    return table
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,104 @@
+"""The receiving process of tools/bench_feed.py: a worker, and what takes bare TCP and bare gRPC, each at its port.
+
+It prints its ports as JSON. To each line on its standard input it answers with what was since the line before: gaps of
+its loop, once the line `tick` has come; memory; processor time.
+"""
+
+import asyncio
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from protos.brigade_pb2 import Credit
+from protos.brigade_pb2_grpc import NodeServicer
+from tools.bench_frames import Ticker
+from worker.node.identity import Keys, Role
+from worker.node.network import Network
+from worker.node.own_models import OwnModels
+from worker.node.relay import add_node
+from worker.node.service import NodeService
+from worker.process.mlx_thread import MlxThread
+from worker.store.store import Store
+
+NAME = "mini"
+_SAMPLE_S = 0.005
+_READ_BYTES = 1 << 20
+
+
+class Peak:
+    """The most memory that this process has had, beyond what it had before; and its processor time."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._most = self._before = self._process.memory_info().rss
+        self._cpu_s = time.process_time()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def take(self) -> tuple[int, float]:
+        """Bytes and seconds, since the last call."""
+        most, self._before = self._most - self._before, self._process.memory_info().rss
+        self._most = self._before
+        cpu_s, self._cpu_s = time.process_time() - self._cpu_s, time.process_time()
+        return most, cpu_s
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(_SAMPLE_S)
+            self._most = max(self._most, self._process.memory_info().rss)
+
+
+class Sink(NodeServicer):
+    """Drops what it gets, and says at the end that it has."""
+
+    async def Relay(self, parts: AsyncIterator[bytes], context: Any) -> AsyncIterator[Credit]:
+        async for _ in parts:
+            pass
+        yield Credit(frames=1)
+
+
+async def serve(keys: Path, store: Path) -> None:
+    """Until its standard input ends."""
+    thread, servers = MlxThread(), []
+    ports = {"tcp": _drop_tcp()}
+    for link, network in networks(keys, NAME, Role.WORKER).items():
+        node = NodeService(NAME, thread, network, OwnModels(), store=Store(store))
+        for what, servicer in (("feed", node), ("grpc", Sink())):
+            server = network.server()
+            add_node(servicer, server)
+            ports[f"{link} {what}"] = network.listen(server, "127.0.0.1:0")
+            await server.start()
+            servers.append(server)
+    print(json.dumps(ports), flush=True)
+    ticker, peak = None, Peak()
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        if line.strip() == "tick":
+            ticker = Ticker()  # not before: it takes time itself
+        print(json.dumps([*(ticker.take() if ticker else (0.0, 0.0)), *peak.take()]), flush=True)
+
+
+def networks(keys: Path, name: str, role: Role) -> dict[str, Network]:
+    return {"plaintext": Network(), "TLS": Network(keys=Keys(keys, name, role))}
+
+
+def _drop_tcp() -> int:
+    """Take connections in a thread, one after another, and answer the end of each with a byte; the port."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def work() -> None:
+        buffer = bytearray(_READ_BYTES)
+        while True:
+            connection, _ = listener.accept()
+            with connection:
+                while connection.recv_into(buffer):
+                    pass
+                connection.send(b".")
+
+    threading.Thread(target=work, daemon=True).start()
+    return int(listener.getsockname()[1])

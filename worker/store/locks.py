@@ -1,0 +1,91 @@
+"""Locks on files, between processes and within one: readers share a file, who writes or removes it has it alone."""
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+_WAIT_S, _PAUSE_S = 1.0, 0.01
+
+
+class Lease:
+    """Holds files that are in use: nobody removes them until it is closed."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, int] = {}
+
+    def add(self, path: Path) -> bool:
+        """Hold this file too. False if it is gone, or about to be."""
+        if path in self._files:
+            return True
+        found = _open_soon(path)
+        if found is not None:
+            self._files[path] = found
+        return found is not None
+
+    def take_over(self, path: Path, file: int) -> None:
+        """Hold a file that this process has had alone until now."""
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if path in self._files:
+            os.close(self._files[path])
+        self._files[path] = file
+
+    def close(self) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+
+def open_alone(path: Path) -> int | None:
+    """A descriptor of this file, made if need be, that nobody else may have; None while somebody has it."""
+    return _open(path, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
+
+
+def is_used(path: Path) -> bool:
+    """Whether somebody holds it."""
+    with _alone(path) as is_alone:
+        return not is_alone and path.exists()
+
+
+def remove_unused(path: Path) -> bool:
+    """Remove a file unless somebody holds it. Whether it is gone."""
+    with _alone(path) as is_alone:
+        if is_alone:
+            path.unlink(missing_ok=True)
+    return not path.exists()
+
+
+def _open_soon(path: Path) -> int | None:
+    """To be shared with others. Whoever has it alone has it for a moment: to see if it is used, or to remove it."""
+    until = time.monotonic() + _WAIT_S
+    while (found := _open(path, os.O_RDONLY, fcntl.LOCK_SH)) is None and path.exists() and time.monotonic() < until:
+        time.sleep(_PAUSE_S)
+    return found
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[bool]:
+    """Whether the file could be had alone, as it is within the context."""
+    found = _open(path, os.O_RDONLY, fcntl.LOCK_EX)
+    try:
+        yield found is not None
+    finally:
+        if found is not None:
+            os.close(found)
+
+
+def _open(path: Path, mode: int, lock: int) -> int | None:
+    """A locked descriptor of the file at this path: of that very one, not of one that was removed meanwhile."""
+    try:
+        found = os.open(path, mode | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(found, lock | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(found), path.stat()):
+            return found
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    os.close(found)
+    return None

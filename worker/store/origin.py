@@ -1,0 +1,145 @@
+"""What is sent of a model: its pieces, read from this node's own files, and their digests, which are kept. Blocks."""
+
+import contextlib
+import hashlib
+import os
+import threading
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import BinaryIO
+
+import msgpack
+from blake3 import blake3
+
+from worker.errors import ModelError
+from worker.model.checkpoint import Checkpoint
+from worker.process.folders import cache_folder
+from worker.store.pieces import Piece
+
+_READ_BYTES = 1 << 22
+_MOST_KEPT = 4096  # digests of one model's folder: others stand for files that have changed since
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes of a file."""
+
+    path: Path
+    at: int
+    nbytes: int
+
+
+class Origin:
+    """One file to be sent: what every node makes itself, and behind it spans of this node's files."""
+
+    def __init__(self, begin: bytes, spans: list[Span]) -> None:
+        self.begin = begin
+        self.nbytes = sum(span.nbytes for span in spans)
+        self._spans = spans
+
+    @classmethod
+    def of_file(cls, path: Path) -> "Origin":
+        return cls(b"", [Span(path, 0, path.stat().st_size)])
+
+    @classmethod
+    def of_piece(cls, checkpoint: Checkpoint, piece: Piece) -> "Origin":
+        """Raises ModelError if a file is missing."""
+        begins = {file: _data_begin(checkpoint.folder / file) for file in checkpoint.files_of(piece.order)}
+        infos = [piece.tensors[name] for name in piece.order]
+        return cls(piece.header, [Span(checkpoint.folder / i.file, begins[i.file] + i.begin, i.nbytes) for i in infos])
+
+    @cached_property
+    def stamp(self) -> str:
+        """Changes when its contents may have."""
+        stats = {span.path: span.path.stat() for span in self._spans}
+        said = [self.begin.hex()]
+        said += [f"{span.path} {span.at} {span.nbytes}" for span in self._spans]
+        said += [f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats.items()]
+        return hashlib.sha256("\n".join(said).encode(errors="surrogateescape")).hexdigest()
+
+    def blocks(self, offset: int, block_bytes: int) -> Iterator[bytes]:
+        """What follows this many bytes of the spans, in blocks of so many bytes; the last of a span may have fewer."""
+        with contextlib.ExitStack() as stack:
+            opened: dict[Path, BinaryIO] = {}
+            for span in self._spans:
+                skipped = min(offset, span.nbytes)
+                offset -= skipped
+                if span.path not in opened:
+                    opened[span.path] = stack.enter_context(span.path.open("rb", buffering=0))
+                yield from _read(opened[span.path], span, skipped, block_bytes)
+
+    def digest(self, given_up: threading.Event) -> str:
+        """The BLAKE3 of all of it, in hex; nothing once it is given up."""
+        found = blake3(self.begin)
+        for block in self.blocks(0, _READ_BYTES):
+            if given_up.is_set():
+                return ""
+            found.update(block)
+        return found.hexdigest()
+
+
+def gathered(blocks: Iterator[bytes], num_bytes: int) -> Generator[list[bytes], None, None]:
+    """Blocks of at most so many bytes together as far as they make so many: small tensors are not sent one by one."""
+    found: list[bytes] = []
+    size = 0
+    for block in blocks:
+        found.append(block)
+        size += len(block)
+        if size >= num_bytes:
+            yield found
+            found, size = [], 0
+    if found:
+        yield found
+
+
+class Digests:
+    """Digests that are known, kept over this process's end: files need not be read twice before they are sent."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        name = hashlib.sha256(os.fsencode(checkpoint.folder.absolute())).hexdigest()[:32]
+        self._path = cache_folder() / "digests" / f"{name}.msgpack"
+        self._known = self._read()
+
+    def of(self, origin: Origin, given_up: threading.Event) -> str:
+        """Raises OSError if a file cannot be read."""
+        if not self._known.get(origin.stamp):
+            self._known[origin.stamp] = origin.digest(given_up)
+        return self._known[origin.stamp]
+
+    def keep(self) -> None:
+        """A folder that cannot be written to only means that they are computed again."""
+        unfinished = self._path.with_suffix(f".{os.getpid()}")
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            new = {stamp: digest for stamp, digest in self._known.items() if digest}
+            known = self._read() | new  # others may have kept some meanwhile
+            unfinished.write_bytes(msgpack.packb(dict(list(known.items())[-_MOST_KEPT:])))
+            unfinished.replace(self._path)
+
+    def _read(self) -> dict[str, str]:
+        try:
+            return {str(stamp): str(digest) for stamp, digest in msgpack.unpackb(self._path.read_bytes()).items()}
+        except (OSError, ValueError, TypeError, AttributeError, msgpack.UnpackException):
+            return {}
+
+
+def _data_begin(path: Path) -> int:
+    """Where the tensors of a safetensors file begin."""
+    try:
+        with path.open("rb") as file:
+            return 8 + int.from_bytes(file.read(8), "little")
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _read(file: BinaryIO, span: Span, skipped: int, block_bytes: int) -> Iterator[bytes]:
+    file.seek(span.at + skipped)
+    left = span.nbytes - skipped
+    while left:
+        block = file.read(min(left, block_bytes))
+        if not block:
+            raise ModelError(f"{span.path} ends early: it changed while it was read; start again")
+        left -= len(block)
+        yield block
