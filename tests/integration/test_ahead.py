@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from coordinator.cluster.runner import Runner
 from coordinator.decoding.decode import make_cache_choice
 from coordinator.sessions.answer import Answer
 from protos.brigade_pb2 import Frame, Result, Sampling, Window
@@ -69,6 +70,20 @@ async def test_tokens_and_logprobs_are_bit_for_bit_those_of_steps_built_on_arriv
     expected = await answers(models, family, layers)
     assert not any(taken)
     assert [each.samples for each in found] == [each.samples for each in expected]
+
+
+@pytest.mark.parametrize("layers", [(4,), (1, 2, 1)])
+async def test_steps_are_ready_for_every_request_of_a_runner(
+    models: Models, taken: list[bool], layers: tuple[int, ...]
+) -> None:
+    """Though slots of those that have ended are kept, with what was built for them."""
+    shares = []
+    async with running(models("qwen3").folder, layers) as chain, Runner(chain) as runner:
+        for number in range(4):
+            taken.clear()
+            await runner.answer(request(tokens_of(6, number), 12, repetition_penalty=1.0 + number % 2))
+            shares.append(sum(taken) / len(taken))
+    assert min(shares) > 0.6
 
 
 # where draws look back only a graph is

@@ -28,7 +28,7 @@ class HeldEngine:
     """Notes what it begins, and finishes once it is let go: by results, or what `outputs` says, errors or shapes."""
 
     num_slots = cache_bytes = weight_bytes = 0
-    runs_ahead = has_next = False
+    runs_ahead = is_whole = False
 
     def __init__(self, **outputs: Any) -> None:
         self.begun: list[int] = []

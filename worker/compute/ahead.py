@@ -185,10 +185,6 @@ class Ahead:
         following = first.go_on(most) if isinstance(first, Launched) else None
         return following.outputs if following else None
 
-    @property
-    def has_any(self) -> bool:
-        return bool(self._ready)
-
     def awaited(self, frame: Frame) -> Placeholder | None:
         """Where the hidden states of this frame go, if its step is built."""
         return next((each.hidden for each in self._ready if each.hidden and each.is_of(frame)), None)

@@ -69,11 +69,6 @@ class Engine:
         return len(self._slots)
 
     @property
-    def has_next(self) -> bool:
-        """Whether a step is there before its frame is."""
-        return self._ahead.has_any
-
-    @property
     def weight_bytes(self) -> int:
         return self._shard.nbytes
 

@@ -190,6 +190,8 @@ class Stage:
                 loop.call_soon_threadsafe(self._take_out, output)
                 if ahead:
                     ahead.evaluate()  # without Python's lock: so the output is worked on meanwhile, and not before
+                elif goes_on and self.engine.is_whole:  # nothing is sent that building could hold up
+                    self.engine.build_ahead()
                 if self._is_stopping:  # what waits, a load perhaps, must find the memory free that this frame holds
                     return
                 self._thread.give_way()  # frames may come without end
@@ -247,8 +249,6 @@ class Stage:
         self._sent_bytes += output.ByteSize()
         self.deliver(output)
         self._grant()
-        if not self._has_hop:  # nor is the result sent anywhere
-            self.build_ahead(output.step)
 
     async def _pass_on(self, send: Send) -> None:
         while True:
@@ -263,7 +263,7 @@ class Stage:
 
         Not before: Python's lock would hold up what is sent. So whoever sends results says when.
         """
-        if self._frames.empty() and self._outputs.empty() and not self.engine.has_next:
+        if self._frames.empty() and self._outputs.empty():
             self._thread.submit(partial(self._build_ahead, step)).add_done_callback(self._fail_as)
 
     def _grant(self) -> None:
