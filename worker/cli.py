@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from worker.config import Cluster, Tls, load_cluster, split_address
+from worker.config import Cluster, Tls, is_node_name, load_cluster, split_address
 from worker.errors import ConfigError, InputError
 from worker.model.repository import is_repository
 from worker.process.imports import skip_init
@@ -96,7 +96,9 @@ def worker(
 
 
 def _without_config(name: str | None, keys: Path | None) -> Cluster:
-    """What a node needs of a configuration. Raises ConfigError for a certificate of nobody."""
+    """What a node needs of a configuration. Raises ConfigError for a certificate of nobody, or what is no name."""
+    if name is not None and not is_node_name(name):
+        raise ConfigError(f"--name: expected letters, digits, '-', '_' and '.', found {name!r}")
     if keys and not name:
         raise ConfigError("--name is missing: expected with --keys the name that the certificate carries")
     return Cluster(tls=Tls(keys=str(keys.expanduser()))) if keys else Cluster()

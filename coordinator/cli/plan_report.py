@@ -63,8 +63,10 @@ class PlanReport:
             f"{sessions} of {self.plan.context} tokens"
         )
         console.print(self._held(console.width))
-        if self.outlook.chosen.times.ms_per_token is None:
-            return  # nothing else is known
+        if self.outlook.chosen.times.ms_per_token is None:  # nothing else is known
+            if self.outlook.advice:
+                console.print(f"\n{self.outlook.advice}")
+            return
         console.print()
         console.print(self._times())
         console.print(f"\n{self._promises()}\n")

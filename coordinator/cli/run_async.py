@@ -32,8 +32,16 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
         mx.clear_streams()
 
 
+async def _while_read(work: Coroutine[Any, Any, T]) -> T:
+    """Raise BrokenPipeError once nobody reads what is printed; rich says so by SystemExit, which would end the loop."""
+    try:
+        return await work
+    except SystemExit as error:
+        raise error.__context__ if isinstance(error.__context__, BrokenPipeError) else error from None
+
+
 async def _interruptible(work: Coroutine[Any, Any, T]) -> T:
-    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(_while_read(work))
     signalled = False
 
     def on_signal(number: int, frame: object) -> None:

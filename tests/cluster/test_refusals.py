@@ -90,6 +90,7 @@ REFUSALS = [
     Refusal("port in use", 2, "--bind {mini}", "cannot listen on {mini}: in use", program="worker", is_process=True),
     Refusal("no loopback address", 2, "--bind 0.0.0.0:0", "0.0.0.0:0: .*not encrypted.*insecure", program="worker"),
     Refusal("no address", 2, "--bind elsewhere", "expected HOST:PORT.*'elsewhere'", program="worker"),
+    Refusal("no name", 2, "--name my/mac --bind 127.0.0.1:0", "--name: expected letters.*'my/mac'", program="worker"),
     Refusal("no such worker", 2, "--config {c} --name maxi", "'maxi'.*mini, air", program="worker"),
     Refusal("unknown flag of a worker", 2, "--bnid 1", "No such option: --bnid", program="worker"),
     _of_prompt("empty prompt", "--prompt=", "--prompt: expected some text, found none"),

@@ -170,3 +170,11 @@ def test_only_a_file_without_layers_is_written(brigade: Command, tmp_path: Path,
 def test_simulate_asks_no_nodes(planned: Any) -> None:
     with pytest.raises(InputError, match="not expected with --simulate"):
         planned("--simulate", "--stage-ms", "1,2")
+
+
+def test_people_are_told_why_a_split_is_by_bytes(
+    brigade: Command, tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where nothing was measured, as of workers on this machine."""
+    brigade("plan", "--model", str(tiny), "--local", "1")
+    assert "How fast these nodes are is not known" in " ".join(capsys.readouterr().out.split())

@@ -86,3 +86,14 @@ def test_a_second_signal_ends_a_process_whose_loop_is_stuck() -> None:
             time.sleep(0.02)
         process.kill()
     assert process.returncode == 130
+
+
+def test_a_reader_who_leaves_while_rich_prints_ends_the_command_and_not_the_loop() -> None:
+    async def work() -> None:
+        try:
+            raise BrokenPipeError
+        except BrokenPipeError:
+            raise SystemExit(1)  # noqa: B904 - as rich's console does
+
+    with pytest.raises(BrokenPipeError):
+        run_async(work())
