@@ -97,7 +97,10 @@ async def serve(options: ClusterOptions, serving: Serving) -> None:
         url = serving.url(listener.getsockname()[1])
         telling = logged(served.tally, served.watch, lambda: served.model)
         async with telling, answering(app, listener, serving.tls) as answers:
-            await _keep_serving(options, serving, served, url, answers)
+            try:
+                await _keep_serving(options, serving, served, url, answers)
+            finally:  # whoever still waits for a model is told, before the answers are ended
+                served.lose(Standing(State.DRAINING, Over.STOPPED.value))
 
 
 def _name_of(frontend: Frontend) -> str:

@@ -3,18 +3,24 @@
 import asyncio
 import gc
 import weakref
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import httpx2
 import pytest
 import uvloop
 
 from coordinator.cluster import deployment
 from coordinator.cluster.options import ClusterOptions
 from coordinator.http import run
+from coordinator.http.run import Serving
+from coordinator.resident.model import ResidentModel
 from tests.cluster.processes import Starter, free_port, write_cluster
-from tests.cluster.test_serve_here import PATIENCE_S, served
+from tests.cluster.test_serve_here import PATIENCE_S, served, wait_health
 from worker.compute.shard import Shard
-from worker.config import load_cluster
+from worker.config import Cluster, load_cluster
 
 ASK = {"prompt": "the", "max_tokens": 4}
 
@@ -66,3 +72,41 @@ def test_a_model_that_nobody_asks_for_is_let_go_on_all_nodes_and_read_again_for_
     assert [line.partition(":")[0] for line in said[1:4]] == [
         "asleep", "somebody asks", "serving talker at http",
     ]  # fmt: skip
+
+
+def test_who_waits_for_a_model_that_is_read_again_is_told_that_the_server_ends(
+    talker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = run.open_resident
+    hanging = asyncio.Event()
+
+    @asynccontextmanager
+    async def open_once(*given: Any, **named: Any) -> AsyncIterator[ResidentModel]:
+        async with opened(*given, **named) as model:
+            monkeypatch.setattr(run, "open_resident", hang)
+            yield model
+
+    @asynccontextmanager
+    async def hang(*given: Any, **named: Any) -> AsyncIterator[ResidentModel]:
+        hanging.set()
+        await asyncio.Event().wait()
+        yield  # type: ignore[misc]
+
+    monkeypatch.setattr(run, "open_resident", open_once)
+
+    async def check() -> None:
+        serving = Serving("127.0.0.1", free_port(), names=("talker",), keep_alive_s=0.1)
+        running = asyncio.create_task(run.serve(ClusterOptions(Cluster(), str(talker), 0, 4096), serving))
+        async with httpx2.AsyncClient(base_url=serving.url(serving.port), timeout=PATIENCE_S) as client:
+            await wait_health(client, 200, running)
+            async with asyncio.timeout(PATIENCE_S):
+                while (await client.get("/health")).json()["status"] != "asleep":
+                    pass
+                asking = asyncio.create_task(client.post("/v1/completions", json=ASK))
+                await hanging.wait()
+                running.cancel()
+                answer = await asking
+                await asyncio.gather(running, return_exceptions=True)
+        assert answer.status_code == 503 and "told to stop" in answer.json()["error"]["message"]
+
+    uvloop.run(check())
