@@ -15,7 +15,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.hashes import SHA256
 
 from worker.config import split_address
-from worker.errors import BrigadeError, ConfigError, internal_error_text
+from worker.errors import BrigadeError, ConfigError
 from worker.node.announcement import LONGEST_NAME, SERVICE, About
 from worker.node.log import Log
 from worker.node.network import Network
@@ -61,7 +61,7 @@ async def announcing(say: Callable[[], About], listens_on: Sequence[str], log: L
         listens_on: where it listens, HOST:PORT; may get more entries.
     """
     task = asyncio.create_task(_keep_announced(say, listens_on, log))
-    task.add_done_callback(partial(_say_failed, log))
+    task.add_done_callback(log.say_failed)
     try:
         yield
     finally:
@@ -154,8 +154,3 @@ async def _ips_of(host: str) -> list[str]:
 def _label(name: str) -> str:
     """What a DNS label can hold of a name."""
     return name.replace(".", "-")[:40]
-
-
-def _say_failed(log: Log, task: "asyncio.Task[None]") -> None:
-    if not task.cancelled() and (error := task.exception()):
-        log.failed(internal_error_text(error))

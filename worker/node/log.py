@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from protos.brigade_pb2 import AttachRequest, LoadRequest
-from worker.errors import BrigadeError, ModelLacking
+from worker.errors import BrigadeError, ModelLacking, internal_error_text
 
 
 class Log:
@@ -49,6 +49,11 @@ class Log:
 
     def failed(self, text: str) -> None:
         self._say(text)
+
+    def say_failed(self, task: "asyncio.Task[None]") -> None:
+        """Say why, if it has: what a task that nobody waits for calls in the end."""
+        if not task.cancelled() and (error := task.exception()):
+            self.failed(str(error) if isinstance(error, BrigadeError) else internal_error_text(error))
 
     @contextlib.contextmanager
     def refusing(self, what: str) -> Iterator[None]:
