@@ -35,16 +35,15 @@ async def unload(node: RunningNode, coordinator: str) -> None:
 
 
 async def test_a_worker_keeps_to_what_the_plan_gives_it_whether_it_loads_or_keeps(models: Models) -> None:
-    usual = mx.set_memory_limit(1 << 40)
+    usual = mx.get_memory_limit()
     request = load_request(models("qwen3").folder, 2, 4)
-    try:
-        async with serving(1) as [node]:
-            for memory_bytes, phase in ((123 << 20, "load"), (234 << 20, "kept")):
-                request.memory_bytes = memory_bytes
-                assert (await load(node, request))[-1].phase == phase
-                assert mx.set_memory_limit(usual) == memory_bytes
-    finally:
-        mx.set_memory_limit(usual)
+    async with serving(1) as [node]:
+        for memory_bytes, phase in ((123 << 20, "load"), (234 << 20, "kept"), (0, "kept"), (123 << 20, "kept")):
+            request.memory_bytes = memory_bytes
+            assert (await load(node, request))[-1].phase == phase
+            assert mx.get_memory_limit() == (memory_bytes or usual)
+        await unload(node, request.coordinator.id)
+        assert mx.get_memory_limit() == usual
 
 
 async def test_the_peak_is_that_of_the_latest_request(models: Models) -> None:
