@@ -199,7 +199,8 @@ class NodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Unload(self, request, context):
-        """Lets go of the loaded shard, unless the node serves another coordinator than the one that asks: Load reads it again.
+        """Lets go of the loaded shard, unless the node serves another coordinator than the one that asks, or has loaded it for one
+        that has not attached it yet: Load reads it again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

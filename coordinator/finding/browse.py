@@ -44,7 +44,8 @@ async def browse(for_s: float) -> Heard:
     try:
         return await _browse(for_s)
     except (OSError, RuntimeError, Error) as error:
-        raise StageLost(f"cannot look for nodes on this machine's networks: {error}") from error
+        why = str(error) or type(error).__name__
+        raise StageLost(f"cannot look for nodes on this machine's networks: {why}") from error
 
 
 def merged(found: Iterable[Found]) -> list[Found]:
@@ -84,7 +85,7 @@ class _Ear:
     def on_change(self, zeroconf: "Zeroconf", service_type: str, name: str, state_change: "ServiceStateChange") -> None:
         if state_change.name != "Added" or name in self._asked:
             return
-        if len(self._asked) == MOST_HEARD:
+        if len(self._asked) == MOST_HEARD or not name.endswith(f".{SERVICE}"):  # anybody may point to anything
             self.heard.num_ignored += 1
         else:
             self._asked[name] = asyncio.create_task(self._resolve(zeroconf, name))
@@ -93,6 +94,18 @@ class _Ear:
         await asyncio.gather(*self._asked.values())
 
     async def _resolve(self, zeroconf: "Zeroconf", instance: str) -> None:
+        from zeroconf import Error
+
+        try:
+            found = await self._ask(zeroconf, instance)
+        except Error:  # a name that is none
+            found = None
+        if found:
+            self.heard.nodes.append(found)
+        else:
+            self.heard.num_ignored += 1
+
+    async def _ask(self, zeroconf: "Zeroconf", instance: str) -> Found | None:
         from zeroconf.asyncio import AsyncServiceInfo
 
         service = AsyncServiceInfo(SERVICE, instance)
@@ -100,10 +113,7 @@ class _Ear:
         is_complete = await service.async_request(zeroconf, max(1.0, left_ms))
         about = About.of_txt(service.properties) if is_complete else None
         addresses = addresses_in(service.parsed_addresses(), service.port)
-        if about and addresses:
-            self.heard.nodes.append(Found(about, addresses))
-        else:
-            self.heard.num_ignored += 1
+        return Found(about, addresses) if about and addresses else None
 
 
 def _is_callable(ip: str) -> bool:

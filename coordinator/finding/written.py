@@ -1,5 +1,6 @@
 """Writes a draft as a cluster.yaml that loads; never over another file unless that is wished."""
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,9 @@ def cluster_text(model: str, coordinator: str, draft: Draft) -> str:
 
 
 def require_room(path: Path, *, force: bool) -> None:
-    """Raises ConfigError where a file would be written over that nobody wished away."""
+    """Raises ConfigError where there is no folder for it, or a file would be written over that nobody wished away."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path.parent} is not a folder that is there; make it, or give another --config")
     if os.path.lexists(path) and not force:
         raise ConfigError(f"{path} is there already, and is not written over: give --force, or another --config")
 
@@ -56,5 +59,6 @@ def write_cluster(path: Path, text: str, *, force: bool) -> Cluster:
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
     finally:
-        unfinished.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # why it could not be written says more
+            unfinished.unlink()
     return load_cluster(path)

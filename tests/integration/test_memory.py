@@ -13,6 +13,8 @@ from tests.integration.many import until
 from tests.integration.upstream import attach_request
 from worker.compute.shard import Shard
 from worker.errors import NodeBusy, StageLost
+from worker.node import due
+from worker.node.loader import Loader
 from worker.node.service import NodeService
 
 PROMPT = (1, 2, 3)
@@ -33,16 +35,15 @@ async def unload(node: RunningNode, coordinator: str) -> None:
 
 
 async def test_a_worker_keeps_to_what_the_plan_gives_it_whether_it_loads_or_keeps(models: Models) -> None:
-    usual = mx.set_memory_limit(1 << 40)
+    usual = mx.get_memory_limit()
     request = load_request(models("qwen3").folder, 2, 4)
-    try:
-        async with serving(1) as [node]:
-            for memory_bytes, phase in ((123 << 20, "load"), (234 << 20, "kept")):
-                request.memory_bytes = memory_bytes
-                assert (await load(node, request))[-1].phase == phase
-                assert mx.set_memory_limit(usual) == memory_bytes
-    finally:
-        mx.set_memory_limit(usual)
+    async with serving(1) as [node]:
+        for memory_bytes, phase in ((123 << 20, "load"), (234 << 20, "kept"), (0, "kept"), (123 << 20, "kept")):
+            request.memory_bytes = memory_bytes
+            assert (await load(node, request))[-1].phase == phase
+            assert mx.get_memory_limit() == (memory_bytes or usual)
+        await unload(node, request.coordinator.id)
+        assert mx.get_memory_limit() == usual
 
 
 async def test_the_peak_is_that_of_the_latest_request(models: Models) -> None:
@@ -58,7 +59,10 @@ async def test_the_peak_is_that_of_the_latest_request(models: Models) -> None:
             assert status.active_memory_bytes >= status.weight_bytes
 
 
-async def test_a_shard_is_held_while_it_is_used_then_let_go_and_read_again(models: Models) -> None:
+async def test_a_shard_is_held_while_it_is_used_then_let_go_and_read_again(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(due, "LONGEST_S", 0.02)  # nobody attaches what is loaded last
     whole, out = models("qwen3"), io.StringIO()
     references = []
     async with serving(1, out=out) as [node], node.service.letting_go(0.02):
@@ -87,6 +91,35 @@ async def test_a_worker_lets_go_for_whoever_has_it_and_for_nobody_else(models: M
         await until(lambda: is_free(node.service))
         await unload(node, "another")
         assert node.service._loader.loaded is None
+
+
+async def test_what_is_loaded_is_held_for_its_coordinator_until_that_has_attached_it(models: Models) -> None:
+    """It waits for workers that load more slowly."""
+    whole, out = models("qwen3"), io.StringIO()
+    request = load_request(whole.folder, 2, 4)
+    request.coordinator.CopyFrom(Coordinator(id="one", name="one"))
+    async with serving(1, out=out) as [node], node.service.letting_go(0.001):
+        await load(node, request)
+        with pytest.raises(NodeBusy, match="loaded its layers for another coordinator"):
+            await unload(node, "another")
+        assert node.service._use.is_used and shard_of(node)() is not None
+        async with opened(whole.folder, (2, 2), [node]):
+            pass
+        await until(lambda: node.service._loader.loaded is None)
+        await load(node, request)
+        await unload(node, "one")
+        assert node.service._loader.loaded is None
+    assert out.getvalue().count("kept layers") == 1
+
+
+async def test_that_nothing_is_let_go_any_more_is_told(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(loader: Loader, why: str) -> None:
+        raise RuntimeError("no more")
+
+    monkeypatch.setattr(Loader, "let_go", fail)
+    out = io.StringIO()
+    async with serving(1, out=out) as [node], node.service.letting_go(0.001):
+        await until(lambda: "internal error: RuntimeError('no more')" in out.getvalue())
 
 
 def is_free(service: NodeService) -> bool:

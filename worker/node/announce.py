@@ -8,19 +8,19 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from cryptography import x509
 from cryptography.hazmat.primitives.hashes import SHA256
 
 from worker.config import split_address
-from worker.errors import BrigadeError, ConfigError, internal_error_text
+from worker.errors import BrigadeError, ConfigError
 from worker.node.announcement import LONGEST_NAME, SERVICE, About
 from worker.node.log import Log
 from worker.node.network import Network
 from worker.process.call_thread import run_aside
 from worker.process.interfaces import keep_to, listened_on, own_interfaces
+from worker.process.own_code import version_of
 
 if TYPE_CHECKING:
     from zeroconf.asyncio import AsyncZeroconf
@@ -44,11 +44,13 @@ def about(name: str, network: Network) -> About:
     """What this node may say of itself now. Raises ConfigError for a certificate or a name that will not do."""
     own = network.own
     shown = x509.load_pem_x509_certificate(own.certificate).fingerprint(SHA256()).hex() if own else ""
-    said = About(name, version("brigade"), _PROCESS, shown)
-    if not said.is_sound:
+    said = About(name, version_of("brigade").replace(" ", "-"), _PROCESS, shown)
+    if said.unsound == "name":
         raise ConfigError(
             f"expected a name of at most {LONGEST_NAME} letters, digits, '-', '_' and '.', found {name!r}"
         )
+    if said.unsound:
+        raise ConfigError(f"expected a {said.unsound} that can be announced, found {getattr(said, said.unsound)!r}")
     return said
 
 
@@ -61,7 +63,7 @@ async def announcing(say: Callable[[], About], listens_on: Sequence[str], log: L
         listens_on: where it listens, HOST:PORT; may get more entries.
     """
     task = asyncio.create_task(_keep_announced(say, listens_on, log))
-    task.add_done_callback(partial(_say_failed, log))
+    task.add_done_callback(log.say_failed)
     try:
         yield
     finally:
@@ -74,16 +76,17 @@ async def _keep_announced(say: Callable[[], About], listens_on: Sequence[str], l
     await run_aside(partial(import_module, "zeroconf.asyncio"))  # which holds up nobody so
     from zeroconf import Error
 
-    is_told = False
+    told = ""
     while True:
         try:
             said = say(), await places_of(listens_on)
             async with announced(*said):
+                told = ""
                 await _wait_changed(say, listens_on, *said)
         except (OSError, RuntimeError, ValueError, Error, BrigadeError) as error:
-            if not is_told:
-                log.not_announced(str(error) or type(error).__name__)
-            is_told = True
+            if (why := str(error) or type(error).__name__) != told:
+                log.not_announced(why)
+            told = why
             await asyncio.sleep(_LOOK_EVERY_S)
 
 
@@ -154,8 +157,3 @@ async def _ips_of(host: str) -> list[str]:
 def _label(name: str) -> str:
     """What a DNS label can hold of a name."""
     return name.replace(".", "-")[:40]
-
-
-def _say_failed(log: Log, task: "asyncio.Task[None]") -> None:
-    if not task.cancelled() and (error := task.exception()):
-        log.failed(internal_error_text(error))

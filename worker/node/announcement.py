@@ -24,15 +24,15 @@ class About:
     fingerprint: str = ""  # SHA-256 of the certificate, hex; empty where its links are not encrypted
 
     @property
-    def is_sound(self) -> bool:
-        """Whether no part of it can be more than text to a terminal or a file."""
-        return (
-            len(self.name) <= LONGEST_NAME
-            and is_node_name(self.name)
-            and re.fullmatch(_VERSION, self.version) is not None
-            and re.fullmatch(_PROCESS, self.process) is not None
-            and re.fullmatch(_FINGERPRINT, self.fingerprint) is not None
-        )
+    def unsound(self) -> str | None:
+        """The first part of it that could be more than text to a terminal or a file."""
+        is_sound = {
+            "name": len(self.name) <= LONGEST_NAME and is_node_name(self.name),
+            "version": re.fullmatch(_VERSION, self.version),
+            "process": re.fullmatch(_PROCESS, self.process),
+            "fingerprint": re.fullmatch(_FINGERPRINT, self.fingerprint),
+        }
+        return next((key for key in _KEYS if not is_sound[key]), None)
 
     def to_txt(self) -> dict[str, str]:
         """As the properties of a TXT record."""
@@ -46,4 +46,4 @@ class About:
             said = cls(**{key: (properties.get(key.encode()) or b"").decode("ascii") for key in _KEYS})
         except UnicodeDecodeError:
             return None
-        return said if said.is_sound else None
+        return None if said.unsound else said

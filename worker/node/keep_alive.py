@@ -5,16 +5,18 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from worker.node.loader import Loader
+from worker.node.log import Log
 from worker.process.use import Use
 
 
 @contextlib.asynccontextmanager
-async def letting_go(use: Use, loader: Loader, keep_alive_s: float | None) -> AsyncIterator[None]:
+async def letting_go(use: Use, loader: Loader, keep_alive_s: float | None, log: Log) -> AsyncIterator[None]:
     """Let go of what the loader holds whenever it has not been used for so long; None keeps it."""
     if keep_alive_s is None:
         yield
         return
     task = asyncio.create_task(_let_go_again_and_again(use, loader, keep_alive_s))
+    task.add_done_callback(log.say_failed)
     try:
         yield
     finally:

@@ -3,12 +3,11 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from functools import partial
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2_grpc
 
-from worker.errors import BrigadeError, ConfigError, internal_error_text
+from worker.errors import ConfigError
 from worker.node.log import Log
 from worker.node.network import AddressMissing, Network
 from worker.node.relay import add_node
@@ -93,7 +92,7 @@ async def listening(service: NodeService, binds: Sequence[str], network: Network
             if isinstance(why_not, AddressMissing):
                 log.listens_later(why_not.message)
                 later.append(asyncio.create_task(found.add_later(bind, log)))
-                later[-1].add_done_callback(partial(_say_failed, log))
+                later[-1].add_done_callback(log.say_failed)
             else:
                 log.failed(why_not.message)
         yield found
@@ -102,8 +101,3 @@ async def listening(service: NodeService, binds: Sequence[str], network: Network
             task.cancel()
         await asyncio.gather(*later, return_exceptions=True)
         await found.stop()
-
-
-def _say_failed(log: Log, task: "asyncio.Task[None]") -> None:
-    if not task.cancelled() and (error := task.exception()):
-        log.failed(str(error) if isinstance(error, BrigadeError) else internal_error_text(error))

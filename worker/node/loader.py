@@ -95,8 +95,7 @@ class Loader:
         held, wanted = self.loaded, _shard_of(request)
         if held and (held.request, held.stamp) == (wanted, stamp):
             self._log.kept(request)
-            if request.memory_bytes:
-                await self._thread.run(partial(keep_within, request.memory_bytes, held.shard.nbytes))
+            await self._thread.run(partial(keep_within, request.memory_bytes, held.shard.nbytes))
             await report(LoadProgress(phase="kept", done=held.shard.nbytes, total=held.shard.nbytes))
             return
         tensors = held.shard.tensors if held and _is_of_same_model(held, wanted, stamp) else {}

@@ -15,7 +15,7 @@ from worker.model.describe import shard_tensors
 from worker.model.headers import TensorInfo
 from worker.model.repository import is_repository
 from worker.process.call_thread import run_aside
-from worker.process.mlx_memory import keep_resident, keep_within
+from worker.process.mlx_memory import keep_within
 from worker.process.mlx_thread import MlxThread
 
 Progress = Callable[[LoadProgress], None]
@@ -112,10 +112,7 @@ class _Load:
         self._go_on()
         shard = Shard(self._checkpoint, start, end, held)
         nbytes = sum(self._checkpoint.tensors[name].nbytes for name in self._names)
-        if memory_bytes:
-            keep_within(memory_bytes, nbytes)
-        else:
-            keep_resident()
+        keep_within(memory_bytes, nbytes)
         shard.materialise(self._counter("load", nbytes))
         return shard
 

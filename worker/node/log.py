@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from protos.brigade_pb2 import AttachRequest, LoadRequest
-from worker.errors import BrigadeError, ModelLacking
+from worker.errors import BrigadeError, ModelLacking, internal_error_text
+from worker.process.printable import printable
+
+_MOST_CHARACTERS = 2000  # of a line
 
 
 class Log:
@@ -50,6 +53,11 @@ class Log:
     def failed(self, text: str) -> None:
         self._say(text)
 
+    def say_failed(self, task: "asyncio.Task[None]") -> None:
+        """Say why, if it has: what a task that nobody waits for calls in the end."""
+        if not task.cancelled() and (error := task.exception()):
+            self.failed(str(error) if isinstance(error, BrigadeError) else internal_error_text(error))
+
     @contextlib.contextmanager
     def refusing(self, what: str) -> Iterator[None]:
         """Say why, if what is done here is refused."""
@@ -85,8 +93,10 @@ class Log:
     def _say(self, text: str) -> None:
         self._write(f"worker {self._name}: {text}")
 
-    def _write(self, line: str) -> None:
+    def _write(self, text: str) -> None:
+        """One line, whatever callers have put into their names."""
         if self._out is not None:
+            line = printable(" ".join(text.splitlines()), _MOST_CHARACTERS)
             with contextlib.suppress(OSError):  # whoever read it has gone: no reason to stop serving
                 print(line, file=self._out, flush=True)
 

@@ -5,7 +5,6 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
 from importlib.metadata import version
 
 import grpc.aio
@@ -50,6 +49,7 @@ from worker.errors import (
 )
 from worker.node.attachment import Attachment, check_place
 from worker.node.copies import Copies
+from worker.node.due import Due
 from worker.node.examine import examine
 from worker.node.feeding import be_fed
 from worker.node.keep_alive import letting_go
@@ -100,6 +100,7 @@ class NodeService(NodeServicer):
         self._incarnation = secrets.token_hex(8)
         self._started = time.time_ns()
         self._use = Use()
+        self._due = Due(self._use)
         self._store = store
         self._loader = Loader(thread, Copies(models or OwnModels(), store), self.log)
         self._attachment: Attachment | None = None
@@ -124,9 +125,9 @@ class NodeService(NodeServicer):
         if self._stage:
             await self._stage.wait_idle()
 
-    def letting_go(self, keep_alive_s: float | None) -> AbstractAsyncContextManager[None]:
+    def letting_go(self, keep_alive_s: float | None) -> contextlib.AbstractAsyncContextManager[None]:
         """Have it hold nothing that has not been used for so long, until the end of the context; None keeps it."""
-        return letting_go(self._use, self._loader, keep_alive_s)
+        return letting_go(self._use, self._loader, keep_alive_s, self.log)
 
     async def wait_detached(self) -> None:
         """Return once this node is part of no chain."""
@@ -159,7 +160,7 @@ class NodeService(NodeServicer):
                 self._network.require_coordinator(context)
                 async with self._loader.turn(context.write):
                     await self._make_way_for(request.coordinator)
-                    with self._use.using():
+                    with self._due.loading_for(request.coordinator):
                         await self._loader.load(request, context.write)
 
     async def Attach(self, request: AttachRequest, context: Context) -> None:
@@ -178,6 +179,7 @@ class NodeService(NodeServicer):
                     self._loader.loaded_as(request.loaded).shard, self._thread, self._network, self.name
                 )
                 self._refuse_if_draining()
+                self._due.end()
             with self.log.in_chain(request):
                 await context.send_initial_metadata(ACCEPTED)
                 await attachment.report_results()
@@ -212,8 +214,10 @@ class NodeService(NodeServicer):
         async with self._reporting(context):
             with self.log.refusing(f"to let its layers go for coordinator {request.name}"):
                 self._network.require_coordinator(context)
-                await self._make_way_for(request)
-                await self._loader.let_go(f"coordinator {request.name} is idle")
+                async with self._loader.turn(_say_nothing):
+                    await self._make_way_for(request)
+                    self._due.refuse_others(request)
+                    await self._loader.let_go(f"coordinator {request.name} is idle")
                 return UnloadReply()
 
     async def Measure(self, request: MeasureRequest, context: Context) -> Speed:
@@ -253,9 +257,8 @@ class NodeService(NodeServicer):
 
     async def Feed(self, messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[Held]:
         async with self._reporting(context):
-            first = await anext(
-                messages, b""
-            )  # before anything is refused: a sender whose write fails hears of no status
+            # before anything is refused: a sender whose write fails hears of no status
+            first = await anext(messages, b"")
             with self.log.refusing("to be fed"):
                 self._network.require_coordinator(context)
                 self._refuse_if_draining()

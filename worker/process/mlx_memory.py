@@ -1,10 +1,10 @@
 """MLX's memory in this process: what it holds, and how much it is told that it may."""
 
-from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
 import mlx.core as mx
+import psutil
 
 _LEAST_CACHE = 64 << 20  # buffers that a step frees and the next one takes again
 
@@ -17,8 +17,7 @@ class Held(NamedTuple):
     peak: int  # the most that were active since the last `forget_peak`
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(NamedTuple):
     """Bytes. `wired` is what Metal keeps from being paged out; None where there is no Metal."""
 
     memory: int
@@ -38,38 +37,46 @@ def forget_peak() -> None:
 
 
 def give_back() -> None:
-    """Let go of the buffers that are kept for arrays to come."""
+    """Let go of the buffers that are kept for arrays to come, and of the limits for those that were here."""
     mx.clear_cache()
+    _set(_usual_limits(), wired=0)
 
 
 def keep_within(memory_bytes: int, weight_bytes: int) -> None:
-    """Hold weights and caches in `memory_bytes`, of which the weights take so many.
+    """Hold weights and caches in `memory_bytes`, of which the weights take so many; 0 leaves it to MLX.
 
     Beyond that MLX frees what it has cached, and waits for what it computes before it takes more; it refuses nothing.
+    On Apple silicon Metal may wire all of it: a shard paged out between steps would stall the chain.
     """
-    limits = limits_of(memory_bytes, weight_bytes, mx.device_info())
-    mx.set_memory_limit(limits.memory)
-    mx.set_cache_limit(min(limits.cache, _usual_cache_limit()))
-    if limits.wired is not None:
-        mx.set_wired_limit(limits.wired)
+    device, usual = mx.device_info(), _usual_limits()
+    if not memory_bytes:
+        return _set(usual, wired=int(device.get("max_recommended_working_set_size", 0)))
+    most = int(device.get("memory_size", 0)) or max(psutil.virtual_memory().total, usual.memory)  # a card's, or a CPU's
+    limits = limits_of(memory_bytes, weight_bytes, device, most)
+    _set(limits._replace(cache=min(limits.cache, usual.cache)), wired=limits.wired or 0)
 
 
-def keep_resident() -> None:
-    """On Apple silicon, let Metal wire what is loaded: a shard paged out between steps would stall the chain."""
-    if working_set := mx.device_info().get("max_recommended_working_set_size"):
-        mx.set_wired_limit(int(working_set))
+def limits_of(memory_bytes: int, weight_bytes: int, device: dict[str, str | int], most: int) -> Limits:
+    """The rule of `keep_within` on plain numbers; Metal refuses to wire more than it recommends.
 
-
-def limits_of(memory_bytes: int, weight_bytes: int, device: dict[str, str | int]) -> Limits:
-    """The rule of `keep_within` on plain numbers; Metal refuses to wire more than it recommends."""
+    The plan is another machine's: less than the weights is no limit to keep to, nor is more than `most`, which is all.
+    """
+    memory = max(weight_bytes, min(memory_bytes, most))
     working_set = int(device.get("max_recommended_working_set_size", 0))
-    wired = min(memory_bytes, working_set) if working_set else None
-    return Limits(memory_bytes, max(_LEAST_CACHE, memory_bytes - weight_bytes), wired)
+    wired = min(memory, working_set) if working_set else None
+    return Limits(memory, max(_LEAST_CACHE, memory - weight_bytes), wired)
+
+
+def _set(limits: Limits, wired: int) -> None:
+    mx.set_memory_limit(limits.memory)
+    mx.set_cache_limit(limits.cache)
+    if mx.device_info().get("max_recommended_working_set_size"):
+        mx.set_wired_limit(wired)
 
 
 @cache
-def _usual_cache_limit() -> int:
-    """MLX's own: on a CPU it keeps next to nothing."""
-    usual = mx.set_cache_limit(0)
-    mx.set_cache_limit(usual)
-    return int(usual)
+def _usual_limits() -> Limits:
+    """MLX's own, as they are before any is set: on a CPU it keeps next to nothing."""
+    cached = mx.set_cache_limit(0)
+    mx.set_cache_limit(cached)
+    return Limits(int(mx.get_memory_limit()), int(cached), None)

@@ -3,9 +3,14 @@
 import asyncio
 from typing import Any, cast
 
-from zeroconf import ServiceStateChange
+import pytest
+from zeroconf import Error, ServiceStateChange
+from zeroconf.asyncio import AsyncZeroconf
 
-from coordinator.finding.browse import MOST_HEARD, _Ear
+from coordinator.finding import browse as browsing
+from coordinator.finding.browse import MOST_HEARD, Heard, _Ear, browse
+from worker.errors import StageLost
+from worker.node.announcement import SERVICE
 
 
 class Noting(_Ear):
@@ -22,10 +27,33 @@ def test_only_so_many_announcements_are_looked_at_and_each_once() -> None:
         ear = Noting(0.0)
         for number in range(MOST_HEARD + 44):
             for change in (ServiceStateChange.Added, ServiceStateChange.Updated, ServiceStateChange.Removed):
-                ear.on_change(cast(Any, None), "", f"node-{number}", change)
-        ear.on_change(cast(Any, None), "", "node-0", ServiceStateChange.Added)
+                ear.on_change(cast(Any, None), "", f"node-{number}.{SERVICE}", change)
+        ear.on_change(cast(Any, None), "", f"node-0.{SERVICE}", ServiceStateChange.Added)
         await ear.wait_resolved()
         return ear
 
     ear = asyncio.run(flood())
     assert (ear.num_asked, ear.heard.num_ignored) == (MOST_HEARD, 44)
+
+
+@pytest.mark.parametrize(
+    "name", ["printer._http._tcp.local.", f"mini\n.{SERVICE}", f"{'m' * 64}.{SERVICE}", f".{SERVICE}"]
+)
+def test_who_points_to_what_is_no_node_is_ignored_and_ends_nothing(name: str) -> None:
+    async def point() -> Heard:
+        ear = _Ear(0.0)
+        async with AsyncZeroconf(interfaces=["127.0.0.1"]) as listener:
+            ear.on_change(listener.zeroconf, SERVICE, name, ServiceStateChange.Added)
+            await ear.wait_resolved()
+        return ear.heard
+
+    assert asyncio.run(point()) == Heard([], num_ignored=1)
+
+
+def test_a_failure_without_words_is_told_by_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(for_s: float) -> Heard:
+        raise Error
+
+    monkeypatch.setattr(browsing, "_browse", fail)
+    with pytest.raises(StageLost, match=r"on this machine's networks: Error$"):
+        asyncio.run(browse(0.1))

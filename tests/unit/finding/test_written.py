@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from coordinator.finding.draft import Chosen, Draft
 from coordinator.finding.media import Medium
 from coordinator.finding.ways import Way
-from coordinator.finding.written import cluster_text, write_cluster
+from coordinator.finding.written import cluster_text, require_room, write_cluster
 from tests.unit.finding.test_draft import CABLE, LOOPBACK, WIFI
 from worker.config import load_cluster
 from worker.errors import ConfigError
@@ -51,6 +51,17 @@ def test_what_would_not_load_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="problem"):
         write_cluster(tmp_path / "cluster.yaml", cluster_text("demo", "coordinator", twice), force=False)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_where_there_is_no_folder_it_is_said_before_and_after(tmp_path: Path, force: bool) -> None:
+    (tmp_path / "file").touch()
+    for folder, why in (("file", "Not a directory"), ("nowhere", "No such file or directory")):
+        path = tmp_path / folder / "cluster.yaml"
+        with pytest.raises(ConfigError, match=rf"{folder} is not a folder that is there; make it, or give another"):
+            require_room(path, force=force)
+        with pytest.raises(ConfigError, match=rf"cannot write {path}: {why}"):
+            write_cluster(path, cluster_text("demo", "coordinator", Draft((MINI,))), force=force)
 
 
 @settings(max_examples=25)

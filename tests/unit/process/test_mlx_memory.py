@@ -1,10 +1,12 @@
 """How much memory MLX is told that it may take."""
 
+from functools import partial
+
 import mlx.core as mx
 import pytest
 
 from tests.unit.process.test_machine import CPU, MAC_MINI_16, NVIDIA
-from worker.process.mlx_memory import Limits, forget_peak, keep_within, limits_of, memory_held
+from worker.process.mlx_memory import Limits, forget_peak, give_back, keep_within, limits_of, memory_held
 
 MIB = 2**20
 METAL = 11453251584  # what Metal recommends on that Mac
@@ -18,21 +20,29 @@ METAL = 11453251584  # what Metal recommends on that Mac
         (5 << 30, 5 << 30, MAC_MINI_16, Limits(5 << 30, 64 * MIB, 5 << 30)),
         (8 << 30, 5 << 30, CPU, Limits(8 << 30, 3 << 30, None)),
         (8 << 30, 5 << 30, NVIDIA, Limits(8 << 30, 3 << 30, None)),
+        (1, 5 << 30, MAC_MINI_16, Limits(5 << 30, 64 * MIB, 5 << 30)),  # less than the weights alone
+        (2**64 - 1, 5 << 30, MAC_MINI_16, Limits(16 << 30, 11 << 30, METAL)),  # more than there is
+        (2**64 - 1, 5 << 30, CPU, Limits(16 << 30, 11 << 30, None)),
     ],
 )
 def test_limits_are_the_plans_and_wired_only_what_metal_wires(
     memory: int, weights: int, device: dict[str, str | int], expected: Limits
 ) -> None:
-    assert limits_of(memory, weights, device) == expected
+    assert limits_of(memory, weights, device, most=16 << 30) == expected
 
 
-def test_mlx_is_told() -> None:
-    usual = mx.set_memory_limit(1 << 40)
+def test_mlx_is_told_until_what_is_held_is_given_back_or_no_plan_says_how_much() -> None:
+    usual = mx.get_memory_limit()
     try:
-        keep_within(123 * MIB, 100 * MIB)
-        assert mx.set_memory_limit(usual) == 123 * MIB
+        for undo in (give_back, partial(keep_within, 0, 100 * MIB)):
+            keep_within(123 * MIB, 100 * MIB)
+            assert mx.get_memory_limit() == 123 * MIB
+            undo()
+            assert mx.get_memory_limit() == usual
+        keep_within(2**64 - 1, 100 * MIB)
+        assert usual <= mx.get_memory_limit() < 2**50
     finally:
-        mx.set_memory_limit(usual)
+        give_back()
 
 
 def test_a_forgotten_peak_is_that_of_what_comes() -> None:
