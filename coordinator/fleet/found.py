@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from worker.errors import BrigadeError
+from worker.process.printable import printable
 
 LEAST_PYTHON = (3, 11)
 ROOM_BYTES = 2 << 30  # that an installation needs for a moment, downloads included
@@ -88,7 +89,7 @@ def require_room(found: Found) -> None:
     """Raise BrigadeError if there is too little space for an installation."""
     if found.free_bytes < ROOM_BYTES:
         need, free = (f"{size / 2**30:.1f} GiB" for size in (ROOM_BYTES, found.free_bytes))
-        raise BrigadeError(f"expected {need} free at {found.home} for the installation, found {free}")
+        raise BrigadeError(f"expected {need} free at {printable(found.home)} for the installation, found {free}")
 
 
 def read_pythons(lines: Sequence[str]) -> list[Python]:

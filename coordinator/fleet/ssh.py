@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 from worker.errors import BrigadeError, ConfigError
+from worker.process.printable import printable
 
 MARK = "@brigade "  # begins the lines that are meant for us; others are the account's own greetings
 _SCRIPTS = Path(__file__).parent / "remote"
@@ -124,7 +125,7 @@ class Remote:
 
     def failure(self, code: int, said: str) -> BrigadeError:
         """What to say of a process that ended so."""
-        lines = [line.strip() for line in said.splitlines() if line.strip()][-_MOST_SAID:]
+        lines = [printable(" ".join(line.split())) for line in said.splitlines() if line.strip()][-_MOST_SAID:]
         if code != _FAILED:
             return BrigadeError("; ".join(lines) or f"a command there ended with exit code {code}", node=self.node)
         way_out = next((way for words, way in _WAYS_OUT.items() if words in said), "try it by hand: ssh {place}")

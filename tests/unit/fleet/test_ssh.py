@@ -58,6 +58,12 @@ def test_what_a_script_says_is_told_as_it_is() -> None:
     assert str(error) == "worker mini: two; three; four; ERROR: no matching distribution"
 
 
+@pytest.mark.parametrize("code", [1, 255])
+def test_what_is_said_there_cannot_steer_a_terminal(code: int) -> None:
+    message = Remote("mini", "mini").failure(code, "\x1b]0;owned\x07\x9b2J\tpip\u202e" + "x" * 9999).message
+    assert message.isprintable() and "]0;owned" in message and len(message) < 600
+
+
 def test_without_ssh_here_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigError, match="expected the program ssh here"):
