@@ -99,6 +99,8 @@ class Remote:
                     said = await _talk(process, fed, read, is_followed=is_followed)
             except TimeoutError:
                 raise BrigadeError(f"{self.place} was not done within {within_s:.0f} s", node=self.node) from None
+            except BrigadeError as error:
+                raise error.at(self.node) from None
         if process.returncode:
             raise self.failure(process.returncode, said)
 
@@ -163,7 +165,7 @@ async def _talk(process: asyncio.subprocess.Process, fed: bytes, read: Read, *, 
     saying = asyncio.create_task(process.stderr.read())
     giving = asyncio.create_task(_give(process.stdin, fed, closes=not is_followed))
     try:
-        while line := await process.stdout.readline():
+        while line := await _next_line(process.stdout):
             read(line.decode(errors="replace").rstrip("\r\n"))
         await process.wait()
         return (await saying).decode(sys.getfilesystemencoding(), errors="replace")
@@ -171,6 +173,13 @@ async def _talk(process: asyncio.subprocess.Process, fed: bytes, read: Read, *, 
         for task in (saying, giving):
             task.cancel()
         await asyncio.gather(saying, giving, return_exceptions=True)
+
+
+async def _next_line(stdout: asyncio.StreamReader) -> bytes:
+    try:
+        return await stdout.readline()
+    except ValueError:
+        raise BrigadeError(f"printed a line of more than {_LONGEST_LINE >> 20} MiB") from None
 
 
 async def _give(stdin: asyncio.StreamWriter, fed: bytes, *, closes: bool) -> None:
