@@ -6,6 +6,7 @@ put() { # FILE PLACE: if it was sent
 }
 
 main() {
+    require_kind
     sent=$worker/sent
     put "$sent/key.pem" "$worker/keys/$key_file"
     if [ "$restarts" = yes ]; then
@@ -15,15 +16,15 @@ main() {
     put "$sent/cluster.yaml" "$worker/cluster.yaml"
     put "$sent/service" "$(service_file)"
     rm -rf "$sent"
-    echo "$kind" >"$worker/kind"
+    keep "$kind" "$worker/kind"
     if [ "$restarts" = yes ]; then
         say phase starting
         rm -f "$worker/started"
         if [ -n "$(find "$log" -size +20480 2>/dev/null)" ]; then mv -f "$log" "$log.1"; fi # blocks of 512 bytes
         "${kind}_start"
-        echo "$started" >"$worker/started"
+        keep "$started" "$worker/started"
     fi
-    echo "$version" >"$worker/version"
+    keep "$version" "$worker/version"
     drop_unused
 }
 

@@ -20,6 +20,10 @@ fail() {
     exit 1
 }
 
+keep() { # TEXT FILE: there is never half of it
+    { echo "$1" >"$2.new" && mv -f "$2.new" "$2"; } || fail "cannot write $2"
+}
+
 digest() { # FILE: nothing if there is none
     [ -f "$1" ] || return 0
     if command -v sha256sum >/dev/null; then sha256sum <"$1"; else shasum -a 256 <"$1"; fi | cut -d ' ' -f 1
@@ -36,6 +40,12 @@ wait_until() { # SECONDS COMMAND...: whether it held before they were over
 }
 
 # A service of each kind: its file, whether its process runs, start, stop. `kind` says which is meant.
+require_kind() {
+    case $kind in
+    launchd | systemd | daemon) ;;
+    *) fail "expected launchd, systemd or daemon in $worker/kind, found '$kind': remove it, launch again" ;;
+    esac
+}
 service_file() { "${kind}_file"; }
 alive() { "${kind}_alive"; }
 gone() { ! alive; }
