@@ -25,14 +25,15 @@ main() {
         keep "$started" "$worker/started"
     fi
     keep "$version" "$worker/version"
-    drop_unused
+    rm -f "$worker/installed"
+    if take_lock; then drop_unused; fi # or else whoever has it drops them, once that worker is settled
 }
 
-drop_unused() { # versions that no worker of this account has any more
+drop_unused() { # versions that no worker of this account has, or will have
     for folder in "$root"/versions/*; do
         [ -d "$folder" ] && [ "${folder##*/}" != lock ] || continue
         used=no
-        for each in "$root"/worker-*/version; do
+        for each in "$root"/worker-*/version "$root"/worker-*/installed; do
             if [ "$(cat "$each" 2>/dev/null)" = "$(basename "$folder")" ]; then used=yes; fi
         done
         [ "$used" = yes ] || rm -rf "$folder"
