@@ -20,6 +20,7 @@ from worker.errors import BrigadeError
 from worker.node.identity import Role
 from worker.node.network import Network
 from worker.process.call_thread import run_aside
+from worker.process.printable import printable_lines
 from worker.yaml_file import read_yaml
 
 _TOLD = {"installing packages"}  # that take long: worth a line where nothing can be drawn
@@ -55,7 +56,8 @@ def _shown() -> Iterator[Report]:
     if not console.is_terminal:
         yield lambda node, phase: say(f"{node}: {phase} ...") if phase in _TOLD else None
         return
-    columns = SpinnerColumn(), TextColumn("{task.fields[node]:<12}"), TextColumn("{task.description}")
+    node, phase = "{task.fields[node]:<12}", "{task.description}"
+    columns = SpinnerColumn(), *(TextColumn(text, markup=False) for text in (node, phase))
     rows: dict[str, TaskID] = {}
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bars:
 
@@ -77,5 +79,5 @@ def _tell(outcomes: Sequence[Outcome]) -> int:
     Console(highlight=False).print(table)
     failures = [each.error for each in outcomes if each.error]
     for error in failures:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable_lines(str(error))}", file=sys.stderr)
     return BrigadeError.exit_code if failures else 0

@@ -31,6 +31,10 @@ async def _print_log(worker: Worker, lines: int, *, is_followed: bool) -> None:
 
     assert worker.ssh is not None
     values = values_of(worker.name) | {"lines": str(lines), "follow": "yes" if is_followed else "no"}
-    await Remote(worker.name, worker.ssh).output(
-        "log", values, lambda line: print(line, flush=True), is_followed=is_followed
-    )
+    await Remote(worker.name, worker.ssh).output("log", values, _print_line, is_followed=is_followed)
+
+
+def _print_line(line: str) -> None:
+    from worker.process.printable import printable_lines
+
+    print(printable_lines(line), flush=True)

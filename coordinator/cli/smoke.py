@@ -38,9 +38,9 @@ def smoke(
 
 
 async def _try(options: ClusterOptions, given: str, *, as_json: bool) -> int:
-    from coordinator.examine.finding import printable
     from coordinator.examine.smoke import try_cluster
     from coordinator.examine.trial import advice
+    from worker.process.printable import printable
 
     try:
         trial = await try_cluster(options)

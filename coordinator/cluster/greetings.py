@@ -11,6 +11,7 @@ from worker.config import Cluster
 from worker.errors import BrigadeError, StageLost
 from worker.node.configuration import configuration_of
 from worker.node.identity import Role, expiry_warning
+from worker.process.printable import printable
 
 _MOST_DIFFERENCES = 5  # of one worker's configuration that are told
 _MOST_SHOWN = 200  # characters
@@ -50,7 +51,8 @@ def differences(name: str, cluster: Cluster, greeting: HelloReply) -> Iterator[s
         yield f"worker {name} calls itself {greeting.node}: one of both has the wrong name or address"
     differing = list(_differing(greeting.configuration, configuration_of(cluster)))
     for key, there, here in differing[:_MOST_DIFFERENCES]:
-        yield f"worker {name} has another configuration: {key} is {_shown(there)} there, {here} here"
+        shown = printable(str(there), _MOST_SHOWN)
+        yield f"worker {name} has another configuration: {key} is {shown} there, {here} here"
     if more := differing[_MOST_DIFFERENCES:]:
         yield f"worker {name} has another configuration: {len(more)} more keys differ"
 
@@ -67,9 +69,3 @@ def _differing(there: Configuration, here: Configuration) -> Iterator[tuple[str,
         )
         if theirs and ours and theirs != ours
     )
-
-
-def _shown(value: object) -> str:
-    """Text of another node, as it may stand in a terminal."""
-    text = "".join(each if each.isprintable() else "?" for each in str(value))
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

@@ -8,7 +8,7 @@ from typing import Any
 from coordinator.cluster.open import read_model
 from coordinator.cluster.options import ClusterOptions
 from coordinator.examine.collect import Begin, collect
-from coordinator.examine.finding import Finding, Level, printable
+from coordinator.examine.finding import Finding, Level
 from coordinator.examine.judge import Wanted, judge
 from coordinator.examine.judge_hops import ms_per_token
 from coordinator.examine.judge_nodes import MOST_VERSIONS
@@ -16,6 +16,7 @@ from coordinator.examine.judge_way import cable_between
 from coordinator.examine.known import Known, KnownHop, KnownNode, figure
 from protos.brigade_pb2 import TRANSPORT_GRPC, TRANSPORT_TCP, TRANSPORT_TLS, Facts, Medium
 from worker.errors import BrigadeError
+from worker.process.printable import printable
 
 _LINES = {TRANSPORT_TCP: "tcp", TRANSPORT_TLS: "tls", TRANSPORT_GRPC: "grpc_without_tls"}
 

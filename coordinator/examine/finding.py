@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-_MOST_CHARACTERS = 400
+from worker.process.printable import printable
 
 
 class Level(StrEnum):
@@ -58,12 +58,6 @@ class Finding:
         """Much of it is the word of another node: nothing of that may steer a terminal or fill it."""
         for name in ("about", "text", "fix"):
             object.__setattr__(self, name, printable(getattr(self, name)))
-
-
-def printable(text: str) -> str:
-    """The same on one line, without control characters and what turns the direction of text, and not too long."""
-    shown = "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
-    return shown if len(shown) <= _MOST_CHARACTERS else f"{shown[:_MOST_CHARACTERS]}..."
 
 
 def ok(kind: Kind, about: str, text: str) -> Finding:

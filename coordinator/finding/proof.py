@@ -11,10 +11,10 @@ from coordinator.finding.draft import Chosen
 from worker.errors import BrigadeError
 from worker.node.identity import Role, split_pem, subjects_of
 from worker.node.network import Network
+from worker.process.printable import printable
 
 _WITHIN_S = 3.0
 _MOST_BYTES = 1 << 16
-_MOST_SHOWN = 300  # characters
 
 
 async def unproven(workers: Sequence[Chosen], network: Network) -> dict[str, str]:
@@ -33,7 +33,7 @@ async def _why_not(worker: Chosen, network: Network) -> str:
         reply = await peer.hello(_WITHIN_S)
         return "" if reply.node == worker.name else f"who answers at {peer.address} has another name"
     except BrigadeError as error:
-        return _plain(error.message)
+        return printable(error.message)
     finally:
         await peer.close()
 
@@ -51,8 +51,3 @@ def _subjects(file: Path) -> tuple[list[str], list[str]]:
         return subjects_of(x509.load_pem_x509_certificate(certificate))
     except (OSError, ValueError):
         return [], []
-
-
-def _plain(text: str) -> str:
-    """What whoever answered there may have said, as it may stand in a terminal."""
-    return "".join(each if each.isprintable() else "?" for each in text)[:_MOST_SHOWN]

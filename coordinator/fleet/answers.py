@@ -7,6 +7,7 @@ from coordinator.fleet.ssh import Remote
 from worker.config import Worker
 from worker.errors import BrigadeError, StageLost
 from worker.node.network import Network
+from worker.process.printable import printable
 
 _WITHIN_S = 60.0
 _AT_ONCE_S = 1.0
@@ -49,7 +50,8 @@ async def wait_answer(worker: Worker, network: Network, remote: Remote, values: 
             task.cancel()
         await asyncio.gather(watching, asking, return_exceptions=True)
     if node != worker.name or found == before:
-        raise BrigadeError(f"another process answers at {address} as worker {node}: end that one, or use another port")
+        shown = printable(node)
+        raise BrigadeError(f"another process answers at {address} as worker {shown}: end that one, or use another port")
     return address
 
 
@@ -66,4 +68,4 @@ async def _ask(worker: Worker, network: Network, within_s: float, *, waits: bool
 async def _last_words(remote: Remote, values: dict[str, str]) -> str:
     lines: list[str] = []
     await remote.output("log", {**values, "lines": _LOG_LINES, "follow": "no"}, lines.append)
-    return "; ".join(line for line in lines if line) or "empty"
+    return "; ".join(printable(line) for line in lines if line) or "empty"

@@ -5,10 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from worker.errors import BrigadeError
+from worker.process.printable import printable
 
 LEAST_PYTHON = (3, 11)
 ROOM_BYTES = 2 << 30  # that an installation needs for a moment, downloads included
-_ROOM = re.compile(r"(\d+)\s+\d+%")  # in a line of `df -Pk`: KiB available, and the share in use behind it
+KINDS = ("launchd", "systemd", "daemon")  # of service
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_ROOM = re.compile(r"(\d{1,18})\s+\d+%")  # in a line of `df -Pk`: KiB available, and the share in use behind it
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Found:
     system: str
     home: str
     free_bytes: int
-    kind: str  # of service: launchd, systemd or daemon
+    kind: str  # of KINDS
     uv: str = ""
     versions: frozenset[str] = frozenset()
     version: str = ""  # the one that is to run, once that is known
@@ -63,12 +66,16 @@ def read_found(told: Mapping[str, Sequence[str]]) -> Found:
     """From the lines of look.sh by their first words.
 
     Raises:
-        BrigadeError: what is needed is missing: no shell of a Unix answered.
+        BrigadeError: what is needed is missing: no shell of a Unix answered; or the rest cannot be worked with.
     """
     last = {word: lines[-1] for word, lines in told.items()}
     room = _ROOM.search(last.get("free", ""))
     if not ({"system", "home", "kind"} <= set(last) and room):
         raise BrigadeError("expected macOS or Linux there, found no shell that tells its system and free space")
+    if _CONTROL.search(last["home"]):  # which no property list may hold
+        raise BrigadeError(f"expected a home without control characters there, found {printable(last['home'])}")
+    if last["kind"] not in KINDS:
+        raise BrigadeError(f"expected {', '.join(KINDS)} as the kind of service, found {printable(repr(last['kind']))}")
     return Found(
         last["system"],
         last["home"],
@@ -88,14 +95,14 @@ def require_room(found: Found) -> None:
     """Raise BrigadeError if there is too little space for an installation."""
     if found.free_bytes < ROOM_BYTES:
         need, free = (f"{size / 2**30:.1f} GiB" for size in (ROOM_BYTES, found.free_bytes))
-        raise BrigadeError(f"expected {need} free at {found.home} for the installation, found {free}")
+        raise BrigadeError(f"expected {need} free at {printable(found.home)} for the installation, found {free}")
 
 
 def read_pythons(lines: Sequence[str]) -> list[Python]:
     """From the lines of pythons.sh."""
     found = {}
     for line in lines:
-        if match := re.fullmatch(r"(\d+)\.(\d+)\.(\d+) (whole|bare) (.+)", line):
+        if match := re.fullmatch(r"(\d{1,9})\.(\d{1,9})\.(\d{1,9}) (whole|bare) (.+)", line):
             version = int(match[1]), int(match[2]), int(match[3])
             found[match[5]] = Python(version, match[5], match[4] == "whole")
     return list(found.values())

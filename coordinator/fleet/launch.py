@@ -19,6 +19,7 @@ from worker.config import Worker
 from worker.errors import BrigadeError
 from worker.node.identity import file_name
 from worker.node.network import Network
+from worker.process.printable import printable
 
 _LOOK_S = 60.0
 _SEND_S = 600.0
@@ -133,7 +134,7 @@ class Launch:
     def _tell(self, node: str) -> Callable[[str, str], None]:
         def tell(word: str, rest: str) -> None:
             if word == "phase":
-                self._report(node, rest)
+                self._report(node, printable(rest))
 
         return tell
 

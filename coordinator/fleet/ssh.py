@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 from worker.errors import BrigadeError, ConfigError
+from worker.process.printable import printable
 
 MARK = "@brigade "  # begins the lines that are meant for us; others are the account's own greetings
 _SCRIPTS = Path(__file__).parent / "remote"
@@ -98,6 +99,8 @@ class Remote:
                     said = await _talk(process, fed, read, is_followed=is_followed)
             except TimeoutError:
                 raise BrigadeError(f"{self.place} was not done within {within_s:.0f} s", node=self.node) from None
+            except BrigadeError as error:
+                raise error.at(self.node) from None
         if process.returncode:
             raise self.failure(process.returncode, said)
 
@@ -124,7 +127,7 @@ class Remote:
 
     def failure(self, code: int, said: str) -> BrigadeError:
         """What to say of a process that ended so."""
-        lines = [line.strip() for line in said.splitlines() if line.strip()][-_MOST_SAID:]
+        lines = [printable(" ".join(line.split())) for line in said.splitlines() if line.strip()][-_MOST_SAID:]
         if code != _FAILED:
             return BrigadeError("; ".join(lines) or f"a command there ended with exit code {code}", node=self.node)
         way_out = next((way for words, way in _WAYS_OUT.items() if words in said), "try it by hand: ssh {place}")
@@ -162,7 +165,7 @@ async def _talk(process: asyncio.subprocess.Process, fed: bytes, read: Read, *, 
     saying = asyncio.create_task(process.stderr.read())
     giving = asyncio.create_task(_give(process.stdin, fed, closes=not is_followed))
     try:
-        while line := await process.stdout.readline():
+        while line := await _next_line(process.stdout):
             read(line.decode(errors="replace").rstrip("\r\n"))
         await process.wait()
         return (await saying).decode(sys.getfilesystemencoding(), errors="replace")
@@ -170,6 +173,13 @@ async def _talk(process: asyncio.subprocess.Process, fed: bytes, read: Read, *, 
         for task in (saying, giving):
             task.cancel()
         await asyncio.gather(saying, giving, return_exceptions=True)
+
+
+async def _next_line(stdout: asyncio.StreamReader) -> bytes:
+    try:
+        return await stdout.readline()
+    except ValueError:
+        raise BrigadeError(f"printed a line of more than {_LONGEST_LINE >> 20} MiB") from None
 
 
 async def _give(stdin: asyncio.StreamWriter, fed: bytes, *, closes: bool) -> None:

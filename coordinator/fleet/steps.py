@@ -1,6 +1,7 @@
 """What has to be done on a node, from what is wanted and what was found there. Pure."""
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -64,7 +65,8 @@ def version_folder(package: str, there: Iterable[str], action: Action) -> str:
     Args:
         there: the folders of installed versions: an id each, and for updates of one a dot and a number.
     """
-    numbers = [int(number or 0) for each in there for id_, _, number in [each.partition(".")] if id_ == package]
+    found = (re.fullmatch(rf"{re.escape(package)}(?:\.(\d{{1,9}}))?", each) for each in there)
+    numbers = [int(each[1] or 0) for each in found if each]
     number = max(numbers, default=0) + (1 if numbers and action is Action.UPDATE else 0)
     return f"{package}.{number}" if number else package
 

@@ -1,16 +1,10 @@
 # Installs the version `version` from what was sent, into a folder of its own that no other version touches.
 # `uv` is its path, or else `python` one of a Python; `wanted` is the Python that uv is to take or fetch.
 take_turn() { # an installation that nobody waits for any more may still be at work
-    lock=$root/versions/lock
-    until mkdir "$lock" 2>/dev/null; do
-        holder=$(cat "$lock/pid" 2>/dev/null) || holder=
-        if [ -n "$holder" ] && ! kill -0 "$holder" 2>/dev/null; then rm -rf "$lock"; fi
-        if [ -n "$(find "$lock" -prune -mmin +30 2>/dev/null)" ]; then rm -rf "$lock"; fi
+    until take_lock; do
         say phase "waiting for another installation"
         sleep 1
     done
-    echo $$ >"$lock/pid"
-    trap 'rm -rf "$lock"' EXIT
 }
 
 main() {
@@ -34,6 +28,7 @@ main() {
     fi
     say phase "trying it"
     (cd "$target" && bin/python -P -c 'import mlx.core, worker.cli') || fail "what was installed does not start"
+    keep "$version" "$worker/installed" # so that nobody drops it before this worker has it
     touch "$target/complete"
     rm -rf "$sent"
 }

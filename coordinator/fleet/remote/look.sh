@@ -29,6 +29,7 @@ main() {
         if [ -f "$version" ]; then say version "$(basename "$(dirname "$version")")"; fi
     done
     kind=$(cat "$worker/kind" 2>/dev/null) || kind=$(kind_here)
+    require_kind
     say kind "$kind"
     say config "$(digest "$worker/cluster.yaml")"
     say key "$(digest "$worker/keys/$key_file")"

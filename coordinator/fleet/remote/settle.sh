@@ -6,6 +6,7 @@ put() { # FILE PLACE: if it was sent
 }
 
 main() {
+    require_kind
     sent=$worker/sent
     put "$sent/key.pem" "$worker/keys/$key_file"
     if [ "$restarts" = yes ]; then
@@ -15,23 +16,24 @@ main() {
     put "$sent/cluster.yaml" "$worker/cluster.yaml"
     put "$sent/service" "$(service_file)"
     rm -rf "$sent"
-    echo "$kind" >"$worker/kind"
+    keep "$kind" "$worker/kind"
     if [ "$restarts" = yes ]; then
         say phase starting
         rm -f "$worker/started"
         if [ -n "$(find "$log" -size +20480 2>/dev/null)" ]; then mv -f "$log" "$log.1"; fi # blocks of 512 bytes
         "${kind}_start"
-        echo "$started" >"$worker/started"
+        keep "$started" "$worker/started"
     fi
-    echo "$version" >"$worker/version"
-    drop_unused
+    keep "$version" "$worker/version"
+    rm -f "$worker/installed"
+    if take_lock; then drop_unused; fi # or else whoever has it drops them, once that worker is settled
 }
 
-drop_unused() { # versions that no worker of this account has any more
+drop_unused() { # versions that no worker of this account has, or will have
     for folder in "$root"/versions/*; do
         [ -d "$folder" ] && [ "${folder##*/}" != lock ] || continue
         used=no
-        for each in "$root"/worker-*/version; do
+        for each in "$root"/worker-*/version "$root"/worker-*/installed; do
             if [ "$(cat "$each" 2>/dev/null)" = "$(basename "$folder")" ]; then used=yes; fi
         done
         [ "$used" = yes ] || rm -rf "$folder"

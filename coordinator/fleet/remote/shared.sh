@@ -20,9 +20,34 @@ fail() {
     exit 1
 }
 
+keep() { # TEXT FILE: there is never half of it
+    { echo "$1" >"$2.new" && mv -f "$2.new" "$2"; } || fail "cannot write $2"
+}
+
 digest() { # FILE: nothing if there is none
     [ -f "$1" ] || return 0
     if command -v sha256sum >/dev/null; then sha256sum <"$1"; else shasum -a 256 <"$1"; fi | cut -d ' ' -f 1
+}
+
+# Whoever adds or drops versions holds this folder, with the number of its process in it.
+lock=$root/versions/lock
+take_lock() { # whether it is this process's now, until it ends
+    if is_stale "$lock"; then drop_stale_lock; fi
+    mkdir "$lock" 2>/dev/null || return 1
+    echo $$ >"$lock/pid" || fail "cannot write $lock/pid"
+    trap leave_lock EXIT
+}
+leave_lock() { # another may have it, if this took too long
+    if [ "$(cat "$lock/pid" 2>/dev/null)" = $$ ]; then rm -rf "$lock"; fi
+}
+is_stale() { # LOCK: its process has ended, takes too long, or has ended before it wrote its number
+    holder=$(cat "$1/pid" 2>/dev/null)
+    if [ -z "$holder" ]; then is_older "$1" 1; else ! kill -0 "$holder" 2>/dev/null || is_older "$1" 30; fi
+}
+is_older() { [ -n "$(find "$1" -prune -mmin "+$2" 2>/dev/null)" ]; } # FILE MINUTES
+drop_stale_lock() { # of several who find it stale one moves it; if that was another's new one already, it goes back
+    mv "$lock" "$lock.$$" 2>/dev/null || return 0
+    if is_stale "$lock.$$"; then rm -rf "$lock.$$"; else mv "$lock.$$" "$lock"; fi
 }
 
 wait_until() { # SECONDS COMMAND...: whether it held before they were over
@@ -36,6 +61,12 @@ wait_until() { # SECONDS COMMAND...: whether it held before they were over
 }
 
 # A service of each kind: its file, whether its process runs, start, stop. `kind` says which is meant.
+require_kind() {
+    case $kind in
+    launchd | systemd | daemon) ;;
+    *) fail "expected launchd, systemd or daemon in $worker/kind, found '$kind': remove it, launch again" ;;
+    esac
+}
 service_file() { "${kind}_file"; }
 alive() { "${kind}_alive"; }
 gone() { ! alive; }

@@ -1,6 +1,7 @@
 # Stops the worker `name` for good: it comes back with the next launch only.
 main() {
     kind=$(cat "$worker/kind" 2>/dev/null) || { say was absent && return; }
+    require_kind
     if alive; then say was running; else say was stopped; fi
     "${kind}_stop"
     rm -f "$(service_file)" "$worker/started"

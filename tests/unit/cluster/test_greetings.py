@@ -69,7 +69,7 @@ def test_what_another_node_says_is_told_in_so_many_lines_of_plain_text() -> None
     ours = Cluster.model_validate({"workers": workers})
     lines = list(differences("mini", ours, reply(Configuration(others=many))))
     assert len(lines) == 6 and lines[-1] == f"{ANOTHER}4 more keys differ"
-    assert lines[0] == f"{ANOTHER}workers[0].memory is 0?[2J there, 99 here"
+    assert lines[0] == f"{ANOTHER}workers[0].memory is 0\N{REPLACEMENT CHARACTER}[2J there, 99 here"
     [line] = differences("mini", OURS, reply(Configuration(model="m" * 9999)))
     assert len(line) < 300
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from coordinator.examine.doctor import Examination
-from coordinator.examine.finding import Finding, Kind, Level, printable
+from coordinator.examine.finding import Finding, Kind, Level
 from coordinator.examine.judge import Wanted
 from coordinator.examine.known import Known, KnownHop, KnownNode
 from protos.brigade_pb2 import (
@@ -405,6 +405,5 @@ def test_what_another_node_says_cannot_steer_a_terminal() -> None:
         assert each.text.isprintable() and each.fix.isprintable() and each.about.isprintable() and len(each.text) < 500
 
 
-def test_what_is_printable_stays_as_it_is() -> None:
-    assert printable("Mac Studio von Jürgen 日本 → 😀") == "Mac Studio von Jürgen 日本 → 😀"
+def test_a_finding_is_one_line() -> None:
     assert Finding(OK, Kind.DISK, "a\nb", "c\td", "e\x00").about == "a\N{REPLACEMENT CHARACTER}b"

@@ -38,6 +38,25 @@ def test_what_is_no_unix_is_refused(missing: str) -> None:
         read_found({word: lines for word, lines in MAC.items() if word != missing})
 
 
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"kind": [""]}, "expected launchd, systemd, daemon as the kind of service, found ''"),
+        ({"kind": ["\x1b[2J"]}, r"found '\x1b[2J'"),
+        ({"home": ["/Users/\x1b[2J"]}, "expected a home without control characters there, found /Users/\ufffd[2J"),
+    ],
+)
+def test_what_cannot_be_worked_with_is_that_nodes_failure(told: dict[str, list[str]], message: str) -> None:
+    with pytest.raises(BrigadeError, match=re.escape(message)):
+        read_found(MAC | told)
+
+
+def test_no_number_is_too_long_to_be_read() -> None:
+    digits = "9" * 5000
+    assert read_found(MAC | {"free": [f"x {digits} 55% /"]}).free_bytes > 0
+    assert read_pythons([f"3.{digits}.1 whole /a"]) == []
+
+
 def test_a_full_disk_is_told_before_anything_is_sent() -> None:
     found = read_found(MAC)
     require_room(found)

@@ -1,8 +1,6 @@
 """What the services are told, and what the scripts tell the services' programs. None of Apple's was run."""
 
-import os
 import plistlib
-import shlex
 import shutil
 import subprocess
 from dataclasses import replace
@@ -14,7 +12,7 @@ from coordinator.fleet.found import Found
 from coordinator.fleet.service_daemon import script
 from coordinator.fleet.service_launchd import plist
 from coordinator.fleet.service_systemd import unit
-from coordinator.fleet.ssh import assigned, text_of
+from tests.unit.fleet.machine import FakeMachine
 
 MAC = Found("Darwin", "/Users/anna", 1, "launchd", version="0123456789abcdef")
 FOLDER = "/Users/anna/.brigade/worker-mini"
@@ -87,47 +85,6 @@ case "$*" in
 *" disable "*) rm loaded ;;
 esac
 """
-_ASKS = ("print ", "--user show-environment", "--user --quiet is-active ")
-
-
-class FakeMachine:
-    """A home, and a service's program that knows what was loaded and writes down how it is called."""
-
-    def __init__(self, folder: Path, system: str, program: str, does: str) -> None:
-        self.home = folder / "home"
-        self.shell = ["bash", "--posix"] if system == "Darwin" else ["dash"]  # what /bin/sh is on most of them
-        self._programs = folder / "programs"
-        self._calls = folder / "calls"
-        for each in (self.home, self._programs):
-            each.mkdir()
-        self._write("uname", f"echo {system}")
-        self._write("id", "echo 501")
-        self._write("loginctl", "echo yes")
-        self._write(program, f'cd {shlex.quote(str(folder))}\necho "$@" >> calls\n{does}')
-
-    def run(self, script: str, **values: str) -> str:
-        """What one of our scripts tells there."""
-        env = {"HOME": str(self.home), "PATH": f"{self._programs}:{os.environ['PATH']}"}
-        fed = assigned({"name": "mini", "key_file": "mini.pem", **values}) + text_of(script)
-        done = subprocess.run([*self.shell, "-s"], input=fed, env=env, capture_output=True, check=True)
-        return done.stdout.decode()
-
-    def settle(self, kind: str, service: bytes) -> None:
-        """Start the worker by this definition."""
-        sent = self.home / ".brigade" / "worker-mini" / "sent"
-        sent.mkdir(parents=True)
-        (sent / "service").write_bytes(service)
-        self.run("settle", kind=kind, restarts="yes", started="x", version="v")
-
-    def told(self) -> list[str]:
-        """The commands that changed something, since the last time."""
-        lines = self._calls.read_text().splitlines()
-        self._calls.write_text("")
-        return [line for line in lines if not line.startswith(_ASKS)]
-
-    def _write(self, name: str, text: str) -> None:
-        (self._programs / name).write_text(f"#!/bin/sh\n{text}\n")
-        (self._programs / name).chmod(0o755)
 
 
 def test_a_mac_shows_its_pythons_but_apples(tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from coordinator.fleet.launch import stop
 from coordinator.fleet.ssh import Remote, assigned, packed, text_of
-from worker.config import load_cluster
-from worker.errors import ConfigError
+from worker.config import Worker, load_cluster
+from worker.errors import BrigadeError, ConfigError
 
 STRANGE = "a'b\"c $(touch x) `y` \\ \n;& 日本"
 
@@ -58,10 +59,44 @@ def test_what_a_script_says_is_told_as_it_is() -> None:
     assert str(error) == "worker mini: two; three; four; ERROR: no matching distribution"
 
 
+@pytest.mark.parametrize("code", [1, 255])
+def test_what_is_said_there_cannot_steer_a_terminal(code: int) -> None:
+    message = Remote("mini", "mini").failure(code, "\x1b]0;owned\x07\x9b2J\tpip\u202e" + "x" * 9999).message
+    assert message.isprintable() and "]0;owned" in message and len(message) < 600
+
+
 def test_without_ssh_here_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigError, match="expected the program ssh here"):
         asyncio.run(Remote("mini", "mini").run("look", {}, 5.0))
+
+
+LOUD = """\
+#!/bin/sh
+cat >/dev/null
+case "$*" in *loud*) head -c 1100000 /dev/zero ;; *) echo "@brigade was running" ;; esac
+"""
+
+
+@pytest.fixture
+def loud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remote:
+    """An account that prints a line without end."""
+    (tmp_path / "ssh").write_text(LOUD)
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    return Remote("loud", "loud")
+
+
+def test_a_line_without_end_is_that_nodes_failure(loud: Remote) -> None:
+    workers = [Worker(name=name, address="127.0.0.1:1", ssh=name) for name in ("loud", "mini")]
+    failed, stopped = asyncio.run(stop(workers, lambda node, phase: None))
+    assert str(failed.error) == "worker loud: printed a line of more than 1 MiB"
+    assert (stopped.done, stopped.error) == ("stopped", None)
+
+
+def test_a_line_without_end_in_a_log_is_told(loud: Remote) -> None:
+    with pytest.raises(BrigadeError, match=r"^worker loud: printed a line of more than 1 MiB$"):
+        asyncio.run(loud.output("log", {}, lambda line: None))
 
 
 @pytest.mark.parametrize("place", ["mini", "anna@mini.local", "a.b-c@10.0.0.2", "_x", "anna@fe80::1%en0", "::1"])

@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.fleet.found import Found
-from coordinator.fleet.steps import Action, Wish, digest, steps_for, version_folder
+from coordinator.fleet.found import KINDS, Found
+from coordinator.fleet.steps import DEFINITIONS, Action, Wish, digest, steps_for, version_folder
 
 WISH = Wish("v2", b"config", b"key", b"service")
 AS_WISHED = Found(
@@ -42,6 +42,7 @@ def test_the_fewest_steps(found: Found, action: str, installs: bool, files: str,
         (["v2.1"], "start", "v2.1"),
         (["v2.9", "v2.10", "v2"], "restart", "v2.10"),
         (["v2.10"], "update", "v2.11"),
+        (["v2", "v2.old", f"v2.{'9' * 5000}"], "update", "v2.1"),  # no folders of ours
     ],
 )
 def test_an_update_has_a_folder_of_its_own(there: list[str], action: str, folder: str) -> None:
@@ -56,3 +57,7 @@ def test_a_new_certificate_alone_is_no_reason_to_restart() -> None:
     assert replace(WISH, key=b"new").started == WISH.started
     assert len({replace(WISH, **{part: "x" if part == "version" else b"x"}).started for part in
                 ("version", "config", "service")} | {WISH.started}) == 4  # type: ignore[arg-type]  # fmt: skip
+
+
+def test_each_kind_of_service_has_its_definition() -> None:
+    assert tuple(DEFINITIONS) == KINDS
