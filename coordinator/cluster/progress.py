@@ -78,7 +78,7 @@ def show_steps(total: int) -> Iterator[Begin]:
 def _bars(console: Console) -> Iterator[Report]:
     """A row per node: its phase, how far it is, and for how long it has been at it."""
     columns = (
-        TextColumn("{task.fields[node]:<12}"), TextColumn("{task.description:<16}"), BarColumn(), _Done(),
+        TextColumn("{task.fields[node]:<12}", markup=False), TextColumn("{task.description:<16}", markup=False), BarColumn(), _Done(),
         TimeElapsedColumn(), _Pace(),
     )  # fmt: skip
     with Progress(*columns, console=console, transient=True) as bars:

@@ -33,6 +33,8 @@ def cluster_text(model: str, coordinator: str, draft: Draft) -> str:
 
 def require_room(path: Path, *, force: bool) -> None:
     """Raises ConfigError where there is no folder for it, or a file would be written over that nobody wished away."""
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; give the name of a file in it")
     if not path.parent.is_dir():
         raise ConfigError(f"{path.parent} is not a folder that is there; make it, or give another --config")
     if os.path.lexists(path) and not force:

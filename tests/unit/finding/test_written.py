@@ -71,3 +71,9 @@ def test_no_text_becomes_anything_but_text(tmp_path_factory: pytest.TempPathFact
     way = Way("127.0.0.1:1", "lo", Medium.LOOPBACK)
     cluster = write_cluster(path, cluster_text(model, f"{name}-", Draft((Chosen(name, (way,), False),))), force=False)
     assert (cluster.model, cluster.workers[0].name, cluster.coordinator.name) == (model, name, f"{name}-")
+
+
+@pytest.mark.parametrize("place", [".", "/"])
+def test_a_folder_is_no_file(place: str) -> None:
+    with pytest.raises(ConfigError, match="is a folder"):
+        require_room(Path(place), force=True)
