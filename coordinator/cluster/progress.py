@@ -78,9 +78,10 @@ def show_steps(total: int) -> Iterator[Begin]:
 def _bars(console: Console) -> Iterator[Report]:
     """A row per node: its phase, how far it is, and for how long it has been at it."""
     columns = (
-        TextColumn("{task.fields[node]:<12}", markup=False), TextColumn("{task.description:<16}", markup=False), BarColumn(), _Done(),
-        TimeElapsedColumn(), _Pace(),
-    )  # fmt: skip
+        TextColumn("{task.fields[node]:<12}", markup=False),
+        TextColumn("{task.description:<16}", markup=False),
+        *(BarColumn(), _Done(), TimeElapsedColumn(), _Pace()),
+    )
     with Progress(*columns, console=console, transient=True) as bars:
         rows: dict[str, TaskID] = {}
         phases: dict[str, str] = {}

@@ -92,7 +92,7 @@ def test_a_lock_that_nobody_holds_is_waited_for_by_nobody(machine: FakeMachine, 
     assert versions(machine) == {"v1"}
 
 
-@pytest.mark.parametrize("pid", ["", str(os.getpid())])
+@pytest.mark.parametrize("pid", ["", str(os.getpid())], ids=["nobody yet", "one that lives"])
 def test_a_lock_that_another_may_hold_is_waited_for(machine: FakeMachine, pid: str) -> None:
     lock = locked(machine, pid)
     os.utime(lock, (0, lock.stat().st_mtime - (1700 if pid else 30)))
