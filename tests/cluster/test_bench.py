@@ -290,7 +290,7 @@ def test_the_founding_measurement_simulated() -> None:
     """26.5 and 6.5 ms of computing: one request goes as fast as its way through the chain, eight share the stages."""
     done = run_here(
         "plan", "--simulate", "--stage-ms", "26.5,6.5", "--hop-ms", "3,0.3", "--gbps", "40", "--concurrency", "1,8",
-        "--json",
+        "--row-ms", "0", "--json",
     )  # fmt: skip
     assert done.code == 0, done.err
     one, eight = json.loads(done.out)["simulated"]

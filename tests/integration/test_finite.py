@@ -42,7 +42,7 @@ def poisoned(weights: dict[str, mx.array]) -> None:
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every chain has its stages check what they make."""
-    monkeypatch.setattr(Deployment.__init__, "__defaults__", (True,))
+    monkeypatch.setattr(Deployment.__init__, "__defaults__", (True, True))
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,9 @@ def require_valid(text: str) -> None:
     assert len(found["counts"]) <= 3 and all(0 <= count <= 99 for count in found["counts"])
 
 
-@pytest.mark.parametrize("num_answers", [2, pytest.param(34, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "num_answers", [2, pytest.param(10, marks=pytest.mark.long), pytest.param(34, marks=pytest.mark.matrix)]
+)
 @pytest.mark.parametrize("decode", DECODES, ids=lambda decode: decode.kind)
 @pytest.mark.parametrize("layers", [(4,), (1, 3)], ids=str)
 async def test_every_answer_is_valid_json_of_its_schema(

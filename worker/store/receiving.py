@@ -81,8 +81,13 @@ class Receiving:
             self.write([begin])
 
 
+def is_whole(path: Path, size: int) -> bool:
+    """Whether it is there: a file has its name only once its digest is right."""
+    return path.exists() and path.stat().st_size == size
+
+
 def begin_receiving(path: Path, unfinished: Path, begin: bytes, nbytes: int, digest: str) -> Receiving | None:
-    """Take a file up where it was left; None while another process of this machine receives it.
+    """Take a file up where it was left; None while another process of this machine receives it, or if it just has.
 
     Args:
         path: where it is to be.
@@ -93,6 +98,10 @@ def begin_receiving(path: Path, unfinished: Path, begin: bytes, nbytes: int, dig
     """
     file = open_alone(unfinished)
     if file is None:
+        return None
+    if is_whole(path, len(begin) + nbytes):  # it was given its name after this one has looked for that
+        unfinished.unlink(missing_ok=True)
+        os.close(file)
         return None
     try:
         return Receiving(path, unfinished, begin, nbytes, digest, file)

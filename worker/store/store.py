@@ -22,7 +22,7 @@ from worker.model.headers import TensorInfo, read_tensors
 from worker.process.folders import cache_folder
 from worker.store.locks import Lease, is_used, remove_unused
 from worker.store.pieces import Piece, place_of
-from worker.store.receiving import Receiving, begin_receiving
+from worker.store.receiving import Receiving, begin_receiving, is_whole
 from worker.store.room import Entry, Room, entries_of
 
 _PIECE = re.compile(r"(front|back|[0-9]{5,9})-([0-9a-f]{64})\.safetensors")
@@ -98,7 +98,7 @@ class Store:
             ModelError: there is no room for it.
         """
         path = self._folder_of(fingerprint) / f"{piece.name}-{_require_digest(digest)}.safetensors"
-        if path.exists() and path.stat().st_size == len(piece.header) + piece.nbytes:
+        if is_whole(path, len(piece.header) + piece.nbytes):
             _touch(path)
             return path
         return self._begin(path, path.with_suffix(".part"), piece.header, piece.nbytes, digest)

@@ -20,7 +20,7 @@ from worker.model.describe import shard_tensors
 from worker.store.locks import Lease, is_used, remove_unused
 from worker.store.origin import Digests, Origin, gathered
 from worker.store.pieces import Piece, pieces_of, place_name, place_of
-from worker.store.receiving import Receiving
+from worker.store.receiving import Receiving, begin_receiving
 from worker.store.room import Room
 from worker.store.store import Store
 
@@ -242,3 +242,15 @@ def test_a_digest_that_was_given_up_is_not_kept(
     digests = Digests(checkpoint)
     assert digests.of(origin, stop) == ""
     assert len(digests.of(origin, threading.Event())) == 64
+
+
+def test_a_file_that_another_has_just_ended_is_not_begun_anew(tmp_path: Path) -> None:
+    """It had no name yet when this one looked for it, and nobody holds it any more when this one begins."""
+    path, unfinished, digest = tmp_path / "whole", tmp_path / "whole.part", blake3(b"headbody").hexdigest()
+    first = begin_receiving(path, unfinished, b"head", 4, digest)
+    assert first is not None and begin_receiving(path, unfinished, b"head", 4, digest) is None
+    first.write([b"body"])
+    first.finish()
+    first.close()
+    assert begin_receiving(path, unfinished, b"head", 4, digest) is None
+    assert list(tmp_path.iterdir()) == [path]
