@@ -16,6 +16,7 @@ from worker.errors import NodeBusy, StageLost
 from worker.node import due
 from worker.node.loader import Loader
 from worker.node.service import NodeService
+from worker.process.mlx_memory import give_back
 
 PROMPT = (1, 2, 3)
 
@@ -35,6 +36,7 @@ async def unload(node: RunningNode, coordinator: str) -> None:
 
 
 async def test_a_worker_keeps_to_what_the_plan_gives_it_whether_it_loads_or_keeps(models: Models) -> None:
+    give_back()  # what another test of this process has been held to
     usual = mx.get_memory_limit()
     request = load_request(models("qwen3").folder, 2, 4)
     async with serving(1) as [node]:
