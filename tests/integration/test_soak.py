@@ -90,6 +90,9 @@ async def test_hundreds_of_requests_leave_nothing_behind(models: Models, count: 
                 await wait_slots(chain, MOST_KEPT)  # on every stage, once the last one was evicted
                 if num_requests == FIRST:
                     first = held()
+            async with asyncio.timeout(10):
+                while len(asyncio.all_tasks()) > before.num_tasks + 1:  # a message's own may be on its way still
+                    await asyncio.sleep(0.01)  # noqa: ASYNC110 - nobody tells of it
             last = held()
         await wait_freed(chain)
         after = held()
