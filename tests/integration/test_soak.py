@@ -91,8 +91,9 @@ async def test_hundreds_of_requests_leave_nothing_behind(models: Models, count: 
                 if num_requests == FIRST:
                     first = held()
             async with asyncio.timeout(10):
-                while len(asyncio.all_tasks()) > before.num_tasks + 1:  # a message's own may be on its way still
-                    await asyncio.sleep(0.01)  # noqa: ASYNC110 - nobody tells of it
+                # a message's own may be on its way still, and nobody tells of it
+                while len(asyncio.all_tasks()) > before.num_tasks + 1:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
             last = held()
         await wait_freed(chain)
         after = held()
