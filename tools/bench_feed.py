@@ -7,6 +7,8 @@ sends blocks of the size of feeding's messages to a thread that drops them; bare
 that drops them; feeding goes the whole way, from files to files, its digests made meanwhile or known from before. The
 tensors are holes in files: nothing is read from a disk, but all is written to one (--folder says to which).
 
+The second table has the processor time of what feeding does beside gRPC, each by a thread that does nothing else.
+
 With --mbit another table has the same over loopback in a network namespace of its own, which `tc tbf` shapes: that
 needs Linux, and root or user namespaces. Memory is what each process took at most beyond what it had; a gap is the
 longest that an event loop kept a task waiting meanwhile, of which it computed "own" itself. The last table has four
@@ -46,6 +48,7 @@ from coordinator.planning.plan import Node, plan
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Contents, LoadRequest, Sampling
 from tools.bench_frames import Ticker
+from tools.feed_costs import costs_alone
 from tools.feed_receiver import NAME, Peak, networks, serve
 from tools.sparse_model import write_sparse
 from worker.model.checkpoint import DEMO, Checkpoint, open_folder
@@ -133,6 +136,10 @@ async def _measure(folder: Path, layers: int, rounds: int, shaped: int, *, as_ma
         title = f"{nbytes / 1e6:.0f} MB over {where}, medians of {rounds}; {machine_name()}"
         console.print(_throughput(title, ways, as_markdown=as_markdown))
         if not shaped:
+            table = _table("what else there is to do, alone", ("", "CPU s/GB"), as_markdown=as_markdown)
+            for what, cpu_s in costs_alone(folder).items():
+                table.add_row(what, f"{cpu_s:.2f}")
+            console.print(table)
             console.print(await _sessions(receiver, checkpoint, layers, as_markdown=as_markdown))
 
 
@@ -157,8 +164,8 @@ class Receiver:
             async def bare(link: str = link, network: Network = network) -> int:
                 return await self._send_grpc(link, network, nbytes)
 
-            async def known(link: str = link, network: Network = network) -> int:
-                return await self._feed(link, network, checkpoint, wanted)
+            async def known(link: str = link) -> int:
+                return await self._feed(link, checkpoint, wanted)
 
             async def anew(known: Callable[[], Awaitable[int]] = known) -> int:
                 shutil.rmtree(self._folder / "cache/brigade/digests", ignore_errors=True)
@@ -171,14 +178,14 @@ class Receiver:
         return Peer(NAME, f"127.0.0.1:{self._ports[f'{link} feed']}", self.networks[link])
 
     async def measured(self, way: Way) -> list[float]:
-        """MB/s; memory of both processes, MB; processor time of both, s per GB."""
+        """MB/s; memory of both processes, MB; processor time of both, and of their busiest threads, s per GB."""
         self.forget()
         await self.take()
         began = time.perf_counter()
         nbytes = await way.send()
         rate = nbytes / (time.perf_counter() - began) / 1e6
-        *_, own_peak, its_peak, own_cpu_s, its_cpu_s = await self.take()
-        return [rate, own_peak, its_peak, 1e9 * own_cpu_s / nbytes, 1e9 * its_cpu_s / nbytes]
+        *_, own_peak, its_peak = (taken := await self.take())[:6]
+        return [rate, own_peak, its_peak, *(1e9 * cpu_s / nbytes for cpu_s in taken[6:])]
 
     def forget(self) -> None:
         """Have it lack everything."""
@@ -190,15 +197,17 @@ class Receiver:
         await self.take(b"tick\n")
 
     async def take(self, line: bytes = b"\n") -> list[float]:
-        """Since the last call: gap and own of both loops, ms; memory of both, MB; processor time of both, s."""
+        """Since the last call: gap and own of both loops, ms; memory of both, MB; processor time of both, s, and of the
+        busiest thread of both.
+        """
         assert self._process.stdin and self._process.stdout
         own_gap = self._ticker.take() if self._ticker else (0.0, 0.0)
-        own_peak, own_cpu_s = self._peak.take()
+        own_peak, *own_cpu_s = self._peak.take()
         self._process.stdin.write(line)
-        *gap, peak, cpu_s = json.loads(await self._process.stdout.readline())
-        return [*own_gap, *gap, own_peak / 1e6, peak / 1e6, own_cpu_s, cpu_s]
+        *gap, peak, cpu_s, busiest_s = json.loads(await self._process.stdout.readline())
+        return [*own_gap, *gap, own_peak / 1e6, peak / 1e6, own_cpu_s[0], cpu_s, own_cpu_s[1], busiest_s]
 
-    async def _feed(self, link: str, network: Network, checkpoint: Checkpoint, wanted: LoadRequest) -> int:
+    async def _feed(self, link: str, checkpoint: Checkpoint, wanted: LoadRequest) -> int:
         peer = self.peer(link)
         try:
             return await feed(peer, wanted, checkpoint, lambda report: None)
@@ -298,14 +307,17 @@ _GAPS = "sender gap", "own", "receiver gap", "own"
 
 
 def _throughput(title: str, ways: Sequence[Way], *, as_markdown: bool) -> Table:
-    columns = "way", "link", "MB/s", "of TCP", "of gRPC", "MB sender", "receiver", "CPU s/GB sender", "receiver"
+    columns = (
+        "way", "link", "MB/s", "of TCP", "of gRPC", "MB sender", "receiver",
+        "CPU s/GB sender", "receiver", "busiest thread", "receiver",
+    )  # fmt: skip
     table = _table(title, columns, as_markdown=as_markdown)
     tcp = ways[0].median(0)
     for way in ways:
         grpc = next((each.median(0) for each in ways if each.name == "bare gRPC" and each.link == way.link), None)
         of_grpc = f"{100 * way.median(0) / grpc:.0f} %" if grpc else ""
         memory = [f"{way.most(column):.0f}" for column in (1, 2)]
-        cpu = [f"{way.median(column):.2f}" for column in (3, 4)]
+        cpu = [f"{way.median(column):.2f}" for column in (3, 4, 5, 6)]
         rate = way.median(0)
         table.add_row(way.name, way.link, f"{rate:.0f}", f"{100 * rate / tcp:.0f} %", of_grpc, *memory, *cpu)
     return table
