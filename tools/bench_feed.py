@@ -175,7 +175,7 @@ class Receiver:
         return found
 
     def peer(self, link: str) -> Peer:
-        return Peer(NAME, f"127.0.0.1:{self._ports[f'{link} feed']}", self.networks[link])
+        return Peer(NAME, [f"127.0.0.1:{self._ports[f'{link} feed']}"], self.networks[link])
 
     async def measured(self, way: Way) -> list[float]:
         """MB/s; memory of both processes, MB; processor time of both, and of their busiest threads, s per GB."""

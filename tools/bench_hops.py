@@ -121,7 +121,7 @@ async def open_slow_chain(
         peers = []
         for peer in direct:
             proxy = stack.enter_context(proxy_to(peer.address, latency_s=delay_s))
-            peers.append(Peer(peer.name, proxy.address, Network()))
+            peers.append(Peer(peer.name, [proxy.address], Network()))
             stack.push_async_callback(peers[-1].close)
         plan = await make_plan(options.cluster, spec, peers, spec.context)
         require_fit(plan, spec)

@@ -51,7 +51,7 @@ async def _run(options: ClusterOptions, num_prompt: int, num_tokens: int, num_tr
     checkpoint, spec = await read_model(options.model)
     async with open_peers(options, spec) as peers:
         nodes = await ask_nodes(options.cluster, peers)
-        known = await survey(checkpoint, options.cluster.coordinator.name, peers)
+        known = await survey(checkpoint, options.cluster.coordinator.name, peers, feeds=options.feeds)
     predicted = predict(spec, nodes, known, num_prompt + num_tokens)
     splits = worth_trying(predicted)
     bench = await measure(options, Workload((1,), num_prompt, num_tokens, (Decode("ar"),), splits, num_trials))

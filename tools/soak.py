@@ -153,7 +153,7 @@ class Round:
 
     def _roster(self, kept: LocalWorker) -> Roster:
         network, (first, last) = Network(), self._workers
-        roster = Roster([first.peer(), Peer(kept.name, kept.address, network), last.peer()])
+        roster = Roster([first.peer(), Peer(kept.name, [kept.address], network), last.peer()])
         roster.keep([kept], network, self._tell)
         return roster
 

@@ -41,7 +41,7 @@ class SoakWorker:
 
     def peer(self) -> Peer:
         """The worker as a coordinator sees it."""
-        return Peer(self.name, self._proxy.address, Network())
+        return Peer(self.name, [self._proxy.address], Network())
 
     async def start(self) -> None:
         """Return once it listens, or has ended: `revive` says so."""

@@ -14,7 +14,7 @@ from coordinator.cluster.nodes_file import read_nodes
 from coordinator.cluster.open import ask_nodes, open_peers, read_model
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import telling_interrupts
-from coordinator.cluster.survey import is_worth_measuring, survey
+from coordinator.cluster.survey import known_speeds
 from coordinator.cluster.write_layers import write_layers
 from coordinator.decoding.decode import Decode
 from coordinator.measure.bench import Workload, measure
@@ -27,7 +27,6 @@ from coordinator.measure.verify import verify
 from coordinator.planning.fastest import Aim
 from coordinator.planning.outlook import outlook_of
 from coordinator.planning.plan import require_fit
-from coordinator.planning.speeds import NOTHING_KNOWN
 from worker.process.call_thread import run_aside
 
 
@@ -56,9 +55,8 @@ async def run_plan(
         nodes, known = assumed.nodes, assumed.survey(spec)
     else:
         async with open_peers(options, spec) as peers:
-            nodes, known = await ask_nodes(options.cluster, peers), NOTHING_KNOWN
-            if is_worth_measuring(peers):
-                known = await survey(checkpoint, options.cluster.coordinator.name, peers, anew=anew)
+            nodes = await ask_nodes(options.cluster, peers)
+            known = await known_speeds(options, checkpoint, peers, anew=anew)
     outlook = outlook_of(spec, nodes, known, aim, options.cluster.layers)
     report = PlanReport(spec, outlook, known, aim, counts)
     if as_json:

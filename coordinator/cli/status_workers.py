@@ -1,12 +1,11 @@
 """What the workers of a configuration say where no server runs: asked by Hello and Status; nothing is loaded."""
 
 import asyncio
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 from coordinator.cluster.options import cluster_options
-from coordinator.cluster.peer import Peer
+from coordinator.cluster.peer import Peer, peers_of
 from coordinator.cluster.progress import say
 from worker.errors import BrigadeError
 from worker.node.identity import Role
@@ -19,10 +18,7 @@ async def ask_workers(config: Path) -> dict[str, Any]:
     """What each holds, in the words of `/cluster` as far as they go; a reason for each that does not answer."""
     cluster = cluster_options(config, None, None, None, None).cluster
     network = Network.of(cluster, cluster.coordinator.name, Role.COORDINATOR, lambda line: say(f"warning: {line}"))
-    async with AsyncExitStack() as stack:
-        peers = [Peer(worker.name, worker.addresses[0], network, worker.addresses[1:]) for worker in cluster.workers]
-        for peer in peers:
-            stack.push_async_callback(peer.close)
+    async with peers_of(cluster, network) as peers:
         nodes = await asyncio.gather(*map(_ask, peers))
     return {"standing": {"state": "no server", "why": f"the workers of {config.name}"}, "nodes": list(nodes)}
 

@@ -13,12 +13,11 @@ from coordinator.cluster.peer import Peer
 from coordinator.cluster.progress import ASKING, STARTING, say, show_progress
 from coordinator.cluster.roster import Roster
 from coordinator.cluster.supervisor import Supervisor
-from coordinator.cluster.survey import is_worth_measuring, survey
+from coordinator.cluster.survey import known_speeds
 from coordinator.planning.contexts import Contexts, plan_largest
 from coordinator.planning.plan import Node, Plan, check_split, require_fit
 from coordinator.planning.replan import Replan
-from coordinator.planning.speeds import NOTHING_KNOWN
-from worker.config import Cluster, Worker, is_loopback, split_address
+from worker.config import Cluster, is_loopback, split_address
 from worker.model.checkpoint import Checkpoint
 from worker.model.describe import describe
 from worker.model.families import is_tested
@@ -44,10 +43,10 @@ async def open_roster(options: ClusterOptions, spec: ModelSpec, *, keep: bool = 
         if options.local is None:
             name, warn = options.cluster.coordinator.name, lambda line: say(f"warning: {line}")
             network = Network.of(options.cluster, name, Role.COORDINATOR, warn)
-            peers = [_peer(each, network) for each in options.cluster.workers]
+            peers = [Peer(each.name, each.addresses, network, say) for each in options.cluster.workers]
         else:
             local = await start_local(options.local, options.model, stack)
-            peers = [Peer(worker.name, worker.address, network) for worker in local]
+            peers = [Peer(worker.name, [worker.address], network) for worker in local]
         async with Roster(peers, options.cluster) as roster:
             if keep:
                 roster.keep(local, network, say)
@@ -118,10 +117,7 @@ async def choose_plan(
     cluster = options.cluster
     contexts = context if isinstance(context, Contexts) else Contexts.exactly(min(context, spec.context))
     nodes = await ask_nodes(cluster, peers)
-    known = NOTHING_KNOWN
-    if is_worth_measuring(peers):
-        feeds = cluster.pull == "coordinator"
-        known = await survey(checkpoint, cluster.coordinator.name, peers, feeds=feeds)
+    known = await known_speeds(options, checkpoint, peers)
     is_fixed = cluster.order == "fixed"
     replan = Replan(spec, known, is_fixed, may_be_alone, options.objective, options.num_requests)
     if cluster.layers is not None:
@@ -141,13 +137,19 @@ def members_of(plan: Plan, peers: Sequence[Peer]) -> list[Peer]:
 
 @asynccontextmanager
 async def open_chain(
-    options: ClusterOptions, checkpoint: Checkpoint, spec: ModelSpec, context: int, thread: MlxThread | None = None
+    options: ClusterOptions,
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    context: int,
+    thread: MlxThread | None = None,
+    *,
+    every_node: bool = False,
 ) -> AsyncIterator[Chain]:
     """The whole way: workers found or started, planned, refused if it does not fit, loaded, joined.
 
     A chain that is lost stays lost: what is measured on it must not go on on another one. Whoever has
     several chains open at once gives all of them this process's MLX thread. Of the workers at least one takes part,
-    even where this node alone would be faster.
+    or `every_node`, even where this node alone would be faster.
     """
     async with AsyncExitStack() as stack:
         stack.enter_context(kept_awake())
@@ -155,10 +157,10 @@ async def open_chain(
             progress("", STARTING if options.local else ASKING)
             peers = await stack.enter_async_context(open_peers(options, spec))
             progress("", ASKING)
-            if options.cluster.layers is None:
-                plan, _ = await choose_plan(options, checkpoint, spec, peers, context, may_be_alone=False)
-            else:
+            if every_node or options.cluster.layers is not None:
                 plan = await make_plan(options.cluster, spec, peers, context)
+            else:
+                plan, _ = await choose_plan(options, checkpoint, spec, peers, context, may_be_alone=False)
             require_fit(plan, spec)
             deployment = _deployment(options, checkpoint, spec, plan, peers)
             chain = await stack.enter_async_context(joined(deployment, progress, say=say, thread=thread))
@@ -244,13 +246,7 @@ async def start_local(count: int, model: str, stack: AsyncExitStack) -> list[Loc
 def _deployment(
     options: ClusterOptions, checkpoint: Checkpoint, spec: ModelSpec, plan: Plan, peers: Sequence[Peer]
 ) -> Deployment:
-    feeds = options.cluster.pull == "coordinator"
-    return Deployment(checkpoint, spec, plan, members_of(plan, peers), options.check_finite, feeds)
-
-
-def _peer(worker: Worker, network: Network) -> Peer:
-    first, *fallbacks = worker.addresses
-    return Peer(worker.name, first, network, fallbacks, say)
+    return Deployment(checkpoint, spec, plan, members_of(plan, peers), options.check_finite, options.feeds)
 
 
 def _is_here(peer: Peer) -> bool:

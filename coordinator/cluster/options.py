@@ -28,6 +28,11 @@ class ClusterOptions:
     def num_workers(self) -> int:
         return len(self.cluster.workers) if self.local is None else self.local
 
+    @property
+    def feeds(self) -> bool:
+        """Whether workers are sent what they lack of the model."""
+        return self.cluster.pull == "coordinator"
+
     def with_layers(self, layers: tuple[int, ...] | None) -> "ClusterOptions":
         """The same with this split; None leaves it to the plan."""
         return replace(self, cluster=self.cluster.model_copy(update={"layers": layers}))

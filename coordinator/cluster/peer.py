@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import TypeVar
 
 import grpc.aio
@@ -34,12 +34,12 @@ from protos.brigade_pb2 import (
     Transport,
 )
 from protos.brigade_pb2_grpc import NodeStub
+from worker.config import Cluster
 from worker.errors import BrigadeError, ModelError, StageLost
 from worker.node.checksum import check_seal
 from worker.node.link import Link
 from worker.node.network import PROTOCOL_VERSION, Network
 from worker.node.parts import Wire
-from worker.node.probe import probe
 from worker.node.relay import open_feed
 from worker.node.status import error_of
 from worker.node.way import measure_link
@@ -64,18 +64,14 @@ class Peer:
     def __init__(
         self,
         name: str,
-        address: str,
+        addresses: Sequence[str],
         network: Network,
-        fallbacks: Sequence[str] = (),
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`fallbacks` are addresses that are used where those before them do not answer.
-
-        `say` takes lines for the user.
-        """
+        """The first of its addresses that answers is used. `say` takes lines for the user."""
         self.name = name
         self._network = network
-        self._ways = Ways(name, (address, *fallbacks), network, say)
+        self._ways = Ways(name, addresses, network, say)
         self._attachment: grpc.aio.UnaryStreamCall[AttachRequest, Report] | None = None
         self.is_draining = False  # it is about to end, and has said so
 
@@ -210,12 +206,22 @@ class Peer:
         """
         return await self._named(self._stub.Measure(request, timeout=_MEASURE_S))
 
-    async def measure_link(self, successor: "Peer | None" = None) -> LinkReply:
-        """How far it is from this worker to another one, or else from this process to this worker. Raises likewise."""
+    async def measure_link(
+        self, successor: "Peer | None" = None, listeners: Sequence[Listener] = (), *, examined: bool = False
+    ) -> LinkReply:
+        """How far it is from this worker to another one, or else from this process to this worker.
+
+        Args:
+            listeners: of the far end, for what else is to be measured.
+            examined: tell which way the connection takes, too.
+        Raises:
+            BrigadeError: as it refuses, or StageLost.
+        """
+        to, addresses = (successor, successor.addresses) if successor else (self, [self.address])
+        request = LinkRequest(node=to.name, addresses=addresses, examined=examined, listeners=listeners)
         if successor is None:
-            return await probe(self._network, self.name, [self.address])
-        request = LinkRequest(node=successor.name, addresses=successor.addresses)
-        return await self._named(self._stub.MeasureLink(request, timeout=_MEASURE_S))
+            return await measure_link(self._network, request)
+        return await self._named(self._stub.MeasureLink(request, timeout=_LINK_S if examined else _MEASURE_S))
 
     async def examine(self, *, only_time: bool = False) -> Facts:
         """What it knows of itself and of its machine.
@@ -233,21 +239,12 @@ class Peer:
 
     @asynccontextmanager
     async def listening(self, transport: Transport) -> AsyncIterator[Listener]:
-        """A port of the worker for one conversation, open as long as the context is at most. Raises likewise."""
+        """A port of the worker for one conversation: closed after that, or with the context. Raises likewise."""
         call = self._stub.Listen(ListenRequest(transport=transport, address=self.address), timeout=_LINK_S)
         try:
             yield await self._named(call.read())
         finally:
             call.cancel()
-
-    async def examine_link(self, successor: "Peer | None", listeners: Sequence[Listener]) -> LinkReply:
-        """As `measure_link`, and which way the connection takes; `listeners` are those of its far end."""
-        to = successor or self
-        addresses = to.addresses if successor else [self.address]
-        request = LinkRequest(node=to.name, addresses=addresses, examined=True, listeners=listeners)
-        if successor is None:
-            return await measure_link(self._network, request)
-        return await self._named(self._stub.MeasureLink(request, timeout=_LINK_S))
 
     async def digests(self) -> dict[str, str]:
         """A digest per tensor of the loaded shard."""
@@ -276,10 +273,8 @@ class Peer:
         await self._ways.close()
 
     async def _named(self, call: Awaitable[T]) -> T:
-        try:
+        with self.naming():
             return await call
-        except grpc.RpcError as error:
-            raise error_of(error, self.name) from error
 
     @contextmanager
     def naming(self) -> Iterator[None]:
@@ -288,3 +283,16 @@ class Peer:
             yield
         except grpc.RpcError as error:
             raise error_of(error, self.name) from error
+
+
+@asynccontextmanager
+async def peers_of(
+    cluster: Cluster, network: Network, say: Callable[[str], None] = lambda line: None
+) -> AsyncIterator[list[Peer]]:
+    """The workers of a configuration, in its order. Raises ConfigError if this node's own certificate will not do."""
+    async with AsyncExitStack() as stack:
+        peers = []
+        for worker in cluster.workers:
+            peers.append(Peer(worker.name, worker.addresses, network, say))
+            stack.push_async_callback(peers[-1].close)
+        yield peers

@@ -65,7 +65,7 @@ class Roster:
             async def replaced(worker: LocalWorker | None, member: Member = member) -> None:
                 if member.peer is not None:
                     self._left.append(member.peer)  # the chain that it was lost from may not know yet
-                member.peer = Peer(worker.name, worker.address, network) if worker else None
+                member.peer = Peer(worker.name, [worker.address], network) if worker else None
                 self._changed.set()
                 if worker is not None:
                     await self._close_left()

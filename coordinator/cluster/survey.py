@@ -1,6 +1,5 @@
 """What the nodes measure of themselves and of the links between them, for a plan by speed."""
 
-import asyncio
 from collections.abc import Awaitable, Sequence
 from contextlib import closing
 from functools import partial
@@ -8,9 +7,11 @@ from itertools import pairwise
 from typing import TypeVar
 
 from coordinator.cluster.feed import feed
+from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.peer import COORDINATOR_ID, Peer
 from coordinator.cluster.progress import say
-from coordinator.planning.speeds import Link, Speed, Survey, Times
+from coordinator.cluster.together import together
+from coordinator.planning.speeds import NOTHING_KNOWN, Link, Speed, Survey, Times
 from protos.brigade_pb2 import Contents, Coordinator, LinkReply, LoadRequest, MeasureRequest, RowTimes
 from protos.brigade_pb2 import Speed as SpeedReply
 from worker.config import is_loopback, split_address
@@ -29,8 +30,17 @@ def is_worth_measuring(peers: Sequence[Peer]) -> bool:
     return any(not is_loopback(split_address(peer.address)[0]) for peer in peers)
 
 
+async def known_speeds(
+    options: ClusterOptions, checkpoint: Checkpoint, peers: Sequence[Peer], *, anew: bool = False
+) -> Survey:
+    """What a plan by speed goes by: a survey where that is worth it, and else nothing."""
+    if not is_worth_measuring(peers):
+        return NOTHING_KNOWN
+    return await survey(checkpoint, options.cluster.coordinator.name, peers, anew=anew, feeds=options.feeds)
+
+
 async def survey(
-    checkpoint: Checkpoint, own_name: str, peers: Sequence[Peer], *, anew: bool = False, feeds: bool = True
+    checkpoint: Checkpoint, own_name: str, peers: Sequence[Peer], *, anew: bool = False, feeds: bool
 ) -> Survey:
     """Have all nodes measure themselves, at the same time, and then each its link to the next, one after another.
 
@@ -41,10 +51,9 @@ async def survey(
     if anew or await kept_speed(checkpoint) is None:
         say("measuring how fast every node is at this model, once: this takes some seconds")
     request = await run_aside(partial(_request, checkpoint, own_name, anew))
-    own = asyncio.create_task(_own_speed(checkpoint, anew))
-    measuring = [_measured(peer, request, checkpoint, feeds=feeds) for peer in peers]
-    told = await asyncio.gather(*map(_unless_refused, measuring))
-    found = dict(zip([own_name, *(peer.name for peer in peers)], [await own, *told], strict=True))
+    theirs = [_unless_refused(_measured(peer, request, checkpoint, feeds=feeds)) for peer in peers]
+    told = await together(_own_speed(checkpoint, anew), *theirs)
+    found = dict(zip([own_name, *(peer.name for peer in peers)], told, strict=True))
     ports = {peer.name: await _unless_refused(peer.measure_link()) for peer in peers}
     links = {
         (sender.name, receiver.name): await _unless_refused(sender.measure_link(receiver))

@@ -3,7 +3,7 @@
 import asyncio
 
 from coordinator.cluster.options import ClusterOptions
-from coordinator.cluster.peer import COORDINATOR_ID, Peer
+from coordinator.cluster.peer import COORDINATOR_ID, Peer, peers_of
 from coordinator.cluster.progress import say
 from protos.brigade_pb2 import Coordinator
 from worker.errors import BrigadeError
@@ -17,8 +17,8 @@ async def unload_workers(options: ClusterOptions) -> None:
         return
     own = options.cluster.coordinator.name
     network = Network.of(options.cluster, own, Role.COORDINATOR)
-    peers = [Peer(each.name, each.addresses[0], network, each.addresses[1:]) for each in options.cluster.workers]
-    await asyncio.gather(*(_unload(peer, Coordinator(id=COORDINATOR_ID, name=own)) for peer in peers))
+    async with peers_of(options.cluster, network) as peers:
+        await asyncio.gather(*(_unload(peer, Coordinator(id=COORDINATOR_ID, name=own)) for peer in peers))
 
 
 async def _unload(peer: Peer, coordinator: Coordinator) -> None:
@@ -27,5 +27,3 @@ async def _unload(peer: Peer, coordinator: Coordinator) -> None:
         await peer.unload(coordinator)
     except BrigadeError as error:
         say(f"{error}; what it holds stays there")
-    finally:
-        await peer.close()

@@ -6,21 +6,21 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
-from coordinator.cluster.peer import Peer
+from coordinator.cluster.peer import Peer, peers_of
+from coordinator.cluster.together import together
 from coordinator.examine.known import Known, KnownHop, KnownNode
 from protos.brigade_pb2 import TRANSPORT_GRPC, TRANSPORT_TCP, TRANSPORT_TLS, Listener, Transport
 from worker.config import Cluster, Worker, is_loopback, split_address
 from worker.errors import BrigadeError, ConfigError, StageLost
+from worker.node.configuration import configuration_of
 from worker.node.examine import examine
 from worker.node.identity import Role
 from worker.node.network import Network
-from worker.node.serve import configuration_of
 from worker.node.way import way_to
 
 Begin = Callable[[str], None]  # takes what begins now
 Transports = Sequence[Transport]
 
-_HELLO_S = 5.0
 _CLOCK_TRIES = 3
 _PLAIN: Transports = (TRANSPORT_TCP,)  # beside gRPC, which is not encrypted either
 _ENCRYPTED: Transports = (TRANSPORT_TCP, TRANSPORT_TLS, TRANSPORT_GRPC)
@@ -31,20 +31,15 @@ async def collect(cluster: Cluster, begin: Begin = lambda step: None) -> Known:
     own_name, own = cluster.coordinator.name, cluster.coordinator
     begin("asking every node about itself")
     network = Network.of(cluster, own_name, Role.COORDINATOR)
-    try:
-        peers = [_peer(each, network) for each in cluster.workers]
-    except ConfigError as error:  # this node's own certificate, without which nobody can be asked
-        here = KnownNode(own_name, await examine(own_name, Network()), error, configured_bytes=own.memory)
-        return Known([here], file=cluster.file)
     async with AsyncExitStack() as stack:
-        for peer in peers:
-            stack.push_async_callback(peer.close)
-        own_facts = asyncio.create_task(examine(own_name, network))
-        nodes = await asyncio.gather(*(_ask(*pair) for pair in zip(peers, cluster.workers, strict=True)))
-        here = KnownNode(
-            own_name, await own_facts, configuration=configuration_of(cluster), configured_bytes=own.memory
-        )
-        known = Known([here, *nodes], file=cluster.file)
+        try:
+            peers = await stack.enter_async_context(peers_of(cluster, network))
+        except ConfigError as error:  # this node's own certificate, without which nobody can be asked
+            here = KnownNode(own_name, await examine(own_name, Network()), error, configured_bytes=own.memory)
+            return Known([here], file=cluster.file)
+        asking = [_ask(*pair) for pair in zip(peers, cluster.workers, strict=True)]
+        nodes = await together(_here(cluster, network), *asking)
+        known = Known(nodes, file=cluster.file)
         transports = _ENCRYPTED if cluster.tls else _PLAIN
         return replace(known, hops=await _measure_hops(known, peers, begin, transports))
 
@@ -54,9 +49,10 @@ def num_steps(cluster: Cluster) -> int:
     return 1 + len(cluster.workers) + (len(cluster.workers) > 1)
 
 
-def _peer(worker: Worker, network: Network) -> Peer:
-    first, *fallbacks = worker.addresses
-    return Peer(worker.name, first, network, fallbacks)
+async def _here(cluster: Cluster, network: Network) -> KnownNode:
+    own = cluster.coordinator
+    facts = await examine(own.name, network)
+    return KnownNode(own.name, facts, configuration=configuration_of(cluster), configured_bytes=own.memory)
 
 
 async def _ask(peer: Peer, worker: Worker) -> KnownNode:
@@ -66,7 +62,7 @@ async def _ask(peer: Peer, worker: Worker) -> KnownNode:
     if all(way.error for way in ways):  # gRPC would wait for somebody to come, and say less
         return replace(found, error=StageLost(f"{ways[0].address}: {ways[0].error}"))
     try:
-        hello = await peer.hello(_HELLO_S)
+        hello = await peer.hello()
         found = replace(found, configuration=hello.configuration if hello.HasField("configuration") else None)
         return replace(found, facts=await peer.examine(), clock_offset_s=await _clock_offset_s(peer))
     except BrigadeError as error:
@@ -106,10 +102,8 @@ async def _measure(known: Known, sender: Peer | None, receiver: Peer, begin: Beg
         ports = [await _opened(stack, receiver, each) for each in transports]
         listeners = [port for port in ports if port is not None]
         try:
-            if sender is None:
-                reply = await receiver.examine_link(None, listeners)
-            else:
-                reply = await sender.examine_link(receiver, listeners)
+            far = None if sender is None else receiver
+            reply = await (sender or receiver).measure_link(far, listeners, examined=True)
         except BrigadeError as error:
             return replace(hop, error=error)
     return replace(hop, reply=reply)

@@ -24,9 +24,8 @@ async def unproven(workers: Sequence[Chosen], network: Network) -> dict[str, str
 
 
 async def _why_not(worker: Chosen, network: Network) -> str:
-    first, *others = worker.addresses
     try:
-        peer = Peer(worker.name, first, network, others)
+        peer = Peer(worker.name, worker.addresses, network)
     except BrigadeError as error:
         return error.message
     try:

@@ -9,7 +9,7 @@ from coordinator.cluster.greetings import greet
 from coordinator.cluster.open import make_plan, open_chain, open_peers, read_model
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import Begin, say, show_steps
-from coordinator.cluster.survey import is_worth_measuring, survey
+from coordinator.cluster.survey import known_speeds
 from coordinator.decoding.decode import Decode, suit
 from coordinator.measure.bench_results import (
     CLUSTER,
@@ -115,10 +115,8 @@ async def _ask_speeds(options: ClusterOptions, checkpoint: Checkpoint, spec: Mod
     if options.local is not None:
         return NOTHING_KNOWN
     async with open_peers(options, spec) as peers:
-        if not is_worth_measuring(peers):
-            return NOTHING_KNOWN
         await greet(peers)  # who does not answer is no reason to measure the others
-        return await survey(checkpoint, options.cluster.coordinator.name, peers)
+        return await known_speeds(options, checkpoint, peers)
 
 
 def _suited(workload: Workload, spec: ModelSpec) -> Workload:

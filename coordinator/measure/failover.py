@@ -142,7 +142,7 @@ class _Place:
             chained = workers[: options.num_workers]
             stack.callback(chained[-1].kill)  # a stopped one cannot be asked to end
             network = Network()
-            peers = [Peer(worker.name, worker.address, network) for worker in workers]
+            peers = [Peer(worker.name, [worker.address], network) for worker in workers]
             roster = await stack.enter_async_context(Roster(peers, options.cluster))
             if case.place == RESTARTED:
                 roster.keep(workers, network, _say_nothing)

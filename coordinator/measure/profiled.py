@@ -2,7 +2,7 @@
 
 from coordinator.cluster.open import ask_nodes, open_peers, read_model
 from coordinator.cluster.options import ClusterOptions
-from coordinator.cluster.survey import is_worth_measuring, survey
+from coordinator.cluster.survey import is_worth_measuring, known_speeds
 from coordinator.measure.simulate import Hop, Pipeline, StageTimes
 from coordinator.planning.fastest import Aim, best_plan
 from coordinator.planning.plan import Plan
@@ -22,7 +22,7 @@ async def ask_pipeline(options: ClusterOptions) -> Pipeline:
             )
             raise InputError("simulate", expected)
         nodes = await ask_nodes(options.cluster, peers)
-        known = await survey(checkpoint, options.cluster.coordinator.name, peers)
+        known = await known_speeds(options, checkpoint, peers)
     aim = Aim(min(options.context, spec.context), is_order_fixed=options.cluster.order == "fixed", may_be_alone=False)
     plan = best_plan(spec, nodes, known, aim, options.cluster.layers)
     if lacking := [each.name for each in plan.assignments if each.name not in known.speeds]:

@@ -92,7 +92,7 @@ class RunningNode:
     server: grpc.aio.Server
 
     def peer(self, network: Network = NETWORK) -> Peer:
-        return Peer(self.name, self.address, network)
+        return Peer(self.name, [self.address], network)
 
 
 @asynccontextmanager

@@ -257,7 +257,7 @@ async def test_tokens_of_another_size_are_sent_to_nobody() -> None:
     async with serving(2) as [first, second], peer_of(first) as one, peer_of(second) as two:
         for listeners in ([Listener(port=1, token=b"GET / HTTP/1.1")], [Listener(port=1, token=bytes(32))] * 5):
             with pytest.raises(FrameError, match="expected at most 4 listeners with tokens of 32 bytes"):
-                await one.examine_link(two, listeners)
+                await one.measure_link(two, listeners, examined=True)
 
 
 async def test_a_worker_that_is_too_old_to_be_examined_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:

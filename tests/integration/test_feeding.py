@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 
+from coordinator.cluster import survey as survey_module
 from coordinator.cluster.feed import feed, load_fed
+from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.peer import Peer
 from coordinator.cluster.runner import Runner
-from coordinator.cluster.survey import survey
+from coordinator.cluster.survey import known_speeds, survey
+from coordinator.examine.smoke import try_cluster
 from protos.brigade_pb2 import LoadProgress, LoadRequest
 from tests.integration import test_hub
 from tests.integration.certificates import Certificates
@@ -37,6 +40,7 @@ from tests.integration.test_copies import full_request, tune
 from tests.integration.test_hub import THIRD, Ask, Hub
 from tests.tiny import VOCAB, make_model
 from tools.proxy import Proxy
+from worker.config import Cluster, Worker
 from worker.errors import ModelError, ModelLacking
 from worker.model.checkpoint import open_folder
 from worker.model.contents import contents_of
@@ -93,7 +97,7 @@ def size_of(folder: Path, start: int, end: int, *, with_files: bool = True) -> i
 
 @asynccontextmanager
 async def peer_of(node: RunningNode, address: str = "") -> AsyncIterator[Peer]:
-    peer = Peer(node.name, address or node.address, NETWORK)
+    peer = Peer(node.name, [address or node.address], NETWORK)
     try:
         yield peer
     finally:
@@ -305,6 +309,20 @@ async def test_a_coordinator_that_sends_none_says_what_its_worker_lacks(models: 
             await load_fed(peer, full_request(folder, 2, 4), open_folder(folder), lambda report: None, feeds=False)
 
 
+async def test_whatever_a_coordinator_does_it_sends_none_where_its_file_says_so(
+    models: Models, store_of: StoreOf, taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = models("qwen3").folder
+    monkeypatch.setattr(survey_module, "is_worth_measuring", lambda peers: True)
+    async with serving(1, NOTHING, store_of=store_of) as [node], peer_of(node) as peer:
+        cluster = Cluster(workers=(Worker(name=node.name, address=(node.address,)),), pull="none")
+        options = ClusterOptions(cluster, str(folder), None, 128)
+        with pytest.raises(ModelLacking, match="this node sends it none"):
+            await try_cluster(options)
+        assert list((await known_speeds(options, open_folder(folder), [peer])).speeds) == ["coordinator"]
+    assert not taken
+
+
 async def test_a_full_disk_is_told_and_nothing_half_written_is_loaded(
     models: Models, store_of: StoreOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,7 +406,7 @@ async def test_a_node_that_lacks_the_model_measures_itself_by_its_configuration(
 ) -> None:
     folder = models("qwen3").folder
     async with serving(1, NOTHING, store_of=store_of) as [node], peer_of(node) as peer:
-        assert (await survey(open_folder(folder), "coordinator", [peer])).speeds["node-1"].is_measured
+        assert (await survey(open_folder(folder), "coordinator", [peer], feeds=True)).speeds["node-1"].is_measured
     assert sum(taken) == size_of(folder, 0, 0)
 
 

@@ -263,7 +263,7 @@ async def test_a_worker_that_has_more_than_there_is_or_less_than_before_is_refus
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder, server = models("qwen3").folder, NETWORK.server()
     add_node(Liar(replies), server)
-    peer = Peer("node-1", f"127.0.0.1:{NETWORK.listen(server, '127.0.0.1:0')}", NETWORK)
+    peer = Peer("node-1", [f"127.0.0.1:{NETWORK.listen(server, '127.0.0.1:0')}"], NETWORK)
     await server.start()
     try:
         with pytest.raises(FrameError, match=r"^worker node-1: expected it to have \d+ to \d+ bytes of a file"):

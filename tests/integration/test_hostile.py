@@ -269,7 +269,7 @@ def test_a_date_that_there_is_not_is_no_reason_to_warn_or_to_fail(until_s: int) 
 async def test_an_empty_greeting_is_no_workers(models: Models) -> None:
     async with lying(models) as (liar, chain):
         liar.greeting = HelloReply()
-        peer = Peer("liar", chain.peers[0].address, NETWORK)
+        peer = Peer("liar", [chain.peers[0].address], NETWORK)
         with pytest.raises(BrigadeError, match="speaks protocol 0"):
             await peer.hello(1)
         await peer.close()

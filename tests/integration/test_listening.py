@@ -44,7 +44,7 @@ async def test_a_worker_listens_on_all_its_addresses_and_on_one_that_it_lacks_as
         lacking.close()
         await until(lambda: f"worker mini listens on {missing}\n" in out.getvalue())
         for address in (*found.addresses[:2], missing):
-            peer = Peer("mini", address, NETWORK)
+            peer = Peer("mini", [address], NETWORK)
             assert (await peer.hello()).node == "mini"
             await peer.close()
         with pytest.raises(ConfigError, match=f"^cannot listen on {missing}: in use"):

@@ -147,7 +147,7 @@ async def test_hints_name_the_configuration_that_was_given(tmp_path: Path) -> No
     path = tmp_path / "home.yaml"
     path.write_text("workers: []\n")
     network = Network.of(load_cluster(path), "coordinator", Role.COORDINATOR)
-    peer = Peer("mini", "127.0.0.1:1", network)
+    peer = Peer("mini", ["127.0.0.1:1"], network)
     with pytest.raises(StageLost, match=f"brigade worker --config {path} --name mini$"):
         await peer.hello(0.05)
     await peer.close()

@@ -15,7 +15,7 @@ from coordinator.cluster.roster import Roster
 from coordinator.cluster.runner import Runner
 from coordinator.cluster.supervisor import Supervisor
 from coordinator.planning.recovery import Limits
-from coordinator.planning.speeds import Link, Speed, Survey
+from coordinator.planning.speeds import NOTHING_KNOWN, Link, Speed, Survey
 from tests.integration.conftest import NETWORK, Models, answer
 from tests.integration.many import Live, request, tokens_of
 from tests.integration.test_recovery import Place
@@ -32,15 +32,16 @@ FREE, FIXED = "free", "fixed"
 def known_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the nodes were different machines that have measured themselves."""
 
-    async def survey(checkpoint: Checkpoint, own_name: str, peers: list[Peer], *, feeds: bool) -> Survey:
+    async def known_speeds(options: ClusterOptions, checkpoint: Checkpoint, peers: list[Peer]) -> Survey:
+        if not peers:
+            return NOTHING_KNOWN
         num_kinds = len(describe(checkpoint).kinds)
         return Survey(
             {name: Speed((((1, ms),),) * num_kinds, ((1, 8 * ms),), 1) for name, ms in LAYER_MS.items()},
             {"slow": Link(0.1), "fast": Link(0.1)},
         )
 
-    monkeypatch.setattr(open_module, "is_worth_measuring", lambda peers: bool(peers))
-    monkeypatch.setattr(open_module, "survey", survey)
+    monkeypatch.setattr(open_module, "known_speeds", known_speeds)
 
 
 @asynccontextmanager
@@ -63,7 +64,7 @@ def options(folder: Path, places: list[Place], order: str = FREE, own: int | Non
 @asynccontextmanager
 async def opened(given: ClusterOptions) -> AsyncIterator[Supervisor]:
     checkpoint = open_folder(Path(given.model))
-    peers = [Peer(worker.name, worker.addresses[0], NETWORK) for worker in given.cluster.workers]
+    peers = [Peer(worker.name, worker.addresses, NETWORK) for worker in given.cluster.workers]
     async with (
         Roster(peers, given.cluster) as roster,
         supervised(given, checkpoint, describe(checkpoint), 128, roster, peers) as supervisor,

@@ -109,8 +109,8 @@ async def supervised(
         for place in places:
             await place.start()
             stack.push_async_callback(place.stop)
-            first, *others = await stack.enter_async_context(reaching(place))
-            peers.append(Peer(place.name, first, network, fallbacks=others, say=said.append))
+            addresses = await stack.enter_async_context(reaching(place))
+            peers.append(Peer(place.name, addresses, network, said.append))
         workers = tuple(Worker(name=place.name, address=(place.address,), memory=memory) for place in places)
         cluster = Cluster(coordinator=Coordinator(memory=memory), workers=workers)
         roster = await stack.enter_async_context(Roster(peers, cluster))

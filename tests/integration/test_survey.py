@@ -44,7 +44,7 @@ async def peers_of(nodes: Sequence[RunningNode], network: Network = NETWORK) -> 
 
 async def surveyed(folder: Path, nodes: Sequence[RunningNode]) -> Survey:
     async with peers_of(nodes) as peers:
-        return await survey(open_folder(folder), "coordinator", peers)
+        return await survey(open_folder(folder), "coordinator", peers, feeds=True)
 
 
 async def test_every_node_and_every_hop_are_measured(models: Models, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,7 +89,7 @@ async def test_all_measure_themselves_again_if_they_are_asked_to(
     monkeypatch.setattr(measured, "gauge", counted)
     async with serving(2) as nodes, peers_of(nodes) as peers:
         for anew, expected in ((True, 3), (False, 3), (True, 6)):
-            await survey(open_folder(folder), "coordinator", peers, anew=anew)
+            await survey(open_folder(folder), "coordinator", peers, anew=anew, feeds=True)
             assert num_gauged == expected
             assert bool(capsys.readouterr().err) == anew
 
@@ -130,7 +130,7 @@ async def test_a_probe_has_an_end(parts: list[ProbePart]) -> None:
 
 async def test_a_link_to_nobody_is_no_link(models: Models) -> None:
     async with serving(1) as nodes, peers_of(nodes) as [peer]:
-        gone = Peer("gone", "127.0.0.1:1", NETWORK)
+        gone = Peer("gone", ["127.0.0.1:1"], NETWORK)
         with pytest.raises(BrigadeError, match="gone"):
             await peer.measure_link(gone)
         await gone.close()

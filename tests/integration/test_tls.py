@@ -40,7 +40,7 @@ def short_hello(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def peer_of(node: RunningNode, network: Network, name: str = "") -> AsyncIterator[Peer]:
-    peer = Peer(name or node.name, node.address, network)
+    peer = Peer(name or node.name, [node.address], network)
     try:
         yield peer
     finally:
@@ -176,7 +176,7 @@ async def test_an_older_version_of_tls_is_refused(certificates: Certificates) ->
     context.set_alpn_protocols(["h2"])
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     async with serving(1, network_of=certificates.network) as [node], encrypting(node, context) as address:
-        peer = Peer(node.name, address, NETWORK)
+        peer = Peer(node.name, [address], NETWORK)
         with pytest.raises(ConfigError, match=r"^worker node-1: expected .* TLSv1\.3, got one by TLSv1\.2"):
             await peer.hello()
         await peer.close()

@@ -140,13 +140,12 @@ def test_nodes_on_other_machines_are_measured_and_it_says_so(
     async def ask_nodes(*given: object) -> list[Node]:
         return [Node("max", 2**30), Node("mini", 2**30)]
 
-    async def survey(*given: object, anew: bool) -> Survey:
+    async def known_speeds(*given: object, anew: bool) -> Survey:
         assert not anew
         return Survey({name: Speed((times,), times, 546) for name in ("max", "mini")}, {"mini": Link(0.3, 2e9)})
 
-    for fake in (open_peers, ask_nodes, survey):
+    for fake in (open_peers, ask_nodes, known_speeds):
         monkeypatch.setattr(commands, fake.__name__, fake)
-    monkeypatch.setattr(commands, "is_worth_measuring", lambda peers: True)
     brigade("plan", "--model", str(tiny), "--objective", "throughput", "--concurrency", "4")
     told = " ".join(capsys.readouterr().out.split())
     assert "max [0, 2)" in told and "max 546 GB/s measured" in told and "0.15 ms" in told

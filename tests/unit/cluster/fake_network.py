@@ -298,4 +298,4 @@ class World:
 
         patch.setattr(chains, "Chain", WorldChain)
         patch.setattr(keeper, "LocalWorker", Started)
-        patch.setattr(roster, "Peer", lambda name, address, network: FakePeer(self.places[name]))
+        patch.setattr(roster, "Peer", lambda name, addresses, network: FakePeer(self.places[name]))

@@ -56,10 +56,10 @@ def test_the_plan_of_a_cluster_is_simulated(
     async def ask_nodes(*given: object) -> list[Node]:
         return nodes(ROOMY, ROOMY)
 
-    async def survey(*given: object) -> Survey:
+    async def known_speeds(*given: object) -> Survey:
         return Survey({name: each for name, each in KNOWN.speeds.items() if name != unknown}, KNOWN.ports)
 
-    for fake in (open_peers, ask_nodes, survey):
+    for fake in (open_peers, ask_nodes, known_speeds):
         monkeypatch.setattr(profiled, fake.__name__, fake)
     monkeypatch.setattr(profiled, "is_worth_measuring", lambda peers: True)
     arguments = ["plan", "--simulate", "--config", str(config), "--model", "demo", "--concurrency", "1", "--json"]
