@@ -6,15 +6,13 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 
 from coordinator.cluster.peer import Peer
-from protos.brigade_pb2 import Configuration, HelloReply
+from protos.brigade_pb2 import HelloReply
 from worker.config import Cluster
 from worker.errors import BrigadeError, StageLost
-from worker.node.configuration import configuration_of
+from worker.node.configuration import configuration_of, differing
 from worker.node.identity import Role, expiry_warning
-from worker.process.printable import printable
 
 _MOST_DIFFERENCES = 5  # of one worker's configuration that are told
-_MOST_SHOWN = 200  # characters
 _LAST_SECOND = 253402300800  # of the year 9999, since 1970
 
 
@@ -49,23 +47,8 @@ def differences(name: str, cluster: Cluster, greeting: HelloReply) -> Iterator[s
         return
     if greeting.node != name:
         yield f"worker {name} calls itself {greeting.node}: one of both has the wrong name or address"
-    differing = list(_differing(greeting.configuration, configuration_of(cluster)))
-    for key, there, here in differing[:_MOST_DIFFERENCES]:
-        shown = printable(str(there), _MOST_SHOWN)
-        yield f"worker {name} has another configuration: {key} is {shown} there, {here} here"
-    if more := differing[_MOST_DIFFERENCES:]:
+    found = differing(greeting.configuration, configuration_of(cluster))
+    for key, there, here in found[:_MOST_DIFFERENCES]:
+        yield f"worker {name} has another configuration: {key} is {there} there, {here} here"
+    if more := found[_MOST_DIFFERENCES:]:
         yield f"worker {name} has another configuration: {len(more)} more keys differ"
-
-
-def _differing(there: Configuration, here: Configuration) -> Iterator[tuple[str, object, object]]:
-    """What both say and not alike: a worker's copy may lack what is not about it."""
-    yield from (
-        (key, theirs, ours)
-        for key, theirs, ours in (
-            ("model", there.model, here.model),
-            ("layers", list(there.layers), list(here.layers)),
-            ("context", there.context, here.context),
-            *((key, there.others[key], here.others[key]) for key in sorted({*there.others} & {*here.others})),
-        )
-        if theirs and ours and theirs != ours
-    )

@@ -12,6 +12,9 @@ from coordinator.examine.judge_reach import judge_addresses, judge_unreached
 from coordinator.examine.known import Known, KnownNode
 from protos.brigade_pb2 import Facts
 from worker.model.modelspec import ModelSpec
+from worker.node.configuration import differing
+
+_MOST_DIFFERENCES = 5  # of one worker that are told
 
 
 @dataclass(frozen=True)
@@ -88,16 +91,9 @@ def _configuration(node: KnownNode, facts: Facts, coordinator: KnownNode) -> Ite
         yield mend(
             Kind.CONFIGURATION, node.name, text, f"there: brigade worker --name {node.name}, or correct `address:`"
         )
-    theirs, ours = node.configuration, coordinator.configuration
-    pairs = (
-        ("model", theirs.model, ours.model),
-        ("layers", list(theirs.layers)[:64], list(ours.layers)),
-        ("context", theirs.context, ours.context),
-    )
-    for key, there, here in pairs:
-        if there and here and there != here:
-            text = f"its cluster.yaml has `{key}: {there}`, the coordinator's {here}, which counts"
-            yield note(Kind.CONFIGURATION, node.name, text, "copy the coordinator's cluster.yaml to it")
+    for key, there, here in differing(node.configuration, coordinator.configuration)[:_MOST_DIFFERENCES]:
+        text = f"its cluster.yaml has `{key}: {there}`, the coordinator's {here}, which counts"
+        yield note(Kind.CONFIGURATION, node.name, text, "copy the coordinator's cluster.yaml to it")
 
 
 def _minor(version: str) -> str:

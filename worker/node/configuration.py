@@ -4,6 +4,10 @@ from collections.abc import Iterator
 
 from protos.brigade_pb2 import Configuration
 from worker.config import Cluster
+from worker.process.printable import printable
+
+_MOST_SHOWN = 200  # characters of what another node says
+_MOST_LAYERS = 64
 
 
 def configuration_of(cluster: Cluster) -> Configuration:
@@ -14,6 +18,21 @@ def configuration_of(cluster: Cluster) -> Configuration:
         context=cluster.context or 0,
         others=dict(_others(cluster)),
     )
+
+
+def differing(there: Configuration, here: Configuration) -> list[tuple[str, str, str]]:
+    """What both say and not alike: key, what it is there, and here. A worker's copy may lack what is not about it."""
+    pairs = (
+        ("model", there.model, here.model),
+        ("layers", list(there.layers[:_MOST_LAYERS]), list(here.layers)),
+        ("context", there.context, here.context),
+        *((key, there.others[key], here.others[key]) for key in sorted({*there.others} & {*here.others})),
+    )
+    return [
+        (key, printable(str(theirs), _MOST_SHOWN), str(ours))
+        for key, theirs, ours in pairs
+        if theirs and ours and theirs != ours
+    ]
 
 
 def _others(cluster: Cluster) -> Iterator[tuple[str, str]]:

@@ -102,11 +102,15 @@ def test_what_is_said_of_a_node(changed: dict[str, Any], level: Level, kind: Kin
     [
         (Configuration(model="small"), ["`model: small`, the coordinator's big"]),
         (Configuration(layers=[1, 3], context=100), ["`layers: [1, 3]`", "`context: 100`"]),
+        (
+            Configuration(others={"order": "fixed", "coordinator.name": "studio"}),
+            ["`order: fixed`, the coordinator's free"],
+        ),
         (Configuration(), []),
     ],
 )
 def test_a_configuration_that_differs_is_noted(theirs: Configuration, words: list[str]) -> None:
-    ours = Configuration(model="big", layers=[2, 2], context=200)
+    ours = Configuration(model="big", layers=[2, 2], context=200, others={"order": "free"})
     studio = replace(node("studio", STUDIO), configuration=ours)
     findings = judged(known(replace(node(), configuration=theirs), studio=studio))
     assert worse(findings) == [(NOTE, Kind.CONFIGURATION, "mini")] * len(words)
