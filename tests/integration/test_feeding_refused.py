@@ -23,6 +23,7 @@ from tests.unit.fuzz import ODD_INTS, fuzzed
 from worker.errors import BrigadeError, ConfigError, FrameError, ModelError
 from worker.model.checkpoint import open_folder
 from worker.model.headers import pack_headers, unpack_headers
+from worker.node import feeding as feeding_module
 from worker.node.chunks import checksum_of, write_chunk
 from worker.node.feeding import be_fed
 from worker.node.identity import Role
@@ -31,6 +32,7 @@ from worker.node.relay import add_node
 from worker.node.status import error_of
 from worker.store.origin import Origin, gathered
 from worker.store.pieces import pieces_of
+from worker.store.receiving import Receiving
 from worker.store.store import Store
 
 CONTENT = b'{"a": 1}'
@@ -104,6 +106,36 @@ async def test_an_honest_coordinator_is_taken_at_its_word(store: Store, sound: l
     await say(store, sound)
     assert len([name for name in files_in(store.folder) if name.endswith(".safetensors")]) == 3
     assert not [name for name in files_in(store.folder) if name.endswith(".part")]
+
+
+async def test_a_coordinator_that_falls_silent_is_not_waited_for(
+    store: Store, wanted: LoadRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feeding_module, "_SILENT_S", 0.05)
+    monkeypatch.setattr(feeding_module, "_ENDED_S", 0.05)
+
+    async def nothing() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    with pytest.raises(FrameError, match="expected more of what it is fed, got nothing for"):
+        async for _ in be_fed(store, written(Feeding(model=wanted)), nothing(), has_checksums=True):
+            pass
+
+
+async def test_a_file_that_somebody_else_receives_is_waited_for_however_long(
+    store: Store, wanted: LoadRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feeding_module, "_ASK_AGAIN_S", 0)
+    begin, tries = Store.begin_file, []
+
+    def busy(*given: Any) -> Receiving | Path | None:
+        tries.append(given)
+        return begin(*given) if len(tries) > 40 else None
+
+    monkeypatch.setattr(Store, "begin_file", busy)
+    await say(store, [Feeding(model=wanted), *file("config.json")])
+    assert len(tries) == 41 and "config.json" in files_in(store.folder)
 
 
 @pytest.mark.parametrize(

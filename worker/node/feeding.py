@@ -29,6 +29,7 @@ MOST_ON_THE_WAY = 1 << 26  # bytes that a sender may have sent without hearing o
 SAY_BYTES = 1 << 20  # between two words of how much is here
 _NOTHING = -SAY_BYTES  # told of a file: the first word says how much is here already
 _ENDED_S = 10.0
+_SILENT_S = 300.0  # the longest that a coordinator may make a digest
 _ASK_AGAIN_S = 0.2  # whether another process has done with a file
 
 T = TypeVar("T")
@@ -58,7 +59,7 @@ async def be_fed(
         yield Held()
         began = time.monotonic()
         async with Intake(store, first.model, has_checksums=has_checksums) as intake:
-            async for message in messages:
+            while (message := await next_message(messages)) is not None:
                 await intake.take(read_feeding(message))
                 if news := intake.news():
                     yield news
@@ -68,6 +69,15 @@ async def be_fed(
         yield Held(refused=True)  # a sender whose write fails hears of no status
         await _wait_ended(messages)
         raise
+
+
+async def next_message(messages: AsyncIterator[bytes]) -> bytes | None:
+    """None at their end. Raises FrameError where there is none for long: others may wait for what is held meanwhile."""
+    try:
+        async with asyncio.timeout(_SILENT_S):
+            return await anext(messages, None)
+    except TimeoutError:
+        raise FrameError(f"expected more of what it is fed, got nothing for {_SILENT_S:.0f} s") from None
 
 
 async def _wait_ended(messages: AsyncIterator[bytes]) -> None:
@@ -127,6 +137,10 @@ class Intake:
         """See how much of this file is here already. Raises as `be_fed`."""
         if self._incoming is not None:
             raise FrameError(f"expected {self._incoming.left} more bytes, got the next file")
+        if announcement.WhichOneof("what") == "file":
+            self._num_files += 1
+            if self._num_files > _MOST_FILES:
+                raise FrameError(f"expected at most {_MOST_FILES} files beside the pieces")
         if self._pieces is None:
             await self._wait_finished()  # what the pieces are is said in the files before them
         found = await self._wait_begun(announcement)
@@ -156,7 +170,7 @@ class Intake:
     async def _wait_begun(self, announcement: Announcement) -> Receiving | Path:
         """Where it is, or what takes it; while another process of this machine receives it there is neither."""
         while True:
-            found = await _from_disk(self._writer, partial(self._begin, announcement))
+            found = await _explained(self._writer.submit(partial(self._begin, announcement)))
             if found is not None:
                 return found
             await asyncio.sleep(_ASK_AGAIN_S)
@@ -206,9 +220,6 @@ class Intake:
     def _look_up(self, announcement: Announcement) -> Receiving | Path | None:
         fingerprint, size, digest = self._request.fingerprint, announcement.size, announcement.digest
         if announcement.WhichOneof("what") == "file":
-            self._num_files += 1
-            if self._num_files > _MOST_FILES:
-                raise FrameError(f"expected at most {_MOST_FILES} files beside the pieces")
             return self._store.begin_file(fingerprint, announcement.file, size, digest)
         if self._pieces is None:
             self._pieces = self._find_pieces()
@@ -268,10 +279,6 @@ class Incoming:
         writing, self._writing = self._writing, None
         if writing is not None:
             await _explained(writing)
-
-
-async def _from_disk(thread: CallThread, call: Callable[[], T]) -> T:
-    return await _explained(thread.submit(call))
 
 
 async def _explained(work: "asyncio.Future[T]") -> T:

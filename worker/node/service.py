@@ -51,7 +51,7 @@ from worker.node.attachment import Attachment, check_place
 from worker.node.copies import Copies
 from worker.node.due import Due
 from worker.node.examine import examine
-from worker.node.feeding import be_fed
+from worker.node.feeding import be_fed, next_message
 from worker.node.keep_alive import letting_go
 from worker.node.loader import Loader
 from worker.node.log import Log
@@ -258,7 +258,7 @@ class NodeService(NodeServicer):
     async def Feed(self, messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[Held]:
         async with self._reporting(context):
             # before anything is refused: a sender whose write fails hears of no status
-            first = await anext(messages, b"")
+            first = await next_message(messages) or b""
             with self.log.refusing("to be fed"):
                 self._network.require_coordinator(context)
                 self._refuse_if_draining()
