@@ -9,6 +9,7 @@ from coordinator.cluster.log import log
 from coordinator.resident.model import ResidentModel
 from coordinator.resident.tally import Ended, Tally
 from coordinator.resident.watch import Now, Watch
+from worker.process.beside import beside
 
 EVERY_S = 5.0
 
@@ -29,12 +30,8 @@ class Counts:
 async def logged(tally: Tally, watch: Watch, model: Callable[[], ResidentModel | None]) -> AsyncIterator[None]:
     """Log requests as they end, and what goes on, until left."""
     tally.on_end = log_ended
-    telling = asyncio.create_task(StatusLine(tally, watch, model).keep_telling())
-    try:
+    async with beside(StatusLine(tally, watch, model).keep_telling()):
         yield
-    finally:
-        telling.cancel()
-        await asyncio.gather(telling, return_exceptions=True)
 
 
 def log_ended(ended: Ended) -> None:

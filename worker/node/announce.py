@@ -18,6 +18,7 @@ from worker.errors import BrigadeError, ConfigError
 from worker.node.announcement import LONGEST_NAME, SERVICE, About
 from worker.node.log import Log
 from worker.node.network import Network
+from worker.process.beside import beside
 from worker.process.call_thread import run_aside
 from worker.process.interfaces import keep_to, listened_on, own_interfaces
 from worker.process.own_code import version_of
@@ -62,13 +63,8 @@ async def announcing(say: Callable[[], About], listens_on: Sequence[str], log: L
         say: what it says of itself; asked again and again.
         listens_on: where it listens, HOST:PORT; may get more entries.
     """
-    task = asyncio.create_task(_keep_announced(say, listens_on, log))
-    task.add_done_callback(log.say_failed)
-    try:
+    async with beside(_keep_announced(say, listens_on, log), log.say_failed):
         yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 async def _keep_announced(say: Callable[[], About], listens_on: Sequence[str], log: Log) -> None:

@@ -1,11 +1,11 @@
 """Keep-alive: layers that nobody has used for a while are let go, and read again for whoever comes next."""
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
 from worker.node.loader import Loader
 from worker.node.log import Log
+from worker.process.beside import beside
 from worker.process.use import Use
 
 
@@ -15,13 +15,8 @@ async def letting_go(use: Use, loader: Loader, keep_alive_s: float | None, log: 
     if keep_alive_s is None:
         yield
         return
-    task = asyncio.create_task(_let_go_again_and_again(use, loader, keep_alive_s))
-    task.add_done_callback(log.say_failed)
-    try:
+    async with beside(_let_go_again_and_again(use, loader, keep_alive_s), log.say_failed):
         yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 async def _let_go_again_and_again(use: Use, loader: Loader, keep_alive_s: float) -> None:

@@ -65,8 +65,15 @@ def serve(
     service = NodeService(name, thread, network, models, memory_bytes, configuration, log, store)
     try:
         with kept_awake():
-            with_flags = partial(_serve, announces=announces, keep_alive_s=keep_alive_s, follow_parent=follow_parent)
-            uvloop.run(with_flags(service, binds, network))
+            serving = _serve(
+                service,
+                binds,
+                network,
+                announces=announces and not follow_parent,
+                keep_alive_s=keep_alive_s,
+                follow_parent=follow_parent,
+            )
+            uvloop.run(serving)
     finally:
         thread.close()
         mx.clear_streams()
@@ -88,7 +95,7 @@ async def _serve(
         for address in found.addresses:
             service.log.listens(address)
         async with service.letting_go(keep_alive_s), contextlib.AsyncExitStack() as stack:
-            if announces and not follow_parent:
+            if announces:
                 say = partial(about, service.name, network)
                 await stack.enter_async_context(announcing(say, found.addresses, service.log))
             await stop.wait()

@@ -167,6 +167,8 @@ class Stage:
     def _worked(self, working: "asyncio.Future[None]") -> None:
         self._is_working = False
         if self._is_stopping:
+            if not working.cancelled():
+                working.exception()  # nobody wants it any more, and asyncio would log that nobody asked
             return
         self._fail_as(working)
         self._note_idle()  # the last output may have been passed on while the thread looked for one more frame

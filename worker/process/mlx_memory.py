@@ -18,11 +18,11 @@ class Held(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Bytes. `wired` is what Metal keeps from being paged out; None where there is no Metal."""
+    """Bytes. `wired` is what Metal keeps from being paged out; 0 where there is no Metal."""
 
     memory: int
     cache: int
-    wired: int | None
+    wired: int
 
 
 def memory_held() -> Held:
@@ -39,7 +39,7 @@ def forget_peak() -> None:
 def give_back() -> None:
     """Let go of the buffers that are kept for arrays to come, and of the limits for those that were here."""
     mx.clear_cache()
-    _set(_usual_limits(), wired=0)
+    _set(_usual_limits())
 
 
 def keep_within(memory_bytes: int, weight_bytes: int) -> None:
@@ -50,10 +50,11 @@ def keep_within(memory_bytes: int, weight_bytes: int) -> None:
     """
     device, usual = mx.device_info(), _usual_limits()
     if not memory_bytes:
-        return _set(usual, wired=int(device.get("max_recommended_working_set_size", 0)))
+        _set(usual._replace(wired=_most_wired(device)))
+        return
     most = int(device.get("memory_size", 0)) or max(psutil.virtual_memory().total, usual.memory)  # a card's, or a CPU's
     limits = limits_of(memory_bytes, weight_bytes, device, most)
-    _set(limits._replace(cache=min(limits.cache, usual.cache)), wired=limits.wired or 0)
+    _set(limits._replace(cache=min(limits.cache, usual.cache)))
 
 
 def limits_of(memory_bytes: int, weight_bytes: int, device: dict[str, str | int], most: int) -> Limits:
@@ -62,16 +63,18 @@ def limits_of(memory_bytes: int, weight_bytes: int, device: dict[str, str | int]
     The plan is another machine's: less than the weights is no limit to keep to, nor is more than `most`, which is all.
     """
     memory = max(weight_bytes, min(memory_bytes, most))
-    working_set = int(device.get("max_recommended_working_set_size", 0))
-    wired = min(memory, working_set) if working_set else None
-    return Limits(memory, max(_LEAST_CACHE, memory - weight_bytes), wired)
+    return Limits(memory, max(_LEAST_CACHE, memory - weight_bytes), min(memory, _most_wired(device)))
 
 
-def _set(limits: Limits, wired: int) -> None:
+def _most_wired(device: dict[str, str | int]) -> int:
+    return int(device.get("max_recommended_working_set_size", 0))
+
+
+def _set(limits: Limits) -> None:
     mx.set_memory_limit(limits.memory)
     mx.set_cache_limit(limits.cache)
-    if mx.device_info().get("max_recommended_working_set_size"):
-        mx.set_wired_limit(wired)
+    if _most_wired(mx.device_info()):
+        mx.set_wired_limit(limits.wired)
 
 
 @cache
@@ -79,4 +82,4 @@ def _usual_limits() -> Limits:
     """MLX's own, as they are before any is set: on a CPU it keeps next to nothing."""
     cached = mx.set_cache_limit(0)
     mx.set_cache_limit(cached)
-    return Limits(int(mx.get_memory_limit()), int(cached), None)
+    return Limits(int(mx.get_memory_limit()), int(cached), 0)

@@ -18,11 +18,11 @@ METAL = 11453251584  # what Metal recommends on that Mac
         (8 << 30, 5 << 30, MAC_MINI_16, Limits(8 << 30, 3 << 30, 8 << 30)),
         (12 << 30, 5 << 30, MAC_MINI_16, Limits(12 << 30, 7 << 30, METAL)),  # Metal would refuse to wire more
         (5 << 30, 5 << 30, MAC_MINI_16, Limits(5 << 30, 64 * MIB, 5 << 30)),
-        (8 << 30, 5 << 30, CPU, Limits(8 << 30, 3 << 30, None)),
-        (8 << 30, 5 << 30, NVIDIA, Limits(8 << 30, 3 << 30, None)),
+        (8 << 30, 5 << 30, CPU, Limits(8 << 30, 3 << 30, 0)),
+        (8 << 30, 5 << 30, NVIDIA, Limits(8 << 30, 3 << 30, 0)),
         (1, 5 << 30, MAC_MINI_16, Limits(5 << 30, 64 * MIB, 5 << 30)),  # less than the weights alone
         (2**64 - 1, 5 << 30, MAC_MINI_16, Limits(16 << 30, 11 << 30, METAL)),  # more than there is
-        (2**64 - 1, 5 << 30, CPU, Limits(16 << 30, 11 << 30, None)),
+        (2**64 - 1, 5 << 30, CPU, Limits(16 << 30, 11 << 30, 0)),
     ],
 )
 def test_limits_are_the_plans_and_wired_only_what_metal_wires(
