@@ -59,6 +59,11 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(match["port"])
 
 
+def join_address(host: str, port: int) -> str:
+    """HOST:PORT, as `split_address` takes it apart."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def is_loopback(host: str) -> bool:
     """Whether this host (without brackets) can only be this machine: 127.0.0.0/8, ::1 or localhost."""
     ip = _ip(host, 4) or _ip(host, 6)

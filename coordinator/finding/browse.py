@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from worker.config import MOST_ADDRESSES
+from worker.config import MOST_ADDRESSES, join_address
 from worker.errors import StageLost
 from worker.node.announcement import SERVICE, About
 from worker.process.interfaces import own_interfaces
@@ -58,7 +58,7 @@ def merged(found: Iterable[Found]) -> list[Found]:
 
 def addresses_in(ips: Iterable[str], port: int | None) -> tuple[str, ...]:
     """Those that a node may be called at, of what an announcement has."""
-    return tuple(_join(ip, port) for ip in list(ips)[:MOST_ADDRESSES] if port and _is_callable(ip))
+    return tuple(join_address(ip, port) for ip in list(ips)[:MOST_ADDRESSES] if port and _is_callable(ip))
 
 
 async def _browse(for_s: float) -> Heard:
@@ -122,7 +122,3 @@ def _is_callable(ip: str) -> bool:
     except ValueError:
         return False
     return not (found.is_multicast or found.is_unspecified or (found.version == 6 and found.is_link_local))
-
-
-def _join(ip: str, port: int | None) -> str:
-    return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"

@@ -19,7 +19,7 @@ from protos.brigade_pb2 import TRANSPORT_TLS, Line, Listener, ListenRequest
 from worker.node.network import Network
 from worker.process.call_thread import run_aside
 
-_TOKEN_BYTES = 32
+TOKEN_BYTES = 32
 _SMALL = bytes(64)
 _NUM_SMALL, _NUM_WARM = 32, 8
 _LARGE_BYTES, _PIECE_BYTES = 8 * 2**20, 2**18
@@ -70,7 +70,7 @@ def ask(talk: Talk, token: bytes) -> Line:
 
 def answer(talk: Talk, token: bytes) -> None:
     """The other side. Who does not know the token gets nothing."""
-    if not hmac.compare_digest(talk.receive(_TOKEN_BYTES), token):
+    if not hmac.compare_digest(talk.receive(TOKEN_BYTES), token):
         return
     for _ in range(_NUM_WARM + _NUM_SMALL):
         talk.send(talk.receive(len(_SMALL)))
@@ -101,7 +101,7 @@ async def listening_once(network: Network, request: ListenRequest) -> AsyncItera
     family, _, _, _, place = places[0]
     with closing(socket.create_server(place[:2], family=family, backlog=1)) as port:
         port.setblocking(False)
-        token = secrets.token_bytes(_TOKEN_BYTES)
+        token = secrets.token_bytes(TOKEN_BYTES)
         yield Once(port, Listener(transport=request.transport, port=port.getsockname()[1], token=token), context)
 
 

@@ -12,8 +12,10 @@ import grpc.aio
 
 from protos.brigade_pb2 import Line, Listener, ListenRequest, ProbePart, ProbeReply
 from protos.brigade_pb2_grpc import NodeServicer, NodeStub, add_NodeServicer_to_server
+from worker.config import join_address
 from worker.errors import BrigadeError
 from worker.node.network import Network
+from worker.node.plain import TOKEN_BYTES
 from worker.node.probe import answer_probe, exchange
 
 _TOKEN = "brigade-token-bin"
@@ -65,9 +67,9 @@ async def probed_once(network: Network, request: ListenRequest) -> AsyncIterator
     """
     host = network.host_beside(request.address)
     server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=2)
-    probe = OneProbe(Listener(transport=request.transport, token=secrets.token_bytes(32)))
+    probe = OneProbe(Listener(transport=request.transport, token=secrets.token_bytes(TOKEN_BYTES)))
     add_NodeServicer_to_server(probe, server)
-    probe.listener.port = server.add_insecure_port(f"[{host}]:0" if ":" in host else f"{host}:0")
+    probe.listener.port = server.add_insecure_port(join_address(host, 0))
     await server.start()
     try:
         yield probe
@@ -77,8 +79,7 @@ async def probed_once(network: Network, request: ListenRequest) -> AsyncIterator
 
 async def measure_plain_grpc(host: str, listener: Listener) -> Line:
     """What one call of Probe there shows, or why there was none."""
-    target = f"[{host}]:{listener.port}" if ":" in host else f"{host}:{listener.port}"
-    async with grpc.aio.insecure_channel(target, options=_OPTIONS) as channel:
+    async with grpc.aio.insecure_channel(join_address(host, listener.port), options=_OPTIONS) as channel:
         try:
             async with asyncio.timeout(_ASKED_S):
                 found = await exchange(NodeStub(channel).Probe(metadata=((_TOKEN, listener.token),)))

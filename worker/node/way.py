@@ -8,7 +8,7 @@ from protos.brigade_pb2 import TRANSPORT_GRPC, LinkReply, LinkRequest, Way
 from worker.config import split_address
 from worker.errors import BrigadeError, FrameError
 from worker.node.network import Network
-from worker.node.plain import measure_line
+from worker.node.plain import TOKEN_BYTES, measure_line
 from worker.node.plain_grpc import measure_plain_grpc
 from worker.node.probe import probe
 from worker.node.reach import reachable
@@ -17,7 +17,7 @@ from worker.process.call_thread import run_aside
 NO_NAME = -1
 
 _CONNECT_S = 3.0
-_MOST_LISTENERS, _TOKEN_BYTES = 4, 32
+_MOST_LISTENERS = 4
 
 
 async def measure_link(network: Network, request: LinkRequest) -> LinkReply:
@@ -27,8 +27,8 @@ async def measure_link(network: Network, request: LinkRequest) -> LinkReply:
         StageLost: the node does not answer, unless the link is to be examined: the reply says so then.
         FrameError: these are no listeners; their tokens are sent as they are.
     """
-    if len(request.listeners) > _MOST_LISTENERS or any(len(each.token) != _TOKEN_BYTES for each in request.listeners):
-        raise FrameError(f"expected at most {_MOST_LISTENERS} listeners with tokens of {_TOKEN_BYTES} bytes")
+    if len(request.listeners) > _MOST_LISTENERS or any(len(each.token) != TOKEN_BYTES for each in request.listeners):
+        raise FrameError(f"expected at most {_MOST_LISTENERS} listeners with tokens of {TOKEN_BYTES} bytes")
     if not request.examined:
         return await probe(network, request.node, request.addresses)
     address = await reachable(network, request.node, request.addresses)
