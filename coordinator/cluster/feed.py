@@ -7,7 +7,7 @@ is sent, and for another split only the layers that are new. Files are read, and
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +34,7 @@ from worker.store.pieces import Piece, pieces_of
 _STALL_S = 120.0  # the longest that a worker may take no bytes, or not say what it has
 _BACK_S = 10.0  # for how long one is asked again that was lost on the way
 _BATCH = 2  # messages that are read from the disk at once
-_LEAST_WINDOW, _MOST_WINDOW = SAY_BYTES, 1 << 24  # bytes; of fewer a worker may not speak
+_LEAST_ALLOWANCE, _MOST_ALLOWANCE = SAY_BYTES, 1 << 24  # bytes; of fewer a worker may not speak
 _MOMENT_S, _LOOK_S = 0.1, 0.02
 _LONG_S = 1.0
 
@@ -69,7 +69,7 @@ async def feed(peer: Peer, request: LoadRequest, checkpoint: Checkpoint, report:
         BrigadeError: as `load_fed`.
     """
     began = time.monotonic()
-    supply = await run_aside(partial(Supply, checkpoint, request))
+    supply = await _from_disk(run_aside(partial(Supply, checkpoint, request)))
     await fetch(checkpoint, [name for piece in supply.pieces for name in piece.order], report)
     sending = Sending(peer, request, supply, report)
     while True:
@@ -93,12 +93,9 @@ class Supply:
     def __init__(self, checkpoint: Checkpoint, request: LoadRequest) -> None:
         self.files = [checkpoint.folder / "config.json", *checkpoint.tokenizer_files()]
         self.pieces = pieces_of(checkpoint, request.start, request.end)
+        self.nbytes = sum(path.stat().st_size for path in self.files) + sum(piece.nbytes for piece in self.pieces)
         self.digests = Digests(checkpoint)
         self._checkpoint = checkpoint
-
-    @property
-    def nbytes(self) -> int:
-        return sum(path.stat().st_size for path in self.files) + sum(piece.nbytes for piece in self.pieces)
 
     def offer(self, what: Path | Piece, given_up: threading.Event) -> "Offer":
         """Read a file, or all of a piece, for its digest, unless that is known."""
@@ -118,21 +115,21 @@ class Offer:
     origin: Origin
 
 
-class Window:
+class Allowance:
     """How many bytes may be on their way: more would only queue, in front of other connections' signs of life."""
 
     def __init__(self) -> None:
-        self.num_bytes = _LEAST_WINDOW
+        self.num_bytes = _LEAST_ALLOWANCE
         self._since = time.monotonic()
         self._num_come = 0
 
     def note(self, num_bytes: int) -> None:
-        """So many have arrived. The window follows what the link has taken lately, by half or by twice at most."""
+        """So many have arrived. It follows what the link has taken lately, by half or by twice at most."""
         self._num_come += num_bytes
         if (took_s := time.monotonic() - self._since) >= _LOOK_S:
             per_moment = int(self._num_come / took_s * _MOMENT_S)
             wanted = min(max(per_moment, self.num_bytes // 2), 2 * self.num_bytes)
-            self.num_bytes = min(max(wanted, _LEAST_WINDOW), _MOST_WINDOW)
+            self.num_bytes = min(max(wanted, _LEAST_ALLOWANCE), _MOST_ALLOWANCE)
             self._since, self._num_come = time.monotonic(), 0
 
 
@@ -146,7 +143,7 @@ class Sending:
         self._supply = supply
         self._report = report
         self._total = 0  # bytes that the worker has not, as far as that is known
-        self._window = Window()
+        self._allowance = Allowance()
 
     async def run(self) -> None:
         """One call, to its end. Raises as `feed`."""
@@ -193,7 +190,7 @@ class Sending:
                 reading = reader.submit(read)
                 await self._say(call, *(message for _, message in batch))
                 at = batch[-1][0]
-                while at - held > (0 if at == offer.origin.nbytes else self._window.num_bytes):
+                while at - held > (0 if at == offer.origin.nbytes else self._allowance.num_bytes):
                     before, held = held, await self._held(call, range(held, at + 1))
                     self._note(held - before)
         finally:
@@ -211,7 +208,7 @@ class Sending:
     def _note(self, num_bytes: int) -> None:
         """So many more have arrived."""
         self.num_sent += num_bytes
-        self._window.note(num_bytes)
+        self._allowance.note(num_bytes)
         self._report(LoadProgress(phase="feed", done=self.num_sent, total=self._total))
 
     async def _say(self, call: Call, *messages: bytes) -> None:
@@ -240,7 +237,7 @@ class Sending:
         raise StageLost("ended the call by which it was sent its layers", node=self._peer.name)
 
     async def _wait_ended(self, call: Call) -> None:
-        """Raises likewise."""
+        """Read to the end of the call. Raises what the worker refuses with, or StageLost."""
         try:
             async with asyncio.timeout(_STALL_S):
                 while await call.read() is not grpc.aio.EOF:  # type: ignore[attr-defined]
@@ -249,7 +246,7 @@ class Sending:
             raise StageLost(f"did not finish within {_STALL_S:.0f} s what it was sent", node=self._peer.name) from None
 
 
-async def _from_disk(work: "asyncio.Future[T]") -> T:
+async def _from_disk(work: Awaitable[T]) -> T:
     """Its result. Raises ModelError where a file cannot be read."""
     try:
         return await work

@@ -42,7 +42,7 @@ from tests.tiny import VOCAB, make_model
 from tools.proxy import Proxy
 from worker.config import Cluster, Worker
 from worker.errors import ModelError, ModelLacking
-from worker.model.checkpoint import open_folder
+from worker.model.checkpoint import Checkpoint, open_folder
 from worker.model.contents import contents_of
 from worker.model.describe import describe
 from worker.model.hub import open_repository
@@ -383,6 +383,17 @@ async def test_a_file_that_changes_while_it_is_sent_is_no_file_of_the_worker(
         with pytest.raises(ModelError, match=r"expected config.json with the digest .* start again"):
             await fed(node, full_request(folder, 2, 4), folder)
     assert not [path for path in store_of("node-1").folder.rglob("*") if path.is_file()]
+
+
+async def test_a_file_that_is_gone_before_it_is_sent_is_named(
+    models: Models, store_of: StoreOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, gone = models("qwen3").folder, tmp_path / "tokenizer.json"
+    wanted = full_request(folder, 2, 4)
+    monkeypatch.setattr(Checkpoint, "tokenizer_files", lambda checkpoint: [gone])
+    async with serving(1, NOTHING, store_of=store_of) as [node]:
+        with pytest.raises(ModelError, match=f"cannot read {gone}: No such file"):
+            await fed(node, wanted, folder)
 
 
 # Beside other work

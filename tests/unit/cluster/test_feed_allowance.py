@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from coordinator.cluster import feed as feed_module
-from coordinator.cluster.feed import Window
+from coordinator.cluster.feed import Allowance
 from worker.node.feeding import SAY_BYTES
 
 MIB = 1 << 20
@@ -18,12 +18,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def run(window: Window, clock: list[float], bytes_per_s: float, for_s: float) -> int:
+def run(allowance: Allowance, clock: list[float], bytes_per_s: float, for_s: float) -> int:
     """What it is once a link of this speed has brought acknowledgements for so long."""
     for _ in range(round(for_s / 0.005)):
         clock[0] += 0.005
-        window.note(int(bytes_per_s * 0.005))
-    return window.num_bytes
+        allowance.note(int(bytes_per_s * 0.005))
+    return allowance.num_bytes
 
 
 @pytest.mark.parametrize(
@@ -32,15 +32,15 @@ def run(window: Window, clock: list[float], bytes_per_s: float, for_s: float) ->
 def test_it_is_what_the_link_takes_in_a_tenth_of_a_second(
     clock: list[float], bytes_per_s: float, expected: float
 ) -> None:
-    assert run(Window(), clock, bytes_per_s, 0.5) == pytest.approx(expected, rel=0.02)
+    assert run(Allowance(), clock, bytes_per_s, 0.5) == pytest.approx(expected, rel=0.02)
 
 
 def test_it_follows_a_link_that_becomes_slower_and_quicker_again(clock: list[float]) -> None:
-    window = Window()
-    sizes = [run(window, clock, speed, 0.5) for speed in (125e6, 20e6, 125e6)]
+    allowance = Allowance()
+    sizes = [run(allowance, clock, speed, 0.5) for speed in (125e6, 20e6, 125e6)]
     assert sizes == pytest.approx([12.5e6, 2e6, 12.5e6], rel=0.02)
 
 
 def test_it_is_never_less_than_a_worker_speaks_of(clock: list[float]) -> None:
     """It would wait for ever for a word that never comes."""
-    assert run(Window(), clock, 1e3, 1.0) >= SAY_BYTES
+    assert run(Allowance(), clock, 1e3, 1.0) >= SAY_BYTES
