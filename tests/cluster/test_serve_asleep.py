@@ -14,8 +14,9 @@ import uvloop
 
 from coordinator.cluster import deployment
 from coordinator.cluster.options import ClusterOptions
-from coordinator.http import run
-from coordinator.http.run import Serving
+from coordinator.http import life
+from coordinator.http.run import serve
+from coordinator.http.serving import Serving
 from coordinator.resident.model import ResidentModel
 from tests.cluster.processes import Starter, free_port, write_cluster
 from tests.cluster.test_serve_here import PATIENCE_S, served, wait_health
@@ -44,7 +45,7 @@ def test_a_model_that_nobody_asks_for_is_let_go_on_all_nodes_and_read_again_for_
     start: Starter, talker: Path, tmp_path: Path, shards: list[weakref.ref[Shard]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(run, "say", said.append)
+    monkeypatch.setattr(life, "say", said.append)
     config = write_cluster(tmp_path / "cluster.yaml", ("last", f"127.0.0.1:{free_port()}"), model=str(talker))
     worker = start.worker("last", "--config", config)
     assert worker.address
@@ -77,13 +78,13 @@ def test_a_model_that_nobody_asks_for_is_let_go_on_all_nodes_and_read_again_for_
 def test_who_waits_for_a_model_that_is_read_again_is_told_that_the_server_ends(
     talker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = run.open_resident
+    opened = life.open_resident
     hanging = asyncio.Event()
 
     @asynccontextmanager
     async def open_once(*given: Any, **named: Any) -> AsyncIterator[ResidentModel]:
         async with opened(*given, **named) as model:
-            monkeypatch.setattr(run, "open_resident", hang)
+            monkeypatch.setattr(life, "open_resident", hang)
             yield model
 
     @asynccontextmanager
@@ -92,11 +93,11 @@ def test_who_waits_for_a_model_that_is_read_again_is_told_that_the_server_ends(
         await asyncio.Event().wait()
         yield  # type: ignore[misc]
 
-    monkeypatch.setattr(run, "open_resident", open_once)
+    monkeypatch.setattr(life, "open_resident", open_once)
 
     async def check() -> None:
         serving = Serving("127.0.0.1", free_port(), names=("talker",), keep_alive_s=0.1)
-        running = asyncio.create_task(run.serve(ClusterOptions(Cluster(), str(talker), 0, 4096), serving))
+        running = asyncio.create_task(serve(ClusterOptions(Cluster(), str(talker), 0, 4096), serving))
         async with httpx2.AsyncClient(base_url=serving.url(serving.port), timeout=PATIENCE_S) as client:
             await wait_health(client, 200, running)
             async with asyncio.timeout(PATIENCE_S):
