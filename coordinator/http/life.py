@@ -60,14 +60,7 @@ async def _serve_once(
         await model.expect_grammars()
         served.take(model)
         say(f"serving {', '.join(served.names)} at {url}, {room_said(model.context, serving.context)}")
-        while await _wait_over(model, serving, answers) is Over.UNUSED:
-            async with served.looking:
-                if not model.use.is_used:  # nobody has come while a look came to its end
-                    served.fall_asleep(
-                        f"nobody asked for {serving.keep_alive_s:g} s; the next request has it read again"
-                    )
-                    return Over.UNUSED
-        return Over.STOPPED
+        return await _wait_over(model, serving, served, answers)
 
 
 async def _sleep_until_wanted(options: ClusterOptions, served: Served) -> None:
@@ -87,8 +80,8 @@ def room_said(context: int, wished: int | None) -> str:
     return f"{said}: the model has no room for {wished}" if wished is not None and wished > context else said
 
 
-async def _wait_over(model: ResidentModel, serving: Serving, answers: "asyncio.Task[None]") -> Over:
-    """Once it was told to stop, and what was under way has ended; or nobody has asked for so long as it is kept.
+async def _wait_over(model: ResidentModel, serving: Serving, served: Served, answers: "asyncio.Task[None]") -> Over:
+    """Once it was told to stop, and what was under way has ended; or the model has fallen asleep.
 
     Args:
         answers: what clients are answered by. Cancelled because that has ended, there is nothing to wait for.
@@ -96,7 +89,8 @@ async def _wait_over(model: ResidentModel, serving: Serving, answers: "asyncio.T
         BrigadeError: what makes the model useless.
     """
     try:
-        return await _wait_unused(model, serving.keep_alive_s)
+        await _fall_asleep(model, served, serving.keep_alive_s)
+        return Over.UNUSED
     except asyncio.CancelledError:
         if answers.done():
             raise
@@ -106,15 +100,24 @@ async def _wait_over(model: ResidentModel, serving: Serving, answers: "asyncio.T
         return Over.STOPPED
 
 
-async def _wait_unused(model: ResidentModel, keep_alive_s: float | None) -> Over:
+async def _fall_asleep(model: ResidentModel, served: Served, keep_alive_s: float | None) -> None:
+    """Once nobody has asked for so long; None: never. Raises what makes the model useless."""
+    while True:
+        await _wait_unused(model, keep_alive_s)
+        async with served.looking:
+            if not model.use.is_used:  # nobody has come while a look came to its end
+                served.fall_asleep(f"nobody asked for {keep_alive_s:g} s; the next request has it read again")
+                return
+
+
+async def _wait_unused(model: ResidentModel, for_s: float | None) -> None:
     failing = asyncio.create_task(model.wait_failed())
-    unused = asyncio.create_task(model.use.wait_unused(keep_alive_s)) if keep_alive_s is not None else None
+    unused = asyncio.create_task(model.use.wait_unused(for_s))
     try:
-        await asyncio.wait([task for task in (failing, unused) if task], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([failing, unused], return_when=asyncio.FIRST_COMPLETED)
         if failing.done():
-            await failing
-        return Over.UNUSED
+            failing.result()
     finally:
-        for task in (failing, unused):
-            if task:
-                task.cancel()
+        failing.cancel()
+        unused.cancel()
+        await asyncio.gather(failing, unused, return_exceptions=True)

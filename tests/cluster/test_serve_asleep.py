@@ -19,9 +19,10 @@ from coordinator.http.run import serve
 from coordinator.http.serving import Serving
 from coordinator.resident.model import ResidentModel
 from tests.cluster.processes import Starter, free_port, write_cluster
-from tests.cluster.test_serve_here import PATIENCE_S, served, wait_health
+from tests.cluster.test_serve_here import PATIENCE_S, lines_of, served, wait_health
 from worker.compute.shard import Shard
 from worker.config import Cluster, load_cluster
+from worker.process.use import Use
 
 ASK = {"prompt": "the", "max_tokens": 4}
 
@@ -109,5 +110,44 @@ def test_who_waits_for_a_model_that_is_read_again_is_told_that_the_server_ends(
                 answer = await asking
                 await asyncio.gather(running, return_exceptions=True)
         assert answer.status_code == 503 and "told to stop" in answer.json()["error"]["message"]
+
+    uvloop.run(check())
+
+
+def test_who_asks_while_it_is_about_to_fall_asleep_is_answered_though_the_server_is_told_to_stop(
+    talker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_looking, unused, may_look_away = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    wait_unused = Use.wait_unused
+
+    async def look(model: ResidentModel) -> None:
+        is_looking.set()
+        await may_look_away.wait()
+
+    async def note_unused(use: Use, for_s: float | None) -> None:
+        await is_looking.wait()
+        await wait_unused(use, for_s)
+        unused.set()
+
+    monkeypatch.setattr(ResidentModel, "look", look)
+    monkeypatch.setattr(Use, "wait_unused", note_unused)
+
+    async def check() -> None:
+        serving = Serving("127.0.0.1", free_port(), names=("talker",), keep_alive_s=0.0)
+        running = asyncio.create_task(serve(ClusterOptions(Cluster(), str(talker), 0, 4096), serving))
+        async with httpx2.AsyncClient(base_url=serving.url(serving.port), timeout=PATIENCE_S) as client:
+            await wait_health(client, 200, running)
+            looking = asyncio.create_task(client.get("/health?deep=1"))
+            await unused.wait()
+            ask = {"prompt": "the", "max_tokens": 300, "ignore_eos": True, "stream": True}
+            async with client.stream("POST", "/v1/completions", json=ask) as stream:
+                lines = lines_of(stream)
+                await anext(lines)
+                running.cancel()
+                rest = [line async for line in lines]
+            may_look_away.set()
+            await looking
+        await asyncio.gather(running, return_exceptions=True)
+        assert rest[-1] == "data: [DONE]" and not any('"error"' in line for line in rest)
 
     uvloop.run(check())
