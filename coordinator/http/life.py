@@ -35,13 +35,11 @@ async def keep_serving(
                 return
             await _sleep_until_wanted(options, served)
         except BrigadeError as error:
-            if not served.was_there:
+            if served.standing.state is State.LOADING:  # there was none yet
                 raise
             say(f"{error}; trying again in {serving.reopen_s:g} s")
             served.lose(Standing(State.RECOVERING, str(error)))
             await asyncio.sleep(serving.reopen_s)
-        finally:
-            served.model = None
 
 
 async def _serve_once(
@@ -65,13 +63,11 @@ async def _serve_once(
 
 async def _sleep_until_wanted(options: ClusterOptions, served: Served) -> None:
     """Let the model go on every node."""
-    say(f"asleep: {served.standing.why}")
     await unload_workers(options)
     gc.collect()  # what it was made of leads back to itself here and there
     give_back()
-    await served.wanted.wait()
-    served.without_model = Standing(State.LOADING, "somebody asks: the model is read again")
-    say(served.without_model.why)
+    await served.wait_wanted()
+    say(served.standing.why)
 
 
 def room_said(context: int, wished: int | None) -> str:
@@ -107,6 +103,7 @@ async def _fall_asleep(model: ResidentModel, served: Served, keep_alive_s: float
         async with served.looking:
             if not model.use.is_used:  # nobody has come while a look came to its end
                 served.fall_asleep(f"nobody asked for {keep_alive_s:g} s; the next request has it read again")
+                say(f"asleep: {served.standing.why}")
                 return
 
 

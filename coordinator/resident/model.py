@@ -34,6 +34,12 @@ class State(Enum):
     DRAINING = "draining"  # it answers what it has begun, and nothing new
     FAILED = "failed"  # no chain could be opened
     ASLEEP = "asleep"  # it was let go for want of requests; the next one has it read again, and waits
+    WAKING = "waking"  # it is read again, and whoever asks waits; clients are told that it is loading
+
+    @property
+    def word(self) -> str:
+        """What clients are told."""
+        return State.LOADING.value if self is State.WAKING else self.value
 
 
 @dataclass(frozen=True)
