@@ -136,9 +136,9 @@ def serve(
     TEMPLATES.start()  # beside the imports below, which take a second
     from coordinator.cli.run_async import run_async
     from coordinator.http.listen import load_tls
-    from coordinator.http.run import Serving, require_guarded, require_reachable
     from coordinator.http.run import serve as run_server
     from coordinator.http.served import RequestLimits
+    from coordinator.http.serving import Serving, require_guarded, require_reachable
 
     if (tls_cert is None) != (tls_key is None):
         raise InputError("tls_cert", "expected with --tls-key, both or neither")

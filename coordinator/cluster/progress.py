@@ -44,12 +44,12 @@ def say(lines: str) -> None:
 
 
 @contextmanager
-def telling_interrupts(line: str) -> Iterator[None]:
-    """Say this if what is done here is interrupted."""
+def telling_interrupts(line: str | Callable[[], str]) -> Iterator[None]:
+    """Say this, or what this makes then, if what is done here is interrupted."""
     try:
         yield
     except asyncio.CancelledError:
-        say(line)
+        say(line if isinstance(line, str) else line())
         raise
 
 

@@ -1,17 +1,16 @@
 """`brigade batch`: a file of requests, as many at once as fit, each answer a line of another file."""
 
-import asyncio
 import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from coordinator.cluster.options import ClusterOptions
-from coordinator.cluster.progress import say
+from coordinator.cluster.progress import say, telling_interrupts
 from coordinator.cluster.together import together
 from coordinator.doors.bars import Report, show_tokens
 from coordinator.doors.batch_files import Answers, Entry, open_answers, read_batch
@@ -64,20 +63,10 @@ async def run_batch(options: ClusterOptions, source: Path, target: Path, max_tok
         ) as model:
             with show_tokens("answered", len(batch.entries), done=num_known) as report:
                 run = Run(model, answers, report)
-                with telling_interrupt(run, target):
+                with telling_interrupts(partial(run.interrupted, target)):
                     await run.answer_all(entries)
     say(run.summary(target))
     return max([code, *run.codes])
-
-
-@contextmanager
-def telling_interrupt(run: "Run", target: Path) -> Iterator[None]:
-    """Say what is done already, if what is done here is interrupted."""
-    try:
-        yield
-    except asyncio.CancelledError:
-        say(f"interrupted: {run.summary(target)}; the same command goes on with the others")
-        raise
 
 
 def _exit_code(status: int) -> int:
@@ -139,6 +128,10 @@ class Run:
             found = f"{entry.method} {entry.url}"
             raise InputError("url", f"expected POST to {' or '.join(ROUTES)}, found {found}")
         return await ROUTES[entry.url](self.model, entry.body)
+
+    def interrupted(self, target: Path) -> str:
+        """What is said where it does not come to its end."""
+        return f"interrupted: {self.summary(target)}; the same command goes on with the others"
 
     def summary(self, target: Path) -> str:
         took_s = time.monotonic() - self.began

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from worker.errors import InputError
-from worker.process.json_text import to_json
+from worker.process.json_text import json_bytes
 
 Json = dict[str, Any]
 
@@ -79,7 +79,7 @@ class Answers:
 
     def add(self, line: Json) -> None:
         """A line more. Raises OSError if there is no room for it."""
-        rest = memoryview(f"{to_json(line)}\n".encode())
+        rest = memoryview(json_bytes(line) + b"\n")
         while rest:
             rest = rest[os.write(self._descriptor, rest) :]
 

@@ -43,7 +43,7 @@ async def health(request: Request) -> Response:
     if served.standing.takes_requests and request.query_params.get("deep") == "1":
         await unless_left(request, _send_token(served))
     standing = served.standing
-    body = {"status": standing.state.value, "why": standing.why}
+    body = {"status": standing.state.word, "why": standing.why}
     if standing.takes_requests:
         return JSONResponse(body)
     return JSONResponse(body, 503, {"Retry-After": "5"})

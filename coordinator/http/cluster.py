@@ -25,7 +25,7 @@ def cluster_state(served: Served, now: Now) -> dict[str, Any]:
     standing, tally, spec = served.standing, served.tally, served.frontend.spec
     return {
         "model": {"name": served.names[0], "num_layers": spec.num_layers, "context": spec.context},
-        "standing": {"state": standing.state.value, "why": standing.why},
+        "standing": {"state": standing.state.word, "why": standing.why},
         "uptime_s": tally.uptime_s,
         "epoch": now.epoch,
         "nodes": [asdict(node) for node in now.nodes],

@@ -49,8 +49,8 @@ class _Collector:
         yield self._gauge("num_requests_running", "Requests that have memory.", states.count("running"))
         yield self._gauge("num_requests_waiting", "Requests that wait for memory.", states.count("waiting"))
         yield self._gauge("uptime_seconds", "Since the server began.", tally.uptime_s)
-        standing = self._served.standing.state
-        is_now = {state.value: int(state is standing) for state in State}
+        standing = self._served.standing.state.word
+        is_now = {state.word: int(state.word == standing) for state in State}
         yield self._by("standing", "1 for how the model stands now.", "state", is_now, GaugeMetricFamily)
         yield self._counter("prompt_tokens", "Tokens of prompts whose answers began.", tally.prompt_tokens)
         yield self._counter("generation_tokens", "Tokens of answers.", tally.generation_tokens)

@@ -11,8 +11,6 @@ from coordinator.resident.tally import Tally
 from coordinator.resident.watch import Watch
 from worker.errors import QueueFull
 
-Model = ResidentModel | None
-
 
 @dataclass(frozen=True)
 class RequestLimits:
@@ -32,23 +30,30 @@ class Served:
     names: Sequence[str]  # the first one is told in answers
     started: int  # seconds since 1970
     limits: RequestLimits = field(default_factory=RequestLimits)
-    model: Model = None
     tally: Tally = field(default_factory=Tally)
     looking: asyncio.Lock = field(default_factory=asyncio.Lock)  # whether all stages answer: one request at a time
-    without_model: Standing = field(default_factory=lambda: Standing(State.LOADING, "the model is being loaded"))
     most_waking: int = 256  # requests that may wait while a model that was let go is read again
 
     def __post_init__(self) -> None:
         self.watch = Watch(self.tally)
-        self.was_there = False  # a model, at least once
-        self.wanted = asyncio.Event()  # while it is asleep: somebody asks
-        self._settled = asyncio.Event()  # whether there is a model, or is none for now
-        self._settled.set()
+        # what answers, or why nothing does
+        self._now: ResidentModel | Standing = Standing(State.LOADING, "the model is being loaded")
+        self._changed = asyncio.Event()  # set when `_now` changes; every change has an event of its own
         self._num_waking = 0
 
     @property
+    def model(self) -> ResidentModel | None:
+        """What answers, if there is one."""
+        return None if isinstance(self._now, Standing) else self._now
+
+    @property
     def standing(self) -> Standing:
-        return self.model.standing if self.model else self.without_model
+        return self._now if isinstance(self._now, Standing) else self._now.standing
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether who asks waits for a model that was let go."""
+        return self.standing.state in (State.ASLEEP, State.WAKING)
 
     @property
     def has_waiting(self) -> bool:
@@ -62,20 +67,26 @@ class Served:
 
     def take(self, model: ResidentModel) -> None:
         """Answer by this model from now on."""
-        self.model, self.was_there = model, True
-        self._settled.set()
+        self._become(model)
 
     def lose(self, standing: Standing) -> None:
         """There is no model now, and nobody waits for one."""
-        self.model, self.without_model = None, standing
-        self._settled.set()
+        self._become(standing)
 
     def fall_asleep(self, why: str) -> None:
         """There is no model until somebody asks: whoever does so waits for it."""
-        self.model, self.without_model = None, Standing(State.ASLEEP, why)
+        self._become(Standing(State.ASLEEP, why))
         self.watch.forget()
-        self.wanted.clear()
-        self._settled.clear()
+
+    def wake(self) -> None:
+        """Somebody asks: a model that is asleep is to be read again."""
+        if self.standing.state is State.ASLEEP:
+            self._become(Standing(State.WAKING, "somebody asks: the model is read again"))
+
+    async def wait_wanted(self) -> None:
+        """Return once somebody has asked for a model that is asleep."""
+        while self.standing.state is State.ASLEEP:
+            await self._changed.wait()
 
     async def wake_model(self) -> ResidentModel:
         """As `require_model`; one that is asleep is waited for, for as long as it takes to read it.
@@ -83,22 +94,32 @@ class Served:
         Raises:
             Refusal: nothing can be answered. QueueFull: too many wait already.
         """
-        if not self._settled.is_set():
+        if self.is_waited_for:
             if self._num_waking >= max(1, self.most_waking):
                 raise QueueFull(f"{self._num_waking} requests wait for the model to be read again; try again later")
-            self.wanted.set()
             self._num_waking += 1
             try:
-                await self._settled.wait()
+                await self._wait_awake()
             finally:
                 self._num_waking -= 1
         return self.require_model()
+
+    async def _wait_awake(self) -> None:
+        while self.is_waited_for:
+            self.wake()
+            await self._changed.wait()
+
+    def _become(self, now: ResidentModel | Standing) -> None:
+        """The one way from a state to another."""
+        self._now = now
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def require_model(self) -> ResidentModel:
         """Raises Refusal (503) while nothing can be answered."""
         standing = self.standing
         if self.model is None or not standing.takes_requests:
-            raise unavailable(f"{standing.state.value}: {standing.why}", standing.state.value)
+            raise unavailable(f"{standing.state.word}: {standing.why}", standing.state.word)
         return self.model
 
     def require_name(self, name: str | None) -> None:

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from coordinator.http.errors import HttpError, http_error
 from coordinator.http.served import Served
-from worker.process.json_text import to_json
+from worker.process.json_text import json_bytes
 
 T = TypeVar("T")
 Event = dict[str, Any]
@@ -27,7 +27,7 @@ class ClientLeft(Exception):
 
 def data(event: Event) -> bytes:
     """An event without a name, as OpenAI's are."""
-    return b"data: " + to_json(event, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + json_bytes(event, separators=(",", ":")) + b"\n\n"
 
 
 def named(event: Event) -> bytes:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -34,6 +34,12 @@ class State(Enum):
     DRAINING = "draining"  # it answers what it has begun, and nothing new
     FAILED = "failed"  # no chain could be opened
     ASLEEP = "asleep"  # it was let go for want of requests; the next one has it read again, and waits
+    WAKING = "waking"  # it is read again, and whoever asks waits; clients are told that it is loading
+
+    @property
+    def word(self) -> str:
+        """What clients are told."""
+        return State.LOADING.value if self is State.WAKING else self.value
 
 
 @dataclass(frozen=True)
@@ -112,27 +118,29 @@ class ResidentModel:
         task = await self._prepare(Ask((0,), max_tokens=1, ignore_eos=True))
         if not self.tally.under_way:
             self.tally.flow.rest(time.monotonic_ns())  # the time without any request is no part of it
-        async with contextlib.aclosing(self.stream(task, tally=Tally())) as deltas:
+        async with contextlib.aclosing(self._stream(task, Tally())) as deltas:
             async for _ in deltas:
                 pass
 
-    async def stream(
-        self, task: Task, *, traced: bool = False, tally: Tally | None = None
-    ) -> AsyncGenerator[Delta, None]:
+    async def stream(self, task: Task, *, traced: bool = False) -> AsyncGenerator[Delta, None]:
         """Answer, step by step. Closing the iterator frees what the answer took on every node.
 
-        Args:
-            tally: what takes note of it instead of the model's own.
         Raises:
             NodeBusy: it is draining. And what `Runner.stream` raises.
         """
+        with self.use.using():
+            async with contextlib.aclosing(self._stream(task, self.tally, traced=traced)) as deltas:
+                async for delta in deltas:
+                    yield delta
+
+    async def _stream(self, task: Task, tally: Tally, *, traced: bool = False) -> AsyncGenerator[Delta, None]:
         self._require_open()
-        with self._answering(), nullcontext() if tally else self.use.using():
+        with self._answering():
             await self._compile(task.request.sampling)
             channels = task.channels()
             pieces = self.runner.stream(task.request, text=task.stream(), traced=traced)
             async with contextlib.aclosing(pieces):
-                with (tally or self.tally).watch(task) as watched:
+                with tally.watch(task) as watched:
                     async for piece in pieces:
                         watched.take(piece)
                         yield channels.push(piece)

@@ -14,13 +14,15 @@ import uvloop
 
 from coordinator.cluster import deployment
 from coordinator.cluster.options import ClusterOptions
-from coordinator.http import run
-from coordinator.http.run import Serving
+from coordinator.http import life
+from coordinator.http.run import serve
+from coordinator.http.serving import Serving
 from coordinator.resident.model import ResidentModel
 from tests.cluster.processes import Starter, free_port, write_cluster
-from tests.cluster.test_serve_here import PATIENCE_S, served, wait_health
+from tests.cluster.test_serve_here import PATIENCE_S, lines_of, served, wait_health
 from worker.compute.shard import Shard
 from worker.config import Cluster, load_cluster
+from worker.process.use import Use
 
 ASK = {"prompt": "the", "max_tokens": 4}
 
@@ -44,7 +46,7 @@ def test_a_model_that_nobody_asks_for_is_let_go_on_all_nodes_and_read_again_for_
     start: Starter, talker: Path, tmp_path: Path, shards: list[weakref.ref[Shard]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(run, "say", said.append)
+    monkeypatch.setattr(life, "say", said.append)
     config = write_cluster(tmp_path / "cluster.yaml", ("last", f"127.0.0.1:{free_port()}"), model=str(talker))
     worker = start.worker("last", "--config", config)
     assert worker.address
@@ -77,13 +79,13 @@ def test_a_model_that_nobody_asks_for_is_let_go_on_all_nodes_and_read_again_for_
 def test_who_waits_for_a_model_that_is_read_again_is_told_that_the_server_ends(
     talker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = run.open_resident
+    opened = life.open_resident
     hanging = asyncio.Event()
 
     @asynccontextmanager
     async def open_once(*given: Any, **named: Any) -> AsyncIterator[ResidentModel]:
         async with opened(*given, **named) as model:
-            monkeypatch.setattr(run, "open_resident", hang)
+            monkeypatch.setattr(life, "open_resident", hang)
             yield model
 
     @asynccontextmanager
@@ -92,11 +94,11 @@ def test_who_waits_for_a_model_that_is_read_again_is_told_that_the_server_ends(
         await asyncio.Event().wait()
         yield  # type: ignore[misc]
 
-    monkeypatch.setattr(run, "open_resident", open_once)
+    monkeypatch.setattr(life, "open_resident", open_once)
 
     async def check() -> None:
         serving = Serving("127.0.0.1", free_port(), names=("talker",), keep_alive_s=0.1)
-        running = asyncio.create_task(run.serve(ClusterOptions(Cluster(), str(talker), 0, 4096), serving))
+        running = asyncio.create_task(serve(ClusterOptions(Cluster(), str(talker), 0, 4096), serving))
         async with httpx2.AsyncClient(base_url=serving.url(serving.port), timeout=PATIENCE_S) as client:
             await wait_health(client, 200, running)
             async with asyncio.timeout(PATIENCE_S):
@@ -108,5 +110,44 @@ def test_who_waits_for_a_model_that_is_read_again_is_told_that_the_server_ends(
                 answer = await asking
                 await asyncio.gather(running, return_exceptions=True)
         assert answer.status_code == 503 and "told to stop" in answer.json()["error"]["message"]
+
+    uvloop.run(check())
+
+
+def test_who_asks_while_it_is_about_to_fall_asleep_is_answered_though_the_server_is_told_to_stop(
+    talker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_looking, unused, may_look_away = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    wait_unused = Use.wait_unused
+
+    async def look(model: ResidentModel) -> None:
+        is_looking.set()
+        await may_look_away.wait()
+
+    async def note_unused(use: Use, for_s: float | None) -> None:
+        await is_looking.wait()
+        await wait_unused(use, for_s)
+        unused.set()
+
+    monkeypatch.setattr(ResidentModel, "look", look)
+    monkeypatch.setattr(Use, "wait_unused", note_unused)
+
+    async def check() -> None:
+        serving = Serving("127.0.0.1", free_port(), names=("talker",), keep_alive_s=0.0)
+        running = asyncio.create_task(serve(ClusterOptions(Cluster(), str(talker), 0, 4096), serving))
+        async with httpx2.AsyncClient(base_url=serving.url(serving.port), timeout=PATIENCE_S) as client:
+            await wait_health(client, 200, running)
+            looking = asyncio.create_task(client.get("/health?deep=1"))
+            await unused.wait()
+            ask = {"prompt": "the", "max_tokens": 300, "ignore_eos": True, "stream": True}
+            async with client.stream("POST", "/v1/completions", json=ask) as stream:
+                lines = lines_of(stream)
+                await anext(lines)
+                running.cancel()
+                rest = [line async for line in lines]
+            may_look_away.set()
+            await looking
+        await asyncio.gather(running, return_exceptions=True)
+        assert rest[-1] == "data: [DONE]" and not any('"error"' in line for line in rest)
 
     uvloop.run(check())

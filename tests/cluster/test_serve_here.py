@@ -15,9 +15,10 @@ import uvloop
 
 from coordinator.cluster.open import read_model
 from coordinator.cluster.options import ClusterOptions
-from coordinator.http import run
-from coordinator.http.run import Serving, serve
+from coordinator.http import life
+from coordinator.http.run import serve
 from coordinator.http.served import RequestLimits
+from coordinator.http.serving import Serving
 from coordinator.planning.recovery import Limits
 from tests.cluster.processes import Starter, free_port, write_cluster
 from worker.config import Cluster, load_cluster
@@ -64,7 +65,7 @@ async def lines_of(answer: httpx2.Response) -> AsyncIterator[str]:
 
 def test_a_full_queue_is_told_at_once_and_a_long_wait_in_the_end(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(run, "say", said.append)
+    monkeypatch.setattr(life, "say", said.append)
 
     async def check() -> None:
         _, spec = await read_model(str(talker))

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from coordinator.http.about import _send_token
-from coordinator.http.served import RequestLimits, Served
+from coordinator.http.served import Served
 from coordinator.resident.ask import Ask
 from coordinator.resident.several import collect
 from tests.cluster.models import make_talker
@@ -12,7 +12,8 @@ from tests.integration.test_score_doors import resident
 
 async def test_a_look_goes_through_every_stage_and_is_no_request_of_a_client(tmp_path: Path) -> None:
     async with resident(make_talker(tmp_path / "model"), (1, 3)) as model:
-        served = Served(model.frontend, ("talker",), 0, RequestLimits(), model, model.tally)
+        served = Served(model.frontend, ("talker",), 0, tally=model.tally)
+        served.take(model)
         await _send_token(served)
         tally = model.tally
         assert [stage.num_frames for stage in tally.flow.stages] == [1, 1]

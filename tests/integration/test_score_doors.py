@@ -84,7 +84,9 @@ async def test_scores_and_classes_by_http(models: Models) -> None:
     model = models("qwen3")
     prompt, labels = TEXT[:40], [(5, 6), (7,)]
     async with resident(model.folder, (2, 2)) as chain:
-        app = make_app(Served(chain.frontend, ["tiny"], 0, model=chain))
+        served = Served(chain.frontend, ["tiny"], 0)
+        served.take(chain)
+        app = make_app(served)
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost") as client:
             told = await client.post("/v1/score", json={"prompt_tokens": prompt, "continuations": labels})
             wrong = await client.post("/v1/score", json={"prompt_tokens": [], "continuations": labels})
@@ -105,7 +107,9 @@ async def test_classes_are_as_likely_as_the_whole_model_says(talker: Path, layer
     labels = [" fox", " dog", " fox jumps over", "Zürich"]
     expected = probabilities([-sum(losses(model, begin + words.encode(each).ids)[len(begin) - 1 :]) for each in labels])
     async with resident(talker, layers) as chain:
-        app = make_app(Served(chain.frontend, ["tiny"], 0, model=chain))
+        served = Served(chain.frontend, ["tiny"], 0)
+        served.take(chain)
+        app = make_app(served)
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost") as client:
             asked: list[dict[str, Any]] = [{"prompt": "the quick brown"}, {"prompt_tokens": begin}]
             answers = [await client.post("/v1/classify", json={**each, "labels": labels}) for each in asked]

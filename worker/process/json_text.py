@@ -4,7 +4,18 @@ import json
 from typing import Any
 
 
-def to_json(value: Any, *, indent: int | None = None, separators: tuple[str, str] | None = None) -> str:
-    r"""Text as it stands; half of a surrogate pair, which no UTF-8 can hold, as `\ud800`."""
-    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators)
-    return text.encode(errors="backslashreplace").decode()
+def json_bytes(
+    value: Any, *, indent: int | None = None, separators: tuple[str, str] | None = None, allow_nan: bool = True
+) -> bytes:
+    r"""Text as it stands; half of a surrogate pair, which no UTF-8 can hold, as `\ud800`.
+
+    Raises:
+        ValueError: a number is no number, and `allow_nan` is False.
+    """
+    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, allow_nan=allow_nan)
+    return text.encode(errors="backslashreplace")
+
+
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    """`json_bytes` as text."""
+    return json_bytes(value, indent=indent).decode()

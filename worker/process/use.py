@@ -32,8 +32,8 @@ class Use:
                 self._used.clear()
                 self._unused.set()
 
-    async def wait_unused(self, for_s: float) -> None:
-        """Return once it has not been for so long without a break."""
+    async def wait_unused(self, for_s: float | None) -> None:
+        """Return once it has not been for so long without a break; None: never."""
         while True:
             await self._unused.wait()
             try:

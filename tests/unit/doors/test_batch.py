@@ -2,13 +2,15 @@
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from coordinator.cluster.progress import telling_interrupts
 from coordinator.doors import batch as batch_module
-from coordinator.doors.batch import Run, telling_interrupt
+from coordinator.doors.batch import Run
 from coordinator.doors.batch_files import Entry, open_answers
 from coordinator.resident.model import ResidentModel
 from worker.errors import NodeBusy
@@ -36,7 +38,7 @@ def test_whoever_interrupts_a_batch_is_told_what_is_done(
             run = Run(fake, answers, lambda num_done, num_tokens: None)
 
             async def work() -> None:
-                with telling_interrupt(run, target):
+                with telling_interrupts(partial(run.interrupted, target)):
                     await run.answer_all(entries)
 
             task = asyncio.create_task(work())

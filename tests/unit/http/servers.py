@@ -9,12 +9,18 @@ from starlette.types import ASGIApp
 from coordinator.http.app import make_app
 from coordinator.http.served import RequestLimits, Served
 from coordinator.resident.frontend import Frontend
+from coordinator.resident.model import ResidentModel
 
 
-def served(*, heartbeat_s: float = RequestLimits.heartbeat_s, **more: Any) -> Served:
-    """What routes share while no model is loaded."""
+def served(
+    *, model: ResidentModel | None = None, heartbeat_s: float = RequestLimits.heartbeat_s, **more: Any
+) -> Served:
+    """What routes share while this model is loaded, or none."""
     limits = RequestLimits(body_bytes=1000, heartbeat_s=heartbeat_s)
-    return Served(cast(Frontend, None), ("talker",), 0, limits, **more)
+    shared = Served(cast(Frontend, None), ("talker",), 0, limits, **more)
+    if model is not None:
+        shared.take(model)
+    return shared
 
 
 def app(**more: Any) -> ASGIApp:

@@ -2,11 +2,15 @@
 
 import asyncio
 
+import httpx2
 import pytest
 
+from coordinator.http.app import make_app
 from coordinator.http.errors import Refusal
+from coordinator.http.metrics import metrics_text
 from coordinator.http.served import Served
 from coordinator.resident.model import ResidentModel, Standing, State
+from coordinator.resident.watch import Now
 from tests.unit.http import answers
 from tests.unit.http.servers import served
 from worker.errors import QueueFull
@@ -36,9 +40,9 @@ def asleep(most_waking: int) -> Served:
 def test_one_request_may_always_wait_and_no_more_than_may(most_waking: int) -> None:
     async def check() -> None:
         shared = asleep(most_waking)
-        assert shared.standing.state is State.ASLEEP and not shared.wanted.is_set()
+        assert shared.standing.state is State.ASLEEP
         first, second = await waiting(shared, 2)
-        assert shared.wanted.is_set() and not first.done()
+        assert shared.standing.state is State.WAKING and not first.done()
         with pytest.raises(QueueFull, match="1 requests wait"):
             await second
         shared.take(MODEL)
@@ -55,6 +59,55 @@ def test_who_waits_is_refused_once_it_turns_out_that_there_will_be_none() -> Non
         for each in asked:
             with pytest.raises(Refusal, match="recovering: worker mini is away"):
                 await each
+
+    asyncio.run(check())
+
+
+def test_a_request_that_leaves_has_woken_the_model_all_the_same() -> None:
+    async def check() -> None:
+        shared = asleep(9)
+        wanted = asyncio.create_task(shared.wait_wanted())
+        await asyncio.wait([wanted], timeout=0)
+        assert not wanted.done()
+        [asked] = await waiting(shared, 1)
+        asked.cancel()
+        await wanted
+        assert shared.is_waited_for and shared.model is None
+
+    asyncio.run(check())
+
+
+def test_who_has_waited_wakes_a_model_again_that_fell_asleep_before_it_was_asked() -> None:
+    async def check() -> None:
+        shared = asleep(9)
+        [asked] = await waiting(shared, 1)
+        shared.take(MODEL)
+        shared.fall_asleep("nobody asked")
+        await asyncio.wait([asked], timeout=0)
+        assert not asked.done() and shared.standing.state is State.WAKING
+        shared.take(MODEL)
+        assert await asked is MODEL
+
+    asyncio.run(check())
+
+
+def test_clients_are_told_that_a_model_is_loading_while_it_is_read_again() -> None:
+    async def check() -> None:
+        shared = asleep(9)
+        await waiting(shared, 1)
+        app = make_app(shared)
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost") as client:
+            for path in ("/health", "/health?deep=1"):
+                found = await client.get(path)
+                assert found.status_code == 503 and found.json()["status"] == "loading"
+        told = {
+            line for line in metrics_text(shared, Now()).decode().splitlines() if line.startswith("brigade_standing{")
+        }
+        assert 'brigade_standing{model_name="talker",state="loading"} 1.0' in told
+        assert not [line for line in told if "waking" in line]
+        with pytest.raises(Refusal, match=r"^loading: somebody asks") as refused:
+            shared.require_model()
+        assert refused.value.error.code == "loading"
 
     asyncio.run(check())
 

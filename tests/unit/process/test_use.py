@@ -37,6 +37,22 @@ def test_only_an_unbroken_time_without_use_counts(virtual: VirtualTime) -> None:
     assert virtual.run(work()) == pytest.approx(KEEP_S)
 
 
+def test_without_a_time_nothing_counts_as_unused(virtual: VirtualTime) -> None:
+    use = Use()
+
+    async def work() -> None:
+        waiting = asyncio.create_task(use.wait_unused(None))
+        await asyncio.sleep(1e6)
+        with use.using():
+            await asyncio.sleep(1)
+        await asyncio.sleep(1e6)
+        assert not waiting.done()
+        waiting.cancel()
+        await asyncio.wait([waiting])
+
+    virtual.run(work())
+
+
 def test_who_waits_for_use_is_told_of_the_next_one(virtual: VirtualTime) -> None:
     use = Use()
 

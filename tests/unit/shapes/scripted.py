@@ -69,7 +69,9 @@ class ScriptedModel:
 
 def app_of(model: ScriptedModel) -> ASGIApp:
     """A server with this model."""
-    return make_app(Served(cast(Frontend, None), ["scripted"], 0, model=cast(Any, model)))
+    served = Served(cast(Frontend, None), ["scripted"], 0)
+    served.take(cast(Any, model))
+    return make_app(served)
 
 
 def connected(model: ScriptedModel) -> httpx2.AsyncClient:

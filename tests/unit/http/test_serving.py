@@ -1,8 +1,8 @@
-"""What `serve` refuses before it begins, and what it says once it has."""
+"""What `serve` refuses before it begins."""
 
 import pytest
 
-from coordinator.http.run import Serving, require_reachable, room_said
+from coordinator.http.serving import Serving, require_reachable
 from worker.errors import InputError
 
 
@@ -21,10 +21,3 @@ def test_names_and_origins_that_requests_bring_are_taken() -> None:
 def test_a_name_that_says_nothing_is_refused(name: str) -> None:
     with pytest.raises(InputError, match=r"^served_model_name: expected a name, found none"):
         require_reachable(Serving("127.0.0.1", 0, names=["gpt-4", name]))
-
-
-@pytest.mark.parametrize(
-    ("wished", "said"), [(None, "request"), (2048, "request"), (10**6, "request: the model has no room for 1000000")]
-)
-def test_a_context_beyond_the_models_is_told_as_such(wished: int | None, said: str) -> None:
-    assert room_said(2048, wished) == f"up to 2048 tokens per {said}"
