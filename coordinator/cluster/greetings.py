@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from importlib.metadata import version
 
 from coordinator.cluster.peer import Peer
@@ -10,10 +9,9 @@ from protos.brigade_pb2 import HelloReply
 from worker.config import Cluster
 from worker.errors import BrigadeError, StageLost
 from worker.node.configuration import configuration_of, differing
-from worker.node.identity import Role, expiry_warning
+from worker.node.identity import Role, expiry_told, expiry_warning
 
 _MOST_DIFFERENCES = 5  # of one worker's configuration that are told
-_LAST_SECOND = 253402300800  # of the year 9999, since 1970
 
 
 async def greet(peers: Sequence[Peer]) -> list[HelloReply]:
@@ -41,8 +39,8 @@ def differences(name: str, cluster: Cluster, greeting: HelloReply) -> Iterator[s
     for package, theirs in (("mlx", greeting.mlx_version), ("mlx-lm", greeting.mlx_lm_version)):
         if theirs != (ours := version(package)):
             yield f"worker {name} has {package} {theirs}, this node {ours}"
-    if 0 < (until := greeting.certificate_expires) < _LAST_SECOND:
-        yield from filter(None, [expiry_warning(name, Role.WORKER, datetime.fromtimestamp(until, UTC))])
+    if until := expiry_told(greeting.certificate_expires):
+        yield from filter(None, [expiry_warning(name, Role.WORKER, until)])
     if not greeting.HasField("configuration"):
         return
     if greeting.node != name:

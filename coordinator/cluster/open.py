@@ -14,6 +14,7 @@ from coordinator.cluster.progress import ASKING, STARTING, say, show_progress
 from coordinator.cluster.roster import Roster
 from coordinator.cluster.supervisor import Supervisor
 from coordinator.cluster.survey import known_speeds
+from coordinator.planning.budgets import Offer, budgets
 from coordinator.planning.contexts import Contexts, plan_largest
 from coordinator.planning.plan import Node, Plan, check_split, require_fit
 from coordinator.planning.replan import Replan
@@ -74,20 +75,16 @@ async def read_model(model: str) -> tuple[Checkpoint, ModelSpec]:
 
 
 async def ask_nodes(cluster: Cluster, peers: Sequence[Peer]) -> list[Node]:
-    """Each node's memory budget: what the configuration says, else what it offers itself.
-
-    Nodes of one machine share its memory: this one and the workers on its loopback get an equal part each.
-    """
+    """Each node's memory budget: what the configuration says, else what it offers itself."""
     greetings = await greet(peers)
     configured = {address: worker.memory for worker in cluster.workers for address in worker.addresses}
-    own_share = memory_budget() // (1 + sum(map(_is_here, peers)))
-    nodes = [Node(cluster.coordinator.name, cluster.coordinator.memory or own_share)]
+    theirs = []
     for peer, greeting in zip(peers, greetings, strict=True):
         for difference in differences(peer.name, cluster, greeting):
             say(f"warning: {difference}")
-        offered = own_share if _is_here(peer) else greeting.memory_bytes
-        nodes.append(Node(peer.name, configured.get(peer.address) or offered))
-    return nodes
+        theirs.append(Offer(greeting.memory_bytes, configured.get(peer.address), _is_here(peer)))
+    names = [cluster.coordinator.name, *(peer.name for peer in peers)]
+    return list(map(Node, names, budgets(Offer(memory_budget(), cluster.coordinator.memory), theirs)))
 
 
 async def make_plan(cluster: Cluster, spec: ModelSpec, peers: Sequence[Peer], context: int | Contexts) -> Plan:

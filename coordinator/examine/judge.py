@@ -13,6 +13,7 @@ from coordinator.examine.known import Known, KnownNode
 from protos.brigade_pb2 import Facts
 from worker.model.modelspec import ModelSpec
 from worker.node.configuration import differing
+from worker.node.identity import Role
 
 _MOST_DIFFERENCES = 5  # of one worker that are told
 
@@ -44,7 +45,7 @@ def _judge(known: Known, wanted: Wanted, now: datetime) -> Iterator[Finding]:
             continue
         yield from judge_addresses(node, coordinator)
         if node.error is not None:  # the coordinator's own certificate: it can ask nobody
-            fix = f"where the authority is: brigade keys issue {node.name} --coordinator"
+            fix = Role.COORDINATOR.way_to_issue(node.name)
             yield mend(Kind.CERTIFICATE, node.name, node.error.message, fix)
         yield from judge_node(node, now, is_coordinator=node is coordinator)
         if node is not coordinator and coordinator.facts is not None:

@@ -1,20 +1,20 @@
 """What is to be said of each node for itself. Pure: facts in, findings out."""
 
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import datetime, timedelta
 
 from coordinator.examine.finding import Finding, Kind, mend, note, ok
 from coordinator.examine.known import KnownNode
 from coordinator.planning.plan import format_bytes
 from protos.brigade_pb2 import Facts
+from worker.node.identity import TOLD_AHEAD, Role, expiry_told
 
 MOST_VERSIONS = 8  # that are told of one node: it has four
 
 _GIB = 2**30
-_SOON_DAYS, _VERY_SOON_DAYS = 30, 7
+_VERY_SOON = timedelta(days=7)
 _CLOCK_NOTED_S, _CLOCK_WRONG_S = 2.0, 86_400.0  # certificates are valid from a day before they were made
 _DISK_NOTED, _DISK_FULL = 20 * _GIB, _GIB
-_LAST_SECOND = 253402300800  # of the year 9999, since 1970
 _RDMA_MACOS, _RDMA_GBIT = (26, 2), 80.0
 _SYSTEMS = {"Darwin": "macOS"}
 
@@ -26,7 +26,7 @@ def judge_node(node: KnownNode, now: datetime, *, is_coordinator: bool) -> Itera
         return
     yield _machine(node.name, facts)
     yield _disk(node.name, facts)
-    yield from _certificate(node.name, facts, now, option=" --coordinator" if is_coordinator else "")
+    yield from _certificate(node.name, facts, now, Role.COORDINATOR if is_coordinator else Role.WORKER)
     if node.clock_offset_s is not None:
         yield _clock(node.name, node.clock_offset_s)
     yield from _sleep(node.name, facts, is_coordinator=is_coordinator)
@@ -59,17 +59,17 @@ def _disk(name: str, facts: Facts) -> Finding:
     return note(Kind.DISK, name, text, fix) if facts.free_disk_bytes < _DISK_NOTED else ok(Kind.DISK, name, text)
 
 
-def _certificate(name: str, facts: Facts, now: datetime, *, option: str) -> Iterator[Finding]:
-    if not 0 < facts.certificate_expires < _LAST_SECOND:
+def _certificate(name: str, facts: Facts, now: datetime, role: Role) -> Iterator[Finding]:
+    until = expiry_told(facts.certificate_expires)
+    if until is None:
         return
-    until = datetime.fromtimestamp(facts.certificate_expires, UTC)
-    days = (until - now).days
-    text = f"its certificate expires on {until:%Y-%m-%d}, in {days} days"
-    fix = f"where the authority is: brigade keys issue {name}{option}, and copy the file to it"
-    if days < _VERY_SOON_DAYS:
+    left = until - now
+    text = f"its certificate expires on {until:%Y-%m-%d}, in {left.days} days"
+    fix = f"{role.way_to_issue(name)}, and copy the file to it"
+    if left < _VERY_SOON:
         yield mend(Kind.CERTIFICATE, name, text, fix)
     else:
-        yield note(Kind.CERTIFICATE, name, text, fix) if days < _SOON_DAYS else ok(Kind.CERTIFICATE, name, text)
+        yield note(Kind.CERTIFICATE, name, text, fix) if left < TOLD_AHEAD else ok(Kind.CERTIFICATE, name, text)
 
 
 def _clock(name: str, offset_s: float) -> Finding:

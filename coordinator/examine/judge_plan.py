@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from coordinator.examine.finding import Finding, Kind, mend, ok
 from coordinator.examine.known import KnownNode
+from coordinator.planning.budgets import Offer, budgets
 from coordinator.planning.plan import Node, Plan, format_bytes, plan
 from protos.brigade_pb2 import Facts
 from worker.errors import ConfigError
@@ -18,9 +19,10 @@ def judge_plan(
     spec: ModelSpec, nodes: Sequence[KnownNode], context: int, layers: Sequence[int] | None
 ) -> Iterator[Finding]:
     """Of nodes that all could be asked. Speeds are not asked for: a plan by memory fits if any does."""
-    budgets = [Node(node.name, memory) for node, memory in zip(nodes, _budgets(nodes), strict=True)]
+    own, *theirs = map(_offer, nodes)
+    offers = [Node(node.name, memory) for node, memory in zip(nodes, budgets(own, theirs), strict=True)]
     try:
-        found = plan(spec, budgets, context, layers)
+        found = plan(spec, offers, context, layers)
     except ConfigError as error:
         yield mend(Kind.PLAN, "all nodes", error.message, "correct `layers:` or the number of workers in cluster.yaml")
         return
@@ -29,23 +31,18 @@ def judge_plan(
         return
     raised = [
         now if _is_shared(node, nodes) else Node(now.name, max(now.memory_bytes, _most(node)))
-        for node, now in zip(nodes, budgets, strict=True)
+        for node, now in zip(nodes, offers, strict=True)
     ]
     wider = plan(spec, raised, context, layers)
     if wider.fits:
-        yield from _limits(wider, budgets, nodes)
+        yield from _limits(wider, offers, nodes)
     else:
         yield _does_not_fit(spec, found, context)
 
 
-def _budgets(nodes: Sequence[KnownNode]) -> Iterator[int]:
-    """What weights and caches may take on each: those of one machine share what the coordinator offers."""
-    num_here = 1 + sum(node.is_here for node in nodes)
-    for node in nodes:
-        is_shared = _is_shared(node, nodes)
-        facts = nodes[0].facts if is_shared else node.facts
-        assert facts is not None
-        yield node.configured_bytes or facts.budget_bytes // (num_here if is_shared else 1)
+def _offer(node: KnownNode) -> Offer:
+    assert node.facts is not None
+    return Offer(node.facts.budget_bytes, node.configured_bytes, node.is_here)
 
 
 def _is_shared(node: KnownNode, nodes: Sequence[KnownNode]) -> bool:
@@ -67,9 +64,9 @@ def _offered(facts: Facts) -> float:
     return min(1.0, facts.budget_bytes / facts.working_set_bytes)
 
 
-def _limits(wider: Plan, budgets: Sequence[Node], nodes: Sequence[KnownNode]) -> Iterator[Finding]:
+def _limits(wider: Plan, offers: Sequence[Node], nodes: Sequence[KnownNode]) -> Iterator[Finding]:
     """For each Mac that has to offer more: the command that lets it."""
-    for assignment, now, node in zip(wider.assignments, budgets, nodes, strict=True):
+    for assignment, now, node in zip(wider.assignments, offers, nodes, strict=True):
         if assignment.needed_bytes > now.memory_bytes and node.facts is not None:
             limit = math.ceil(assignment.needed_bytes / _offered(node.facts) / _MIB)
             text = f"has to hold {format_bytes(assignment.needed_bytes)}, offers {format_bytes(now.memory_bytes)}"

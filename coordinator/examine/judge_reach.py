@@ -6,6 +6,7 @@ from coordinator.examine.finding import Finding, Kind, mend, note
 from coordinator.examine.known import KnownNode
 from protos.brigade_pb2 import Way
 from worker.errors import ConfigError, ModelError
+from worker.node.identity import Role
 
 _NO_NAME = -1
 _NO_ROUTE_DARWIN = 65  # EHOSTUNREACH; where the local network is not allowed, macOS says so at once
@@ -22,7 +23,7 @@ def judge_unreached(node: KnownNode, coordinator: KnownNode, file: str) -> Findi
     error, start = node.error, f"there: brigade worker --config {file} --name {node.name}"
     said = error.message if error else "did not answer"
     if isinstance(error, ConfigError):
-        return mend(Kind.CERTIFICATE, node.name, said, f"where the authority is: brigade keys issue {node.name}")
+        return mend(Kind.CERTIFICATE, node.name, said, Role.WORKER.way_to_issue(node.name))
     if isinstance(error, ModelError):
         return mend(Kind.BRIGADE, node.name, said, "install the same version of Brigade on all nodes")
     if node.ways and all(way.error for way in node.ways):

@@ -20,7 +20,8 @@ from worker.errors import ConfigError
 
 _MOST_BYTES = 1 << 16  # of such a file
 _PEM = re.compile(rb"-----BEGIN ([A-Z ]+)-----\n[^-]+-----END \1-----\n?")
-_TOLD_AHEAD = timedelta(days=30)
+TOLD_AHEAD = timedelta(days=30)
+_YEAR_10000 = 253402300800  # beyond what Python's dates hold
 
 
 class Role(StrEnum):
@@ -29,10 +30,10 @@ class Role(StrEnum):
     COORDINATOR = "brigade:coordinator"
     WORKER = "brigade:worker"
 
-    @property
-    def option(self) -> str:
-        """What `brigade keys issue NAME` needs besides."""
-        return " --coordinator" if self is Role.COORDINATOR else ""
+    def way_to_issue(self, name: str) -> str:
+        """How to get a certificate of this role."""
+        option = " --coordinator" if self is Role.COORDINATOR else ""
+        return f"where the authority is: brigade keys issue {name}{option}"
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,14 @@ class Identity:
 def expiry_warning(name: str, role: Role, until: datetime) -> str:
     """What is to be said of a certificate that expires then; nothing while there is time."""
     left = until - datetime.now(UTC)
-    if left > _TOLD_AHEAD:
+    if left > TOLD_AHEAD:
         return ""
-    way_out = f"where the authority is: brigade keys issue {name}{role.option}"
-    return f"the certificate of {name} expires in {left.days} days, on {until:%Y-%m-%d}; {way_out}"
+    return f"the certificate of {name} expires in {left.days} days, on {until:%Y-%m-%d}; {role.way_to_issue(name)}"
+
+
+def expiry_told(seconds: int) -> datetime | None:
+    """When a certificate expires by what its node tells, since 1970; None if it has none, or tells nonsense."""
+    return datetime.fromtimestamp(seconds, UTC) if 0 < seconds < _YEAR_10000 else None
 
 
 class Keys:
@@ -136,7 +141,7 @@ class Keys:
 
     @property
     def _way_out(self) -> str:
-        return f"where the authority is: brigade keys issue {self.name}{self.role.option}, and copy that file here"
+        return f"{self.role.way_to_issue(self.name)}, and copy that file here"
 
 
 def file_name(name: str) -> str:
