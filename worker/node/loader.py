@@ -91,7 +91,9 @@ class Loader:
         Raises:
             ModelError: this node has another model, or a damaged one.
         """
-        checkpoint, stamp = await run_aside(partial(self._open, request))
+        checkpoint, stamp, lease = await run_aside(partial(self._open, request))
+        self._lease.close()
+        self._lease = lease
         held, wanted = self.loaded, _shard_of(request)
         if held and (held.request, held.stamp) == (wanted, stamp):
             self._log.kept(request)
@@ -183,13 +185,11 @@ class Loader:
             given_up.set()
             await asyncio.gather(load, return_exceptions=True)
 
-    def _open(self, request: LoadRequest) -> tuple[Checkpoint, Stamp]:
-        """This node's copy of the model, if it is the one that the coordinator means, and its stamp."""
+    def _open(self, request: LoadRequest) -> tuple[Checkpoint, Stamp, Lease]:
+        """This node's copy of the model, if it is the one that the coordinator means; its stamp; its files, held."""
         checkpoint = self._copies.open(request, partial(check_request, request))
         lease = self._copies.lease(checkpoint, request.start, request.end)
-        self._lease.close()
-        self._lease = lease
-        return checkpoint, checkpoint.stamp()
+        return checkpoint, checkpoint.stamp(), lease
 
 
 def check_request(request: LoadRequest, checkpoint: Checkpoint) -> None:

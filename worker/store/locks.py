@@ -27,7 +27,7 @@ class Lease:
 
     def take_over(self, path: Path, file: int) -> None:
         """Hold a file that this process has had alone until now."""
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_SH)  # waits: it is not had meanwhile, and whoever looks if it is used has it then
         if path in self._files:
             os.close(self._files[path])
         self._files[path] = file
@@ -35,6 +35,10 @@ class Lease:
     def close(self) -> None:
         while self._files:
             os.close(self._files.popitem()[1])
+
+    def __del__(self) -> None:
+        """Of a call that was given up nobody may be left to close it."""
+        self.close()
 
 
 def open_alone(path: Path) -> int | None:

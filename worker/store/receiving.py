@@ -4,6 +4,8 @@ its digest is right. Blocks: for a thread of its own.
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
+from io import FileIO
 from pathlib import Path
 
 from blake3 import blake3
@@ -17,14 +19,14 @@ _READ_BYTES = 1 << 22
 class Receiving:
     """Nobody else writes this file at the same time."""
 
-    def __init__(self, path: Path, unfinished: Path, begin: bytes, nbytes: int, digest: str, file: int) -> None:
-        """As `begin_receiving`; `file` is the locked descriptor of what is there of it."""
+    def __init__(self, path: Path, unfinished: Path, begin: bytes, nbytes: int, digest: str, file: FileIO) -> None:
+        """As `begin_receiving`; `file` is what is there of it, open and locked."""
         self.nbytes = nbytes
         self.path = path
         self._unfinished = unfinished
         self._digest = digest
         self._begin_bytes = len(begin)
-        self._file = os.fdopen(file, "r+b", buffering=0)
+        self._file = file
         self._hash = blake3()
         self._at = 0
         self._take_up(begin)
@@ -96,15 +98,14 @@ def begin_receiving(path: Path, unfinished: Path, begin: bytes, nbytes: int, dig
         nbytes: of what follows them.
         digest: BLAKE3 of both, in hex.
     """
-    file = open_alone(unfinished)
-    if file is None:
+    descriptor = open_alone(unfinished)
+    if descriptor is None:
         return None
-    if is_whole(path, len(begin) + nbytes):  # it was given its name after this one has looked for that
-        unfinished.unlink(missing_ok=True)
-        os.close(file)
-        return None
-    try:
-        return Receiving(path, unfinished, begin, nbytes, digest, file)
-    except OSError:
-        os.close(file)
-        raise
+    with ExitStack() as undo:
+        file = undo.enter_context(FileIO(descriptor, "r+"))
+        if is_whole(path, len(begin) + nbytes):  # it was given its name after this one has looked for that
+            unfinished.unlink(missing_ok=True)
+            return None
+        receiving = Receiving(path, unfinished, begin, nbytes, digest, file)
+        undo.pop_all()
+        return receiving

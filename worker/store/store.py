@@ -10,6 +10,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from worker.errors import ModelError
 from worker.model.checkpoint import MOST_CONFIG_BYTES, MOST_TOKENIZER_BYTES, Checkpoint, is_tokenizer_file, read_config
 from worker.model.headers import TensorInfo, read_tensors
 from worker.process.folders import cache_folder
+from worker.process.printable import printable
 from worker.store.locks import Lease, is_used, remove_unused
 from worker.store.pieces import Piece, place_of
 from worker.store.receiving import Receiving, begin_receiving, is_whole
@@ -105,8 +107,7 @@ class Store:
 
     def call(self, fingerprint: Fingerprint, name: str) -> None:
         """Remember what a model is called, for its user."""
-        shown = "".join(filter(str.isprintable, name))[:_LONGEST_NAME]
-        (self._folder_of(fingerprint) / _NAME_FILE).write_text(shown, encoding="utf-8")
+        (self._folder_of(fingerprint) / _NAME_FILE).write_text(printable(name, _LONGEST_NAME), encoding="utf-8")
 
     def lease(self, checkpoint: Checkpoint, names: Iterable[str]) -> Lease:
         """Hold the files of these tensors, if they lie here, until the lease is closed. They are used now.
@@ -142,13 +143,12 @@ class Store:
     def _begin(self, path: Path, unfinished: Path, begin: bytes, nbytes: int, digest: str) -> Receiving | None:
         path.parent.mkdir(parents=True, exist_ok=True)
         receiving = begin_receiving(path, unfinished, begin, nbytes, digest)
-        try:
-            if receiving is not None:
-                self.room.make(nbytes - receiving.offset)
-        except ModelError:
-            assert receiving is not None
-            receiving.close()
-            raise
+        if receiving is None:
+            return None
+        with ExitStack() as undo:
+            undo.callback(receiving.close)
+            self.room.make(nbytes - receiving.offset)
+            undo.pop_all()
         return receiving
 
     def _folders(self) -> list[Path]:
@@ -197,4 +197,4 @@ def _require_digest(text: str) -> str:
 
 
 def _digest(path: Path) -> str:
-    return blake3(path.read_bytes()).hexdigest()
+    return blake3().update_mmap(path).hexdigest()
