@@ -27,9 +27,10 @@ from worker.yaml_file import read_yaml
 
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?"
 _NAME = r"[A-Za-z0-9._-]+"
-_NAME_RULE = "a name of letters, digits, '-', '_' and '.'"
+NAME_RULE = "a name of letters, digits, '-', '_' and '.'"
+SIZE_RULE = "a size such as 24GiB, 24GB, 512MiB or a whole number of bytes above 0"
 MOST_ADDRESSES = 8  # of one worker: they are all asked at once
-_REQUIRED = {"name": _NAME_RULE, "address": "HOST:PORT", "keys": "a folder"}
+_REQUIRED = {"name": NAME_RULE, "address": "HOST:PORT", "keys": "a folder"}
 _MOST_PROBLEMS = 20  # that are told
 _LARGEST = 2**32 - 1
 _EXPECTED = {
@@ -96,7 +97,7 @@ def is_node_name(name: str) -> bool:
 
 def _check_name(name: str) -> str:
     if not is_node_name(name):
-        raise ValueError(_NAME_RULE)
+        raise ValueError(NAME_RULE)
     return name
 
 
@@ -116,7 +117,7 @@ def _parse_size(value: Any) -> int:
     if isinstance(value, str) and (match := re.fullmatch(r"([0-9]{1,15}) ?([KMGT])(i?)B", value)):
         size = int(match[1]) * (1024 if match[3] else 1000) ** (1 + "KMGT".index(match[2]))
     if not 0 < size < 2**63:
-        raise ValueError("a size such as 24GiB, 24GB, 512MiB or a whole number of bytes above 0")
+        raise ValueError(SIZE_RULE)
     return size
 
 
@@ -205,7 +206,7 @@ def load_cluster(path: Path) -> Cluster:
     """
     raw, problems = read_yaml(path)
     if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: expected keys such as `workers:`, found {_show(raw)}")
+        raise ConfigError(f"{path}: expected keys such as `workers:`, found {shown(raw)}")
     cluster = None
     try:
         cluster = Cluster.model_validate(raw)
@@ -239,7 +240,8 @@ def _describe(detail: ErrorDetails) -> str:
     """One line for one of pydantic's findings. A ValueError of ours says what was expected."""
     loc, kind, found = detail["loc"], detail["type"], detail["input"]
     if kind in ("extra_forbidden", "invalid_key"):
-        return f"{_path(*loc[:-1], str(loc[-1]))}: {_unknown(str(loc[-1]), _SECTIONS[str(loc[0]) if loc[1:] else ''])}"
+        section = _SECTIONS[str(loc[0]) if loc[1:] else ""]
+        return f"{yaml_path(*loc[:-1], str(loc[-1]))}: {unknown_key(str(loc[-1]), section)}"
     if kind == "missing":
         expected, found = _REQUIRED[str(loc[-1])], None
     else:
@@ -248,10 +250,11 @@ def _describe(detail: ErrorDetails) -> str:
             expected = str(detail["ctx"]["error"])
         elif kind == "literal_error":
             expected = detail["ctx"]["expected"].replace("'", "")
-    return f"{_path(*loc)}: expected {expected}, found {_show(found)}"
+    return f"{yaml_path(*loc)}: expected {expected}, found {shown(found)}"
 
 
-def _unknown(key: str, section: type[BaseModel]) -> str:
+def unknown_key(key: str, section: type[BaseModel]) -> str:
+    """What to say of a key that no field of the section has."""
     known = [field.alias or name for name, field in section.model_fields.items()]
     near = difflib.get_close_matches(key.lower(), known, n=1)
     return f"unknown key; did you mean {near[0]!r}?" if near else f"unknown key; expected one of {', '.join(known)}"
@@ -335,11 +338,13 @@ def _exposed(addresses: dict[str, Any], *, may_be: bool) -> Iterator[str]:
             )
 
 
-def _path(*loc: int | str) -> str:
+def yaml_path(*loc: int | str) -> str:
+    """Where a value stands, as `workers[0].name`."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")
 
 
-def _show(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value of YAML, for a message."""
     if value is None or isinstance(value, bool):
         return "nothing" if value is None else str(value).lower()
     if isinstance(value, dict | list | tuple):
