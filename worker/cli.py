@@ -9,7 +9,7 @@ import typer
 
 from worker.config import Cluster, Tls, is_node_name, load_cluster, split_address
 from worker.errors import ConfigError, InputError
-from worker.model.repository import is_repository
+from worker.model.repository import require_model
 from worker.process.imports import skip_init
 
 DEFAULT_BIND = "127.0.0.1:50070"
@@ -68,8 +68,8 @@ def worker(
         known = ", ".join(worker.name for worker in cluster.workers) or "no workers"
         found = f"{config} has no worker {name!r}" if name else "--name is missing"
         raise ConfigError(f"{found}: expected one of: {known}")
-    if model is not None and model != "demo" and not is_repository(model) and not Path(model).expanduser().is_dir():
-        raise ConfigError(f"--model: expected a folder, a hub repository (owner/name) or `demo`, found {model!r}")
+    if model is not None:
+        require_model(model)
     binds = (bind,) if bind else entry.addresses if entry else (DEFAULT_BIND,)
     _, port = split_address(binds[0])
 

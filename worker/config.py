@@ -2,6 +2,7 @@
 
 import difflib
 import ipaddress
+import os.path
 import re
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
@@ -230,7 +231,7 @@ def _beside(path: Path, cluster: Cluster) -> Cluster:
     """The same with its folders of keys and of models as seen from here."""
 
     def beside(folder: str) -> str:
-        return str(path.parent / Path(folder).expanduser())
+        return str(path.parent / os.path.expanduser(folder))
 
     tls = Tls(keys=beside(cluster.tls.keys)) if cluster.tls else None
     return cluster.model_copy(update={"tls": tls, "models": tuple(map(beside, cluster.models))})
