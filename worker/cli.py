@@ -65,9 +65,9 @@ def worker(
         raise InputError("keys", "not expected with --config, whose `tls:` says it")
     entry = next((worker for worker in cluster.workers if worker.name == name), None)
     if config and entry is None and (name or not bind):
-        known = ", ".join(worker.name for worker in cluster.workers) or "no workers"
         found = f"{config} has no worker {name!r}" if name else "--name is missing"
-        raise ConfigError(f"{found}: expected one of: {known}")
+        known = ", ".join(worker.name for worker in cluster.workers)
+        raise ConfigError(f"{found}: expected {known and 'one of: '}{known or 'an entry under `workers:` there'}")
     if model is not None:
         require_model(model)
     binds = (bind,) if bind else entry.addresses if entry else (DEFAULT_BIND,)

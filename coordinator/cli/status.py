@@ -60,7 +60,7 @@ async def _show(server: str, key: str | None, config: Path | None, *, is_watchin
 
 def _require_some(found: dict[str, Any], config: Path | None) -> None:
     """Raise StageLost, after what was found is shown, if not one of the workers answers."""
-    nodes = found["nodes"]
+    nodes = found.get("nodes")  # of a server one is that server itself, which answers
     if nodes and all(node["state"] == "lost" for node in nodes):
         whom = "the only worker" if len(nodes) == 1 else f"any of the {len(nodes)} workers"
         more = f"the reason stands above, and brigade doctor --config {config} looks closer"

@@ -25,7 +25,7 @@ _WIDE_LEGEND = (
     "decode, or from the first token to the last if they hardly do at once; busy is how much of that time each stage",
     "computes, bubble what is left, mean over the stages. overhead: per token of a request, against one process.",
     "bytes/token: what a stage sends on, ? if it did not say. predicted: tok/s all, simulated; planned: by the speeds",
-    "that the nodes measured of themselves.",
+    "that the nodes measured of themselves, which those of one machine do not.",
 )
 
 

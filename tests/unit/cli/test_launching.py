@@ -2,10 +2,12 @@
 
 import pytest
 
+from coordinator.cli.launch import workers_of
 from coordinator.cli.launching import _shown, _tell
 from coordinator.cli.logs import _print_line
 from coordinator.fleet.launch import Outcome
-from worker.errors import BrigadeError
+from worker.config import Cluster
+from worker.errors import BrigadeError, ConfigError
 
 
 def test_what_is_done_on_a_node_is_shown_as_it_says(
@@ -26,3 +28,15 @@ def test_a_failure_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str])
 def test_a_log_keeps_its_tabs_and_nothing_that_steers_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     _print_line("\x1b]0;owned\x07a\tb\r")
     assert capsys.readouterr().out == "]0;owneda\tb\n"
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["w1"], r"^cluster\.yaml has no workers: expected one named 'w1' under `workers:`; brigade init finds some$"),
+        ([], r"^cluster\.yaml has no workers: expected one under `workers:`; brigade init finds some$"),
+    ],
+)
+def test_of_a_configuration_without_workers_it_is_told_where_they_belong(names: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        workers_of(Cluster(), names)
