@@ -1,5 +1,6 @@
 """What `brigade launch` does once its flags are parsed, and what it shows: progress, then a table."""
 
+import asyncio
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
@@ -51,6 +52,24 @@ async def run_stop(workers: Sequence[Worker]) -> int:
 
 @contextlib.contextmanager
 def _shown() -> Iterator[Report]:
+    """Show what is done on each node, and where each was if this is interrupted."""
+    phases: dict[str, str] = {}
+    with _drawn() as draw:
+
+        def report(node: str, phase: str) -> None:
+            phases[node] = phase
+            draw(node, phase)
+
+        try:
+            yield report
+        except asyncio.CancelledError:
+            were = "; ".join(f"{node}: {phase}" for node, phase in phases.items())
+            say(f"interrupted ({were}). Nothing is undone: workers that run go on, the same command does the rest")
+            raise
+
+
+@contextlib.contextmanager
+def _drawn() -> Iterator[Report]:
     """On a terminal a row per node with what is done there; elsewhere a line for what takes long."""
     console = Console(stderr=True)
     if not console.is_terminal:
