@@ -1,6 +1,5 @@
 """cluster.yaml as frozen, typed objects, and what is wrong with it: every problem at once, each with its YAML path."""
 
-import difflib
 import ipaddress
 import os.path
 import re
@@ -25,6 +24,7 @@ from pydantic_core import ErrorDetails
 from worker.errors import ConfigError
 from worker.ssh_place import SshPlace
 from worker.yaml_file import read_yaml
+from worker.yaml_words import shown, unknown_key, yaml_path
 
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?"
 _NAME = r"[A-Za-z0-9._-]+"
@@ -254,13 +254,6 @@ def _describe(detail: ErrorDetails) -> str:
     return f"{yaml_path(*loc)}: expected {expected}, found {shown(found)}"
 
 
-def unknown_key(key: str, section: type[BaseModel]) -> str:
-    """What to say of a key that no field of the section has."""
-    known = [field.alias or name for name, field in section.model_fields.items()]
-    near = difflib.get_close_matches(key.lower(), known, n=1)
-    return f"unknown key; did you mean {near[0]!r}?" if near else f"unknown key; expected one of {', '.join(known)}"
-
-
 def _disagreements(raw: dict[Any, Any]) -> Iterator[str]:
     """Values that contradict each other, as far as they are readable: a field's own problem hides no other."""
     listed, layers = raw.get("workers", []), raw.get("layers")
@@ -337,18 +330,3 @@ def _exposed(addresses: dict[str, Any], *, may_be: bool) -> Iterator[str]:
                 f"{path}: expected a loopback address, found {address!r}: this link is not encrypted; "
                 "see `brigade keys init`, or set `insecure: true` if you trust this network"
             )
-
-
-def yaml_path(*loc: int | str) -> str:
-    """Where a value stands, as `workers[0].name`."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")
-
-
-def shown(value: Any) -> str:
-    """A value of YAML, for a message."""
-    if value is None or isinstance(value, bool):
-        return "nothing" if value is None else str(value).lower()
-    if isinstance(value, dict | list | tuple):
-        return "keys and values" if isinstance(value, dict) else "a list"
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

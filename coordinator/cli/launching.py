@@ -1,9 +1,8 @@
 """What `brigade launch` does once its flags are parsed, and what it shows: progress, then a table."""
 
-import asyncio
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -11,7 +10,7 @@ from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElaps
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.cluster.progress import say
+from coordinator.cluster.progress import say, telling_interrupts
 from coordinator.fleet.certificates import certificates
 from coordinator.fleet.launch import Launch, Outcome, Report, stop
 from coordinator.fleet.packing import installed
@@ -60,12 +59,13 @@ def _shown() -> Iterator[Report]:
             phases[node] = phase
             draw(node, phase)
 
-        try:
+        with telling_interrupts(lambda: _interrupted(phases)):
             yield report
-        except asyncio.CancelledError:
-            were = "; ".join(f"{node}: {phase}" for node, phase in phases.items())
-            say(f"interrupted ({were}). Nothing is undone: workers that run go on, the same command does the rest")
-            raise
+
+
+def _interrupted(phases: Mapping[str, str]) -> str:
+    were = "; ".join(f"{node}: {phase}" for node, phase in phases.items())
+    return f"interrupted ({were}). Nothing is undone: workers that run go on, the same command does the rest"
 
 
 @contextlib.contextmanager

@@ -119,7 +119,7 @@ def _require_same(path: Path, name: str, role: Role) -> None:
         except ValueError:
             return  # a damaged file says nothing of its node, and is as good as none
         spelled = [str(each.value) for each in certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
-        if spelled and name[:64] != spelled[0]:
+        if spelled and name[:64] != spelled[0] and name[:64].lower() == spelled[0].lower():
             raise ConfigError(
                 f"{path} is that of {spelled[0]!r}, and certificates do not tell {name!r} from it: renew it as "
                 f"{spelled[0]!r}, or give another node a name that differs in more than case"

@@ -10,10 +10,11 @@ from pydantic_core import ErrorDetails
 
 from coordinator.planning.plan import Node
 from coordinator.planning.speeds import Link, Speed, Survey
-from worker.config import NAME_RULE, SIZE_RULE, Name, Size, shown, unknown_key, yaml_path
+from worker.config import NAME_RULE, SIZE_RULE, Name, Size
 from worker.errors import ConfigError
 from worker.model.modelspec import ModelSpec
 from worker.yaml_file import read_yaml
+from worker.yaml_words import shown, unknown_key, yaml_path
 
 _MOST_NODES = 64
 _Tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
