@@ -9,7 +9,7 @@ import typer
 
 from worker.config import Cluster, Tls, is_node_name, load_cluster, split_address
 from worker.errors import ConfigError, InputError
-from worker.model.repository import is_repository
+from worker.model.repository import require_model
 from worker.process.imports import skip_init
 
 DEFAULT_BIND = "127.0.0.1:50070"
@@ -65,11 +65,11 @@ def worker(
         raise InputError("keys", "not expected with --config, whose `tls:` says it")
     entry = next((worker for worker in cluster.workers if worker.name == name), None)
     if config and entry is None and (name or not bind):
-        known = ", ".join(worker.name for worker in cluster.workers) or "no workers"
         found = f"{config} has no worker {name!r}" if name else "--name is missing"
-        raise ConfigError(f"{found}: expected one of: {known}")
-    if model is not None and model != "demo" and not is_repository(model) and not Path(model).expanduser().is_dir():
-        raise ConfigError(f"--model: expected a folder, a hub repository (owner/name) or `demo`, found {model!r}")
+        known = ", ".join(worker.name for worker in cluster.workers)
+        raise ConfigError(f"{found}: expected {known and 'one of: '}{known or 'an entry under `workers:` there'}")
+    if model is not None:
+        require_model(model)
     binds = (bind,) if bind else entry.addresses if entry else (DEFAULT_BIND,)
     _, port = split_address(binds[0])
 

@@ -1,7 +1,7 @@
 """cluster.yaml as frozen, typed objects, and what is wrong with it: every problem at once, each with its YAML path."""
 
-import difflib
 import ipaddress
+import os.path
 import re
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
@@ -24,12 +24,14 @@ from pydantic_core import ErrorDetails
 from worker.errors import ConfigError
 from worker.ssh_place import SshPlace
 from worker.yaml_file import read_yaml
+from worker.yaml_words import shown, unknown_key, yaml_path
 
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?"
 _NAME = r"[A-Za-z0-9._-]+"
-_NAME_RULE = "a name of letters, digits, '-', '_' and '.'"
+NAME_RULE = "a name of letters, digits, '-', '_' and '.'"
+SIZE_RULE = "a size such as 24GiB, 24GB, 512MiB or a whole number of bytes above 0"
 MOST_ADDRESSES = 8  # of one worker: they are all asked at once
-_REQUIRED = {"name": _NAME_RULE, "address": "HOST:PORT", "keys": "a folder"}
+_REQUIRED = {"name": NAME_RULE, "address": "HOST:PORT", "keys": "a folder"}
 _MOST_PROBLEMS = 20  # that are told
 _LARGEST = 2**32 - 1
 _EXPECTED = {
@@ -96,7 +98,7 @@ def is_node_name(name: str) -> bool:
 
 def _check_name(name: str) -> str:
     if not is_node_name(name):
-        raise ValueError(_NAME_RULE)
+        raise ValueError(NAME_RULE)
     return name
 
 
@@ -116,7 +118,7 @@ def _parse_size(value: Any) -> int:
     if isinstance(value, str) and (match := re.fullmatch(r"([0-9]{1,15}) ?([KMGT])(i?)B", value)):
         size = int(match[1]) * (1024 if match[3] else 1000) ** (1 + "KMGT".index(match[2]))
     if not 0 < size < 2**63:
-        raise ValueError("a size such as 24GiB, 24GB, 512MiB or a whole number of bytes above 0")
+        raise ValueError(SIZE_RULE)
     return size
 
 
@@ -205,7 +207,7 @@ def load_cluster(path: Path) -> Cluster:
     """
     raw, problems = read_yaml(path)
     if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: expected keys such as `workers:`, found {_show(raw)}")
+        raise ConfigError(f"{path}: expected keys such as `workers:`, found {shown(raw)}")
     cluster = None
     try:
         cluster = Cluster.model_validate(raw)
@@ -229,7 +231,7 @@ def _beside(path: Path, cluster: Cluster) -> Cluster:
     """The same with its folders of keys and of models as seen from here."""
 
     def beside(folder: str) -> str:
-        return str(path.parent / Path(folder).expanduser())
+        return str(path.parent / os.path.expanduser(folder))
 
     tls = Tls(keys=beside(cluster.tls.keys)) if cluster.tls else None
     return cluster.model_copy(update={"tls": tls, "models": tuple(map(beside, cluster.models))})
@@ -239,7 +241,8 @@ def _describe(detail: ErrorDetails) -> str:
     """One line for one of pydantic's findings. A ValueError of ours says what was expected."""
     loc, kind, found = detail["loc"], detail["type"], detail["input"]
     if kind in ("extra_forbidden", "invalid_key"):
-        return f"{_path(*loc[:-1], str(loc[-1]))}: {_unknown(str(loc[-1]), _SECTIONS[str(loc[0]) if loc[1:] else ''])}"
+        section = _SECTIONS[str(loc[0]) if loc[1:] else ""]
+        return f"{yaml_path(*loc[:-1], str(loc[-1]))}: {unknown_key(str(loc[-1]), section)}"
     if kind == "missing":
         expected, found = _REQUIRED[str(loc[-1])], None
     else:
@@ -248,13 +251,7 @@ def _describe(detail: ErrorDetails) -> str:
             expected = str(detail["ctx"]["error"])
         elif kind == "literal_error":
             expected = detail["ctx"]["expected"].replace("'", "")
-    return f"{_path(*loc)}: expected {expected}, found {_show(found)}"
-
-
-def _unknown(key: str, section: type[BaseModel]) -> str:
-    known = [field.alias or name for name, field in section.model_fields.items()]
-    near = difflib.get_close_matches(key.lower(), known, n=1)
-    return f"unknown key; did you mean {near[0]!r}?" if near else f"unknown key; expected one of {', '.join(known)}"
+    return f"{yaml_path(*loc)}: expected {expected}, found {shown(found)}"
 
 
 def _disagreements(raw: dict[Any, Any]) -> Iterator[str]:
@@ -333,16 +330,3 @@ def _exposed(addresses: dict[str, Any], *, may_be: bool) -> Iterator[str]:
                 f"{path}: expected a loopback address, found {address!r}: this link is not encrypted; "
                 "see `brigade keys init`, or set `insecure: true` if you trust this network"
             )
-
-
-def _path(*loc: int | str) -> str:
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")
-
-
-def _show(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return "nothing" if value is None else str(value).lower()
-    if isinstance(value, dict | list | tuple):
-        return "keys and values" if isinstance(value, dict) else "a list"
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

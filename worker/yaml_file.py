@@ -13,17 +13,17 @@ MOST_KEYS = 10_000  # of a mapping with those that are merged into it: each `<<`
 _LONGEST_NUMBER = 64  # characters: parts of `59:59:59...` are multiplied, and what has many digits cannot be printed
 
 
-def read_yaml(path: Path) -> tuple[Any, list[str]]:
-    """The file's data, and a line for each key that it gives twice.
+def read_yaml(path: Path, wanted: str = "a cluster.yaml") -> tuple[Any, list[str]]:
+    """The file's data, and a line for each key that it gives twice; `wanted` is what it should be.
 
     Raises:
         ConfigError: it cannot be read, is no YAML, or is larger than it may be.
     """
     try:
-        loader = _Loader(_read_text(path))
+        loader = _Loader(_read_text(path, wanted))
         return loader.get_single_data(), loader.duplicates
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist; expected a cluster.yaml there") from None
+        raise ConfigError(f"{path} does not exist; expected {wanted} there") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except yaml.MarkedYAMLError as error:
@@ -33,11 +33,11 @@ def read_yaml(path: Path) -> tuple[Any, list[str]]:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
 
 
-def _read_text(path: Path) -> str:
+def _read_text(path: Path, wanted: str) -> str:
     with path.open("rb") as file:
         data = file.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
-        raise ConfigError(f"{path}: expected at most {MOST_BYTES} bytes; give a cluster.yaml")
+        raise ConfigError(f"{path}: expected at most {MOST_BYTES} bytes; give {wanted}")
     return data.decode()
 
 

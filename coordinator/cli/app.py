@@ -20,7 +20,7 @@ from coordinator.cli.launch import launch
 from coordinator.cli.logs import logs
 from coordinator.cli.nodes import nodes
 from coordinator.cli.parse import parse_counts, parse_layers, parse_times
-from coordinator.cli.plan_checks import check_plan_flags
+from coordinator.cli.plan_checks import check_plan_flags, check_write
 from coordinator.cli.refusals import given_flags, refuse, refuse_idle, require_one_prompt
 from coordinator.cli.score import score
 from coordinator.cli.serve import serve
@@ -141,8 +141,7 @@ def plan(
     """
     check_plan_flags(ctx)
     options = chosen_cluster(ctx)
-    if write and (config is None or local is not None or options.cluster.layers is not None):
-        raise InputError("write", "expected --config FILE that says no `layers:` yet, and neither --layers nor --local")
+    check_write(ctx, options.cluster)
     counts = parse_counts("concurrency", concurrency or ("1,2,4,8,16" if simulate else "8"), most=MOST_WAITING)
     stages_ms = parse_times("stage_ms", stage_ms, least=0.001) if stage_ms is not None else ()
     rows_ms = None if row_ms is None else parse_times("row_ms", row_ms)

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from coordinator.cli import flags
-from coordinator.cli.chosen import chosen_cluster
+from coordinator.cli.chosen import chosen_cluster, refuse_idle_objective
 from coordinator.cli.serve import DefaultMaxTokens
 from coordinator.planning.recovery import USUAL
 
@@ -26,6 +26,7 @@ def batch(
     model: flags.Model = None,
     local: flags.Local = None,
     layers: flags.Layers = None,
+    objective: flags.Aims = "latency",
     context: flags.Context = None,
     trust_remote_code: flags.TrustRemoteCode = False,
     check_finite: flags.CheckFinite = False,
@@ -43,8 +44,12 @@ def batch(
     an error; the exit code is then 2 (wrong request) or 3.
 
     brigade batch requests.jsonl -o answers.jsonl --model demo --local 2
+
+    Many requests on Macs of different speeds: brigade batch in.jsonl -o out.jsonl --config cluster.yaml --objective
+    throughput
     """
     options = chosen_cluster(ctx)
+    refuse_idle_objective(ctx)
 
     from coordinator.cluster.templates import TEMPLATES
 

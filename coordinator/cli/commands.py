@@ -13,9 +13,9 @@ from coordinator.cli.report import require_writable
 from coordinator.cluster.nodes_file import read_nodes
 from coordinator.cluster.open import ask_nodes, open_peers, read_model
 from coordinator.cluster.options import ClusterOptions
-from coordinator.cluster.progress import telling_interrupts
+from coordinator.cluster.progress import say, telling_interrupts
 from coordinator.cluster.survey import known_speeds
-from coordinator.cluster.write_layers import write_layers
+from coordinator.cluster.write_layers import require_changeable, write_layers
 from coordinator.decoding.decode import Decode
 from coordinator.measure.bench import Workload, measure
 from coordinator.measure.bench_plot import check_plot, write_plot
@@ -47,8 +47,12 @@ async def run_plan(
     Raises:
         ConfigError: the file is wrong; or, after printing, it does not fit.
     """
+    if to_write is not None:
+        require_changeable(to_write)
     assumed = None if macs is None else read_nodes(macs)
     checkpoint, spec = await read_model(options.model)
+    if options.wished_context and options.wished_context > spec.context:
+        say(f"note: planned for {spec.context} tokens: {spec.name} has no room for {options.wished_context}")
     aim = replace(aim, context=min(aim.context, spec.context), is_order_fixed=options.cluster.order == "fixed")
     if assumed is not None:
         aim = replace(aim, is_order_fixed=assumed.is_order_fixed)

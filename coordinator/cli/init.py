@@ -12,6 +12,7 @@ from coordinator.cli import flags
 from coordinator.cli.nodes import LISTENS_S, Timeout
 from worker.config import Coordinator
 from worker.errors import InputError, StageLost
+from worker.model.repository import require_model
 
 if TYPE_CHECKING:
     from coordinator.finding.draft import Draft
@@ -52,6 +53,8 @@ def init(
     from coordinator.finding.proof import coordinator_in, unproven
     from coordinator.finding.written import KEYS, require_room
 
+    if model is not None:
+        require_model(model)
     require_room(config, force=force)
     if not (yes or sys.stdin.isatty()):
         raise InputError("yes", "expected it where nobody can be asked")
@@ -123,7 +126,18 @@ def _require_some(whole: "Draft") -> None:
 
 
 def _model(model: str | None, *, yes: bool) -> str:
-    return model or ("demo" if yes else str(typer.prompt("Model, a folder or a hub repository", "demo", err=True)))
+    if model is not None or yes:
+        return model or "demo"
+    return str(typer.prompt("Model, a folder or a hub repository", "demo", value_proc=_checked, err=True))
+
+
+def _checked(model: str) -> str:
+    """Another answer is asked for where this is no model."""
+    try:
+        require_model(model)
+    except InputError as error:
+        raise typer.BadParameter(error.message) from error
+    return model
 
 
 def _write(whole: "Draft", path: Path, model: str, coordinator: str, *, force: bool) -> None:

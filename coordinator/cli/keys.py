@@ -8,6 +8,7 @@ import typer
 
 from coordinator.cli import flags
 from worker.config import Cluster, load_cluster
+from worker.errors import ConfigError
 from worker.process.app import App
 
 _FOLDER = "keys"
@@ -60,9 +61,11 @@ def issue(
     from coordinator.cluster.authority import NODE_VALID, Authority
     from worker.node.identity import Role
 
+    known = [cluster.coordinator.name, *(worker.name for worker in cluster.workers)] if config else []
+    if name not in known and (spelled := [each for each in known if each.lower() == name.lower()]):
+        raise ConfigError(f"expected {spelled[0]!r}, as {config} spells this node's name, found {name!r}")
     role = Role.COORDINATOR if coordinator else Role.WORKER
     path = Authority.open(_folder(cluster, config)).issue(name, role)
-    known = [cluster.coordinator.name, *(worker.name for worker in cluster.workers)]
     if config and name not in known:
         _say(f"warning: {config} has no node {name!r}, only {', '.join(known)}: nobody will call it by this name")
     _say(f"made {path}, valid for {NODE_VALID.days} days")

@@ -53,10 +53,12 @@ def workers_of(cluster: Cluster, names: "list[str] | tuple[()]") -> list[Worker]
     Raises:
         ConfigError: there is none, or one that is named is not there or has no `ssh:`.
     """
+    if not cluster.workers:
+        sought = f"one named {names[0]!r}" if names else "one"
+        raise ConfigError(f"{cluster.file} has no workers: expected {sought} under `workers:`; brigade init finds some")
     known = {worker.name: worker for worker in cluster.workers}
     if strange := [name for name in names if name not in known]:
-        expected = ", ".join(known) or "no workers"
-        raise ConfigError(f"{cluster.file} has no worker {strange[0]!r}: expected one of: {expected}")
+        raise ConfigError(f"{cluster.file} has no worker {strange[0]!r}: expected one of: {', '.join(known)}")
     wanted = [known[name] for name in dict.fromkeys(names)] or list(cluster.workers)
     accounts = [(worker.ssh, worker.name.lower()) for worker in wanted if worker.ssh]
     if len(set(accounts)) < len(accounts):

@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -10,7 +10,7 @@ from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElaps
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.cluster.progress import say
+from coordinator.cluster.progress import say, telling_interrupts
 from coordinator.fleet.certificates import certificates
 from coordinator.fleet.launch import Launch, Outcome, Report, stop
 from coordinator.fleet.packing import installed
@@ -51,6 +51,25 @@ async def run_stop(workers: Sequence[Worker]) -> int:
 
 @contextlib.contextmanager
 def _shown() -> Iterator[Report]:
+    """Show what is done on each node, and where each was if this is interrupted."""
+    phases: dict[str, str] = {}
+    with _drawn() as draw:
+
+        def report(node: str, phase: str) -> None:
+            phases[node] = phase
+            draw(node, phase)
+
+        with telling_interrupts(lambda: _interrupted(phases)):
+            yield report
+
+
+def _interrupted(phases: Mapping[str, str]) -> str:
+    were = "; ".join(f"{node}: {phase}" for node, phase in phases.items())
+    return f"interrupted ({were}). Nothing is undone: workers that run go on, the same command does the rest"
+
+
+@contextlib.contextmanager
+def _drawn() -> Iterator[Report]:
     """On a terminal a row per node with what is done there; elsewhere a line for what takes long."""
     console = Console(stderr=True)
     if not console.is_terminal:

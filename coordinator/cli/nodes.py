@@ -13,7 +13,7 @@ from coordinator.cli import flags
 from worker.config import Cluster, load_cluster
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Group
 
     from coordinator.finding.present import Present
 
@@ -53,27 +53,25 @@ async def _show(cluster: Cluster | None, config: Path | None, timeout_s: float, 
         print(json.dumps(nodes_json(found, num_ignored=heard.num_ignored)))
         return
     if found:
-        Console(highlight=False).print(node_table(found, config.name if config else ""))
+        console = Console(highlight=False)
+        console.print(node_table(found, config.name if config else "", console.width))
     for line in remarks(found, heard.num_ignored, timeout_s):
         print(line, file=sys.stderr)
 
 
-def node_table(found: "Sequence[Present]", file: str) -> "Table":
+def node_table(found: "Sequence[Present]", file: str, width: int) -> "Group":
     """A row per address; `file` is what the configuration is called, if there is one."""
-    from rich.table import Table
-    from rich.text import Text
+    from coordinator.cluster.tables import fitting
 
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1, 0, 0))
-    for name in ("node", "version", "address", "reached by", "certificate", *([f"in {file}"] if file else [])):
-        table.add_column(name, overflow="fold")
+    heads = ["node", "version", "address", "reached by", "certificate", *([f"in {file}"] if file else [])]
+    rows = []
     for node in found:
-        rows = [(way.address, way.link or "–") for way in node.ways]
         certificate = node.fingerprint[:16] if node.fingerprint else "none" if node.is_announced else "–"
-        for i, (address, link) in enumerate(rows):
+        for i, way in enumerate(node.ways):
             of_node = [node.name, node.version or "not heard"] if i == 0 else ["", ""]
-            last = [certificate, *([_standing(node)] if file else [])] if i == 0 else []
-            table.add_row(*map(Text, [*of_node, address, link, *last]))
-    return table
+            last = [certificate, *([_standing(node)] if file else [])] if i == 0 else [""] * (1 + bool(file))
+            rows.append([*of_node, way.address, way.link or "–", *last])
+    return fitting(heads, rows, width, num_left=len(heads))
 
 
 def remarks(found: "Sequence[Present]", num_ignored: int, timeout_s: float) -> list[str]:

@@ -3,6 +3,7 @@
 import typer
 
 from coordinator.cli.refusals import refuse
+from worker.config import Cluster
 from worker.errors import InputError
 
 _TIMES = ("row_ms", "hop_ms", "gbps")
@@ -22,6 +23,21 @@ def check_plan_flags(ctx: typer.Context) -> None:
         refuse(ctx, ("measure_again",), "changes nothing without --config: workers of one machine are not measured")
     if given["macs"] is not None:
         refuse(ctx, ("config", "local", "write"), "not expected with --nodes, which says what nodes there are")
+
+
+def check_write(ctx: typer.Context, cluster: Cluster) -> None:
+    """Raise InputError where --write has no split of its own to add to a file, or no file."""
+    if not ctx.params["write"]:
+        return
+    if ctx.params["config"] is None:
+        raise InputError("write", "expected with --config FILE, the cluster.yaml to which the split is added")
+    refuse(ctx, ("local",), "not expected with --write: no cluster.yaml names these workers")
+    refuse(
+        ctx, ("layers",), f"not expected with --write, which adds what is planned: add it to {cluster.file} yourself"
+    )
+    if cluster.layers is not None:
+        said = f"`layers: [{', '.join(map(str, cluster.layers))}]`"
+        raise InputError("write", f"{cluster.file} says {said} already; remove that to have it planned anew")
 
 
 def _check_simulation(ctx: typer.Context) -> None:

@@ -11,6 +11,7 @@ from rich.text import Text
 from coordinator.planning.fastest import Aim
 from coordinator.planning.outlook import Outlook, Promise, format_ms
 from coordinator.planning.plan import Plan, format_bytes
+from coordinator.planning.prediction import Prediction
 from coordinator.planning.speeds import Survey
 from worker.model.modelspec import ModelSpec
 
@@ -47,9 +48,9 @@ class PlanReport:
             "left_out": list(self.outlook.left_out),
             "ms_per_token": times.ms_per_token,
             "tokens_per_s": times.tokens_per_s(),
-            "tokens_per_s_at": {str(count): times.tokens_per_s(count) for count in self.counts},
+            "tokens_per_s_at": self._speeds(times),
             "prefill_s_2000": times.prefill_s(_PROMPT),
-            "alternatives": [_alternative(each) for each in self.outlook.alternatives],
+            "alternatives": [self._alternative(each) for each in self.outlook.alternatives],
             "advice": self.outlook.advice,
         }
 
@@ -74,6 +75,20 @@ class PlanReport:
             console.print(self._alternatives())
             console.print()
         console.print(self.outlook.advice)
+
+    def _alternative(self, each: Promise) -> dict[str, Any]:
+        return {
+            "name": each.name,
+            "nodes": each.members,
+            "layers": each.plan.layers,
+            "fits": each.plan.fits,
+            "ms_per_token": each.times.ms_per_token,
+            "tokens_per_s_at": self._speeds(each.times),
+            "prefill_s_2000": each.times.prefill_s(_PROMPT),
+        }
+
+    def _speeds(self, times: Prediction) -> dict[str, float | None]:
+        return {str(count): times.tokens_per_s(count) for count in self.counts}
 
     def _nodes(self) -> list[dict[str, Any]]:
         times = self.outlook.chosen.times
@@ -123,23 +138,15 @@ class PlanReport:
         )
 
     def _alternatives(self) -> Table:
-        table = _table("instead", "layers", "per token", "fits")
+        """By what the plan is to be good at, one request or several, and whether it fits."""
+        most = self.aim.requests_at_once
+        table = _table("instead", "layers", "per token", *([f"tok/s of {most}"] if most > 1 else []), "fits")
         for each in self.outlook.alternatives:
-            ms = each.times.ms_per_token
-            layers = "+".join(map(str, each.plan.layers))
-            table.add_row(each.name, layers, "-" if ms is None else format_ms(ms), "yes" if each.plan.fits else "NO")
+            ms, several = each.times.ms_per_token, each.times.tokens_per_s(most)
+            speeds = ["-" if ms is None else format_ms(ms), "-" if several is None else f"{several:.1f}"]
+            layers, fits = "+".join(map(str, each.plan.layers)), "yes" if each.plan.fits else "NO"
+            table.add_row(each.name, layers, *speeds[: 1 + (most > 1)], fits)
         return table
-
-
-def _alternative(each: Promise) -> dict[str, Any]:
-    return {
-        "name": each.name,
-        "nodes": each.members,
-        "layers": each.plan.layers,
-        "fits": each.plan.fits,
-        "ms_per_token": each.times.ms_per_token,
-        "prefill_s_2000": each.times.prefill_s(_PROMPT),
-    }
 
 
 def _table(first: str, *others: str) -> Table:

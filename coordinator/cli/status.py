@@ -10,7 +10,7 @@ import typer
 from coordinator.cli import flags
 from coordinator.cli.serve import PORT
 from coordinator.cli.server_flags import ApiKeyFile
-from worker.errors import BrigadeError, InputError
+from worker.errors import BrigadeError, InputError, StageLost
 
 _EVERY_S = 1.0
 _WITHIN_S = 5.0
@@ -54,8 +54,17 @@ async def _show(server: str, key: str | None, config: Path | None, *, is_watchin
         else:
             console.print(tables(found))
         if not is_watching:
-            return
+            return _require_some(found, config)
         await asyncio.sleep(_EVERY_S)
+
+
+def _require_some(found: dict[str, Any], config: Path | None) -> None:
+    """Raise StageLost, after what was found is shown, if not one of the workers answers."""
+    nodes = found.get("nodes")  # of a server one is that server itself, which answers
+    if nodes and all(node["state"] == "lost" for node in nodes):
+        whom = "the only worker" if len(nodes) == 1 else f"any of the {len(nodes)} workers"
+        more = f"the reason stands above, and brigade doctor --config {config} looks closer"
+        raise StageLost(f"expected {whom} of {config} to answer: {more}")
 
 
 async def _find(server: str, key: str | None, config: Path | None) -> dict[str, Any]:

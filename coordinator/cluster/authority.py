@@ -82,14 +82,15 @@ class Authority:
         """The file of a node, made or renewed; it is to be on that node, and nobody else's to read.
 
         Raises:
-            ConfigError: no certificate can carry this name, or it is that of a node with another role.
+            ConfigError: no certificate can carry this name, or it is that of a node with another role, or of one whose
+                name is spelled otherwise: a certificate cannot tell the two apart.
         """
         if not is_certifiable(name):
             raise ConfigError(f"expected a name like that of a host, as certificates carry it, found {name!r}")
         path = self.folder / file_name(name)
-        _require_role(path, role)
+        _require_same(path, name, role)
         key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
-        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name.lower()[:64])])
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
         until = min(until or now + NODE_VALID, self.certificate.not_valid_after_utc)
         builder = _builder(subject, self.certificate.subject, key, begins or now - _CLOCKS_DIFFER, until)
         for extension in _extensions(name.lower(), role):
@@ -108,14 +109,21 @@ def _issued(folder: Path) -> list[Path]:
     return [file for file in folder.glob(file_name("*")) if split_pem(file.read_bytes())[2:] == [present]]
 
 
-def _require_role(path: Path, role: Role) -> None:
-    """Raise ConfigError if this node's file has another role: a renewal must not change it unnoticed."""
+def _require_same(path: Path, name: str, role: Role) -> None:
+    """Raise ConfigError if this file is another node's, or has another role: no renewal changes that unnoticed."""
     blocks = split_pem(path.read_bytes())[1:2] if path.exists() else []
     for block in blocks:
         try:
-            _, roles = subjects_of(x509.load_pem_x509_certificate(block))
+            certificate = x509.load_pem_x509_certificate(block)
+            _, roles = subjects_of(certificate)
         except ValueError:
-            return  # a damaged file says nothing of its role, and is as good as none
+            return  # a damaged file says nothing of its node, and is as good as none
+        spelled = [str(each.value) for each in certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
+        if spelled and name[:64] != spelled[0] and name[:64].lower() == spelled[0].lower():
+            raise ConfigError(
+                f"{path} is that of {spelled[0]!r}, and certificates do not tell {name!r} from it: renew it as "
+                f"{spelled[0]!r}, or give another node a name that differs in more than case"
+            )
         if roles and role not in roles:
             raise ConfigError(f"{path} has the role {', '.join(roles)}, not {role}; remove it first if that is meant")
 

@@ -10,14 +10,29 @@ from pydantic_core import ErrorDetails
 
 from coordinator.planning.plan import Node
 from coordinator.planning.speeds import Link, Speed, Survey
-from worker.config import Name, Size
+from worker.config import NAME_RULE, SIZE_RULE, Name, Size
 from worker.errors import ConfigError
 from worker.model.modelspec import ModelSpec
 from worker.yaml_file import read_yaml
+from worker.yaml_words import shown, unknown_key, yaml_path
 
 _MOST_NODES = 64
 _Tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
-_Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+_LEAST, _MOST = 0.001, 1_000_000
+_Rate = Annotated[float, Field(ge=_LEAST, le=_MOST, allow_inf_nan=False)]
+_NODE = "{name: max, memory: 64GiB, gbps: 546}"
+_WANTED = f"a file of Macs such as `nodes: [{_NODE}]`"
+_EXPECTED = {  # by key
+    "": f"a node such as {_NODE}",
+    "nodes": f"a list of 1 to {_MOST_NODES} nodes such as {_NODE}",
+    "order": "free or fixed",
+    "name": NAME_RULE,
+    "memory": SIZE_RULE,
+    "gbps": f"a number of GB/s from {_LEAST} to {_MOST} such as 546",
+    "link": "keys and values such as {rtt_ms: 0.3, gbit: 20}",
+    "rtt_ms": f"a number of milliseconds, there and back, from 0 to {_MOST} such as 0.3",
+    "gbit": f"a number of Gbit/s from {_LEAST} to {_MOST} such as 20",
+}
 
 
 class _Section(BaseModel):
@@ -27,8 +42,8 @@ class _Section(BaseModel):
 class _Link(_Section):
     """To the node before it in the file: there and back, and Gbit per second."""
 
-    rtt_ms: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
-    gbit: _Positive | None = None
+    rtt_ms: Annotated[float, Field(ge=0, le=_MOST, allow_inf_nan=False)] = 0.0
+    gbit: _Rate | None = None
 
     def known(self) -> Link:
         return Link(self.rtt_ms, self.gbit * 1e9 / 8) if self.gbit else Link(self.rtt_ms)
@@ -39,7 +54,7 @@ class _Mac(_Section):
 
     name: Name
     memory: Size
-    gbps: _Positive
+    gbps: _Rate
     link: _Link = _Link()
 
 
@@ -76,9 +91,9 @@ def read_nodes(path: Path) -> AssumedNodes:
     Raises:
         ConfigError: it cannot be read, or is wrong; one line per problem.
     """
-    raw, problems = read_yaml(path)
+    raw, problems = read_yaml(path, _WANTED)
     if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: expected `nodes:`, a list of {{name, memory, gbps, link}}, found something else")
+        raise ConfigError(f"{path}: expected `nodes:`, {_EXPECTED['nodes']}, found {shown(raw)}")
     try:
         file = _File.model_validate(raw)
     except ValidationError as error:
@@ -97,16 +112,12 @@ def _repeated(names: Sequence[str]) -> Iterator[str]:
 
 
 def _describe(detail: ErrorDetails) -> str:
-    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in detail["loc"]).lstrip(".")
-    if detail["type"] == "extra_forbidden":
-        return f"{place}: unknown key"
-    if detail["type"] == "too_short":
-        return f"{place}: expected at least one node, found none"
-    if detail["type"] == "missing":
-        return f"{place}: expected a value, found nothing"
-    expected = (
-        detail["ctx"]["error"] if detail["type"] == "value_error" else detail["msg"][:1].lower() + detail["msg"][1:]
-    )
-    return f"{place}: expected {expected}, found {detail['input']!r:.60}".replace(
-        "expected input should be", "expected"
-    )
+    """One line for one of pydantic's findings, which it says in words of Python."""
+    *before, last = loc = detail["loc"]
+    if detail["type"] in ("extra_forbidden", "invalid_key"):
+        section = _Link if before and before[-1] == "link" else _Mac if before else _File
+        return f"{yaml_path(*before, str(last))}: {unknown_key(str(last), section)}"
+    found = shown(None if detail["type"] == "missing" else detail["input"])
+    if detail["type"] in ("too_long", "too_short"):
+        found = f"{len(detail['input'])} of them"
+    return f"{yaml_path(*loc)}: expected {_EXPECTED['' if isinstance(last, int) else last]}, found {found}"

@@ -23,6 +23,7 @@ class ClusterOptions:
     limits: Limits = USUAL  # of a recovery
     objective: Objective = "latency"  # of a plan by speed
     num_requests: int = USUAL_REQUESTS  # at once, where the objective is their throughput
+    wished_context: int | None = None  # as flag or file say; None: nobody says
 
     @property
     def num_workers(self) -> int:
@@ -54,6 +55,15 @@ def cluster_options(
         cluster = cluster.model_copy(update={"layers": layers})
     elif local is not None:
         cluster = cluster.model_copy(update={"layers": None})  # the file's are meant for the file's workers
-    tokens = context or cluster.context or DEFAULT_CONTEXT
     name = model or cluster.model or "demo"
-    return ClusterOptions(cluster, name, local, tokens, trust_remote_code, check_finite, limits)
+    wished = context or cluster.context
+    return ClusterOptions(
+        cluster,
+        name,
+        local,
+        wished or DEFAULT_CONTEXT,
+        trust_remote_code,
+        check_finite,
+        limits,
+        wished_context=wished,
+    )

@@ -11,13 +11,17 @@ from protos.brigade_pb2_grpc import NodeStub
 from worker.errors import ConfigError, StageLost
 from worker.node.network import PROTOCOL_VERSION, Network
 from worker.node.reach import give_up, has_succeeded, wait_head_start
-from worker.node.status import error_of, is_unconnected, was_met
+from worker.node.status import error_of, is_unconnected, unresolved_name, was_met
 
 _REQUEST = HelloRequest(protocol_version=PROTOCOL_VERSION)
 
 
 class _Silence(StageLost):
     """Nothing answers at an address."""
+
+
+class _NameUnknown(_Silence):
+    """Nothing can: its host's name has no IP address, as far as this machine knows."""
 
 
 class Ways:
@@ -101,6 +105,8 @@ class Ways:
             except grpc.RpcError as error:
                 if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                     break
+                if name := unresolved_name(error):
+                    raise _NameUnknown(name) from error
                 found = error_of(error, self.name)
                 if is_patient or isinstance(found, ConfigError) or not is_unconnected(error):
                     raise found from error
@@ -109,13 +115,21 @@ class Ways:
 
     def _failure(self, errors: Sequence[BaseException | None], within_s: float) -> BaseException:
         """What to say if all have failed."""
+        unknown = [error for error in errors if isinstance(error, _NameUnknown)]
+        nobody = self._unresolved(unknown[0].message) if len(unknown) == len(errors) else self._nobody(within_s)
+        return next((error for error in errors if error and not isinstance(error, _Silence)), nobody)
+
+    def _nobody(self, within_s: float) -> StageLost:
         places = " or ".join(self.addresses)
-        nobody = StageLost(
+        return StageLost(
             f"nothing answers at {places} ({within_s:.0f} s). "
             f"Start it there: brigade worker --config {self._network.file} --name {self.name}",
             node=self.name,
         )
-        return next((error for error in errors if error and not isinstance(error, _Silence)), nobody)
+
+    def _unresolved(self, host: str) -> StageLost:
+        mended = f"check its `address:` in {self._network.file}, or give its IP address there"
+        return StageLost(f"the name {host} does not resolve on this machine: {mended}", node=self.name)
 
     def _note(self, address: str, older: Sequence[str], replies: Mapping[str, HelloReply]) -> None:
         """Keep in mind where other processes of this name are, and tell the user once of each."""

@@ -17,6 +17,7 @@ def write_layers(path: Path, cluster: Cluster, plan: Plan) -> None:
         ConfigError: the plan is not over the file's nodes in the file's order, or the line cannot be added.
     """
     layers = list(plan.layers)
+    require_changeable(path)
     _require_same_nodes(path, cluster, plan)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -31,6 +32,12 @@ def write_layers(path: Path, cluster: Cluster, plan: Plan) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def require_changeable(path: Path) -> None:
+    """Raise ConfigError if the file is read-only, which replacing it would not heed."""
+    if not os.access(path, os.W_OK) or not path.stat().st_mode & 0o222:  # the superuser may write to all
+        raise ConfigError(f"{path} is read-only: expected a file that may be changed (chmod u+w), or no --write")
 
 
 def _require_same_nodes(path: Path, cluster: Cluster, plan: Plan) -> None:

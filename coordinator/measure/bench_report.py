@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 
 from rich.console import Console
-from rich.table import Table
 
+from coordinator.cluster.tables import fitting
 from coordinator.measure.bench_results import CLUSTER, Bench, Row, fastest, name_of
 
 _COLUMNS = 100
@@ -25,24 +25,22 @@ _WIDE_LEGEND = (
     "decode, or from the first token to the last if they hardly do at once; busy is how much of that time each stage",
     "computes, bubble what is left, mean over the stages. overhead: per token of a request, against one process.",
     "bytes/token: what a stage sends on, ? if it did not say. predicted: tok/s all, simulated; planned: by the speeds",
-    "that the nodes measured of themselves.",
+    "that the nodes measured of themselves, which those of one machine do not.",
 )
 
 
 def print_bench(bench: Bench) -> None:
-    """What most look for, in 100 columns, on standard output: the rows, the ratios and the winner."""
+    """What most look for, on standard output, in 100 columns or what the terminal has: the rows, ratios and winner."""
     console = Console(highlight=False, markup=False)
     console.width = min(_COLUMNS, console.width) if console.is_terminal else _COLUMNS
     has_decodes = len({row.decode for row in bench.rows}) > 1
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1))
-    for name in _NARROW:
-        if name != "decode" or has_decodes:
-            is_name = name in ("system", "decode")
-            table.add_column(name, justify="left" if is_name else "right", no_wrap=is_name, overflow="fold")
-    for row in bench.rows:
-        cells = _narrow_cells(row)
-        table.add_row(*(cells if has_decodes else [cells[0], *cells[2:]]))
-    console.print(_title(bench), "", table, *_below(bench, _LEGEND), sep="\n")
+    heads, *rows = (
+        cells if has_decodes else [cells[0], *cells[2:]] for cells in (list(_NARROW), *map(_narrow_cells, bench.rows))
+    )
+    names = 1 + has_decodes
+    table = fitting(heads, rows, console.width, num_keys=names + 1, num_left=names)
+    legend = _LEGEND if console.width == _COLUMNS else [" ".join(_LEGEND)]
+    console.print(_title(bench), "", table, *_below(bench, legend), sep="\n")
 
 
 def to_markdown(bench: Bench) -> str:

@@ -1,8 +1,8 @@
 """Losses of a worker, for people: what was wanted beside what was measured."""
 
 from rich.console import Console
-from rich.table import Table
 
+from coordinator.cluster.tables import fitting
 from coordinator.measure.failover_results import Failover, Row
 
 _COLUMNS = 110
@@ -22,13 +22,10 @@ def print_failover(failover: Failover) -> None:
     """On standard output, in 110 columns or what the terminal has."""
     console = Console(highlight=False, markup=False)
     console.width = min(_COLUMNS, console.width) if console.is_terminal else _COLUMNS
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1))
-    for head in _HEADS:
-        table.add_column(head, justify="left" if head == "worker" else "right", no_wrap=True)
-    for row in failover.rows:
-        table.add_row(*_cells(row))
+    table = fitting(_HEADS, list(map(_cells, failover.rows)), console.width, num_keys=2)
+    legend = _LEGEND if console.width == _COLUMNS else [" ".join(_LEGEND)]
     console.print(f"{failover.model}, layers {failover.layers}, on {failover.machine}", "", table, "", sep="\n")
-    console.print(*_equality(failover), *_LEGEND, sep="\n")
+    console.print(*_equality(failover), *legend, sep="\n")
 
 
 def _cells(row: Row) -> list[str]:

@@ -262,13 +262,17 @@ def _read(path: Path) -> _File:
     except OSError as error:
         raise InputError("measured", f"cannot read {path}: {error.strerror}") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise InputError(
-            "measured",
-            f"expected what `brigade bench --json` prints, found in {path}: {where}: {first['msg']}, "
-            f"got {first['input']!r:.40}",
-        ) from error
+        fault = f"found in {path}: {_fault(error)}"
+        raise InputError("measured", f"expected what `brigade bench --json` prints, {fault}") from error
+
+
+def _fault(error: ValidationError) -> str:
+    """The first thing that is wrong with a file, which pydantic says in words of Python."""
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"]))
+    if first["type"] == "missing":
+        return f"nothing at {where}"
+    return f"another value at {where}, got {first['input']!r:.40}" if where else "no such object of JSON"
 
 
 def listed(counts: Iterable[int]) -> str:

@@ -4,7 +4,6 @@ import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 import mlx.core as mx
 
@@ -13,7 +12,7 @@ from worker.compute.shard import Shard
 from worker.model.checkpoint import DEMO, Checkpoint, open_folder
 from worker.model.describe import shard_tensors
 from worker.model.headers import TensorInfo
-from worker.model.repository import is_repository
+from worker.model.repository import folder_of, is_repository
 from worker.process.call_thread import run_aside
 from worker.process.mlx_memory import keep_within
 from worker.process.mlx_thread import MlxThread
@@ -37,12 +36,12 @@ def open_checkpoint(model: str, known: Mapping[str, TensorInfo] | None = None) -
         from worker.model.hub import open_repository  # and with it huggingface_hub, which folders never need
 
         return open_repository(model)
-    return open_folder(Path(model).expanduser().absolute(), known=known)
+    return open_folder(folder_of(model).absolute(), known=known)
 
 
 def is_on_hub(model: str) -> bool:
     """Whether it has a repository's name, and no folder here has it too."""
-    return is_repository(model) and not Path(model).expanduser().exists()
+    return is_repository(model) and not folder_of(model).exists()
 
 
 class GivenUp(Exception):

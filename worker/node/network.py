@@ -3,6 +3,7 @@
 Only what plain.py and plain_grpc.py open to measure, for one connection each, is made there.
 """
 
+import socket
 import ssl
 from collections.abc import Callable
 from pathlib import Path
@@ -130,9 +131,7 @@ class Network:
             else:
                 port = server.add_secure_port(bind, self._server_credentials(self._keys))
         except RuntimeError as error:
-            raise AddressMissing(
-                f"cannot listen on {bind}: in use or not an address of this machine; try --bind"
-            ) from error
+            raise AddressMissing(f"cannot listen on {bind}: {_why_not(bind)}") from error
         self._hosts[split_address(bind)[0]] = None
         return port
 
@@ -236,6 +235,16 @@ class Network:
             renewed,  # type: ignore[arg-type] # it may return None, says grpc's own documentation
             require_client_authentication=True,
         )
+
+
+def _why_not(bind: str) -> str:
+    """Why a server cannot be bound there, and what to do."""
+    host, port = split_address(bind)
+    try:
+        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError):  # the latter of a label that is too long
+        return f"the name {host} does not resolve on this machine; try --bind with an IP address of it"
+    return "in use or not an address of this machine; try --bind"
 
 
 def _target(address: str) -> str:

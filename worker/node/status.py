@@ -1,5 +1,6 @@
 """How an error travels: a gRPC status for whoever watches calls, its kind and its node in the trailing metadata."""
 
+import re
 from traceback import clear_frames
 from typing import Any
 
@@ -25,8 +26,10 @@ _ENDED = (
     *("reset by peer", "Socket closed", "GOAWAY", "EOF", "Broken pipe"),
     *("Cancelling all calls", "Internal error from Core"),  # a server that stops, or is killed, within a call
 )
+_STRANGE = ("Received http2 header with status", "Failed parsing HTTP/2", "http1.x server")
 _SILENT = ("ping timeout", "keepalive")
 _UNANSWERED = "failed to connect"  # what gRPC says of a connection that broke before the other side said anything
+_UNRESOLVED = re.compile(r"(?:errors resolving|DNS resolution failed for) (?:dns:///)?([^\s\[\]]+?)(?::\d+)?:? ")
 _HANDSHAKE = {  # what gRPC says of a handshake that this side ended, for people; the first that is found
     "Hostname Verification Check failed": "its certificate carries another name; on it should be {node}.pem",
     "certificate has expired": "its certificate has expired; where the authority is: brigade keys issue {node}",
@@ -82,23 +85,32 @@ def error_of(call: grpc.RpcError, node: str) -> BrigadeError:
         return error_named(said[_KIND], details, said.get(_NODE) or node)
     if words := next((words for sign, words in _HANDSHAKE.items() if sign in details), None):
         return ConfigError(words.format(node=node, details=details), node=node)
+    if any(sign in details for sign in _STRANGE):
+        return StageLost("what answers there is no worker, perhaps a web server; compare address and port", node=node)
     if was_met(call):
         return StageLost(_REFUSED, node=node)
+    if name := unresolved_name(call):
+        return StageLost(f"the name {name} of its address does not resolve on the node that calls it", node=node)
     if any(sign in details for sign in _SILENT):
         return NodeSilent("stopped answering (hung, asleep, or cut off)", node=node)
     return StageLost(_in_plain_words(details), node=node)
 
 
 def is_unconnected(call: grpc.RpcError) -> bool:
-    """Whether the call never reached anybody: no connection came about, or a name has no address."""
-    details = call.details() or ""
-    return _UNANSWERED in details or "DNS" in details
+    """Whether the call never reached anybody, at an address that there is."""
+    return _UNANSWERED in (call.details() or "")
+
+
+def unresolved_name(call: grpc.RpcError) -> str:
+    """The name of a host for which this machine found no address; empty if that is not what ended the call."""
+    found = _UNRESOLVED.search(call.details() or "")
+    return found[1] if found else ""
 
 
 def was_met(call: grpc.RpcError) -> bool:
-    """Whether somebody was there, who closed the connection before any reply."""
+    """Whether somebody was there, who closed the connection before any reply, or spoke another language."""
     details = call.details() or ""
-    return _UNANSWERED in details and any(sign in details for sign in _ENDED)
+    return _UNANSWERED in details and any(sign in details for sign in (*_ENDED, *_STRANGE))
 
 
 def error_named(kind: str, message: str, node: str) -> BrigadeError:

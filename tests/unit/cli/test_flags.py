@@ -11,6 +11,7 @@ import typer
 from coordinator.cli import commands, generate, run_async
 from coordinator.cli.app import app
 from coordinator.cluster.options import ClusterOptions
+from coordinator.doors import batch
 from coordinator.http import run
 from tests.unit.cli.conftest import Command
 from worker.errors import InputError
@@ -115,7 +116,14 @@ IDLE = [
     ("generate a --temp 0 --seed 1", "seed", "--temp 0"),
     *(
         (f"{command} --objective throughput", "objective", "without --config")
-        for command in ("generate a", "generate a --local 1", "serve", "bench", "bench --config x.yaml --local 1")
+        for command in (
+            "generate a",
+            "generate a --local 1",
+            "serve",
+            "batch in.jsonl -o out.jsonl",
+            "bench",
+            "bench --config x.yaml --local 1",
+        )
     ),
     ("bench --config two.yaml --layers 4,4 --objective throughput", "objective", "with --layers"),
     ("plan --measure-again", "measure_again", "without --config"),
@@ -135,7 +143,7 @@ def test_a_flag_that_would_change_nothing_is_refused(
     assert refusal.value.field == field
 
 
-@pytest.mark.parametrize("command", ["generate a", "serve", "bench --concurrency 2,5"])
+@pytest.mark.parametrize("command", ["generate a", "serve", "batch in.jsonl -o out.jsonl", "bench --concurrency 2,5"])
 def test_what_plans_are_to_be_fast_at_is_asked_of_all_who_open_a_chain(
     brigade: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
@@ -144,7 +152,7 @@ def test_what_plans_are_to_be_fast_at_is_asked_of_all_who_open_a_chain(
     config.write_text("workers: [{name: n1, address: '127.0.0.1:1'}]", encoding="utf-8")
     found: list[ClusterOptions] = []
     monkeypatch.setattr(run_async, "run_async", lambda work: work)
-    for module, name in ((generate, "run_generate"), (commands, "run_bench"), (run, "serve")):
+    for module, name in ((generate, "run_generate"), (commands, "run_bench"), (run, "serve"), (batch, "run_batch")):
         monkeypatch.setattr(module, name, lambda options, *more, **others: found.append(options))
     for flags in ((), ("--objective", "throughput")):
         brigade(*command.split(), "--config", str(config), *flags)

@@ -1,5 +1,7 @@
 """What `brigade init` asks, and what it does not take for granted."""
 
+import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from coordinator.cli import init
 from coordinator.finding.draft import Draft
 from coordinator.finding.draft import draft as drafted
 from tests.unit.finding.test_draft import CABLE, LOOPBACK, WIFI, node, plain
+from worker.errors import InputError
 
 OPEN = drafted([plain("mini", CABLE), plain("air", WIFI)], "coordinator")
 
@@ -51,3 +54,18 @@ def test_each_worker_and_the_model_are_asked_about_unless_all_is_wished(asked: l
     assert init._taken(OPEN, yes=False) == OPEN and init._model(None, yes=False) == "demo"
     assert asked[0] == "Take mini at 169.254.10.2:1 by Thunderbolt (bridge0)?" and len(asked) == 3
     assert init._model("org/model", yes=False) == "org/model" and len(asked) == 3
+
+
+def test_a_model_that_cannot_be_one_is_refused_before_anybody_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(init, "_listen", None)
+    with pytest.raises(InputError, match=r"^model: expected a folder, .* found 'nope'$"):
+        init.init(config=tmp_path / "cluster.yaml", model="nope", yes=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_of_who_types_such_a_model_another_one_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = io.StringIO("nope\norg/model\n")
+    monkeypatch.setattr("sys.stdin", typed)
+    assert init._model(None, yes=False) == "org/model" and not typed.read()

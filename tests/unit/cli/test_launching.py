@@ -1,11 +1,17 @@
 """What `brigade launch` and `brigade logs` show of what other machines say."""
 
+import os
+from pathlib import Path
+
 import pytest
 
+from coordinator.cli.launch import workers_of
 from coordinator.cli.launching import _shown, _tell
 from coordinator.cli.logs import _print_line
 from coordinator.fleet.launch import Outcome
-from worker.errors import BrigadeError
+from tests.unit.cli.conftest import Command
+from worker.config import Cluster
+from worker.errors import BrigadeError, ConfigError
 
 
 def test_what_is_done_on_a_node_is_shown_as_it_says(
@@ -26,3 +32,32 @@ def test_a_failure_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str])
 def test_a_log_keeps_its_tabs_and_nothing_that_steers_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     _print_line("\x1b]0;owned\x07a\tb\r")
     assert capsys.readouterr().out == "]0;owneda\tb\n"
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["w1"], r"^cluster\.yaml has no workers: expected one named 'w1' under `workers:`; brigade init finds some$"),
+        ([], r"^cluster\.yaml has no workers: expected one under `workers:`; brigade init finds some$"),
+    ],
+)
+def test_of_a_configuration_without_workers_it_is_told_where_they_belong(names: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        workers_of(Cluster(), names)
+
+
+@pytest.mark.parametrize("flag", ["--update", "--stop"])
+def test_ctrl_c_tells_where_each_node_was_and_that_the_same_command_goes_on(
+    flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, brigade: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The ssh of this test interrupts whoever starts it, once it is given a script, and says nothing more."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f"#!/bin/sh\nread -r line\nkill -INT {os.getpid()}\nexec sleep 60\n")
+    ssh.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    config = tmp_path / "cluster.yaml"
+    config.write_text("workers: [{name: mini, address: '127.0.0.1:1', ssh: mac}]")
+    assert brigade("launch", flag, "--config", str(config)) == 130
+    were = "looking" if flag == "--update" else "stopping"
+    said = f"interrupted (mini: {were}). Nothing is undone: workers that run go on, the same command does the rest\n"
+    assert capsys.readouterr().err.endswith(said)

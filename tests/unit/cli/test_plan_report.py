@@ -1,6 +1,7 @@
 """`brigade plan --nodes`: what programs and people are told of Macs that are not there."""
 
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -56,6 +57,7 @@ def test_json_has_all_that_programs_rely_on(planned: Any) -> None:
     assert found["tokens_per_s_at"]["8"] == pytest.approx(1e3 / max(stages)) and found["prefill_s_2000"] is None
     alone = {each["name"]: each for each in found["alternatives"]}["max alone"]
     assert (alone["layers"], alone["fits"]) == ([4], True) and alone["ms_per_token"] < found["ms_per_token"]
+    assert alone["tokens_per_s_at"] == {"8": pytest.approx(1e3 / alone["ms_per_token"])}
     assert "max alone would be faster" in found["advice"]
 
 
@@ -69,6 +71,18 @@ def test_the_objective_decides(planned: Any) -> None:
     latency, throughput = (json.loads(planned("--json", "--objective", each)) for each in ("latency", "throughput"))
     assert latency["layers"] == [4] and latency["left_out"] == ["mini"]
     assert throughput["layers"] == [3, 1] and throughput["sessions"] == 8
+
+
+def test_alternatives_are_shown_by_what_the_plan_is_to_be_good_at(planned: Any) -> None:
+    def shown(*flags: str) -> str:
+        return " ".join(planned("--layers", "3,1", *flags).split())
+
+    found = json.loads(planned("--json", "--layers", "3,1", "--objective", "throughput"))
+    [alone] = [each for each in found["alternatives"] if each["name"] == "max alone"]
+    speeds = f"{alone['ms_per_token']:.1f} ms {alone['tokens_per_s_at']['8']:.1f} yes"
+    assert "instead layers per token tok/s of 8 fits" in shown("--objective", "throughput")
+    assert f"max alone 4 {speeds}" in shown("--objective", "throughput")
+    assert "instead layers per token fits" in shown()
 
 
 def test_people_are_told_what_is_assumed_what_comes_of_it_and_what_else_there_is(planned: Any) -> None:
@@ -158,12 +172,44 @@ def test_nodes_of_a_file_are_not_mixed_with_others(planned: Any, flags: tuple[st
         planned(*flags)
 
 
-@pytest.mark.parametrize("flags", [(), ("--local", "1"), ("--config", "FILE"), ("--config", "FILE", "--local", "1")])
-def test_only_a_file_without_layers_is_written(brigade: Command, tmp_path: Path, flags: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ((), "write: expected with --config FILE"),
+        (("--local", "1"), "write: expected with --config FILE"),
+        (("--config", "FILE"), r"write: .*cluster\.yaml says `layers: \[1, 3\]` already; remove that"),
+        (("--config", "FILE", "--local", "1"), "local: not expected with --write: no cluster.yaml names these"),
+        (("--config", "FILE", "--layers", "2,2"), "layers: not expected with --write, which adds what is planned"),
+    ],
+)
+def test_only_a_file_without_layers_is_written(
+    brigade: Command, tmp_path: Path, flags: tuple[str, ...], said: str
+) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text("{layers: [1, 3], workers: [{name: a, address: '127.0.0.1:1'}]}", encoding="utf-8")
-    with pytest.raises(InputError, match="expected --config FILE that says no `layers:` yet"):
+    with pytest.raises(InputError, match=said):
         brigade("plan", "--write", *(str(path) if flag == "FILE" else flag for flag in flags))
+
+
+def test_a_read_only_file_is_refused_before_any_node_is_asked(brigade: Command, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("workers: [{name: a, address: '127.0.0.1:1'}]", encoding="utf-8")
+    path.chmod(0o444)
+    with pytest.raises(ConfigError, match=r"cluster\.yaml is read-only: expected a file that may be changed"):
+        brigade("plan", "--write", "--config", str(path))
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_told"), [((), False), (("--context", "2"), False), (("--context", "9999"), True)]
+)
+def test_a_context_beyond_the_models_is_told(
+    brigade: Command, tiny: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], is_told: bool
+) -> None:
+    brigade("plan", "--model", str(tiny), *flags)
+    shown = capsys.readouterr()
+    assert re.search(r"of (\d+) tokens", shown.out)
+    room = json.loads((tiny / "config.json").read_text())["max_position_embeddings"]
+    assert shown.err == (f"note: planned for {room} tokens: {tiny} has no room for 9999\n" if is_told else "")
 
 
 def test_simulate_asks_no_nodes(planned: Any) -> None:

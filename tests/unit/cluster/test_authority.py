@@ -80,6 +80,16 @@ def test_a_renewal_does_not_change_a_role_unnoticed(authority: Authority) -> Non
     assert authority.issue("studio", Role.COORDINATOR).read_bytes() != before
 
 
+def test_two_names_that_differ_only_in_case_do_not_get_one_file(authority: Authority) -> None:
+    path = authority.issue("mini", Role.WORKER)
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match=r"mini\.pem is that of 'mini', and certificates do not tell 'MINI' from it"):
+        authority.issue("MINI", Role.WORKER)
+    assert path.read_bytes() == before
+    long = f"{'Long.' * 20}name"
+    assert authority.issue(long, Role.WORKER) == authority.issue(long, Role.WORKER)
+
+
 @pytest.mark.parametrize(("text", "message"), [(None, "brigade keys init makes one"), (b"x", "--replace")])
 def test_without_a_sound_authority_nothing_is_issued(text: bytes | None, message: str, tmp_path: Path) -> None:
     if text:

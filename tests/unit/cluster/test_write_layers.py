@@ -52,3 +52,12 @@ def test_a_file_that_takes_no_further_line_stays_as_it_is(tmp_path: Path, text: 
     with pytest.raises(ConfigError, match=r"write there yourself: layers: \[4, 4\]"):
         written(tmp_path, text, planned("coordinator", "mini"))
     assert (tmp_path / "cluster.yaml").read_text(encoding="utf-8") == text
+
+
+def test_a_read_only_file_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(FILE, encoding="utf-8")
+    path.chmod(0o444)
+    with pytest.raises(ConfigError, match=r"cluster\.yaml is read-only: expected a file that may be changed"):
+        write_layers(path, load_cluster(path), planned("coordinator", "mini"))
+    assert path.read_text(encoding="utf-8") == FILE and [each.name for each in tmp_path.iterdir()] == ["cluster.yaml"]

@@ -1,6 +1,7 @@
 """Errors as statuses: what is raised on one node is raised on another, of the same kind and naming the same node."""
 
 import asyncio
+import re
 from typing import Any, NoReturn
 
 import grpc
@@ -8,7 +9,7 @@ import pytest
 
 from worker import errors
 from worker.errors import BrigadeError, InputError, NodeSilent, QueueFull, ReaderLost, ServerFailed, StageLost
-from worker.node.status import abort, error_of, is_unconnected, was_met
+from worker.node.status import abort, error_of, is_unconnected, unresolved_name, was_met
 
 KINDS = sorted(BrigadeError.__subclasses__(), key=lambda kind: kind.__name__)
 OWN = (InputError, QueueFull, ReaderLost, ServerFailed)  # the coordinator's: no node means them
@@ -121,6 +122,37 @@ def test_somebody_who_closes_is_told_from_nobody() -> None:
     lost = Aborted(grpc.StatusCode.UNAVAILABLE, "Socket closed")
     assert [was_met(call) for call in (closed, refused, lost)] == [True, False, False]
     assert [is_unconnected(call) for call in (closed, refused, lost)] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    "details",
+    [
+        "errors resolving {}:50070: [field:hostname lookup error:address lookup failed for {}:50070: Domain name not "
+        "found]",
+        "errors resolving {}:50070: [field:hostname lookup error:Address lookup failed for {}:50070 os_error: Name or "
+        "service not known syscall: getaddrinfo]",
+        "DNS resolution failed for {}:50070: C-ares status is not ARES_SUCCESS qtype=A name={}: Domain name not found",
+    ],
+    ids=["c-ares", "getaddrinfo", "older"],
+)
+def test_a_name_that_does_not_resolve_is_told_without_grpcs_words(details: str) -> None:
+    call = Aborted(grpc.StatusCode.UNAVAILABLE, details.replace("{}", "mini.local"))
+    assert unresolved_name(call) == "mini.local" and not is_unconnected(call)
+    words = "the name mini.local of its address does not resolve on the node that calls it"
+    assert str(error_of(call, "mini")) == f"worker mini: {words}"
+    assert not unresolved_name(unconnected("Connection refused (111)"))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        Aborted(grpc.StatusCode.UNIMPLEMENTED, "Received http2 header with status: 404"),
+        unconnected("Failed parsing HTTP/2 (Expected SETTINGS frame as the first frame, got frame type 79)"),
+    ],
+    ids=["HTTP/2", "HTTP/1"],
+)
+def test_a_web_server_in_a_workers_place_is_told(call: Aborted) -> None:
+    assert re.fullmatch("worker mini: what answers there is no worker, .*address and port", str(error_of(call, "mini")))
 
 
 @pytest.mark.parametrize("code", sorted(grpc.StatusCode, key=lambda code: code.name))

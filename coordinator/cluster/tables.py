@@ -1,0 +1,74 @@
+"""Tables of figures: one, or, where a terminal has no room for it, several of whole columns that begin alike. Pure."""
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.cells import cell_len
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+_GAP = 2  # columns of the terminal between two of the table
+
+
+@dataclass(frozen=True)
+class _Column:
+    head: str
+    cells: Sequence[str]
+    is_left: bool
+
+    @property
+    def width(self) -> int:
+        return max(map(cell_len, [self.head, *self.cells]))
+
+    @property
+    def least_width(self) -> int:
+        """With a head of several lines; no cell has more than one."""
+        return max(map(cell_len, [*self.head.split(), *self.cells]))
+
+
+def fitting(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], width: int, *, num_keys: int = 1, num_left: int | None = None
+) -> Group:
+    """The table in parts that are no wider than `width`, as far as that can be; with heads of several lines at need.
+
+    Args:
+        heads: the columns' names.
+        rows: a text for each column; a part leaves out those that have none there.
+        num_keys: the first columns, which say what a row is about: every part has them.
+        num_left: the first columns that are aligned to the left; as many as there are keys if nobody says.
+    """
+    num_left = num_keys if num_left is None else num_left
+    columns = [_Column(head, [row[i] for row in rows], i < num_left) for i, head in enumerate(heads)]
+    keys, figures = columns[:num_keys], columns[num_keys:]
+    first, *others = (_table(keys, part, width) for part in _parts(keys, figures, width))
+    return Group(first, *(each for table in others for each in (Text(), table)))
+
+
+def _parts(keys: list[_Column], figures: Sequence[_Column], width: int) -> Iterator[list[_Column]]:
+    """The figures, as many at a time as there is room for beside the keys, but at least one."""
+    part: list[_Column] = []
+    for figure in figures:
+        if part and _span([each.least_width for each in (*keys, *part, figure)]) > width:
+            yield part
+            part = []
+        part.append(figure)
+    yield part
+
+
+def _span(widths: Sequence[int]) -> int:
+    return sum(widths) + _GAP * (len(widths) - 1)
+
+
+def _table(keys: list[_Column], figures: list[_Column], width: int) -> Table:
+    columns = keys + figures
+    is_narrow = _span([each.width for each in columns]) > width
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, _GAP, 0, 0))
+    for each in columns:
+        head = "\n".join(textwrap.wrap(each.head, each.least_width)) if is_narrow else each.head
+        table.add_column(head, justify="left" if each.is_left else "right", overflow="fold")
+    for row in zip(*(each.cells for each in columns), strict=True):
+        if any(row[len(keys) :]):
+            table.add_row(*map(Text, row))
+    return table

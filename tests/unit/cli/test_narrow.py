@@ -1,0 +1,78 @@
+"""What commands print on a terminal of 60 columns: no figure and no word is broken."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from coordinator.cli.nodes import node_table
+from coordinator.finding.browse import Found
+from coordinator.finding.present import presence
+from coordinator.measure.bench_report import print_bench
+from coordinator.measure.bench_results import CLUSTER, ONE_PROCESS, Bench
+from coordinator.measure.failover_report import print_failover
+from coordinator.measure.failover_results import Failover
+from tests.unit.cli.conftest import Command
+from tests.unit.finding.test_present import HERE, about, cluster
+from tests.unit.measure.test_bench_results import row
+from tests.unit.measure.test_failover_results import ROW
+
+WIDTH = 60
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("COLUMNS", str(WIDTH)), ("FORCE_COLOR", "1"), ("TERM", "xterm")):
+        monkeypatch.setenv(name, value)
+
+
+def lines(text: str) -> list[str]:
+    """Of a terminal, without its colours; all within its width."""
+    found = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()]
+    assert max(map(len, found)) <= WIDTH
+    return found
+
+
+@pytest.mark.usefixtures("narrow")
+def test_forecasts(brigade: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    brigade("plan", "--simulate", "--stage-ms", "26.5,6.5,3", "--row-ms", "0", "--hop-ms", "3", "--concurrency", "8")
+    shown = lines(capsys.readouterr().out)
+    assert [line.split()[0] for line in shown if line.startswith(" ") and re.search("[0-9]", line)] == ["8", "8"]
+    assert shown[-1].endswith("--row-ms says.") and all(len(line) > 40 for line in shown[-4:-2]), "filled, not broken"
+
+
+@pytest.mark.usefixtures("narrow")
+def test_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [row(ONE_PROCESS, 1, 45, 45), replace(row(CLUSTER, 8, 1234.5, 12345.6), decode="diffusion-fast")]
+    print_bench(Bench("machine", "model", 16, 16, 8, rows))
+    shown = [line for line in lines(capsys.readouterr().out) if line.startswith("cluster")]
+    assert len(shown) > 1 and all(line.startswith(f"{CLUSTER}      diffusion-fast     8  ") for line in shown)
+    assert "  1234.5  12345.6" in " ".join(shown)
+
+
+@pytest.mark.usefixtures("narrow")
+def test_losses(capsys: pytest.CaptureFixture[str]) -> None:
+    print_failover(Failover("machine", "demo", [4, 4], [ROW]))
+    assert not [line for line in lines(capsys.readouterr().out) if "…" in line]
+
+
+def test_nodes() -> None:
+    heard = [
+        Found(about("mini", fingerprint="ab" * 32), ("169.254.10.2:50070", "192.168.100.27:50070")),
+        Found(about("air"), ("169.254.10.3:50070",)),
+    ]
+    found = presence(heard, cluster(("mini", "169.254.10.2:50070")), HERE)
+    console = Console(width=WIDTH)
+    with console.capture() as shown:
+        console.print(node_table(found, "cluster.yaml", WIDTH))
+    assert [line.split() for line in lines(shown.get())] == [
+        ["node", "version", "address", "reached", "by"],
+        ["mini", "0.1.0", "169.254.10.2:50070", "–"],
+        ["192.168.100.27:50070", "–"],
+        ["air", "0.1.0", "169.254.10.3:50070", "–"],
+        [],
+        ["node", "certificate", "in", "cluster.yaml"],
+        ["mini", "abababababababab", "yes"],
+        ["air", "none", "no"],
+    ]

@@ -1,0 +1,68 @@
+"""Tables that fit into a terminal: nothing is cut, nothing is folded, no line is too long."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from coordinator.cluster.tables import fitting
+
+HEADS = ("system", "at once", "prompt tok/s", "first token s", "busy")
+ROWS = [("one process", "1", "281.0", "0.028", "86%"), ("cluster 4,4", "16", "2633.5", "0.030", "")]
+
+
+def shown(width: int, heads: tuple[str, ...] = HEADS, rows: list[tuple[str, ...]] = ROWS, num_keys: int = 2) -> str:
+    console = Console(file=io.StringIO(), width=width, markup=False)
+    console.print(fitting(heads, rows, width, num_keys=num_keys, num_left=1))
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+WIDE = """\
+system       at once  prompt tok/s  first token s  busy
+one process        1         281.0          0.028   86%
+cluster 4,4       16        2633.5          0.030"""
+
+STACKED = """\
+                           first
+               at  prompt  token
+system       once   tok/s      s  busy
+one process     1   281.0  0.028   86%
+cluster 4,4    16  2633.5  0.030"""
+
+SEVERAL = """\
+               at  prompt
+system       once   tok/s
+one process     1   281.0
+cluster 4,4    16  2633.5
+
+                   first
+               at  token
+system       once      s
+one process     1  0.028
+cluster 4,4    16  0.030
+
+system       at once  busy
+one process        1   86%"""
+
+
+def test_where_there_is_room_it_is_one_table() -> None:
+    assert shown(80) == WIDE
+
+
+def test_with_less_room_heads_take_several_lines_and_with_still_less_there_are_several_tables() -> None:
+    assert shown(43) == STACKED
+    assert shown(26) == SEVERAL
+
+
+@pytest.mark.parametrize("width", range(25, 90))
+def test_no_line_is_too_long_and_no_figure_is_lost(width: int) -> None:
+    text = shown(width)
+    assert all(len(line) <= width for line in text.splitlines())
+    assert all(cell in text for row in ROWS for cell in row)
+
+
+def test_what_has_no_room_at_all_is_folded_and_a_table_without_rows_has_its_heads() -> None:
+    text = shown(10, ("node", "address"), [("mini", "10.0.0.1:50070")], num_keys=1)
+    assert all(len(line) <= 10 for line in text.splitlines())
+    assert shown(80, ("node", "address"), [], num_keys=1) == "node  address"
