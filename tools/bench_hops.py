@@ -21,7 +21,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from coordinator.cli.app import DEMO_PROMPT
+from coordinator.cli.demo_command import DEMO_PROMPT
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.deployment import Deployment
 from coordinator.cluster.open import joined, make_plan, open_peers, read_model
