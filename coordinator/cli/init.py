@@ -1,6 +1,5 @@
 """`brigade init`: a cluster.yaml of the workers that announce themselves."""
 
-import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,6 +49,7 @@ def init(
     """
     from coordinator.cli.run_async import run_async
     from coordinator.finding.draft import draft, narrowed
+    from coordinator.finding.look import look_around
     from coordinator.finding.proof import coordinator_in, unproven
     from coordinator.finding.written import KEYS, require_room
 
@@ -61,7 +61,7 @@ def init(
     keys = config.parent / KEYS
     owner = coordinator_in(keys)
     coordinator = owner or Coordinator().name
-    found = run_async(_listen(timeout))
+    found = run_async(look_around(timeout)).nodes
     _require_heard(found, names or [], timeout)
     whole = narrowed(draft(found, coordinator), names or [])
     whole = _encrypted_or_trusted(whole, yes=yes, insecure=insecure)
@@ -71,16 +71,6 @@ def init(
     _require_some(whole)
     _write(whole, config, _model(model, yes=yes), coordinator, force=force)
     _say_next(config, keys, is_proven=network is not None)
-
-
-async def _listen(timeout_s: float) -> "list[Present]":
-    from coordinator.finding.browse import browse
-    from coordinator.finding.present import presence
-    from coordinator.finding.ways import Map
-
-    heard = await browse(timeout_s)
-    here = await asyncio.to_thread(Map.read)
-    return await asyncio.to_thread(presence, heard.nodes, None, here)
 
 
 def _require_heard(found: "Sequence[Present]", names: Sequence[str], timeout_s: float) -> None:

@@ -1,6 +1,5 @@
 """`brigade nodes`: who announces itself in the networks of this machine, and how each is reached."""
 
-import asyncio
 import json
 import sys
 from collections.abc import Sequence
@@ -42,20 +41,17 @@ def nodes(config: flags.Config = None, timeout: Timeout = LISTENS_S, as_json: fl
 async def _show(cluster: Cluster | None, config: Path | None, timeout_s: float, *, as_json: bool) -> None:
     from rich.console import Console
 
-    from coordinator.finding.browse import browse
-    from coordinator.finding.present import nodes_json, presence
-    from coordinator.finding.ways import Map
+    from coordinator.finding.look import look_around
+    from coordinator.finding.present import nodes_json
 
-    heard = await browse(timeout_s)
-    here = await asyncio.to_thread(Map.read)
-    found = await asyncio.to_thread(presence, heard.nodes, cluster, here)
+    found, num_ignored = await look_around(timeout_s, cluster)
     if as_json:
-        print(json.dumps(nodes_json(found, num_ignored=heard.num_ignored)))
+        print(json.dumps(nodes_json(found, num_ignored=num_ignored)))
         return
     if found:
         console = Console(highlight=False)
         console.print(node_table(found, config.name if config else "", console.width))
-    for line in remarks(found, heard.num_ignored, timeout_s):
+    for line in remarks(found, num_ignored, timeout_s):
         print(line, file=sys.stderr)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ from coordinator.cli import flags
 from coordinator.cli.serve import PORT
 from coordinator.cli.server_flags import ApiKeyFile
 from worker.errors import BrigadeError, InputError, StageLost
+from worker.process.call_thread import run_aside
 
 _EVERY_S = 1.0
 _WITHIN_S = 5.0
@@ -72,7 +74,7 @@ async def _find(server: str, key: str | None, config: Path | None) -> dict[str, 
     from coordinator.doors.client import NothingAnswers
 
     try:
-        return await asyncio.to_thread(ask_server, server, key)
+        return await run_aside(partial(ask_server, server, key))
     except NothingAnswers:
         if config is None:
             raise

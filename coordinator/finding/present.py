@@ -1,4 +1,4 @@
-"""Who is there: what was heard, beside what the configuration expects. Plain data."""
+"""Who is there: what was heard, beside what the configuration expects."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass

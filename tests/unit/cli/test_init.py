@@ -8,6 +8,7 @@ import pytest
 import typer
 
 from coordinator.cli import init
+from coordinator.finding import look
 from coordinator.finding.draft import Draft
 from coordinator.finding.draft import draft as drafted
 from tests.unit.finding.test_draft import CABLE, LOOPBACK, WIFI, node, plain
@@ -59,7 +60,7 @@ def test_each_worker_and_the_model_are_asked_about_unless_all_is_wished(asked: l
 def test_a_model_that_cannot_be_one_is_refused_before_anybody_is_looked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(init, "_listen", None)
+    monkeypatch.setattr(look, "look_around", None)
     with pytest.raises(InputError, match=r"^model: expected a folder, .* found 'nope'$"):
         init.init(config=tmp_path / "cluster.yaml", model="nope", yes=True)
     assert not list(tmp_path.iterdir())
