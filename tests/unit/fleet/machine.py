@@ -23,6 +23,7 @@ class FakeMachine:
         self.write("uname", f"echo {system}")
         self.write("id", "echo 501")
         self.write("loginctl", "echo yes")
+        self.write("ps", '[ "$1 $2 $3" = "-o lstart= -p" ] && exec cut -d " " -f 22 "/proc/$4/stat" 2>/dev/null')
         self.write(program, f'cd {shlex.quote(str(folder))}\necho "$@" >> calls\n{does}')
 
     def run(self, script: str, **values: str) -> str:
@@ -34,15 +35,31 @@ class FakeMachine:
     def attempt(self, script: str, **values: str) -> subprocess.CompletedProcess[str]:
         """The same where it may fail."""
         env = {"HOME": str(self.home), "PATH": f"{self._programs}:{os.environ['PATH']}"}
-        fed = assigned({"name": "mini", "key_file": "mini.pem", **values}) + text_of(script)
+        usual = {"name": "mini", "key_file": "mini.pem", "parcel": "sent", "seen": "0"}
+        fed = assigned(usual | values) + text_of(script)
         return subprocess.run([*self.shell, "-s"], input=fed.decode(), env=env, capture_output=True, text=True)
 
-    def settle(self, kind: str, service: bytes) -> None:
-        """Start the worker by this definition."""
+    def settle(self, kind: str, service: bytes, **values: str) -> str:
+        """Start the worker by this definition; what that tells."""
         sent = self.home / ".brigade" / "worker-mini" / "sent"
         sent.mkdir(parents=True)
         (sent / "service").write_bytes(service)
-        self.run("settle", kind=kind, restarts="yes", started="x", version="v")
+        self.installed("v")
+        return self.run("settle", **{"kind": kind, "restarts": "yes", "started": "x", "version": "v", **values})
+
+    def installed(self, version: str) -> Path:
+        """Put a version there that is complete."""
+        folder = self.home / ".brigade" / "versions" / version
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "complete").touch()
+        return folder
+
+    def hold(self, thing: str, pid: int) -> Path:
+        """Have this process have the first turn at something."""
+        turn = self.home / ".brigade" / "turns" / thing / "1"
+        turn.parent.mkdir(parents=True)
+        turn.symlink_to(f"{pid} {Path(f'/proc/{pid}/stat').read_text().split()[21]}")
+        return turn
 
     def told(self) -> list[str]:
         """The commands that changed something, since the last time."""
