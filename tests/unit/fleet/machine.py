@@ -7,6 +7,7 @@ from pathlib import Path
 
 from coordinator.fleet.ssh import assigned, text_of
 
+PROC = Path("/proc/self/stat")  # without it the scripts for Linux cannot be tried
 _ASKS = ("print ", "--user show-environment", "--user --quiet is-active ")
 
 
@@ -23,7 +24,8 @@ class FakeMachine:
         self.write("uname", f"echo {system}")
         self.write("id", "echo 501")
         self.write("loginctl", "echo yes")
-        self.write("ps", '[ "$1 $2 $3" = "-o lstart= -p" ] && exec cut -d " " -f 22 "/proc/$4/stat" 2>/dev/null')
+        if PROC.exists():
+            self.write("ps", '[ "$1 $2 $3" = "-o lstart= -p" ] && exec cut -d " " -f 22 "/proc/$4/stat" 2>/dev/null')
         self.write(program, f'cd {shlex.quote(str(folder))}\necho "$@" >> calls\n{does}')
 
     def run(self, script: str, **values: str) -> str:
@@ -58,7 +60,7 @@ class FakeMachine:
         """Have this process have the first turn at something."""
         turn = self.home / ".brigade" / "turns" / thing / "1"
         turn.parent.mkdir(parents=True)
-        turn.symlink_to(f"{pid} {Path(f'/proc/{pid}/stat').read_text().split()[21]}")
+        turn.symlink_to(identity(pid))
         return turn
 
     def told(self) -> list[str]:
@@ -71,3 +73,12 @@ class FakeMachine:
         """Put a program there that is found before any other of its name."""
         (self._programs / name).write_text(f"#!/bin/sh\n{text}\n")
         (self._programs / name).chmod(0o755)
+
+
+def identity(pid: int) -> str:
+    """A process as the scripts call it."""
+    if PROC.exists():
+        return f"{pid} {Path(f'/proc/{pid}/stat').read_text().split()[21]}"
+    env = os.environ | {"LC_ALL": "C", "TZ": "UTC0"}
+    told = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], env=env, capture_output=True, text=True, check=True)
+    return f"{pid} " + told.stdout.removesuffix("\n")

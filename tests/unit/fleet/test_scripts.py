@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.fleet.machine import FakeMachine
+from tests.unit.fleet.machine import PROC, FakeMachine
 
 # As far as it matters here. Whoever installs while another does leaves a note of it.
 UV = """\
@@ -30,7 +30,7 @@ SLEEP = "exec {sleep} 0.01"
 SLEEP_TO_ITS_END = "kill -KILL {pid}; while kill -0 {pid}; do :; done 2>/dev/null"
 
 
-@pytest.fixture(params=["Linux", "Darwin"])
+@pytest.fixture(params=["Linux", "Darwin"] if PROC.exists() else ["Darwin"])
 def machine(request: pytest.FixtureRequest, tmp_path: Path) -> FakeMachine:
     found = FakeMachine(tmp_path, request.param, "launchctl", "exit 113")
     found.write("uv", UV)
