@@ -100,6 +100,16 @@ def test_a_worker_is_not_started_by_what_another_launch_has_dropped(machine: Fak
     assert (folder_of(machine, "mini") / "started").exists()
 
 
+def test_what_was_sent_by_a_launch_that_was_cut_off_goes_after_an_hour(machine: FakeMachine) -> None:
+    folder = folder_of(machine, "mini")
+    for name, minutes in (("sent-old", 90), ("sent-new", 30)):
+        (folder / name).mkdir()
+        (folder / name / "wheel").write_text("x")
+        os.utime(folder / name, (0, folder.stat().st_mtime - 60 * minutes))
+    settle(machine, "mini", "v1")
+    assert [each.name for each in folder.glob("sent*")] == ["sent-new"]
+
+
 def test_of_many_who_install_one_does_at_a_time_and_what_it_has_made_is_the_others_too(machine: FakeMachine) -> None:
     """The one who had its turn before them has ended, and has left half an installation."""
     wanted = ["v1", "v1", "v1", "v2", "v2", "v3"]
