@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import mlx.core as mx
 import pytest
 
+import worker  # noqa: F401 - before any test imports gRPC, which takes part in forks unless it is told not to
+
 
 @pytest.fixture(scope="session", autouse=True)
 def streams() -> Iterator[None]:

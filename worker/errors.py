@@ -125,14 +125,24 @@ class InternalError(BrigadeError):
 
 def internal_error_text(error: BaseException) -> str:
     """What an error that nobody foresaw is, and the file and line that raised it."""
+    error, place = _origin(error)
+    # which has the whole text in its repr
+    found = f"{type(error).__name__}({str(error)!r})" if isinstance(error, UnicodeError) else repr(error)
+    return f"internal error: {found}{place}; this is a bug"
+
+
+def internal_error_kind(error: BaseException) -> str:
+    """The same without its own words, which may be a user's."""
+    error, place = _origin(error)
+    return f"internal error: {type(error).__name__}{place}; this is a bug"
+
+
+def _origin(error: BaseException) -> tuple[BaseException, str]:
     places = traceback.extract_tb(error.__traceback__)
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
         places += traceback.extract_tb(error.__traceback__)
-    place = f" at {places[-1].filename.rpartition('/')[2]}:{places[-1].lineno}" if places else ""
-    # which has the whole text in its repr
-    found = f"{type(error).__name__}({str(error)!r})" if isinstance(error, UnicodeError) else repr(error)
-    return f"internal error: {found}{place}; this is a bug"
+    return error, f" at {places[-1].filename.rpartition('/')[2]}:{places[-1].lineno}" if places else ""
 
 
 def first_line(error: BaseException) -> str:

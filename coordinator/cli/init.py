@@ -48,7 +48,7 @@ def init(
     Here: brigade init --yes, or of two of them only: brigade init mini air
     """
     from coordinator.cli.run_async import run_async
-    from coordinator.finding.draft import draft, narrowed
+    from coordinator.finding.draft import draft, within_reach
     from coordinator.finding.look import look_around
     from coordinator.finding.proof import coordinator_in, unproven
     from coordinator.finding.written import KEYS, require_room
@@ -63,11 +63,11 @@ def init(
     coordinator = owner or Coordinator().name
     found = run_async(look_around(timeout)).nodes
     _require_heard(found, names or [], timeout)
-    whole = narrowed(draft(found, coordinator), names or [])
+    whole = draft(found, coordinator, names or [])
     whole = _encrypted_or_trusted(whole, yes=yes, insecure=insecure)
     if network := _network(whole, keys, owner):
         whole = whole.without(run_async(unproven(whole.workers, network)))
-    whole = _taken(whole, yes=yes)
+    whole = within_reach(_taken(whole, yes=yes))
     _require_some(whole)
     _write(whole, config, _model(model, yes=yes), coordinator, force=force)
     _say_next(config, keys, is_proven=network is not None)

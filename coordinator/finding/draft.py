@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from coordinator.finding.present import Present
 from coordinator.finding.ways import Way
-from worker.config import is_certifiable
+from worker.config import is_certifiable, split_address
 
 
 @dataclass(frozen=True)
@@ -58,29 +58,27 @@ class Draft:
         return Draft(kept, self.left_out + tuple(f"{name} is left out: {why}" for name, why in reasons.items()))
 
 
-def draft(found: Sequence[Present], coordinator: str) -> Draft:
-    """All workers that can be in one cluster with a coordinator of this name.
+def draft(found: Sequence[Present], coordinator: str, wanted: Collection[str] = ()) -> Draft:
+    """All workers that may be in one cluster with a coordinator of this name; if any are wanted, only of these.
 
-    A cluster is encrypted or not: where some workers show certificates, it is of those.
+    A cluster is encrypted or not: where some workers show certificates, it is of those. Once it is known who is taken,
+    `within_reach` has the last word.
     """
     heard = [node for node in found if node.is_announced]
     names = Counter(node.name.lower() for node in heard)
+    heard = [node for node in heard if not wanted or node.name in wanted]
     chosen = {node.name: _chosen(node) for node in heard}
     whole = Draft(tuple(chosen.values()))
     whole = whole.without({node.name: why for node in heard if (why := _unusable(node, names, coordinator))})
     apart = "no interface of this machine leads there"
     whole = whole.without({worker.name: apart for worker in whole.workers if not worker.ways})
     whole = whole.without(dict(_unencrypted_beside_others(whole.workers)))
-    whole = whole.without(dict(_here_beside_others(whole.workers)))
     return whole.without(dict(_at_the_same_place(whole.workers)))
 
 
-def narrowed(whole: Draft, names: Collection[str]) -> Draft:
-    """With these workers only, if any are named; nobody wonders about the others then."""
-    if not names:
-        return whole
-    told = tuple(line for line in whole.left_out if line.partition(" ")[0] in names)
-    return Draft(tuple(worker for worker in whole.workers if worker.name in names), told)
+def within_reach(whole: Draft) -> Draft:
+    """Without those that the others would call in vain. This machine's layers are the coordinator's in any case."""
+    return whole.without(dict(_here_beside_others(whole.workers)))
 
 
 def _chosen(node: Present) -> Chosen:
@@ -112,7 +110,9 @@ def _here_beside_others(workers: Sequence[Chosen]) -> Iterator[tuple[str, str]]:
     if any(not worker.is_here_only for worker in workers):
         for worker in workers:
             if worker.is_here_only:
-                yield worker.name, "it listens on this machine's loopback, where the others cannot reach it"
+                why = "it listens on this machine's loopback, where the others cannot reach it"
+                _, port = split_address(worker.addresses[0])
+                yield worker.name, f"{why}: start it with --bind 0.0.0.0:{port}, or leave its layers to the coordinator"
 
 
 def _at_the_same_place(workers: Sequence[Chosen]) -> Iterator[tuple[str, str]]:

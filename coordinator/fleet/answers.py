@@ -1,6 +1,7 @@
 """Whether a worker that was started answers where the chain will call it, and why not if its process has ended."""
 
 import asyncio
+from collections import deque
 
 from coordinator.cluster.ways import Ways
 from coordinator.fleet.ssh import Remote
@@ -11,7 +12,7 @@ from worker.process.printable import printable
 
 _WITHIN_S = 60.0
 _AT_ONCE_S = 1.0
-_LOG_LINES = "3"
+_LOG_LINES = 3
 
 
 async def incarnation(worker: Worker, network: Network) -> str:
@@ -66,6 +67,6 @@ async def _ask(worker: Worker, network: Network, within_s: float, *, waits: bool
 
 
 async def _last_words(remote: Remote, values: dict[str, str]) -> str:
-    lines: list[str] = []
-    await remote.output("log", {**values, "lines": _LOG_LINES, "follow": "no"}, lines.append)
+    lines: deque[str] = deque(maxlen=_LOG_LINES)
+    await remote.output("log", {**values, "lines": str(_LOG_LINES), "follow": "no"}, lines.append)
     return "; ".join(printable(line) for line in lines if line) or "empty"

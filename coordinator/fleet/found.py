@@ -11,6 +11,7 @@ LEAST_PYTHON = (3, 11)
 ROOM_BYTES = 2 << 30  # that an installation needs for a moment, downloads included
 KINDS = ("launchd", "systemd", "daemon")  # of service
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_TURN = re.compile(r"\d{1,18}")
 _ROOM = re.compile(r"(\d{1,18})\s+\d+%")  # in a line of `df -Pk`: KiB available, and the share in use behind it
 
 
@@ -43,6 +44,7 @@ class Found:
     service: str = ""
     started: str = ""
     is_alive: bool = False
+    turn: str = "0"  # the number of the last launch or stop of this worker
 
     def folder(self, name: str) -> str:
         return f"{self.home}/{folder_of(name)}"
@@ -69,7 +71,7 @@ def read_found(told: Mapping[str, Sequence[str]]) -> Found:
         BrigadeError: what is needed is missing: no shell of a Unix answered; or the rest cannot be worked with.
     """
     last = {word: lines[-1] for word, lines in told.items()}
-    room = _ROOM.search(last.get("free", ""))
+    room, turn = _ROOM.search(last.get("free", "")), last.get("turn", "")
     if not ({"system", "home", "kind"} <= set(last) and room):
         raise BrigadeError("expected macOS or Linux there, found no shell that tells its system and free space")
     if _CONTROL.search(last["home"]):  # which no property list may hold
@@ -88,6 +90,7 @@ def read_found(told: Mapping[str, Sequence[str]]) -> Found:
         service=last.get("service", ""),
         started=last.get("started", ""),
         is_alive="alive" in told,
+        turn=turn if _TURN.fullmatch(turn) else "0",
     )
 
 

@@ -1,9 +1,10 @@
 """Launch: brings the worker of each node up, or down, over ssh. One node's failure is its own."""
 
 import asyncio
+import secrets
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,7 +79,7 @@ class Launch:
         return outcome
 
     async def _bring_up(self, worker: Worker, remote: Remote, blank: Outcome) -> Outcome:
-        values = values_of(worker.name)
+        values = values_of(worker.name) | {"parcel": f"sent-{secrets.token_hex(8)}"}
         async with self._accounts[remote.place]:
             self._report(worker.name, "looking")
             found = await self._look(remote, values)
@@ -88,8 +89,9 @@ class Launch:
             if steps.installs:
                 await self._install(remote, values, found)
             if not steps.are_none:
-                what = {"kind": found.kind, "started": wish.started, "version": found.version}
-                await self._settle(remote, values | what, steps)
+                what = {"kind": found.kind, "started": wish.started, "version": found.version, "seen": found.turn}
+                told = await self._settle(remote, values | what, steps)
+                before = "" if "settled" in told else before  # it is the worker that another launch has started
         self._report(worker.name, "waiting for its answer")
         address = await wait_answer(worker, self._network, remote, values, before)
         return replace(blank, done=steps.story, kind=found.kind, address=address)
@@ -108,7 +110,7 @@ class Launch:
         python = "" if found.uv else await self._python(remote, {**values, "wanted": wanted})
         self._report(remote.node, "sending this version")
         files = {self._package.wheel_name: self._package.wheel, "constraints.txt": self._package.constraints.encode()}
-        await self._send(remote, files)
+        await self._send(remote, values, files)
         how = {
             "version": found.version,
             "wheel_name": self._package.wheel_name,
@@ -122,14 +124,14 @@ class Launch:
         told = await remote.run("pythons", values, _LOOK_S)
         return choose_python(read_pythons(told.get("python", ())), _HERE).path
 
-    async def _settle(self, remote: Remote, values: Mapping[str, str], steps: Steps) -> None:
+    async def _settle(self, remote: Remote, values: Mapping[str, str], steps: Steps) -> Mapping[str, Sequence[str]]:
         if steps.files:
-            await self._send(remote, steps.files)
+            await self._send(remote, values, steps.files)
         restarts = "yes" if steps.restarts else "no"
-        await remote.run("settle", {**values, "restarts": restarts}, _SETTLE_S, self._tell(remote.node))
+        return await remote.run("settle", {**values, "restarts": restarts}, _SETTLE_S, self._tell(remote.node))
 
-    async def _send(self, remote: Remote, files: Mapping[str, bytes]) -> None:
-        await remote.send(f"{folder_of(remote.node)}/sent", files, _SEND_S)
+    async def _send(self, remote: Remote, values: Mapping[str, str], files: Mapping[str, bytes]) -> None:
+        await remote.send(f"{folder_of(remote.node)}/{values['parcel']}", files, _SEND_S)
 
     def _tell(self, node: str) -> Callable[[str, str], None]:
         def tell(word: str, rest: str) -> None:

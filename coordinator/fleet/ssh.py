@@ -7,7 +7,9 @@ Values come before it as assignments, quoted for that shell.
 import asyncio
 import contextlib
 import io
+import os
 import shlex
+import signal
 import sys
 import tarfile
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -33,7 +35,10 @@ _OPTIONS = (
 )
 _FAILED = 255  # ssh's own exit code
 _OUTPUT_S = 30.0
+_CLOSED_S = 1.0  # until the pipes of what was killed are closed, unless others have them
 _LONGEST_LINE = 1 << 20
+_MOST_TOLD = 1 << 18  # characters of all lines that are meant for us
+_KEPT_BYTES = 1 << 14  # of the end of what is said on standard error
 _MOST_SAID = 4  # lines that are shown of what failed there
 _WAYS_OUT = {  # what ssh says, and what to do about it
     "Host key verification failed": "connect once by hand, to accept its key: ssh {place}",
@@ -60,13 +65,18 @@ class Remote:
         """Run one of our scripts there; returns what it has told, by the first word of each line.
 
         Raises:
-            BrigadeError: ssh did not get there, or the script failed; with what they said.
+            BrigadeError: ssh did not get there, or the script failed; with what they said. Or it told far too much.
             ConfigError: there is no ssh here.
         """
         found: dict[str, list[str]] = {}
+        num_told = 0
 
         def read(line: str) -> None:
+            nonlocal num_told
             if line.startswith(MARK):
+                num_told += len(line)
+                if num_told > _MOST_TOLD:
+                    raise BrigadeError(f"told more than {_MOST_TOLD >> 10} KiB about itself")
                 word, _, rest = line.removeprefix(MARK).partition(" ")
                 found.setdefault(word, []).append(rest)
                 tell(word, rest)
@@ -122,8 +132,10 @@ class Remote:
         finally:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
+                    os.killpg(process.pid, signal.SIGKILL)  # what it goes through, too: ProxyJump's ssh say
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_CLOSED_S):
+                        await process.communicate()  # what is in the pipes yet, or they would not close
 
     def failure(self, code: int, said: str) -> BrigadeError:
         """What to say of a process that ended so."""
@@ -157,12 +169,12 @@ def packed(files: Mapping[str, bytes]) -> bytes:
 
 
 async def _talk(process: asyncio.subprocess.Process, fed: bytes, read: Read, *, is_followed: bool) -> str:
-    """Give the process its input while its lines are read; returns what it said on standard error.
+    """Give the process its input while its lines are read; returns the end of what it said on standard error.
 
     If it is followed its standard input stays open, until we leave.
     """
     assert process.stdin and process.stdout and process.stderr
-    saying = asyncio.create_task(process.stderr.read())
+    saying = asyncio.create_task(_end_of(process.stderr))
     giving = asyncio.create_task(_give(process.stdin, fed, closes=not is_followed))
     try:
         while line := await _next_line(process.stdout):
@@ -173,6 +185,17 @@ async def _talk(process: asyncio.subprocess.Process, fed: bytes, read: Read, *, 
         for task in (saying, giving):
             task.cancel()
         await asyncio.gather(saying, giving, return_exceptions=True)
+
+
+async def _end_of(stream: asyncio.StreamReader) -> bytes:
+    """The last bytes of it, from the beginning of a line if there is one among them: no more than that is kept."""
+    kept = b""
+    while more := await stream.read(_KEPT_BYTES):
+        kept += more
+        if len(kept) > _KEPT_BYTES:
+            kept = kept[-_KEPT_BYTES:]
+            kept = kept[kept.find(b"\n") + 1 :]
+    return kept
 
 
 async def _next_line(stdout: asyncio.StreamReader) -> bytes:

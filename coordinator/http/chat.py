@@ -11,7 +11,7 @@ from coordinator.http.choices import figures, tell
 from coordinator.http.json_response import JSONResponse
 from coordinator.http.reading import read_body
 from coordinator.http.served import Served
-from coordinator.http.streams import DONE, data, event_stream, unless_left
+from coordinator.http.streams import DONE, data, model_stream, unless_left
 from coordinator.resident.channels import Delta
 from coordinator.resident.frontend import Task
 from coordinator.resident.model import ResidentModel
@@ -25,11 +25,14 @@ async def chat_completions(request: Request) -> Response:
     served: Served = request.app.state.served
     body = await read_body(request, ChatBody, served.limits.body_bytes)
     served.require_name(body.model)
+
+    async def begin(model: ResidentModel) -> AsyncGenerator[bytes, None]:
+        return _events(model, *await prepare_chat(model, served.names[0], body), body)
+
+    if body.stream:
+        return await model_stream(request, begin, tell=tell, end=DONE)
     model = await unless_left(request, served.wake_model())
     tasks, answer = await unless_left(request, prepare_chat(model, served.names[0], body))
-    if body.stream:
-        events = _events(model, tasks, answer, body)
-        return await event_stream(request, events, tell=tell, end=DONE)
     choices = await unless_left(request, collect(model, tasks, traced=body.wants_waterfall))
     return JSONResponse(answer.whole(choices) | {"brigade": figures([deltas[-1] for deltas in choices])})
 

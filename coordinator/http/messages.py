@@ -11,6 +11,8 @@ from coordinator.http.refusals import error_object
 from coordinator.http.served import Served
 from coordinator.http.streams import named, unless_left
 from coordinator.http.telling import naming, streamed_response, whole_response
+from coordinator.resident.frontend import Task
+from coordinator.resident.model import ResidentModel
 from coordinator.shapes.anthropic_answer import MessageAnswer
 from coordinator.shapes.anthropic_messages import CountBody, MessagesBody
 
@@ -22,15 +24,17 @@ async def messages(request: Request) -> Response:
     served: Served = request.app.state.served
     body = await read_body(request, MessagesBody, served.limits.body_bytes)
     served.require_name(body.model)
-    model = await unless_left(request, served.wake_model())
-    with naming(_NAMES):
-        task = await unless_left(request, model.prepare(body.ask()))
-    answer = MessageAnswer(f"msg_{uuid.uuid4().hex}", served.names[0], len(task.request.prompt))
+
+    async def prepare(model: ResidentModel) -> tuple[Task, MessageAnswer]:
+        with naming(_NAMES):
+            task = await model.prepare(body.ask())
+        return task, MessageAnswer(f"msg_{uuid.uuid4().hex}", served.names[0], len(task.request.prompt))
+
     if not body.stream:
-        return await whole_response(request, model, task, answer)
+        return await whole_response(request, prepare)
     request_id = request.state.request_id
     return await streamed_response(
-        request, model, task, answer, tell=lambda error: named(error_object(error.status, error.message, request_id))
+        request, prepare, tell=lambda error: named(error_object(error.status, error.message, request_id))
     )
 
 

@@ -9,12 +9,17 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from coordinator.http.errors import HttpError, http_error
+from coordinator.cluster.log import log
+from coordinator.http.errors import HttpError, Refusal, http_error
 from coordinator.http.served import Served
+from coordinator.resident.model import ResidentModel
+from coordinator.resident.tally import REQUEST_ID
+from worker.errors import BrigadeError, internal_error_kind
 from worker.process.json_text import json_bytes
 
 T = TypeVar("T")
 Event = dict[str, Any]
+Begin = Callable[[ResidentModel], Coroutine[Any, Any, AsyncGenerator[bytes, None]]]
 
 DONE = b"data: [DONE]\n\n"  # the end of a stream, as OpenAI's clients know it
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -56,6 +61,35 @@ async def event_stream(
         await _close(events, first)
         raise
     return EventStream(request, events, first, tell, end, heartbeat_s=served.limits.heartbeat_s)
+
+
+async def model_stream(
+    request: Request, begin: Begin, *, tell: Callable[[HttpError], bytes], end: bytes = b""
+) -> "EventStream":
+    """As `event_stream`, of the events that `begin` makes of the model.
+
+    One that is asleep may take minutes to be read: it is waited for by a stream that has begun, and says that it lives.
+    """
+    served: Served = request.app.state.served
+    waking = asyncio.ensure_future(served.wake_model())
+    try:
+        await unless_left(request, asyncio.wait([waking], timeout=served.limits.heartbeat_s))
+        if waking.done():
+            events = await unless_left(request, begin(waking.result()))
+            return await event_stream(request, events, tell=tell, end=end)
+    except BaseException:
+        waking.cancel()
+        raise
+    events = _once_awake(waking, begin)
+    return EventStream(
+        request, events, asyncio.ensure_future(anext(events)), tell, end, heartbeat_s=served.limits.heartbeat_s
+    )
+
+
+async def _once_awake(waking: "asyncio.Future[ResidentModel]", begin: Begin) -> AsyncGenerator[bytes, None]:
+    async with aclosing(await begin(await waking)) as events:
+        async for event in events:
+            yield event
 
 
 async def _wait_first(first: "asyncio.Future[bytes]", served: Served) -> None:
@@ -113,10 +147,18 @@ class EventStream(StreamingResponse):
                 yield self._end
                 return
             except Exception as error:  # HTTP's rim: its status is sent, and no handler of the application is asked
+                if not isinstance(error, BrigadeError | Refusal):
+                    _log_bug(error)
                 yield self._tell(http_error(error))
                 return
             yield event
             self._upcoming = asyncio.ensure_future(anext(self._events))
+
+
+def _log_bug(error: Exception) -> None:
+    """It is more than the affair of the client, who is told."""
+    request_id, kind = REQUEST_ID.get(), internal_error_kind(error)
+    log("bug", f"{request_id or 'request'}: {kind}", level="error", request_id=request_id or None)
 
 
 async def _close(events: AsyncGenerator[bytes, None], upcoming: "asyncio.Future[bytes]") -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ from coordinator.cluster import deployment
 from coordinator.cluster.options import ClusterOptions
 from coordinator.http import life
 from coordinator.http.run import serve
+from coordinator.http.served import RequestLimits
 from coordinator.http.serving import Serving
 from coordinator.resident.model import ResidentModel
 from tests.cluster.processes import Starter, free_port, write_cluster
@@ -25,6 +27,7 @@ from worker.config import Cluster, load_cluster
 from worker.process.use import Use
 
 ASK = {"prompt": "the", "max_tokens": 4}
+LIVES = ": still at it\n\n"
 
 
 @pytest.fixture
@@ -53,7 +56,8 @@ def test_a_model_that_nobody_asks_for_is_let_go_on_all_nodes_and_read_again_for_
     options = ClusterOptions(load_cluster(config), str(talker), None, 4096)
 
     async def check() -> None:
-        async with served(options, keep_alive_s=0.1, max_waiting=0) as client:
+        often = RequestLimits(heartbeat_s=0.001)
+        async with served(options, keep_alive_s=0.1, max_waiting=2, limits=often) as client:
 
             async def wait_asleep() -> None:
                 async with asyncio.timeout(PATIENCE_S):
@@ -67,8 +71,13 @@ def test_a_model_that_nobody_asks_for_is_let_go_on_all_nodes_and_read_again_for_
             gc.collect()
             assert [shard() for shard in shards] == [None]
             assert (await client.get("/cluster")).json()["nodes"] == []
-            again = (await client.post("/v1/completions", json=ASK)).json()
-            assert again["choices"] == first["choices"] and len(shards) == 2
+            asked = (client.post("/v1/completions", json=ASK | more) for more in ({}, {"stream": True}))
+            again, stream = await asyncio.gather(*asked)
+            assert again.json()["choices"] == first["choices"] and len(shards) == 2
+            assert stream.text.startswith(LIVES)
+            *events, _ = [line.removeprefix("data: ") for line in stream.text.replace(LIVES, "").splitlines() if line]
+            texts = [json.loads(event)["choices"][0]["text"] for event in events]
+            assert "".join(texts) == first["choices"][0]["text"]
 
     uvloop.run(check())
     assert [line.partition(":")[0] for line in said[1:4]] == [

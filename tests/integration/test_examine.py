@@ -36,9 +36,9 @@ from worker.config import Cluster, Tls, Worker
 from worker.errors import ConfigError, FrameError
 from worker.node import examine as examine_module
 from worker.node import plain, plain_grpc
+from worker.node.examinee import Examinee
 from worker.node.network import Network
 from worker.node.plain import listening_once
-from worker.node.service import NodeService
 from worker.process.commands import Ask
 from worker.process.own_code import running
 
@@ -261,7 +261,7 @@ async def test_tokens_of_another_size_are_sent_to_nobody() -> None:
 
 
 async def test_a_worker_that_is_too_old_to_be_examined_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(NodeService, "Examine")
+    monkeypatch.delattr(Examinee, "Examine")
     async with serving(1) as [node]:
         [found] = [each for each in judged(await collect(cluster_of(node.address))) if each.level is Level.MEND]
     assert (found.kind, found.about) == (Kind.BRIGADE, "node-1") and "is an older Brigade" in found.text

@@ -138,6 +138,23 @@ async def test_a_file_that_somebody_else_receives_is_waited_for_however_long(
     assert len(tries) == 41 and "config.json" in files_in(store.folder)
 
 
+async def test_what_is_here_already_is_held_until_the_call_is_over(store: Store, sound: list[Feeding]) -> None:
+    await say(store, sound)
+    is_tried = asyncio.Event()
+
+    async def sent() -> AsyncIterator[bytes]:
+        yield written(sound[1])
+        await is_tried.wait()
+
+    async with contextlib.aclosing(be_fed(store, written(sound[0]), sent(), has_checksums=True)) as held:
+        assert [(await anext(held)).bytes, (await anext(held)).bytes] == [0, sound[1].announcement.size]
+        [kept] = store.kept()
+        assert not store.remove(kept.key) and "config.json" in files_in(store.folder)
+        is_tried.set()
+        assert not [each async for each in held]
+    assert store.remove(kept.key) and not files_in(store.folder)
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -47,7 +47,7 @@ MAX_LINES = 350
 CATCH_ALL = {
     "coordinator/resident/several.py",
     "coordinator/http/streams.py",
-    "worker/node/service.py",
+    "worker/node/servicer.py",
     "worker/process/run.py",
     "worker/process/call_thread.py",
 }
@@ -290,7 +290,7 @@ def test_a_breach_is_found(checker: Checker, path: str, source: str) -> None:
         (rooms_import_only_leftwards, "coordinator/measure/x.py", "from coordinator.cluster.chain import Chain"),
         (rooms_import_only_leftwards, "coordinator/__main__.py", "from coordinator.cli.app import app"),
         (nothing_loads_code_from_data, "worker/x.py", "import yaml\nmx.eval(a)\nmodel.eval()\nyaml.safe_load(text)"),
-        (only_three_places_catch_anything, "worker/node/service.py", "try:\n    f()\nexcept Exception:\n    pass"),
+        (only_three_places_catch_anything, "worker/node/servicer.py", "try:\n    f()\nexcept Exception:\n    pass"),
         (only_three_places_catch_anything, "worker/x.py", "try:\n    f()\nexcept (OSError, ValueError):\n    pass"),
         (no_path_is_absolute, "worker/x.py", "a = '/'\nb = '/v1/models'\nc = 'home/me'"),
     ],

@@ -106,7 +106,7 @@ class Intake:
         self._finishing: asyncio.Future[None] | None = None
         self._lease = Lease()  # of what is whole
         self._pieces: dict[int, Piece] | None = None
-        self._num_files = 0
+        self._num_files = 0  # beside the pieces
         self._incoming: Incoming | None = None  # the file that comes now
         self._begun: Receiving | None = None  # the latest that the writer opened
 
@@ -214,6 +214,8 @@ class Intake:
     def _begin(self, announcement: Announcement) -> Receiving | Path | None:
         """As the store's `begin_piece`, of whatever is announced. Raises likewise."""
         found = self._look_up(announcement)
+        if isinstance(found, Path) and not self._lease.add(found):
+            return None  # it is being removed: it will be taken anew
         self._begun = found if isinstance(found, Receiving) else self._begun
         return found
 
@@ -227,10 +229,7 @@ class Intake:
         if piece is None or piece.nbytes != size:
             expected = f"{piece.nbytes} bytes of it" if piece else f"one of {sorted(self._pieces)}"
             raise FrameError(f"expected {expected}, got piece {announcement.place} of {size} bytes")
-        found = self._store.begin_piece(fingerprint, piece, digest)
-        if isinstance(found, Path) and not self._lease.add(found):
-            return None  # it is being removed: it will be taken anew
-        return found
+        return self._store.begin_piece(fingerprint, piece, digest)
 
     def _find_pieces(self) -> dict[int, Piece]:
         """What the layers that are asked for consist of, by what the headers of the coordinator's copy say."""

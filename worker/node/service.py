@@ -1,4 +1,4 @@
-"""The worker's gRPC servicer: who may load, attach and relay, and in which order. Holds no model code."""
+"""The RPCs about models and chains: who may load, attach and relay, and in which order. Holds no model code."""
 
 import asyncio
 import contextlib
@@ -7,10 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from importlib.metadata import version
 
-import grpc.aio
-
 from protos.brigade_pb2 import (
-    TRANSPORT_GRPC,
     AttachRequest,
     CompileReply,
     Configuration,
@@ -18,39 +15,23 @@ from protos.brigade_pb2 import (
     Credit,
     DigestReply,
     DigestRequest,
-    ExamineRequest,
-    Facts,
     Grammar,
     Held,
     HelloReply,
     HelloRequest,
-    LinkReply,
-    LinkRequest,
-    ListenRequest,
     LoadProgress,
     LoadRequest,
     MeasureRequest,
-    ProbePart,
-    ProbeReply,
     Speed,
     StatusReply,
     StatusRequest,
     UnloadReply,
 )
-from protos.brigade_pb2_grpc import NodeServicer
-from worker.errors import (
-    BrigadeError,
-    FrameError,
-    InternalError,
-    ModelError,
-    NodeBusy,
-    StageLost,
-    internal_error_text,
-)
+from worker.errors import FrameError, ModelError, NodeBusy, StageLost
 from worker.node.attachment import Attachment, check_place
 from worker.node.copies import Copies
 from worker.node.due import Due
-from worker.node.examine import examine
+from worker.node.examinee import Examinee
 from worker.node.feeding import be_fed, next_message
 from worker.node.keep_alive import letting_go
 from worker.node.loader import Loader
@@ -58,22 +39,16 @@ from worker.node.log import Log
 from worker.node.measured import kept_speed, measured_speed
 from worker.node.network import ACCEPTED, PROTOCOL_VERSION, Network
 from worker.node.own_models import OwnModels
-from worker.node.plain import listening_once
-from worker.node.plain_grpc import probed_once
-from worker.node.probe import answer_probe
+from worker.node.servicer import Context
 from worker.node.stage import Stage
-from worker.node.status import abort
-from worker.node.way import measure_link
 from worker.process.machine import memory_budget
 from worker.process.mlx_thread import MlxThread
 from worker.process.to_the_end import to_the_end
 from worker.process.use import Use
 from worker.store.store import Store
 
-Context = grpc.aio.ServicerContext
 
-
-class NodeService(NodeServicer):
+class NodeService(Examinee):
     """One node: at most one shard, at most one chain."""
 
     def __init__(
@@ -91,11 +66,8 @@ class NodeService(NodeServicer):
 
         `store` takes what they send of others.
         """
-        self.name = name
-        self.log = log or Log(name, None)
+        super().__init__(name, network, log or Log(name, None), memory_bytes)
         self._thread = thread
-        self._network = network
-        self._memory_bytes = memory_bytes
         self._configuration = configuration
         self._incarnation = secrets.token_hex(8)
         self._started = time.time_ns()
@@ -230,31 +202,6 @@ class NodeService(NodeServicer):
                 async with self._loader.turn(_say_nothing):
                     return await measured_speed(checkpoint, self._thread, anew=request.anew)
 
-    async def MeasureLink(self, request: LinkRequest, context: Context) -> LinkReply:
-        async with self._reporting(context):
-            self._network.require_coordinator(context)
-            return await measure_link(self._network, request)
-
-    async def Probe(self, parts: AsyncIterator[ProbePart], context: Context) -> AsyncIterator[ProbeReply]:
-        async with self._reporting(context):
-            async for reply in answer_probe(parts):
-                yield reply
-
-    async def Examine(self, request: ExamineRequest, context: Context) -> Facts:
-        async with self._reporting(context):
-            self._network.require_coordinator(context)
-            if request.only_time:
-                return Facts(node=self.name, time=time.time_ns())
-            return await examine(self.name, self._network, self._memory_bytes)
-
-    async def Listen(self, request: ListenRequest, context: Context) -> None:
-        async with self._reporting(context):
-            self._network.require_coordinator(context)
-            once = probed_once if request.transport == TRANSPORT_GRPC else listening_once
-            async with once(self._network, request) as port:
-                await context.write(port.listener)
-                await port.answer()
-
     async def Feed(self, messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[Held]:
         async with self._reporting(context):
             # before anything is refused: a sender whose write fails hears of no status
@@ -269,18 +216,6 @@ class NodeService(NodeServicer):
                 async with contextlib.aclosing(feeding):
                     async for held in feeding:
                         yield held
-
-    @contextlib.asynccontextmanager
-    async def _reporting(self, context: Context) -> AsyncIterator[None]:
-        """Turn an exception into a status that names this node: one of the two places that may catch anything."""
-        try:
-            yield
-        except BrigadeError as error:
-            await abort(context, error.at(self.name))
-        except Exception as error:
-            text = internal_error_text(error)
-            self.log.failed(text)
-            await abort(context, InternalError(text, node=self.name))
 
     @property
     def _stage(self) -> Stage | None:

@@ -4,10 +4,10 @@ A peer decides nothing about paths here: a model's folder is called by a hash of
 and digest, and other files have names from a short list.
 """
 
+import contextlib
 import hashlib
 import os
 import re
-import shutil
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -131,10 +131,11 @@ class Store:
     def remove(self, key: str) -> bool:
         """Remove what is here of a model and not in use. Whether all is gone."""
         folder = next(folder for folder in self._folders() if folder.name == key)
-        if not all([remove_unused(entry.path) for entry in entries_of(folder)]):
-            return False
-        shutil.rmtree(folder)
-        return True
+        are_gone = all([remove_unused(entry.path) for entry in entries_of(folder)])
+        if are_gone and all([remove_unused(path) for path in folder.iterdir()]):
+            with contextlib.suppress(OSError):  # somebody has just begun to receive into it
+                folder.rmdir()
+        return not folder.exists()
 
     def _folder_of(self, fingerprint: Fingerprint) -> Path:
         parts = (fingerprint.config, fingerprint.tokenizer, fingerprint.tensors)

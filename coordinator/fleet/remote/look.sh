@@ -31,6 +31,7 @@ main() {
     kind=$(cat "$worker/kind" 2>/dev/null) || kind=$(kind_here)
     require_kind
     say kind "$kind"
+    say turn "$(last_turn "worker-$name")"
     say config "$(digest "$worker/cluster.yaml")"
     say key "$(digest "$worker/keys/$key_file")"
     say service "$(digest "$(service_file)")"

@@ -1,13 +1,25 @@
-# Puts what was sent in its place; starts the worker anew if `restarts` says so, and keeps what it was `started` with.
+# Puts what was sent to `parcel` in its place; starts the worker anew if `restarts` says so, and keeps what it was
+# `started` with. `seen` is the last turn at this worker that was over when whoever sends this looked.
 put() { # FILE PLACE: if it was sent
     [ -f "$1" ] || return 0
     mkdir -p "$(dirname "$2")"
     mv -f "$1" "$2"
 }
 
+is_settled() { # whether another launch, meanwhile, has started the very worker that is wanted
+    [ "$turn" -gt $((seen + 1)) ] && [ "$(cat "$worker/started" 2>/dev/null)" = "$started" ] && alive
+}
+
 main() {
     require_kind
-    sent=$worker/sent
+    sent=$worker/$parcel
+    wait_turn "worker-$name" "another launch"
+    keep "$version" "$worker/settling" # from now on nobody drops it
+    [ -f "$root/versions/$version/complete" ] || fail "another launch has just dropped $version there: launch again"
+    if [ "$restarts" = yes ] && is_settled; then
+        restarts=no
+        say settled yes
+    fi
     put "$sent/key.pem" "$worker/keys/$key_file"
     if [ "$restarts" = yes ]; then
         say phase stopping
@@ -16,6 +28,7 @@ main() {
     put "$sent/cluster.yaml" "$worker/cluster.yaml"
     put "$sent/service" "$(service_file)"
     rm -rf "$sent"
+    find "$worker" -name 'sent*' -prune -mmin +60 -exec rm -rf {} + # of launches that were cut off
     keep "$kind" "$worker/kind"
     if [ "$restarts" = yes ]; then
         say phase starting
@@ -25,18 +38,25 @@ main() {
         keep "$started" "$worker/started"
     fi
     keep "$version" "$worker/version"
-    rm -f "$worker/installed"
-    if take_lock; then drop_unused; fi # or else whoever has it drops them, once that worker is settled
+    if has "$worker/installed" "$version"; then rm -f "$worker/installed"; fi # another launch may have put its own
+    rm -f "$worker/settling"
+    if take_turn versions; then drop_unused; fi # or else whoever has it drops them, once that worker is settled
 }
+
+has() { [ "$(cat "$1" 2>/dev/null)" = "$2" ]; } # FILE TEXT
 
 drop_unused() { # versions that no worker of this account has, or will have
     for folder in "$root"/versions/*; do
-        [ -d "$folder" ] && [ "${folder##*/}" != lock ] || continue
-        used=no
-        for each in "$root"/worker-*/version "$root"/worker-*/installed; do
-            if [ "$(cat "$each" 2>/dev/null)" = "$(basename "$folder")" ]; then used=yes; fi
-        done
-        [ "$used" = yes ] || rm -rf "$folder"
+        if [ ! -d "$folder" ] || is_used "${folder##*/}"; then continue; fi
+        mv "$folder/complete" "$folder/dropped" 2>/dev/null # who settles on it meanwhile sees that, or is seen
+        if is_used "${folder##*/}"; then mv "$folder/dropped" "$folder/complete" 2>/dev/null; else rm -rf "$folder"; fi
     done
+}
+
+is_used() { # VERSION
+    for use in "$root"/worker-*/version "$root"/worker-*/installed "$root"/worker-*/settling; do
+        if has "$use" "$1"; then return 0; fi
+    done
+    return 1
 }
 main </dev/null

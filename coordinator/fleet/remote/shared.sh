@@ -29,25 +29,47 @@ digest() { # FILE: nothing if there is none
     if command -v sha256sum >/dev/null; then sha256sum <"$1"; else shasum -a 256 <"$1"; fi | cut -d ' ' -f 1
 }
 
-# Whoever adds or drops versions holds this folder, with the number of its process in it.
-lock=$root/versions/lock
-take_lock() { # whether it is this process's now, until it ends
-    if is_stale "$lock"; then drop_stale_lock; fi
-    mkdir "$lock" 2>/dev/null || return 1
-    echo $$ >"$lock/pid" || fail "cannot write $lock/pid"
-    trap leave_lock EXIT
+# Who changes what all share has its turn, until its process ends. The turns of each thing are numbered links that say
+# whose they are. Only the last one counts, and it stays until there is a later one: no turn can be taken twice.
+turns=$root/turns
+wait_turn() { # THING WHAT
+    until take_turn "$1"; do
+        say phase "waiting for $2 (process ${holder%% *} there)"
+        sleep 1
+    done
 }
-leave_lock() { # another may have it, if this took too long
-    if [ "$(cat "$lock/pid" 2>/dev/null)" = $$ ]; then rm -rf "$lock"; fi
+take_turn() { # THING: whether it is this process's now, as number `turn`; if not, `holder` has it
+    mkdir -p "$turns/$1" || fail "cannot write $turns/$1"
+    last=$(last_turn "$1")
+    holder=$(readlink "$turns/$1/$last")
+    if is_running "$holder"; then return 1; fi
+    own=$(process "$$")
+    is_running "$own" || fail "cannot tell when a process has begun there"
+    turn=$((last + 1))
+    if ! ln -s "$own" "$turns/$1/$turn" 2>/dev/null; then
+        [ "$(last_turn "$1")" != "$last" ] || fail "cannot write $turns/$1/$turn"
+        return 1 # another was quicker
+    fi
+    if [ "$(last_turn "$1")" != "$turn" ]; then # so much quicker that this number was over, and gone
+        rm -f "$turns/$1/$turn"
+        return 1
+    fi
+    for earlier in "$turns/$1"/*; do
+        if [ "${earlier##*/}" -lt "$turn" ]; then rm -f "$earlier"; fi
+    done
 }
-is_stale() { # LOCK: its process has ended, takes too long, or has ended before it wrote its number
-    holder=$(cat "$1/pid" 2>/dev/null)
-    if [ -z "$holder" ]; then is_older "$1" 1; else ! kill -0 "$holder" 2>/dev/null || is_older "$1" 30; fi
+last_turn() { # THING: its number, 0 before the first
+    last_found=$(ls "$turns/$1" 2>/dev/null | sort -n | tail -n 1)
+    echo "${last_found:-0}"
 }
-is_older() { [ -n "$(find "$1" -prune -mmin "+$2" 2>/dev/null)" ]; } # FILE MINUTES
-drop_stale_lock() { # of several who find it stale one moves it; if that was another's new one already, it goes back
-    mv "$lock" "$lock.$$" 2>/dev/null || return 0
-    if is_stale "$lock.$$"; then rm -rf "$lock.$$"; else mv "$lock.$$" "$lock"; fi
+process() { echo "$1 $(began "$1")"; } # NUMBER: as no other process is called, not even a later one of this number
+is_running() { [ -n "${1#* }" ] && [ "$(process "${1%% *}")" = "$1" ]; }
+began() { # NUMBER: when that process has, in whatever form; nothing of one that has ended
+    if [ "$(uname -s)" = Darwin ]; then
+        LC_ALL=C TZ=UTC0 ps -o lstart= -p "$1"
+    else
+        cut -d ' ' -f 22 "/proc/$1/stat" 2>/dev/null # proc_pid_stat(5)
+    fi
 }
 
 wait_until() { # SECONDS COMMAND...: whether it held before they were over

@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from coordinator.cli import init
-from coordinator.finding import look
+from coordinator.cli.app import app
+from coordinator.finding import look, proof
 from coordinator.finding.draft import Draft
 from coordinator.finding.draft import draft as drafted
 from tests.unit.finding.test_draft import CABLE, LOOPBACK, WIFI, node, plain
+from worker.config import load_cluster
 from worker.errors import InputError
 
 OPEN = drafted([plain("mini", CABLE), plain("air", WIFI)], "coordinator")
@@ -70,3 +73,20 @@ def test_of_who_types_such_a_model_another_one_is_asked(monkeypatch: pytest.Monk
     typed = io.StringIO("nope\norg/model\n")
     monkeypatch.setattr("sys.stdin", typed)
     assert init._model(None, yes=False) == "org/model" and not typed.read()
+
+
+def test_who_is_not_taken_in_the_end_keeps_no_worker_of_this_machine_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def look_around(timeout_s: float) -> look.Seen:
+        return look.Seen([plain("mini", CABLE), plain("air", LOOPBACK)], 0)
+
+    async def all_proven(*given: object) -> dict[str, str]:
+        return {}
+
+    monkeypatch.setattr(look, "look_around", look_around)
+    monkeypatch.setattr(proof, "unproven", all_proven)
+    for flags, worker in ((["--yes"], "air"), (["--yes", "--insecure", "--force"], "mini")):
+        path = tmp_path / "cluster.yaml"
+        assert CliRunner().invoke(app, ["init", "--config", str(path), *flags]).exit_code == 0
+        assert [each.name for each in load_cluster(path).workers] == [worker]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.finding.draft import Draft, draft, narrowed
+from coordinator.finding.draft import Draft, draft, within_reach
 from coordinator.finding.media import Medium
 from coordinator.finding.present import Present
 from coordinator.finding.ways import Way
@@ -46,7 +46,6 @@ def test_a_worker_is_called_by_all_that_leads_there_in_order() -> None:
         ([node("mi.ni.", CABLE)], [], "a certificate cannot carry this name"),
         ([node("mini", NOWHERE)], [], "no interface of this machine leads there"),
         ([node("mini", CABLE), plain("air", WIFI)], ["mini"], "it was started without a certificate"),
-        ([node("mini", CABLE), node("air", LOOPBACK)], ["mini"], "this machine's loopback"),
         (
             [node("mini", CABLE, WIFI), node("air", LAN, WIFI)],
             ["mini"],
@@ -74,8 +73,25 @@ def test_links_are_exposed_where_they_leave_the_machine_without_a_certificate() 
 
 
 def test_of_named_ones_only_they_are_taken_or_told_of() -> None:
-    whole = drafted(node("mini", CABLE), node("max", LAN), plain("air", WIFI), node("coordinator", WIFI))
-    found = narrowed(whole, ["mini", "air"])
+    there = [node("mini", CABLE), node("max", LAN), plain("air", WIFI), node("coordinator", WIFI)]
+    found = draft(there, "coordinator", ["mini", "air"])
     assert names(found) == ["mini"]
     assert [line.partition(" ")[0] for line in found.left_out] == ["air"]
-    assert narrowed(whole, []) == whole
+    assert draft(there, "coordinator", []) == drafted(*there)
+
+
+def test_who_is_not_wanted_keeps_nobody_out() -> None:
+    there = [node("mini", CABLE), plain("air", WIFI), node("Mini", LAN)]
+    assert names(draft(there, "coordinator", ["air"])) == ["air"]
+    assert "2 workers call themselves so" in draft(there, "coordinator", ["mini"]).left_out[0]
+
+
+def test_a_worker_on_loopback_is_left_out_beside_those_that_are_taken_only() -> None:
+    whole = drafted(node("mini", CABLE), node("air", LOOPBACK))
+    assert names(whole) == ["mini", "air"]
+    assert within_reach(whole).left_out == (
+        "air is left out: it listens on this machine's loopback, where the others cannot reach it: start it with "
+        "--bind 0.0.0.0:1, or leave its layers to the coordinator",
+    )
+    alone = whole.without({"mini": "as you said"})
+    assert within_reach(alone) == alone and names(alone) == ["air"]

@@ -1,39 +1,41 @@
 """What the scripts do on a machine where not all is as it should be."""
 
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.unit.fleet.machine import FakeMachine
+from tests.unit.fleet.machine import PROC, FakeMachine
 
-# As far as it matters here. An installation writes down whose lock there is meanwhile.
+# As far as it matters here. Whoever installs while another does leaves a note of it.
 UV = """\
-cat .brigade/versions/lock/pid >>turns
 [ "$1" = venv ] || exit 0
+mkdir installing || echo "$*" >>at_once
 for target; do :; done
 mkdir -p "$target/bin"
 echo '#!/bin/sh' >"$target/bin/python"
 chmod +x "$target/bin/python"
+echo "$target" >>made
+rmdir installing
 """
-# Whoever waits a second finds, after it, that the other installation is done.
-SLEEP = "cat .brigade/versions/lock/pid >>waited\nrm -r .brigade/versions/lock"
-# Another one who waits was quicker, once: it has dropped the stale lock and has one of its own now.
-MV = """\
-if [ "$1" = "$PWD/.brigade/versions/lock" ] && mkdir once 2>/dev/null; then
-    rm -r "$1"
-    mkdir "$1"
-    echo {pid} >"$1/pid"
-fi
-exec {mv} "$@"
-"""
+SLEEP = "exec {sleep} 0.01"
+# Whoever waits a second finds, after it, that the other one has ended.
+SLEEP_TO_ITS_END = "kill -KILL {pid}; while kill -0 {pid}; do :; done 2>/dev/null"
 
 
-@pytest.fixture(params=["Linux", "Darwin"])
+@pytest.fixture(params=["Linux", "Darwin"] if PROC.exists() else ["Darwin"])
 def machine(request: pytest.FixtureRequest, tmp_path: Path) -> FakeMachine:
-    return FakeMachine(tmp_path, request.param, "launchctl", "exit 113")
+    found = FakeMachine(tmp_path, request.param, "launchctl", "exit 113")
+    found.write("uv", UV)
+    found.write("sleep", SLEEP.format(sleep=shutil.which("sleep")))
+    return found
 
 
 def folder_of(machine: FakeMachine, name: str) -> Path:
@@ -57,20 +59,20 @@ def test_what_cannot_be_written_leaves_what_was_there(machine: FakeMachine) -> N
     file = folder_of(machine, "mini") / "kind"
     file.write_text("daemon\n")
     file.with_name("kind.new").symlink_to("/dev/full")
+    machine.installed("v")
     done = machine.attempt("settle", kind="systemd", restarts="no", version="v", started="")
     assert done.returncode == 1 and f"cannot write {file}\n" in done.stderr
     assert file.read_text() == "daemon\n"
 
 
 def test_nothing_is_dropped_while_another_installs(machine: FakeMachine) -> None:
-    lock = locked(machine, str(os.getpid()))
-    unused = lock.with_name("unused")
-    unused.mkdir()
+    unused = machine.installed("unused")
+    with living() as other:
+        machine.hold("versions", other)
+        settle(machine, "mini", "v1")
+        assert versions(machine) == {"v1", "unused"} and (unused / "complete").exists()
     settle(machine, "mini", "v1")
-    assert unused.exists() and (lock / "pid").read_text() == str(os.getpid())
-    (lock / "pid").write_text(ended())
-    settle(machine, "mini", "v1")
-    assert not unused.exists() and not lock.exists()
+    assert versions(machine) == {"v1"}
 
 
 def test_what_was_installed_for_another_worker_is_not_dropped_before_that_one_has_it(machine: FakeMachine) -> None:
@@ -83,59 +85,107 @@ def test_what_was_installed_for_another_worker_is_not_dropped_before_that_one_ha
     assert versions(machine) == {"v1"}
 
 
-@pytest.mark.parametrize("pid", ["", "no number", "of one that has ended"])
-def test_a_lock_that_nobody_holds_is_waited_for_by_nobody(machine: FakeMachine, pid: str) -> None:
-    lock = locked(machine, ended() if pid.startswith("of") else pid)
-    os.utime(lock, (0, lock.stat().st_mtime - 90))
-    told = install(machine, "mini", "v1")
-    assert "waiting" not in told and not (machine.home / "waited").exists()
-    assert versions(machine) == {"v1"}
+def test_what_another_launch_installs_for_the_same_worker_is_kept_for_it(machine: FakeMachine) -> None:
+    install(machine, "mini", "v1")
+    install(machine, "mini", "v2")
+    settle(machine, "mini", "v1")
+    assert versions(machine) == {"v1", "v2"}
 
 
-@pytest.mark.parametrize("pid", ["", str(os.getpid())], ids=["nobody yet", "one that lives"])
-def test_a_lock_that_another_may_hold_is_waited_for(machine: FakeMachine, pid: str) -> None:
-    lock = locked(machine, pid)
-    os.utime(lock, (0, lock.stat().st_mtime - (1700 if pid else 30)))
-    assert "@brigade phase waiting for another installation" in install(machine, "mini", "v1")
-    assert (machine.home / "waited").read_text() == pid
-    turns = set((machine.home / "turns").read_text().split())
-    assert len(turns) == 1 and pid not in turns and not lock.exists()
+def test_a_worker_is_not_started_by_what_another_launch_has_dropped(machine: FakeMachine) -> None:
+    (folder_of(machine, "mini") / "started").write_text("old\n")
+    done = machine.attempt("settle", kind="daemon", restarts="yes", started="x", version="gone")
+    assert done.returncode == 1
+    assert done.stderr == "another launch has just dropped gone there: launch again\n"
+    assert (folder_of(machine, "mini") / "started").exists()
 
 
-def test_of_two_who_wait_neither_takes_the_others_turn(machine: FakeMachine) -> None:
-    locked(machine, ended())
-    machine.write("mv", MV.format(pid=os.getpid(), mv=shutil.which("mv")))
-    assert "waiting for another installation" in install(machine, "mini", "v1")
-    assert (machine.home / "waited").read_text().split() == [str(os.getpid())]
+def test_what_was_sent_by_a_launch_that_was_cut_off_goes_after_an_hour(machine: FakeMachine) -> None:
+    folder = folder_of(machine, "mini")
+    for name, minutes in (("sent-old", 90), ("sent-new", 30)):
+        (folder / name).mkdir()
+        (folder / name / "wheel").write_text("x")
+        os.utime(folder / name, (0, folder.stat().st_mtime - 60 * minutes))
+    settle(machine, "mini", "v1")
+    assert [each.name for each in folder.glob("sent*")] == ["sent-new"]
 
 
-def locked(machine: FakeMachine, pid: str) -> Path:
-    """The lock, with this in it; without a file if there is nothing in it."""
-    lock = machine.home / ".brigade" / "versions" / "lock"
-    lock.mkdir(parents=True, exist_ok=True)
-    if pid:
-        (lock / "pid").write_text(pid)
-    return lock
+def test_of_many_who_install_one_does_at_a_time_and_what_it_has_made_is_the_others_too(machine: FakeMachine) -> None:
+    """The one who had its turn before them has ended, and has left half an installation."""
+    wanted = ["v1", "v1", "v1", "v2", "v2", "v3"]
+    with living() as other:
+        machine.hold("versions", other)
+    (machine.home / ".brigade" / "versions" / "v1" / "lib").mkdir(parents=True)
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        told = list(pool.map(partial(install, machine), map(str, range(len(wanted))), wanted))
+    assert not (machine.home / "at_once").exists()
+    made = (machine.home / "made").read_text().split()
+    assert sorted(Path(each).name for each in made) == ["v1", "v2", "v3"] and len(told) == len(wanted)
+    assert not (machine.home / ".brigade" / "versions" / "v1" / "lib").exists()
+    assert len(list((machine.home / ".brigade" / "turns" / "versions").iterdir())) == 1
+
+
+def test_an_installation_that_is_under_way_is_waited_for(machine: FakeMachine) -> None:
+    with living() as other:
+        machine.hold("versions", other)
+        machine.write("sleep", SLEEP_TO_ITS_END.format(pid=other))
+        told = install(machine, "mini", "v1")
+    assert f"@brigade phase waiting for another installation (process {other} there)\n" in told
+
+
+@pytest.mark.parametrize("whose", ["of one that has ended", "of one that had this number"])
+def test_a_turn_whose_process_has_ended_is_waited_for_by_nobody(machine: FakeMachine, whose: str) -> None:
+    with living() as other:
+        turn = machine.hold("versions", other)
+        if whose == "of one that had this number":
+            turn.unlink()
+            turn.symlink_to(f"{other} 1")
+            assert "waiting" not in install(machine, "mini", "v1")
+    assert "waiting" not in install(machine, "air", "v2")
+
+
+def test_a_turn_that_is_over_when_it_is_taken_is_none(machine: FakeMachine) -> None:
+    """Who looks and then takes is too slow if others have had two turns between."""
+    with living() as other:
+        turns = machine.hold("versions", other).parent
+        alive = turns / "1"
+        said = alive.readlink()
+        machine.write("readlink", f'{shutil.which("readlink")} "$@"; mkdir {turns.parent}/looked 2>/dev/null && '
+                                  f"rm {turns}/1 && ln -s '{said}' {turns}/3")  # fmt: skip
+        alive.unlink()
+        alive.symlink_to("1 gone")
+        machine.write("sleep", SLEEP_TO_ITS_END.format(pid=other))
+        assert "waiting for another installation" in install(machine, "mini", "v1")
+        assert [each.name for each in turns.iterdir()] == ["4"]
+
+
+def test_where_no_turn_can_be_written_down_that_is_said(machine: FakeMachine) -> None:
+    folder_of(machine, "mini").with_name("turns").write_text("")
+    done = machine.attempt("install", version="v1", wheel_name="wheel")
+    assert done.returncode == 1 and f"cannot write {machine.home}/.brigade/turns/versions\n" in done.stderr
 
 
 def versions(machine: FakeMachine) -> set[str]:
     return {path.name for path in (machine.home / ".brigade" / "versions").iterdir()}
 
 
-def ended() -> str:
-    """The number of a process that has."""
-    with subprocess.Popen(["true"]) as process:
-        process.wait()
-    return str(process.pid)
+@contextlib.contextmanager
+def living() -> Iterator[int]:
+    """A process that has ended afterwards, or before."""
+    with subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout
+        pid = int(parent.stdout.readline())
+        yield pid
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def install(machine: FakeMachine, name: str, version: str) -> str:
     folder_of(machine, name)
-    machine.write("uv", UV)
-    machine.write("sleep", SLEEP)
     return machine.run("install", name=name, version=version, uv="uv", python="", wanted="3.12", wheel_name="wheel")
 
 
 def settle(machine: FakeMachine, name: str, version: str) -> None:
     folder_of(machine, name)
+    machine.installed(version)
     machine.run("settle", name=name, kind="daemon", restarts="no", started="", version=version)

@@ -1,5 +1,6 @@
 """What the services are told, and what the scripts tell the services' programs. None of Apple's was run."""
 
+import os
 import plistlib
 import shutil
 import subprocess
@@ -12,9 +13,10 @@ from coordinator.fleet.found import Found
 from coordinator.fleet.service_daemon import script
 from coordinator.fleet.service_launchd import plist
 from coordinator.fleet.service_systemd import unit
-from tests.unit.fleet.machine import FakeMachine
+from tests.unit.fleet.machine import PROC, FakeMachine, identity
 
 MAC = Found("Darwin", "/Users/anna", 1, "launchd", version="0123456789abcdef")
+needs_proc = pytest.mark.skipif(not PROC.exists(), reason="no /proc here: no Linux can be played")
 FOLDER = "/Users/anna/.brigade/worker-mini"
 
 
@@ -109,6 +111,7 @@ def test_an_agent_is_loaded_where_its_user_is(tmp_path: Path, domains: str, used
     assert "alive" not in mac.run("look")
 
 
+@needs_proc
 def test_a_unit_is_enabled_and_disabled(tmp_path: Path) -> None:
     machine = FakeMachine(tmp_path, "Linux", "systemctl", SYSTEMCTL)
     name = "brigade-worker-mini.service"
@@ -120,3 +123,27 @@ def test_a_unit_is_enabled_and_disabled(tmp_path: Path) -> None:
     machine.run("stop")
     assert machine.told() == [f"--user --quiet disable --now {name}"] and not service.exists()
     assert "alive" not in machine.run("look")
+
+
+@needs_proc
+def test_what_another_launch_has_started_meanwhile_is_not_started_anew(tmp_path: Path) -> None:
+    """Both looked before either had its turn; later ones restart what they are told to."""
+    machine = FakeMachine(tmp_path, "Linux", "systemctl", SYSTEMCTL)
+    assert "@brigade turn 0\n" in machine.run("look")
+    assert "settled" not in machine.settle("systemd", unit("mini", MAC))
+    assert "@brigade turn 1\n" in machine.run("look") and machine.told()
+    assert "@brigade settled yes" in machine.settle("systemd", unit("mini", MAC)) and not machine.told()
+    assert "settled" not in machine.settle("systemd", unit("mini", MAC), started="y") and machine.told()
+    assert "settled" not in machine.settle("systemd", unit("mini", MAC), started="y", seen="3") and machine.told()
+
+
+@needs_proc
+@pytest.mark.parametrize("script", ["settle", "stop"])
+def test_a_worker_is_started_and_stopped_by_one_launch_at_a_time(tmp_path: Path, script: str) -> None:
+    machine = FakeMachine(tmp_path, "Linux", "systemctl", SYSTEMCTL)
+    machine.settle("systemd", unit("mini", MAC))
+    other = machine.home / ".brigade" / "turns" / "worker-mini" / "2"
+    other.symlink_to(identity(os.getpid()))
+    machine.write("sleep", f"rm {other}")  # it is over after a second
+    again = {"kind": "systemd", "restarts": "yes", "started": "x", "version": "v"}
+    assert "@brigade phase waiting for a" in machine.run(script, **again)

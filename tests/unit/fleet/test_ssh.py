@@ -1,6 +1,7 @@
 import asyncio
 import subprocess
 import tarfile
+import tracemalloc
 from io import BytesIO
 from pathlib import Path
 
@@ -74,7 +75,12 @@ def test_without_ssh_here_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 LOUD = """\
 #!/bin/sh
 cat >/dev/null
-case "$*" in *loud*) head -c 1100000 /dev/zero ;; *) echo "@brigade was running" ;; esac
+case "$*" in
+*loud*) head -c 1100000 /dev/zero ;;
+*angry*) yes x | head -c 4000000 >&2; echo "ssh: Connection refused" >&2; exit 255 ;;
+*vain*) yes "@brigade kind me" | head -c 4000000 ;;
+*) echo "@brigade was running" ;;
+esac
 """
 
 
@@ -97,6 +103,24 @@ def test_a_line_without_end_is_that_nodes_failure(loud: Remote) -> None:
 def test_a_line_without_end_in_a_log_is_told(loud: Remote) -> None:
     with pytest.raises(BrigadeError, match=r"^worker loud: printed a line of more than 1 MiB$"):
         asyncio.run(loud.output("log", {}, lambda line: None))
+
+
+@pytest.mark.usefixtures("loud")
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("angry", r"ssh angry said: (x; ){3}ssh: Connection refused \(.*Remote Login\)"),
+        ("vain", "told more than 256 KiB about itself"),
+    ],
+)
+def test_of_what_is_said_without_end_little_is_kept(place: str, message: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(BrigadeError, match=f"^worker mini: {message}$"):
+            asyncio.run(Remote("mini", place).run("look", {}, 20.0))
+        assert tracemalloc.get_traced_memory()[1] < 3_500_000
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("place", ["mini", "anna@mini.local", "a.b-c@10.0.0.2", "_x", "anna@fe80::1%en0", "::1"])

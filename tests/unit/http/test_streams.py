@@ -98,6 +98,26 @@ def test_a_failure_in_the_middle_is_the_last_event() -> None:
     assert json.loads(bodies[1].removeprefix(b"data: "))["error"]["code"] == "cluster_failed"
 
 
+def test_a_bug_in_the_middle_is_told_to_its_client_and_to_the_log(capsys: pytest.CaptureFixture[str]) -> None:
+    async def failing() -> AsyncGenerator[bytes, None]:
+        yield b"a"
+        raise ZeroDivisionError("secret")
+
+    bodies, _ = run(failing)
+    assert json.loads(bodies[1].removeprefix(b"data: "))["error"]["code"] == "internal_error"
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("request: internal error: ZeroDivisionError at test_streams.py:") and "secret" not in line
+
+
+def test_what_may_happen_is_no_bug(capsys: pytest.CaptureFixture[str]) -> None:
+    async def failing() -> AsyncGenerator[bytes, None]:
+        yield b"a"
+        raise StageLost("gone", node="mini")
+
+    run(failing)
+    assert not capsys.readouterr().err
+
+
 def test_a_failure_before_anything_was_said_is_a_status_of_its_own() -> None:
     async def refused() -> AsyncGenerator[bytes, None]:
         raise QueueFull("full")

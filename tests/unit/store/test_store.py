@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import mlx.core as mx
@@ -17,7 +18,8 @@ from tests.tiny import make_model
 from worker.errors import ModelError
 from worker.model.checkpoint import Checkpoint, open_folder
 from worker.model.describe import shard_tensors
-from worker.store.locks import Lease, is_used, remove_unused
+from worker.store import store as store_module
+from worker.store.locks import Lease, is_used, open_alone, remove_unused
 from worker.store.origin import Digests, Origin, gathered
 from worker.store.pieces import Piece, pieces_of, place_name, place_of
 from worker.store.receiving import Receiving, begin_receiving
@@ -254,3 +256,54 @@ def test_a_file_that_another_has_just_ended_is_not_begun_anew(tmp_path: Path) ->
     first.close()
     assert begin_receiving(path, unfinished, b"head", 4, digest) is None
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_begins_to_come_while_the_rest_is_removed_stays(
+    store: Store, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = pieces_of(checkpoint, 1, 3)[-2:]
+    receive(store, checkpoint, first)
+    begun: list[Receiving] = []
+
+    def remove(path: Path) -> bool:
+        is_gone = remove_unused(path)
+        if not begun:
+            digest = Origin.of_piece(checkpoint, second).digest(threading.Event())
+            found = store.begin_piece(checkpoint.fingerprint, second, digest)
+            assert isinstance(found, Receiving)
+            begun.append(found)
+        return is_gone
+
+    monkeypatch.setattr(store_module, "remove_unused", remove)
+    assert not store.remove(store.kept()[0].key)
+    begun[0].write(list(Origin.of_piece(checkpoint, second).blocks(0, 1 << 20)))
+    begun[0].finish()
+    begun[0].close()
+    assert [path.name for path in store.folder.rglob("*.safetensors")] == [begun[0].path.name]
+    assert store.remove(store.kept()[0].key) and not store.kept()
+
+
+def test_a_file_that_is_handed_over_is_held_without_a_gap(tmp_path: Path) -> None:
+    """While others try all the time to have it alone."""
+    path, is_over = tmp_path / "file", threading.Event()
+
+    def try_to_remove() -> None:
+        while not is_over.is_set():
+            remove_unused(path)
+
+    with ThreadPoolExecutor() as pool:
+        trying = pool.submit(try_to_remove)
+        try:
+            for _ in range(300):
+                alone = open_alone(tmp_path / "file.part")
+                assert alone is not None
+                (tmp_path / "file.part").replace(path)
+                lease = Lease()
+                lease.take_over(path, os.dup(alone))
+                os.close(alone)
+                assert path.exists()
+                lease.close()
+                path.unlink(missing_ok=True)
+        finally:
+            is_over.set()
+        trying.result()
