@@ -42,6 +42,7 @@ from worker.node.plain import listening_once
 from worker.process.commands import Ask
 from worker.process.own_code import running
 
+PATIENCE_S = 30.0  # the machine may be busy
 ALL: Sequence[Transport] = (TRANSPORT_TCP, TRANSPORT_TLS, TRANSPORT_GRPC)
 
 
@@ -147,8 +148,8 @@ async def test_only_a_coordinator_examines_and_has_ports_opened(tmp_path: Path) 
 
 
 def connect(listener: Listener) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", listener.port), timeout=2.0)
-    connection.settimeout(2.0)
+    connection = socket.create_connection(("127.0.0.1", listener.port), timeout=PATIENCE_S)
+    connection.settimeout(PATIENCE_S)
     return connection
 
 
@@ -186,7 +187,7 @@ async def test_a_port_is_closed_with_the_call_that_opened_it_and_when_nobody_com
 
 
 async def until_closed(listener: Listener) -> None:
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             try:
                 (await asyncio.to_thread(connect, listener)).close()
@@ -281,7 +282,7 @@ async def test_the_event_loop_is_free_while_commands_of_the_system_take_their_ti
     is_free = threading.Event()
 
     def reading(ask: Ask) -> Facts:
-        assert is_free.wait(5.0), "the event loop waits for this"
+        assert is_free.wait(PATIENCE_S), "the event loop waits for this"
         return Facts(chip="slow")
 
     monkeypatch.setattr(examine_module.linux, "READINGS", (reading,))
