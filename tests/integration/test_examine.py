@@ -39,10 +39,13 @@ from worker.node import plain, plain_grpc
 from worker.node.examinee import Examinee
 from worker.node.network import Network
 from worker.node.plain import listening_once
+from worker.node.probe import exchange
 from worker.process.commands import Ask
 from worker.process.own_code import running
 
 PATIENCE_S = 30.0  # the machine may be busy
+REFUSED = "expected the token of this port, once"
+CROSSED = "Internal error from Core"  # what gRPC says where a refusal crosses what is written
 ALL: Sequence[Transport] = (TRANSPORT_TCP, TRANSPORT_TLS, TRANSPORT_GRPC)
 
 
@@ -229,12 +232,18 @@ async def test_a_port_for_plain_grpc_answers_a_probe_of_who_knows_the_token_and_
     async with serving(1) as [node], peer_of(node) as peer:
         async with peer.listening(TRANSPORT_GRPC) as listener:
             wrong = Listener(port=listener.port, token=bytes(32))
-            refused = (await plain_grpc.measure_plain_grpc("127.0.0.1", wrong)).error
-            assert refused == "expected the token of this port, once"
+            while (error := (await plain_grpc.measure_plain_grpc("127.0.0.1", wrong)).error) == CROSSED:
+                pass
+            assert error == REFUSED
         async with (
             peer.listening(TRANSPORT_GRPC) as listener,  # which takes one connection
             grpc.aio.insecure_channel(f"127.0.0.1:{listener.port}") as channel,
         ):
+            call = NodeStub(channel).Probe()
+            await call.code()  # it has ended before anything is written
+            with pytest.raises(grpc.RpcError) as refused:
+                await exchange(call)
+            assert refused.value.details() == REFUSED
             for ask in (NodeStub(channel).Examine, NodeStub(channel).Status):
                 with pytest.raises(grpc.RpcError) as unknown:
                     await ask(ProbePart())
