@@ -358,6 +358,8 @@ def test_the_wired_limit_is_to_be_raised_where_the_plan_needs_it_and_only_there(
     assert all(f"sysctl iogpu.wired_limit_mb={-(-48 * 1024 * 10 // 9)} " in each.fix for each in findings if each.fix)
     small = judged(known(node()), Wanted(model(num_layers=90)))
     assert worse(small) == []
+    split = judged(known(node()), Wanted(model(num_layers=90), layers=(44, 46)))
+    assert worse(split) == [(MEND, Kind.WIRED_LIMIT, "mini")]
 
 
 def test_what_does_not_fit_even_so_is_told_with_what_each_node_lacks() -> None:

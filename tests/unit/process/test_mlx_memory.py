@@ -33,17 +33,24 @@ def test_limits_are_the_plans_and_wired_only_what_metal_wires(
 
 def test_mlx_is_told_until_what_is_held_is_given_back_or_no_plan_says_how_much() -> None:
     give_back()  # what another test of this process has been held to
-    usual = mx.get_memory_limit()
+    usual, usual_cache = mx.get_memory_limit(), cache_limit()
     try:
         for undo in (give_back, partial(keep_within, 0, 100 * MIB)):
             keep_within(123 * MIB, 100 * MIB)
-            assert mx.get_memory_limit() == 123 * MIB
+            assert mx.get_memory_limit() == 123 * MIB and cache_limit() == min(64 * MIB, usual_cache)
             undo()
-            assert mx.get_memory_limit() == usual
+            assert (mx.get_memory_limit(), cache_limit()) == (usual, usual_cache)
         keep_within(2**64 - 1, 100 * MIB)
         assert usual <= mx.get_memory_limit() < 2**50
     finally:
         give_back()
+
+
+def cache_limit() -> int:
+    """MLX tells it to whoever sets another one."""
+    limit = mx.set_cache_limit(0)
+    mx.set_cache_limit(limit)
+    return limit
 
 
 def test_a_forgotten_peak_is_that_of_what_comes() -> None:
