@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 
 from tests.unit.process.test_machine import CPU, MAC_MINI_16, NVIDIA
+from worker.process import mlx_memory
 from worker.process.mlx_memory import Limits, forget_peak, give_back, keep_within, limits_of, memory_held
 
 MIB = 2**20
@@ -44,6 +45,18 @@ def test_mlx_is_told_until_what_is_held_is_given_back_or_no_plan_says_how_much()
         assert usual <= mx.get_memory_limit() < 2**50
     finally:
         give_back()
+
+
+def test_what_is_kept_for_arrays_to_come_is_what_weights_leave_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = cache_limit()
+    usual = Limits(mx.get_memory_limit(), 1 << 40, None)  # as on a Mac; on a CPU next to nothing is kept anyway
+    monkeypatch.setattr(mlx_memory, "_usual_limits", lambda: usual)
+    try:
+        keep_within(300 * MIB, 100 * MIB)
+        assert cache_limit() == 200 * MIB
+    finally:
+        give_back()
+        mx.set_cache_limit(before)
 
 
 def cache_limit() -> int:
