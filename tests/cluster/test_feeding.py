@@ -14,6 +14,7 @@ from tests.integration.conftest import Whole
 from tools.proxy import proxy_to
 
 LAYERS = {"hidden_size": 256, "intermediate_size": 2048}  # of 6.7 MB each
+CAME = 8 << 20  # bytes, before the first process is killed
 PROMPT = (5, 6, 7)
 ASKED = ("--prompt-tokens", "5,6,7", "--max-tokens", "8", "--ignore-eos", "--temp", "0", "--json")
 
@@ -38,7 +39,7 @@ def test_a_worker_that_is_killed_while_it_is_fed_is_fed_on_once_it_is_there_agai
         config.write_text(f"coordinator: {{memory: 16MiB}}\nlayers: [1, 3]\n{workers}\n")
         asking = start.brigade("generate", "--config", config, "--model", model, *ASKED)
         began = time.monotonic()
-        while come_of(tmp_path / "cache") < 8 << 20:
+        while come_of(tmp_path / "cache") < CAME:
             assert time.monotonic() - began < START_S, asking.err.text
             time.sleep(0.02)
         worker.send_signal(signal.SIGKILL)
@@ -50,4 +51,7 @@ def test_a_worker_that_is_killed_while_it_is_fed_is_fed_on_once_it_is_there_agai
     found = json.loads(outcome.out)
     assert found["tokens"] == Whole(model).tokens(PROMPT, 8)
     assert [(stage["node"], stage["end"]) for stage in found["stages"]] == [("coordinator", 1), ("mini", 4)]
-    assert re.search(r"loaded layers \[1, 4\)", again.running.err.text)
+    told = again.running.err.text
+    assert re.search(r"loaded layers \[1, 4\)", told)
+    [sent] = re.findall(r"was sent ([\d.]+) MiB of layers \[1, 4\)", told)
+    assert float(sent) <= (come_of(tmp_path / "cache") - CAME) / 2**20 + 0.05, "what had come before is not sent again"

@@ -117,7 +117,8 @@ def test_a_second_launch_changes_nothing(fleet: Macs, config: Path) -> None:
 
 def _files(fleet: Macs) -> dict[Path, int]:
     below = (path for home in fleet.homes.values() for path in (home / ".brigade").rglob("*"))
-    return {path: path.lstat().st_mtime_ns for path in below if path.name not in ("worker.log", "__pycache__")}
+    ours = (path for path in below if path.name != "worker.log" and "__pycache__" not in path.parts)
+    return {path: path.lstat().st_mtime_ns for path in ours}
 
 
 @pytest.mark.usefixtures("launched")
@@ -169,6 +170,8 @@ def test_another_process_in_its_place_is_no_success(fleet: Macs, config: Path, s
     assert run_here("launch", "--stop", "air", "--config", other).code == 0
     done = run_here("launch", "air", "--config", other)
     assert done.code == 3 and f"another process answers at {by_hand.address} as worker air: end that one" in done.err
+    if process := fleet.process("air"):  # it finds its port taken, a moment later
+        process.wait(30.0)
 
 
 @pytest.mark.usefixtures("launched")

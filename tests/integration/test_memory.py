@@ -64,7 +64,6 @@ async def test_the_peak_is_that_of_the_latest_request(models: Models) -> None:
 async def test_a_shard_is_held_while_it_is_used_then_let_go_and_read_again(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(due, "LONGEST_S", 0.02)  # nobody attaches what is loaded last
     whole, out = models("qwen3"), io.StringIO()
     references = []
     async with serving(1, out=out) as [node], node.service.letting_go(0.02):
@@ -76,6 +75,7 @@ async def test_a_shard_is_held_while_it_is_used_then_let_go_and_read_again(
             del chain
             await until(lambda: references[-1]() is None)
         assert node.service._loader.loaded is None
+        monkeypatch.setattr(due, "LONGEST_S", 0.02)  # nobody attaches what is loaded now
         await load(node, load_request(whole.folder, 2, 4))
         await until(lambda: node.service._loader.loaded is None)
         with pytest.raises(StageLost, match=r"^worker node-1: has let its layers go meanwhile"):

@@ -1,6 +1,7 @@
 """Probe: how long a few bytes take to another node and back, and how many it takes per second."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
 from statistics import median
@@ -63,8 +64,9 @@ async def exchange(call: grpc.aio.StreamStreamCall[ProbePart, ProbeReply]) -> Li
 async def _sent(call: grpc.aio.StreamStreamCall[ProbePart, ProbeReply], parts: Sequence[ProbePart]) -> float:
     """Seconds until all of these were answered."""
     began = time.monotonic()
-    for part in parts:
-        await call.write(part)
+    with contextlib.suppress(asyncio.InvalidStateError):  # it was refused meanwhile: reading tells why
+        for part in parts:
+            await call.write(part)
     for _ in parts:
         if await call.read() is grpc.aio.EOF:  # type: ignore[attr-defined]
             await call.code()

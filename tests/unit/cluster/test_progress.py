@@ -3,7 +3,7 @@
 import asyncio
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
@@ -12,8 +12,16 @@ from rich.console import Console
 from coordinator.cluster import progress as progress_module
 from coordinator.cluster.progress import ASKING, STARTING, show_progress
 from protos.brigade_pb2 import LoadProgress
+from tests.unit.virtual_time import VirtualTime
 
 MIB = 2**20
+
+
+@pytest.fixture
+def virtual() -> Iterator[VirtualTime]:
+    virtual = VirtualTime()
+    yield virtual
+    assert not virtual.close()
 
 
 def load(done: int, total: int = 3 * MIB, phase: str = "load") -> LoadProgress:
@@ -43,24 +51,24 @@ def test_where_nobody_watches_long_work_is_a_line_per_phase(
 
 
 def test_where_nobody_watches_what_comes_from_afar_is_told_again_and_again_with_its_speed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    virtual: VirtualTime, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(progress_module, "_LONG_S", 0.0)
-    monkeypatch.setattr(progress_module, "_AGAIN_S", 0.0)
-
     async def show() -> None:
         with show_progress() as report:
             report("mini", load(0, phase="feed"))
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
+            await asyncio.sleep(3)
             report("mini", load(MIB, phase="feed"))
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
+            await asyncio.sleep(40)
+            report("mini", load(3 * MIB, phase="load"))  # no line of the other phase any more
+            await asyncio.sleep(30)
 
-    asyncio.run(show())
-    first, *others = capsys.readouterr().err.splitlines()
-    assert first == "mini: feed 3.0 MiB ..." and others
-    assert re.fullmatch(r"mini: feed 3\.0 MiB, [\d.]+ [KMG]iB/s, 0:00:0\d left \.\.\.", others[-1])
+    virtual.run(show())
+    assert capsys.readouterr().err.splitlines() == [
+        "mini: feed 3.0 MiB ...",
+        "mini: feed 3.0 MiB, 46.5 KiB/s, 0:00:44 left ...",
+        "mini: feed 3.0 MiB, 24.4 KiB/s, 0:01:24 left ...",
+        "mini: load 3.0 MiB ...",
+    ]
 
 
 def test_where_nobody_watches_short_work_says_nothing(

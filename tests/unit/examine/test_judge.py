@@ -358,6 +358,8 @@ def test_the_wired_limit_is_to_be_raised_where_the_plan_needs_it_and_only_there(
     assert all(f"sysctl iogpu.wired_limit_mb={-(-48 * 1024 * 10 // 9)} " in each.fix for each in findings if each.fix)
     small = judged(known(node()), Wanted(model(num_layers=90)))
     assert worse(small) == []
+    split = judged(known(node()), Wanted(model(num_layers=90), layers=(44, 46)))
+    assert worse(split) == [(MEND, Kind.WIRED_LIMIT, "mini")]
 
 
 def test_what_does_not_fit_even_so_is_told_with_what_each_node_lacks() -> None:
@@ -394,17 +396,21 @@ def test_what_another_node_says_cannot_steer_a_terminal() -> None:
     evil = "²\x1b]0;owned\x07\x1b[2J\r\n\u202egnp\x9b" + "x" * 10_000
     facts = Facts(
         system="Darwin", system_version="²", chip=evil, cache_folder=evil, firewall=evil, rdma=evil, unread=[evil] * 99,
-        rdma_devices=[evil], versions={evil: evil, "brigade": evil}, code=evil, interfaces=[Interface(name=evil)] * 99,
+        rdma_devices=[evil], versions={evil: evil, "brigade": evil}, code=evil,
+        interfaces=99 * [Interface(name=evil, addresses=[MINI])],
     )  # fmt: skip
     lines = [Line(error=evil), Line(transport=TRANSPORT_TCP, rtt_ms=float("nan"), bytes_per_s=float("inf"))] * 50
     reply = LinkReply(rtt_ms=1.0, bytes_per_s=1.0, way=Way(address=evil, local=STUDIO, remote=evil), lines=lines)
     lost = KnownHop("studio", "mini", LinkReply(way=Way(error=evil, address=evil)))
-    found = known(KnownNode("mini", facts, clock_offset_s=1e300), hops=[KnownHop("studio", "mini", reply), lost])
-    findings = judged(found)
-    findings += judged(known(KnownNode("mini", error=StageLost(evil), ways=[Way(error=evil, address=evil)])))
+    back = KnownHop("mini", "studio", LinkReply(way=Way(local=MINI, remote=STUDIO)))
+    found = known(KnownNode("mini", facts, clock_offset_s=1e300), hops=[KnownHop("studio", "mini", reply), lost, back])
+    silent = known(KnownNode("mini", error=StageLost(evil), ways=[Way(error=evil, address=evil)]))
+    findings = [*judged(found), *judged(silent)]
     assert any("\N{REPLACEMENT CHARACTER}" in each.text for each in findings)
-    told = json.dumps(Examination(found, Wanted(model()), "big", findings).as_json(), allow_nan=False)
-    assert len(told) < 100_000
+    for each in (found, silent):
+        examination = Examination(each, Wanted(model()), "big", findings)
+        told = json.dumps(examination.as_json(), allow_nan=False, ensure_ascii=False)
+        assert told.isprintable() and "\\u" not in told and len(told) < 100_000
     for each in findings:
         assert each.text.isprintable() and each.fix.isprintable() and each.about.isprintable() and len(each.text) < 500
 

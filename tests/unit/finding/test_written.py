@@ -40,7 +40,11 @@ def test_a_file_that_is_there_stays_unless_it_is_wished_away(tmp_path: Path) -> 
     text = cluster_text("demo", "coordinator", Draft((MINI,)))
     with pytest.raises(ConfigError, match=r"is there already, and is not written over: give --force"):
         write_cluster(path, text, force=False)
+    with pytest.raises(ConfigError, match=r"is there already, and is not written over: give --force"):
+        require_room(path, force=False)
     assert path.read_text() == "model: mine\n"
+    require_room(path, force=True)
+    require_room(tmp_path / "other.yaml", force=False)
     write_cluster(path, text, force=True)
     assert path.read_text() == text
     assert [each.name for each in tmp_path.iterdir()] == ["cluster.yaml"]

@@ -39,7 +39,9 @@ class FakeMachine:
         env = {"HOME": str(self.home), "PATH": f"{self._programs}:{os.environ['PATH']}"}
         usual = {"name": "mini", "key_file": "mini.pem", "parcel": "sent", "seen": "0"}
         fed = assigned(usual | values) + text_of(script)
-        return subprocess.run([*self.shell, "-s"], input=fed.decode(), env=env, capture_output=True, text=True)
+        return subprocess.run(
+            [*self.shell, "-s"], input=fed.decode(), env=env, capture_output=True, text=True, timeout=60
+        )
 
     def settle(self, kind: str, service: bytes, **values: str) -> str:
         """Start the worker by this definition; what that tells."""

@@ -165,6 +165,13 @@ def test_where_no_turn_can_be_written_down_that_is_said(machine: FakeMachine) ->
     assert done.returncode == 1 and f"cannot write {machine.home}/.brigade/turns/versions\n" in done.stderr
 
 
+def test_who_follows_a_log_ends_with_whoever_asked(machine: FakeMachine) -> None:
+    """Linux's tail would notice by itself, a Mac's does not."""
+    (folder_of(machine, "mini") / "worker.log").touch()
+    machine.write("tail", "exec sleep 90")
+    assert machine.run("log", lines="1", follow="yes") == ""
+
+
 def versions(machine: FakeMachine) -> set[str]:
     return {path.name for path in (machine.home / ".brigade" / "versions").iterdir()}
 

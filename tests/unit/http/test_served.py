@@ -47,6 +47,11 @@ def test_one_request_may_always_wait_and_no_more_than_may(most_waking: int) -> N
             await second
         shared.take(MODEL)
         assert await first is MODEL and await shared.wake_model() is MODEL
+        shared.fall_asleep("nobody asked")
+        assert shared.standing.state is State.ASLEEP, "who waited before counts no more"
+        [again] = await waiting(shared, 1)
+        shared.take(MODEL)
+        assert await again is MODEL
 
     asyncio.run(check())
 

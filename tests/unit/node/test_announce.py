@@ -42,12 +42,12 @@ def test_the_part_that_cannot_be_announced_is_named(
 
 def test_every_failure_is_told_once_until_it_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(announce, "_LOOK_EVERY_S", 0)
-    whys = iter(["no cable", "no cable", "no certificate", "no certificate", "no cable"])
+    failures = iter([*3 * [ConfigError("no cable")], ConfigError("no certificate"), OSError()])
     is_over = asyncio.Event()
 
     def say() -> About:
-        if why := next(whys, None):
-            raise ConfigError(why)
+        if failure := next(failures, None):
+            raise failure
         is_over.set()
         raise ConfigError("no cable")
 
@@ -58,4 +58,5 @@ def test_every_failure_is_told_once_until_it_is_another(monkeypatch: pytest.Monk
         return out.getvalue().splitlines()
 
     said = asyncio.run(serve())
-    assert [line.partition("(")[2].partition(")")[0] for line in said] == ["no cable", "no certificate", "no cable"]
+    told = [line.partition("(")[2].partition(")")[0] for line in said]
+    assert told == ["no cable", "no certificate", "OSError", "no cable"]

@@ -40,6 +40,8 @@ def test_for_throughput_all_are_kept_at_work_and_there_is_memory_for_all_request
     replan = Replan(SPEC, SURVEY, objective="throughput", num_requests=4)
     assert Replan(SPEC, SURVEY)(nodes(ROOMY, ROOMY, ROOMY), contexts).layers == [4]
     assert replan(nodes(ROOMY, ROOMY, ROOMY), contexts).layers == [3, 1]
+    whole = 4 * (GB + 1000 * 256)  # with one session's caches
+    assert Replan(SPEC, SURVEY)(nodes(whole, ROOMY, ROOMY), contexts).layers == [4], "latency is of one session"
     for sessions, first in ((4, 3), (3, 2)):
         room = 3 * GB + 3 * 1000 * 256 * sessions
         assert replan(nodes(room, ROOMY, ROOMY), contexts).layers[0] == first

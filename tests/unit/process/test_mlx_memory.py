@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 
 from tests.unit.process.test_machine import CPU, MAC_MINI_16, NVIDIA
+from worker.process import mlx_memory
 from worker.process.mlx_memory import Limits, forget_peak, give_back, keep_within, limits_of, memory_held
 
 MIB = 2**20
@@ -33,17 +34,36 @@ def test_limits_are_the_plans_and_wired_only_what_metal_wires(
 
 def test_mlx_is_told_until_what_is_held_is_given_back_or_no_plan_says_how_much() -> None:
     give_back()  # what another test of this process has been held to
-    usual = mx.get_memory_limit()
+    usual, usual_cache = mx.get_memory_limit(), cache_limit()
     try:
         for undo in (give_back, partial(keep_within, 0, 100 * MIB)):
             keep_within(123 * MIB, 100 * MIB)
-            assert mx.get_memory_limit() == 123 * MIB
+            assert mx.get_memory_limit() == 123 * MIB and cache_limit() == min(64 * MIB, usual_cache)
             undo()
-            assert mx.get_memory_limit() == usual
+            assert (mx.get_memory_limit(), cache_limit()) == (usual, usual_cache)
         keep_within(2**64 - 1, 100 * MIB)
         assert usual <= mx.get_memory_limit() < 2**50
     finally:
         give_back()
+
+
+def test_what_is_kept_for_arrays_to_come_is_what_weights_leave_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = cache_limit()
+    usual = Limits(mx.get_memory_limit(), 1 << 40, None)  # as on a Mac; on a CPU next to nothing is kept anyway
+    monkeypatch.setattr(mlx_memory, "_usual_limits", lambda: usual)
+    try:
+        keep_within(300 * MIB, 100 * MIB)
+        assert cache_limit() == 200 * MIB
+    finally:
+        give_back()
+        mx.set_cache_limit(before)
+
+
+def cache_limit() -> int:
+    """MLX tells it to whoever sets another one."""
+    limit = mx.set_cache_limit(0)
+    mx.set_cache_limit(limit)
+    return limit
 
 
 def test_a_forgotten_peak_is_that_of_what_comes() -> None:

@@ -1,7 +1,9 @@
 """What Linux tells, from a folder that looks like its own, and from what systemd prints."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from protos.brigade_pb2 import (
@@ -11,6 +13,7 @@ from protos.brigade_pb2 import (
     MEDIUM_TUNNEL,
     MEDIUM_UNSPECIFIED,
     MEDIUM_WIFI,
+    Facts,
 )
 from worker.process.linux.facts import READINGS
 from worker.process.linux.interfaces import interfaces_in, read_interfaces
@@ -85,3 +88,18 @@ def test_the_firewall_by_its_services(text: str, said: str) -> None:
 def test_a_machine_without_systemd_is_read_all_the_same() -> None:
     for reading in READINGS:
         assert reading(lambda *command: "").IsInitialized()
+
+
+@pytest.mark.parametrize(
+    ("battery", "is_on_battery"),
+    [(None, False), *((SimpleNamespace(power_plugged=plugged), plugged is False) for plugged in (True, False, None))],
+)
+def test_power_and_firewall_are_those_that_systemd_and_the_battery_tell(
+    monkeypatch: pytest.MonkeyPatch, battery: object, is_on_battery: bool
+) -> None:
+    monkeypatch.setattr(psutil, "sensors_battery", lambda: battery, raising=False)
+    facts = Facts()
+    for reading in READINGS:
+        facts.MergeFrom(reading(lambda *command: "masked\nmasked" if "is-enabled" in command else "inactive\nactive"))
+    assert facts.power.HasField("sleep_minutes") and facts.power.is_on_battery == is_on_battery
+    assert facts.firewall == "on"
