@@ -138,7 +138,14 @@ class Contents(_message.Message):
     def __init__(self, headers: _Optional[bytes] = ..., marks: _Optional[bytes] = ..., hub_hashes: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
-    __slots__ = ("model", "fingerprint", "start", "end", "num_layers", "dtype", "contents", "coordinator", "memory_bytes")
+    __slots__ = ("model", "fingerprint", "start", "end", "num_layers", "dtype", "contents", "coordinator", "memory_bytes", "digests")
+    class DigestsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: str
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[str] = ...) -> None: ...
     MODEL_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
@@ -148,6 +155,7 @@ class LoadRequest(_message.Message):
     CONTENTS_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
     model: str
     fingerprint: Fingerprint
     start: int
@@ -157,7 +165,8 @@ class LoadRequest(_message.Message):
     contents: Contents
     coordinator: Coordinator
     memory_bytes: int
-    def __init__(self, model: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., num_layers: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., contents: _Optional[_Union[Contents, _Mapping]] = ..., coordinator: _Optional[_Union[Coordinator, _Mapping]] = ..., memory_bytes: _Optional[int] = ...) -> None: ...
+    digests: _containers.ScalarMap[int, str]
+    def __init__(self, model: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., num_layers: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., contents: _Optional[_Union[Contents, _Mapping]] = ..., coordinator: _Optional[_Union[Coordinator, _Mapping]] = ..., memory_bytes: _Optional[int] = ..., digests: _Optional[_Mapping[int, str]] = ...) -> None: ...
 
 class LoadProgress(_message.Message):
     __slots__ = ("phase", "done", "total")

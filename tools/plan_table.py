@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from coordinator.planning.plan import Node, Plan, format_bytes, plan
+from coordinator.planning.plan import Node, Plan, plan
 from tools.sparse_model import PUBLISHED, write_sparse
 from worker.errors import BrigadeError, InputError
 from worker.model.checkpoint import open_folder
@@ -23,6 +23,7 @@ from worker.model.describe import describe
 from worker.model.modelspec import ModelSpec
 from worker.process.machine import budget_from
 from worker.process.run import run_command
+from worker.process.sizes import format_bytes
 
 _RECOMMENDED = 0.75  # of a Mac's memory: what Metal says at least; newer systems say up to 0.93
 _SETS = {  # GiB of memory per Mac; the first is the coordinator

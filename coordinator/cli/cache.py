@@ -136,7 +136,7 @@ def _layers(places: Sequence[int]) -> str:
 
 
 def _size(nbytes: int) -> str:
-    from coordinator.planning.plan import format_bytes
+    from worker.process.sizes import format_bytes
 
     return format_bytes(nbytes)
 

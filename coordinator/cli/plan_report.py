@@ -10,10 +10,11 @@ from rich.text import Text
 
 from coordinator.planning.fastest import Aim
 from coordinator.planning.outlook import Outlook, Promise, format_ms
-from coordinator.planning.plan import Plan, format_bytes
+from coordinator.planning.plan import Plan
 from coordinator.planning.prediction import Prediction
 from coordinator.planning.speeds import Survey
 from worker.model.modelspec import ModelSpec
+from worker.process.sizes import format_bytes
 
 _PROMPT = 2000  # tokens, of which it is said how long they take
 _COLUMNS = 16

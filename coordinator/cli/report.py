@@ -9,11 +9,12 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.cluster.progress import say
-from coordinator.planning.plan import Plan, format_bytes
+from coordinator.planning.plan import Plan
 from coordinator.sessions.answer import Answer, Token
 from coordinator.sessions.waterfall import StageTime, Waterfall
 from protos.brigade_pb2 import StatusReply
 from worker.errors import InputError
+from worker.process.sizes import format_bytes
 
 _WATERFALL_COLUMNS = 40  # of the bars, at most
 _BESIDE_BARS = 40  # columns of a waterfall's names and figures

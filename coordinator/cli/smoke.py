@@ -80,7 +80,7 @@ def _hops(trial: "Trial") -> "RenderableType":
     from rich.text import Text
 
     from coordinator.planning.outlook import format_ms
-    from coordinator.planning.plan import format_bytes
+    from worker.process.sizes import format_bytes
 
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("hop")

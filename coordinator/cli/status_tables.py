@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.planning.plan import format_bytes
+from worker.process.sizes import format_bytes
 
 _STYLES = {"ready": "green", "active": "green", "lost": "bold red", "recovering": "bold red", "failed": "bold red"}
 _MOST_REQUESTS = 8

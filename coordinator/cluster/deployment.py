@@ -1,6 +1,6 @@
 """Which shard of which model is on which node, and loading it there. What is loaded outlives chains."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,6 +17,7 @@ from worker.node.loading import load_shard
 from worker.process.call_thread import run_aside
 from worker.process.mlx_memory import forget_peak
 from worker.process.mlx_thread import MlxThread
+from worker.store.origin import known_digests
 
 Progress = Callable[[str, LoadProgress], None]  # takes the node's name, or none for all of them
 
@@ -37,8 +38,10 @@ class Deployment:
         """This process, as workers are told."""
         return Coordinator(id=COORDINATOR_ID, name=self.plan.assignments[0].name)
 
-    def load_request(self, stage: int, contents: Contents | None = None) -> LoadRequest:
-        """What the worker of this stage, from 1, is asked to hold; `contents` is what is known of our own copy."""
+    def load_request(
+        self, stage: int, contents: Contents | None = None, digests: Mapping[int, str] | None = None
+    ) -> LoadRequest:
+        """What the worker of this stage, from 1, is asked to hold; the others are what is known of our own copy."""
         assignment = self.plan.assignments[stage]
         return LoadRequest(
             model=self.checkpoint.name,
@@ -50,6 +53,7 @@ class Deployment:
             contents=contents,
             coordinator=self.coordinator,
             memory_bytes=assignment.memory_bytes,
+            digests=digests,
         )
 
 
@@ -82,11 +86,14 @@ class OwnNode:
         Raises:
             BrigadeError: what the first node that cannot load says.
         """
-        contents = await run_aside(partial(contents_of, deployment.checkpoint)) if deployment.peers else None
+        contents = digests = None
+        if deployment.peers:
+            contents = await run_aside(partial(contents_of, deployment.checkpoint))
+            digests = await run_aside(partial(known_digests, deployment.checkpoint))
         theirs = [
             load_fed(
                 peer,
-                deployment.load_request(stage, contents),
+                deployment.load_request(stage, contents, digests),
                 deployment.checkpoint,
                 partial(progress, peer.name),
                 feeds=deployment.feeds,

@@ -20,7 +20,6 @@ import grpc.aio
 
 from coordinator.cluster.log import log
 from coordinator.cluster.peer import Peer
-from coordinator.planning.plan import format_bytes
 from protos.brigade_pb2 import Announcement, Feeding, Held, LoadProgress, LoadRequest
 from worker.errors import FrameError, ModelError, ModelLacking, StageLost
 from worker.model.checkpoint import Checkpoint
@@ -28,6 +27,7 @@ from worker.node.chunks import CHUNK_BYTES, write_chunk
 from worker.node.feeding import SAY_BYTES
 from worker.node.loading import fetch
 from worker.process.call_thread import CallThread, run_aside
+from worker.process.sizes import format_bytes
 from worker.store.origin import Digests, Origin, gathered
 from worker.store.pieces import Piece, pieces_of
 
@@ -55,7 +55,7 @@ async def load_fed(peer: Peer, request: LoadRequest, checkpoint: Checkpoint, rep
     except ModelLacking as lack:
         if not feeds:
             raise ModelLacking(f"{lack.message}; this node sends it none: its `pull` says so", node=peer.name) from lack
-        log("note", f"worker {peer.name}: {lack.message.partition(';')[0]}: it is sent its layers")
+        log("note", f"worker {peer.name}: {lack.message.partition(';')[0]}: it is sent what it lacks")
     await feed(peer, request, checkpoint, report)
     await peer.load(request, report)
 
@@ -82,7 +82,7 @@ async def feed(peer: Peer, request: LoadRequest, checkpoint: Checkpoint, report:
                 raise
             log("note", f"{error}; what it lacks is sent on from there")
             await peer.hello(_BACK_S)
-    if (took_s := time.monotonic() - began) > _LONG_S:
+    if sending.num_sent and (took_s := time.monotonic() - began) > _LONG_S:
         log("note", _story(peer.name, sending.num_sent, took_s))
     return sending.num_sent
 
@@ -179,6 +179,8 @@ class Sending:
 
     async def _send(self, call: Call, offer: Offer, reader: CallThread) -> None:
         """Announce a file, and send what the worker has not; no more at once than the link takes in a moment."""
+        if offer.announcement.WhichOneof("what") == "place":
+            self._request.digests[offer.announcement.place] = offer.announcement.digest  # as it is loaded afterwards
         await self._say(call, Feeding(announcement=offer.announcement).SerializeToString())
         at = held = await self._held(call, range(offer.origin.nbytes + 1))
         self._total -= held

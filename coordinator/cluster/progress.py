@@ -22,8 +22,8 @@ from rich.text import Text
 
 from coordinator.cluster.deployment import Progress as Report
 from coordinator.cluster.log import log
-from coordinator.planning.plan import format_bytes
 from protos.brigade_pb2 import LoadProgress
+from worker.process.sizes import format_bytes
 
 STARTING = LoadProgress(phase="starting workers")
 ASKING = LoadProgress(phase="asking nodes")

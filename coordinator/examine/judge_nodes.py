@@ -5,9 +5,9 @@ from datetime import datetime, timedelta
 
 from coordinator.examine.finding import Finding, Kind, mend, note, ok
 from coordinator.examine.known import KnownNode
-from coordinator.planning.plan import format_bytes
 from protos.brigade_pb2 import Facts
 from worker.node.identity import TOLD_AHEAD, Role, expiry_told
+from worker.process.sizes import format_bytes
 
 MOST_VERSIONS = 8  # that are told of one node: it has four
 

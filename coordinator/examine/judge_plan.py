@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from coordinator.examine.finding import Finding, Kind, mend, ok
 from coordinator.examine.known import KnownNode
 from coordinator.planning.budgets import Offer, budgets
-from coordinator.planning.plan import Node, Plan, format_bytes, plan
+from coordinator.planning.plan import Node, Plan, plan
 from protos.brigade_pb2 import Facts
 from worker.errors import ConfigError
 from worker.model.modelspec import ModelSpec
+from worker.process.sizes import format_bytes
 
 _MIB = 2**20
 _LEFT_TO_MACOS, _LEFT_SHARE = 4 * 2**30, 8  # of the memory, at least; one part in so many

@@ -28,7 +28,7 @@ from coordinator.measure.bench_results import (
 )
 from coordinator.measure.reference import Reference
 from coordinator.measure.systems import OnChain, OnMlxLm, System, most_at_once
-from coordinator.planning.plan import check_split, format_bytes
+from coordinator.planning.plan import check_split
 from coordinator.planning.prediction import Prediction
 from coordinator.planning.speeds import NOTHING_KNOWN, Survey
 from coordinator.sessions.request import Request, check_request
@@ -39,6 +39,7 @@ from worker.model.modelspec import ModelSpec
 from worker.process.call_thread import run_aside
 from worker.process.machine import machine_name, memory_budget
 from worker.process.mlx_thread import MlxThread
+from worker.process.sizes import format_bytes
 
 _WARM_UP_TOKENS = 3
 _ROWS_TRIED = (1, 4, 8)  # of a lane, for what frames cost

@@ -20,7 +20,7 @@ from coordinator.measure.prompts import make_requests
 from coordinator.measure.replay import CHUNK, Replay
 from coordinator.measure.streamed import Digests
 from coordinator.measure.verdict import Case, Report, compare_tensors
-from coordinator.planning.plan import Assignment, format_bytes
+from coordinator.planning.plan import Assignment
 from coordinator.sessions.request import Request, check_request
 from protos.brigade_pb2 import Cache
 from worker.config import is_loopback, split_address
@@ -30,6 +30,7 @@ from worker.model.modelspec import ModelSpec
 from worker.process.call_thread import run_aside
 from worker.process.machine import memory_budget
 from worker.process.mlx_thread import MlxThread
+from worker.process.sizes import format_bytes
 
 _NO_MLX_LM = "diffusion-fast"  # its tokens are not those of one-token decoding
 _ONLY_WHOLE = f"{_NO_MLX_LM} can be compared only with itself on the whole model in memory"

@@ -4,10 +4,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from coordinator.planning.fastest import Aim, best_plan, fastest
-from coordinator.planning.plan import Node, Plan, format_bytes, plan
+from coordinator.planning.plan import Node, Plan, plan
 from coordinator.planning.prediction import Prediction
 from coordinator.planning.speeds import Survey
 from worker.model.modelspec import ModelSpec
+from worker.process.sizes import format_bytes
 
 _MUCH = 0.1  # of a token's time: what hops have to take before a word is lost on them
 

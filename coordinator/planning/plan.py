@@ -9,6 +9,7 @@ from itertools import accumulate
 
 from worker.errors import ConfigError
 from worker.model.modelspec import ModelSpec
+from worker.process.sizes import format_bytes
 
 _Cost = Callable[[int, int, int], float]  # of node i holding layers [start, end)
 _Best = tuple[float, tuple[int, ...]]  # combined cost and ends
@@ -116,14 +117,6 @@ def require_fit(plan: Plan, spec: ModelSpec) -> None:
         f"{spec.name} with {sessions}{plan.context} tokens of context does not fit: {lacking}. "
         f"Use more nodes, fewer tokens (--context, of bench -p and -g) or a quantised model.\n{_table(plan)}"
     )
-
-
-def format_bytes(num_bytes: int) -> str:
-    """Bytes for people, in binary units: '512 B', '1.2 GiB'."""
-    size, power = float(num_bytes), 0
-    while round(size, 1) >= 1024 and power < 4:
-        size, power = size / 1024, power + 1
-    return f"{size:.1f} {'KMGT'[power - 1]}iB" if power else f"{num_bytes} B"
 
 
 def _ends(layers: Sequence[int]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from operator import add, sub
 
-from coordinator.planning.plan import Plan, format_bytes
+from coordinator.planning.plan import Plan
 from coordinator.sessions.room import make_room
 from coordinator.sessions.session import Session
 from coordinator.sessions.slot import ACTIVE, ON_STAGES, Bytes, Slot, State
@@ -18,6 +18,7 @@ from protos.brigade_pb2 import Cache
 from protos.brigade_pb2 import Session as Opening
 from worker.errors import ContextExceeded, QueueFull
 from worker.model.modelspec import ModelSpec
+from worker.process.sizes import format_bytes
 
 MOST_WAITING = 1024  # sessions that wait for memory, if nobody says otherwise
 _MOST_KEPT = 64  # slots of ended sessions

@@ -19,6 +19,7 @@ from worker.errors import ModelError
 from worker.model.checkpoint import Checkpoint, open_folder
 from worker.model.contents import contents_of
 from worker.model.describe import shard_tensors
+from worker.store.origin import known_digests
 
 FILES = [f"model-{i:05}-of-00004.safetensors" for i in (1, 2, 3, 4)]
 GREEDY = {"greedy": SAMPLINGS["greedy"]}
@@ -37,7 +38,8 @@ def copy(whole: Whole, tmp_path: Path) -> Path:
 def full_request(folder: Path, start: int, end: int) -> LoadRequest:
     """As a coordinator sends it."""
     request = load_request(folder, start, end)
-    request.contents.CopyFrom(contents_of(open_folder(folder)))
+    request.contents.CopyFrom(contents_of(checkpoint := open_folder(folder)))
+    request.digests.update(known_digests(checkpoint))
     return request
 
 

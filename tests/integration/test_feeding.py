@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import io
+import os
 import re
 import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -179,6 +180,57 @@ async def test_a_fine_tune_is_not_taken_for_the_model_whose_layers_were_sent(
         for each in (whole, tuned, whole):
             async with opened(each.folder, (2, 2), nodes) as chain:
                 assert (await answer(chain, PROMPT, 8)).tokens == each.tokens(PROMPT, 8)
+
+
+async def test_whatever_changes_in_a_layer_is_sent_anew(tmp_path: Path, store_of: StoreOf, taken: list[int]) -> None:
+    """Marks are of some bytes of each tensor; the received ones are compared by all of them."""
+    folder = make_model(tmp_path / "model", config=LARGE)
+    async with serving(1, NOTHING, store_of=store_of) as nodes:
+        for num_changed in (0, 1):
+            if num_changed:
+                checkpoint = open_folder(folder)
+                [changed] = pieces_of(checkpoint, 2, 3)
+                marks = contents_of(checkpoint).marks
+                overwrite(folder, "model.layers.2.mlp.down_proj.weight", num_bytes=2000)
+                assert contents_of(open_folder(folder)).marks == marks
+                taken.clear()
+            async with opened(folder, (1, 3), nodes) as chain:
+                assert (await answer(chain, PROMPT, 4)).tokens == Whole(folder).tokens(PROMPT, 4)
+    assert sum(taken) == changed.nbytes
+
+
+def overwrite(folder: Path, name: str, num_bytes: int) -> None:
+    """The first bytes of a tensor."""
+    info = open_folder(folder).tensors[name]
+    with (folder / info.file).open("r+b") as file:
+        file.seek(8 + int.from_bytes(file.read(8), "little") + info.begin)
+        file.write(b"\x11" * num_bytes)
+
+
+@pytest.mark.parametrize("damage", ["bytes", "length", "header"])
+async def test_a_received_layer_that_is_damaged_is_sent_anew(
+    tmp_path: Path, store_of: StoreOf, taken: list[int], damage: str
+) -> None:
+    folder = make_model(tmp_path / "model", config=LARGE)
+    whole, [piece] = Whole(folder), pieces_of(open_folder(folder), 2, 3)
+    for is_damaged in (False, True):
+        if is_damaged:
+            taken.clear()
+            [kept] = store_of("node-1").folder.rglob("00002-*.safetensors")
+            harm(kept, damage)
+        async with serving(1, NOTHING, store_of=store_of) as nodes, opened(folder, (1, 3), nodes) as chain:
+            assert (await answer(chain, PROMPT, 4)).tokens == whole.tokens(PROMPT, 4)
+    assert sum(taken) == piece.nbytes
+
+
+def harm(path: Path, damage: str) -> None:
+    """Bytes by somebody who writes to it; the others by the disk, so that nothing tells of it but they themselves."""
+    written = path.stat().st_mtime_ns
+    with path.open("r+b") as file:
+        file.seek(0 if damage == "header" else 100_000)
+        file.truncate(200_000) if damage == "length" else file.write(b"\x11" * 16)
+    if damage != "bytes":
+        os.utime(path, ns=(written, written))
 
 
 async def test_a_worker_with_another_model_of_its_own_is_sent_the_one_that_is_asked_for(
@@ -358,18 +410,18 @@ async def test_more_than_the_limit_is_refused_before_a_byte_of_it_is_sent(
     assert sum(taken) == size_of(folder, 0, 0)
 
 
-async def test_what_a_worker_has_loaded_makes_room_for_another_model_only_once_it_is_let_go(
+async def test_what_a_chain_has_loaded_makes_room_for_another_model_only_once_it_has_left(
     models: Models, tmp_path: Path
 ) -> None:
     first, second = models("qwen3").folder, models("llama").folder
     store = Store(tmp_path / "shards", size_of(first, 2, 4) + 10_000)
-    async with serving(1, NOTHING, store_of=lambda name: store) as [node], peer_of(node) as peer:
-        await load_fed(peer, full_request(first, 2, 4), open_folder(first), lambda report: None, feeds=True)
-        kept = sorted(store.folder.rglob("*.safetensors"))
-        with pytest.raises(ModelError, match=r"worker node-1: has room for .* of received layers, needs"):
-            await fed(node, full_request(second, 2, 4), second)
-        assert sorted(store.folder.rglob("*.safetensors")) == kept
-        await node.service._loader.let_go("for this test")
+    async with serving(1, NOTHING, store_of=lambda name: store) as [node]:
+        async with opened(first, (2, 2), [node]):
+            kept = sorted(store.folder.rglob("*.safetensors"))
+            with pytest.raises(ModelError, match=r"worker node-1: has room for .* of received layers, needs"):
+                await fed(node, full_request(second, 2, 4), second)
+            assert sorted(store.folder.rglob("*.safetensors")) == kept
+        await node.service.wait_detached()
         await fed(node, full_request(second, 2, 4), second)
     assert len(set(store.folder.rglob("*.safetensors")) - set(kept)) == 3
 

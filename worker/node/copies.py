@@ -36,7 +36,7 @@ class Copies:
             if self.store is None:
                 raise
             try:
-                received = self.store.open(request.model, request.fingerprint, known)
+                received = self.store.open(request.model, request.fingerprint, known, request.digests)
                 check(received)
             except ModelError:
                 raise ModelLacking(error.message) from error

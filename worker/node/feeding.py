@@ -5,6 +5,7 @@ The event loop only takes messages in; files are written, and digests made, on t
 
 import asyncio
 import contextlib
+import errno
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from functools import partial
@@ -234,7 +235,8 @@ class Intake:
     def _find_pieces(self) -> dict[int, Piece]:
         """What the layers that are asked for consist of, by what the headers of the coordinator's copy say."""
         request = self._request
-        checkpoint = self._store.open(request.model, request.fingerprint, unpack_headers(request.contents.headers))
+        known = unpack_headers(request.contents.headers)
+        checkpoint = self._store.open(request.model, request.fingerprint, known, {})
         check_model(request, checkpoint)
         check_layers(request, checkpoint)
         pieces = pieces_of(checkpoint, request.start, request.end)
@@ -285,7 +287,8 @@ async def _explained(work: "asyncio.Future[T]") -> T:
     try:
         return await work
     except OSError as error:
-        raise ModelError(
-            f"cannot keep what it receives: {error.strerror or error} ({error.filename or 'its cache folder'}); make "
-            "room there, or see `brigade cache ls`"
-        ) from error
+        remedy = "let it write there, or set XDG_CACHE_HOME to another folder"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            remedy = "make room there, or see `brigade cache ls`"
+        what = f"cannot keep what it receives: {error.strerror or error} ({error.filename or 'its cache folder'})"
+        raise ModelError(f"{what}; {remedy}") from error

@@ -121,6 +121,10 @@ class Loader:
         del loaded
         await self._thread.run(give_back)
 
+    def free_files(self) -> None:
+        """Let the files of what is loaded be removed if there is no room for others: it is in memory, and idle."""
+        self._lease.close()
+
     def loaded_as(self, expected: LoadRequest) -> Loaded:
         """The loaded shard, if it is the one that the coordinator means.
 
@@ -250,4 +254,5 @@ def _shard_of(request: LoadRequest) -> LoadRequest:
     shard.ClearField("coordinator")
     shard.ClearField("contents")
     shard.ClearField("memory_bytes")
+    shard.ClearField("digests")
     return shard

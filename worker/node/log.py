@@ -64,7 +64,7 @@ class Log:
         try:
             yield
         except ModelLacking as error:
-            self._say(f"waits to be sent what it lacks: {error}")
+            self._say(f"waits to be sent what it lacks: {error.message.partition(';')[0]}")
             raise
         except BrigadeError as error:
             self._say(f"refused {what}: {error}")

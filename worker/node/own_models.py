@@ -102,7 +102,8 @@ class OwnModels:
         has = "no folder of that name directly below its `models:`" if self.roots else "no model of its own"
         return ModelError(
             f"is asked for the model {shown}, opens no path that a peer names, and has {has}; "
-            "start it with --model FOLDER_OR_REPO, or set `model:`, `models:` or `pull:` in its own cluster.yaml"
+            "start it with --model FOLDER_OR_REPO, or set `model:`, `models:` or `pull: coordinator` in its own "
+            "cluster.yaml"
         )
 
 

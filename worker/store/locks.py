@@ -25,12 +25,19 @@ class Lease:
             self._files[path] = found
         return found is not None
 
-    def take_over(self, path: Path, file: int) -> None:
-        """Hold a file that this process has had alone until now."""
-        fcntl.flock(file, fcntl.LOCK_SH)  # waits: it is not had meanwhile, and whoever looks if it is used has it then
+    def take_over(self, path: Path, file: int) -> bool:
+        """Hold a file that this process has had alone until now, by a descriptor of it.
+
+        False if somebody has removed it just then: flock(2) does not promise that nobody has it in between.
+        """
+        fcntl.flock(file, fcntl.LOCK_SH)  # waits for who only looks whether it is used
+        if not _is_at(path, file):
+            os.close(file)
+            return False
         if path in self._files:
             os.close(self._files[path])
         self._files[path] = file
+        return True
 
     def close(self) -> None:
         while self._files:
@@ -87,9 +94,16 @@ def _open(path: Path, mode: int, lock: int) -> int | None:
         return None
     try:
         fcntl.flock(found, lock | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(found), path.stat()):
+        if _is_at(path, found):
             return found
-    except (BlockingIOError, FileNotFoundError):
+    except BlockingIOError:
         pass
     os.close(found)
     return None
+
+
+def _is_at(path: Path, file: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False

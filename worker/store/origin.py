@@ -15,8 +15,9 @@ from blake3 import blake3
 
 from worker.errors import ModelError
 from worker.model.checkpoint import Checkpoint
+from worker.model.describe import describe
 from worker.process.folders import cache_folder
-from worker.store.pieces import Piece
+from worker.store.pieces import Piece, pieces_of
 
 _READ_BYTES = 1 << 22
 _MOST_KEPT = 4096  # digests of one model's folder: others stand for files that have changed since
@@ -102,9 +103,13 @@ class Digests:
         self._path = cache_folder() / "digests" / f"{name}.msgpack"
         self._known = self._read()
 
+    def known(self, origin: Origin) -> str:
+        """Empty if it has to be made."""
+        return self._known.get(origin.stamp, "") if self._known else ""
+
     def of(self, origin: Origin, given_up: threading.Event) -> str:
         """Raises OSError if a file cannot be read."""
-        if not self._known.get(origin.stamp):
+        if not self.known(origin):
             self._known[origin.stamp] = origin.digest(given_up)
         return self._known[origin.stamp]
 
@@ -123,6 +128,16 @@ class Digests:
             return {str(stamp): str(digest) for stamp, digest in msgpack.unpackb(self._path.read_bytes()).items()}
         except (OSError, ValueError, TypeError, AttributeError, msgpack.UnpackException):
             return {}
+
+
+def known_digests(checkpoint: Checkpoint) -> dict[int, str]:
+    """Of the pieces that workers may hold, by place, those that need not be made. Raises ModelError likewise."""
+    digests, found = Digests(checkpoint), {}
+    for piece in pieces_of(checkpoint, 1, describe(checkpoint).num_layers):
+        with contextlib.suppress(ModelError, OSError):  # a file that is still on the hub
+            if digest := digests.known(Origin.of_piece(checkpoint, piece)):
+                found[piece.place] = digest
+    return found
 
 
 def _data_begin(path: Path) -> int:

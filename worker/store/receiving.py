@@ -3,6 +3,7 @@ its digest is right. Blocks: for a thread of its own.
 """
 
 import os
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from io import FileIO
@@ -14,6 +15,7 @@ from worker.errors import ModelError
 from worker.store.locks import Lease, open_alone
 
 _READ_BYTES = 1 << 22
+_RECEIVED_NS = 946_684_800 * 10**9  # of the last change, 2000-01-01: whoever writes to a file gives it another one
 
 
 class Receiving:
@@ -58,11 +60,17 @@ class Receiving:
                 "coordinator's file changed, or is not what was sent; start again"
             )
         os.fsync(self._file.fileno())  # or after a power failure the name could be there and the bytes not
+        os.utime(self._unfinished, ns=(time.time_ns(), _RECEIVED_NS))
         self._unfinished.replace(self.path)
 
     def hand_over(self, lease: Lease) -> None:
-        """Once it is finished: nobody else may remove it until the lease ends."""
-        lease.take_over(self.path, os.dup(self._file.fileno()))
+        """Once it is finished: nobody else may remove it until the lease ends.
+
+        Raises:
+            ModelError: somebody has, just now.
+        """
+        if not lease.take_over(self.path, os.dup(self._file.fileno())):
+            raise ModelError(f"{self.path} was removed just as it had come; start again")
 
     def close(self) -> None:
         """Let others have what is here."""
@@ -83,9 +91,20 @@ class Receiving:
             self.write([begin])
 
 
-def is_whole(path: Path, size: int) -> bool:
-    """Whether it is there: a file has its name only once its digest is right."""
-    return path.exists() and path.stat().st_size == size
+def is_as_received(path: Path) -> bool:
+    """Whether it is there, and nobody has written to it since its digest was right."""
+    try:
+        return path.stat().st_mtime_ns == _RECEIVED_NS
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def is_whole(path: Path, begin: bytes, nbytes: int) -> bool:
+    """The same, and by its size and beginning it is this file: those are looked at again."""
+    if not is_as_received(path) or path.stat().st_size != len(begin) + nbytes:
+        return False
+    with path.open("rb") as file:
+        return file.read(len(begin)) == begin
 
 
 def begin_receiving(path: Path, unfinished: Path, begin: bytes, nbytes: int, digest: str) -> Receiving | None:
@@ -103,7 +122,7 @@ def begin_receiving(path: Path, unfinished: Path, begin: bytes, nbytes: int, dig
         return None
     with ExitStack() as undo:
         file = undo.enter_context(FileIO(descriptor, "r+"))
-        if is_whole(path, len(begin) + nbytes):  # it was given its name after this one has looked for that
+        if is_whole(path, begin, nbytes):  # it was given its name after this one has looked for that
             unfinished.unlink(missing_ok=True)
             return None
         receiving = Receiving(path, unfinished, begin, nbytes, digest, file)

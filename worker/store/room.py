@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from worker.errors import ModelError
+from worker.process.sizes import format_bytes
 from worker.store.locks import remove_unused
 
 _SPARE = 10  # one part in so many of the disk stays free, whatever the limit
@@ -59,10 +60,10 @@ class Room:
     def _refusal(self, nbytes: int, most: int) -> str:
         limit = "its disk is nearly full"
         if self._limit is not None:
-            limit += f", or its `pull_limit` of {_gib(self._limit)} is reached"
+            limit += f", or its `pull_limit` of {format_bytes(self._limit)} is reached"
         return (
-            f"has room for {_gib(max(0, most))} of received layers, needs {_gib(nbytes)}: {limit}; make room there "
-            "(`brigade cache ls` shows what it keeps), or give it fewer layers"
+            f"has room for {format_bytes(max(0, most))} of received layers, needs {format_bytes(nbytes)}: {limit}; "
+            "make room there (`brigade cache ls` shows what it keeps), or give it fewer layers"
         )
 
 
@@ -74,7 +75,3 @@ def entries_of(folder: Path) -> list[Entry]:
             stat = path.stat()
             found.append(Entry(path, stat.st_size, stat.st_atime_ns / 1e9))
     return found
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB"

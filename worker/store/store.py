@@ -23,8 +23,8 @@ from worker.model.headers import TensorInfo, read_tensors
 from worker.process.folders import cache_folder
 from worker.process.printable import printable
 from worker.store.locks import Lease, is_used, remove_unused
-from worker.store.pieces import Piece, place_of
-from worker.store.receiving import Receiving, begin_receiving, is_whole
+from worker.store.pieces import Piece, place_name, place_of
+from worker.store.receiving import Receiving, begin_receiving, is_as_received, is_whole
 from worker.store.room import Entry, Room, entries_of
 
 _PIECE = re.compile(r"(front|back|[0-9]{5,9})-([0-9a-f]{64})\.safetensors")
@@ -58,18 +58,21 @@ class Store:
         self.folder = folder or store_folder()
         self.room = Room(self.folder, limit)
 
-    def open(self, model: str, fingerprint: Fingerprint, known: Mapping[str, TensorInfo]) -> Checkpoint:
-        """What is here of a model, of each place the piece that was used last.
+    def open(
+        self, model: str, fingerprint: Fingerprint, known: Mapping[str, TensorInfo], digests: Mapping[int, str]
+    ) -> Checkpoint:
+        """What is here of a model.
 
         Args:
             known: the headers of the coordinator's copy; a tensor that is not here is taken from there.
+            digests: of the coordinator's pieces, by place: another one may differ in anything.
         Raises:
-            ModelError: nothing is here, or it is damaged.
+            ModelError: nothing is here, or it belongs to another model.
         """
         folder = self._folder_of(fingerprint)
         tensors = dict(known)
-        for path in _latest(folder):
-            found = read_tensors(folder, path.name)
+        for path in (folder / _file_name(place, digest) for place, digest in digests.items()):
+            found = _read_piece(path)
             if any(name not in known or not _is_alike(info, known[name]) for name, info in found.items()):
                 raise ModelError(f"{path} does not belong to this model; remove it by `brigade cache rm`")
             tensors |= found
@@ -99,8 +102,8 @@ class Store:
         Raises:
             ModelError: there is no room for it.
         """
-        path = self._folder_of(fingerprint) / f"{piece.name}-{_require_digest(digest)}.safetensors"
-        if is_whole(path, len(piece.header) + piece.nbytes):
+        path = self._folder_of(fingerprint) / _file_name(piece.place, digest)
+        if is_whole(path, piece.header, piece.nbytes):
             _touch(path)
             return path
         return self._begin(path, path.with_suffix(".part"), piece.header, piece.nbytes, digest)
@@ -168,10 +171,16 @@ def _kept(folder: Path) -> Kept:
     )
 
 
-def _latest(folder: Path) -> Iterable[Path]:
-    """Of each place the piece that was used last."""
-    by_age = sorted(_pieces(folder), key=lambda entry: entry.used)
-    return {_place(entry.path): entry.path for entry in by_age}.values()
+def _file_name(place: int, digest: str) -> str:
+    return f"{place_name(place)}-{_require_digest(digest)}.safetensors"
+
+
+def _read_piece(path: Path) -> Mapping[str, TensorInfo]:
+    """Its tensors; none if it is not here, or not any more as it was received: it can be received again."""
+    if is_as_received(path):
+        with contextlib.suppress(ModelError):
+            return read_tensors(path.parent, path.name)
+    return {}
 
 
 def _pieces(folder: Path) -> list[Entry]:

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.planning.plan import Assignment, Node, Plan, format_bytes, plan, require_fit
+from coordinator.planning.plan import Assignment, Node, Plan, plan, require_fit
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
 from worker.errors import ConfigError
 from worker.model.cachespec import Memory
 from worker.model.modelspec import LayerSpec, ModelSpec
+from worker.process.sizes import format_bytes
 
 ROOMY = 10**6
 BLOCK = 256  # rows by which a cache grows

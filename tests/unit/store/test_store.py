@@ -27,6 +27,7 @@ from worker.store.receiving import Receiving, begin_receiving
 from worker.store.room import Room
 from worker.store.store import Store
 
+NOBODY = Fingerprint(config="0" * 64, tokenizer="0" * 64, tensors="0" * 64)
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -52,6 +53,12 @@ def receive(store: Store, checkpoint: Checkpoint, piece: Piece) -> Path:
     found.finish()
     found.close()
     return found.path
+
+
+def digest_in(path: Path) -> tuple[int, str]:
+    """Place and digest of a piece, by its name."""
+    place, _, digest = path.stem.partition("-")
+    return place_of(place), digest
 
 
 def age(path: Path, days: int) -> None:
@@ -143,7 +150,7 @@ def test_what_is_in_use_is_never_removed(
     first, second = (receive(store, checkpoint, piece) for piece in pieces[:2])
     age(first, 2)
     (first.parent / "config.json").write_text((checkpoint.folder / "config.json").read_text())
-    here = store.open("x", checkpoint.fingerprint, checkpoint.tensors)
+    here = store.open("x", checkpoint.fingerprint, checkpoint.tensors, dict(map(digest_in, (first, second))))
     lease = store.lease(here, shard_tensors(here, 1, 2))
     assert first.stat().st_atime > second.stat().st_atime, "it is used now"
     age(first, 3)
@@ -190,7 +197,7 @@ def test_a_tenth_of_the_disk_stays_free(tmp_path: Path, monkeypatch: pytest.Monk
 # Models
 
 
-def test_of_two_fine_tunes_the_pieces_that_were_used_last_are_opened(
+def test_of_two_fine_tunes_the_pieces_that_are_asked_for_are_opened(
     store: Store, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     other = open_folder(make_model(tmp_path / "other", num_files=3, seed=1))
@@ -198,7 +205,7 @@ def test_of_two_fine_tunes_the_pieces_that_were_used_last_are_opened(
     for each in (checkpoint, other, checkpoint):
         path = receive(store, each, pieces_of(each, 2, 3)[0])
         (path.parent / "config.json").write_text((each.folder / "config.json").read_text())
-        found = store.open("x", each.fingerprint, each.tensors)
+        found = store.open("x", each.fingerprint, each.tensors, dict([digest_in(path)]))
         assert found.tensors["model.layers.2.self_attn.q_proj.weight"].file == path.name
         assert found.fingerprint == each.fingerprint
 
@@ -207,15 +214,14 @@ def test_files_that_are_none_of_the_model_s_are_refused(store: Store, checkpoint
     path = receive(store, checkpoint, pieces_of(checkpoint, 2, 3)[0])
     known = {name: info for name, info in checkpoint.tensors.items() if "layers.2" not in name}
     with pytest.raises(ModelError, match="does not belong to this model; remove it by `brigade cache rm`"):
-        store.open("x", checkpoint.fingerprint, known)
-    path.write_bytes(b"x" * 100)
-    with pytest.raises(ModelError, match="is cut short or not safetensors"):
-        store.open("x", checkpoint.fingerprint, checkpoint.tensors)
+        store.open("x", checkpoint.fingerprint, known, dict([digest_in(path)]))
 
 
 def test_a_fingerprint_is_no_way_out_of_the_folder(store: Store) -> None:
     with pytest.raises(ModelError, match="expected a digest in hex"):
-        store.open("x", Fingerprint(config="../..", tokenizer="0" * 64, tensors="0" * 64), {})
+        store.open("x", Fingerprint(config="../..", tokenizer="0" * 64, tensors="0" * 64), {}, {})
+    with pytest.raises(ModelError, match="expected a digest in hex"):
+        store.open("x", NOBODY, {}, {2: "../00002-x"})
 
 
 # Digests
@@ -295,9 +301,9 @@ def test_what_begins_to_come_while_the_rest_is_removed_stays(
     assert store.remove(store.kept()[0].key) and not store.kept()
 
 
-def test_a_file_that_is_handed_over_is_held_without_a_gap(tmp_path: Path) -> None:
+def test_a_file_that_is_handed_over_is_held_or_known_to_be_gone(tmp_path: Path) -> None:
     """While others try all the time to have it alone."""
-    path, is_over = tmp_path / "file", threading.Event()
+    path, is_over, num_held = tmp_path / "file", threading.Event(), 0
 
     def try_to_remove() -> None:
         while not is_over.is_set():
@@ -311,12 +317,14 @@ def test_a_file_that_is_handed_over_is_held_without_a_gap(tmp_path: Path) -> Non
                 assert alone is not None
                 (tmp_path / "file.part").replace(path)
                 lease = Lease()
-                lease.take_over(path, os.dup(alone))
+                is_held = lease.take_over(path, os.dup(alone))
                 os.close(alone)
-                assert path.exists()
+                assert path.exists() == is_held
+                num_held += is_held
                 lease.close()
                 while not remove_unused(path):  # as others do: by name alone it might be the next one that goes
                     pass
         finally:
             is_over.set()
         trying.result()
+    assert num_held
