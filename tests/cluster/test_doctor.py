@@ -17,10 +17,14 @@ def workers() -> Iterator[tuple[Worker, Worker]]:
         yield start.worker("one"), start.worker("two")
 
 
-@pytest.fixture
-def cluster(workers: tuple[Worker, Worker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """On a machine that is busy with other tests no hop is fast: how fast it is, is no claim here."""
+@pytest.fixture(autouse=True)
+def no_hop_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that is busy with other tests: how fast one is, is no claim here."""
     monkeypatch.setattr(judge_hops, "_VERY_SLOW_MS", 10_000.0)
+
+
+@pytest.fixture
+def cluster(workers: tuple[Worker, Worker], tmp_path: Path) -> Path:
     return write_cluster(tmp_path / "cluster.yaml", *((each.name, each.address) for each in workers))
 
 

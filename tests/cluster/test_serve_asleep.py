@@ -69,12 +69,13 @@ def test_a_model_that_nobody_asks_for_is_let_go_on_all_nodes_and_read_again_for_
             first = (await client.post("/v1/completions", json=ASK)).json()
             await wait_asleep()
             async with asyncio.timeout(PATIENCE_S):
-                while [shard() for shard in shards] != [None]:
+                while any(shard() for shard in shards):
                     await client.get("/cluster")
+            num_loaded = len(shards)  # more than one if it fell asleep before the first request came
             assert (await client.get("/cluster")).json()["nodes"] == []
             asked = (client.post("/v1/completions", json=ASK | more) for more in ({}, {"stream": True}))
             again, stream = await asyncio.gather(*asked)
-            assert again.json()["choices"] == first["choices"] and len(shards) == 2
+            assert again.json()["choices"] == first["choices"] and len(shards) > num_loaded
             assert stream.text.startswith(LIVES)
             *events, _ = [line.removeprefix("data: ") for line in stream.text.replace(LIVES, "").splitlines() if line]
             texts = [json.loads(event)["choices"][0]["text"] for event in events]
