@@ -195,7 +195,7 @@ class Chain:
     async def _look_after_oldest(self) -> None:
         """Say that it compiles, where it may. Raises what is wrong once it has taken longer than it can take."""
         if (silence_s := self._flight.overdue_s) is not None:
-            raise await self._diagnose(silence_s)
+            await self._diagnose(silence_s)
         if self._flight.begins_to_compile():
             self._say("compiling: the first step of its kind on this chain, which may take a minute")
 
@@ -245,22 +245,34 @@ class Chain:
             self.send(frame)
             await self.receive()
 
-    async def _diagnose(self, waited_s: float) -> BrigadeError:
-        """Who is silent: asked of every node, since whoever waits for a result cannot know."""
+    async def _diagnose(self, waited_s: float) -> None:
+        """Ask every node, since whoever waits for a result cannot know; leave an engine the time for its own step.
+
+        Raises:
+            StageLost: a node does not answer, an engine hangs, or none is at work.
+        """
         assert self._stage is not None
         replies = await asyncio.gather(*(peer.status(_PROBE_S) for peer in self.peers), return_exceptions=True)
+        if self._stage.has_outcome:  # it came while they were asked
+            return
+        busy = [("", self._stage.busy_s)]
         for peer, reply in zip(self.peers, replies, strict=True):
             if isinstance(reply, BaseException):
                 said = (
                     f"no answer at {peer.address} after {waited_s:.1f} s without a result (stopped, hung, or cut off)"
                 )
-                return NodeSilent(said, node=peer.name)
-            if reply.busy_s > waited_s / 2:
-                return EngineHung(f"its engine has been at one step for {reply.busy_s:.1f} s", node=peer.name)
-        return StageLost(
-            f"no result for {waited_s:.1f} s though every worker answers "
-            f"(coordinator busy for {self._stage.busy_s:.1f} s; last step {self._stage.last_step})"
-        )
+                raise NodeSilent(said, node=peer.name)
+            busy.append((peer.name, reply.busy_s))
+        node, busy_s = max(busy, key=lambda each: each[1])
+        if 0.0 < busy_s < self._flight.allowed_s:
+            self._flight.began(busy_s)
+        elif node:
+            raise EngineHung(f"its engine has been at one step for {busy_s:.1f} s", node=node)
+        else:
+            raise StageLost(
+                f"no result for {waited_s:.1f} s though every worker answers "
+                f"(coordinator busy for {busy_s:.1f} s; last step {self._stage.last_step})"
+            )
 
     def _attach_request(self, stage: int) -> AttachRequest:
         request = AttachRequest(

@@ -46,6 +46,7 @@ class Flight:
         self._patience = Patience()
         self._sent: dict[int, Sent] = {}  # by step
         self._last_result = time.monotonic()  # seconds; until there is one, when this began
+        self._moved_at = 0.0  # seconds, monotonic: when an engine was last known to begin a step
         self._logprobs: dict[int, int] = {}  # of the session in each slot, as its sampling says
 
     def send(self, frame: Frame) -> None:
@@ -97,12 +98,21 @@ class Flight:
 
     @property
     def overdue_s(self) -> float | None:
-        """How long the oldest has brought no result, once that is longer than it can take."""
+        """How long the oldest has not been heard of, once that is longer than it can take."""
         if not self._sent:
             return None
         oldest = self._oldest()
         silence_s = self._silence_s(oldest)
         return silence_s if silence_s >= self._allowed_s(oldest) else None
+
+    @property
+    def allowed_s(self) -> float:
+        """How long the oldest may take, and any engine that it waits for."""
+        return self._allowed_s(self._oldest())
+
+    def began(self, busy_s: float) -> None:
+        """An engine began a step so long ago: silence counts from then, since it has its own time for that."""
+        self._moved_at = time.monotonic() - busy_s
 
     def begins_to_compile(self) -> bool:
         """Whether the oldest takes so long that it seems to compile; true once for each."""
@@ -122,5 +132,5 @@ class Flight:
         return self._patience.allowed_s(sent.kind, self.costs.passage_s(sent.num_rows))
 
     def _silence_s(self, sent: Sent) -> float:
-        """How long this frame, the oldest, has brought no result while this process was there to see it."""
-        return time.monotonic() - max(self._last_result, sent.at, self._stillness.woke_at)
+        """How long this frame, the oldest, has not been heard of while this process was there to hear."""
+        return time.monotonic() - max(self._last_result, sent.at, self._moved_at, self._stillness.woke_at)

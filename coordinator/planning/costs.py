@@ -76,6 +76,7 @@ class ChainCosts:
         self.steps = StepCosts()
         self._stages = [StepCosts() for _ in range(num_stages)]
         self._hops_s = 0.0
+        self._lately_s: dict[int, float] = {}  # what a passage took, by the bits of its number of rows
 
     def observe(self, num_rows: int, stages_s: Sequence[float], took_s: float, *, was_alone: bool) -> None:
         """A frame of so many rows: what each stage computed, and how long it took from its sending to its result."""
@@ -85,6 +86,8 @@ class ChainCosts:
             self.steps.observe(num_rows, took_s)
             hops_s = max(0.0, took_s - sum(stages_s))
             self._hops_s += (_WEIGHT if self._hops_s else 1.0) * (hops_s - self._hops_s)
+        bits, passage_s = num_rows.bit_length(), took_s if was_alone else sum(stages_s)
+        self._lately_s[bits] = max(passage_s, self._lately_s.get(bits, 0.0) / 2)
 
     def stages_s(self, num_rows: int) -> list[float]:
         """What each stage computes at so many rows; nothing while one of them is not known."""
@@ -95,8 +98,13 @@ class ChainCosts:
         return self._hops_s
 
     def passage_s(self, num_rows: int) -> float:
-        """What a frame of so many rows takes through the whole chain, alone; 0 without rows, or while not known."""
-        return sum(self.stages_s(num_rows)) + self._hops_s if num_rows else 0.0
+        """What a frame of so many rows may take through the whole chain, alone; 0 without rows, or while not known.
+
+        What it usually takes, or what such frames lately took if that is more: the very first counts, and each later
+        one halves what went before.
+        """
+        usual_s = sum(self.stages_s(num_rows)) + self._hops_s if num_rows else 0.0
+        return max(usual_s, self._lately_s.get(num_rows.bit_length(), 0.0))
 
 
 class LaneChooser:

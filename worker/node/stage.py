@@ -118,6 +118,11 @@ class Stage:
         if self._failure is None:
             self._outcomes.put_nowait(result)
 
+    @property
+    def has_outcome(self) -> bool:
+        """Whether `next_result` returns or raises at once."""
+        return not self._outcomes.empty()
+
     async def next_result(self) -> Result:
         """The next result, in order. Raises whatever ended the stage, now and ever after."""
         outcome = await self._outcomes.get()

@@ -118,3 +118,36 @@ def test_costs_that_are_not_known_yet_are_not_waited_for() -> None:
     patience = Patience()
     do(patience, OPENED, rows(4))
     assert patience.allowed_s(patience.kind_of(rows(4)), ChainCosts(2).passage_s(4)) == SILENCE_S
+
+
+def repeated(*took_s: float, rows_each: int = 64, alone: bool = True) -> float:
+    """What one more step of a size may take on a chain of two stages, after such steps took so long."""
+    patience, costs = Patience(), ChainCosts(2)
+    do(patience, OPENED, rows(rows_each))
+    for seconds in took_s:
+        costs.observe(rows_each, [seconds / 2] * 2, seconds if alone else 10 * seconds, was_alone=alone)
+    return patience.allowed_s(patience.kind_of(rows(rows_each)), costs.passage_s(rows_each))
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("first_s", [0.1, 6.5, 20.0, 45.0])
+def test_the_second_step_of_a_kind_may_take_half_as_long_again_as_the_first(first_s: float, alone: bool) -> None:
+    assert repeated(first_s, alone=alone) == pytest.approx(SILENCE_S + 1.5 * first_s)
+
+
+@pytest.mark.parametrize("took_s", [(5, 9, 14, 22), (20, 8, 20, 8, 20), (20, 5, 13), (1, 1, 1, 6, 9, 14, 20)], ids=str)
+def test_a_node_that_gets_slower_or_is_slow_now_and_then_is_waited_for(took_s: tuple[float, ...]) -> None:
+    for done in range(1, len(took_s)):
+        assert repeated(*took_s[:done]) > took_s[done]
+
+
+def test_what_one_step_took_is_soon_forgotten() -> None:
+    """A kernel that compiled for 40 s, then a tenth of a second each: a hung engine is to be found within 10 s."""
+    assert repeated(40.0, *[0.1] * 4) < 10
+    assert repeated(40.0, *[0.1] * 12) == pytest.approx(SILENCE_S + 0.15, abs=0.02)
+
+
+def test_what_a_chunk_took_says_nothing_of_a_token() -> None:
+    costs = ChainCosts(2)
+    costs.observe(64, [10, 10], 20.0, was_alone=True)
+    assert costs.passage_s(1) == 0.0

@@ -1,0 +1,75 @@
+"""A frame is overdue once it has not been heard of for as long as its kind may take."""
+
+import pytest
+
+from coordinator.cluster import flight
+from coordinator.cluster.flight import Flight
+from coordinator.cluster.stillness import Stillness
+from coordinator.planning.costs import ChainCosts
+from protos.brigade_pb2 import Frame, Result, Timing, Window
+
+SILENCE_S, FIRST_S = 6.0, 60.0
+
+
+class Clock:
+    """Moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def monotonic_ns(self) -> int:
+        return int(self.now * 1e9)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(flight, "time", made)
+    return made
+
+
+def chunk(step: int) -> Frame:
+    return Frame(step=step, windows=[Window(tokens=[0] * 64)])
+
+
+def pass_one(flying: Flight, clock: Clock, step: int, took_s: float) -> None:
+    """On two stages; the first has half of it."""
+    began = clock.monotonic_ns()
+    flying.send(chunk(step))
+    clock.now += took_s
+    middle, end = began + int(took_s * 5e8), clock.monotonic_ns()
+    timings = [Timing(stage=0, started=began, sampled=middle), Timing(stage=1, started=middle, sampled=end)]
+    flying.land(flying.take(step), Result(step=step, timings=timings))
+
+
+def test_the_second_chunk_of_a_slow_chain_has_the_time_of_the_first(clock: Clock) -> None:
+    flying = Flight(ChainCosts(2), Stillness())
+    pass_one(flying, clock, 1, 20.0)
+    flying.send(chunk(2))
+    assert flying.allowed_s == flying.left_s == pytest.approx(SILENCE_S + 30)
+    clock.now += 25
+    assert flying.overdue_s is None
+    clock.now += 12
+    assert flying.overdue_s == 37
+
+
+def test_an_engine_that_began_late_has_its_own_time(clock: Clock) -> None:
+    flying = Flight(ChainCosts(2), Stillness())
+    pass_one(flying, clock, 1, 0.0)
+    flying.send(chunk(2))
+    clock.now += 6.5
+    assert flying.overdue_s == 6.5
+    flying.began(2.5)
+    assert flying.overdue_s is None and flying.left_s == 3.5
+    clock.now += 3.5
+    assert flying.overdue_s == SILENCE_S, "it is not given more time for having been asked"
+
+
+def test_what_began_before_a_frame_says_nothing_of_it(clock: Clock) -> None:
+    flying = Flight(ChainCosts(2), Stillness())
+    flying.send(chunk(1))
+    flying.began(100.0)
+    assert flying.left_s == flight._COMPILES_S and flying.allowed_s == FIRST_S
