@@ -123,7 +123,7 @@ class Ways:
         places = " or ".join(self.addresses)
         return StageLost(
             f"nothing answers at {places} ({within_s:.0f} s). "
-            f"Start it there: brigade worker --config {self._network.file} --name {self.name}",
+            f"Start it {self._network.way_to_start(self.name)}",
             node=self.name,
         )
 

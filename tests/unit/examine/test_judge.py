@@ -43,6 +43,8 @@ from tests.unit.examine.cases import (
     worse,
 )
 from worker.errors import ConfigError, ModelError, NodeSilent, StageLost
+from worker.node.network import Network
+from worker.node.status import REFUSED
 
 MEND, NOTE, OK = Level.MEND, Level.NOTE, Level.OK
 WIFI = bridge("192.168.1.2", MEDIUM_WIFI, name="en0")
@@ -142,7 +144,7 @@ def test_the_coordinator_may_fall_asleep_since_commands_keep_it_awake() -> None:
     ("error", "way", "system", "kind", "words", "fix"),
     [
         (StageLost("nothing answers"), Way(address="a:1", errno=61, error="refused"), "Darwin", Kind.UNREACHABLE,
-         "no worker listens at a:1", "brigade worker --config cluster.yaml --name mini"),
+         "no worker listens at a:1", "there: brigade worker --config home.yaml --name mini"),
         (StageLost("nothing answers"), Way(address="a:1", errno=111, error="refused"), "Linux", Kind.UNREACHABLE,
          "no worker listens at a:1", "brigade worker"),
         (StageLost("nothing answers"), Way(address="a:1", errno=65, error="No route to host"), "Darwin",
@@ -165,10 +167,21 @@ def test_a_worker_that_cannot_be_asked_is_a_finding_with_its_reason(
     error: Any, way: Way, system: str, kind: Kind, words: str, fix: str
 ) -> None:
     studio = node("studio", STUDIO, system=system)
-    findings = judged(known(KnownNode("mini", error=error, ways=[way]), studio=studio))
+    start = Network(file="home.yaml").way_to_start("mini")
+    findings = judged(known(KnownNode("mini", error=error, ways=[way], start=start), studio=studio))
     found = said(findings, kind, "mini")
     assert found.level is MEND and words in found.text and fix in found.fix
     assert worse(findings) == [(MEND, kind, "mini")]
+
+
+@pytest.mark.parametrize(
+    ("expires", "fix"), [(0, "give cluster.yaml here the `tls:`"), (1, "brigade keys issue studio --coordinator")]
+)
+def test_who_trusts_us_not_is_neither_asleep_nor_to_be_ended(expires: int, fix: str) -> None:
+    studio = node("studio", STUDIO, certificate_expires=expires)
+    closed = KnownNode("mini", error=StageLost(REFUSED), ways=[Way(address="a:1")], start="there: brigade worker")
+    found = said(judged(known(closed, studio=studio)), Kind.UNREACHABLE)
+    assert found.text == REFUSED and fix in found.fix and "brigade worker" not in found.fix
 
 
 def test_an_address_at_which_a_node_is_not_reached_is_noted_if_another_is_in_use() -> None:
