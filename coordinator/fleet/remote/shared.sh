@@ -24,6 +24,15 @@ keep() { # TEXT FILE: there is never half of it
     { echo "$1" >"$2.new" && mv -f "$2.new" "$2"; } || fail "cannot write $2"
 }
 
+has() { [ "$(cat "$1" 2>/dev/null)" = "$2" ]; } # FILE TEXT
+
+is_used() { # VERSION: whether a worker of this account has it, or will have
+    for use in "$root"/worker-*/version "$root"/worker-*/installed "$root"/worker-*/settling; do
+        if has "$use" "$1"; then return 0; fi
+    done
+    return 1
+}
+
 digest() { # FILE: nothing if there is none
     [ -f "$1" ] || return 0
     if command -v sha256sum >/dev/null; then sha256sum <"$1"; else shasum -a 256 <"$1"; fi | cut -d ' ' -f 1

@@ -75,6 +75,22 @@ def test_nothing_is_dropped_while_another_installs(machine: FakeMachine) -> None
     assert versions(machine) == {"v1"}
 
 
+def test_what_a_launch_that_was_cut_off_has_half_made_goes_even_if_nothing_else_is_to_be_done(
+    machine: FakeMachine,
+) -> None:
+    settle(machine, "mini", "v1")
+    for half in ("v1.1", "v2", "v3"):
+        (machine.home / ".brigade" / "versions" / half / "lib").mkdir(parents=True)
+    (folder_of(machine, "air") / "version").write_text("v3\n")  # of a worker that may run
+    with living() as other:
+        machine.hold("versions", other, 9)
+        machine.run("look")
+        assert versions(machine) == {"v1", "v1.1", "v2", "v3"}
+    machine.run("look")
+    assert versions(machine) == {"v1", "v3"}
+    machine.run("look")
+
+
 def test_what_was_installed_for_another_worker_is_not_dropped_before_that_one_has_it(machine: FakeMachine) -> None:
     for name, version in (("mini", "v1"), ("air", "v2")):
         install(machine, name, version)
