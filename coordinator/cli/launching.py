@@ -14,6 +14,7 @@ from coordinator.cluster.progress import say, telling_interrupts
 from coordinator.fleet.certificates import certificates
 from coordinator.fleet.launch import Launch, Outcome, Report, stop
 from coordinator.fleet.packing import installed
+from coordinator.fleet.ssh import require_ssh
 from coordinator.fleet.steps import Action
 from worker.config import Cluster, Worker
 from worker.errors import BrigadeError
@@ -28,6 +29,7 @@ _TOLD = {"installing packages"}  # that take long: worth a line where nothing ca
 
 async def run_launch(config: Path, cluster: Cluster, workers: Sequence[Worker], action: Action) -> int:
     """Print how it went with each. The exit code: 0, or 3 if a node failed."""
+    require_ssh()
     raw, _ = read_yaml(config)
     keys = certificates(cluster, [worker.name for worker in workers], say)
     network = Network.of(cluster, cluster.coordinator.name, Role.COORDINATOR)
@@ -44,6 +46,7 @@ async def run_launch(config: Path, cluster: Cluster, workers: Sequence[Worker], 
 
 async def run_stop(workers: Sequence[Worker]) -> int:
     """The same for the end of workers."""
+    require_ssh()
     with _shown() as report:
         outcomes = await stop(workers, report)
     return _tell(outcomes)

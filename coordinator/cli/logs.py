@@ -30,7 +30,8 @@ async def _print_log(worker: Worker, lines: int, *, is_followed: bool) -> None:
     from coordinator.fleet.ssh import Remote
 
     assert worker.ssh is not None
-    values = values_of(worker.name) | {"lines": str(lines), "follow": "yes" if is_followed else "no"}
+    asked = {"lines": str(lines), "follow": "yes" if is_followed else "no", "since_start": "no"}
+    values = values_of(worker.name) | asked
     await Remote(worker.name, worker.ssh).output("log", values, _print_line, is_followed=is_followed)
 
 

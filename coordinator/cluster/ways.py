@@ -16,6 +16,15 @@ from worker.node.status import error_of, is_unconnected, unresolved_name, was_me
 _REQUEST = HelloRequest(protocol_version=PROTOCOL_VERSION)
 
 
+class Unanswered(StageLost):
+    """Nothing answers at a worker's addresses; `found` says so without what to do."""
+
+    def __init__(self, found: str, start: str, *, node: str) -> None:
+        """`start` is where and how it is started."""
+        super().__init__(f"{found}. Start it {start}", node=node)
+        self.found = found
+
+
 class _Silence(StageLost):
     """Nothing answers at an address."""
 
@@ -120,12 +129,8 @@ class Ways:
         return next((error for error in errors if error and not isinstance(error, _Silence)), nobody)
 
     def _nobody(self, within_s: float) -> StageLost:
-        places = " or ".join(self.addresses)
-        return StageLost(
-            f"nothing answers at {places} ({within_s:.0f} s). "
-            f"Start it {self._network.way_to_start(self.name)}",
-            node=self.name,
-        )
+        found = f"nothing answers at {' or '.join(self.addresses)} ({within_s:.0f} s)"
+        return Unanswered(found, self._network.way_to_start(self.name), node=self.name)
 
     def _unresolved(self, host: str) -> StageLost:
         mended = f"check its `address:` in {self._network.file}, or give its IP address there"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from coordinator.cluster.ways import Unanswered
 from coordinator.examine.finding import Finding, Kind, mend, note
 from coordinator.examine.known import KnownNode
 from protos.brigade_pb2 import Way
@@ -32,7 +33,7 @@ def judge_unreached(node: KnownNode, coordinator: KnownNode) -> Finding:
         return blocked(node.name, way, coordinator) or _unconnected(node.name, way, node.start)
     if said == REFUSED:
         return mend(Kind.UNREACHABLE, node.name, said, _way_to_be_trusted(node, coordinator))
-    text = f"{said.partition('. Start it ')[0]}, though connections are accepted"
+    text = f"{error.found if isinstance(error, Unanswered) else said}, though connections are accepted"
     fix = f"it hangs, sleeps, or is no worker: wake or end it; then {node.start}"
     return mend(Kind.UNREACHABLE, node.name, text, fix)
 

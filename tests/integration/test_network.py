@@ -145,7 +145,9 @@ async def test_calls_beyond_the_limit_are_refused_and_the_others_go_on(monkeypat
 
 async def test_hints_name_the_configuration_that_was_given_and_what_starts_a_worker(tmp_path: Path) -> None:
     path = tmp_path / "home.yaml"
-    path.write_text("workers: [{name: mini, address: '127.0.0.1:1'}, {name: air, address: '127.0.0.1:2', ssh: anna@air}]\n")
+    path.write_text(
+        "workers: [{name: mini, address: '127.0.0.1:1'}, {name: air, address: '127.0.0.1:2', ssh: anna@air}]\n"
+    )
     network = Network.of(load_cluster(path), "coordinator", Role.COORDINATOR)
     started = {"mini": f"there: brigade worker --config {path} --name mini",
                "air": f"from here: brigade launch air --config {path}"}  # fmt: skip

@@ -25,6 +25,7 @@ ACCEPTED = (("brigade-accepted", "1"),)  # initial metadata of a stream that was
 
 MOST_CONNECTIONS = 1024  # to one server, whoever opens them
 _MOST_CALLS = 64  # at one time: a node of a chain serves two, and is asked now and then by whoever else is there
+_WHERE = "as `address:` in cluster.yaml or as --bind"
 _MAX_MESSAGE_BYTES = 16 * 2**20  # gRPC takes them whole; the longest, headers of a large model, have a few MiB
 _BOTH_ENDS = [
     ("grpc.keepalive_time_ms", 1000),
@@ -255,8 +256,8 @@ def _why_not(bind: str) -> str:
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError):  # the latter of a label that is too long
-        return f"the name {host} does not resolve on this machine; try --bind with an IP address of it"
-    return "in use or not an address of this machine; try --bind"
+        return f"the name {host} does not resolve on this machine; give its IP address, {_WHERE}"
+    return f"in use or not an address of this machine; give another one, {_WHERE}"
 
 
 def _target(address: str) -> str:

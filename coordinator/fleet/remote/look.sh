@@ -33,7 +33,6 @@ drop_half_made() { # of launches that were cut off: whoever makes one has the tu
 
 main() {
     echo # after whatever a login shell's greeting ended with
-    say system "$(uname -s)"
     say home "$home"
     say free "$(df -Pk . | tail -n 1)"
     find_uv

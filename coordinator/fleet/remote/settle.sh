@@ -34,6 +34,7 @@ main() {
         say phase starting
         rm -f "$worker/started"
         if [ -n "$(find "$log" -size +20480 2>/dev/null)" ]; then mv -f "$log" "$log.1"; fi # blocks of 512 bytes
+        keep "$(cat "$log" 2>/dev/null | wc -c)" "$worker/log_began" # where its own lines will begin
         "${kind}_start"
         keep "$started" "$worker/started"
     fi

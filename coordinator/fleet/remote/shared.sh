@@ -15,8 +15,8 @@ say() { # WORD TEXT: to who has sent this script
     printf '@brigade %s %s\n' "$1" "$2"
 }
 
-fail() {
-    echo "$*" >&2
+fail() { # WHY: told before what else has been said on standard error
+    echo "@brigade $*" >&2
     exit 1
 }
 

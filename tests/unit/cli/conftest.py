@@ -28,9 +28,7 @@ def chosen() -> list[ClusterOptions]:
 
 
 @pytest.fixture
-def wished(
-    brigade: Command, chosen: list[ClusterOptions], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Wish]:
+def wished(brigade: Command, chosen: list[ClusterOptions], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Wish]:
     """What `brigade` with these arguments would ask a chain for."""
     found: list[Wish] = []
 

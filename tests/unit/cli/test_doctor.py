@@ -24,4 +24,6 @@ def test_where_nothing_must_be_mended_no_page_is_named(capsys: pytest.CaptureFix
     assert printed(capsys, fine)[-1] == "nothing must be mended; 0 notes"
     assert printed(capsys, remark)[-1] == "nothing must be mended; 1 note"
     last = printed(capsys, remark, remark, mend(Kind.WIFI, "mini", "slow", "x"))[-1]
-    assert last.startswith("1 must be mended; 2 notes. Brigade's documentation has a page on doctor") and "/" not in last
+    assert (
+        last.startswith("1 must be mended; 2 notes. Brigade's documentation has a page on doctor") and "/" not in last
+    )

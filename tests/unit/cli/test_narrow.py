@@ -56,7 +56,9 @@ def test_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.usefixtures("narrow")
 def test_findings(capsys: pytest.CaptureFixture[str]) -> None:
     start = "from here: brigade launch mini --config cluster.yaml"
-    print_findings([ok(Kind.MACHINE, "air", "fine"), mend(Kind.UNREACHABLE, "mini", "no one is there", start)], Console())
+    print_findings(
+        [ok(Kind.MACHINE, "air", "fine"), mend(Kind.UNREACHABLE, "mini", "no one is there", start)], Console()
+    )
     shown = lines(capsys.readouterr().out)
     assert shown[:4] == ["air", "  ok   machine       fine", "", "mini"]
     filled = [line for line in shown if line.startswith("  MEND") or line.startswith(" " * 21)]
