@@ -8,21 +8,12 @@ import grpc.aio
 
 from protos.brigade_pb2 import HelloReply, HelloRequest
 from protos.brigade_pb2_grpc import NodeStub
-from worker.errors import ConfigError, StageLost
+from worker.errors import ConfigError, StageLost, Unanswered
 from worker.node.network import PROTOCOL_VERSION, Network
 from worker.node.reach import give_up, has_succeeded, wait_head_start
 from worker.node.status import error_of, is_unconnected, unresolved_name, was_met
 
 _REQUEST = HelloRequest(protocol_version=PROTOCOL_VERSION)
-
-
-class Unanswered(StageLost):
-    """Nothing answers at a worker's addresses; `found` says so without what to do."""
-
-    def __init__(self, found: str, start: str, *, node: str) -> None:
-        """`start` is where and how it is started."""
-        super().__init__(f"{found}. Start it {start}", node=node)
-        self.found = found
 
 
 class _Silence(StageLost):

@@ -2,13 +2,11 @@
 
 from collections.abc import Iterator
 
-from coordinator.cluster.ways import Unanswered
 from coordinator.examine.finding import Finding, Kind, mend, note
 from coordinator.examine.known import KnownNode
 from protos.brigade_pb2 import Way
-from worker.errors import ConfigError, ModelError
+from worker.errors import CLOSED_AT_ONCE, ConfigError, ModelError, Unanswered
 from worker.node.identity import Role
-from worker.node.status import REFUSED
 
 _NO_NAME = -1
 _NO_ROUTE_DARWIN = 65  # EHOSTUNREACH; where the local network is not allowed, macOS says so at once
@@ -31,7 +29,7 @@ def judge_unreached(node: KnownNode, coordinator: KnownNode) -> Finding:
     if node.ways and all(way.error for way in node.ways):
         way = node.ways[0]
         return blocked(node.name, way, coordinator) or _unconnected(node.name, way, node.start)
-    if said == REFUSED:
+    if said == CLOSED_AT_ONCE:
         return mend(Kind.UNREACHABLE, node.name, said, _way_to_be_trusted(node, coordinator))
     text = f"{error.found if isinstance(error, Unanswered) else said}, though connections are accepted"
     fix = f"it hangs, sleeps, or is no worker: wake or end it; then {node.start}"

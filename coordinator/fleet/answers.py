@@ -3,10 +3,10 @@
 import asyncio
 from collections import deque
 
-from coordinator.cluster.ways import Unanswered, Ways
+from coordinator.cluster.ways import Ways
 from coordinator.fleet.ssh import Remote
 from worker.config import Worker
-from worker.errors import BrigadeError, StageLost
+from worker.errors import BrigadeError, StageLost, Unanswered
 from worker.node.network import Network
 from worker.process.printable import printable
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from coordinator.cluster.ways import Unanswered
 from coordinator.examine.doctor import Examination
 from coordinator.examine.finding import Finding, Kind, Level
 from coordinator.examine.judge import Wanted
@@ -43,9 +42,8 @@ from tests.unit.examine.cases import (
     said,
     worse,
 )
-from worker.errors import ConfigError, ModelError, NodeSilent, StageLost
+from worker.errors import CLOSED_AT_ONCE, ConfigError, ModelError, NodeSilent, StageLost, Unanswered
 from worker.node.network import Network
-from worker.node.status import REFUSED
 
 MEND, NOTE, OK = Level.MEND, Level.NOTE, Level.OK
 WIFI = bridge("192.168.1.2", MEDIUM_WIFI, name="en0")
@@ -180,9 +178,9 @@ def test_a_worker_that_cannot_be_asked_is_a_finding_with_its_reason(
 )
 def test_who_trusts_us_not_is_neither_asleep_nor_to_be_ended(expires: int, fix: str) -> None:
     studio = node("studio", STUDIO, certificate_expires=expires)
-    closed = KnownNode("mini", error=StageLost(REFUSED), ways=[Way(address="a:1")], start="there: brigade worker")
+    closed = KnownNode("mini", error=StageLost(CLOSED_AT_ONCE), ways=[Way(address="a:1")], start="brigade worker")
     found = said(judged(known(closed, studio=studio)), Kind.UNREACHABLE)
-    assert found.text == REFUSED and fix in found.fix and "brigade worker" not in found.fix
+    assert found.text == CLOSED_AT_ONCE and fix in found.fix and "brigade worker" not in found.fix
 
 
 def test_an_address_at_which_a_node_is_not_reached_is_noted_if_another_is_in_use() -> None:
