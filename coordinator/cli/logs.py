@@ -30,8 +30,7 @@ async def _print_log(worker: Worker, lines: int, *, is_followed: bool) -> None:
     from coordinator.fleet.ssh import Remote
 
     assert worker.ssh is not None
-    asked = {"lines": str(lines), "follow": "yes" if is_followed else "no", "since_start": "no"}
-    values = values_of(worker.name) | asked
+    values = values_of(worker.name) | {"lines": str(lines), "follow": "yes" if is_followed else "no"}
     await Remote(worker.name, worker.ssh).output("log", values, _print_line, is_followed=is_followed)
 
 

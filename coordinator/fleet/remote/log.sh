@@ -2,7 +2,7 @@
 # whoever asked has left.
 main() {
     [ -f "$log" ] || fail "$log does not exist there; expected a worker that brigade launch has started"
-    if [ "$since_start" = yes ]; then
+    if [ "${since_start:-no}" = yes ]; then
         tail -c "+$(($(cat "$worker/log_began" 2>/dev/null) + 1))" "$log" </dev/null | tail -n "$lines"
         return
     fi
