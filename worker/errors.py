@@ -109,9 +109,9 @@ CLOSED_AT_ONCE = "closed the connection before any reply: it refused our certifi
 class Unanswered(StageLost):
     """Nothing answers at a worker's addresses; `found` says so without what to do. Raised by coordinators only."""
 
-    def __init__(self, found: str, start: str, *, node: str) -> None:
+    def __init__(self, found: str, *, node: str = "", start: str = "") -> None:
         """`start` is where and how it is started."""
-        super().__init__(f"{found}. Start it {start}", node=node)
+        super().__init__(f"{found}. Start it {start}" if start else found, node=node)
         self.found = found
 
 

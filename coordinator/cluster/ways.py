@@ -121,7 +121,7 @@ class Ways:
 
     def _nobody(self, within_s: float) -> StageLost:
         found = f"nothing answers at {' or '.join(self.addresses)} ({within_s:.0f} s)"
-        return Unanswered(found, self._network.way_to_start(self.name), node=self.name)
+        return Unanswered(found, node=self.name, start=self._network.way_to_start(self.name))
 
     def _unresolved(self, host: str) -> StageLost:
         mended = f"check its `address:` in {self._network.file}, or give its IP address there"

@@ -154,7 +154,7 @@ def test_the_coordinator_may_fall_asleep_since_commands_keep_it_awake() -> None:
          Kind.UNREACHABLE, "nothing answers within 3 s", "is it awake"),
         (StageLost("nothing"), Way(address="a.local:1", errno=-1, error="no address is known"), "Darwin",
          Kind.UNREACHABLE, "a.local:1: no address is known", "correct `address:`"),
-        (Unanswered("nothing answers (5 s)", "there: brigade worker", node="mini"), Way(address="a:1"), "Darwin",
+        (Unanswered("nothing answers (5 s)", start="there: brigade worker"), Way(address="a:1"), "Darwin",
          Kind.UNREACHABLE, "nothing answers (5 s), though connections are accepted", "wake or end it; then there"),
         (NodeSilent("stopped answering"), Way(address="a:1"), "Darwin", Kind.UNREACHABLE, "stopped", "wake or end it"),
         (ConfigError("its certificate has expired"), Way(address="a:1"), "Darwin", Kind.CERTIFICATE, "has expired",
