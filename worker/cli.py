@@ -84,7 +84,7 @@ def worker(
     serve(
         name,
         binds,
-        Network.of(cluster, name, Role.WORKER, partial(print, f"worker {name}: warning:", file=sys.stderr, flush=True)),
+        Network.of(cluster, name, Role.WORKER, partial(_warn, name)),
         cluster=cluster if config else None,
         models=OwnModels.of(cluster, name, model),
         memory_bytes=entry.memory if entry else None,
@@ -93,6 +93,10 @@ def worker(
         follow_parent=follow_parent,
         store=Store(limit=cluster.pull_limit) if cluster.pull == "coordinator" else None,
     )
+
+
+def _warn(name: str, line: str) -> None:
+    print(f"worker {name}: warning: {line}", file=sys.stderr, flush=True)
 
 
 def _without_config(name: str | None, keys: Path | None) -> Cluster:

@@ -103,6 +103,18 @@ class StageLost(BrigadeError):
     """A node of the chain closed, fell silent, or was never there."""
 
 
+CLOSED_AT_ONCE = "closed the connection before any reply: it refused our certificate, expects TLS, or has ended"
+
+
+class Unanswered(StageLost):
+    """Nothing answers at a worker's addresses; `found` says so without what to do. Raised by coordinators only."""
+
+    def __init__(self, found: str, *, node: str = "", start: str = "") -> None:
+        """`start` is where and how it is started."""
+        super().__init__(f"{found}. Start it {start}" if start else found, node=node)
+        self.found = found
+
+
 class NodeSilent(StageLost):
     """A node of the chain says nothing though nobody has ended the connection: it is stopped, asleep or cut off."""
 

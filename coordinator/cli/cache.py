@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coordinator.cli import flags
-from worker.errors import InputError
+from worker.errors import BrigadeError, InputError
 from worker.process.app import App
 
 if TYPE_CHECKING:
@@ -49,9 +49,11 @@ def ls(as_json: flags.Json = False) -> None:
 
 @cache.command()
 def rm(which: Which = None, every: Every = False, as_json: flags.Json = False) -> None:
-    """Remove what is kept of some models. What a worker of this machine has loaded, or receives, stays.
+    """Remove what is kept of some models. What a worker of this machine has loaded, or receives, stays: exit code 3.
 
     brigade cache rm Qwen/Qwen3-8B
+
+    The last part of a name will do where only one has it: brigade cache rm Qwen3-8B
 
     brigade cache rm --all
     """
@@ -69,13 +71,17 @@ def rm(which: Which = None, every: Every = False, as_json: flags.Json = False) -
         for each in removed:
             print(f"removed {_layers(each.places)} of {each.name}, {_size(each.nbytes)}")
     if in_use:
-        raise InputError("", f"a worker of this machine uses {', '.join(in_use)}: stop it, then remove it")
+        names = ", ".join(in_use)
+        raise BrigadeError(
+            f"{names}: in use by a worker of this machine, so it stays. End that worker (Ctrl-C, or `brigade launch "
+            "--stop NAME` from where it was launched), then remove it again"
+        )
 
 
 def _chosen(store: "Store", names: Sequence[str]) -> "list[Kept]":
-    """Raises InputError for a name that nothing has."""
+    """Raises InputError for a name that nothing has, or for the last part of several."""
     kept = store.kept()
-    found = {name: [each for each in kept if _is_called(each, name)] for name in names}
+    found = {name: [each for each in kept if _is_called(each, name)] or _called_last(kept, name) for name in names}
     for name, matching in found.items():
         if not matching:
             has = ", ".join(each.name for each in kept) or "nothing"
@@ -85,6 +91,14 @@ def _chosen(store: "Store", names: Sequence[str]) -> "list[Kept]":
 
 def _is_called(kept: "Kept", name: str) -> bool:
     return name == kept.name or name == kept.name.partition("@")[0] or (len(name) >= 4 and kept.key.startswith(name))
+
+
+def _called_last(kept: "Sequence[Kept]", name: str) -> "list[Kept]":
+    """Those whose name ends in this: a model that was a folder there has its whole path for a name."""
+    found = [each for each in kept if each.name.partition("@")[0].rstrip("/").rpartition("/")[2] == name]
+    if len({each.name for each in found}) > 1:
+        raise InputError("", f"{name!r} may be any of: {', '.join(each.name for each in found)}")
+    return found
 
 
 def _table(kept: "Sequence[Kept]") -> "Table":

@@ -1,4 +1,4 @@
-"""`brigade demo`: one answer on three processes, in windows and one token per step, and what to try next."""
+"""`brigade demo`: one answer on several processes, in windows and one token per step, and what to try next."""
 
 import shlex
 import shutil

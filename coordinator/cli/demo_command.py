@@ -14,13 +14,19 @@ def demo(
     ctx: typer.Context,
     text: flags.Text = None,
     prompt: flags.Prompt = None,
+    local: flags.DemoLocal = 2,
     max_tokens: flags.MaxTokens = 256,
     as_json: flags.Json = False,
 ) -> None:
-    """Two worker processes and this coordinator on loopback, the bundled model, one answer, in windows and without."""
+    """Worker processes and this coordinator on loopback, the bundled model, one answer, in windows and without.
+
+    brigade demo
+
+    With more workers: brigade demo --local 5
+    """
     if text is not None or prompt is not None:
         require_one_prompt(ctx)
-    options = cluster_options(None, "demo", 2, None, None)
+    options = cluster_options(None, "demo", local, None, None)
 
     from coordinator.cluster.templates import TEMPLATES
 

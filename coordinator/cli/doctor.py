@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from coordinator.cli import flags
@@ -13,7 +13,7 @@ from coordinator.examine.finding import Finding, Level
 
 _STYLES = {Level.OK: "green", Level.NOTE: "yellow", Level.MEND: "bold red"}
 _SIGNS = {Level.OK: "ok", Level.NOTE: "note", Level.MEND: "MEND"}
-_PAGE = "docs/doctor.md has a section for each of these words"
+_PAGE = "Brigade's documentation has a page on doctor, with a section for each of these words"
 
 
 def doctor(
@@ -43,25 +43,35 @@ def doctor(
     if as_json:
         print(json.dumps(found.as_json()))
     else:
-        console = Console(highlight=False, soft_wrap=True)
-        for line in _lines(found.findings):
-            console.print(line)
-        console.print(_summary(found.count(Level.MEND), found.count(Level.NOTE)))
+        print_findings(found.findings, Console(highlight=False))
     return 0 if found.is_healthy else 1
 
 
-def _lines(findings: Sequence[Finding]) -> Iterator[Text]:
-    """Below a heading for each node and hop a line per finding."""
-    for about, group in groupby(findings, key=lambda finding: finding.about):
-        yield Text(about, "bold")
-        for each in group:
-            style = _STYLES[each.level]
-            line = Text.assemble("  ", (f"{_SIGNS[each.level]:<5}", style), (f"{each.kind:<14}", "dim"), each.text)
-            yield line.append(f" → {each.fix}", "cyan") if each.fix else line
-        yield Text()
+def print_findings(findings: Sequence[Finding], console: Console) -> None:
+    """Below a heading for each node and hop its findings: filled on a terminal, elsewhere a line for each."""
+    for about in dict.fromkeys(each.about for each in findings):
+        console.print(Text(about, "bold"))
+        for row in _rows([each for each in findings if each.about == about], is_filled=console.is_terminal):
+            console.print(row, soft_wrap=not console.is_terminal)
+        console.print()
+    levels = [each.level for each in findings]
+    console.print(_summary(levels.count(Level.MEND), levels.count(Level.NOTE)), soft_wrap=not console.is_terminal)
+
+
+def _rows(findings: Sequence[Finding], *, is_filled: bool) -> Iterator[RenderableType]:
+    for each in findings:
+        sign, kind = Text(f"  {_SIGNS[each.level]:<5}", _STYLES[each.level]), Text(f"{each.kind:<14}", "dim")
+        text = Text.assemble(each.text, (f" → {each.fix}" if each.fix else "", "cyan"))
+        if is_filled:
+            row = Table.grid()
+            row.add_row(sign, kind, text)
+            yield row
+        else:
+            yield Text.assemble(sign, kind, text)
 
 
 def _summary(num_to_mend: int, num_notes: int) -> Text:
+    notes = f"{num_notes} note{'' if num_notes == 1 else 's'}"
     if not num_to_mend:
-        return Text(f"nothing must be mended; {num_notes} notes. {_PAGE}", "green")
-    return Text(f"{num_to_mend} must be mended; {num_notes} notes. {_PAGE}", "bold red")
+        return Text(f"nothing must be mended; {notes}", "green")
+    return Text(f"{num_to_mend} must be mended; {notes}. {_PAGE}", "bold red")

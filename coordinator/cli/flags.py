@@ -27,6 +27,11 @@ Local = Annotated[
         rich_help_panel=CLUSTER,
     ),
 ]
+DemoLocal = Annotated[
+    int,
+    # the bundled model has eight layers, of which this process takes one
+    typer.Option("--local", min=1, max=7, help="How many workers to start here.", rich_help_panel=CLUSTER),
+]
 Layers = Annotated[
     str | None,
     typer.Option(

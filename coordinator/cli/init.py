@@ -25,7 +25,10 @@ Target = Annotated[Path, typer.Option("--config", metavar="PATH", help="The file
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: take all that can be taken.")]
 Force = Annotated[bool, typer.Option("--force", help="Write over a file that is there.")]
 Insecure = Annotated[
-    bool, typer.Option("--insecure", help="Take workers without certificates, too: on a network that you trust.")
+    bool,
+    typer.Option(
+        "--insecure", help="Where no worker has a certificate, take them all the same: on a network that you trust."
+    ),
 ]
 
 
@@ -57,7 +60,7 @@ def init(
         require_model(model)
     require_room(config, force=force)
     if not (yes or sys.stdin.isatty()):
-        raise InputError("yes", "expected it where nobody can be asked")
+        raise InputError("", "expected --yes: standard input is no terminal, so nobody can be asked")
     keys = config.parent / KEYS
     owner = coordinator_in(keys)
     coordinator = owner or Coordinator().name
@@ -142,7 +145,8 @@ def _write(whole: "Draft", path: Path, model: str, coordinator: str, *, force: b
 def _say_next(path: Path, keys: Path, *, is_proven: bool) -> None:
     if not is_proven:
         _say(f"no coordinator's certificate is in {keys}, so nobody was asked who it is")
-        _say(f"next: brigade keys init --config {path}, and a certificate for each worker")
+        _say(f"next: copy the folder of keys of these workers' cluster to {keys}, from where they were issued")
+        _say(f"only if it is lost: brigade keys init --config {path}, and a new certificate for each worker")
     _say(f"next: brigade plan --config {path}")
 
 

@@ -60,7 +60,7 @@ def workers_of(cluster: Cluster, names: "list[str] | tuple[()]") -> list[Worker]
     if strange := [name for name in names if name not in known]:
         raise ConfigError(f"{cluster.file} has no worker {strange[0]!r}: expected one of: {', '.join(known)}")
     wanted = [known[name] for name in dict.fromkeys(names)] or list(cluster.workers)
-    accounts = [(worker.ssh, worker.name.lower()) for worker in wanted if worker.ssh]
+    accounts = [(worker.ssh, worker.name.lower()) for worker in cluster.workers if worker.ssh]
     if len(set(accounts)) < len(accounts):
         raise ConfigError(f"{cluster.file}: expected workers of one account to differ in more than case")
     reached = [worker for worker in wanted if worker.ssh]

@@ -6,15 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.cluster.progress import say, telling_interrupts
+from coordinator.cluster.progress import say, show_progress, telling_interrupts
 from coordinator.fleet.certificates import certificates
 from coordinator.fleet.launch import Launch, Outcome, Report, stop
 from coordinator.fleet.packing import installed
+from coordinator.fleet.ssh import require_ssh
 from coordinator.fleet.steps import Action
+from protos.brigade_pb2 import LoadProgress
 from worker.config import Cluster, Worker
 from worker.errors import BrigadeError
 from worker.node.identity import Role
@@ -23,11 +24,10 @@ from worker.process.call_thread import run_aside
 from worker.process.printable import printable_lines
 from worker.yaml_file import read_yaml
 
-_TOLD = {"installing packages"}  # that take long: worth a line where nothing can be drawn
-
 
 async def run_launch(config: Path, cluster: Cluster, workers: Sequence[Worker], action: Action) -> int:
     """Print how it went with each. The exit code: 0, or 3 if a node failed."""
+    require_ssh()
     raw, _ = read_yaml(config)
     keys = certificates(cluster, [worker.name for worker in workers], say)
     network = Network.of(cluster, cluster.coordinator.name, Role.COORDINATOR)
@@ -44,6 +44,7 @@ async def run_launch(config: Path, cluster: Cluster, workers: Sequence[Worker], 
 
 async def run_stop(workers: Sequence[Worker]) -> int:
     """The same for the end of workers."""
+    require_ssh()
     with _shown() as report:
         outcomes = await stop(workers, report)
     return _tell(outcomes)
@@ -53,11 +54,11 @@ async def run_stop(workers: Sequence[Worker]) -> int:
 def _shown() -> Iterator[Report]:
     """Show what is done on each node, and where each was if this is interrupted."""
     phases: dict[str, str] = {}
-    with _drawn() as draw:
+    with show_progress() as draw:
 
         def report(node: str, phase: str) -> None:
             phases[node] = phase
-            draw(node, phase)
+            draw(node, LoadProgress(phase=phase))
 
         with telling_interrupts(lambda: _interrupted(phases)):
             yield report
@@ -66,26 +67,6 @@ def _shown() -> Iterator[Report]:
 def _interrupted(phases: Mapping[str, str]) -> str:
     were = "; ".join(f"{node}: {phase}" for node, phase in phases.items())
     return f"interrupted ({were}). Nothing is undone: workers that run go on, the same command does the rest"
-
-
-@contextlib.contextmanager
-def _drawn() -> Iterator[Report]:
-    """On a terminal a row per node with what is done there; elsewhere a line for what takes long."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda node, phase: say(f"{node}: {phase} ...") if phase in _TOLD else None
-        return
-    node, phase = "{task.fields[node]:<12}", "{task.description}"
-    columns = SpinnerColumn(), *(TextColumn(text, markup=False) for text in (node, phase))
-    rows: dict[str, TaskID] = {}
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bars:
-
-        def report(node: str, phase: str) -> None:
-            if node not in rows:
-                rows[node] = bars.add_task("", node=node, total=None)
-            bars.update(rows[node], description=phase)
-
-        yield report
 
 
 def _tell(outcomes: Sequence[Outcome]) -> int:

@@ -30,7 +30,12 @@ ASKING = LoadProgress(phase="asking nodes")
 
 _FROM_AFAR = ("download", "feed")  # what may take minutes: its speed is shown
 _IN_BYTES = (*_FROM_AFAR, "load", "kept")  # kept: the node holds its shard already
-_WORK = (*_FROM_AFAR, "load", "warm-up")  # what is worth a line; waiting for nodes has deadlines of its own
+_WORK = (
+    *_FROM_AFAR,
+    "load",
+    "warm-up",
+    "installing packages",
+)  # what is worth a line; waiting for nodes has deadlines of its own
 _LONG_S = 2.0
 _AGAIN_S = 20.0
 _ALL = "all nodes"

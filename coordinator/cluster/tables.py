@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 _GAP = 2  # columns of the terminal between two of the table
+_LEAST_KEY = 8  # columns of a key that is broken, so that a figure is not: what is copied is whole
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,13 @@ def _span(widths: Sequence[int]) -> int:
 def _table(keys: list[_Column], figures: list[_Column], width: int) -> Table:
     columns = keys + figures
     is_narrow = _span([each.width for each in columns]) > width
+    excess = _span([each.least_width for each in columns]) - width
+    longest = max(keys, key=lambda each: each.least_width)
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, _GAP, 0, 0))
     for each in columns:
         head = "\n".join(textwrap.wrap(each.head, each.least_width)) if is_narrow else each.head
-        table.add_column(head, justify="left" if each.is_left else "right", overflow="fold")
+        room = max(_LEAST_KEY, each.least_width - excess) if each is longest and excess > 0 else None
+        table.add_column(head, justify="left" if each.is_left else "right", overflow="fold", max_width=room)
     for row in zip(*(each.cells for each in columns), strict=True):
         if any(row[len(keys) :]):
             table.add_row(*map(Text, row))

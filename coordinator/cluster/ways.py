@@ -8,7 +8,7 @@ import grpc.aio
 
 from protos.brigade_pb2 import HelloReply, HelloRequest
 from protos.brigade_pb2_grpc import NodeStub
-from worker.errors import ConfigError, StageLost
+from worker.errors import ConfigError, StageLost, Unanswered
 from worker.node.network import PROTOCOL_VERSION, Network
 from worker.node.reach import give_up, has_succeeded, wait_head_start
 from worker.node.status import error_of, is_unconnected, unresolved_name, was_met
@@ -120,12 +120,8 @@ class Ways:
         return next((error for error in errors if error and not isinstance(error, _Silence)), nobody)
 
     def _nobody(self, within_s: float) -> StageLost:
-        places = " or ".join(self.addresses)
-        return StageLost(
-            f"nothing answers at {places} ({within_s:.0f} s). "
-            f"Start it there: brigade worker --config {self._network.file} --name {self.name}",
-            node=self.name,
-        )
+        found = f"nothing answers at {' or '.join(self.addresses)} ({within_s:.0f} s)"
+        return Unanswered(found, node=self.name, start=self._network.way_to_start(self.name))
 
     def _unresolved(self, host: str) -> StageLost:
         mended = f"check its `address:` in {self._network.file}, or give its IP address there"

@@ -36,10 +36,10 @@ async def collect(cluster: Cluster, begin: Begin = lambda step: None) -> Known:
             peers = await stack.enter_async_context(peers_of(cluster, network))
         except ConfigError as error:  # this node's own certificate, without which nobody can be asked
             here = KnownNode(own_name, await examine(own_name, Network()), error, configured_bytes=own.memory)
-            return Known([here], file=cluster.file)
-        asking = [_ask(*pair) for pair in zip(peers, cluster.workers, strict=True)]
+            return Known([here])
+        asking = [_ask(*pair, network) for pair in zip(peers, cluster.workers, strict=True)]
         nodes = await together(_here(cluster, network), *asking)
-        known = Known(nodes, file=cluster.file)
+        known = Known(nodes)
         transports = _ENCRYPTED if cluster.tls else _PLAIN
         return replace(known, hops=await _measure_hops(known, peers, begin, transports))
 
@@ -55,10 +55,11 @@ async def _here(cluster: Cluster, network: Network) -> KnownNode:
     return KnownNode(own.name, facts, configuration=configuration_of(cluster), configured_bytes=own.memory)
 
 
-async def _ask(peer: Peer, worker: Worker) -> KnownNode:
+async def _ask(peer: Peer, worker: Worker, network: Network) -> KnownNode:
     is_here = is_loopback(split_address(worker.addresses[0])[0])
     ways = await asyncio.gather(*map(way_to, worker.addresses))
-    found = KnownNode(peer.name, ways=ways, configured_bytes=worker.memory, is_here=is_here)
+    start = network.way_to_start(peer.name)
+    found = KnownNode(peer.name, ways=ways, configured_bytes=worker.memory, is_here=is_here, start=start)
     if all(way.error for way in ways):  # gRPC would wait for somebody to come, and say less
         return replace(found, error=StageLost(f"{ways[0].address}: {ways[0].error}"))
     try:

@@ -41,7 +41,7 @@ def _judge(known: Known, wanted: Wanted, now: datetime) -> Iterator[Finding]:
     coordinator = known.nodes[0]
     for node in known.nodes:
         if node.facts is None:
-            yield judge_unreached(node, coordinator, known.file)
+            yield judge_unreached(node, coordinator)
             continue
         yield from judge_addresses(node, coordinator)
         if node.error is not None:  # the coordinator's own certificate: it can ask nobody

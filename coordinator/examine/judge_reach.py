@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from coordinator.examine.finding import Finding, Kind, mend, note
 from coordinator.examine.known import KnownNode
 from protos.brigade_pb2 import Way
-from worker.errors import ConfigError, ModelError
+from worker.errors import CLOSED_AT_ONCE, ConfigError, ModelError, Unanswered
 from worker.node.identity import Role
 
 _NO_NAME = -1
@@ -18,9 +18,9 @@ _ALLOW = (
 _LOOK = "is it awake, the cable in, the address right (`ipconfig getifaddr bridge0` there), its firewall open?"
 
 
-def judge_unreached(node: KnownNode, coordinator: KnownNode, file: str) -> Finding:
+def judge_unreached(node: KnownNode, coordinator: KnownNode) -> Finding:
     """Of a node whose facts are not known."""
-    error, start = node.error, f"there: brigade worker --config {file} --name {node.name}"
+    error = node.error
     said = error.message if error else "did not answer"
     if isinstance(error, ConfigError):
         return mend(Kind.CERTIFICATE, node.name, said, Role.WORKER.way_to_issue(node.name))
@@ -28,9 +28,12 @@ def judge_unreached(node: KnownNode, coordinator: KnownNode, file: str) -> Findi
         return mend(Kind.BRIGADE, node.name, said, "install the same version of Brigade on all nodes")
     if node.ways and all(way.error for way in node.ways):
         way = node.ways[0]
-        return blocked(node.name, way, coordinator) or _unconnected(node.name, way, start)
-    text = f"{said.partition('. Start it there')[0]}, though connections are accepted"
-    return mend(Kind.UNREACHABLE, node.name, text, f"it hangs, sleeps, or is no worker: wake or end it; then {start}")
+        return blocked(node.name, way, coordinator) or _unconnected(node.name, way, node.start)
+    if said == CLOSED_AT_ONCE:
+        return mend(Kind.UNREACHABLE, node.name, said, _way_to_be_trusted(node, coordinator))
+    text = f"{error.found if isinstance(error, Unanswered) else said}, though connections are accepted"
+    fix = f"it hangs, sleeps, or is no worker: wake or end it; then {node.start}"
+    return mend(Kind.UNREACHABLE, node.name, text, fix)
 
 
 def judge_addresses(node: KnownNode, coordinator: KnownNode) -> Iterator[Finding]:
@@ -46,6 +49,13 @@ def blocked(about: str, way: Way, caller: KnownNode) -> Finding | None:
     if not (caller.is_mac and way.errno == _NO_ROUTE_DARWIN):
         return None
     return mend(Kind.LOCAL_NETWORK, about, f"{way.address}: no route to host (errno 65) from {caller.name}", _ALLOW)
+
+
+def _way_to_be_trusted(node: KnownNode, coordinator: KnownNode) -> str:
+    """For who closes connections before any reply."""
+    if coordinator.facts and coordinator.facts.certificate_expires:
+        return f"its log tells which; a certificate that it takes: {Role.COORDINATOR.way_to_issue(coordinator.name)}"
+    return "give cluster.yaml here the `tls:` that the worker has, and its cluster's keys; else its log tells why"
 
 
 def _unconnected(about: str, way: Way, start: str) -> Finding:

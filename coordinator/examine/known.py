@@ -30,6 +30,7 @@ class KnownNode:
     configuration: Configuration | None = None  # what its own cluster.yaml says; None if it was started without one
     configured_bytes: int | None = None  # what cluster.yaml lets it offer
     is_here: bool = False  # a worker on the coordinator's machine, whose memory they share
+    start: str = ""  # where and how a worker is started
 
     @property
     def interfaces(self) -> Sequence[Interface]:
@@ -76,11 +77,10 @@ class KnownHop:
 
 @dataclass(frozen=True)
 class Known:
-    """Everything, the coordinator first. `file` is what the user calls the configuration."""
+    """Everything, the coordinator first."""
 
     nodes: Sequence[KnownNode]
     hops: Sequence[KnownHop] = ()
-    file: str = "cluster.yaml"
 
     @property
     def by_name(self) -> Mapping[str, KnownNode]:

@@ -51,11 +51,9 @@ def write_cluster(path: Path, text: str, *, force: bool) -> Cluster:
     try:
         unfinished.write_text(text, encoding="utf-8")
         load_cluster(unfinished)
-        if force:
-            unfinished.replace(path)
-        else:
-            with path.open("x", encoding="utf-8") as file:  # where another process has just written one, it stays
-                file.write(text)
+        if not force:
+            path.open("x").close()  # where another process has just written one, it stays
+        unfinished.replace(path)
     except FileExistsError:
         require_room(path, force=False)
     except OSError as error:

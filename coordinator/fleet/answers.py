@@ -6,7 +6,7 @@ from collections import deque
 from coordinator.cluster.ways import Ways
 from coordinator.fleet.ssh import Remote
 from worker.config import Worker
-from worker.errors import BrigadeError, StageLost
+from worker.errors import BrigadeError, StageLost, Unanswered
 from worker.node.network import Network
 from worker.process.printable import printable
 
@@ -40,12 +40,8 @@ async def wait_answer(worker: Worker, network: Network, remote: Remote, values: 
             await watching  # which may have failed instead of ending
             raise BrigadeError(f"ended when it was started; its log: {await _last_words(remote, values)}")
         address, found, node = await asking
-    except StageLost:
-        places = " or ".join(worker.addresses)
-        raise BrigadeError(
-            f"runs, but nothing answers at {places} ({_WITHIN_S:.0f} s): is that its address, and may it accept "
-            f"connections (System Settings, Network, Firewall)? Its log: {await _last_words(remote, values)}"
-        ) from None
+    except StageLost as error:
+        raise BrigadeError(f"runs, but {_why(error)} Its log: {await _last_words(remote, values)}") from None
     finally:
         for task in (watching, asking):
             task.cancel()
@@ -54,6 +50,14 @@ async def wait_answer(worker: Worker, network: Network, remote: Remote, values: 
         shown = printable(node)
         raise BrigadeError(f"another process answers at {address} as worker {shown}: end that one, or use another port")
     return address
+
+
+def _why(error: StageLost) -> str:
+    """One sentence or two of the worker that was started just now."""
+    if isinstance(error, Unanswered):
+        asked = "is that its address, and may it accept connections (System Settings, Network, Firewall)?"
+        return f"{error.found}: {asked}"
+    return f"{error.message}."
 
 
 async def _ask(worker: Worker, network: Network, within_s: float, *, waits: bool) -> tuple[str, str, str]:
@@ -67,6 +71,8 @@ async def _ask(worker: Worker, network: Network, within_s: float, *, waits: bool
 
 
 async def _last_words(remote: Remote, values: dict[str, str]) -> str:
+    """Of this start: what is older was about something else."""
     lines: deque[str] = deque(maxlen=_LOG_LINES)
-    await remote.output("log", {**values, "lines": str(_LOG_LINES), "follow": "no"}, lines.append)
+    asked = {"lines": str(_LOG_LINES), "follow": "no", "since_start": "yes"}
+    await remote.output("log", values | asked, lines.append)
     return "; ".join(printable(line) for line in lines if line) or "empty"

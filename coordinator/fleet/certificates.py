@@ -1,6 +1,9 @@
 """The certificates that workers are sent: from the folder of keys, made where one is missing."""
 
-from collections.abc import Callable, Iterable
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from coordinator.cluster.authority import Authority
@@ -21,7 +24,21 @@ def certificates(cluster: Cluster, names: Iterable[str], say: Callable[[str], No
     for name in names:
         path = folder / file_name(name)
         if not path.exists():
-            say(f"made {Authority.open(folder).issue(name, Role.WORKER)}, the certificate of {name}")
+            authority = Authority.open(folder)
+            with _alone_in(folder):
+                if not path.exists():
+                    say(f"made {authority.issue(name, Role.WORKER)}, the certificate of {name}")
         Keys(folder, name, Role.WORKER).read()
         found[name] = path.read_bytes()
     return found
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Of several launches at once one makes what is missing."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)

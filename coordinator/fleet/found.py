@@ -32,7 +32,6 @@ class Found:
     with.
     """
 
-    system: str
     home: str
     free_bytes: int
     kind: str  # of KINDS
@@ -72,14 +71,13 @@ def read_found(told: Mapping[str, Sequence[str]]) -> Found:
     """
     last = {word: lines[-1] for word, lines in told.items()}
     room, turn = _ROOM.search(last.get("free", "")), last.get("turn", "")
-    if not ({"system", "home", "kind"} <= set(last) and room):
-        raise BrigadeError("expected macOS or Linux there, found no shell that tells its system and free space")
+    if not ({"home", "kind"} <= set(last) and room):
+        raise BrigadeError("expected macOS or Linux there, found no shell that tells its home and free space")
     if _CONTROL.search(last["home"]):  # which no property list may hold
         raise BrigadeError(f"expected a home without control characters there, found {printable(last['home'])}")
     if last["kind"] not in KINDS:
         raise BrigadeError(f"expected {', '.join(KINDS)} as the kind of service, found {printable(repr(last['kind']))}")
     return Found(
-        last["system"],
         last["home"],
         int(room[1]) * 1024,
         last["kind"],

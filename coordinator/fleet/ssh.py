@@ -9,6 +9,7 @@ import contextlib
 import io
 import os
 import shlex
+import shutil
 import signal
 import sys
 import tarfile
@@ -18,7 +19,7 @@ from pathlib import Path
 from worker.errors import BrigadeError, ConfigError
 from worker.process.printable import printable
 
-MARK = "@brigade "  # begins the lines that are meant for us; others are the account's own greetings
+MARK = "@brigade "  # begins the lines that are meant for us; others are greetings, or of programs there
 _SCRIPTS = Path(__file__).parent / "remote"
 _OPTIONS = (
     "BatchMode=yes",  # nobody is there to type a password
@@ -48,8 +49,16 @@ _WAYS_OUT = {  # what ssh says, and what to do about it
     "timed out": "is it awake, and on this network?",
 }
 
+_MISSING = "expected the program ssh here, found none"
+
 Read = Callable[[str], None]  # takes a line
 Tell = Callable[[str, str], None]  # takes a line that is meant for us: its first word and the rest
+
+
+def require_ssh() -> None:
+    """Raise ConfigError where there is no ssh: that is no node's failure."""
+    if shutil.which("ssh") is None:
+        raise ConfigError(_MISSING)
 
 
 class Remote:
@@ -126,7 +135,7 @@ class Remote:
                 limit=_LONGEST_LINE,
             )  # fmt: skip
         except FileNotFoundError:
-            raise ConfigError("expected the program ssh here, found none") from None
+            raise ConfigError(_MISSING) from None
         try:
             yield process
         finally:
@@ -139,9 +148,12 @@ class Remote:
 
     def failure(self, code: int, said: str) -> BrigadeError:
         """What to say of a process that ended so."""
-        lines = [printable(" ".join(line.split())) for line in said.splitlines() if line.strip()][-_MOST_SAID:]
+        lines = [printable(" ".join(line.split())) for line in said.splitlines() if line.strip()]
+        why = [line.removeprefix(MARK) for line in lines if line.startswith(MARK)][-1:]
+        lines = [line for line in lines if not line.startswith(MARK)][-_MOST_SAID:]
         if code != _FAILED:
-            return BrigadeError("; ".join(lines) or f"a command there ended with exit code {code}", node=self.node)
+            told = ": ".join(filter(None, [*why, "; ".join(lines)]))
+            return BrigadeError(told or f"a command there ended with exit code {code}", node=self.node)
         way_out = next((way for words, way in _WAYS_OUT.items() if words in said), "try it by hand: ssh {place}")
         text = "; ".join(lines) or "nothing"
         return BrigadeError(f"ssh {self.place} said: {text} ({way_out.format(place=self.place)})", node=self.node)

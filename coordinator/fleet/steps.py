@@ -15,12 +15,11 @@ DEFINITIONS: Mapping[str, Callable[[str, Found], bytes]] = {"launchd": plist, "s
 
 
 class Action(StrEnum):
-    """What the user wants of workers."""
+    """What the user wants of workers that are to run."""
 
     START = "start"  # whatever does not run, or not as it should
     RESTART = "restart"  # whatever runs, too
     UPDATE = "update"  # the same after a new installation
-    STOP = "stop"
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,10 @@ def test_a_worker_that_announces_itself_is_found_written_down_and_used(start: St
 
 def test_nobody_can_be_asked_without_a_terminal_and_nothing_is_written(folder: Path) -> None:
     asked = run_here("init")
-    assert (asked.code, asked.err) == (2, "error: --yes: expected it where nobody can be asked\n")
+    assert (asked.code, asked.err) == (
+        2,
+        "error: expected --yes: standard input is no terminal, so nobody can be asked\n",
+    )
     nobody = run_here("init", "nobody", "--yes", "--timeout", "0.1")
     assert (nobody.code, nobody.err) == (
         3, "error: no worker 'nobody' announced itself within 0.1 s; see `brigade nodes`\n",

@@ -148,7 +148,8 @@ def test_only_what_changed_is_restarted_and_a_lost_mac_stops_nobody(fleet: Macs,
 @pytest.mark.usefixtures("launched")
 def test_logs_shows_what_a_worker_says_and_goes_on_with_it(fleet: Macs, config: Path, start: Starter) -> None:
     told = run_here("logs", "mini", "--config", config)
-    assert told.code == 0 and f"worker mini listens on 127.0.0.1:{fleet.ports['mini']}" in told.out
+    assert told.code == 0 and re.match(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ ", told.out)
+    assert f"worker mini listens on 127.0.0.1:{fleet.ports['mini']}" in told.out
     following = start.brigade("logs", "mini", "-f", "-n", "1", "--config", config)
     following.out.wait_match(r"\n", 20.0)
     with (fleet.folder_of("mini") / "worker.log").open("a") as log:
@@ -206,7 +207,8 @@ def test_a_worker_that_cannot_start_is_told_with_its_own_words(fleet: Macs, conf
         other.write_text(config.read_text().replace(str(fleet.ports["air"]), str(port)))
         done = run_here("launch", "air", "--config", other)
     assert done.code == 3
-    assert re.search(rf"error: worker air: ended when it was started; its log: .*cannot listen on \S+:{port}", done.err)
+    told = rf"ended when it was started; its log: 20\S+Z error: cannot listen on \S+:{port}: .* as `address:` in "
+    assert re.search(rf"error: worker air: {told}", done.err), "nothing of earlier starts"
     assert fleet.process("air") is None and fleet.process("mini")
 
 

@@ -52,7 +52,7 @@ def test_of_several_addresses_one_that_may_come_to_life_is_told(tmp_path: Path, 
 def test_a_name_to_listen_on_that_does_not_resolve_is_told(flags: tuple[str, ...], unresolved: Path) -> None:
     outcome = run_here("--config", unresolved, "--name", "mini", *flags, program="worker")
     assert (outcome.code, outcome.out) == (2, "")
-    assert f": the name {HOST} does not resolve on this machine; try --bind with an IP address" in outcome.err
+    assert f": the name {HOST} does not resolve on this machine; give its IP address, as `address:`" in outcome.err
 
 
 def test_status_shows_who_does_not_answer_and_fails_if_nobody_does(tmp_path: Path, impatient: None) -> None:

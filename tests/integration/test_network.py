@@ -143,13 +143,18 @@ async def test_calls_beyond_the_limit_are_refused_and_the_others_go_on(monkeypat
                 call.cancel()
 
 
-async def test_hints_name_the_configuration_that_was_given(tmp_path: Path) -> None:
+async def test_hints_name_the_configuration_that_was_given_and_what_starts_a_worker(tmp_path: Path) -> None:
     path = tmp_path / "home.yaml"
-    path.write_text("workers: []\n")
+    path.write_text(
+        "workers: [{name: mini, address: '127.0.0.1:1'}, {name: air, address: '127.0.0.1:2', ssh: anna@air}]\n"
+    )
     network = Network.of(load_cluster(path), "coordinator", Role.COORDINATOR)
-    peer = Peer("mini", ["127.0.0.1:1"], network)
-    with pytest.raises(StageLost, match=f"brigade worker --config {path} --name mini$"):
-        await peer.hello(0.05)
-    await peer.close()
+    started = {"mini": f"there: brigade worker --config {path} --name mini",
+               "air": f"from here: brigade launch air --config {path}"}  # fmt: skip
+    for name, way in started.items():
+        peer = Peer(name, ["127.0.0.1:1"], network)
+        with pytest.raises(StageLost, match=rf"\. Start it {way}$"):
+            await peer.hello(0.05)
+        await peer.close()
     with pytest.raises(ConfigError, match=f"Set `tls:` in {path} "):
         network.channel("mini", "192.168.1.7:50070")

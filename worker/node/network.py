@@ -3,9 +3,10 @@
 Only what plain.py and plain_grpc.py open to measure, for one connection each, is made there.
 """
 
+import shlex
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -24,6 +25,7 @@ ACCEPTED = (("brigade-accepted", "1"),)  # initial metadata of a stream that was
 
 MOST_CONNECTIONS = 1024  # to one server, whoever opens them
 _MOST_CALLS = 64  # at one time: a node of a chain serves two, and is asked now and then by whoever else is there
+_WHERE = "as `address:` in cluster.yaml or as --bind"
 _MAX_MESSAGE_BYTES = 16 * 2**20  # gRPC takes them whole; the longest, headers of a large model, have a few MiB
 _BOTH_ENDS = [
     ("grpc.keepalive_time_ms", 1000),
@@ -67,6 +69,7 @@ class Network:
         keys: Keys | None = None,
         warn: Callable[[str], None] = lambda line: None,
         file: str = "cluster.yaml",
+        launched: Collection[str] = (),
     ) -> None:
         """`keys` has every link encrypted, those on this machine too; without it, `insecure` lets bytes leave it.
 
@@ -74,11 +77,13 @@ class Network:
             insecure: the user trusts the network.
             warn: takes a line about this node's certificate, for the user.
             file: where the user says all that.
+            launched: the workers that `brigade launch` reaches from here.
         """
         self.file = file
         self._insecure = insecure
         self._keys = keys
         self._warn = warn
+        self._launched = frozenset(launched)
         self._said = ""
         self._hosts: dict[str, None] = {}  # on which it listens, in their order
 
@@ -86,12 +91,20 @@ class Network:
     def of(cls, cluster: Cluster, name: str, role: Role, warn: Callable[[str], None] = lambda line: None) -> "Network":
         """As the configuration says, for the node of this name."""
         keys = Keys(Path(cluster.tls.keys), name, role) if cluster.tls else None
-        return cls(insecure=cluster.insecure, keys=keys, warn=warn, file=cluster.file)
+        launched = [worker.name for worker in cluster.workers if worker.ssh]
+        return cls(insecure=cluster.insecure, keys=keys, warn=warn, file=cluster.file, launched=launched)
 
     @property
     def wire(self) -> Wire:
         """How frames travel on this network's links."""
         return ENCRYPTED if self._keys else PLAIN
+
+    def way_to_start(self, name: str) -> str:
+        """Where and how the user starts the worker of this name."""
+        file = shlex.quote(self.file)
+        if name in self._launched:
+            return f"from here: brigade launch {name} --config {file}"
+        return f"there: brigade worker --config {file} --name {name}"
 
     @property
     def own(self) -> Identity | None:
@@ -243,8 +256,8 @@ def _why_not(bind: str) -> str:
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError):  # the latter of a label that is too long
-        return f"the name {host} does not resolve on this machine; try --bind with an IP address of it"
-    return "in use or not an address of this machine; try --bind"
+        return f"the name {host} does not resolve on this machine; give its IP address, {_WHERE}"
+    return f"in use or not an address of this machine; give another one, {_WHERE}"
 
 
 def _target(address: str) -> str:

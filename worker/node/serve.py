@@ -20,6 +20,7 @@ from worker.node.log import Log
 from worker.node.network import MOST_CONNECTIONS, Network
 from worker.node.own_models import OwnModels
 from worker.node.service import NodeService
+from worker.process.dated import dated
 from worker.process.interrupts import INTERRUPTED
 from worker.process.machine import allow_connections, kept_awake
 from worker.process.mlx_thread import MlxThread
@@ -57,6 +58,7 @@ def serve(
     Raises:
         ConfigError: the network allows none of them, or none can be had.
     """
+    sys.stderr = dated(sys.stderr)
     allow_connections(MOST_CONNECTIONS)
     running()  # its code as it is now
     thread = MlxThread()

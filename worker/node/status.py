@@ -8,6 +8,7 @@ import grpc
 import grpc.aio
 
 from worker.errors import (
+    CLOSED_AT_ONCE,
     BrigadeError,
     CacheMismatch,
     ConfigError,
@@ -39,7 +40,6 @@ _HANDSHAKE = {  # what gRPC says of a handshake that this side ended, for people
     "WRONG_VERSION_NUMBER": "it does not encrypt; set `tls:` in its configuration, too",
     "handshake failed": "no encrypted connection ({details})",
 }
-_REFUSED = "closed the connection before any reply: it refused our certificate, expects TLS, or has ended"
 _KIND, _NODE = "brigade-error", "brigade-node"
 
 _STATUSES: dict[type[BrigadeError], grpc.StatusCode] = {
@@ -88,7 +88,7 @@ def error_of(call: grpc.RpcError, node: str) -> BrigadeError:
     if any(sign in details for sign in _STRANGE):
         return StageLost("what answers there is no worker, perhaps a web server; compare address and port", node=node)
     if was_met(call):
-        return StageLost(_REFUSED, node=node)
+        return StageLost(CLOSED_AT_ONCE, node=node)
     if name := unresolved_name(call):
         return StageLost(f"the name {name} of its address does not resolve on the node that calls it", node=node)
     if any(sign in details for sign in _SILENT):

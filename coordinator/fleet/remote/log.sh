@@ -1,6 +1,11 @@
-# The last `lines` of the log of the worker `name`; with `follow` it goes on until whoever asked has left.
+# The last `lines` of the log of the worker `name`, or of what it has said `since_start`; with `follow` it goes on until
+# whoever asked has left.
 main() {
     [ -f "$log" ] || fail "$log does not exist there; expected a worker that brigade launch has started"
+    if [ "${since_start:-no}" = yes ]; then
+        tail -c "+$(($(cat "$worker/log_began" 2>/dev/null) + 1))" "$log" </dev/null | tail -n "$lines"
+        return
+    fi
     if [ "$follow" != yes ]; then
         tail -n "$lines" "$log" </dev/null
         return

@@ -19,9 +19,20 @@ kind_here() {
     fi
 }
 
+half_made() { # versions that no worker has
+    for folder in "$root"/versions/*; do
+        if [ -d "$folder" ] && [ ! -f "$folder/complete" ] && ! is_used "${folder##*/}"; then echo "$folder"; fi
+    done
+}
+
+drop_half_made() { # of launches that were cut off: whoever makes one has the turn
+    if [ -n "$(half_made)" ] && take_turn versions; then
+        half_made | while read -r folder; do rm -rf "$folder"; done
+    fi
+}
+
 main() {
     echo # after whatever a login shell's greeting ended with
-    say system "$(uname -s)"
     say home "$home"
     say free "$(df -Pk . | tail -n 1)"
     find_uv
@@ -37,5 +48,6 @@ main() {
     say service "$(digest "$(service_file)")"
     if [ -f "$worker/started" ]; then say started "$(cat "$worker/started")"; fi
     if alive; then say alive yes; fi
+    drop_half_made
 }
 main </dev/null

@@ -34,6 +34,7 @@ main() {
         say phase starting
         rm -f "$worker/started"
         if [ -n "$(find "$log" -size +20480 2>/dev/null)" ]; then mv -f "$log" "$log.1"; fi # blocks of 512 bytes
+        keep "$(cat "$log" 2>/dev/null | wc -c)" "$worker/log_began" # where its own lines will begin
         "${kind}_start"
         keep "$started" "$worker/started"
     fi
@@ -43,20 +44,11 @@ main() {
     if take_turn versions; then drop_unused; fi # or else whoever has it drops them, once that worker is settled
 }
 
-has() { [ "$(cat "$1" 2>/dev/null)" = "$2" ]; } # FILE TEXT
-
 drop_unused() { # versions that no worker of this account has, or will have
     for folder in "$root"/versions/*; do
         if [ ! -d "$folder" ] || is_used "${folder##*/}"; then continue; fi
         mv "$folder/complete" "$folder/dropped" 2>/dev/null # who settles on it meanwhile sees that, or is seen
         if is_used "${folder##*/}"; then mv "$folder/dropped" "$folder/complete" 2>/dev/null; else rm -rf "$folder"; fi
     done
-}
-
-is_used() { # VERSION
-    for use in "$root"/worker-*/version "$root"/worker-*/installed "$root"/worker-*/settling; do
-        if has "$use" "$1"; then return 0; fi
-    done
-    return 1
 }
 main </dev/null

@@ -15,13 +15,22 @@ say() { # WORD TEXT: to who has sent this script
     printf '@brigade %s %s\n' "$1" "$2"
 }
 
-fail() {
-    echo "$*" >&2
+fail() { # WHY: told before what else has been said on standard error
+    echo "@brigade $*" >&2
     exit 1
 }
 
 keep() { # TEXT FILE: there is never half of it
     { echo "$1" >"$2.new" && mv -f "$2.new" "$2"; } || fail "cannot write $2"
+}
+
+has() { [ "$(cat "$1" 2>/dev/null)" = "$2" ]; } # FILE TEXT
+
+is_used() { # VERSION: whether a worker of this account has it, or will have
+    for use in "$root"/worker-*/version "$root"/worker-*/installed "$root"/worker-*/settling; do
+        if has "$use" "$1"; then return 0; fi
+    done
+    return 1
 }
 
 digest() { # FILE: nothing if there is none

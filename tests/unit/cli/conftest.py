@@ -22,11 +22,18 @@ def brigade() -> Command:
 
 
 @pytest.fixture
-def wished(brigade: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Wish]:
+def chosen() -> list[ClusterOptions]:
+    """Those of each command whose wish is noted."""
+    return []
+
+
+@pytest.fixture
+def wished(brigade: Command, chosen: list[ClusterOptions], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Wish]:
     """What `brigade` with these arguments would ask a chain for."""
     found: list[Wish] = []
 
     def note(options: ClusterOptions, wish: Any, **more: Any) -> None:
+        chosen.append(options)
         found.append(wish)
 
     monkeypatch.setattr(generate_module, "run_generate", note)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.cli.conftest import Command
-from worker.errors import InputError
+from worker.errors import BrigadeError, InputError
 from worker.store.locks import Lease
 from worker.store.store import store_folder
 
@@ -62,6 +62,17 @@ def test_a_model_is_removed_by_name_or_key(
     assert [path.name for path in kept.iterdir()] == [KEYS[1]]
 
 
+def test_the_last_part_of_a_name_will_do_where_only_one_has_it(
+    brigade: Command, kept: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (kept / KEYS[1] / "called").write_text("/Users/anna/models/first/")
+    with pytest.raises(InputError, match=r"^'first' may be any of: .*owner/first@1234"):
+        brigade("cache", "rm", "first")
+    (kept / KEYS[1] / "called").write_text("/Users/anna/models/second")
+    brigade("cache", "rm", "second")
+    assert [path.name for path in kept.iterdir()] == [KEYS[0]]
+
+
 def test_all_are_removed(brigade: Command, kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
     brigade("cache", "rm", "--all", "--json")
     assert {each["model"] for each in json.loads(capsys.readouterr().out)["removed"]} == {"owner/first@1234", "second"}
@@ -72,8 +83,9 @@ def test_what_is_in_use_stays_and_is_named(brigade: Command, kept: Path, capsys:
     lease = Lease()
     used = next((kept / KEYS[0]).glob("back*"))
     lease.add(used)
-    with pytest.raises(InputError, match="a worker of this machine uses owner/first@1234: stop it, then remove it"):
+    with pytest.raises(BrigadeError, match=r"^owner/first@1234: in use by a worker .* --stop NAME`") as refused:
         brigade("cache", "rm", "--all")
+    assert refused.value.exit_code == 3
     assert used.exists() and not (kept / KEYS[1]).exists()
     lease.close()
 

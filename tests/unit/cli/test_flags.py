@@ -47,6 +47,14 @@ def test_a_prompt_is_an_argument_or_a_flag(wished: Command, command: str, flags:
     assert wished(command, *flags, "--json").prompt == "Hello there"
 
 
+def test_a_demo_has_as_many_workers_as_it_is_told(wished: Command, chosen: list[ClusterOptions]) -> None:
+    for flags in ((), ("--local", "5")):
+        wished("demo", *flags, "--json")
+    assert [each.local for each in chosen] == [2, 5]
+    with pytest.raises(typer.BadParameter, match="greater than or equal to 1"):
+        wished("demo", "--local", "0")
+
+
 @pytest.mark.parametrize("flags", [["-"], ["-p", "-"]])
 def test_a_dash_reads_the_prompt_from_standard_input(
     wished: Command, monkeypatch: pytest.MonkeyPatch, flags: list[str]

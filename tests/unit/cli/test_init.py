@@ -90,3 +90,10 @@ def test_who_is_not_taken_in_the_end_keeps_no_worker_of_this_machine_out(
         path = tmp_path / "cluster.yaml"
         assert CliRunner().invoke(app, ["init", "--config", str(path), *flags]).exit_code == 0
         assert [each.name for each in load_cluster(path).workers] == [worker]
+
+
+def test_who_has_certificates_already_is_not_to_get_a_second_authority(capsys: pytest.CaptureFixture[str]) -> None:
+    init._say_next(Path("cluster.yaml"), Path("keys"), is_proven=False)
+    said = capsys.readouterr().err.splitlines()
+    assert said[1].startswith("next: copy the folder of keys of these workers' cluster to keys")
+    assert said[2].startswith("only if it is lost: brigade keys init --config cluster.yaml")

@@ -10,7 +10,7 @@ from coordinator.cli.launching import _shown, _tell
 from coordinator.cli.logs import _print_line
 from coordinator.fleet.launch import Outcome
 from tests.unit.cli.conftest import Command
-from worker.config import Cluster
+from worker.config import Cluster, Worker
 from worker.errors import BrigadeError, ConfigError
 
 
@@ -61,3 +61,22 @@ def test_ctrl_c_tells_where_each_node_was_and_that_the_same_command_goes_on(
     were = "looking" if flag == "--update" else "stopping"
     said = f"interrupted (mini: {were}). Nothing is undone: workers that run go on, the same command does the rest\n"
     assert capsys.readouterr().err.endswith(said)
+
+
+@pytest.mark.parametrize("flags", [(), ("--stop",)])
+def test_without_ssh_here_no_node_has_failed(
+    flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, brigade: Command
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    config = tmp_path / "cluster.yaml"
+    config.write_text("workers: [{name: mini, address: '127.0.0.1:1', ssh: mac}]")
+    with pytest.raises(ConfigError, match=r"^expected the program ssh here, found none$"):
+        brigade("launch", *flags, "--config", str(config))
+
+
+def test_names_that_a_mac_takes_for_one_are_refused_whichever_are_launched() -> None:
+    workers = [
+        Worker(name=name, address=f"127.0.0.1:{port}", ssh="mac") for port, name in enumerate(("Mini", "mini"), 1)
+    ]
+    with pytest.raises(ConfigError, match="to differ in more than case"):
+        workers_of(Cluster(workers=tuple(workers)), ["mini"])

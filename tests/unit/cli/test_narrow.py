@@ -6,7 +6,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from coordinator.cli.doctor import print_findings
 from coordinator.cli.nodes import node_table
+from coordinator.examine.finding import Kind, mend, ok
 from coordinator.finding.browse import Found
 from coordinator.finding.present import presence
 from coordinator.measure.bench_report import print_bench
@@ -52,9 +54,30 @@ def test_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("narrow")
+def test_findings(capsys: pytest.CaptureFixture[str]) -> None:
+    start = "from here: brigade launch mini --config cluster.yaml"
+    print_findings(
+        [ok(Kind.MACHINE, "air", "fine"), mend(Kind.UNREACHABLE, "mini", "no one is there", start)], Console()
+    )
+    shown = lines(capsys.readouterr().out)
+    assert shown[:4] == ["air", "  ok   machine       fine", "", "mini"]
+    filled = [line for line in shown if line.startswith("  MEND") or line.startswith(" " * 21)]
+    assert " ".join(line[21:] for line in filled) == f"no one is there → {start}" and len(filled) == 2
+
+
+@pytest.mark.usefixtures("narrow")
 def test_losses(capsys: pytest.CaptureFixture[str]) -> None:
     print_failover(Failover("machine", "demo", [4, 4], [ROW]))
     assert not [line for line in lines(capsys.readouterr().out) if "…" in line]
+
+
+def test_addresses_stay_whole_beside_a_long_name() -> None:
+    address = "[2001:db8:1234:5678:9abc:def0:1234:5678]:50070"
+    found = presence([Found(about("the-macbook-pro-of-the-office"), (address,))], cluster(), HERE)
+    console = Console(width=WIDTH)
+    with console.capture() as shown:
+        console.print(node_table(found, "cluster.yaml", WIDTH))
+    assert address in " ".join(lines(shown.get())).split()
 
 
 def test_nodes() -> None:

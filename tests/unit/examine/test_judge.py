@@ -42,7 +42,8 @@ from tests.unit.examine.cases import (
     said,
     worse,
 )
-from worker.errors import ConfigError, ModelError, NodeSilent, StageLost
+from worker.errors import CLOSED_AT_ONCE, ConfigError, ModelError, NodeSilent, StageLost, Unanswered
+from worker.node.network import Network
 
 MEND, NOTE, OK = Level.MEND, Level.NOTE, Level.OK
 WIFI = bridge("192.168.1.2", MEDIUM_WIFI, name="en0")
@@ -142,7 +143,7 @@ def test_the_coordinator_may_fall_asleep_since_commands_keep_it_awake() -> None:
     ("error", "way", "system", "kind", "words", "fix"),
     [
         (StageLost("nothing answers"), Way(address="a:1", errno=61, error="refused"), "Darwin", Kind.UNREACHABLE,
-         "no worker listens at a:1", "brigade worker --config cluster.yaml --name mini"),
+         "no worker listens at a:1", "there: brigade worker --config home.yaml --name mini"),
         (StageLost("nothing answers"), Way(address="a:1", errno=111, error="refused"), "Linux", Kind.UNREACHABLE,
          "no worker listens at a:1", "brigade worker"),
         (StageLost("nothing answers"), Way(address="a:1", errno=65, error="No route to host"), "Darwin",
@@ -153,7 +154,7 @@ def test_the_coordinator_may_fall_asleep_since_commands_keep_it_awake() -> None:
          Kind.UNREACHABLE, "nothing answers within 3 s", "is it awake"),
         (StageLost("nothing"), Way(address="a.local:1", errno=-1, error="no address is known"), "Darwin",
          Kind.UNREACHABLE, "a.local:1: no address is known", "correct `address:`"),
-        (StageLost("nothing answers (5 s). Start it there: brigade worker"), Way(address="a:1"), "Darwin",
+        (Unanswered("nothing answers (5 s)", start="there: brigade worker"), Way(address="a:1"), "Darwin",
          Kind.UNREACHABLE, "nothing answers (5 s), though connections are accepted", "wake or end it; then there"),
         (NodeSilent("stopped answering"), Way(address="a:1"), "Darwin", Kind.UNREACHABLE, "stopped", "wake or end it"),
         (ConfigError("its certificate has expired"), Way(address="a:1"), "Darwin", Kind.CERTIFICATE, "has expired",
@@ -165,10 +166,21 @@ def test_a_worker_that_cannot_be_asked_is_a_finding_with_its_reason(
     error: Any, way: Way, system: str, kind: Kind, words: str, fix: str
 ) -> None:
     studio = node("studio", STUDIO, system=system)
-    findings = judged(known(KnownNode("mini", error=error, ways=[way]), studio=studio))
+    start = Network(file="home.yaml").way_to_start("mini")
+    findings = judged(known(KnownNode("mini", error=error, ways=[way], start=start), studio=studio))
     found = said(findings, kind, "mini")
     assert found.level is MEND and words in found.text and fix in found.fix
     assert worse(findings) == [(MEND, kind, "mini")]
+
+
+@pytest.mark.parametrize(
+    ("expires", "fix"), [(0, "give cluster.yaml here the `tls:`"), (1, "brigade keys issue studio --coordinator")]
+)
+def test_who_trusts_us_not_is_neither_asleep_nor_to_be_ended(expires: int, fix: str) -> None:
+    studio = node("studio", STUDIO, certificate_expires=expires)
+    closed = KnownNode("mini", error=StageLost(CLOSED_AT_ONCE), ways=[Way(address="a:1")], start="brigade worker")
+    found = said(judged(known(closed, studio=studio)), Kind.UNREACHABLE)
+    assert found.text == CLOSED_AT_ONCE and fix in found.fix and "brigade worker" not in found.fix
 
 
 def test_an_address_at_which_a_node_is_not_reached_is_noted_if_another_is_in_use() -> None:

@@ -1,17 +1,19 @@
 """The cluster.yaml that comes of a draft: it loads, says what was found, and takes no other file's place."""
 
+import resource
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coordinator.finding import written
 from coordinator.finding.draft import Chosen, Draft
 from coordinator.finding.media import Medium
 from coordinator.finding.ways import Way
 from coordinator.finding.written import cluster_text, require_room, write_cluster
 from tests.unit.finding.test_draft import CABLE, LOOPBACK, WIFI
-from worker.config import load_cluster
+from worker.config import Cluster, load_cluster
 from worker.errors import ConfigError
 
 MINI = Chosen("mini", (CABLE, WIFI), is_encrypted=True)
@@ -48,6 +50,23 @@ def test_a_file_that_is_there_stays_unless_it_is_wished_away(tmp_path: Path) -> 
     write_cluster(path, text, force=True)
     assert path.read_text() == text
     assert [each.name for each in tmp_path.iterdir()] == ["cluster.yaml"]
+
+
+def test_a_disk_that_becomes_full_leaves_no_half_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is there once it is known to load is the file: nothing is written any more."""
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def load(path: Path) -> Cluster:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, most[1]))
+        return load_cluster(path)
+
+    monkeypatch.setattr(written, "load_cluster", load)
+    text = cluster_text("demo", "coordinator", Draft((MINI,)))
+    try:
+        write_cluster(tmp_path / "cluster.yaml", text, force=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("cluster.yaml", text)]
 
 
 def test_what_would_not_load_is_not_written(tmp_path: Path) -> None:

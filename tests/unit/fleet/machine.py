@@ -58,10 +58,10 @@ class FakeMachine:
         (folder / "complete").touch()
         return folder
 
-    def hold(self, thing: str, pid: int) -> Path:
-        """Have this process have the first turn at something."""
-        turn = self.home / ".brigade" / "turns" / thing / "1"
-        turn.parent.mkdir(parents=True)
+    def hold(self, thing: str, pid: int, number: int = 1) -> Path:
+        """Have this process have a turn at something, the first one or a later one."""
+        turn = self.home / ".brigade" / "turns" / thing / str(number)
+        turn.parent.mkdir(parents=True, exist_ok=True)
         turn.symlink_to(identity(pid))
         return turn
 

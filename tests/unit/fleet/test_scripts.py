@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.fleet.ssh import Remote
 from tests.unit.fleet.machine import PROC, FakeMachine
 
 # As far as it matters here. Whoever installs while another does leaves a note of it.
@@ -52,7 +53,10 @@ def test_a_service_of_no_known_kind_is_a_failure(machine: FakeMachine, script: s
     file.write_text(kind)
     done = machine.attempt(script)
     assert done.returncode == 1 and "was" not in done.stdout
-    assert done.stderr == f"expected launchd, systemd or daemon in {file}, found '{kind}': remove it, launch again\n"
+    assert (
+        done.stderr
+        == f"@brigade expected launchd, systemd or daemon in {file}, found '{kind}': remove it, launch again\n"
+    )
 
 
 def test_what_cannot_be_written_leaves_what_was_there(machine: FakeMachine) -> None:
@@ -73,6 +77,22 @@ def test_nothing_is_dropped_while_another_installs(machine: FakeMachine) -> None
         assert versions(machine) == {"v1", "unused"} and (unused / "complete").exists()
     settle(machine, "mini", "v1")
     assert versions(machine) == {"v1"}
+
+
+def test_what_a_launch_that_was_cut_off_has_half_made_goes_even_if_nothing_else_is_to_be_done(
+    machine: FakeMachine,
+) -> None:
+    settle(machine, "mini", "v1")
+    for half in ("v1.1", "v2", "v3"):
+        (machine.home / ".brigade" / "versions" / half / "lib").mkdir(parents=True)
+    (folder_of(machine, "air") / "version").write_text("v3\n")  # of a worker that may run
+    with living() as other:
+        machine.hold("versions", other, 9)
+        machine.run("look")
+        assert versions(machine) == {"v1", "v1.1", "v2", "v3"}
+    machine.run("look")
+    assert versions(machine) == {"v1", "v3"}
+    machine.run("look")
 
 
 def test_what_was_installed_for_another_worker_is_not_dropped_before_that_one_has_it(machine: FakeMachine) -> None:
@@ -96,7 +116,7 @@ def test_a_worker_is_not_started_by_what_another_launch_has_dropped(machine: Fak
     (folder_of(machine, "mini") / "started").write_text("old\n")
     done = machine.attempt("settle", kind="daemon", restarts="yes", started="x", version="gone")
     assert done.returncode == 1
-    assert done.stderr == "another launch has just dropped gone there: launch again\n"
+    assert done.stderr == "@brigade another launch has just dropped gone there: launch again\n"
     assert (folder_of(machine, "mini") / "started").exists()
 
 
@@ -157,6 +177,25 @@ def test_a_turn_that_is_over_when_it_is_taken_is_none(machine: FakeMachine) -> N
         machine.write("sleep", SLEEP_TO_ITS_END.format(pid=other))
         assert "waiting for another installation" in install(machine, "mini", "v1")
         assert [each.name for each in turns.iterdir()] == ["4"]
+
+
+def test_an_installation_that_fails_is_told_before_its_own_words(machine: FakeMachine) -> None:
+    folder_of(machine, "mini")
+    machine.write("uv", '[ "$1" = venv ] && exit 0\necho "  cause: client error (Connect)" >&2\nexit 2')
+    done = machine.attempt("install", version="v1", uv="uv", python="", wanted="3.12", wheel_name="wheel")
+    told = Remote("mini", "mini").failure(done.returncode, done.stderr).message
+    assert told == "uv could not install brigade's packages: cause: client error (Connect)"
+
+
+def test_of_a_log_only_what_it_says_since_its_start_is_shown(machine: FakeMachine) -> None:
+    log = folder_of(machine, "mini") / "worker.log"
+    log.write_text("old\n")
+    asked = {"lines": "3", "follow": "no"}
+    assert machine.run("log", **asked, since_start="yes") == "old\n"  # of a launch that noted no beginning
+    machine.write("systemctl", f'case "$*" in *" restart "*) echo new >>{log} ;; *is-active*) exit 3 ;; esac')
+    machine.settle("systemd", b"unit")
+    assert machine.run("log", **asked, since_start="yes") == "new\n"
+    assert machine.run("log", **asked) == "old\nnew\n"
 
 
 def test_where_no_turn_can_be_written_down_that_is_said(machine: FakeMachine) -> None:

@@ -15,7 +15,7 @@ from coordinator.fleet.service_launchd import plist
 from coordinator.fleet.service_systemd import unit
 from tests.unit.fleet.machine import PROC, FakeMachine, identity
 
-MAC = Found("Darwin", "/Users/anna", 1, "launchd", version="0123456789abcdef")
+MAC = Found("/Users/anna", 1, "launchd", version="0123456789abcdef")
 needs_proc = pytest.mark.skipif(not PROC.exists(), reason="no /proc here: no Linux can be played")
 FOLDER = "/Users/anna/.brigade/worker-mini"
 
@@ -55,7 +55,7 @@ def test_the_unit_of_a_worker_is_one(tmp_path: Path) -> None:
 
 def test_a_plain_process_is_told_its_words_as_they_are(tmp_path: Path) -> None:
     home = tmp_path / "Anna's $HOME"
-    found = Found("Linux", str(home), 1, "daemon", version="v")
+    found = Found(str(home), 1, "daemon", version="v")
     python = home / ".brigade" / "versions" / "v" / "bin" / "python"
     for folder in (python.parent, home / ".brigade" / "worker-mini"):
         folder.mkdir(parents=True)

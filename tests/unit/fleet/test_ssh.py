@@ -60,6 +60,15 @@ def test_what_a_script_says_is_told_as_it_is() -> None:
     assert str(error) == "worker mini: two; three; four; ERROR: no matching distribution"
 
 
+def test_what_has_failed_is_told_before_the_words_of_what_did() -> None:
+    said = (
+        "Resolved 9 packages\n  Caused by: one\n  Caused by: client error (Connect)\n@brigade uv could not install it\n"
+    )
+    words = "uv could not install it: Resolved 9 packages; Caused by: one; Caused by: client error (Connect)"
+    assert str(Remote("mini", "mini").failure(1, said)) == f"worker mini: {words}"
+    assert Remote("mini", "mini").failure(1, "@brigade cannot write x\n").message == "cannot write x"
+
+
 @pytest.mark.parametrize("code", [1, 255])
 def test_what_is_said_there_cannot_steer_a_terminal(code: int) -> None:
     message = Remote("mini", "mini").failure(code, "\x1b]0;owned\x07\x9b2J\tpip\u202e" + "x" * 9999).message

@@ -7,10 +7,10 @@ from coordinator.fleet.steps import DEFINITIONS, Action, Wish, digest, steps_for
 
 WISH = Wish("v2", b"config", b"key", b"service")
 AS_WISHED = Found(
-    "Linux", "/h", 1, "daemon", versions=frozenset({"v2"}), config=digest(b"config"), key=digest(b"key"),
+    "/h", 1, "daemon", versions=frozenset({"v2"}), config=digest(b"config"), key=digest(b"key"),
     service=digest(b"service"), started=WISH.started, is_alive=True,
 )  # fmt: skip
-NOTHING = Found("Linux", "/h", 1, "daemon")
+NOTHING = Found("/h", 1, "daemon")
 
 
 @pytest.mark.parametrize(
