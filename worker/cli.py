@@ -67,7 +67,8 @@ def worker(
     if config and entry is None and (name or not bind):
         found = f"{config} has no worker {name!r}" if name else "--name is missing"
         known = ", ".join(worker.name for worker in cluster.workers)
-        raise ConfigError(f"{found}: expected {known and 'one of: '}{known or 'an entry under `workers:` there'}")
+        expected = f"one of: {known}" if known else "an entry under `workers:` there"
+        raise ConfigError(f"{found}: expected {expected}")
     if model is not None:
         require_model(model)
     binds = (bind,) if bind else entry.addresses if entry else (DEFAULT_BIND,)

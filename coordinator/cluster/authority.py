@@ -122,7 +122,7 @@ def _require_same(path: Path, name: str, role: Role) -> None:
         if spelled and name[:64] != spelled[0] and name[:64].lower() == spelled[0].lower():
             raise ConfigError(
                 f"{path} is that of {spelled[0]!r}, and certificates do not tell {name!r} from it: renew it as "
-                f"{spelled[0]!r}, or give another node a name that differs in more than case"
+                f"{spelled[0]!r}, remove that file first, or give another node a name that differs in more than case"
             )
         if roles and role not in roles:
             raise ConfigError(f"{path} has the role {', '.join(roles)}, not {role}; remove it first if that is meant")

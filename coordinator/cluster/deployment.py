@@ -7,7 +7,7 @@ from functools import partial
 from coordinator.cluster.feed import load_fed
 from coordinator.cluster.peer import COORDINATOR_ID, Peer
 from coordinator.cluster.together import together
-from coordinator.planning.plan import Plan
+from coordinator.planning.plan import Assignment, Plan
 from protos.brigade_pb2 import Contents, Coordinator, LoadProgress, LoadRequest
 from worker.compute.shard import Shard
 from worker.model.checkpoint import Checkpoint
@@ -53,8 +53,12 @@ class Deployment:
             contents=contents,
             coordinator=self.coordinator,
             memory_bytes=assignment.memory_bytes,
-            digests=digests,
+            digests={place: digest for place, digest in (digests or {}).items() if self._is_held(assignment, place)},
         )
+
+    def _is_held(self, assignment: Assignment, place: int) -> bool:
+        """Whether a piece belongs to this shard; what stands beside the layers is the last one's, if not stage 0's."""
+        return assignment.start <= place < assignment.end or (place < 0 and assignment.end == self.spec.num_layers)
 
 
 class OwnNode:

@@ -32,6 +32,7 @@ from worker.store.origin import Digests, Origin, gathered
 from worker.store.pieces import Piece, pieces_of
 
 _STALL_S = 120.0  # the longest that a worker may take no bytes, or not say what it has
+_PAUSE_S = 0.5
 _BACK_S = 10.0  # for how long one is asked again that was lost on the way
 _BATCH = 2  # messages that are read from the disk at once
 _LEAST_ALLOWANCE, _MOST_ALLOWANCE = SAY_BYTES, 1 << 24  # bytes; of fewer a worker may not speak
@@ -81,10 +82,23 @@ async def feed(peer: Peer, request: LoadRequest, checkpoint: Checkpoint, report:
             if sending.num_sent == before:
                 raise
             log("note", f"{error}; what it lacks is sent on from there")
-            await peer.hello(_BACK_S)
+            await _wait_back(peer)
     if sending.num_sent and (took_s := time.monotonic() - began) > _LONG_S:
         log("note", _story(peer.name, sending.num_sent, took_s))
     return sending.num_sent
+
+
+async def _wait_back(peer: Peer) -> None:
+    """Return once it answers. Raises StageLost if it does not for long: its name may be gone with its cable, too."""
+    until = time.monotonic() + _BACK_S
+    while True:
+        try:
+            await peer.hello(max(_PAUSE_S, until - time.monotonic()))
+            return
+        except StageLost:
+            if time.monotonic() >= until:
+                raise
+        await asyncio.sleep(_PAUSE_S)
 
 
 class Supply:

@@ -10,6 +10,7 @@ from typing import Self
 from coordinator.cluster.keeper import Keeper
 from coordinator.cluster.local import LocalWorker
 from coordinator.cluster.peer import Peer
+from coordinator.planning.budgets import Offer, budgets
 from coordinator.planning.plan import Node
 from coordinator.planning.recovery import Present
 from protos.brigade_pb2 import HelloReply
@@ -118,19 +119,17 @@ class Roster:
             await self.pause(_PAUSE_S)
 
     def present(self, replies: dict[str, HelloReply]) -> list[Present]:
-        """This node and those that answered, with the memory that each may use.
-
-        Nodes of one machine share its memory: this one and the workers on its loopback get an equal part each.
-        """
+        """This node and those that answered, with the memory that each may use."""
         configured = {worker.name: worker.memory for worker in self._cluster.workers}
-        own_share = self._budget // (1 + sum(self._is_here(name) for name in replies))
+        answered = [name for name in self.members if name in replies]
+        offers = [Offer(replies[each].memory_bytes, configured.get(each), self._is_here(each)) for each in answered]
         own = self._cluster.coordinator
-        found = [Present(Node(own.name, own.memory or own_share))]
-        for name in self.members:
-            if reply := replies.get(name):
-                offered = own_share if self._is_here(name) else reply.memory_bytes
-                found.append(Present(Node(name, configured.get(name) or offered), reply.incarnation))
-        return found
+        mine, *theirs = budgets(Offer(self._budget, own.memory), offers)
+        others = [
+            Present(Node(name, memory), replies[name].incarnation)
+            for name, memory in zip(answered, theirs, strict=True)
+        ]
+        return [Present(Node(own.name, mine)), *others]
 
     def peers(self, names: Iterable[str]) -> list[Peer]:
         """Those of these workers that run."""

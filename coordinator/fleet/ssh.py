@@ -140,7 +140,7 @@ class Remote:
             yield process
         finally:
             if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says so where all have ended
                     os.killpg(process.pid, signal.SIGKILL)  # what it goes through, too: ProxyJump's ssh say
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_CLOSED_S):

@@ -228,7 +228,10 @@ def harm(path: Path, damage: str) -> None:
     written = path.stat().st_mtime_ns
     with path.open("r+b") as file:
         file.seek(0 if damage == "header" else 100_000)
-        file.truncate(200_000) if damage == "length" else file.write(b"\x11" * 16)
+        if damage == "length":
+            file.truncate(200_000)
+        else:
+            file.write(b"\x11" * 16)
     if damage != "bytes":
         os.utime(path, ns=(written, written))
 

@@ -123,6 +123,14 @@ async def test_a_coordinator_that_falls_silent_is_not_waited_for(
             pass
 
 
+async def test_a_small_file_of_the_same_size_is_sent_anew(store: Store, wanted: LoadRequest) -> None:
+    """Two coordinators' config.json may say the same in another order."""
+    for content in (b'{"a": 1}', b'{ "a":1}'):
+        await say(store, [Feeding(model=wanted), *file("config.json", content)])
+        [found] = store.folder.rglob("config.json")
+        assert found.read_bytes() == content
+
+
 async def test_a_file_that_somebody_else_receives_is_waited_for_however_long(
     store: Store, wanted: LoadRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,11 @@ class Due:
         self._coordinator_id = ""
         self._waiting.close()
 
+    @property
+    def is_to_come(self) -> bool:
+        """Whether somebody has loaded layers here and is about to use them."""
+        return bool(self._coordinator_id)
+
     def refuse_others(self, coordinator: Coordinator) -> None:
         """Raises NodeBusy where it is due to another one."""
         if self._coordinator_id not in ("", coordinator.id):

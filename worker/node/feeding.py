@@ -214,7 +214,10 @@ class Intake:
 
     def _begin(self, announcement: Announcement) -> Receiving | Path | None:
         """As the store's `begin_piece`, of whatever is announced. Raises likewise."""
-        found = self._look_up(announcement)
+        try:
+            found = self._look_up(announcement)
+        except FileNotFoundError:  # it was removed while it was looked at
+            return None
         if isinstance(found, Path) and not self._lease.add(found):
             return None  # it is being removed: it will be taken anew
         self._begun = found if isinstance(found, Receiving) else self._begun

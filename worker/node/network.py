@@ -20,7 +20,7 @@ from worker.node.callers import Caller
 from worker.node.identity import Identity, Keys, Role
 from worker.node.parts import ENCRYPTED, PLAIN, Wire
 
-PROTOCOL_VERSION = 4  # one more with each field that an older node would ignore, and do something else than is asked
+PROTOCOL_VERSION = 5  # one more with each field that an older node would ignore, and do something else than is asked
 ACCEPTED = (("brigade-accepted", "1"),)  # initial metadata of a stream that was not refused
 
 MOST_CONNECTIONS = 1024  # to one server, whoever opens them

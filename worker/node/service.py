@@ -211,7 +211,7 @@ class NodeService(Examinee):
                 self._refuse_if_draining()
                 if self._store is None:
                     raise ModelError("takes no model from a coordinator: `pull` in its own cluster.yaml says so")
-                if not (self._attachment or self._loader.is_busy):
+                if not (self._attachment or self._loader.is_busy or self._due.is_to_come):
                     self._loader.free_files()
                 has_checksums, received = self._network.wire.has_checksums, self.log.received
                 feeding = be_fed(self._store, first, messages, has_checksums=has_checksums, received=received)

@@ -44,7 +44,7 @@ class Lease:
             os.close(self._files.popitem()[1])
 
     def __del__(self) -> None:
-        """Of a call that was given up nobody may be left to close it."""
+        """If whoever took it was cut off, nobody else closes it."""
         self.close()
 
 

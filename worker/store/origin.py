@@ -109,17 +109,17 @@ class Digests:
 
     def of(self, origin: Origin, given_up: threading.Event) -> str:
         """Raises OSError if a file cannot be read."""
-        if not self.known(origin):
-            self._known[origin.stamp] = origin.digest(given_up)
-        return self._known[origin.stamp]
+        found = self.known(origin) or origin.digest(given_up)
+        if found:
+            self._known[origin.stamp] = found
+        return found
 
     def keep(self) -> None:
         """A folder that cannot be written to only means that they are computed again."""
         unfinished = self._path.with_suffix(f".{os.getpid()}")
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            new = {stamp: digest for stamp, digest in self._known.items() if digest}
-            known = self._read() | new  # others may have kept some meanwhile
+            known = self._read() | self._known.copy()  # others may have kept some meanwhile, or one is just made
             unfinished.write_bytes(msgpack.packb(dict(list(known.items())[-_MOST_KEPT:])))
             unfinished.replace(self._path)
 
@@ -131,7 +131,7 @@ class Digests:
 
 
 def known_digests(checkpoint: Checkpoint) -> dict[int, str]:
-    """Of the pieces that workers may hold, by place, those that need not be made. Raises ModelError likewise."""
+    """Of the pieces that workers may hold, by place, as far as they need not be made."""
     digests, found = Digests(checkpoint), {}
     for piece in pieces_of(checkpoint, 1, describe(checkpoint).num_layers):
         with contextlib.suppress(ModelError, OSError):  # a file that is still on the hub

@@ -100,7 +100,7 @@ def is_as_received(path: Path) -> bool:
 
 
 def is_whole(path: Path, begin: bytes, nbytes: int) -> bool:
-    """The same, and by its size and beginning it is this file: those are looked at again."""
+    """Whether it is as it was received, and has this size and this beginning."""
     if not is_as_received(path) or path.stat().st_size != len(begin) + nbytes:
         return False
     with path.open("rb") as file:
@@ -122,7 +122,7 @@ def begin_receiving(path: Path, unfinished: Path, begin: bytes, nbytes: int, dig
         return None
     with ExitStack() as undo:
         file = undo.enter_context(FileIO(descriptor, "r+"))
-        if is_whole(path, begin, nbytes):  # it was given its name after this one has looked for that
+        if begin and is_whole(path, begin, nbytes):  # a piece was given its name after this one has looked for that
             unfinished.unlink(missing_ok=True)
             return None
         receiving = Receiving(path, unfinished, begin, nbytes, digest, file)

@@ -23,7 +23,7 @@ main() {
     sent=$worker/$parcel
     wheel=$sent/$wheel_name
     mkdir -p "$root/versions"
-    wait_turn versions "another installation" # which may be one that nobody waits for any more
+    wait_turn versions "another installation" 900 # which may be one that nobody waits for any more
     if [ ! -f "$target/complete" ]; then make "$target"; fi # or else that was the one
     keep "$version" "$worker/installed" # so that nobody drops it before this worker has it
     touch "$target/complete"

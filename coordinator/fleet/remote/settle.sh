@@ -13,7 +13,7 @@ is_settled() { # whether another launch, meanwhile, has started the very worker 
 main() {
     require_kind
     sent=$worker/$parcel
-    wait_turn "worker-$name" "another launch"
+    wait_turn "worker-$name" "another launch" 60
     keep "$version" "$worker/settling" # from now on nobody drops it
     [ -f "$root/versions/$version/complete" ] || fail "another launch has just dropped $version there: launch again"
     if [ "$restarts" = yes ] && is_settled; then

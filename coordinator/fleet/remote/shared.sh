@@ -41,10 +41,13 @@ digest() { # FILE: nothing if there is none
 # Who changes what all share has its turn, until its process ends. The turns of each thing are numbered links that say
 # whose they are. Only the last one counts, and it stays until there is a later one: no turn can be taken twice.
 turns=$root/turns
-wait_turn() { # THING WHAT
+wait_turn() { # THING WHAT SECONDS: no longer than that
+    waited=0
     until take_turn "$1"; do
+        [ "$waited" -lt "$3" ] || fail "$2 is not done after $3 s: see its process ${holder%% *} there, or end that"
         say phase "waiting for $2 (process ${holder%% *} there)"
         sleep 1
+        waited=$((waited + 1))
     done
 }
 take_turn() { # THING: whether it is this process's now, as number `turn`; if not, `holder` has it

@@ -28,17 +28,3 @@ def test_a_worker_imports_models_and_neither_tokenizers_nor_the_hub() -> None:
 def test_grpc_leaves_forked_processes_alone() -> None:
     """Or it now and then crashes a worker of our own between fork and exec."""
     assert worker.__doc__ and os.environ["GRPC_ENABLE_FORK_SUPPORT"] == "0"
-
-
-LOOK_UP = """
-import coordinator, grpc
-
-with grpc.insecure_channel("name.invalid:1") as channel:
-    channel.unary_unary("/a/b")(b"", timeout=10)
-"""
-
-
-def test_names_are_looked_up_as_the_system_does() -> None:
-    """gRPC's own resolver would not find those of Bonjour; the system's fails in the words of `getaddrinfo`."""
-    done = subprocess.run([sys.executable, "-c", LOOK_UP], capture_output=True, text=True)
-    assert "errors resolving name.invalid" in done.stderr and "getaddrinfo" in done.stderr

@@ -49,7 +49,7 @@ def test_mlx_is_told_until_what_is_held_is_given_back_or_no_plan_says_how_much()
 
 def test_what_is_kept_for_arrays_to_come_is_what_weights_leave_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     before = cache_limit()
-    usual = Limits(mx.get_memory_limit(), 1 << 40, None)  # as on a Mac; on a CPU next to nothing is kept anyway
+    usual = Limits(mx.get_memory_limit(), 1 << 40, 0)  # as on a Mac; on a CPU next to nothing is kept anyway
     monkeypatch.setattr(mlx_memory, "_usual_limits", lambda: usual)
     try:
         keep_within(300 * MIB, 100 * MIB)
