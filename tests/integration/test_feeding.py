@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from coordinator.cluster import feed as feed_module
 from coordinator.cluster import survey as survey_module
 from coordinator.cluster.feed import feed, load_fed
 from coordinator.cluster.options import ClusterOptions
@@ -21,7 +22,7 @@ from coordinator.cluster.peer import Peer
 from coordinator.cluster.runner import Runner
 from coordinator.cluster.survey import known_speeds, survey
 from coordinator.examine.smoke import try_cluster
-from protos.brigade_pb2 import LoadProgress, LoadRequest
+from protos.brigade_pb2 import HelloReply, LoadProgress, LoadRequest
 from tests.integration import test_hub
 from tests.integration.certificates import Certificates
 from tests.integration.conftest import (
@@ -42,7 +43,7 @@ from tests.integration.test_hub import THIRD, Ask, Hub
 from tests.tiny import VOCAB, make_model
 from tools.proxy import Proxy
 from worker.config import Cluster, Worker
-from worker.errors import ModelError, ModelLacking
+from worker.errors import ModelError, ModelLacking, StageLost
 from worker.model.checkpoint import Checkpoint, open_folder
 from worker.model.contents import contents_of
 from worker.model.describe import describe
@@ -313,6 +314,30 @@ async def test_after_a_cut_what_came_is_not_sent_again(tmp_path: Path, store_of:
     assert not cuts and sum(taken) == size
 
 
+async def test_who_is_not_found_for_a_moment_after_a_cut_is_asked_again(
+    tmp_path: Path, store_of: StoreOf, taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name may have gone with its cable."""
+    monkeypatch.setattr(feed_module, "_PAUSE_S", 0.01)
+    folder, hello, refusals = make_model(tmp_path / "model", config=LARGE), Peer.hello, [StageLost("nobody")] * 3
+    async with serving(1, NOTHING, store_of=store_of) as [node], Proxy(node.address).serving() as proxy:
+        proxy.there.bytes_per_s = 40e6
+
+        async def lost_at_first(peer: Peer, within_s: float | None = None) -> HelloReply:
+            if refusals:
+                raise refusals.pop()
+            return await hello(peer, within_s)
+
+        def cut(report: LoadProgress) -> None:
+            if len(refusals) == 3 and report.done > 2 << 20:
+                proxy.reset()
+
+        monkeypatch.setattr(Peer, "hello", lost_at_first)
+        async with peer_of(node, proxy.address) as peer:
+            await feed(peer, full_request(folder, 1, 4), open_folder(folder), cut)
+    assert not refusals and sum(taken) == size_of(folder, 1, 4)
+
+
 async def test_what_was_cut_off_with_its_process_is_gone_on_with_by_the_next(
     tmp_path: Path, store_of: StoreOf, taken: list[int]
 ) -> None:
@@ -378,22 +403,26 @@ async def test_whatever_a_coordinator_does_it_sends_none_where_its_file_says_so(
     assert not taken
 
 
-async def test_a_full_disk_is_told_and_nothing_half_written_is_loaded(
-    models: Models, store_of: StoreOf, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("number", "remedy"), [(errno.ENOSPC, "make room there"), (errno.EROFS, "let it write there")], ids=str
+)
+async def test_a_disk_that_takes_no_more_is_told_and_nothing_half_written_is_loaded(
+    models: Models, store_of: StoreOf, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
 ) -> None:
     folder, num_written, write = models("qwen3").folder, [0], Receiving.write
 
     def fill(receiving: Receiving, pieces: Sequence[bytes]) -> None:
         num_written[0] += sum(map(len, pieces))
         if num_written[0] > 100_000:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(number, os.strerror(number))
         write(receiving, pieces)
 
     wanted = full_request(folder, 2, 4)
     async with serving(1, NOTHING, store_of=store_of) as [node]:
         with monkeypatch.context() as patch:
             patch.setattr(Receiving, "write", fill)
-            with pytest.raises(ModelError, match="worker node-1: cannot keep what it receives: No space left on"):
+            said = f"worker node-1: cannot keep what it receives: {os.strerror(number)} .*; {remedy}"
+            with pytest.raises(ModelError, match=said):
                 await fed(node, wanted, folder)
         async with peer_of(node) as peer:
             with pytest.raises(ModelLacking):
@@ -419,6 +448,12 @@ async def test_what_a_chain_has_loaded_makes_room_for_another_model_only_once_it
     first, second = models("qwen3").folder, models("llama").folder
     store = Store(tmp_path / "shards", size_of(first, 2, 4) + 10_000)
     async with serving(1, NOTHING, store_of=lambda name: store) as [node]:
+        wanted = full_request(first, 2, 4)
+        wanted.coordinator.id = "who is about to use it"
+        async with peer_of(node) as peer:
+            await load_fed(peer, wanted, open_folder(first), lambda report: None, feeds=True)
+        with pytest.raises(ModelError, match=r"worker node-1: has room for .* of received layers, needs"):
+            await fed(node, full_request(second, 2, 4), second)
         async with opened(first, (2, 2), [node]):
             kept = sorted(store.folder.rglob("*.safetensors"))
             with pytest.raises(ModelError, match=r"worker node-1: has room for .* of received layers, needs"):

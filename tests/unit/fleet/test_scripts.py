@@ -153,6 +153,16 @@ def test_an_installation_that_is_under_way_is_waited_for(machine: FakeMachine) -
     assert f"@brigade phase waiting for another installation (process {other} there)\n" in told
 
 
+def test_a_turn_that_does_not_end_is_told_with_its_process(machine: FakeMachine) -> None:
+    (folder_of(machine, "mini") / "kind").write_text("daemon\n")
+    machine.write("sleep", "exit 0")  # time flies
+    with living() as other:
+        machine.hold("worker-mini", other)
+        done = machine.attempt("stop")
+    told = f"@brigade a launch is not done after 60 s: see its process {other} there, or end that\n"
+    assert (done.returncode, done.stderr) == (1, told)
+
+
 @pytest.mark.parametrize("whose", ["of one that has ended", "of one that had this number"])
 def test_a_turn_whose_process_has_ended_is_waited_for_by_nobody(machine: FakeMachine, whose: str) -> None:
     with living() as other:

@@ -301,6 +301,14 @@ def test_what_begins_to_come_while_the_rest_is_removed_stays(
     assert store.remove(store.kept()[0].key) and not store.kept()
 
 
+def test_a_file_that_is_gone_is_not_taken_over(tmp_path: Path) -> None:
+    path, lease = tmp_path / "file", Lease()
+    alone = open_alone(path)
+    assert alone is not None
+    path.unlink()
+    assert not lease.take_over(path, alone)
+
+
 def test_a_file_that_is_handed_over_is_held_or_known_to_be_gone(tmp_path: Path) -> None:
     """While others try all the time to have it alone."""
     path, is_over, num_held = tmp_path / "file", threading.Event(), 0
