@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 MARKS ?= not long and not matrix
 
-.PHONY: demo test check setup clean
+.PHONY: demo test test-busy check setup clean
 
 demo: .venv/.ready
 	@$(BIN)/brigade demo
@@ -12,6 +12,10 @@ demo: .venv/.ready
 # Tests of processes wait more than they compute, so three at once fill two cores. They come first, the quickest last.
 test: .venv/.ready-dev
 	$(BIN)/python -m pytest -m "$(MARKS)" --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 10
+
+# The same three times, beside a program that keeps one core busy: no test may depend on how fast the machine is.
+test-busy: .venv/.ready-dev
+	@tools/busy_suite.sh $(or $(RUNS),3)
 
 check: .venv/.ready-dev
 	$(BIN)/ruff format --check .

@@ -1,13 +1,13 @@
 """The `brigade` command; also python -m coordinator."""
 
-from worker.process.interrupts import end_when_interrupted
+from worker.platform.interrupts import end_when_interrupted
 
 end_when_interrupted()  # before anything else is imported
 
 from typing import NoReturn  # noqa: E402
 
 from coordinator.cli.app import app  # noqa: E402
-from worker.process.run import run_command  # noqa: E402
+from worker.platform.run import run_command  # noqa: E402
 
 
 def main() -> NoReturn:

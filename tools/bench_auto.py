@@ -15,17 +15,17 @@ from rich.console import Console
 from rich.table import Table
 
 from coordinator.cli.parse import parse_counts
-from coordinator.cli.run_async import run_async
+from coordinator.cli.run import run_async
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.open import open_chain, read_model
 from coordinator.cluster.options import DEFAULT_CONTEXT, ClusterOptions, cluster_options
-from coordinator.cluster.runner import Runner
 from coordinator.cluster.together import together
 from coordinator.decoding.decode import Decode, suit
+from coordinator.engine.engine import Engine
 from coordinator.sessions.request import Request, check_request
 from protos.brigade_pb2 import Cache, Sampling
-from worker.process.machine import machine_name
-from worker.process.run import run_command
+from worker.platform.machine import machine_name
+from worker.platform.run import run_command
 
 _NUM_PROMPT, _NUM_TOKENS = 16, 64
 _TEMPERATURES = {"greedy": 0.0, "sampled, temperature 1.6": 1.6}
@@ -68,9 +68,9 @@ async def _round(chain: Chain, number: int, count: int, temperature: float) -> t
         samplings = [Sampling(seed=seed, temperature=temperature) for seed in range(count)]
         asked = [Request(p, _NUM_TOKENS, s, decode) for p, s in zip(prompts, samplings, strict=True)]
         check_request(asked[0], chain.spec)
-        async with Runner(chain) as runner:
+        async with Engine(chain) as engine:
             before = time.perf_counter()
-            answers = await together(*(runner.answer(each) for each in asked))
+            answers = await together(*(engine.answer(each) for each in asked))
             speeds[decode] = count * _NUM_TOKENS / (time.perf_counter() - before)
         num_steps[decode] = sum(answer.num_steps for answer in answers)
     return speeds[_AR], speeds[_AUTO], count * _NUM_TOKENS / num_steps[_AUTO]

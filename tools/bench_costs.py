@@ -14,13 +14,13 @@ from rich.table import Table
 
 from coordinator.cli.parse import parse_counts
 from protos.brigade_pb2 import Frame, Session, Window
-from worker.compute.engine import Engine
+from worker.compute.executor import Executor
 from worker.compute.shard import Shard
 from worker.memory.history import History
 from worker.model.describe import describe
 from worker.node.loading import open_checkpoint
-from worker.process.machine import machine_name
-from worker.process.run import run_command
+from worker.platform.machine import machine_name
+from worker.platform.run import run_command
 
 _CHUNK = 256  # rows of prompt at a time
 _SHORT = 128  # tokens of context in the table of batches
@@ -37,7 +37,7 @@ def main(
     spec = describe(checkpoint)
     shard = Shard(checkpoint, 0, spec.num_layers)
     shard.materialise(lambda nbytes: None)
-    engine = Engine(shard, 0, spec.dtype)
+    engine = Executor(shard, 0, spec.dtype)
     rows = [(length, 1) for length in parse_counts("contexts", contexts)]
     rows += [(_SHORT, count) for count in parse_counts("batches", batches)]
     table = Table(title=f"{spec.name}, {spec.num_layers} layers, on {machine_name()}", title_justify="left")
@@ -51,7 +51,7 @@ def main(
     Console().print(table)
 
 
-def step_seconds(engine: Engine, length: int, count: int, rounds: int) -> list[float]:
+def step_seconds(engine: Executor, length: int, count: int, rounds: int) -> list[float]:
     """Seconds of `rounds` decoding steps of `count` sessions with `length` tokens in their caches."""
     histories = [History(5 + (at + number) % 64 for at in range(length)) for number in range(count)]
     engine.step(Frame(opened=[Session(slot=number) for number in range(count)]), received=0)

@@ -38,13 +38,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from coordinator.cluster.authority import Authority
 from coordinator.cluster.deployment import Deployment
-from coordinator.cluster.feed import feed
 from coordinator.cluster.open import joined
 from coordinator.cluster.peer import Peer
-from coordinator.cluster.runner import Runner
-from coordinator.planning.plan import Node, plan
+from coordinator.cluster.weights import push_weights
+from coordinator.deploy.certificates import Authority
+from coordinator.engine.engine import Engine
+from coordinator.planning.plan import Node, Objective
+from coordinator.planning.planner import plan
+from coordinator.planning.speeds import NOTHING_KNOWN
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Contents, LoadRequest, Sampling
 from tools.bench_frames import Ticker
@@ -54,13 +56,13 @@ from tools.sparse_model import write_sparse
 from worker.model.checkpoint import DEMO, Checkpoint, open_folder
 from worker.model.describe import describe
 from worker.model.headers import pack_headers
-from worker.node.chunks import CHUNK_BYTES
+from worker.node.framing import CHUNK_BYTES
+from worker.node.hop import open_relay
 from worker.node.identity import Role
 from worker.node.network import Network
-from worker.node.relay import open_relay
-from worker.process.machine import machine_name
-from worker.process.run import run_command
-from worker.store.pieces import pieces_of
+from worker.node.weights_pieces import pieces_of
+from worker.platform.machine import machine_name
+from worker.platform.run import run_command
 
 _BLOCKS_BYTES = 1 << 28  # that bare ways send again and again: more than a processor's caches hold, as files are
 _CONFIG = {
@@ -210,7 +212,7 @@ class Receiver:
     async def _feed(self, link: str, checkpoint: Checkpoint, wanted: LoadRequest) -> int:
         peer = self.peer(link)
         try:
-            return await feed(peer, wanted, checkpoint, lambda report: None)
+            return await push_weights(peer, wanted, checkpoint, lambda report: None)
         finally:
             await peer.close()
 
@@ -265,16 +267,18 @@ async def _sessions(receiver: Receiver, checkpoint: Checkpoint, layers: int, *, 
         for peer in peers:
             stack.push_async_callback(peer.close)
         nodes = [Node(name, 1 << 40) for name in ("studio", NAME)]
-        deployment = Deployment(demo, spec, plan(spec, nodes, 512, None), peers[:1])
-        runner = await stack.enter_async_context(Runner(await stack.enter_async_context(joined(deployment))))
-        await _answers(runner)
+        deployment = Deployment(demo, spec, plan(spec, nodes, NOTHING_KNOWN, Objective(512)), peers[:1])
+        engine = await stack.enter_async_context(Engine(await stack.enter_async_context(joined(deployment))))
+        await _answers(engine)
         await receiver.tick()
         for is_fed in (False, True, False, True):
             receiver.forget()
             await asyncio.sleep(_PAUSE_S)
             await receiver.take()
-            feeding = asyncio.create_task(feed(peers[1], wanted, checkpoint, lambda report: None)) if is_fed else None
-            rate, pause_ms = await _answers(runner)
+            feeding = (
+                asyncio.create_task(push_weights(peers[1], wanted, checkpoint, lambda report: None)) if is_fed else None
+            )
+            rate, pause_ms = await _answers(engine)
             if feeding:
                 await feeding
             gaps = (await receiver.take())[:4]
@@ -283,7 +287,7 @@ async def _sessions(receiver: Receiver, checkpoint: Checkpoint, layers: int, *, 
     return table
 
 
-async def _answers(runner: Runner) -> tuple[float, float]:
+async def _answers(engine: Engine) -> tuple[float, float]:
     """Tokens per second of all, and the longest that one waited for its next."""
     began, pauses = time.perf_counter(), [0.0]
 
@@ -296,7 +300,7 @@ async def _answers(runner: Runner) -> tuple[float, float]:
             pauses.append(now - latest if latest else 0.0)
             latest = now
 
-        answer = await runner.answer(Request((5 + number, 6, 7), _TOKENS, Sampling()), emit=note)
+        answer = await engine.answer(Request((5 + number, 6, 7), _TOKENS, Sampling()), emit=note)
         return len(answer.tokens)
 
     tokens = await asyncio.gather(*map(one, range(_SESSIONS)))

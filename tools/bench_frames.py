@@ -28,14 +28,12 @@ from rich.table import Table
 from coordinator.cli.parse import parse_counts
 from protos.brigade_pb2 import Credit, Frame, Result, Timing
 from protos.brigade_pb2_grpc import NodeServicer
-from worker.node.hop import put
-from worker.node.link import Link
+from worker.node.hop import Link, add_node, pack
 from worker.node.network import Network
-from worker.node.relay import add_node
 from worker.node.stage import Stage
-from worker.process.machine import machine_name
-from worker.process.mlx_thread import MlxThread
-from worker.process.run import run_command
+from worker.platform.machine import machine_name
+from worker.platform.run import run_command
+from worker.platform.threads import MlxThread
 
 _TICK_S = 0.0005
 _WARM_UP = 5  # frames
@@ -135,7 +133,7 @@ async def _measure(hidden_size: int, rows: Sequence[int], count: int) -> None:
             ticker.take()
             before = time.perf_counter()
             header = Frame(epoch=1, step=next(steps), timings=[Timing()])
-            await link.send(await thread.run(lambda: put(header, array)))
+            await link.send(await thread.run(lambda: pack(header, array)))
             theirs = json.loads(await answers.readline())
             return 1e3 * (time.perf_counter() - before), *ticker.take(), *theirs
 

@@ -21,26 +21,25 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from coordinator.cli.demo_command import DEMO_PROMPT
+from coordinator.cli.demo import DEMO_PROMPT
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.deployment import Deployment
-from coordinator.cluster.open import joined, make_plan, open_peers, read_model
+from coordinator.cluster.open import choose_plan, joined, open_peers, read_model
 from coordinator.cluster.options import ClusterOptions, cluster_options
 from coordinator.cluster.peer import Peer
-from coordinator.cluster.runner import generate
-from coordinator.cluster.tokenizer import Tokenizer
 from coordinator.decoding.decode import Decode
+from coordinator.engine.engine import generate_once
+from coordinator.engine.tokenizer import Tokenizer
 from coordinator.planning.costs import ChainCosts
 from coordinator.planning.plan import require_fit
-from coordinator.sessions.answer import Answer
-from coordinator.sessions.generation_config import eos_ids
-from coordinator.sessions.request import Request, check_request
+from coordinator.sessions.output import Answer
+from coordinator.sessions.request import Request, check_request, eos_ids
 from tools.proxy import proxy_to
 from worker.model.checkpoint import Checkpoint
 from worker.model.modelspec import ModelSpec
 from worker.node.network import Network
-from worker.process.machine import machine_name
-from worker.process.run import run_command
+from worker.platform.machine import machine_name
+from worker.platform.run import run_command
 
 PROMPTS = (
     DEMO_PROMPT,
@@ -105,7 +104,7 @@ async def measure(options: ClusterOptions, delay_s: float, max_tokens: int) -> t
                 request = Request(ids, max_tokens if number else _WARM_UP_TOKENS, decode=decode, eos=eos)
                 check_request(request, spec)
                 chain.costs = costs if decode == AUTO else ChainCosts(chain.num_stages)
-                answer = await generate(chain, request)
+                answer = await generate_once(chain, request)
                 if number:
                     row.add(answer)
             print(f"{number}/{len(PROMPTS)} prompts", file=sys.stderr, flush=True)
@@ -123,7 +122,7 @@ async def open_slow_chain(
             proxy = stack.enter_context(proxy_to(peer.address, latency_s=delay_s))
             peers.append(Peer(peer.name, [proxy.address], Network()))
             stack.push_async_callback(peers[-1].close)
-        plan = await make_plan(options.cluster, spec, peers, spec.context)
+        plan, _, _ = await choose_plan(options, checkpoint, spec, peers, spec.context, by_speed=False)
         require_fit(plan, spec)
         yield await stack.enter_async_context(joined(Deployment(checkpoint, spec, plan, peers)))
 

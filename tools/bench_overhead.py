@@ -25,14 +25,14 @@ from rich.table import Table
 
 from coordinator.cluster.open import open_chain, read_model
 from coordinator.cluster.options import ClusterOptions, cluster_options
-from coordinator.cluster.runner import generate
-from coordinator.sessions.answer import Answer
+from coordinator.engine.engine import generate_once
+from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
 from worker.model.modelspec import DTYPE_BYTES, ModelSpec
 from worker.node.network import Network
-from worker.process.machine import machine_name
-from worker.process.mlx_thread import MlxThread
-from worker.process.run import run_command
+from worker.platform.machine import machine_name
+from worker.platform.run import run_command
+from worker.platform.threads import MlxThread
 
 _ECHO = "/brigade.bench.Echo/Stream"
 
@@ -63,11 +63,11 @@ async def _measure(options: ClusterOptions, num_tokens: int, num_prompt: int, ro
             open_chain(replace(options, local=1), checkpoint, spec, context, thread) as two,
         ):
             for _ in range(rounds):
-                one_ms += _token_ms(await generate(one, short))
-                two_ms += _token_ms(await generate(two, short))
+                one_ms += _token_ms(await generate_once(one, short))
+                two_ms += _token_ms(await generate_once(two, short))
             for _ in range(rounds):
-                one_s.append((await generate(one, long)).ttft_s)
-                two_s.append((await generate(two, long)).ttft_s)
+                one_s.append((await generate_once(one, long)).ttft_s)
+                two_s.append((await generate_once(two, long)).ttft_s)
             layers = two.plan.layers
     echo_ms = await _echo_ms(spec, num_tokens * rounds)
     _print(spec, layers, len(long.prompt), one_ms, two_ms, echo_ms, one_s, two_s)

@@ -24,8 +24,8 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.utils import load_model
 
-from worker.process.machine import machine_name
-from worker.process.run import run_command
+from worker.platform.machine import machine_name
+from worker.platform.run import run_command
 
 _NUM_RANKS = 2
 _LIMIT_S = 300

@@ -23,12 +23,12 @@ from rich.table import Table
 
 from coordinator.cluster.options import cluster_options
 from coordinator.decoding.decode import Decode
-from coordinator.resident.ask import Ask
-from coordinator.resident.frontend import Frontend
-from coordinator.resident.model import ResidentModel, open_resident
+from coordinator.engine.engine import Engine, open_engine
+from coordinator.engine.inputs import InputProcessor
+from coordinator.sessions.request import RequestSpec
 from tools.serve_client import Outcome, Server, brigade, mlx_lm_server, stream
-from worker.process.machine import machine_name
-from worker.process.run import run_command
+from worker.platform.machine import machine_name
+from worker.platform.run import run_command
 
 _WAIT_S = 600.0
 _AGAIN_S = 0.02
@@ -73,7 +73,7 @@ def main(
 
 
 async def _measure(model: str, num_tokens: int, counts: Sequence[int], rounds: int, num_words: int) -> None:
-    frontend = await Frontend.read(model)
+    frontend = await InputProcessor.read(model)
     servers: dict[str, AbstractContextManager[Server]] = {
         "mlx_lm.server": mlx_lm_server(frontend.checkpoint.folder),
         "brigade serve, one process": brigade("--model", model, "--local", "0"),
@@ -152,28 +152,30 @@ async def _persistent(client: httpx2.AsyncClient, body: dict[str, Any]) -> Outco
 Pair = tuple[float, float]  # milliseconds per token, prompt included, and until the first text
 
 
-async def _here_and_there(frontend: Frontend, model: str, num_tokens: int, count: int) -> tuple[list[Pair], list[Pair]]:
+async def _here_and_there(
+    frontend: InputProcessor, model: str, num_tokens: int, count: int
+) -> tuple[list[Pair], list[Pair]]:
     """The same requests in this process and by HTTP, in turns, a token per step and as many tokens each."""
     options = cluster_options(None, model, 0, None, None)
     here: list[Pair] = []
     there: list[Pair] = []
-    async with open_resident(frontend, options, options.context, max_waiting=1, max_wait_s=_WAIT_S) as resident:
+    async with open_engine(frontend, options, options.context, max_waiting=1, max_wait_s=_WAIT_S) as resident:
         with brigade("--model", model, "--local", "0") as server:
             async with server.client() as client:
                 for turn in range(count + 1):
                     body = _body(30_000 + turn, num_tokens) | {"decode": "ar", "ignore_eos": True}
                     greedy = {"temperature": 0.0}
-                    ask = Ask(body["prompt"], num_tokens, greedy, decode=Decode("ar"), ignore_eos=True)
+                    ask = RequestSpec(body["prompt"], num_tokens, greedy, decode=Decode("ar"), ignore_eos=True)
                     here.append(await _in_process(resident, ask))
                     found = await stream(client, body)
                     there.append((1000 * found.took_s / found.num_tokens, 1000 * found.first_s))
     return here[1:], there[1:]
 
 
-async def _in_process(resident: ResidentModel, ask: Ask) -> Pair:
+async def _in_process(resident: Engine, ask: RequestSpec) -> Pair:
     began, num_said, first_s = time.monotonic(), 0, 0.0
-    async for delta in resident.stream(await resident.prepare(ask)):
-        num_said += len(delta.piece.tokens)
+    async for delta in resident.generate(await resident.prepare(ask)):
+        num_said += len(delta.tokens)
         first_s = first_s or (time.monotonic() - began if delta.content else 0.0)
     return 1000 * (time.monotonic() - began) / num_said, 1000 * first_s
 

@@ -21,13 +21,13 @@ from rich.table import Table
 
 from coordinator.cluster.open import open_chain, read_model
 from coordinator.cluster.options import cluster_options
-from coordinator.cluster.runner import generate
-from coordinator.sessions.answer import Answer
+from coordinator.engine.engine import generate_once
+from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
 from coordinator.sessions.waterfall import spans
-from worker.process.machine import machine_name
-from worker.process.mlx_thread import MlxThread
-from worker.process.run import run_command
+from worker.platform.machine import machine_name
+from worker.platform.run import run_command
+from worker.platform.threads import MlxThread
 
 _PROMPT = (5, 6, 7, 8)
 _WIRE, _RETURN = ("wire", 1), ("return", 0)
@@ -62,7 +62,7 @@ async def _measure(model: str, num_tokens: int, rounds: int) -> None:
     with closing(MlxThread()) as thread:
         async with open_chain(options, checkpoint, spec, num_tokens + len(_PROMPT), thread) as chain:
             for _ in range(rounds):
-                answer = await generate(chain, Request(_PROMPT, num_tokens), traced=True)
+                answer = await generate_once(chain, Request(_PROMPT, num_tokens), traced=True)
                 token_ms += [(after - before) / 1e6 for before, after in pairwise(answer.token_times)]
                 _add(spent, answer)
     _print(spent, median(token_ms), spec.hidden_size)

@@ -27,24 +27,23 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from coordinator.cluster.authority import Authority
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.open import open_chain, read_model
 from coordinator.cluster.options import cluster_options
-from coordinator.cluster.runner import generate
+from coordinator.deploy.certificates import Authority
+from coordinator.engine.engine import generate_once
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Credit, Frame, Sampling, Timing
 from protos.brigade_pb2_grpc import NodeServicer
 from tools.bench_frames import Ticker, hidden
 from tools.worker_process import free_port
-from worker.node.hop import put, take
-from worker.node.identity import Keys, Role
+from worker.node.framing import ENCRYPTED, FrameAssembler, Wire
+from worker.node.hop import add_node, open_relay, pack, unpack
+from worker.node.identity import KeyFile, Role
 from worker.node.network import Network
-from worker.node.parts import ENCRYPTED, Joiner, Wire
-from worker.node.relay import add_node, open_relay
-from worker.process.machine import machine_name
-from worker.process.mlx_thread import MlxThread
-from worker.process.run import run_command
+from worker.platform.machine import machine_name
+from worker.platform.run import run_command
+from worker.platform.threads import MlxThread
 
 _WORKERS = "mini", "air"
 _GAPS = "sender gap", "own", "receiver gap", "own"
@@ -82,12 +81,12 @@ class Receiver(NodeServicer):
         self._ticker = ticker
 
     async def Relay(self, parts: AsyncIterator[bytes], context: Any) -> AsyncIterator[Credit]:
-        joiner = Joiner(lambda frame: None, self._wire)
+        joiner = FrameAssembler(lambda frame: None, self._wire)
         self._ticker.take()
         async for part in parts:
             if arrival := joiner.add(part):
                 header, payload = arrival.header, arrival.payload
-                await self._thread.run(lambda: take(header, payload))  # noqa: B023 - awaited before they change
+                await self._thread.run(lambda: unpack(header, payload))  # noqa: B023 - awaited before they change
                 yield Credit(frames=1)
                 print(json.dumps(self._ticker.take()), flush=True)
 
@@ -119,7 +118,7 @@ def _ticker(*, is_ticking: bool) -> Ticker | Still:
 
 
 def _ways(keys: Path, name: str, role: Role) -> list[Way]:
-    encrypted = Keys(keys, name, role)
+    encrypted = KeyFile(keys, name, role)
     plain = Way("plaintext", Network().wire, Network())
     sizes = (1 << 16, 1 << 17, 1 << 18, 1 << 19, 1 << 20)
     return [plain, *(Way("TLS", replace(ENCRYPTED, part_bytes=size), Network(keys=encrypted)) for size in sizes)]
@@ -167,7 +166,7 @@ async def _send(ways: Sequence[Way], keys: Path, num_rows: int, hidden_size: int
                 ticker.take()
                 header, before = Frame(epoch=1, step=next(steps), timings=[Timing()]), time.perf_counter()
                 wire = way.wire
-                for part in await thread.run(lambda: put(header, array, wire)):  # noqa: B023 - awaited
+                for part in await thread.run(lambda: pack(header, array, wire)):  # noqa: B023 - awaited
                     await call.write(part)
                 await call.read()
                 took_ms = 1e3 * (time.perf_counter() - before)
@@ -214,7 +213,7 @@ async def _decode(keys: Path, tokens: int) -> list[list[float]]:
         for turn in range(1 + tokens // _TOKENS_A_TURN):
             for chain, times in zip(chains, found, strict=True):
                 before = time.perf_counter()
-                answer = await generate(chain, Request((5, 6, 7), _TOKENS_A_TURN, Sampling()))
+                answer = await generate_once(chain, Request((5, 6, 7), _TOKENS_A_TURN, Sampling()))
                 if turn:
                     times.append(1e3 * (time.perf_counter() - before) / len(answer.tokens))
     return found

@@ -22,7 +22,7 @@ import httpx2
 import typer
 
 from tools.serve_client import brigade
-from worker.process.run import run_command
+from worker.platform.run import run_command
 
 _NAME, _PROMPT, _MOST = "served", "Tell me a story about a fox.", 24
 _LITELLM = Path(__file__).with_name("litellm_requests.py")

@@ -22,7 +22,7 @@ import typer
 
 from tools.serve_client import brigade
 from worker.errors import InputError
-from worker.process.run import run_command
+from worker.platform.run import run_command
 
 _HOOKS = Path(__file__).with_name("schemathesis_hooks.py")
 _CHECKS = (

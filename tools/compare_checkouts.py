@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from worker.errors import BrigadeError, InputError
-from worker.process.machine import machine_name
-from worker.process.run import run_command
+from worker.platform.machine import machine_name
+from worker.platform.run import run_command
 
 _DEFAULT = "-m coordinator bench --local 1 --concurrency 1,8 -p 64 -g 48 -n 1 --json"
 _FIGURES = r"(^|\.)(tokens_per_s(_per_request)?|prompt_tokens_per_s|ttft_p50_s|gap_p50_ms|overhead_\w+|\w*ratio\w*)$"

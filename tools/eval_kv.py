@@ -22,18 +22,17 @@ import uvloop
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.open import open_chain, read_model
 from coordinator.cluster.options import cluster_options
-from coordinator.cluster.runner import generate
-from coordinator.cluster.tokenizer import Tokenizer
 from coordinator.decoding.decode import make_cache_choice
-from coordinator.sessions.answer import Answer
-from coordinator.sessions.generation_config import eos_ids
-from coordinator.sessions.request import Request, check_request, make_sampling
+from coordinator.engine.engine import generate_once
+from coordinator.engine.tokenizer import Tokenizer
+from coordinator.sessions.output import Answer
+from coordinator.sessions.request import Request, check_request, eos_ids, make_sampling
 from protos.brigade_pb2 import Cache
 from tools.demo_data import mix
 from tools.demo_data.turn import Turn
 from tools.eval_windows import is_right
-from worker.process.machine import machine_name
-from worker.process.run import run_command
+from worker.platform.machine import machine_name
+from worker.platform.run import run_command
 
 CACHES = ("full", "int8")
 _TURNS = 6  # of a conversation: up to 1,300 tokens
@@ -89,7 +88,7 @@ class Asker:
 
     async def _run(self, request: Request) -> Answer:
         check_request(request, self._chain.spec)
-        return await generate(self._chain, request)
+        return await generate_once(self._chain, request)
 
 
 @asynccontextmanager

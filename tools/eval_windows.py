@@ -2,7 +2,7 @@
 
 python -m tools.eval_windows --json docs/windows.json --markdown docs/windows.md
 
-Each answer comes from `coordinator.cluster.runner` on a chain; nothing here decodes. `--from FILE` lays out an earlier
+Each answer comes from `coordinator.engine.engine` on a chain; nothing here decodes. `--from FILE` lays out an earlier
 run's numbers again.
 """
 
@@ -24,16 +24,15 @@ import uvloop
 
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.deployment import Deployment, OwnNode
-from coordinator.cluster.flight import Arrival
-from coordinator.cluster.open import make_plan, open_peers, read_model
+from coordinator.cluster.flight import ArrivedResult
+from coordinator.cluster.open import choose_plan, open_peers, read_model
 from coordinator.cluster.options import ClusterOptions, cluster_options
-from coordinator.cluster.runner import generate
-from coordinator.cluster.tokenizer import Tokenizer
 from coordinator.decoding.decode import Decode, suit
+from coordinator.engine.engine import generate_once
+from coordinator.engine.tokenizer import Tokenizer
 from coordinator.planning.costs import ChainCosts
-from coordinator.sessions.answer import Answer
-from coordinator.sessions.generation_config import eos_ids
-from coordinator.sessions.request import Request, check_request
+from coordinator.sessions.output import Answer
+from coordinator.sessions.request import Request, check_request, eos_ids
 from protos.brigade_pb2 import Cache, Frame, Session, Window
 from tools.demo_data import mix
 from tools.demo_data.turn import Turn
@@ -42,8 +41,8 @@ from tools.windows_data import Measured, Score, Speed
 from tools.windows_report import to_markdown
 from worker.errors import InputError
 from worker.memory.history import History
-from worker.process.machine import machine_name
-from worker.process.run import run_command
+from worker.platform.machine import machine_name
+from worker.platform.run import run_command
 
 ACCURACY = {"arithmetic": "right result", "code": "example holds", "facts": "exact text", "story": "exact text"}
 WINDOWS = (4, 8, 16, 32)  # MASK rows
@@ -117,7 +116,7 @@ class PricedChain(Chain):
         """The W of most steps."""
         return self.windows.most_common(1)[0][0]
 
-    async def receive(self) -> Arrival:
+    async def receive(self) -> ArrivedResult:
         arrival = await super().receive()
         if self.prices and arrival.num_rows:
             is_waited_for = bool(arrival.result.samples or arrival.result.guesses)  # chunks follow each other
@@ -138,7 +137,7 @@ class Bench:
         """The answer by this decoder, greedy, and its text."""
         prompt = self._tokenizer.encode_chat([{"role": "user", "content": turn.prompt}])
         stream = self._tokenizer.stream(())
-        answer = await generate(self.chain, self._make_request(tuple(prompt), decode), text=stream)
+        answer = await generate_once(self.chain, self._make_request(tuple(prompt), decode), parser=stream)
         return answer, stream.text
 
     async def score(self, kind: str, limit: int, decodes: Iterable[Decode]) -> list[Score]:
@@ -237,7 +236,7 @@ async def open_bench(options: ClusterOptions) -> AsyncIterator[Bench]:
         return request
 
     async with open_peers(options, spec) as peers:
-        plan = await make_plan(options.cluster, spec, peers, spec.context)
+        plan, _, _ = await choose_plan(options, checkpoint, spec, peers, spec.context, by_speed=False)
         deployment = Deployment(checkpoint, spec, plan, peers)
         async with OwnNode() as own, PricedChain(own, deployment) as chain:
             await own.load(deployment)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from worker.node.chunks import CHUNK_BYTES
+from worker.node.framing import CHUNK_BYTES
 
 _BLOCKS = 512  # more than a processor's caches hold, as files are
 _ROUNDS = 5

@@ -20,13 +20,13 @@ import psutil
 from protos.brigade_pb2 import Credit
 from protos.brigade_pb2_grpc import NodeServicer
 from tools.bench_frames import Ticker
-from worker.node.identity import Keys, Role
+from worker.node.hop import add_node
+from worker.node.identity import KeyFile, Role
+from worker.node.model_sources import ModelSources
 from worker.node.network import Network
-from worker.node.own_models import OwnModels
-from worker.node.relay import add_node
 from worker.node.service import NodeService
-from worker.process.mlx_thread import MlxThread
-from worker.store.store import Store
+from worker.node.weights_cache import WeightsCache
+from worker.platform.threads import MlxThread
 
 NAME = "mini"
 _SAMPLE_S = 0.005
@@ -79,7 +79,7 @@ async def serve(keys: Path, store: Path) -> None:
     thread, servers = MlxThread(), []
     ports = {"tcp": _drop_tcp()}
     for link, network in networks(keys, NAME, Role.WORKER).items():
-        node = NodeService(NAME, thread, network, OwnModels(), store=Store(store))
+        node = NodeService(NAME, thread, network, ModelSources(cache=WeightsCache(store)))
         for what, servicer in (("feed", node), ("grpc", Sink())):
             server = network.server()
             add_node(servicer, server)
@@ -95,7 +95,7 @@ async def serve(keys: Path, store: Path) -> None:
 
 
 def networks(keys: Path, name: str, role: Role) -> dict[str, Network]:
-    return {"plaintext": Network(), "TLS": Network(keys=Keys(keys, name, role))}
+    return {"plaintext": Network(), "TLS": Network(keys=KeyFile(keys, name, role))}
 
 
 def _drop_tcp() -> int:

@@ -17,18 +17,17 @@ from typing import Annotated, Any
 
 import typer
 
-from coordinator.cluster.authority import Authority
+from coordinator.deploy.certificates import Authority
 from protos.brigade_pb2 import DTYPE_FLOAT32, Credit, Frame, Tensor
 from protos.brigade_pb2_grpc import NodeServicer
 from tools.proxy import Proxy
 from worker.errors import BrigadeError, StageLost
-from worker.node.identity import Keys, Role
-from worker.node.link import Link
+from worker.node.framing import Arrival, FrameAssembler, Wire, checksum_seed, cut, write_part
+from worker.node.hop import Link, add_node
+from worker.node.identity import KeyFile, Role
 from worker.node.network import Network
-from worker.node.parts import Arrival, Joiner, Wire, checksum_seed, cut, write_part
-from worker.node.relay import add_node
-from worker.node.status import abort
-from worker.process.run import run_command
+from worker.node.rpc_errors import abort
+from worker.platform.run import run_command
 
 SIZES = (4, 1024, 4096, 300_000)  # bytes of hidden states
 _NOTICED_S = 10.0
@@ -44,7 +43,7 @@ class Recorder(NodeServicer):
 
     async def Relay(self, parts: AsyncIterator[bytes], context: Any) -> AsyncIterator[Credit]:
         yield Credit(frames=8)
-        joiner = Joiner(lambda frame: None, self._wire)
+        joiner = FrameAssembler(lambda frame: None, self._wire)
         try:
             async for part in parts:
                 if arrival := joiner.add(part):
@@ -144,7 +143,7 @@ def main(frames: Annotated[int, typer.Option(min=1, help="How many on each kind 
 async def _measure(num_frames: int, authority: Authority) -> int:
     def network(name: str, role: Role) -> Network:
         authority.issue(name, role)
-        return Network(keys=Keys(authority.folder, name, role))
+        return Network(keys=KeyFile(authority.folder, name, role))
 
     sender, receiver = network("coordinator", Role.COORDINATOR), network("node-1", Role.WORKER)
     total = 0

@@ -25,7 +25,7 @@ import uvloop
 
 from coordinator.cluster.open import read_model
 from tools.serve_client import Outcome, Server, brigade, stream
-from worker.process.run import run_command
+from worker.platform.run import run_command
 
 _NUM_BODIES = 16
 _MOST_GROWTH = 1.2  # of the server's memory between the first quarter and the end

@@ -21,8 +21,8 @@ from worker.compute import shard as shard_module
 from worker.errors import InputError
 from worker.model.headers import TensorInfo
 from worker.node.loading import load_shard, open_checkpoint
-from worker.process.mlx_thread import MlxThread
-from worker.process.run import run_command
+from worker.platform.run import run_command
+from worker.platform.threads import MlxThread
 
 _PROC = Path("/proc/self")
 

@@ -23,8 +23,8 @@ from tools.model_types.report import Survey, differences, load, to_markdown
 from tools.model_types.row import MISSING, Row
 from tools.model_types.stand_ins import stand_ins
 from worker.errors import InputError
-from worker.process.machine import machine_name
-from worker.process.run import run_command
+from worker.platform.machine import machine_name
+from worker.platform.run import run_command
 
 Types = Annotated[list[str] | None, typer.Argument(help="Model types; all if none is given.")]
 

@@ -14,19 +14,20 @@ from typing import Annotated
 import typer
 import uvloop
 
+from coordinator.bench.bench import Workload, measure
+from coordinator.bench.results import CLUSTER
 from coordinator.cluster.open import ask_nodes, open_peers, read_model
 from coordinator.cluster.options import ClusterOptions, cluster_options
 from coordinator.cluster.survey import survey
 from coordinator.decoding.decode import Decode
-from coordinator.measure.bench import Workload, measure
-from coordinator.measure.bench_results import CLUSTER
-from coordinator.planning.plan import Node, plan
+from coordinator.planning.plan import Node, Objective
+from coordinator.planning.planner import plan
 from coordinator.planning.prediction import Prediction
-from coordinator.planning.speeds import Survey
+from coordinator.planning.speeds import NOTHING_KNOWN, Survey
 from worker.errors import ConfigError
 from worker.model.modelspec import ModelSpec
-from worker.process.machine import machine_name
-from worker.process.run import run_command
+from worker.platform.machine import machine_name
+from worker.platform.run import run_command
 
 _MOST_NODES = 3  # all splits over them are tried on paper
 _STEPS = (1, 2)  # layers by which neighbours differ
@@ -69,7 +70,7 @@ def predict(spec: ModelSpec, nodes: Sequence[Node], known: Survey, context: int)
         raise ConfigError(f"expected 2 to {_MOST_NODES} nodes that have measured themselves, found others")
     found = {}
     for split in _all_splits(spec.num_layers, len(nodes)):
-        candidate = plan(spec, nodes, context, split)
+        candidate = plan(spec, nodes, NOTHING_KNOWN, Objective(context, layers=split))
         if candidate.fits and (rate := Prediction(spec, candidate, known).tokens_per_s()):
             found[split] = rate
     return found

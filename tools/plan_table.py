@@ -15,15 +15,17 @@ from typing import Annotated
 
 import typer
 
-from coordinator.planning.plan import Node, Plan, plan
+from coordinator.planning.plan import Node, Objective, Plan
+from coordinator.planning.planner import plan
+from coordinator.planning.speeds import NOTHING_KNOWN
 from tools.sparse_model import PUBLISHED, write_sparse
 from worker.errors import BrigadeError, InputError
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
 from worker.model.modelspec import ModelSpec
-from worker.process.machine import budget_from
-from worker.process.run import run_command
-from worker.process.sizes import format_bytes
+from worker.platform.machine import budget_from
+from worker.platform.run import run_command
+from worker.platform.text import format_bytes
 
 _RECOMMENDED = 0.75  # of a Mac's memory: what Metal says at least; newer systems say up to 0.93
 _SETS = {  # GiB of memory per Mac; the first is the coordinator
@@ -97,7 +99,9 @@ def _read(name: str) -> _Row | None:
 
 def _line(row: _Row, context: int) -> str:
     spec = row.spec
-    plans = [plan(spec, nodes_of(sizes), min(context, spec.context)) for sizes in _SETS.values()]
+    plans = [
+        plan(spec, nodes_of(sizes), NOTHING_KNOWN, Objective(min(context, spec.context))) for sizes in _SETS.values()
+    ]
     cells = [spec.name, f"{row.nbytes / 1e9:.0f}", str(spec.num_layers), *map(cell, plans), row.repository]
     return f"| {' | '.join(cells)} |"
 

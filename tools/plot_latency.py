@@ -20,20 +20,19 @@ from typing import Annotated, Any
 import typer
 import uvloop
 
+from coordinator.bench.report import check_plot
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.open import read_model
 from coordinator.cluster.options import ClusterOptions, cluster_options
-from coordinator.cluster.runner import generate
-from coordinator.cluster.tokenizer import Tokenizer
 from coordinator.decoding.decode import Decode
-from coordinator.measure.bench_plot import check_plot
+from coordinator.engine.engine import generate_once
+from coordinator.engine.tokenizer import Tokenizer
 from coordinator.planning.costs import ChainCosts
-from coordinator.sessions.answer import Answer
-from coordinator.sessions.generation_config import eos_ids
-from coordinator.sessions.request import Request, check_request
+from coordinator.sessions.output import Answer
+from coordinator.sessions.request import Request, check_request, eos_ids
 from tools.bench_hops import PROMPTS, open_slow_chain
-from worker.process.machine import machine_name
-from worker.process.run import run_command
+from worker.platform.machine import machine_name
+from worker.platform.run import run_command
 
 DELAYS_MS = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0)
 DECODES = {
@@ -101,7 +100,7 @@ async def measure(options: ClusterOptions, delays_ms: Sequence[float], rounds: i
                     request = Request(ids, _MOST_TOKENS if number else _WARM_UP_TOKENS, decode=decode, eos=eos)
                     check_request(request, spec)
                     chain.costs = ChainCosts(chain.num_stages)
-                    answer = await generate(chain, request)
+                    answer = await generate_once(chain, request)
                     if number:
                         taken[name].add(at, answer)
             hops_ms.append(await _hop_ms(chain))

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import qwen3
 
 from worker.errors import InputError
-from worker.process.run import run_command
+from worker.platform.run import run_command
 
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 _GROUP = 64

@@ -21,16 +21,16 @@ from typing import Annotated
 
 import typer
 
-from coordinator.cli.run_async import run_async
+from coordinator.cli.run import run_async
 from coordinator.cluster.local import LocalWorker
-from coordinator.cluster.open import open_chain, read_model, supervised
+from coordinator.cluster.nodes import Nodes
+from coordinator.cluster.open import cluster_over, open_chain, read_model
 from coordinator.cluster.options import ClusterOptions, cluster_options
 from coordinator.cluster.peer import Peer
 from coordinator.cluster.progress import say
-from coordinator.cluster.roster import Roster
-from coordinator.cluster.runner import Runner, generate
+from coordinator.engine.engine import Engine, generate_once
 from coordinator.planning.recovery import Limits
-from coordinator.sessions.answer import Answer
+from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
 from tools.soak_report import Soak, print_soak
 from tools.soak_requests import make_requests
@@ -39,9 +39,9 @@ from worker.errors import BrigadeError
 from worker.model.checkpoint import Checkpoint
 from worker.model.modelspec import ModelSpec
 from worker.node.network import Network
-from worker.process.machine import machine_name
-from worker.process.mlx_thread import MlxThread
-from worker.process.run import run_command
+from worker.platform.machine import machine_name
+from worker.platform.run import run_command
+from worker.platform.threads import MlxThread
 
 READERS = 6
 _CONTEXT = 1024
@@ -97,7 +97,7 @@ async def make_table(
 ) -> list[tuple[Request, list[int]]]:
     """Requests with the tokens that one process makes of each, alone."""
     async with open_chain(options, checkpoint, spec, _CONTEXT, thread) as chain:
-        return [(request, (await generate(chain, request)).tokens) for request in make_requests(spec)]
+        return [(request, (await generate_once(chain, request)).tokens) for request in make_requests(spec)]
 
 
 class Round:
@@ -131,39 +131,39 @@ class Round:
         async with AsyncExitStack() as stack:
             kept = await LocalWorker.start("mac-2", self._options.model)
             stack.push_async_callback(kept.stop)
-            roster = await stack.enter_async_context(self._roster(kept))
-            peers = roster.peers(roster.members)
-            opening = supervised(
-                *(self._options, self._checkpoint, self._spec, _CONTEXT, roster, peers),
+            nodes = await stack.enter_async_context(self._nodes(kept))
+            peers = nodes.peers(nodes.workers)
+            opening = cluster_over(
+                *(nodes, peers, self._options, self._checkpoint, self._spec, _CONTEXT),
                 say=self._tell,
                 thread=self._thread,
             )
-            supervisor = await stack.enter_async_context(opening)
-            runner = await stack.enter_async_context(Runner(supervisor.chain, when_lost=supervisor.reopen))
+            cluster = await stack.enter_async_context(opening)
+            engine = await stack.enter_async_context(Engine(cluster.chain, when_lost=cluster.reopen))
             async with asyncio.TaskGroup() as group:
                 for _ in range(READERS):
-                    group.create_task(self._read(runner))
+                    group.create_task(self._read(engine))
                 if is_faulty:
-                    await self._make_faults(roster, seconds)
+                    await self._make_faults(nodes, seconds)
                 else:
                     await asyncio.sleep(seconds)
                 self._is_over = True
                 self._soak.soaked_s += seconds
-            self._soak.num_recoveries += supervisor.num_recoveries
+            self._soak.num_recoveries += cluster.num_recoveries
 
-    def _roster(self, kept: LocalWorker) -> Roster:
+    def _nodes(self, kept: LocalWorker) -> Nodes:
         network, (first, last) = Network(), self._workers
-        roster = Roster([first.peer(), Peer(kept.name, [kept.address], network), last.peer()])
-        roster.keep([kept], network, self._tell)
-        return roster
+        nodes = Nodes([first.peer(), Peer(kept.name, [kept.address], network), last.peer()])
+        nodes.keep([kept], network, self._tell)
+        return nodes
 
-    async def _make_faults(self, roster: Roster, seconds: float) -> None:
+    async def _make_faults(self, nodes: Nodes, seconds: float) -> None:
         """One every few seconds, of workers that nothing is happening to; some at the same time."""
         until, busy = time.monotonic() + seconds, set[str]()
         async with asyncio.TaskGroup() as group:
             while (pause_s := self._numbers.uniform(*_FAULT_S)) < until - time.monotonic():
                 await asyncio.sleep(pause_s)
-                victims = [(name, kind, fault) for name, kind, fault in self._faults(roster) if name not in busy]
+                victims = [(name, kind, fault) for name, kind, fault in self._faults(nodes) if name not in busy]
                 if victims:
                     name, kind, fault = self._numbers.choice(victims)
                     busy.add(name)
@@ -177,7 +177,7 @@ class Round:
         finally:
             busy.discard(name)
 
-    def _faults(self, roster: Roster) -> list[tuple[str, str, Fault]]:
+    def _faults(self, nodes: Nodes) -> list[tuple[str, str, Fault]]:
         """Whom, what, and how."""
         found: list[tuple[str, str, Fault]] = []
         for worker in self._workers:
@@ -187,7 +187,7 @@ class Round:
                 (worker.name, "cut off", worker.cut_for_a_while),
                 (worker.name, "reset", worker.reset),
             ]
-        keeper = roster.members["mac-2"].keeper
+        keeper = nodes.workers["mac-2"].keeper
         if keeper and keeper.worker:
             own = keeper.worker
 
@@ -197,14 +197,14 @@ class Round:
             found.append((own.name, "killed, the coordinator's own", kill))
         return found
 
-    async def _read(self, runner: Runner) -> None:
+    async def _read(self, engine: Engine) -> None:
         """Ask for one answer after another until the round is over."""
         while not self._is_over:
             request, expected = self._numbers.choice(self._table)
             most = self._numbers.randrange(1, 8) if self._numbers.random() < _LEAVES else None
             try:
                 async with asyncio.timeout(_STUCK_S):
-                    answer = await _answer(runner, request, most)
+                    answer = await _answer(engine, request, most)
             except TimeoutError:
                 _violated(self._soak, f"no end of an answer after {_STUCK_S:.0f} s: {_name(request)}")
             except BrigadeError as error:
@@ -231,10 +231,10 @@ class Round:
             soak.ends["equal, after a loss" if answer.usage.num_recoveries else "equal"] += 1
 
 
-async def _answer(runner: Runner, request: Request, most: int | None) -> Answer:
+async def _answer(engine: Engine, request: Request, most: int | None) -> Answer:
     """All of it, or no more than so many pieces."""
     answer, num_pieces = Answer(), 0
-    async with contextlib.aclosing(runner.stream(request)) as pieces:
+    async with contextlib.aclosing(engine.generate(request)) as pieces:
         async for piece in pieces:
             answer.add(piece)
             num_pieces += 1

@@ -22,7 +22,7 @@ import typer
 from mlx.utils import tree_flatten, tree_map_with_path
 
 from worker.errors import InputError
-from worker.process.run import run_command
+from worker.platform.run import run_command
 
 PUBLISHED = Path(__file__).parent / "published"
 

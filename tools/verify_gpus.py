@@ -30,14 +30,14 @@ from rich.table import Table
 from coordinator.cluster.local import LocalWorker
 from coordinator.cluster.options import DEFAULT_CONTEXT, ClusterOptions
 from coordinator.decoding.decode import Decode
-from coordinator.measure.verdict import Case
-from coordinator.measure.verify import verify
+from coordinator.quality.report import ComparedAnswer
+from coordinator.quality.verify import verify
 from tools import random_model
-from worker.config import Cluster, Worker
+from worker.config import ClusterConfig, WorkerConfig
 from worker.errors import BrigadeError
 from worker.node.loading import open_checkpoint
-from worker.process.machine import machine_name
-from worker.process.run import run_command
+from worker.platform.machine import machine_name
+from worker.platform.run import run_command
 
 # a fixed window goes on making windows where auto, on a random model, soon makes none
 _DECODES = {"ar": Decode("ar"), "ngram": Decode("ngram"), "diffusion": Decode("diffusion", 8)}
@@ -65,7 +65,7 @@ class Run:
     decode: str
     seed: int
     took_s: float
-    cases: Sequence[Case] = ()
+    cases: Sequence[ComparedAnswer] = ()
     error: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -124,7 +124,9 @@ async def _run_all(
         for seed, (model, place, decode) in ((seed, case) for seed in seeds for case in cases):
             if time.monotonic() > end:
                 break
-            cluster, local = (Cluster(), 0) if place == alone else (Cluster(workers=(workers[model],)), None)
+            cluster, local = (
+                (ClusterConfig(), 0) if place == alone else (ClusterConfig(workers=(workers[model],)), None)
+            )
             options = ClusterOptions(cluster, models[model], local, DEFAULT_CONTEXT)
             runs.append(await _run(options, model, place, decode, seed, max_tokens, end + _GRACE_S))
             _save(runs, json_file)
@@ -136,7 +138,7 @@ async def _run(
     options: ClusterOptions, model: str, place: str, decode: str, seed: int, max_tokens: int, deadline: float
 ) -> Run:
     begun = time.monotonic()
-    cases: Sequence[Case] = ()
+    cases: Sequence[ComparedAnswer] = ()
     error = ""
     try:
         async with asyncio.timeout(deadline - begun):
@@ -152,11 +154,11 @@ async def _run(
 
 
 @asynccontextmanager
-async def _second_process(model: str) -> AsyncIterator[Worker]:
+async def _second_process(model: str) -> AsyncIterator[WorkerConfig]:
     with _visible(_second_gpu()):
         local = await LocalWorker.start("second", model)
     try:
-        yield Worker(name=local.name, address=(local.address,))
+        yield WorkerConfig(name=local.name, address=(local.address,))
     finally:
         await local.stop()
 

@@ -24,7 +24,7 @@ Output of
     {command}
 
 on {machine}, with the bundled model: {limit} questions of each kind that its training never saw, each answered by every
-decoder, greedily. All answers come from `coordinator.cluster.runner`, the code behind `brigade generate`, with
+decoder, greedily. All answers come from `coordinator.engine.engine`, the code behind `brigade generate`, with
 everything in one process (`--local 0`); three processes follow further down. Counts depend on the model and the decoder
 only, times on this machine. The accuracy of many more answers, one token at a time by mlx-lm, is in the
 [model's card](../worker/demo/README.md).

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from worker.config import Cluster, Tls, is_node_name, load_cluster, split_address
+from worker.config import ClusterConfig, TlsConfig, is_node_name, load_cluster, split_address
 from worker.errors import ConfigError, InputError
 from worker.model.repository import require_model
-from worker.process.imports import skip_init
+from worker.platform.installation import skip_init
 
 DEFAULT_BIND = "127.0.0.1:50070"
 _MODEL = (
@@ -76,10 +76,9 @@ def worker(
 
     skip_init("mlx_lm")
     from worker.node.identity import Role
+    from worker.node.model_sources import ModelSources
     from worker.node.network import Network
-    from worker.node.own_models import OwnModels
     from worker.node.serve import serve
-    from worker.store.store import Store
 
     name = name or f"worker-{port}"
     serve(
@@ -87,12 +86,11 @@ def worker(
         binds,
         Network.of(cluster, name, Role.WORKER, partial(_warn, name)),
         cluster=cluster if config else None,
-        models=OwnModels.of(cluster, name, model),
+        sources=ModelSources.of(cluster, name, model),
         memory_bytes=entry.memory if entry else None,
         announces=cluster.announce if announce is None else announce,
         keep_alive_s=keep_alive,
         follow_parent=follow_parent,
-        store=Store(limit=cluster.pull_limit) if cluster.pull == "coordinator" else None,
     )
 
 
@@ -100,10 +98,10 @@ def _warn(name: str, line: str) -> None:
     print(f"worker {name}: warning: {line}", file=sys.stderr, flush=True)
 
 
-def _without_config(name: str | None, keys: Path | None) -> Cluster:
-    """What a node needs of a configuration. Raises ConfigError for a certificate of nobody, or what is no name."""
+def _without_config(name: str | None, keys: Path | None) -> ClusterConfig:
+    """Return the configuration of a node that has no file. Raises ConfigError for a bad name, or keys without one."""
     if name is not None and not is_node_name(name):
         raise ConfigError(f"--name: expected letters, digits, '-', '_' and '.', found {name!r}")
     if keys and not name:
         raise ConfigError("--name is missing: expected with --keys the name that the certificate carries")
-    return Cluster(tls=Tls(keys=str(keys.expanduser()))) if keys else Cluster()
+    return ClusterConfig(tls=TlsConfig(keys=str(keys.expanduser()))) if keys else ClusterConfig()

@@ -1,5 +1,6 @@
 """cluster.yaml as frozen, typed objects, and what is wrong with it: every problem at once, each with its YAML path."""
 
+import difflib
 import ipaddress
 import os.path
 import re
@@ -7,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -22,9 +24,6 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from worker.errors import ConfigError
-from worker.ssh_place import SshPlace
-from worker.yaml_file import read_yaml
-from worker.yaml_words import shown, unknown_key, yaml_path
 
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?"
 _NAME = r"[A-Za-z0-9._-]+"
@@ -142,18 +141,33 @@ ModelPlace = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(gt=0, le=_LARGEST)]
 
 
+_USER = r"[A-Za-z0-9_][A-Za-z0-9._+-]*@"
+_HOST = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
+_IPV6 = r"[0-9A-Fa-f]{0,4}(:[0-9A-Fa-f]{0,4}){2,7}(%[A-Za-z0-9]+)?"
+
+
+def check_ssh_place(place: str) -> str:
+    """Raises ValueError for what ssh could take for something else than an account."""
+    if not re.fullmatch(rf"({_USER})?({_HOST}|{_IPV6})", place):
+        raise ValueError("USER@HOST, or a host of your ssh configuration, which may hold a port too")
+    return place
+
+
+SshPlace = Annotated[str, AfterValidator(check_ssh_place)]
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
 
-class Coordinator(_Section):
+class CoordinatorConfig(_Section):
     """Stage 0. `memory` is its budget in bytes; None leaves it to what the machine has."""
 
     name: Name = "coordinator"
     memory: Size | None = None
 
 
-class Worker(_Section):
+class WorkerConfig(_Section):
     """A node to call, at the first of its addresses that answers.
 
     `memory` is its budget in bytes, `model` its own copy, which counts in its own cluster.yaml; `ssh` is where
@@ -167,13 +181,13 @@ class Worker(_Section):
     ssh: SshPlace | None = None
 
 
-class Tls(_Section):
+class TlsConfig(_Section):
     """`keys` is the folder of this node's file, relative to cluster.yaml."""
 
     keys: Annotated[str, Field(min_length=1)]
 
 
-class Cluster(_Section):
+class ClusterConfig(_Section):
     """cluster.yaml. Only `load_cluster` checks that its values agree with each other."""
 
     model: ModelPlace | None = None  # a folder, a hub repository (owner/name), or "demo"
@@ -182,12 +196,12 @@ class Cluster(_Section):
     pull_limit: Size | None = None  # bytes that a worker keeps of what coordinators have sent
     announce: bool = True  # whether a worker tells its network that it is there
     insecure: bool = False
-    tls: Tls | None = None
+    tls: TlsConfig | None = None
     context: Count | None = None  # tokens that the plan reserves cache for
     layers: Annotated[tuple[Count, ...], BeforeValidator(_freeze)] | None = None  # per node, coordinator first
     order: Literal["free", "fixed"] = "free"  # whether the plan may put the workers into another one
-    coordinator: Coordinator = Coordinator()
-    workers: Annotated[tuple[Worker, ...], BeforeValidator(_freeze)] = ()
+    coordinator: CoordinatorConfig = CoordinatorConfig()
+    workers: Annotated[tuple[WorkerConfig, ...], BeforeValidator(_freeze)] = ()
     _file: str = PrivateAttr("cluster.yaml")
 
     @property
@@ -196,10 +210,15 @@ class Cluster(_Section):
         return self._file
 
 
-_SECTIONS: dict[str, type[BaseModel]] = {"": Cluster, "coordinator": Coordinator, "tls": Tls, "workers": Worker}
+_SECTIONS: dict[str, type[BaseModel]] = {
+    "": ClusterConfig,
+    "coordinator": CoordinatorConfig,
+    "tls": TlsConfig,
+    "workers": WorkerConfig,
+}
 
 
-def load_cluster(path: Path) -> Cluster:
+def load_cluster(path: Path) -> ClusterConfig:
     """Read cluster.yaml.
 
     Raises:
@@ -210,7 +229,7 @@ def load_cluster(path: Path) -> Cluster:
         raise ConfigError(f"{path}: expected keys such as `workers:`, found {shown(raw)}")
     cluster = None
     try:
-        cluster = Cluster.model_validate(raw)
+        cluster = ClusterConfig.model_validate(raw)
     except ValidationError as error:
         problems += [_describe(detail) for detail in error.errors()]
     problems += _disagreements(raw)
@@ -227,13 +246,13 @@ def is_certifiable(name: str) -> bool:
     return _host_name(name) is not None
 
 
-def _beside(path: Path, cluster: Cluster) -> Cluster:
+def _beside(path: Path, cluster: ClusterConfig) -> ClusterConfig:
     """The same with its folders of keys and of models as seen from here."""
 
     def beside(folder: str) -> str:
         return str(path.parent / os.path.expanduser(folder))
 
-    tls = Tls(keys=beside(cluster.tls.keys)) if cluster.tls else None
+    tls = TlsConfig(keys=beside(cluster.tls.keys)) if cluster.tls else None
     return cluster.model_copy(update={"tls": tls, "models": tuple(map(beside, cluster.models))})
 
 
@@ -259,7 +278,7 @@ def _disagreements(raw: dict[Any, Any]) -> Iterator[str]:
     listed, layers = raw.get("workers", []), raw.get("layers")
     workers = [worker if isinstance(worker, dict) else {} for worker in listed] if isinstance(listed, list) else []
     own = raw["coordinator"] if isinstance(raw.get("coordinator"), dict) else {}
-    names = {"coordinator.name": own.get("name", Coordinator().name)}
+    names = {"coordinator.name": own.get("name", CoordinatorConfig().name)}
     names |= {f"workers[{i}].name": worker.get("name") for i, worker in enumerate(workers)}
     listed_addresses = [_paths(f"workers[{i}].address", worker.get("address")) for i, worker in enumerate(workers)]
     addresses = {path: address for each in listed_addresses for path, address in each.items()}
@@ -330,3 +349,66 @@ def _exposed(addresses: dict[str, Any], *, may_be: bool) -> Iterator[str]:
                 f"{path}: expected a loopback address, found {address!r}: this link is not encrypted; "
                 "see `brigade keys init`, or set `insecure: true` if you trust this network"
             )
+
+
+def read_yaml(path: Path, wanted: str = "a cluster.yaml") -> tuple[Any, list[str]]:
+    """Read a YAML file. Returns its data and a problem line for each key that it gives twice.
+
+    Args:
+        wanted: what the file should be, for the message if it is missing.
+    Raises:
+        ConfigError: it cannot be read or is not YAML.
+    """
+    try:
+        loader = _Loader(path.read_text(encoding="utf-8"))
+        return loader.get_single_data(), loader.duplicates
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; expected {wanted} there") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else "?"
+        raise ConfigError(f"{path}, line {line}: not valid YAML: {error.problem}") from error
+    except (yaml.YAMLError, ValueError, ArithmeticError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """Records keys that are given twice, of which yaml silently keeps the last."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.duplicates: list[str] = []
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and key.value in lines:
+                found = f"found {key.value!r} on line {lines[key.value]} too"
+                self.duplicates.append(f"line {line}: expected each key once, {found}")
+            elif isinstance(key, yaml.ScalarNode):
+                lines[key.value] = line
+        return super().construct_mapping(node, deep)
+
+
+def yaml_path(*loc: int | str) -> str:
+    """Where a value stands, as `workers[0].name`."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")
+
+
+def unknown_key(key: str, section: type[BaseModel]) -> str:
+    """What to say of a key that no field of the section has."""
+    known = [field.alias or name for name, field in section.model_fields.items()]
+    near = difflib.get_close_matches(key.lower(), known, n=1)
+    return f"unknown key; did you mean {near[0]!r}?" if near else f"unknown key; expected one of {', '.join(known)}"
+
+
+def shown(value: Any) -> str:
+    """A value of YAML, for a message."""
+    if value is None or isinstance(value, bool):
+        return "nothing" if value is None else str(value).lower()
+    if isinstance(value, dict | list | tuple):
+        return "keys and values" if isinstance(value, dict) else "a list"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

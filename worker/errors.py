@@ -1,4 +1,4 @@
-"""The exception family and its exit codes. Knows nothing of how an error travels or is printed."""
+"""The exception family and its exit codes. How errors travel and are printed is decided elsewhere."""
 
 import traceback
 from typing import Self
@@ -10,18 +10,18 @@ class BrigadeError(Exception):
     exit_code = 3
 
     def __init__(self, message: str, *, node: str = "") -> None:
-        """`node` is the worker that it is about; none where it is this process's own affair."""
+        """`node` is the worker that the error is about; empty for this process."""
         super().__init__(message)
         self.message = message
         self.node = node
 
     def at(self, node: str) -> Self:
-        """The same error, of this worker unless it is of another one already."""
+        """Name the worker unless the error names one already; returns the error."""
         self.node = self.node or node
         return self
 
     def again(self) -> Self:
-        """The same error anew: one object that is raised at several places gathers all their tracebacks."""
+        """Return a fresh copy: one object raised at several places gathers all their tracebacks."""
         other = type(self).__new__(type(self), *self.args)
         other.__dict__.update(self.__dict__)
         other.__cause__ = self.__cause__
@@ -62,7 +62,7 @@ class ModelError(BrigadeError):
 
 
 class ModelLacking(ModelError):
-    """A node has no copy of the model, or not of its layers: it takes them from a node that has."""
+    """A node lacks the model or its layers and must receive them from another node."""
 
 
 class FrameError(BrigadeError):
@@ -80,7 +80,7 @@ class SamplingError(BrigadeError):
 
 
 class OutOfMemory(BrigadeError):
-    """A node has no memory left for what it was to do."""
+    """A node has too little memory."""
 
 
 class NodeBusy(BrigadeError):
@@ -88,15 +88,15 @@ class NodeBusy(BrigadeError):
 
 
 class QueueFull(BrigadeError):
-    """As many requests wait as may wait."""
+    """Too many requests are waiting."""
 
 
 class WaitedTooLong(QueueFull):
-    """A request has waited for memory for as long as one may."""
+    """A request waited for memory until its deadline."""
 
 
 class ReaderLost(BrigadeError):
-    """Nobody has read an answer for so long that it was given up."""
+    """An answer was given up because its reader did not read it."""
 
 
 class StageLost(BrigadeError):
@@ -116,27 +116,35 @@ class Unanswered(StageLost):
 
 
 class NodeSilent(StageLost):
-    """A node of the chain says nothing though nobody has ended the connection: it is stopped, asleep or cut off."""
+    """A node of the chain is silent on an open connection: it is stopped, asleep or cut off."""
 
 
-class NodeReturned(StageLost):
-    """A node that the chain is without is there again: no loss, but the end of this chain."""
+class ChainReplaced(StageLost):
+    """A chain ends in an orderly way for another one: it counts as no loss."""
+
+
+class NodeReturned(ChainReplaced):
+    """A node that the chain is without is there again, and has loaded its layers."""
+
+
+class NodeLeaving(ChainReplaced):
+    """A node is about to end, and the others can do without it."""
 
 
 class EngineHung(StageLost):
-    """A node of the chain answers, but its engine does not come back from a step."""
+    """A node of the chain answers, but its step does not end."""
 
 
 class ServerFailed(BrigadeError):
-    """A server that was asked over HTTP gave no answer, or broke it off."""
+    """An HTTP server gave no answer or broke it off."""
 
 
 class InternalError(BrigadeError):
-    """A bug of ours: it would happen again."""
+    """A bug of Brigade."""
 
 
 def internal_error_text(error: BaseException) -> str:
-    """What an error that nobody foresaw is, and the file and line that raised it."""
+    """Describe an unexpected error, with the file and line that raised it."""
     error, place = _origin(error)
     # which has the whole text in its repr
     found = f"{type(error).__name__}({str(error)!r})" if isinstance(error, UnicodeError) else repr(error)
@@ -144,7 +152,7 @@ def internal_error_text(error: BaseException) -> str:
 
 
 def internal_error_kind(error: BaseException) -> str:
-    """The same without its own words, which may be a user's."""
+    """Describe it without its own text, which may hold a user's words."""
     error, place = _origin(error)
     return f"internal error: {type(error).__name__}{place}; this is a bug"
 
@@ -158,7 +166,7 @@ def _origin(error: BaseException) -> tuple[BaseException, str]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another library says, in one line."""
+    """Return another library's error message in one line."""
     if isinstance(error, KeyError):
         return f"{error} is missing"
     line = str(error).strip().partition("\n")[0]
@@ -167,7 +175,7 @@ def first_line(error: BaseException) -> str:
 
 
 def without_trace(error: BaseException) -> BrigadeError:
-    """The error to be kept and raised again: with its traceback it would keep all that was at work when it came up."""
+    """Return the error without its traceback, to keep and raise later: a traceback keeps its frames alive."""
     if not isinstance(error, BrigadeError):
         return InternalError(internal_error_text(error))
     kept = error.again()

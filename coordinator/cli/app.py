@@ -6,27 +6,24 @@ from typing import Annotated
 import typer
 
 from coordinator.cli.batch import batch
-from coordinator.cli.bench_command import bench
+from coordinator.cli.bench import bench
 from coordinator.cli.bridge import bridge
 from coordinator.cli.cache import cache
 from coordinator.cli.chat import chat
-from coordinator.cli.demo_command import demo
-from coordinator.cli.doctor import doctor
-from coordinator.cli.generate_command import generate
-from coordinator.cli.init import init
+from coordinator.cli.demo import demo
+from coordinator.cli.doctor import doctor, smoke
+from coordinator.cli.generate import generate
 from coordinator.cli.keys import keys
-from coordinator.cli.launch import launch
-from coordinator.cli.logs import logs
-from coordinator.cli.nodes import nodes
-from coordinator.cli.plan_command import plan
+from coordinator.cli.launch import launch, logs
+from coordinator.cli.nodes import init, nodes
+from coordinator.cli.plan import plan
 from coordinator.cli.score import score
 from coordinator.cli.serve import serve
-from coordinator.cli.smoke import smoke
 from coordinator.cli.status import status
-from coordinator.cli.verify_command import verify
+from coordinator.cli.verify import verify
 from worker.cli import worker
-from worker.process.app import App
-from worker.process.own_code import version_of
+from worker.platform.installation import version_of
+from worker.platform.run import App
 
 ASK, SET_UP, LOOK = "Ask a model", "Set up a cluster", "See how it does"
 

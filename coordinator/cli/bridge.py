@@ -1,10 +1,45 @@
-"""`brigade bridge`: its flags, and what they amount to."""
+"""`brigade bridge`: requests as lines of standard input, many at once; answers as lines of standard output."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 import typer
+from pydantic import Field, model_validator
 
+from coordinator.api.body import Sampled, Texts, read
 from coordinator.cli import flags
-from coordinator.cli.chosen import chosen_cluster
+from coordinator.cli.parse import chosen_cluster
+from coordinator.cli.report import line_stats
+from coordinator.cluster.options import ClusterOptions
+from coordinator.cluster.progress import say
 from coordinator.planning.recovery import USUAL
+from coordinator.sessions.output import Answer
+from coordinator.sessions.request import Conversation, RequestSpec
+from coordinator.sessions.slots import MOST_WAITING
+from worker.errors import BrigadeError, InputError
+from worker.platform.installation import version_of
+from worker.platform.text import to_json
+from worker.platform.threads import CallThread
+
+if TYPE_CHECKING:
+    from coordinator.engine.engine import Engine
+    from coordinator.sessions.output import Output
+
+Json = dict[str, Any]
+Id = str | int
+
+OPS = ("generate", "chat", "info", "cancel", "quit")
+_MOST_BYTES = 64 << 20  # of a line
+_MAX_WAIT_S = 600.0  # for memory
+_CHAT_TOKENS = 4096  # of an answer whose line names no number
 
 
 def bridge(
@@ -30,10 +65,286 @@ def bridge(
     """
     options = chosen_cluster(ctx)
 
-    from coordinator.cluster.templates import TEMPLATES
+    from coordinator.engine.bounded import TEMPLATES
 
     TEMPLATES.start()  # beside the imports below, which take a second
-    from coordinator.cli.run_async import run_async
-    from coordinator.doors.bridge import run_bridge
+    from coordinator.cli.run import run_async
 
     run_async(run_bridge(options))
+
+
+async def run_bridge(options: ClusterOptions) -> None:
+    """Answer until standard input ends, and then what is under way; or until `quit`, and nothing more.
+
+    Raises:
+        BrigadeError: the model cannot be loaded, or its cluster failed for good. BrokenPipeError: nothing reads it.
+    """
+    from coordinator.engine.engine import open_engine
+    from coordinator.engine.inputs import InputProcessor
+
+    inputs = await InputProcessor.read(
+        options.model, trust_remote_code=options.trust_remote_code, needs_text=False, max_tokens=_CHAT_TOKENS
+    )
+    async with open_engine(
+        inputs, options, options.context, max_waiting=MOST_WAITING, max_wait_s=_MAX_WAIT_S
+    ) as engine:
+        say(f"{engine.name} is loaded: a JSON object per line")
+        with LineWriter(sys.stdout) as writer:
+            async with aclosing(read_lines(sys.stdin.buffer)) as lines:
+                await Bridge(engine, writer).run(lines)
+
+
+class Bridge:
+    """The requests under way, by their ids."""
+
+    def __init__(self, engine: Engine, writer: LineWriter) -> None:
+        self._engine = engine
+        self._writer = writer
+        self._running: dict[Id, asyncio.Task[None]] = {}
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def run(self, lines: AsyncGenerator[bytes, None]) -> None:
+        """Take lines to their end. Raises what no single request is to blame for; all answers end with it."""
+        taking = asyncio.create_task(self._take(lines))
+        failing = asyncio.create_task(self._engine.wait_failed())
+        try:
+            await asyncio.wait([taking, failing, self._broken], return_when=asyncio.FIRST_COMPLETED)
+            if failing.done():
+                await asyncio.gather(*self._running.values())  # each tells that it failed
+            for ended in (self._broken, failing, taking):
+                if ended.done():
+                    ended.result()
+        finally:
+            everything = [taking, failing, *self._running.values()]
+            for task in everything:
+                task.cancel()
+            await asyncio.gather(*everything, return_exceptions=True)
+
+    async def _take(self, lines: AsyncGenerator[bytes, None]) -> None:
+        async for text in lines:
+            if not text.strip():
+                continue
+            try:
+                line = parse_line(text)
+                if line.op == "quit":
+                    return
+                await self._begin(line)
+            except Unreadable as error:
+                await self._writer.write(error_line(error.id, error))
+        await asyncio.gather(*self._running.values())
+
+    async def _begin(self, line: Line) -> None:
+        """Raises Unreadable for an id that a request under way has, or that none has which is to be cancelled."""
+        running = self._running.get(line.id)
+        if line.op == "info":
+            await self._writer.write({"id": line.id, "info": self._info()})
+        elif line.op == "cancel":
+            if running is None:
+                raise Unreadable("id", "expected the id of a request under way, which is to be cancelled", line.id)
+            running.cancel()
+        elif running is not None:
+            raise Unreadable("id", "expected one that no request under way has", line.id)
+        else:
+            task = self._running[line.id] = asyncio.create_task(self._answer(line))
+            task.add_done_callback(partial(self._ended, line.id))
+            await asyncio.sleep(0)  # it begins: cancelled before that it would end without a line
+
+    def _ended(self, line_id: Id, task: asyncio.Task[None]) -> None:
+        """Forget a request. An error that its own line cannot tell ends the bridge."""
+        if self._running.get(line_id) is task:
+            del self._running[line_id]
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self._broken.done():
+            self._broken.set_exception(error)
+
+    async def _answer(self, line: Line) -> None:
+        reply = Reply(line.id, is_chat=line.op == "chat")
+        try:
+            request = await self._engine.prepare(self._spec(line))
+            async with aclosing(self._engine.generate(request)) as outputs:
+                async for output in outputs:
+                    if piece := reply.add(output):
+                        await self._writer.write(piece)
+            told = reply.last_line(output.finish_reason, line_stats(reply.answer))
+        except BrigadeError as error:
+            told = error_line(line.id, error)
+        except asyncio.CancelledError:
+            told = reply.last_line("cancelled", None)
+        await self._writer.write(told)
+
+    def _spec(self, line: Line) -> RequestSpec:
+        """Raises InputError for a body that is none, or messages for a model that takes none."""
+        has_template = self._engine.inputs.has_chat_template
+        if line.op == "generate":
+            return read(GenerateBody, line.body).ask(has_template=has_template)
+        if not has_template:
+            raise InputError("messages", "this model has no chat template; use generate")
+        from coordinator.api.openai import ChatBody
+
+        body = read(ChatBody, line.body)
+        if body.n != 1:
+            raise InputError("n", f"expected 1, got {body.n}")
+        return body.ask()
+
+    def _info(self) -> Json:
+        engine, status = self._engine, self._engine.status
+        return {
+            "model": engine.name,
+            "context": engine.context,
+            "vocab_size": engine.inputs.spec.vocab_size,
+            "has_chat_template": engine.inputs.has_chat_template,
+            "state": status.state.value,
+            "why": status.why,
+            "nodes": [{"node": n.name, "start": n.start, "end": n.end} for n in engine.chain.plan.assignments],
+            "running": list(self._running),
+            "version": version_of("brigade"),
+        }
+
+
+class GenerateBody(Sampled):
+    """What `generate` takes: a prompt, as `brigade generate` does, or token ids."""
+
+    prompt: str | None = None
+    prompt_tokens: tuple[int, ...] | None = None
+    system_prompt: str | None = None
+    raw: bool = False
+    max_tokens: int = Field(256, ge=1)
+    stop: Texts | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _agree(self) -> GenerateBody:
+        if (self.prompt is None) == (self.prompt_tokens is None):
+            raise ValueError("expected either prompt or prompt_tokens")
+        if self.system_prompt and (self.raw or self.prompt is None):
+            raise ValueError("system_prompt is expected only with a prompt that is not raw")
+        return self
+
+    def ask(self, *, has_template: bool) -> RequestSpec:
+        """As a conversation where the model has a template for one."""
+        others = {name: getattr(self, name) for name in ("presence_penalty", "frequency_penalty", "logit_bias")}
+        return self.asking(
+            self._prompt(has_template), sampling=others, max_tokens=self.max_tokens, stops=tuple(self.stop or ())
+        )
+
+    def _prompt(self, has_template: bool) -> Conversation | str | tuple[int, ...]:
+        if self.prompt_tokens is not None:
+            return self.prompt_tokens
+        assert self.prompt is not None
+        if self.raw or not has_template:
+            return self.prompt
+        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        return Conversation((*system, {"role": "user", "content": self.prompt}))
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line that could be read, as far as every op has the same."""
+
+    id: Id
+    op: str
+    body: Json
+
+
+class Unreadable(InputError):
+    """A line that cannot be read; `id` is the one it gives, if it does."""
+
+    def __init__(self, field: str, message: str, found_id: Id | None = None) -> None:
+        super().__init__(field, message)
+        self.id = found_id
+
+
+def parse_line(text: bytes) -> Line:
+    """Raises Unreadable."""
+    if len(text) > _MOST_BYTES:
+        raise Unreadable("", f"expected a line of at most {_MOST_BYTES} bytes")
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Unreadable("", f"expected a JSON object, found something else ({error})") from error
+    if not isinstance(body, dict):
+        raise Unreadable("", f"expected a JSON object, found {type(body).__name__}")
+    found = body.pop("id", None)
+    if isinstance(found, bool) or not isinstance(found, str | int):
+        raise Unreadable("id", "expected a text or a whole number, by which the lines of its answer go")
+    op = body.pop("op", None)
+    if op not in OPS:
+        raise Unreadable("op", f"expected one of {', '.join(OPS)}, found {op!r}", found)
+    return Line(found, op, body)
+
+
+@dataclass
+class Reply:
+    """The lines of one answer: a chat's tell content, reasoning and tool calls apart, others the text as it stands."""
+
+    id: Id
+    is_chat: bool
+    answer: Answer = field(default_factory=Answer)
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: list[Json] = field(default_factory=list)
+
+    def add(self, output: Output) -> Json | None:
+        """Take an output in. Return the line that tells it, if there is something to tell."""
+        text, tokens = output.content if self.is_chat else output.text, [token.token for token in output.tokens]
+        calls = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in output.tool_calls]
+        self.answer.add(output)
+        self.text += text
+        self.reasoning += output.reasoning
+        self.tool_calls += calls
+        beside = self._beside(output.reasoning, calls)
+        return {"id": self.id, "text": text, "tokens": tokens, **beside} if beside or text or tokens else None
+
+    def last_line(self, finish_reason: str | None, stats: Json | None) -> Json:
+        """Return the line that ends the answer."""
+        done = {"id": self.id, "done": True, "finish_reason": finish_reason, "text": self.text}
+        return {**done, **self._beside(self.reasoning, self.tool_calls), "tokens": self.answer.tokens, "stats": stats}
+
+    def _beside(self, reasoning: str, calls: list[Json]) -> Json:
+        found = {"reasoning": reasoning, "tool_calls": calls} if self.is_chat else {}
+        return {name: value for name, value in found.items() if value}
+
+
+def error_line(line_id: Id | None, error: BrigadeError) -> Json:
+    """Return the line that tells an error, in the place of an answer's last one."""
+    field = error.field if isinstance(error, InputError) and error.field else None
+    message = error.message if field else str(error)
+    return {"id": line_id, "error": {"message": message, "field": field}}
+
+
+async def read_lines(stream: BinaryIO) -> AsyncGenerator[bytes, None]:
+    """Yield every line as it comes, without its end; of one that is too long, its beginning."""
+
+    def read_line() -> bytes:
+        line = rest = stream.readline(_MOST_BYTES + 1)
+        while rest and not rest.endswith(b"\n"):
+            rest = stream.readline(_MOST_BYTES)
+        return line
+
+    thread = CallThread("standard input")
+    try:
+        while line := await thread.run(read_line):
+            yield line.rstrip(b"\r\n")
+    finally:
+        thread.close(timeout_s=0)  # it may wait for a line that never comes
+
+
+class LineWriter:
+    """Writes JSON objects, a line each, on a thread: a slow reader does not stop the event loop. Use as a context."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._thread = CallThread("standard output")
+
+    def __enter__(self) -> LineWriter:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._thread.close()
+
+    async def write(self, line: Json) -> None:
+        """Return once it is written. Raises BrokenPipeError if standard output was closed."""
+        text = to_json(line) + "\n"
+        await self._thread.run(lambda: (self._stream.write(text), self._stream.flush()))

@@ -1,5 +1,7 @@
 """`brigade cache`: what this machine keeps of models that other nodes have sent it."""
 
+from __future__ import annotations
+
 import json
 import time
 from collections.abc import Sequence
@@ -7,24 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from coordinator.cli import flags
 from worker.errors import BrigadeError, InputError
-from worker.process.app import App
+from worker.platform.run import App
+from worker.platform.text import format_bytes
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from worker.store.store import Kept, Store
+    from worker.node.weights_cache import Kept
 
 _SHORT = 8  # characters of a key, which usually tell it apart
 
 cache = App(no_args_is_help=True, help="Layers that this machine was sent as a worker, kept for the next load.")
-
-Which = Annotated[
-    list[str] | None, typer.Argument(metavar="[MODEL]...", help="By name or key, as `brigade cache ls` shows them.")
-]
-Every = Annotated[bool, typer.Option("--all", help="Every model.")]
 
 
 @cache.command()
@@ -33,22 +31,26 @@ def ls(as_json: flags.Json = False) -> None:
 
     brigade cache ls
     """
-    from worker.store.store import Store
+    from worker.node.weights_cache import WeightsCache
 
-    store = Store()
-    kept = store.kept()
+    weights = WeightsCache()
+    kept = weights.kept()
     if as_json:
-        print(json.dumps(listing(store.folder, kept)))
+        print(json.dumps(listing(weights.folder, kept)))
         return
-    from rich.console import Console
-
     console = Console(highlight=False)
     console.print(_table(kept) if kept else "nothing is kept")
-    console.print(f"in {store.folder}", soft_wrap=True)
+    console.print(f"in {weights.folder}", soft_wrap=True)
 
 
 @cache.command()
-def rm(which: Which = None, every: Every = False, as_json: flags.Json = False) -> None:
+def rm(
+    which: Annotated[
+        list[str] | None, typer.Argument(metavar="[MODEL]...", help="By name or key, as `brigade cache ls` shows them.")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every model.")] = False,
+    as_json: flags.Json = False,
+) -> None:
     """Remove what is kept of some models. What a worker of this machine has loaded, or receives, stays: exit code 3.
 
     brigade cache rm Qwen/Qwen3-8B
@@ -57,19 +59,19 @@ def rm(which: Which = None, every: Every = False, as_json: flags.Json = False) -
 
     brigade cache rm --all
     """
-    from worker.store.store import Store
+    from worker.node.weights_cache import WeightsCache
 
     if bool(which) == every:
         raise InputError("", "expected models by name or key (`brigade cache ls` shows them), or --all")
-    store = Store()
-    chosen = store.kept() if every else _chosen(store, which or [])
-    removed = [each for each in chosen if store.remove(each.key)]
+    weights = WeightsCache()
+    chosen = weights.kept() if every else _chosen(weights.kept(), which or [])
+    removed = [each for each in chosen if weights.remove(each.key)]
     in_use = [each.name for each in chosen if each not in removed]
     if as_json:
         print(json.dumps(removal(removed, in_use)))
     else:
         for each in removed:
-            print(f"removed {_layers(each.places)} of {each.name}, {_size(each.nbytes)}")
+            print(f"removed {_layers(each.places)} of {each.name}, {format_bytes(each.nbytes)}")
     if in_use:
         names = ", ".join(in_use)
         raise BrigadeError(
@@ -78,52 +80,17 @@ def rm(which: Which = None, every: Every = False, as_json: flags.Json = False) -
         )
 
 
-def _chosen(store: "Store", names: Sequence[str]) -> "list[Kept]":
-    """Raises InputError for a name that nothing has, or for the last part of several."""
-    kept = store.kept()
-    found = {name: [each for each in kept if _is_called(each, name)] or _called_last(kept, name) for name in names}
-    for name, matching in found.items():
-        if not matching:
-            has = ", ".join(each.name for each in kept) or "nothing"
-            raise InputError("", f"nothing is kept of {name!r}, only of: {has}" if kept else "nothing is kept")
-    return list({each.key: each for matching in found.values() for each in matching}.values())
+def listing(folder: Path, kept: Sequence[Kept]) -> dict[str, Any]:
+    """Return what `cache ls --json` prints."""
+    return {"folder": str(folder), "models": [_as_json(each) for each in kept]}
 
 
-def _is_called(kept: "Kept", name: str) -> bool:
-    return name == kept.name or name == kept.name.partition("@")[0] or (len(name) >= 4 and kept.key.startswith(name))
+def removal(removed: Sequence[Kept], in_use: Sequence[str]) -> dict[str, Any]:
+    """Return what `cache rm --json` prints."""
+    return {"removed": [_as_json(each) for each in removed], "in_use": list(in_use)}
 
 
-def _called_last(kept: "Sequence[Kept]", name: str) -> "list[Kept]":
-    """Those whose name ends in this: a model that was a folder there has its whole path for a name."""
-    found = [each for each in kept if each.name.partition("@")[0].rstrip("/").rpartition("/")[2] == name]
-    if len({each.name for each in found}) > 1:
-        raise InputError("", f"{name!r} may be any of: {', '.join(each.name for each in found)}")
-    return found
-
-
-def _table(kept: "Sequence[Kept]") -> "Table":
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for column in ("key", "model", "layers"):
-        table.add_column(column, overflow="fold")
-    for column in ("size", "used"):
-        table.add_column(column, justify="right")
-    for each in kept:
-        used = "now" if each.is_used else _ago(time.time() - each.used)
-        table.add_row(each.key[:_SHORT], each.name, _layers(each.places), _size(each.nbytes), used)
-    return table
-
-
-def listing(folder: Path, kept: "Sequence[Kept]") -> dict[str, Any]:
-    return {"folder": str(folder), "models": [_plain(each) for each in kept]}
-
-
-def removal(removed: "Sequence[Kept]", in_use: Sequence[str]) -> dict[str, Any]:
-    return {"removed": [_plain(each) for each in removed], "in_use": list(in_use)}
-
-
-def _plain(kept: "Kept") -> dict[str, Any]:
+def _as_json(kept: Kept) -> dict[str, Any]:
     return {
         "key": kept.key,
         "model": kept.name,
@@ -134,8 +101,44 @@ def _plain(kept: "Kept") -> dict[str, Any]:
     }
 
 
+def _chosen(kept: Sequence[Kept], names: Sequence[str]) -> list[Kept]:
+    """Return what these names mean, each model once. Raises InputError for a name that means none, or several."""
+    chosen: dict[str, Kept] = {}
+    for name in names:
+        found = [each for each in kept if _is_called(each, name)] or _called_last(kept, name)
+        if not found:
+            has = ", ".join(each.name for each in kept)
+            raise InputError("", f"nothing is kept of {name!r}, only of: {has}" if kept else "nothing is kept")
+        chosen |= {each.key: each for each in found}
+    return list(chosen.values())
+
+
+def _is_called(kept: Kept, name: str) -> bool:
+    return name == kept.name or name == kept.name.partition("@")[0] or (len(name) >= 4 and kept.key.startswith(name))
+
+
+def _called_last(kept: Sequence[Kept], name: str) -> list[Kept]:
+    """Return the models whose name ends in this: one that was a folder there has its whole path for a name."""
+    found = [each for each in kept if each.name.partition("@")[0].rstrip("/").rpartition("/")[2] == name]
+    if len({each.name for each in found}) > 1:
+        raise InputError("", f"{name!r} may be any of: {', '.join(each.name for each in found)}")
+    return found
+
+
+def _table(kept: Sequence[Kept]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("key", "model", "layers"):
+        table.add_column(column, overflow="fold")
+    for column in ("size", "used"):
+        table.add_column(column, justify="right")
+    for each in kept:
+        used = "now" if each.is_used else _ago(time.time() - each.used)
+        table.add_row(each.key[:_SHORT], each.name, _layers(each.places), format_bytes(each.nbytes), used)
+    return table
+
+
 def _layers(places: Sequence[int]) -> str:
-    """0-11, 13, head: as few words as there are runs."""
+    """Return places as runs, such as "0-11, 13, head"."""
     from worker.model.describe import BACK, FRONT
 
     runs: list[list[int]] = []
@@ -147,12 +150,6 @@ def _layers(places: Sequence[int]) -> str:
     words = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
     names = {FRONT: "embedding", BACK: "head"}
     return ", ".join([*words, *(name for place, name in names.items() if place in places)]) or "none whole"
-
-
-def _size(nbytes: int) -> str:
-    from worker.process.sizes import format_bytes
-
-    return format_bytes(nbytes)
 
 
 def _ago(passed_s: float) -> str:

@@ -1,28 +1,52 @@
-"""`brigade chat`: its flags, and what they amount to."""
+"""`brigade chat`: a conversation in the terminal."""
 
-from typing import Annotated
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import termios
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from rich.console import Console
 
 from coordinator.cli import flags
-from coordinator.cli.chosen import chosen_cluster, chosen_sampling
-from coordinator.cli.refusals import refuse
-from coordinator.cli.server_flags import LOADING, ApiKeyFile, ServerUrl
+from coordinator.cli.dialogue import Dialogue, Typed
+from coordinator.cli.parse import chosen_cluster, chosen_sampling, refuse_flags
+from coordinator.cli.show import showing
+from coordinator.cluster.options import ClusterOptions
+from coordinator.cluster.progress import say
 from coordinator.planning.recovery import USUAL
-from coordinator.sessions.request import make_sampling
+from coordinator.sessions.output import Output, Usage
+from coordinator.sessions.request import Conversation, RequestSpec, make_sampling, require_utf8
+from worker.errors import BrigadeError, InputError
+from worker.platform.interrupts import INTERRUPTED
+from worker.platform.threads import CallThread
 
-MaxTokens = Annotated[
-    int | None,
-    typer.Option("--max-tokens", "-m", min=1, help="The most tokens of an answer. (default: as many as fit)"),
-]
+_PROMPT, _MORE = ">>> ", "... "
+_MAX_WAIT_S = 600.0
+
+Messages = Sequence[Mapping[str, Any]]
+Stream = Callable[[Messages], AsyncGenerator[Output, None]]
 
 
 def chat(
     ctx: typer.Context,
     system_prompt: flags.SystemPrompt = None,
-    max_tokens: MaxTokens = None,
-    server: ServerUrl = None,
-    api_key_file: ApiKeyFile = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option("--max-tokens", "-m", min=1, help="The most tokens of an answer. (default: as many as fit)"),
+    ] = None,
+    server: flags.ServerUrl = None,
+    api_key_file: flags.ApiKeyFile = None,
     config: flags.Config = None,
     model: flags.Model = None,
     local: flags.Local = None,
@@ -45,23 +69,299 @@ def chat(
 
     With a server that runs: brigade chat --server http://localhost:9338
     """
-    if server is None:
-        refuse(ctx, ("api_key_file",), "expected only with --server")
-    else:
-        refuse(ctx, LOADING, "changes nothing with --server, which has its model loaded")
+    if server is not None:
+        for names, why in flags.ELSEWHERE.items():
+            refuse_flags(ctx, names, why)
     sampling = chosen_sampling(ctx)
     make_sampling(**sampling)
-    options = chosen_cluster(ctx)
+    options = chosen_cluster(ctx) if server is None else None
 
-    from coordinator.cluster.templates import TEMPLATES
+    from coordinator.api.auth import first_key
+    from coordinator.cli.run import run_async
 
-    if server is None:
-        TEMPLATES.start()  # beside the imports below, which take a second
-    from coordinator.cli.run_async import run_async
-    from coordinator.doors.chat import Place, run_chat
-    from coordinator.http.keys import first_key
-    from coordinator.resident.ask import Ask
+    if options is not None:
+        from coordinator.engine.bounded import TEMPLATES
 
-    place = Place(options, server, first_key(api_key_file) if api_key_file else None)
-    body = sampling | ({"max_tokens": max_tokens} if max_tokens else {})
-    return run_async(run_chat(place, Ask((0,), max_tokens, sampling), body, system_prompt))
+        TEMPLATES.start()  # beside what is imported later, which takes a second
+        model_at = loaded(options, RequestSpec((0,), max_tokens, sampling))
+    else:
+        assert server is not None
+        body = sampling | ({"max_tokens": max_tokens} if max_tokens else {})
+        model_at = served(server, first_key(api_key_file) if api_key_file else None, body)
+    return run_async(run_chat(model_at, system_prompt))
+
+
+@asynccontextmanager
+async def loaded(options: ClusterOptions, spec: RequestSpec) -> AsyncIterator[tuple[str, Stream]]:
+    """Load a model over a cluster: its name, and what answers messages as `spec` asks.
+
+    Raises:
+        InputError: the model has no chat template, or cannot be asked so. BrigadeError: it cannot be loaded.
+    """
+    from coordinator.engine.engine import open_engine
+    from coordinator.engine.inputs import InputProcessor
+
+    inputs = await InputProcessor.read(options.model, trust_remote_code=options.trust_remote_code)
+    if not inputs.has_chat_template:
+        raise InputError("model", "this model has no chat template; ask it by `brigade generate`")
+    await inputs.make_request(spec)  # what is wrong with it is said before anything is loaded
+    async with open_engine(inputs, options, options.context, max_waiting=1, max_wait_s=_MAX_WAIT_S) as engine:
+
+        async def stream(messages: Messages) -> AsyncGenerator[Output, None]:
+            request = await engine.prepare(replace(spec, prompt=Conversation(tuple(messages))))
+            async with aclosing(engine.generate(request)) as outputs:
+                async for output in outputs:
+                    yield output
+
+        yield engine.name, stream
+
+
+@asynccontextmanager
+async def served(url: str, key: str | None, body: Mapping[str, Any]) -> AsyncIterator[tuple[str, Stream]]:
+    """Likewise the model of a server; `body` are fields of each request."""
+    from coordinator.cli.remote import open_server
+
+    async with open_server(url, key) as server:
+        yield server.name, lambda messages: server.chat(messages, body)
+
+
+async def run_chat(model_at: contextlib.AbstractAsyncContextManager[tuple[str, Stream]], system: str | None) -> int:
+    """Talk until standard input ends, or the user leaves; return the exit code."""
+    with Keyboard() as keyboard:
+        async with model_at as (name, stream):
+            return await Chat(name, stream, keyboard, Dialogue(system)).run()
+
+
+class Chat:
+    """One conversation."""
+
+    def __init__(self, name: str, stream: Stream, keyboard: Keyboard, dialogue: Dialogue) -> None:
+        self.dialogue = dialogue
+        self.stats = "no answer yet"
+        self._name = name
+        self._stream = stream
+        self._keyboard = keyboard
+        self._console = Console() if keyboard.is_terminal else None
+        self._typed = Typed()
+        self._answering: asyncio.Task[None] | None = None
+        self._is_leaving = False  # Ctrl-C was pressed while nothing was answered, and no line has come since
+        self._left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._code = 0
+
+    async def run(self) -> int:
+        """Talk to the end. Return the exit code: piped messages that were not answered count."""
+        if self._console:
+            say(f"{self._name}; /help lists what else you can type, /exit or Ctrl-D leaves")
+        typed = self._typed
+        with _taking_interrupts(self._interrupt):
+            while (line := await self._line(_MORE if typed.is_open else _PROMPT)) is not None:
+                message = typed.push(line)
+                if message is not None and not await self._take(message):
+                    return self._code
+            if self._left.done():
+                return INTERRUPTED
+            if rest := typed.flush():
+                await self._take(rest)
+        return self._code
+
+    async def _line(self, prompt: str) -> str | None:
+        """Return the next line; None at the end of standard input, or where Ctrl-C asks to leave."""
+        reading = asyncio.create_task(self._keyboard.read(prompt))
+        either: list[asyncio.Future[Any]] = [reading, self._left]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if self._left.done():
+            reading.cancel()
+            return None
+        self._is_leaving = False
+        return reading.result()
+
+    async def _take(self, message: str) -> bool:
+        """Do what a command says, or answer. Return whether to go on."""
+        try:
+            if message.startswith("/") and "\n" not in message:
+                run_chat_command(self, message)
+            elif message.strip():
+                await self._answer(message)
+        except Leave:
+            return False
+        except BrigadeError as error:
+            say(f"error: {error}")
+            self._code = max(self._code, 0 if self._console else error.exit_code)
+        return True
+
+    async def _answer(self, message: str) -> None:
+        """Raises BrigadeError; the question is taken back then, unless it was answered in part."""
+        require_utf8("prompt", message)
+        self.dialogue.ask(message)
+        said: list[str] = []
+        self._answering = answering = asyncio.create_task(self._speak(said))
+        try:
+            await asyncio.wait([answering])
+        finally:
+            answering.cancel()  # where this task is cancelled itself
+            await asyncio.gather(answering, return_exceptions=True)
+            self._answering = None
+            self.dialogue.answer("".join(said))
+        if answering.cancelled():
+            say("(interrupted)")
+        else:
+            answering.result()
+
+    async def _speak(self, said: list[str]) -> None:
+        began, first = time.monotonic(), None
+        with showing(self._console) as show:
+            async with aclosing(self._stream(self.dialogue.messages())) as outputs:
+                async for output in outputs:
+                    if first is None and (output.content or output.reasoning):
+                        first = time.monotonic()
+                    show.think(output.reasoning)
+                    show.say(output.content)
+                    said.append(output.content)
+                    if output.usage is not None:
+                        self.stats = _stats_line(output.usage, began, first or time.monotonic())
+
+    def _interrupt(self) -> None:
+        if self._answering is not None:
+            self._answering.cancel()
+        elif self._is_leaving:
+            if not self._left.done():
+                self._left.set_result(None)
+        else:
+            self._is_leaving = True
+            self._typed.drop()
+            say(f"\n(Ctrl-C again, /exit or Ctrl-D leaves)\n{_PROMPT}")
+
+
+def _stats_line(usage: Usage, began: float, first: float) -> str:
+    decode_s = time.monotonic() - first
+    speed = f", {(usage.num_generated - 1) / decode_s:.1f} tok/s" if decode_s and usage.num_generated > 1 else ""
+    recoveries = f"; {usage.num_recoveries} recoveries" if usage.num_recoveries else ""
+    return (
+        f"prompt of {usage.num_prompt} tokens, {usage.num_reused} of them reused; "
+        f"answer of {usage.num_generated} tokens, the first after {first - began:.3f} s{speed}{recoveries}"
+    )
+
+
+class Leave(Exception):
+    """The user wants to go."""
+
+
+class Command(NamedTuple):
+    """What can be typed beside messages."""
+
+    expects: str
+    help: str
+    run: Callable[[Chat, str], None]
+
+
+def run_chat_command(chat: Chat, line: str) -> None:
+    """Do what a line that begins with a slash says.
+
+    Raises:
+        InputError: there is no such command, or it cannot be done. Leave: the user wants to go.
+    """
+    name, _, rest = line.partition(" ")
+    if name not in COMMANDS:
+        raise InputError("", f"expected one of {', '.join(COMMANDS)}, found {name}; a message may begin with a space")
+    command, rest = COMMANDS[name], rest.strip()
+    if bool(rest) != bool(command.expects) and not command.expects.startswith("["):
+        raise InputError("", f"expected {name} {command.expects}".rstrip())
+    command.run(chat, rest)
+
+
+def _help(chat: Chat, rest: str) -> None:
+    for name, command in COMMANDS.items():
+        say(f"{f'{name} {command.expects}':<16} {command.help}")
+    say('\\ at the end of a line, or """ before and after several, make them one message; Ctrl-C ends an answer')
+
+
+def _reset(chat: Chat, rest: str) -> None:
+    chat.dialogue = Dialogue(chat.dialogue.system)
+    say("forgotten what was said")
+
+
+def _system(chat: Chat, rest: str) -> None:
+    chat.dialogue.system = system = rest or chat.dialogue.system
+    say(f"the model is told first: {system}" if system else "the model is told nothing first")
+
+
+def _save(chat: Chat, rest: str) -> None:
+    path = Path(rest).expanduser()
+    try:
+        path.write_text(chat.dialogue.to_json(), encoding="utf-8")
+    except OSError as error:
+        raise InputError("", f"cannot write {path}: {error.strerror}") from error
+    say(f"saved {len(chat.dialogue.messages())} messages in {path}")
+
+
+def _load(chat: Chat, rest: str) -> None:
+    path = Path(rest).expanduser()
+    try:
+        chat.dialogue = Dialogue.of(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError("", f"{path} cannot be read: {error}") from error
+    except InputError as error:
+        raise InputError("", f"{path}: {error.message}") from error
+    say(f"loaded {len(chat.dialogue.messages())} messages from {path}")
+
+
+def _exit(chat: Chat, rest: str) -> None:
+    raise Leave
+
+
+COMMANDS = {
+    "/help": Command("", "this list", _help),
+    "/reset": Command("", "forget what was said", _reset),
+    "/system": Command("[TEXT]", "what the model is told before the conversation", _system),
+    "/save": Command("FILE", "write the conversation to a file, as JSON", _save),
+    "/load": Command("FILE", "go on with one that was saved", _load),
+    "/stats": Command("", "what the last answer took", lambda chat, rest: say(chat.stats)),
+    "/exit": Command("", "leave", _exit),
+}
+
+
+class Keyboard:
+    """Lines of standard input, typed or piped, read on a thread. Use as a context manager."""
+
+    def __init__(self) -> None:
+        self.is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        self._thread = CallThread("keyboard")
+        self._settings: list[object] | None = None
+
+    def __enter__(self) -> Keyboard:
+        if self.is_terminal:
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401 - by which input() edits lines, and knows earlier ones
+            self._settings = termios.tcgetattr(sys.stdin)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._thread.close(timeout_s=0)  # it may wait for a line that never comes
+        if self._settings is not None:  # as they were before that line was waited for
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._settings)  # type: ignore[arg-type]
+
+    async def read(self, prompt: str) -> str | None:
+        """Return the next line; None at the end."""
+        try:
+            return await self._thread.run(partial(input, prompt) if self.is_terminal else _piped_line)
+        except EOFError:
+            return None
+
+
+def _piped_line() -> str:
+    line = sys.stdin.buffer.readline()
+    if not line:
+        raise EOFError
+    return line.decode(errors="surrogateescape").rstrip("\r\n")  # as python reads a flag
+
+
+@contextmanager
+def _taking_interrupts(on_interrupt: Callable[[], None]) -> Iterator[None]:
+    """Have Ctrl-C call this."""
+    before, loop = signal.getsignal(signal.SIGINT), asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, on_interrupt)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+        signal.signal(signal.SIGINT, before)

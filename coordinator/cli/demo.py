@@ -1,43 +1,83 @@
 """`brigade demo`: one answer on several processes, in windows and one token per step, and what to try next."""
 
+from __future__ import annotations
+
 import shlex
 import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-from coordinator.cli.generate import Printer
-from coordinator.cli.report import print_stats, print_summary, stats_of
-from coordinator.cli.wish import Wish, how_it_ended, prepare
-from coordinator.cluster.open import open_cluster
-from coordinator.cluster.options import ClusterOptions
-from coordinator.cluster.progress import say
-from coordinator.cluster.runner import generate
-from coordinator.decoding.decode import Decode
-from coordinator.sessions.answer import Answer
+import typer
 
+from coordinator.cli import flags
+from coordinator.cli.generate import (
+    MAX_WAIT_S,
+    GenerateOptions,
+    how_it_ended,
+    prepare,
+    print_outputs,
+    read_prompt,
+    run_generate,
+)
+from coordinator.cli.parse import require_one_prompt
+from coordinator.cli.report import print_stats, print_summary, stats_of
+from coordinator.cli.show import Printer
+from coordinator.cluster.options import ClusterOptions, cluster_options
+from coordinator.cluster.progress import say
+from coordinator.decoding.decode import Decode
+from coordinator.sessions.output import Answer
+
+DEMO_PROMPT = "Tom has 48 apples. He buys 27 more and then gives away 30. How many apples does Tom have?"
 _NEXT = ("generate", "--local", "2", "--stats", "Tell me a story about a fox.")
 
 
-async def run_demo(options: ClusterOptions, wish: Wish) -> None:
-    """The prompt's answer to standard output; all that is said of it to standard error."""
-    say(f"> {wish.prompt}\n")
-    task = await prepare(wish, options)
-    stream = task.stream()
-    async with open_cluster(options, task.checkpoint, task.spec, options.context) as cluster:
-        with Printer(stream) as emit:
-            answer = await generate(
-                cluster.chain, task.request, when_lost=cluster.reopen, text=stream, emit=emit, traced=True
-            )
-        print_summary(answer, how_it_ended(task, answer, stream))
-        chain, again = cluster.chain, replace(task.request, decode=Decode("ar"))
-        print_stats(answer, chain.plan, answer.waterfall(), with_legend=True)
-        stepwise = await generate(chain, again, when_lost=cluster.reopen, text=task.stream())
-    say(f"\n{compare(answer, stepwise)}\n\nTry next: {our_command()} {shlex.join(_NEXT)}")
+def demo(
+    ctx: typer.Context,
+    text: flags.Text = None,
+    prompt: flags.Prompt = None,
+    local: flags.DemoLocal = 2,
+    max_tokens: flags.MaxTokens = 256,
+    as_json: flags.Json = False,
+) -> None:
+    """Worker processes and this coordinator on loopback, the bundled model, one answer, in windows and without.
+
+    brigade demo
+
+    With more workers: brigade demo --local 5
+    """
+    require_one_prompt(ctx, may_lack=True)
+    options = cluster_options(None, "demo", local, None, None)
+
+    from coordinator.engine.bounded import TEMPLATES
+
+    TEMPLATES.start()  # beside the imports below, which take a second
+    from coordinator.cli.run import run_async
+
+    given = read_prompt(text, prompt)
+    asked = GenerateOptions(DEMO_PROMPT if given is None else given, max_tokens=max_tokens, as_json=as_json)
+    run_async(run_generate(options, asked) if as_json else run_demo(options, asked))
+
+
+async def run_demo(options: ClusterOptions, asked: GenerateOptions) -> None:
+    """Print the answer to standard output, and to standard error what it took in either way, and what to try next."""
+    from coordinator.engine.engine import open_engine
+
+    say(f"> {asked.prompt}\n")
+    inputs, request, _ = await prepare(asked, options)
+    async with open_engine(inputs, options, options.context, max_waiting=1, max_wait_s=MAX_WAIT_S) as engine:
+        answer = Answer()
+        with Printer() as printer:
+            await print_outputs(engine.generate(request, traced=True), printer, answer)
+        answer.statuses = await engine.chain.statuses()
+        print_summary(answer, how_it_ended(request, answer, inputs.spec.context))
+        print_stats(answer, engine.chain.plan, answer.waterfall(), with_legend=True)
+        stepwise = await engine.answer(replace(request, decode=Decode("ar")))
+    say(f"\n{compare(answer, stepwise)}\n\nTry next: {_our_command()} {shlex.join(_NEXT)}")
 
 
 def compare(windows: Answer, stepwise: Answer) -> str:
-    """Both ways to the same answer, a line each."""
+    """Return a line for each of two ways to the same answer."""
     lines = [
         f"{name:<19}{len(answer.tokens)} tokens in {answer.num_steps} steps, "
         f"{stats_of(answer)['tokens_per_s'] or 0:.1f} tok/s"
@@ -46,8 +86,8 @@ def compare(windows: Answer, stepwise: Answer) -> str:
     return "\n".join(lines) + (": the same tokens" if windows.tokens == stepwise.tokens else ": OTHER TOKENS")
 
 
-def our_command() -> str:
-    """How this very program can be called from here."""
+def _our_command() -> str:
+    """Return how this very program can be called from here."""
     if shutil.which("brigade"):
         return "brigade"
     program = Path(sys.argv[0])

@@ -1,184 +1,381 @@
 """`brigade generate`: one request, its text as it comes, and what it took."""
 
-import asyncio
+from __future__ import annotations
+
 import json
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from coordinator.cli.continuing import header_of, recall, resume
-from coordinator.cli.report import logprobs_of, print_stats, print_summary, stages_of, stats_of
+import typer
+
+from coordinator.cli import flags
+from coordinator.cli.parse import (
+    chosen_cluster,
+    chosen_sampling,
+    given_flags,
+    parse_bias,
+    parse_tokens,
+    refuse_flags,
+    require_one_prompt,
+    server_body,
+)
+from coordinator.cli.report import print_stats, print_summary, report_logprobs, require_writable, stages_of, stats_of
+from coordinator.cli.show import Printer
 from coordinator.cli.trace import trace_events
-from coordinator.cli.wish import Wish, how_it_ended, how_it_was_drawn, prepare
-from coordinator.cluster.chain import Chain
-from coordinator.cluster.journal_file import JournalFile
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say
-from coordinator.cluster.runner import Emit, Keep, keep_nothing
-from coordinator.resident.frontend import Frontend, Task
-from coordinator.resident.model import open_resident
-from coordinator.sessions.answer import Answer, Piece, Token
-from coordinator.sessions.request import most_rows
-from coordinator.sessions.text import TextStream, TokenIds
+from coordinator.decoding.decode import Decode, make_cache_choice, make_decode
+from coordinator.engine.journal_file import JournalFile, holds_something
+from coordinator.planning.recovery import USUAL
+from coordinator.sessions.output import Answer, Output, Token
+from coordinator.sessions.request import (
+    Conversation,
+    Request,
+    RequestSpec,
+    make_sampling,
+    most_rows,
+    require_utf8,
+    room_for_answer,
+)
+from protos.brigade_pb2 import Cache, Sampling
 from worker.errors import BrigadeError, InputError
 
-_MAX_WAIT_S = 600.0  # for memory
+if TYPE_CHECKING:
+    from coordinator.cluster.chain import Chain
+    from coordinator.engine.inputs import InputProcessor
+
+MAX_WAIT_S = 600.0  # for memory
+_NO_FIGURES: dict[str, Any] = {"stages": [], "waterfall": None}
+
+Keep = Callable[[Output, Callable[[str], None]], Awaitable[None]]
 
 
-class Printer:
-    """Prints an answer's pieces as they come. Use as a context manager: it never leaves a line open.
+def generate(
+    ctx: typer.Context,
+    text: flags.Text = None,
+    prompt: flags.Prompt = None,
+    prompt_tokens: flags.PromptTokens = None,
+    system_prompt: flags.SystemPrompt = None,
+    raw: flags.Raw = False,
+    max_tokens: flags.MaxTokens = 256,
+    stop: flags.Stop = None,
+    ignore_eos: flags.IgnoreEos = False,
+    prefill_step_size: flags.PrefillStepSize = None,
+    server: flags.ServerUrl = None,
+    api_key_file: flags.ApiKeyFile = None,
+    config: flags.Config = None,
+    model: flags.Model = None,
+    local: flags.Local = None,
+    layers: flags.Layers = None,
+    objective: flags.Aims = "latency",
+    context: flags.Context = None,
+    trust_remote_code: flags.TrustRemoteCode = False,
+    check_finite: flags.CheckFinite = False,
+    rejoin_timeout: flags.RejoinTimeout = USUAL.rejoin_s,
+    recovery_timeout: flags.RecoveryTimeout = USUAL.recovery_s,
+    temp: flags.Temp = None,
+    top_p: flags.TopP = None,
+    top_k: flags.TopK = None,
+    min_p: flags.MinP = None,
+    repetition_penalty: flags.RepetitionPenalty = None,
+    presence_penalty: flags.PresencePenalty = 0.0,
+    frequency_penalty: flags.FrequencyPenalty = 0.0,
+    logit_bias: flags.LogitBias = None,
+    seed: flags.Seed = None,
+    decode: flags.DecodeKind = "auto",
+    window: flags.Window = "auto",
+    entropy_threshold: flags.EntropyThreshold = Decode.entropy_threshold,
+    position_penalty: flags.PositionPenalty = Decode.position_penalty,
+    repeat_guard: flags.RepeatGuard = 0,
+    kv: flags.Kv = "full",
+    max_kv_size: flags.MaxKvSize = None,
+    logprobs: flags.Logprobs = None,
+    as_json: flags.Json = False,
+    stats: flags.Stats = False,
+    trace: flags.Trace = None,
+    journal: flags.Journal = None,
+) -> None:
+    """Answer one prompt; the text goes to standard output as it comes.
 
-    Whoever interrupts the answer is told what there was of it.
+    Everything in this process: brigade generate --local 0 "What is the capital of France?"
+
+    Two workers on this machine: brigade generate --local 2 "Tell me a story about a fox."
+
+    The workers of cluster.yaml: brigade generate --config cluster.yaml "Hello"
+
+    A server that runs already: brigade generate --server http://localhost:9338 "Hello"
     """
+    if server is not None:
+        for names, why in flags.ELSEWHERE.items():
+            refuse_flags(ctx, names, why)
+    if raw or prompt_tokens is not None:
+        refuse_flags(
+            ctx, ("system_prompt",), "not expected with --raw or --prompt-tokens, which are all that the model gets"
+        )
+    if repeat_guard == 1:
+        raise InputError("repeat_guard", "expected 0 (off) or at least 2 times, got 1")
+    require_one_prompt(ctx, may_lack=holds_something(journal))
+    if "" in (stop or ()):
+        raise InputError("stop", "expected some text, found none")
+    sampling = chosen_sampling(ctx) | {
+        "logit_bias": parse_bias(logit_bias or ""),
+        "logprobs": 0 if logprobs is None else logprobs + 1,
+    }
+    make_sampling(**sampling)  # refuses now what the model's own choices cannot mend
+    tokens = None if prompt_tokens is None else parse_tokens(prompt_tokens)
+    decoder = make_decode(decode, window, entropy_threshold, position_penalty)
+    cache = make_cache_choice(kv, max_kv_size)
+    options = chosen_cluster(ctx) if server is None else None
 
-    def __init__(self, stream: TextStream | TokenIds, *, is_silent: bool = False) -> None:
-        self._stream = stream
-        self._is_silent = is_silent
-        self._began = self._first_at = self._last_at = time.monotonic()
-        self._last = "\n"
-        self._num_before = stream.num_tokens  # by a journal
+    from coordinator.engine.bounded import TEMPLATES
 
-    def __enter__(self) -> Self:
-        self._began = self._first_at = self._last_at = time.monotonic()
-        return self
+    if server is None and not raw and (text, prompt) != (None, None):
+        TEMPLATES.start()  # beside the imports below, which take a second
+    from coordinator.cli.run import run_async
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None or not issubclass(kind, OSError):  # or its reader left
-            self._end_line(is_done=kind is None)
-        if kind is asyncio.CancelledError and self._stream.num_tokens > self._num_before:
-            say(self._figures())
+    asked = GenerateOptions(
+        prompt=read_prompt(text, prompt), prompt_tokens=tokens, system=system_prompt, raw=raw, max_tokens=max_tokens,
+        sampling=sampling, stops=tuple(stop or ()), ignore_eos=ignore_eos, decode=decoder, cache=cache,
+        repeat_guard=repeat_guard, chunk=prefill_step_size, as_json=as_json, with_stats=stats, trace=trace,
+        journal=journal, given=given_flags(ctx),
+    )  # fmt: skip
+    if options is not None:
+        run_async(run_generate(options, asked))
+    elif server is not None:
+        from coordinator.cli.remote import run_remote
 
-    def __call__(self, text: str) -> None:
-        """Take a piece of text, as it becomes final."""
-        self._last_at = time.monotonic()
-        if self._first_at == self._began:
-            self._first_at = self._last_at
-        if text and not self._is_silent:
-            self._last = text
-            sys.stdout.write(text)
-            sys.stdout.flush()
-
-    def _end_line(self, *, is_done: bool) -> None:
-        """A whole answer ends with a line end of its own, one that broke off only if its line is open."""
-        if not self._is_silent and (is_done or not self._last.endswith("\n")):
-            print(flush=True)
-
-    def _figures(self) -> str:
-        num_tokens, took_s = self._stream.num_tokens - self._num_before, self._last_at - self._first_at
-        speed = f", {(num_tokens - 1) / took_s:.1f} tok/s" if took_s else ""
-        return f"interrupted after {num_tokens} tokens{speed}; first after {self._first_at - self._began:.3f} s"
-
-
-class Gathered:
-    """What became known so far, and was kept by `keep`."""
-
-    def __init__(self, known: Sequence[Token], keep: Keep) -> None:
-        self.tokens = list(known)
-        self._keep = keep
-
-    async def __call__(self, piece: Piece, emit: Emit) -> None:
-        await self._keep(piece, emit)
-        self.tokens += piece.tokens
+        run_async(run_remote(server, api_key_file, server_body(ctx, sampling), asked))
 
 
-async def run_generate(options: ClusterOptions, wish: Wish) -> None:
-    """One request: text to standard output as it comes, the summary to standard error."""
-    if wish.journal is None:
-        await _answer(options, wish, await prepare(wish, options))
+def read_prompt(text: str | None, prompt: str | None) -> str | None:
+    """Return the prompt, read from standard input if it is `-`: bytes that are no UTF-8 become lone surrogates."""
+    given = text if prompt is None else prompt
+    return sys.stdin.buffer.read().decode(errors="surrogateescape") if given == "-" else given
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """What `generate` is asked for beyond the cluster: the prompt, how to go on from it, and what to print."""
+
+    prompt: str | None = None
+    prompt_tokens: tuple[int, ...] | None = None
+    system: str | None = None
+    raw: bool = False
+    max_tokens: int = 256
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # as chosen; the model's own choices are below it
+    decode: Decode = field(default_factory=lambda: Decode("auto"))
+    cache: Cache = field(default_factory=Cache)
+    repeat_guard: int = 0
+    stops: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    chunk: int | None = None
+    as_json: bool = False
+    with_stats: bool = False
+    trace: Path | None = None
+    journal: Path | None = None
+    given: frozenset[str] = frozenset()  # flags of the command line, to be compared with a journal's request
+
+    def require_prompt(self, *, has_template: bool = True) -> Conversation | str | tuple[int, ...]:
+        """Return what the model is given: a conversation where its template is to be used, else text or token ids.
+
+        Raises:
+            InputError: there is no text, or bytes that are no UTF-8, or a system prompt without a template.
+        """
+        if self.prompt_tokens is not None:
+            return self.prompt_tokens
+        require_utf8("prompt", self.prompt or "")
+        require_utf8("system_prompt", self.system or "")
+        if self.prompt is None or not (self.prompt if self.raw else self.prompt.strip()):
+            raise InputError("prompt", "expected some text, found none")
+        if self.raw or not has_template:
+            if self.system:
+                raise InputError("system_prompt", "this model has no chat template that would give it its place")
+            return self.prompt
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return Conversation((*system, {"role": "user", "content": self.prompt}))
+
+
+class Prepared(NamedTuple):
+    """A checked request, and what makes its text."""
+
+    inputs: InputProcessor
+    request: Request
+    own_sampling: Mapping[str, float]  # parameters that are the model's own choice
+
+
+async def prepare(asked: GenerateOptions, options: ClusterOptions) -> Prepared:
+    """Read the model's configuration and check the request against it, before any node is asked.
+
+    Raises:
+        InputError: the model cannot serve it. ModelError: there is no such model, or it cannot be read.
+    """
+    from coordinator.engine.inputs import InputProcessor
+
+    if asked.trace is not None:
+        require_writable("trace", asked.trace)
+    needs_text = asked.prompt is not None or bool(asked.stops)
+    inputs = await InputProcessor.read(
+        options.model, trust_remote_code=options.trust_remote_code, needs_text=needs_text
+    )
+    spec = RequestSpec(
+        prompt=asked.require_prompt(has_template=inputs.has_chat_template),
+        max_tokens=asked.max_tokens,
+        sampling=asked.sampling,
+        decode=asked.decode,
+        cache=asked.cache,
+        stops=asked.stops,
+        ignore_eos=asked.ignore_eos,
+        repeat_guard=asked.repeat_guard,
+    )
+    try:
+        request = await inputs.make_request(spec)
+    except InputError as error:
+        if error.field == "prompt" and asked.prompt_tokens is not None:
+            raise InputError("prompt_tokens", error.message) from error
+        raise
+    if asked.prompt is not None and not inputs.has_chat_template and not asked.raw:
+        say("note: this model has no chat template; the prompt is given as it stands")
+    own = {name: value for name, value in inputs.defaults.items() if name not in asked.sampling}
+    return Prepared(inputs, request, own)
+
+
+async def run_generate(options: ClusterOptions, asked: GenerateOptions) -> None:
+    """Answer one request: text to standard output as it comes, the summary to standard error."""
+    from coordinator.cli.resume import header_of, resume
+
+    if asked.journal is None:
+        await _answer(options, asked, await prepare(asked, options))
         return
-    async with JournalFile(wish.journal) as journal:
+    async with JournalFile(asked.journal) as journal:
         if journal.found is not None:
-            await _answer(options, wish, await resume(wish, options, journal.found), journal.keep)
-        elif wish.prompt is None and wish.prompt_tokens is None:
+            prepared = await resume(asked, options, journal.found)
+        elif asked.prompt is None and asked.prompt_tokens is None:
             raise InputError(
                 "journal", "it ends before its request does, so there is none to go on with; give a prompt"
             )
         else:
-            task = await prepare(wish, options)
-            await journal.begin(await header_of(task))
-            await _answer(options, wish, task, journal.keep)
+            prepared = await prepare(asked, options)
+            await journal.begin(await header_of(prepared))
+        await _answer(options, asked, prepared, journal.keep)
 
 
-async def _answer(options: ClusterOptions, wish: Wish, task: Task, keep: Keep = keep_nothing) -> None:
-    stream, known = task.stream(), task.request.known
-    recall(known, task.request, stream)
-    if known.finish_reason is not None:
-        _tell_finished(wish, task, stream)
+async def _answer(
+    options: ClusterOptions, asked: GenerateOptions, prepared: Prepared, keep: Keep | None = None
+) -> None:
+    """Print an answer from where its journal ends, or all of it."""
+    from coordinator.engine.engine import open_engine
+
+    inputs, request, own_sampling = prepared
+    parser, answer = inputs.parser(request), Answer()
+    if request.known.finish_reason is not None:
+        _tell_finished(asked, request, parser.text)
         return
-    context = max(options.context, most_rows(task.request, task.spec.context))
-    frontend = Frontend(task.checkpoint, task.spec, task.tokenizer)
-    async with open_resident(frontend, options, context, max_waiting=1, max_wait_s=_MAX_WAIT_S) as model:
-        tokens = Gathered(known.tokens, keep)
-        with Printer(stream, is_silent=wish.as_json) as emit, _failures_as_json(wish, task, stream, tokens):
-            answer = await model.runner.answer(
-                task.request, text=stream, emit=emit, keep=tokens, chunk=wish.chunk, traced=wish.is_traced
-            )
-            answer.statuses = await model.runner.chain.statuses()  # while the caches are still there
-        chain = model.runner.chain  # on which the answer ended
-        if wish.trace is not None:
-            wish.trace.write_text(json.dumps(trace_events(answer.usage.legs, answer.token_times)), encoding="utf-8")
-        if wish.as_json:
-            print(json.dumps(_as_json(task, chain, answer, stream)), flush=True)
+    context = max(options.context, most_rows(request, inputs.spec.context))
+    is_traced = asked.as_json or asked.with_stats or asked.trace is not None
+    async with open_engine(inputs, options, context, max_waiting=1, max_wait_s=MAX_WAIT_S) as engine:
+        with (
+            Printer(is_silent=asked.as_json) as printer,
+            _failures_as_json(asked, request, answer, lambda: parser.text),
+        ):
+            outputs = engine.generate(request, parser=parser, chunk=asked.chunk, traced=is_traced)
+            await print_outputs(outputs, printer, answer, keep)
+            answer.statuses = await engine.chain.statuses()  # while the caches are still there
+        chain = engine.chain  # on which the answer ended
+        if asked.trace is not None:
+            asked.trace.write_text(json.dumps(trace_events(answer.usage.legs, answer.token_times)), encoding="utf-8")
+        if asked.as_json:
+            print(json.dumps(_as_json(request, chain, answer, parser.text)), flush=True)
             return
-        print_summary(answer, how_it_ended(task, answer, stream), how_it_was_drawn(task))
-        if wish.with_stats:
+        drawn = how_drawn(request.sampling, own_sampling)
+        print_summary(answer, how_it_ended(request, answer, inputs.spec.context), drawn)
+        if asked.with_stats:
             print_stats(answer, chain.plan, answer.waterfall())
 
 
+async def print_outputs(
+    outputs: AsyncGenerator[Output, None], printer: Printer, answer: Answer, keep: Keep | None = None
+) -> None:
+    """Print an engine's outputs as they come, and add them up in `answer`; `keep` keeps each one, then prints it."""
+    async with aclosing(outputs):
+        async for output in outputs:
+            printer.count(len(output.tokens))
+            if keep is None:
+                printer.write(output.text)
+            else:
+                await keep(output, printer.write)
+            answer.add(output)
+
+
+def how_it_ended(request: Request, answer: Answer, context: int) -> str:
+    """Return why there are no more tokens of an answer by a model with a context of so many tokens."""
+    if answer.finish_reason == "length":
+        num_tokens = len(request.known.tokens) + len(answer.tokens)
+        if num_tokens >= request.max_tokens:
+            return f"cut off at --max-tokens {request.max_tokens}"
+        if num_tokens >= room_for_answer(request, context):
+            return f"cut off where the model's context of {context} tokens ends"
+        return "cut off where the memory of the nodes ends"
+    if answer.stop is not None:
+        return "ended at a --stop text"
+    return "ended by itself" if answer.tokens[-1] in request.eos else "ended as it began to repeat itself"
+
+
+def how_drawn(sampling: Sampling, own: Mapping[str, float]) -> str:
+    """Return temperature and seed of a sampled answer, and whose choice they were; "" for the likeliest tokens."""
+    if not sampling.temperature:
+        return ""
+    names = ", ".join(f"{name} {value:g}" for name, value in own.items())
+    choice = f"as the model's generation_config.json says ({names})" if own else f"at --temp {sampling.temperature:g}"
+    return f"sampled {choice}, --seed {sampling.seed}"
+
+
 @contextmanager
-def _failures_as_json(wish: Wish, task: Task, stream: TextStream | TokenIds, gathered: "Gathered") -> Iterator[None]:
+def _failures_as_json(
+    asked: GenerateOptions, request: Request, answer: Answer, text: Callable[[], str]
+) -> Iterator[None]:
     """With `--json`, print what there is of an answer that breaks off, and why it does."""
     try:
         yield
     except BrigadeError as error:
-        if wish.as_json:
-            known = _answer_as_json(task, gathered.tokens, None, stream)
-            figures: dict[str, Any] = {"stats": None, "stages": [], "waterfall": None}
-            print(json.dumps({**known, **figures, "error": {"message": str(error)}}), flush=True)
+        if asked.as_json:
+            known = _answer_as_json(request, [*request.known.tokens, *answer.samples], None, text())
+            print(json.dumps({**known, "stats": None, **_NO_FIGURES, "error": {"message": str(error)}}), flush=True)
         raise
 
 
-def _tell_finished(wish: Wish, task: Task, stream: TextStream | TokenIds) -> None:
-    """Of an answer that its journal holds whole; no node was asked."""
-    known = task.request.known
-    if wish.as_json:
-        figures: dict[str, Any] = {
-            "stats": {"tokens_from_journal": len(known.tokens), "recoveries": 0},
-            "stages": [],
-            "waterfall": None,
-        }
-        print(json.dumps(_answer_as_json(task, known.tokens, known.finish_reason, stream) | figures), flush=True)
+def _tell_finished(asked: GenerateOptions, request: Request, text: str) -> None:
+    """Print an answer that its journal holds whole; no node was asked."""
+    known = request.known
+    if asked.as_json:
+        stats = {"tokens_from_journal": len(known.tokens), "recoveries": 0}
+        found = _answer_as_json(request, known.tokens, known.finish_reason, text)
+        print(json.dumps({**found, "stats": stats, **_NO_FIGURES}), flush=True)
     else:
-        say(f"{wish.journal} holds the whole answer already: {len(known.tokens)} tokens; --json prints it")
+        say(f"{asked.journal} holds the whole answer already: {len(known.tokens)} tokens; --json prints it")
 
 
-def _as_json(task: Task, chain: Chain, answer: Answer, stream: TextStream | TokenIds) -> dict[str, Any]:
-    """The object of `--json`."""
-    waterfall = answer.waterfall()
-    known = task.request.known.tokens
+def _as_json(request: Request, chain: Chain, answer: Answer, text: str) -> dict[str, Any]:
+    """Return the object of `--json`."""
+    waterfall, known = answer.waterfall(), request.known.tokens
     return {
-        **_answer_as_json(task, [*known, *answer.samples], answer.finish_reason, stream),
+        **_answer_as_json(request, [*known, *answer.samples], answer.finish_reason, text),
         "stats": stats_of(answer) | ({"tokens_from_journal": len(known)} if known else {}),
         "stages": stages_of(answer, chain.plan, waterfall),
         "waterfall": {"wall_ms": waterfall.wall_ms, **waterfall.parts},
     }
 
 
-def _answer_as_json(
-    task: Task, tokens: Sequence[Token], finish_reason: str | None, stream: TextStream | TokenIds
-) -> dict[str, Any]:
-    """What it is, whatever it took."""
-    sampling = task.request.sampling
+def _answer_as_json(request: Request, tokens: Sequence[Token], finish_reason: str | None, text: str) -> dict[str, Any]:
+    """Return the part of that object that does not depend on what the answer took."""
     return {
-        "text": stream.text,
+        "text": text,
         "tokens": [token.token for token in tokens],
-        "prompt_tokens": len(task.request.prompt),
+        "prompt_tokens": len(request.prompt),
         "finish_reason": finish_reason,
-        "logprobs": logprobs_of(tokens) if sampling.logprobs else None,
-        "seed": sampling.seed,
+        "logprobs": report_logprobs(tokens) if request.sampling.logprobs else None,
+        "seed": request.sampling.seed,
     }

@@ -7,9 +7,10 @@ from typing import Annotated
 import typer
 
 from coordinator.cli import flags
-from worker.config import Cluster, load_cluster
+from coordinator.cli.parse import find_config
+from worker.config import ClusterConfig, load_cluster
 from worker.errors import ConfigError
-from worker.process.app import App
+from worker.platform.run import App
 
 _FOLDER = "keys"
 
@@ -29,9 +30,10 @@ def init(
 
     To shut a node out, and give the others new certificates: brigade keys init --replace --config cluster.yaml
     """
-    cluster = load_cluster(config) if config else Cluster()
+    config = find_config(config)
+    cluster = load_cluster(config) if config else ClusterConfig()
 
-    from coordinator.cluster.authority import Authority
+    from coordinator.deploy.certificates import Authority
     from worker.node.identity import Role
 
     authority = Authority.make(_folder(cluster, config), replace=replace)
@@ -56,9 +58,10 @@ def issue(
 
     brigade keys issue mini --config cluster.yaml
     """
-    cluster = load_cluster(config) if config else Cluster()
+    config = find_config(config)
+    cluster = load_cluster(config) if config else ClusterConfig()
 
-    from coordinator.cluster.authority import NODE_VALID, Authority
+    from coordinator.deploy.certificates import NODE_VALID, Authority
     from worker.node.identity import Role
 
     known = [cluster.coordinator.name, *(worker.name for worker in cluster.workers)] if config else []
@@ -72,7 +75,7 @@ def issue(
     _say(f"copy it into the folder of keys on {name} and nowhere else: its user alone may read it (chmod 600)")
 
 
-def _folder(cluster: Cluster, config: Path | None) -> Path:
+def _folder(cluster: ClusterConfig, config: Path | None) -> Path:
     if cluster.tls:
         return Path(cluster.tls.keys)
     return (config.parent if config else Path()) / _FOLDER

@@ -1,13 +1,31 @@
 """`brigade launch`: installs and runs the workers on the other Macs, over ssh."""
 
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from coordinator.cli import flags
-from worker.config import Cluster, Worker, load_cluster
-from worker.errors import ConfigError, InputError
+from coordinator.cli.parse import CONFIG, find_config, given_flags
+from coordinator.cluster.progress import say, show_progress, telling_interrupts
+from protos.brigade_pb2 import LoadProgress
+from worker.config import ClusterConfig, WorkerConfig, load_cluster, read_yaml
+from worker.errors import BrigadeError, ConfigError, InputError
+from worker.platform.text import printable_lines
+from worker.platform.threads import run_in_thread
+
+if TYPE_CHECKING:
+    from coordinator.deploy.install import Action
+    from coordinator.deploy.launch import Outcome, Report
+
 
 Nodes = Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Only these workers.", show_default=False)]
 Config = Annotated[Path, typer.Option(help="cluster.yaml: the workers, with `ssh:`.", rich_help_panel=flags.CLUSTER)]
@@ -15,11 +33,14 @@ Stop = Annotated[bool, typer.Option("--stop", help="Stop them; they come back wi
 Restart = Annotated[bool, typer.Option("--restart", help="Restart those that run as they should, too.")]
 Update = Annotated[bool, typer.Option("--update", help="Install anew even where this very version is, and restart.")]
 
-CONFIG = Path("cluster.yaml")
-
 
 def launch(
-    names: Nodes = None, config: Config = CONFIG, stop: Stop = False, restart: Restart = False, update: Update = False
+    ctx: typer.Context,
+    names: Nodes = None,
+    config: Config = CONFIG,
+    stop: Stop = False,
+    restart: Restart = False,
+    update: Update = False,
 ) -> int:
     """Install and start the workers of cluster.yaml on their Macs, over ssh; exit code 3 if one failed.
 
@@ -34,12 +55,11 @@ def launch(
     """
     if stop + restart + update > 1:
         raise InputError("", "expected one of --stop, --restart and --update")
-    cluster = load_cluster(config)
+    cluster = load_cluster(_found(ctx, config))
     workers = workers_of(cluster, names or ())
 
-    from coordinator.cli.launching import run_launch, run_stop
-    from coordinator.cli.run_async import run_async
-    from coordinator.fleet.steps import Action
+    from coordinator.cli.run import run_async
+    from coordinator.deploy.install import Action
 
     if stop:
         return run_async(run_stop(workers))
@@ -47,7 +67,7 @@ def launch(
     return run_async(run_launch(config, cluster, workers, action))
 
 
-def workers_of(cluster: Cluster, names: "list[str] | tuple[()]") -> list[Worker]:
+def workers_of(cluster: ClusterConfig, names: list[str] | tuple[()]) -> list[WorkerConfig]:
     """Those of these names, or all, that ssh reaches.
 
     Raises:
@@ -69,3 +89,109 @@ def workers_of(cluster: Cluster, names: "list[str] | tuple[()]") -> list[Worker]
         whom = ", ".join(missing) or "any worker"
         raise ConfigError(f"{cluster.file} does not say how to reach {whom}: expected `ssh: user@host` in its entry")
     return reached
+
+
+def _found(ctx: typer.Context, config: Path) -> Path:
+    """The configuration, said to be taken where no flag names it; loading it tells if it is not there."""
+    return config if "config" in given_flags(ctx) else find_config(None) or config
+
+
+async def run_launch(config: Path, cluster: ClusterConfig, workers: Sequence[WorkerConfig], action: Action) -> int:
+    """Print how it went with each. The exit code: 0, or 3 if a node failed."""
+    from coordinator.deploy.certificates import certificates
+    from coordinator.deploy.launch import Launch
+    from coordinator.deploy.package import installed
+    from coordinator.deploy.ssh import require_ssh
+    from worker.node.identity import Role
+    from worker.node.network import Network
+
+    require_ssh()
+    raw, _ = read_yaml(config)
+    keys = certificates(cluster, [worker.name for worker in workers], say)
+    network = Network.of(cluster, cluster.coordinator.name, Role.COORDINATOR)
+    own = network.own  # if that will not do, it is told before anything is sent
+    if warning := own.warning() if own else "":
+        say(f"warning: {warning}")
+    package = await run_in_thread(installed)
+    if others := [worker.name for worker in cluster.workers if not worker.ssh]:
+        say(f"not launched, since their entries have no `ssh:`: {', '.join(others)}")
+    with _shown() as report:
+        outcomes = await Launch(raw, package, keys, network, action, report).run(workers)
+    return _tell(outcomes)
+
+
+async def run_stop(workers: Sequence[WorkerConfig]) -> int:
+    """The same for the end of workers."""
+    from coordinator.deploy.launch import stop
+    from coordinator.deploy.ssh import require_ssh
+
+    require_ssh()
+    with _shown() as report:
+        outcomes = await stop(workers, report)
+    return _tell(outcomes)
+
+
+@contextlib.contextmanager
+def _shown() -> Iterator[Report]:
+    """Show what is done on each node, and where each was if this is interrupted."""
+    phases: dict[str, str] = {}
+    with show_progress() as draw:
+
+        def report(node: str, phase: str) -> None:
+            phases[node] = phase
+            draw(node, LoadProgress(phase=phase))
+
+        with telling_interrupts(lambda: _interrupted(phases)):
+            yield report
+
+
+def _interrupted(phases: Mapping[str, str]) -> str:
+    were = "; ".join(f"{node}: {phase}" for node, phase in phases.items())
+    return f"interrupted ({were}). Nothing is undone: workers that run go on, the same command does the rest"
+
+
+def _tell(outcomes: Sequence[Outcome]) -> int:
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for heading in ("node", "ssh", "service", "", "answers at"):
+        table.add_column(heading)
+    for each in outcomes:
+        done = Text("failed", "bold red") if each.error else Text(each.done, "green")
+        table.add_row(Text(each.name), Text(each.place), Text(each.kind), done, Text(each.address))
+    Console(highlight=False).print(table)
+    failures = [each.error for each in outcomes if each.error]
+    for error in failures:
+        print(f"error: {printable_lines(str(error))}", file=sys.stderr)
+    return BrigadeError.exit_code if failures else 0
+
+
+def logs(
+    ctx: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The worker's name in cluster.yaml.")],
+    config: Config = CONFIG,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what it writes, until Ctrl-C.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of the last lines.")] = 100,
+) -> None:
+    """The log of a worker that brigade launch has started.
+
+    brigade logs mini -f
+    """
+    [worker] = workers_of(load_cluster(_found(ctx, config)), [name])
+
+    from coordinator.cli.run import run_async
+
+    run_async(_print_log(worker, lines, is_followed=follow))
+
+
+async def _print_log(worker: WorkerConfig, lines: int, *, is_followed: bool) -> None:
+    from coordinator.deploy.launch import values_of
+    from coordinator.deploy.ssh import Remote
+
+    assert worker.ssh is not None
+    values = values_of(worker.name) | {"lines": str(lines), "follow": "yes" if is_followed else "no"}
+    await Remote(worker.name, worker.ssh).output("log", values, _print_line, is_followed=is_followed)
+
+
+def _print_line(line: str) -> None:
+    from worker.platform.text import printable_lines
+
+    print(printable_lines(line), flush=True)

@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coordinator.cli import flags
-from worker.config import Cluster, load_cluster
+from coordinator.cli.parse import find_config
+from worker.config import ClusterConfig, CoordinatorConfig, load_cluster
+from worker.errors import InputError, StageLost
+from worker.model.repository import require_model
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from coordinator.finding.present import Present
+    from coordinator.deploy.cluster_file import Draft
+    from coordinator.deploy.discovery import FoundNode
+    from worker.node.network import Network
 
 LISTENS_S = 2.0
 
@@ -31,31 +36,31 @@ def nodes(config: flags.Config = None, timeout: Timeout = LISTENS_S, as_json: fl
     An announcement is a hint. A worker is used only if cluster.yaml names it, and over an encrypted link only if its
     certificate is of the cluster's own authority.
     """
+    config = find_config(config)
     cluster = load_cluster(config) if config else None
 
-    from coordinator.cli.run_async import run_async
+    from coordinator.cli.run import run_async
 
     run_async(_show(cluster, config, timeout, as_json=as_json))
 
 
-async def _show(cluster: Cluster | None, config: Path | None, timeout_s: float, *, as_json: bool) -> None:
+async def _show(cluster: ClusterConfig | None, config: Path | None, timeout_s: float, *, as_json: bool) -> None:
     from rich.console import Console
 
-    from coordinator.finding.look import look_around
-    from coordinator.finding.present import nodes_json
+    from coordinator.deploy.discovery import look_around
 
-    found, num_ignored = await look_around(timeout_s, cluster)
+    found = await look_around(timeout_s, cluster)
     if as_json:
-        print(json.dumps(nodes_json(found, num_ignored=num_ignored)))
+        print(json.dumps(found.to_json()))
         return
-    if found:
+    if found.nodes:
         console = Console(highlight=False)
-        console.print(node_table(found, config.name if config else "", console.width))
-    for line in remarks(found, num_ignored, timeout_s):
+        console.print(node_table(found.nodes, config.name if config else "", console.width))
+    for line in remarks(found.nodes, found.num_ignored, timeout_s):
         print(line, file=sys.stderr)
 
 
-def node_table(found: "Sequence[Present]", file: str, width: int) -> "Group":
+def node_table(found: "Sequence[FoundNode]", file: str, width: int) -> "Group":
     """A row per address; `file` is what the configuration is called, if there is one."""
     from coordinator.cluster.tables import fitting
 
@@ -63,14 +68,14 @@ def node_table(found: "Sequence[Present]", file: str, width: int) -> "Group":
     rows = []
     for node in found:
         certificate = node.fingerprint[:16] if node.fingerprint else "none" if node.is_announced else "–"
-        for i, way in enumerate(node.ways):
+        for i, endpoint in enumerate(node.endpoints):
             of_node = [node.name, node.version or "not heard"] if i == 0 else ["", ""]
             last = [certificate, *([_standing(node)] if file else [])] if i == 0 else [""] * (1 + bool(file))
-            rows.append([*of_node, way.address, way.link or "–", *last])
+            rows.append([*of_node, endpoint.address, endpoint.link or "–", *last])
     return fitting(heads, rows, width, num_left=len(heads))
 
 
-def remarks(found: "Sequence[Present]", num_ignored: int, timeout_s: float) -> list[str]:
+def remarks(found: "Sequence[FoundNode]", num_ignored: int, timeout_s: float) -> list[str]:
     """What a table cannot say."""
     said = []
     names = [node.name for node in found if node.is_announced]
@@ -87,7 +92,142 @@ def remarks(found: "Sequence[Present]", num_ignored: int, timeout_s: float) -> l
     return said
 
 
-def _standing(node: "Present") -> str:
+def _standing(node: "FoundNode") -> str:
     if not node.is_configured:
         return "no"
     return "at another address" if node.is_elsewhere else "yes"
+
+
+Names = Annotated[
+    list[str] | None, typer.Argument(metavar="NAME", help="Only these workers. (default: all that are found)")
+]
+Target = Annotated[Path, typer.Option("--config", metavar="PATH", help="The file to write.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: take all that can be taken.")]
+Force = Annotated[bool, typer.Option("--force", help="Write over a file that is there.")]
+Insecure = Annotated[
+    bool,
+    typer.Option(
+        "--insecure", help="Where no worker has a certificate, take them all the same: on a network that you trust."
+    ),
+]
+
+
+def init(
+    names: Names = None,
+    config: Target = Path("cluster.yaml"),
+    model: flags.Model = None,
+    yes: Yes = False,
+    force: Force = False,
+    insecure: Insecure = False,
+    timeout: Timeout = LISTENS_S,
+) -> None:
+    """Write a cluster.yaml of the workers that announce themselves; this machine is its coordinator.
+
+    Each is called by the best of its links: Thunderbolt, then Ethernet, then Wi-Fi. Who cannot prove its name, by a
+    certificate of the authority in `keys` where there is one, is left out.
+
+    On the other Mac: brigade worker --name mini --bind 0.0.0.0:50070 --keys keys
+
+    Here: brigade init --yes, or of two of them only: brigade init mini air
+    """
+    from coordinator.cli.run import run_async
+    from coordinator.deploy.certificates import KEYS_FOLDER
+    from coordinator.deploy.cluster_file import check_target, coordinator_in, draft, unproven, within_reach
+    from coordinator.deploy.discovery import look_around
+
+    if model is not None:
+        require_model(model)
+    check_target(config, force=force)
+    if not (yes or sys.stdin.isatty()):
+        raise InputError("", "expected --yes: standard input is no terminal, so nobody can be asked")
+    keys = config.parent / KEYS_FOLDER
+    owner = coordinator_in(keys)
+    coordinator = owner or CoordinatorConfig().name
+    found = run_async(look_around(timeout)).nodes
+    _require_heard(found, names or [], timeout)
+    whole = draft(found, coordinator, names or [])
+    whole = _encrypted_or_trusted(whole, yes=yes, insecure=insecure)
+    if network := _network(whole, keys, owner):
+        whole = whole.without(run_async(unproven(whole.workers, network)))
+    whole = within_reach(_taken(whole, yes=yes))
+    _require_some(whole)
+    _write(whole, config, _model(model, yes=yes), coordinator, force=force)
+    _say_next(config, keys, is_proven=network is not None)
+
+
+def _require_heard(found: "Sequence[FoundNode]", names: Sequence[str], timeout_s: float) -> None:
+    if missing := [repr(name) for name in names if name not in {node.name for node in found}]:
+        said = f"no worker {' or '.join(missing)} announced itself within {timeout_s:g} s"
+        raise StageLost(f"{said}; see `brigade nodes`")
+
+
+def _encrypted_or_trusted(whole: "Draft", *, yes: bool, insecure: bool) -> "Draft":
+    """Without those to whom links would not be encrypted, unless the user wishes it so: no announcement says so."""
+    exposed = [worker.name for worker in whole.workers if worker.is_exposed]
+    if not exposed or insecure:
+        return whole
+    asked = f"Links to {' and '.join(exposed)} would not be encrypted. Do you trust this network?"
+    if not yes and typer.confirm(asked, default=False, err=True):
+        return whole
+    why = "it has no certificate, so links to it would not be encrypted: see `brigade keys init`, or give --insecure"
+    return whole.without(dict.fromkeys(exposed, why))
+
+
+def _network(whole: "Draft", keys: Path, owner: str | None) -> "Network | None":
+    """By which the workers can be asked who they are; none without a certificate to show them."""
+    from worker.node.identity import KeyFile, Role
+    from worker.node.network import Network
+
+    if not whole.is_encrypted:
+        return Network(insecure=whole.is_exposed)
+    return Network(keys=KeyFile(keys, owner, Role.COORDINATOR), warn=_say) if owner else None
+
+
+def _taken(whole: "Draft", *, yes: bool) -> "Draft":
+    if yes:
+        return whole
+    refused = [each.name for each in whole.workers if not typer.confirm(f"Take {each}?", default=True, err=True)]
+    return whole.without(dict.fromkeys(refused, "as you said"))
+
+
+def _require_some(whole: "Draft") -> None:
+    for line in whole.left_out:
+        _say(line)
+    if not whole.workers:
+        raise StageLost("found no worker to write down, and wrote nothing; `brigade nodes` shows who is there")
+
+
+def _model(model: str | None, *, yes: bool) -> str:
+    if model is not None or yes:
+        return model or "demo"
+    return str(typer.prompt("Model, a folder or a hub repository", "demo", value_proc=_checked, err=True))
+
+
+def _checked(model: str) -> str:
+    """Another answer is asked for where this is no model."""
+    try:
+        require_model(model)
+    except InputError as error:
+        raise typer.BadParameter(error.message) from error
+    return model
+
+
+def _write(whole: "Draft", path: Path, model: str, coordinator: str, *, force: bool) -> None:
+    from coordinator.deploy.cluster_file import cluster_text, write_cluster
+
+    write_cluster(path, cluster_text(model, coordinator, whole), force=force)
+    _say(f"wrote {path}: coordinator {coordinator}, model {model}")
+    for worker in whole.workers:
+        _say(f"  {worker}")
+
+
+def _say_next(path: Path, keys: Path, *, is_proven: bool) -> None:
+    if not is_proven:
+        _say(f"no coordinator's certificate is in {keys}, so nobody was asked who it is")
+        _say(f"next: copy the folder of keys of these workers' cluster to {keys}, from where they were issued")
+        _say(f"only if it is lost: brigade keys init --config {path}, and a new certificate for each worker")
+    _say(f"next: brigade plan --config {path}")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)

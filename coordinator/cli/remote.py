@@ -1,81 +1,231 @@
-"""`brigade generate --server`: one request to a server that runs; its text as it comes, and what it took."""
+"""A client of `brigade serve`, or of another server with OpenAI's API."""
+
+from __future__ import annotations
 
 import json
+import os
+import ssl
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing, nullcontext
-from dataclasses import replace
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from coordinator.cli.wish import Wish
+import httpx2
+
+from coordinator.api.auth import first_key
+from coordinator.cli.show import Printer
 from coordinator.cluster.progress import say
-from coordinator.doors.server import open_server
-from coordinator.doors.show import Show, showing
-from coordinator.doors.speakers import Figures, Said, ServerSpeaker
-from coordinator.http.keys import first_key
-from coordinator.resident.ask import require_utf8
-from worker.errors import InputError
+from coordinator.sessions.output import Output, Usage
+from coordinator.sessions.request import Conversation
+from worker.errors import BrigadeError, InputError, ServerFailed
+
+if TYPE_CHECKING:
+    from coordinator.cli.generate import GenerateOptions
+
+Json = dict[str, Any]
+
+_CERTIFICATES = "SSL_CERT_FILE"
+_OTHER_HOST = (62, 64)  # OpenSSL's codes of a host and of an IP address that a certificate is not for
+_TIMES = httpx2.Timeout(5.0, read=120.0)  # of silence: a stream says every few seconds that it lives
+_WRONG_REQUEST = (400, 404, 413, 415, 422)
+_DATA, _DONE = "data: ", "[DONE]"
 
 
-async def run_remote(url: str, key_file: Path | None, body: dict[str, Any], wish: Wish) -> None:
-    """Raises InputError if the request is wrong. ServerFailed: there is no server, or it did not answer."""
-    for name, text in (("prompt", wish.prompt), ("system_prompt", wish.system)):
-        require_utf8(name, text or "")
+class NothingAnswers(ServerFailed):
+    """No server listens there."""
+
+
+def client_settings(url: str, key: str | None) -> Json:
+    """Return the arguments of a client of this server, synchronous or not.
+
+    Raises:
+        InputError: it is no URL of a server, or the file of certificates that are trusted cannot be read.
+    """
+    expected = f"expected http://HOST:PORT, got {url!r}"
+    if not url.startswith(("http://", "https://")):
+        raise InputError("server", expected)
+    try:
+        base = httpx2.URL(url.rstrip("/").removesuffix("/v1") + "/")
+    except httpx2.InvalidURL as error:
+        raise InputError("server", f"{expected} ({error})") from error
+    verify: ssl.SSLContext | bool = False
+    if url.startswith("https://"):
+        try:
+            verify = httpx2.create_ssl_context()  # knows the environment's variables for it
+        except OSError as error:
+            path = os.environ.get(_CERTIFICATES)
+            raise InputError("", f"{_CERTIFICATES} names {path}, which holds no certificates ({error})") from error
+    return {
+        "base_url": base,
+        "headers": {"Authorization": f"Bearer {key}"} if key else {},
+        "verify": verify,
+        "trust_env": False,  # a node of ours is behind no proxy
+    }
+
+
+def no_answer(url: str, error: Exception, advice: str = "start a server by `brigade serve`") -> ServerFailed:
+    """Return why this server does not answer: its certificate is not trusted, or, as NothingAnswers, none is there."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ssl.SSLCertVerificationError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        return NothingAnswers(f"nothing answers at {url} ({str(error) or type(error).__name__}): {advice}")
+    if cause.verify_code in _OTHER_HOST:
+        return ServerFailed(f"{cause.verify_message}: ask {url} by a name that its certificate has")
+    return ServerFailed(
+        f"the certificate of {url} is not trusted ({cause.verify_message}): if it is your own, let "
+        f"{_CERTIFICATES} name its PEM file (--tls-cert of the server)"
+    )
+
+
+class RemoteServer:
+    """One model of a server. Made by `open_server`."""
+
+    def __init__(self, client: httpx2.AsyncClient, url: str, name: str) -> None:
+        self._client = client
+        self._url = url
+        self.name = name
+
+    async def generate(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Output, None]:
+        """Ask a route with this body, and yield its outputs as they come, without tokens; the last one ends the answer.
+
+        Closing the iterator ends the request.
+
+        Raises:
+            InputError: the request is wrong. ServerFailed: it was not answered, or not to its end.
+        """
+        started, finish_reason, usage = time.monotonic_ns(), "stop", Usage(0, 0, 0, 0, 0)
+        async with aclosing(self._events(path, body)) as events:
+            async for event in events:
+                now = time.monotonic_ns()
+                for choice in event.get("choices", ()):
+                    delta = choice.get("delta") or {"content": choice.get("text")}
+                    text, finish_reason = delta.get("content") or "", choice.get("finish_reason") or finish_reason
+                    reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
+                    if text or reasoning:
+                        yield Output(text, (), now, content=text, reasoning=reasoning)
+                if found := event.get("usage"):
+                    usage = _usage(started, found, event.get("brigade") or {})
+        yield Output("", (), time.monotonic_ns(), finish_reason, usage)
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, Any]], body: Mapping[str, Any]
+    ) -> AsyncGenerator[Output, None]:
+        """Yield the outputs of an answer to messages."""
+        asked = {**body, "messages": list(messages)}
+        async with aclosing(self.generate("v1/chat/completions", asked)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def _events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Json, None]:
+        asked = {"model": self.name, "stream": True, "stream_options": {"include_usage": True}, **body}
+        try:
+            async with self._client.stream("POST", path, json=asked) as response:
+                if response.status_code != 200:
+                    raise _refused(response.status_code, await response.aread())
+                async for line in response.aiter_lines():
+                    if line == _DATA + _DONE:
+                        return
+                    if line.startswith(_DATA):
+                        yield _event(line.removeprefix(_DATA))
+        except (httpx2.HTTPError, ValueError) as error:
+            raise ServerFailed(f"the server at {self._url} broke off: {error or type(error).__name__}") from error
+        raise ServerFailed(f"the server at {self._url} ended its stream without a last event")
+
+
+@asynccontextmanager
+async def open_server(url: str, key: str | None) -> AsyncIterator[RemoteServer]:
+    """Open a client and learn the name of the server's model.
+
+    Raises:
+        InputError: the server lets nobody in with this key, or this is no URL. ServerFailed: there is no such server.
+    """
+    async with httpx2.AsyncClient(**client_settings(url, key), timeout=_TIMES) as client:
+        try:
+            response = await client.get("v1/models")
+            if response.status_code == 401:
+                raise InputError("server", f"{url} wants a key: give --api-key-file")
+            response.raise_for_status()
+            name = str(response.json()["data"][0]["id"])
+        except httpx2.TransportError as error:
+            raise no_answer(url, error) from error
+        except (httpx2.HTTPError, ValueError, LookupError, TypeError) as error:
+            said = f"{url} answers, but not as a server of OpenAI's API does"
+            raise ServerFailed(f"{said} ({str(error) or type(error).__name__})") from error
+        yield RemoteServer(client, url, name)
+
+
+def _event(text: str) -> Json:
+    event = json.loads(text)
+    if not isinstance(event, dict):
+        raise ValueError(f"expected an object, found {text[:40]!r}")
+    if "error" in event:
+        raise ServerFailed(str(event["error"].get("message")))
+    return event
+
+
+def _usage(started: int, usage: Mapping[str, Any], beside: Mapping[str, Any]) -> Usage:
+    reused = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    generated, recoveries = usage["completion_tokens"], beside.get("recoveries", 0)
+    return Usage(usage["prompt_tokens"], started, reused, 0, 0, num_recoveries=recoveries, num_generated=generated)
+
+
+def _refused(status: int, body: bytes) -> BrigadeError:
+    try:
+        error = json.loads(body)["error"]
+        message, field = str(error["message"]), str(error.get("param") or "")
+    except (ValueError, LookupError, TypeError, AttributeError):
+        message, field = f"HTTP status {status}", ""
+    if status in _WRONG_REQUEST:
+        return InputError(field, message.removeprefix(f"{field}: "))
+    return ServerFailed(f"the server answers with status {status}: {message}")
+
+
+async def run_remote(url: str, key_file: Path | None, body: Mapping[str, Any], asked: GenerateOptions) -> None:
+    """Print one answer of a server, as `generate --server` does: its text as it comes, then what it took.
+
+    Raises:
+        InputError: the request is wrong. ServerFailed: there is no server, or it did not answer.
+    """
+    prompt = asked.require_prompt()
+    text, first, last = "", None, None
     async with open_server(url, first_key(key_file) if key_file else None) as server:
         began = time.monotonic()
-        with nullcontext(None) if wish.as_json else showing(None) as show:
-            said, first = await _gathered(_steps(ServerSpeaker(server, body), wish), show)
+        if isinstance(prompt, Conversation):
+            outputs = server.chat(prompt.messages, body)
+        else:
+            outputs = server.generate("v1/completions", {**body, "prompt": prompt})
+        with Printer(is_silent=asked.as_json) as printer:
+            async with aclosing(outputs):
+                async for last in outputs:
+                    if first is None and (last.content or last.reasoning):
+                        first = time.monotonic()
+                    printer.write(last.content)
+                    text += last.content
         ended = time.monotonic()
-    assert said.figures is not None
-    found = _as_json(said, said.figures, (first or ended) - began, ended - (first or ended))
-    if wish.as_json:
+    assert last is not None and last.usage is not None and last.finish_reason is not None
+    found = answer_as_json(text, last.finish_reason, last.usage, (first or ended) - began, ended - (first or ended))
+    if asked.as_json:
         print(json.dumps(found), flush=True)
         return
     stats = found["stats"]
     speed = f", {stats['tokens_per_s']:.1f} tok/s" if stats["tokens_per_s"] else ""
-    say(f"{said.figures.num_generated} tokens{speed}; first after {stats['ttft_s']:.3f} s, by {server.name} at {url}")
+    say(f"{stats['num_tokens']} tokens{speed}; first after {stats['ttft_s']:.3f} s, by {server.name} at {url}")
 
 
-def _steps(speaker: ServerSpeaker, wish: Wish) -> AsyncGenerator[Said, None]:
-    if wish.prompt_tokens is not None:
-        return speaker.complete(wish.prompt_tokens)
-    assert wish.prompt is not None
-    if not (wish.prompt if wish.raw else wish.prompt.strip()):
-        raise InputError("prompt", "expected some text, found none")
-    if wish.raw:
-        return speaker.complete(wish.prompt)
-    system = [{"role": "system", "content": wish.system}] if wish.system else []
-    return speaker.stream([*system, {"role": "user", "content": wish.prompt}])
-
-
-async def _gathered(steps: AsyncGenerator[Said, None], show: Show | None) -> tuple[Said, float | None]:
-    """All steps as one, shown as they come, and when the first text came."""
-    whole, first = Said(), None
-    async with aclosing(steps):
-        async for step in steps:
-            if first is None and (step.text or step.reasoning):
-                first = time.monotonic()
-            if show is not None:
-                show.say(step.text)
-            reason, figures = step.finish_reason or whole.finish_reason, step.figures or whole.figures
-            whole = replace(step, text=whole.text + step.text, finish_reason=reason, figures=figures)
-    return whole, first
-
-
-def _as_json(said: Said, figures: Figures, ttft_s: float, decode_s: float) -> dict[str, Any]:
-    """The object of `--json`. A server tells no token ids, and nothing of its stages."""
-    num_tokens = figures.num_generated
+def answer_as_json(text: str, finish_reason: str, usage: Usage, ttft_s: float, decode_s: float) -> Json:
+    """Return what `generate --server --json` prints. A server tells no token ids, and nothing of its stages."""
     stats = {
         "ttft_s": ttft_s,
         "decode_s": decode_s,
-        "tokens_per_s": (num_tokens - 1) / decode_s if decode_s and num_tokens > 1 else None,
-        "prompt_tokens_per_s": figures.num_prompt / ttft_s if ttft_s else None,
-        "num_tokens": num_tokens,
-        "reused_tokens": figures.num_reused,
-        "recoveries": figures.num_recoveries,
+        "tokens_per_s": (usage.num_generated - 1) / decode_s if decode_s and usage.num_generated > 1 else None,
+        "prompt_tokens_per_s": usage.num_prompt / ttft_s if ttft_s else None,
+        "num_tokens": usage.num_generated,
+        "reused_tokens": usage.num_reused,
+        "recoveries": usage.num_recoveries,
     }
     return {
-        "text": said.text, "tokens": None, "prompt_tokens": figures.num_prompt, "finish_reason": said.finish_reason,
+        "text": text, "tokens": None, "prompt_tokens": usage.num_prompt, "finish_reason": finish_reason,
         "logprobs": None, "stats": stats, "stages": [],
     }  # fmt: skip

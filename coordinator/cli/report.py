@@ -10,11 +10,11 @@ from rich.text import Text
 
 from coordinator.cluster.progress import say
 from coordinator.planning.plan import Plan
-from coordinator.sessions.answer import Answer, Token
+from coordinator.sessions.output import Answer, Token
 from coordinator.sessions.waterfall import StageTime, Waterfall
 from protos.brigade_pb2 import StatusReply
 from worker.errors import InputError
-from worker.process.sizes import format_bytes
+from worker.platform.text import format_bytes
 
 _WATERFALL_COLUMNS = 40  # of the bars, at most
 _BESIDE_BARS = 40  # columns of a waterfall's names and figures
@@ -67,7 +67,7 @@ def _with_statuses(answer: Answer, plan: Plan, waterfall: Waterfall) -> Iterator
         yield time, None if time.is_lost else held[time.node.name]
 
 
-def logprobs_of(samples: Sequence[Token]) -> list[dict[str, Any]]:
+def report_logprobs(samples: Sequence[Token]) -> list[dict[str, Any]]:
     return [
         {
             "token": sample.token,
@@ -154,3 +154,20 @@ def _waterfall_table(waterfall: Waterfall, width: int) -> Table:
         before += took
     table.add_row("wall time", f"{waterfall.wall_ms:.1f} ms", "", "")
     return table
+
+
+def line_stats(answer: Answer) -> dict[str, Any]:
+    """The `stats` object of a line. Speeds are null where there is nothing to divide by."""
+    decoded, num_tokens, usage = answer.decode_s, len(answer.tokens), answer.usage
+    return {
+        "prompt_tokens": usage.num_prompt,
+        "reused_tokens": usage.num_reused,
+        "ttft_s": answer.ttft_s,
+        "decode_s": decoded,
+        "tokens_per_s": (num_tokens - 1) / decoded if decoded else None,
+        "prompt_tokens_per_s": usage.num_prompt / answer.ttft_s,
+        "steps": usage.num_steps,
+        "tokens_per_step": num_tokens / usage.num_steps if usage.num_steps else None,
+        "recoveries": usage.num_recoveries,
+        "recovery_s": usage.still_s,
+    }

@@ -1,108 +1,80 @@
-"""`brigade serve`: its flags, and what they amount to."""
+"""`brigade serve`: keeps a model loaded and answers over HTTP."""
 
 import contextlib
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from coordinator.cli import flags
-from coordinator.cli.chosen import chosen_cluster, chosen_sampling, refuse_idle_objective
-from coordinator.cli.server_flags import ApiKeyFile
+from coordinator.cli.parse import chosen_cluster, chosen_sampling
+from coordinator.cluster.log import log_as_json
 from coordinator.planning.recovery import USUAL
 from coordinator.sessions.request import make_sampling
 from worker.errors import InputError
 
 PORT = 9338
-_SERVER = "Server"
-
-Host = Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 lets other machines in.", rich_help_panel=_SERVER)]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.", rich_help_panel=_SERVER)]
-Insecure = Annotated[
-    bool,
-    typer.Option("--insecure", help="Let others in without keys, on a network you trust.", rich_help_panel=_SERVER),
-]
-ServedModelName = Annotated[
-    list[str] | None,
-    typer.Option(help="What clients call the model; repeatable. (default: its name)", rich_help_panel=_SERVER),
-]
-MaxWaiting = Annotated[
-    int, typer.Option(min=0, help="Requests that may wait for memory; more get 429.", rich_help_panel=_SERVER)
-]
-QueueTimeout = Annotated[
-    float, typer.Option(min=0, help="How long each may wait, seconds; then it gets 503.", rich_help_panel=_SERVER)
-]
-ShutdownTimeout = Annotated[
-    float, typer.Option(min=0, help="How long answers may go on once it is told to stop.", rich_help_panel=_SERVER)
-]
-Heartbeat = Annotated[
-    float,
-    typer.Option(min=0.1, help="How often a silent stream says that it lives, seconds.", rich_help_panel=_SERVER),
-]
-KeepAlive = Annotated[
-    float | None,
-    typer.Option(
-        metavar="S",
-        min=0.1,
-        help="Let the model go, on all nodes, once nobody has asked for so long, seconds; the next request waits until "
-        "it is read again. (default: never)",
-        show_default=False,
-        rich_help_panel=_SERVER,
-    ),
-]
-AllowedHost = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="A name that the server is called by, repeatable; requests that name another host get 403. "
-        "(default: localhost, or any with --host 0.0.0.0)",
-        rich_help_panel=_SERVER,
-    ),
-]
-CorsOrigin = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="URL", help="Let web pages of this origin use the server; repeatable.", rich_help_panel=_SERVER
-    ),
-]
-TlsCert = Annotated[Path | None, typer.Option(help="Certificate (PEM) to serve HTTPS with.", rich_help_panel=_SERVER)]
-TlsKey = Annotated[Path | None, typer.Option(help="Its key (PEM).", rich_help_panel=_SERVER)]
-Context = Annotated[
-    int | None,
-    typer.Option(
-        min=2,
-        help="Tokens of a prompt and its answer that the plan keeps memory for. (default: as many as fit, up to the "
-        "model's length)",
-        rich_help_panel="Cluster",
-    ),
-]
 DefaultMaxTokens = Annotated[
     int,
     typer.Option("--max-tokens", "-m", min=1, help="The most tokens of an answer whose request names no number."),
 ]
+_server = partial(typer.Option, rich_help_panel="Server")
 
 
 def serve(
     ctx: typer.Context,
-    host: Host = "127.0.0.1",
-    port: Port = PORT,
-    api_key_file: ApiKeyFile = None,
-    insecure: Insecure = False,
-    served_model_name: ServedModelName = None,
-    max_waiting: MaxWaiting = 256,
-    queue_timeout: QueueTimeout = 60.0,
-    shutdown_timeout: ShutdownTimeout = 30.0,
-    heartbeat: Heartbeat = 10.0,
-    keep_alive: KeepAlive = None,
-    allowed_host: AllowedHost = None,
-    cors_origin: CorsOrigin = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    host: Annotated[str, _server(help="Where to listen; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
+    port: Annotated[int, _server(min=0, max=65535, help="0: any free one.")] = PORT,
+    api_key_file: flags.ApiKeyFile = None,
+    insecure: Annotated[
+        bool, _server("--insecure", help="Let others in without keys, on a network you trust.")
+    ] = False,
+    served_model_name: Annotated[
+        list[str] | None, _server(help="What clients call the model; repeatable. (default: its name)")
+    ] = None,
+    max_waiting: Annotated[int, _server(min=0, help="Requests that may wait for memory; more get 429.")] = 256,
+    queue_timeout: Annotated[float, _server(min=0, help="How long each may wait, seconds; then it gets 503.")] = 60.0,
+    shutdown_timeout: Annotated[
+        float, _server(min=0, help="How long answers may go on once it is told to stop.")
+    ] = 30.0,
+    heartbeat: Annotated[float, _server(min=0.1, help="How often a silent stream says that it lives, seconds.")] = 10.0,
+    keep_alive: Annotated[
+        float | None,
+        _server(
+            metavar="S",
+            min=0.1,
+            help="Let the model go, on all nodes, once nobody has asked for so long, seconds; the next request waits "
+            "until it is read again. (default: never)",
+            show_default=False,
+        ),
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        _server(
+            help="A name that the server is called by, repeatable; requests that name another host get 403. "
+            "(default: localhost, or any with --host 0.0.0.0)"
+        ),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None, _server(metavar="URL", help="Let web pages of this origin use the server; repeatable.")
+    ] = None,
+    tls_cert: Annotated[Path | None, _server(help="Certificate (PEM) to serve HTTPS with.")] = None,
+    tls_key: Annotated[Path | None, _server(help="Its key (PEM).")] = None,
     config: flags.Config = None,
     model: flags.Model = None,
     local: flags.Local = None,
     layers: flags.Layers = None,
     objective: flags.Aims = "latency",
-    context: Context = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Tokens of a prompt and its answer that the plan keeps memory for. (default: as many as fit, up to "
+            "the model's length)",
+            rich_help_panel=flags.CLUSTER,
+        ),
+    ] = None,
     trust_remote_code: flags.TrustRemoteCode = False,
     check_finite: flags.CheckFinite = False,
     rejoin_timeout: flags.RejoinTimeout = USUAL.rejoin_s,
@@ -124,25 +96,23 @@ def serve(
     Layers are where `brigade plan` with the same flags puts them: so that one request is fast, unless told otherwise.
     Where many ask all the time: brigade serve --config cluster.yaml --objective throughput
     """
+    ctx.with_resource(log_as_json())
     sampling = chosen_sampling(ctx)
     make_sampling(**sampling)
     options = chosen_cluster(ctx)
-    refuse_idle_objective(ctx)
 
-    from coordinator.cluster.log import log_as_json
-    from coordinator.cluster.templates import TEMPLATES
+    from coordinator.engine.bounded import TEMPLATES
 
-    ctx.with_resource(log_as_json())
     TEMPLATES.start()  # beside the imports below, which take a second
-    from coordinator.cli.run_async import run_async
-    from coordinator.http.listen import load_tls
-    from coordinator.http.run import serve as run_server
-    from coordinator.http.served import RequestLimits
-    from coordinator.http.serving import Serving, require_guarded, require_reachable
+    from coordinator.api.listen import load_tls
+    from coordinator.api.serve import ServeOptions
+    from coordinator.api.serve import serve as run_server
+    from coordinator.api.server import RequestLimits
+    from coordinator.cli.run import run_async
 
     if (tls_cert is None) != (tls_key is None):
         raise InputError("tls_cert", "expected with --tls-key, both or neither")
-    serving = Serving(
+    serving = ServeOptions(
         host=host,
         port=port,
         keys=_load_keys(api_key_file) if api_key_file else None,
@@ -158,15 +128,14 @@ def serve(
         keep_alive_s=keep_alive,
         sampling=sampling,
     )
-    require_reachable(serving)
-    require_guarded(serving)
+    serving.check()
     with contextlib.suppress(KeyboardInterrupt):  # to be told to stop is how a server ends
         run_async(run_server(options, serving))
 
 
 def _load_keys(path: Path) -> Any:
+    from coordinator.api.auth import is_readable_by_others, load_keys
     from coordinator.cluster.progress import say
-    from coordinator.http.keys import is_readable_by_others, load_keys
 
     keys = load_keys(path)
     if is_readable_by_others(path):

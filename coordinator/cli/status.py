@@ -1,30 +1,48 @@
 """`brigade status`: what a running server does now; without one, what the workers of cluster.yaml hold."""
 
+from __future__ import annotations
+
 import asyncio
 import json
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from coordinator.cli import flags
+from coordinator.cli.parse import find_config, given_flags
 from coordinator.cli.serve import PORT
-from coordinator.cli.server_flags import ApiKeyFile
+from coordinator.cluster.options import cluster_options
+from coordinator.cluster.progress import say
+from coordinator.cluster.tables import plain_table
 from worker.errors import BrigadeError, InputError, StageLost
-from worker.process.call_thread import run_aside
+from worker.platform.text import format_bytes
+from worker.platform.threads import run_in_thread
+
+if TYPE_CHECKING:
+    from coordinator.cluster.peer import Peer
 
 _EVERY_S = 1.0
-_WITHIN_S = 5.0
+_SERVER_WITHIN_S = 5.0
+_WORKER_WITHIN_S = 1.0
+_MOST_REQUESTS = 8  # in a table
+_STYLES = {"ready": "green", "active": "green", "lost": "bold red", "recovering": "bold red", "failed": "bold red"}
 
-Server = Annotated[str, typer.Option(metavar="URL", help="Where `brigade serve` listens.")]
-Watched = Annotated[bool, typer.Option("--watch", help="Go on showing it, every second, until Ctrl-C.")]
+Json = Mapping[str, Any]
 
 
 def status(
-    server: Server = f"http://127.0.0.1:{PORT}",
-    watch: Watched = False,
-    api_key_file: ApiKeyFile = None,
+    ctx: typer.Context,
+    server: Annotated[
+        str, typer.Option(metavar="URL", help="Where `brigade serve` listens.")
+    ] = f"http://127.0.0.1:{PORT}",
+    watch: Annotated[bool, typer.Option("--watch", help="Go on showing it, every second, until Ctrl-C.")] = False,
+    api_key_file: flags.ApiKeyFile = None,
     config: flags.Config = None,
     as_json: flags.Json = False,
 ) -> None:
@@ -34,21 +52,45 @@ def status(
 
     What the workers hold where none runs: brigade status --config cluster.yaml
     """
-    from coordinator.cli.run_async import run_async
-    from coordinator.http.keys import first_key
+    from coordinator.api.auth import first_key
+    from coordinator.cli.run import run_async
 
     key = first_key(api_key_file) if api_key_file else None
-    run_async(_show(server.rstrip("/"), key, config, is_watching=watch, as_json=as_json))
+    run_async(_show(_Source(ctx, server.rstrip("/"), key, config), is_watching=watch, as_json=as_json))
 
 
-async def _show(server: str, key: str | None, config: Path | None, *, is_watching: bool, as_json: bool) -> None:
-    from rich.console import Console
+class _Source:
+    """What is asked: a server, or the workers of a configuration where no server answers."""
 
-    from coordinator.cli.status_tables import tables
+    def __init__(self, ctx: typer.Context, server: str, key: str | None, config: Path | None) -> None:
+        self.config = config
+        self._server = server
+        self._key = key
+        self._may_find = "server" not in given_flags(ctx)  # a server that is named stands for no workers of this folder
 
+    async def find(self) -> Json:
+        """Return the server's state, or else the workers'. Raises NothingAnswers if there is neither."""
+        from coordinator.cli.remote import NothingAnswers
+
+        try:
+            return await run_in_thread(partial(ask_server, self._server, self._key))
+        except NothingAnswers:
+            if self._may_find and self.config is None:
+                self.config = find_config(None)
+            if self.config is None:
+                raise
+        return await _ask_workers(self.config)
+
+
+async def _show(source: _Source, *, is_watching: bool, as_json: bool) -> None:
+    """Print what there is, once or every second.
+
+    Raises:
+        StageLost: not one of the workers answers, as was just printed.
+    """
     console = Console(highlight=False)
     while True:
-        found = await _find(server, key, config)
+        found = await source.find()
         if is_watching and console.is_terminal and not as_json:
             console.clear()
         if as_json:
@@ -56,45 +98,27 @@ async def _show(server: str, key: str | None, config: Path | None, *, is_watchin
         else:
             console.print(tables(found))
         if not is_watching:
-            return _require_some(found, config)
+            break
         await asyncio.sleep(_EVERY_S)
-
-
-def _require_some(found: dict[str, Any], config: Path | None) -> None:
-    """Raise StageLost, after what was found is shown, if not one of the workers answers."""
-    nodes = found.get("nodes")  # of a server one is that server itself, which answers
+    nodes = found.get("nodes")  # a server's include itself, which answers
     if nodes and all(node["state"] == "lost" for node in nodes):
-        whom = "the only worker" if len(nodes) == 1 else f"any of the {len(nodes)} workers"
+        config, whom = source.config, "the only worker" if len(nodes) == 1 else f"any of the {len(nodes)} workers"
         more = f"the reason stands above, and brigade doctor --config {config} looks closer"
         raise StageLost(f"expected {whom} of {config} to answer: {more}")
 
 
-async def _find(server: str, key: str | None, config: Path | None) -> dict[str, Any]:
-    """The server's state, or else that of the workers. Raises NothingAnswers where neither is there."""
-    from coordinator.doors.client import NothingAnswers
-
-    try:
-        return await run_aside(partial(ask_server, server, key))
-    except NothingAnswers:
-        if config is None:
-            raise
-    from coordinator.cli.status_workers import ask_workers
-
-    return await ask_workers(config)
-
-
-def ask_server(server: str, key: str | None) -> dict[str, Any]:
-    """What `GET /cluster` says.
+def ask_server(server: str, key: str | None) -> Json:
+    """Return what `GET /cluster` says.
 
     Raises:
-        NothingAnswers: as it says. InputError: it wants another key. BrigadeError: it is no such server.
+        NothingAnswers: as it says. InputError: the server wants another key. BrigadeError: it is another program.
     """
     import httpx2
 
-    from coordinator.doors.client import client_settings, no_answer
+    from coordinator.cli.remote import client_settings, no_answer
 
     try:
-        with httpx2.Client(**client_settings(server, key), timeout=_WITHIN_S) as client:
+        with httpx2.Client(**client_settings(server, key), timeout=_SERVER_WITHIN_S) as client:
             reply = client.get("cluster")
         if reply.status_code == 401:
             raise InputError("api_key_file", f"{server} wants a key: expected one of its own")
@@ -105,8 +129,110 @@ def ask_server(server: str, key: str | None) -> dict[str, Any]:
     except httpx2.HTTPStatusError as error:
         said = f"{server} answers with HTTP status {error.response.status_code}: expected `brigade serve` there"
         raise BrigadeError(said) from error
-    except (httpx2.HTTPError, ValueError) as error:
-        raise BrigadeError(f"{server} answers, but not as `brigade serve` does") from error
+    except (httpx2.HTTPError, ValueError):
+        found = None
     if not (isinstance(found, dict) and "nodes" in found):
         raise BrigadeError(f"{server} answers, but not as `brigade serve` does")
     return found
+
+
+async def _ask_workers(config: Path) -> Json:
+    """Return what each worker holds, in the words of `/cluster` as far as they go, or why it does not answer."""
+    from coordinator.cluster.peer import peers_of
+    from worker.node.identity import Role
+    from worker.node.network import Network
+
+    cluster = cluster_options(config, None, None, None, None).cluster
+    network = Network.of(cluster, cluster.coordinator.name, Role.COORDINATOR, lambda line: say(f"warning: {line}"))
+    async with peers_of(cluster, network) as peers:
+        nodes = await asyncio.gather(*map(_ask_worker, peers))
+    return {"standing": {"state": "no server", "why": f"the workers of {config.name}"}, "nodes": list(nodes)}
+
+
+async def _ask_worker(peer: Peer) -> dict[str, Any]:
+    place = {"name": peer.name, "address": peer.address}
+    try:
+        hello, status = await peer.hello(_WORKER_WITHIN_S), await peer.status(_WORKER_WITHIN_S)
+    except BrigadeError as error:
+        return place | {"state": "lost", "why": error.message}
+    return place | {
+        "state": "active" if status.slots else "idle",
+        "memory_bytes": hello.memory_bytes,
+        "weight_bytes": status.weight_bytes,
+        "cache_held_bytes": status.cache_bytes,
+        "peak_memory_bytes": status.peak_memory_bytes,
+        "active_memory_bytes": status.active_memory_bytes,
+        "cached_memory_bytes": status.cached_memory_bytes,
+        "slots": status.slots,
+        "versions": {"mlx": hello.mlx_version, "mlx-lm": hello.mlx_lm_version},
+    }
+
+
+def tables(found: Json) -> Group:
+    """Return what `/cluster` says, or the workers said, as tables that can be read at 60 columns."""
+    shown: list[RenderableType] = [_heading(found), Text(), _nodes(found["nodes"])]
+    shown += [Text(f"{node['name']}: {node['why']}", "red") for node in found["nodes"] if node.get("why")]
+    if found["nodes"]:
+        shown += [Text(), _memory(found["nodes"])]
+    if hops := found.get("hops"):
+        table = plain_table("hop", "latency", "sent")
+        for hop in hops:
+            latency = "–" if hop["latency_ms"] is None else f"{hop['latency_ms']:.2f} ms"
+            table.add_row(Text(f"{hop['source']} → {hop['target']}"), latency, _size(hop["sent_bytes"]))
+        shown += [Text(), table]
+    if requests := found.get("requests"):
+        shown += [Text(), _requests(requests)]
+    for recovery in found.get("recoveries", [])[-3:]:
+        shown += [Text(), Text(recovery["story"], "dim")]
+    return Group(*shown)
+
+
+def _heading(found: Json) -> Text:
+    standing = found["standing"]
+    line = Text(found["model"]["name"] + ": " if "model" in found else "")
+    line.append(standing["state"], _STYLES.get(standing["state"], "yellow"))
+    if standing["why"]:
+        line.append(f" ({standing['why']})")
+    if "totals" in found:
+        speed = found["rates"]["tokens_per_s"][-1]
+        said = f"up {found['uptime_s']:.0f} s, epoch {found['epoch']}, {speed} tok/s, recoveries "
+        line.append(f"\n{said}{found['totals']['recoveries']}", "dim")
+    return line
+
+
+def _nodes(nodes: Sequence[Json]) -> Table:
+    table = plain_table("node", "layers", "weights", "cache", "peak", "busy", "")
+    for node in nodes:
+        layers = f"[{node['start']},{node['end']})" if "start" in node else ""
+        busy = f"{node['utilisation']:.0%}" if "utilisation" in node else ""
+        state = node["state"]
+        table.add_row(
+            Text(node["name"]), Text(layers), _size(node.get("weight_bytes")), _size(node.get("cache_held_bytes")),
+            _size(node.get("peak_memory_bytes")), busy, Text(state, _STYLES.get(state, "yellow")),
+        )  # fmt: skip
+    return table
+
+
+def _memory(nodes: Sequence[Json]) -> Table:
+    """What each node may use, how much of that is promised to requests, and what MLX holds and keeps."""
+    table = plain_table("memory", "may use", "promised", "active", "cached")
+    keys = ("memory_bytes", "cache_promised_bytes", "active_memory_bytes", "cached_memory_bytes")
+    for node in nodes:
+        table.add_row(Text(node["name"]), *(_size(node.get(key)) for key in keys))
+    return table
+
+
+def _requests(requests: Sequence[Json]) -> Table:
+    table = plain_table("request", "prompt", "tokens", "decoder", "since", "")
+    for each in requests[:_MOST_REQUESTS]:
+        table.add_row(
+            Text(each["id"][-12:]), str(each["prompt_tokens"]), str(each["generated"]), Text(each["decoder"]),
+            f"{each['age_s']:.0f} s", each["state"],
+        )  # fmt: skip
+    if (more := len(requests) - _MOST_REQUESTS) > 0:
+        table.add_row(f"and {more} more")
+    return table
+
+
+def _size(count: int | None) -> str:
+    return "–" if count is None else format_bytes(count).replace("iB", "")

@@ -1,29 +1,29 @@
 """Chain: all stages as one thing that takes frames and gives results, for one epoch. I/O; no decisions."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Self
+from typing import NoReturn, Self
 
 from coordinator.cluster.deployment import Deployment, OwnNode, Progress
-from coordinator.cluster.flight import Arrival, Flight
+from coordinator.cluster.flight import ArrivedResult, Flight, SuspendWatch
 from coordinator.cluster.peer import Peer
-from coordinator.cluster.stillness import Stillness
 from coordinator.planning.costs import ChainCosts
 from protos.brigade_pb2 import AttachRequest, Frame, Grammar, LoadProgress, Result, Session, StatusReply, Window
-from worker.compute.engine import Engine
+from worker.compute.executor import Executor
 from worker.compute.header import check_result
-from worker.errors import BrigadeError, EngineHung, FrameError, NodeBusy, NodeSilent, StageLost
+from worker.errors import BrigadeError, EngineHung, FrameError, NodeBusy, NodeLeaving, NodeSilent, StageLost
 from worker.memory.history import History
 from worker.model.modelspec import ModelSpec
-from worker.node.parts import PLAIN
+from worker.node.framing import PLAIN
 from worker.node.stage import Stage
-from worker.process.call_thread import run_aside
-from worker.process.mlx_thread import MlxThread
+from worker.platform.threads import MlxThread, run_in_thread
 
 _PROBE_S = 1.5
 _WARM_UP_ROWS = 64
+_CLOCKS_S = 60.0
 
 
 class Chain:
@@ -36,11 +36,14 @@ class Chain:
         epoch: int = 1,
         *,
         costs: ChainCosts | None = None,
+        can_spare: Callable[[str], bool] = lambda name: False,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         """`say` takes lines for the user.
 
-        `costs` are known from a chain before this one: requests wait, so their replay warms this one up.
+        Args:
+            costs: known from a chain before this one: requests wait, so their replay warms this one up.
+            can_spare: whether requests can go on without a worker that is about to end.
         """
         self.epoch = epoch
         self.deployment = deployment
@@ -48,14 +51,15 @@ class Chain:
         self.peers = deployment.peers
         self.last_step = 0
         self.on_draining: Callable[[], None] | None = None  # called when a worker says that it is about to end
-        self.can_spare: Callable[[str], bool] = lambda name: False  # whether a worker that is about to end may go
-        self.on_token: Callable[[], None] | None = None  # called once, with the first token after the warm-up
+        self.has_token = asyncio.Event()  # set with the first token after the warm-up
         self.clock_offsets: list[int] = [0] * self.num_stages  # nanoseconds, by stage
         self._is_awaited = costs is not None
+        self._is_warm = False
+        self._can_spare = can_spare
         self._own = own
         self._say = say
-        self._stillness = Stillness()
-        self._flight = Flight(costs or ChainCosts(self.num_stages), self._stillness)
+        self._suspends = SuspendWatch()
+        self._flight = Flight(costs or ChainCosts(self.num_stages), self._suspends)
         self._stack = AsyncExitStack()
         self._stage: Stage | None = None
 
@@ -77,9 +81,8 @@ class Chain:
             await peer.attach(self._attach_request(stage))
             self.clock_offsets[stage] = await peer.clock_offset()
         await self._start()
-        on_token, self.on_token = self.on_token, None
         await self._warm_up(progress)
-        self.on_token = on_token
+        self._is_warm = True
 
     @property
     def costs(self) -> ChainCosts:
@@ -116,7 +119,7 @@ class Chain:
     @property
     def draining(self) -> NodeBusy | None:
         """Why no new session may begin, if a worker is about to end."""
-        names = (peer.name for peer in self.peers if peer.is_draining and not self.can_spare(peer.name))
+        names = (peer.name for peer in self.peers if peer.is_draining and not self._can_spare(peer.name))
         return next((NodeBusy("is shutting down and takes no new request", node=name) for name in names), None)
 
     def send(self, frame: Frame) -> None:
@@ -131,7 +134,7 @@ class Chain:
         assert self._stage is not None
         self._stage.fail(error)
 
-    async def receive(self) -> Arrival:
+    async def receive(self) -> ArrivedResult:
         """The next result; waits as long as there is nothing in flight.
 
         Raises:
@@ -146,7 +149,7 @@ class Chain:
             except TimeoutError:
                 await self._look_after_oldest()
             except StageLost as error:
-                raise self._stillness.blame() or error from error.__cause__
+                raise self._suspends.blame() or error from error.__cause__
 
     @property
     def own_status(self) -> StatusReply | None:
@@ -172,9 +175,9 @@ class Chain:
             await self.peers[-1].compile(grammar)
         else:
             assert self._own.shard is not None
-            await run_aside(partial(self._own.shard.grammars.guide, grammar))
+            await run_in_thread(partial(self._own.shard.grammars.guide, grammar))
 
-    def _arrived(self, result: Result) -> Arrival:
+    def _arrived(self, result: Result) -> ArrivedResult:
         """Take a result in. Raises FrameError for one that answers nothing that was asked."""
         found = result.epoch, [timing.stage for timing in result.timings[: self.num_stages + 1]]
         expected = self.epoch, list(range(self.num_stages))
@@ -187,9 +190,8 @@ class Chain:
             )
         sent = self._flight.take(result.step)
         check_result(result, sent.asked, self.spec.vocab_size, node, sent.alternatives)
-        if (result.samples or result.guesses) and self.on_token is not None:
-            self.on_token()
-            self.on_token = None
+        if self._is_warm and (result.samples or result.guesses):
+            self.has_token.set()
         return self._flight.land(sent, result)
 
     async def _look_after_oldest(self) -> None:
@@ -208,8 +210,8 @@ class Chain:
             await link.wait_open()
             watched.append(link.wait_lost())
             send, wire = link.send, link.wire
-        watched += [*map(self._pump, self.peers), self._stillness.watch()]
-        engine = Engine(self._own.shard, 0, self.spec.dtype, checks_finite=self.deployment.check_finite)
+        watched += [*map(self._pump, self.peers), self._suspends.watch(), self._measure_clocks()]
+        engine = Executor(self._own.shard, 0, self.spec.dtype, checks_finite=self.deployment.check_finite)
         self._stage = Stage(engine, self._own.thread, self.epoch, send, wire)
         self._stack.push_async_callback(self._stage.stop)
         self._stage.start(*watched)
@@ -219,9 +221,17 @@ class Chain:
         async for result in peer.results(partial(self._begin_draining, peer)):
             self._stage.deliver(result)
 
+    async def _measure_clocks(self) -> NoReturn:
+        """Measure the clock offsets again every minute: clocks drift apart by milliseconds an hour."""
+        while True:
+            await asyncio.sleep(_CLOCKS_S)
+            for stage, peer in enumerate(self.peers, 1):
+                with contextlib.suppress(BrigadeError):  # whoever is lost is noticed elsewhere
+                    self.clock_offsets[stage] = await peer.clock_offset()
+
     def _begin_draining(self, peer: Peer) -> None:
-        if self.can_spare(peer.name):
-            self.end(StageLost("is about to end", node=peer.name))
+        if self._can_spare(peer.name):
+            self.end(NodeLeaving("is about to end", node=peer.name))
             return
         self._say(f"{self.draining}; what runs may end, for at most ten seconds")
         if self.on_draining is not None:

@@ -4,9 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from coordinator.cluster.feed import load_fed
 from coordinator.cluster.peer import COORDINATOR_ID, Peer
-from coordinator.cluster.together import together
+from coordinator.cluster.weights import load_pushing
 from coordinator.planning.plan import Assignment, Plan
 from protos.brigade_pb2 import Contents, Coordinator, LoadProgress, LoadRequest
 from worker.compute.shard import Shard
@@ -14,10 +13,9 @@ from worker.model.checkpoint import Checkpoint
 from worker.model.contents import contents_of
 from worker.model.modelspec import ModelSpec
 from worker.node.loading import load_shard
-from worker.process.call_thread import run_aside
-from worker.process.mlx_memory import forget_peak
-from worker.process.mlx_thread import MlxThread
-from worker.store.origin import known_digests
+from worker.node.weights_pieces import known_digests
+from worker.platform.mlx_memory import forget_peak
+from worker.platform.threads import MlxThread, run_in_thread
 
 Progress = Callable[[str, LoadProgress], None]  # takes the node's name, or none for all of them
 
@@ -61,6 +59,32 @@ class Deployment:
         return assignment.start <= place < assignment.end or (place < 0 and assignment.end == self.spec.num_layers)
 
 
+@dataclass(frozen=True)
+class OwnCopy:
+    """What a coordinator knows of its own copy of the model, for workers to compare theirs with."""
+
+    contents: Contents
+    digests: Mapping[int, str]
+
+    @classmethod
+    async def of(cls, checkpoint: Checkpoint) -> "OwnCopy":
+        """Raises ModelError: a weight file cannot be read."""
+        contents = await run_in_thread(partial(contents_of, checkpoint))
+        return cls(contents, await run_in_thread(partial(known_digests, checkpoint)))
+
+
+async def load_worker(deployment: Deployment, stage: int, known: OwnCopy, progress: Progress) -> None:
+    """Have the worker of this stage, from 1, load its shard; it is sent what it lacks. One that holds it keeps it.
+
+    Raises:
+        BrigadeError: what the worker refuses with. StageLost: it is lost, or its load stalls.
+    """
+    peer = deployment.peers[stage - 1]
+    request = deployment.load_request(stage, known.contents, known.digests)
+    report = partial(progress, peer.name)
+    await load_pushing(peer, request, deployment.checkpoint, report, feeds=deployment.feeds)
+
+
 class OwnNode:
     """This process as the node of stage 0: its MLX thread and its shard. Use as an async context manager."""
 
@@ -83,30 +107,11 @@ class OwnNode:
             self.thread.close()
 
     async def load(self, deployment: Deployment, progress: Progress = lambda node, report: None) -> None:
-        """Have every node load its shard, all at once; the first failure ends the others.
-
-        A node that holds it already keeps it.
+        """Load this process's shard, unless it is held already; layers that it has are kept.
 
         Raises:
-            BrigadeError: what the first node that cannot load says.
+            BrigadeError: they cannot be read.
         """
-        contents = digests = None
-        if deployment.peers:
-            contents = await run_aside(partial(contents_of, deployment.checkpoint))
-            digests = await run_aside(partial(known_digests, deployment.checkpoint))
-        theirs = [
-            load_fed(
-                peer,
-                deployment.load_request(stage, contents, digests),
-                deployment.checkpoint,
-                partial(progress, peer.name),
-                feeds=deployment.feeds,
-            )
-            for stage, peer in enumerate(deployment.peers, 1)
-        ]
-        await together(self._load_own(deployment, progress), *theirs)
-
-    async def _load_own(self, deployment: Deployment, progress: Progress) -> None:
         own = deployment.plan.assignments[0]
         held = self.shard
         if held and self._source is deployment.checkpoint and (held.start, held.end) == (own.start, own.end):

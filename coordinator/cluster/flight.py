@@ -1,13 +1,58 @@
-"""Flight: a chain's frames that have brought no result yet, and how long that may go on. No I/O."""
+"""Frames in flight, how long they may take, and suspend detection: no worker is blamed for this machine's sleep."""
 
+import asyncio
 import time
 from dataclasses import dataclass
+from typing import NoReturn
 
-from coordinator.cluster.stillness import Stillness
 from coordinator.planning.costs import ChainCosts
-from coordinator.planning.patience import Patience, StepKind
+from coordinator.planning.step_timeout import StepKind, StepTimeouts
 from protos.brigade_pb2 import Frame, Result
 from worker.compute.header import asked_of, num_rows
+from worker.errors import StageLost
+from worker.platform.machine import SleepWatch, asleep_s
+
+_TICK_S = 0.25
+_STILL_S = 3.5  # late by so much: asleep or stopped, not busy; other nodes wait as long before they give one up
+_RECENT_S = 30.0  # what breaks so soon after it broke because of it
+
+
+class SuspendWatch:
+    """Notes when this process did not run: the machine slept, or the process was stopped.
+
+    Python's monotonic clock stands still while a machine sleeps, so that time is added.
+    """
+
+    def __init__(self) -> None:
+        self.woke_at = 0.0  # seconds, monotonic: when it last ran again after that
+        self._still_s = 0.0  # how long it had stood still then
+        self._last = time.monotonic() + asleep_s()
+        self._sleep = SleepWatch(asleep_s())
+
+    async def watch(self) -> NoReturn:
+        """Look at the clocks until cancelled. Raises StageLost once the machine has slept: its peers did not wait."""
+        while True:
+            self._look()
+            if self._sleep.look(asleep_s()) and (error := self.blame()):
+                raise error
+            await asyncio.sleep(_TICK_S)
+
+    def blame(self) -> StageLost | None:
+        """The error that whatever broke now comes from, if this process stood still lately."""
+        self._look()
+        if not self.woke_at or time.monotonic() - self.woke_at > _RECENT_S:
+            return None
+        return StageLost(
+            f"this process stood still for {self._still_s:.0f} s (the machine slept, or it was stopped), and the other "
+            "nodes gave it up; keep it awake (a Mac whose lid is closed is not)"
+        )
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        passed_s, self._last = now + asleep_s() - self._last, now + asleep_s()
+        if passed_s > _TICK_S + _STILL_S:
+            self.woke_at, self._still_s = now, passed_s
+
 
 _ASK_AGAIN_S = 5.0
 _COMPILES_S = 2.0  # after which the first step of a kind is said to compile
@@ -27,7 +72,7 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Arrival:
+class ArrivedResult:
     """A result, and when it came, nanoseconds on the coordinator's monotonic clock."""
 
     result: Result
@@ -39,11 +84,11 @@ class Arrival:
 class Flight:
     """Frames in flight, oldest first. Only the oldest can be late: the others wait behind it."""
 
-    def __init__(self, costs: ChainCosts, stillness: Stillness) -> None:
-        """`costs` learn from what lands; `stillness` knows when this process was not there to see it."""
+    def __init__(self, costs: ChainCosts, suspends: SuspendWatch) -> None:
+        """`costs` learn from what lands; `suspends` knows when this process was not there to see it."""
         self.costs = costs
-        self._stillness = stillness
-        self._patience = Patience()
+        self._suspends = suspends
+        self._timeouts = StepTimeouts()
         self._sent: dict[int, Sent] = {}  # by step
         self._last_result = time.monotonic()  # seconds; until there is one, when this began
         self._moved_at = 0.0  # seconds, monotonic: when an engine was last known to begin a step
@@ -53,7 +98,7 @@ class Flight:
         """The frame is on its way from now on."""
         for sent in self._sent.values():
             sent.is_alone = False
-        kind = self._patience.kind_of(frame)
+        kind = self._timeouts.kind_of(frame)
         rows, asked = sum(map(num_rows, frame.windows)), {w.slot: asked_of(w) for w in frame.windows}
         self._logprobs |= {session.slot: session.sampling.logprobs for session in frame.opened}
         alternatives = {slot: logprobs - 1 for slot in asked if (logprobs := self._logprobs.get(slot))}
@@ -67,11 +112,11 @@ class Flight:
         """What was sent at this step; it is in flight no more."""
         return self._sent.pop(step)
 
-    def land(self, sent: Sent, result: Result) -> Arrival:
+    def land(self, sent: Sent, result: Result) -> ArrivedResult:
         """This is the result, and it is sound."""
-        self._patience.done(sent.kind)
+        self._timeouts.done(sent.kind)
         self._last_result = time.monotonic()
-        arrival = Arrival(result, time.monotonic_ns(), sent.num_rows, self._last_result - sent.at)
+        arrival = ArrivedResult(result, time.monotonic_ns(), sent.num_rows, self._last_result - sent.at)
         if sent.num_rows:
             stages_s = [(timing.sampled - timing.started) / 1e9 for timing in result.timings]
             self.costs.observe(sent.num_rows, stages_s, arrival.took_s, was_alone=sent.is_alone)
@@ -126,11 +171,11 @@ class Flight:
 
     def _may_compile(self, sent: Sent) -> bool:
         """Whether it may, and nobody has been told."""
-        return not self._patience.is_known(sent.kind) and not sent.is_said_to_compile
+        return not self._timeouts.is_known(sent.kind) and not sent.is_said_to_compile
 
     def _allowed_s(self, sent: Sent) -> float:
-        return self._patience.allowed_s(sent.kind, self.costs.passage_s(sent.num_rows))
+        return self._timeouts.allowed_s(sent.kind, self.costs.passage_s(sent.num_rows))
 
     def _silence_s(self, sent: Sent) -> float:
         """How long this frame, the oldest, has not been heard of while this process was there to hear."""
-        return time.monotonic() - max(self._last_result, sent.at, self._moved_at, self._stillness.woke_at)
+        return time.monotonic() - max(self._last_result, sent.at, self._moved_at, self._suspends.woke_at)

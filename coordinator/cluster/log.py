@@ -1,37 +1,53 @@
-"""Log: what a long-lived process says on standard error: lines for people on a terminal, JSON objects for programs.
+"""Log lines on standard error: text for people on a terminal, JSON objects for programs.
 
-No line holds what anybody asked or was answered.
+No line holds what was asked or answered.
 """
 
 import contextlib
+import logging
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-from worker.process.json_text import to_json
+from worker.platform.text import to_json
 
-_is_json = False
+
+class _Handler(logging.Handler):
+    """Writes each record to what is standard error at that moment: progress bars and tests replace it."""
+
+    is_json = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr, flush=True)
+
+    def format(self, record: logging.LogRecord) -> str:
+        msg = record.getMessage()
+        if not self.is_json:
+            return msg
+        ts = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        head = {"ts": ts, "level": record.levelname.lower(), "event": getattr(record, "event", "note"), "msg": msg}
+        return to_json(head | getattr(record, "fields", {}))
+
+
+_HANDLER = _Handler()
+_LOGGER = logging.getLogger("brigade")
+_LOGGER.addHandler(_HANDLER)
+_LOGGER.setLevel(logging.INFO)
+_LOGGER.propagate = False
 
 
 @contextlib.contextmanager
 def log_as_json(is_json: bool | None = None) -> Iterator[None]:
-    """Write JSON lines meanwhile; by itself where standard error is no terminal."""
-    global _is_json
-    before, _is_json = _is_json, not sys.stderr.isatty() if is_json is None else is_json
+    """Write JSON objects inside this context; if not told, only where standard error is no terminal."""
+    before, _HANDLER.is_json = _HANDLER.is_json, not sys.stderr.isatty() if is_json is None else is_json
     try:
         yield
     finally:
-        _is_json = before
+        _HANDLER.is_json = before
 
 
 def log(event: str, msg: str, *, level: str = "info", **fields: Any) -> None:
-    """One event: `msg` is for people, `fields` are for programs; those that are None are left out."""
-    line = _as_json(level, event, msg, fields) if _is_json else msg
-    print(line, file=sys.stderr, flush=True)
-
-
-def _as_json(level: str, event: str, msg: str, fields: dict[str, Any]) -> str:
-    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    """Write one event: `msg` is for people, `fields` are for programs; those that are None are left out."""
     known = {name: value for name, value in fields.items() if value is not None}
-    return to_json({"ts": now, "level": level, "event": event, "msg": msg, **known})
+    _LOGGER.log(logging.getLevelNamesMapping()[level.upper()], msg, extra={"event": event, "fields": known})

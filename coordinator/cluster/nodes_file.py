@@ -9,12 +9,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import ErrorDetails
 
 from coordinator.planning.plan import Node
-from coordinator.planning.speeds import Link, Speed, Survey
-from worker.config import NAME_RULE, SIZE_RULE, Name, Size
+from coordinator.planning.speeds import LinkSpeed, Speed, Survey
+from worker.config import NAME_RULE, SIZE_RULE, Name, Size, read_yaml, shown, unknown_key, yaml_path
 from worker.errors import ConfigError
 from worker.model.modelspec import ModelSpec
-from worker.yaml_file import read_yaml
-from worker.yaml_words import shown, unknown_key, yaml_path
 
 _MOST_NODES = 64
 _Tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
@@ -45,8 +43,8 @@ class _Link(_Section):
     rtt_ms: Annotated[float, Field(ge=0, le=_MOST, allow_inf_nan=False)] = 0.0
     gbit: _Rate | None = None
 
-    def known(self) -> Link:
-        return Link(self.rtt_ms, self.gbit * 1e9 / 8) if self.gbit else Link(self.rtt_ms)
+    def known(self) -> LinkSpeed:
+        return LinkSpeed(self.rtt_ms, self.gbit * 1e9 / 8) if self.gbit else LinkSpeed(self.rtt_ms)
 
 
 class _Mac(_Section):

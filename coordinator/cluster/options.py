@@ -1,29 +1,29 @@
-"""What flags and cluster.yaml amount to together. Flags win over the file, the file over defaults."""
+"""ClusterOptions: which model runs where, by flags, cluster.yaml and defaults, in this order."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from coordinator.planning.objective import USUAL_REQUESTS, Objective
+from coordinator.planning.plan import USUAL_REQUESTS, Goal
 from coordinator.planning.recovery import USUAL, Limits
-from worker.config import Cluster, load_cluster
+from worker.config import ClusterConfig, load_cluster
 
-DEFAULT_CONTEXT = 4096  # tokens that a plan reserves cache for, if nobody says
+DEFAULT_CONTEXT = 4096  # tokens that a plan reserves cache for by default
 
 
 @dataclass(frozen=True)
 class ClusterOptions:
     """Which model runs where; `local` is the number of own workers, None for those of the configuration."""
 
-    cluster: Cluster
+    cluster: ClusterConfig
     model: str
     local: int | None
     context: int  # tokens
     trust_remote_code: bool = False  # whether a tokenizer may be Python code; no file and no peer can say so
     check_finite: bool = False
     limits: Limits = USUAL  # of a recovery
-    objective: Objective = "latency"  # of a plan by speed
+    objective: Goal = "latency"  # of a plan by speed
     num_requests: int = USUAL_REQUESTS  # at once, where the objective is their throughput
-    wished_context: int | None = None  # as flag or file say; None: nobody says
+    wished_context: int | None = None  # by a flag or the file; None: by neither
 
     @property
     def num_workers(self) -> int:
@@ -35,7 +35,7 @@ class ClusterOptions:
         return self.cluster.pull == "coordinator"
 
     def with_layers(self, layers: tuple[int, ...] | None) -> "ClusterOptions":
-        """The same with this split; None leaves it to the plan."""
+        """Return these options with this split; None leaves it to the plan."""
         return replace(self, cluster=self.cluster.model_copy(update={"layers": layers}))
 
 
@@ -49,8 +49,12 @@ def cluster_options(
     check_finite: bool = False,
     limits: Limits = USUAL,
 ) -> ClusterOptions:
-    """Raises ConfigError for what cannot be read or does not agree."""
-    cluster = load_cluster(config) if config else Cluster()
+    """Return the options by a file, if there is one, and by flags that win over it.
+
+    Raises:
+        ConfigError: the file cannot be read, or what it says does not agree.
+    """
+    cluster = load_cluster(config) if config else ClusterConfig()
     if layers is not None:
         cluster = cluster.model_copy(update={"layers": layers})
     elif local is not None:

@@ -5,11 +5,12 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from importlib.metadata import version
 from typing import TypeVar
 
 import grpc.aio
 
-from coordinator.cluster.ways import Ways
+from coordinator.cluster.addresses import Addresses
 from protos.brigade_pb2 import (
     AttachRequest,
     Coordinator,
@@ -34,15 +35,15 @@ from protos.brigade_pb2 import (
     Transport,
 )
 from protos.brigade_pb2_grpc import NodeStub
-from worker.config import Cluster
-from worker.errors import BrigadeError, ModelError, StageLost
-from worker.node.checksum import check_seal
-from worker.node.link import Link
-from worker.node.network import PROTOCOL_VERSION, Network
-from worker.node.parts import Wire
-from worker.node.relay import open_feed
-from worker.node.status import error_of
-from worker.node.way import measure_link
+from worker.config import ClusterConfig
+from worker.errors import BrigadeError, ModelError, NodeSilent, StageLost
+from worker.node.configuration import configuration_of, differing
+from worker.node.framing import Wire, check_seal
+from worker.node.hop import Link, open_feed
+from worker.node.identity import Role, expiry_told, expiry_warning
+from worker.node.links import measure_link
+from worker.node.network import PROTOCOL_VERSION, UPDATE_BOTH, Network
+from worker.node.rpc_errors import error_of
 
 T = TypeVar("T")
 
@@ -71,19 +72,19 @@ class Peer:
         """The first of its addresses that answers is used. `say` takes lines for the user."""
         self.name = name
         self._network = network
-        self._ways = Ways(name, addresses, network, say)
+        self._addresses = Addresses(name, addresses, network, say)
         self._attachment: grpc.aio.UnaryStreamCall[AttachRequest, Report] | None = None
         self.is_draining = False  # it is about to end, and has said so
 
     @property
     def address(self) -> str:
         """The one in use."""
-        return self._ways.address
+        return self._addresses.address
 
     @property
     def addresses(self) -> Sequence[str]:
         """Those at which other nodes may reach the process in use."""
-        return self._ways.leading_to_it
+        return self._addresses.leading_to_it
 
     async def hello(self, within_s: float | None = None) -> HelloReply:
         """Ask who is there, for so long at most; who is part of a chain is asked where the chain goes.
@@ -92,22 +93,21 @@ class Peer:
             StageLost: nobody, or not a worker.
             ModelError: it speaks another version of the protocol.
         """
-        ask = self._ways.ask if self._attachment is None else self._ways.ask_in_use
+        ask = self._addresses.ask if self._attachment is None else self._addresses.ask_in_use
         reply = await ask(_HELLO_S if within_s is None else within_s)
         if reply.protocol_version != PROTOCOL_VERSION:
             raise ModelError(
-                f"speaks protocol {reply.protocol_version}, this coordinator {PROTOCOL_VERSION}; "
-                "install the same version of brigade on both",
+                f"speaks protocol {reply.protocol_version}, this coordinator {PROTOCOL_VERSION}; {UPDATE_BOTH}",
                 node=self.name,
             )
         return reply
 
     async def is_elsewhere(self, within_s: float) -> bool:
         """Whether it has several addresses, and answers at one of them; nobody waits for it to be started."""
-        if len(self._ways.addresses) == 1:
+        if len(self._addresses.addresses) == 1:
             return False
         try:
-            await self._ways.ask(within_s, waits=False)
+            await self._addresses.ask(within_s, waits=False)
         except BrigadeError:
             return False
         return True
@@ -124,7 +124,7 @@ class Peer:
                         return
                     progress(report)
             except TimeoutError:
-                raise StageLost(f"no progress in loading for {_STALL_S:.0f} s", node=self.name) from None
+                raise NodeSilent(f"no progress in loading for {_STALL_S:.0f} s", node=self.name) from None
             finally:
                 call.cancel()
 
@@ -266,11 +266,11 @@ class Peer:
 
     @property
     def _stub(self) -> NodeStub:
-        return self._ways.stub
+        return self._addresses.stub
 
     async def close(self) -> None:
         self.detach()
-        await self._ways.close()
+        await self._addresses.close()
 
     async def _named(self, call: Awaitable[T]) -> T:
         with self.naming():
@@ -287,7 +287,7 @@ class Peer:
 
 @asynccontextmanager
 async def peers_of(
-    cluster: Cluster, network: Network, say: Callable[[str], None] = lambda line: None
+    cluster: ClusterConfig, network: Network, say: Callable[[str], None] = lambda line: None
 ) -> AsyncIterator[list[Peer]]:
     """The workers of a configuration, in its order. Raises ConfigError if this node's own certificate will not do."""
     async with AsyncExitStack() as stack:
@@ -296,3 +296,50 @@ async def peers_of(
             peers.append(Peer(worker.name, worker.addresses, network, say))
             stack.push_async_callback(peers[-1].close)
         yield peers
+
+
+_MOST_DIFFERENCES = 5  # of one worker's configuration that are told
+
+
+async def greet(peers: Sequence[Peer]) -> list[HelloReply]:
+    """Ask every worker.
+
+    Raises:
+        BrigadeError: of the one that cannot take part, or a line for each; a StageLost if any does not answer.
+    """
+    outcomes = await asyncio.gather(*(peer.hello() for peer in peers), return_exceptions=True)
+    failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    raise_worst(failures)
+    return [outcome for outcome in outcomes if isinstance(outcome, HelloReply)]
+
+
+def raise_worst(failures: Sequence[BaseException | None]) -> None:
+    """Raise these failures of several workers as one error with a line for each: a StageLost if any is one."""
+    found = [failure for failure in failures if failure is not None]
+    errors = [failure for failure in found if isinstance(failure, BrigadeError)]
+    if len(errors) < len(found):
+        raise next(failure for failure in found if not isinstance(failure, BrigadeError))
+    if len(errors) > 1:
+        worst = next((error for error in errors if isinstance(error, StageLost)), errors[0])
+        raise type(worst)("\n".join(map(str, errors)))
+    if errors:
+        raise errors[0]
+
+
+def differences(name: str, cluster: ClusterConfig, greeting: HelloReply) -> Iterator[str]:
+    """A line for each difference between this node and the worker `name` that may surprise somebody."""
+    # other kernels may round otherwise: the likeliest reason for other tokens than on one Mac
+    for package, theirs in (("mlx", greeting.mlx_version), ("mlx-lm", greeting.mlx_lm_version)):
+        if theirs != (ours := version(package)):
+            yield f"worker {name} has {package} {theirs}, this node {ours}"
+    if until := expiry_told(greeting.certificate_expires):
+        yield from filter(None, [expiry_warning(name, Role.WORKER, until)])
+    if not greeting.HasField("configuration"):
+        return
+    if greeting.node != name:
+        yield f"worker {name} calls itself {greeting.node}: one of both has the wrong name or address"
+    found = differing(greeting.configuration, configuration_of(cluster))
+    for key, there, here in found[:_MOST_DIFFERENCES]:
+        yield f"worker {name} has another configuration: {key} is {there} there, {here} here"
+    if more := found[_MOST_DIFFERENCES:]:
+        yield f"worker {name} has another configuration: {len(more)} more keys differ"

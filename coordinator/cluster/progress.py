@@ -1,6 +1,7 @@
-"""Progress of long work on standard error: bars where that is a terminal, else a line for what takes long."""
+"""What long work says on standard error: bars where that is a terminal, else a line for what takes long."""
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,37 +21,34 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from coordinator.cluster.deployment import Progress as Report
 from coordinator.cluster.log import log
 from protos.brigade_pb2 import LoadProgress
-from worker.process.sizes import format_bytes
+from worker.platform.text import format_bytes
 
 STARTING = LoadProgress(phase="starting workers")
 ASKING = LoadProgress(phase="asking nodes")
 
 _FROM_AFAR = ("download", "feed")  # what may take minutes: its speed is shown
 _IN_BYTES = (*_FROM_AFAR, "load", "kept")  # kept: the node holds its shard already
-_WORK = (
-    *_FROM_AFAR,
-    "load",
-    "warm-up",
-    "installing packages",
-)  # what is worth a line; waiting for nodes has deadlines of its own
+_WORK = (*_FROM_AFAR, "load", "warm-up", "installing packages")  # worth a line; waiting has deadlines of its own
+_ALL = "all nodes"
 _LONG_S = 2.0
 _AGAIN_S = 20.0
-_ALL = "all nodes"
+_TOKENS_FIRST_S, _TOKENS_MOST_S = 5.0, 60.0  # pauses between lines about tokens grow from one to the other
 
-Begin = Callable[[str], None]  # takes what begins now
+Report = Callable[[str, LoadProgress], None]  # takes a node, or "" for all, and its progress
+Begin = Callable[[str], None]  # takes the step that begins
+TokenReport = Callable[[int, int], None]  # takes what was done since the last call, and its tokens
 
 
 def say(lines: str) -> None:
-    """To people: standard error, as it stands; as JSON where a server's log is read by programs."""
+    """Write to people: standard error, as it stands; as JSON where a server's log is read by programs."""
     log("note", lines)
 
 
 @contextmanager
 def telling_interrupts(line: str | Callable[[], str]) -> Iterator[None]:
-    """Say this, or what this makes then, if what is done here is interrupted."""
+    """Write this line, or what this makes then, if what is done here is interrupted."""
     try:
         yield
     except asyncio.CancelledError:
@@ -60,56 +58,14 @@ def telling_interrupts(line: str | Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def show_progress() -> Iterator[Report]:
-    """Show what the nodes are at. What is yielded takes a report as a phase begins and whenever it comes on."""
+    """Show what the nodes do: yield what takes a report as a phase begins and whenever it comes on."""
     console = Console(stderr=True)
-    with _bars(console) if console.is_terminal else _lines() as report:
-        yield report
-
-
-@contextmanager
-def show_steps(total: int) -> Iterator[Begin]:
-    """Draw one bar and what is being done; a call names the step that begins."""
-    console = Console(stderr=True)
-    columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False)
-    # standard output may be a pipe all the same: what is printed there must not be drawn here
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal, redirect_stdout=False
-    ) as bars:
-        task, done = bars.add_task("", total=total), count()
-        yield lambda step: bars.update(task, completed=next(done), description=step, refresh=True)
-
-
-@contextmanager
-def _bars(console: Console) -> Iterator[Report]:
-    """A row per node: its phase, how far it is, and for how long it has been at it."""
-    columns = (
-        TextColumn("{task.fields[node]:<12}", markup=False),
-        TextColumn("{task.description:<16}", markup=False),
-        *(BarColumn(), _Done(), TimeElapsedColumn(), _Pace()),
-    )
-    with Progress(*columns, console=console, transient=True) as bars:
-        rows: dict[str, TaskID] = {}
-        phases: dict[str, str] = {}
-
-        def begin(node: str, phase: str) -> None:
-            """A row of its own for each node, or one for all."""
-            for other in [other for other in rows if other == node or not (other and node)]:
-                bars.remove_task(rows.pop(other))
-            rows[node], phases[node] = bars.add_task(phase, node=node or _ALL, total=None), phase
-
-        def report(node: str, progress: LoadProgress) -> None:
-            is_new = node not in rows or phases[node] != progress.phase
-            if is_new:
-                begin(node, progress.phase)
-            bars.update(rows[node], completed=progress.done, total=progress.total or None, refresh=is_new)
-
-        yield report
-
-
-@contextmanager
-def _lines() -> Iterator[Report]:
-    """One line per node and phase of work, once it has taken long."""
-    loop = asyncio.get_running_loop()
+    if console.is_terminal:
+        node = TextColumn("{task.fields[node]:<12}", markup=False)
+        phase = TextColumn("{task.description:<16}", markup=False)
+        with _drawn(console, node, phase, BarColumn(), _Done(), TimeElapsedColumn(), _Pace()) as bars:
+            yield _Rows(bars).report
+        return
     lines: dict[str, _Line] = {}
 
     def report(node: str, progress: LoadProgress) -> None:
@@ -119,7 +75,7 @@ def _lines() -> Iterator[Report]:
             return
         if line:
             line.stop()
-        lines[node] = _Line(node or _ALL, progress, loop)
+        lines[node] = _Line(node or _ALL, progress, asyncio.get_running_loop())
 
     try:
         yield report
@@ -128,12 +84,65 @@ def _lines() -> Iterator[Report]:
             line.stop()
 
 
-class _Line:
-    """What a node is at, said once it takes long; and again and again where that may take minutes."""
+@contextmanager
+def show_steps(total: int) -> Iterator[Begin]:
+    """Draw one bar and the step that was begun last; elsewhere nothing."""
+    console = Console(stderr=True)
+    columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False)
+    with _drawn(console, *columns) as bars:
+        task, done = bars.add_task("", total=total), count()
+        yield lambda step: bars.update(task, completed=next(done), description=step, refresh=True)
 
-    def __init__(self, who: str, progress: LoadProgress, loop: asyncio.AbstractEventLoop) -> None:
+
+@contextmanager
+def show_tokens(what: str, total: int, done: int = 0) -> Iterator[TokenReport]:
+    """Draw one bar with a speed in tokens per second; elsewhere write lines, less and less often."""
+    console = Console(stderr=True)
+    began, due_s, num_tokens = time.monotonic(), _TOKENS_FIRST_S, 0
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Speed(), TimeRemainingColumn()
+    with _drawn(console, *columns) as bars:
+        task = bars.add_task(what, total=total, completed=done, tokens=0)
+
+        def report(more: int, more_tokens: int) -> None:
+            nonlocal due_s, done, num_tokens
+            done, num_tokens = done + more, num_tokens + more_tokens
+            bars.update(task, completed=done, tokens=num_tokens)
+            took_s = time.monotonic() - began
+            if not console.is_terminal and took_s >= due_s and done < total:
+                due_s = took_s + min(took_s, _TOKENS_MOST_S)
+                say(f"{what} {done} of {total}, {num_tokens / took_s:.0f} tok/s ...")
+
+        yield report
+
+
+def _drawn(console: Console, *columns: ProgressColumn) -> Progress:
+    """Bars that vanish at their end. What is printed to standard output, which may be a pipe, is not drawn here."""
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal, redirect_stdout=False)
+
+
+class _Rows:
+    """A row per node: its phase, how far it is, and for how long it has been at it."""
+
+    def __init__(self, bars: Progress) -> None:
+        self._bars = bars
+        self._rows: dict[str, tuple[TaskID, str]] = {}  # by node, with the phase
+
+    def report(self, node: str, progress: LoadProgress) -> None:
+        row, phase = self._rows.get(node, (None, ""))
+        if is_new := row is None or phase != progress.phase:
+            for other in [other for other in self._rows if other == node or not (other and node)]:
+                self._bars.remove_task(self._rows.pop(other)[0])  # either a row for each node, or one for all
+            row = self._bars.add_task(progress.phase, node=node or _ALL, total=None)
+            self._rows[node] = row, progress.phase
+        self._bars.update(row, completed=progress.done, total=progress.total or None, refresh=is_new)
+
+
+class _Line:
+    """What a node does, said once it takes long; and again and again where that may take minutes."""
+
+    def __init__(self, node: str, progress: LoadProgress, loop: asyncio.AbstractEventLoop) -> None:
         self.latest = progress
-        self._who = who
+        self._node = node
         self._loop = loop
         self._began = loop.time()
         self._timer = loop.call_later(_LONG_S, self._tell) if progress.phase in _WORK else None
@@ -149,7 +158,7 @@ class _Line:
             speed = done / max(self._loop.time() - self._began, 1e-6)
             size += f", {_pace(speed, (total - done) / speed)}" if done else ""
             self._timer = self._loop.call_later(_AGAIN_S, self._tell)
-        say(f"{self._who}: {phase}{size} ...")
+        say(f"{self._node}: {phase}{size} ...")
 
 
 class _Done(ProgressColumn):
@@ -169,6 +178,13 @@ class _Pace(ProgressColumn):
         if task.description not in _FROM_AFAR or not task.speed or task.time_remaining is None:
             return Text("")
         return Text(_pace(task.speed, task.time_remaining))
+
+
+class _Speed(ProgressColumn):
+    """Tokens per second since the bar was there."""
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.fields['tokens'] / task.elapsed:.0f} tok/s" if task.elapsed else "")
 
 
 def _pace(bytes_per_s: float, left_s: float) -> str:

@@ -1,4 +1,4 @@
-"""What the nodes measure of themselves and of the links between them, for a plan by speed."""
+"""Has nodes measure themselves and the links between them, for a plan by speed."""
 
 from collections.abc import Awaitable, Sequence
 from contextlib import closing
@@ -6,21 +6,20 @@ from functools import partial
 from itertools import pairwise
 from typing import TypeVar
 
-from coordinator.cluster.feed import feed
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.peer import COORDINATOR_ID, Peer
 from coordinator.cluster.progress import say
 from coordinator.cluster.together import together
-from coordinator.planning.speeds import NOTHING_KNOWN, Link, Speed, Survey, Times
+from coordinator.cluster.weights import push_weights
+from coordinator.planning.speeds import NOTHING_KNOWN, UNMEASURED, LinkSpeed, Speed, Survey, TimesByRows
 from protos.brigade_pb2 import Contents, Coordinator, LinkReply, LoadRequest, MeasureRequest, RowTimes
 from protos.brigade_pb2 import Speed as SpeedReply
 from worker.config import is_loopback, split_address
 from worker.errors import BrigadeError, ModelLacking
 from worker.model.checkpoint import Checkpoint
 from worker.model.headers import pack_headers
-from worker.node.measured import kept_speed, measured_speed
-from worker.process.call_thread import run_aside
-from worker.process.mlx_thread import MlxThread
+from worker.node.speed_cache import kept_speed, measured_speed
+from worker.platform.threads import MlxThread, run_in_thread
 
 T = TypeVar("T")
 
@@ -33,7 +32,7 @@ def is_worth_measuring(peers: Sequence[Peer]) -> bool:
 async def known_speeds(
     options: ClusterOptions, checkpoint: Checkpoint, peers: Sequence[Peer], *, anew: bool = False
 ) -> Survey:
-    """What a plan by speed goes by: a survey where that is worth it, and else nothing."""
+    """Return a survey where the nodes are worth measuring, else an empty one."""
     if not is_worth_measuring(peers):
         return NOTHING_KNOWN
     return await survey(checkpoint, options.cluster.coordinator.name, peers, anew=anew, feeds=options.feeds)
@@ -42,15 +41,15 @@ async def known_speeds(
 async def survey(
     checkpoint: Checkpoint, own_name: str, peers: Sequence[Peer], *, anew: bool = False, feeds: bool
 ) -> Survey:
-    """Have all nodes measure themselves, at the same time, and then each its link to the next, one after another.
+    """Have all nodes measure themselves at the same time, then each its link to the next, one after another.
 
-    A node that does not know its own speed, or cannot be asked, is left out. What nodes have kept of themselves they
-    tell, unless it is to be measured `anew`. One that lacks the model is sent its configuration if this node `feeds`:
-    that is enough.
+    A node that does not know its own speed, or cannot be asked, is left out; a link that cannot be measured counts as
+    the slowest that its probe would have measured. Nodes tell the speeds that they have kept, unless they are to
+    measure `anew`. One that lacks the model is sent its configuration if this node `feeds`: that is enough.
     """
     if anew or await kept_speed(checkpoint) is None:
         say("measuring how fast every node is at this model, once: this takes some seconds")
-    request = await run_aside(partial(_request, checkpoint, own_name, anew))
+    request = await run_in_thread(partial(_request, checkpoint, own_name, anew))
     theirs = [_unless_refused(_measured(peer, request, checkpoint, feeds=feeds)) for peer in peers]
     told = await together(_own_speed(checkpoint, anew), *theirs)
     found = dict(zip([own_name, *(peer.name for peer in peers)], told, strict=True))
@@ -61,8 +60,8 @@ async def survey(
     }
     return Survey(
         {name: _speed(reply) for name, reply in found.items() if reply and reply.kinds},
-        {name: _link(reply) for name, reply in ports.items() if reply},
-        {names: _link(reply) for names, reply in links.items() if reply},
+        {name: _link(reply) for name, reply in ports.items()},
+        {names: _link(reply) for names, reply in links.items()},
     )
 
 
@@ -77,12 +76,12 @@ async def _measured(peer: Peer, request: MeasureRequest, checkpoint: Checkpoint,
     except ModelLacking:
         if not feeds:
             raise
-    await feed(peer, request.model, checkpoint, lambda report: None)
+    await push_weights(peer, request.model, checkpoint, lambda report: None)
     return await peer.measure(request)
 
 
 async def _unless_refused(asking: Awaitable[T]) -> T | None:
-    """The reply; None, and a line for the user, where there is none."""
+    """Return the reply, or None with a warning where the node refused."""
     try:
         return await asking
     except BrigadeError as error:
@@ -91,7 +90,7 @@ async def _unless_refused(asking: Awaitable[T]) -> T | None:
 
 
 def _request(checkpoint: Checkpoint, own_name: str, anew: bool) -> MeasureRequest:
-    """The model by what its headers say: whether the weights are alike makes no difference here."""
+    """Name the model by its headers: the values of its weights make no difference."""
     model = LoadRequest(
         model=checkpoint.name,
         fingerprint=checkpoint.fingerprint,
@@ -105,9 +104,9 @@ def _speed(reply: SpeedReply) -> Speed:
     return Speed(tuple(map(_times, reply.kinds)), _times(reply.head), reply.gbps)
 
 
-def _times(times: RowTimes) -> Times:
+def _times(times: RowTimes) -> TimesByRows:
     return tuple(zip(times.rows, times.ms, strict=True))
 
 
-def _link(reply: LinkReply) -> Link:
-    return Link(reply.rtt_ms, reply.bytes_per_s)
+def _link(reply: LinkReply | None) -> LinkSpeed:
+    return LinkSpeed(reply.rtt_ms, reply.bytes_per_s) if reply else UNMEASURED

@@ -13,6 +13,15 @@ _GAP = 2  # columns of the terminal between two of the table
 _LEAST_KEY = 8  # columns of a key that is broken, so that a figure is not: what is copied is whole
 
 
+def plain_table(first: str, *others: str, gap: int = 1) -> Table:
+    """Return an empty table without lines: the first column aligned to the left, the others to the right."""
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, gap, 0, 0))
+    table.add_column(first)
+    for name in others:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
 @dataclass(frozen=True)
 class _Column:
     head: str
@@ -38,7 +47,7 @@ def fitting(
         heads: the columns' names.
         rows: a text for each column; a part leaves out those that have none there.
         num_keys: the first columns, which say what a row is about: every part has them.
-        num_left: the first columns that are aligned to the left; as many as there are keys if nobody says.
+        num_left: the first columns that are aligned to the left; by default as many as there are keys.
     """
     num_left = num_keys if num_left is None else num_left
     columns = [_Column(head, [row[i] for row in rows], i < num_left) for i, head in enumerate(heads)]

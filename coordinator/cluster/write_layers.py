@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from coordinator.planning.plan import Plan
-from worker.config import Cluster, load_cluster
+from worker.config import ClusterConfig, load_cluster
 from worker.errors import ConfigError
 
 
-def write_layers(path: Path, cluster: Cluster, plan: Plan) -> None:
+def write_layers(path: Path, cluster: ClusterConfig, plan: Plan) -> None:
     """Add the plan's `layers:` as the file's last line; `cluster` is what it says by now.
 
     Raises:
@@ -40,7 +40,7 @@ def require_changeable(path: Path) -> None:
         raise ConfigError(f"{path} is read-only: expected a file that may be changed (chmod u+w), or no --write")
 
 
-def _require_same_nodes(path: Path, cluster: Cluster, plan: Plan) -> None:
+def _require_same_nodes(path: Path, cluster: ClusterConfig, plan: Plan) -> None:
     listed = [cluster.coordinator.name, *(worker.name for worker in cluster.workers)]
     members = [assignment.name for assignment in plan.assignments]
     if members != listed:

@@ -4,8 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from coordinator.decoding.decoders import Autoregressive, Decoder, Fill, LosslessDiffusion, PromptLookup
-from coordinator.decoding.lengths import LENGTHS
-from coordinator.decoding.window import WindowChooser
+from coordinator.decoding.window import LENGTHS, WindowChooser
 from coordinator.planning.costs import StepCosts
 from protos.brigade_pb2 import CACHE_FULL, CACHE_INT8, CACHE_ROTATING, Cache
 from worker.errors import InputError

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from coordinator.decoding.lengths import mask_count, most_masks, most_padding
-from coordinator.decoding.window import SMALLEST, WindowChooser
+from coordinator.decoding.window import SMALLEST, WindowChooser, mask_count, most_masks, most_padding
 from protos.brigade_pb2 import Sample
 
 Fills = Sequence[tuple[int, Sample]]  # positions and their tokens
@@ -72,7 +71,7 @@ class Decoder(Protocol):
         ...
 
 
-def verify(drafts: Sequence[int], samples: Sequence[Sample]) -> Accepted:
+def verify_drafts(drafts: Sequence[int], samples: Sequence[Sample]) -> Accepted:
     """The drafts that are what the model itself would have said, and the token after them.
 
     `samples[i]` is drawn after draft i - 1 as it would be in one-token decoding, by the same key, so the tokens are
@@ -134,7 +133,7 @@ class PromptLookup:
         return Proposal(drafts=tuple(tokens[found + i % period] for i in range(size)))
 
     def accept(self, proposal: Proposal, samples: Sequence[Sample], guesses: Sequence[Sample]) -> Accepted:
-        accepted = verify(proposal.drafts, samples)
+        accepted = verify_drafts(proposal.drafts, samples)
         if proposal.drafts:
             self._learn(accepted.num_cached, len(proposal.drafts))
         return accepted
@@ -189,7 +188,7 @@ class LosslessDiffusion:
         return Proposal(drafts=drafts, masks=tuple(range(first, first + num_masks)))
 
     def accept(self, proposal: Proposal, samples: Sequence[Sample], guesses: Sequence[Sample]) -> Accepted:
-        accepted = verify(proposal.drafts, samples)
+        accepted = verify_drafts(proposal.drafts, samples)
         self._window = None
         self._chooser.observe_drafts(accepted.num_cached, len(proposal.drafts))
         whole = accepted.num_cached == len(proposal.drafts)

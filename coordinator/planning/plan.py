@@ -1,18 +1,38 @@
-"""Which node holds which layers, and whether they fit. Pure: no MLX, no I/O."""
+"""Nodes, plans and objectives, and whether a split fits into memory. Pure: no MLX, no I/O."""
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
+from typing import Literal, NamedTuple
 
 from worker.errors import ConfigError
 from worker.model.modelspec import ModelSpec
-from worker.process.sizes import format_bytes
+from worker.platform.text import format_bytes
 
-_Cost = Callable[[int, int, int], float]  # of node i holding layers [start, end)
-_Best = tuple[float, tuple[int, ...]]  # combined cost and ends
+Goal = Literal["latency", "throughput"]  # one request's time per token, or many requests' tokens per second
+USUAL_REQUESTS = 8  # at once, for throughput, by default
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a plan is to be good at, what it has to hold, and what is fixed about it."""
+
+    context: int  # tokens of each session that the plan keeps memory for, at least
+    max_context: int = 0  # more of them, up to so many, where memory is left
+    num_sessions: int = 1
+    goal: Goal = "latency"
+    num_requests: int = USUAL_REQUESTS  # at once; for latency they only decide between plans that are equally good
+    layers: Sequence[int] | None = None  # of each node, in the given order; None: planned
+    is_order_fixed: bool = False
+    may_be_alone: bool = True  # whether the first node may hold everything where there are others
+
+    @property
+    def requests_at_once(self) -> int:
+        """How many requests there are while the goal is judged."""
+        return 1 if self.goal == "latency" else self.num_requests
 
 
 @dataclass(frozen=True)
@@ -23,9 +43,25 @@ class Node:
     memory_bytes: int
 
 
+class MemoryOffer(NamedTuple):
+    """What is known of a node's memory, bytes."""
+
+    offered: int  # by the node itself
+    configured: int | None  # counts instead, where the configuration has it
+    is_here: bool = False  # on the coordinator's machine
+
+
+def budgets(coordinator: MemoryOffer, workers: Iterable[MemoryOffer]) -> Iterator[int]:
+    """Yield each node's memory budget, the coordinator's first; nodes of its machine share its offer equally."""
+    nodes = [coordinator._replace(is_here=True), *workers]
+    share = coordinator.offered // sum(node.is_here for node in nodes)
+    for node in nodes:
+        yield node.configured or (share if node.is_here else node.offered)
+
+
 @dataclass(frozen=True)
 class Assignment:
-    """One node's shard, layers [start, end), what it takes, and the node's memory budget."""
+    """One node's shard, layers [start, end), the memory that it takes, and the node's memory budget."""
 
     name: str
     start: int
@@ -49,7 +85,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Plan:
-    """One assignment per node in chain order, with what admission reserves for sessions of `context` tokens."""
+    """Ranges of layers assigned to nodes, in chain order, with memory for sessions of `context` tokens."""
 
     assignments: tuple[Assignment, ...]
     context: int
@@ -63,33 +99,26 @@ class Plan:
     def layers(self) -> list[int]:
         return [assignment.end - assignment.start for assignment in self.assignments]
 
+    @property
+    def names(self) -> list[str]:
+        return [assignment.name for assignment in self.assignments]
 
-def plan(
-    spec: ModelSpec, nodes: Sequence[Node], context: int, layers: Sequence[int] | None = None, num_sessions: int = 1
-) -> Plan:
-    """Give each node, in this order, a range of layers: as `layers` counts them, else the best split that fits.
 
-    The best split has the smallest largest stage, by the weight bytes that a token reads: all but the embedding, of
-    which it reads one row. The nodes' speeds are unknown here (fastest.py is for those that are known), so that stage
-    bounds the throughput of a full pipe. Ties go to the smallest sum of squares, then to the fewest layers on the
-    earliest nodes.
-    If no split fits, the plan (with `fits` False) is the one whose worst node, then whose nodes in sum, exceed their
-    budgets least, relative to the budget.
-
-    Raises:
-        ConfigError: more nodes than layers, a context below 1, or `layers` is no split of this model over these nodes.
-    """
-    assert nodes
-    if context < 1:
-        raise ConfigError(f"context: expected at least 1 token, found {context}")
-    check_split(spec, len(nodes), layers)
-    ends = _best_ends(spec, nodes, context, num_sessions) if layers is None else _ends(layers)
-    starts = (0, *ends[:-1])
-    return Plan(
-        tuple(_assign(spec, *place, context, num_sessions) for place in zip(nodes, starts, ends, strict=True)),
-        context,
-        num_sessions,
+def assign(spec: ModelSpec, nodes: Sequence[Node], layers: Sequence[int], context: int, num_sessions: int) -> Plan:
+    """Return the plan that gives each node, in this order, so many layers; it need not fit."""
+    ends = list(accumulate(layers))
+    assignments = (
+        Assignment(
+            node.name,
+            start,
+            end,
+            spec.shard_bytes(start, end),
+            num_sessions * spec.reserved_bytes(start, end, context),
+            node.memory_bytes,
+        )
+        for node, start, end in zip(nodes, [0, *ends], ends, strict=False)
     )
+    return Plan(tuple(assignments), context, num_sessions)
 
 
 def check_split(spec: ModelSpec, num_nodes: int, layers: Sequence[int] | None) -> None:
@@ -113,30 +142,53 @@ def require_fit(plan: Plan, spec: ModelSpec) -> None:
         return
     lacking = ", ".join(f"{a.name} lacks {format_bytes(a.missing_bytes)}" for a in plan.assignments if not a.fits)
     sessions = f"{plan.num_sessions} sessions of " if plan.num_sessions > 1 else ""
+    rows: list[tuple[str, ...]] = [("node", "layers", "weights", "cache", "needed", "budget", "missing")]
+    for a in plan.assignments:
+        sizes = (a.weight_bytes, a.cache_bytes, a.needed_bytes, a.memory_bytes)
+        missing = "-" if a.fits else format_bytes(a.missing_bytes)
+        rows.append((a.name, f"[{a.start}, {a.end})", *map(format_bytes, sizes), missing))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = ("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
     raise ConfigError(
         f"{spec.name} with {sessions}{plan.context} tokens of context does not fit: {lacking}. "
-        f"Use more nodes, fewer tokens (--context, of bench -p and -g) or a quantised model.\n{_table(plan)}"
+        "Use more nodes, fewer tokens (--context, of bench -p and -g) or a quantised model.\n" + "\n".join(table)
     )
 
 
-def _ends(layers: Sequence[int]) -> tuple[int, ...]:
-    return tuple(sum(layers[: i + 1]) for i in range(len(layers)))
+def some_split_fits(
+    spec: ModelSpec, nodes: Sequence[Node], context: int, num_sessions: int, shard_bytes: Callable[[int, int], int]
+) -> bool:
+    """Whether any split over all these nodes, in this order, fits: dynamic programming over the ends of stages.
+
+    Args:
+        shard_bytes: the spec's, which a caller with several contexts keeps in a cache.
+    """
+    up_to = _cache_sums(spec, context, num_sessions)
+    ends = {0}
+    for num_after, node in zip(reversed(range(len(nodes))), nodes, strict=True):
+        ends = {
+            end
+            for start in ends
+            for end in range(start + 1, spec.num_layers - num_after + 1)
+            if shard_bytes(start, end) + up_to[end] - up_to[start] <= node.memory_bytes
+        }
+    return spec.num_layers in ends
 
 
-def _assign(spec: ModelSpec, node: Node, start: int, end: int, context: int, num_sessions: int) -> Assignment:
-    weights, cached = spec.shard_bytes(start, end), num_sessions * spec.reserved_bytes(start, end, context)
-    return Assignment(node.name, start, end, weights, cached, node.memory_bytes)
+def split_by_bytes(spec: ModelSpec, nodes: Sequence[Node], context: int, num_sessions: int) -> list[int]:
+    """Return the layers of each node, in this order, of the best split that fits, as if nodes were equally fast.
 
-
-def _best_ends(spec: ModelSpec, nodes: Sequence[Node], context: int, num_sessions: int) -> tuple[int, ...]:
-    """Each sweep minimises one thing among the splits that the sweep before it left."""
+    The best split has the smallest largest stage, by the weight bytes that a token reads: all but the embedding, of
+    which it reads one row. Ties go to the smallest sum of squares, then to the fewest layers on the earliest nodes.
+    If no split fits, it is the one whose worst node, then whose nodes in sum, exceed their budgets least, relative to
+    the budget.
+    """
     shard_bytes = cache(spec.shard_bytes)
-    caches = [num_sessions * spec.reserved_bytes(layer, layer + 1, context) for layer in range(spec.num_layers)]
-    up_to = list(accumulate(caches, initial=0))
+    up_to = _cache_sums(spec, context, num_sessions)
     sweep = partial(_sweep, len(nodes), spec.num_layers)
 
     def excess(i: int, start: int, end: int) -> float:
-        """What is missing, as a fraction of the budget; exactly 0 if it fits."""
+        """The bytes that are missing, as a fraction of the budget; exactly 0 if it fits."""
         needed, budget = shard_bytes(start, end) + up_to[end] - up_to[start], nodes[i].memory_bytes
         return max(0, needed - budget) / max(1, budget)
 
@@ -144,11 +196,22 @@ def _best_ends(spec: ModelSpec, nodes: Sequence[Node], context: int, num_session
         read = shard_bytes(start, end) - (spec.embed_bytes if start == 0 else 0)
         return read if excess(i, start, end) == 0 else math.inf
 
-    worst, _ = sweep(excess, max)
+    worst, ends = sweep(excess, max)
     if worst > 0:
-        return sweep(_where(excess, excess, worst), operator.add)[1]
-    largest, _ = sweep(weight, max)
-    return sweep(_where(lambda *stage: weight(*stage) ** 2, weight, largest), operator.add)[1]
+        _, ends = sweep(_where(excess, excess, worst), operator.add)
+    else:
+        largest, _ = sweep(weight, max)
+        _, ends = sweep(_where(lambda *stage: weight(*stage) ** 2, weight, largest), operator.add)
+    return [end - start for start, end in zip((0, *ends), ends, strict=False)]
+
+
+def _cache_sums(spec: ModelSpec, context: int, num_sessions: int) -> list[int]:
+    """The bytes of all sessions' caches of the layers before each one."""
+    caches = (num_sessions * spec.reserved_bytes(layer, layer + 1, context) for layer in range(spec.num_layers))
+    return list(accumulate(caches, initial=0))
+
+
+_Cost = Callable[[int, int, int], float]  # of node i holding layers [start, end)
 
 
 def _where(cost: _Cost, bounded: _Cost, limit: float) -> _Cost:
@@ -156,12 +219,14 @@ def _where(cost: _Cost, bounded: _Cost, limit: float) -> _Cost:
     return lambda *stage: cost(*stage) if bounded(*stage) <= limit else math.inf
 
 
-def _sweep(num_nodes: int, num_layers: int, cost: _Cost, combine: Callable[[float, float], float]) -> _Best:
-    """The split with the least combined cost, and of those the first in order, by dynamic programming from the end.
+def _sweep(
+    num_nodes: int, num_layers: int, cost: _Cost, combine: Callable[[float, float], float]
+) -> tuple[float, tuple[int, ...]]:
+    """Return the least combined cost and the ends of the first split in order that has it.
 
-    `best[start]` is the cost and the ends of the best split of layers [start, num_layers) over nodes i, i+1, ...
+    Dynamic programming from the end: `best[start]` is the best split of layers [start, num_layers) over nodes i, i+1...
     """
-    best: dict[int, _Best] = {num_layers: (0, ())}
+    best: dict[int, tuple[float, tuple[int, ...]]] = {num_layers: (0, ())}
     for i in reversed(range(num_nodes)):
         starts = range(i, num_layers - (num_nodes - i) + 1) if i else range(1)
         best = {
@@ -175,11 +240,14 @@ def _sweep(num_nodes: int, num_layers: int, cost: _Cost, combine: Callable[[floa
     return best[0]
 
 
-def _table(plan: Plan) -> str:
-    rows: list[tuple[str, ...]] = [("node", "layers", "weights", "cache", "needed", "budget", "missing")]
-    for a in plan.assignments:
-        sizes = (a.weight_bytes, a.cache_bytes, a.needed_bytes, a.memory_bytes)
-        missing = "-" if a.fits else format_bytes(a.missing_bytes)
-        rows.append((a.name, f"[{a.start}, {a.end})", *(format_bytes(size) for size in sizes), missing))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+@dataclass(frozen=True)
+class Contexts:
+    """Bounds of a context, tokens: as many as there is memory for."""
+
+    least: int
+    most: int
+
+    @classmethod
+    def exactly(cls, context: int) -> "Contexts":
+        """Return the bounds that only this context keeps."""
+        return cls(context, context)

@@ -1,60 +1,66 @@
-"""How fast a plan would be, by what is known of its nodes and links. What is not known is None. Pure."""
+"""How fast a plan would be, which other plans there are, and advice for the user. Unknown times are None. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from coordinator.planning.costs import chunk_size
-from coordinator.planning.plan import Plan
-from coordinator.planning.speeds import Link, Survey
+from coordinator.planning.plan import Node, Objective, Plan
+from coordinator.planning.planner import LATENCY_SLACK, plan
+from coordinator.planning.speeds import LinkSpeed, Survey, format_ms
+from worker.errors import ConfigError
 from worker.model.modelspec import ModelSpec
+from worker.platform.text import format_bytes
 
 _MOST_SAMPLED = 64  # rows of a frame that all bring a token
+_LONG_HOPS = 0.1  # of a token's time: hops that take more are worth a line of advice
 
 
 class Prediction:
-    """One plan's times, with sessions as long as it keeps memory for."""
+    """The times of one plan, with sessions as long as it keeps memory for."""
 
-    def __init__(self, spec: ModelSpec, plan: Plan, survey: Survey) -> None:
-        names = [assignment.name for assignment in plan.assignments]
+    def __init__(self, spec: ModelSpec, plan: Plan, speeds: Survey) -> None:
+        names = plan.names
         self._spec = spec
         self._assignments = plan.assignments
         self._context = plan.context
-        self._speeds = [survey.speeds.get(name) for name in names]
-        self._links = [survey.link(*pair) for pair in zip(names, [*names[1:], names[0]], strict=True)]
+        self._speeds = [speeds.speeds.get(name) for name in names]
+        self._links = [speeds.link(*pair) for pair in zip(names, [*names[1:], names[0]], strict=True)]
         if len(names) == 1:
             self._links = []
 
     @property
     def stage_ms(self) -> list[float | None]:
-        """What each stage computes for one token."""
+        """Milliseconds that each stage computes for one token."""
         return [self._stage_ms(stage, 1, 1) for stage in range(len(self._speeds))]
 
     @property
     def hop_ms(self) -> list[float | None]:
-        """The way behind each stage, the last one back to the first; none where there is but one."""
+        """Milliseconds of the hop behind each stage, the last one back to the first; 0 with a single stage."""
         return [*(self._hops_ms(1) or [0.0])] if self._know(1) else [None] * len(self._speeds)
 
     def stages_ms(self, num_rows: int) -> list[float]:
-        """What each stage computes for a frame of so many rows, where that is known; long ones are of prompts."""
+        """Milliseconds of each stage for a frame of so many rows, where that is known; long frames are of prompts."""
         return self._stages_ms(num_rows, num_rows if num_rows <= _MOST_SAMPLED else 1)
 
     @property
-    def links(self) -> list[Link]:
-        """Behind each stage, the last one back to the first; none where there is but one."""
+    def links(self) -> list[LinkSpeed]:
+        """The link behind each stage, the last one back to the first; none with a single stage."""
         return self._links
 
     @property
     def ms_per_token(self) -> float | None:
-        """Of one request."""
+        """The time between two tokens of a single request."""
         return self._round_ms(1, 1)
 
     def tokens_per_s(self, num_requests: int = 1) -> float | None:
-        """Of so many requests together, in as many lanes as are best of those whose frames can be told."""
+        """The rate of so many requests together, in the best number of lanes of those whose frames are known."""
         rounds = [self._round_ms(num_requests, lanes) for lanes in range(1, num_requests + 1)]
         known = [round_ms for round_ms in rounds if round_ms is not None]
         return 1e3 * num_requests / min(known) if known else None
 
     def prefill_s(self, num_prompt: int) -> float | None:
-        """Until a prompt of so many tokens brings its first token, but for what attention to a long prompt adds."""
+        """Seconds from a prompt of so many tokens to its first token, without what attention to long prompts adds."""
         if not self._know(num_prompt):
             return None
         chunk = min(num_prompt, chunk_size(num_prompt, lambda rows: [ms / 1e3 for ms in self._stages_ms(rows, 0)]))
@@ -62,8 +68,12 @@ class Prediction:
         num_before, last_ms = -(-num_prompt // chunk) - 1, sum(self._stages_ms(chunk, 1)) + sum(hops)
         return (num_before * self._slowest_ms(stages, chunk) + last_ms) / 1e3
 
+    def slowest_ms(self, num_rows: int, num_sampled: int = 0) -> float | None:
+        """Milliseconds that the slowest stage or link takes for a frame, of which so many rows bring a token."""
+        return self._slowest_ms(self._stages_ms(num_rows, num_sampled), num_rows) if self._know(num_rows) else None
+
     def _round_ms(self, num_requests: int, lanes: int) -> float | None:
-        """Until each of the requests has its next token: after its own frame's way, or after a frame of every lane."""
+        """Until every request has its next token: a frame's way, or a frame of every lane on the slowest stage."""
         rows = -(-num_requests // lanes)
         if not self._know(rows):
             return None
@@ -74,7 +84,6 @@ class Prediction:
         return all(speed is not None and speed.knows(num_rows) for speed in self._speeds)
 
     def _stages_ms(self, num_rows: int, num_sampled: int) -> list[float]:
-        """Of stages that are known."""
         return [self._stage_ms(stage, num_rows, num_sampled) or 0.0 for stage in range(len(self._speeds))]
 
     def _stage_ms(self, stage: int, num_rows: int, num_sampled: int) -> float | None:
@@ -87,7 +96,7 @@ class Prediction:
         return layers_ms + num_sampled * caches_ms + (speed.head_ms(num_sampled) if samples else 0.0)
 
     def _hops_ms(self, num_rows: int) -> list[float]:
-        """The way back carries tokens, which weigh nothing."""
+        """The hop back carries token ids, whose bytes do not count."""
         if not self._links:
             return []
         *ways, back = self._links
@@ -95,7 +104,110 @@ class Prediction:
 
     def _slowest_ms(self, stages_ms: Sequence[float], num_rows: int) -> float:
         """Of stages and links, none of which can do two frames at once."""
-        return max(*stages_ms, *self._occupied_ms(num_rows), 0.0)
+        occupied_ms = (way.occupied_ms(num_rows * self._spec.row_bytes) for way in self._links[:-1])
+        return max(*stages_ms, *occupied_ms, 0.0)
 
-    def _occupied_ms(self, num_rows: int) -> Sequence[float]:
-        return [way.occupied_ms(num_rows * self._spec.row_bytes) for way in self._links[:-1]]
+
+@dataclass(frozen=True)
+class PredictedPlan:
+    """A plan and its times; the name tells it from the chosen one."""
+
+    name: str
+    plan: Plan
+    times: Prediction
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """The plan that was chosen, others to compare it with, and advice in whole sentences."""
+
+    chosen: PredictedPlan
+    left_out: tuple[str, ...]
+    alternatives: tuple[PredictedPlan, ...]
+    advice: str
+
+
+def report_plan(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Objective) -> PlanReport:
+    """Plan, and compare the plan with others.
+
+    Raises:
+        ConfigError: as `plan` does.
+    """
+    chosen = plan(spec, nodes, speeds, objective)
+    left_out = tuple(node.name for node in nodes if node.name not in chosen.names)
+    alternatives = tuple(
+        PredictedPlan(name, other, Prediction(spec, other, speeds))
+        for name, other in _alternatives(spec, nodes, speeds, objective)
+    )
+    report = PlanReport(PredictedPlan("", chosen, Prediction(spec, chosen, speeds)), left_out, alternatives, "")
+    return replace(report, advice=" ".join(_advice(report, objective, nodes[0].name)))
+
+
+def _alternatives(
+    spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Objective
+) -> Iterator[tuple[str, Plan]]:
+    """By name: each node alone, the best chain of several, that without the slowest node, and equal parts."""
+    if len(nodes) == 1:
+        return
+    free = replace(objective, layers=None)
+    for node in nodes:
+        yield f"{node.name} alone", plan(spec, [node], speeds, replace(objective, layers=[spec.num_layers]))
+    if speeds.covers(node.name for node in nodes):
+        with suppress(ConfigError):  # no chain fits, and there are too many nodes for a plan that does not
+            several = plan(spec, nodes, speeds, replace(free, may_be_alone=False))
+            if several.fits:
+                yield " + ".join(several.names), several
+        slowest = max(nodes, key=lambda node: sum(speeds.speeds[node.name].layers_ms(spec, 1)))
+        if len(nodes) > 2:
+            with suppress(ConfigError):
+                yield f"without {slowest.name}", plan(spec, [n for n in nodes if n is not slowest], speeds, free)
+    if len(nodes) <= spec.num_layers:
+        each, more = divmod(spec.num_layers, len(nodes))
+        even = [each + (i < more) for i in range(len(nodes))]
+        yield "even split", plan(spec, nodes, speeds, replace(objective, layers=even))
+
+
+def _advice(report: PlanReport, objective: Objective, first: str) -> Iterator[str]:
+    chosen, rate = report.chosen, report.chosen.times.tokens_per_s(objective.requests_at_once)
+    alone = [each for each in report.alternatives if len(each.plan.names) == 1]
+    if not chosen.plan.fits:
+        lacking = ", ".join(
+            f"{a.name} lacks {format_bytes(a.missing_bytes)}" for a in chosen.plan.assignments if not a.fits
+        )
+        yield f"It does not fit: {lacking}."
+        yield from (f"{each.plan.names[0]} alone would hold it: run it there." for each in alone if each.plan.fits)
+        return
+    if rate is None:
+        yield "How fast these nodes are is not known, so the split is by bytes, as if they were equally fast."
+        return
+    if len(chosen.plan.names) == 1 and alone:
+        several = [each for each in report.alternatives if " + " in each.name]
+        against = f", against {_figure(several[0], objective)} of {several[0].name}" if several else ""
+        yield f"{chosen.plan.names[0]} alone is fastest: {_figure(chosen, objective)}{against}."
+    elif report.left_out:
+        yield f"{' and '.join(report.left_out)} would make it no faster, and is left out."
+    faster = [each for each in alone if _rate(each, objective) > rate * LATENCY_SLACK]
+    for each in sorted(faster, key=lambda each: -_rate(each, objective)):
+        [assignment] = each.plan.assignments
+        figures = f"{_figure(each, objective)} instead of {_figure(chosen, objective)}"
+        if assignment.fits:
+            how = "" if assignment.name == first else ": run it there"
+            yield f"{assignment.name} alone would be faster, {figures}{how}."
+            break
+        yield f"{assignment.name} alone would make {figures}, but lacks {format_bytes(assignment.missing_bytes)}."
+    whole, hops = chosen.times.ms_per_token, [ms or 0.0 for ms in chosen.times.hop_ms]
+    if whole and sum(hops) > _LONG_HOPS * whole:
+        longest = hops.index(max(hops))
+        sender, receiver = chosen.plan.names[longest], [*chosen.plan.names, chosen.plan.names[0]][longest + 1]
+        yield f"Hops take {sum(hops) / whole:.0%} of a token's time, most of it from {sender} to {receiver}."
+
+
+def _rate(predicted: PredictedPlan, objective: Objective) -> float:
+    return predicted.times.tokens_per_s(objective.requests_at_once) or 0.0
+
+
+def _figure(predicted: PredictedPlan, objective: Objective) -> str:
+    """The plan's speed by the objective's goal."""
+    if objective.goal == "latency":
+        return f"{format_ms(predicted.times.ms_per_token or 0.0)} per token"
+    return f"{_rate(predicted, objective):.1f} tok/s of {objective.num_requests} requests"

@@ -16,8 +16,8 @@ from google.protobuf.message import DecodeError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coordinator.decoding.decode import Decode
-from coordinator.decoding.lengths import LENGTHS
-from coordinator.sessions.answer import Known, Piece, Token
+from coordinator.decoding.window import LENGTHS
+from coordinator.sessions.output import KnownTokens, Output, Token
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Cache, Contents, Fingerprint, Sampling
 from worker.errors import InputError
@@ -50,7 +50,7 @@ class Journal:
     """What a file holds."""
 
     header: Header
-    known: Known = field(default_factory=Known)
+    known: KnownTokens = field(default_factory=KnownTokens)
     num_bytes: int = 0  # of the whole records; anything behind them is the beginning of one more
 
 
@@ -106,13 +106,13 @@ def write_header(header: Header) -> bytes:
     return MARK + _write(record.model_dump())
 
 
-def write_batch(first: int, piece: Piece) -> bytes:
-    """The record of a piece, before which `first` tokens of the answer are known."""
-    record: dict[str, Any] = {"first": first, "tokens": [_pack(token) for token in piece.tokens]}
-    if piece.fills:
-        record["fills"] = [(at, _pack(token)) for at, token in piece.fills]
-    if piece.finish_reason is not None:
-        record["finish_reason"] = piece.finish_reason
+def write_batch(first: int, output: Output) -> bytes:
+    """The record of an output, before which `first` tokens of the answer are known."""
+    record: dict[str, Any] = {"first": first, "tokens": [_pack(token) for token in output.tokens]}
+    if output.fills:
+        record["fills"] = [(at, _pack(token)) for at, token in output.fills]
+    if output.finish_reason is not None:
+        record["finish_reason"] = output.finish_reason
     return _write(record)
 
 
@@ -140,7 +140,7 @@ def read_journal(data: bytes) -> Journal | None:
     if header is None:
         return None
     fills = tuple((at, _unpack(token)) for at, token in last.fills)
-    return Journal(header, Known(tuple(tokens), fills, last.finish_reason), end)
+    return Journal(header, KnownTokens(tuple(tokens), fills, last.finish_reason), end)
 
 
 def _write(record: dict[str, Any]) -> bytes:

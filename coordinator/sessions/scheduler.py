@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from coordinator.sessions.session import Session
-from coordinator.sessions.slot import Slot
+from coordinator.sessions.session import Session, SessionState
+from coordinator.sessions.slot import SessionSlot
 from coordinator.sessions.slots import MOST_WAITING, CacheCosts, Slots
 from protos.brigade_pb2 import Frame, Result, Sample
 from worker.errors import FrameError
@@ -20,7 +20,7 @@ Commit = tuple[Session, list[Sample]]
 
 
 class Scheduler:
-    """Who goes with the next frame."""
+    """Chooses the sessions of the next frame."""
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class Scheduler:
         self._num_stages = num_stages
         self._num_lanes = lanes or (lambda num_sessions, rows_each: num_stages)
         self._epoch = epoch
-        self._lanes: dict[int, list[Slot]] = {}  # in flight, by step
-        self._prompts: dict[int, list[Slot]] = {}  # likewise; without slots if the frame only closes some
+        self._lanes: dict[int, list[SessionSlot]] = {}  # in flight, by step
+        self._prompts: dict[int, list[SessionSlot]] = {}  # likewise; without slots if the frame only closes some
         self._step = last_step
         self._turn = 0  # prompt frames so far
 
@@ -68,13 +68,15 @@ class Scheduler:
 
         The next frame frees its slot, unless it is kept for its prefix.
         """
-        if session.finish_reason is None:
-            session.stop()
+        if session.state is not SessionState.FINISHED:
+            session.finish()
         self.slots.close(session, keep=keep)
 
     def schedule(self) -> Frame | None:
         """The next frame to send, or None while nothing can be sent."""
         active = self.slots.active
+        if not self.slots.closed and not any(slot.session.is_ready for slot in active):
+            return None
         chosen, in_flight = self._next_lane(active), self._lanes
         if not chosen:
             chosen, in_flight = self._next_prompts(active), self._prompts
@@ -107,17 +109,17 @@ class Scheduler:
         slots = (self._lanes if result.step in self._lanes else self._prompts).pop(result.step, [])
         samples, guesses, scores = _by_slot(result.samples), _by_slot(result.guesses), _by_slot(result.scores)
         failed = {failure.slot for failure in result.failures}
-        running = [slot for slot in slots if slot.session.finish_reason is None]
-        for slot in running:
-            if slot.number in failed:
-                slot.session.fail()
         commits = []
-        for slot in running:
+        for slot in slots:
             number, session = slot.number, slot.session
+            if session.state is SessionState.FINISHED:
+                continue
+            if number in failed:
+                session.finish("error")
             commits.append((session, session.commit(samples[number], guesses[number], scores[number])))
         return commits
 
-    def _next_lane(self, active: Sequence[Slot]) -> list[Slot]:
+    def _next_lane(self, active: Sequence[SessionSlot]) -> list[SessionSlot]:
         """Its equal part of those that decode, those that have waited longest first."""
         decoding = [slot for slot in active if not slot.session.is_prefilling]
         ready = [slot for slot in decoding if slot.session.is_ready]
@@ -130,7 +132,7 @@ class Scheduler:
         ready.sort(key=lambda slot: slot.last_step)
         return ready[: -(-len(decoding) // num_lanes)]
 
-    def _next_prompts(self, active: Sequence[Slot]) -> list[Slot]:
+    def _next_prompts(self, active: Sequence[SessionSlot]) -> list[SessionSlot]:
         """One prompt's next chunk, and other prompts that fit beside it whole.
 
         The oldest prompt and the shortest take turns: no prompt starves, and a short one never waits for a long one.

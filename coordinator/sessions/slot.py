@@ -8,7 +8,7 @@ from coordinator.sessions.session import Session
 Bytes = tuple[int, ...]  # a number per stage
 
 
-class State(Enum):
+class SlotState(Enum):
     """How far a slot has come."""
 
     WAITING = "waiting"  # for memory; it has no number yet
@@ -20,25 +20,25 @@ class State(Enum):
 
 
 _NEXT = {
-    State.WAITING: (State.PROMISED, State.TAKEN_OVER, State.FREE),
-    State.PROMISED: (State.OPEN, State.FREE),
-    State.TAKEN_OVER: (State.OPEN, State.FREE),
-    State.OPEN: (State.KEPT, State.FREE),
-    State.KEPT: (State.FREE,),
-    State.FREE: (),
+    SlotState.WAITING: (SlotState.PROMISED, SlotState.TAKEN_OVER, SlotState.FREE),
+    SlotState.PROMISED: (SlotState.OPEN, SlotState.FREE),
+    SlotState.TAKEN_OVER: (SlotState.OPEN, SlotState.FREE),
+    SlotState.OPEN: (SlotState.KEPT, SlotState.FREE),
+    SlotState.KEPT: (SlotState.FREE,),
+    SlotState.FREE: (),
 }
-ACTIVE = (State.PROMISED, State.TAKEN_OVER, State.OPEN)
-ON_STAGES = (State.TAKEN_OVER, State.OPEN, State.KEPT)
+ACTIVE = (SlotState.PROMISED, SlotState.TAKEN_OVER, SlotState.OPEN)
+ON_STAGES = (SlotState.TAKEN_OVER, SlotState.OPEN, SlotState.KEPT)
 
 
 @dataclass(eq=False)
-class Slot:
+class SessionSlot:
     """One session's slot."""
 
     session: Session
     needed: Bytes  # what its caches take at the end of the session
     promised: Bytes  # what is promised to it now
-    state: State = State.WAITING
+    state: SlotState = SlotState.WAITING
     last_step: int = 0  # that carried a window of it
 
     @property
@@ -46,7 +46,7 @@ class Slot:
         assert self.session.slot is not None, "a slot that waits has no number"
         return self.session.slot
 
-    def enter(self, state: State) -> None:
+    def enter(self, state: SlotState) -> None:
         """The one way into another state."""
         assert state in _NEXT[self.state], f"what is {self.state.value} cannot become {state.value}"
         self.state = state

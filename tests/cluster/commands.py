@@ -16,7 +16,7 @@ import typer
 from coordinator.cli.app import app
 from tests.cluster.processes import Outcome
 from worker.cli import worker
-from worker.process import run as run_module
+from worker.platform import run as run_module
 
 _WORKER = typer.Typer(add_completion=False)
 _WORKER.command()(worker)

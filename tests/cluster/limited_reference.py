@@ -9,13 +9,13 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-from coordinator.measure.alone import Alone
-from coordinator.measure.replay import Replay
-from coordinator.measure.verdict import Case
+from coordinator.quality.replay import Replay
+from coordinator.quality.report import ComparedAnswer
+from coordinator.quality.verify import Comparison
 from coordinator.sessions.request import Request
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
-from worker.process.mlx_thread import MlxThread
+from worker.platform.threads import MlxThread
 
 PROMPT = tuple(range(3, 23))
 
@@ -30,13 +30,13 @@ async def first_token(folder: Path, mode: str) -> int:
     """After PROMPT, by the reference that `verify` has in this mode."""
     checkpoint = open_folder(folder)
     with closing(MlxThread()) as thread:
-        alone = Alone(checkpoint, describe(checkpoint), thread)
-        replay, cases = Replay("case", Request(PROMPT, 1), []), list[Case]()
+        comparison = Comparison(checkpoint, describe(checkpoint), thread)
+        replay, cases = Replay("case", Request(PROMPT, 1), []), list[ComparedAnswer]()
         if mode == "streamed":
-            await alone.read_layers([replay.feed()], [])
-            await alone.measure_differences([replay], cases.append)
+            await comparison.stream_layers([replay.decode_pass()], [])
+            await comparison.finish_streamed([replay], cases.append)
         else:
-            await alone.replay_in_memory([replay], cases.append)
+            await comparison.replay_in_memory([replay], cases.append)
     return cases[0].expected[0]
 
 

@@ -35,7 +35,7 @@ class Server:
         """What a local worker says of itself."""
         [listener] = [each for each in worker.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
         with grpc.insecure_channel(f"127.0.0.1:{listener.laddr.port}") as channel:
-            return NodeStub(channel).Status(StatusRequest(), timeout=5.0, wait_for_ready=True)
+            return NodeStub(channel).Status(StatusRequest(), timeout=30.0, wait_for_ready=True)
 
 
 def start_server(start: Starter, model: Path, *flags: str | Path) -> Server:

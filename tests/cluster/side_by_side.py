@@ -11,8 +11,8 @@ from typing import Any
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.open import open_chain, read_model
 from coordinator.cluster.options import cluster_options
-from coordinator.cluster.runner import Runner, generate
 from coordinator.decoding.decode import Decode
+from coordinator.engine.engine import Engine, generate_once
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Sampling
 
@@ -37,9 +37,9 @@ async def mixed(chain: Chain) -> dict[str, Any]:
         )
         for i in range(16)
     ]
-    alone = [await generate(chain, request, chunk=32) for request in requests]
-    async with Runner(chain) as runner:
-        together = await asyncio.gather(*(runner.answer(request, chunk=32) for request in requests))
+    alone = [await generate_once(chain, request, chunk=32) for request in requests]
+    async with Engine(chain) as engine:
+        together = await asyncio.gather(*(engine.answer(request, chunk=32) for request in requests))
     return {
         "alone": [answer.tokens for answer in alone],
         "together": [answer.tokens for answer in together],
@@ -49,19 +49,19 @@ async def mixed(chain: Chain) -> dict[str, Any]:
 
 async def long_prompt(chain: Chain) -> dict[str, Any]:
     """Streams that are joined by a prompt of many chunks: how many come back between two tokens of a stream."""
-    async with Runner(chain) as runner:
+    async with Engine(chain) as engine:
         streaming = asyncio.Event()
         token_times: list[list[int]] = [[], [], []]
 
         async def read(number: int) -> None:
-            async for piece in runner.stream(Request(tokens_of(5, number), 4000), chunk=CHUNK):
+            async for piece in engine.generate(Request(tokens_of(5, number), 4000), chunk=CHUNK):
                 token_times[number] += [piece.at] * len(piece.tokens)
                 if sum(map(len, token_times)) >= 30:
                     streaming.set()
 
         streams = [asyncio.create_task(read(number)) for number in range(len(token_times))]
         await streaming.wait()
-        prompt = await runner.answer(Request(tokens_of(LONG, 7), 4), chunk=CHUNK, traced=True)
+        prompt = await engine.answer(Request(tokens_of(LONG, 7), 4), chunk=CHUNK, traced=True)
         first = prompt.token_times[0]
         for stream in streams:
             stream.cancel()

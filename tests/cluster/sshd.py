@@ -141,10 +141,11 @@ def _server_config(folder: Path, homes: dict[str, Path], ports: dict[str, int]) 
 
 
 def _packages(folder: Path) -> Path:
-    """What is installed for the tests, but for this project."""
+    """Link to all packages that the tests run with, except this project."""
     folder.mkdir()
-    for entry in Path(sysconfig.get_paths()["purelib"]).iterdir():
-        if "brigade" not in entry.name:
+    name_of_such = Path(sysconfig.get_paths()["purelib"]).name
+    for entry in (each for path in map(Path, sys.path) if path.name == name_of_such for each in path.iterdir()):
+        if "brigade" not in entry.name and not (folder / entry.name).exists():
             (folder / entry.name).symlink_to(entry)
     return folder
 

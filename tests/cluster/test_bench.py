@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 
-from coordinator.cli import commands
+from coordinator.bench import bench as module
+from coordinator.bench.bench import Workload
+from coordinator.bench.results import ONE_PROCESS, Bench, BenchRow, BenchTrial
+from coordinator.bench.systems import MlxLmModel, OnChain
+from coordinator.cli.bench import run_bench
 from coordinator.cluster.options import cluster_options
 from coordinator.decoding.decode import Decode
-from coordinator.measure import bench as module
-from coordinator.measure.bench import Workload
-from coordinator.measure.bench_results import ONE_PROCESS, Bench, Row, Trial
-from coordinator.measure.reference import Reference
-from coordinator.measure.systems import OnChain
 from coordinator.sessions.request import Request
 from tests.cluster.commands import run_here
 from tests.cluster.models import make_talker
@@ -27,7 +26,7 @@ from tools import bench_auto
 from worker.errors import BrigadeError, InputError, StageLost
 from worker.model.describe import describe
 from worker.node.loading import open_checkpoint
-from worker.process.machine import machine_name
+from worker.platform.machine import machine_name
 
 LOAD = ("-p", "24", "-g", "16", "-n", "2")
 
@@ -217,7 +216,7 @@ def test_all_systems_share_the_one_thread_that_owns_mlx(
     before, used = set(threading.enumerate()), []
     run_trial = OnChain.run
 
-    async def run_and_note(self: OnChain, requests: Sequence[Request], *more: Any) -> Trial:
+    async def run_and_note(self: OnChain, requests: Sequence[Request], *more: Any) -> BenchTrial:
         trial = await run_trial(self, requests, *more)
         used.append([thread for thread in {*threading.enumerate()} - before if thread.name == "mlx"])
         return trial
@@ -232,14 +231,14 @@ def test_all_systems_share_the_one_thread_that_owns_mlx(
 def test_what_mlx_lm_cannot_batch_is_left_out(
     model: Path, bars: list[Bar], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    time_batch = Reference.time_batch
+    time_tokens = MlxLmModel.time_tokens
 
-    def time_one(self: Reference, prompts: Sequence[Sequence[int]], *more: Any) -> list[list[float]]:
+    def time_one(self: MlxLmModel, prompts: Sequence[Sequence[int]], *more: Any) -> list[list[float]]:
         if len(prompts) > 1:
             raise ValueError("ArraysCache does not yet support batching with history")
-        return time_batch(self, prompts, *more)
+        return time_tokens(self, prompts, *more)
 
-    monkeypatch.setattr(Reference, "time_batch", time_one)
+    monkeypatch.setattr(MlxLmModel, "time_tokens", time_one)
     found = in_this_process(model, 1, 2)
     assert [(row.system, row.concurrency) for row in found.rows] == [
         ("one process", 1), ("mlx_lm", 1), ("one process", 2)
@@ -252,7 +251,7 @@ def test_a_cluster_that_fails_costs_none_of_what_was_measured(
 ) -> None:
     run_trial = OnChain.run
 
-    async def run_or_fail(self: OnChain, requests: Sequence[Request], *more: Any) -> Trial:
+    async def run_or_fail(self: OnChain, requests: Sequence[Request], *more: Any) -> BenchTrial:
         if len(requests) > 1:
             raise StageLost("closed the connection", node="mini")
         return await run_trial(self, requests, *more)
@@ -261,7 +260,7 @@ def test_a_cluster_that_fails_costs_none_of_what_was_measured(
     options = cluster_options(None, str(model), 0, None, None)
     workload = Workload((1, 2), 4, 4, (Decode(),), (None,), 1)
     with pytest.raises(StageLost, match="worker mini: closed the connection"):
-        asyncio.run(commands.run_bench(options, workload, as_json=True, plot=None))
+        asyncio.run(run_bench(options, workload, as_json=True, plot=None))
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [(row["system"], row["concurrency"]) for row in rows] == [("one process", 1), ("mlx_lm", 1)]
     with pytest.raises(StageLost):
@@ -276,13 +275,13 @@ def test_a_picture_that_cannot_be_drawn_costs_no_results(
 
     async def measure_while_the_folder_goes(*_: object) -> Bench:
         shutil.rmtree(folder)
-        return Bench("here", "model", 2, 2, 1, [Row(ONE_PROCESS, [4], "ar", 1, 1, 1, 1, 1, 1, 1, 1)])
+        return Bench("here", "model", 2, 2, 1, [BenchRow(ONE_PROCESS, [4], "ar", 1, 1, 1, 1, 1, 1, 1, 1)])
 
-    monkeypatch.setattr(commands, "measure", measure_while_the_folder_goes)
+    monkeypatch.setattr(module, "measure", measure_while_the_folder_goes)
     workload = Workload((1,), 2, 2, (Decode(),), (None,), 1)
     options = cluster_options(None, None, 0, None, None)
     with pytest.raises(InputError, match=r"^plot: cannot write .*x\.png: No such file"):
-        asyncio.run(commands.run_bench(options, workload, as_json=True, plot=folder / "x.png"))
+        asyncio.run(run_bench(options, workload, as_json=True, plot=folder / "x.png"))
     assert json.loads(capsys.readouterr().out)["machine"] == "here"
 
 
@@ -325,7 +324,7 @@ def test_what_would_come_out_only_after_the_measurement_is_refused_before_it(
     options = cluster_options(None, str(model), 1, None, None)
     workload = Workload((1,), 4, 4, (Decode(),), splits, 1)
     with pytest.raises(BrigadeError, match=said):
-        asyncio.run(commands.run_bench(options, workload, as_json=True, plot=Path(plot) if plot else None))
+        asyncio.run(run_bench(options, workload, as_json=True, plot=Path(plot) if plot else None))
 
 
 def test_auto_is_measured_against_one_token_per_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

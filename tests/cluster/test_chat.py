@@ -101,7 +101,7 @@ def test_a_server_that_is_not_there_or_says_no_is_told(url: str) -> None:
     refused = run_here("chat", "--server", url, "-m", "4", stdin="x" * 50_000)
     assert refused.code == 2 and "room for" in refused.err
     both = run_here("chat", "--server", url, "--local", "0")
-    assert both.code == 2 and "--local: changes nothing with --server" in both.err
+    assert both.code == 2 and "--local: not expected with --server" in both.err
 
 
 def test_one_request_to_a_server(url: str) -> None:

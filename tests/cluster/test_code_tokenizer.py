@@ -12,7 +12,7 @@ from tests.cluster.commands import answer_here, parse, run_here
 from tests.cluster.models import make_talker
 from tests.cluster.test_serve_here import served
 from tests.code_tokenizer import CODE, code_kept_in, write_code_tokenizer
-from worker.config import Cluster
+from worker.config import ClusterConfig
 
 ASKED = ("--local", "0", "--raw", "--prompt", "aé", "--max-tokens", "6", "--ignore-eos")
 TRUSTED = "--trust-remote-code"
@@ -74,7 +74,7 @@ def test_the_flag_is_taught_where_a_tokenizer_is_loaded(command: str, expected: 
 
 def test_a_server_without_a_fast_tokenizer_refuses_whatever_needs_a_grammar(kimi: Path) -> None:
     async def check() -> None:
-        options = ClusterOptions(Cluster(), str(kimi), 0, 4096, trust_remote_code=True)
+        options = ClusterOptions(ClusterConfig(), str(kimi), 0, 4096, trust_remote_code=True)
         async with served(options) as client:
             for path, said, field in BOUND:
                 found = await client.post(path, json={"max_tokens": 2, **said})

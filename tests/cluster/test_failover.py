@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.measure import failover
-from coordinator.measure.failover_results import KILLED, RESTARTED, SPARE, STOPPED, Case
+from coordinator.bench import failover
+from coordinator.bench.failover import KILLED, RESTARTED, SPARE, STOPPED, Case
 from tests.cluster.commands import run_here
 
 

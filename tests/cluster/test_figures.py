@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from coordinator.bench.forecast import PUBLISHED_GBPS
 from coordinator.cli.app import app
 from coordinator.decoding.decode import Decode
-from coordinator.decoding.lengths import mask_count
-from coordinator.measure.forecast import PUBLISHED_GBPS
+from coordinator.decoding.window import mask_count
 from protos.brigade_pb2 import CACHE_INT8, Cache
 from tools.plot_latency import Curves
 from tools.windows_data import Measured

@@ -12,8 +12,7 @@ from tests.cluster.processes import Starter, Worker
 
 T = TypeVar("T")
 
-LISTENING = ("--timeout", "0.25")
-TRIES = 20  # a busy machine may need more than one
+LISTENS_S = ("0.25", "1", "4", "16")  # a busy machine may need longer ones
 
 
 @pytest.fixture
@@ -31,16 +30,16 @@ def start_with_keys(start: Starter, folder: Path, name: str) -> Worker:
     return worker
 
 
-def once(ask: Callable[[], T], is_heard: Callable[[T], bool]) -> T:
-    """What the first try came to that heard the worker, or else the last one."""
-    for _ in range(TRIES - 1):
-        if is_heard(found := ask()):
-            return found
-    return ask()
+def once(ask: Callable[[str], T], is_heard: Callable[[T], bool]) -> T:
+    """What the first try came to that heard the worker, or else the last one. `ask` takes the seconds to listen."""
+    for listens_s in LISTENS_S:
+        if is_heard(found := ask(listens_s)):
+            break
+    return found
 
 
-def listed(name: str) -> dict[str, Any]:
-    heard = parse(run_here("nodes", "--json", "--config", "cluster.yaml", *LISTENING))["nodes"]
+def listed(name: str, listens_s: str) -> dict[str, Any]:
+    heard = parse(run_here("nodes", "--json", "--config", "cluster.yaml", "--timeout", listens_s))["nodes"]
     [node] = [each for each in heard if each["name"] == name]
     return node
 
@@ -48,13 +47,16 @@ def listed(name: str) -> dict[str, Any]:
 def test_a_worker_that_announces_itself_is_found_written_down_and_used(start: Starter, folder: Path) -> None:
     name = f"mini-{secrets.token_hex(4)}"
     worker = start_with_keys(start, folder, name)
-    wrote = once(lambda: run_here("init", name, "--yes", *LISTENING), lambda tried: "announced itself" not in tried.err)
+    wrote = once(
+        lambda listens_s: run_here("init", name, "--yes", "--timeout", listens_s),
+        lambda tried: "announced itself" not in tried.err,
+    )
     assert wrote.code == 0, wrote.err
     assert f"{name} at {worker.address} on this machine" in wrote.err
     assert "next: brigade plan --config cluster.yaml" in wrote.err and "keys init" not in wrote.err
     answer = answer_here("--config", "cluster.yaml", "--prompt", "go", "--max-tokens", "2")
     assert [stage["node"] for stage in answer["stages"]] == ["coordinator", name]
-    node = once(lambda: listed(name), lambda tried: tried["is_announced"])
+    node = once(lambda listens_s: listed(name, listens_s), lambda tried: tried["is_announced"])
     assert (node["is_announced"], node["is_configured"], len(node["fingerprint"])) == (True, True, 64)
     assert node["addresses"] == [
         {"address": worker.address, "interface": "lo", "medium": "loopback", "is_configured": True}

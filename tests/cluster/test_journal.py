@@ -12,7 +12,7 @@ from tests.cluster.commands import answer_here, run_here
 from tests.cluster.models import reconfigured_copy
 from tests.cluster.processes import FINISH_S, Running, Starter, Worker, write_cluster
 
-FREE_S = 2.0  # from the death of a coordinator until its workers are free
+FREE_S = 10.0  # from the death of a coordinator until its workers are free
 PROMPT = ("--prompt", "Tell me about the fox and the dog.", "--ignore-eos", "--max-tokens")
 GREEDY, SAMPLED = ("--temp", "0"), ("--temp", "0.9", "--seed", "11")
 PENALTIES = ("--top-p", "0.95", "--repetition-penalty", "1.2", "--presence-penalty", "0.3", "--logit-bias", "70:1.5")

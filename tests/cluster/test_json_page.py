@@ -15,31 +15,27 @@ from typing import Any, cast
 import pytest
 import typer
 
+from coordinator.api.server import Server
+from coordinator.api.status import cluster_state
+from coordinator.bench.failover import FailoverReport, FailoverRow, LossTimes
+from coordinator.bench.results import CLUSTER, Bench, BenchRow, FrameCosts
 from coordinator.cli.app import app
 from coordinator.cli.cache import listing, removal
-from coordinator.cli.remote import _as_json
-from coordinator.cluster.timeline import Recovered
-from coordinator.doors.speakers import Figures, Said
-from coordinator.examine.doctor import Examination
-from coordinator.examine.judge import Wanted
-from coordinator.finding.media import Medium
-from coordinator.finding.present import Present, nodes_json
-from coordinator.finding.ways import Way
-from coordinator.http.cluster import cluster_state
-from coordinator.http.served import Served
-from coordinator.measure.bench_results import CLUSTER, Bench, FrameCosts
-from coordinator.measure.bench_results import Row as BenchRow
-from coordinator.measure.failover_results import Failover, Times
-from coordinator.measure.failover_results import Row as FailoverRow
-from coordinator.measure.rounding import Rounding
-from coordinator.measure.verdict import Case, Report
-from coordinator.resident.model import Standing, State
-from coordinator.resident.tally import Ended, Tally
-from coordinator.resident.watch import Hop, NodeNow, Now, Running
+from coordinator.cli.remote import answer_as_json
+from coordinator.cluster.cluster import Recovered
+from coordinator.deploy.checks import ModelInUse
+from coordinator.deploy.discovery import Discovered, Endpoint, FoundNode
+from coordinator.deploy.doctor import Examination
+from coordinator.engine.engine import ServerState
+from coordinator.engine.stats import FinishedRequest, Stats
+from coordinator.engine.status import HopStatus, NodeStatus, RequestStatus, StatusSnapshot
+from coordinator.quality.report import ComparedAnswer, Rounding, VerifyReport
+from coordinator.sessions.output import Usage
+from protos.brigade_pb2 import MEDIUM_LOOPBACK
 from tests.cluster.commands import parse, run_here
 from tests.cluster.test_pages import DOCS, sections
-from tests.unit.examine import cases
-from worker.store.store import Kept
+from tests.unit.deploy import cases
+from worker.node.weights_cache import Kept
 
 Json = dict[str, Any]
 PAGE = sections((DOCS / "json.md").read_text(encoding="utf-8"))
@@ -72,8 +68,7 @@ def generated() -> Json:
 
 
 def asked_of_a_server() -> Json:
-    figures = Figures(num_prompt=1, num_reused=0, num_generated=2)
-    return _as_json(Said("Hello", finish_reason="stop", figures=figures), figures, ttft_s=0.1, decode_s=0.1)
+    return answer_as_json("Hello", "stop", Usage(1, 0, 0, 0, 0, num_generated=2), ttft_s=0.1, decode_s=0.1)
 
 
 def planned() -> Json:
@@ -88,8 +83,8 @@ def simulated() -> Json:
 
 
 def verified() -> Json:
-    case = Case("a", [1, 2], [1, 3], 0.5, {1: Rounding(0.002, 0.034)})
-    return dict(json.loads(Report((), 1, [("mini", "a tensor")], cases=[case]).to_json()))
+    case = ComparedAnswer("a", [1, 2], [1, 3], 0.5, {1: Rounding(0.002, 0.034)})
+    return dict(json.loads(VerifyReport((), 1, [("mini", "a tensor")], cases=[case]).to_json()))
 
 
 def benched() -> Json:
@@ -98,30 +93,30 @@ def benched() -> Json:
 
 
 def lost() -> Json:
-    row = FailoverRow("killed", "spare", 128, filled(Times), is_equal=True)
-    return Failover("machine", "demo", [4, 4], [row]).as_json()
+    row = FailoverRow("killed", "spare", 128, filled(LossTimes), is_equal=True)
+    return FailoverReport("machine", "demo", [4, 4], [row]).as_json()
 
 
 def watched() -> Json:
-    tally = Tally()
-    tally.recent.append(filled(Ended, parts_ms={"wire": 1.0}))
-    tally.recover(Recovered("StageLost", "mini", "story", 1.0, 2.0))
-    now = Now(1, [filled(NodeNow)], [filled(Hop)], [filled(Running)])
+    stats = Stats()
+    stats.recent.append(filled(FinishedRequest, parts_ms={"wire": 1.0}))
+    stats.recover(Recovered("StageLost", "mini", "story", 1.0, 2.0))
+    now = StatusSnapshot(1, [filled(NodeStatus)], [filled(HopStatus)], [filled(RequestStatus)])
     spec = SimpleNamespace(num_layers=8, context=2048)
     served = SimpleNamespace(
-        standing=Standing(State.READY), tally=tally, names=("demo",), frontend=SimpleNamespace(spec=spec)
+        state=ServerState.READY, why="", stats=stats, names=("demo",), inputs=SimpleNamespace(spec=spec)
     )
-    return cluster_state(cast(Served, served), now)
+    return cluster_state(cast(Server, served), now)
 
 
 def examined() -> Json:
-    known, wanted = cases.known(cases.node(), hops=[cases.hop()]), Wanted(cases.model())
+    known, wanted = cases.known(cases.node(), hops=[cases.hop()]), ModelInUse(cases.model())
     return Examination(known, wanted, "big", cases.judged(known, wanted)).as_json()
 
 
 def heard() -> Json:
-    ways = [Way("127.0.0.1:1", "lo", Medium.LOOPBACK)]
-    return nodes_json([Present("mini", "0.1.0", None, True, None, ways)], num_ignored=0)
+    endpoints = [Endpoint("127.0.0.1:1", "lo", MEDIUM_LOOPBACK)]
+    return Discovered([FoundNode("mini", "0.1.0", None, True, None, endpoints)], 0).to_json()
 
 
 PRINTED: dict[str, Callable[[], Json]] = {

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from coordinator.fleet.packing import installed
+from coordinator.deploy.package import installed
 from tests.cluster.commands import answer_here, run_here
 from tests.cluster.processes import Starter, free_port
 from tests.cluster.sshd import PROGRAM, SSH, WHY_NOT, Macs, macs
@@ -22,28 +22,28 @@ PROMPT = ("--prompt", "2+3", "--max-tokens", "8", "--ignore-eos")
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Macs]:
-    with macs(tmp_path_factory.mktemp("fleet")) as found, pytest.MonkeyPatch.context() as patch:
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Macs]:
+    with macs(tmp_path_factory.mktemp("machines")) as found, pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", f"{found.folder / 'programs'}:{os.environ['PATH']}")
         yield found
 
 
 @pytest.fixture(scope="module")
-def config(fleet: Macs) -> Path:
-    path = fleet.folder / "cluster.yaml"
-    entries = "".join(fleet.entry(name) for name in fleet.homes)
+def config(machines: Macs) -> Path:
+    path = machines.folder / "cluster.yaml"
+    entries = "".join(machines.entry(name) for name in machines.homes)
     path.write_text(f"model: demo\ncontext: 512\ntls: {{keys: own}}\nworkers:\n{entries}")
     assert run_here("keys", "init", "--config", path).code == 0
     return path
 
 
 @pytest.fixture(scope="module")
-def launched(fleet: Macs, config: Path, module_start: Starter) -> str:
+def launched(machines: Macs, config: Path, module_start: Starter) -> str:
     """What the first launch printed; another one was begun at the same time."""
     beside = module_start.brigade("launch", "--config", config)
     done, other = run_here("launch", "--config", config), beside.wait(60.0)
     assert (done.code, other.code) == (0, 0), done.err + other.err
-    assert rows(other.out).keys() == set(fleet.homes)
+    assert rows(other.out).keys() == set(machines.homes)
     return done.out
 
 
@@ -53,50 +53,52 @@ def rows(table: str) -> dict[str, str]:
     return {name: next((cell for cell in cells[1:] if cell not in (name, "daemon")), "") for name, *cells in found}
 
 
-def pids(fleet: Macs) -> dict[str, int | None]:
-    return {name: process.pid if (process := fleet.process(name)) else None for name in fleet.homes}
+def pids(machines: Macs) -> dict[str, int | None]:
+    return {name: process.pid if (process := machines.process(name)) else None for name in machines.homes}
 
 
 def test_one_command_installs_and_starts_workers_that_make_the_right_tokens(
-    fleet: Macs, config: Path, launched: str
+    machines: Macs, config: Path, launched: str
 ) -> None:
-    assert rows(launched) == dict.fromkeys(fleet.homes, "installed, new certificate, started")
+    assert rows(launched) == dict.fromkeys(machines.homes, "installed, new certificate, started")
     alone = answer_here("--model", "demo", "--local", "0", *PROMPT)
     assert answer_here("--config", config, *PROMPT)["tokens"] == alone["tokens"]
 
 
 @pytest.mark.usefixtures("launched")
-def test_what_was_installed_is_this_very_version(fleet: Macs) -> None:
-    process = fleet.process("mini")
+def test_what_was_installed_is_this_very_version(machines: Macs) -> None:
+    process = machines.process("mini")
     assert process
     env = process.environ()
     python, *_ = process.cmdline()
-    asked = "from coordinator.fleet.packing import installed; print(installed().id)"
-    told = subprocess.run([python, "-P", "-c", asked], cwd=fleet.homes["mini"], env=env, capture_output=True, text=True)
+    asked = "from coordinator.deploy.package import installed; print(installed().id)"
+    told = subprocess.run(
+        [python, "-P", "-c", asked], cwd=machines.homes["mini"], env=env, capture_output=True, text=True
+    )
     assert told.stdout.strip() == installed().id == Path(python).parents[1].name, told.stderr
 
 
 @pytest.mark.usefixtures("launched")
-def test_a_node_gets_its_own_part_and_nobody_else_may_read_it(fleet: Macs) -> None:
-    for name, home in fleet.homes.items():
-        files = {path.relative_to(home / ".brigade") for path in fleet.folder_of(name).rglob("*") if path.is_file()}
+def test_a_node_gets_its_own_part_and_nobody_else_may_read_it(machines: Macs) -> None:
+    for name, home in machines.homes.items():
+        files = {path.relative_to(home / ".brigade") for path in machines.folder_of(name).rglob("*") if path.is_file()}
         folder = Path(f"worker-{name}")
         assert {folder / "keys" / f"{name}.pem", folder / "cluster.yaml"} <= files
         assert not [path for path in files if path.suffix in (".pem", ".key") and path.name != f"{name}.pem"]
-        modes = {stat.S_IMODE(path.stat().st_mode) for path in fleet.folder_of(name).rglob("*") if path.is_file()}
+        modes = {stat.S_IMODE(path.stat().st_mode) for path in machines.folder_of(name).rglob("*") if path.is_file()}
         assert modes == {0o600} and stat.S_IMODE((home / ".brigade").stat().st_mode) == 0o700
-        said = (fleet.folder_of(name) / "cluster.yaml").read_text()
+        said = (machines.folder_of(name) / "cluster.yaml").read_text()
         assert re.findall(r"name: (\w+)", said) == [name] and "context" not in said and "ssh" not in said
 
 
 @pytest.mark.usefixtures("launched")
-def test_nothing_listens_beyond_the_worker(fleet: Macs) -> None:
-    for name, home in fleet.homes.items():
+def test_nothing_listens_beyond_the_worker(machines: Macs) -> None:
+    for name, home in machines.homes.items():
         ours = [each for each in psutil.process_iter() if any(str(home) in word for word in _words(each))]
-        assert [each.pid for each in ours] == [pids(fleet)[name]]
+        assert [each.pid for each in ours] == [pids(machines)[name]]
         listening = [c.laddr for c in ours[0].net_connections("inet") if c.status == psutil.CONN_LISTEN]
         assert {(place.ip.removeprefix("::ffff:"), place.port) for place in listening} == {
-            ("127.0.0.1", fleet.ports[name])
+            ("127.0.0.1", machines.ports[name])
         }
 
 
@@ -108,31 +110,31 @@ def _words(process: psutil.Process) -> list[str]:
 
 
 @pytest.mark.usefixtures("launched")
-def test_a_second_launch_changes_nothing(fleet: Macs, config: Path) -> None:
-    before = pids(fleet), _files(fleet)
+def test_a_second_launch_changes_nothing(machines: Macs, config: Path) -> None:
+    before = pids(machines), _files(machines)
     done = run_here("launch", "--config", config)
-    assert done.code == 0 and rows(done.out) == dict.fromkeys(fleet.homes, "unchanged")
-    assert (pids(fleet), _files(fleet)) == before
+    assert done.code == 0 and rows(done.out) == dict.fromkeys(machines.homes, "unchanged")
+    assert (pids(machines), _files(machines)) == before
 
 
-def _files(fleet: Macs) -> dict[Path, int]:
-    below = (path for home in fleet.homes.values() for path in (home / ".brigade").rglob("*"))
+def _files(machines: Macs) -> dict[Path, int]:
+    below = (path for home in machines.homes.values() for path in (home / ".brigade").rglob("*"))
     ours = (path for path in below if path.name != "worker.log" and "__pycache__" not in path.parts)
     return {path: path.lstat().st_mtime_ns for path in ours}
 
 
 @pytest.mark.usefixtures("launched")
-def test_only_what_changed_is_restarted_and_a_lost_mac_stops_nobody(fleet: Macs, config: Path) -> None:
-    before = pids(fleet)
+def test_only_what_changed_is_restarted_and_a_lost_mac_stops_nobody(machines: Macs, config: Path) -> None:
+    before = pids(machines)
     nobody = free_port()
-    with (fleet.folder / "ssh_config").open("a") as more:
+    with (machines.folder / "ssh_config").open("a") as more:
         more.write(f"Host gone\n  Port {nobody}\n")
     other = config.with_name("other.yaml")
     lost = f"  - {{name: lost, address: '127.0.0.1:{free_port()}', ssh: gone}}\n"
     other.write_text(
         config.read_text().replace("context: 512", "context: 256").replace("ssh: air", "ssh: air, memory: 1GiB") + lost
     )
-    certificate = fleet.folder_of("mini") / "keys" / "mini.pem"
+    certificate = machines.folder_of("mini") / "keys" / "mini.pem"
     old = certificate.read_bytes()
     assert run_here("keys", "issue", "mini", "--config", config).code == 0
     done = run_here("launch", "--config", other)
@@ -140,87 +142,87 @@ def test_only_what_changed_is_restarted_and_a_lost_mac_stops_nobody(fleet: Macs,
     assert rows(done.out) == {"mini": "new certificate", "air": "restarted", "lost": "failed"}
     [error] = [line for line in done.err.splitlines() if line.startswith("error: ")]
     assert re.match(r"error: worker lost: ssh gone said: .*Connection refused \(on that Mac: .*Remote Login\)", error)
-    after = pids(fleet)
+    after = pids(machines)
     assert after["mini"] == before["mini"] and after["air"] not in (before["air"], None)
     assert certificate.read_bytes() == (config.parent / "own" / "mini.pem").read_bytes() != old
 
 
 @pytest.mark.usefixtures("launched")
-def test_logs_shows_what_a_worker_says_and_goes_on_with_it(fleet: Macs, config: Path, start: Starter) -> None:
+def test_logs_shows_what_a_worker_says_and_goes_on_with_it(machines: Macs, config: Path, start: Starter) -> None:
     told = run_here("logs", "mini", "--config", config)
     assert told.code == 0 and re.match(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ ", told.out)
-    assert f"worker mini listens on 127.0.0.1:{fleet.ports['mini']}" in told.out
+    assert f"worker mini listens on 127.0.0.1:{machines.ports['mini']}" in told.out
     following = start.brigade("logs", "mini", "-f", "-n", "1", "--config", config)
-    following.out.wait_match(r"\n", 20.0)
-    with (fleet.folder_of("mini") / "worker.log").open("a") as log:
+    following.out.wait_match(r"\n", 60.0)
+    with (machines.folder_of("mini") / "worker.log").open("a") as log:
         log.write("one more line\n")
-    following.out.wait_match("one more line\n", 20.0)
-    readers = [each for each in psutil.process_iter() if str(fleet.folder_of("mini") / "worker.log") in _words(each)]
+    following.out.wait_match("one more line\n", 60.0)
+    readers = [each for each in psutil.process_iter() if str(machines.folder_of("mini") / "worker.log") in _words(each)]
     following.send_signal(signal.SIGINT)
-    assert following.wait(20.0).code == 130
-    assert readers and not psutil.wait_procs(readers, 10.0)[1]
+    assert following.wait(60.0).code == 130
+    assert readers and not psutil.wait_procs(readers, 60.0)[1]
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("launched")
-def test_another_process_in_its_place_is_no_success(fleet: Macs, config: Path, start: Starter) -> None:
+def test_another_process_in_its_place_is_no_success(machines: Macs, config: Path, start: Starter) -> None:
     other = config.with_name("plain.yaml")
-    other.write_text(re.sub("tls: .*\n", "", config.read_text()).replace(str(fleet.ports["air"]), str(free_port())))
+    other.write_text(re.sub("tls: .*\n", "", config.read_text()).replace(str(machines.ports["air"]), str(free_port())))
     by_hand = start.worker("air", "--config", other)
     assert by_hand.address
     assert run_here("launch", "--stop", "air", "--config", other).code == 0
     done = run_here("launch", "air", "--config", other)
     assert done.code == 3 and f"another process answers at {by_hand.address} as worker air: end that one" in done.err
-    if process := fleet.process("air"):  # it finds its port taken, a moment later
+    if process := machines.process("air"):  # it finds its port taken, a moment later
         process.wait(30.0)
 
 
 @pytest.mark.usefixtures("launched")
-def test_a_stopped_worker_comes_back_with_the_next_launch_only(fleet: Macs, config: Path) -> None:
-    before = pids(fleet)
+def test_a_stopped_worker_comes_back_with_the_next_launch_only(machines: Macs, config: Path) -> None:
+    before = pids(machines)
     stopped = run_here("launch", "--stop", "mini", "--config", config)
     assert stopped.code == 0 and rows(stopped.out) == {"mini": "stopped"}
-    assert pids(fleet) == {**before, "mini": None}
-    assert "drained" in (fleet.folder_of("mini") / "worker.log").read_text()
+    assert pids(machines) == {**before, "mini": None}
+    assert "drained" in (machines.folder_of("mini") / "worker.log").read_text()
     assert rows(run_here("launch", "--stop", "mini", "--config", config).out) == {"mini": "was not running"}
     again = run_here("launch", "mini", "--config", config)
     assert again.code == 0 and rows(again.out) == {"mini": "started"}
-    assert fleet.process("mini") and pids(fleet)["air"] == before["air"]
+    assert machines.process("mini") and pids(machines)["air"] == before["air"]
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("launched")
-def test_a_restart_is_one_though_nothing_changed(fleet: Macs, config: Path) -> None:
-    before = pids(fleet)
+def test_a_restart_is_one_though_nothing_changed(machines: Macs, config: Path) -> None:
+    before = pids(machines)
     assert rows(run_here("launch", "mini", "--restart", "--config", config).out) == {"mini": "restarted"}
-    assert pids(fleet)["air"] == before["air"] and pids(fleet)["mini"] not in (before["mini"], None)
+    assert pids(machines)["air"] == before["air"] and pids(machines)["mini"] not in (before["mini"], None)
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("launched")
-def test_a_worker_that_cannot_start_is_told_with_its_own_words(fleet: Macs, config: Path) -> None:
+def test_a_worker_that_cannot_start_is_told_with_its_own_words(machines: Macs, config: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         other = config.with_name("taken.yaml")
-        other.write_text(config.read_text().replace(str(fleet.ports["air"]), str(port)))
+        other.write_text(config.read_text().replace(str(machines.ports["air"]), str(port)))
         done = run_here("launch", "air", "--config", other)
     assert done.code == 3
     told = rf"ended when it was started; its log: 20\S+Z error: cannot listen on \S+:{port}: .* as `address:` in "
     assert re.search(rf"error: worker air: {told}", done.err), "nothing of earlier starts"
-    assert fleet.process("air") is None and fleet.process("mini")
+    assert machines.process("air") is None and machines.process("mini")
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("launched")
-def test_an_update_installs_anew_and_leaves_one_version(fleet: Macs, config: Path) -> None:
-    versions = fleet.homes["air"] / ".brigade" / "versions"
+def test_an_update_installs_anew_and_leaves_one_version(machines: Macs, config: Path) -> None:
+    versions = machines.homes["air"] / ".brigade" / "versions"
     (versions / "an-older-one").mkdir()
-    before = pids(fleet)
+    before = pids(machines)
     done = run_here("launch", "air", "--update", "--config", config)
     assert done.code == 0 and rows(done.out)["air"].startswith("installed, ")
-    assert pids(fleet)["mini"] == before["mini"] and pids(fleet)["air"] not in (before["air"], None)
+    assert pids(machines)["mini"] == before["mini"] and pids(machines)["air"] not in (before["air"], None)
     assert [path.name for path in versions.iterdir()] == [f"{installed().id}.1"]
     assert rows(run_here("launch", "air", "--config", config).out) == {"air": "unchanged"}
 
@@ -235,7 +237,7 @@ def test_an_update_installs_anew_and_leaves_one_version(fleet: Macs, config: Pat
     ],
 )
 def test_what_cannot_be_meant_is_refused(arguments: tuple[str, ...], message: str, config: Path) -> None:
-    refused = run_here(*arguments, "--config", config)
+    refused = run_here(arguments[0], "--config", config, *arguments[1:])
     assert refused.code == 2 and re.search(f"^error: .*{message}", refused.err)
 
 

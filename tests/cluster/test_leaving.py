@@ -13,8 +13,8 @@ import asyncio
 import sys
 import mlx.core as mx
 from worker.errors import ModelError
-from worker.process.mlx_thread import MlxThread
-from worker.process.run import run_command
+from worker.platform.threads import MlxThread
+from worker.platform.run import run_command
 
 def compute():
     array = mx.random.normal((300, 300))

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from coordinator.fleet.packing import Package
+from coordinator.deploy.package import Package
 
 
 def test_pip_installs_the_wheel(tmp_path: Path) -> None:

@@ -9,15 +9,15 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from coordinator.http.app import ROUTES
-from coordinator.shapes.anthropic_messages import CountBody, MessagesBody
-from coordinator.shapes.body import UNSUPPORTED, Sampled
-from coordinator.shapes.open_responses import _REFUSED, ResponsesBody
-from coordinator.shapes.openai_chat import ChatBody
-from coordinator.shapes.openai_completions import CompletionBody
-from coordinator.shapes.scoring import ClassifyBody, ScoreBody
-from coordinator.shapes.tokenizing import DetokenizeBody, TokenizeBody
-from worker.config import Cluster, load_cluster
+from coordinator.api.anthropic import CountBody, MessagesBody
+from coordinator.api.app import ROUTES
+from coordinator.api.body import UNSUPPORTED, Sampled
+from coordinator.api.completions import CompletionBody
+from coordinator.api.openai import ChatBody
+from coordinator.api.responses import _REFUSED, ResponsesBody
+from coordinator.api.scoring import ClassifyBody, ScoreBody
+from coordinator.api.tokenizing import DetokenizeBody, TokenizeBody
+from worker.config import ClusterConfig, load_cluster
 from worker.errors import ConfigError
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -66,7 +66,7 @@ def kinds_in(annotation: Any) -> Iterator[type]:
 
 
 def test_every_key_of_cluster_yaml_has_its_section_and_no_other_has() -> None:
-    assert list(sections(CLUSTER)) != [] and set(sections(CLUSTER)) == set(keys_of(Cluster))
+    assert list(sections(CLUSTER)) != [] and set(sections(CLUSTER)) == set(keys_of(ClusterConfig))
 
 
 def snippets(word: str) -> list[Any]:
@@ -83,7 +83,7 @@ def snippets(word: str) -> list[Any]:
 def test_what_the_page_gives_as_an_example_is_taken(text: str, tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(text, encoding="utf-8")
-    assert load_cluster(path) != Cluster()
+    assert load_cluster(path) != ClusterConfig()
 
 
 @pytest.mark.parametrize("text", snippets("Refused"))

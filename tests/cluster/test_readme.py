@@ -60,7 +60,7 @@ def test_the_readmes_cluster_file_is_one(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(textwrap.dedent(example), encoding="utf-8")
     assert [worker.name for worker in load_cluster(path).workers] == ["mini"]
-    assert load_cluster(ROOT / "cluster.yaml").workers
+    assert load_cluster(ROOT / "cluster.example.yaml").workers
 
 
 def test_demo_answers_right_on_three_processes_and_leaves_none_behind(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.cluster.models import CONTEXT, VOCAB, altered_copy, reconfigured_copy
 from tests.cluster.processes import FINISH_S, Outcome, Starter, Worker, free_port, starting, write_cluster
 from tests.code_tokenizer import write_code_tokenizer
 from worker.node.network import PROTOCOL_VERSION
-from worker.node.status import error_of
+from worker.node.rpc_errors import error_of
 
 PROMPT = "--prompt-tokens 1,2,3"
 HERE = f"generate --model {{talker}} --local 0 {PROMPT}"
@@ -77,14 +77,14 @@ REFUSALS = [
     _of_model("more nodes than layers", "one_layer", "found 3 nodes for 1 layers", "--config {c}"),
     Refusal("no cluster.yaml", 2, f"generate {PROMPT} --config {{nowhere}}", "{nowhere} does not exist"),
     Refusal(
-        "workers that are not there", 3, f"generate --model {{talker}} --config {{absent}} {PROMPT}",
+        "workers that are not there", 3, "verify --model {talker} --config {absent}",
         "worker ghost: nothing answers at 127.0.0.1:.*brigade worker --config .* --name ghost\n"
         "worker shade: nothing answers at 127.0.0.1:.*brigade worker --config .* --name shade\n",
         is_process=True,
     ),
     Refusal(
         "a worker of another version", 2, f"generate --model {{talker}} --config {{stranger}} {PROMPT}",
-        f"worker stranger: speaks protocol 999.*{PROTOCOL_VERSION}.*same version",
+        f"worker stranger: speaks protocol 999.*{PROTOCOL_VERSION}.*same version.*brigade launch --update",
         is_process=True,
     ),
     Refusal("port in use", 2, "--bind {mini}", "cannot listen on {mini}: in use", program="worker", is_process=True),

@@ -12,18 +12,18 @@ import httpx2
 import pytest
 import uvloop
 
+from coordinator.api import serve as serve_module
+from coordinator.api import server as server_module
+from coordinator.api.serve import ServeOptions, serve
+from coordinator.api.server import RequestLimits
 from coordinator.cluster import deployment
 from coordinator.cluster.options import ClusterOptions
-from coordinator.http import life
-from coordinator.http.run import serve
-from coordinator.http.served import RequestLimits
-from coordinator.http.serving import Serving
-from coordinator.resident.model import ResidentModel
+from coordinator.engine.engine import Engine
 from tests.cluster.processes import Starter, free_port, write_cluster
 from tests.cluster.test_serve_here import PATIENCE_S, lines_of, served, wait_health
 from worker.compute.shard import Shard
-from worker.config import Cluster, load_cluster
-from worker.process.use import Use
+from worker.config import ClusterConfig, load_cluster
+from worker.platform.use import Use
 
 ASK = {"prompt": "the", "max_tokens": 4}
 LIVES = ": still at it\n\n"
@@ -49,7 +49,8 @@ def test_a_model_that_nobody_asks_for_is_let_go_on_all_nodes_and_read_again_for_
     start: Starter, talker: Path, tmp_path: Path, shards: list[weakref.ref[Shard]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(life, "say", said.append)
+    for module in (serve_module, server_module):
+        monkeypatch.setattr(module, "say", said.append)
     config = write_cluster(tmp_path / "cluster.yaml", ("last", f"127.0.0.1:{free_port()}"), model=str(talker))
     worker = start.worker("last", "--config", config)
     assert worker.address
@@ -90,26 +91,26 @@ def test_a_model_that_nobody_asks_for_is_let_go_on_all_nodes_and_read_again_for_
 def test_who_waits_for_a_model_that_is_read_again_is_told_that_the_server_ends(
     talker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = life.open_resident
+    opened = serve_module.open_engine
     hanging = asyncio.Event()
 
     @asynccontextmanager
-    async def open_once(*given: Any, **named: Any) -> AsyncIterator[ResidentModel]:
+    async def open_once(*given: Any, **named: Any) -> AsyncIterator[Engine]:
         async with opened(*given, **named) as model:
-            monkeypatch.setattr(life, "open_resident", hang)
+            monkeypatch.setattr(serve_module, "open_engine", hang)
             yield model
 
     @asynccontextmanager
-    async def hang(*given: Any, **named: Any) -> AsyncIterator[ResidentModel]:
+    async def hang(*given: Any, **named: Any) -> AsyncIterator[Engine]:
         hanging.set()
         await asyncio.Event().wait()
         yield  # type: ignore[misc]
 
-    monkeypatch.setattr(life, "open_resident", open_once)
+    monkeypatch.setattr(serve_module, "open_engine", open_once)
 
     async def check() -> None:
-        serving = Serving("127.0.0.1", free_port(), names=("talker",), keep_alive_s=0.1)
-        running = asyncio.create_task(serve(ClusterOptions(Cluster(), str(talker), 0, 4096), serving))
+        serving = ServeOptions("127.0.0.1", free_port(), names=("talker",), keep_alive_s=0.1)
+        running = asyncio.create_task(serve(ClusterOptions(ClusterConfig(), str(talker), 0, 4096), serving))
         async with httpx2.AsyncClient(base_url=serving.url(serving.port), timeout=PATIENCE_S) as client:
             await wait_health(client, 200, running)
             async with asyncio.timeout(PATIENCE_S):
@@ -131,7 +132,7 @@ def test_who_asks_while_it_is_about_to_fall_asleep_is_answered_though_the_server
     is_looking, unused, may_look_away = asyncio.Event(), asyncio.Event(), asyncio.Event()
     wait_unused = Use.wait_unused
 
-    async def look(model: ResidentModel) -> None:
+    async def look(model: Engine) -> None:
         is_looking.set()
         await may_look_away.wait()
 
@@ -140,12 +141,12 @@ def test_who_asks_while_it_is_about_to_fall_asleep_is_answered_though_the_server
         await wait_unused(use, for_s)
         unused.set()
 
-    monkeypatch.setattr(ResidentModel, "look", look)
+    monkeypatch.setattr(Engine, "look", look)
     monkeypatch.setattr(Use, "wait_unused", note_unused)
 
     async def check() -> None:
-        serving = Serving("127.0.0.1", free_port(), names=("talker",), keep_alive_s=0.0)
-        running = asyncio.create_task(serve(ClusterOptions(Cluster(), str(talker), 0, 4096), serving))
+        serving = ServeOptions("127.0.0.1", free_port(), names=("talker",), keep_alive_s=0.0)
+        running = asyncio.create_task(serve(ClusterOptions(ClusterConfig(), str(talker), 0, 4096), serving))
         async with httpx2.AsyncClient(base_url=serving.url(serving.port), timeout=PATIENCE_S) as client:
             await wait_health(client, 200, running)
             looking = asyncio.create_task(client.get("/health?deep=1"))

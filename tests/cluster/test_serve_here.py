@@ -13,15 +13,14 @@ import httpx2
 import pytest
 import uvloop
 
+from coordinator.api import serve as serve_module
+from coordinator.api.serve import ServeOptions, serve
+from coordinator.api.server import RequestLimits
 from coordinator.cluster.open import read_model
 from coordinator.cluster.options import ClusterOptions
-from coordinator.http import life
-from coordinator.http.run import serve
-from coordinator.http.served import RequestLimits
-from coordinator.http.serving import Serving
 from coordinator.planning.recovery import Limits
 from tests.cluster.processes import Starter, free_port, write_cluster
-from worker.config import Cluster, load_cluster
+from worker.config import ClusterConfig, load_cluster
 
 ENDLESS: dict[str, Any] = {"prompt": "the", "max_tokens": 30_000, "ignore_eos": True}
 REFUSED = {"ContextExceeded": 1, "QueueFull": 1, "WaitedTooLong": 1}
@@ -32,7 +31,7 @@ PATIENCE_S = 30.0
 @asynccontextmanager
 async def served(options: ClusterOptions, **more: Any) -> AsyncIterator[httpx2.AsyncClient]:
     """A client of a server that answers."""
-    serving = Serving("127.0.0.1", free_port(), names=("talker",), **more)
+    serving = ServeOptions("127.0.0.1", free_port(), names=("talker",), **more)
     running = asyncio.create_task(serve(options, serving))
     try:
         async with httpx2.AsyncClient(base_url=serving.url(serving.port), timeout=PATIENCE_S) as client:
@@ -65,19 +64,19 @@ async def lines_of(answer: httpx2.Response) -> AsyncIterator[str]:
 
 def test_a_full_queue_is_told_at_once_and_a_long_wait_in_the_end(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(life, "say", said.append)
+    monkeypatch.setattr(serve_module, "say", said.append)
 
     async def check() -> None:
         _, spec = await read_model(str(talker))
         memory = spec.shard_bytes(0, spec.num_layers) + spec.reserved_bytes(0, spec.num_layers, 6000)
-        cluster = Cluster.model_validate({"coordinator": {"memory": memory}})
+        cluster = ClusterConfig.model_validate({"coordinator": {"memory": memory}})
         options = ClusterOptions(cluster, str(talker), 0, 4096)
         limits = RequestLimits(queue_timeout_s=0.3, heartbeat_s=0.1)
         async with served(options, max_waiting=1, limits=limits) as client:
             assert any("up to 6144 tokens per request" in line for line in said), said
             card = (await client.get("/v1/models/talker")).json()
             assert card["max_model_len"] == 6144
-            exceeding = await client.post("/v1/completions", json=ENDLESS)
+            exceeding = await client.post("/v1/completions", json=ENDLESS | {"prompt": [5] * 6200})
             assert (exceeding.status_code, exceeding.json()["error"]["code"]) == (400, "context_length_exceeded")
             hog = {**ENDLESS, "max_tokens": 5800, "stream": True}
             async with client.stream("POST", "/v1/completions", json=hog) as running:
@@ -100,8 +99,8 @@ def test_a_full_queue_is_told_at_once_and_a_long_wait_in_the_end(talker: Path, m
 
 def test_a_server_where_none_may_wait_answers_all_that_fit_and_cuts_off_with_words_of_its_end(talker: Path) -> None:
     async def check() -> None:
-        options = ClusterOptions(Cluster(), str(talker), 0, 4096)
-        serving = Serving("127.0.0.1", free_port(), max_waiting=0, shutdown_timeout_s=0.05)
+        options = ClusterOptions(ClusterConfig(), str(talker), 0, 4096)
+        serving = ServeOptions("127.0.0.1", free_port(), max_waiting=0, shutdown_timeout_s=0.05)
         running = asyncio.create_task(serve(options, serving))
         async with httpx2.AsyncClient(base_url=serving.url(serving.port), timeout=PATIENCE_S) as client:
             await wait_health(client, 200, running)
@@ -125,7 +124,7 @@ def test_the_models_own_sampling_applies_unless_the_server_or_the_request_says_o
 ) -> None:
     model = shutil.copytree(talker, tmp_path / "sampled")
     (model / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.9, "top_k": 40}')
-    options = ClusterOptions(Cluster(), str(model), 0, 4096)
+    options = ClusterOptions(ClusterConfig(), str(model), 0, 4096)
     ask = {"prompt": "the", "seed": 5, "max_tokens": 12}
 
     async def texts(client: httpx2.AsyncClient, *asked: dict[str, Any]) -> list[str]:
@@ -147,7 +146,7 @@ def test_an_answer_of_no_given_length_takes_what_memory_there_is(talker: Path) -
     async def check() -> None:
         _, spec = await read_model(str(talker))
         memory = spec.shard_bytes(0, spec.num_layers) + spec.reserved_bytes(0, spec.num_layers, 256)
-        options = ClusterOptions(Cluster.model_validate({"coordinator": {"memory": memory}}), str(talker), 0, 256)
+        options = ClusterOptions(ClusterConfig.model_validate({"coordinator": {"memory": memory}}), str(talker), 0, 256)
         async with served(options, context=256) as client:
             found = (await client.post("/v1/completions", json={"prompt": [5] * 100, "ignore_eos": True})).json()
             assert found["choices"][0]["finish_reason"] == "length"

@@ -218,7 +218,7 @@ def test_responses_refuse_what_they_cannot_do_by_name(openai: OpenAI) -> None:
 
 @pytest.mark.parametrize(
     ("path", "whole", "event"),
-    [("/v1/messages", "AnthropicMessage", "MessageEvent"), ("/v1/responses", "Response", "ResponseEvent")],
+    [("/v1/messages", "AnthropicMessage", "MessageEvent"), ("/v1/responses", "ResponseObject", "ResponseEvent")],
 )
 def test_real_answers_are_as_the_openapi_document_says(
     client: httpx2.Client, path: str, whole: str, event: str

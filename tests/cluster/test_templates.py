@@ -23,13 +23,13 @@ from mlx_lm import tokenizer_utils
 from transformers import tokenization_utils_base
 from transformers.utils import chat_template_utils
 
-from coordinator.cli.wish import Wish, prepare
-from coordinator.cluster import templates as templates_module
-from coordinator.cluster import tokenizer as tokenizer_module
+from coordinator.cli.generate import GenerateOptions, prepare
 from coordinator.cluster.options import cluster_options
-from coordinator.cluster.template_process import Bounds, send
-from coordinator.cluster.templates import TEMPLATES, Templates
-from coordinator.cluster.tokenizer import Tokenizer
+from coordinator.engine import bounded as templates_module
+from coordinator.engine import tokenizer as tokenizer_module
+from coordinator.engine.bounded import TEMPLATES, Templates
+from coordinator.engine.bounded_process import Bounds, send
+from coordinator.engine.tokenizer import Tokenizer
 from tests.cluster import chat_templates
 from tests.cluster.chat_templates import CONVERSATION, DEEP_IN_C, DOUBLING, ENDLESS, HELLO, MISTRAL, QWEN, TALK
 from tests.cluster.commands import run_here
@@ -69,7 +69,7 @@ def processes() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
-            found += [child] if "coordinator.cluster.template_process" in child.cmdline() else []
+            found += [child] if "coordinator.engine.bounded_process" in child.cmdline() else []
     return found
 
 
@@ -191,7 +191,7 @@ def test_a_process_that_is_killed_at_work_gets_one_more_try(
     assert_works(short)
     monkeypatch.setattr(templates_module, "send", send_and_kill)
     if times == 2:
-        assert "was rendered 2 times by a process that ended" in refusal(short, ENDLESS)
+        assert "was given 2 times to a process that ended" in refusal(short, ENDLESS)
     assert_works(short)
 
 
@@ -239,7 +239,9 @@ def test_a_command_can_be_interrupted_while_a_template_is_rendered(
 
     async def interrupt() -> None:
         loops.append(asyncio.get_running_loop())
-        task = asyncio.ensure_future(prepare(Wish(prompt="hi"), cluster_options(None, str(talker), 0, None, None)))
+        task = asyncio.ensure_future(
+            prepare(GenerateOptions(prompt="hi"), cluster_options(None, str(talker), 0, None, None))
+        )
         await asked.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -254,15 +256,16 @@ def test_a_command_can_be_interrupted_while_a_template_is_rendered(
 
 ENDS = """
 import os, sys
-from coordinator.cluster.template_process import Bounds, receive, send
-from coordinator.cluster.templates import Templates, _packed
+from coordinator.engine.bounded_process import Bounds, receive, send
+from coordinator.engine.bounded import Templates
+import msgpack
 templates = Templates(Bounds(seconds=0.1))
 templates.start()
 process = templates._process._process
 print(process.pid, flush=True)
 receive(process.stdout)
 if "busy" in sys.argv:
-    send(process.stdin, _packed({"conversations": [[]], "chat_template": sys.argv[2]}))
+    send(process.stdin, msgpack.packb({"conversations": [[]], "chat_template": sys.argv[2]}))
 if "killed" in sys.argv:
     os.kill(os.getpid(), 9)
 """
@@ -341,5 +344,5 @@ def test_a_command_says_what_its_template_did(
     render_by(monkeypatch, short.render)
     folder = retokenized(talker, tmp_path / "model", chat_template=ENDLESS)
     outcome = run_here("generate", "--model", folder, "--local", "0", "--prompt", "hi")
-    told = "error: --prompt: the chat template took longer than 0.5 s; give it raw (--raw), or shorter\n"
+    told = "error: --prompt: the chat template took longer than 0.5 s; give it raw, or shorter\n"
     assert (outcome.code, outcome.out, outcome.err) == (2, "", told)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cli import status_workers
+from coordinator.cli import status
 from tests.cluster.commands import run_here
 from tests.cluster.processes import free_port, write_cluster
 
@@ -20,10 +20,10 @@ def unresolved(tmp_path: Path) -> Path:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that does not listen is waited for, as long as `status` does."""
-    monkeypatch.setattr(status_workers, "_WITHIN_S", 0.2)
+    monkeypatch.setattr(status, "_WORKER_WITHIN_S", 0.2)
 
 
-@pytest.mark.parametrize("command", ["plan", "generate --prompt-tokens 1", "verify", "bench -p 1 -g 2"])
+@pytest.mark.parametrize("command", ["plan", "verify", "bench -p 1 -g 2"])
 def test_a_workers_name_that_does_not_resolve_is_told_with_the_key_to_mend(command: str, unresolved: Path) -> None:
     outcome = run_here(*command.split(), "--config", unresolved)
     mended = f"check its `address:` in {unresolved}, or give its IP address there"

@@ -15,8 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 
 from coordinator.cli.app import app
-from coordinator.cli.status import ask_server
-from coordinator.cli.status_tables import tables
+from coordinator.cli.status import ask_server, tables
 from tests.cluster import browser
 from tests.cluster.models import make_reciter
 from tests.cluster.processes import START_S, Running, Starter, free_port, write_cluster

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from coordinator.cli.demo_command import DEMO_PROMPT
+from coordinator.cli.demo import DEMO_PROMPT
 from tests.cluster.commands import answer_here, parse, run_here
 from tests.cluster.conftest import RECITED
 from tests.cluster.models import altered_copy, make_talker, reconfigured_copy

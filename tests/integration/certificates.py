@@ -5,14 +5,14 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from coordinator.cluster.authority import Authority
-from worker.node.identity import Identity, Keys, Role, split_pem
+from coordinator.deploy.certificates import Authority
+from worker.node.identity import Identity, KeyFile, Role, split_pem
 from worker.node.network import Network
 
 NO_CERTIFICATE: Any = {"key": None, "certificate": None}
 
 
-class Shown(Keys):
+class Shown(KeyFile):
     """An identity that is used unchecked: how a peer behaves that means harm, or is of another version."""
 
     def __init__(self, identity: Identity) -> None:
@@ -33,7 +33,7 @@ class Certificates:
     def network(self, name: str, role: Role = Role.WORKER) -> Network:
         """Of a node with a right certificate, issued now."""
         self.authority.issue(name, role)
-        return Network(keys=Keys(self.authority.folder, name, role))
+        return Network(keys=KeyFile(self.authority.folder, name, role))
 
     def coordinator(self) -> Network:
         return self.network("coordinator", Role.COORDINATOR)

@@ -5,7 +5,7 @@ import gc
 import inspect
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,32 +18,34 @@ from coordinator.cluster.chain import Chain
 from coordinator.cluster.deployment import Deployment
 from coordinator.cluster.open import joined
 from coordinator.cluster.peer import Peer
-from coordinator.cluster.runner import generate
-from coordinator.measure.reference import Reference
-from coordinator.planning.plan import Node, plan
-from coordinator.sessions.answer import Answer
+from coordinator.engine.engine import generate_once
+from coordinator.planning.plan import Node, Objective
+from coordinator.planning.planner import plan
+from coordinator.planning.speeds import NOTHING_KNOWN
+from coordinator.quality.reference import Reference
+from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import LoadProgress, LoadRequest, Sampling
 from tests.tiny import make_model
-from worker.compute.ahead import Ahead
+from worker.compute.ahead import StepsAhead
 from worker.compute.shard import Shard
-from worker.memory.lane import Place
+from worker.memory.lane import LaneWindow
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
+from worker.node.hop import add_node
 from worker.node.loading import open_checkpoint
-from worker.node.log import Log
+from worker.node.log import worker_log
+from worker.node.model_sources import Headers, ModelSources, Opening
 from worker.node.network import Network
-from worker.node.own_models import Headers, Opening, OwnModels
-from worker.node.relay import add_node
 from worker.node.service import NodeService
-from worker.process.mlx_thread import MlxThread
-from worker.store.store import Store
+from worker.node.weights_cache import WeightsCache
+from worker.platform.threads import MlxThread
 
 CHUNK = 8
 NETWORK = Network()
 
 
-class Anywhere(OwnModels):
+class Anywhere(ModelSources):
     """Opens whatever folder a coordinator names, as no worker does: for nodes of tests that are of something else."""
 
     def candidates(self, wanted: str, known: Headers) -> list[Opening]:
@@ -98,13 +100,13 @@ class RunningNode:
 @asynccontextmanager
 async def serving(
     count: int,
-    model: Path | OwnModels = ANYWHERE,
+    model: Path | ModelSources = ANYWHERE,
     out: TextIO | None = None,
     network_of: Callable[[str], Network] = lambda name: NETWORK,
-    store_of: Callable[[str], Store | None] = lambda name: None,
+    store_of: Callable[[str], WeightsCache | None] = lambda name: None,
 ) -> AsyncIterator[list[RunningNode]]:
     """`count` workers called node-1, node-2, ...; `model` is their own one or all they have, `out` hears them."""
-    models = model if isinstance(model, OwnModels) else OwnModels(str(model))
+    models = model if isinstance(model, ModelSources) else ModelSources(str(model))
     async with AsyncExitStack() as stack:
         nodes = []
         for number in range(1, count + 1):
@@ -112,7 +114,8 @@ async def serving(
             stack.callback(thread.close)
             name = f"node-{number}"
             network = network_of(name)
-            service = NodeService(name, thread, network, models, log=Log(name, out), store=store_of(name))
+            sources = replace(models, cache=store_of(name))
+            service = NodeService(name, thread, network, sources, log=worker_log(name, out))
             server = network.server()
             add_node(service, server)
             port = network.listen(server, "127.0.0.1:0")
@@ -134,7 +137,9 @@ async def opened(
         for peer in peers:
             stack.push_async_callback(peer.close)
         memory = [Node(name, 1 << 40) for name in ("coordinator", *(peer.name for peer in peers))]
-        deployment = Deployment(checkpoint, spec, plan(spec, memory, 128, layers), peers)
+        deployment = Deployment(
+            checkpoint, spec, plan(spec, memory, NOTHING_KNOWN, Objective(128, layers=layers)), peers
+        )
         yield await stack.enter_async_context(joined(deployment))
 
 
@@ -148,7 +153,7 @@ async def running(folder: Path, layers: Sequence[int]) -> AsyncIterator[Chain]:
 async def answer(chain: Chain, prompt: Sequence[int], num_tokens: int, sampling: Sampling | None = None) -> Answer:
     """What the chain makes of a prompt, fed in chunks of `CHUNK`."""
     asked = Request(tuple(prompt), num_tokens, sampling or Sampling())
-    return await generate(chain, asked, chunk=CHUNK, traced=True)
+    return await generate_once(chain, asked, chunk=CHUNK, traced=True)
 
 
 def load_request(folder: Path, start: int, end: int) -> LoadRequest:
@@ -222,8 +227,8 @@ def quick_collector() -> Iterator[None]:
 @pytest.fixture
 def nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """No step is built before its frame comes."""
-    monkeypatch.setattr(Ahead, "build", lambda ahead, slots: None)
-    monkeypatch.setattr(Ahead, "launch", lambda ahead, slots, tokens, most: None)
+    monkeypatch.setattr(StepsAhead, "build", lambda ahead, slots: None)
+    monkeypatch.setattr(StepsAhead, "launch", lambda ahead, slots, tokens, most: None)
 
 
 @pytest.fixture
@@ -232,7 +237,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[Pass]:
     found: list[Pass] = []
     run = Shard.__call__
 
-    def note(shard: Shard, x: mx.array, places: Sequence[Place], ids: mx.array | None = None) -> mx.array:
+    def note(shard: Shard, x: mx.array, places: Sequence[LaneWindow], ids: mx.array | None = None) -> mx.array:
         found.append(Pass(shard.start, tuple(place.num_rows for place in places)))
         assert sum(found[-1].rows) == x.shape[1]
         return run(shard, x, places, ids)

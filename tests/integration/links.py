@@ -11,15 +11,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from coordinator.finding.browse import browse
-from worker.node.announce import announcing
-from worker.node.announcement import About
-from worker.node.log import Log
+from coordinator.deploy.discovery import browse
+from worker.node.announce import About, announcing
+from worker.node.log import worker_log
 
 HERE, THERE = "10.9.0.1", "10.9.0.2"
 ABOUT = About("mini", "0.1.0", "0a1b2c3d")
 GROUP = "224.0.0.251"
-WITHIN_S, TRIES = 0.3, 20
+LISTENS_S = (0.25, 1, 4, 16)  # a busy machine may need longer ones
 # a question for the service's instances, as any resolver may ask it: answers come back to its own port
 QUESTION = b"\0\1\0\0\0\1\0\0\0\0\0\0\x08_brigade\x04_tcp\x05local\0\0\x0c\0\x01"
 
@@ -61,12 +60,12 @@ def ip(command: str, *before: str) -> None:
     subprocess.run([*before, "ip", *command.split()], check=True)
 
 
-def asked_from(pid: int) -> bool:
-    """Whether anybody answers the other machine."""
+def asked_from(pid: int, within_s: float) -> bool:
+    """Whether the other machine is answered."""
     ask = (
         "import socket; s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); "
         f"s.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton({THERE!r})); "
-        f"s.settimeout({WITHIN_S}); s.sendto({QUESTION!r}, ({GROUP!r}, 5353))\n"
+        f"s.settimeout({within_s}); s.sendto({QUESTION!r}, ({GROUP!r}, 5353))\n"
         "try: print(bool(s.recv(9000)))\n"
         "except TimeoutError: print(False)"
     )
@@ -79,17 +78,17 @@ async def loopback(pid: int, out: Told) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
         member = socket.inet_aton(GROUP) + socket.inet_aton(HERE)
         other.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, member)
-        async with announcing(lambda: ABOUT, ["127.0.0.1:50070"], Log("mini", out)):
+        async with announcing(lambda: ABOUT, ["127.0.0.1:50070"], worker_log("mini", out)):
             assert await heard() == {"127.0.0.1:50070"}
-            assert not await asyncio.to_thread(asked_from, pid)
+            assert not await asyncio.to_thread(asked_from, pid, 1)
     assert not out.getvalue()
 
 
 async def wildcard(pid: int, out: Told) -> None:
     """A worker on every interface is heard over the cable, and by its address there only."""
-    async with announcing(lambda: ABOUT, ["0.0.0.0:50070"], Log("mini", out)):
+    async with announcing(lambda: ABOUT, ["0.0.0.0:50070"], worker_log("mini", out)):
         assert await heard() == {f"{HERE}:50070"}
-        assert await asyncio.to_thread(lambda: any(asked_from(pid) for _ in range(TRIES)))
+        assert await asyncio.to_thread(lambda: any(asked_from(pid, each) for each in LISTENS_S))
     assert not out.getvalue()
 
 
@@ -97,14 +96,14 @@ async def taken(pid: int, out: Told) -> None:
     """Where the port of announcements cannot be had, that is one line."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
         other.bind(("", 5353))
-        async with announcing(lambda: ABOUT, ["127.0.0.1:50070"], Log("mini", out)):
+        async with announcing(lambda: ABOUT, ["127.0.0.1:50070"], worker_log("mini", out)):
             await out.is_said.wait()
     assert out.getvalue().count("\n") == 1 and "cannot announce itself" in out.getvalue()
 
 
 async def heard() -> set[str]:
-    for _ in range(20):
-        if found := {address for node in (await browse(0.3)).nodes for address in node.addresses}:
+    for listens_s in LISTENS_S:
+        if found := {address for node in (await browse(listens_s)).nodes for address in node.addresses}:
             return found
     return set()
 

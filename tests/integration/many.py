@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from coordinator.cluster.chain import Chain
-from coordinator.cluster.runner import Runner, generate
 from coordinator.decoding.decode import Decode
-from coordinator.sessions.answer import Answer
+from coordinator.engine.engine import Engine, generate_once
+from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Frame, Sampling, StatusReply, Window
 from tests.integration.conftest import CHUNK, opened, serving
@@ -35,27 +35,27 @@ def request(prompt: Sequence[int], max_tokens: int, decode: Decode | None = None
 
 async def solo(chain: Chain, requests: Sequence[Request]) -> list[Answer]:
     """Each alone, one after another, with nothing to reuse."""
-    return [await generate(chain, each, chunk=CHUNK) for each in requests]
+    return [await generate_once(chain, each, chunk=CHUNK) for each in requests]
 
 
 async def together(chain: Chain, requests: Sequence[Request]) -> list[Answer]:
     """All at once."""
-    async with Runner(chain) as runner:
-        return list(await asyncio.gather(*(runner.answer(each, chunk=CHUNK) for each in requests)))
+    async with Engine(chain) as engine:
+        return list(await asyncio.gather(*(engine.answer(each, chunk=CHUNK) for each in requests)))
 
 
 class Live:
     """A request under way, watched piece by piece."""
 
-    def __init__(self, runner: Runner, each: Request, **more: Any) -> None:
+    def __init__(self, engine: Engine, each: Request, **more: Any) -> None:
         self.num_pieces = 0
         self._emit: Callable[[str], None] = more.pop("emit", lambda text: None)
         self._pieces: asyncio.Queue[str] = asyncio.Queue()
-        self.task = asyncio.create_task(runner.answer(each, emit=self._note, chunk=CHUNK, **more))
+        self.task = asyncio.create_task(engine.answer(each, emit=self._note, chunk=CHUNK, **more))
 
     async def wait_pieces(self, count: int) -> None:
         """Return once it has emitted so many pieces."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while self.num_pieces < count:
                 await self._pieces.get()
 
@@ -96,7 +96,7 @@ class Frames(list[Frame]):
 
     async def wait_window(self, is_it: Callable[[Window], bool], count: int = 1) -> None:
         """Return once so many windows of this kind are among them."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while sum(is_it(window) for frame in self for window in frame.windows) < count:
                 self._sent.clear()
                 await self._sent.wait()
@@ -118,7 +118,7 @@ def frames(monkeypatch: pytest.MonkeyPatch) -> Frames:
 
 async def until(condition: Callable[[], object]) -> None:
     """Return once the condition holds: for what tells nobody, asked now and then."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
@@ -135,6 +135,6 @@ async def wait_slots(chain: Chain, count: int) -> None:
 
 async def _wait_statuses(chain: Chain, is_it: Callable[[StatusReply], bool]) -> None:
     """A node tells nobody when its state changes: it is asked now and then, and left its time in between."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not all(map(is_it, await chain.statuses())):  # noqa: ASYNC110
             await asyncio.sleep(0.005)

@@ -12,7 +12,7 @@ from mlx_lm.utils import load_model
 from protos.brigade_pb2 import Cache
 from tests.tiny import VOCAB
 from worker.compute.shard import Shard
-from worker.memory.lane import Place
+from worker.memory.lane import LaneWindow
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe, shard_tensors
 
@@ -35,7 +35,7 @@ def assert_mlx_lms_logits(folder: Path, shards: Sequence[Shard]) -> None:
         h = mx.array([window])
         expected = np.array(whole(h, cache=cache)[0].astype(mx.float32))
         for shard, own in zip(shards, caches, strict=True):
-            h = shard(h, [Place(own, base, len(window))])
+            h = shard(h, [LaneWindow(own, base, len(window))])
         base += len(window)
         assert np.array_equal(np.array(shards[-1].logits(h)), expected)  # and so nothing is NaN
         assert expected.std() > 0.2

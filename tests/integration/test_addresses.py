@@ -55,28 +55,28 @@ class Cables:
 
 async def lose_chain(rig: Rig) -> None:
     """A chain is lost for another reason; return once the next one is open."""
-    before = rig.supervisor.num_recoveries
-    rig.supervisor.chain.peers[0].detach()
-    await until(lambda: rig.supervisor.num_recoveries > before)
+    before = rig.cluster.num_recoveries
+    rig.cluster.chain.peers[0].detach()
+    await until(lambda: rig.cluster.num_recoveries > before)
 
 
 async def test_a_stream_goes_on_over_the_second_cable_and_the_next_chain_over_the_first_again(folder: Path) -> None:
     """The hop from node-1, too: were it only the coordinator that finds node-2, there would be no chain."""
     [expected] = await unfailed(folder, [ASKED])
     cables = Cables()
-    async with supervised(folder, COMES_BACK, reaching=cables.reaching) as rig, rig.runner() as runner:
-        last = rig.supervisor.chain.peers[1]
+    async with supervised(folder, COMES_BACK, reaching=cables.reaching) as rig, rig.engine() as engine:
+        last = rig.cluster.chain.peers[1]
         assert last.address == cables.first.address
-        live = Live(runner, ASKED)
+        live = Live(engine, ASKED)
         await live.wait_pieces(5)
         cables.first.is_blackhole = True
         assert_equal([await live.answer()], [expected])
         assert last.address == cables.second.address
-        assert rig.supervisor.chain.plan.layers == [1, 2, 1]
+        assert rig.cluster.chain.plan.layers == [1, 2, 1]
         cables.first.is_blackhole = False
         await lose_chain(rig)
         assert last.address == cables.first.address
-        assert_equal([await runner.answer(ASKED)], [expected])
+        assert_equal([await engine.answer(ASKED)], [expected])
 
 
 async def test_a_node_that_is_not_awaited_is_asked_at_its_second_address_before_it_is_planned_around(
@@ -84,24 +84,24 @@ async def test_a_node_that_is_not_awaited_is_asked_at_its_second_address_before_
 ) -> None:
     [expected] = await unfailed(folder, [ASKED])
     cables = Cables()
-    async with supervised(folder, IS_GONE, reaching=cables.reaching) as rig, rig.runner() as runner:
-        live = Live(runner, ASKED)
+    async with supervised(folder, IS_GONE, reaching=cables.reaching) as rig, rig.engine() as engine:
+        live = Live(engine, ASKED)
         await live.wait_pieces(5)
         cables.first.is_blackhole = True
         assert_equal([await live.answer()], [expected])
-        assert rig.supervisor.chain.plan.layers == [1, 2, 1]
-        assert rig.supervisor.chain.peers[1].address == cables.second.address
+        assert rig.cluster.chain.plan.layers == [1, 2, 1]
+        assert rig.cluster.chain.peers[1].address == cables.second.address
 
 
 async def test_and_one_whose_process_has_ended_holds_nobody_up_at_either(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.cluster.supervisor._FIRST_ASK_S", 20.0)
+    monkeypatch.setattr("coordinator.cluster.cluster._ASK_S", 20.0)
     cables = Cables()
-    async with supervised(folder, IS_GONE, reaching=cables.directly) as rig, asyncio.timeout(10):
+    async with supervised(folder, IS_GONE, reaching=cables.directly) as rig, asyncio.timeout(18):
         await rig.places[1].stop()
-        await rig.supervisor.reopen(StageLost("closed the connection", node="node-2"))
-        assert rig.supervisor.chain.plan.layers == [2, 2]
+        await rig.cluster.reopen(StageLost("closed the connection", node="node-2"))
+        assert rig.cluster.chain.plan.layers == [2, 2]
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
@@ -149,9 +149,9 @@ async def test_of_two_processes_with_one_name_the_newer_takes_part_and_the_older
         newer.port = newer.port or free_port()
         yield [place.address, newer.address] if place.name == "node-2" else [place.address]
 
-    async with supervised(folder, COMES_BACK, reaching=reaching) as rig, rig.runner() as runner:
-        older, last = rig.places[1], rig.supervisor.chain.peers[1]
-        live = Live(runner, ASKED)
+    async with supervised(folder, COMES_BACK, reaching=reaching) as rig, rig.engine() as engine:
+        older, last = rig.places[1], rig.cluster.chain.peers[1]
+        live = Live(engine, ASKED)
         await live.wait_pieces(5)
         await newer.start()
         try:
@@ -160,13 +160,13 @@ async def test_of_two_processes_with_one_name_the_newer_takes_part_and_the_older
             assert last.address == newer.address
             assert_equal([await live.answer()], [expected])
             assert older.service is not None and older.service.num_slots == 0
-            await older.service.wait_detached()
+            await older.service.worker.wait_detached()
             await lose_chain(rig)
             said = [line for line in rig.said if line.startswith("worker node-2: two processes have this name; ")]
             assert said == [
                 f"worker node-2: two processes have this name; the one at {newer.address}, which was started later, "
                 f"takes part: end the one at {older.address}"
             ]
-            assert_equal([await runner.answer(ASKED)], [expected])
+            assert_equal([await engine.answer(ASKED)], [expected])
         finally:
             await newer.stop()

@@ -8,20 +8,18 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from coordinator.cluster.runner import Runner
 from coordinator.decoding.decode import make_cache_choice
-from coordinator.sessions.answer import Answer
+from coordinator.engine.engine import Engine
+from coordinator.sessions.output import Answer
 from protos.brigade_pb2 import Frame, Result, Sampling, Window
 from protos.brigade_pb2 import Session as Opening
 from tests.integration.conftest import Models, Whole, running
 from tests.integration.many import request, solo, together, tokens_of
 from tests.integration.upstream import window_of
 from tools.model_types.make import make_type
-from worker.compute.ahead import Ahead, Ready, looks_at_numbers
-from worker.compute.engine import Engine
-from worker.compute.placeholder import MLX_DTYPES
+from worker.compute.ahead import MLX_DTYPES, Ready, StepsAhead, looks_at_numbers
+from worker.compute.executor import Executor, Step
 from worker.compute.shard import Shard
-from worker.compute.step import Step
 from worker.errors import CacheMismatch
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
@@ -41,14 +39,14 @@ NEXT = [(*tokens, 7 + slot) for slot, tokens in enumerate(FED)]
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of every frame whether its step was built when it came."""
     found: list[bool] = []
-    take = Ahead.take
+    take = StepsAhead.take
 
-    def note(ahead: Ahead, frame: Frame, x: mx.array | None) -> Ready | None:
+    def note(ahead: StepsAhead, frame: Frame, x: mx.array | None) -> Ready | None:
         built = take(ahead, frame, x)
         found.append(built is not None)
         return built
 
-    monkeypatch.setattr(Ahead, "take", note)
+    monkeypatch.setattr(StepsAhead, "take", note)
     return found
 
 
@@ -64,8 +62,8 @@ async def test_tokens_and_logprobs_are_bit_for_bit_those_of_steps_built_on_arriv
 ) -> None:
     found = await answers(models, family, layers)
     assert any(taken)
-    monkeypatch.setattr(Ahead, "build", lambda ahead, slots: None)
-    monkeypatch.setattr(Ahead, "launch", lambda ahead, slots, tokens, most: None)
+    monkeypatch.setattr(StepsAhead, "build", lambda ahead, slots: None)
+    monkeypatch.setattr(StepsAhead, "launch", lambda ahead, slots, tokens, most: None)
     taken.clear()
     expected = await answers(models, family, layers)
     assert not any(taken)
@@ -78,10 +76,10 @@ async def test_steps_are_ready_for_every_request_of_a_runner(
 ) -> None:
     """Though slots of those that have ended are kept, with what was built for them."""
     shares = []
-    async with running(models("qwen3").folder, layers) as chain, Runner(chain) as runner:
+    async with running(models("qwen3").folder, layers) as chain, Engine(chain) as engine:
         for number in range(4):
             taken.clear()
-            await runner.answer(request(tokens_of(6, number), 12, repetition_penalty=1.0 + number % 2))
+            await engine.answer(request(tokens_of(6, number), 12, repetition_penalty=1.0 + number % 2))
             shares.append(sum(taken) / len(taken))
     assert min(shares) > (0.6 if len(layers) == 1 else 0)  # in a chain a frame may come before its step is built
 
@@ -108,8 +106,8 @@ async def test_every_kind_of_cache_is_gone_on_with_over_the_ends_of_its_buffers(
     found = []
     for is_ahead in (True, False):
         if not is_ahead:
-            monkeypatch.setattr(Ahead, "build", lambda ahead, slots: None)
-            monkeypatch.setattr(Ahead, "launch", lambda ahead, slots, tokens, most: None)
+            monkeypatch.setattr(StepsAhead, "build", lambda ahead, slots: None)
+            monkeypatch.setattr(StepsAhead, "launch", lambda ahead, slots, tokens, most: None)
         async with running(models("qwen3", **GROUPS_OF_32).folder, layers) as chain:
             found.append([each.samples for each in [*await solo(chain, asked[::3]), *await together(chain, asked)]])
         assert any(taken) == is_ahead
@@ -117,10 +115,10 @@ async def test_every_kind_of_cache_is_gone_on_with_over_the_ends_of_its_buffers(
     assert found[0] == found[1]
 
 
-def engine_of(whole: Whole, way: str) -> tuple[Engine, list[int]]:
+def engine_of(whole: Whole, way: str) -> tuple[Executor, list[int]]:
     """Of the whole model, after a step of one token for each slot: it gave these. The next step is there, or not."""
     checkpoint = open_folder(whole.folder)
-    engine = Engine(Shard(checkpoint, 0, 4), 0, describe(checkpoint).dtype)
+    engine = Executor(Shard(checkpoint, 0, 4), 0, describe(checkpoint).dtype)
     opened = [Opening(slot=slot, sampling=SAMPLINGS[way.removeprefix("not ")]) for slot in range(2)]
     run(engine, [window_of(FED[slot], 0, slot) for slot in range(2)], opened=opened)
     step = engine.begin(Frame(windows=[window_of(NEXT[slot], len(FED[slot]), slot) for slot in range(2)]), None, 0, 0)
@@ -135,17 +133,17 @@ def engine_of(whole: Whole, way: str) -> tuple[Engine, list[int]]:
     return engine, [sample.token for sample in result.samples]
 
 
-def launch(engine: Engine, step: Step) -> None:
+def launch(engine: Executor, step: Step) -> None:
     if outputs := engine.launch_ahead(step, is_finished=True):
         outputs.evaluate()
 
 
-def all_ready(engine: Engine) -> list[Ready]:
+def all_ready(engine: Executor) -> list[Ready]:
     first = engine._ahead._ready
     return [*first, *(each.following for each in first if each.following)]
 
 
-def run(engine: Engine, windows: Sequence[Window], **more: Sequence[Opening] | Sequence[int]) -> Result:
+def run(engine: Executor, windows: Sequence[Window], **more: Sequence[Opening] | Sequence[int]) -> Result:
     output = engine.step(Frame(windows=windows, **more), received=0)  # type: ignore[arg-type]
     assert isinstance(output, Result)
     return output
@@ -244,7 +242,7 @@ def test_a_step_upon_a_launched_one_is_next_once_that_was_asked_for(models: Mode
 
 def test_a_long_step_has_one_behind_it_and_not_two(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever comes next would have to wait for both."""
-    monkeypatch.setattr("worker.compute.engine._SHORT_STEP_NS", 0)
+    monkeypatch.setattr("worker.compute.executor._SHORT_STEP_NS", 0)
     engine, _ = engine_of(models("qwen3"), "launched twice")
     assert len(all_ready(engine)) == 1
 
@@ -252,7 +250,7 @@ def test_a_long_step_has_one_behind_it_and_not_two(models: Models, monkeypatch: 
 def test_nothing_is_launched_into_a_cache_that_has_no_room(models: Models) -> None:
     """It would let go of rows, or take memory, for a step that nobody may ask for."""
     checkpoint = open_folder(models("qwen3").folder)
-    engine = Engine(Shard(checkpoint, 0, 4), 0, describe(checkpoint).dtype)
+    engine = Executor(Shard(checkpoint, 0, 4), 0, describe(checkpoint).dtype)
     tokens = tuple(tokens_of(256, 1))
     run(engine, [window_of(tokens[:-2], 0)], opened=[Opening(slot=0)])
     launched = []
@@ -278,7 +276,7 @@ def test_a_slot_that_has_failed_is_not_gone_on_with(models: Models) -> None:
     """Its next draw would be refused as this one was, when nobody has asked for it."""
     whole = models("qwen3")
     checkpoint = open_folder(whole.folder)
-    engine = Engine(Shard(checkpoint, 0, 4), 0, describe(checkpoint).dtype)
+    engine = Executor(Shard(checkpoint, 0, 4), 0, describe(checkpoint).dtype)
     refused = Opening(slot=1, sampling=Sampling(temperature=1.0, top_k=1 << 20, repetition_penalty=1.3))
     opened = [Opening(slot=0, sampling=SAMPLINGS["built"]), refused]
     (failure,) = run(engine, [window_of((5,), 0, 0), window_of((5,), 0, 1)], opened=opened).failures

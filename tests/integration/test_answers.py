@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from coordinator.fleet import answers
-from coordinator.fleet.answers import wait_answer
-from coordinator.fleet.ssh import Read, Remote
-from worker.config import Worker
+from coordinator.deploy import launch
+from coordinator.deploy.launch import wait_answer
+from coordinator.deploy.ssh import Read, Remote
+from worker.config import WorkerConfig
 from worker.errors import BrigadeError
 from worker.node.network import Network
 
@@ -27,17 +27,18 @@ class Running(Remote):
 
 
 @pytest.mark.parametrize(
-    ("address", "why"),
+    ("within_s", "address", "why"),
     [
         (
+            30.0,
             f"{'x' * 64}.invalid:1",
             r"the name x{64}\.invalid does not resolve on this machine: check its `address:` in .*\.",
         ),
-        ("127.0.0.1:1", r"nothing answers at 127\.0\.0\.1:1 \(0 s\): is that its address, .*Firewall\)\?"),
+        (0.2, "127.0.0.1:1", r"nothing answers at 127\.0\.0\.1:1 \(0 s\): is that its address, .*Firewall\)\?"),
     ],
 )
-async def test_the_reason_is_told(address: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "_WITHIN_S", 0.2)
-    worker = Worker(name="mini", address=address, ssh="mac")
+async def test_the_reason_is_told(within_s: float, address: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_ANSWER_S", within_s)
+    worker = WorkerConfig(name="mini", address=address, ssh="mac")
     with pytest.raises(BrigadeError, match=f"^runs, but {why} Its log: it listens$"):
         await wait_answer(worker, Network(insecure=True), Running("mini", "mac"), {}, "")

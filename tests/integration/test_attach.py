@@ -10,7 +10,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from coordinator.cluster.peer import Peer
+from coordinator.cluster.peer import COORDINATOR_ID, Peer
+from coordinator.engine.engine import Engine
 from protos.brigade_pb2 import (
     AttachRequest,
     Cache,
@@ -27,7 +28,8 @@ from tests.integration.conftest import (
     opened,
     serving,
 )
-from tests.integration.many import until
+from tests.integration.many import Live, tokens_of, until
+from tests.integration.many import request as many_request
 from tests.integration.upstream import attach_request, window_of
 from tests.tiny import VOCAB, make_model
 from worker.compute.shard import Shard
@@ -35,6 +37,7 @@ from worker.errors import BrigadeError, ModelError, NodeBusy, StageLost
 from worker.memory.cache import LayerCache
 from worker.memory.caches import Caches
 from worker.node.attachment import Attachment
+from worker.node.lifecycle import WorkerState
 
 PROMPT = tuple((5 * i + 3) % VOCAB for i in range(3 * CHUNK + 2))
 
@@ -93,6 +96,24 @@ async def test_a_second_coordinator_is_refused_and_the_first_goes_on(models: Mod
         assert (await answer(chain, PROMPT, 4)).tokens == before == whole.tokens(PROMPT, 4)
 
 
+async def test_a_node_loads_while_the_chain_of_the_others_runs(models: Models) -> None:
+    """It was lost, and is back: the chain goes on without it until it has loaded."""
+    whole = models("qwen3")
+    async with (
+        serving(2) as nodes,
+        opened(whole.folder, (2, 2), nodes[:1]) as chain,
+        Engine(chain) as engine,
+    ):
+        live = Live(engine, many_request(tokens_of(9), 60))
+        await live.wait_pieces(1)
+        returned = load_request(whole.folder, 1, 4)
+        returned.coordinator.id = COORDINATOR_ID
+        assert (await load(nodes[1], returned))[-1].phase == "load"
+        states = [node.service.worker.state for node in nodes]
+        assert states == [WorkerState.ATTACHED, WorkerState.LOADED]
+        assert (await live.answer()).tokens == whole.tokens(tokens_of(9), 60)
+
+
 async def test_when_the_coordinator_is_gone_its_slots_are_too_and_another_can_attach(
     models: Models, worker_caches: References, without_collector: None
 ) -> None:
@@ -117,7 +138,7 @@ async def wait_idle(node: RunningNode) -> None:
     """Until the node has noticed that its coordinator is gone: it holds no slot and no cache, but still its shard."""
     peer = node.peer()
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while (status := await peer.status(5)).slots or status.cache_bytes:  # noqa: ASYNC110 - asked from outside
                 await asyncio.sleep(0.01)
     finally:
@@ -262,15 +283,15 @@ async def test_a_coordinator_that_leaves_while_a_node_gives_back_what_it_held_do
     async with serving(2) as nodes, opened(models("qwen3").folder, (1, 2, 1), nodes) as chain:
         service = nodes[0].service
         monkeypatch.setattr(Attachment, "close", close_slowly)
-        attachment = service._attachment
+        attachment = service.worker.attachment
         assert attachment is not None and attachment.stage is not None
         attachment.stage.fail(StageLost("for a reason of its own"))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await closing.wait()
             server = attachment._server
             assert server is not None
             chain.peers[0].detach()
             await until(server.cancelling)
             may_go.set()
-            await service.wait_detached()
+            await service.worker.wait_detached()
         assert closed[:1] == [attachment]

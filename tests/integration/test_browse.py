@@ -7,13 +7,13 @@ import pytest
 from zeroconf import Error, ServiceStateChange
 from zeroconf.asyncio import AsyncZeroconf
 
-from coordinator.finding import browse as browsing
-from coordinator.finding.browse import MOST_HEARD, Heard, _Ear, browse
+from coordinator.deploy import discovery as browsing
+from coordinator.deploy.discovery import MAX_ANNOUNCEMENTS, Heard, ServiceListener, browse
 from worker.errors import StageLost
-from worker.node.announcement import SERVICE
+from worker.node.announce import SERVICE
 
 
-class Noting(_Ear):
+class Noting(ServiceListener):
     """Asks nobody for the rest."""
 
     num_asked = 0
@@ -25,7 +25,7 @@ class Noting(_Ear):
 def test_only_so_many_announcements_are_looked_at_and_each_once() -> None:
     async def flood() -> Noting:
         ear = Noting(0.0)
-        for number in range(MOST_HEARD + 44):
+        for number in range(MAX_ANNOUNCEMENTS + 44):
             for change in (ServiceStateChange.Added, ServiceStateChange.Updated, ServiceStateChange.Removed):
                 ear.on_change(cast(Any, None), "", f"node-{number}.{SERVICE}", change)
         ear.on_change(cast(Any, None), "", f"node-0.{SERVICE}", ServiceStateChange.Added)
@@ -33,7 +33,7 @@ def test_only_so_many_announcements_are_looked_at_and_each_once() -> None:
         return ear
 
     ear = asyncio.run(flood())
-    assert (ear.num_asked, ear.heard.num_ignored) == (MOST_HEARD, 44)
+    assert (ear.num_asked, ear.heard.num_ignored) == (MAX_ANNOUNCEMENTS, 44)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_only_so_many_announcements_are_looked_at_and_each_once() -> None:
 )
 def test_who_points_to_what_is_no_node_is_ignored_and_ends_nothing(name: str) -> None:
     async def point() -> Heard:
-        ear = _Ear(0.0)
+        ear = ServiceListener(0.0)
         async with AsyncZeroconf(interfaces=["127.0.0.1"]) as listener:
             ear.on_change(listener.zeroconf, SERVICE, name, ServiceStateChange.Added)
             await ear.wait_resolved()

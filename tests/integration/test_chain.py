@@ -12,7 +12,6 @@ import mlx.nn as nn
 import pytest
 
 from coordinator.sessions.scheduler import Scheduler
-from coordinator.sessions.session import Session
 from coordinator.sessions.slots import cache_costs
 from protos.brigade_pb2 import (
     Frame,
@@ -29,6 +28,7 @@ from tests.integration.conftest import (
 )
 from tests.integration.upstream import window_of
 from tests.tiny import VOCAB
+from tests.unit.fake_chain import make_session
 from worker.compute.shard import Shard
 
 PROMPT = tuple((5 * i + 3) % VOCAB for i in range(3 * CHUNK + 2))
@@ -93,7 +93,7 @@ async def test_sessions_in_flight_together_each_get_their_own_tokens(models: Mod
     samplings = [Sampling(), Sampling(seed=1, temperature=1.2), Sampling(repetition_penalty=1.5), Sampling(seed=1)]
     prompts = (PROMPT, PROMPT[20:21], PROMPT[1:], PROMPT[5:])
     wanted = [(prompt, 3 + 2 * i, samplings[i]) for i, prompt in enumerate(prompts)]
-    sessions = [Session(prompt, n, chunk=CHUNK, sampling=sampling) for prompt, n, sampling in wanted]
+    sessions = [make_session(prompt, n, chunk=CHUNK, sampling=sampling) for prompt, n, sampling in wanted]
     async with running(whole.folder, (1, 2, 1)) as chain:
         scheduler = Scheduler(chain.num_stages, cache_costs(chain.plan, chain.spec), last_step=chain.last_step)
         late = iter(sessions[2:])
@@ -128,7 +128,7 @@ async def test_a_node_says_how_long_its_engine_has_been_busy_while_it_is(
         monkeypatch.setattr(Shard, "__call__", held)
         window = window_of(PROMPT, 0)
         chain.send(Frame(epoch=1, step=50, opened=[Opening(slot=0)], windows=[window]))
-        async with asyncio.timeout(4):
+        async with asyncio.timeout(60):
             while not (status := await chain.peers[0].status(5)).busy_s:
                 pass
         assert status.step == warmed_up < 50

@@ -2,18 +2,16 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher
 
-from coordinator.resident import frontend
-from coordinator.resident.ask import Ask
-from coordinator.resident.grammars import regex_grammar
-from coordinator.resident.model import ResidentModel
-from coordinator.resident.several import collect
+from coordinator.engine.bounded import GrammarTrials
+from coordinator.engine.engine import Engine, collect
+from coordinator.engine.grammars import regex_grammar
+from coordinator.sessions.request import RequestSpec
 from protos.brigade_pb2 import Grammar
 from tests.cluster.models import make_talker
 from tests.integration.conftest import load, load_request, serving
@@ -21,7 +19,7 @@ from tests.integration.test_score_doors import resident
 from worker.compute import grammar as grammars
 from worker.errors import FrameError, ModelError, SamplingError
 
-NUMBER = Ask("Count: ", max_tokens=9, grammar=regex_grammar("[0-9]{3,5}"))
+NUMBER = RequestSpec("Count: ", max_tokens=9, grammar=regex_grammar("[0-9]{3,5}"))
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_talker(tmp_path_factory.mktemp("compiling") / "model")
 
 
-async def said(model: ResidentModel, ask: Ask) -> str:
+async def said(model: Engine, ask: RequestSpec) -> str:
     [deltas] = await collect(model, [await model.prepare(ask)])
     return "".join(delta.content for delta in deltas)
 
@@ -44,16 +42,15 @@ async def test_a_grammar_that_compiles_for_long_holds_up_no_other_session(
     async with resident(folder, layers) as model:
 
         def slowly(self: grammars.Grammars, grammar: Grammar) -> LLMatcher:
-            if self is not model.frontend._grammars:
-                loop.call_soon_threadsafe(compiles.set)
-                assert may_go_on.wait(20)
+            loop.call_soon_threadsafe(compiles.set)
+            assert may_go_on.wait(20)
             return compiled(self, grammar)
 
         monkeypatch.setattr(grammars.Grammars, "_compile", slowly)
         number = asyncio.create_task(said(model, NUMBER))
         try:
             await compiles.wait()
-            assert len(await said(model, Ask("Once", max_tokens=12, ignore_eos=True))) > 0
+            assert len(await said(model, RequestSpec("Once", max_tokens=12, ignore_eos=True))) > 0
             assert not number.done()
         finally:
             may_go_on.set()
@@ -64,32 +61,21 @@ async def test_a_server_has_read_the_vocabulary_before_its_first_grammar(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where that takes longer than a client's grammar may."""
-    read, compiled, compile_one = list[Any](), list[grammars.Grammars](), grammars.Grammars._compile
-    tokenizer: Callable[..., Any] = grammars.LLTokenizer
+    read, tokenizer = list[Any](), grammars.LLTokenizer
     monkeypatch.setattr(grammars, "LLTokenizer", lambda *given, **more: read.append(more) or tokenizer(*given, **more))
-
-    def noted(self: grammars.Grammars, grammar: Grammar) -> LLMatcher:
-        compiled.append(self)
-        return compile_one(self, grammar)
-
-    monkeypatch.setattr(grammars.Grammars, "_compile", noted)
     grammars._read_tokenizer.cache_clear()
     async with resident(folder, (1, 3)) as model:
-        with monkeypatch.context() as hasty:
-            hasty.setattr(frontend, "_COMPILES_S", 0.0)
-            await model.expect_grammars()
-        assert len(read) == 1  # coordinator and worker are one process here
-        own, of_the_last_stage = compiled
-        assert own is model.frontend._grammars is not of_the_last_stage
+        await model.expect_grammars()
+        assert len(read) == 1  # on the last stage, which is in this process; grammars are tried in another one
         assert (await said(model, NUMBER)).isdigit()
         assert len(read) == 1
 
 
 async def test_a_model_that_can_keep_to_no_grammar_is_served_all_the_same(folder: Path, tmp_path: Path) -> None:
     async with resident(folder, (2, 2)) as model:
-        model.frontend._grammars = grammars.Grammars(tmp_path, 320)
+        model.inputs._trials = GrammarTrials(tmp_path, 320, [1])
         await model.expect_grammars()
-        assert await said(model, Ask("Once", max_tokens=3, ignore_eos=True))
+        assert await said(model, RequestSpec("Once", max_tokens=3, ignore_eos=True))
 
 
 async def test_a_worker_refuses_grammars_that_it_cannot_compile(folder: Path) -> None:

@@ -19,7 +19,7 @@ from worker.errors import ModelError
 from worker.model.checkpoint import Checkpoint, open_folder
 from worker.model.contents import contents_of
 from worker.model.describe import shard_tensors
-from worker.store.origin import known_digests
+from worker.node.weights_pieces import known_digests
 
 FILES = [f"model-{i:05}-of-00004.safetensors" for i in (1, 2, 3, 4)]
 GREEDY = {"greedy": SAMPLINGS["greedy"]}
@@ -104,7 +104,7 @@ async def test_files_that_arrive_while_loading_are_compared_too(
     async with serving(1) as [node]:
         with pytest.raises(ModelError, match=f"its weights in {FILES[3]} differ"):
             await load(node, request)
-        assert not node.service._loader.loaded
+        assert not node.service.worker.shard
 
 
 def arriving(origin: Path, model: str) -> Checkpoint:
@@ -147,8 +147,12 @@ async def test_a_worker_needs_only_the_files_of_its_layers(whole: Whole, copy: P
 
 async def test_the_middle_of_a_chain_needs_neither_the_first_files_nor_the_last(whole: Whole, copy: Path) -> None:
     keep_only(copy, needed(whole.folder, 1, 2))
-    async with serving(1, copy) as [middle], serving(1) as [last], opened(whole.folder, (1, 1, 2), [middle, last]) as c:
-        await assert_equal(c, whole, GREEDY)
+    async with (
+        serving(1, copy) as [middle],
+        serving(2) as [_, last],  # a chain's nodes have different names
+        opened(whole.folder, (1, 1, 2), [middle, last]) as chain,
+    ):
+        await assert_equal(chain, whole, GREEDY)
 
 
 async def test_a_checkpoint_that_must_be_seen_whole_is_converted_as_mlx_lm_converts_it(

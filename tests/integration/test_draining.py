@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.cluster.chain import Chain
-from coordinator.cluster.runner import Runner
+from coordinator.engine.engine import Engine
 from tests.integration.conftest import Models, RunningNode, load, load_request, opened, serving
 from tests.integration.many import Live, request, tokens_of, until, wait_freed, wait_slots
 from tests.integration.upstream import attach_request
@@ -38,18 +38,18 @@ async def test_running_sessions_finish_and_no_other_begins(models: Models, drain
     refusal = rf"^worker node-{draining + 1}: is shutting down and takes no new request"
     async with (
         running_one_at_a_time(whole.folder, (1, 2, 1)) as (chain, nodes),
-        Runner(chain) as runner,
+        Engine(chain) as engine,
         asyncio.timeout(30),
     ):
-        running = Live(runner, request(tokens_of(3), LONG))
-        waiting = [Live(runner, request(tokens_of(3, i), LONG)) for i in (1, 2)]
+        running = Live(engine, request(tokens_of(3), LONG))
+        waiting = [Live(engine, request(tokens_of(3, i), LONG)) for i in (1, 2)]
         await running.wait_pieces(2)
-        drain = asyncio.create_task(nodes[draining].service.drain())
+        drain = asyncio.create_task(nodes[draining].service.worker.drain())
         for each in waiting:
             with pytest.raises(NodeBusy, match=refusal):
                 await each.answer()
         with pytest.raises(NodeBusy, match=refusal):
-            await runner.answer(request(tokens_of(3, 3), 3))
+            await engine.answer(request(tokens_of(3, 3), 3))
         assert not drain.done()
         assert (await running.answer()).tokens == whole.tokens(tokens_of(3), LONG)
         await drain
@@ -58,31 +58,31 @@ async def test_running_sessions_finish_and_no_other_begins(models: Models, drain
 
 @pytest.mark.parametrize("draining", [0, 1])
 async def test_kept_prefixes_are_let_go_at_once(models: Models, draining: int) -> None:
-    """Nothing else would free them: their coordinator keeps its runner open, and nobody asks anything of it."""
-    async with serving(2) as nodes, opened(models("qwen3").folder, (1, 2, 1), nodes) as chain, Runner(chain) as runner:
+    """Nothing else would free them: their coordinator keeps its engine open, and nobody asks anything of it."""
+    async with serving(2) as nodes, opened(models("qwen3").folder, (1, 2, 1), nodes) as chain, Engine(chain) as engine:
         for seed in range(3):
-            await runner.answer(request(tokens_of(20, seed), 3))
+            await engine.answer(request(tokens_of(20, seed), 3))
         await wait_slots(chain, 3)
-        async with asyncio.timeout(5):
-            await nodes[draining].service.drain()
+        async with asyncio.timeout(9):  # less than what a drain may take
+            await nodes[draining].service.worker.drain()
         assert nodes[draining].service.num_slots == 0
         await wait_freed(chain)
 
 
 async def test_an_idle_chain_takes_no_request_either(models: Models) -> None:
     async with serving(1) as [node], opened(models("qwen3").folder, (2, 2), [node]) as chain:
-        await node.service.drain()
+        await node.service.worker.drain()
         await until(lambda: chain.draining)
-        async with Runner(chain) as runner:
+        async with Engine(chain) as engine:
             with pytest.raises(NodeBusy, match="worker node-1: is shutting down"):
-                await runner.answer(request(tokens_of(3), 3))
+                await engine.answer(request(tokens_of(3), 3))
 
 
 async def test_a_node_that_drains_takes_neither_a_load_nor_a_place_in_a_chain(models: Models) -> None:
     folder = models("qwen3").folder
     async with serving(1) as [node]:
         await load(node, load_request(folder, 2, 4))
-        await node.service.drain()
+        await node.service.worker.drain()
         with pytest.raises(NodeBusy, match="worker node-1: is shutting down"):
             await load(node, load_request(folder, 2, 4))
         peer = node.peer()

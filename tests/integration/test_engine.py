@@ -11,7 +11,7 @@ from protos.brigade_pb2 import Session as Opening
 from tests.integration.conftest import CHUNK, Models, Whole
 from tests.integration.many import tokens_of
 from tests.integration.upstream import window_of
-from worker.compute.engine import Engine
+from worker.compute.executor import Executor
 from worker.compute.shard import Shard
 from worker.errors import FrameError
 from worker.memory.history import History
@@ -29,7 +29,7 @@ class Row:
         bounds = [sum(layers[:number]) for number in range(len(layers) + 1)]
         shards = [Shard(checkpoint, start, end) for start, end in pairwise(bounds)]
         dtype = describe(checkpoint).dtype
-        self.engines = [Engine(shard, stage, dtype, f"node-{stage}") for stage, shard in enumerate(shards)]
+        self.engines = [Executor(shard, stage, dtype, f"node-{stage}") for stage, shard in enumerate(shards)]
         self._step = 0
 
     def run(self, windows: Sequence[Window], **more: Sequence[Opening] | Sequence[int]) -> Result:
@@ -186,7 +186,7 @@ def test_a_chunk_is_waited_for_by_itself_though_the_next_has_begun(models: Model
     """The next chunk writes into the caches that the first one's rows are in: it must not take part in that wait."""
     whole = models("qwen3")
     checkpoint = open_folder(whole.folder)
-    engine = Engine(Shard(checkpoint, 0, 4), 0, describe(checkpoint).dtype)
+    engine = Executor(Shard(checkpoint, 0, 4), 0, describe(checkpoint).dtype)
     prompt = tokens_of(2 * CHUNK)
     opening = Frame(opened=[Opening(slot=0)], windows=[_chunk(prompt, 0)])
     first = engine.begin(opening, None, 0, 0)

@@ -10,14 +10,17 @@ from pathlib import Path
 import pytest
 
 from coordinator.cluster.chain import Chain
-from coordinator.cluster.deployment import Deployment, OwnNode
-from coordinator.cluster.runner import Runner
+from coordinator.cluster.deployment import Deployment, OwnCopy, OwnNode, load_worker
 from coordinator.decoding.decode import Decode
-from coordinator.planning.plan import Node, Plan, plan
+from coordinator.engine.engine import Engine
+from coordinator.planning.plan import Node, Objective, Plan
+from coordinator.planning.planner import plan
+from coordinator.planning.speeds import NOTHING_KNOWN
+from coordinator.sessions.session import SessionState
 from protos.brigade_pb2 import Frame, Result, Sampling
 from protos.brigade_pb2 import Session as Opening
 from tests.integration.conftest import Models, running, serving
-from tests.integration.many import Live, request, solo, tokens_of
+from tests.integration.many import Live, request, solo, tokens_of, until
 from tests.integration.upstream import window_of
 from tests.integration.windows import MASKED
 from worker.compute.shard import Shard
@@ -49,6 +52,16 @@ class Cluster:
         return chain
 
 
+async def load_all(own: OwnNode, deployment: Deployment) -> None:
+    """Have every node hold its layers; one that holds them already keeps them."""
+    known = await OwnCopy.of(deployment.checkpoint)
+    workers = (
+        load_worker(deployment, stage, known, lambda node, report: None)
+        for stage in range(1, len(deployment.peers) + 1)
+    )
+    await asyncio.gather(own.load(deployment), *workers)
+
+
 @asynccontextmanager
 async def loaded(folder: Path, layers: Sequence[int]) -> AsyncIterator[Cluster]:
     checkpoint = open_folder(folder)
@@ -58,8 +71,10 @@ async def loaded(folder: Path, layers: Sequence[int]) -> AsyncIterator[Cluster]:
         for peer in peers:
             stack.push_async_callback(peer.close)
         memory = [Node(name, 1 << 40) for name in ("coordinator", *(peer.name for peer in peers))]
-        deployment = Deployment(checkpoint, spec, plan(spec, memory, 128, layers), peers)
-        await own.load(deployment)
+        deployment = Deployment(
+            checkpoint, spec, plan(spec, memory, NOTHING_KNOWN, Objective(128, layers=layers)), peers
+        )
+        await load_all(own, deployment)
         async with AsyncExitStack() as chains:
             yield Cluster(own, deployment, chains)
 
@@ -72,8 +87,8 @@ async def test_requests_go_on_after_lost_chains_with_the_tokens_of_the_unfailed_
              for i, decode in enumerate(DECODES) for sampling in (Sampling(), penalised)]  # fmt: skip
     async with running(folder, (1, 2, 1)) as chain:
         expected = await solo(chain, asked)
-    async with loaded(folder, (1, 2, 1)) as cluster, Runner(await cluster.open(), when_lost=cluster.open) as runner:
-        live = [Live(runner, each) for each in asked]
+    async with loaded(folder, (1, 2, 1)) as cluster, Engine(await cluster.open(), when_lost=cluster.open) as engine:
+        live = [Live(engine, each) for each in asked]
         for _ in range(2):
             before = live[0].num_pieces
             await live[0].wait_pieces(before + 3)
@@ -89,13 +104,13 @@ async def test_a_chain_is_opened_again_without_reading_a_tensor(
 ) -> None:
     async with loaded(models("qwen3").folder, (2, 2)) as cluster:
         monkeypatch.setattr(Shard, "materialise", lambda shard, progress: pytest.fail("read again"))
-        await cluster.own.load(cluster.deployment)
+        await load_all(cluster.own, cluster.deployment)
         [before] = await solo(await cluster.open(), [request(tokens_of(9), 6)])
         [after] = await solo(await cluster.open(), [request(tokens_of(9), 6)])
     assert before.tokens == after.tokens
 
 
-async def test_whoever_has_to_wait_on_the_next_chain_waits_no_longer_than_others(models: Models) -> None:
+async def test_an_answer_that_has_begun_waits_for_memory_on_the_next_chain_without_a_deadline(models: Models) -> None:
     """The last worker comes back with room for one session only."""
     async with loaded(models("qwen3").folder, (2, 2)) as cluster:
 
@@ -104,14 +119,15 @@ async def test_whoever_has_to_wait_on_the_next_chain_waits_no_longer_than_others
             chain.plan = narrowed(chain)
             return chain
 
-        async with Runner(await cluster.open(), when_lost=open_narrow, max_wait_s=0.2) as runner:
-            live = [Live(runner, request(tokens_of(5, i), 200)) for i in range(2)]
+        async with Engine(await cluster.open(), when_lost=open_narrow, max_wait_s=0.01) as engine:
+            live = [Live(engine, request(tokens_of(5, i), 200)) for i in range(2)]
             for each in live:
                 await each.wait_pieces(2)
             cluster.deployment.peers[0].detach()
+            await until(lambda: any(session.state is SessionState.REPLAYING for session in engine.sessions))
             with pytest.raises(QueueFull, match="for memory"):
-                await live[1].answer()
-            assert len((await live[0].answer()).tokens) == 200
+                await engine.answer(request(tokens_of(5, 7), 200))  # one that has not begun
+            assert [len((await each.answer()).tokens) for each in live] == [200, 200]
 
 
 def narrowed(chain: Chain) -> Plan:
@@ -129,9 +145,9 @@ async def test_requests_fail_if_no_chain_can_be_opened_again(models: Models) -> 
 
     async with (
         loaded(models("qwen3").folder, (2, 2)) as cluster,
-        Runner(await cluster.open(), when_lost=give_up) as runner,
+        Engine(await cluster.open(), when_lost=give_up) as engine,
     ):
-        live = [Live(runner, request(tokens_of(5, i), 300)) for i in range(3)]
+        live = [Live(engine, request(tokens_of(5, i), 300)) for i in range(3)]
         await live[-1].wait_pieces(2)
         cluster.deployment.peers[0].detach()
         outcomes = await asyncio.gather(*(each.task for each in live), return_exceptions=True)
@@ -164,7 +180,7 @@ async def test_a_result_that_answers_nothing_that_was_asked_is_refused(
 @asynccontextmanager
 async def hasty(models: Models, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> AsyncIterator[tuple[Chain, Held]]:
     """A chain of two nodes that waits for tenths of seconds, with a slot open, and its MLX thread held by request."""
-    monkeypatch.setattr("coordinator.planning.patience._SILENCE_S", 0.3)
+    monkeypatch.setattr("coordinator.planning.step_timeout._SILENCE_S", 0.3)
     monkeypatch.setattr("coordinator.cluster.flight._COMPILES_S", 0.1)
     release = threading.Event()
     async with loaded(models("qwen3").folder, (2, 2)) as cluster:

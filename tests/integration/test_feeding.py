@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from coordinator.cluster import feed as feed_module
 from coordinator.cluster import survey as survey_module
-from coordinator.cluster.feed import feed, load_fed
+from coordinator.cluster import weights as feed_module
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.peer import Peer
-from coordinator.cluster.runner import Runner
 from coordinator.cluster.survey import known_speeds, survey
-from coordinator.examine.smoke import try_cluster
+from coordinator.cluster.weights import load_pushing, push_weights
+from coordinator.deploy.trial import try_cluster
+from coordinator.engine.engine import Engine
 from protos.brigade_pb2 import HelloReply, LoadProgress, LoadRequest
 from tests.integration import test_hub
 from tests.integration.certificates import Certificates
@@ -42,25 +42,23 @@ from tests.integration.test_copies import full_request, tune
 from tests.integration.test_hub import THIRD, Ask, Hub
 from tests.tiny import VOCAB, make_model
 from tools.proxy import Proxy
-from worker.config import Cluster, Worker
+from worker.config import ClusterConfig, WorkerConfig
 from worker.errors import ModelError, ModelLacking, StageLost
 from worker.model.checkpoint import Checkpoint, open_folder
 from worker.model.contents import contents_of
 from worker.model.describe import describe
 from worker.model.hub import open_repository
-from worker.node import feeding as feeding_module
-from worker.node.feeding import Incoming
-from worker.node.own_models import Headers, Opening, OwnModels
-from worker.store.origin import Origin
-from worker.store.pieces import pieces_of
-from worker.store.receiving import Receiving
-from worker.store.store import Store
+from worker.node import weights_receive as feeding_module
+from worker.node.model_sources import Headers, ModelSources, Opening
+from worker.node.weights_cache import PartialFile, WeightsCache
+from worker.node.weights_pieces import Origin, pieces_of
+from worker.node.weights_receive import Incoming
 
 PROMPT = tuple((5 * i + 3) % VOCAB for i in range(20))
-NOTHING = OwnModels()
+NOTHING = ModelSources()
 LARGE = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 2000}  # layers of 1.7 MB, a head of 2 MB
 
-StoreOf = Callable[[str], Store]
+StoreOf = Callable[[str], WeightsCache]
 
 model, folder, hub, asking = test_hub.model, test_hub.folder, test_hub.hub, test_hub.asking  # fixtures
 
@@ -73,7 +71,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def store_of(tmp_path: Path) -> StoreOf:
     """Each node's own, as on machines of their own."""
-    return lambda name: Store(tmp_path / "shards" / name)
+    return lambda name: WeightsCache(tmp_path / "shards" / name)
 
 
 @pytest.fixture
@@ -108,7 +106,7 @@ async def peer_of(node: RunningNode, address: str = "") -> AsyncIterator[Peer]:
 
 async def fed(node: RunningNode, wanted: LoadRequest, folder: Path) -> int:
     async with peer_of(node) as peer:
-        return await feed(peer, wanted, open_folder(folder), lambda report: None)
+        return await push_weights(peer, wanted, open_folder(folder), lambda report: None)
 
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -139,7 +137,7 @@ async def test_a_worker_tells_that_it_waits_and_what_it_was_sent(models: Models,
     folder, out = models("qwen3").folder, io.StringIO()
     async with serving(1, NOTHING, out, store_of=store_of) as [node], peer_of(node) as peer:
         wanted = full_request(folder, 2, 4)
-        await load_fed(peer, wanted, open_folder(folder), lambda report: None, feeds=True)
+        await load_pushing(peer, wanted, open_folder(folder), lambda report: None, feeds=True)
     shard = rf"layers \[2, 4\) of {re.escape(str(folder))}"
     first, second, *_ = out.getvalue().splitlines()
     assert re.fullmatch(r"worker node-1: waits to be sent what it lacks: is asked for the model .*", first)
@@ -242,7 +240,7 @@ async def test_a_worker_with_another_model_of_its_own_is_sent_the_one_that_is_as
 ) -> None:
     whole, other = models("qwen3"), models("llama").folder
     async with (
-        serving(1, OwnModels(str(other)), store_of=store_of) as nodes,
+        serving(1, ModelSources(str(other)), store_of=store_of) as nodes,
         opened(whole.folder, (2, 2), nodes) as chain,
     ):
         assert (await answer(chain, PROMPT, 4)).tokens == whole.tokens(PROMPT, 4)
@@ -260,7 +258,7 @@ async def test_a_worker_with_a_copy_of_its_own_is_sent_nothing(
     assert not taken and not store_of("node-1").folder.exists()
 
 
-class Nowhere(OwnModels):
+class Nowhere(ModelSources):
     """A node on another machine than this one, whose hub cache it does not see."""
 
     def candidates(self, wanted: str, known: Headers) -> list[Opening]:
@@ -280,7 +278,7 @@ async def test_what_the_coordinator_has_on_the_hub_it_downloads_once_and_sends(
             num_layers=spec.num_layers, dtype=spec.dtype, contents=contents,
         )  # fmt: skip
         async with serving(1, Nowhere(), store_of=store_of) as [node], peer_of(node) as peer:
-            await load_fed(peer, wanted, checkpoint, lambda report: phases.append(report.phase), feeds=True)
+            await load_pushing(peer, wanted, checkpoint, lambda report: phases.append(report.phase), feeds=True)
     assert (checkpoint.folder / THIRD).exists()
     assert [phase for phase, _ in groupby(phases)] == ["download", "feed", "load"]
 
@@ -309,7 +307,7 @@ async def test_after_a_cut_what_came_is_not_sent_again(tmp_path: Path, store_of:
                 proxy.reset()
 
         async with peer_of(node, proxy.address) as peer:
-            await feed(peer, full_request(folder, 1, 4), open_folder(folder), cut)
+            await push_weights(peer, full_request(folder, 1, 4), open_folder(folder), cut)
             await peer.load(full_request(folder, 1, 4), lambda report: None)
     assert not cuts and sum(taken) == size
 
@@ -334,7 +332,7 @@ async def test_who_is_not_found_for_a_moment_after_a_cut_is_asked_again(
 
         monkeypatch.setattr(Peer, "hello", lost_at_first)
         async with peer_of(node, proxy.address) as peer:
-            await feed(peer, full_request(folder, 1, 4), open_folder(folder), cut)
+            await push_weights(peer, full_request(folder, 1, 4), open_folder(folder), cut)
     assert not refusals and sum(taken) == size_of(folder, 1, 4)
 
 
@@ -362,7 +360,7 @@ async def test_two_workers_of_one_machine_receive_a_layer_once(
 ) -> None:
     monkeypatch.setattr(feeding_module, "_ASK_AGAIN_S", 0.01)
     folder = make_model(tmp_path / "model", config=LARGE)
-    async with serving(2, NOTHING, store_of=lambda name: Store(tmp_path / "shards")) as nodes:
+    async with serving(2, NOTHING, store_of=lambda name: WeightsCache(tmp_path / "shards")) as nodes:
         await asyncio.gather(*(fed(node, full_request(folder, 1, 4), folder) for node in nodes))
     assert sum(taken) == size_of(folder, 1, 4)
 
@@ -386,7 +384,7 @@ async def test_a_coordinator_that_sends_none_says_what_its_worker_lacks(models: 
     folder = models("qwen3").folder
     async with serving(1, NOTHING, store_of=store_of) as [node], peer_of(node) as peer:
         with pytest.raises(ModelLacking, match=r"worker node-1: is asked for .*; this node sends it none: its `pull`"):
-            await load_fed(peer, full_request(folder, 2, 4), open_folder(folder), lambda report: None, feeds=False)
+            await load_pushing(peer, full_request(folder, 2, 4), open_folder(folder), lambda report: None, feeds=False)
 
 
 async def test_whatever_a_coordinator_does_it_sends_none_where_its_file_says_so(
@@ -395,7 +393,7 @@ async def test_whatever_a_coordinator_does_it_sends_none_where_its_file_says_so(
     folder = models("qwen3").folder
     monkeypatch.setattr(survey_module, "is_worth_measuring", lambda peers: True)
     async with serving(1, NOTHING, store_of=store_of) as [node], peer_of(node) as peer:
-        cluster = Cluster(workers=(Worker(name=node.name, address=(node.address,)),), pull="none")
+        cluster = ClusterConfig(workers=(WorkerConfig(name=node.name, address=(node.address,)),), pull="none")
         options = ClusterOptions(cluster, str(folder), None, 128)
         with pytest.raises(ModelLacking, match="this node sends it none"):
             await try_cluster(options)
@@ -409,9 +407,9 @@ async def test_whatever_a_coordinator_does_it_sends_none_where_its_file_says_so(
 async def test_a_disk_that_takes_no_more_is_told_and_nothing_half_written_is_loaded(
     models: Models, store_of: StoreOf, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
 ) -> None:
-    folder, num_written, write = models("qwen3").folder, [0], Receiving.write
+    folder, num_written, write = models("qwen3").folder, [0], PartialFile.write
 
-    def fill(receiving: Receiving, pieces: Sequence[bytes]) -> None:
+    def fill(receiving: PartialFile, pieces: Sequence[bytes]) -> None:
         num_written[0] += sum(map(len, pieces))
         if num_written[0] > 100_000:
             raise OSError(number, os.strerror(number))
@@ -420,14 +418,14 @@ async def test_a_disk_that_takes_no_more_is_told_and_nothing_half_written_is_loa
     wanted = full_request(folder, 2, 4)
     async with serving(1, NOTHING, store_of=store_of) as [node]:
         with monkeypatch.context() as patch:
-            patch.setattr(Receiving, "write", fill)
+            patch.setattr(PartialFile, "write", fill)
             said = f"worker node-1: cannot keep what it receives: {os.strerror(number)} .*; {remedy}"
             with pytest.raises(ModelError, match=said):
                 await fed(node, wanted, folder)
         async with peer_of(node) as peer:
             with pytest.raises(ModelLacking):
                 await peer.load(wanted, lambda report: None)
-            await feed(peer, wanted, open_folder(folder), lambda report: None)
+            await push_weights(peer, wanted, open_folder(folder), lambda report: None)
             await peer.load(wanted, lambda report: None)
 
 
@@ -436,7 +434,7 @@ async def test_more_than_the_limit_is_refused_before_a_byte_of_it_is_sent(
 ) -> None:
     folder = models("qwen3").folder
     limit = size_of(folder, 2, 4, with_files=False) - 1
-    async with serving(1, NOTHING, store_of=lambda name: Store(tmp_path / "shards", limit)) as [node]:
+    async with serving(1, NOTHING, store_of=lambda name: WeightsCache(tmp_path / "shards", limit)) as [node]:
         with pytest.raises(ModelError, match=r"worker node-1: has room for .* received layers, needs .* `pull_limit`"):
             await fed(node, full_request(folder, 2, 4), folder)
     assert sum(taken) == size_of(folder, 0, 0)
@@ -446,12 +444,12 @@ async def test_what_a_chain_has_loaded_makes_room_for_another_model_only_once_it
     models: Models, tmp_path: Path
 ) -> None:
     first, second = models("qwen3").folder, models("llama").folder
-    store = Store(tmp_path / "shards", size_of(first, 2, 4) + 10_000)
+    store = WeightsCache(tmp_path / "shards", size_of(first, 2, 4) + 10_000)
     async with serving(1, NOTHING, store_of=lambda name: store) as [node]:
         wanted = full_request(first, 2, 4)
         wanted.coordinator.id = "who is about to use it"
         async with peer_of(node) as peer:
-            await load_fed(peer, wanted, open_folder(first), lambda report: None, feeds=True)
+            await load_pushing(peer, wanted, open_folder(first), lambda report: None, feeds=True)
         with pytest.raises(ModelError, match=r"worker node-1: has room for .* of received layers, needs"):
             await fed(node, full_request(second, 2, 4), second)
         async with opened(first, (2, 2), [node]):
@@ -459,7 +457,7 @@ async def test_what_a_chain_has_loaded_makes_room_for_another_model_only_once_it
             with pytest.raises(ModelError, match=r"worker node-1: has room for .* of received layers, needs"):
                 await fed(node, full_request(second, 2, 4), second)
             assert sorted(store.folder.rglob("*.safetensors")) == kept
-        await node.service.wait_detached()
+        await node.service.worker.wait_detached()
         await fed(node, full_request(second, 2, 4), second)
     assert len(set(store.folder.rglob("*.safetensors")) - set(kept)) == 3
 
@@ -494,9 +492,9 @@ async def test_a_worker_takes_layers_in_while_it_serves_sessions(models: Models,
     async with (
         serving(1, whole.folder, store_of=store_of) as [node],
         opened(whole.folder, (2, 2), [node]) as chain,
-        Runner(chain) as runner,
+        Engine(chain) as engine,
     ):
-        live = Live(runner, request(tokens_of(9), 60))
+        live = Live(engine, request(tokens_of(9), 60))
         await live.wait_pieces(1)
         assert await fed(node, full_request(other, 1, 4), other) == size_of(other, 1, 4)
         assert (await live.answer()).tokens == whole.tokens(tokens_of(9), 60)

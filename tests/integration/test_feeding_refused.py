@@ -12,8 +12,8 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.cluster.feed import feed
 from coordinator.cluster.peer import Peer
+from coordinator.cluster.weights import push_weights
 from protos.brigade_pb2 import Announcement, Feeding, Held, LoadRequest
 from protos.brigade_pb2_grpc import NodeServicer, NodeStub
 from tests.integration.certificates import Certificates
@@ -23,17 +23,16 @@ from tests.unit.fuzz import ODD_INTS, fuzzed
 from worker.errors import BrigadeError, ConfigError, FrameError, ModelError
 from worker.model.checkpoint import open_folder
 from worker.model.headers import pack_headers, unpack_headers
-from worker.node import feeding as feeding_module
-from worker.node.chunks import checksum_of, write_chunk
-from worker.node.feeding import be_fed
+from worker.node import weights_receive as feeding_module
+from worker.node.framing import checksum_of, write_chunk
+from worker.node.hop import add_node
 from worker.node.identity import Role
-from worker.node.own_models import OwnModels
-from worker.node.relay import add_node
-from worker.node.status import error_of
-from worker.store.origin import Origin, gathered
-from worker.store.pieces import pieces_of
-from worker.store.receiving import Receiving
-from worker.store.store import Store
+from worker.node.log import worker_log
+from worker.node.model_sources import ModelSources
+from worker.node.rpc_errors import error_of
+from worker.node.weights_cache import PartialFile, WeightsCache
+from worker.node.weights_pieces import Origin, gather, pieces_of
+from worker.node.weights_receive import receive_weights
 
 CONTENT = b'{"a": 1}'
 
@@ -53,8 +52,8 @@ def data(content: bytes, at: int = 0) -> list[Feeding]:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "shards")
+def store(tmp_path: Path) -> WeightsCache:
+    return WeightsCache(tmp_path / "shards")
 
 
 @pytest.fixture
@@ -72,7 +71,7 @@ def sound(models: Models, wanted: LoadRequest) -> list[Feeding]:
         digest = origin.digest(asyncio.Event())  # type: ignore[arg-type]
         said.append(Feeding(announcement=Announcement(place=piece.place, size=piece.nbytes, digest=digest)))
         at = 0
-        for pieces in gathered(origin.blocks(0, 1 << 14), 1 << 14):
+        for pieces in gather(origin.blocks(0, 1 << 14), 1 << 14):
             said += data(b"".join(pieces), at)
             at += sum(map(len, pieces))
     return said
@@ -86,14 +85,14 @@ def written(message: Feeding) -> bytes:
     return chunk + (b"\x25" + message.checksum.to_bytes(4, "little") if message.checksum else b"")
 
 
-async def say(store: Store, messages: Sequence[Feeding]) -> list[int]:
+async def say(store: WeightsCache, messages: Sequence[Feeding]) -> list[int]:
     """What a worker answers to these messages, whatever it answers. Raises what it refuses with."""
 
     async def sent() -> AsyncIterator[bytes]:
         for message in messages[1:]:
             yield written(message)
 
-    held = be_fed(store, written(messages[0]), sent(), has_checksums=True)
+    held = receive_weights(store, written(messages[0]), sent(), worker_log("mini", None), has_checksums=True)
     async with contextlib.aclosing(held):
         return [each.bytes async for each in held]
 
@@ -102,14 +101,14 @@ def files_in(folder: Path) -> set[str]:
     return {path.name for path in folder.rglob("*") if path.is_file()}
 
 
-async def test_an_honest_coordinator_is_taken_at_its_word(store: Store, sound: list[Feeding]) -> None:
+async def test_an_honest_coordinator_is_taken_at_its_word(store: WeightsCache, sound: list[Feeding]) -> None:
     await say(store, sound)
     assert len([name for name in files_in(store.folder) if name.endswith(".safetensors")]) == 3
     assert not [name for name in files_in(store.folder) if name.endswith(".part")]
 
 
 async def test_a_coordinator_that_falls_silent_is_not_waited_for(
-    store: Store, wanted: LoadRequest, monkeypatch: pytest.MonkeyPatch
+    store: WeightsCache, wanted: LoadRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(feeding_module, "_SILENT_S", 0.05)
     monkeypatch.setattr(feeding_module, "_ENDED_S", 0.05)
@@ -119,11 +118,13 @@ async def test_a_coordinator_that_falls_silent_is_not_waited_for(
         yield b""
 
     with pytest.raises(FrameError, match="expected more of what it is fed, got nothing for"):
-        async for _ in be_fed(store, written(Feeding(model=wanted)), nothing(), has_checksums=True):
+        async for _ in receive_weights(
+            store, written(Feeding(model=wanted)), nothing(), worker_log("mini", None), has_checksums=True
+        ):
             pass
 
 
-async def test_a_small_file_of_the_same_size_is_sent_anew(store: Store, wanted: LoadRequest) -> None:
+async def test_a_small_file_of_the_same_size_is_sent_anew(store: WeightsCache, wanted: LoadRequest) -> None:
     """Two coordinators' config.json may say the same in another order."""
     for content in (b'{"a": 1}', b'{ "a":1}'):
         await say(store, [Feeding(model=wanted), *file("config.json", content)])
@@ -132,23 +133,23 @@ async def test_a_small_file_of_the_same_size_is_sent_anew(store: Store, wanted: 
 
 
 async def test_a_file_that_somebody_else_receives_is_waited_for_however_long(
-    store: Store, wanted: LoadRequest, monkeypatch: pytest.MonkeyPatch
+    store: WeightsCache, wanted: LoadRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(feeding_module, "_ASK_AGAIN_S", 0)
-    begin, tries = Store.begin_file, []
+    begin, tries = WeightsCache.begin_file, []
 
-    def busy(*given: Any) -> Receiving | Path | None:
+    def busy(*given: Any) -> PartialFile | Path | None:
         tries.append(given)
         if len(tries) == 1:
             raise FileNotFoundError  # it was removed while it was looked at
         return begin(*given) if len(tries) > 40 else None
 
-    monkeypatch.setattr(Store, "begin_file", busy)
+    monkeypatch.setattr(WeightsCache, "begin_file", busy)
     await say(store, [Feeding(model=wanted), *file("config.json")])
     assert len(tries) == 41 and "config.json" in files_in(store.folder)
 
 
-async def test_what_is_here_already_is_held_until_the_call_is_over(store: Store, sound: list[Feeding]) -> None:
+async def test_what_is_here_already_is_held_until_the_call_is_over(store: WeightsCache, sound: list[Feeding]) -> None:
     await say(store, sound)
     is_tried = asyncio.Event()
 
@@ -156,7 +157,9 @@ async def test_what_is_here_already_is_held_until_the_call_is_over(store: Store,
         yield written(sound[1])
         await is_tried.wait()
 
-    async with contextlib.aclosing(be_fed(store, written(sound[0]), sent(), has_checksums=True)) as held:
+    async with contextlib.aclosing(
+        receive_weights(store, written(sound[0]), sent(), worker_log("mini", None), has_checksums=True)
+    ) as held:
         assert [(await anext(held)).bytes, (await anext(held)).bytes] == [0, sound[1].announcement.size]
         [kept] = store.kept()
         assert not store.remove(kept.key) and "config.json" in files_in(store.folder)
@@ -174,7 +177,7 @@ async def test_what_is_here_already_is_held_until_the_call_is_over(store: Store,
     ],
 )  # fmt: skip
 async def test_only_files_of_a_configuration_and_a_tokenizer_have_names(
-    store: Store, wanted: LoadRequest, name: str, tmp_path: Path
+    store: WeightsCache, wanted: LoadRequest, name: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ModelError, match=r"expected config\.json or a file of a tokenizer"):
         await say(store, [Feeding(model=wanted), *file(name)])
@@ -204,7 +207,7 @@ async def test_only_files_of_a_configuration_and_a_tokenizer_have_names(
     ],
 )
 async def test_what_is_not_in_order_is_refused(
-    store: Store, wanted: LoadRequest, messages: list[Feeding], said: str
+    store: WeightsCache, wanted: LoadRequest, messages: list[Feeding], said: str
 ) -> None:
     with pytest.raises((FrameError, ModelError), match=said):
         await say(store, [Feeding(model=wanted), *messages])
@@ -231,14 +234,14 @@ def changed(messages: list[Feeding], **fields: Any) -> list[Feeding]:
     ],
 )
 async def test_a_piece_is_of_the_size_and_place_that_the_headers_say(
-    store: Store, sound: list[Feeding], fields: dict[str, Any], said: str
+    store: WeightsCache, sound: list[Feeding], fields: dict[str, Any], said: str
 ) -> None:
     with pytest.raises((FrameError, ModelError), match=said):
         await say(store, changed(sound, **fields))
     assert not [name for name in files_in(store.folder) if name.endswith(".safetensors")]
 
 
-async def test_a_chunk_that_was_changed_on_its_way_is_not_written(store: Store, sound: list[Feeding]) -> None:
+async def test_a_chunk_that_was_changed_on_its_way_is_not_written(store: WeightsCache, sound: list[Feeding]) -> None:
     broken = [Feeding.FromString(message.SerializeToString()) for message in sound]
     victim = [message for message in broken if len(message.data) > 1000][3]
     victim.data = victim.data[:500] + bytes([victim.data[500] ^ 4]) + victim.data[501:]
@@ -250,7 +253,9 @@ async def test_a_chunk_that_was_changed_on_its_way_is_not_written(store: Store, 
     assert part.read_bytes()[len(header) :] in b"".join(message.data for message in sound)
 
 
-async def test_headers_that_are_not_those_of_the_fingerprint_make_no_piece(store: Store, sound: list[Feeding]) -> None:
+async def test_headers_that_are_not_those_of_the_fingerprint_make_no_piece(
+    store: WeightsCache, sound: list[Feeding]
+) -> None:
     known = unpack_headers(sound[0].model.contents.headers)
     known["model.norm.weight"] = known["lm_head.weight"]
     sound[0].model.contents.headers = pack_headers(known)
@@ -258,7 +263,9 @@ async def test_headers_that_are_not_those_of_the_fingerprint_make_no_piece(store
         await say(store, sound)
 
 
-async def test_a_fingerprint_that_is_none_has_no_folder(store: Store, wanted: LoadRequest, tmp_path: Path) -> None:
+async def test_a_fingerprint_that_is_none_has_no_folder(
+    store: WeightsCache, wanted: LoadRequest, tmp_path: Path
+) -> None:
     wanted.fingerprint.config = "../../.."
     with pytest.raises(ModelError, match=r"expected a digest in hex, got '\.\./\.\./\.\.'"):
         await say(store, [Feeding(model=wanted), *file("config.json")])
@@ -294,7 +301,7 @@ def test_fuzzed_messages_leave_only_files_with_the_digests_that_they_have(
     def check(parts: list[list[Feeding]]) -> None:
         folder = tmp_path_factory.mktemp("store")
         with contextlib.suppress(BrigadeError), asyncio.Runner() as runner:
-            runner.run(say(Store(folder / "shards"), [wanted, *(m for part in parts for m in part)]))
+            runner.run(say(WeightsCache(folder / "shards"), [wanted, *(m for part in parts for m in part)]))
         whole = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".part"]
         assert {path.name for path in whole} <= {"config.json", "tokenizer.json", "vocab.txt", "merges.txt"}
         assert all(digest_of(path.read_bytes()) in (digest_of(CONTENT), digest_of(b"")) for path in whole)
@@ -326,7 +333,7 @@ async def test_a_worker_that_has_more_than_there_is_or_less_than_before_is_refus
     await server.start()
     try:
         with pytest.raises(FrameError, match=r"^worker node-1: expected it to have \d+ to \d+ bytes of a file"):
-            await feed(peer, full_request(folder, 2, 4), open_folder(folder), lambda report: None)
+            await push_weights(peer, full_request(folder, 2, 4), open_folder(folder), lambda report: None)
     finally:
         await peer.close()
         await server.stop(None)
@@ -335,7 +342,9 @@ async def test_a_worker_that_has_more_than_there_is_or_less_than_before_is_refus
 async def test_a_worker_s_certificate_feeds_nobody(models: Models, tmp_path: Path) -> None:
     certificates, folder = Certificates(tmp_path), models("qwen3").folder
     async with (
-        serving(1, OwnModels(), network_of=certificates.network, store_of=lambda name: Store(tmp_path / "s")) as [node],
+        serving(
+            1, ModelSources(), network_of=certificates.network, store_of=lambda name: WeightsCache(tmp_path / "s")
+        ) as [node],
         certificates.network("node-2", Role.WORKER).channel("node-1", node.address) as channel,
     ):
         call = NodeStub(channel).Feed()

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from coordinator.cluster.deployment import Deployment
-from coordinator.cluster.runner import Runner
+from coordinator.engine.engine import Engine
 from coordinator.sessions.request import Request
 from tests.cluster.commands import run_here
 from tests.cluster.models import altered_copy, make_talker
@@ -64,15 +64,15 @@ def test_the_stage_that_makes_what_is_not_finite_is_named(talker: Path, tmp_path
 async def test_only_the_session_that_it_is_of_ends(talker: Path, tmp_path: Path, checked: None) -> None:
     """Both run together, over two stages that check."""
     model = altered_copy(talker, tmp_path / "model", poisoned)
-    async with serving(1) as nodes, opened(model, (2, 2), nodes) as chain, Runner(chain) as runner:
-        alone = (await runner.answer(Request(PROMPT, 30))).tokens
-        sound = asyncio.create_task(runner.answer(Request(PROMPT, 30)))
+    async with serving(1) as nodes, opened(model, (2, 2), nodes) as chain, Engine(chain) as engine:
+        alone = (await engine.answer(Request(PROMPT, 30))).tokens
+        sound = asyncio.create_task(engine.answer(Request(PROMPT, 30)))
         with pytest.raises(FrameError, match=r"^layers \[0, 2\), stage 0, made values that are not finite"):
-            await runner.answer(Request((*PROMPT[:5], POISON), 30))
+            await engine.answer(Request((*PROMPT[:5], POISON), 30))
         assert (await sound).tokens == alone
 
 
 async def test_a_check_changes_no_token(talker: Path, checked: None) -> None:
-    async with serving(1) as nodes, opened(talker, (2, 2), nodes) as chain, Runner(chain) as runner:
-        found = [(await runner.answer(Request(PROMPT, 12))).tokens for _ in range(2)]
+    async with serving(1) as nodes, opened(talker, (2, 2), nodes) as chain, Engine(chain) as engine:
+        found = [(await engine.answer(Request(PROMPT, 12))).tokens for _ in range(2)]
     assert found[0] == found[1] and len(set(found[0])) > 3

@@ -11,15 +11,15 @@ import pytest
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.peer import Peer
 from coordinator.planning.recovery import Limits
-from coordinator.sessions.answer import Answer
+from coordinator.sessions.output import Answer
 from protos.brigade_pb2 import AttachRequest
 from tests.integration.conftest import Models
 from tests.integration.many import request, tokens_of
 from tests.integration.test_recovery import COMES_BACK, IS_GONE, Place, assert_equal, supervised, unfailed
 from worker.errors import ModelError, StageLost
-from worker.node import loader
+from worker.node import lifecycle
 from worker.node.loading import GivenUp, load_shard
-from worker.process.call_thread import run_aside
+from worker.platform.threads import run_in_thread
 
 ASKED = [request(tokens_of(5), 8)]
 
@@ -55,14 +55,14 @@ class Loss:
 
 
 async def assert_recovers(folder: Path, loss: Loss, limits: Limits, expected: list[Answer]) -> None:
-    async with asyncio.timeout(20), supervised(folder, limits, reaching=loss.reaching) as rig, rig.runner() as runner:
+    async with asyncio.timeout(20), supervised(folder, limits, reaching=loss.reaching) as rig, rig.engine() as engine:
         assert loss.has_begun.is_set()
-        assert rig.supervisor.chain.plan.layers == ([1, 2, 1] if limits is COMES_BACK else [2, 2])
+        assert rig.cluster.chain.plan.layers == ([1, 2, 1] if limits is COMES_BACK else [2, 2])
         [line] = rig.said
         how = "with the same nodes" if limits is COMES_BACK else "without node-2"
         assert line.startswith("worker node-2: ") and f"; going on {how}" in line
         assert "the stream" not in line, "there was none"
-        assert_equal([await runner.answer(ASKED[0])], expected)
+        assert_equal([await engine.answer(ASKED[0])], expected)
 
 
 @pytest.mark.parametrize("limits", [COMES_BACK, IS_GONE], ids=["comes back", "is planned around"])
@@ -75,14 +75,14 @@ async def test_a_worker_that_is_lost_while_it_loads(
         if start < 3 or loss.has_begun.is_set():
             return await load_shard(checkpoint, start, *rest)
         loss.has_begun.set()
-        await run_aside(rest[3].wait)  # nobody waits for the load any more
+        await run_in_thread(rest[3].wait)  # nobody waits for the load any more
         raise GivenUp
 
     async def lose() -> None:
         await loss.has_begun.wait()
         await loss.lose()
 
-    monkeypatch.setattr(loader, "load_shard", stuck)
+    monkeypatch.setattr(lifecycle, "load_shard", stuck)
     losing = asyncio.create_task(lose())
     await assert_recovers(folder, loss, limits, expected)
     await losing
@@ -110,7 +110,7 @@ async def test_a_worker_that_let_its_layers_go_before_it_joined_reads_them_again
     class LettingGo(Loss):
         async def lose(self) -> None:
             assert self._place is not None and self._place.service is not None
-            await self._place.service._loader.let_go("unused for 300 s")
+            await self._place.service.worker.let_go("unused for 300 s")
 
     loss, attach, expected = LettingGo(COMES_BACK), Peer.attach, await unfailed(folder, ASKED)
 
@@ -139,8 +139,8 @@ async def test_what_would_be_the_same_again_ends_the_first_try_at_once(
     def refuse(*arguments: Any) -> None:
         raise ModelError("its config.json differs")
 
-    monkeypatch.setattr(loader, "check_request", refuse)
-    async with asyncio.timeout(5):
+    monkeypatch.setattr(lifecycle, "check_load_request", refuse)
+    async with asyncio.timeout(10):
         with pytest.raises(ModelError, match=r"^worker node-[12]: its config.json differs$"):
             async with supervised(folder, COMES_BACK):
                 pass

@@ -10,7 +10,7 @@ from tests.integration.conftest import NETWORK
 from tests.integration.many import until
 from tools.flipped_bits import frame_of, recording, send_encrypted, send_plaintext
 from tools.proxy import Proxy
-from worker.node.link import Link
+from worker.node.hop import Link
 from worker.node.network import Network
 
 

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from coordinator.cluster.runner import Runner
 from coordinator.decoding.decode import Decode
-from coordinator.resident.ask import Ask, Calls, Conversation
-from coordinator.resident.channels import Delta
-from coordinator.resident.frontend import Frontend, Task
-from coordinator.resident.grammars import regex_grammar
-from coordinator.sessions.answer import Piece
+from coordinator.engine.engine import Engine
+from coordinator.engine.grammars import regex_grammar
+from coordinator.engine.inputs import InputProcessor
+from coordinator.sessions.output import Answer, Output
+from coordinator.sessions.request import Calls, Conversation, Request, RequestSpec
 from tests.cluster.callers import THINK_BEGIN, THINK_END, make_caller
 from tests.integration.conftest import running
 from worker.errors import InputError
@@ -42,14 +41,14 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_caller(tmp_path_factory.mktemp("calls") / "thinker", thinks=True)
 
 
-def ask(seed: int = 0, **more: Any) -> Ask:
+def ask(seed: int = 0, **more: Any) -> RequestSpec:
     """Drawn at a high temperature unless the seed is 0; thoughts end now and then."""
     sampling = {"seed": seed, "temperature": 1.5 * (seed > 0), "logit_bias": {THINK_END: 3.0 if seed else 50.0}}
     prompt = Conversation(({"role": "user", "content": "Pick a fox."},), TOOLS)
-    return replace(Ask(prompt, max_tokens=300, sampling=sampling), **more)
+    return replace(RequestSpec(prompt, max_tokens=300, sampling=sampling), **more)
 
 
-def require_called(delta: Delta, *, only: str | None = None) -> None:
+def require_called(delta: Output, *, only: str | None = None) -> None:
     assert delta.finish_reason == "tool_calls" and not delta.content.strip()
     assert delta.tool_calls
     for call in delta.tool_calls:
@@ -59,9 +58,15 @@ def require_called(delta: Delta, *, only: str | None = None) -> None:
         assert bool(arguments) == (call.name == "pick")
 
 
-async def answered(runner: Runner, task: Task) -> tuple[list[int], Delta]:
-    answer = await runner.answer(task.request, text=task.stream())
-    return answer.tokens, task.channels().push(Piece(answer.text, [], 0, answer.finish_reason))
+async def answered(engine: Engine, task: Request) -> tuple[list[int], Output]:
+    answer, whole = Answer(), Output("", [], 0)
+    async for output in engine.generate(task):
+        answer.add(output)
+        whole.content += output.content
+        whole.reasoning += output.reasoning
+        whole.tool_calls += output.tool_calls
+        whole.finish_reason = output.finish_reason
+    return answer.tokens, whole
 
 
 @pytest.mark.parametrize("has_thought", [False, True])
@@ -70,12 +75,14 @@ async def test_every_answer_is_a_call_and_every_lossless_decoder_makes_the_same_
     folder: Path, thinker: Path, has_thought: bool, num_answers: int
 ) -> None:
     model = thinker if has_thought else folder
-    frontend, thoughts = await Frontend.read(str(model)), list[str]()
-    async with running(model, (1, 3)) as chain, Runner(chain) as runner:
+    frontend, thoughts = await InputProcessor.read(str(model)), list[str]()
+    async with running(model, (1, 3)) as chain, Engine(chain, inputs=frontend) as engine:
         for seed in range(num_answers):
             found = []
             for decode in DECODES:
-                tokens, delta = await answered(runner, await frontend.prepare(ask(seed, calls=FORCED, decode=decode)))
+                tokens, delta = await answered(
+                    engine, await frontend.make_request(ask(seed, calls=FORCED, decode=decode))
+                )
                 require_called(delta)
                 assert len(delta.tool_calls) == 1
                 thoughts.append(delta.reasoning)
@@ -86,44 +93,44 @@ async def test_every_answer_is_a_call_and_every_lossless_decoder_makes_the_same_
 
 async def test_the_wanted_tool_is_called_and_several_may_be_where_markers_are_mere_text(tmp_path: Path) -> None:
     folder = make_caller(tmp_path / "text", thinks=False, has_markers=False)
-    frontend = await Frontend.read(str(folder))
-    async with running(folder, (2, 2)) as chain, Runner(chain) as runner:
+    frontend = await InputProcessor.read(str(folder))
+    async with running(folder, (2, 2)) as chain, Engine(chain, inputs=frontend) as engine:
         for seed in range(2):
-            named = await frontend.prepare(ask(seed, calls=Calls(are_forced=True, only="pick")))
-            _, delta = await answered(runner, named)
+            named = await frontend.make_request(ask(seed, calls=Calls(are_forced=True, only="pick")))
+            _, delta = await answered(engine, named)
             require_called(delta, only="pick")
-            required = await frontend.prepare(ask(seed, calls=Calls(are_forced=True)))
-            _, delta = await answered(runner, required)
+            required = await frontend.make_request(ask(seed, calls=Calls(are_forced=True)))
+            _, delta = await answered(engine, required)
             require_called(delta)
 
 
 @pytest.mark.parametrize("decode", DECODES, ids=lambda decode: decode.kind)
 async def test_after_a_thought_the_answer_keeps_to_its_grammar(thinker: Path, decode: Decode) -> None:
-    frontend, thoughts = await Frontend.read(str(thinker)), list[str]()
-    async with running(thinker, (2, 2)) as chain, Runner(chain) as runner:
+    frontend, thoughts = await InputProcessor.read(str(thinker)), list[str]()
+    async with running(thinker, (2, 2)) as chain, Engine(chain, inputs=frontend) as engine:
         for seed in range(1, 4):
-            task = await frontend.prepare(ask(seed, grammar=regex_grammar("[0-9]{2,4}"), decode=decode))
-            _, delta = await answered(runner, task)
+            task = await frontend.make_request(ask(seed, grammar=regex_grammar("[0-9]{2,4}"), decode=decode))
+            _, delta = await answered(engine, task)
             assert delta.finish_reason == "stop" and delta.content.isdigit() and 2 <= len(delta.content) <= 4
             thoughts.append(delta.reasoning)
     assert any(thoughts)
 
 
 async def test_a_model_that_was_told_to_think_may_do_so_before_it_answers(folder: Path) -> None:
-    frontend = await Frontend.read(str(folder))
+    frontend = await InputProcessor.read(str(folder))
     told = replace(ask().prompt, template_arguments={"enable_thinking": True})  # type: ignore[type-var]
     bias = {"logit_bias": {THINK_END: 50.0, THINK_BEGIN: 100.0}}
     number = ask(grammar=regex_grammar("[0-9]{2,4}"), sampling=bias)
-    async with running(folder, (2, 2)) as chain, Runner(chain) as runner:
+    async with running(folder, (2, 2)) as chain, Engine(chain, inputs=frontend) as engine:
         for each, begins in ((number, ""), (replace(number, prompt=told), "<think></think>")):
-            task = await frontend.prepare(each)
-            answer = await runner.answer(task.request, text=task.stream())
+            task = await frontend.make_request(each)
+            answer = await engine.answer(task)
             assert answer.text.startswith(begins) and answer.text.removeprefix(begins).isdigit()
 
 
 async def test_a_call_that_cannot_be_forced_is_refused_before_a_node_is_asked(folder: Path) -> None:
-    frontend = await Frontend.read(str(folder))
+    frontend = await InputProcessor.read(str(folder))
     with pytest.raises(InputError, match=r"^tool_choice: expected tools that can be called, found no tool 'walk'"):
-        await frontend.prepare(ask(calls=Calls(are_forced=True, only="walk")))
+        await frontend.make_request(ask(calls=Calls(are_forced=True, only="walk")))
     with pytest.raises(InputError, match=r"^tool_choice: expected an end-of-sequence token"):
-        await frontend.prepare(ask(calls=FORCED, ignore_eos=True))
+        await frontend.make_request(ask(calls=FORCED, ignore_eos=True))

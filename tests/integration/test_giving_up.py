@@ -6,8 +6,8 @@ import threading
 import pytest
 
 from coordinator.cluster.chain import Chain
-from coordinator.cluster.runner import Runner, generate
-from coordinator.sessions.text import StopText, TextStream
+from coordinator.engine.engine import Engine, generate_once
+from coordinator.sessions.text import TextParser
 from tests.integration.conftest import CHUNK, Models, opened, running, serving
 from tests.integration.many import Live, request, solo, tokens_of, wait_freed
 from worker.errors import ModelError, NodeBusy, StageLost
@@ -22,10 +22,10 @@ async def test_a_hundred_cancels_while_a_stage_is_busy_do_not_flood_the_chain(mo
         serving(1) as [node],
         opened(models("qwen3").folder, (2, 2), [node]) as chain,
         asyncio.timeout(20),
-        Runner(chain) as runner,
+        Engine(chain) as engine,
     ):
-        live = [Live(runner, request(tokens_of(3, i), FOREVER)) for i in range(100)]
-        other = Live(runner, request(tokens_of(3, 101), 200))
+        live = [Live(engine, request(tokens_of(3, i), FOREVER)) for i in range(100)]
+        other = Live(engine, request(tokens_of(3, 101), 200))
         for each in (other, *live):
             await each.wait_pieces(1)
         held = asyncio.create_task((chain.thread, node.thread)[busy].run(lambda: release.wait(8)))
@@ -45,8 +45,8 @@ async def test_leaving_the_runner_fails_its_requests_and_frees_their_slots(
     async with running(models("qwen3").folder, (2, 2)) as chain:
         live: list[Live] = []
         try:
-            async with Runner(chain) as runner:
-                live += [Live(runner, request(tokens_of(3, i), FOREVER)) for i in range(3)]
+            async with Engine(chain) as engine:
+                live += [Live(engine, request(tokens_of(3, i), FOREVER)) for i in range(3)]
                 await live[-1].wait_pieces(2)
                 if error:
                     raise error
@@ -59,17 +59,17 @@ async def test_leaving_the_runner_fails_its_requests_and_frees_their_slots(
 
 async def test_whoever_asks_a_runner_that_is_left_or_being_left_is_told_so(models: Models) -> None:
     async with running(models("qwen3").folder, (2, 2)) as chain:
-        async with Runner(chain) as runner:
-            live = Live(runner, request(tokens_of(3), FOREVER))
+        async with Engine(chain) as engine:
+            live = Live(engine, request(tokens_of(3), FOREVER))
             await live.wait_pieces(2)
-            leaving = asyncio.create_task(runner.__aexit__(None))
+            leaving = asyncio.create_task(engine.__aexit__(None))
             await asyncio.wait([live.task])
             assert not leaving.done()
             with pytest.raises(StageLost, match="has ended"):
-                await asyncio.wait_for(runner.answer(request(tokens_of(4), 3)), 3)
+                await asyncio.wait_for(engine.answer(request(tokens_of(4), 3)), 3)
             await leaving
         with pytest.raises(StageLost, match="has ended"):
-            await asyncio.wait_for(runner.answer(request(tokens_of(4), 3)), 3)
+            await asyncio.wait_for(engine.answer(request(tokens_of(4), 3)), 3)
         await wait_freed(chain)
 
 
@@ -86,10 +86,10 @@ async def test_a_token_that_the_tokenizer_cannot_tell_fails_its_own_request_only
                 raise TypeError("sequence item 0: expected str instance, NoneType found")
 
     async with running(models("qwen3").folder, (2, 2)) as chain:
-        async with Runner(chain) as runner:
-            other = Live(runner, request(tokens_of(3, 1), 60))
+        async with Engine(chain) as engine:
+            other = Live(engine, request(tokens_of(3, 1), 60))
             with pytest.raises(ModelError, match=r"no text for token \d+ \(TypeError"):
-                await runner.answer(request(tokens_of(3), FOREVER), text=TextStream(Hole(), StopText(())))
+                await engine.answer(request(tokens_of(3), FOREVER), parser=TextParser(Hole(), ()))
             assert len((await other.answer()).tokens) == 60
         await wait_freed(chain)
 
@@ -97,7 +97,7 @@ async def test_a_token_that_the_tokenizer_cannot_tell_fails_its_own_request_only
 async def test_after_a_request_was_cancelled_the_chain_serves_the_next(models: Models) -> None:
     async with running(models("qwen3").folder, (2, 2)) as chain:
         began = asyncio.Event()
-        work = generate(chain, request(tokens_of(3), FOREVER), emit=lambda text: began.set(), chunk=CHUNK)
+        work = generate_once(chain, request(tokens_of(3), FOREVER), emit=lambda text: began.set(), chunk=CHUNK)
         task = asyncio.create_task(work)
         await began.wait()
         task.cancel()
@@ -111,7 +111,7 @@ async def test_after_a_reader_has_failed_the_chain_serves_the_next(models: Model
 
     async with running(models("qwen3").folder, (2, 2)) as chain:
         with pytest.raises(BrokenPipeError):
-            await generate(chain, request(tokens_of(3), FOREVER), emit=fail, chunk=CHUNK)
+            await generate_once(chain, request(tokens_of(3), FOREVER), emit=fail, chunk=CHUNK)
         await assert_serves(models, chain)
 
 

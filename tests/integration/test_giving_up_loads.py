@@ -5,7 +5,9 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from protos.brigade_pb2 import LoadProgress
@@ -15,9 +17,10 @@ from tests.integration.many import until
 from tests.tiny import make_model
 from worker.compute.shard import Shard
 from worker.model.checkpoint import Checkpoint, open_folder
-from worker.node import loader
+from worker.node import lifecycle
+from worker.node.lifecycle import WorkerState
 from worker.node.loading import load_shard
-from worker.process.mlx_thread import MlxThread
+from worker.platform.threads import MlxThread
 
 PIECES = 50  # of a fake file
 
@@ -35,7 +38,7 @@ class SlowHub:
     def download(self, files: Iterable[str], progress: Callable[[int], None]) -> None:
         for file in files:
             for _ in range(PIECES):
-                assert self.permits.acquire(timeout=10)
+                assert self.permits.acquire(timeout=60)
                 self.pieces.append((threading.current_thread(), file))
                 progress(1)
 
@@ -44,7 +47,7 @@ class SlowHub:
 def hub(monkeypatch: pytest.MonkeyPatch) -> SlowHub:
     hub = SlowHub()
     monkeypatch.setattr(conftest, "open_checkpoint", lambda model, known: hub.checkpoint(Path(model)))
-    monkeypatch.setattr(loader, "_WAITING_S", 0.01)
+    monkeypatch.setattr(lifecycle, "_WAITING_S", 0.01)
     return hub
 
 
@@ -75,7 +78,7 @@ async def test_a_download_that_was_given_up_stops_after_its_piece_and_the_next_l
     tmp_path: Path, hub: SlowHub
 ) -> None:
     folder = make_model(tmp_path / "model", num_files=3)
-    async with serving(1) as [node], asyncio.timeout(20):
+    async with serving(1) as [node], asyncio.timeout(60):
         first = Loading(node, folder, 1)
         hub.permits.release()
         await until(lambda: hub.pieces)
@@ -94,7 +97,7 @@ async def test_a_download_that_was_given_up_stops_after_its_piece_and_the_next_l
 
 async def test_two_coordinators_load_one_after_the_other(tmp_path: Path, hub: SlowHub) -> None:
     folder = make_model(tmp_path / "model", num_files=3)
-    async with serving(1) as [node], asyncio.timeout(20):
+    async with serving(1) as [node], asyncio.timeout(60):
         first = Loading(node, folder, 1)
         hub.permits.release()
         await until(lambda: hub.pieces)
@@ -120,15 +123,15 @@ async def test_a_load_that_was_given_up_reads_no_layer_more_and_the_next_one_sta
             if shard.start:
                 layers.append(shard.start)
                 began.set()
-                assert go_on.wait(10)
+                assert go_on.wait(60)
             progress(num_bytes)
 
         materialise(shard, note)
 
     monkeypatch.setattr(Shard, "materialise", slow)
-    async with serving(1) as [node], asyncio.timeout(20):
+    async with serving(1) as [node], asyncio.timeout(60):
         first = Loading(node, whole.folder, 1)
-        await asyncio.to_thread(began.wait, 10)
+        await asyncio.to_thread(began.wait, 60)
         await first.give_up()
         second = Loading(node, whole.folder, 2)
         await until(lambda: "waiting" in second.phases)
@@ -139,6 +142,85 @@ async def test_a_load_that_was_given_up_reads_no_layer_more_and_the_next_one_sta
             assert (await answer(chain, (1, 2, 3), 4)).tokens == whole.tokens((1, 2, 3), 4)
 
 
+@pytest.fixture
+def given_up(monkeypatch: pytest.MonkeyPatch) -> list[threading.Event]:
+    """Of each load of a worker: set once it has noticed that it was given up."""
+    found: list[threading.Event] = []
+
+    async def note(*arguments: Any) -> Shard:
+        found.append(next(each for each in arguments if isinstance(each, threading.Event)))
+        return await load_shard(*arguments)
+
+    monkeypatch.setattr(lifecycle, "load_shard", note)
+    return found
+
+
+@pytest.mark.parametrize("where", ["between tensors", "after the last one"])
+async def test_what_a_given_up_load_has_read_is_kept_for_the_next_one(
+    models: Models, monkeypatch: pytest.MonkeyPatch, given_up: list[threading.Event], where: str
+) -> None:
+    """A coordinator gives loads up when another node fails, and wants the same layers again."""
+    whole = models("qwen3")
+    read: list[mx.array] = []
+    began, go_on = threading.Event(), threading.Event()
+    materialise, num_tensors = Shard.materialise, len(Shard(open_folder(whole.folder), 1, 4).tensors)
+    num_before = num_tensors // 2 if where == "between tensors" else num_tensors
+
+    def slow(shard: Shard, progress: Callable[[int], None]) -> None:
+        arrays = iter(shard.tensors.values())
+
+        def note(num_bytes: int) -> None:
+            if shard.start:
+                read.append(next(arrays))
+                if len(read) == num_before:
+                    began.set()
+                    assert go_on.wait(60)
+            progress(num_bytes)
+
+        materialise(shard, note)
+
+    monkeypatch.setattr(Shard, "materialise", slow)
+    async with serving(1) as [node], asyncio.timeout(60):
+        first = Loading(node, whole.folder, 1)
+        await asyncio.to_thread(began.wait, 60)
+        await first.give_up()
+        await until(given_up[0].is_set)
+        go_on.set()
+        await until(lambda: node.service.worker.state is WorkerState.EMPTY)
+        kept = list(read)
+        assert len(kept) == num_before
+        await Loading(node, whole.folder, 1).task
+        shard = node.service.worker.shard
+        assert shard is not None
+        assert all(array is before for array, before in zip(shard.tensors.values(), kept, strict=False))
+        async with opened(whole.folder, (1, 3), [node]) as chain:
+            assert (await answer(chain, (1, 2, 3), 4)).tokens == whole.tokens((1, 2, 3), 4)
+
+
+async def test_what_was_held_before_is_kept_if_a_load_is_given_up_before_it_reads(
+    tmp_path: Path, hub: SlowHub, given_up: list[threading.Event]
+) -> None:
+    folder = make_model(tmp_path / "model", num_files=3)
+    async with serving(1) as [node], asyncio.timeout(60):
+        hub.permits.release(6 * PIECES)
+        await Loading(node, folder, 2).task
+        shard = node.service.worker.shard
+        assert shard is not None
+        before = shard.tensors
+        while hub.permits.acquire(blocking=False):
+            pass
+        second, num_pieces = Loading(node, folder, 1), len(hub.pieces)
+        hub.permits.release()
+        await until(lambda: len(hub.pieces) > num_pieces)
+        await second.give_up()
+        await until(given_up[1].is_set)
+        hub.permits.release(6 * PIECES)
+        await until(lambda: node.service.worker.state is WorkerState.EMPTY)
+        await Loading(node, folder, 1).task
+        shard = node.service.worker.shard
+        assert shard is not None and all(shard.tensors[name] is array for name, array in before.items())
+
+
 async def test_a_coordinator_whose_own_load_is_cancelled_goes_on_at_once_and_the_download_stops(tmp_path: Path) -> None:
     hub, thread = SlowHub(), MlxThread()
     checkpoint = hub.checkpoint(make_model(tmp_path / "model"))
@@ -146,9 +228,9 @@ async def test_a_coordinator_whose_own_load_is_cancelled_goes_on_at_once_and_the
     hub.permits.release()
     await until(lambda: hub.pieces)
     load.cancel()
-    await asyncio.wait([load], timeout=5)
+    await asyncio.wait([load], timeout=60)
     assert load.cancelled() and len(hub.pieces) == 1
     hub.permits.release(PIECES)
-    await asyncio.to_thread(hub.pieces[0][0].join, 5)
+    await asyncio.to_thread(hub.pieces[0][0].join, 60)
     assert len(hub.pieces) == 2
     thread.close()

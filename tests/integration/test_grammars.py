@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from coordinator.cluster.runner import Runner
 from coordinator.decoding.decode import Decode
-from coordinator.resident.ask import Ask
-from coordinator.resident.frontend import Frontend
-from coordinator.resident.grammars import json_grammar, lark_grammar, regex_grammar
-from coordinator.sessions.answer import Answer
+from coordinator.engine.bounded import GrammarTrials
+from coordinator.engine.engine import Engine
+from coordinator.engine.grammars import json_grammar, lark_grammar, regex_grammar
+from coordinator.engine.inputs import InputProcessor
+from coordinator.sessions.output import Answer
+from coordinator.sessions.request import RequestSpec
 from tests.cluster.models import VOCAB, make_talker
 from tests.integration.conftest import running
 from tests.integration.test_epochs import loaded
@@ -38,8 +39,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_talker(tmp_path_factory.mktemp("grammars") / "model", mask_token_id=VOCAB - 1)
 
 
-def ask(grammar: str, **more: Any) -> Ask:
-    return Ask("Tell me of a fox, as JSON: ", max_tokens=120, grammar=grammar, **more)
+def ask(grammar: str, **more: Any) -> RequestSpec:
+    return RequestSpec("Tell me of a fox, as JSON: ", max_tokens=120, grammar=grammar, **more)
 
 
 def require_valid(text: str) -> None:
@@ -58,55 +59,55 @@ async def test_every_answer_is_valid_json_of_its_schema(
     folder: Path, layers: tuple[int, ...], decode: Decode, num_answers: int
 ) -> None:
     """The first one greedy, the others drawn at a high temperature."""
-    frontend = await Frontend.read(str(folder))
-    async with running(folder, layers) as chain, Runner(chain) as runner:
+    frontend = await InputProcessor.read(str(folder))
+    async with running(folder, layers) as chain, Engine(chain, inputs=frontend) as engine:
         for seed in range(num_answers):
             sampling = {"seed": seed, "temperature": 1.5 * (seed > 0)}
-            task = await frontend.prepare(ask(json_grammar(SCHEMA), sampling=sampling, decode=decode))
-            answer = await runner.answer(task.request, text=task.stream())
+            task = await frontend.make_request(ask(json_grammar(SCHEMA), sampling=sampling, decode=decode))
+            answer = await engine.answer(task)
             assert answer.finish_reason == "stop"
             require_valid(answer.text)
 
 
-async def tokens_alone(folder: Path, asks: list[Ask]) -> list[list[int]]:
-    frontend = await Frontend.read(str(folder))
-    async with running(folder, (2, 2)) as chain, Runner(chain) as runner:
-        return [(await runner.answer((await frontend.prepare(each)).request)).tokens for each in asks]
+async def tokens_alone(folder: Path, asks: list[RequestSpec]) -> list[list[int]]:
+    frontend = await InputProcessor.read(str(folder))
+    async with running(folder, (2, 2)) as chain, Engine(chain, inputs=frontend) as engine:
+        return [(await engine.answer(await frontend.make_request(each))).tokens for each in asks]
 
 
 async def test_every_lossless_decoder_says_the_same_under_a_grammar_alone_and_beside_others(folder: Path) -> None:
     sampling = {"seed": 5, "temperature": 1.2, "repetition_penalty": 1.1}
     asks = [ask(json_grammar(SCHEMA), sampling=sampling, decode=decode) for decode in DECODES]
-    free = Ask("Once upon a time", max_tokens=30, sampling=sampling, decode=Decode("ar"))
+    free = RequestSpec("Once upon a time", max_tokens=30, sampling=sampling, decode=Decode("ar"))
     [first, *others, unbound] = await tokens_alone(folder, [*asks, free])
     assert others == [first, first]
-    frontend = await Frontend.read(str(folder))
-    async with running(folder, (1, 2, 1)) as chain, Runner(chain) as runner:
-        tasks = [await frontend.prepare(each) for each in [*asks, free]]
-        answers = await asyncio.gather(*(runner.answer(task.request) for task in tasks))
+    frontend = await InputProcessor.read(str(folder))
+    async with running(folder, (1, 2, 1)) as chain, Engine(chain, inputs=frontend) as engine:
+        tasks = [await frontend.make_request(each) for each in [*asks, free]]
+        answers = await asyncio.gather(*(engine.answer(task) for task in tasks))
     assert [answer.tokens for answer in answers] == [first, first, first, unbound]
 
 
 async def test_a_matcher_is_made_again_from_the_tokens_when_a_chain_is_lost(folder: Path) -> None:
     each = ask(json_grammar(SCHEMA), sampling={"seed": 3, "temperature": 1.0}, decode=Decode("ar"))
     [expected] = await tokens_alone(folder, [each])
-    frontend, answer = await Frontend.read(str(folder)), Answer()
-    async with loaded(folder, (2, 2)) as cluster, Runner(await cluster.open(), when_lost=cluster.open) as runner:
-        async for piece in runner.stream((await frontend.prepare(each)).request):
+    frontend, answer = await InputProcessor.read(str(folder)), Answer()
+    async with loaded(folder, (2, 2)) as cluster, Engine(await cluster.open(), when_lost=cluster.open) as engine:
+        async for piece in engine.generate(await frontend.make_request(each)):
             answer.add(piece)
             if len(answer.tokens) == len(expected) // 2:
-                runner.chain._stage.fail(StageLost("is gone"))  # type: ignore[union-attr]
+                engine.chain._stage.fail(StageLost("is gone"))  # type: ignore[union-attr]
     assert answer.tokens == expected and answer.usage.num_recoveries == 1
 
 
 async def test_regular_expressions_and_lark_grammars_hold_too(folder: Path) -> None:
-    frontend = await Frontend.read(str(folder))
+    frontend = await InputProcessor.read(str(folder))
     lark = 'start: greeting " " /[a-z]{2,5}/ "!"\ngreeting: "hello" | "good day"'
-    async with running(folder, (2, 2)) as chain, Runner(chain) as runner:
+    async with running(folder, (2, 2)) as chain, Engine(chain, inputs=frontend) as engine:
         for grammar, pattern in ((regex_grammar(r"[0-9]{3}-[A-F]{1,9}"), r"[0-9]{3}-[A-F]{1,9}"),
                                  (lark_grammar(lark), r"(hello|good day) [a-z]{2,5}!")):  # fmt: skip
-            task = await frontend.prepare(ask(grammar, sampling={"seed": 1, "temperature": 0.8}))
-            answer = await runner.answer(task.request, text=task.stream())
+            task = await frontend.make_request(ask(grammar, sampling={"seed": 1, "temperature": 0.8}))
+            answer = await engine.answer(task)
             assert answer.finish_reason == "stop" and re.fullmatch(pattern, answer.text)
 
 
@@ -121,14 +122,14 @@ async def test_regular_expressions_and_lark_grammars_hold_too(folder: Path) -> N
     ],
 )
 async def test_what_cannot_be_kept_to_is_refused(folder: Path, grammar: str, more: dict[str, Any], field: str) -> None:
-    frontend = await Frontend.read(str(folder))
+    frontend = await InputProcessor.read(str(folder))
     with pytest.raises(InputError) as refused:
-        await frontend.prepare(ask(grammar, **more))
+        await frontend.make_request(ask(grammar, **more))
     assert refused.value.field == field and "\n" not in refused.value.message
 
 
 async def test_a_model_without_a_fast_tokenizer_has_no_grammars(folder: Path, tmp_path: Path) -> None:
-    frontend = await Frontend.read(str(folder))
-    frontend._grammars = type(frontend._grammars)(tmp_path, VOCAB)
+    frontend = await InputProcessor.read(str(folder))
+    frontend._trials = GrammarTrials(tmp_path, VOCAB, sorted(frontend.eos))
     with pytest.raises(InputError, match=r"response_format: grammars need a tokenizer\.json"):
-        await frontend.prepare(ask(json_grammar()))
+        await frontend.make_request(ask(json_grammar()))

@@ -12,9 +12,8 @@ import psutil
 import pytest
 
 from coordinator.cluster.chain import Chain
-from coordinator.cluster.greetings import differences
-from coordinator.cluster.peer import Peer
-from coordinator.cluster.runner import Runner
+from coordinator.cluster.peer import Peer, differences
+from coordinator.engine.engine import Engine
 from protos.brigade_pb2 import (
     Alternative,
     AttachRequest,
@@ -37,13 +36,12 @@ from tests.integration.certificates import Certificates
 from tests.integration.conftest import NETWORK, Models, RunningNode, opened, serving
 from tests.integration.many import Live, request, tokens_of, until
 from tests.tiny import VOCAB
-from worker.config import Cluster
+from worker.config import ClusterConfig
 from worker.errors import BrigadeError, FrameError
 from worker.node import network as network_module
-from worker.node.checksum import sealed
+from worker.node.framing import FrameAssembler, seal
+from worker.node.hop import add_node
 from worker.node.network import ACCEPTED, PROTOCOL_VERSION, Network
-from worker.node.parts import Joiner
-from worker.node.relay import add_node
 
 HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = bytes(3) + b"\x04" + bytes(5)
@@ -75,9 +73,9 @@ async def test_a_stream_goes_on_while_hundreds_connect_and_say_nothing_or_nonsen
     async with (
         serving(1, network_of=network_of) as [node],
         opened(whole.folder, (2, 2), [node], network) as chain,
-        Runner(chain) as runner,
+        Engine(chain) as engine,
     ):
-        live = Live(runner, request(tokens_of(9), 150))
+        live = Live(engine, request(tokens_of(9), 150))
         await live.wait_pieces(1)
         files, memory = process.num_fds(), process.memory_info().rss
         greetings = [numbers.choice([*GREETINGS, numbers.randbytes(200)]) for _ in range(CONNECTIONS)]
@@ -86,7 +84,7 @@ async def test_a_stream_goes_on_while_hundreds_connect_and_say_nothing_or_nonsen
             assert (await live.answer()).tokens == whole.tokens(tokens_of(9), 150)
         assert process.memory_info().rss - memory < 64 << 20
         await until(lambda: process.num_fds() <= files + 16)
-        again = await Live(runner, request(tokens_of(9), 20)).answer()
+        again = await Live(engine, request(tokens_of(9), 20)).answer()
         assert again.tokens == whole.tokens(tokens_of(9), 150)[:20]
 
 
@@ -124,11 +122,11 @@ async def test_a_greeting_that_trickles_in_holds_up_no_stream_and_is_not_waited_
     async with (
         serving(1, network_of=network_of) as [node],
         opened(whole.folder, (2, 2), [node], network_of("coordinator")) as chain,
-        Runner(chain) as runner,
+        Engine(chain) as engine,
     ):
         trickling = [asyncio.create_task(num_trickled(node, greeting)) for _ in range(20)]
         while not all(each.done() for each in trickling):
-            answer = await Live(runner, request(tokens_of(9), 20)).answer()
+            answer = await Live(engine, request(tokens_of(9), 20)).answer()
             assert answer.tokens == whole.tokens(tokens_of(9), 20)
         assert max(each.result() for each in trickling) < len(greeting) / 2
 
@@ -165,12 +163,12 @@ class Liar(NodeServicer):
 
     async def Relay(self, parts: AsyncIterator[bytes], context: Any) -> AsyncIterator[Credit]:
         yield Credit(frames=self.credit)
-        joiner = Joiner(lambda frame: None, NETWORK.wire)
+        joiner = FrameAssembler(lambda frame: None, NETWORK.wire)
         async for part in parts:
             if arrival := joiner.add(part):
                 result = sound_result(arrival.header)
                 for report in self.wrong(result) if self.wrong else [Report(result=result)]:
-                    self.reports.put_nowait(sealed(report) if isinstance(report, Report) else report)
+                    self.reports.put_nowait(seal(report) if isinstance(report, Report) else report)
                 yield Credit(frames=1)
 
 
@@ -229,8 +227,8 @@ NONSENSE: dict[str, Wrong] = {
 
 @pytest.mark.parametrize("wrong", NONSENSE.values(), ids=NONSENSE)
 async def test_a_worker_that_answers_nonsense_ends_the_request_by_its_name(models: Models, wrong: Wrong) -> None:
-    async with lying(models) as (liar, chain), asyncio.timeout(10), Runner(chain) as runner:
-        live = Live(runner, request(tokens_of(9), 150))
+    async with lying(models) as (liar, chain), asyncio.timeout(60), Engine(chain) as engine:
+        live = Live(engine, request(tokens_of(9), 150))
         await live.wait_pieces(2)
         liar.wrong = wrong
         with pytest.raises(BrigadeError) as failed:
@@ -240,7 +238,7 @@ async def test_a_worker_that_answers_nonsense_ends_the_request_by_its_name(model
 
 async def test_a_worker_that_grants_credit_without_end_is_refused(models: Models) -> None:
     """It would keep the sender counting for minutes."""
-    async with lying(models) as (liar, chain), asyncio.timeout(10):
+    async with lying(models) as (liar, chain), asyncio.timeout(60):
         liar.credit = 2**32 - 1
         link = chain.peers[0].link(1, 0)
         with pytest.raises(FrameError, match=r"^worker liar: expected credit for at most 1024 frames, got 4294967295$"):
@@ -250,9 +248,9 @@ async def test_a_worker_that_grants_credit_without_end_is_refused(models: Models
 
 async def test_results_that_nobody_reads_do_not_pile_up(models: Models) -> None:
     """Between two requests, when nothing was asked."""
-    async with lying(models) as (liar, chain), asyncio.timeout(10):
+    async with lying(models) as (liar, chain), asyncio.timeout(60):
         for _ in range(5000):
-            liar.reports.put_nowait(sealed(Report(result=Result(step=2**63))))
+            liar.reports.put_nowait(seal(Report(result=Result(step=2**63))))
         stage = chain._stage
         assert stage is not None
         await until(lambda: stage._failure is not None)
@@ -262,7 +260,9 @@ async def test_results_that_nobody_reads_do_not_pile_up(models: Models) -> None:
 @pytest.mark.parametrize("until_s", [-(2**63), -1, 2**62, 253402300800])
 def test_a_date_that_there_is_not_is_no_reason_to_warn_or_to_fail(until_s: int) -> None:
     assert not [
-        line for line in differences("liar", Cluster(), HelloReply(certificate_expires=until_s)) if "expires" in line
+        line
+        for line in differences("liar", ClusterConfig(), HelloReply(certificate_expires=until_s))
+        if "expires" in line
     ]
 
 

@@ -28,7 +28,7 @@ from worker.model import hub as hub_module
 from worker.model.checkpoint import open_folder
 from worker.model.repository import is_repository
 from worker.node.loading import load_shard, open_checkpoint
-from worker.process.mlx_thread import MlxThread
+from worker.platform.threads import MlxThread
 
 CONFIG = {
     "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 128, "vocab_size": 96,
@@ -44,7 +44,7 @@ PLACES += [("layers.1.", SECOND), ("layers.2.", SECOND), ("", THIRD)]
 
 LOAD = """
 import sys
-from worker.process.imports import skip_init
+from worker.platform.installation import skip_init
 skip_init("mlx_lm")
 from tests.integration.test_hub import print_report
 from worker.errors import ModelError

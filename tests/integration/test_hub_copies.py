@@ -11,7 +11,6 @@ from mlx_lm.models import qwen3
 from tests.integration import test_hub
 from tests.integration.test_hub import FIRST, SECOND, THIRD, Hub, _etag, serving, start
 
-pytestmark = pytest.mark.timeout(30)
 model, folder = test_hub.model, test_hub.folder  # fixtures
 
 COMPARE = """

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cluster.tokenizer import Tokenizer
+from coordinator.engine.tokenizer import Tokenizer
 from tests.code_tokenizer import CODE, IMPORTED, code_kept_in, write_code_tokenizer, write_model_code
 from tests.integration.test_hub import COMMIT, Ask, Hub, asking, serving
 from tests.tiny import make_model

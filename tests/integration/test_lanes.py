@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from coordinator.cluster.chain import Chain
-from coordinator.cluster.runner import Runner
 from coordinator.decoding.decode import Decode, make_cache_choice
+from coordinator.engine.engine import Engine
 from coordinator.planning.costs import LaneChooser
-from coordinator.sessions.answer import Answer
+from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
 from tests.integration.conftest import CHUNK, Models, Pass, running
 from tests.integration.many import SPLITS, Live, request, solo, splits, together, tokens_of
 from tests.integration.windows import BIASED, MASKED
-from worker.compute.engine import Engine
+from worker.compute.executor import Executor
 from worker.errors import InternalError
 
 FAMILIES = ("qwen3", "llama", "gemma3_text", "qwen3_5", "qwen3_moe")
@@ -38,7 +38,7 @@ MIXED = [  # prompts from one row to five chunks
 @pytest.fixture
 def runs_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether every engine begins a frame before it has finished the one before, as where a GPU is busy long after."""
-    monkeypatch.setattr(Engine, "runs_ahead", request.param)
+    monkeypatch.setattr(Executor, "runs_ahead", request.param)
     return bool(request.param)
 
 
@@ -143,18 +143,18 @@ async def test_requests_that_join_and_leave_between_steps_change_no_token(
     requests = [request(tokens_of(1 + (9 * i) % 31, i), 4 + (5 * i) % 17, seed=i, temperature=i % 2) for i in range(9)]
     async with running(models(family).folder, layers) as chain:
         alone = await solo(chain, requests)
-        async with Runner(chain) as runner:
-            found = [await each.answer() for each in await staggered(runner, requests)]
+        async with Engine(chain) as engine:
+            found = [await each.answer() for each in await staggered(engine, requests)]
     assert_same(found, alone)
     assert all(later.started > earlier.token_times[1] for earlier, later in pairwise(found))
 
 
-async def staggered(runner: Runner, requests: Sequence[Request]) -> list[Live]:
+async def staggered(engine: Engine, requests: Sequence[Request]) -> list[Live]:
     live: list[Live] = []
     for each in requests:
         if live:
             await live[-1].wait_pieces(2)
-        live.append(Live(runner, each))
+        live.append(Live(engine, each))
     return live
 
 
@@ -214,20 +214,20 @@ async def test_a_step_that_fails_ahead_of_another_fails_the_runner_not_the_proce
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two frames are on the device where engines run ahead: no request may wait for ever for the lost one."""
-    begin, begun = Engine.begin, []
+    begin, begun = Executor.begin, []
 
-    def fail(engine: Engine, frame: Any, *rest: Any) -> Any:
+    def fail(engine: Executor, frame: Any, *rest: Any) -> Any:
         begun.append(frame.step)
         if len(begun) == 25:
             raise RuntimeError("no such kernel")
         return begin(engine, frame, *rest)
 
-    monkeypatch.setattr(Engine, "runs_ahead", True)
+    monkeypatch.setattr(Executor, "runs_ahead", True)
     async with running(models("qwen3").folder, (4,)) as chain:
-        monkeypatch.setattr(Engine, "begin", fail)
-        async with Runner(chain) as runner, asyncio.timeout(10):
+        monkeypatch.setattr(Executor, "begin", fail)
+        async with Engine(chain) as engine, asyncio.timeout(10):
             outcomes = await asyncio.gather(
-                *(runner.answer(request(tokens_of(3, i), 40), chunk=CHUNK) for i in range(4)), return_exceptions=True
+                *(engine.answer(request(tokens_of(3, i), 40), chunk=CHUNK) for i in range(4)), return_exceptions=True
             )
     assert [type(outcome) for outcome in outcomes] == [InternalError] * 4
     assert all("RuntimeError('no such kernel') at test_lanes.py" in str(outcome) for outcome in outcomes)

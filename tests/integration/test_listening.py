@@ -14,13 +14,13 @@ from tests.integration.conftest import NETWORK, RunningNode
 from tests.integration.many import until
 from tests.integration.test_tls import shown_by
 from worker.errors import ConfigError
-from worker.node import listening as listening_module
+from worker.node import serve as listening_module
 from worker.node.identity import Role
-from worker.node.listening import Listening, listening
-from worker.node.log import Log
+from worker.node.log import worker_log
 from worker.node.network import Network
+from worker.node.serve import Listening, listening
 from worker.node.service import NodeService
-from worker.process.mlx_thread import MlxThread
+from worker.platform.threads import MlxThread
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ async def test_a_worker_listens_on_all_its_addresses_and_on_one_that_it_lacks_as
     monkeypatch.setattr(listening_module, "_AGAIN_S", 0.02)
     lacking, out = socket.create_server(("127.0.0.1", 0)), io.StringIO()
     missing = f"127.0.0.1:{lacking.getsockname()[1]}"
-    log = Log("mini", out)
+    log = worker_log("mini", out)
     service = NodeService("mini", thread, NETWORK, log=log)
     async with listening(service, ["127.0.0.1:0", missing, "127.0.0.2:0"], NETWORK, log) as found:
         assert len(found.addresses) == 2
@@ -57,7 +57,7 @@ async def test_an_address_that_is_not_allowed_is_said_once_and_not_tried_again(
 ) -> None:
     monkeypatch.setattr(listening_module, "_AGAIN_S", 0.0)
     out, network = io.StringIO(), Network()
-    service = NodeService("mini", thread, network, log=Log("mini", out))
+    service = NodeService("mini", thread, network, log=worker_log("mini", out))
     async with listening(service, ["127.0.0.1:0", "0.0.0.0:0"], network, service.log) as found:
         assert len(found.addresses) == 1
         assert out.getvalue().startswith("worker mini: will not listen on 0.0.0.0:0: what is sent there is not encr")
@@ -69,7 +69,7 @@ async def test_an_error_that_nobody_foresaw_of_a_later_try_is_said(
 ) -> None:
     monkeypatch.setattr(listening_module, "_AGAIN_S", 0.0)
     out, network = io.StringIO(), Network()
-    service = NodeService("mini", thread, network, log=Log("mini", out))
+    service = NodeService("mini", thread, network, log=worker_log("mini", out))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         missing = f"127.0.0.1:{taken.getsockname()[1]}"
         async with listening(service, ["127.0.0.1:0", missing], network, service.log):
@@ -105,7 +105,7 @@ async def test_a_server_that_does_not_serve_is_stopped(
 async def test_a_renewed_certificate_is_shown_at_every_address(tmp_path: Path, thread: MlxThread) -> None:
     certificates = Certificates(tmp_path)
     network = certificates.network("mini")
-    service = NodeService("mini", thread, network, log=Log("mini", None))
+    service = NodeService("mini", thread, network, log=worker_log("mini", None))
     async with listening(service, ["127.0.0.1:0", "127.0.0.1:0"], network, service.log) as found:
         nodes = [RunningNode("mini", address, service, thread, network.server()) for address in found.addresses]
         before = {await shown_by(node, certificates) for node in nodes}

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from coordinator.cluster.runner import Runner
+from coordinator.engine.engine import Engine
 from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_UNSPECIFIED, Fingerprint, HelloRequest, LoadRequest
 from protos.brigade_pb2_grpc import NodeStub
 from tests.integration.conftest import (
@@ -40,9 +40,9 @@ from worker.compute import shard as shard_module
 from worker.compute.shard import Shard
 from worker.errors import BrigadeError, ModelError
 from worker.model.checkpoint import open_folder
+from worker.node.model_sources import ModelSources
 from worker.node.network import PROTOCOL_VERSION
-from worker.node.own_models import OwnModels
-from worker.node.status import error_of
+from worker.node.rpc_errors import error_of
 
 WEIGHTS = "model.safetensors"
 Tensors = dict[str, mx.array]
@@ -55,12 +55,12 @@ def folder(models: Models, tmp_path: Path) -> Path:
 
 
 @asynccontextmanager
-async def worker(copy: Path | OwnModels = ANYWHERE) -> AsyncIterator[RunningNode]:
+async def worker(copy: Path | ModelSources = ANYWHERE) -> AsyncIterator[RunningNode]:
     async with serving(1, copy) as [node]:
         yield node
 
 
-async def refusal(request: LoadRequest, copy: Path | OwnModels = ANYWHERE) -> str:
+async def refusal(request: LoadRequest, copy: Path | ModelSources = ANYWHERE) -> str:
     """What a worker says to a load that it refuses."""
     async with worker(copy) as node:
         with pytest.raises(ModelError) as caught:
@@ -160,6 +160,7 @@ async def test_another_version_of_the_protocol_is_refused_with_both_versions() -
     assert isinstance(error, ModelError)
     assert f"worker node-1: speaks protocol {PROTOCOL_VERSION}" in str(error)
     assert f"the coordinator speaks {PROTOCOL_VERSION + 41}" in str(error)
+    assert "brigade launch --update" in str(error) and "\n" not in str(error)
 
 
 async def test_a_folder_that_the_worker_does_not_have_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
@@ -276,7 +277,7 @@ async def test_a_load_that_its_coordinator_gave_up_does_not_get_in_the_way_of_th
         assert not given_up.done()
         given_up.cancel()
         await asyncio.wait([given_up])
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             next_one = asyncio.create_task(load(node, load_request(whole.folder, 2, 4)))
             await peer.status(5)
             release.set()
@@ -350,9 +351,9 @@ async def test_digests_leave_room_for_frames_between_their_pieces_and_are_the_sa
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shard_module, "_DIGEST_BYTES", 64)
-    async with serving(1) as [node], opened(models("qwen3").folder, (2, 2), [node]) as chain, Runner(chain) as runner:
+    async with serving(1) as [node], opened(models("qwen3").folder, (2, 2), [node]) as chain, Engine(chain) as engine:
         idle = await chain.peers[0].digests()
-        live = Live(runner, request((5, 6, 7), 400))
+        live = Live(engine, request((5, 6, 7), 400))
         await live.wait_pieces(1)
         before = live.num_pieces
         assert await chain.peers[0].digests() == idle
@@ -437,7 +438,7 @@ async def test_a_node_that_failed_lets_go_of_its_shard_before_it_loads_another(
             monkeypatch.setattr(Shard, "__call__", fail)
             with pytest.raises(BrigadeError, match="no such kernel"):
                 await answer(chain, (1, 2, 3), 4)
-        await until(lambda: not node.service._attachment)
+        await until(lambda: not node.service.worker.attachment)
         assert shards[0]() is not None
         await load(node, load_request(models("qwen3").folder, 1, 4))
         assert shards[0]() is None
@@ -451,7 +452,7 @@ import psutil
 from worker.model.checkpoint import open_folder
 from worker.model.families import model_classes
 from worker.node.loading import load_shard
-from worker.process.mlx_thread import MlxThread
+from worker.platform.threads import MlxThread
 
 
 def peak() -> int:

@@ -12,19 +12,18 @@ from tests.integration.conftest import Models, RunningNode, answer, load, load_r
 from tests.integration.many import until
 from tests.integration.upstream import attach_request
 from worker.compute.shard import Shard
-from worker.errors import NodeBusy, StageLost
-from worker.node import due
-from worker.node.loader import Loader
+from worker.errors import ModelError, NodeBusy, StageLost
+from worker.node import lifecycle
+from worker.node.lifecycle import Worker, WorkerState
 from worker.node.service import NodeService
-from worker.process.mlx_memory import give_back
+from worker.platform.mlx_memory import give_back
 
 PROMPT = (1, 2, 3)
 
 
 def shard_of(node: RunningNode) -> weakref.ref[Shard]:
-    loaded = node.service._loader.loaded
-    assert loaded is not None
-    return weakref.ref(loaded.shard)
+    assert node.service.worker.shard is not None
+    return weakref.ref(node.service.worker.shard)
 
 
 async def unload(node: RunningNode, coordinator: str) -> None:
@@ -66,7 +65,7 @@ async def test_a_shard_is_held_while_it_is_used_then_let_go_and_read_again(
 ) -> None:
     whole, out = models("qwen3"), io.StringIO()
     references = []
-    async with serving(1, out=out) as [node], node.service.letting_go(0.02):
+    async with serving(1, out=out) as [node], node.service.worker.keep_alive(0.02):
         for _ in range(2):
             async with opened(whole.folder, (2, 2), [node]) as chain:
                 references.append(shard_of(node))
@@ -74,10 +73,10 @@ async def test_a_shard_is_held_while_it_is_used_then_let_go_and_read_again(
                 assert references[-1]() is not None
             del chain
             await until(lambda: references[-1]() is None)
-        assert node.service._loader.loaded is None
-        monkeypatch.setattr(due, "LONGEST_S", 0.02)  # nobody attaches what is loaded now
+        assert node.service.worker.shard is None
+        monkeypatch.setattr(lifecycle, "RESERVED_S", 0.02)  # nobody attaches what is loaded now
         await load(node, load_request(whole.folder, 2, 4))
-        await until(lambda: node.service._loader.loaded is None)
+        await until(lambda: node.service.worker.shard is None)
         with pytest.raises(StageLost, match=r"^worker node-1: has let its layers go meanwhile"):
             await attach(node, whole.folder)
     assert out.getvalue().count("go: unused for 0.02 s; it is read again when it is wanted\n") == 3
@@ -92,7 +91,7 @@ async def test_a_worker_lets_go_for_whoever_has_it_and_for_nobody_else(models: M
             assert shard_of(node)() is not None
         await until(lambda: is_free(node.service))
         await unload(node, "another")
-        assert node.service._loader.loaded is None
+        assert node.service.worker.shard is None
 
 
 async def test_what_is_loaded_is_held_for_its_coordinator_until_that_has_attached_it(models: Models) -> None:
@@ -100,32 +99,53 @@ async def test_what_is_loaded_is_held_for_its_coordinator_until_that_has_attache
     whole, out = models("qwen3"), io.StringIO()
     request = load_request(whole.folder, 2, 4)
     request.coordinator.CopyFrom(Coordinator(id="one", name="one"))
-    async with serving(1, out=out) as [node], node.service.letting_go(0.001):
+    async with serving(1, out=out) as [node], node.service.worker.keep_alive(0.001):
         await load(node, request)
         with pytest.raises(NodeBusy, match="loaded its layers for another coordinator"):
             await unload(node, "another")
-        assert node.service._use.is_used and shard_of(node)() is not None
+        assert node.service.worker.is_reserved and shard_of(node)() is not None
         async with opened(whole.folder, (2, 2), [node]):
             pass
-        await until(lambda: node.service._loader.loaded is None)
+        await until(lambda: node.service.worker.shard is None)
         await load(node, request)
         await unload(node, "one")
-        assert node.service._loader.loaded is None
+        assert node.service.worker.shard is None
     assert out.getvalue().count("kept layers") == 1
 
 
+async def test_a_reservation_ends_and_a_load_that_failed_makes_none(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = models("qwen3").folder
+    request, wrong = load_request(folder, 2, 4), load_request(folder, 2, 4)
+    request.coordinator.id = wrong.coordinator.id = "one"
+    wrong.num_layers = 5
+    async with serving(1) as [node]:
+        with pytest.raises(ModelError, match=r"its copy of .* has 4"):
+            await load(node, wrong)
+        assert not node.service.worker.is_reserved
+        await load(node, request)
+        assert node.service.worker.is_reserved
+        monkeypatch.setattr(lifecycle, "RESERVED_S", 0.0)
+        await load(node, request)
+        await unload(node, "another")
+        assert node.service.worker.state is WorkerState.EMPTY
+
+
 async def test_that_nothing_is_let_go_any_more_is_told(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fail(loader: Loader, why: str) -> None:
+    async def fail(worker: Worker, why: str) -> None:
         raise RuntimeError("no more")
 
-    monkeypatch.setattr(Loader, "let_go", fail)
+    monkeypatch.setattr(Worker, "let_go", fail)
+    monkeypatch.setattr(lifecycle, "RESERVED_S", 0.0)
     out = io.StringIO()
-    async with serving(1, out=out) as [node], node.service.letting_go(0.001):
+    async with serving(1, out=out) as [node], node.service.worker.keep_alive(0.001):
+        await load(node, load_request(models("qwen3").folder, 2, 4))
         await until(lambda: "internal error: RuntimeError('no more')" in out.getvalue())
 
 
 def is_free(service: NodeService) -> bool:
-    return service._attachment is None
+    return service.worker.attachment is None
 
 
 async def attach(node: RunningNode, folder: Path) -> None:

@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,11 @@ from tests.integration import test_hub
 from tests.integration.conftest import Models, load, load_request, serving
 from tests.integration.test_hub import COMMIT, FIRST, SECOND, THIRD, Ask, Hub
 from tests.tiny import make_model
-from worker.config import Cluster, Worker
+from worker.config import ClusterConfig, WorkerConfig
 from worker.errors import ModelError
 from worker.model.checkpoint import DEMO, Checkpoint, open_folder
 from worker.model.contents import check_files
-from worker.node.own_models import OwnModels
+from worker.node.model_sources import ModelSources
 
 model, folder, hub, asking = test_hub.model, test_hub.folder, test_hub.hub, test_hub.asking  # fixtures
 
@@ -90,7 +91,7 @@ async def test_no_path_that_a_coordinator_names_is_opened(
         "x" * 70_000,
         "é/../..@..",
     ]
-    async with serving(1, OwnModels(roots=(root, root / "not there"))) as [node]:
+    async with serving(1, ModelSources(roots=(root, root / "not there"))) as [node]:
         for name in names:
             request.model = name
             opened_paths.clear()
@@ -102,7 +103,7 @@ async def test_no_path_that_a_coordinator_names_is_opened(
 
 async def test_a_refusal_does_not_tell_what_is_on_the_disk(root: Path, outside: Path) -> None:
     request, said = load_request(outside, 2, 4), []
-    async with serving(1, OwnModels(roots=(root,))) as [node]:
+    async with serving(1, ModelSources(roots=(root,))) as [node]:
         for name in (str(outside), "/not/there", f"{root}/link", f"{root}/lonk"):
             request.model = name
             with pytest.raises(ModelError) as caught:
@@ -124,7 +125,7 @@ async def test_models_below_the_roots_are_found_by_the_last_part_of_their_name(m
     request = load_request(whole, 2, 4)
     for name in ("copy", "/not/there/copy", "owner/copy", f"owner/copy@{COMMIT}", "/not/there/link"):
         request.model = name
-        async with serving(1, OwnModels(roots=roots)) as [node]:
+        async with serving(1, ModelSources(roots=roots)) as [node]:
             assert (await load(node, request))[-1].phase == "load", name
 
 
@@ -133,7 +134,7 @@ async def test_a_worker_s_own_model_is_loaded_whatever_a_coordinator_calls_it(mo
     request = load_request(whole, 2, 4)
     for name in (str(whole), "/etc", "../x", "demo"):
         request.model = name
-        async with serving(1, OwnModels(str(whole))) as [node]:
+        async with serving(1, ModelSources(str(whole))) as [node]:
             assert (await load(node, request))[-1].phase == "load", name
 
 
@@ -148,7 +149,7 @@ async def test_another_model_than_its_own_is_refused_as_such(models: Models) -> 
 async def test_the_bundled_model_needs_no_permission(models: Models) -> None:
     request = load_request(DEMO, 6, 8)
     request.model = "demo"
-    for models_of_node in (OwnModels(), OwnModels(str(models("qwen3").folder))):
+    for models_of_node in (ModelSources(), ModelSources(str(models("qwen3").folder))):
         async with serving(1, models_of_node) as [node]:
             assert (await load(node, request))[-1].phase == "load"
 
@@ -166,15 +167,19 @@ async def test_the_bundled_model_needs_no_permission(models: Models) -> None:
 def test_the_flag_wins_over_the_entry_and_the_entry_over_the_file(
     name: str | None, flag: str | None, expected: str
 ) -> None:
-    workers = (Worker(name="mini", address="localhost:1", model="entry"), Worker(name="air", address="localhost:2"))
-    cluster = Cluster(model="top", models=("shelf",), workers=workers)
-    found = OwnModels.of(cluster, name, flag)
-    assert found == OwnModels(expected, (Path("shelf"),), may_download_own=expected != "top")
+    workers = (
+        WorkerConfig(name="mini", address="localhost:1", model="entry"),
+        WorkerConfig(name="air", address="localhost:2"),
+    )
+    cluster = ClusterConfig(model="top", models=("shelf",), workers=workers)
+    found = ModelSources.of(cluster, name, flag)
+    assert found.cache is not None
+    assert replace(found, cache=None) == ModelSources(expected, (Path("shelf"),), may_download_own=expected != "top")
 
 
 def test_only_a_configuration_lets_a_node_download_whatever_it_is_asked_for() -> None:
-    assert OwnModels.of(Cluster(pull="none"), None, None) == OwnModels(None, (), may_download=False)
-    assert OwnModels.of(Cluster(pull="hub"), None, None).may_download
+    assert ModelSources.of(ClusterConfig(pull="none"), None, None) == ModelSources(None, (), may_download=False)
+    assert ModelSources.of(ClusterConfig(pull="hub"), None, None).may_download
 
 
 # The hub
@@ -189,9 +194,9 @@ def test_a_repository_that_is_not_in_the_cache_is_asked_for_only_if_that_is_conf
     with asking(hub.endpoint, tmp_path):
         for name in (REPOSITORY, "brigade/tiny", "brigade/tiny@main", "brigade/no..name"):
             with pytest.raises(ModelError, match=r"start it with --model brigade/tiny, or set `pull: hub`|correct it"):
-                OwnModels("demo").open(name, {}, refuse_demo)
+                ModelSources("demo").open_own(name, {}, refuse_demo)
         assert hub.asked == []
-        checkpoint = OwnModels(may_download=True).open(REPOSITORY, {}, take)
+        checkpoint = ModelSources(may_download=True).open_own(REPOSITORY, {}, take)
         assert checkpoint.name == REPOSITORY and checkpoint.download is not None
         assert hub.asked
 
@@ -207,7 +212,7 @@ def test_a_worker_s_own_repository_is_downloaded_without_asking(
     hub: Hub, asking: Ask, tmp_path: Path, own: str, wanted: str
 ) -> None:
     with asking(hub.endpoint, tmp_path):
-        checkpoint = OwnModels(own).open(wanted, {}, take)
+        checkpoint = ModelSources(own).open_own(wanted, {}, take)
         assert checkpoint.name == REPOSITORY
         checkpoint.fetch(checkpoint.tensors, lambda nbytes: None)
     assert hub.downloads() >= {FIRST, SECOND, THIRD}
@@ -220,13 +225,13 @@ def test_the_model_of_all_is_for_the_coordinator_to_download(
 ) -> None:
     known = open_folder(folder).tensors
     with asking(hub.endpoint, tmp_path):
-        models = OwnModels.of(Cluster(model="brigade/tiny"), None, None)
+        models = ModelSources.of(ClusterConfig(model="brigade/tiny"), None, None)
         with pytest.raises(ModelError, match="is not in its hub cache"):
-            models.open(wanted, known, take)
+            models.open_own(wanted, known, take)
         assert hub.asked == []
         test_hub.report("brigade/tiny")  # it downloads some of it
         hub.asked.clear()
-        assert models.open(wanted, known, take).name == REPOSITORY
+        assert models.open_own(wanted, known, take).name == REPOSITORY
     assert hub.asked == []
 
 
@@ -239,9 +244,9 @@ def test_what_is_in_the_cache_is_opened_and_nobody_is_asked(
         test_hub.report("brigade/tiny")  # a shard of layers [0, 2)
         hub.asked.clear()
         for name in ("brigade/tiny", REPOSITORY):
-            found = OwnModels().open(name, known, partial(check_files, start=0, end=2))
+            found = ModelSources().open_own(name, known, partial(check_files, start=0, end=2))
             assert (found.name, found.fingerprint) == (REPOSITORY, open_folder(folder).fingerprint)
             assert found.download is None and set(found.hub_hashes) == {FIRST, SECOND, THIRD}
         with pytest.raises(ModelError, match=f"^lacks {THIRD}.*; `hf download brigade/tiny --revision {COMMIT}`, or"):
-            OwnModels().open(REPOSITORY, known, partial(check_files, start=2, end=4))
+            ModelSources().open_own(REPOSITORY, known, partial(check_files, start=2, end=4))
     assert hub.asked == []

@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 
 from coordinator.cluster import open as open_module
-from coordinator.cluster.open import open_chain, supervised
+from coordinator.cluster.cluster import Cluster
+from coordinator.cluster.nodes import Nodes
+from coordinator.cluster.open import cluster_over, open_chain
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.peer import Peer
-from coordinator.cluster.roster import Roster
-from coordinator.cluster.runner import Runner
-from coordinator.cluster.supervisor import Supervisor
+from coordinator.engine.engine import Engine
 from coordinator.planning.recovery import Limits
-from coordinator.planning.speeds import NOTHING_KNOWN, Link, Speed, Survey
+from coordinator.planning.speeds import NOTHING_KNOWN, LinkSpeed, Speed, Survey
 from tests.integration.conftest import NETWORK, Models, answer
 from tests.integration.many import Live, request, tokens_of
 from tests.integration.test_recovery import Place
-from worker.config import Cluster, Coordinator, Worker
+from worker.config import ClusterConfig, CoordinatorConfig, WorkerConfig
 from worker.model.checkpoint import Checkpoint, open_folder
 from worker.model.describe import describe
 
@@ -38,7 +38,7 @@ def known_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
         num_kinds = len(describe(checkpoint).kinds)
         return Survey(
             {name: Speed((((1, ms),),) * num_kinds, ((1, 8 * ms),), 1) for name, ms in LAYER_MS.items()},
-            {"slow": Link(0.1), "fast": Link(0.1)},
+            {"slow": LinkSpeed(0.1), "fast": LinkSpeed(0.1)},
         )
 
     monkeypatch.setattr(open_module, "known_speeds", known_speeds)
@@ -56,24 +56,24 @@ async def workers() -> AsyncIterator[list[Place]]:
 
 def options(folder: Path, places: list[Place], order: str = FREE, own: int | None = None) -> ClusterOptions:
     """`own` is the memory of the coordinator, that of others is ample."""
-    listed = tuple(Worker(name=place.name, address=(place.address,), memory=1 << 40) for place in places)
-    cluster = Cluster(coordinator=Coordinator(memory=own or 1 << 40), workers=listed, order=order)  # type: ignore[arg-type]
+    listed = tuple(WorkerConfig(name=place.name, address=(place.address,), memory=1 << 40) for place in places)
+    cluster = ClusterConfig(coordinator=CoordinatorConfig(memory=own or 1 << 40), workers=listed, order=order)  # type: ignore[arg-type]
     return ClusterOptions(cluster, str(folder), None, 128, limits=Limits(rejoin_s=0, recovery_s=20))
 
 
 @asynccontextmanager
-async def opened(given: ClusterOptions) -> AsyncIterator[Supervisor]:
+async def opened(given: ClusterOptions) -> AsyncIterator[Cluster]:
     checkpoint = open_folder(Path(given.model))
     peers = [Peer(worker.name, worker.addresses, NETWORK) for worker in given.cluster.workers]
     async with (
-        Roster(peers, given.cluster) as roster,
-        supervised(given, checkpoint, describe(checkpoint), 128, roster, peers) as supervisor,
+        Nodes(peers, given.cluster) as nodes,
+        cluster_over(nodes, peers, given, checkpoint, describe(checkpoint), 128) as cluster,
     ):
-        yield supervisor
+        yield cluster
 
 
-def held(supervisor: Supervisor) -> dict[str, int]:
-    return {each.name: each.end - each.start for each in supervisor.chain.plan.assignments}
+def held(cluster: Cluster) -> dict[str, int]:
+    return {each.name: each.end - each.start for each in cluster.chain.plan.assignments}
 
 
 def room_for_one(folder: Path) -> int:
@@ -84,9 +84,9 @@ def room_for_one(folder: Path) -> int:
 
 async def test_who_is_no_help_is_left_out(models: Models, capsys: pytest.CaptureFixture[str]) -> None:
     folder = models("qwen3").folder
-    async with workers() as places, opened(options(folder, places, own=room_for_one(folder))) as supervisor:
-        assert held(supervisor) == {"coordinator": 1, "fast": 3} and supervisor.missing == []
-        assert (await answer(supervisor.chain, PROMPT, 8)).tokens == models("qwen3").tokens(PROMPT, 8)
+    async with workers() as places, opened(options(folder, places, own=room_for_one(folder))) as cluster:
+        assert held(cluster) == {"coordinator": 1, "fast": 3} and cluster.missing == []
+        assert (await answer(cluster.chain, PROMPT, 8)).tokens == models("qwen3").tokens(PROMPT, 8)
     assert "without slow, which would not make it faster" in capsys.readouterr().err
 
 
@@ -97,27 +97,27 @@ async def test_who_was_left_out_takes_over_if_that_helps(models: Models, has_roo
     """Where it does not, the others go on by themselves, as is fastest then, too."""
     whole = models("qwen3")
     own = None if has_room else room_for_one(whole.folder)
-    async with workers() as places, opened(options(whole.folder, places, own=own)) as supervisor:
-        assert held(supervisor) == {"coordinator": 1, "fast": 3}
-        async with Runner(supervisor.chain, when_lost=supervisor.reopen) as runner:
-            live = Live(runner, request(PROMPT, 16))
+    async with workers() as places, opened(options(whole.folder, places, own=own)) as cluster:
+        assert held(cluster) == {"coordinator": 1, "fast": 3}
+        async with Engine(cluster.chain, when_lost=cluster.reopen) as engine:
+            live = Live(engine, request(PROMPT, 16))
             await live.wait_pieces(3)
             await places[0].stop()
             assert (await live.answer()).tokens == whole.tokens(PROMPT, 16)
-        assert held(supervisor) == then and supervisor.missing == ["fast"]
+        assert held(cluster) == then and cluster.missing == ["fast"]
 
 
 async def test_one_mac_alone_answers_where_that_is_faster(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LAYER_MS, "coordinator", 0.5)
-    async with workers() as places, opened(options(models("qwen3").folder, places)) as supervisor:
-        assert held(supervisor) == {"coordinator": 4}
+    async with workers() as places, opened(options(models("qwen3").folder, places)) as cluster:
+        assert held(cluster) == {"coordinator": 4}
 
 
 async def test_layers_that_somebody_wants_are_kept(models: Models) -> None:
     async with workers() as places:
         given = options(models("qwen3").folder, places).with_layers((1, 1, 2))
-        async with opened(given) as supervisor:
-            assert held(supervisor) == {"coordinator": 1, "fast": 1, "slow": 2}
+        async with opened(given) as cluster:
+            assert held(cluster) == {"coordinator": 1, "fast": 1, "slow": 2}
 
 
 async def test_what_a_loss_leaves_of_given_layers_is_planned_by_speed(models: Models) -> None:
@@ -125,20 +125,20 @@ async def test_what_a_loss_leaves_of_given_layers_is_planned_by_speed(models: Mo
     whole = models("qwen3")
     async with workers() as places:
         given = options(whole.folder, places).with_layers((1, 1, 2))
-        async with opened(given) as supervisor, Runner(supervisor.chain, when_lost=supervisor.reopen) as runner:
-            live = Live(runner, request(PROMPT, 16))
+        async with opened(given) as cluster, Engine(cluster.chain, when_lost=cluster.reopen) as engine:
+            live = Live(engine, request(PROMPT, 16))
             await live.wait_pieces(3)
             await places[1].stop()
             assert (await live.answer()).tokens == whole.tokens(PROMPT, 16)
-            assert held(supervisor) == {"coordinator": 1, "fast": 3}
+            assert held(cluster) == {"coordinator": 1, "fast": 3}
 
 
 async def test_for_throughput_the_slowest_stage_is_made_short(models: Models) -> None:
     """One request would have three layers on the fast one; stages of 6 and 9 ms pass more frames than of 2 and 11."""
     async with workers() as places:
         given = replace(options(models("qwen3").folder, places), objective="throughput")
-        async with opened(given) as supervisor:
-            assert held(supervisor) == {"coordinator": 3, "fast": 1}
+        async with opened(given) as cluster:
+            assert held(cluster) == {"coordinator": 3, "fast": 1}
 
 
 @pytest.mark.parametrize(("order", "expected"), [(FREE, ["slow", "fast"]), (FIXED, ["fast", "slow"])])
@@ -153,9 +153,9 @@ async def test_workers_change_places_unless_their_order_is_fixed(
         given = options(folder, places, order, own=room_for_one(folder))
         listed = tuple(worker.model_copy(update={"memory": room}) for worker in given.cluster.workers)
         cluster = given.cluster.model_copy(update={"workers": listed})
-        async with opened(replace(given, cluster=cluster)) as supervisor:
-            assert list(held(supervisor))[1:] == expected
-            assert (await answer(supervisor.chain, PROMPT, 8)).tokens == models("qwen3").tokens(PROMPT, 8)
+        async with opened(replace(given, cluster=cluster)) as cluster:
+            assert list(held(cluster))[1:] == expected
+            assert (await answer(cluster.chain, PROMPT, 8)).tokens == models("qwen3").tokens(PROMPT, 8)
 
 
 async def test_what_is_measured_is_measured_on_several_nodes(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from coordinator.cluster.chain import Chain
-from coordinator.cluster.runner import Runner
 from coordinator.decoding.decode import Decode, make_cache_choice
-from coordinator.sessions.answer import Answer
+from coordinator.engine.engine import Engine
+from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
 from coordinator.sessions.slots import cache_costs
 from protos.brigade_pb2 import Frame, Timing
@@ -58,15 +58,15 @@ async def test_the_next_turn_of_a_conversation_feeds_only_what_is_new(
 ) -> None:
     family, arguments, cache = KINDS[kind]
     async with running(models(family, **arguments).folder, layers) as chain:
-        async with Runner(chain) as runner:
-            first = await runner.answer(request(tokens_of(26), 8, cache=cache), chunk=CHUNK)
+        async with Engine(chain) as engine:
+            first = await engine.answer(request(tokens_of(26), 8, cache=cache), chunk=CHUNK)
             so_far = (*tokens_of(26), *first.tokens)
             before = len(frames)
             again = request((*so_far, *NEW), 8, cache=cache, seed=3, temperature=0.8)
-            found = await runner.answer(again, chunk=CHUNK)
+            found = await engine.answer(again, chunk=CHUNK)
             assert found.num_reused == len(so_far) - 1  # the answer's last token was never fed
             assert rows_fed(frames, before) == found.num_rows == 1 + len(NEW) + 8 - 1
-            assert runner.scheduler.slots.num_hits == 1
+            assert engine.scheduler.slots.num_hits == 1
         assert found.tokens == (await fresh(chain, again)).tokens
 
 
@@ -77,10 +77,10 @@ async def test_a_long_conversation_feeds_every_token_once(models: Models, frames
     async with running(models(family, **arguments).folder, (1, 3)) as chain:
         frames.clear()
         text, answers, asked = tokens_of(20), [], []
-        async with Runner(chain) as runner:
+        async with Engine(chain) as engine:
             for turn in range(6):
                 asked.append(request(text, 5 + turn, cache=cache))
-                answers.append(await runner.answer(asked[-1], chunk=CHUNK))
+                answers.append(await engine.answer(asked[-1], chunk=CHUNK))
                 text = (*text, *answers[-1].tokens, *tokens_of(3 + turn, turn))
             statuses = await chain.statuses()
         fed = len(asked[-1].prompt) + len(answers[-1].tokens) - 1
@@ -94,12 +94,12 @@ async def test_a_long_conversation_feeds_every_token_once(models: Models, frames
 async def test_windows_leave_a_prefix_that_can_be_continued(models: Models, decode: Decode) -> None:
     """Rejected drafts and MASK rows lie behind the end: they must not count as fed."""
     async with running(models("qwen3", **MASKED).folder, (1, 3)) as chain:
-        async with Runner(chain) as runner:
+        async with Engine(chain) as engine:
             asked = [request(tokens_of(26), 13, decode)]
-            answers = [await runner.answer(asked[0], chunk=CHUNK)]
+            answers = [await engine.answer(asked[0], chunk=CHUNK)]
             for _ in range(2):
                 asked.append(request((*asked[-1].prompt, *answers[-1].tokens, *NEW), 13, decode))
-                answers.append(await runner.answer(asked[-1], chunk=CHUNK))
+                answers.append(await engine.answer(asked[-1], chunk=CHUNK))
                 assert answers[-1].num_reused >= len(asked[-1].prompt) - len(NEW) - 9
         alone = await solo(chain, asked)
     assert [each.tokens for each in answers] == [each.tokens for each in alone]
@@ -107,19 +107,19 @@ async def test_windows_leave_a_prefix_that_can_be_continued(models: Models, deco
 
 async def test_a_recurrent_model_begins_anew_where_a_prompt_leaves_the_old_text(models: Models) -> None:
     async with running(models("qwen3_5").folder, (2, 2)) as chain:
-        async with Runner(chain) as runner:
-            first = await runner.answer(request(tokens_of(26), 8), chunk=CHUNK)
+        async with Engine(chain) as engine:
+            first = await engine.answer(request(tokens_of(26), 8), chunk=CHUNK)
             other = request((*tokens_of(26), *first.tokens[:-2], 3, *NEW), 8)
-            found = await runner.answer(other, chunk=CHUNK)
+            found = await engine.answer(other, chunk=CHUNK)
         assert found.num_reused == 0
         assert found.tokens == (await fresh(chain, other)).tokens
 
 
 async def test_another_kind_of_cache_is_never_reused(models: Models) -> None:
-    async with running(models("qwen3", **WIDE).folder, (2, 2)) as chain, Runner(chain) as runner:
+    async with running(models("qwen3", **WIDE).folder, (2, 2)) as chain, Engine(chain) as engine:
         for kind, size in (("full", None), ("int8", None), ("rotating", 14), ("rotating", 20)):
             each = request(tokens_of(26), 8, cache=make_cache_choice(kind, size))
-            assert (await runner.answer(each, chunk=CHUNK)).num_reused == 0
+            assert (await engine.answer(each, chunk=CHUNK)).num_reused == 0
 
 
 @splits
@@ -129,9 +129,9 @@ async def test_a_prompt_that_leaves_the_old_text_reuses_what_both_share(
     """Two continuations of one text, several times: the kept text itself stays what it was."""
     async with running(models("qwen3").folder, layers) as chain:
         asked = [request((*tokens_of(30), *tokens_of(4, 1 + i % 2)), 6, seed=i, temperature=i % 2) for i in range(5)]
-        async with Runner(chain) as runner:
-            await runner.answer(request(tokens_of(35), 8), chunk=CHUNK)
-            found = [await runner.answer(each, chunk=CHUNK) for each in asked]
+        async with Engine(chain) as engine:
+            await engine.answer(request(tokens_of(35), 8), chunk=CHUNK)
+            found = [await engine.answer(each, chunk=CHUNK) for each in asked]
         alone = await solo(chain, asked)
     assert all(each.num_reused >= 30 for each in found)
     assert [each.tokens for each in found] == [each.tokens for each in alone]
@@ -151,10 +151,10 @@ async def test_two_live_requests_with_one_long_prefix_feed_it_once_and_both_are_
     short = [request((*tokens_of(40)[:36], *tokens_of(5, i)), 6, cache=cache, seed=i, temperature=1.0) for i in (1, 2)]
     async with running(models(family, **arguments).folder, layers) as chain:
         frames.clear()
-        async with Runner(chain) as runner:
-            source = Live(runner, long)
+        async with Engine(chain) as engine:
+            source = Live(engine, long)
             await source.wait_pieces(3)
-            copies = [await Live(runner, each).answer() for each in short]
+            copies = [await Live(engine, each).answer() for each in short]
             assert not source.task.done()
             found = [await source.answer(), *copies]
         assert [slot for _, slot in forks(frames)] == [0, 0]
@@ -169,11 +169,11 @@ async def test_a_copy_of_a_slot_whose_prompt_is_still_being_fed_has_what_was_fed
     async with running(models("qwen3").folder, (1, 2, 1)) as chain:
         frames.clear()
         asked = [request(tokens_of(200), 6), request((*tokens_of(200)[:150], 5, 6), 6), request(tokens_of(100), 6)]
-        async with Runner(chain) as runner:
-            live = [Live(runner, asked[0])]
+        async with Engine(chain) as engine:
+            live = [Live(engine, asked[0])]
             for number in (1, 2):
                 await frames.wait_window(lambda window, number=number: window.base >= 3 * CHUNK * number)
-                live.append(Live(runner, asked[number]))
+                live.append(Live(engine, asked[number]))
             found = [await each.answer() for each in live]
         alone = await solo(chain, asked)
     assert 0 < found[1].num_reused < 150 and 0 < found[2].num_reused < 100
@@ -186,10 +186,10 @@ async def test_many_copies_of_one_prompt_with_seeds_of_their_own_are_each_what_t
 ) -> None:
     asked = [request(tokens_of(30), 12, seed=i, temperature=1.2) for i in range(6)]
     async with running(models("qwen3").folder, layers) as chain:
-        async with Runner(chain) as runner:
+        async with Engine(chain) as engine:
             live = []
             for each in asked:
-                live.append(Live(runner, each))
+                live.append(Live(engine, each))
                 await live[-1].wait_pieces(2)
             found = [await each.answer() for each in live]
         alone = await solo(chain, asked)
@@ -205,13 +205,13 @@ async def test_prompts_that_share_a_frame_and_a_prefix_are_copies_of_what_was_th
     asked = [request((*tokens_of(30), *tokens_of(3, i)), 5) for i in (1, 2, 3)]
     async with running(models("qwen3").folder, (2, 2)) as chain:
         alone = await solo(chain, asked)
-        async with Runner(chain) as runner:
-            await runner.answer(request(tokens_of(40), 2), chunk=CHUNK)
-            streaming = Live(runner, request(tokens_of(3, 1), 60))
+        async with Engine(chain) as engine:
+            await engine.answer(request(tokens_of(40), 2), chunk=CHUNK)
+            streaming = Live(engine, request(tokens_of(3, 1), 60))
             await streaming.wait_pieces(2)
             frames.clear()
-            first = asyncio.create_task(runner.answer(request(tokens_of(20, 9), 5)))  # the others wait behind it
-            found = await asyncio.gather(*(runner.answer(each) for each in asked))
+            first = asyncio.create_task(engine.answer(request(tokens_of(20, 9), 5)))  # the others wait behind it
+            found = await asyncio.gather(*(engine.answer(each) for each in asked))
             await asyncio.gather(first, streaming.answer())
     assert max(len(frame.opened) for frame in frames) >= 2, "they never shared a frame"
     assert [each.num_reused for each in found] == [30] * 3
@@ -228,15 +228,15 @@ async def test_kept_prefixes_give_way_to_who_needs_their_memory_and_every_stage_
     """Room for three slots: a fourth text evicts the oldest, on every stage."""
     async with running_within(models("qwen3").folder, layers, 24, slots=3) as chain:
         budgets = cache_costs(chain.plan, chain.spec).budgets
-        async with Runner(chain) as runner:
+        async with Engine(chain) as engine:
             for number in range(8):
-                await runner.answer(request(tokens_of(20, number), 4), chunk=CHUNK)
+                await engine.answer(request(tokens_of(20, number), 4), chunk=CHUNK)
                 statuses = await chain.statuses()
                 assert [status.slots for status in statuses] == [min(number + 1, 3)] * len(layers)
                 held = [status.cache_bytes for status in statuses]
                 assert all(0 < bytes_ <= budget for bytes_, budget in zip(held, budgets, strict=True))
-            newest = await runner.answer(request((*tokens_of(20, 7), 5), 4), chunk=CHUNK)
-            oldest = await runner.answer(request((*tokens_of(20, 1), 5), 4), chunk=CHUNK)
+            newest = await engine.answer(request((*tokens_of(20, 7), 5), 4), chunk=CHUNK)
+            oldest = await engine.answer(request((*tokens_of(20, 1), 5), 4), chunk=CHUNK)
         assert (newest.num_reused, oldest.num_reused) == (20, 0)
         await wait_freed(chain)
 
@@ -246,8 +246,8 @@ async def test_requests_wait_for_memory_and_no_stage_ever_holds_more_than_its_bu
     async with running_within(models("qwen3").folder, (1, 3), 256, slots=2) as chain:
         budgets = cache_costs(chain.plan, chain.spec).budgets
         alone = await solo(chain, asked)
-        async with Runner(chain) as runner:
-            live = [Live(runner, each) for each in asked]
+        async with Engine(chain) as engine:
+            live = [Live(engine, each) for each in asked]
             while not all(each.task.done() for each in live):
                 held = [status.cache_bytes for status in await chain.statuses()]
                 assert all(bytes_ <= budget for bytes_, budget in zip(held, budgets, strict=True)), held
@@ -261,12 +261,12 @@ async def test_a_short_continuation_of_a_long_text_takes_no_more_than_it_was_pro
     models: Models, slots: int
 ) -> None:
     folder = models("qwen3", config={"max_position_embeddings": 4000}).folder
-    async with running_within(folder, (2, 2), 1024, slots) as chain, Runner(chain) as runner:
-        await runner.answer(request(tokens_of(900), 4), chunk=256)
+    async with running_within(folder, (2, 2), 1024, slots) as chain, Engine(chain) as engine:
+        await engine.answer(request(tokens_of(900), 4), chunk=256)
         for number in (1, 2, 3):
             each = request((*tokens_of(900)[:30], *tokens_of(5, number)), 4)
-            assert (await runner.answer(each)).num_reused >= 30
-            promised = runner.scheduler.slots.promised
+            assert (await engine.answer(each)).num_reused >= 30
+            promised = engine.scheduler.slots.promised
             held = [status.cache_bytes for status in await chain.statuses()]
             assert all(bytes_ <= most for bytes_, most in zip(held, promised, strict=True)), (held, promised)
 

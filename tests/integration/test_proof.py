@@ -5,19 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.finding import proof
-from coordinator.finding.draft import Chosen
-from coordinator.finding.media import Medium
-from coordinator.finding.proof import coordinator_in, unproven
-from coordinator.finding.ways import Way
+from coordinator.deploy import cluster_file
+from coordinator.deploy.cluster_file import DraftWorker, coordinator_in, unproven
+from coordinator.deploy.discovery import Endpoint
+from protos.brigade_pb2 import MEDIUM_LOOPBACK
 from tests.integration.certificates import Certificates
 from tests.integration.conftest import serving
 from worker.node.identity import Role
 from worker.node.network import Network
 
 
-def chosen(address: str, names: Sequence[str]) -> list[Chosen]:
-    return [Chosen(name, (Way(address, "lo", Medium.LOOPBACK),), is_encrypted=True) for name in names]
+def chosen(address: str, names: Sequence[str]) -> list[DraftWorker]:
+    return [DraftWorker(name, (Endpoint(address, "lo", MEDIUM_LOOPBACK),), is_encrypted=True) for name in names]
 
 
 @pytest.fixture
@@ -30,11 +29,11 @@ async def test_a_worker_is_who_its_certificate_says_and_nobody_else(
 ) -> None:
     async with serving(1, network_of=certificates.network) as [node]:
         workers = chosen(node.address, ("node-1", "air"))
-        monkeypatch.setattr(proof, "_WITHIN_S", 30.0)  # however busy the machine is
+        monkeypatch.setattr(cluster_file, "_HELLO_S", 30.0)  # however busy the machine is
         [(name, why)] = (await unproven(workers, certificates.coordinator())).items()
         assert name == "air" and "certificate carries another name" in why
         stranger = certificates.wrong("foreign", "coordinator", Role.COORDINATOR)
-        monkeypatch.setattr(proof, "_WITHIN_S", 0.3)  # which the next one waits for
+        monkeypatch.setattr(cluster_file, "_HELLO_S", 0.3)  # which the next one waits for
         assert list(await unproven(workers, stranger)) == ["node-1", "air"]
 
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.cluster.roster import Roster
+from coordinator.cluster.nodes import ClusterNode, Nodes
 from coordinator.planning.costs import StagesSeconds
-from protos.brigade_pb2 import HelloReply
 from tests.integration.conftest import Models
 from tests.integration.many import Frames, Live, frames, request, tokens_of, until
 from tests.integration.test_recovery import COMES_BACK, IS_GONE, lose, supervised
@@ -33,32 +32,32 @@ def warm_up_rows(frames: Frames, epoch: int) -> list[int]:
 
 
 async def test_while_a_request_waits_the_new_chain_knows_what_the_lost_one_knew(folder: Path, frames: Frames) -> None:
-    async with supervised(folder, COMES_BACK) as rig, rig.runner() as runner:
-        costs = rig.supervisor.chain.costs
-        live = Live(runner, LONG)
+    async with supervised(folder, COMES_BACK) as rig, rig.engine() as engine:
+        costs = rig.cluster.chain.costs
+        live = Live(engine, LONG)
         await live.wait_pieces(3)
         await lose(rig, 1, comes_back=True)
         await live.answer()
-        assert rig.supervisor.chain.costs is costs
+        assert rig.cluster.chain.costs is costs
     assert warm_up_rows(frames, 1) == [64, 64, 1, 1]
     assert warm_up_rows(frames, 2) == [1]
 
 
 async def test_a_chain_of_fewer_nodes_measures_anew(folder: Path, frames: Frames) -> None:
-    async with supervised(folder, IS_GONE) as rig, rig.runner() as runner:
-        costs = rig.supervisor.chain.costs
-        live = Live(runner, LONG)
+    async with supervised(folder, IS_GONE) as rig, rig.engine() as engine:
+        costs = rig.cluster.chain.costs
+        live = Live(engine, LONG)
         await live.wait_pieces(3)
         await lose(rig, 1, comes_back=False)
         await live.answer()
-        assert rig.supervisor.chain.costs is not costs
+        assert rig.cluster.chain.costs is not costs
     assert warm_up_rows(frames, 2) == [64, 64, 1, 1]
 
 
 async def test_and_so_does_one_that_nobody_waits_for(folder: Path, frames: Frames) -> None:
-    async with supervised(folder, COMES_BACK) as rig, rig.runner():
+    async with supervised(folder, COMES_BACK) as rig, rig.engine():
         await lose(rig, 1, comes_back=True)
-        await until(lambda: rig.supervisor.num_recoveries)
+        await until(lambda: rig.cluster.num_recoveries)
     assert warm_up_rows(frames, 2) == [64, 64, 1, 1]
 
 
@@ -72,10 +71,10 @@ async def test_chunks_of_the_replay_are_chosen_for_all_that_is_replayed(
         asked.append(num_tokens)
         return 32
 
-    monkeypatch.setattr("coordinator.cluster.feeding.chunk_size", choose)
-    async with supervised(folder, COMES_BACK) as rig, rig.runner() as runner:
+    monkeypatch.setattr("coordinator.engine.core.chunk_size", choose)
+    async with supervised(folder, COMES_BACK) as rig, rig.engine() as engine:
         num_known = 0
-        async with contextlib.aclosing(runner.stream(request(tokens_of(5), 60))) as pieces:
+        async with contextlib.aclosing(engine.generate(request(tokens_of(5), 60))) as pieces:
             async for piece in pieces:
                 num_known += len(piece.tokens)
                 if num_known == 40:
@@ -87,16 +86,16 @@ async def test_a_worker_of_our_own_that_is_silent_is_ended_before_anybody_is_ask
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
-    ask = Roster.ask
+    ask = Nodes.ask
 
-    async def note(roster: Roster, *arguments: Any) -> dict[str, HelloReply]:
+    async def note(nodes: Nodes, *arguments: Any) -> None:
         done.append("asked")
-        return await ask(roster, *arguments)
+        await ask(nodes, *arguments)
 
     async with supervised(folder, COMES_BACK) as rig:
-        monkeypatch.setattr(Roster, "ask", note)
-        monkeypatch.setattr(Roster, "kill_own", lambda roster, name: done.append(name))
-        await rig.supervisor.reopen(NodeSilent("stopped answering", node="node-2"))
+        monkeypatch.setattr(Nodes, "ask", note)
+        monkeypatch.setattr(ClusterNode, "kill", lambda worker: done.append(worker.name))
+        await rig.cluster.reopen(NodeSilent("stopped answering", node="node-2"))
     assert done[:2] == ["node-2", "asked"]
 
 
@@ -104,15 +103,16 @@ async def test_a_lost_node_that_nobody_is_to_wait_for_holds_nobody_up(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Collection[str]] = []
-    ask = Roster.ask
+    ask = Nodes.ask
 
-    async def note(roster: Roster, within_s: float, names: Collection[str] | None = None) -> dict[str, HelloReply]:
-        asked.append(set(roster.members if names is None else names))
-        return await ask(roster, within_s, names)
+    async def note(nodes: Nodes, names: Collection[str], within_s: float) -> None:
+        if rig.cluster.trouble:  # there is no chain
+            asked.append(set(names))
+        await ask(nodes, names, within_s)
 
-    async with supervised(folder, IS_GONE) as rig, rig.runner() as runner:
-        monkeypatch.setattr(Roster, "ask", note)
-        live = Live(runner, LONG)
+    async with supervised(folder, IS_GONE) as rig, rig.engine() as engine:
+        monkeypatch.setattr(Nodes, "ask", note)
+        live = Live(engine, LONG)
         await live.wait_pieces(3)
         await lose(rig, 1, comes_back=False)
         await live.answer()

@@ -11,32 +11,35 @@ import grpc.aio
 import pytest
 
 from coordinator.cluster.chain import Chain
+from coordinator.cluster.cluster import Cluster
 from coordinator.cluster.deployment import Deployment, OwnNode
-from coordinator.cluster.flight import Arrival
+from coordinator.cluster.flight import ArrivedResult
+from coordinator.cluster.nodes import Nodes
 from coordinator.cluster.peer import Peer
-from coordinator.cluster.roster import Roster
-from coordinator.cluster.runner import Runner
-from coordinator.cluster.supervisor import Supervisor
 from coordinator.decoding.decode import Decode
-from coordinator.planning.plan import Node, plan
+from coordinator.engine.engine import Engine
+from coordinator.planning.plan import Node, Objective
+from coordinator.planning.planner import plan
 from coordinator.planning.recovery import Limits
-from coordinator.sessions.answer import Answer
+from coordinator.planning.speeds import NOTHING_KNOWN
+from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request, most_rows
 from coordinator.sessions.slots import cache_costs
-from coordinator.sessions.text import StopText, TextStream
+from coordinator.sessions.text import TextParser
 from protos.brigade_pb2 import Frame, Sampling
 from tests.integration.conftest import ANYWHERE, NETWORK, Models, running
 from tests.integration.many import Live, request, solo, tokens_of, until
 from tests.integration.windows import MASKED, Words
-from worker.config import Cluster, Coordinator, Worker
-from worker.errors import StageLost
+from worker.config import ClusterConfig, CoordinatorConfig, WorkerConfig
+from worker.errors import ModelError, StageLost
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
-from worker.node.log import Log
+from worker.node import lifecycle
+from worker.node.hop import add_node
+from worker.node.log import worker_log
 from worker.node.network import Network
-from worker.node.relay import add_node
 from worker.node.service import NodeService
-from worker.process.mlx_thread import MlxThread
+from worker.platform.threads import MlxThread
 
 LAYERS = (1, 2, 1)
 ROOMY = 1 << 40
@@ -59,7 +62,7 @@ class Place:
 
     async def start(self) -> None:
         self._thread, self._server = MlxThread(), self.network.server()
-        self.service = NodeService(self.name, self._thread, self.network, ANYWHERE, log=Log(self.name, None))
+        self.service = NodeService(self.name, self._thread, self.network, ANYWHERE, log=worker_log(self.name, None))
         add_node(self.service, self._server)
         self.port = self.network.listen(self._server, self.address)
         await self._server.start()
@@ -76,11 +79,11 @@ class Rig:
     """A supervised cluster of nodes in this process."""
 
     places: list[Place]
-    supervisor: Supervisor
+    cluster: Cluster
     said: list[str]
 
-    def runner(self) -> Runner:
-        return Runner(self.supervisor.chain, when_lost=self.supervisor.reopen)
+    def engine(self) -> Engine:
+        return Engine(self.cluster.chain, when_lost=self.cluster.reopen)
 
 
 @asynccontextmanager
@@ -111,16 +114,17 @@ async def supervised(
             stack.push_async_callback(place.stop)
             addresses = await stack.enter_async_context(reaching(place))
             peers.append(Peer(place.name, addresses, network, said.append))
-        workers = tuple(Worker(name=place.name, address=(place.address,), memory=memory) for place in places)
-        cluster = Cluster(coordinator=Coordinator(memory=memory), workers=workers)
-        roster = await stack.enter_async_context(Roster(peers, cluster))
+        workers = tuple(WorkerConfig(name=place.name, address=(place.address,), memory=memory) for place in places)
+        config = ClusterConfig(coordinator=CoordinatorConfig(memory=memory), workers=workers)
+        there = await stack.enter_async_context(Nodes(peers, config))
         own = await stack.enter_async_context(OwnNode())
         nodes = [Node(name, memory) for name in ("coordinator", *(place.name for place in places))]
-        deployment = Deployment(checkpoint, spec, plan(spec, nodes, context, layers), peers)
-        supervisor = Supervisor(own, roster, deployment, limits, say=said.append)
-        await stack.enter_async_context(supervisor)
-        await supervisor.open()
-        yield Rig(places, supervisor, said)
+        objective = Objective(context, layers=layers)
+        deployment = Deployment(checkpoint, spec, plan(spec, nodes, NOTHING_KNOWN, objective), peers)
+        cluster = Cluster(own, there, deployment, limits, say=said.append)
+        await stack.enter_async_context(cluster)
+        await cluster.open()
+        yield Rig(places, cluster, said)
 
 
 COMES_BACK = Limits(rejoin_s=20, recovery_s=30)
@@ -170,16 +174,16 @@ async def test_every_stream_is_that_of_the_unfailed_run(folder: Path, limits: Li
     """Every decoder, greedy, sampled and penalised, in lanes and forked: a worker is lost at several moments."""
     asked = [*ASKED, *FORKED]
     expected = await unfailed(folder, asked)
-    async with supervised(folder, limits) as rig, rig.runner() as runner:
-        live = [Live(runner, each) for each in asked]
+    async with supervised(folder, limits) as rig, rig.engine() as engine:
+        live = [Live(engine, each) for each in asked]
         await live[0].wait_pieces(after)
         await lose(rig, after % 2, comes_back=limits is COMES_BACK)
         found = [await each.answer() for each in live]
         assert_equal(found, expected)
-        assert rig.supervisor.num_recoveries == 1
+        assert rig.cluster.num_recoveries == 1
         assert {each.usage.num_recoveries for each in found} <= {0, 1}
         layers = list(LAYERS) if limits is COMES_BACK else [2, 2]
-        assert rig.supervisor.chain.plan.layers == layers
+        assert rig.cluster.chain.plan.layers == layers
         told = [line for line in rig.said if "the stream stood still for" in line]
         assert len(told) == 1 and told[0].startswith(f"worker node-{after % 2 + 1}: ")
 
@@ -193,14 +197,14 @@ async def test_a_stop_string_ends_an_answer_where_it_would_have_ended(
     asked = request(tokens_of(9, 3), 24, decode, sampling=sampling)
     [whole] = await unfailed(folder, [asked])
     stop = "".join(f" {token}" for token in whole.tokens[9:13])
-    async with supervised(folder, IS_GONE) as rig, rig.runner() as runner:
+    async with supervised(folder, IS_GONE) as rig, rig.engine() as engine:
         lost = []
 
         def lose_within(text: str) -> None:
             if not lost and live.num_pieces >= 3:
                 lost.append(asyncio.create_task(rig.places[0].stop()))
 
-        live = Live(runner, asked, text=TextStream(Words(), StopText([stop])), emit=lose_within)
+        live = Live(engine, asked, parser=TextParser(Words(), [stop]), emit=lose_within)
         found = await live.answer()
         await asyncio.gather(*lost)
     words = "".join(f" {token}" for token in whole.tokens)
@@ -212,7 +216,7 @@ async def test_a_node_that_is_lost_again_while_it_joins_or_replays_costs_time_an
 ) -> None:
     """Once before the chain is open, once with the first chunk of the replay."""
     expected = await unfailed(folder, ASKED)
-    async with supervised(folder, COMES_BACK) as rig, rig.runner() as runner:
+    async with supervised(folder, COMES_BACK) as rig, rig.engine() as engine:
         chains: list[Chain] = []
         lost: list[str] = []
         open_chain, arrived = Chain.open, Chain._arrived
@@ -224,16 +228,22 @@ async def test_a_node_that_is_lost_again_while_it_joins_or_replays_costs_time_an
                 await lose(rig, 1, comes_back=True)
             await open_chain(chain)
 
-        def fail_to_replay(chain: Chain, *arguments: object) -> Arrival:
+        def fail_to_replay(chain: Chain, *arguments: object) -> ArrivedResult:
             arrival = arrived(chain, *arguments)  # type: ignore[arg-type]
-            if len(chains) == 2 and len(lost) == 1 and chain is chains[-1] and chain.on_token is not None:
+            if (
+                len(chains) == 2
+                and len(lost) == 1
+                and chain is chains[-1]
+                and chain._is_warm
+                and not chain.has_token.is_set()
+            ):
                 lost.append("replaying")
                 chain.deployment.peers[len(lost) % 2].detach()
             return arrival
 
         monkeypatch.setattr(Chain, "open", fail_to_open)
         monkeypatch.setattr(Chain, "_arrived", fail_to_replay)
-        live = [Live(runner, each) for each in ASKED]
+        live = [Live(engine, each) for each in ASKED]
         await live[0].wait_pieces(5)
         await lose(rig, 0, comes_back=True)
         found = [await each.answer() for each in live]
@@ -245,38 +255,95 @@ async def test_a_node_that_is_lost_again_while_it_joins_or_replays_costs_time_an
 
 async def test_two_nodes_lost_at_once_are_both_planned_around(folder: Path) -> None:
     expected = await unfailed(folder, ASKED[:4])
-    async with supervised(folder, Limits(rejoin_s=0.5, recovery_s=20)) as rig, rig.runner() as runner:
-        live = [Live(runner, each) for each in ASKED[:4]]
+    async with supervised(folder, Limits(rejoin_s=0.5, recovery_s=20)) as rig, rig.engine() as engine:
+        live = [Live(engine, each) for each in ASKED[:4]]
         await live[0].wait_pieces(3)
         await asyncio.gather(*(place.stop() for place in rig.places))
         found = [await each.answer() for each in live]
-        assert rig.supervisor.chain.plan.layers == [4]
+        assert rig.cluster.chain.plan.layers == [4]
     assert_equal(found, expected)
 
 
-async def test_a_node_that_is_there_again_is_told_of_and_joins_once_nothing_is_under_way(
+class Streams:
+    """Two clients that ask for one answer after another, without an end."""
+
+    def __init__(self, engine: Engine, asked: Sequence[Request]) -> None:
+        self.answers: list[tuple[Request, Answer]] = []
+        self._engine = engine
+        self._tasks = [asyncio.create_task(self._ask(each)) for each in asked]
+
+    async def _ask(self, asked: Request) -> None:
+        while True:
+            self.answers.append((asked, await self._engine.answer(asked)))
+
+    async def until(self, holds: Callable[[], object]) -> None:
+        """Wait for this while they go on, and for two more answers. Raises what a stream failed with."""
+        num_answers: int | None = None
+        while num_answers is None or len(self.answers) < num_answers + 2:
+            done, _ = await asyncio.wait(self._tasks, timeout=0.02, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            if num_answers is None and holds():
+                num_answers = len(self.answers)
+
+    async def end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+@pytest.mark.parametrize(("which", "meanwhile"), [(0, [1, 2, 1]), (1, [2, 1, 1])], ids=["shrink", "one would grow"])
+async def test_a_node_that_is_there_again_is_used_under_endless_streams(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, which: int, meanwhile: list[int]
+) -> None:
+    """It loads while the chain goes on. Where another node would have to read layers, they wait for an idle moment."""
+    monkeypatch.setattr("coordinator.planning.recovery._LOOK_S", 0.05)
+    monkeypatch.setattr("coordinator.planning.recovery._IDLE_S", 0.3)
+    asked = [request(tokens_of(5 + i, i), 60) for i in range(2)]
+    expected = await unfailed(folder, asked)
+    name = f"node-{which + 1}"
+    async with supervised(folder, IS_GONE, memory=ROOMY) as rig, rig.engine() as engine, asyncio.timeout(60):
+        streams = Streams(engine, asked)
+        await rig.places[which].stop()
+        await streams.until(lambda: rig.cluster.chain.plan.layers == [2, 2])
+        assert rig.cluster.missing == [name]
+        await rig.places[which].start()
+        await streams.until(lambda: rig.cluster.chain.plan.layers == meanwhile)
+        await streams.end()
+        for each, found in streams.answers:
+            assert_equal([found], [expected[asked.index(each)]])
+        await until(lambda: rig.cluster.chain.plan.layers == list(LAYERS))
+        assert rig.cluster.num_recoveries == 1 and not rig.cluster.missing
+        assert f"worker {name} is there again: it joins once it has loaded its layers" in rig.said
+        assert any(line.startswith(f"worker {name}: is there again; going on with {name} (") for line in rig.said)
+        assert_equal([await engine.answer(each) for each in asked], expected)
+
+
+async def test_a_node_that_cannot_load_again_costs_the_chain_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Meanwhile the running chain goes on as it is."""
-    monkeypatch.setattr("coordinator.cluster.lookout._LOOK_S", 0.05)
-    monkeypatch.setattr("coordinator.cluster.supervisor._IDLE_S", 0.3)
-    [asked] = asked_long = [request(tokens_of(5), 100)]
-    expected = await unfailed(folder, asked_long)
-    async with supervised(folder, IS_GONE, memory=ROOMY) as rig, rig.runner() as runner:
-        live = Live(runner, asked)
-        await live.wait_pieces(3)
+    monkeypatch.setattr("coordinator.planning.recovery._LOOK_S", 0.05)
+    monkeypatch.setattr("coordinator.planning.recovery._REFUSED_S", 0.2)
+    monkeypatch.setattr("coordinator.planning.recovery._LONGEST_REFUSED_S", 0.4)
+    asked = [request(tokens_of(5), 60)]
+    expected = await unfailed(folder, asked)
+    async with supervised(folder, IS_GONE, memory=ROOMY) as rig, rig.engine() as engine, asyncio.timeout(60):
         await rig.places[0].stop()
-        await until(lambda: rig.supervisor.chain.plan.layers == [2, 2])
-        await rig.places[0].start()
-        await until(lambda: "worker node-1 is there again; it joins once nothing is under way" in rig.said)
-        assert rig.supervisor.chain.plan.layers == [2, 2]
-        found = await live.answer()
-        assert_equal([found], expected)
-        assert found.usage.num_recoveries == 1, "its chain was ended under it"
-        await until(lambda: runner.chain.plan.layers == list(LAYERS))
-        assert rig.supervisor.num_recoveries == 1
-        assert any(line.startswith("worker node-1: is there again; going on with node-1 (") for line in rig.said)
-        assert_equal([await runner.answer(asked)], expected)
+        await until(lambda: rig.cluster.chain.plan.layers == [2, 2])
+        chain, refused = rig.cluster.chain, []
+
+        def refuse(*arguments: object) -> None:
+            refused.append(arguments)
+            raise ModelError("its config.json differs")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(lifecycle, "check_load_request", refuse)
+            await rig.places[0].start()
+            await until(lambda: len(refused) >= 2)
+            assert_equal([await engine.answer(asked[0])], expected)
+            assert rig.cluster.chain is chain and rig.cluster.missing == ["node-1"]
+        await until(lambda: rig.cluster.chain.plan.layers == list(LAYERS))
+        assert_equal([await engine.answer(asked[0])], expected)
 
 
 def tight(folder: Path) -> int:
@@ -289,19 +356,19 @@ def tight(folder: Path) -> int:
 
 async def test_where_the_model_does_not_fit_without_it_a_node_is_awaited_until_it_is_back(folder: Path) -> None:
     expected = await unfailed(folder, ASKED[:1])
-    async with supervised(folder, IS_GONE, memory=tight(folder)) as rig, rig.runner() as runner:
-        live = Live(runner, ASKED[0])
+    async with supervised(folder, IS_GONE, memory=tight(folder)) as rig, rig.engine() as engine:
+        live = Live(engine, ASKED[0])
         await live.wait_pieces(3)
         await rig.places[1].stop()
         assert not (await asyncio.wait([live.task], timeout=0.7))[0]
         await rig.places[1].start()
-        async with asyncio.timeout(5):  # the promise to whoever starts a worker again
+        async with asyncio.timeout(60):  # the promise to whoever starts a worker again
             assert_equal([await live.answer()], expected)
 
 
 async def test_and_once_the_time_is_over_every_request_fails_with_the_reason(folder: Path) -> None:
-    async with supervised(folder, Limits(0, 0.6), memory=tight(folder)) as rig, rig.runner() as runner:
-        live = [Live(runner, request(tokens_of(5, i), 100)) for i in range(2)]
+    async with supervised(folder, Limits(0, 0.6), memory=tight(folder)) as rig, rig.engine() as engine:
+        live = [Live(engine, request(tokens_of(5, i), 100)) for i in range(2)]
         await live[0].wait_pieces(2)  # the other one waits for memory
         await rig.places[1].stop()
         for each in live:
@@ -314,8 +381,8 @@ async def test_and_once_the_time_is_over_every_request_fails_with_the_reason(fol
 
 
 async def test_no_time_for_a_recovery_means_none(folder: Path) -> None:
-    async with supervised(folder, Limits(0, 0)) as rig, rig.runner() as runner:
-        live = Live(runner, request(tokens_of(5), 100))
+    async with supervised(folder, Limits(0, 0)) as rig, rig.engine() as engine:
+        live = Live(engine, request(tokens_of(5), 100))
         await live.wait_pieces(2)
         await rig.places[1].stop()
         with pytest.raises(StageLost, match=r"^worker node-2: closed the connection \(its process has ended\)$"):
@@ -325,20 +392,20 @@ async def test_no_time_for_a_recovery_means_none(folder: Path) -> None:
 async def test_a_node_whose_engine_hangs_is_done_without_though_it_answers(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.planning.patience._SILENCE_S", 0.3)
+    monkeypatch.setattr("coordinator.planning.step_timeout._SILENCE_S", 0.3)
     expected = await unfailed(folder, ASKED[:2])
     release = threading.Event()
-    async with supervised(folder, COMES_BACK) as rig, rig.runner() as runner:
-        live = [Live(runner, each) for each in ASKED[:2]]
+    async with supervised(folder, COMES_BACK) as rig, rig.engine() as engine:
+        live = [Live(engine, each) for each in ASKED[:2]]
         await live[0].wait_pieces(4)
         service = rig.places[1].service
-        assert service is not None and service._stage is not None
-        monkeypatch.setattr(service._stage.engine, "begin", lambda *step: release.wait(20))
+        assert service is not None and service.worker.stage is not None
+        monkeypatch.setattr(service.worker.stage.executor, "begin", lambda *step: release.wait(20))
         try:
             assert_equal([await each.answer() for each in live], expected)
         finally:
             release.set()
-        assert rig.supervisor.chain.plan.layers == [2, 2]
+        assert rig.cluster.chain.plan.layers == [2, 2]
         assert "worker node-2: its engine has been at one step" in "".join(rig.said)
 
 
@@ -350,7 +417,7 @@ async def test_a_poison_request_fails_alone_and_the_cluster_goes_on(
     expected = await unfailed(folder, others)
     poison = request((*tokens_of(12, 4), 95), 20)
     send = Chain.send
-    async with supervised(folder, COMES_BACK) as rig, rig.runner() as runner:
+    async with supervised(folder, COMES_BACK) as rig, rig.engine() as engine:
 
         def crash(chain: Chain, frame: Frame) -> None:
             send(chain, frame)
@@ -358,12 +425,12 @@ async def test_a_poison_request_fails_alone_and_the_cluster_goes_on(
                 chain.deployment.peers[1].detach()
 
         monkeypatch.setattr(Chain, "send", crash)
-        live = [Live(runner, each) for each in others]
-        bad = Live(runner, poison)
+        live = [Live(engine, each) for each in others]
+        bad = Live(engine, poison)
         with pytest.raises(StageLost, match=r"given up: the chain was lost 3 times without a token of it in between"):
             await bad.answer()
         assert_equal([await each.answer() for each in live], expected)
-        assert_equal([await runner.answer(others[0])], expected[:1])
+        assert_equal([await engine.answer(others[0])], expected[:1])
 
 
 async def test_a_request_that_no_longer_fits_waits_and_one_that_never_can_ends(folder: Path) -> None:
@@ -373,9 +440,9 @@ async def test_a_request_that_no_longer_fits_waits_and_one_that_never_can_ends(f
     large = request(tokens_of(5, 1), 500)
     small = [request(tokens_of(6, i), 90) for i in range(2)]
     expected = await unfailed(folder, small)
-    async with supervised(folder, IS_GONE, (1, 1, 1, 1), memory, 64) as rig, rig.runner() as runner:
+    async with supervised(folder, IS_GONE, (1, 1, 1, 1), memory, 64) as rig, rig.engine() as engine:
         await check_it_fits(rig, [*small, large])
-        live = [Live(runner, each) for each in (*small, large)]
+        live = [Live(engine, each) for each in (*small, large)]
         for each in live:
             await each.wait_pieces(2)
         await rig.places[0].stop()
@@ -386,7 +453,7 @@ async def test_a_request_that_no_longer_fits_waits_and_one_that_never_can_ends(f
 
 async def check_it_fits(rig: Rig, asked: Sequence[Request]) -> None:
     """All at once on the first plan: or the test would claim nothing."""
-    chain = rig.supervisor.chain
+    chain = rig.cluster.chain
     costs = cache_costs(chain.plan, chain.spec)
     needed = [costs.bytes_of(each.cache, most_rows(each, chain.spec.context)) for each in asked]
     for stage, budget in enumerate(costs.budgets):
@@ -398,28 +465,28 @@ async def test_a_node_that_is_about_to_end_hands_its_sessions_over_where_the_oth
     folder: Path, which: int
 ) -> None:
     expected = await unfailed(folder, ASKED[:5])
-    async with supervised(folder, COMES_BACK) as rig, rig.runner() as runner:
-        live = [Live(runner, each) for each in ASKED[:5]]
+    async with supervised(folder, COMES_BACK) as rig, rig.engine() as engine:
+        live = [Live(engine, each) for each in ASKED[:5]]
         await live[0].wait_pieces(4)
         service = rig.places[which].service
         assert service is not None
-        async with asyncio.timeout(5):
-            await service.drain()
-            await service.wait_detached()
+        async with asyncio.timeout(60):
+            await service.worker.drain()
+            await service.worker.wait_detached()
         assert_equal([await each.answer() for each in live], expected)
-        assert rig.supervisor.chain.plan.layers == [2, 2]
+        assert rig.cluster.chain.plan.layers == [2, 2]
         assert f"worker node-{which + 1}: is about to end; going on without node-{which + 1}" in "".join(rig.said)
 
 
 async def test_and_where_they_do_not_suffice_its_sessions_end_on_it(folder: Path) -> None:
     [asked] = asked_long = [request(tokens_of(5), 60)]
     expected = await unfailed(folder, asked_long)
-    async with supervised(folder, COMES_BACK, memory=tight(folder)) as rig, rig.runner() as runner:
-        live = Live(runner, asked)
+    async with supervised(folder, COMES_BACK, memory=tight(folder)) as rig, rig.engine() as engine:
+        live = Live(engine, asked)
         await live.wait_pieces(4)
         service = rig.places[0].service
         assert service is not None
-        drain = asyncio.create_task(service.drain())
+        drain = asyncio.create_task(service.worker.drain())
         assert_equal([await live.answer()], expected)
         await drain
-        assert rig.supervisor.num_recoveries == 0
+        assert rig.cluster.num_recoveries == 0

@@ -18,7 +18,7 @@ from tests.integration.conftest import (
 )
 from tests.integration.upstream import D, feeding, frame, parts_of, tensor
 from worker.errors import FrameError
-from worker.node.link import Link
+from worker.node.hop import Link
 
 
 async def test_a_closed_slot_takes_no_more_windows(models: Models) -> None:

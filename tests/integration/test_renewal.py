@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cluster.authority import Authority
+from coordinator.deploy.certificates import Authority
 from coordinator.planning.recovery import Limits
 from tests.integration.certificates import Certificates
 from tests.integration.conftest import Models
@@ -31,8 +31,8 @@ async def test_a_renewed_certificate_opens_the_next_chain(folder: Path, certific
     """The authority is another one, since the file was read: to the worker the old certificate is worth nothing."""
 
     [expected] = await unfailed(folder, [ASKED])
-    async with supervised(folder, COMES_BACK, network_of=certificates.of) as rig, rig.runner() as runner:
-        live = Live(runner, ASKED)
+    async with supervised(folder, COMES_BACK, network_of=certificates.of) as rig, rig.engine() as engine:
+        live = Live(engine, ASKED)
         await live.wait_pieces(5)
         renewed = Authority.make(certificates.authority.folder, replace=True)
         for place in rig.places:
@@ -42,7 +42,7 @@ async def test_a_renewed_certificate_opens_the_next_chain(folder: Path, certific
             await place.stop()
             await place.start()
         assert_equal([await live.answer()], [expected])
-        assert rig.supervisor.chain.plan.layers == list(LAYERS), "or this node alone has answered"
+        assert rig.cluster.chain.plan.layers == list(LAYERS), "or this node alone has answered"
 
 
 async def test_where_it_has_expired_the_reason_is_told_once_the_time_is_over(
@@ -50,13 +50,13 @@ async def test_where_it_has_expired_the_reason_is_told_once_the_time_is_over(
 ) -> None:
     async with (
         supervised(folder, Limits(0, 0.5), memory=tight(folder), network_of=certificates.of) as rig,
-        rig.runner() as runner,
+        rig.engine() as engine,
     ):
-        live = Live(runner, ASKED)
+        live = Live(engine, ASKED)
         await live.wait_pieces(5)
         expired = datetime.now(UTC) - timedelta(seconds=1)
         certificates.authority.issue("coordinator", Role.COORDINATOR, begins=expired - timedelta(days=1), until=expired)
-        rig.supervisor.chain.peers[0].detach()
+        rig.cluster.chain.peers[0].detach()
         with pytest.raises(
             StageLost, match=r"did not come back within 0.5 s.* \(\S*coordinator\.pem: the certificate expired"
         ):

@@ -31,9 +31,9 @@ def test_a_node_keeps_the_layers_that_it_has_when_it_is_given_others(tmp_path: P
             held = []
             for start, end in ((1, 3), (2, 4)):
                 await load(node, load_request(folder, start, end))
-                loaded = node.service._loader.loaded
-                assert loaded is not None
-                held.append({name: id(array) for name, array in loaded.shard.tensors.items()})
+                shard = node.service.worker.shard
+                assert shard is not None
+                held.append({name: id(array) for name, array in shard.tensors.items()})
             return held[0], held[1]
 
     before, after = asyncio.run(two_splits())
@@ -46,9 +46,9 @@ def test_nothing_is_kept_of_another_model_or_of_files_that_have_changed(tmp_path
     async def reload(change: str) -> list[bool]:
         async with serving(1) as [node]:
             await load(node, load_request(folder, 1, 3))
-            loaded = node.service._loader.loaded
-            assert loaded is not None
-            before = loaded.shard.tensors
+            shard = node.service.worker.shard
+            assert shard is not None
+            before = shard.tensors
             if change == "another model":
                 request = load_request(other, 2, 4)
             else:
@@ -56,9 +56,9 @@ def test_nothing_is_kept_of_another_model_or_of_files_that_have_changed(tmp_path
                 request = load_request(folder, 2, 4)
             request.contents.CopyFrom(contents_of(open_folder(Path(request.model))))
             await load(node, request)
-            loaded = node.service._loader.loaded
-            assert loaded is not None
-            return [loaded.shard.tensors[name] is before[name] for name in loaded.shard.tensors.keys() & before.keys()]
+            shard = node.service.worker.shard
+            assert shard is not None
+            return [shard.tensors[name] is before[name] for name in shard.tensors.keys() & before.keys()]
 
     for change in ("another model", "other files"):
         same = asyncio.run(reload(change))

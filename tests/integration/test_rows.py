@@ -27,8 +27,8 @@ from tests.integration.windows import (
     window_of,
 )
 from tests.tiny import VOCAB
-from worker.compute.attention import WindowRope
 from worker.compute.sampling import Sampler
+from worker.compute.shard import WindowRope
 
 
 @families_and_splits

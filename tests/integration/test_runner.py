@@ -8,10 +8,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from coordinator.cluster.runner import Runner
 from coordinator.decoding.decode import Decode
+from coordinator.engine.engine import Engine
 from coordinator.sessions.request import Request
-from coordinator.sessions.text import StopText, TextStream
+from coordinator.sessions.text import TextParser
 from protos.brigade_pb2 import Frame
 from tests.integration.conftest import CHUNK, Models, opened, running, serving
 from tests.integration.many import (
@@ -49,9 +49,9 @@ async def test_cancelling_while_decoding_frees_the_slot_on_every_stage_and_chang
 ) -> None:
     async with running(models("qwen3").folder, layers) as chain:
         alone = await solo(chain, STREAMS)
-        async with Runner(chain) as runner:
-            leaving = Live(runner, request(tokens_of(7, 9), FOREVER))
-            live = [Live(runner, each) for each in STREAMS]
+        async with Engine(chain) as engine:
+            leaving = Live(engine, request(tokens_of(7, 9), FOREVER))
+            live = [Live(engine, each) for each in STREAMS]
             await leaving.wait_pieces(3)
             await live[-1].wait_pieces(3)
             sent = len(frames)
@@ -64,14 +64,14 @@ async def test_cancelling_while_decoding_frees_the_slot_on_every_stage_and_chang
 
 
 async def test_a_cancelled_request_alone_is_gone_with_the_very_next_frame(models: Models, frames: list[Frame]) -> None:
-    async with running(models("qwen3").folder, (1, 2, 1)) as chain, Runner(chain) as runner:
-        leaving = Live(runner, request(tokens_of(7), FOREVER))
+    async with running(models("qwen3").folder, (1, 2, 1)) as chain, Engine(chain) as engine:
+        leaving = Live(engine, request(tokens_of(7), FOREVER))
         await leaving.wait_pieces(3)
         sent = len(frames)
         await assert_cancelled(leaving)
         await wait_freed(chain)
         assert [list(frame.closed) for frame in frames[sent:]] == [[0]]
-        assert runner.scheduler.num_waiting == 0 and not runner.scheduler.slots.num_kept
+        assert engine.scheduler.num_waiting == 0 and not engine.scheduler.slots.num_kept
 
 
 @splits
@@ -80,11 +80,11 @@ async def test_cancelling_while_the_prompt_is_fed_frees_its_slot_and_changes_nob
 ) -> None:
     async with running(models("gemma3_text").folder, layers) as chain:
         alone = await solo(chain, STREAMS)
-        async with Runner(chain) as runner:
-            live = [Live(runner, each) for each in STREAMS]
+        async with Engine(chain) as engine:
+            live = [Live(engine, each) for each in STREAMS]
             await live[0].wait_pieces(2)
             frames.clear()
-            leaving = Live(runner, request(tokens_of(400, 9), 5))
+            leaving = Live(engine, request(tokens_of(400, 9), 5))
             await frames.wait_window(lambda window: len(window.tokens) == CHUNK, count=5)
             await assert_cancelled(leaving)
             found = [await each.answer() for each in live]
@@ -99,16 +99,16 @@ async def test_cancelling_while_waiting_leaves_no_trace_and_lets_the_next_one_in
     asked = request(tokens_of(9, 1), 12)
     async with running_within(models("qwen3").folder, (2, 2), 256) as chain:
         [alone] = await solo(chain, [asked])
-        async with Runner(chain) as runner:
-            first = Live(runner, request(tokens_of(9), 60))
+        async with Engine(chain) as engine:
+            first = Live(engine, request(tokens_of(9), 60))
             await first.wait_pieces(2)
-            waiting = [Live(runner, request(tokens_of(9, i), 60)) for i in range(2, 6)]
-            last = Live(runner, asked)
+            waiting = [Live(engine, request(tokens_of(9, i), 60)) for i in range(2, 6)]
+            last = Live(engine, asked)
             await first.wait_pieces(4)
-            assert runner.scheduler.num_waiting == 5
+            assert engine.scheduler.num_waiting == 5
             for each in waiting:
                 await assert_cancelled(each)
-            assert runner.scheduler.num_waiting == 1 and not first.task.done()
+            assert engine.scheduler.num_waiting == 1 and not first.task.done()
             assert (await last.answer()).tokens == alone.tokens
             assert all(each.num_pieces == 0 for each in waiting)
             assert len((await first.answer()).tokens) == 60
@@ -121,12 +121,12 @@ async def test_many_cancels_at_once_free_all_their_slots_and_leave_the_others(
     """While waiting, while prompts are fed and while decoding."""
     async with running(models("qwen3", **MASKED).folder, layers) as chain:
         alone = await solo(chain, STREAMS)
-        async with Runner(chain) as runner:
+        async with Engine(chain) as engine:
             decodes = [Decode(), Decode("diffusion", 8), Decode("ngram")]
-            leaving = [Live(runner, request(tokens_of(1 + 3 * i, i), FOREVER, decodes[i % 3])) for i in range(24)]
-            live = [Live(runner, each) for each in STREAMS]
+            leaving = [Live(engine, request(tokens_of(1 + 3 * i, i), FOREVER, decodes[i % 3])) for i in range(24)]
+            live = [Live(engine, each) for each in STREAMS]
             await live[0].wait_pieces(2)
-            leaving += [Live(runner, request(tokens_of(300, i), 5)) for i in range(4)]
+            leaving += [Live(engine, request(tokens_of(300, i), 5)) for i in range(4)]
             await live[0].wait_pieces(4)
             for each in leaving:
                 each.task.cancel()
@@ -143,19 +143,19 @@ async def test_a_slot_that_was_freed_serves_the_next_request_rightly(models: Mod
     asked = request(tokens_of(20, 5), 8)
     async with running_within(models("qwen3").folder, (1, 2, 1), 512) as chain:
         [alone] = await solo(chain, [asked])
-        async with Runner(chain) as runner:
+        async with Engine(chain) as engine:
             for turn in range(6):
-                leaving = Live(runner, request(tokens_of(400, turn), 5))
+                leaving = Live(engine, request(tokens_of(400, turn), 5))
                 await frames.wait_window(lambda window, turn=turn: window.base >= CHUNK * turn)
                 leaving.task.cancel()
-                assert (await runner.answer(asked, chunk=CHUNK)).tokens == alone.tokens
+                assert (await engine.answer(asked, chunk=CHUNK)).tokens == alone.tokens
                 frames.clear()
 
 
 async def test_leaving_the_runner_while_requests_run_frees_everything(models: Models) -> None:
     async with running(models("qwen3").folder, (1, 2, 1)) as chain:
-        async with Runner(chain) as runner:
-            live = [Live(runner, each) for each in (*STREAMS, request(tokens_of(300), FOREVER))]
+        async with Engine(chain) as engine:
+            live = [Live(engine, each) for each in (*STREAMS, request(tokens_of(300), FOREVER))]
             await live[0].wait_pieces(2)
         await wait_freed(chain)
         for each in live:
@@ -172,21 +172,23 @@ async def test_leaving_the_runner_while_requests_run_frees_everything(models: Mo
 async def test_a_request_that_could_never_fit_is_refused_and_the_others_go_on(models: Models) -> None:
     async with running_within(models("qwen3").folder, (1, 3), 256) as chain:
         [alone] = await solo(chain, STREAMS[:1])
-        async with Runner(chain) as runner:
-            live = Live(runner, STREAMS[0])
+        async with Engine(chain) as engine:
+            live = Live(engine, STREAMS[0])
             await live.wait_pieces(2)
             with pytest.raises(InputError, match="KiB of cache on coordinator"):
-                await runner.answer(request(tokens_of(9, 9), 300))
+                await engine.answer(request(tokens_of(300, 9), 3))
+            cut = await engine.answer(request(tokens_of(9, 9), 300))
+            assert (len(cut.tokens), cut.finish_reason) == (256 - 9, "length"), "as many as there is memory for"
             assert (await live.answer()).tokens == alone.tokens
 
 
 async def test_one_request_too_many_waiting_is_refused_and_the_others_go_on(models: Models) -> None:
-    async with running_within(models("qwen3").folder, (2, 2), 256) as chain, Runner(chain) as runner:
-        runner.scheduler.slots.max_waiting = 2
-        live = [Live(runner, request(tokens_of(5, i), 20)) for i in range(3)]
+    async with running_within(models("qwen3").folder, (2, 2), 256) as chain, Engine(chain) as engine:
+        engine.scheduler.slots.max_waiting = 2
+        live = [Live(engine, request(tokens_of(5, i), 20)) for i in range(3)]
         await live[0].wait_pieces(1)
         with pytest.raises(QueueFull, match="2 requests wait already"):
-            await runner.answer(request(tokens_of(5, 7), 20))
+            await engine.answer(request(tokens_of(5, 7), 20))
         assert [len((await each.answer()).tokens) for each in live] == [20] * 3
 
 
@@ -197,9 +199,9 @@ async def test_an_exception_in_one_requests_emit_fails_that_request_alone(models
 
     async with running(models("qwen3").folder, (1, 3)) as chain:
         alone = await solo(chain, STREAMS)
-        async with Runner(chain) as runner:
-            failing = Live(runner, request(tokens_of(4, 8), FOREVER), emit=fail)
-            live = [Live(runner, each) for each in STREAMS]
+        async with Engine(chain) as engine:
+            failing = Live(engine, request(tokens_of(4, 8), FOREVER), emit=fail)
+            live = [Live(engine, each) for each in STREAMS]
             with pytest.raises(KeyError, match="the client is gone"):
                 await failing.answer()
             found = [await each.answer() for each in live]
@@ -217,9 +219,9 @@ async def test_a_stop_string_ends_one_of_several_requests_and_no_other(models: M
         text = "".join(f" {token}" for token in alone[1].tokens)
         end = text.index(stop)
         pieces: list[list[str]] = [[], [], []]
-        async with Runner(chain) as runner:
+        async with Engine(chain) as engine:
             found = await asyncio.gather(*(
-                runner.answer(each, text=TextStream(Words(), StopText(stops)), emit=out.append, chunk=CHUNK)
+                engine.answer(each, parser=TextParser(Words(), stops), emit=out.append, chunk=CHUNK)
                 for each, stops, out in zip(asked, ([], [stop], []), pieces, strict=True)
             ))  # fmt: skip
     assert "".join(pieces[1]) == text[:end]
@@ -236,8 +238,8 @@ async def test_a_dead_worker_fails_every_request_at_once_by_its_name_and_later_o
 ) -> None:
     """Those that decode, that are fed, and that wait for memory."""
     async with serving(2) as nodes, opened(models("qwen3").folder, (1, 2, 1), nodes) as chain:
-        async with Runner(chain) as runner:
-            live = [Live(runner, each) for each in endless()]
+        async with Engine(chain) as engine:
+            live = [Live(engine, each) for each in endless()]
             await live[0].wait_pieces(2)
             await nodes[dead - 1].server.stop(None)
             async with asyncio.timeout(5):
@@ -245,7 +247,7 @@ async def test_a_dead_worker_fails_every_request_at_once_by_its_name_and_later_o
                 for outcome in outcomes:
                     assert isinstance(outcome, StageLost) and str(outcome).startswith(f"worker node-{dead}: ")
                 with pytest.raises(StageLost, match=f"^worker node-{dead}: "):
-                    await runner.answer(STREAMS[0])
+                    await engine.answer(STREAMS[0])
         assert all(each.task.done() for each in live)
 
 
@@ -265,8 +267,8 @@ async def test_an_error_in_one_stage_fails_every_request_and_names_the_node(
         return run(shard, x, *more)
 
     monkeypatch.setattr(Shard, "__call__", fail)
-    async with running(models("qwen3").folder, (1, 2, 1)) as chain, Runner(chain) as runner:
-        live = [Live(runner, each) for each in endless()]
+    async with running(models("qwen3").folder, (1, 2, 1)) as chain, Engine(chain) as engine:
+        live = [Live(engine, each) for each in endless()]
         await live[0].wait_pieces(2)
         broken.set()
         async with asyncio.timeout(5):

@@ -1,5 +1,6 @@
 """The doors to scores: long texts in windows, continuations of a prompt, by HTTP; mlx-lm's own loss on every split."""
 
+import json
 import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -13,14 +14,13 @@ import mlx.nn as nn
 import pytest
 from tokenizers import Tokenizer
 
-from coordinator.cluster.runner import Runner
-from coordinator.cluster.supervisor import Supervisor
-from coordinator.doors.score import figures_of
-from coordinator.http.app import make_app
-from coordinator.http.served import Served
-from coordinator.resident.frontend import Frontend
-from coordinator.resident.model import ResidentModel
-from coordinator.resident.scores import score_continuations, score_text, windows_of
+from coordinator.api.app import make_app
+from coordinator.api.server import Server
+from coordinator.cli.score import figures_of
+from coordinator.cluster.cluster import Cluster
+from coordinator.engine.engine import Engine
+from coordinator.engine.inputs import InputProcessor
+from coordinator.engine.scores import score_continuations, score_text, windows_of
 from tests.cluster.models import make_talker
 from tests.integration.conftest import Models, Whole, running
 from tests.integration.many import splits, tokens_of
@@ -35,12 +35,12 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def resident(folder: Path, layers: Sequence[int]) -> AsyncIterator[ResidentModel]:
+async def resident(folder: Path, layers: Sequence[int]) -> AsyncIterator[Engine]:
     """The model behind its doors, on nodes of this process."""
-    frontend = await Frontend.read(str(folder), needs_text=False)
-    async with running(folder, layers) as chain, Runner(chain) as runner:
-        cluster = cast(Supervisor, SimpleNamespace(trouble="", missing=[]))
-        yield ResidentModel(frontend, cluster, runner)
+    frontend = await InputProcessor.read(str(folder), needs_text=False)
+    cluster = cast(Cluster, SimpleNamespace(trouble="", missing=[], waiting=""))
+    async with running(folder, layers) as chain, Engine(chain, inputs=frontend, cluster=cluster) as engine:
+        yield engine
 
 
 def losses(model: Whole, tokens: Sequence[int]) -> list[float]:
@@ -84,8 +84,8 @@ async def test_scores_and_classes_by_http(models: Models) -> None:
     model = models("qwen3")
     prompt, labels = TEXT[:40], [(5, 6), (7,)]
     async with resident(model.folder, (2, 2)) as chain:
-        served = Served(chain.frontend, ["tiny"], 0)
-        served.take(chain)
+        served = Server(chain.inputs, ["tiny"])
+        served.open(chain)
         app = make_app(served)
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost") as client:
             told = await client.post("/v1/score", json={"prompt_tokens": prompt, "continuations": labels})
@@ -107,8 +107,8 @@ async def test_classes_are_as_likely_as_the_whole_model_says(talker: Path, layer
     labels = [" fox", " dog", " fox jumps over", "Zürich"]
     expected = probabilities([-sum(losses(model, begin + words.encode(each).ids)[len(begin) - 1 :]) for each in labels])
     async with resident(talker, layers) as chain:
-        served = Served(chain.frontend, ["tiny"], 0)
-        served.take(chain)
+        served = Server(chain.inputs, ["tiny"])
+        served.open(chain)
         app = make_app(served)
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost") as client:
             asked: list[dict[str, Any]] = [{"prompt": "the quick brown"}, {"prompt_tokens": begin}]
@@ -118,6 +118,48 @@ async def test_classes_are_as_likely_as_the_whole_model_says(talker: Path, layer
         assert [each["label"] for each in told["labels"]] == labels
         assert [each["probability"] for each in told["labels"]] == pytest.approx(expected, abs=CLOSE)
         assert told["label"] == labels[expected.index(max(expected))]
+
+
+@pytest.mark.parametrize("layers", [(4,), (1, 3)], ids=str)
+async def test_an_echoed_prompt_is_scored_as_lm_eval_reads_it(talker: Path, layers: tuple[int, ...]) -> None:
+    """Its model `local-completions` sends token ids, generates a token, and leaves that and the context out."""
+    model, words = Whole(talker), Tokenizer.from_file(str(talker / "tokenizer.json"))
+    context, text = "the quick brown", "the quick brown fox jumps"
+    ids, num_context = words.encode(text).ids, len(words.encode(context).ids)
+    expected = [-loss for loss in losses(model, ids)]
+    asked = {"prompt": [ids, ids[:4]], "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+    async with resident(talker, layers) as chain:
+        served = Server(chain.inputs, ["tiny"])
+        served.open(chain)
+        app = make_app(served)
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost") as client:
+            whole = (await client.post("/v1/completions", json=asked)).json()
+            plain = (await client.post("/v1/completions", json=asked | {"echo": False})).json()
+            only = (await client.post("/v1/completions", json=asked | {"prompt": text, "max_tokens": 0})).json()
+            stream = await client.post("/v1/completions", json=asked | {"prompt": text, "stream": True})
+    for choice, answer, length in zip(whole["choices"], plain["choices"], (len(ids), 4), strict=True):
+        told = choice["logprobs"]
+        assert [len(told[name]) for name in told] == [length + 1] * 4
+        assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
+        assert told["token_logprobs"][1:-1] == pytest.approx(expected[: length - 1], abs=CLOSE)
+        assert told["token_logprobs"][-1:] == answer["logprobs"]["token_logprobs"]
+        assert choice["text"] == words.decode(ids[:length]) + answer["text"] and choice["finish_reason"] == "length"
+    scored = whole["choices"][0]["logprobs"]
+    tokens, likeliest = (scored[name][num_context:-1] for name in ("token_logprobs", "top_logprobs"))
+    assert len(tokens) == len(ids) - num_context
+    whole_logits = model.reference.model(mx.array([ids]))[0]
+    is_greedy = [int(mx.argmax(whole_logits[at - 1])) == ids[at] for at in range(num_context, len(ids))]
+    assert [each == max(top.values()) for each, top in zip(tokens, likeliest, strict=True)] == is_greedy
+    offsets = scored["text_offset"]
+    assert [text[begin:end] for begin, end in zip(offsets[:-1], [*offsets[1:-1], len(text)], strict=True)] == [
+        words.decode([token]) for token in ids
+    ]
+    [choice] = only["choices"]
+    assert (choice["text"], only["usage"]["completion_tokens"], choice["finish_reason"]) == (text, 0, "length")
+    assert choice["logprobs"] == {name: values[:-1] for name, values in scored.items()}
+    events = [json.loads(line[6:]) for line in stream.text.splitlines() if line.startswith("data: {")]
+    pieces = [event["choices"][0]["logprobs"] for event in events]
+    assert {name: [each for piece in pieces for each in piece[name]] for name in scored} == scored
 
 
 def probabilities(logprobs: Sequence[float]) -> list[float]:

@@ -1,12 +1,13 @@
 """How likely given tokens are: the model's own figures, however it is split and whatever happens to the chain."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
 
-from coordinator.cluster.runner import Runner
-from coordinator.sessions.answer import Answer
+from coordinator.engine.engine import Engine
+from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request, check_request
 from protos.brigade_pb2 import Frame, Sampling
 from tests.integration.conftest import Models, Whole, running
@@ -43,15 +44,15 @@ def require_equal(found: Answer, model: Whole, prompt: Sequence[int], begin: int
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_5"])
 async def test_scores_are_those_of_the_whole_model(models: Models, family: str, layers: tuple[int, ...]) -> None:
     model = models(family)
-    async with running(model.folder, layers) as chain, Runner(chain) as runner:
-        require_equal(await runner.answer(scored(PROMPT)), model, PROMPT)
+    async with running(model.folder, layers) as chain, Engine(chain) as engine:
+        require_equal(await engine.answer(scored(PROMPT)), model, PROMPT)
 
 
 async def test_greedy_tokens_are_known_as_such_and_come_with_alternatives(models: Models) -> None:
     model = models("qwen3")
     prompt = (*tokens_of(5), *model.tokens(tokens_of(5), 8))
-    async with running(model.folder, (2, 2)) as chain, Runner(chain) as runner:
-        found = await runner.answer(scored(prompt, 5, num_alternatives=3))
+    async with running(model.folder, (2, 2)) as chain, Engine(chain) as engine:
+        found = await engine.answer(scored(prompt, 5, num_alternatives=3))
     require_equal(found, model, prompt, 5)
     assert all(score.is_greedy for score in found.scores) and len(found.scores) == 8
     logprobs = expected(model, prompt)
@@ -63,21 +64,34 @@ async def test_greedy_tokens_are_known_as_such_and_come_with_alternatives(models
 
 async def test_what_is_kept_of_others_is_used_up_to_where_scores_begin(models: Models, frames: list[Frame]) -> None:
     model = models("qwen3")
-    async with running(model.folder, (2, 2)) as chain, Runner(chain) as runner:
-        await runner.answer(request(PROMPT, 2))
+    async with running(model.folder, (2, 2)) as chain, Engine(chain) as engine:
+        await engine.answer(request(PROMPT, 2))
         begin = 100
-        found = await runner.answer(scored(PROMPT, begin))
+        found = await engine.answer(scored(PROMPT, begin))
         assert found.num_reused == begin - 1
         require_equal(found, model, PROMPT, begin)
-        assert (await runner.answer(scored(PROMPT))).num_reused == 0
+        assert (await engine.answer(scored(PROMPT))).num_reused == 0
+
+
+async def test_a_prompt_is_scored_together_with_its_answer_or_without_any(models: Models) -> None:
+    model = models("qwen3")
+    plain = request(PROMPT, 6)
+    async with running(model.folder, (2, 2)) as chain, Engine(chain) as engine:
+        alone = await engine.answer(plain)
+        both = await engine.answer(replace(plain, score_from=1))
+        none = await engine.answer(replace(plain, score_from=1, max_tokens=0, eos=frozenset(alone.tokens)))
+    assert both.tokens == alone.tokens and len(alone.tokens) == 6
+    for found in (both, none):
+        require_equal(found, model, PROMPT)
+    assert (none.tokens, none.text, none.finish_reason, none.usage.num_generated) == ([], "", "length", 0)
 
 
 async def test_scores_stand_beside_streams_in_one_frame(models: Models) -> None:
     model = models("qwen3")
-    async with running(model.folder, (1, 2, 1)) as chain, Runner(chain) as runner:
-        beside = runner.stream(request(tokens_of(9, 3), 40))
+    async with running(model.folder, (1, 2, 1)) as chain, Engine(chain) as engine:
+        beside = engine.generate(request(tokens_of(9, 3), 40))
         told = [token.token for token in (await anext(beside)).tokens]
-        require_equal(await runner.answer(scored(PROMPT)), model, PROMPT)
+        require_equal(await engine.answer(scored(PROMPT)), model, PROMPT)
         told += [token.token async for piece in beside for token in piece.tokens]
     assert told == model.tokens(tokens_of(9, 3), 40)
 
@@ -87,12 +101,12 @@ async def test_each_score_comes_once_though_chains_are_lost(models: Models) -> N
     answer = Answer()
     async with (
         loaded(model.folder, (1, 2, 1)) as cluster,
-        Runner(await cluster.open(), when_lost=cluster.open) as runner,
+        Engine(await cluster.open(), when_lost=cluster.open) as engine,
     ):
-        async for piece in runner.stream(scored(PROMPT)):
+        async for piece in engine.generate(scored(PROMPT)):
             answer.add(piece)
             if len(answer.scores) == 64:
-                runner.chain._stage.fail(StageLost("is gone"))  # type: ignore[union-attr]
+                engine.chain._stage.fail(StageLost("is gone"))  # type: ignore[union-attr]
     assert answer.usage.num_recoveries == 1
     require_equal(answer, model, PROMPT)
 

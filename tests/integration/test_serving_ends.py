@@ -8,7 +8,7 @@ import pytest
 
 from protos.brigade_pb2 import AttachRequest
 from protos.brigade_pb2_grpc import NodeServicer, NodeStub, add_NodeServicer_to_server
-from worker.node.listening import wait_last_calls
+from worker.node.serve import wait_last_calls
 
 
 class Slow(NodeServicer):

@@ -14,9 +14,9 @@ from tests.integration.test_epochs import hasty, loaded
 from tests.integration.upstream import window_of
 from worker.compute.shard import Shard
 from worker.errors import EngineHung
-from worker.memory.lane import Place
+from worker.memory.lane import LaneWindow
 
-SILENCE_S = "coordinator.planning.patience._SILENCE_S"
+SILENCE_S = "coordinator.planning.step_timeout._SILENCE_S"
 ROW = Frame(epoch=1, step=51, windows=[window_of(tokens_of(1), 0)])
 
 
@@ -26,7 +26,7 @@ async def test_a_chain_whose_chunks_take_longer_than_a_silence_opens(
     """Its worker takes half a second for each chunk of the warm-up, the second one as the first."""
     forward, chunks = Shard.__call__, list[int]()
 
-    def slowly(shard: Shard, x: mx.array, places: Sequence[Place], ids: mx.array | None = None) -> mx.array:
+    def slowly(shard: Shard, x: mx.array, places: Sequence[LaneWindow], ids: mx.array | None = None) -> mx.array:
         if shard.is_last and x.shape[1] > 1:
             chunks.append(x.shape[1])
             monkeypatch.setattr(SILENCE_S, 0.3)

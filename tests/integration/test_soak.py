@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import pytest
 
-from coordinator.cluster.runner import Runner
+from coordinator.engine.engine import Engine
 from coordinator.sessions.request import Request
 from tests.integration.conftest import CHUNK, Models, running
 from tests.integration.many import request, solo, wait_freed, wait_slots
@@ -69,28 +69,28 @@ async def test_hundreds_of_requests_leave_nothing_behind(models: Models, count: 
     """Kept slots are as many after the first 300 as in the end, each of one block of rows: MLX holds the very same."""
     waiting, served, most_tasks, most_kept = requests(count), 0, 0, 0
 
-    async def serve(runner: Runner, num_requests: int) -> None:
+    async def serve(engine: Engine, num_requests: int) -> None:
         nonlocal served, most_tasks, most_kept
         for _ in range(num_requests):
             each = next(waiting)
-            answer = await runner.answer(each, chunk=CHUNK)
+            answer = await engine.answer(each, chunk=CHUNK)
             assert len(answer.tokens) == each.max_tokens
             served += 1
             most_tasks = max(most_tasks, len(asyncio.all_tasks()))
-            most_kept = max(most_kept, runner.scheduler.slots.num_kept)
+            most_kept = max(most_kept, engine.scheduler.slots.num_kept)
 
     async with running(models("qwen3", config={"num_hidden_layers": 2}).folder, (1, 1)) as chain:
         await solo(chain, [request([88, 88, 88], 3, temperature=1.0)])
         await wait_freed(chain)
         before = held()
-        async with Runner(chain) as runner:
+        async with Engine(chain) as engine:
             for num_requests in (FIRST, count - FIRST):
                 parts = [num_requests // AT_ONCE + (i < num_requests % AT_ONCE) for i in range(AT_ONCE)]
-                await asyncio.gather(*(serve(runner, part) for part in parts))
+                await asyncio.gather(*(serve(engine, part) for part in parts))
                 await wait_slots(chain, MOST_KEPT)  # on every stage, once the last one was evicted
                 if num_requests == FIRST:
                     first = held()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 # a message's own may be on its way still, and nobody tells of it
                 while len(asyncio.all_tasks()) > before.num_tasks + 1:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)

@@ -16,10 +16,9 @@ from tests.integration.conftest import NETWORK, Models, load, load_request, serv
 from tests.integration.upstream import feeding, frame, parts_of, tensor
 from worker.compute.shard import Shard
 from worker.errors import CacheMismatch, FrameError, OutOfMemory
-from worker.node.link import Link
-from worker.node.relay import add_node
+from worker.node.hop import Link, add_node
 from worker.node.stage import Send, Stage
-from worker.process.mlx_thread import MlxThread
+from worker.platform.threads import MlxThread
 
 WAITING = 64  # frames that a stage takes beside the one that it is at
 
@@ -58,7 +57,7 @@ class HeldEngine:
         return header
 
     def finish(self, header: Frame) -> tuple[Any, mx.array | None]:
-        assert self.release.wait(10)
+        assert self.release.wait(60)
         output = self._outputs.get(header.step)
         if isinstance(output, Exception):
             raise output
@@ -84,14 +83,14 @@ async def started(engine: Any, send: Send | None = None) -> AsyncIterator[Stage]
 async def test_what_waits_for_the_thread_runs_only_once_a_stopped_stage_has_left_it() -> None:
     """A load, perhaps, for which the memory of that stage is needed."""
     engine = HeldEngine()
-    async with started(engine) as stage, asyncio.timeout(10):
+    async with started(engine) as stage, asyncio.timeout(60):
         for step in range(2):
             stage.submit(Frame(epoch=1, step=step))
-        await asyncio.to_thread(engine.began.wait, 10)
+        await asyncio.to_thread(engine.began.wait, 60)
         await stage.stop()
         callers = stage._thread.submit(lambda: [frame.name for frame in traceback.extract_stack()])
         engine.release.set()
-        assert "_run_waiting" not in await callers
+        assert "_run_frames" not in await callers
 
 
 async def test_a_stage_is_not_idle_while_a_frame_that_opens_a_slot_passes_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,18 +103,18 @@ async def test_a_stage_is_not_idle_while_a_frame_that_opens_a_slot_passes_it(mon
         def num_slots(self) -> int:  # type: ignore[override]
             found = self.num_open
             self.release.set()
-            assert ended.wait(10)
+            assert ended.wait(60)
             return found
 
         def finish(self, header: Frame) -> tuple[Any, mx.array | None]:
             if header.opened:
-                assert self.release.wait(10)
+                assert self.release.wait(60)
                 self.num_open = 1
             return Result(step=header.step, timings=[Timing()]), None
 
     ended = threading.Event()
     engine = Opening()
-    async with started(engine) as stage, asyncio.timeout(10):
+    async with started(engine) as stage, asyncio.timeout(60):
         monkeypatch.setattr(stage._thread, "give_way", lambda: ended.set() if engine.num_open else None)
         stage.submit(Frame(epoch=1, step=0))
         stage.submit(Frame(epoch=1, step=1, opened=[Session(slot=0)]))
@@ -131,7 +130,7 @@ async def test_a_stopped_stage_leaves_the_frames_that_wait() -> None:
     async with started(engine) as stage:
         for step in range(20):
             stage.submit(Frame(epoch=1, step=step))
-        await asyncio.to_thread(engine.began.wait, 10)
+        await asyncio.to_thread(engine.began.wait, 60)
     assert engine.begun == [0]
 
 
@@ -141,10 +140,10 @@ async def test_a_stopped_stage_leaves_the_frames_that_wait() -> None:
 async def test_a_stage_with_frames_without_end_lets_other_calls_run_on_its_thread() -> None:
     """Such as a digest's: they wait for one step at most, not for the last frame."""
     engine = HeldEngine()
-    async with started(engine) as stage, asyncio.timeout(10):
+    async with started(engine) as stage, asyncio.timeout(60):
         for step in range(20):
             stage.submit(Frame(epoch=1, step=step))
-        await asyncio.to_thread(engine.began.wait, 10)
+        await asyncio.to_thread(engine.began.wait, 60)
         begun = asyncio.create_task(stage._thread.run(lambda: list(engine.begun)))
         await asyncio.sleep(0)
         engine.release.set()
@@ -155,7 +154,7 @@ async def test_a_stage_with_frames_without_end_lets_other_calls_run_on_its_threa
 async def test_a_failed_stage_fails_every_call_from_then_on() -> None:
     engine = HeldEngine(step1=FrameError("odd"))
     engine.release.set()
-    async with started(engine) as stage, asyncio.timeout(10):
+    async with started(engine) as stage, asyncio.timeout(60):
         for step in range(3):
             stage.submit(Frame(epoch=1, step=step))
         assert (await stage.next_result()).step == 0
@@ -175,7 +174,7 @@ async def test_a_failed_stage_fails_every_call_from_then_on() -> None:
 
 async def test_the_failure_of_a_stage_ends_its_hop_with_the_same_words() -> None:
     engine = HeldEngine(step0=CacheMismatch("odd"))
-    async with started(engine) as stage, asyncio.timeout(10):
+    async with started(engine) as stage, asyncio.timeout(60):
         credit = stage.take_hop(endless())
         assert await anext(credit) == Credit(frames=WAITING)
         stage.submit(Frame(epoch=1))
@@ -261,7 +260,7 @@ async def test_frames_of_any_size_arrive_whole_and_in_order() -> None:
     engine = HeldEngine()
     engine.release.set()
     sizes = [4, 1_000_000, 4, 3_000_000, 262_144]
-    async with started(engine) as stage, linked(stage) as link, asyncio.timeout(10):
+    async with started(engine) as stage, linked(stage) as link, asyncio.timeout(60):
         for step, size in enumerate(sizes, start=1):
             await link.send(large(step, size))
         assert [(await stage.next_result()).step for _ in sizes] == [1, 2, 3, 4, 5]
@@ -270,7 +269,7 @@ async def test_frames_of_any_size_arrive_whole_and_in_order() -> None:
 
 async def test_a_sender_waits_once_as_many_frames_wait_as_the_receiver_takes() -> None:
     engine = HeldEngine()
-    async with started(engine) as stage, linked(stage) as link, asyncio.timeout(10):
+    async with started(engine) as stage, linked(stage) as link, asyncio.timeout(60):
         for step in range(WAITING):
             await link.send(parts_of(Frame(epoch=1, step=step), b""))
         one_more = asyncio.create_task(link.send(parts_of(Frame(epoch=1, step=WAITING), b"")))
@@ -283,9 +282,9 @@ async def test_a_sender_waits_once_as_many_frames_wait_as_the_receiver_takes() -
 
 async def test_a_sender_that_does_not_wait_is_refused() -> None:
     engine = HeldEngine()
-    async with started(engine) as stage, asyncio.timeout(10):
+    async with started(engine) as stage, asyncio.timeout(60):
         stage.submit(Frame(epoch=1))
-        await asyncio.to_thread(engine.began.wait, 10)
+        await asyncio.to_thread(engine.began.wait, 60)
         sent = [part for step in range(WAITING + 1) for part in parts_of(Frame(epoch=1, step=1 + step), b"")]
         expected = rf"expected at most {WAITING} frames .*got one more \(step {1 + WAITING}\)"
         with pytest.raises(FrameError, match=expected):
@@ -294,7 +293,7 @@ async def test_a_sender_that_does_not_wait_is_refused() -> None:
 
 
 async def test_a_hop_that_ends_within_a_frame_is_refused() -> None:
-    async with started(HeldEngine()) as stage, asyncio.timeout(10):
+    async with started(HeldEngine()) as stage, asyncio.timeout(60):
         with pytest.raises(FrameError, match=r"^expected part 1 \(step 1\), got the end of the hop$"):
             async for _ in stage.take_hop(of(large(1)[:1])):
                 pass
@@ -310,7 +309,7 @@ async def test_a_stage_counts_what_it_sends() -> None:
 
     engine = HeldEngine(step0=(1, 100, 1000))
     engine.release.set()
-    async with started(engine, send) as stage, asyncio.timeout(10):
+    async with started(engine, send) as stage, asyncio.timeout(60):
         stage.submit(Frame(epoch=1))
         await done.wait()
         assert stage.status().sent_bytes == sum(map(len, sent)) > 400_000

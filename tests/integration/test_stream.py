@@ -5,12 +5,10 @@ from typing import Any
 
 import pytest
 
-from coordinator.cluster import runner as runner_module
-from coordinator.cluster import ticket
-from coordinator.cluster.runner import Runner
 from coordinator.decoding.decode import Decode
-from coordinator.sessions.answer import Answer
-from coordinator.sessions.text import StopText, TextStream
+from coordinator.engine.engine import Engine
+from coordinator.sessions.output import Answer
+from coordinator.sessions.text import TextParser
 from tests.integration.conftest import CHUNK, Models, running
 from tests.integration.many import Live, request, running_within, solo, tokens_of, wait_freed, wait_slots
 from tests.integration.windows import MASKED, Words
@@ -23,9 +21,9 @@ ASKED = request(tokens_of(20), 12, seed=3, temperature=0.9, logprobs=3)
 async def test_pieces_folded_are_the_answer(models: Models) -> None:
     async with running(models("qwen3").folder, LAYERS) as chain:
         [expected] = await solo(chain, [ASKED])
-        async with Runner(chain) as runner:
+        async with Engine(chain) as engine:
             found = Answer()
-            async for piece in runner.stream(ASKED, chunk=CHUNK):
+            async for piece in engine.generate(ASKED, chunk=CHUNK):
                 assert (piece.finish_reason is None) == (piece.usage is None)
                 found.add(piece)
     assert found.samples == expected.samples and len(found.samples) == 12
@@ -36,8 +34,8 @@ async def test_pieces_folded_are_the_answer(models: Models) -> None:
 
 
 async def test_passages_are_kept_where_they_are_asked_for(models: Models) -> None:
-    async with running(models("qwen3").folder, LAYERS) as chain, Runner(chain) as runner:
-        found = await runner.answer(ASKED, chunk=CHUNK, traced=True)
+    async with running(models("qwen3").folder, LAYERS) as chain, Engine(chain) as engine:
+        found = await engine.answer(ASKED, chunk=CHUNK, traced=True)
         assert len(found.passages) == 2 + 12  # 20 tokens of prompt in chunks of 8, the last with the first token
 
 
@@ -47,13 +45,13 @@ async def test_a_stop_string_ends_the_stream_and_frees_or_keeps_the_slot(models:
     async with running(models("qwen3", **MASKED).folder, LAYERS) as chain:
         [whole] = await solo(chain, [asked])
         stop = f" {whole.tokens[20]} {whole.tokens[21]}"
-        async with Runner(chain) as runner:
-            found = await runner.answer(asked, text=TextStream(Words(), StopText([stop])), chunk=CHUNK)
+        async with Engine(chain) as engine:
+            found = await engine.answer(asked, parser=TextParser(Words(), [stop]), chunk=CHUNK)
             await wait_slots(chain, 1)  # kept for its prefix
             assert found.finish_reason == "stop" and found.tokens == whole.tokens[: len(found.tokens)]
             assert found.usage.num_steps <= len(found.tokens), "not the step that was under way when it was found"
             assert found.text == "".join(f" {token}" for token in whole.tokens).split(stop)[0]
-            again = await runner.answer(asked, chunk=CHUNK)
+            again = await engine.answer(asked, chunk=CHUNK)
             assert again.tokens == whole.tokens and again.num_reused == 19
         await wait_freed(chain)
 
@@ -61,16 +59,16 @@ async def test_a_stop_string_ends_the_stream_and_frees_or_keeps_the_slot(models:
 async def test_a_reader_that_is_behind_pauses_its_own_session_only(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ticket, "MOST_UNREAD", 6)
+    monkeypatch.setattr("coordinator.engine.core.MOST_UNREAD", 6)
     slow = request(tokens_of(9, 1), 40)
     async with running(models("qwen3").folder, LAYERS) as chain:
         [expected] = await solo(chain, [slow])
-        async with Runner(chain) as runner, aclosing(runner.stream(slow, chunk=CHUNK)) as pieces:
+        async with Engine(chain) as engine, aclosing(engine.generate(slow, chunk=CHUNK)) as pieces:
             found = Answer()
             found.add(await anext(pieces))
-            other = Live(runner, request(tokens_of(9, 2), 80))
+            other = Live(engine, request(tokens_of(9, 2), 80))
             assert len((await other.answer()).tokens) == 80
-            [session] = runner._tickets
+            [session] = engine.sessions
             assert session.is_paused and session.num_generated == 1 + 6, "one read, six unread, and not one more"
             async for piece in pieces:
                 found.add(piece)
@@ -80,16 +78,16 @@ async def test_a_reader_that_is_behind_pauses_its_own_session_only(
 async def test_a_reader_that_never_comes_back_loses_its_request_and_nothing_else(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ticket, "MOST_UNREAD", 4)
-    monkeypatch.setattr(runner_module, "_UNREAD_S", 0.05)
-    async with running(models("qwen3").folder, LAYERS) as chain, Runner(chain) as runner:
-        async with aclosing(runner.stream(request(tokens_of(9), 300), chunk=CHUNK)) as pieces:
+    monkeypatch.setattr("coordinator.engine.core.MOST_UNREAD", 4)
+    monkeypatch.setattr("coordinator.engine.core._UNREAD_S", 0.05)
+    async with running(models("qwen3").folder, LAYERS) as chain, Engine(chain) as engine:
+        async with aclosing(engine.generate(request(tokens_of(9), 300), chunk=CHUNK)) as pieces:
             await anext(pieces)
             await wait_slots(chain, 0)
-            with pytest.raises(ReaderLost, match="nobody read the answer"):
+            with pytest.raises(ReaderLost, match="was not read"):
                 while True:
                     await anext(pieces)
-        assert len((await runner.answer(ASKED)).tokens) == 12
+        assert len((await engine.answer(ASKED)).tokens) == 12
 
 
 async def test_a_stop_string_that_the_last_held_back_text_completes_is_a_stop(models: Models) -> None:
@@ -103,9 +101,9 @@ async def test_a_stop_string_that_the_last_held_back_text_completes_is_a_stop(mo
         def finalize(self) -> None:
             self.last_segment = "all of it, and more"
 
-    async with running(models("qwen3").folder, LAYERS) as chain, Runner(chain) as runner:
-        text: Any = TextStream(Late(), StopText([", and"]))
-        found = await runner.answer(request(tokens_of(5), 4), text=text)
+    async with running(models("qwen3").folder, LAYERS) as chain, Engine(chain) as engine:
+        text: Any = TextParser(Late(), [", and"])
+        found = await engine.answer(request(tokens_of(5), 4), parser=text)
     assert (found.text, found.finish_reason) == ("all of it", "stop")
 
 
@@ -136,11 +134,11 @@ class Broken:
 @pytest.mark.parametrize("place", ["add_token", "last_segment", "finish"])
 async def test_a_tokenizer_that_breaks_anywhere_fails_its_own_request_only(models: Models, place: str) -> None:
     async with running(models("qwen3").folder, LAYERS) as chain:
-        async with Runner(chain) as runner:
-            other = Live(runner, request(tokens_of(3, 1), 40))
-            text: Any = TextStream(Broken(place), StopText(()))
+        async with Engine(chain) as engine:
+            other = Live(engine, request(tokens_of(3, 1), 40))
+            text: Any = TextParser(Broken(place), ())
             with pytest.raises(RuntimeError, match=f"broke in {place}"):
-                await runner.answer(request(tokens_of(3), 12), text=text)
+                await engine.answer(request(tokens_of(3), 12), parser=text)
             assert len((await other.answer()).tokens) == 40
         await wait_freed(chain)
 
@@ -148,11 +146,11 @@ async def test_a_tokenizer_that_breaks_anywhere_fails_its_own_request_only(model
 async def test_whoever_waits_too_long_for_memory_is_told_so(models: Models) -> None:
     async with (
         running_within(models("qwen3").folder, LAYERS, 256) as chain,
-        Runner(chain, max_wait_s=0.05) as runner,
-        aclosing(runner.stream(request(tokens_of(9, 1), 200), chunk=CHUNK)) as first,
+        Engine(chain, max_wait_s=0.05) as engine,
+        aclosing(engine.generate(request(tokens_of(9, 1), 200), chunk=CHUNK)) as first,
     ):
         await anext(first)
         with pytest.raises(QueueFull, match="waited 0 s for memory; try again later"):
-            await runner.answer(request(tokens_of(9, 2), 200))
-        assert runner.scheduler.num_waiting == 0
+            await engine.answer(request(tokens_of(9, 2), 200))
+        assert engine.scheduler.num_waiting == 0
         assert (await anext(first)).tokens, "whoever has a slot is not bothered"

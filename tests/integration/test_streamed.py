@@ -12,21 +12,19 @@ import pytest
 
 from coordinator.cluster.options import ClusterOptions, cluster_options
 from coordinator.cluster.progress import Begin
-from coordinator.cluster.runner import generate
 from coordinator.decoding.decode import Decode
-from coordinator.measure import alone as alone_module
-from coordinator.measure import verify as verify_module
-from coordinator.measure.feed import Feed, chunks, cut
-from coordinator.measure.replay import CHUNK, Replay
-from coordinator.measure.streamed import read_layers
-from coordinator.measure.verify import verify
+from coordinator.engine.engine import generate_once
+from coordinator.quality import verify as verify_module
+from coordinator.quality.reference import stream_layers
+from coordinator.quality.replay import CHUNK, ForcedPass, Replay, full_windows, prompt_chunks
+from coordinator.quality.verify import verify
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Sampling
 from tests.integration.conftest import Models, Whole, running, serving
 from tests.tiny import FAMILIES, VOCAB, make_model
 from tools.model_types.make import make_type
 from worker.compute.shard import Shard
-from worker.config import Cluster, Worker
+from worker.config import ClusterConfig, WorkerConfig
 from worker.errors import InputError
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
@@ -59,9 +57,9 @@ def uncompiled() -> Iterator[None]:
     mx.enable_compile()
 
 
-def stream(whole: Whole, *feeds: Feed) -> None:
+def stream(whole: Whole, *feeds: ForcedPass) -> None:
     checkpoint = open_folder(whole.folder)
-    for _ in read_layers(checkpoint, describe(checkpoint).num_layers, feeds):
+    for _ in stream_layers(checkpoint, describe(checkpoint).num_layers, feeds):
         pass
 
 
@@ -72,9 +70,9 @@ def test_each_layer_alone_makes_the_logits_of_mlx_lms_model(models: Models, kind
     whole = models(family, **arguments)
     for length in (1, 3, CHUNK):
         found: list[mx.array] = []
-        feed = Feed(cut(PROMPT, length), range(len(PROMPT)), lambda row, logits: found.append(logits))  # noqa: B023
-        whole.reference.read(feed)
-        stream(whole, feed)
+        forced = ForcedPass(full_windows(PROMPT, length), range(len(PROMPT)), lambda row, logits: found.append(logits))  # noqa: B023
+        whole.reference.read(forced)
+        stream(whole, forced)
         ours, theirs = mx.concatenate(found[len(PROMPT) :]), mx.concatenate(found[: len(PROMPT)])
         assert ours.shape == (len(PROMPT), VOCAB)
         assert mx.array_equal(ours, theirs) or (kind in SLIDING and mx.allclose(ours, theirs, atol=1e-3)), length
@@ -83,10 +81,10 @@ def test_each_layer_alone_makes_the_logits_of_mlx_lms_model(models: Models, kind
 @pytest.mark.parametrize("name", LARGE)
 def test_each_layer_of_the_types_that_do_not_fit_makes_the_logits_of_mlx_lms_model(tmp_path: Path, name: str) -> None:
     whole, found = Whole(make_type(tmp_path / name, name)), list[mx.array]()
-    windows = [*chunks(PROMPT[:-4], CHUNK), *([token] for token in PROMPT[-4:])]
-    feed = Feed(windows, range(len(PROMPT)), lambda row, logits: found.append(logits))
-    whole.reference.read(feed)
-    stream(whole, feed)
+    windows = [*prompt_chunks(PROMPT[:-4], CHUNK), *([token] for token in PROMPT[-4:])]
+    forced = ForcedPass(windows, range(len(PROMPT)), lambda row, logits: found.append(logits))
+    whole.reference.read(forced)
+    stream(whole, forced)
     ours, theirs = mx.concatenate(found[len(PROMPT) :]), mx.concatenate(found[: len(PROMPT)])
     assert mx.array_equal(ours, theirs) or (name in SLIDING and mx.allclose(ours, theirs, atol=1e-4))
 
@@ -108,18 +106,18 @@ async def test_both_references_judge_the_answers_of_a_cluster_alike(models: Mode
         for decoder, decode in decodes.items():
             for sampled, sampling in SAMPLINGS.items():
                 request = Request(PROMPT, NUM_TOKENS, sampling, decode)
-                answers[decoder, sampled] = request, (await generate(chain, request, chunk=CHUNK)).tokens
+                answers[decoder, sampled] = request, (await generate_once(chain, request, chunk=CHUNK)).tokens
     wrong = [*answers["ar", "greedy"][1]]
     wrong[3] = (wrong[3] + 1) % 90
     answers["ar", "wrong"] = answers["ar", "greedy"][0], wrong
 
     streamed, in_memory = ([Replay(str(name), *answer) for name, answer in answers.items()] for _ in range(2))
-    stream(whole, *(replay.feed() for replay in streamed))
-    stream(whole, *(feed for replay in streamed for feed in replay.other_feeds()))
+    stream(whole, *(replay.decode_pass() for replay in streamed))
+    stream(whole, *(forced for replay in streamed for forced in replay.rounding_passes()))
     for replay in in_memory:
-        whole.reference.read(replay.feed())
-        for feed in replay.other_feeds():
-            whole.reference.read(feed)
+        whole.reference.read(replay.decode_pass())
+        for forced in replay.rounding_passes():
+            whole.reference.read(forced)
     cases = [replay.case() for replay in streamed]
     assert cases == ([replay.case() for replay in in_memory] if kind not in SLIDING else cases)
     for case, replay in zip(cases, in_memory, strict=True):
@@ -136,11 +134,11 @@ def test_the_memory_of_one_layer_is_enough(tmp_path: Path, without_collector: No
     whole = open_folder(make_model(tmp_path / "model", config=sizes))
     spec = describe(whole)
     largest = max(spec.shard_bytes(layer, layer + 1) for layer in range(12))
-    feed = Feed(cut(PROMPT, CHUNK), [len(PROMPT) - 1], lambda row, logits: None)
+    forced = ForcedPass(full_windows(PROMPT, CHUNK), [len(PROMPT) - 1], lambda row, logits: None)
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    held = [mx.get_active_memory() - before for _ in read_layers(whole, 12, [feed], [])]
+    held = [mx.get_active_memory() - before for _ in stream_layers(whole, 12, [forced], [])]
     assert max(held) < 1.1 * largest < spec.shard_bytes(0, 12) / 8
     assert mx.get_peak_memory() - before < 1.5 * largest, "with what it computes"
     assert mx.get_active_memory() - before < largest / 100
@@ -185,9 +183,9 @@ async def test_what_workers_on_this_machine_hold_is_not_there_for_the_reference(
     monkeypatch.setattr(verify_module, "memory_budget", lambda: spec.shard_bytes(0, spec.num_layers))
     monkeypatch.setattr(verify_module, "is_loopback", lambda host: is_here)
     async with serving(1) as [node]:
-        workers = (Worker(name="mini", address=(node.address,)),)
+        workers = (WorkerConfig(name="mini", address=(node.address,)),)
         report = await verify(
-            ClusterOptions(Cluster(workers=workers), str(folder), None, 64), Decode(), max_tokens=2, seed=0
+            ClusterOptions(ClusterConfig(workers=workers), str(folder), None, 64), Decode(), max_tokens=2, seed=0
         )
     assert (report.holds, report.is_streamed) == (True, streams)
 
@@ -214,7 +212,7 @@ async def test_whoever_interrupts_it_is_told_how_far_it_was(
         build(shard, checkpoint, start, *others)
 
     monkeypatch.setattr(Shard, "__init__", note)
-    monkeypatch.setattr(alone_module, "show_steps", cancelling("layer 2 of 4"))
+    monkeypatch.setattr(verify_module, "show_steps", cancelling("layer 2 of 4"))
     with pytest.raises(asyncio.CancelledError):
         await asyncio.create_task(verify(cluster, Decode(), max_tokens=2, seed=0, stream=True))
     assert capsys.readouterr().err == "interrupted at layer 2 of 4: nothing is proved\n"
@@ -233,7 +231,7 @@ async def test_whoever_interrupts_the_cluster_is_told_so(
 async def test_whoever_interrupts_the_comparison_in_memory_is_told_so(
     cluster: ClusterOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(alone_module, "show_steps", cancelling("loading the model in one process"))
+    monkeypatch.setattr(verify_module, "show_steps", cancelling("loading the model in one process"))
     with pytest.raises(asyncio.CancelledError):
         await asyncio.create_task(verify(cluster, Decode(), max_tokens=2, seed=0))
     assert capsys.readouterr().err == "interrupted while one process was asked: nothing is proved\n"

@@ -9,19 +9,19 @@ import pytest
 
 from coordinator.cluster.peer import Peer
 from coordinator.cluster.survey import survey
-from coordinator.planning.fastest import Aim, best_plan
-from coordinator.planning.plan import Node
-from coordinator.planning.speeds import Survey
-from protos.brigade_pb2 import MeasureRequest, ProbePart, Speed
+from coordinator.planning.plan import Node, Objective
+from coordinator.planning.planner import plan
+from coordinator.planning.speeds import UNMEASURED, Survey
+from protos.brigade_pb2 import LinkReply, MeasureRequest, ProbePart, Speed
 from tests.integration.certificates import Certificates
 from tests.integration.conftest import NETWORK, Models, RunningNode, load_request, opened, serving
-from worker.compute import gauge as gauge_module
-from worker.errors import BrigadeError, ConfigError, FrameError
+from worker.compute import microbenchmark as gauge_module
+from worker.errors import BrigadeError, ConfigError, FrameError, StageLost
 from worker.model.checkpoint import Checkpoint, open_folder
 from worker.model.describe import describe
-from worker.node import measured
+from worker.node import speed_cache
+from worker.node.links import answer_probe
 from worker.node.network import Network
-from worker.node.probe import answer_probe
 
 GAUGED_S = 0.05  # instead of two seconds
 
@@ -30,7 +30,7 @@ GAUGED_S = 0.05  # instead of two seconds
 def quickly_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a moment, and kept in a folder of the test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(measured, "gauge", lambda checkpoint: gauge_module.gauge(checkpoint, GAUGED_S))
+    monkeypatch.setattr(speed_cache, "gauge", lambda checkpoint: gauge_module.gauge(checkpoint, GAUGED_S))
 
 
 @asynccontextmanager
@@ -79,14 +79,14 @@ async def test_all_measure_themselves_again_if_they_are_asked_to(
     models: Models, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, num_gauged = models("qwen3").folder, 0
-    gauge = measured.gauge
+    gauge = speed_cache.gauge
 
     def counted(checkpoint: Checkpoint) -> Speed:
         nonlocal num_gauged
         num_gauged += 1
         return gauge(checkpoint)
 
-    monkeypatch.setattr(measured, "gauge", counted)
+    monkeypatch.setattr(speed_cache, "gauge", counted)
     async with serving(2) as nodes, peers_of(nodes) as peers:
         for anew, expected in ((True, 3), (False, 3), (True, 6)):
             await survey(open_folder(folder), "coordinator", peers, anew=anew, feeds=True)
@@ -136,6 +136,24 @@ async def test_a_link_to_nobody_is_no_link(models: Models) -> None:
         await gone.close()
 
 
+async def test_a_link_that_cannot_be_measured_counts_as_the_slowest(
+    models: Models, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measure_link = Peer.measure_link
+
+    async def fail_for_some(peer: Peer, successor: Peer | None = None) -> LinkReply:
+        if successor or peer.name == "node-2":
+            raise StageLost("did not take a few bytes within 5 s", node=peer.name)
+        return await measure_link(peer)
+
+    monkeypatch.setattr(Peer, "measure_link", fail_for_some)
+    async with serving(2) as nodes:
+        found = await surveyed(models("qwen3").folder, nodes)
+    assert found.link("coordinator", "node-1").rtt_ms < UNMEASURED.rtt_ms
+    assert found.link("coordinator", "node-2") == found.link("node-1", "node-2") == UNMEASURED
+    assert capsys.readouterr().err.count("warning: not measured: ") == 2
+
+
 async def test_layers_leave_a_node_whose_layers_take_longer(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every layer is told to take 40 ms, and then 200 on the first worker."""
     folder = models("qwen3").folder
@@ -151,12 +169,12 @@ async def test_layers_leave_a_node_whose_layers_take_longer(models: Models, monk
         return None
 
     monkeypatch.setattr(gauge_module, "_seconds", delayed)
-    monkeypatch.setattr(measured, "kept_speed", never_kept)
-    aim = Aim(128, objective="throughput", num_requests=4)
+    monkeypatch.setattr(speed_cache, "kept_speed", never_kept)
+    objective = Objective(128, goal="throughput", num_requests=4)
     async with serving(2) as nodes:
-        before = best_plan(spec, memory, await surveyed(folder, nodes), aim)
+        before = plan(spec, memory, await surveyed(folder, nodes), objective)
         delays[await nodes[0].thread.run(threading.get_ident)] = 0.2
-        after = best_plan(spec, memory, await surveyed(folder, nodes), aim)
+        after = plan(spec, memory, await surveyed(folder, nodes), objective)
     counts = [{a.name: a.end - a.start for a in found.assignments} for found in (before, after)]
     assert counts[0]["node-1"] >= 1 and "node-1" not in counts[1]
     assert counts[1]["coordinator"] + counts[1]["node-2"] == 4

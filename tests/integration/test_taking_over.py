@@ -54,7 +54,7 @@ async def test_the_same_coordinator_opens_its_chain_again_over_its_own_attachmen
     whole = models("qwen3")
     async with serving(1) as [node], attached(node, whole.folder) as old:
         for _ in range(unread):
-            node.service._attachment.stage.deliver(HUGE)  # type: ignore[union-attr]
+            node.service.worker.attachment.stage.deliver(HUGE)  # type: ignore[union-attr]
         async with opened(whole.folder, (2, 2), [node]) as chain:
             assert (await answer(chain, PROMPT, 4)).tokens == whole.tokens(PROMPT, 4)
             if not unread:
@@ -104,7 +104,7 @@ async def test_it_may_do_so_while_the_node_still_tries_to_reach_the_next_stage(m
         async with serving(1) as [node]:
             await load(node, request.loaded)
             first = asyncio.create_task(attach(node, request))
-            await until(lambda: node.service._attachment)
+            await until(lambda: node.service.worker.attachment)
             async with opened(whole.folder, (2, 2), [node]) as chain:
                 assert (await answer(chain, PROMPT, 4)).tokens == whole.tokens(PROMPT, 4)
                 with pytest.raises(StageLost, match="attached anew"):
@@ -183,7 +183,7 @@ async def test_a_node_that_was_left_alone_is_free_for_any_coordinator(models: Mo
     async with serving(1) as [node]:
         async with attached(node, folder):
             pass
-        await until(lambda: not node.service._attachment)
+        await until(lambda: not node.service.worker.attachment)
         with pytest.raises(BrigadeError, match="holds"):  # asked for other layers: admitted, then refused by the shard
             request = attaching(folder, 1, Coordinator(id="another"))
             request.loaded.start = 1

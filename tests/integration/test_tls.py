@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cluster.authority import Authority
 from coordinator.cluster.peer import Peer
+from coordinator.deploy.certificates import Authority
 from protos.brigade_pb2 import Coordinator
 from tests.integration.certificates import Certificates, Shown
 from tests.integration.conftest import NETWORK, Models, RunningNode, answer, load_request, opened, serving
 from tests.integration.upstream import attach_request
 from tests.tiny import VOCAB
 from worker.errors import ConfigError, FrameError, StageLost
-from worker.node.identity import Identity, Keys, Role, split_pem
-from worker.node.link import Link
+from worker.node.hop import Link
+from worker.node.identity import Identity, KeyFile, Role, split_pem
 from worker.node.network import Network
 
 PROMPT = tuple((5 * i + 3) % VOCAB for i in range(20))
@@ -84,7 +84,7 @@ async def test_a_worker_without_a_right_certificate_is_refused_at_once(
     async with (
         serving(1, network_of=lambda name: certificates.wrong(how, name, Role.WORKER)) as [node],
         peer_of(node, certificates.coordinator()) as peer,
-        asyncio.timeout(2.0),
+        asyncio.timeout(60),
     ):
         with pytest.raises(ConfigError, match=f"^worker node-1: {re.escape(reason)}"):
             await peer.hello()
@@ -128,7 +128,7 @@ async def test_only_a_coordinator_may_ask_load_and_attach(models: Models, certif
                 ConfigError, match=r"^worker node-1: expected .* role brigade:coordinator, got .* mini "
             ):
                 await call
-        assert node.service._loader.loaded is None
+        assert node.service.worker.shard is None
 
 
 async def test_frames_come_from_the_predecessor_of_the_plan_only(models: Models, certificates: Certificates) -> None:
@@ -230,7 +230,7 @@ async def test_a_renewed_certificate_is_shown_at_once_and_the_running_chain_goes
 async def test_a_renewal_that_will_not_do_leaves_the_certificate_before_in_use(certificates: Certificates) -> None:
     told: list[str] = []
     path = certificates.authority.issue("node-1", Role.WORKER)
-    network = Network(keys=Keys(path.parent, "node-1", Role.WORKER), warn=told.append)
+    network = Network(keys=KeyFile(path.parent, "node-1", Role.WORKER), warn=told.append)
     async with serving(1, network_of=lambda name: network) as [node]:
         before = await shown_by(node, certificates)
         certificates.authority.issue("node-2", Role.WORKER).replace(path)
@@ -271,4 +271,4 @@ async def test_after_the_authority_was_replaced_nodes_of_the_old_one_are_shut_ou
 
 
 def read(authority: Authority, name: str, role: Role) -> Identity:
-    return Keys(authority.issue(name, role).parent, name, role).read()
+    return KeyFile(authority.issue(name, role).parent, name, role).read()

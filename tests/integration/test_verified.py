@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from coordinator.cluster.runner import generate
 from coordinator.decoding.decode import Decode
+from coordinator.engine.engine import generate_once
 from coordinator.planning.costs import StepCosts
 from coordinator.sessions.request import Request
-from coordinator.sessions.session import Session
-from coordinator.sessions.text import StopText, TextStream
+from coordinator.sessions.text import TextParser
 from protos.brigade_pb2 import Sampling
 from protos.brigade_pb2 import Session as Opening
 from tests.integration.conftest import CHUNK, Models, running
@@ -34,6 +33,7 @@ from tests.integration.windows import (
     recompute,
     splits,
 )
+from tests.unit.fake_chain import make_session
 
 
 @families_and_splits
@@ -130,7 +130,7 @@ async def sample_many(
     bench: Bench, prompt: list[int], seeds: range, temperature: float, after: dict[str, list[tuple[list[int], int]]]
 ) -> None:
     """Sessions side by side in one frame; notes for each the first token after an acceptance and after a rejection."""
-    sessions = {slot: Session(prompt, 8, decoder=lossless(4), chunk=CHUNK) for slot in range(len(seeds))}
+    sessions = {slot: make_session(prompt, 8, decoder=lossless(4), chunk=CHUNK) for slot in range(len(seeds))}
     for slot, session in sessions.items():
         session.slot = slot
     opened = [
@@ -180,12 +180,12 @@ async def test_different_decoders_windows_and_bases_in_one_frame_each_get_what_t
     ]
     async with running(whole.folder, layers) as chain:
         alone = [
-            (await generate(chain, Request(tuple(prompt), N, sampling, decode), chunk=CHUNK)).tokens
+            (await generate_once(chain, Request(tuple(prompt), N, sampling, decode), chunk=CHUNK)).tokens
             for decode, prompt, sampling in plans
         ]
         sessions = {}
         for slot, (decode, prompt, _) in enumerate(plans):
-            sessions[slot] = Session(prompt, N, decoder=decode.make_decoder(frozenset(), StepCosts()), chunk=CHUNK)
+            sessions[slot] = make_session(prompt, N, decoder=decode.make_decoder(frozenset(), StepCosts()), chunk=CHUNK)
             sessions[slot].slot = slot
         opened = [Opening(slot=slot, sampling=sampling) for slot, (_, _, sampling) in enumerate(plans)]
         bench, lengths = Bench(chain), set()
@@ -233,9 +233,9 @@ async def test_a_stop_string_ends_an_answer_where_it_would_one_token_at_a_time(
             stop = "".join(f" {token}" for token in text[at : at + 2])
             found = []
             for decode in (Decode("ar"), Decode(kind, window)):
-                stream, pieces = TextStream(Words(), StopText([stop])), []
+                stream, pieces = TextParser(Words(), [stop]), []
                 request = Request(PROMPT, 20, BIASED, decode, stops=(stop,))
-                ended = await generate(chain, request, text=stream, emit=pieces.append, chunk=CHUNK)
+                ended = await generate_once(chain, request, parser=stream, emit=pieces.append, chunk=CHUNK)
                 found.append((ended.tokens, ended.finish_reason, "".join(pieces), stream.text))
             assert found[0] == found[1]
             assert found[0][1] == "stop" and stop not in found[0][2]

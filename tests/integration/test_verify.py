@@ -10,27 +10,24 @@ import mlx.core as mx
 import pytest
 from rich.console import Console
 
-from coordinator.cli.commands import run_verify
+from coordinator.cli.verify import run_verify
 from coordinator.cluster import progress
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.options import ClusterOptions, cluster_options
-from coordinator.cluster.runner import generate
 from coordinator.decoding.decode import Decode
-from coordinator.measure import verify as verify_module
-from coordinator.measure.alone import Alone
-from coordinator.measure.feed import Feed
-from coordinator.measure.reference import Reference
-from coordinator.measure.replay import CHUNK, Replay
-from coordinator.measure.streamed import Digests
-from coordinator.measure.verdict import Case, compare_tensors
-from coordinator.measure.verify import verify
-from coordinator.sessions.answer import Answer
+from coordinator.engine.engine import generate_once
+from coordinator.quality import verify as verify_module
+from coordinator.quality.reference import LayerDigests, Reference
+from coordinator.quality.replay import CHUNK, ForcedPass, Replay
+from coordinator.quality.report import ComparedAnswer, compare_tensors
+from coordinator.quality.verify import Comparison, verify
+from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Sampling
 from tests.integration.conftest import Models, Whole, running
 from tests.tiny import VOCAB, make_model
 from worker.compute.shard import Shard
-from worker.memory.lane import Place
+from worker.memory.lane import LaneWindow
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
 
@@ -42,17 +39,19 @@ Flip = Callable[[mx.array], mx.array]
 in_either_mode = pytest.mark.parametrize("stream", [False, True], ids=["in memory", "streamed"])
 
 
-async def compared(chain: Chain, whole: Whole, sampling: Sampling, *, stream: bool, num_tokens: int = 8) -> Case:
+async def compared(
+    chain: Chain, whole: Whole, sampling: Sampling, *, stream: bool, num_tokens: int = 8
+) -> ComparedAnswer:
     """One case, by either kind of reference."""
     request = Request(PROMPT, num_tokens, sampling)
-    replay = Replay("case", request, (await generate(chain, request, chunk=CHUNK)).tokens)
-    checkpoint, cases = open_folder(whole.folder), list[Case]()
-    alone = Alone(checkpoint, describe(checkpoint), chain.thread)
+    replay = Replay("case", request, (await generate_once(chain, request, chunk=CHUNK)).tokens)
+    checkpoint, cases = open_folder(whole.folder), list[ComparedAnswer]()
+    comparison = Comparison(checkpoint, describe(checkpoint), chain.thread)
     if stream:
-        await alone.read_layers([replay.feed()])
-        await alone.measure_differences([replay], cases.append)
+        await comparison.stream_layers([replay.decode_pass()])
+        await comparison.finish_streamed([replay], cases.append)
     else:
-        await alone.replay_in_memory([replay], cases.append)
+        await comparison.replay_in_memory([replay], cases.append)
     return cases[0]
 
 
@@ -133,7 +132,7 @@ async def test_layers_that_do_a_hundredth_more_than_they_should_are_found(
     whole = models("qwen3")
     run = Shard.__call__
 
-    def more(shard: Shard, x: mx.array, places: list[Place], ids: mx.array) -> mx.array:
+    def more(shard: Shard, x: mx.array, places: list[LaneWindow], ids: mx.array) -> mx.array:
         h = run(shard, x, places, ids)
         return x + 1.01 * (h - x) if (shard.start, shard.end) == (2, 4) else h
 
@@ -152,7 +151,7 @@ async def test_a_difference_of_a_decoder_that_mlx_lm_does_not_have_always_fails(
     make_rough(monkeypatch, by=50.0)
     equal = await verify(options, decode, max_tokens=4, seed=0)
     assert (equal.holds, equal.margin) == (True, None)
-    ask, asked = verify_module.generate, iter(range(100))
+    ask, asked = verify_module.generate_once, iter(range(100))
 
     async def mishear(*arguments: Any, **more: Any) -> Answer:
         answer = await ask(*arguments, **more)
@@ -160,7 +159,7 @@ async def test_a_difference_of_a_decoder_that_mlx_lm_does_not_have_always_fails(
             answer.samples.pop()
         return answer
 
-    monkeypatch.setattr(verify_module, "generate", mishear)
+    monkeypatch.setattr(verify_module, "generate_once", mishear)
     report = await verify(options, decode, max_tokens=4, seed=0)
     assert [case.verdict for case in report.cases] == ["equal"] * 3 + ["DIFFERS"] + ["equal"] * 8
     assert report.cases[3].rounding is None
@@ -175,9 +174,9 @@ async def test_a_tensor_that_is_not_what_the_files_hold_is_found_on_every_node(
     checkpoint = open_folder(folder)
 
     async def tensors(chain: Chain) -> tuple[int, list[tuple[str, str]]]:
-        ours: Digests = []
+        ours: LayerDigests = []
         theirs = [await chain.digests(), await chain.peers[0].digests()]
-        await Alone(checkpoint, chain.spec, chain.thread).read_layers([], ours)
+        await Comparison(checkpoint, chain.spec, chain.thread).stream_layers([], ours)
         return compare_tensors(chain.plan.assignments, theirs, ours)
 
     async with running(folder, (2, 2)) as chain:
@@ -207,14 +206,14 @@ async def test_verify_shows_how_far_it_is_and_ends_with_its_verdict(
     assert "3/4" in drawn.getvalue() and "5/4" not in drawn.getvalue(), "a step is a layer"
     assert ("loading the model" in drawn.getvalue()) != stream
 
-    answer = verify_module.generate
+    answer = verify_module.generate_once
 
     async def silent(*arguments: Any, **more: Any) -> Answer:
         found = await answer(*arguments, **more)
         found.samples.clear()
         return found
 
-    monkeypatch.setattr(verify_module, "generate", silent)
+    monkeypatch.setattr(verify_module, "generate_once", silent)
     assert await run_verify(options, Decode(), max_tokens=2, seed=0, stream=stream, as_json=False) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "the cluster is NOT the model"
 
@@ -227,9 +226,9 @@ async def test_verify_into_a_pipe_says_each_line_as_it_is_found(
     out: list[str] = []
     read = Reference.read
 
-    def note(reference: Reference, feed: Feed) -> None:
+    def note(reference: Reference, forced: ForcedPass) -> None:
         out.append(capsys.readouterr().out)
-        read(reference, feed)
+        read(reference, forced)
 
     monkeypatch.setattr(Reference, "read", note)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)

@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from coordinator.cluster.runner import Runner
+from coordinator.engine.engine import Engine
 from tests.integration.conftest import Models, RunningNode, answer, load, load_request, opened, serving
 from tests.integration.many import request, tokens_of, until
 from worker.errors import BrigadeError, InternalError, ModelError
 from worker.model.contents import check_contents
-from worker.node import loader, serve
-from worker.node.loader import Loader
-from worker.node.log import Log
+from worker.node import lifecycle, serve
+from worker.node.lifecycle import Worker
+from worker.node.log import worker_log
 
 
 @asynccontextmanager
@@ -40,7 +40,7 @@ async def test_a_worker_tells_the_life_of_its_shard_and_its_chain(models: Models
         for _ in range(2):
             async with opened(folder, (2, 2), [node]) as chain:
                 await answer(chain, (1, 2, 3), 3)
-            await until(lambda: not node.service._attachment)
+            await until(lambda: not node.service.worker.attachment)
         chain_of_mine = "the chain of coordinator coordinator"
         joined, left = f"joined {chain_of_mine} as stage 1 of 2, epoch 1", f"left {chain_of_mine}"
         assert_lines(
@@ -60,10 +60,10 @@ async def test_a_node_whose_next_one_leaves_first_has_not_failed(models: Models)
     out = io.StringIO()
     async with serving(2, out=out) as nodes, opened(models("qwen3").folder, (1, 1, 2), nodes) as chain:
         await answer(chain, (1, 2, 3), 3)
-        link = nodes[0].service._attachment.stage._send.__self__  # type: ignore[union-attr]
-        nodes[1].service._attachment.stage._credit.put_nowait(0)  # type: ignore[union-attr] # ends its hop in order
+        link = nodes[0].service.worker.attachment.stage._send.__self__  # type: ignore[union-attr]
+        nodes[1].service.worker.attachment.stage._credit.put_nowait(0)  # type: ignore[union-attr] # ends its hop in order
         await until(lambda: link._call.done())
-    await until(lambda: not any(node.service._attachment for node in nodes))
+    await until(lambda: not any(node.service.worker.attachment for node in nodes))
     left = [line for line in out.getvalue().splitlines() if "left" in line]
     assert sorted(left) == [f"worker node-{n}: left the chain of coordinator coordinator" for n in (1, 2)]
 
@@ -85,7 +85,7 @@ async def test_it_tells_why_it_left_a_chain_that_failed(models: Models, monkeypa
             def fail(*arguments: object) -> None:
                 raise ModelError("no such kernel")
 
-            monkeypatch.setattr(node.service._attachment.stage.engine, "begin", fail)  # type: ignore[union-attr]
+            monkeypatch.setattr(node.service.worker.attachment.stage.executor, "begin", fail)  # type: ignore[union-attr]
             with pytest.raises(BrigadeError):
                 await answer(chain, (1, 2, 3), 3)
         await until(lambda: "left" in out.getvalue())
@@ -101,14 +101,14 @@ async def test_it_tells_where_a_bug_of_ours_is_and_so_does_its_coordinator(
             def fail(*arguments: object) -> None:
                 raise KeyError("slot")
 
-            monkeypatch.setattr(node.service._attachment.stage.engine, "begin", fail)  # type: ignore[union-attr]
+            monkeypatch.setattr(node.service.worker.attachment.stage.executor, "begin", fail)  # type: ignore[union-attr]
             place = rf"test_worker_log\.py:{fail.__code__.co_firstlineno + 1}"
             text = rf"internal error: KeyError\('slot'\) at {place}; this is a bug"
             with pytest.raises(InternalError, match=f"^worker node-1: {text}$"):
                 await answer(chain, (1, 2, 3), 3)
         await until(lambda: "left" in out.getvalue())
         assert re.fullmatch(f"worker node-1: left the chain of .*: {text}", out.getvalue().splitlines()[-1])
-        monkeypatch.setattr(Loader, "_open", fail)
+        monkeypatch.setattr(Worker, "_open", fail)
         with pytest.raises(InternalError, match=f"^worker node-1: {text}$"):
             await load(node, load_request(models("qwen3").folder, 1, 4))
     assert re.fullmatch(f"worker node-1: {text}", out.getvalue().splitlines()[-1])
@@ -124,9 +124,11 @@ async def test_it_tells_that_a_load_was_given_up_wherever_that_was(
         await asyncio.Event().wait()
 
     async with overheard() as (node, out):
-        run_aside = loader.run_aside
+        run_in_thread = lifecycle.run_in_thread
         monkeypatch.setattr(
-            loader, "run_aside", lambda call: stand_still() if call.func is check_contents else run_aside(call)
+            lifecycle,
+            "run_in_thread",
+            lambda call: stand_still() if call.func is check_contents else run_in_thread(call),
         )
         loading = asyncio.create_task(load(node, load_request(models("qwen3").folder, 2, 4)))
         await checking.wait()
@@ -140,24 +142,22 @@ async def test_it_tells_that_a_load_was_given_up_wherever_that_was(
 async def test_it_tells_what_it_waits_for_when_it_is_to_end(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "_LAST_WORD_S", 0.05)
     async with overheard() as (node, out), opened(models("qwen3").folder, (2, 2), [node]) as chain:
-        async with Runner(chain) as runner:
-            await runner.answer(request(tokens_of(20), 3))
+        async with Engine(chain) as engine:
+            await engine.answer(request(tokens_of(20), 3))
             out.truncate(out.seek(0))
             await serve.drain(node.service)
         assert_lines(out, "draining: 1 sessions in progress or kept, at most 10 s", "drained")
 
 
 def test_a_worker_without_a_place_to_say_it_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    log = Log("mini", None)
-    log.listens("127.0.0.1:1")
-    log.draining(3, 10.0)
-    log.drained(1)
+    worker_log("mini", None).error("drained")
     assert capfd.readouterr() == ("", "")
 
 
-def test_nobody_who_reads_it_is_no_failure() -> None:
+def test_nobody_who_reads_it_is_no_failure(capfd: pytest.CaptureFixture[str]) -> None:
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError
 
-    Log("mini", Gone()).drained(0)
+    worker_log("mini", Gone()).info("drained")
+    assert capfd.readouterr() == ("", "")

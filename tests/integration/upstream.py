@@ -24,8 +24,8 @@ from tests.integration.conftest import (
     serving,
 )
 from worker.memory.history import History
-from worker.node.link import Link
-from worker.node.parts import checksum_seed, cut, write_part
+from worker.node.framing import checksum_seed, cut, write_part
+from worker.node.hop import Link
 
 D = 64
 SIZES = {DTYPE_FLOAT32: 4}  # bytes; those of all others are 2
@@ -51,12 +51,12 @@ class Upstream:
         return self._peer.link(1, 0)
 
     async def next_result(self) -> Result:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await anext(self._results)
 
     async def wait_refused(self) -> None:
         """Raises what the worker refuses the hop with."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await self._link.wait_lost()
 
 

@@ -12,9 +12,9 @@ import pytest
 from mlx_lm.utils import load_model
 
 from coordinator.cluster.chain import Chain
-from coordinator.cluster.runner import generate
 from coordinator.decoding.decode import Decode
-from coordinator.sessions.answer import Answer
+from coordinator.engine.engine import generate_once
+from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Frame, Result, Sample, Sampling, Window
 from protos.brigade_pb2 import Session as Opening
@@ -149,7 +149,7 @@ async def answer(
 ) -> Answer:  # fmt: skip
     """What the chain makes of the prompt with this decoder."""
     decode = Decode(kind, window, threshold, penalty)
-    return await generate(
+    return await generate_once(
         chain, Request(tuple(prompt), num_tokens, sampling or Sampling(), decode, **more), chunk=chunk
     )
 

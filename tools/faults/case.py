@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from coordinator.planning.recovery import Limits
-from coordinator.sessions.answer import Answer
+from coordinator.sessions.output import Answer
 from tools.faults.rig import Rig
 from tools.faults.trial import Seen
 from tools.worker_process import is_free

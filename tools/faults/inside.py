@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from coordinator.planning.recovery import Limits
-from coordinator.sessions.answer import Answer
+from coordinator.sessions.output import Answer
 from tools.faults.asked import four
 from tools.faults.case import COMES_BACK, IS_GONE, Case, num_pieces
 from tools.faults.rig import NAMES, Rig
@@ -80,7 +80,7 @@ async def poison(rig: Rig, name: str) -> Seen:
         await trial.begin([poisonous, *asked], -1, lambda: None)
         failed, *found = await trial.outcomes()
         is_given_up = isinstance(failed, StageLost) and "given up" in str(failed)
-        next_one = await trial.runner.answer(asked[0], text=rig.tokenizer.stream(()))
+        next_one = await trial.engine.answer(asked[0], parser=rig.tokenizer.stream(()))
         is_kept = is_given_up and next_one.tokens == expected[0].tokens
         return trial.seen(_whole(found), expected, is_kept=is_kept, also=str(failed))
 

@@ -8,7 +8,7 @@ from functools import partial
 from tools.faults.asked import four, greedy
 from tools.faults.case import COMES_BACK, IS_GONE, STOPPED_S, Case, num_pieces, still
 from tools.faults.rig import NAMES, Rig
-from tools.faults.trial import Seen, Trial
+from tools.faults.trial import FAR_S, Seen, Trial
 from tools.proxy import Proxy, Way, proxy_to
 from tools.worker_process import until
 
@@ -72,17 +72,20 @@ async def stop(rig: Rig, name: str, seconds: float) -> Seen:
 
 
 async def taken_back(rig: Rig, trial: Trial, name: str, seen: Seen) -> Seen:
-    """It is told of, holds nothing of the lost chain, and is part of the next one."""
+    """It is told of, joins, and is part of the next chain, too.
+
+    The other worker is lost only after that: a loss in the middle of a change of chains is none of its own.
+    """
     took_s = await until(lambda: f"worker {name} is there again" in trial.said, TAKEN_BACK_S, f"{name} is taken back")
-    await rig.nodes[name].wait_free()
+    await until(lambda: trial.cluster.chain.plan == trial.cluster.whole, FAR_S, f"{name} is part of the chain")
     [other] = set(NAMES) - {name}
     asked = [greedy(rig, max_tokens=12)]
     expected = await rig.expected(asked)
     num_lost = len(trial.lost_at)
     rig.nodes[other].kill()
     await until(lambda: len(trial.lost_at) > num_lost, 10, "the other is lost")
-    answer = await trial.runner.answer(asked[0], text=rig.tokenizer.stream(()))
-    nodes = [assignment.name for assignment in trial.supervisor.chain.plan.assignments[1:]]
+    answer = await trial.engine.answer(asked[0], parser=rig.tokenizer.stream(()))
+    nodes = [assignment.name for assignment in trial.cluster.chain.plan.assignments[1:]]
     assert (answer.tokens, nodes) == (expected[0].tokens, [name]), f"the next chain is on {nodes}"
     return replace(seen, what=f"{seen.what}; {name} is taken back after {took_s:.1f} s")
 

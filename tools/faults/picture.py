@@ -8,12 +8,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import wrap
 
-from coordinator.sessions.answer import Piece
+from coordinator.sessions.output import Output
 from tools.faults.asked import greedy
 from tools.faults.case import IS_GONE
 from tools.faults.rig import Rig
 from tools.faults.trial import Trial
-from worker.process.machine import machine_name
+from worker.platform.machine import machine_name
 
 _MAX_TOKENS = 200  # more than the story has
 _KILLED_AT = 45  # tokens
@@ -28,7 +28,7 @@ class Recording:
     """One answer: when each piece came, seconds since the request, and what it said."""
 
     times: Sequence[float]
-    pieces: Sequence[Piece]
+    pieces: Sequence[Output]
 
     @classmethod
     def of(cls, trial: Trial) -> "Recording":

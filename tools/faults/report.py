@@ -10,7 +10,7 @@ from rich.table import Table
 
 from tools.faults.case import Row
 from tools.faults.trial import Seen
-from worker.process.machine import machine_name
+from worker.platform.machine import machine_name
 
 _PARTS = {
     "kill": "kill -9 at every moment",

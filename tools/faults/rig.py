@@ -8,15 +8,14 @@ from pathlib import Path
 
 from coordinator.cluster.open import open_cluster, read_model
 from coordinator.cluster.options import ClusterOptions
-from coordinator.cluster.runner import Runner, generate
-from coordinator.cluster.tokenizer import Tokenizer
+from coordinator.engine.engine import Engine, generate_once
+from coordinator.engine.tokenizer import Tokenizer
 from coordinator.planning.recovery import Limits
-from coordinator.sessions.answer import Answer
-from coordinator.sessions.generation_config import eos_ids
-from coordinator.sessions.request import Request
+from coordinator.sessions.output import Answer
+from coordinator.sessions.request import Request, eos_ids
 from tools.faults.trial import Trial
 from tools.worker_process import WorkerProcess
-from worker.config import Cluster, Coordinator, Worker
+from worker.config import ClusterConfig, CoordinatorConfig, WorkerConfig
 from worker.model.checkpoint import Checkpoint
 from worker.model.modelspec import ModelSpec
 
@@ -91,8 +90,8 @@ class Rig:
     ) -> ClusterOptions:
         """A configuration over these nodes, some of them at another address (`via`), each with so much memory."""
         addresses = {name: self.nodes[name].address for name in nodes} | (via or {})
-        workers = tuple(Worker(name=name, address=(addresses[name],), memory=memory) for name in nodes)
-        cluster = Cluster(coordinator=Coordinator(memory=memory), workers=workers)
+        workers = tuple(WorkerConfig(name=name, address=(addresses[name],), memory=memory) for name in nodes)
+        cluster = ClusterConfig(coordinator=CoordinatorConfig(memory=memory), workers=workers)
         return ClusterOptions(cluster, self.model, None, CONTEXT, check_finite=check_finite, limits=limits)
 
     @contextlib.asynccontextmanager
@@ -100,20 +99,20 @@ class Rig:
         """A cluster that requests can be tried on. What it says on standard error is kept."""
         said = io.StringIO()
         with contextlib.redirect_stderr(said):
-            async with open_cluster(options, self.checkpoint, self.spec, CONTEXT) as supervisor:
-                trial = Trial(supervisor, self.tokenizer, said)
-                async with Runner(supervisor.chain, when_lost=trial.reopen) as trial.runner:
+            async with open_cluster(options, self.checkpoint, self.spec, CONTEXT) as cluster:
+                trial = Trial(cluster, self.tokenizer, said)
+                async with Engine(cluster.chain, when_lost=trial.reopen) as trial.engine:
                     yield trial
 
     async def expected(self, requests: Sequence[Request]) -> list[Answer]:
         """What one process answers to each alone; computed once."""
         if missing := [each for each in requests if _key(each) not in self._expected]:
-            options = ClusterOptions(Cluster(), self.model, 0, CONTEXT)
+            options = ClusterOptions(ClusterConfig(), self.model, 0, CONTEXT)
             with contextlib.redirect_stderr(io.StringIO()):
                 async with open_cluster(options, self.checkpoint, self.spec, CONTEXT) as one:
                     for each in missing:
                         text = self.tokenizer.stream(each.stops)
-                        self._expected[_key(each)] = await generate(one.chain, each, text=text)
+                        self._expected[_key(each)] = await generate_once(one.chain, each, parser=text)
         return [self._expected[_key(each)] for each in requests]
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from coordinator.cluster.chain import Chain
-from coordinator.cluster.runner import Emit, Runner
-from coordinator.cluster.supervisor import Supervisor
-from coordinator.cluster.tokenizer import Tokenizer
-from coordinator.sessions.answer import Answer, Piece
+from coordinator.cluster.cluster import Cluster
+from coordinator.engine.engine import Emit, Engine
+from coordinator.engine.tokenizer import Tokenizer
+from coordinator.sessions.output import Answer, Output
 from coordinator.sessions.request import Request
 from worker.errors import BrigadeError
 
@@ -33,14 +33,14 @@ class Live:
     """A request under way; does something once it has brought so many pieces (0: never)."""
 
     def __init__(
-        self, runner: Runner, request: Request, tokenizer: Tokenizer, at: int, act: Callable[[], None]
+        self, engine: Engine, request: Request, tokenizer: Tokenizer, at: int, act: Callable[[], None]
     ) -> None:
-        self.pieces: list[Piece] = []
+        self.pieces: list[Output] = []
         self.began = time.monotonic()
         self._at = at
         self._act = act
         self._changed = asyncio.Event()
-        self.task = asyncio.create_task(runner.answer(request, text=tokenizer.stream(request.stops), keep=self._keep))
+        self.task = asyncio.create_task(engine.answer(request, parser=tokenizer.stream(request.stops), keep=self._keep))
 
     @property
     def times(self) -> list[float]:
@@ -59,7 +59,7 @@ class Live:
         before = [at for at in self.times if at <= lost_at]
         return after[0] - max(before, default=self.began) if after else None
 
-    async def _keep(self, piece: Piece, emit: Emit) -> None:
+    async def _keep(self, piece: Output, emit: Emit) -> None:
         self.pieces.append(piece)
         self._changed.set()
         if len(self.pieces) == self._at:
@@ -69,9 +69,9 @@ class Live:
 class Trial:
     """Requests on a cluster, and when it was lost."""
 
-    def __init__(self, supervisor: Supervisor, tokenizer: Tokenizer, said: io.StringIO) -> None:
-        self.supervisor = supervisor
-        self.runner: Runner
+    def __init__(self, cluster: Cluster, tokenizer: Tokenizer, said: io.StringIO) -> None:
+        self.cluster = cluster
+        self.engine: Engine
         self.live: list[Live] = []
         self.fault_at: float | None = None  # seconds, monotonic
         self.lost_at: list[float] = []  # when the coordinator noticed
@@ -88,14 +88,14 @@ class Trial:
 
     @property
     def layers(self) -> list[int]:
-        return self.supervisor.chain.plan.layers
+        return self.cluster.chain.plan.layers
 
     async def reopen(self, error: BrigadeError) -> Chain:
-        """The next chain, for the runner."""
+        """The next chain, for the engine."""
         self.lost_at.append(time.monotonic())
         self.errors.append(error)
         self._lost.set()
-        chain = await self.supervisor.reopen(error)
+        chain = await self.cluster.reopen(error)
         self.when_reopened()
         return chain
 
@@ -110,11 +110,11 @@ class Trial:
             self.fault_at = time.monotonic()
 
         self.live = [
-            Live(self.runner, each, self._tokenizer, 0 if number else at, strike)
+            Live(self.engine, each, self._tokenizer, 0 if number else at, strike)
             for number, each in enumerate(requests)
         ]
         if at == 0:
-            while self.runner.scheduler.is_idle:  # noqa: ASYNC110 - a few turns of the loop
+            while self.engine.scheduler.is_idle:  # noqa: ASYNC110 - a few turns of the loop
                 await asyncio.sleep(0)
             strike()
 
@@ -161,7 +161,7 @@ class Trial:
         if not self.lost_at:
             return "nothing was lost"
         times = {1: "once", 2: "twice"}.get(len(self.lost_at), f"{len(self.lost_at)} times")
-        workers = [assignment.name for assignment in self.supervisor.chain.plan.assignments[1:]]
+        workers = [assignment.name for assignment in self.cluster.chain.plan.assignments[1:]]
         return f"lost {times}, goes on with {' and '.join(workers) or 'no worker'}"
 
 

@@ -26,13 +26,13 @@ import mlx.core as mx
 
 from protos.brigade_pb2 import Frame, Window
 from worker.cli import worker
-from worker.compute.engine import Engine
+from worker.compute.executor import Executor
 from worker.compute.shard import Shard
-from worker.memory.lane import Place
-from worker.node import loader
+from worker.memory.lane import LaneWindow
+from worker.node import lifecycle
 from worker.node.attachment import Attachment
 from worker.node.stage import Stage
-from worker.process.run import run_command
+from worker.platform.run import run_command
 
 _FOREVER_S = 1e6
 
@@ -68,16 +68,16 @@ class When:
         return any(token == self._number and self._position in (None, at) for at, token in fed)
 
 
-def before_steps(when: str, fail: Callable[[Engine, list[int]], None]) -> None:
+def before_steps(when: str, fail: Callable[[Executor, list[int]], None]) -> None:
     """Have an engine do this before the step; it is given the numbers of the windows that it is about."""
-    begin, awaited = Engine.begin, When(when)
+    begin, awaited = Executor.begin, When(when)
 
-    def failing(engine: Engine, frame: Frame, *arguments: Any) -> Any:
+    def failing(engine: Executor, frame: Frame, *arguments: Any) -> Any:
         if windows := awaited.fulfilled_by(frame):
             fail(engine, windows)
         return begin(engine, frame, *arguments)
 
-    patch(Engine, "begin", failing)
+    patch(Executor, "begin", failing)
 
 
 def block_loop(when: str) -> None:
@@ -88,7 +88,7 @@ def block_loop(when: str) -> None:
         loops.append(asyncio.get_running_loop())
         start(stage, *watched)
 
-    def block(engine: Engine, windows: list[int]) -> None:
+    def block(engine: Executor, windows: list[int]) -> None:
         loops[-1].call_soon_threadsafe(time.sleep, _FOREVER_S)
         time.sleep(_FOREVER_S)
 
@@ -101,14 +101,14 @@ def hold_engine(when: str) -> None:
 
 
 def never_reply(when: str) -> None:
-    mute: set[Engine] = set()  # a stage with another engine, of the next chain, speaks
+    mute: set[Executor] = set()  # a stage with another engine, of the next chain, speaks
     start = Stage.start
 
     def starting(stage: Stage, *watched: Any) -> None:
         outputs, put = stage._outputs, stage._outputs.put_nowait
 
         def put_unless_mute(output: Any) -> None:
-            if stage.engine not in mute:
+            if stage.executor not in mute:
                 put(output)
 
         patch(outputs, "put_nowait", put_unless_mute)
@@ -126,7 +126,7 @@ def write_nan(when: str) -> None:
     spoiled: list[list[int]] = []  # windows of the next pass
     run = Shard.__call__
 
-    def spoil(shard: Shard, x: mx.array, places: Sequence[Place], *ids: Any) -> mx.array:
+    def spoil(shard: Shard, x: mx.array, places: Sequence[LaneWindow], *ids: Any) -> mx.array:
         h = run(shard, x, places, *ids)
         if spoiled:
             windows = spoiled.pop()
@@ -139,20 +139,20 @@ def write_nan(when: str) -> None:
 
 
 def lack_memory(when: str) -> None:
-    def fail(engine: Engine, windows: list[int]) -> NoReturn:
+    def fail(engine: Executor, windows: list[int]) -> NoReturn:
         raise RuntimeError("[malloc] Unable to allocate 17179869184 bytes.")
 
     before_steps(when, fail)
 
 
 def load_slowly(seconds: str) -> None:
-    load = loader.load_shard
+    load = lifecycle.load_shard
 
     async def slow(*arguments: Any) -> Shard:
         await asyncio.sleep(float(seconds))
         return await load(*arguments)
 
-    patch(loader, "load_shard", slow)
+    patch(lifecycle, "load_shard", slow)
 
 
 def end_as_it_joins(when: str) -> None:

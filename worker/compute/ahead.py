@@ -1,32 +1,36 @@
-"""Ahead: steps that are built before their frames come.
+"""Steps that are built before their frames come.
 
-What most often follows a step that fed each of some slots one token is one more token each. Where something else comes,
-the caches go back to what they were, and nothing is left of the step.
+A step that fed some slots one token each is most often followed by one more token each. If another frame comes, the
+step is undone: the caches return to what they were.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cache
+from math import prod
 from typing import Protocol
 
 import mlx.core as mx
+import numpy as np
 
-from protos.brigade_pb2 import Cache, Frame, Window
-from worker.compute.placeholder import Placeholder, can_fill_later
+from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_FLOAT32, Cache, DType, Frame, Window
 from worker.compute.sampling import Draws
 from worker.compute.shard import Shard
 from worker.compute.slot import Slot
-from worker.memory.lane import Place
-from worker.memory.snapshot import Snapshot
+from worker.memory.caches import Snapshot
+from worker.memory.lane import LaneWindow
 
 Slots = Mapping[int, Slot]  # by number
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a step makes, not evaluated or on its way; draws and logits on the last stage."""
+    """A step's outputs, not yet evaluated; draws and logits on the last stage only."""
 
     h: mx.array  # [1, B, D]
-    draws: Mapping[int, Draws]  # of slots whose draws need no more than logits
+    draws: Mapping[int, Draws]  # of slots whose draws need only logits
     logits: Mapping[int, mx.array]  # [1, V] of the other slots
     tokens: mx.array | None = None  # [B], if all were drawn at once
 
@@ -34,25 +38,25 @@ class Outputs:
         mx.async_eval([self.h, *(array for draws in self.draws.values() for array in draws.arrays())])
 
     def tokens_of(self, slots: Slots) -> mx.array:
-        """What these slots, in the order of the step, have been given [B]."""
+        """Return the tokens [B] drawn for these slots, in the step's order."""
         if self.tokens is not None and self.tokens.size == len(slots):
             return self.tokens
         return mx.concatenate([self.draws[number].tokens for number in slots])
 
 
 class Ready(Protocol):
-    """A step that is there before its frame is."""
+    """A step that exists before its frame."""
 
     outputs: Outputs
-    hidden: Placeholder | None  # where its input goes; none on the first stage
+    hidden: Placeholder | None  # for its input; None on the first stage
     is_under_way: bool
 
     @property
     def slots(self) -> Slots: ...
 
     @property
-    def following(self) -> "Launched | None":
-        """The step upon this one."""
+    def following(self) -> Launched | None:
+        """The step launched on top of this one."""
 
     def is_of(self, frame: Frame) -> bool: ...
 
@@ -62,13 +66,13 @@ class Ready(Protocol):
 
 
 class Built:
-    """A step on placeholders: a graph, of which nothing is computed before its frame comes."""
+    """A step on placeholders: a graph that is not computed before its frame comes."""
 
     is_under_way = False
     following = None
 
     def __init__(self, shard: Shard, slots: Slots, dtype: mx.Dtype) -> None:
-        B, D = len(slots), shard.anatomy.hidden_size
+        B, D = len(slots), shard.info.hidden_size
         self.slots = slots
         self.hidden = None if shard.is_first else Placeholder([1, B, D], dtype)
         self._ids = Placeholder([1, B], mx.int32)
@@ -81,13 +85,13 @@ class Built:
         return in_order and _slots_besides(frame).isdisjoint(self.slots) and _go_on(frame.windows, self.slots)
 
     def begin(self, windows: Sequence[Window]) -> None:
-        """Have it computed; the hidden states are filled in already."""
-        self._before = None  # now nobody else holds the buffers, and they are written in place
+        """Fill in the token ids and evaluate. The hidden states are already filled in."""
+        self._before = None  # the only other reference to the buffers: now they are written in place
         self._ids.fill_numbers(window.tokens[0] for window in windows)
         self.outputs.evaluate()
 
     def drop(self, numbers: Set[int]) -> None:
-        """Undo it; nothing but the frame of all its slots takes it, so none of them is ever left."""
+        """Undo the step. Only a frame of all its slots can take it, so all are dropped together."""
         assert self._before is not None and numbers == self.slots.keys()
         self._before.restore()
         for slot in self.slots.values():
@@ -95,17 +99,17 @@ class Built:
 
 
 class Launched:
-    """A step of the whole model on tokens that never leave the device: it is computed before anybody asks for it.
+    """A step of the whole model on tokens that never leave the device, computed before its frame comes.
 
-    Whoever makes it evaluates its outputs, before anything else is built. It writes where the next rows go anyway,
-    should other tokens come; only states without rows are kept for that.
+    The caller evaluates its outputs before building anything else. If other tokens come, its rows are overwritten;
+    only recurrent states have to be saved to undo it.
     """
 
     is_under_way = True
     hidden: Placeholder | None = None
 
     def __init__(self, shard: Shard, slots: Slots, bases: Mapping[int, int], tokens: mx.array) -> None:
-        """`tokens` [B]: what each slot has just been given, and what follows `bases` tokens in it."""
+        """`tokens` [B] are those just drawn for each slot; they follow its `bases` tokens."""
         self.slots = dict(slots)
         self.following: Launched | None = None
         self._shard, self._bases = shard, bases
@@ -114,8 +118,8 @@ class Launched:
         ids = tokens.astype(mx.int32)[None]
         self.outputs = _outputs(shard, slots, bases, ids, ids)
 
-    def go_on(self, most: int) -> "Launched | None":
-        """A step upon the last of this chain of steps, unless they are as many as that or a cache has no room."""
+    def go_on(self, most: int) -> Launched | None:
+        """Launch a step on top of the last of this chain of steps, up to `most` in all and if every cache has room."""
         if most == 1:
             return None
         if self.following:
@@ -126,7 +130,7 @@ class Launched:
         return self.following
 
     def is_of(self, frame: Frame) -> bool:
-        """Slots may be missing: each has its own rows."""
+        """Whether this frame asks for this step. It may ask for some of the slots only."""
         numbers = {window.slot for window in frame.windows}
         if not numbers or not numbers <= self.slots.keys() or not _slots_besides(frame).isdisjoint(numbers):
             return False
@@ -136,10 +140,10 @@ class Launched:
         return all(window.tokens[0] == fed[self._numbers[window.slot]] for window in frame.windows)
 
     def begin(self, windows: Sequence[Window]) -> None:
-        """It has begun."""
+        """Do nothing: the step is already being computed."""
 
     def drop(self, numbers: Set[int]) -> None:
-        """Undo it for these of its slots, and before it what was launched upon it."""
+        """Undo the step for these slots, after the steps launched on top of it."""
         if self.following:
             self.following.drop(numbers & self.following.slots.keys())
         for number in numbers:
@@ -148,8 +152,8 @@ class Launched:
             slot.caches.cut(self._bases[number])
 
 
-class Ahead:
-    """The steps that are ready: for each slot at most one, and what was launched upon it."""
+class StepsAhead:
+    """The steps that are ready: at most one per slot, and those launched on top of it."""
 
     def __init__(self, shard: Shard, dtype: mx.Dtype) -> None:
         self._shard = shard
@@ -158,22 +162,22 @@ class Ahead:
         self._ready: list[Ready] = []
 
     def build(self, slots: Slots) -> None:
-        """The step that feeds one more token to each of these slots, unless one is ready."""
+        """Build the step that feeds each of these slots one more token, unless one of them has a step ready."""
         if self._any_of(slots):
             return
         if self._can_build is None:
-            can_fill = can_fill_later(self._shard.anatomy.hidden_size)
+            can_fill = can_fill_later(self._shard.info.hidden_size)
             self._can_build = can_fill and not looks_at_numbers(self._shard, self._dtype)
         if self._can_build:
             self._ready.append(Built(self._shard, slots, self._dtype))
 
     def launch(self, slots: Slots, tokens: Mapping[int, mx.array], most: int) -> Outputs | None:
-        """As `build`, with these tokens [1]: only where the shard is the whole model, and every cache has room.
+        """Launch the step that feeds these tokens [1], or if it exists, one on top, up to `most` steps in all.
 
-        Where that step is there, one upon the last, as long as they are no more than `most`.
+        Only for a shard that is the whole model, and only if every cache has room.
 
         Returns:
-            What is to be evaluated, if there is one step more.
+            The outputs to evaluate, or None if no step was launched.
         """
         first = next((each for each in self._ready if not each.slots.keys().isdisjoint(slots)), None)
         if first is None:
@@ -186,11 +190,11 @@ class Ahead:
         return following.outputs if following else None
 
     def awaited(self, frame: Frame) -> Placeholder | None:
-        """Where the hidden states of this frame go, if its step is built."""
+        """Return the placeholder for this frame's hidden states if its step is built."""
         return next((each.hidden for each in self._ready if each.hidden and each.is_of(frame)), None)
 
     def take(self, frame: Frame, x: mx.array | None) -> Ready | None:
-        """The step of this frame, if it is ready and on this input; steps that the frame proves wrong are undone."""
+        """Return this frame's step if it is ready on input x; undo the steps that the frame contradicts."""
         found = next((each for each in self._ready if each.is_of(frame)), None)
         if found and found.hidden and found.hidden.array is not x:
             found = None
@@ -207,7 +211,7 @@ class Ahead:
         return found
 
     def clear(self) -> None:
-        """Forget all of them: their slots are about to close."""
+        """Forget all steps: their slots are about to close."""
         self._ready.clear()
 
     def _any_of(self, slots: Slots) -> bool:
@@ -215,13 +219,13 @@ class Ahead:
 
 
 def looks_at_numbers(shard: Shard, dtype: mx.Dtype) -> bool:
-    """Whether the forward reads what it computes (mlx-lm's dbrx lists the experts): then it cannot be built ahead.
+    """Return whether the forward reads computed values (mlx-lm's dbrx lists experts), so cannot be built ahead.
 
-    MLX refuses that while it traces a function, as it does here.
+    MLX refuses such a read while it traces a function.
     """
     ids = mx.zeros((1, 1), mx.int32)
-    x = ids if shard.is_first else mx.zeros((1, 1, shard.anatomy.hidden_size), dtype)
-    place = Place(shard.make_caches(Cache()), 0, 1)
+    x = ids if shard.is_first else mx.zeros((1, 1, shard.info.hidden_size), dtype)
+    place = LaneWindow(shard.make_caches(Cache()), 0, 1)
     try:
         mx.compile(lambda x, ids: shard(x, [place], ids))(x, ids)
     except (RuntimeError, ValueError):
@@ -230,13 +234,13 @@ def looks_at_numbers(shard: Shard, dtype: mx.Dtype) -> bool:
 
 
 def is_one_token(window: Window) -> bool:
-    """Whether it feeds one token and asks for the one behind it, and nothing else."""
+    """Return whether the window feeds one token and asks only for the next one."""
     plain = len(window.tokens) == 1 == window.wanted and not (window.masks or window.guessed)
     return plain and not (window.positions or window.targets)
 
 
 def _outputs(shard: Shard, slots: Slots, bases: Mapping[int, int], x: mx.array, ids: mx.array) -> Outputs:
-    """A step that feeds each slot one token behind its base."""
+    """Build the step that feeds each slot one token at its base."""
     h = shard(x, [slot.next_place(bases[number]) for number, slot in slots.items()], ids)
     if not shard.is_last:
         return Outputs(h, {}, {})
@@ -256,7 +260,7 @@ def _drawn_one_by_one(h: mx.array, slots: Slots, bases: Mapping[int, int], logit
 
 
 def _go_on(windows: Sequence[Window], slots: Slots) -> bool:
-    """Whether each window is one token behind what its slot holds."""
+    """Return whether each window adds one token to exactly what its slot holds."""
     return all(is_one_token(window) and _follows(window, slots[window.slot]) for window in windows)
 
 
@@ -266,6 +270,47 @@ def _follows(window: Window, slot: Slot) -> bool:
 
 
 def _slots_besides(frame: Frame) -> set[int]:
-    """Slots that open, close or are copied."""
+    """Return the slots that the frame opens, closes or copies."""
     opened = {session.slot for session in frame.opened}
     return opened | {s.fork_of for s in frame.opened if s.HasField("fork_of")} | set(frame.closed)
+
+
+MLX_DTYPES: dict[DType, mx.Dtype] = {
+    DTYPE_FLOAT32: mx.float32,
+    DTYPE_FLOAT16: mx.float16,
+    DTYPE_BFLOAT16: mx.bfloat16,
+}
+
+
+class Placeholder:
+    """An input of a graph that is filled after the graph is built: Python writes into the memory that MLX reads."""
+
+    def __init__(self, shape: Iterable[int], dtype: mx.Dtype) -> None:
+        shape = tuple(shape)
+        raw = mx.array(np.empty(prod(shape) * dtype.size, np.uint8))
+        self._memory = memoryview(raw)  # type: ignore[arg-type]
+        self.array = raw.view(dtype).reshape(shape)
+
+    def fill(self, pieces: Iterable[memoryview | bytes]) -> None:
+        """Write all of the array's bytes from consecutive pieces."""
+        at = 0
+        for piece in pieces:
+            self._memory[at : at + len(piece)] = piece
+            at += len(piece)
+
+    def fill_numbers(self, numbers: Iterable[int]) -> None:
+        """Write token ids, as int32."""
+        self.fill([np.array(list(numbers), np.int32).tobytes()])
+
+
+@cache
+def can_fill_later(num_ids: int) -> bool:
+    """Return whether this device sees values written after a graph was built, by trying it.
+
+    `num_ids` is the size to try: small arrays may be stored elsewhere than large ones.
+    """
+    tried = Placeholder([num_ids], mx.int32)
+    found = tried.array * 2 + 1
+    tried.fill_numbers(range(num_ids))
+    mx.async_eval(found)
+    return found.tolist() == list(range(1, 2 * num_ids, 2))

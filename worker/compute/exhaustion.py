@@ -1,4 +1,4 @@
-"""MLX out of memory, told from its other errors by their texts: it has no exception of its own for it."""
+"""Recognise MLX's out-of-memory errors by their texts: MLX has no exception type for them."""
 
 import re
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ _SIGNS = ("MemoryError", "out of memory", "OutOfMemory", "Insufficient Memory", 
 
 
 def out_of_memory(text: str, doing: str) -> OutOfMemory | None:
-    """What an error of MLX with this text means, if it means that there is no memory for `doing`."""
+    """Return the OutOfMemory error for an MLX error text, or None if it is about something else."""
     size, limit = _SIZE.search(text), _LIMIT.search(text)
     if not size and not any(sign in text for sign in _SIGNS):
         return None
@@ -26,7 +26,7 @@ def out_of_memory(text: str, doing: str) -> OutOfMemory | None:
 
 @contextmanager
 def memory_errors_named(doing: str) -> Iterator[None]:
-    """Raise OutOfMemory where MLX says so in its own words."""
+    """Turn MLX's out-of-memory errors into OutOfMemory."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

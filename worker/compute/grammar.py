@@ -17,15 +17,15 @@ from worker.errors import SamplingError
 
 # What is compiled beside the steps of others has to be there once its session opens: as many are kept as may wait.
 # A usual one takes 0.15 MB, and long ones 90 bytes per character of their text: some 300 MB in all.
-_MOST_KEPT = 1024  # as many sessions as a coordinator lets wait, if nobody says otherwise
-_MOST_TEXT = 1_500_000  # characters of those that are kept
+_MOST_KEPT = 1024  # the default limit of waiting sessions on a coordinator
+_MOST_TEXT = 1_500_000  # characters of all kept grammars
 _LEAST_KEPT = 16  # however long they are
 _MOST_TOKENIZERS = 4  # each has a trie of the whole vocabulary
 # What is kept no more when its session opens is compiled where every step waits for it: half a second at most.
 _LIMITS = LLParserLimits(max_grammar_size=20_000, verbose_errors=False)
 _QUIET = 0
 _ENDLESS = "NoExtensionBias"  # what llguidance says of a grammar that allows no token
-_READING = Lock()  # nobody reads a tokenizer that another thread is reading
+_READING = Lock()  # one thread reads a tokenizer at a time
 _MARKER = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])")  # what may be a special token
 
 
@@ -86,7 +86,7 @@ class Guide:
 
 
 class Grammars:
-    """Compiles the grammars of one model's vocabulary, and keeps those that were used last."""
+    """Compiles grammars for one model's vocabulary and keeps the most recently used."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         """`folder` holds the model's tokenizer.json; without one there are no grammars."""
@@ -126,7 +126,7 @@ class Grammars:
             raise SamplingError(said) from error
 
     def _keep(self, key: bytes, matcher: LLMatcher) -> None:
-        """As the one that was used last."""
+        """Mark a grammar as the most recently used."""
         with self._lock:
             if key not in self._compiled:
                 self._num_text += len(key)

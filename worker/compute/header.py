@@ -26,7 +26,7 @@ def asked_rows(window: Window, first: int = 0) -> range:
 
 
 def head_rows(window: Window, first: int = 0) -> range:
-    """The rows whose logits the last stage makes: those whose next token is a target, then those that are asked."""
+    """Return the rows that need logits: first those whose next token is a target, then the asked ones."""
     asked = asked_rows(window, first)
     return range(asked.start - len(window.targets), asked.stop)
 
@@ -36,8 +36,8 @@ def dtype_name(dtype: DType) -> str:
     return DType.Name(dtype).removeprefix("DTYPE_").lower() if dtype in DType.values() else f"dtype {dtype}"
 
 
-def shown(numbers: Sequence[int]) -> str:
-    """A list for a message, which must not be as long as what a peer sends."""
+def brief(numbers: Sequence[int]) -> str:
+    """Format a list for a message, shortened if a peer sent a long one."""
     return f"{numbers}" if len(numbers) <= _MOST_SHOWN else f"{len(numbers)} of them"
 
 
@@ -58,7 +58,7 @@ def check_header(frame: Frame, stage: int, hidden_size: int, dtype: DType) -> No
     if found != expected:
         raise FrameError(
             f"expected hidden {expected[0]} {dtype_name(expected[1])} from stage {stage - 1}, "
-            f"got {shown(found[0])} {dtype_name(found[1])} (step {frame.step})"
+            f"got {brief(found[0])} {dtype_name(found[1])} (step {frame.step})"
         )
 
 
@@ -116,7 +116,7 @@ def _check_openings(frame: Frame) -> None:
     """Raise FrameError unless every slot is opened once, with a cache that there is and a grammar of a bounded size."""
     slots = [session.slot for session in frame.opened]
     if len(set(slots)) < len(slots):
-        raise FrameError(f"expected to open a slot once, got slots {shown(slots)} (step {frame.step})")
+        raise FrameError(f"expected to open a slot once, got slots {brief(slots)} (step {frame.step})")
     for session in frame.opened:
         _check_cache(session, frame.step)
         check_grammar(session.sampling.grammar, f" for slot {session.slot} (step {frame.step})")
@@ -149,7 +149,7 @@ def _check_windows(frame: Frame) -> None:
     """Raise FrameError unless every window's numbers fit together and each has a slot of its own."""
     slots = [window.slot for window in frame.windows]
     if len(set(slots)) < len(slots):
-        raise FrameError(f"expected one window per slot, got slots {shown(slots)} (step {frame.step})")
+        raise FrameError(f"expected one window per slot, got slots {brief(slots)} (step {frame.step})")
     for window in frame.windows:
         _check_window(window, frame.step)
 

@@ -54,7 +54,7 @@ class Draws:
 
 
 @dataclass(frozen=True)
-class Scores:
+class TokenScores:
     """How likely N given tokens are, not evaluated yet."""
 
     tokens: Sequence[int]
@@ -147,7 +147,7 @@ class Sampler:
         chosen = mx.take_along_axis(logprobs, drawn[:, None], axis=-1)[:, 0]
         return Draws(drawn, chosen, self._likeliest(logprobs), entropies)
 
-    def score(self, logits: mx.array, tokens: Sequence[int]) -> Scores:
+    def score(self, logits: mx.array, tokens: Sequence[int]) -> TokenScores:
         """How likely each row's given token is, by the raw logits [N, V] float32: no penalty, no temperature.
 
         Raises:
@@ -159,7 +159,7 @@ class Sampler:
         logprobs = _normalised(logits)
         own = mx.take_along_axis(logprobs, mx.array(list(tokens))[:, None], axis=-1)
         are_greedy = own >= logprobs.max(axis=-1, keepdims=True)
-        return Scores(
+        return TokenScores(
             tokens, own[:, 0], are_greedy[:, 0], self._likeliest(logprobs) if self._sampling.logprobs else None
         )
 
@@ -193,7 +193,7 @@ def _refusals_named() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        mx.random.seed(0)  # nobody here draws from MLX's own state; what it traced when the error came is left in it
+        mx.random.seed(0)  # unused by our draws, but the failed trace may have left a tracer in MLX's own state
         raise SamplingError(f"cannot sample as this request asks: {error}") from error
 
 

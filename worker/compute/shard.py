@@ -3,31 +3,37 @@
 Shape letters, here and everywhere: B slots, L window length, D hidden, V vocabulary, H heads, K head size.
 """
 
+from __future__ import annotations
+
 import hashlib
+import inspect
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from protos.brigade_pb2 import Cache
-from worker.compute.attention import serve_lanes
-from worker.compute.cut import CutModel
 from worker.compute.exhaustion import out_of_memory
 from worker.compute.grammar import Grammars
 from worker.errors import ModelError
 from worker.memory.caches import Caches
-from worker.memory.lane import Lane, Place
-from worker.model.build import absent, build
+from worker.memory.lane import Attention, Lane, LaneCache, LaneWindow, View
+from worker.model.build import absent, build, tensors_of_module
 from worker.model.checkpoint import Checkpoint
-from worker.model.describe import described, shard_tensors
+from worker.model.describe import layout_of, shard_tensors
 from worker.model.families import LaneForm, lane_form, mask_token_of
 from worker.model.headers import TensorInfo
-from worker.process.machine import multiplies_experts
+from worker.model.model_info import ModelInfo, as_returned, as_rows, strip_front
+from worker.model.module_tree import drop_arrays, drop_part, module_tree_of
+from worker.model.stub_layers import Run, install_gates
+from worker.platform.machine import multiplies_experts
 
 _DIGEST_BYTES = 4 * 2**20  # of a tensor that are hashed at once
 
@@ -39,35 +45,34 @@ class Shard:
         """Build the shard; its tensors stay unread until `materialise`.
 
         Args:
-            held: `tensors` of another shard of this very checkpoint: what is of use here is taken over, all else is let
-                go of.
+            held: `tensors` of another shard of this very checkpoint: useful ones are taken over, the others freed.
         Raises:
             ModelError: a tensor is missing, left over, or of another shape than the configuration says.
         """
-        self.anatomy = described(checkpoint).anatomy
+        self.info = layout_of(checkpoint).info
         self.start, self.end = start, end
-        self.is_first, self.is_last = start == 0, end == self.anatomy.num_layers
+        self.is_first, self.is_last = start == 0, end == self.info.num_layers
         reader = _Reader(checkpoint, shard_tensors(checkpoint, start, end))
-        self._cut = CutModel(build(checkpoint, reader), self.anatomy, start, end)
+        self._cut = CutModel(build(checkpoint, reader), self.info, start, end)
         if held:
             self._cut.replace({name: held[name] for name, _ in self._cut.tensors if name in held})
             held.clear()
         self.nbytes = sum(array.nbytes for _, array in self._cut.tensors)
         reader.require_none_absent(self._cut.tensors)
         _require_experts_here(checkpoint, self._cut)
-        self.grammars = Grammars(checkpoint.folder, self.anatomy.vocab_size)
-        self.mask_token = mask_token_of(checkpoint.config, self.anatomy.vocab_size)
+        self.grammars = Grammars(checkpoint.folder, self.info.vocab_size)
+        self.mask_token = mask_token_of(checkpoint.config, self.info.vocab_size)
         self._lane_form = lane_form(checkpoint.config)
-        self._no_caches = Caches(self.anatomy.entries, (), Cache())  # for what has none, norm and head
+        self._no_caches = Caches(self.info.entries, (), Cache())  # for norm and head, which have no cache
         if self._lane_form is LaneForm.ROWS:
             for layer in self._cut.layers:
                 serve_lanes(layer)
 
     def make_caches(self, cache: Cache) -> Caches:
         """Empty caches of the wanted kind for one slot."""
-        return Caches(self.anatomy.entries, self.anatomy.entries_of(self.start, self.end), cache)
+        return Caches(self.info.entries, self.info.entries_of(self.start, self.end), cache)
 
-    def __call__(self, x: mx.array, places: Sequence[Place], ids: mx.array | None = None) -> mx.array:
+    def __call__(self, x: mx.array, places: Sequence[LaneWindow], ids: mx.array | None = None) -> mx.array:
         """Run the layers over a lane, one window each of several slots, and append each window to its slot's caches.
 
         Args:
@@ -94,14 +99,14 @@ class Shard:
                 outputs |= zip(numbers, batch.split(len(numbers)), strict=True)
         return mx.concatenate([outputs[number] for number in range(len(places))], axis=1)
 
-    def _batches(self, places: Sequence[Place]) -> list[list[int]]:
-        """Numbers of places that may go side by side through this model."""
+    def _batches(self, places: Sequence[LaneWindow]) -> list[list[int]]:
+        """Group the windows that may go side by side through this model, by their numbers."""
         alike: dict[Any, list[int]] = defaultdict(list)
         for number, place in enumerate(places):
             alike[place.is_alike if self._lane_form is LaneForm.BATCH else number].append(number)
         return list(alike.values())
 
-    def _run_alone(self, x: mx.array, ids: mx.array, place: Place) -> mx.array:
+    def _run_alone(self, x: mx.array, ids: mx.array, place: LaneWindow) -> mx.array:
         place.caches.begin()
         place.caches.reserve(place.num_rows, place.positions)
         h = self._cut.run(x, ids, place.caches.listed)
@@ -116,7 +121,7 @@ class Shard:
     def logits(self, h: mx.array) -> mx.array:
         """Hidden states [1, N, D] of the last layer to logits [N, V] float32. Last shard only.
 
-        A MASK token is no token to say: its logit is minus infinity.
+        The MASK token's logit is minus infinity: it is never sampled.
         """
         logits = self._cut.logits(h, self._no_caches.listed)[0].astype(mx.float32)
         self._no_caches.cut(0)
@@ -141,7 +146,7 @@ class Shard:
 
     @property
     def tensors(self) -> dict[str, mx.array]:
-        """All that is held, by the model's own names, which are the same in every shard."""
+        """All tensors held, by the model's own names, which are the same in every shard."""
         return dict(self._cut.tensors)
 
     def digests(self) -> dict[str, str]:
@@ -152,7 +157,7 @@ class Shard:
         return found
 
     def digest_into(self, found: dict[str, str]) -> Generator[None, None, None]:
-        """As `digests`, a few milliseconds at a time: yields after each piece of a tensor."""
+        """Fill `found` as `digests` does, yielding every few milliseconds."""
         for name, array in self._cut.tensors:
             raw = np.array(array.reshape(-1).view(mx.uint8), copy=False)
             digest = hashlib.blake2b(digest_size=16)
@@ -163,7 +168,7 @@ class Shard:
 
 
 class _Reader:
-    """The tensors of a checkpoint, unread; those that another node reads are stood in for."""
+    """Unread tensors of a checkpoint; stand-ins for those of other nodes."""
 
     def __init__(self, checkpoint: Checkpoint, wanted: Sequence[str]) -> None:
         self._checkpoint = checkpoint
@@ -181,14 +186,14 @@ class _Reader:
         return self._files[info.file][name]
 
     def require_none_absent(self, tensors: Sequence[tuple[str, mx.array]]) -> None:
-        """Raise ModelError if a shard would compute with what it has not got."""
+        """Raise ModelError if the shard would compute with a stand-in."""
         for name, array in tensors:
             if id(array) in self._absent:
                 raise ModelError(f"{self._checkpoint.name}: cannot tell which node needs tensor {name}")
 
 
 def _require_experts_here(checkpoint: Checkpoint, cut: CutModel) -> None:
-    """Refuse what MLX would refuse at the first step."""
+    """Raise ModelError for experts in a dtype that MLX would refuse at the first step."""
     for module in (module for layer in cut.layers for module in layer.modules()):
         if isinstance(module, SwitchLinear) and "weight" in module and not multiplies_experts(module.weight.dtype):
             dtype = str(module.weight.dtype).rpartition(".")[2]
@@ -205,6 +210,155 @@ def _open_file(path: Path) -> dict[str, mx.array]:
         raise ModelError(f"cannot read {path}: {error}") from error
 
 
-def _firsts(places: Sequence[Place]) -> Sequence[int]:
+def _firsts(places: Sequence[LaneWindow]) -> Sequence[int]:
     """Each window's first row."""
     return list(accumulate((place.num_rows for place in places[:-1]), initial=0))
+
+
+class _Left(Exception):
+    """Leaves the forward after the stage's last layer, with that layer's result."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self.result = result
+
+
+class _StageGate:
+    """The gate of a stage: before its layers hands on the input, behind them leaves the forward."""
+
+    def __init__(self, start: int, end: int, info: ModelInfo) -> None:
+        self.incoming: mx.array | None = None
+        self._start, self._end = start, end
+        self._info = info
+        self.is_past = False  # only norm and head are to run
+
+    def enter(self, index: int, run: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if index < self._start or self.is_past:
+            assert self.incoming is not None
+            return as_returned(self.incoming, self._info.shapes, self._info.returns[index])
+        view = next((value for value in (*args, *kwargs.values()) if isinstance(value, View)), None)
+        result = run(*args, **kwargs) if view is None else view.run(run, *_hidden_first(args, kwargs))
+        if index == self._end - 1:
+            raise _Left(result)
+        return result
+
+
+class CutModel:
+    """Layers [start, end) of one of mlx-lm's models."""
+
+    def __init__(self, model: Any, info: ModelInfo, start: int, end: int) -> None:
+        """Remove the arrays of other stages from the model and install the gates."""
+        tree = module_tree_of(model)
+        is_last = end == info.num_layers
+        self.layers = tree.layers[start:end]
+        for layer in [*tree.layers[:start], *tree.layers[end:]]:
+            drop_arrays(layer, besides=self.layers)
+        if start > 0 and not (is_last and info.tied):
+            strip_front(tree, info)
+        if not is_last:
+            for _, (parent, key) in tree.back:
+                drop_part(parent, key, besides=self.layers)
+        self._model = model
+        self._is_first = start == 0
+        self._gate = _StageGate(start, end, info)
+        self._info = info
+        install_gates(tree.layers, self._gate)
+
+    @property
+    def tensors(self) -> list[tuple[str, mx.array]]:
+        """The stage's tensors by the model's own names."""
+        return tensors_of_module(self._model)
+
+    def replace(self, tensors: dict[str, mx.array]) -> None:
+        """Replace the tensors of these names."""
+        self._model.load_weights(list(tensors.items()), strict=False)
+
+    def run(self, x: mx.array, ids: mx.array, caches: Sequence[Any]) -> mx.array:
+        """Run the stage's layers and return hidden states [B, L, D].
+
+        Args:
+            x: token ids [B, L] on the first stage, hidden states [B, L, D] elsewhere.
+            ids: token ids [B, L] on the other stages, for layers that look at them.
+            caches: one per layer of the whole model; they take the rows.
+        """
+        self._gate.incoming = None if self._is_first else x
+        try:
+            self._model(x if self._is_first else ids, cache=caches)
+        except _Left as left:
+            return as_rows(left.result, self._info.shapes)
+        finally:
+            self._gate.incoming = None
+        raise AssertionError("the forward came to its end before the stage did")
+
+    def logits(self, h: mx.array, caches: Sequence[Any]) -> mx.array:
+        """Hidden states [1, N, D] of the last layer to logits [1, N, V]: norm, head and what else follows the layers.
+
+        `caches` are empty ones; what an embedding leaves in them is discarded by the caller.
+        """
+        self._gate.incoming, self._gate.is_past = h, True
+        try:
+            return self._model(mx.zeros(h.shape[:2], mx.int32), cache=caches)
+        finally:
+            self._gate.incoming, self._gate.is_past = None, False
+
+
+def _hidden_first(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Return a layer's arguments with the hidden states as the first positional one."""
+    if args:
+        return args, kwargs
+    name, *others = kwargs
+    return [kwargs[name]], {key: kwargs[key] for key in others}
+
+
+def serve_lanes(layer: nn.Module) -> None:
+    """Make a layer accept a lane whose rows lie end to end. Other inputs work as before."""
+    for module in list(layer.modules()):
+        _serve(sys.modules[type(module).__module__])
+        for name, rope in list(_ropes(module)):
+            setattr(module, name, WindowRope(rope))
+
+
+class LaneAttention:
+    """A module's own attention that also accepts a lane's cache."""
+
+    def __init__(self, attention: Attention) -> None:
+        self._attention = attention
+
+    def __call__(
+        self, queries: mx.array, keys: Any, values: Any, cache: Any = None, *rest: Any, **more: Any
+    ) -> mx.array:
+        """As mlx-lm's `scaled_dot_product_attention`; with a LaneCache, each slot's queries on its own keys."""
+        if isinstance(cache, LaneCache):
+            named = dict(zip(("scale", "mask", "sinks"), rest, strict=False)) | more
+            return cache.attend(self._attention, queries, keys, values, **named)
+        return self._attention(queries, keys, values, cache, *rest, **more)
+
+
+class WindowRope:
+    """A layer's own RoPE that also accepts the position of every row (WeDLM, arXiv 2512.22737, section 4)."""
+
+    def __init__(self, rope: Callable[..., mx.array]) -> None:
+        self._rope = rope
+
+    def __call__(self, x: mx.array, offset: int | mx.array = 0, **more: Any) -> mx.array:
+        """Rotate [B, H, L, K]; `offset` is the first row's position, [B] of each slot's first, or for one slot [L]."""
+        if isinstance(offset, int) or offset.ndim == 0 or x.shape[0] > 1:
+            return self._rope(x, offset=offset, **more)
+        return self._rope(x.transpose(2, 1, 0, 3), offset=offset, **more).transpose(2, 1, 0, 3)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rope, name)
+
+
+def _ropes(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the module's parts that rotate rows by an offset, whatever their names."""
+    for name, part in module.items():
+        is_leaf = isinstance(part, nn.Module) and not part.parameters() and not part.children()
+        if is_leaf and "offset" in inspect.signature(type(part).__call__).parameters:
+            yield name, part
+
+
+def _serve(module: Any) -> None:
+    attention = getattr(module, "scaled_dot_product_attention", None)
+    if attention is not None and not isinstance(attention, LaneAttention):
+        module.scaled_dot_product_attention = LaneAttention(attention)

@@ -1,5 +1,7 @@
 """Slot: what a stage holds of one session."""
 
+from __future__ import annotations
+
 import mlx.core as mx
 
 from protos.brigade_pb2 import Sampling, Window
@@ -9,32 +11,32 @@ from worker.compute.sampling import Draws, Sampler
 from worker.errors import CacheMismatch
 from worker.memory.caches import Caches
 from worker.memory.history import History
-from worker.memory.lane import Place
+from worker.memory.lane import LaneWindow
 
 
 class Slot:
     """A session's row on this stage: its tokens, its caches and, on the last stage, its sampler."""
 
     def __init__(self, caches: Caches, history: History, sampling: Sampling, guide: Guide | None = None) -> None:
-        """`guide` tells what may be sampled, where there is a grammar."""
+        """`guide` limits what may be sampled if the session has a grammar."""
         self.caches = caches
         self.history = history
         self.sampler = Sampler(sampling)
         self.guide = guide
 
-    def fork(self, length: int, sampling: Sampling, guide: Guide | None = None) -> "Slot":
-        """Another slot that goes on from the first `length` tokens. Raises CacheMismatch if that cannot be."""
+    def fork(self, length: int, sampling: Sampling, guide: Guide | None = None) -> Slot:
+        """Return a slot that continues from the first `length` tokens. Raises CacheMismatch if the caches cannot."""
         return Slot(self.caches.fork(length), self.history.fork(length), sampling, guide)
 
     def close(self) -> None:
         self.caches.close()
 
-    def begin(self, window: Window) -> Place:
-        """Cut to the window's base and take its tokens; returns where its rows go.
+    def begin(self, window: Window) -> LaneWindow:
+        """Cut to the window's base, take its tokens and return where its rows go.
 
         Raises:
-            CacheMismatch: the slot does not hold the prefix that the window continues. It can go on from one it holds:
-                the history is cut first, so no cache is ever shorter, and the next window cuts them all again.
+            CacheMismatch: the slot does not hold the prefix that the window continues. A later window may continue one
+                that it does hold: the history is cut first, so caches are never shorter, and are cut again.
         """
         base, held = window.base, len(self.history)
         if base > held or self.history.prefix_hash(base) != window.prefix_hash:
@@ -44,31 +46,31 @@ class Slot:
         self.caches.cut(base)
         self.history.extend(window.tokens)
         positions = mx.array(list(window.positions), mx.int32) if window.positions else None
-        return Place(self.caches, base, num_rows(window), positions)
+        return LaneWindow(self.caches, base, num_rows(window), positions)
 
-    def next_place(self, base: int) -> Place:
-        """Where the row of one more token goes, whichever it is, behind `base` of them."""
+    def next_place(self, base: int) -> LaneWindow:
+        """Return where the row of one more token goes, after `base` tokens."""
         self.caches.cut(base)
-        return Place(self.caches, base, 1)
+        return LaneWindow(self.caches, base, 1)
 
     def draw(self, window: Window, logits: mx.array) -> Draws:
-        """A token for each wanted and each guessed row of a window, in that order, by their logits [N, V]."""
+        """Draw a token for each wanted row and then each guessed row of a window from their logits [N, V]."""
         num_tokens = len(window.tokens)
         rows = asked_rows(window)
         at = window.positions or range(window.base, window.base + num_rows(window))
-        # a token row tells what comes next, a MASK row what stands in its own place
+        # a token row predicts the next position, a MASK row its own
         positions = [at[row] + (row < num_tokens) for row in rows]
         known = [window.base + min(row + 1, num_tokens) for row in rows]
         tokens = self.history.tokens
         allowed = self.guide.allowed(tokens, known, window.wanted) if self.guide else None
-        # verified guesses need no entropy: only a window that fills goes by it
+        # only a window that fills MASK rows needs entropies
         return self.sampler(logits, positions, tokens, known, entropy=window.wanted == 0, allowed=allowed)
 
     @property
     def can_draw_ahead(self) -> bool:
-        """Whether draws depend on nothing but logits and positions."""
+        """Whether draws depend only on logits and positions."""
         return not (self.guide or self.sampler.looks_back)
 
     def draw_ahead(self, base: int, logits: mx.array) -> Draws:
-        """The draw that follows one more token behind `base`, whichever that is, by the logits [1, V] of its row."""
+        """Draw the token after one more token at `base`, whichever it is, from the logits [1, V] of its row."""
         return self.sampler(logits, [base + 1], self.history.tokens, [base + 1])

@@ -1,15 +1,18 @@
-"""What one layer remembers of one slot. The rule: a step cuts to its base, then appends its window.
+"""One layer's cache of one slot. The rule: a step cuts the cache to its base, then appends its window.
 
-Cutting moves a length and copies nothing. mlx-lm's layers see `offset` and `update_and_fetch`, as of its own caches.
+Cutting moves a length and copies nothing. mlx-lm's layers use `offset` and `update_and_fetch`, as of its own caches.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Protocol
 
 import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache
 
 from worker.errors import CacheMismatch
-from worker.memory.rows import Parts, Rows
 from worker.model.cachespec import (
     INT8,
     ROW_BLOCK,
@@ -24,7 +27,7 @@ Mask = mx.array | str | None
 
 
 class Lender(Protocol):
-    """Where a cache's rows are while its slot steps together with others: worker/memory/pack.py."""
+    """Holds a cache's rows while its slot steps together with others: `Pack` in lane.py."""
 
     capacity: int
 
@@ -33,13 +36,13 @@ class Lender(Protocol):
 
     def arrays(self) -> list[mx.array]: ...
 
-    def rows_of(self, member: "KVCache") -> tuple[mx.array, mx.array]: ...
+    def rows_of(self, member: KVCache) -> tuple[mx.array, mx.array]: ...
 
     def dissolve(self, besides: Sequence[object] = ()) -> None: ...
 
 
 class LayerCache(Protocol):
-    """The rule of the cache, as every kind of layer keeps it."""
+    """The rule of the cache, implemented by every kind of cache."""
 
     @property
     def nbytes(self) -> int: ...
@@ -59,9 +62,9 @@ class LayerCache(Protocol):
     @property
     def has_room(self) -> bool: ...
 
-    def fork(self, length: int) -> "LayerCache": ...
+    def fork(self, length: int) -> LayerCache: ...
 
-    def close(self, besides: "Sequence[LayerCache]" = ()) -> None: ...
+    def close(self, besides: Sequence[LayerCache] = ()) -> None: ...
 
 
 def _as_they_are(rows: mx.array) -> Parts:
@@ -76,19 +79,19 @@ class KVCache:
     """Keys and values of the first `keep` tokens and of the tokens since; rows beyond the length are stale.
 
     With a `window` a query sees the first `keep` tokens and the `window` latest, itself included; what no later query
-    can see is let go of, some at a time.
+    can see is dropped, some rows at a time.
     """
 
     form: Form = WHOLE
     step = ROW_BLOCK
-    encode = staticmethod(_as_they_are)  # a method of the cache would make a cycle of it and its rows
+    encode = staticmethod(_as_they_are)  # a bound method would make a reference cycle of cache and rows
 
     def __init__(self, window: int | None = None, keep: int = 0) -> None:
         self.can_be_packed = CacheSpec(self.form, window, keep).can_be_packed
         self.length = 0
         self.window = window
         self.keep = keep
-        self.dropped = 0  # tokens let go of, all right after the first `keep`
+        self.dropped = 0  # tokens dropped, all right after the first `keep`
         self.pack: Lender | None = None
         self._positions: mx.array | None = None
         self._keys = Rows(self.encode)
@@ -96,12 +99,12 @@ class KVCache:
 
     @property
     def offset(self) -> int | mx.array:
-        """For RoPE: where the next row is, or every row of a reordered window."""
+        """For RoPE: the next row's position, or every row's of a reordered window."""
         return self.length if self._positions is None else self._positions
 
     @property
     def nbytes(self) -> int:
-        pack = self.pack  # read once: this is asked from other threads
+        pack = self.pack  # read once: other threads call this
         return pack.nbytes if pack else self._keys.nbytes + self._values.nbytes
 
     def arrays(self) -> list[mx.array]:
@@ -113,7 +116,7 @@ class KVCache:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more row fits into the buffers that there are, and nothing is let go of for it."""
+        """Whether one more row fits into the present buffers without dropping any."""
         if self.pack:
             return self.length < self.pack.capacity
         return self.length - self.dropped < self._keys.capacity
@@ -131,14 +134,14 @@ class KVCache:
             rows.clear()
 
     def take_back(self, keys: mx.array, values: mx.array) -> None:
-        """Have rows [1, H, length, K] of one's own again."""
+        """Own rows [1, H, length, K] again."""
         self.pack = None
         capacity = whole_blocks(self.length, self.step)
         self._keys.fill(keys, capacity)
         self._values.fill(values, capacity)
 
     def close(self, besides: Sequence[LayerCache] = ()) -> None:
-        """Let go of all rows. A pack would keep them, so it is dissolved; those of `besides` are about to close too."""
+        """Free all rows and dissolve the pack that holds them. `besides` are caches about to close too."""
         if self.pack:
             self.pack.dissolve(besides=[self, *besides])
             self.pack = None
@@ -148,14 +151,14 @@ class KVCache:
     def cut(self, length: int) -> None:
         """Keep the first `length` tokens. Raises CacheMismatch if not all that they can see is here."""
         if length <= self.keep:
-            self.dropped = 0  # from here on nothing that was let go of is missed
+            self.dropped = 0  # no dropped row is needed from here on
         if length > self.length or (self.dropped and self._first_seen(length) < self.keep + self.dropped):
             held = f"{self.length} less [{self.keep}, {self.keep + self.dropped})"
             raise CacheMismatch(f"cannot cut the cache to {length} tokens: it holds {held}")
         self.length = length
 
     def reserve(self, num_rows: int, positions: mx.array | None) -> None:
-        """Make room for a window of `num_rows` rows, whose `positions` [L] are given if they do not just count up."""
+        """Make room for a window of `num_rows` rows. `positions` [L] is None if they count up."""
         if self.pack:
             self.pack.dissolve()
         self._positions = positions
@@ -164,14 +167,14 @@ class KVCache:
             return
         out_of_sight = max(0, self._first_seen(self.length) - self.keep - self.dropped)
         self.dropped += out_of_sight
-        least = max(num_rows, self.step) if self.window else num_rows  # a full window must not be copied at every step
+        least = max(num_rows, self.step) if self.window else num_rows  # amortise the copy of a full window
         for rows in (self._keys, self._values):
             if out_of_sight:
                 rows.drop(self.keep, self.keep + out_of_sight, held)
             rows.grow(held - out_of_sight, whole_blocks(held - out_of_sight + least, self.step))
 
-    def fork(self, length: int) -> "KVCache":
-        """Another cache that goes on from the first `length` tokens; rows are shared until either is written to.
+    def fork(self, length: int) -> KVCache:
+        """Return a cache that continues from the first `length` tokens; rows are shared until either is written to.
 
         Raises CacheMismatch as `cut` does.
         """
@@ -185,10 +188,10 @@ class KVCache:
         return other
 
     def make_mask(self, num_rows: int, return_array: bool = False, window_size: int | None = None) -> Mask:
-        """Which of the held rows and of the window's own each row of the window sees; asked for by mlx-lm's models.
+        """Return the mask of held and new rows that each row of a window sees; called by mlx-lm's models.
 
         Args:
-            return_array: not by a name, even where there is one.
+            return_array: return an array even if a name ("causal") would do.
             window_size: of a layer that sees less than its cache holds.
         """
         held = self.length - self.dropped
@@ -208,7 +211,7 @@ class KVCache:
         return in_sight
 
     def settle(self, length: int) -> None:
-        """A pass is over by which there are `length` tokens. Moves what stands for a layer that is elsewhere."""
+        """Note the end of a pass: there are `length` tokens now. Moves the cache of a stub layer too."""
         self.length = length
 
     @property
@@ -228,7 +231,7 @@ class KVCache:
     def values(self, buffer: mx.array) -> None:
         self._values.parts = (buffer,)
 
-    start_position = 0  # of what is held, for models that let go of rows themselves: here nothing is
+    start_position = 0  # for models that drop rows themselves: the caches here do that
 
     def maybe_trim_front(self) -> None:
         """Called by such models."""
@@ -266,3 +269,121 @@ class Int8Cache(KVCache):
 
     def _read(self, rows: Rows, end: int) -> mx.array | Parts:
         return rows.read(end)
+
+
+Parts = tuple[mx.array, ...]  # how rows are stored: as they are, or as quantised values, scales and biases
+
+
+class Rows:
+    """A growing buffer of rows [1, H, capacity, K], stored in the parts that `encode` makes of them."""
+
+    def __init__(self, encode: Callable[[mx.array], Parts]) -> None:
+        self.parts: Parts = ()
+        self.capacity = 0
+        self.nbytes = 0  # a plain number: asked for from other threads
+        self._encode = encode
+
+    def write(self, rows: mx.array, begin: int, end: int) -> None:
+        encoded = self._encode(rows)
+        if not self.parts:
+            self.parts = tuple(mx.zeros((*p.shape[:2], self.capacity, p.shape[3]), p.dtype) for p in encoded)
+            self.nbytes = sum(part.nbytes for part in self.parts)
+        self.parts = tuple(_written(part, new, begin, end) for part, new in zip(self.parts, encoded, strict=True))
+
+    def read(self, end: int) -> Parts:
+        return tuple(part[:, :, :end] for part in self.parts)
+
+    def clear(self) -> None:
+        self.parts, self.capacity, self.nbytes = (), 0, 0
+
+    def fill(self, rows: mx.array, capacity: int) -> None:
+        """Hold a copy of these rows, with room for `capacity`."""
+        self.parts, self.capacity = self._encode(rows), 0
+        self.grow(rows.shape[2], capacity)
+
+    def share(self, other: Rows, held: int, step: int) -> None:
+        """Hold the first `held` rows of `other`, by a copy if its buffer is larger than they need.
+
+        MLX copies a shared buffer before it writes to it.
+        """
+        self.parts = tuple(mx.stop_gradient(part) for part in other.parts)  # array objects of our own, the same data
+        self.capacity, self.nbytes = other.capacity, other.nbytes
+        capacity = -(-held // step) * step
+        if capacity < self.capacity:
+            self.grow(held, capacity)
+
+    def grow(self, held: int, capacity: int) -> None:
+        """Make room for `capacity` rows in all, of which the first `held` stay."""
+
+        def grown(part: mx.array) -> mx.array:
+            B, H, _, K = part.shape
+            return mx.concatenate([part[:, :, :held], mx.zeros((B, H, capacity - held, K), part.dtype)], axis=2)
+
+        self.parts = tuple(grown(part) for part in self.parts)
+        self.nbytes = sum(part.nbytes for part in self.parts)
+        self.capacity = capacity
+
+    def drop(self, begin: int, end: int, held: int) -> None:
+        """Take rows [begin, end) out of the first `held`."""
+        self.parts = tuple(mx.concatenate([p[:, :, :begin], p[:, :, end:held]], axis=2) for p in self.parts)
+
+
+def _written(part: mx.array, new: mx.array, begin: int, end: int) -> mx.array:
+    """Write into a copy of the array object: a snapshot may still hold the old one."""
+    part = copy(part)
+    part[:, :, begin:end] = new
+    return part
+
+
+class RecurrentState(ArraysCache):
+    """A recurrent layer's state: it has no rows, so it can continue or restart, but not be cut in between."""
+
+    def __init__(self, num_arrays: int) -> None:
+        super().__init__(size=num_arrays)
+        self.length = 0
+        self._nbytes = 0
+
+    def arrays(self) -> list[mx.array]:
+        return [array for array in self.cache if array is not None]  # type: ignore[misc]
+
+    def changing(self) -> list[object]:
+        return [self]
+
+    has_room = True
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    def cut(self, length: int) -> None:
+        """Continue at `length` or restart at 0. Raises CacheMismatch for anything in between."""
+        if length == 0:
+            self.cache = [None] * len(self.cache)
+            self._nbytes = 0
+        elif length != self.length:
+            raise CacheMismatch(f"a recurrent layer cannot be cut to {length} tokens: its state is at {self.length}")
+        self.length = length
+
+    def close(self, besides: Sequence[LayerCache] = ()) -> None:
+        self.cache = [None] * len(self.cache)
+
+    def fork(self, length: int) -> RecurrentState:
+        """Return a state that continues from `length`. Raises CacheMismatch as `cut` does."""
+        other = RecurrentState(len(self.cache))
+        other.cache = list(self.cache)  # a layer replaces these arrays, it does not write to them
+        other.length, other._nbytes = self.length, self._nbytes
+        other.cut(length)
+        return other
+
+    def reserve(self, num_rows: int, positions: mx.array | None) -> None:
+        pass
+
+    def make_mask(self, num_rows: int, return_array: bool = False, window_size: int | None = None) -> Mask:
+        return None
+
+    def advance(self, num_rows: int) -> None:
+        """Called by some of mlx-lm's layers; `settle` counts for all of them."""
+
+    def settle(self, length: int) -> None:
+        self.length = length
+        self._nbytes = sum(array.nbytes for array in self.arrays())

@@ -1,23 +1,22 @@
-"""Caches: all that one slot remembers on one stage, in the order of the model's own list of caches.
+"""All caches of one slot on one stage, in the order of the model's own list of caches.
 
-That list is as long as the whole model. For a layer that is elsewhere it holds a cache of a layer of the same kind that
-is here, or one that only counts: so a model that makes a mask from the cache of its first layer gets the right one.
+The list is as long as the whole model. For a stub layer it holds the cache of a layer of the same kind on this stage,
+or one that only counts: a model that makes a mask from its first layer's cache then gets the right mask.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from protos.brigade_pb2 import Cache
-from worker.memory.cache import Int8Cache, KVCache, LayerCache, Mask
-from worker.memory.state import RecurrentState
-from worker.model.anatomy import Entry
+from worker.memory.cache import Int8Cache, KVCache, LayerCache, Mask, RecurrentState
 from worker.model.cachespec import INT8, STATE, WHOLE, CacheSpec, Form, Memory, cache_spec
+from worker.model.model_info import Entry
 
 
-class Several:
-    """The caches of a layer that has more than one; the layer asks for each by its number."""
+class CacheGroup:
+    """The caches of a layer that has several; the layer indexes them by number."""
 
     def __init__(self, caches: Sequence[LayerCache]) -> None:
         self.caches = list(caches)
@@ -54,8 +53,8 @@ class Several:
         for cache in self.caches:
             cache.settle(length)
 
-    def fork(self, length: int) -> "Several":
-        return Several([cache.fork(length) for cache in self.caches])
+    def fork(self, length: int) -> "CacheGroup":
+        return CacheGroup([cache.fork(length) for cache in self.caches])
 
     def close(self, besides: Sequence[LayerCache] = ()) -> None:
         for cache in self.caches:
@@ -70,7 +69,7 @@ class Caches:
 
         Args:
             entries: the model's own list of caches.
-            own: the numbers of those whose layers are here.
+            own: the numbers of the caches whose layers are on this stage.
             cache: the kind that the session wants.
         """
         self._entries, self.own_numbers, self._cache = entries, own, cache
@@ -90,7 +89,7 @@ class Caches:
                 self._counting.append(alike[_kind(entry)])
             self.listed.append(here.get(number, alike[_kind(entry)]))
         self.states = [each for each in self.changing() if isinstance(each, RecurrentState)]  # which cannot be cut
-        self._settled: int | None = None  # the length of all of its own, between two passes
+        self._settled: int | None = None  # the common length of its own caches between two passes
 
     @property
     def nbytes(self) -> int:
@@ -101,7 +100,7 @@ class Caches:
         return next((arrays for cache in reversed(self.own) if (arrays := cache.arrays())), [])
 
     def changing(self) -> list[object]:
-        """The objects whose attributes a pass changes: see snapshot.py."""
+        """The objects whose attributes a pass changes, for a `Snapshot`."""
         return [each for cache in [*self.own, *self._counting] for each in cache.changing()]
 
     @property
@@ -117,7 +116,7 @@ class Caches:
                 cache.cut(length)
             self._settled = length
         for cache in self._counting:
-            cache.cut(0)  # an embedding whose rows are not wanted here remembers all the same, a step upon another
+            cache.cut(0)  # an embedding that runs here for another stage still fills its cache at every step
             cache.settle(length)
 
     def reserve(self, num_rows: int, positions: mx.array | None) -> None:
@@ -125,17 +124,17 @@ class Caches:
             cache.reserve(num_rows, positions)
 
     def begin(self) -> None:
-        """A pass begins, or has been undone: until it is settled or cut nobody knows how far each of them came."""
+        """Note that a pass begins or was undone: the caches' lengths are unknown until `settle` or `cut`."""
         self._settled = None
 
     def settle(self, length: int) -> None:
-        """A pass is over by which there are `length` tokens."""
+        """Note the end of a pass: there are `length` tokens now."""
         for cache in [*self.own, *self._counting]:
             cache.settle(length)
         self._settled = length
 
     def fork(self, length: int) -> "Caches":
-        """Caches of another slot that go on from the first `length` tokens. Raises CacheMismatch as `cut` does."""
+        """Return another slot's caches that continue from the first `length` tokens. Raises CacheMismatch as `cut`."""
         other = Caches.__new__(Caches)
         other._entries, other.own_numbers, other._cache = self._entries, self.own_numbers, self._cache
         other._fill([cache.fork(length) for cache in self.own])
@@ -144,26 +143,28 @@ class Caches:
         return other
 
     def close(self, besides: "Sequence[Caches]" = ()) -> None:
-        """Let go of everything; those of `besides` are about to close too."""
+        """Free everything. `besides` are caches that are about to close too."""
         for number, cache in enumerate(self.own):
             cache.close(besides=[other.own[number] for other in besides])
 
 
 def _make(entry: Entry, cache: Cache) -> LayerCache:
     return (
-        Several([make_cache(part, cache) for part in entry]) if isinstance(entry, tuple) else make_cache(entry, cache)
+        CacheGroup([make_cache(part, cache) for part in entry])
+        if isinstance(entry, tuple)
+        else make_cache(entry, cache)
     )
 
 
 def _kind(entry: Entry) -> Any:
-    """Equal for caches of which masks and offsets are equal."""
+    """Return a key that is equal for caches with equal masks and offsets."""
     if isinstance(entry, tuple):
         return tuple(map(_kind, entry))
     return entry.window, entry.state_arrays
 
 
 def make_cache(memory: Memory, cache: Cache) -> LayerCache:
-    """An empty cache for what a layer remembers, as the session's choice of cache wants it."""
+    """Return an empty cache for one memory of a layer, of the kind that the session chose."""
     spec = cache_spec(memory, cache)
     return RecurrentState(memory.state_arrays) if spec.form is STATE else _FRESH[spec.form](spec)
 
@@ -172,3 +173,26 @@ _FRESH: dict[Form, Callable[[CacheSpec], LayerCache]] = {
     WHOLE: lambda spec: KVCache(spec.window, spec.keep),
     INT8: lambda spec: Int8Cache(spec.window, spec.keep),
 }
+
+
+class Snapshot:
+    """Attributes of caches before a pass is built, to restore if the pass is never computed.
+
+    It shares their arrays, so MLX would copy a buffer before writing to it: drop the snapshot before computing.
+    """
+
+    def __init__(self, objects: Iterable[object]) -> None:
+        unique = {id(each): each for each in objects}  # several caches may share a pack
+        self._saved = [(each, _copied(vars(each))) for each in unique.values()]
+
+    def restore(self) -> None:
+        for each, attributes in self._saved:
+            now = vars(each)
+            now.update(attributes)  # before deleting: other threads read these objects
+            for name in now.keys() - attributes.keys():
+                del now[name]
+
+
+def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Lists are copied: a layer replaces the arrays in its own."""
+    return {name: list(value) if isinstance(value, list) else value for name, value in attributes.items()}

@@ -1,9 +1,11 @@
-"""A lane: the windows of several slots in one pass. Where a layer expects one cache it finds a view of several.
+"""A lane: the windows of several slots in one pass. Each layer gets a view of several caches in place of one.
 
-Rows lie end to end, so every matrix product takes them all, and only attention tells the slots apart: windows of equal
-length on caches of similar length attend together (pack.py), the others one by one. Windows of one length may also lie
-side by side, as in any batch, for models that want that. A layer whose caches allow neither takes slot after slot.
+Rows lie end to end, so that every matrix product takes all of them, and only attention separates the slots: windows of
+equal length on caches of similar capacity attend together (`Pack`), the others one by one. Windows of one length may
+also lie side by side, as in a batch, for models that need that. A layer whose caches allow neither runs per slot.
 """
+
+from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -15,15 +17,14 @@ import mlx.core as mx
 
 from worker.memory.cache import KVCache, Mask
 from worker.memory.caches import Caches
-from worker.memory.pack import packed
 from worker.model.cachespec import pack_capacity
-from worker.model.doors import Run
+from worker.model.stub_layers import Run
 
 Attention = Callable[..., mx.array]
 
 
 @dataclass(frozen=True)
-class Place:
+class LaneWindow:
     """Where one window goes: its slot's caches, already cut to `base`."""
 
     caches: Caches
@@ -33,14 +34,14 @@ class Place:
 
     @property
     def is_alike(self) -> tuple[int, int | None, bool]:
-        """Equal for windows that may be a batch."""
+        """A key that is equal for windows that may form a batch."""
         return self.num_rows, pack_capacity(self.base + self.num_rows), self.positions is None
 
 
 class Lane:
-    """Several places, and what all layers need to know of them; made once per pass."""
+    """The windows of one pass and what every layer needs to know of them."""
 
-    def __init__(self, places: Sequence[Place], *, side_by_side: bool = False) -> None:
+    def __init__(self, places: Sequence[LaneWindow], *, side_by_side: bool = False) -> None:
         """`side_by_side`: hidden states are [B, L, D], all windows having L rows; else [1, sum L, D]."""
         self.places = places
         self.side_by_side = side_by_side
@@ -59,7 +60,7 @@ class Lane:
         ]
 
     def split(self, rows: mx.array, axis: int = 1) -> list[mx.array]:
-        """Each slot's of the rows of all."""
+        """Split the rows of all windows into each window's."""
         if self.side_by_side:
             return rows.split(len(self.places), axis=0)
         return rows.split(self._splits, axis=axis)
@@ -71,8 +72,8 @@ class Lane:
         for place in self.places:
             place.caches.settle(place.base + place.num_rows)
 
-    def _reserve(self, groups: Sequence["_Group"]) -> None:
-        """Room for every window; a pack has it already."""
+    def _reserve(self, groups: Sequence[_Group]) -> None:
+        """Make room for every window that is not in a pack."""
         for at, place in enumerate(self.places):
             place.caches.begin()
             group = next((group for group in groups if at in group.numbers), None)
@@ -80,7 +81,7 @@ class Lane:
                 if group is None or not group.suited[number]:
                     place.caches.listed[number].reserve(place.num_rows, place.positions)
 
-    def _view(self, caches: list[Any], groups: list["_Group"]) -> "View":
+    def _view(self, caches: list[Any], groups: list[_Group]) -> View:
         together = self._is_one_group and bool(groups)
         if together and self.side_by_side:
             return BatchCache(self, caches, groups[0])
@@ -90,7 +91,7 @@ class Lane:
 
 
 class LaneMask:
-    """What a model gets as its mask and hands to its layers: a mask for each slot, or for each group of them."""
+    """The mask that a model hands to its layers: one per single slot and one per group of slots."""
 
     def __init__(self, alone: dict[int, Mask], groups: Sequence[mx.array]) -> None:
         self.alone = alone
@@ -98,7 +99,7 @@ class LaneMask:
 
 
 class View:
-    """Several slots' caches where a layer expects one: such a layer takes slot after slot."""
+    """Several slots' caches in place of one. A layer with a plain view runs once per slot."""
 
     def __init__(self, lane: Lane, caches: Sequence[Any]) -> None:
         self.caches = caches
@@ -106,22 +107,22 @@ class View:
 
     @property
     def offset(self) -> mx.array:
-        """The position of every row, or of each slot's first where they lie side by side."""
+        """Every row's position, or each slot's first if they lie side by side."""
         return self._lane.offset
 
-    def __getitem__(self, number: int) -> "View":
+    def __getitem__(self, number: int) -> View:
         """Of layers with several caches each."""
         return View(self._lane, [cache[number] for cache in self.caches])
 
     def make_mask(
         self, num_rows: int, return_array: bool = False, window_size: int | None = None
     ) -> LaneMask | mx.array:
-        """Each slot's mask, for its own number of rows; asked for by mlx-lm's models, as of a single cache."""
+        """Return each slot's mask for its own rows; called by mlx-lm's models as of a single cache."""
         places = enumerate(zip(self.caches, self._lane.places, strict=True))
         return LaneMask({i: cache.make_mask(p.num_rows, return_array, window_size) for i, (cache, p) in places}, [])
 
     def run(self, layer: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The layer over the lane; `args` begin with its hidden states."""
+        """Run the layer over the lane; `args` begin with its hidden states."""
         results = []
         for number, hidden in enumerate(self._lane.split(args[0])):
             others = [self._of_slot(value, number) for value in args[1:]]
@@ -132,7 +133,7 @@ class View:
         return tuple(self._lane.join(part) if _has_rows(part[0]) else None for part in zip(*results, strict=True))
 
     def _of_slot(self, value: Any, number: int) -> Any:
-        """What one slot has where the lane has this: its own mask, cache, or numbers."""
+        """Return one slot's part of an argument: its own mask, cache or numbers."""
         if isinstance(value, LaneMask):
             return value.alone[number]
         if isinstance(value, View):
@@ -144,7 +145,7 @@ class View:
 class BatchCache(View):
     """Packed caches of windows that lie side by side: rows [B, H, L, K], as in any batch."""
 
-    def __init__(self, lane: Lane, caches: Sequence[KVCache], group: "_Group") -> None:
+    def __init__(self, lane: Lane, caches: Sequence[KVCache], group: _Group) -> None:
         super().__init__(lane, caches)
         self._group = group
 
@@ -167,8 +168,8 @@ class BatchCache(View):
 class LaneCache(View):
     """Caches of rows that lie end to end; attention comes to `attend` with what `update_and_fetch` gave it."""
 
-    def __init__(self, lane: Lane, caches: Sequence[KVCache], groups: Sequence["_Group"], together: bool) -> None:
-        """`together`: one group has all of them, so the layer may as well see a batch."""
+    def __init__(self, lane: Lane, caches: Sequence[KVCache], groups: Sequence[_Group], together: bool) -> None:
+        """`together`: one group holds all slots, so the layer may run on a batch."""
         super().__init__(lane, caches)
         self._groups = groups
         self._together = together
@@ -223,7 +224,7 @@ class _Group:
     """Windows of the same length L whose caches are packed together, where these are `suited`."""
 
     def __init__(
-        self, numbers: Sequence[int], places: Sequence[Place], capacity: int, suited: tuple[bool, ...]
+        self, numbers: Sequence[int], places: Sequence[LaneWindow], capacity: int, suited: tuple[bool, ...]
     ) -> None:
         self.suited = suited
         self.numbers = numbers
@@ -259,7 +260,7 @@ class _Group:
         return mx.concatenate([rows[number] for number in self.numbers])
 
 
-def _groups(places: Sequence[Place]) -> Iterator[_Group]:
+def _groups(places: Sequence[LaneWindow]) -> Iterator[_Group]:
     alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for number, place in enumerate(places):
         suited = tuple(isinstance(cache, KVCache) and cache.can_be_packed for cache in place.caches.listed)
@@ -274,5 +275,68 @@ def _has_rows(part: Any) -> bool:
     return isinstance(part, mx.array) and part.ndim >= 3
 
 
-def _positions(place: Place) -> mx.array:
+def _positions(place: LaneWindow) -> mx.array:
     return mx.arange(place.base, place.base + place.num_rows) if place.positions is None else place.positions
+
+
+def packed(members: Sequence[KVCache], capacity: int, like: tuple[mx.array, mx.array]) -> Pack:
+    """Return the pack of exactly these members, new if they have none. `like`: keys, values [B, H, L, K] to come."""
+    pack = members[0].pack
+    if isinstance(pack, Pack) and pack.capacity == capacity and pack.members == list(members):
+        return pack
+    return Pack(members, capacity, like)
+
+
+class Pack:
+    """One buffer [B, H, capacity, K] of keys and one of values; row i belongs to `members[i]`."""
+
+    def __init__(self, members: Sequence[KVCache], capacity: int, like: tuple[mx.array, mx.array]) -> None:
+        """Copy the members' rows in and dissolve the packs that held them."""
+        self.members = list(members)
+        self.capacity = capacity
+        held = [member.held_rows() for member in members]
+        self.keys, self.values = (
+            _filled([rows and rows[which] for rows in held], capacity, new) for which, new in enumerate(like)
+        )
+        self.nbytes = (self.keys.nbytes + self.values.nbytes) // len(
+            members
+        )  # per member; a plain number: other threads read it
+        for member in members:
+            if member.pack is not None:
+                member.pack.dissolve(besides=members)
+        for member in members:
+            member.lend(self)
+
+    def arrays(self) -> list[mx.array]:
+        return [self.keys, self.values]
+
+    def rows_of(self, member: KVCache) -> tuple[mx.array, mx.array]:
+        """A member's keys and values [1, H, length, K]."""
+        row = self.members.index(member)
+        return self.keys[row : row + 1, :, : member.length], self.values[row : row + 1, :, : member.length]
+
+    def update(self, keys: mx.array, values: mx.array, rows: mx.array) -> None:
+        """Write [B, H, L, K] at `rows` [B, 1, L, 1] of each member."""
+        self.keys = mx.put_along_axis(self.keys, rows, keys, axis=2)
+        self.values = mx.put_along_axis(self.values, rows, values, axis=2)
+        for member in self.members:
+            member.length += keys.shape[2]
+
+    def dissolve(self, besides: Sequence[object] = ()) -> None:
+        """Give the members their rows back and evaluate the copies, so that nothing keeps this buffer alive.
+
+        Members in `besides` are about to close and get nothing.
+        """
+        owners = [member for member in self.members if not any(member is other for other in besides)]
+        for member in owners:
+            member.take_back(*self.rows_of(member))
+        mx.async_eval([array for member in owners for array in member.arrays()])
+        self.members = []  # break the cycle, or the buffer lives until the next collection
+
+
+def _filled(rows: Sequence[mx.array | None], capacity: int, like: mx.array) -> mx.array:
+    buffer = mx.zeros((len(rows), like.shape[1], capacity, like.shape[3]), like.dtype)
+    for row, held in enumerate(rows):
+        if held is not None:
+            buffer[row : row + 1, :, : held.shape[2]] = held
+    return buffer

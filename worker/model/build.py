@@ -16,8 +16,8 @@ from worker.errors import ModelError, first_line
 from worker.model.checkpoint import Checkpoint
 from worker.model.families import model_classes
 from worker.model.headers import TensorInfo
+from worker.model.module_tree import ModuleTree, is_text, module_tree_of
 from worker.model.quantisation import MISFITS, misfit, quantisation_of, require_fp8_read, unpack_awq
-from worker.model.skeleton import Skeleton, is_text, skeleton_of
 
 MLX_DTYPES = {
     "F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "I64": mx.int64, "I32": mx.int32, "I16": mx.int16,
@@ -128,13 +128,13 @@ def _quantise(model: Any, checkpoint: Checkpoint, weights: dict[str, mx.array]) 
 def _bind(model: Any, checkpoint: Checkpoint, weights: dict[str, mx.array]) -> None:
     """Give the model its tensors; those of layers that it does not have (MTP) are left out."""
     wanted = dict(tensors_of_module(model))
-    skeleton = skeleton_of(model)
-    num_layers = len(skeleton.layers)
-    _check_layers(checkpoint, skeleton, wanted, weights)
+    tree = module_tree_of(model)
+    num_layers = len(tree.layers)
+    _check_layers(checkpoint, tree, wanted, weights)
     bound = {
         name: array
         for name, array in weights.items()
-        if name in wanted or ((skeleton.layer_of(name) or 0) < num_layers and is_text(name))
+        if name in wanted or ((tree.layer_of(name) or 0) < num_layers and is_text(name))
     }
     missing, over = sorted(wanted.keys() - bound.keys()), sorted(bound.keys() - wanted.keys())
     if missing and over:
@@ -166,22 +166,22 @@ def _is_floating(array: mx.array) -> bool:
     return mx.issubdtype(array.dtype, mx.floating)
 
 
-def _check_layers(checkpoint: Checkpoint, skeleton: Skeleton, wanted: Iterable[str], weights: Iterable[str]) -> None:
+def _check_layers(checkpoint: Checkpoint, tree: ModuleTree, wanted: Iterable[str], weights: Iterable[str]) -> None:
     """Refuse layers beyond those of config.json, unless they have parts of their own, as prediction layers do."""
-    num_layers = len(skeleton.layers)
-    known = {_inside_layer(skeleton, name) for name in wanted}
+    num_layers = len(tree.layers)
+    known = {_inside_layer(tree, name) for name in wanted}
     beyond: dict[int, list[str]] = defaultdict(list)
     for name in weights:
-        if (layer := skeleton.layer_of(name)) is not None and layer >= num_layers:
+        if (layer := tree.layer_of(name)) is not None and layer >= num_layers:
             beyond[layer].append(name)
     for names in beyond.values():
-        if all(_inside_layer(skeleton, name) in known for name in names):
+        if all(_inside_layer(tree, name) in known for name in names):
             reason = f"config.json has {num_layers} layers but there is a tensor {names[0]}"
             raise ModelError(f"{checkpoint.name}: {reason}; download it again")
 
 
-def _inside_layer(skeleton: Skeleton, name: str) -> str:
-    return name.removeprefix(f"{skeleton.path}.").partition(".")[2]
+def _inside_layer(tree: ModuleTree, name: str) -> str:
+    return name.removeprefix(f"{tree.path}.").partition(".")[2]
 
 
 def _advice(missing: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from protos.brigade_pb2 import Contents
 from worker.errors import ModelError
 from worker.model.checkpoint import Checkpoint
-from worker.model.describe import described, shard_tensors
+from worker.model.describe import layout_of, shard_tensors
 from worker.model.headers import TensorInfo, pack_headers
 
 _SAMPLES = 4096  # tensors; a checkpoint that has more is seen through as many that its names' checksums choose
@@ -67,7 +67,7 @@ def check_files(checkpoint: Checkpoint, start: int, end: int) -> None:
     names = shard_tensors(checkpoint, start, end)
     if not (lacking := checkpoint.lacking(names)):
         return
-    places = described(checkpoint).places
+    places = layout_of(checkpoint).places
     numbers = [places[n] for n in names if checkpoint.tensors[n].file == lacking[0] and places[n] >= 0]
     what = f"layers [{min(numbers)}, {max(numbers) + 1})" if numbers else "the embedding or the head"
     more = len(lacking) - 1

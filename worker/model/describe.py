@@ -7,18 +7,18 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_FLOAT32
 from worker.errors import ModelError
-from worker.model.anatomy import Anatomy
 from worker.model.build import absent, build, tensors_of_module
 from worker.model.checkpoint import Checkpoint
-from worker.model.dry_pass import examine
-from worker.model.experts import idle_bytes
 from worker.model.families import mask_token_of
 from worker.model.headers import TensorInfo
+from worker.model.model_info import ModelInfo
 from worker.model.modelspec import LayerSpec, ModelSpec
-from worker.model.skeleton import Skeleton, is_text, layer_in_checkpoint, skeleton_of
+from worker.model.module_tree import ModuleTree, is_text, layer_in_checkpoint, module_tree_of
+from worker.model.probe_pass import probe
 
 _DTYPES = {mx.float32: DTYPE_FLOAT32, mx.float16: DTYPE_FLOAT16, mx.bfloat16: DTYPE_BFLOAT16}
 _CONTEXTS = (
@@ -30,24 +30,24 @@ FRONT, BACK = -1, -2  # beside the numbers of layers: the embedding, and norm an
 
 
 @dataclass(frozen=True)
-class Described:
-    """A checkpoint's anatomy, and where its tensors go. Holds no array."""
+class CheckpointLayout:
+    """A checkpoint's info, and where its tensors go. Holds no array."""
 
-    anatomy: Anatomy
+    info: ModelInfo
     sizes: dict[int, int]  # bytes in memory, by layer, FRONT and BACK
     places: dict[str, int]  # of each of the checkpoint's tensors that is part of the model
     idle: dict[int, int]  # bytes that one token does not read, by layer
 
     @cached_property
     def spec_layers(self) -> tuple[LayerSpec, ...]:
-        layers = range(self.anatomy.num_layers)
-        return tuple(LayerSpec(self.sizes.get(i, 0), self.anatomy.memories_of(i), self.idle.get(i, 0)) for i in layers)
+        layers = range(self.info.num_layers)
+        return tuple(LayerSpec(self.sizes.get(i, 0), self.info.memories_of(i), self.idle.get(i, 0)) for i in layers)
 
 
-_DESCRIBED: WeakKeyDictionary[Checkpoint, Described] = WeakKeyDictionary()
+_DESCRIBED: WeakKeyDictionary[Checkpoint, CheckpointLayout] = WeakKeyDictionary()
 
 
-def described(checkpoint: Checkpoint) -> Described:
+def layout_of(checkpoint: Checkpoint) -> CheckpointLayout:
     """What one pass of the model shows, and its tensors' places; found once per checkpoint.
 
     Raises:
@@ -60,10 +60,10 @@ def described(checkpoint: Checkpoint) -> Described:
 
 def shard_tensors(checkpoint: Checkpoint, start: int, end: int) -> list[str]:
     """Names, as in the checkpoint, of all tensors that the shard [start, end) needs."""
-    found = described(checkpoint)
-    is_last = end == found.anatomy.num_layers
+    found = layout_of(checkpoint)
+    is_last = end == found.info.num_layers
     wanted = {*range(start, end)}
-    wanted |= {FRONT} if start == 0 or (is_last and found.anatomy.tied) else set()
+    wanted |= {FRONT} if start == 0 or (is_last and found.info.tied) else set()
     wanted |= {BACK} if is_last else set()
     return [name for name, place in found.places.items() if place in wanted]
 
@@ -74,26 +74,26 @@ def describe(checkpoint: Checkpoint) -> ModelSpec:
     Raises:
         ModelError: the model cannot be cut, or configuration and tensors do not fit together.
     """
-    found = described(checkpoint)
-    anatomy = found.anatomy
+    found = layout_of(checkpoint)
+    info = found.info
     return ModelSpec(
         name=checkpoint.name,
         family=checkpoint.config["model_type"],
         layers=found.spec_layers,
         embed_bytes=found.sizes.get(FRONT, 0),
         head_bytes=found.sizes.get(BACK, 0),
-        tied=anatomy.tied,
-        hidden_size=anatomy.hidden_size,
-        vocab_size=anatomy.vocab_size,
+        tied=info.tied,
+        hidden_size=info.hidden_size,
+        vocab_size=info.vocab_size,
         context=_context(checkpoint.config),
-        dtype=_DTYPES[anatomy.dtype],
-        mask_token=mask_token_of(checkpoint.config, anatomy.vocab_size),
-        int8_refusal=anatomy.int8_refusal,
-        rotating_refusal=anatomy.rotating_refusal,
+        dtype=_DTYPES[info.dtype],
+        mask_token=mask_token_of(checkpoint.config, info.vocab_size),
+        int8_refusal=info.int8_refusal,
+        rotating_refusal=info.rotating_refusal,
     )
 
 
-def _describe(checkpoint: Checkpoint) -> Described:
+def _describe(checkpoint: Checkpoint) -> CheckpointLayout:
     unread: dict[int, tuple[str, mx.array]] = {}  # by id, which lasts as long as the array is held
 
     def tensor(name: str, info: TensorInfo) -> mx.array:
@@ -102,32 +102,32 @@ def _describe(checkpoint: Checkpoint) -> Described:
         return array
 
     model = build(checkpoint, tensor)
-    skeleton = skeleton_of(model)
+    tree = module_tree_of(model)
     parameters = tensors_of_module(model)
     sizes: dict[int, int] = {}
     for name, array in parameters:
-        place = _place(skeleton, name)
+        place = _place(tree, name)
         sizes[place] = sizes.get(place, 0) + array.nbytes
-    as_they_are = {unread[id(array)][0]: _place(skeleton, name) for name, array in parameters if id(array) in unread}
-    idle = idle_bytes(skeleton, checkpoint.config)
+    as_they_are = {unread[id(array)][0]: _place(tree, name) for name, array in parameters if id(array) in unread}
+    idle = idle_bytes(tree, checkpoint.config)
     try:
-        anatomy = examine(model)
+        info = probe(model)
     except ModelError as error:
         what = f"a model of type {checkpoint.config['model_type']} cannot be cut between its layers"
         raise ModelError(f"{checkpoint.name}: {what}: {error.message}; run it by mlx-lm on one machine") from error
-    if anatomy.dtype not in _DTYPES:
+    if info.dtype not in _DTYPES:
         raise ModelError(
-            f"{checkpoint.name}: its hidden states are {anatomy.dtype}; expected float32, float16 or bfloat16"
+            f"{checkpoint.name}: its hidden states are {info.dtype}; expected float32, float16 or bfloat16"
         )
-    places = dict(_places(checkpoint, skeleton, as_they_are))
-    if anatomy.tied:
+    places = dict(_places(checkpoint, tree, as_they_are))
+    if info.tied:
         places = {name: place for name, place in places.items() if name in as_they_are or "lm_head." not in name}
-    return Described(anatomy, sizes, places, idle)
+    return CheckpointLayout(info, sizes, places, idle)
 
 
-def _places(checkpoint: Checkpoint, skeleton: Skeleton, as_they_are: dict[str, int]) -> Iterator[tuple[str, int]]:
+def _places(checkpoint: Checkpoint, tree: ModuleTree, as_they_are: dict[str, int]) -> Iterator[tuple[str, int]]:
     """Where the checkpoint's tensors go: as the parameter does, or by its own name if it becomes part of one."""
-    embedding = {path.rpartition(".")[2] for path, _ in skeleton.front}
+    embedding = {path.rpartition(".")[2] for path, _ in tree.front}
     for name in checkpoint.tensors:
         if name in as_they_are:
             yield name, as_they_are[name]
@@ -135,14 +135,14 @@ def _places(checkpoint: Checkpoint, skeleton: Skeleton, as_they_are: dict[str, i
             layer = layer_in_checkpoint(name)
             if layer is None:
                 yield name, FRONT if embedding & set(name.split(".")) else BACK
-            elif layer < len(skeleton.layers):
+            elif layer < len(tree.layers):
                 yield name, layer
 
 
-def _place(skeleton: Skeleton, parameter: str) -> int:
-    if (layer := skeleton.layer_of(parameter)) is not None:
+def _place(tree: ModuleTree, parameter: str) -> int:
+    if (layer := tree.layer_of(parameter)) is not None:
         return layer
-    return FRONT if skeleton.is_front(parameter) else BACK
+    return FRONT if tree.is_front(parameter) else BACK
 
 
 def _context(config: dict[str, Any]) -> int:
@@ -152,3 +152,34 @@ def _context(config: dict[str, Any]) -> int:
             if isinstance(part.get(key), int) and part[key] > 0:
                 return int(part[key])
     return _DEFAULT_CONTEXT
+
+
+# How many experts a token is sent to, by any name that configurations have for it.
+_CHOSEN = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts",
+)  # fmt: skip
+
+
+def idle_bytes(tree: ModuleTree, config: dict[str, Any]) -> dict[int, int]:
+    """By layer: the bytes of experts that a token is not sent to; none where the configuration does not tell."""
+    chosen = _num_chosen(config)
+    return {number: _idle(layer, chosen) for number, layer in enumerate(tree.layers)} if chosen else {}
+
+
+def _idle(layer: Any, num_chosen: int) -> int:
+    idle = 0
+    for module in layer.modules():
+        if isinstance(module, SwitchLinear | QuantizedSwitchLinear) and "weight" in module:
+            num_experts = module.weight.shape[0]
+            held = sum(array.nbytes for array in module.parameters().values())
+            idle += held * max(0, num_experts - num_chosen) // num_experts
+    return idle
+
+
+def _num_chosen(config: dict[str, Any]) -> int:
+    text = config.get("text_config")
+    for part in (text if isinstance(text, dict) else {}, config):
+        for key in _CHOSEN:
+            if isinstance(part.get(key), int) and part[key] > 0:
+                return int(part[key])
+    return 0

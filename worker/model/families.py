@@ -1,4 +1,4 @@
-"""What a model type must be told apart for. Everything else about it is mlx-lm's own code, asked by anatomy.py."""
+"""What differs by model type. Everything else about it is mlx-lm's own code, asked by model_info.py."""
 
 import importlib
 import re

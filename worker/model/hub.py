@@ -54,7 +54,7 @@ def open_repository(model: str) -> Checkpoint:
 
 
 def open_cached(model: str, known: Mapping[str, TensorInfo]) -> Checkpoint:
-    """Open what the local cache holds of a repository, and ask nobody for the rest.
+    """Open what the local cache holds of a repository, without asking the hub.
 
     Args:
         known: the headers of another node's copy: with them files may be missing.

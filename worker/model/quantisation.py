@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from worker.errors import ModelError, first_line
 from worker.model.checkpoint import Checkpoint
-from worker.model.skeleton import is_text
+from worker.model.module_tree import is_text
 
 # how mlx-lm's code for a model says that what it was given is not what it takes
 MISFITS = (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError, StopIteration, RuntimeError)

@@ -1,39 +1,80 @@
-"""Announcing: a node says by DNS-SD that it is there, on the interfaces that it listens on and no others."""
+"""Announcements: a node tells its networks by DNS-SD that it is there, on the interfaces that it listens on.
+
+An announcement is a hint: no node is trusted for it. What comes in from the network is checked by `About.of_txt`.
+"""
 
 import asyncio
 import contextlib
 import ipaddress
+import re
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING
+from logging import Logger
 
 from cryptography import x509
 from cryptography.hazmat.primitives.hashes import SHA256
 
-from worker.config import split_address
+from worker.config import is_node_name, split_address
 from worker.errors import BrigadeError, ConfigError
-from worker.node.announcement import LONGEST_NAME, SERVICE, About
-from worker.node.log import Log
+from worker.node.log import log_failure
 from worker.node.network import Network
-from worker.process.beside import beside
-from worker.process.call_thread import run_aside
-from worker.process.interfaces import keep_to, listened_on, own_interfaces
-from worker.process.own_code import version_of
+from worker.platform.installation import version_of
+from worker.platform.interfaces import keep_to, listened_on, own_interfaces
+from worker.platform.tasks import background
+from worker.platform.threads import run_in_thread
 
-if TYPE_CHECKING:
-    from zeroconf.asyncio import AsyncZeroconf
+SERVICE = "_brigade._tcp.local."
+MAX_NAME = 128  # characters; a TXT record's string has 255
+_VERSION = r"[0-9A-Za-z.+!_-]{1,64}"
+_FINGERPRINT = r"[0-9a-f]{64}|"
+_PROCESS = r"[0-9a-f]{8}"
+_KEYS = ("name", "version", "process", "fingerprint")
 
 _LOOK_EVERY_S = 5.0  # for a cable that was plugged in, and a certificate that was renewed
-_GOODBYE_S = 0.05  # the first of three goodbyes is sent at once; nobody waits for the others
+_GOODBYE_S = 0.05  # the first of three goodbyes is sent at once; the others are not worth a wait
 
-_PROCESS = secrets.token_hex(4)
+_THIS_PROCESS = secrets.token_hex(4)
 
 
 @dataclass(frozen=True)
-class Place:
+class About:
+    """What a node announces of itself."""
+
+    name: str
+    version: str  # of brigade
+    process: str  # random: a node announces itself separately on each interface
+    fingerprint: str = ""  # SHA-256 of the certificate, hex; "" where links are not encrypted
+
+    @property
+    def unsound(self) -> str | None:
+        """The first field that could be more than text to a terminal or a file; None if all are sound."""
+        is_sound = {
+            "name": len(self.name) <= MAX_NAME and is_node_name(self.name),
+            "version": re.fullmatch(_VERSION, self.version),
+            "process": re.fullmatch(_PROCESS, self.process),
+            "fingerprint": re.fullmatch(_FINGERPRINT, self.fingerprint),
+        }
+        return next((key for key in _KEYS if not is_sound[key]), None)
+
+    def to_txt(self) -> dict[str, str]:
+        """Return the properties of a TXT record."""
+        return {key: value for key in _KEYS if (value := getattr(self, key)) or key != "fingerprint"}
+
+    @classmethod
+    def of_txt(cls, properties: Mapping[bytes, bytes | None]) -> "About | None":
+        """Read a TXT record from the network; None unless every part is what a node would send."""
+        try:
+            found = cls(**{key: (properties.get(key.encode()) or b"").decode("ascii") for key in _KEYS})
+        except UnicodeDecodeError:
+            return None
+        return None if found.unsound else found
+
+
+@dataclass(frozen=True)
+class AnnouncedPlace:
     """Where a node listens on one interface."""
 
     interface: str
@@ -42,70 +83,72 @@ class Place:
 
 
 def about(name: str, network: Network) -> About:
-    """What this node may say of itself now. Raises ConfigError for a certificate or a name that will not do."""
+    """Return what this node announces now. Raises ConfigError for an unusable certificate or name."""
     own = network.own
-    shown = x509.load_pem_x509_certificate(own.certificate).fingerprint(SHA256()).hex() if own else ""
-    said = About(name, version_of("brigade").replace(" ", "-"), _PROCESS, shown)
-    if said.unsound == "name":
-        raise ConfigError(
-            f"expected a name of at most {LONGEST_NAME} letters, digits, '-', '_' and '.', found {name!r}"
-        )
-    if said.unsound:
-        raise ConfigError(f"expected a {said.unsound} that can be announced, found {getattr(said, said.unsound)!r}")
-    return said
+    fingerprint = x509.load_pem_x509_certificate(own.certificate).fingerprint(SHA256()).hex() if own else ""
+    found = About(name, version_of("brigade").replace(" ", "-"), _THIS_PROCESS, fingerprint)
+    if found.unsound == "name":
+        raise ConfigError(f"expected a name of at most {MAX_NAME} letters, digits, '-', '_' and '.', found {name!r}")
+    if found.unsound:
+        raise ConfigError(f"expected a {found.unsound} that can be announced, found {getattr(found, found.unsound)!r}")
+    return found
 
 
 @contextlib.asynccontextmanager
-async def announcing(say: Callable[[], About], listens_on: Sequence[str], log: Log) -> AsyncIterator[None]:
-    """Announce this node for as long as the context lives. That it cannot be is a line of the log, and no failure.
+async def announcing(say: Callable[[], About], listens_on: Sequence[str], log: Logger) -> AsyncIterator[None]:
+    """Announce this node for as long as the context lives. A failure is one line of the log, nothing more.
 
     Args:
-        say: what it says of itself; asked again and again.
-        listens_on: where it listens, HOST:PORT; may get more entries.
+        say: returns what the node announces; called again and again.
+        listens_on: HOST:PORT of its servers; may grow.
     """
-    async with beside(_keep_announced(say, listens_on, log), log.say_failed):
+    async with background(_keep_announced(say, listens_on, log), partial(log_failure, log)):
         yield
 
 
-async def _keep_announced(say: Callable[[], About], listens_on: Sequence[str], log: Log) -> None:
-    """Never return: whatever cannot be announced now may be later."""
-    await run_aside(partial(import_module, "zeroconf.asyncio"))  # which holds up nobody so
+async def _keep_announced(say: Callable[[], About], listens_on: Sequence[str], log: Logger) -> None:
+    """Announce, and start over whenever the node, its addresses or its interfaces change; never return."""
+    await run_in_thread(partial(import_module, "zeroconf.asyncio"))  # a slow import
     from zeroconf import Error
 
-    told = ""
+    last_failure = ""
     while True:
         try:
-            said = say(), await places_of(listens_on)
-            async with announced(*said):
-                told = ""
-                await _wait_changed(say, listens_on, *said)
+            now = say(), await places_of(listens_on)
+            async with announced(*now):
+                last_failure = ""
+                while (say(), await places_of(listens_on)) == now:  # noqa: ASYNC110 - nothing signals these changes
+                    await asyncio.sleep(_LOOK_EVERY_S)
         except (OSError, RuntimeError, ValueError, Error, BrigadeError) as error:
-            if (why := str(error) or type(error).__name__) != told:
-                log.not_announced(why)
-            told = why
+            if (failure := str(error) or type(error).__name__) != last_failure:
+                log.warning(
+                    "cannot announce itself (%s); give its address in cluster.yaml. It serves all the same", failure
+                )
+            last_failure = failure
             await asyncio.sleep(_LOOK_EVERY_S)
 
 
-async def _wait_changed(say: Callable[[], About], listens_on: Sequence[str], about: About, places: list[Place]) -> None:
-    """Nothing tells of a cable that is plugged in, or of a certificate that is renewed."""
-    while (say(), await places_of(listens_on)) == (about, places):  # noqa: ASYNC110 - so it is looked for
-        await asyncio.sleep(_LOOK_EVERY_S)
-
-
-async def places_of(listens_on: Iterable[str]) -> list[Place]:
-    """Where a node that listens on these, HOST:PORT, can be reached, by its own interfaces."""
+async def places_of(listens_on: Iterable[str]) -> list[AnnouncedPlace]:
+    """Return the interfaces and addresses at which a node that listens on these HOST:PORT can be reached."""
     interfaces = own_interfaces()
     found = []
     for address in listens_on:
         host, port = split_address(address)
         for ip in await _ips_of(host):
-            found += [Place(each.name, each.addresses, port) for each in listened_on(ip, interfaces)]
+            found += [AnnouncedPlace(each.name, each.addresses, port) for each in listened_on(ip, interfaces)]
     return list(dict.fromkeys(found))
 
 
+async def _ips_of(host: str) -> list[str]:
+    with contextlib.suppress(ValueError):
+        return [str(ipaddress.ip_address(host))]
+    found = await asyncio.get_running_loop().getaddrinfo(host, None)
+    return list(dict.fromkeys(str(place[0]) for *_, place in found))
+
+
 @contextlib.asynccontextmanager
-async def announced(about: About, places: Iterable[Place]) -> AsyncIterator[None]:
-    """Announce these places, each on its interface only. Raises what goes wrong."""
+async def announced(about: About, places: Iterable[AnnouncedPlace]) -> AsyncIterator[None]:
+    """Announce each place on its own interface only. Raises what goes wrong."""
     async with contextlib.AsyncExitStack() as stack:
         for place in places:
             await stack.enter_async_context(_announced_at(about, place))
@@ -113,10 +156,11 @@ async def announced(about: About, places: Iterable[Place]) -> AsyncIterator[None
 
 
 @contextlib.asynccontextmanager
-async def _announced_at(about: About, place: Place) -> AsyncIterator[None]:
-    from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf  # which local workers never need
+async def _announced_at(about: About, place: AnnouncedPlace) -> AsyncIterator[None]:
+    from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf  # not imported by local workers
 
-    instance = f"{_label(about.name)}-{about.process}-{secrets.token_hex(2)}"  # nobody else's, so none has to be asked
+    label = about.name.replace(".", "-")[:40]
+    instance = f"{label}-{about.process}-{secrets.token_hex(2)}"  # unique, so it need not be probed for first
     service = AsyncServiceInfo(
         SERVICE,
         f"{instance}.{SERVICE}",
@@ -131,25 +175,10 @@ async def _announced_at(about: About, place: Place) -> AsyncIterator[None]:
         await sender.zeroconf.async_wait_for_start()
         for reader in sender.zeroconf.engine.readers:
             keep_to(reader.transport.get_extra_info("socket"), place.interface)
-        stack.push_async_callback(_say_goodbye, sender)
         await (await sender.async_register_service(service, cooperating_responders=True))
-        yield
-
-
-async def _say_goodbye(sender: "AsyncZeroconf") -> None:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_GOODBYE_S):
-            await sender.async_unregister_all_services()
-
-
-async def _ips_of(host: str) -> list[str]:
-    """Those of a name; an address is its own."""
-    with contextlib.suppress(ValueError):
-        return [str(ipaddress.ip_address(host))]
-    found = await asyncio.get_running_loop().getaddrinfo(host, None)
-    return list(dict.fromkeys(str(place[0]) for *_, place in found))
-
-
-def _label(name: str) -> str:
-    """What a DNS label can hold of a name."""
-    return name.replace(".", "-")[:40]
+        try:
+            yield
+        finally:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_GOODBYE_S):
+                    await sender.async_unregister_all_services()

@@ -1,38 +1,45 @@
-"""Attachment: this node's place in one chain, for as long as the coordinator's Attach stream lives."""
+"""Attachment: a worker's place in one chain, for as long as the coordinator's Attach stream lives."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from enum import Enum, auto
 
 from protos.brigade_pb2 import AttachRequest, Draining, Report
-from worker.compute.engine import Engine
+from worker.compute.executor import Executor
 from worker.compute.shard import Shard
 from worker.config import MOST_ADDRESSES
 from worker.errors import FrameError
-from worker.node.checksum import sealed
-from worker.node.link import Link
+from worker.node.dial import dial
+from worker.node.framing import seal
+from worker.node.hop import Link
 from worker.node.network import Network
-from worker.node.reach import reachable
 from worker.node.stage import Stage
-from worker.process.mlx_thread import MlxThread
-from worker.process.sleep import wait_slept
+from worker.platform.machine import wait_slept
+from worker.platform.threads import MlxThread
+
+
+class AttachmentState(Enum):
+    """SERVING -> REPLACED -> CLOSING, or SERVING -> CLOSING."""
+
+    SERVING = auto()  # or still opening its hop to the next stage
+    REPLACED = auto()  # its coordinator attaches the worker anew, or loads other layers
+    CLOSING = auto()
 
 
 class Attachment:
-    """Made by the task that serves the stream, which `replace` cancels."""
+    """A place in a chain. It is made by the task that serves the stream, which `replace` cancels."""
 
     def __init__(self, request: AttachRequest, write: Callable[[Report], Awaitable[None]]) -> None:
-        """`write` takes a report to the coordinator, one at a time; it waits while the coordinator reads none."""
+        """`write` sends a report to the coordinator, one at a time; it waits while the coordinator reads none."""
         self.request = request
+        self.state = AttachmentState.SERVING
         self.stage: Stage | None = None  # once it is open
-        self.is_replaced = False
         self._write = write
         self._writing = asyncio.Lock()
         self._server = asyncio.current_task()
         self._stack = AsyncExitStack()
-        self._is_closing = False
-        self._is_draining = asyncio.Event()
-        self._ended = asyncio.Event()
+        self._draining = asyncio.Event()
 
     async def open(self, shard: Shard, thread: MlxThread, network: Network, name: str) -> None:
         """Open the hop to the next stage, then start; `name` is this node's.
@@ -44,12 +51,12 @@ class Attachment:
         link = None
         if request.successor:
             addresses = [request.successor, *request.successor_fallbacks]
-            address = await reachable(network, request.successor_name, addresses)
+            address = await dial(network, request.successor_name, addresses)
             link = Link(network, request.successor_name, address, request.epoch, request.stage, name)
             self._stack.push_async_callback(link.close)
             await link.wait_open()
-        engine = Engine(shard, request.stage, request.loaded.dtype, name, checks_finite=request.check_finite)
-        self.stage = Stage(engine, thread, request.epoch, link.send if link else None, network.wire)
+        executor = Executor(shard, request.stage, request.loaded.dtype, name, checks_finite=request.check_finite)
+        self.stage = Stage(executor, thread, request.epoch, link.send if link else None, network.wire)
         self._stack.push_async_callback(self.stage.stop)
         self.stage.start(self._report_draining(), wait_slept(), *([link.wait_lost()] if link else []))
 
@@ -63,33 +70,31 @@ class Attachment:
 
     def say_draining(self) -> None:
         """Tell the coordinator that this node is about to end."""
-        self._is_draining.set()
+        self._draining.set()
+
+    def replace(self) -> None:
+        """Have the stream's task end, unless it already does."""
+        if self.state is AttachmentState.SERVING:
+            self.state = AttachmentState.REPLACED
+            assert self._server is not None
+            self._server.cancel()
 
     async def close(self) -> None:
         """Give back all that it holds."""
-        self._is_closing = True
+        self.state = AttachmentState.CLOSING
         try:
             await self._stack.aclose()
         finally:
             self.stage = None
-            self._ended.set()
-
-    async def replace(self) -> None:
-        """End it, since its coordinator attaches the node anew; return once it holds nothing any more."""
-        if not (self.is_replaced or self._is_closing):
-            self.is_replaced = True
-            assert self._server is not None
-            self._server.cancel()
-        await self._ended.wait()
 
     async def _report_draining(self) -> None:
-        await self._is_draining.wait()
+        await self._draining.wait()
         await self._report(Report(draining=Draining()))
         await asyncio.Event().wait()  # the stage goes on
 
     async def _report(self, report: Report) -> None:
         async with self._writing:
-            await self._write(sealed(report))
+            await self._write(seal(report))
 
 
 def check_place(request: AttachRequest) -> None:

@@ -1,17 +1,17 @@
-"""What a node tells of its own cluster.yaml, so that a copy that differs from the coordinator's is noticed."""
+"""What a node tells of its own cluster.yaml, to find copies that differ from the coordinator's."""
 
 from collections.abc import Iterator
 
 from protos.brigade_pb2 import Configuration
-from worker.config import Cluster
-from worker.process.printable import printable
+from worker.config import ClusterConfig
+from worker.platform.text import printable
 
 _MOST_SHOWN = 200  # characters of what another node says
 _MOST_LAYERS = 64
 
 
-def configuration_of(cluster: Cluster) -> Configuration:
-    """What counts on a coordinator, as far as the file says it; addresses may be others from wherever one looks."""
+def configuration_of(cluster: ClusterConfig) -> Configuration:
+    """Return the keys that count on the coordinator, if the file has them. Addresses may differ from node to node."""
     return Configuration(
         model=cluster.model or "",
         layers=cluster.layers or (),
@@ -21,7 +21,7 @@ def configuration_of(cluster: Cluster) -> Configuration:
 
 
 def differing(there: Configuration, here: Configuration) -> list[tuple[str, str, str]]:
-    """What both say and not alike: key, what it is there, and here. A worker's copy may lack what is not about it."""
+    """Return (key, value there, value here) where both have the key with different values."""
     pairs = (
         ("model", there.model, here.model),
         ("layers", list(there.layers[:_MOST_LAYERS]), list(here.layers)),
@@ -35,7 +35,7 @@ def differing(there: Configuration, here: Configuration) -> list[tuple[str, str,
     ]
 
 
-def _others(cluster: Cluster) -> Iterator[tuple[str, str]]:
+def _others(cluster: ClusterConfig) -> Iterator[tuple[str, str]]:
     if "order" in cluster.model_fields_set:
         yield "order", cluster.order
     own = cluster.coordinator

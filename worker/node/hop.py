@@ -1,23 +1,45 @@
-"""Hop: a frame's header and array as messages, and back. Runs on the MLX thread; each side copies the array once."""
+"""Hop: the frames of a stage on their way to the next one, as messages of a stream that credit bounds."""
 
+import asyncio
 import time
 from collections.abc import Sequence
 
+import grpc
+import grpc.aio
 import mlx.core as mx
 
-from protos.brigade_pb2 import DType, Frame
-from worker.compute.placeholder import MLX_DTYPES, Placeholder
-from worker.errors import FrameError
-from worker.node.parts import PLAIN, Wire, checksum_seed, cut, write_part
+from protos.brigade_pb2 import DESCRIPTOR, Credit, Frame, Held
+from protos.brigade_pb2_grpc import NodeServicer, add_NodeServicer_to_server
+from worker.compute.ahead import MLX_DTYPES, Placeholder
+from worker.errors import FrameError, StageLost
+from worker.node.framing import PLAIN, Wire, checksum_seed, cut, write_part
+from worker.node.network import Network
+from worker.node.rpc_errors import error_of
 
+CONNECT_TIMEOUT_S = 5.0
+_MOST_CREDIT = 1024  # frames in one grant: any number fits into the message, and each takes a turn of a loop
+_IN_ORDER_S = 2.0  # a coordinator that takes the next node off the chain takes this one off, too
+
+_SERVICE = DESCRIPTOR.services_by_name["Node"].full_name
 _ENUMS = {dtype: enum for enum, dtype in MLX_DTYPES.items()}
 
 
-def put(header: Frame, array: mx.array | None, wire: Wire = PLAIN) -> list[bytes]:
-    """The messages that carry a frame; closes its last timing, since nothing may change the header from then on."""
+def pack(header: Frame, array: mx.array | None, wire: Wire = PLAIN) -> list[bytes]:
+    """Return the messages that carry a frame. On the MLX thread; copies the array once.
+
+    Closes the header's last timing, and nothing may change the header from then on.
+
+    Args:
+        array: hidden states [1, sum L, D]; None if the frame has none.
+    Raises:
+        FrameError: the array is of no dtype that travels.
+    """
     payload = memoryview(b"")
     if array is not None:
-        header.hidden.dtype = _dtype(array)
+        if array.dtype not in _ENUMS:
+            expected = "expected float32, float16 or bfloat16"
+            raise FrameError(f"hidden states of dtype {array.dtype} do not travel; {expected}")
+        header.hidden.dtype = _ENUMS[array.dtype]
         header.hidden.shape.extend(array.shape)
         payload = _bytes_of(array)
     first, *others = cut(payload, wire.part_bytes)
@@ -27,24 +49,110 @@ def put(header: Frame, array: mx.array | None, wire: Wire = PLAIN) -> list[bytes
     return [write_part(0, header.SerializeToString(), first, first_seed), *rest]
 
 
-def take(header: Frame, payload: Sequence[memoryview]) -> mx.array | None:
-    """The array of a frame that has arrived; None if it has none."""
-    if header.hidden.dtype not in MLX_DTYPES:
-        return None
-    found = Placeholder(header.hidden.shape, MLX_DTYPES[header.hidden.dtype])
-    found.fill(payload)
-    return found.array
+def unpack(header: Frame, payload: Sequence[memoryview], placeholder: Placeholder | None = None) -> mx.array | None:
+    """Return the array of a frame that has arrived; None if it has none. On the MLX thread; copies the array once.
 
-
-def _dtype(array: mx.array) -> DType:
-    if array.dtype not in _ENUMS:
-        raise FrameError(f"hidden states of dtype {array.dtype} do not travel; expected float32, float16 or bfloat16")
-    return _ENUMS[array.dtype]
+    Args:
+        placeholder: takes the bytes, if the step is built already.
+    """
+    if placeholder is None:
+        if header.hidden.dtype not in MLX_DTYPES:
+            return None
+        placeholder = Placeholder(header.hidden.shape, MLX_DTYPES[header.hidden.dtype])
+    placeholder.fill(payload)
+    return placeholder.array
 
 
 def _bytes_of(array: mx.array) -> memoryview:
-    """The array's own memory, or that of a copy where its rows do not lie end to end."""
+    """Return the array's own memory, or that of a copy where its rows do not lie end to end."""
     view = memoryview(array)  # type: ignore[arg-type]
     if not view.c_contiguous:
         view = memoryview(mx.contiguous(array))  # type: ignore[arg-type]
     return view.cast("B")
+
+
+class Link:
+    """A long-lived stream of frames to one node; opened once per epoch."""
+
+    def __init__(self, network: Network, node: str, address: str, epoch: int, stage: int, sender: str = "") -> None:
+        """`stage` is the sender's place in the chain, `sender` its own name."""
+        self.wire = network.wire
+        self._node = node
+        self._channel = network.channel(node, address)
+        self._call = open_relay(self._channel, epoch, stage, sender)
+        self._credit = asyncio.Semaphore(0)
+        self._is_open = asyncio.Event()
+        self._reading = asyncio.create_task(self._read_credit())  # until the hop is lost
+
+    async def wait_open(self) -> None:
+        """Return once the next stage takes frames. Raises StageLost, or what the next stage refuses with."""
+        opening = asyncio.create_task(self._is_open.wait())
+        try:
+            done, _ = await asyncio.wait(
+                (opening, self._reading), timeout=CONNECT_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            opening.cancel()
+        if not done:
+            raise StageLost(f"did not take the hop within {CONNECT_TIMEOUT_S:.0f} s", node=self._node)
+        if not self._is_open.is_set():
+            await self.wait_lost()
+
+    async def send(self, parts: Sequence[bytes]) -> None:
+        """Write one frame; waits while the receiver is behind. Raises as `wait_lost` if the hop is broken."""
+        await self._credit.acquire()
+        try:
+            for part in parts:
+                await self._call.write(part)
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            await self.wait_lost()
+
+    async def wait_lost(self) -> None:
+        """Never return; raise what broke the hop once it breaks."""
+        await asyncio.shield(self._reading)
+
+    async def close(self) -> None:
+        self._call.cancel()
+        self._reading.cancel()
+        try:
+            await asyncio.gather(self._reading, return_exceptions=True)
+        finally:
+            await self._channel.close(grace=None)
+
+    async def _read_credit(self) -> None:
+        try:
+            async for credit in self._call:
+                if credit.frames > _MOST_CREDIT:
+                    raise FrameError(
+                        f"expected credit for at most {_MOST_CREDIT} frames, got {credit.frames}", node=self._node
+                    )
+                self._is_open.set()
+                for _ in range(credit.frames):
+                    self._credit.release()
+        except grpc.RpcError as error:
+            raise error_of(error, self._node) from error
+        await asyncio.sleep(_IN_ORDER_S)  # no failure, if this link is closed meanwhile
+        raise StageLost("ended the hop", node=self._node)
+
+
+def open_relay(
+    channel: grpc.aio.Channel, epoch: int, stage: int, sender: str
+) -> grpc.aio.StreamStreamCall[bytes, Credit]:
+    """Open a hop from `stage` of this epoch, the node `sender`, to the node at the channel's end, in bytes."""
+    call = channel.stream_stream(f"/{_SERVICE}/Relay", request_serializer=None, response_deserializer=Credit.FromString)
+    metadata = (("epoch", str(epoch)), ("stage", str(stage)), ("node", sender))
+    return call(metadata=metadata)  # type: ignore[call-arg]
+
+
+def open_feed(channel: grpc.aio.Channel) -> grpc.aio.StreamStreamCall[bytes, Held]:
+    """Open a push of weights to the node at the channel's end, whose messages are bytes: see framing.py."""
+    call = channel.stream_stream(f"/{_SERVICE}/Feed", request_serializer=None, response_deserializer=Held.FromString)
+    return call()  # type: ignore[call-arg]
+
+
+def add_node(service: NodeServicer, server: grpc.aio.Server) -> None:
+    """Have the server answer for this node. Relay and Feed get their messages as bytes, which framing.py reads."""
+    add_NodeServicer_to_server(service, server)
+    relay = grpc.stream_stream_rpc_method_handler(service.Relay, response_serializer=Credit.SerializeToString)
+    feed = grpc.stream_stream_rpc_method_handler(service.Feed, response_serializer=Held.SerializeToString)
+    server.add_registered_method_handlers(_SERVICE, {"Relay": relay, "Feed": feed})  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
-"""Identity: the certificate that a node shows, the key to it, and the authority whose certificates it accepts.
+"""A node's identity: its certificate, the key to it, and the authority whose certificates it accepts.
 
-All three are in one file, NAME.pem in the folder of keys, so that a renewal is one file replaced.
+All three are in one file, NAME.pem in the folder of keys, so that a renewal replaces one file.
 """
 
 import os
@@ -31,14 +31,14 @@ class Role(StrEnum):
     WORKER = "brigade:worker"
 
     def way_to_issue(self, name: str) -> str:
-        """How to get a certificate of this role."""
+        """Return how to get a certificate of this role."""
         option = " --coordinator" if self is Role.COORDINATOR else ""
         return f"where the authority is: brigade keys issue {name}{option}"
 
 
 @dataclass(frozen=True)
 class Identity:
-    """PEM of the key, the certificate and the authority's certificate; `until` is when the first of both expires."""
+    """PEM of the key, the certificate and the authority's certificate; `until` is when the earlier one expires."""
 
     name: str
     role: Role
@@ -48,12 +48,12 @@ class Identity:
     until: datetime
 
     def warning(self) -> str:
-        """What is to be said of it if it soon expires."""
+        """Return a line if it expires soon, else ""."""
         return expiry_warning(self.name, self.role, self.until)
 
 
 def expiry_warning(name: str, role: Role, until: datetime) -> str:
-    """What is to be said of a certificate that expires then; nothing while there is time."""
+    """Return a line about a certificate that expires then; "" while there is time."""
     left = until - datetime.now(UTC)
     if left > TOLD_AHEAD:
         return ""
@@ -61,12 +61,12 @@ def expiry_warning(name: str, role: Role, until: datetime) -> str:
 
 
 def expiry_told(seconds: int) -> datetime | None:
-    """When a certificate expires by what its node tells, since 1970; None if it has none, or tells nonsense."""
+    """Return when a certificate expires, by its node's seconds since 1970; None for none or a nonsensical number."""
     return datetime.fromtimestamp(seconds, UTC) if 0 < seconds < _YEAR_10000 else None
 
 
-class Keys:
-    """One node's file in a folder of keys, read anew once it has changed."""
+class KeyFile:
+    """One node's file in a folder of keys, read again whenever it has changed."""
 
     def __init__(self, folder: Path, name: str, role: Role) -> None:
         self.name = name
@@ -76,11 +76,11 @@ class Keys:
         self._identity: Identity | None = None
 
     def read(self) -> Identity:
-        """What the file says now.
+        """Return the identity in the file.
 
         Raises:
-            ConfigError: it is not there, readable by others, damaged, another node's, of another role, not of the
-                authority that it names, or its time has not come or is over.
+            ConfigError: it is missing, readable by others, damaged, another node's, of another role, not issued by the
+                authority in it, or not valid now.
         """
         version = self._stat()
         if self._identity is None or version != self._version:
@@ -118,7 +118,7 @@ class Keys:
         names, roles = subjects_of(certificate)
         if names != [self.name.lower()]:
             raise self._wrong(
-                f"expected a certificate of {self.name.lower()}, found one of {', '.join(names) or 'nobody'}"
+                f"expected a certificate of {self.name.lower()}, found one of {', '.join(names) or 'no node'}"
             )
         if roles != [self.role]:
             raise self._wrong(f"expected a certificate with the role {self.role}, found {', '.join(roles) or 'none'}")
@@ -145,12 +145,12 @@ class Keys:
 
 
 def file_name(name: str) -> str:
-    """Of a node's file in the folder of keys: names that differ in case only are one name to a certificate."""
+    """Return the name of a node's file in the folder of keys. Certificates do not tell upper from lower case."""
     return f"{name.lower()}.pem"
 
 
 def split_pem(text: bytes) -> list[bytes]:
-    """The PEM blocks of a file."""
+    """Return the PEM blocks of a file."""
     return [match[0] for match in _PEM.finditer(text)]
 
 
@@ -159,7 +159,7 @@ def to_pem(certificate: x509.Certificate) -> bytes:
 
 
 def subjects_of(certificate: x509.Certificate) -> tuple[list[str], list[str]]:
-    """The names and the roles in a certificate."""
+    """Return the names and the roles in a certificate."""
     try:
         found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (x509.ExtensionNotFound, ValueError):

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 
 import mlx.core as mx
 
@@ -13,9 +14,8 @@ from worker.model.checkpoint import DEMO, Checkpoint, open_folder
 from worker.model.describe import shard_tensors
 from worker.model.headers import TensorInfo
 from worker.model.repository import folder_of, is_repository
-from worker.process.call_thread import run_aside
-from worker.process.mlx_memory import keep_within
-from worker.process.mlx_thread import MlxThread
+from worker.platform.mlx_memory import keep_within
+from worker.platform.threads import MlxThread, run_in_thread
 
 Progress = Callable[[LoadProgress], None]
 
@@ -23,7 +23,7 @@ Progress = Callable[[LoadProgress], None]
 def open_checkpoint(model: str, known: Mapping[str, TensorInfo] | None = None) -> Checkpoint:
     """Open `demo` (the bundled model), a local folder, or a hub repository (owner/name, owner/name@revision).
 
-    What a peer names is for OwnModels to find.
+    What a peer names is for ModelSources to find.
 
     Args:
         known: the headers of another node's copy: with them a folder may lack files.
@@ -40,12 +40,12 @@ def open_checkpoint(model: str, known: Mapping[str, TensorInfo] | None = None) -
 
 
 def is_on_hub(model: str) -> bool:
-    """Whether it has a repository's name, and no folder here has it too."""
+    """Whether it is the name of a repository, and of no folder here."""
     return is_repository(model) and not folder_of(model).exists()
 
 
 class GivenUp(Exception):
-    """Ends a load that nobody waits for any more, on the thread where it runs."""
+    """Ends a load that was given up, on the thread where it runs."""
 
 
 async def load_shard(
@@ -63,14 +63,15 @@ async def load_shard(
     Args:
         progress: is called on the event loop.
         given_up: once it is set, GivenUp is raised after the next piece of a file or the next layer. Cancelling sets
-            it too, but returns at once: who cares for the files and the memory sets it and waits.
-        held: what another shard of this very checkpoint has read. It is emptied.
+            it too, but returns at once: a caller that needs the files or the memory sets it and waits.
+        held: tensors of this very checkpoint, which the shard takes over. If the load is given up, `held` has those
+            that have been read by then, or as before if it was not begun.
         memory_bytes: what this process is to keep within; 0 leaves that to MLX.
     """
     given_up = given_up or threading.Event()
     load = _Load(checkpoint, shard_tensors(checkpoint, start, end), progress, given_up)
     try:
-        await run_aside(load.fetch)
+        await run_in_thread(load.fetch)
         return await thread.run(partial(load.build, start, end, held, memory_bytes))
     except asyncio.CancelledError:
         given_up.set()
@@ -78,22 +79,22 @@ async def load_shard(
 
 
 async def fetch(checkpoint: Checkpoint, names: Sequence[str], progress: Progress) -> None:
-    """Have the files of these tensors here. Cancelling it ends it after the next piece of a file."""
+    """Download the missing files of these tensors. Cancelling stops after the next piece of a file."""
     given_up = threading.Event()
     try:
-        await run_aside(_Load(checkpoint, names, progress, given_up).fetch)
+        await run_in_thread(_Load(checkpoint, names, progress, given_up).fetch)
     except asyncio.CancelledError:
         given_up.set()
         raise
 
 
 class _Load:
-    """The two halves of a load, each on its thread: both end by GivenUp once nobody waits for them."""
+    """The two halves of a load, each on its thread: both end by GivenUp once the load is given up."""
 
     def __init__(
         self, checkpoint: Checkpoint, names: Sequence[str], progress: Progress, given_up: threading.Event
     ) -> None:
-        """`names` are those of the tensors that are wanted."""
+        """`names` are those of the wanted tensors."""
         self._checkpoint = checkpoint
         self._names = names
         self._progress = progress
@@ -112,7 +113,19 @@ class _Load:
         shard = Shard(self._checkpoint, start, end, held)
         nbytes = sum(self._checkpoint.tensors[name].nbytes for name in self._names)
         keep_within(memory_bytes, nbytes)
-        shard.materialise(self._counter("load", nbytes))
+        advance, num_read = self._counter("load", nbytes), 0
+
+        def note_read(nbytes: int) -> None:
+            nonlocal num_read
+            num_read += 1
+            advance(nbytes)
+
+        try:
+            shard.materialise(note_read)
+        except GivenUp:
+            if held is not None:
+                held.update(islice(shard.tensors.items(), num_read))
+            raise
         return shard
 
     def _go_on(self) -> None:
@@ -120,7 +133,7 @@ class _Load:
             raise GivenUp
 
     def _counter(self, phase: str, total: int) -> Callable[[int], None]:
-        """Takes the bytes that have come, one after another, and reports how many there are by then."""
+        """Return a function that takes the bytes of each step, and reports how many there are by then."""
         done = 0
 
         def advance(nbytes: int) -> None:

@@ -1,12 +1,13 @@
 """Network: how nodes reach each other, encrypted or not. The one place where ports and channels are made.
 
-Only what plain.py and plain_grpc.py open to measure, for one connection each, is made there.
+Except the ports that links.py opens to measure, for one connection each.
 """
 
 import shlex
 import socket
 import ssl
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -14,17 +15,17 @@ from urllib.parse import quote
 import grpc
 import grpc.aio
 
-from worker.config import Cluster, may_be_plaintext, split_address
+from worker.config import ClusterConfig, may_be_plaintext, split_address
 from worker.errors import ConfigError, FrameError
-from worker.node.callers import Caller
-from worker.node.identity import Identity, Keys, Role
-from worker.node.parts import ENCRYPTED, PLAIN, Wire
+from worker.node.framing import ENCRYPTED, PLAIN, Wire
+from worker.node.identity import Identity, KeyFile, Role
 
 PROTOCOL_VERSION = 5  # one more with each field that an older node would ignore, and do something else than is asked
+UPDATE_BOTH = "install the same version of brigade on both, from the coordinator by: brigade launch --update"
 ACCEPTED = (("brigade-accepted", "1"),)  # initial metadata of a stream that was not refused
 
-MOST_CONNECTIONS = 1024  # to one server, whoever opens them
-_MOST_CALLS = 64  # at one time: a node of a chain serves two, and is asked now and then by whoever else is there
+MOST_CONNECTIONS = 1024  # to one server, from all callers together
+_MOST_CALLS = 64  # at one time: a node of a chain serves two, and other callers ask it now and then
 _WHERE = "as `address:` in cluster.yaml or as --bind"
 _MAX_MESSAGE_BYTES = 16 * 2**20  # gRPC takes them whole; the longest, headers of a large model, have a few MiB
 _BOTH_ENDS = [
@@ -66,7 +67,7 @@ class Network:
         self,
         *,
         insecure: bool = False,
-        keys: Keys | None = None,
+        keys: KeyFile | None = None,
         warn: Callable[[str], None] = lambda line: None,
         file: str = "cluster.yaml",
         launched: Collection[str] = (),
@@ -88,19 +89,21 @@ class Network:
         self._hosts: dict[str, None] = {}  # on which it listens, in their order
 
     @classmethod
-    def of(cls, cluster: Cluster, name: str, role: Role, warn: Callable[[str], None] = lambda line: None) -> "Network":
+    def of(
+        cls, cluster: ClusterConfig, name: str, role: Role, warn: Callable[[str], None] = lambda line: None
+    ) -> "Network":
         """As the configuration says, for the node of this name."""
-        keys = Keys(Path(cluster.tls.keys), name, role) if cluster.tls else None
+        keys = KeyFile(Path(cluster.tls.keys), name, role) if cluster.tls else None
         launched = [worker.name for worker in cluster.workers if worker.ssh]
         return cls(insecure=cluster.insecure, keys=keys, warn=warn, file=cluster.file, launched=launched)
 
     @property
     def wire(self) -> Wire:
-        """How frames travel on this network's links."""
+        """How frames are framed on this network's links."""
         return ENCRYPTED if self._keys else PLAIN
 
     def way_to_start(self, name: str) -> str:
-        """Where and how the user starts the worker of this name."""
+        """Return where and how the user starts the worker of this name."""
         file = shlex.quote(self.file)
         if name in self._launched:
             return f"from here: brigade launch {name} --config {file}"
@@ -108,7 +111,7 @@ class Network:
 
     @property
     def own(self) -> Identity | None:
-        """What this node's file says now, another object once that has changed; None without encryption.
+        """Return what this node's file says now, another object once it has changed; None without encryption.
 
         Raises:
             ConfigError: it will not do.
@@ -117,7 +120,7 @@ class Network:
 
     @property
     def expires(self) -> int:
-        """When this node's certificate does, in seconds since 1970; 0 without one."""
+        """When this node's certificate expires, in seconds since 1970; 0 without one."""
         own = self.own
         return int(own.until.timestamp()) if own else 0
 
@@ -160,7 +163,7 @@ class Network:
         return host if host in self._hosts else next(iter(self._hosts))
 
     def tls_context(self, *, server: bool) -> ssl.SSLContext:
-        """For a plain socket of the same trust as the channels: TLS 1.3, both sides show a certificate.
+        """Return the trust of the channels for a plain socket: TLS 1.3, both sides show a certificate.
 
         Raises:
             FrameError: links are not encrypted. ConfigError: this node's certificate will not do.
@@ -213,25 +216,25 @@ class Network:
     def _may_use(self, address: str) -> bool:
         return self._keys is not None or may_be_plaintext(split_address(address)[0], insecure=self._insecure)
 
-    def _checked(self, keys: Keys) -> Identity:
-        """This node's own, right in every way that can be checked here: a peer would only close the connection."""
+    def _checked(self, keys: KeyFile) -> Identity:
+        """Return this node's own, checked in every way possible here: a peer would only close the connection."""
         own = keys.read()
         if warning := own.warning():
             self._say(warning)
         return own
 
     def _say(self, line: str) -> None:
-        """To the user, but not again and again."""
+        """Warn the user, once per line."""
         if line != self._said:
             self._said = line
             self._warn(line)
 
-    def _server_credentials(self, keys: Keys) -> grpc.ServerCredentials:
-        """They ask for the file again at every connection, so that a renewed one is shown to the next caller."""
+    def _server_credentials(self, keys: KeyFile) -> grpc.ServerCredentials:
+        """Return credentials that read the file again at every connection, so as to show a renewed one."""
         served = self._checked(keys)  # at this port: another one of this node asks for itself
 
         def renewed() -> grpc.ServerCertificateConfiguration | None:
-            """Called by gRPC, on a thread of its own. A new file that will not do leaves the one before in use."""
+            """Is called by gRPC, on a thread of its own. An unusable new file leaves the one before in use."""
             nonlocal served
             try:
                 own = self._checked(keys)
@@ -251,7 +254,7 @@ class Network:
 
 
 def _why_not(bind: str) -> str:
-    """Why a server cannot be bound there, and what to do."""
+    """Say why a server cannot be bound there, and what to do."""
     host, port = split_address(bind)
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -261,10 +264,31 @@ def _why_not(bind: str) -> str:
 
 
 def _target(address: str) -> str:
-    """HOST:PORT for gRPC, which takes `unix:50070` for a path otherwise: a successor's address is a peer's word."""
+    """Return HOST:PORT as gRPC takes it for nothing else: a peer may call its successor `unix:50070`."""
     split_address(address)
     return "dns:///" + quote(address, safe="[]:")
 
 
 def _configuration(own: Identity) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([(own.key, own.certificate)], own.authority)
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Names and roles in a certificate of our authority, which the handshake has checked."""
+
+    names: tuple[str, ...]
+    roles: tuple[str, ...]
+
+    @classmethod
+    def of(cls, context: grpc.aio.ServicerContext) -> "Caller":
+        """Return the caller. Raises ConfigError unless it is TLS 1.3: grpcio cannot refuse it earlier."""
+        said = context.auth_context()
+        [version] = said.get("ssl_tls_version", (b"none",))
+        if version != b"TLSv1.3":
+            raise ConfigError(f"expected a connection by TLSv1.3, got one by {version.decode()}")
+        names, roles = ([text.decode() for text in said.get(key, ())] for key in ("peer_dns", "peer_uri"))
+        return cls(tuple(names), tuple(roles))
+
+    def __str__(self) -> str:
+        return f"the certificate of {', '.join(self.names) or 'nobody by name'} ({', '.join(self.roles) or 'no role'})"

@@ -1,11 +1,11 @@
-"""The RPCs about models and chains: who may load, attach and relay, and in which order. Holds no model code."""
+"""The RPCs about models and chains. Decisions are the worker's record's; here they get their callers and log lines."""
 
-import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from importlib.metadata import version
+from logging import Logger
 
 from protos.brigade_pb2 import (
     AttachRequest,
@@ -19,7 +19,6 @@ from protos.brigade_pb2 import (
     Held,
     HelloReply,
     HelloRequest,
-    LoadProgress,
     LoadRequest,
     MeasureRequest,
     Speed,
@@ -27,25 +26,18 @@ from protos.brigade_pb2 import (
     StatusRequest,
     UnloadReply,
 )
-from worker.errors import FrameError, ModelError, NodeBusy, StageLost
-from worker.node.attachment import Attachment, check_place
-from worker.node.copies import Copies
-from worker.node.due import Due
-from worker.node.examinee import Examinee
-from worker.node.feeding import be_fed, next_message
-from worker.node.keep_alive import letting_go
-from worker.node.loader import Loader
-from worker.node.log import Log
-from worker.node.measured import kept_speed, measured_speed
-from worker.node.network import ACCEPTED, PROTOCOL_VERSION, Network
-from worker.node.own_models import OwnModels
-from worker.node.servicer import Context
+from worker.errors import BrigadeError, FrameError, ModelError, ModelLacking
+from worker.node.examine import Examinee
+from worker.node.lifecycle import Worker, WorkerState
+from worker.node.log import worker_log
+from worker.node.model_sources import ModelSources
+from worker.node.network import ACCEPTED, PROTOCOL_VERSION, UPDATE_BOTH, Network
+from worker.node.rpc_errors import Context
+from worker.node.speed_cache import kept_speed, measured_speed
 from worker.node.stage import Stage
-from worker.process.machine import memory_budget
-from worker.process.mlx_thread import MlxThread
-from worker.process.to_the_end import to_the_end
-from worker.process.use import Use
-from worker.store.store import Store
+from worker.node.weights_receive import next_message, receive_weights
+from worker.platform.machine import memory_budget
+from worker.platform.threads import MlxThread
 
 
 class NodeService(Examinee):
@@ -56,64 +48,32 @@ class NodeService(Examinee):
         name: str,
         thread: MlxThread,
         network: Network,
-        models: OwnModels | None = None,
+        sources: ModelSources | None = None,
         memory_bytes: int | None = None,
         configuration: Configuration | None = None,
-        log: Log | None = None,
-        store: Store | None = None,
+        log: Logger | None = None,
     ) -> None:
-        """`models` are those that coordinators may have it load; by default the bundled and the hub cache's.
-
-        `store` takes what they send of others.
-        """
-        super().__init__(name, network, log or Log(name, None), memory_bytes)
+        """`sources` are the models that coordinators may load; by default the bundled one and the hub cache's."""
+        super().__init__(name, network, log or worker_log(name, None), memory_bytes)
+        self.worker = Worker(name, thread, sources or ModelSources(), self.log)
         self._thread = thread
+        self._cache = sources.cache if sources else None
         self._configuration = configuration
         self._incarnation = secrets.token_hex(8)
         self._started = time.time_ns()
-        self._use = Use()
-        self._due = Due(self._use)
-        self._store = store
-        self._loader = Loader(thread, Copies(models or OwnModels(), store), self.log)
-        self._attachment: Attachment | None = None
-        self._is_draining = False
-        self._detached = asyncio.Event()
-        self._detached.set()
 
     @property
     def num_slots(self) -> int:
         """Sessions in progress here, and prefixes that are kept of others."""
-        return self._stage.engine.num_slots if self._stage else 0
-
-    async def drain(self) -> None:
-        """Take no new coordinator, have this one send no new session; return once no slot is open."""
-        self._is_draining = True
-        if self._attachment:
-            self._attachment.say_draining()
-        await self.wait_idle()
-
-    async def wait_idle(self) -> None:
-        """Return once no slot is open."""
-        if self._stage:
-            await self._stage.wait_idle()
-
-    def letting_go(self, keep_alive_s: float | None) -> contextlib.AbstractAsyncContextManager[None]:
-        """Have it hold nothing that has not been used for so long, until the end of the context; None keeps it."""
-        return letting_go(self._use, self._loader, keep_alive_s, self.log)
-
-    async def wait_detached(self) -> None:
-        """Return once this node is part of no chain."""
-        await self._detached.wait()
+        return self.worker.stage.executor.num_slots if self.worker.stage else 0
 
     async def Hello(self, request: HelloRequest, context: Context) -> HelloReply:
         async with self._reporting(context):
-            with self.log.refusing("a coordinator"):
+            with self._refusals_logged("a coordinator"):
                 self._network.require_coordinator(context)
-                if request.protocol_version != PROTOCOL_VERSION:
-                    raise ModelError(
-                        f"speaks protocol {PROTOCOL_VERSION}, the coordinator speaks {request.protocol_version}; "
-                        "install the same version of brigade on both"
-                    )
+                if (theirs := request.protocol_version) != PROTOCOL_VERSION:
+                    said = f"speaks protocol {PROTOCOL_VERSION}, the coordinator speaks {theirs}"
+                    raise ModelError(f"{said}; {UPDATE_BOTH}")
         return HelloReply(
             protocol_version=PROTOCOL_VERSION,
             node=self.name,
@@ -128,37 +88,23 @@ class NodeService(Examinee):
 
     async def Load(self, request: LoadRequest, context: Context) -> None:
         async with self._reporting(context):
-            with self.log.refusing(f"to load for coordinator {request.coordinator.name}"):
+            with self._refusals_logged(f"to load for coordinator {request.coordinator.name}"):
                 self._network.require_coordinator(context)
-                async with self._loader.turn(context.write):
-                    await self._make_way_for(request.coordinator)
-                    with self._due.loading_for(request.coordinator):
-                        await self._loader.load(request, context.write)
+                await self.worker.load(request, context.write)
 
     async def Attach(self, request: AttachRequest, context: Context) -> None:
         async with self._reporting(context), contextlib.AsyncExitStack() as stack:
-            with self.log.refusing(f"to join the chain of coordinator {request.coordinator.name}"):
+            with self._refusals_logged(f"to join the chain of coordinator {request.coordinator.name}"):
                 self._network.require_coordinator(context)
-                await self._make_way_for(request.coordinator, request.epoch)
-                if self._loader.is_busy:
-                    raise NodeBusy("is loading a shard; try again once it has")
-                self._loader.loaded_as(request.loaded)
-                check_place(request)
-                stack.enter_context(self._use.using())
-                attachment = Attachment(request, context.write)
-                await stack.enter_async_context(self._holding(attachment))
-                await attachment.open(
-                    self._loader.loaded_as(request.loaded).shard, self._thread, self._network, self.name
-                )
-                self._refuse_if_draining()
-                self._due.end()
-            with self.log.in_chain(request):
+                attaching = self.worker.attached(request, context.write, self._network)
+                attachment = await stack.enter_async_context(attaching)
+            with self._chain_logged(request):
                 await context.send_initial_metadata(ACCEPTED)
                 await attachment.report_results()
 
     async def Relay(self, parts: AsyncIterator[bytes], context: Context) -> AsyncIterator[Credit]:
         async with self._reporting(context):
-            with self.log.refusing("a hop"):
+            with self._refusals_logged("a hop"):
                 hop = self._stage_for(context).take_hop(parts)
             async for credit in hop:
                 yield credit
@@ -166,110 +112,60 @@ class NodeService(Examinee):
     async def Status(self, request: StatusRequest, context: Context) -> StatusReply:
         async with self._reporting(context):
             self._network.require_coordinator(context)
-        reply = self._stage.status() if self._stage else self._loader.status()
+        reply = self.worker.status()
         reply.node = self.name
         return reply
 
     async def Digest(self, request: DigestRequest, context: Context) -> DigestReply:
         async with self._reporting(context):
             self._network.require_coordinator(context)
-            with self._use.using():
-                return DigestReply(digests=await self._loader.digests())
+            return DigestReply(digests=await self.worker.digests())
 
     async def Compile(self, request: Grammar, context: Context) -> CompileReply:
         async with self._reporting(context):
             self._network.require_coordinator(context)
-            await self._loader.compile(request)
+            await self.worker.compile(request)
             return CompileReply()
 
     async def Unload(self, request: Coordinator, context: Context) -> UnloadReply:
         async with self._reporting(context):
-            with self.log.refusing(f"to let its layers go for coordinator {request.name}"):
+            with self._refusals_logged(f"to let its layers go for coordinator {request.name}"):
                 self._network.require_coordinator(context)
-                async with self._loader.turn(_say_nothing):
-                    await self._make_way_for(request)
-                    self._due.refuse_others(request)
-                    await self._loader.let_go(f"coordinator {request.name} is idle")
+                await self.worker.unload(request)
                 return UnloadReply()
 
     async def Measure(self, request: MeasureRequest, context: Context) -> Speed:
         async with self._reporting(context):
-            with self.log.refusing("to measure its speed"):
+            with self._refusals_logged("to measure its speed"):
                 self._network.require_coordinator(context)
-                checkpoint = await self._loader.find(request.model)
-                if self._attachment or self._loader.is_busy:  # who serves is not to be held up
+                checkpoint = await self.worker.find(request.model)
+                if self.worker.state not in (WorkerState.EMPTY, WorkerState.LOADED):  # a measurement would hold it up
                     return await kept_speed(checkpoint) or Speed()
-                async with self._loader.turn(_say_nothing):
+                async with self.worker.turn():
                     return await measured_speed(checkpoint, self._thread, anew=request.anew)
 
     async def Feed(self, messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[Held]:
         async with self._reporting(context):
-            # before anything is refused: a sender whose write fails hears of no status
+            # before anything is refused: a sender whose write fails gets no status
             first = await next_message(messages) or b""
-            with self.log.refusing("to be fed"):
+            with self._refusals_logged("to be fed"):
                 self._network.require_coordinator(context)
-                self._refuse_if_draining()
-                if self._store is None:
+                self.worker.refuse_if_draining()
+                if self._cache is None:
                     raise ModelError("takes no model from a coordinator: `pull` in its own cluster.yaml says so")
-                if not (self._attachment or self._loader.is_busy or self._due.is_to_come):
-                    self._loader.free_files()
-                has_checksums, received = self._network.wire.has_checksums, self.log.received
-                feeding = be_fed(self._store, first, messages, has_checksums=has_checksums, received=received)
-                async with contextlib.aclosing(feeding):
-                    async for held in feeding:
+                self.worker.free_files()
+                has_checksums = self._network.wire.has_checksums
+                receiving = receive_weights(self._cache, first, messages, self.log, has_checksums=has_checksums)
+                async with contextlib.aclosing(receiving):
+                    async for held in receiving:
                         yield held
 
-    @property
-    def _stage(self) -> Stage | None:
-        return self._attachment.stage if self._attachment else None
-
-    @contextlib.asynccontextmanager
-    async def _holding(self, attachment: Attachment) -> AsyncIterator[None]:
-        """This node belongs to the attachment's chain, until whoever serves it is done or replaced."""
-        self._attachment = attachment
-        self._detached.clear()
-        try:
-            yield
-        except asyncio.CancelledError:
-            if not attachment.is_replaced:
-                raise
-            raise StageLost("was attached anew by the same coordinator") from None
-        finally:
-            await to_the_end(self._let_go(attachment))  # grpc cancels this task whenever the coordinator goes
-
-    async def _let_go(self, attachment: Attachment) -> None:
-        """Nothing runs between its end and this node's being free: who waits for it would find it here for ever."""
-        try:
-            await attachment.close()
-        finally:
-            self._attachment = None
-            self._detached.set()
-
-    async def _make_way_for(self, coordinator: Coordinator, epoch: int | None = None) -> None:
-        """End the attachment that this coordinator may still have here.
-
-        Raises:
-            NodeBusy: the node serves another coordinator, or is about to end.
-            FrameError: the epoch lies before that of the attachment.
-        """
-        self._refuse_if_draining()
-        while attachment := self._attachment:
-            holder = attachment.request
-            if not coordinator.id or coordinator.id != holder.coordinator.id:
-                raise NodeBusy("already serves another coordinator; stop that one, or start a worker on another port")
-            if epoch is not None and epoch < holder.epoch:
-                raise FrameError(f"expected epoch {holder.epoch} or a later one, got {epoch}")
-            await attachment.replace()
-
-    def _refuse_if_draining(self) -> None:
-        if self._is_draining:
-            raise NodeBusy("is shutting down")
-
     def _stage_for(self, context: Context) -> Stage:
-        """The stage that this hop may feed. Raises FrameError if it is not the hop of the stage before it."""
-        if self._attachment is None or self._stage is None:
+        """Return the stage that this hop may feed. Raises FrameError unless it comes from the stage before."""
+        attachment = self.worker.attachment
+        if attachment is None or attachment.stage is None:
             raise FrameError("is not part of a chain; the coordinator attaches it first")
-        request = self._attachment.request
+        request = attachment.request
         self._network.require_name(context, request.predecessor_name)
         metadata = dict(context.invocation_metadata() or ())
         expected = str(request.epoch), str(request.stage - 1)
@@ -280,8 +176,31 @@ class NodeService(Examinee):
                 f"expected a hop of (epoch, stage) {expected} from {request.predecessor_name}, "
                 f"got {found} from {sender!s}"
             )
-        return self._stage
+        return attachment.stage
 
+    @contextlib.contextmanager
+    def _refusals_logged(self, what: str) -> Iterator[None]:
+        """Log why `what` is refused, if the context raises."""
+        try:
+            yield
+        except ModelLacking as error:
+            self.log.info("waits to be sent what it lacks: %s", error.message.partition(";")[0])
+            raise
+        except BrigadeError as error:
+            self.log.warning("refused %s: %s", what, error)
+            raise
 
-async def _say_nothing(progress: LoadProgress) -> None:
-    """For a turn that is free."""
+    @contextlib.contextmanager
+    def _chain_logged(self, request: AttachRequest) -> Iterator[None]:
+        """Log that the node has joined a chain, and in the end that it has left, and why if it failed."""
+        chain = f"the chain of coordinator {request.coordinator.name}"
+        place = f"stage {request.stage} of {request.num_stages}, epoch {request.epoch}"
+        self.log.info("joined %s as %s", chain, place)
+        why = ""
+        try:
+            yield
+        except BrigadeError as error:
+            why = f": {error}"
+            raise
+        finally:
+            self.log.info("left %s%s", chain, why)

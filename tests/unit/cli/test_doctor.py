@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from coordinator.cli.doctor import print_findings
-from coordinator.examine.finding import Finding, Kind, mend, note, ok
+from coordinator.deploy.findings import Finding, Kind, note, ok, problem
 
 
 def printed(capsys: pytest.CaptureFixture[str], *findings: Finding) -> list[str]:
@@ -13,7 +13,7 @@ def printed(capsys: pytest.CaptureFixture[str], *findings: Finding) -> list[str]
 
 
 def test_what_is_said_of_a_node_stands_below_one_heading(capsys: pytest.CaptureFixture[str]) -> None:
-    model = mend(Kind.MODEL, "coordinator", "no folder", "correct it")
+    model = problem(Kind.MODEL, "coordinator", "no folder", "correct it")
     lines = printed(capsys, ok(Kind.CLOCK, "coordinator", "right"), ok(Kind.CLOCK, "mini", "right"), model)
     assert [line for line in lines if line and not line.startswith(" ")][:2] == ["coordinator", "mini"]
     assert lines[2] == "  MEND model         no folder → correct it"
@@ -23,7 +23,7 @@ def test_where_nothing_must_be_mended_no_page_is_named(capsys: pytest.CaptureFix
     fine, remark = ok(Kind.CLOCK, "mini", "right"), note(Kind.CLOCK, "mini", "wrong")
     assert printed(capsys, fine)[-1] == "nothing must be mended; 0 notes"
     assert printed(capsys, remark)[-1] == "nothing must be mended; 1 note"
-    last = printed(capsys, remark, remark, mend(Kind.WIFI, "mini", "slow", "x"))[-1]
+    last = printed(capsys, remark, remark, problem(Kind.WIFI, "mini", "slow", "x"))[-1]
     assert (
         last.startswith("1 must be mended; 2 notes. Brigade's documentation has a page on doctor") and "/" not in last
     )

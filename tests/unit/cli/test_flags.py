@@ -1,20 +1,24 @@
-"""Flags of every command: a prompt in any form, help, version, and what is refused since it would change nothing."""
+"""Flags of every command: prompts, help, version, contradictions, and which cluster.yaml counts."""
 
 import io
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import typer
 
-from coordinator.cli import commands, generate, run_async
+from coordinator.api import serve as server_module
+from coordinator.cli import batch, bench, bridge, chat, doctor, generate, plan, score, status, verify
+from coordinator.cli import run as run_module
 from coordinator.cli.app import app
+from coordinator.cli.remote import NothingAnswers
 from coordinator.cluster.options import ClusterOptions
-from coordinator.doors import batch
-from coordinator.http import run
+from coordinator.deploy import doctor as examining
 from tests.unit.cli.conftest import Command
-from worker.errors import InputError
+from worker.errors import ConfigError, InputError, StageLost
 
 COMMANDS = sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 
@@ -87,8 +91,6 @@ def test_there_is_exactly_one_prompt(brigade: Command, arguments: str, found: st
         ("generate -p a -p b", "prompt"),
         ("generate -p a --prompt b", "prompt"),
         ("generate a --temp 1 --temp 0.5", "temp"),
-        ("generate a --raw --raw", "raw"),
-        ("generate a --json --json", "json"),
         ("worker --name a --name b", "name"),
         ("plan --model a --model=b", "model"),
         ("verify -m 3 --max-tokens 4", "max_tokens"),
@@ -106,47 +108,43 @@ def test_a_flag_that_can_be_repeated_can_be_repeated(wished: Command) -> None:
 
 
 IDLE = [
-    ("generate a --raw --system-prompt b", "system_prompt", "--raw"),
-    ("generate --prompt-tokens 1 --raw", "raw", "--prompt-tokens"),
-    ("generate --prompt-tokens 1 --system-prompt b", "system_prompt", "--prompt-tokens"),
-    ("generate a --logprobs 3", "logprobs", "without --json"),
-    ("generate a --json --stats", "stats", "--json"),
-    ("generate a --json -v", "stats", "--json"),
-    ("generate a --decode ar --window 4", "window", "--decode ar"),
-    ("generate a --decode ngram --window auto", "window", "--decode ngram"),
-    ("verify --window 4", "window", "--decode ar"),
-    ("verify --position-penalty 0", "position_penalty", "diffusion-fast"),
-    ("generate a --entropy-threshold 0.4", "entropy_threshold", "diffusion-fast"),
-    ("generate a --decode diffusion --position-penalty 0.1", "position_penalty", "diffusion-fast"),
-    ("generate a --temp 0 --top-p 0.9", "top_p", "--temp 0"),
-    ("generate a --temp 0 --top-k 5", "top_k", "--temp 0"),
-    ("generate a --temp 0 --min-p 0.1", "min_p", "--temp 0"),
-    ("generate a --temp 0 --seed 1", "seed", "--temp 0"),
-    *(
-        (f"{command} --objective throughput", "objective", "without --config")
-        for command in (
-            "generate a",
-            "generate a --local 1",
-            "serve",
-            "batch in.jsonl -o out.jsonl",
-            "bench",
-            "bench --config x.yaml --local 1",
-        )
-    ),
-    ("bench --config two.yaml --layers 4,4 --objective throughput", "objective", "with --layers"),
-    ("plan --measure-again", "measure_again", "without --config"),
-    ("plan --measure-again --config x.yaml --local 1", "measure_again", "without --config"),
+    "generate a --raw --raw",
+    "generate a --json --json --stats",
+    "generate --prompt-tokens 1 --raw",
+    "generate a --logprobs 3",
+    "generate a --decode ar --window 4",
+    "generate a --decode ngram --window auto",
+    "generate a --entropy-threshold 0.4",
+    "generate a --temp 0 --top-p 0.9 --top-k 5 --min-p 0.1 --seed 1",
+    "generate a --objective throughput",
+    "generate a --local 1 --objective throughput",
+    "generate a --api-key-file nowhere",
+    "generate a --system-prompt=",
+    "generate a --logit-bias=",
+    "verify --window 4 --position-penalty 0",
 ]
 
 
-@pytest.mark.parametrize(("arguments", "field", "why"), IDLE, ids=lambda value: str(value)[:50])
-def test_a_flag_that_would_change_nothing_is_refused(
-    brigade: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, field: str, why: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("x.yaml").write_text("model: demo", encoding="utf-8")
-    Path("two.yaml").write_text("workers: [{name: n1, address: '127.0.0.1:1'}]", encoding="utf-8")
-    with pytest.raises(InputError, match=f"changes nothing .*{why}") as refusal:
+@pytest.mark.parametrize("arguments", IDLE)
+def test_a_flag_that_changes_nothing_beside_the_others_is_accepted(wished: Command, arguments: str) -> None:
+    assert wished(*arguments.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ("generate a --raw --system-prompt b", "system_prompt"),
+        ("generate --prompt-tokens 1 --system-prompt b", "system_prompt"),
+        ("generate a --stop=", "stop"),
+        ("generate a --server http://here --local 2", "local"),
+        ("generate a --server http://here --model demo", "model"),
+        ("generate a --server http://here --trace file", "trace"),
+        ("generate a --server http://here --journal file", "journal"),
+        ("chat --server http://here --config cluster.yaml", "config"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused(brigade: Command, arguments: str, field: str) -> None:
+    with pytest.raises(InputError) as refusal:
         brigade(*arguments.split())
     assert refusal.value.field == field
 
@@ -159,8 +157,13 @@ def test_what_plans_are_to_be_fast_at_is_asked_of_all_who_open_a_chain(
     config = tmp_path / "cluster.yaml"
     config.write_text("workers: [{name: n1, address: '127.0.0.1:1'}]", encoding="utf-8")
     found: list[ClusterOptions] = []
-    monkeypatch.setattr(run_async, "run_async", lambda work: work)
-    for module, name in ((generate, "run_generate"), (commands, "run_bench"), (run, "serve"), (batch, "run_batch")):
+    monkeypatch.setattr(run_module, "run_async", lambda work: work)
+    for module, name in (
+        (generate, "run_generate"),
+        (bench, "run_bench"),
+        (server_module, "serve"),
+        (batch, "run_batch"),
+    ):
         monkeypatch.setattr(module, name, lambda options, *more, **others: found.append(options))
     for flags in ((), ("--objective", "throughput")):
         brigade(*command.split(), "--config", str(config), *flags)
@@ -169,33 +172,105 @@ def test_what_plans_are_to_be_fast_at_is_asked_of_all_who_open_a_chain(
     assert found[1].num_requests == requests
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "generate a --window 4",  # `auto` decides whether there are windows
-        "generate a --decode diffusion --window auto",
-        "generate a --decode diffusion-fast --window 8 --entropy-threshold 0.4 --position-penalty 0",
-        "generate a --top-p 0.9 --seed 3",  # the model decides whether it is sampled
-        "generate a --temp 0.5 --top-p 0.9 --top-k 5 --min-p 0.1 --seed 3",
-        "generate a --temp 0 --repetition-penalty 1.1 --logit-bias 5:1",
-        "generate a --json --logprobs 0",
-        "generate a --stats",
-        "generate a --raw",
-        "verify --seed 3",
-        "verify --decode diffusion --window 8",
-    ],
-)
-def test_a_flag_that_may_change_something_is_not(wished: Command, arguments: str) -> None:
-    assert wished(*arguments.split())
+Chosen = Callable[..., ClusterOptions]
+USING = "using ./cluster.yaml"
 
 
-@pytest.mark.parametrize(
-    ("flag", "field"), [("--stop=", "stop"), ("--system-prompt=", "system_prompt"), ("--logit-bias=", "logit_bias")]
-)
-def test_an_empty_text_is_as_good_as_no_flag_and_refused(brigade: Command, flag: str, field: str) -> None:
-    with pytest.raises(InputError, match="expected some text, found none") as refusal:
-        brigade("generate", "a", flag)
-    assert refusal.value.field == field
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that a command is called in, with a configuration that no command can take for another."""
+    monkeypatch.chdir(tmp_path)
+    keys = "model: owner/of-this-folder\ncontext: 77\nworkers: [{name: mini, address: '127.0.0.1:1'}]\n"
+    (tmp_path / "cluster.yaml").write_text(keys, encoding="utf-8")
+    return tmp_path
+
+
+@pytest.fixture
+def opened(brigade: Command, monkeypatch: pytest.MonkeyPatch) -> Chosen:
+    """The options that a command would open its cluster with."""
+    found: list[ClusterOptions] = []
+
+    def note(options: ClusterOptions, *more: Any, **others: Any) -> Any:
+        found.append(options)
+        return SimpleNamespace(findings=[], is_healthy=True, as_json=dict)
+
+    for module, name in (
+        *((generate, "run_generate"), (server_module, "serve"), (batch, "run_batch"), (bridge, "run_bridge")),
+        *((score, "run_score"), (plan, "run_plan"), (verify, "run_verify"), (bench, "run_bench")),
+        *((plan, "run_forecast"), (examining, "examine_cluster"), (examining, "try_answer"), (doctor, "_try")),
+    ):
+        monkeypatch.setattr(module, name, note)
+    monkeypatch.setattr(chat, "loaded", note)
+    monkeypatch.setattr(chat, "run_chat", lambda *more: None)
+    monkeypatch.setattr(run_module, "run_async", lambda work: work)
+
+    def opened(*arguments: str) -> ClusterOptions:
+        brigade(*arguments)
+        return found.pop()
+
+    return opened
+
+
+OPENING = [
+    *("generate a", "chat", "serve", "batch in.jsonl -o out.jsonl", "bridge", "score text", "verify", "bench", "plan"),
+    *("plan --nodes macs.yaml", "plan --simulate", "doctor --json", "smoke"),
+]
+
+
+@pytest.mark.parametrize("command", OPENING)
+def test_the_cluster_file_of_this_folder_is_taken_and_that_is_said(
+    opened: Chosen, folder: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    (folder / "text").write_text("some text", encoding="utf-8")
+    options = opened(*command.split())
+    assert (options.model, [each.name for each in options.cluster.workers]) == ("owner/of-this-folder", ["mini"])
+    assert options.context == 77
+    out, err = capsys.readouterr()
+    assert err.count("\n") == err.count(USING) == 1 and USING not in out, "a server's line is JSON"
+
+
+@pytest.mark.parametrize("command", OPENING)
+def test_another_configuration_or_model_can_be_named(
+    opened: Chosen, folder: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    (folder / "text").write_text("some text", encoding="utf-8")
+    assert opened(*command.split(), "--model", "demo").model == "demo"
+    assert capsys.readouterr().err.count(USING) == 1
+    if "--nodes" not in command:
+        (folder / "other.yaml").write_text("model: owner/other", encoding="utf-8")
+        assert opened(*command.split(), "--config", "other.yaml").model == "owner/other"
+        assert USING not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", OPENING)
+def test_without_a_cluster_file_it_is_the_bundled_model(
+    opened: Chosen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text("some text", encoding="utf-8")
+    options = opened(*(f"{command} --stage-ms 1".split() if "--simulate" in command else command.split()))
+    assert options.model == "demo" and not options.cluster.workers
+
+
+@pytest.mark.parametrize("command", ["launch", "logs mini", "keys issue Mini", "status"])
+def test_commands_that_open_no_cluster_take_it_too(
+    brigade: Command, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    def absent(server: str, key: str | None) -> Any:
+        raise NothingAnswers("nothing answers")
+
+    monkeypatch.setattr(status, "ask_server", absent)
+    with pytest.raises((ConfigError, StageLost), match=r"mini|cluster\.yaml"):
+        brigade(*command.split())
+    assert capsys.readouterr().err.count(USING) == 1
+
+
+def test_nodes_are_compared_with_it(
+    brigade: Command, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_module, "run_async", lambda work: work.close())
+    brigade("nodes")
+    assert capsys.readouterr().err.count(USING) == 1
 
 
 @pytest.mark.parametrize("flags", ["--temp nan", "--top-p 2", "--top-k -1", "--repetition-penalty -3"])

@@ -8,12 +8,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from coordinator.cli import init
+from coordinator.cli import nodes
 from coordinator.cli.app import app
-from coordinator.finding import look, proof
-from coordinator.finding.draft import Draft
-from coordinator.finding.draft import draft as drafted
-from tests.unit.finding.test_draft import CABLE, LOOPBACK, WIFI, node, plain
+from coordinator.deploy import cluster_file, discovery
+from coordinator.deploy.cluster_file import Draft
+from coordinator.deploy.cluster_file import draft as drafted
+from tests.unit.deploy.test_cluster_file import CABLE, LOOPBACK, WIFI, node, plain
 from worker.config import load_cluster
 from worker.errors import InputError
 
@@ -40,52 +40,52 @@ def left(whole: Draft) -> list[str]:
 
 @pytest.mark.parametrize("yes", [True, False])
 def test_no_link_is_left_unencrypted_because_nobody_said_no(asked: list[str], yes: bool) -> None:
-    found = init._encrypted_or_trusted(OPEN, yes=yes, insecure=False)
+    found = nodes._encrypted_or_trusted(OPEN, yes=yes, insecure=False)
     assert left(found) == [] and len(found.left_out) == 2
     assert "links to it would not be encrypted" in found.left_out[0]
     assert len(asked) == (not yes)
 
 
 def test_who_trusts_the_network_or_stays_on_the_machine_is_not_asked(asked: list[str]) -> None:
-    assert init._encrypted_or_trusted(OPEN, yes=False, insecure=True) == OPEN
+    assert nodes._encrypted_or_trusted(OPEN, yes=False, insecure=True) == OPEN
     for whole in (drafted([plain("mini", LOOPBACK)], "coordinator"), drafted([node("mini", CABLE)], "coordinator")):
-        assert init._encrypted_or_trusted(whole, yes=False, insecure=False) == whole
+        assert nodes._encrypted_or_trusted(whole, yes=False, insecure=False) == whole
     assert not asked
 
 
 def test_each_worker_and_the_model_are_asked_about_unless_all_is_wished(asked: list[str]) -> None:
-    assert init._taken(OPEN, yes=True) == OPEN and init._model(None, yes=True) == "demo" and not asked
-    assert init._taken(OPEN, yes=False) == OPEN and init._model(None, yes=False) == "demo"
+    assert nodes._taken(OPEN, yes=True) == OPEN and nodes._model(None, yes=True) == "demo" and not asked
+    assert nodes._taken(OPEN, yes=False) == OPEN and nodes._model(None, yes=False) == "demo"
     assert asked[0] == "Take mini at 169.254.10.2:1 by Thunderbolt (bridge0)?" and len(asked) == 3
-    assert init._model("org/model", yes=False) == "org/model" and len(asked) == 3
+    assert nodes._model("org/model", yes=False) == "org/model" and len(asked) == 3
 
 
 def test_a_model_that_cannot_be_one_is_refused_before_anybody_is_looked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(look, "look_around", None)
+    monkeypatch.setattr(discovery, "look_around", None)
     with pytest.raises(InputError, match=r"^model: expected a folder, .* found 'nope'$"):
-        init.init(config=tmp_path / "cluster.yaml", model="nope", yes=True)
+        nodes.init(config=tmp_path / "cluster.yaml", model="nope", yes=True)
     assert not list(tmp_path.iterdir())
 
 
 def test_of_who_types_such_a_model_another_one_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     typed = io.StringIO("nope\norg/model\n")
     monkeypatch.setattr("sys.stdin", typed)
-    assert init._model(None, yes=False) == "org/model" and not typed.read()
+    assert nodes._model(None, yes=False) == "org/model" and not typed.read()
 
 
 def test_who_is_not_taken_in_the_end_keeps_no_worker_of_this_machine_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def look_around(timeout_s: float) -> look.Seen:
-        return look.Seen([plain("mini", CABLE), plain("air", LOOPBACK)], 0)
+    async def look_around(timeout_s: float) -> discovery.Discovered:
+        return discovery.Discovered([plain("mini", CABLE), plain("air", LOOPBACK)], 0)
 
     async def all_proven(*given: object) -> dict[str, str]:
         return {}
 
-    monkeypatch.setattr(look, "look_around", look_around)
-    monkeypatch.setattr(proof, "unproven", all_proven)
+    monkeypatch.setattr(discovery, "look_around", look_around)
+    monkeypatch.setattr(cluster_file, "unproven", all_proven)
     for flags, worker in ((["--yes"], "air"), (["--yes", "--insecure", "--force"], "mini")):
         path = tmp_path / "cluster.yaml"
         assert CliRunner().invoke(app, ["init", "--config", str(path), *flags]).exit_code == 0
@@ -93,7 +93,7 @@ def test_who_is_not_taken_in_the_end_keeps_no_worker_of_this_machine_out(
 
 
 def test_who_has_certificates_already_is_not_to_get_a_second_authority(capsys: pytest.CaptureFixture[str]) -> None:
-    init._say_next(Path("cluster.yaml"), Path("keys"), is_proven=False)
+    nodes._say_next(Path("cluster.yaml"), Path("keys"), is_proven=False)
     said = capsys.readouterr().err.splitlines()
     assert said[1].startswith("next: copy the folder of keys of these workers' cluster to keys")
     assert said[2].startswith("only if it is lost: brigade keys init --config cluster.yaml")

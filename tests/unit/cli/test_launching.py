@@ -5,12 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cli.launch import workers_of
-from coordinator.cli.launching import _shown, _tell
-from coordinator.cli.logs import _print_line
-from coordinator.fleet.launch import Outcome
+from coordinator.cli.launch import _print_line, _shown, _tell, workers_of
+from coordinator.deploy.launch import Outcome
 from tests.unit.cli.conftest import Command
-from worker.config import Cluster, Worker
+from worker.config import ClusterConfig, WorkerConfig
 from worker.errors import BrigadeError, ConfigError
 
 
@@ -43,7 +41,7 @@ def test_a_log_keeps_its_tabs_and_nothing_that_steers_the_terminal(capsys: pytes
 )
 def test_of_a_configuration_without_workers_it_is_told_where_they_belong(names: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        workers_of(Cluster(), names)
+        workers_of(ClusterConfig(), names)
 
 
 @pytest.mark.parametrize("flag", ["--update", "--stop"])
@@ -76,7 +74,7 @@ def test_without_ssh_here_no_node_has_failed(
 
 def test_names_that_a_mac_takes_for_one_are_refused_whichever_are_launched() -> None:
     workers = [
-        Worker(name=name, address=f"127.0.0.1:{port}", ssh="mac") for port, name in enumerate(("Mini", "mini"), 1)
+        WorkerConfig(name=name, address=f"127.0.0.1:{port}", ssh="mac") for port, name in enumerate(("Mini", "mini"), 1)
     ]
     with pytest.raises(ConfigError, match="to differ in more than case"):
-        workers_of(Cluster(workers=tuple(workers)), ["mini"])
+        workers_of(ClusterConfig(workers=tuple(workers)), ["mini"])

@@ -6,19 +6,17 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from coordinator.bench.failover import FailoverReport, print_failover
+from coordinator.bench.report import print_bench
+from coordinator.bench.results import CLUSTER, ONE_PROCESS, Bench
 from coordinator.cli.doctor import print_findings
 from coordinator.cli.nodes import node_table
-from coordinator.examine.finding import Kind, mend, ok
-from coordinator.finding.browse import Found
-from coordinator.finding.present import presence
-from coordinator.measure.bench_report import print_bench
-from coordinator.measure.bench_results import CLUSTER, ONE_PROCESS, Bench
-from coordinator.measure.failover_report import print_failover
-from coordinator.measure.failover_results import Failover
+from coordinator.deploy.discovery import AnnouncedNode, found_nodes
+from coordinator.deploy.findings import Kind, ok, problem
+from tests.unit.bench.test_failover import ROW
+from tests.unit.bench.test_results import row
 from tests.unit.cli.conftest import Command
-from tests.unit.finding.test_present import HERE, about, cluster
-from tests.unit.measure.test_bench_results import row
-from tests.unit.measure.test_failover_results import ROW
+from tests.unit.deploy.test_discovery import HERE, about, cluster
 
 WIDTH = 60
 
@@ -57,7 +55,7 @@ def test_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
 def test_findings(capsys: pytest.CaptureFixture[str]) -> None:
     start = "from here: brigade launch mini --config cluster.yaml"
     print_findings(
-        [ok(Kind.MACHINE, "air", "fine"), mend(Kind.UNREACHABLE, "mini", "no one is there", start)], Console()
+        [ok(Kind.MACHINE, "air", "fine"), problem(Kind.UNREACHABLE, "mini", "no one is there", start)], Console()
     )
     shown = lines(capsys.readouterr().out)
     assert shown[:4] == ["air", "  ok   machine       fine", "", "mini"]
@@ -67,13 +65,13 @@ def test_findings(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("narrow")
 def test_losses(capsys: pytest.CaptureFixture[str]) -> None:
-    print_failover(Failover("machine", "demo", [4, 4], [ROW]))
+    print_failover(FailoverReport("machine", "demo", [4, 4], [ROW]))
     assert not [line for line in lines(capsys.readouterr().out) if "…" in line]
 
 
 def test_addresses_stay_whole_beside_a_long_name() -> None:
     address = "[2001:db8:1234:5678:9abc:def0:1234:5678]:50070"
-    found = presence([Found(about("the-macbook-pro-of-the-office"), (address,))], cluster(), HERE)
+    found = found_nodes([AnnouncedNode(about("the-macbook-pro-of-the-office"), (address,))], cluster(), HERE)
     console = Console(width=WIDTH)
     with console.capture() as shown:
         console.print(node_table(found, "cluster.yaml", WIDTH))
@@ -82,10 +80,10 @@ def test_addresses_stay_whole_beside_a_long_name() -> None:
 
 def test_nodes() -> None:
     heard = [
-        Found(about("mini", fingerprint="ab" * 32), ("169.254.10.2:50070", "192.168.100.27:50070")),
-        Found(about("air"), ("169.254.10.3:50070",)),
+        AnnouncedNode(about("mini", fingerprint="ab" * 32), ("169.254.10.2:50070", "192.168.100.27:50070")),
+        AnnouncedNode(about("air"), ("169.254.10.3:50070",)),
     ]
-    found = presence(heard, cluster(("mini", "169.254.10.2:50070")), HERE)
+    found = found_nodes(heard, cluster(("mini", "169.254.10.2:50070")), HERE)
     console = Console(width=WIDTH)
     with console.capture() as shown:
         console.print(node_table(found, "cluster.yaml", WIDTH))

@@ -6,25 +6,20 @@ from collections.abc import Sequence
 import pytest
 
 from coordinator.cli.demo import compare
-from coordinator.cli.generate import Printer
+from coordinator.cli.generate import how_drawn, how_it_ended
 from coordinator.cli.report import print_summary
-from coordinator.cli.wish import how_it_ended, how_it_was_drawn
-from coordinator.resident.frontend import Task
-from coordinator.sessions.answer import Answer, Token, Usage
+from coordinator.cli.show import Printer
+from coordinator.sessions.output import Answer, Token, Usage
 from coordinator.sessions.request import Request
-from coordinator.sessions.text import TokenIds
 from protos.brigade_pb2 import Sampling
-from tests.unit.sessions.test_request import SPEC
 from worker.errors import StageLost
-from worker.model.checkpoint import DEMO, open_folder
 
 
 def print_pieces(pieces: Sequence[str], end: BaseException | None = None, *, is_silent: bool = False) -> None:
-    stream = TokenIds()
-    with Printer(stream, is_silent=is_silent) as emit:
+    with Printer(is_silent=is_silent) as printer:
         for piece in pieces:
-            stream.push(1)
-            emit(piece)
+            printer.count(1)
+            printer.write(piece)
         if end is not None:
             raise end
 
@@ -72,15 +67,13 @@ def test_a_reader_that_left_is_written_nothing_more(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == "a"
 
 
-def make_answer(tokens: Sequence[int] = (5, 6, 7), finish_reason: str = "length", num_steps: int = 2) -> Answer:
-    answer = Answer(usage=Usage(4, 0, 0, num_steps, 4), finish_reason=finish_reason)
+def make_answer(
+    tokens: Sequence[int] = (5, 6, 7), finish_reason: str = "length", num_steps: int = 2, stop: str | None = None
+) -> Answer:
+    answer = Answer(usage=Usage(4, 0, 0, num_steps, 4), finish_reason=finish_reason, stop=stop)
     answer.samples = [Token(token) for token in tokens]
     answer.token_times = [500_000_000 + 250_000_000 * i for i in range(len(tokens))]
     return answer
-
-
-def make_task(request: Request, defaults: dict[str, float] | None = None) -> Task:
-    return Task(open_folder(DEMO), SPEC, request, None, defaults or {})
 
 
 def test_the_summary_is_two_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,23 +85,19 @@ def test_the_summary_is_two_lines(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-STOPPED = TokenIds()
-STOPPED.is_stopped = True
-
-
 @pytest.mark.parametrize(
-    ("max_tokens", "answer", "stream", "said"),
+    ("max_tokens", "answer", "said"),
     [
-        (3, make_answer(), TokenIds(), "cut off at --max-tokens 3"),
-        (500, make_answer(), TokenIds(), "cut off where the model's context of 128 tokens ends"),
-        (9, make_answer((5, 2), "stop"), TokenIds(), "ended by itself"),
-        (9, make_answer((5, 5), "stop"), TokenIds(), "ended as it began to repeat itself"),
-        (9, make_answer((5, 6), "stop"), STOPPED, "ended at a --stop text"),
+        (3, make_answer(), "cut off at --max-tokens 3"),
+        (500, make_answer(range(124)), "cut off where the model's context of 128 tokens ends"),
+        (9, make_answer(), "cut off where the memory of the nodes ends"),
+        (9, make_answer((5, 2), "stop"), "ended by itself"),
+        (9, make_answer((5, 5), "stop"), "ended as it began to repeat itself"),
+        (9, make_answer((5, 6), "stop", stop="!"), "ended at a --stop text"),
     ],
 )
-def test_it_is_told_why_the_answer_ended(max_tokens: int, answer: Answer, stream: TokenIds, said: str) -> None:
-    task = make_task(Request((1,) * 4, max_tokens, eos=frozenset([2])))
-    assert how_it_ended(task, answer, stream) == said
+def test_it_is_told_why_the_answer_ended(max_tokens: int, answer: Answer, said: str) -> None:
+    assert how_it_ended(Request((1,) * 4, max_tokens, eos=frozenset([2])), answer, 128) == said
 
 
 @pytest.mark.parametrize(
@@ -126,7 +115,7 @@ def test_it_is_told_why_the_answer_ended(max_tokens: int, answer: Answer, stream
 def test_the_seed_of_a_sampled_answer_is_told_and_whose_choice_that_was(
     sampling: Sampling, defaults: dict[str, float], said: str
 ) -> None:
-    assert how_it_was_drawn(make_task(Request((1,), 5, sampling), defaults)) == said
+    assert how_drawn(sampling, defaults) == said
 
 
 def test_the_demo_compares_windows_with_one_token_per_step() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from coordinator.cli.report import print_stats, stages_of
 from coordinator.planning.plan import Assignment, Plan
-from coordinator.sessions.answer import Answer
+from coordinator.sessions.output import Answer
 from coordinator.sessions.waterfall import PARTS, StageTime, Waterfall
 from protos.brigade_pb2 import StatusReply
 

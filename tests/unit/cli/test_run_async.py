@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from coordinator.cli.run_async import run_async
+from coordinator.cli.run import run_async
 from worker.errors import StageLost
 
 
@@ -66,7 +66,7 @@ def test_signals_are_handled_as_before_once_the_loop_has_ended() -> None:
 
 STUCK = """
 import asyncio, os, sys
-from coordinator.cli.run_async import run_async
+from coordinator.cli.run import run_async
 
 async def work():
     sys.stdout.write("stuck")

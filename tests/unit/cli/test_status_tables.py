@@ -4,7 +4,7 @@ from io import StringIO
 
 from rich.console import Console
 
-from coordinator.cli.status_tables import tables
+from coordinator.cli.status import tables
 
 NODE = {
     "name": "coordinator", "state": "active", "start": 0, "end": 53, "utilisation": 0.5, "memory_bytes": 96 << 30,

@@ -3,25 +3,27 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from coordinator.cluster import chains, keeper, roster
-from coordinator.cluster.deployment import Deployment
-from coordinator.cluster.flight import Arrival
-from coordinator.cluster.together import together
+from coordinator.cluster import cluster, local, nodes
+from coordinator.cluster.deployment import Deployment, OwnCopy, Progress
+from coordinator.cluster.flight import ArrivedResult
 from coordinator.planning.costs import ChainCosts
-from protos.brigade_pb2 import DTYPE_BFLOAT16, Frame, HelloReply
+from protos.brigade_pb2 import DTYPE_BFLOAT16, Frame, HelloReply, StatusReply
 from tests.unit.fake_chain import FakeChain
 from worker.compute.header import num_rows
-from worker.errors import EngineHung, NodeBusy, StageLost
+from worker.errors import EngineHung, NodeBusy, NodeLeaving, StageLost
 from worker.model.cachespec import Memory
 from worker.model.modelspec import LayerSpec, ModelSpec
 
 STEP_S = 0.05
+JOIN_S = 0.05
+LOOK_S = 0.25
 SILENT_S = 2.0  # after which a stopped node is noticed, by keepalive
 HUNG_S = 7.5  # after which a hung engine is
 FIRST_S = 60.0  # likewise in the first steps of a chain, which may compile
@@ -46,6 +48,7 @@ class Place:
     is_hung: bool = False
     is_draining: bool = False
     load_s: float = 0.0
+    num_loads: int = 0
     epoch: int = 0  # the last that this process took part in
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -98,13 +101,22 @@ class FakePeer:
             await asyncio.sleep(0.05)
         return HelloReply(node=self.name, incarnation=f"{self.name} {self.place.num_starts}", memory_bytes=1)
 
+    async def status(self, within_s: float) -> StatusReply:
+        if not self.place.answers:
+            raise StageLost("nothing answers", node=self.name)
+        return StatusReply(busy_s=7.0 if self.place.is_hung else 0.0)
+
     async def load(self) -> None:
         place, process = self.place, self.place.num_starts
         until = time.monotonic() + place.load_s
-        while time.monotonic() < until or not place.answers:
-            if not place.is_up or place.num_starts != process:
-                raise StageLost("closed the connection", node=self.name)
-            await asyncio.sleep(0.05)
+        with place.world.loading():
+            silent_s = 0.0
+            while time.monotonic() < until or not place.answers:
+                silent_s = 0.0 if place.answers else silent_s + LOOK_S
+                if not place.is_up or place.num_starts != process or silent_s >= SILENT_S:
+                    raise StageLost("closed the connection", node=self.name)
+                await asyncio.sleep(min(LOOK_S, max(0.01, until - time.monotonic())))
+        place.num_loads += 1
         if place.is_draining:
             raise NodeBusy("is shutting down", node=self.name)
 
@@ -116,17 +128,25 @@ class FakePeer:
 
 
 class FakeOwn:
-    """Stage 0: has all layers at once."""
+    """Stage 0: has all layers at once, and passes the world on to its chains."""
 
     def __init__(self, world: "World") -> None:
         self.world = world
 
     async def load(self, deployment: Deployment, progress: Any) -> None:
-        await together(*(peer.load() for peer in deployment.peers))  # type: ignore[call-arg]
+        pass
+
+
+async def load_worker(deployment: Deployment, stage: int, known: OwnCopy, progress: Progress) -> None:
+    await deployment.peers[stage - 1].load()  # type: ignore[call-arg]
+
+
+async def nothing_known(checkpoint: Any) -> Any:
+    return None
 
 
 class WorldChain:
-    """What a supervisor takes for a chain, and a runner."""
+    """What a cluster takes for a chain, and a runner."""
 
     def __init__(
         self,
@@ -135,6 +155,7 @@ class WorldChain:
         epoch: int = 1,
         *,
         costs: ChainCosts | None = None,
+        can_spare: Callable[[str], bool] = lambda name: False,
         say: Any = None,
     ) -> None:
         self.world, self.plan, self.epoch, self.spec = own.world, deployment.plan, epoch, deployment.spec
@@ -143,11 +164,12 @@ class WorldChain:
         self.clock_offsets = [0] * self.num_stages
         self.costs = costs or ChainCosts(self.num_stages)
         self.last_step = 0
-        self.can_spare: Callable[[str], bool] = lambda name: False
+        self.can_spare = can_spare
         self.on_draining: Callable[[], None] | None = None
-        self.on_token: Callable[[], None] | None = None
+        self.has_token = asyncio.Event()
         self._stages = FakeChain(epoch)
         self._sent_at: deque[float] = deque()
+        self._idle_since = time.monotonic()
         self._failure: StageLost | None = None
         self._news = asyncio.Event()
 
@@ -168,10 +190,11 @@ class WorldChain:
                 raise NodeBusy("is shutting down", node=place.name)
             assert self.epoch > place.epoch, "an epoch is accepted twice"
             place.epoch = self.epoch
-            await asyncio.sleep(STEP_S)
-        if hung := [peer for peer in self.peers if peer.place.is_hung]:
-            await asyncio.sleep(FIRST_S)
-            raise EngineHung("its engine has been at one step", node=hung[0].name)
+            await asyncio.sleep(JOIN_S)
+        hung = [peer for peer in self.peers if peer.place.is_hung]
+        if hung and self._failure is None:
+            await self._wait_news(FIRST_S)
+            self.lose(EngineHung("its engine has been at one step", node=hung[0].name))
         if self._failure is not None:
             raise self._failure
         assert self.epoch not in self.world.epochs
@@ -180,6 +203,13 @@ class WorldChain:
     @property
     def still_since(self) -> float | None:
         return self._sent_at[0] if self._sent_at else None
+
+    @property
+    def idle_s(self) -> float:
+        return 0.0 if self._sent_at else time.monotonic() - self._idle_since
+
+    def end(self, error: StageLost) -> None:
+        self.lose(error)
 
     @property
     def draining(self) -> NodeBusy | None:
@@ -198,7 +228,7 @@ class WorldChain:
             if peer.place is place:
                 peer.is_draining = True
                 if self.can_spare(place.name):
-                    self.lose(StageLost("is about to end", node=place.name))
+                    self.lose(NodeLeaving("is about to end", node=place.name))
                 elif self.on_draining is not None:
                     self.on_draining()
 
@@ -211,7 +241,7 @@ class WorldChain:
         if self.peers and any(w.base == 0 and w.tokens[0] == POISON for w in frame.windows):
             asyncio.get_running_loop().call_later(STEP_S / 2, self.peers[-1].place.end)
 
-    async def receive(self) -> Arrival:
+    async def receive(self) -> ArrivedResult:
         while self._failure is None:
             stuck = [peer for peer in self.peers if peer.place.is_hung or not peer.place.answers]
             left_s = 5.0
@@ -234,14 +264,14 @@ class WorldChain:
         except TimeoutError:
             pass
 
-    def _arrived(self, took_s: float) -> Arrival:
+    def _arrived(self, took_s: float) -> ArrivedResult:
         self._sent_at.popleft()
+        self._idle_since = time.monotonic()
         frame, _ = self._stages.in_flight[0]
         result = self._stages.receive()
-        if result.samples and self.on_token is not None:
-            self.on_token()
-            self.on_token = None
-        return Arrival(result, time.monotonic_ns(), sum(map(num_rows, frame.windows)), took_s)
+        if result.samples:
+            self.has_token.set()
+        return ArrivedResult(result, time.monotonic_ns(), sum(map(num_rows, frame.windows)), took_s)
 
 
 class FakeLocal:
@@ -269,6 +299,21 @@ class World:
         self.places = {name: Place(name, self) for name in names}
         self.chains: set[WorldChain] = set()
         self.epochs: list[int] = []
+        self.loaded_s = 0.0  # for how long any node has loaded
+        self._num_loading = 0
+        self._loading_since = 0.0
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """A node loads meanwhile."""
+        self._loading_since = self._loading_since if self._num_loading else time.monotonic()
+        self._num_loading += 1
+        try:
+            yield
+        finally:
+            self._num_loading -= 1
+            if not self._num_loading:
+                self.loaded_s += time.monotonic() - self._loading_since
 
     def tell(self, place: Place, error: StageLost) -> None:
         for chain in self.chains:
@@ -296,6 +341,8 @@ class World:
         class Started:
             start = staticmethod(self.start_local)
 
-        patch.setattr(chains, "Chain", WorldChain)
-        patch.setattr(keeper, "LocalWorker", Started)
-        patch.setattr(roster, "Peer", lambda name, addresses, network: FakePeer(self.places[name]))
+        patch.setattr(cluster, "Chain", WorldChain)
+        patch.setattr(cluster, "load_worker", load_worker)
+        patch.setattr(OwnCopy, "of", nothing_known)
+        patch.setattr(local, "LocalWorker", Started)
+        patch.setattr(nodes, "Peer", lambda name, addresses, network: FakePeer(self.places[name]))

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
-from coordinator.cluster.authority import AUTHORITY_FILE, Authority
+from coordinator.deploy.certificates import AUTHORITY_FILE, Authority
 from worker.errors import ConfigError
-from worker.node.identity import Keys, Role, split_pem
+from worker.node.identity import KeyFile, Role, split_pem
 
 
 @pytest.fixture
@@ -28,9 +28,9 @@ def test_a_certificate_carries_a_name_in_lower_case_and_a_role_and_no_address(au
 def test_a_certificate_lasts_a_year_and_none_outlasts_the_authority(authority: Authority) -> None:
     now = datetime.now(UTC)
     path = authority.issue("mini", Role.WORKER)
-    assert timedelta(days=364) < Keys(path.parent, "mini", Role.WORKER).read().until - now < timedelta(days=366)
+    assert timedelta(days=364) < KeyFile(path.parent, "mini", Role.WORKER).read().until - now < timedelta(days=366)
     authority.issue("mini", Role.WORKER, until=now + timedelta(days=9999))
-    assert Keys(path.parent, "mini", Role.WORKER).read().until == authority.certificate.not_valid_after_utc
+    assert KeyFile(path.parent, "mini", Role.WORKER).read().until == authority.certificate.not_valid_after_utc
 
 
 def test_a_node_cannot_issue_certificates(authority: Authority) -> None:

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from coordinator.cluster import feed as feed_module
-from coordinator.cluster.feed import Allowance
-from worker.node.feeding import SAY_BYTES
+from coordinator.cluster import weights as feed_module
+from coordinator.cluster.weights import Allowance
+from worker.node.weights_receive import SAY_BYTES
 
 MIB = 1 << 20
 

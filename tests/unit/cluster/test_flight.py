@@ -3,8 +3,7 @@
 import pytest
 
 from coordinator.cluster import flight
-from coordinator.cluster.flight import Flight
-from coordinator.cluster.stillness import Stillness
+from coordinator.cluster.flight import Flight, SuspendWatch
 from coordinator.planning.costs import ChainCosts
 from protos.brigade_pb2 import Frame, Result, Timing, Window
 
@@ -46,7 +45,7 @@ def pass_one(flying: Flight, clock: Clock, step: int, took_s: float) -> None:
 
 
 def test_the_second_chunk_of_a_slow_chain_has_the_time_of_the_first(clock: Clock) -> None:
-    flying = Flight(ChainCosts(2), Stillness())
+    flying = Flight(ChainCosts(2), SuspendWatch())
     pass_one(flying, clock, 1, 20.0)
     flying.send(chunk(2))
     assert flying.allowed_s == flying.left_s == pytest.approx(SILENCE_S + 30)
@@ -57,7 +56,7 @@ def test_the_second_chunk_of_a_slow_chain_has_the_time_of_the_first(clock: Clock
 
 
 def test_an_engine_that_began_late_has_its_own_time(clock: Clock) -> None:
-    flying = Flight(ChainCosts(2), Stillness())
+    flying = Flight(ChainCosts(2), SuspendWatch())
     pass_one(flying, clock, 1, 0.0)
     flying.send(chunk(2))
     clock.now += 6.5
@@ -69,7 +68,7 @@ def test_an_engine_that_began_late_has_its_own_time(clock: Clock) -> None:
 
 
 def test_what_began_before_a_frame_says_nothing_of_it(clock: Clock) -> None:
-    flying = Flight(ChainCosts(2), Stillness())
+    flying = Flight(ChainCosts(2), SuspendWatch())
     flying.send(chunk(1))
     flying.began(100.0)
     assert flying.left_s == flight._COMPILES_S and flying.allowed_s == FIRST_S

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from coordinator.cluster.greetings import differences, greet
+from coordinator.cluster.peer import differences, greet
 from protos.brigade_pb2 import Configuration, HelloReply
-from worker.config import Cluster, load_cluster
+from worker.config import ClusterConfig, load_cluster
 from worker.errors import BrigadeError, ModelError, StageLost
 from worker.node.configuration import configuration_of
 
-OURS = Cluster(model="org/model", layers=(4, 2), context=4096)
+OURS = ClusterConfig(model="org/model", layers=(4, 2), context=4096)
 SAME = Configuration(model="org/model", layers=[4, 2], context=4096)
 ANOTHER = "worker mini has another configuration: "
 
@@ -66,7 +66,7 @@ def test_each_key_that_counts_on_a_coordinator_is_compared(tmp_path: Path) -> No
 def test_what_another_node_says_is_told_in_so_many_lines_of_plain_text() -> None:
     many = {f"workers[{i}].memory": f"{i}\x1b[2J" for i in range(9)}
     workers = [{"name": str(i), "address": f"127.0.0.1:{i + 1}", "memory": 99} for i in range(9)]
-    ours = Cluster.model_validate({"workers": workers})
+    ours = ClusterConfig.model_validate({"workers": workers})
     lines = list(differences("mini", ours, reply(Configuration(others=many))))
     assert len(lines) == 6 and lines[-1] == f"{ANOTHER}4 more keys differ"
     assert lines[0] == f"{ANOTHER}workers[0].memory is 0\N{REPLACEMENT CHARACTER}[2J there, 99 here"
@@ -75,7 +75,7 @@ def test_what_another_node_says_is_told_in_so_many_lines_of_plain_text() -> None
 
 
 def test_what_only_one_of_both_says_is_no_difference() -> None:
-    assert not list(differences("mini", Cluster(), reply(SAME)))
+    assert not list(differences("mini", ClusterConfig(), reply(SAME)))
 
 
 def test_several_differences_are_several_lines() -> None:

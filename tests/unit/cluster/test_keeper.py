@@ -1,13 +1,13 @@
 """A local worker that ends, and ends: how often it is started again, and what the user reads."""
 
 import asyncio
+import errno
 from typing import Any
 
 import pytest
 
-from coordinator.cluster import keeper
-from coordinator.cluster.keeper import Keeper
-from coordinator.cluster.local import LocalWorker
+from coordinator.cluster import local
+from coordinator.cluster.local import Keeper, LocalWorker
 from worker.errors import StageLost
 
 
@@ -38,7 +38,7 @@ class Ended:
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr(keeper, "time", found)
+    monkeypatch.setattr(local, "time", found)
     return found
 
 
@@ -52,7 +52,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         if len(found) == 10:
             raise asyncio.CancelledError
 
-    monkeypatch.setattr(keeper.asyncio, "sleep", pause)
+    monkeypatch.setattr(local.asyncio, "sleep", pause)
     return found
 
 
@@ -71,9 +71,20 @@ def keep(start: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[A
     return said, told
 
 
-def test_pauses_grow_and_each_try_is_one_line(pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        StageLost("ended while starting", node="worker-1"),
+        BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),
+    ],
+)
+def test_pauses_grow_and_each_try_is_one_line(
+    pauses: list[float], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Also where the machine has no process or no memory left for now."""
+
     async def fail(name: str, model: str) -> LocalWorker:
-        raise StageLost("ended while starting", node=name)
+        raise error
 
     said, told = keep(fail, monkeypatch)
     assert pauses == [0.2, 0.4, 0.8, 1.6, 3.2, 5, 5, 5, 5, 5]

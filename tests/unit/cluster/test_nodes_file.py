@@ -6,8 +6,8 @@ import pytest
 
 from coordinator.cluster.nodes_file import read_nodes
 from coordinator.planning.plan import Node
-from coordinator.planning.speeds import Link
-from tests.unit.planning.test_fastest import SEED_MODEL
+from coordinator.planning.speeds import LinkSpeed
+from tests.unit.planning.test_planner import SEED_MODEL
 from worker.config import NAME_RULE, SIZE_RULE
 from worker.errors import ConfigError
 
@@ -22,7 +22,7 @@ LINKED = "{name: a, memory: 1GiB, gbps: 1, link"
 GBPS = "a number of GB/s from 0.001 to 1000000 such as 546"
 GBIT = "a number of Gbit/s from 0.001 to 1000000 such as 20"
 MS = "a number of milliseconds, there and back, from 0 to 1000000 such as 0.3"
-THUNDERBOLT = Link(0.3, 2.5e9)
+THUNDERBOLT = LinkSpeed(0.3, 2.5e9)
 
 
 def written(folder: Path, text: str) -> Path:
@@ -45,13 +45,13 @@ def test_between_nodes_that_are_not_neighbours_the_worse_of_their_links_counts(t
     found = read_nodes(written(tmp_path, TWO + more))
     survey = found.survey(SEED_MODEL)
     assert found.is_order_fixed
-    assert survey.link("mini", "old") == survey.link("max", "old") == Link(0.2, 1.25e8)
-    assert survey.link("old", "max") == Link(0.2, 1.25e8)
+    assert survey.link("mini", "old") == survey.link("max", "old") == LinkSpeed(0.2, 1.25e8)
+    assert survey.link("old", "max") == LinkSpeed(0.2, 1.25e8)
 
 
 def test_without_a_link_a_hop_costs_nothing(tmp_path: Path) -> None:
     text = "nodes: [{name: a, memory: 1GiB, gbps: 100}, {name: b, memory: 1GiB, gbps: 100}]"
-    assert read_nodes(written(tmp_path, text)).survey(SEED_MODEL).link("a", "b") == Link()
+    assert read_nodes(written(tmp_path, text)).survey(SEED_MODEL).link("a", "b") == LinkSpeed()
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,9 @@ from protos.brigade_pb2 import Cache
 from tests.tiny import make_model
 from tools.model_types.make import make_type
 from worker.compute import shard as shard_module
-from worker.compute.cut import CutModel
-from worker.compute.shard import Shard
+from worker.compute.shard import CutModel, Shard
 from worker.errors import ModelError
-from worker.memory.lane import Place
+from worker.memory.lane import LaneWindow
 from worker.model.checkpoint import Checkpoint, open_folder
 from worker.model.describe import describe
 
@@ -54,14 +53,14 @@ def loaded(checkpoint: Checkpoint, start: int, end: int, held: dict[str, mx.arra
 def incoming(shard: Shard, num_rows: int) -> mx.array:
     if shard.is_first:
         return mx.zeros((1, num_rows), mx.int32)
-    return mx.zeros((1, num_rows, shard.anatomy.hidden_size), shard.anatomy.dtype)
+    return mx.zeros((1, num_rows, shard.info.hidden_size), shard.info.dtype)
 
 
 def run(shard: Shard) -> mx.array:
     """A prompt of one slot, a step of two, and the last stage's logits."""
     slots = [shard.make_caches(Cache()) for _ in range(2)]
-    h = shard(incoming(shard, 5), [Place(slots[0], 0, 5)])
-    h = shard(incoming(shard, 2), [Place(slots[0], 5, 1), Place(slots[1], 0, 1)])
+    h = shard(incoming(shard, 5), [LaneWindow(slots[0], 0, 5)])
+    h = shard(incoming(shard, 2), [LaneWindow(slots[0], 5, 1), LaneWindow(slots[1], 0, 1)])
     h = shard.logits(h) if shard.is_last else h
     mx.eval(h, [array for slot in slots for array in slot.arrays()])
     for slot in slots:
@@ -183,7 +182,7 @@ def test_norm_and_head_find_empty_caches_at_every_step(tmp_path: Path, monkeypat
     monkeypatch.setattr(CutModel, "logits", watched)
     shard = Shard(open_folder(make_type(tmp_path, "longcat_flash_ngram")), 0, 6)
     for _ in range(2):
-        shard.logits(mx.zeros((1, 1, shard.anatomy.hidden_size)))
+        shard.logits(mx.zeros((1, 1, shard.info.hidden_size)))
     assert seen == [[], []]
 
 

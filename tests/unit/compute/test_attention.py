@@ -9,9 +9,9 @@ import mlx.nn as nn
 import pytest
 
 from protos.brigade_pb2 import Cache
-from worker.compute.attention import WindowRope, serve_lanes
+from worker.compute.shard import WindowRope, serve_lanes
 from worker.memory.caches import Caches
-from worker.memory.lane import Lane, Place
+from worker.memory.lane import Lane, LaneWindow
 from worker.model.cachespec import Memory
 
 H, K = 2, 4
@@ -37,7 +37,7 @@ def test_what_a_layer_says_of_attention_beyond_the_cache_holds_for_every_slot(mo
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(Layer, "__module__", module.__name__)
     serve_lanes(Layer())
-    lane = Lane([Place(Caches([Memory()], [0], Cache()), 0, count) for count in (1, 2, 1)])
+    lane = Lane([LaneWindow(Caches([Memory()], [0], Cache()), 0, count) for count in (1, 2, 1)])
     view, queries = lane.views[0], rows(4)
     keys, values = view.update_and_fetch(rows(4), rows(4))  # type: ignore[attr-defined]
     mask = view.make_mask(4)

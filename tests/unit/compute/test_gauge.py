@@ -6,8 +6,8 @@ import mlx.core as mx
 import pytest
 
 from tests.tiny import FAMILIES, make_model
-from worker.compute import gauge as module
-from worker.compute.gauge import ROWS, gauge
+from worker.compute import microbenchmark as module
+from worker.compute.microbenchmark import ROWS, gauge
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
 

@@ -15,8 +15,8 @@ from coordinator.decoding.window import WindowChooser
 from coordinator.planning.costs import StepCosts
 from coordinator.sessions.session import Session
 from protos.brigade_pb2 import Sample, Window
-from tests.unit.fake_chain import VOCAB, next_token
-from worker.compute.engine import num_rows
+from tests.unit.fake_chain import VOCAB, make_session, next_token
+from worker.compute.executor import num_rows
 from worker.memory.history import History
 
 Guess = Callable[[int], tuple[int, float]]  # position to token and entropy
@@ -97,7 +97,7 @@ def opened(
     chunk: int = 256,
 ) -> Session:
     """A session in slot 0, without a scheduler."""
-    session = Session(prompt, max_tokens, eos, decoder, repeat_guard, chunk=chunk)
+    session = make_session(prompt, max_tokens, eos, decoder, repeat_guard, chunk=chunk)
     session.slot = 0
     return session
 

@@ -9,7 +9,7 @@ from coordinator.decoding.decoders import (
     until_eos,
 )
 from coordinator.sessions.scheduler import Scheduler
-from coordinator.sessions.session import Session, repeats
+from coordinator.sessions.session import repeats
 from protos.brigade_pb2 import Result
 from tests.unit.decoding.fake_stage import (
     FakeStage,
@@ -19,7 +19,7 @@ from tests.unit.decoding.fake_stage import (
     oracle,
     run,
 )
-from tests.unit.fake_chain import costs_per_row, plain_answer, prompt_of
+from tests.unit.fake_chain import costs_per_row, make_session, plain_answer, prompt_of
 
 
 @pytest.mark.parametrize("kind", decoders())
@@ -56,7 +56,7 @@ def test_a_stop_inside_a_window_drops_the_rest_of_it() -> None:
     prompt = prompt_of(6)
     text = plain_answer(prompt, 40)
     scheduler = Scheduler(num_stages=2, costs=costs_per_row())
-    session = Session(prompt, 40, decoder=LosslessDiffusion(fixed(8), frozenset()), chunk=16)
+    session = make_session(prompt, 40, decoder=LosslessDiffusion(fixed(8), frozenset()), chunk=16)
     scheduler.submit(session)
     stage = FakeStage(oracle([*prompt, *text], 1.0, random.Random(0)))
     while len(session.generated) < 3:
@@ -68,7 +68,7 @@ def test_a_stop_inside_a_window_drops_the_rest_of_it() -> None:
     frame = scheduler.schedule()
     assert frame is not None
     samples, guesses = stage.answer(frame.windows[0])
-    session.stop()
+    session.finish()
     assert len(samples) > 1
     assert scheduler.commit(Result(epoch=1, step=frame.step, samples=samples, guesses=guesses)) == []
     assert session.generated == known and session.finish_reason == "stop"

@@ -10,7 +10,7 @@ from coordinator.decoding.decoders import (
     Fill,
     choose_fills,
 )
-from coordinator.decoding.lengths import LENGTHS
+from coordinator.decoding.window import LENGTHS
 from protos.brigade_pb2 import Sampling
 from tests.unit.decoding.fake_stage import (
     FakeStage,
@@ -21,7 +21,7 @@ from tests.unit.decoding.fake_stage import (
     steps,
 )
 from tests.unit.fake_chain import VOCAB, prompt_of
-from worker.compute.engine import num_rows
+from worker.compute.header import num_rows
 from worker.compute.sampling import Sampler
 
 # W=4, tau=0.4, lambda=0.02, prompt of 5; `t7` is the token chosen for position 7. Each row: the window's tokens and the

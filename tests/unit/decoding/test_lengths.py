@@ -11,10 +11,10 @@ from coordinator.decoding.decoders import (
     Fill,
     LosslessDiffusion,
 )
-from coordinator.decoding.lengths import LENGTHS, largest_within, mask_count, padded
+from coordinator.decoding.window import LENGTHS, largest_within, mask_count, padded
 from tests.unit.decoding.fake_stage import FakeStage, decoders, fixed, opened, oracle, positions, run
 from tests.unit.fake_chain import VOCAB, plain_answer, prompt_of
-from worker.compute.engine import num_rows
+from worker.compute.header import num_rows
 
 MASK = VOCAB - 1  # an id like any other in these tests: windows know their MASK rows by number, not by id
 

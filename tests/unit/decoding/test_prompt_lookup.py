@@ -10,7 +10,7 @@ from coordinator.decoding.decoders import (
 from protos.brigade_pb2 import Sample
 from tests.unit.decoding.fake_stage import FakeStage, NextToken, Step, opened, run, steps
 from tests.unit.fake_chain import VOCAB, prompt_of
-from worker.compute.engine import num_rows
+from worker.compute.header import num_rows
 
 
 def looping(period: int) -> NextToken:

@@ -12,15 +12,14 @@ from coordinator.decoding.decoders import Decoder, Fill, LosslessDiffusion, Prom
 from coordinator.decoding.window import WindowChooser
 from coordinator.planning.costs import StepCosts
 from coordinator.sessions.scheduler import Scheduler
-from coordinator.sessions.session import Session
-from tests.unit.fake_chain import FakeChain, Rig, costs_per_row, prompt_of
+from tests.unit.fake_chain import FakeChain, Rig, costs_per_row, make_session, prompt_of
 
 WINDOWS = (1, 2, 3, 4, 5, 8, 13, 16, 21, 32, 48, 64, 100, 128)
 
 
 def rows_beyond(num_prompt: int, max_tokens: int, decoder: Decoder, chunk: int = 256) -> int:
     """How many rows a session wrote beyond the last token that it could have known."""
-    session = Session(prompt_of(num_prompt), max_tokens, decoder=decoder, chunk=chunk)
+    session = make_session(prompt_of(num_prompt), max_tokens, decoder=decoder, chunk=chunk)
     scheduler, chain = Scheduler(1, costs_per_row(num_stages=1)), FakeChain()
     scheduler.submit(session)
     while session.finish_reason is None:

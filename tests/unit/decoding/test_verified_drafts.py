@@ -5,19 +5,13 @@ from collections import Counter
 
 import pytest
 
-from coordinator.decoding.decoders import (
-    Fill,
-    LosslessDiffusion,
-    PromptLookup,
-    verify,
-)
-from coordinator.decoding.lengths import LENGTHS, padded
-from coordinator.decoding.window import WindowChooser
+from coordinator.decoding.decoders import Fill, LosslessDiffusion, PromptLookup, verify_drafts
+from coordinator.decoding.window import LENGTHS, WindowChooser, padded
 from coordinator.planning.costs import StepCosts
 from protos.brigade_pb2 import Sample
 from tests.unit.decoding.fake_stage import FakeStage, fixed, opened, oracle, positions, run
 from tests.unit.fake_chain import plain_answer, prompt_of
-from worker.compute.engine import num_rows
+from worker.compute.header import num_rows
 
 
 @pytest.mark.parametrize(
@@ -35,7 +29,7 @@ from worker.compute.engine import num_rows
 def test_drafts_hold_up_to_the_first_that_differs_and_one_token_comes_on_top(
     drafts: list[int], samples: list[int], known: list[int], num_cached: int
 ) -> None:
-    accepted = verify(drafts, [Sample(token=token) for token in samples])
+    accepted = verify_drafts(drafts, [Sample(token=token) for token in samples])
     assert [sample.token for sample in accepted.samples] == known
     assert accepted.num_cached == num_cached
 

@@ -10,9 +10,8 @@ from mlx_lm.models.base import create_causal_mask
 
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache
 from worker.errors import CacheMismatch
-from worker.memory.cache import Int8Cache, KVCache
+from worker.memory.cache import Int8Cache, KVCache, RecurrentState
 from worker.memory.caches import make_cache
-from worker.memory.state import RecurrentState
 from worker.model.cachespec import Memory
 
 

@@ -12,8 +12,7 @@ from worker.compute.shard import Shard
 from worker.errors import CacheMismatch
 from worker.memory.cache import KVCache, LayerCache
 from worker.memory.caches import make_cache
-from worker.memory.lane import Place
-from worker.memory.pack import packed
+from worker.memory.lane import LaneWindow, packed
 from worker.model.cachespec import Memory, cache_spec, pack_capacity
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
@@ -107,7 +106,7 @@ def test_every_layer_of_a_real_lane_holds_what_is_reserved_for_it(
     spec, shard = replace(describe(checkpoint), cache=choice), Shard(checkpoint, 0, 4)
     slots = [shard.make_caches(choice) for _ in range(2)]
     for base, count in ((0, 60), (60, 200), (260, 1)):
-        mx.eval(shard(mx.zeros((1, 2 * count), mx.int32), [Place(caches, base, count) for caches in slots]))
+        mx.eval(shard(mx.zeros((1, 2 * count), mx.int32), [LaneWindow(caches, base, count) for caches in slots]))
     for caches in slots:
         assert [cache.nbytes for cache in caches.own] == [spec.reserved_bytes(i, i + 1, 261) for i in range(4)]
 

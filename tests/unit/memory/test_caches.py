@@ -7,11 +7,10 @@ import pytest
 
 from protos.brigade_pb2 import CACHE_INT8, Cache
 from worker.errors import CacheMismatch
-from worker.memory.cache import Int8Cache, KVCache
-from worker.memory.caches import Caches, Several
-from worker.memory.state import RecurrentState
-from worker.model.anatomy import Entry
+from worker.memory.cache import Int8Cache, KVCache, RecurrentState
+from worker.memory.caches import CacheGroup, Caches
 from worker.model.cachespec import Memory
+from worker.model.model_info import Entry
 
 H, K = 2, 4
 FULL, WINDOW, STATE = Memory(None, H, K, K, 4), Memory(6, H, K, K, 4), Memory(state_arrays=2)
@@ -27,7 +26,7 @@ def feed(caches: Caches, tokens: range) -> None:
     caches.begin()
     caches.reserve(len(tokens), None)
     for cache in caches.own:
-        for part in cache.caches if isinstance(cache, Several) else [cache]:
+        for part in cache.caches if isinstance(cache, CacheGroup) else [cache]:
             if isinstance(part, KVCache):
                 part.update_and_fetch(rows(tokens), -rows(tokens))
             else:
@@ -39,7 +38,7 @@ def lengths(caches: Caches) -> set[int]:
     return {
         part.length  # type: ignore[attr-defined]
         for cache in caches.listed
-        for part in (cache.caches if isinstance(cache, Several) else [cache])
+        for part in (cache.caches if isinstance(cache, CacheGroup) else [cache])
     }
 
 
@@ -55,7 +54,7 @@ def test_a_layer_elsewhere_is_stood_in_for_by_one_of_its_kind_that_is_here_or_by
     assert caches.own[0] is not caches.own[1]
     window, state, several = caches.listed[0], caches.listed[4], caches.listed[5]
     assert caches.listed[3] is window and isinstance(window, KVCache) and window.window == 6
-    assert isinstance(state, RecurrentState) and isinstance(several, Several)
+    assert isinstance(state, RecurrentState) and isinstance(several, CacheGroup)
     elsewhere = Caches(ENTRIES, [3], Cache())
     assert elsewhere.listed[0] is elsewhere.own[0] and elsewhere.listed[1] is elsewhere.listed[2]
 
@@ -137,7 +136,7 @@ class TestSeveral:
     def test_each_is_asked_for_by_its_number_and_all_are_one(self) -> None:
         caches = Caches([(FULL, WINDOW)], [0], Cache())
         [several] = caches.own
-        assert isinstance(several, Several)
+        assert isinstance(several, CacheGroup)
         feed(caches, range(7))
         assert [several[0].window, several[1].window] == [None, 6]  # type: ignore[attr-defined]
         assert several.nbytes == several[0].nbytes + several[1].nbytes and len(several.arrays()) == 4
@@ -151,7 +150,7 @@ class TestSeveral:
 
     def test_a_session_chooses_the_kind_of_each(self) -> None:
         [several] = Caches([(FULL, STATE)], [0], Cache(kind=CACHE_INT8)).own
-        assert isinstance(several, Several)
+        assert isinstance(several, CacheGroup)
         assert isinstance(several[0], Int8Cache) and isinstance(several[1], RecurrentState)
 
 

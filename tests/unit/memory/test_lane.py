@@ -10,9 +10,9 @@ from mlx_lm.models.base import scaled_dot_product_attention
 
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache
 from worker.memory.caches import Caches
-from worker.memory.lane import BatchCache, Lane, LaneCache, LaneMask, Place, View
-from worker.model.anatomy import Entry
+from worker.memory.lane import BatchCache, Lane, LaneCache, LaneMask, LaneWindow, View
 from worker.model.cachespec import Memory
+from worker.model.model_info import Entry
 
 H, K = 2, 32
 FULL, WINDOW, STATE = Memory(None, H, K, K, 4), Memory(6, H, K, K, 4), Memory(state_arrays=1)
@@ -53,11 +53,11 @@ def make(entry: Entry, held: Sequence[int], choices: Sequence[Cache]) -> list[Ca
     for number, (caches, length) in enumerate(zip(slots, held, strict=True)):
         if length:
             mx.random.seed(number)
-            alone(entry, mx.random.normal((1, length, H * K)), Place(caches, 0, length))
+            alone(entry, mx.random.normal((1, length, H * K)), LaneWindow(caches, 0, length))
     return slots
 
 
-def alone(entry: Entry, x: mx.array, place: Place, window: int | None = None) -> mx.array:
+def alone(entry: Entry, x: mx.array, place: LaneWindow, window: int | None = None) -> mx.array:
     place.caches.reserve(place.num_rows, place.positions)
     [cache] = place.caches.listed
     mask = cache.make_mask(place.num_rows, window_size=window)
@@ -66,7 +66,7 @@ def alone(entry: Entry, x: mx.array, place: Place, window: int | None = None) ->
     return h
 
 
-def lane_of(x: Sequence[mx.array], places: Sequence[Place], side_by_side: bool) -> tuple[Lane, mx.array]:
+def lane_of(x: Sequence[mx.array], places: Sequence[LaneWindow], side_by_side: bool) -> tuple[Lane, mx.array]:
     lane = Lane(places, side_by_side=side_by_side)
     return lane, mx.concatenate(x, axis=0 if side_by_side else 1)
 
@@ -81,14 +81,16 @@ def check(
     for number, counts in enumerate(steps):
         mx.random.seed(100 + number)
         x = [mx.random.normal((1, count, H * K)) for count in counts]
-        lane, joined = lane_of(x, [Place(*each) for each in zip(together, bases, counts, strict=True)], side_by_side)
+        lane, joined = lane_of(
+            x, [LaneWindow(*each) for each in zip(together, bases, counts, strict=True)], side_by_side
+        )
         [view] = lane.views
         mask = view[0].make_mask(9, window_size=window) if entry is BOTH else view.make_mask(9, window_size=window)
         result = view.run(LAYERS[entry], [joined, mask], {"cache": view})
         lane.settle()
         found = lane.split(result)
         for i, (caches, base, count) in enumerate(zip(single, bases, counts, strict=True)):
-            expected = alone(entry, x[i], Place(caches, base, count), window)
+            expected = alone(entry, x[i], LaneWindow(caches, base, count), window)
             assert found[i].shape == expected.shape
             assert mx.allclose(found[i], expected, atol=1e-5), (entry, counts, i)
         bases = [base + count for base, count in zip(bases, counts, strict=True)]
@@ -139,11 +141,13 @@ def test_reordered_windows_lie_side_by_side_slot_after_slot() -> None:
     together, single = (make(FULL, (0, 5), CHOICES[:1] * 2) for _ in range(2))
     bases, x = (0, 5), [mx.random.normal((1, 3, H * K)) for _ in range(2)]
     positions = [mx.array([base + 1, base, base + 2], mx.int32) for base in bases]
-    lane, joined = lane_of(x, [Place(c, b, 3, p) for c, b, p in zip(together, bases, positions, strict=True)], True)
+    lane, joined = lane_of(
+        x, [LaneWindow(c, b, 3, p) for c, b, p in zip(together, bases, positions, strict=True)], True
+    )
     [view] = lane.views
     found = lane.split(view.run(attention_layer, [joined, view.make_mask(3)], {"cache": view}))
     for i, caches in enumerate(single):
-        assert mx.allclose(found[i], alone(FULL, x[i], Place(caches, bases[i], 3, positions[i])), atol=1e-5)
+        assert mx.allclose(found[i], alone(FULL, x[i], LaneWindow(caches, bases[i], 3, positions[i])), atol=1e-5)
 
 
 def test_reordered_windows_end_to_end_see_as_far_back_as_their_positions_say() -> None:
@@ -151,26 +155,28 @@ def test_reordered_windows_end_to_end_see_as_far_back_as_their_positions_say() -
     together, single = (make(FULL, (4, 5), CHOICES[:1] * 2) for _ in range(2))
     bases, x = (4, 5), [mx.random.normal((1, 3, H * K)) for _ in range(2)]
     positions = [mx.array([base + 4, base, base + 1], mx.int32) for base in bases]
-    lane, joined = lane_of(x, [Place(c, b, 3, p) for c, b, p in zip(together, bases, positions, strict=True)], False)
+    lane, joined = lane_of(
+        x, [LaneWindow(c, b, 3, p) for c, b, p in zip(together, bases, positions, strict=True)], False
+    )
     [view] = lane.views
     found = lane.split(view.run(attention_layer, [joined, view.make_mask(3, window_size=4)], {"cache": view}))
     for i, caches in enumerate(single):
-        assert mx.allclose(found[i], alone(FULL, x[i], Place(caches, bases[i], 3, positions[i]), 4), atol=1e-5)
+        assert mx.allclose(found[i], alone(FULL, x[i], LaneWindow(caches, bases[i], 3, positions[i]), 4), atol=1e-5)
 
 
 def test_every_row_has_its_position_and_side_by_side_every_slot_the_one_of_its_first() -> None:
     slots = make(FULL, (3, 5, 0), CHOICES[:1] * 3)
     reordered = mx.array([9, 5, 7], mx.int32)
-    places = [Place(slots[0], 3, 2), Place(slots[1], 5, 3, reordered), Place(slots[2], 0, 1)]
+    places = [LaneWindow(slots[0], 3, 2), LaneWindow(slots[1], 5, 3, reordered), LaneWindow(slots[2], 0, 1)]
     lane = Lane(places)
     assert lane.views[0].offset.tolist() == [3, 4, 9, 5, 7, 0] and not lane.counts_up
-    batch = Lane([Place(slots[0], 3, 2), Place(slots[2], 0, 2)], side_by_side=True)
+    batch = Lane([LaneWindow(slots[0], 3, 2), LaneWindow(slots[2], 0, 2)], side_by_side=True)
     assert batch.views[0].offset.tolist() == [3, 0]
 
 
 def test_rows_are_parted_as_they_were_joined() -> None:
     slots = make(FULL, (0, 0, 0), CHOICES[:1] * 3)
-    lane = Lane([Place(caches, 0, count) for caches, count in zip(slots, MIXED, strict=True)])
+    lane = Lane([LaneWindow(caches, 0, count) for caches, count in zip(slots, MIXED, strict=True)])
     x = mx.random.normal((1, 6, 5))
     parts = lane.split(x)
     assert [part.shape[1] for part in parts] == list(MIXED) and mx.array_equal(lane.join(parts), x)
@@ -181,7 +187,7 @@ def test_rows_are_parted_as_they_were_joined() -> None:
 def test_slot_after_slot_each_gets_its_own_mask_cache_and_numbers() -> None:
     """And what layers return beside their rows comes together again, if it has rows."""
     slots = make(STATE, (2, 4), CHOICES[:1] * 2)
-    lane = Lane([Place(slots[0], 2, 3), Place(slots[1], 4, 3)], side_by_side=True)
+    lane = Lane([LaneWindow(slots[0], 2, 3), LaneWindow(slots[1], 4, 3)], side_by_side=True)
     [view] = lane.views
     seen: list[tuple[Any, ...]] = []
 
@@ -199,7 +205,9 @@ def test_slot_after_slot_each_gets_its_own_mask_cache_and_numbers() -> None:
 def test_a_slot_leaves_its_lane_with_its_own_rows() -> None:
     slots = make(FULL, (3, 5, 9), CHOICES[:1] * 3)
     lane, x = lane_of(
-        [mx.random.normal((1, 1, H * K))] * 3, [Place(c, b, 1) for c, b in zip(slots, (3, 5, 9), strict=True)], False
+        [mx.random.normal((1, 1, H * K))] * 3,
+        [LaneWindow(c, b, 1) for c, b in zip(slots, (3, 5, 9), strict=True)],
+        False,
     )
     lane.views[0].run(attention_layer, [x, lane.views[0].make_mask(3)], {"cache": lane.views[0]})
     lane.settle()

@@ -12,7 +12,7 @@ import pytest
 
 from worker.errors import ModelError
 from worker.model.checkpoint import Checkpoint, TensorInfo, open_folder
-from worker.model.skeleton import layer_in_checkpoint
+from worker.model.module_tree import layer_in_checkpoint
 
 CONFIG = {
     "model_type": "qwen3", "hidden_size": 8, "num_hidden_layers": 3, "intermediate_size": 16, "vocab_size": 10,

@@ -12,7 +12,7 @@ from worker.model.cachespec import Memory
 from worker.model.describe import describe, shard_tensors
 from worker.model.headers import TensorInfo
 from worker.model.modelspec import LayerSpec
-from worker.model.skeleton import layer_in_checkpoint
+from worker.model.module_tree import layer_in_checkpoint
 
 LAYER_BYTES = 2 * sum(map(math.prod, LAYER.values()))
 EMBED, NORM, HEAD = {"model.embed_tokens.weight"}, {"model.norm.weight"}, {"lm_head.weight"}

@@ -11,9 +11,9 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from tests.unit.model.toy import HEADS, LAYERS, VOCAB, WIDTH, Between, Layer, Toy, one_after_another
 from tools.model_types.make import build_type
 from worker.errors import ModelError
-from worker.model.anatomy import as_returned, as_rows
 from worker.model.cachespec import Memory
-from worker.model.dry_pass import examine
+from worker.model.model_info import as_returned, as_rows
+from worker.model.probe_pass import probe
 
 FULL = Memory(None, HEADS, WIDTH // HEADS, WIDTH // HEADS, 4)
 
@@ -22,7 +22,7 @@ Caches = Sequence[Any]
 
 def refusal(model: Any) -> str:
     with pytest.raises(ModelError) as caught:
-        examine(model)
+        probe(model)
     return caught.value.message
 
 
@@ -34,7 +34,7 @@ def refused(between: Between, layer: type[Layer] = Layer) -> str:
 
 
 def test_of_a_plain_model_all_is_found() -> None:
-    found = examine(Toy())
+    found = probe(Toy())
     assert (found.num_layers, found.hidden_size, found.vocab_size, found.dtype) == (LAYERS, WIDTH, VOCAB, mx.float32)
     assert (found.shapes, found.returns, found.tied) == (((WIDTH,),), (0,) * LAYERS, False)
     assert (found.entries, found.layer_of_entry) == ((FULL,) * LAYERS, (0, 1, 2, 3))
@@ -45,14 +45,14 @@ def test_nothing_is_computed() -> None:
     model = Toy(layer=partial(Layer, 8192), width=8192)  # a gigabyte, if it were
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    assert examine(model).hidden_size == 8192
+    assert probe(model).hidden_size == 8192
     assert mx.get_peak_memory() - before < 2**20
 
 
 def test_a_head_that_is_the_embedding_needs_it() -> None:
     model = Toy()
     model.head = lambda h: model.embed.as_linear(h)
-    assert examine(model).tied
+    assert probe(model).tied
 
 
 class TakesMore(Layer):
@@ -68,7 +68,7 @@ def test_masks_positions_and_numbers_that_every_stage_can_make_are_no_obstacle()
             h = layer(h, *more, cache=cache)
         return h
 
-    assert examine(Toy(between, TakesMore)).entries == (FULL,) * LAYERS
+    assert probe(Toy(between, TakesMore)).entries == (FULL,) * LAYERS
 
 
 def test_caches_go_to_the_layers_that_take_them_and_the_embeddings_own_to_the_first() -> None:
@@ -93,7 +93,7 @@ def test_caches_go_to_the_layers_that_take_them_and_the_embeddings_own_to_the_fi
 
     model = Mixed(between)
     model.layers[2:] = [OfSeveral(), Forgetful()]
-    found = examine(model)
+    found = probe(model)
     window = Memory(5, HEADS, WIDTH // HEADS, WIDTH // HEADS, 4)
     states = Memory(state_arrays=1, state_bytes=WIDTH * 4), Memory(state_arrays=2, state_bytes=2 * WIDTH * 4)
     assert found.entries == (states[0], window, (FULL, states[1]), Memory())
@@ -114,7 +114,7 @@ def test_of_a_pair_that_nobody_takes_on_only_rows_travel() -> None:
             h, _ = layer(h, None, cache)
         return h
 
-    found = examine(Toy(between, Pair))
+    found = probe(Toy(between, Pair))
     assert (found.shapes, found.hidden_size, found.returns) == (((WIDTH,),), WIDTH, (2,) * LAYERS)
 
 
@@ -125,7 +125,7 @@ def test_of_a_pair_that_is_handed_on_both_travel_side_by_side() -> None:
             h, first = layer(h, None, cache, first)
         return h
 
-    found = examine(Toy(between, Pair))
+    found = probe(Toy(between, Pair))
     assert (found.shapes, found.hidden_size) == (((WIDTH,), (3, 2)), WIDTH + 6)
     rows, more = mx.random.normal((2, 5, WIDTH)), mx.random.normal((2, 5, 3, 2))
     back = as_returned(as_rows((rows, more, None), found.shapes), found.shapes, 3)
@@ -206,7 +206,7 @@ def test_a_refusal_of_caches_is_one_whatever_the_model_raises() -> None:
             assert {"KVCache": True}[type(cache).__name__]
             return super().__call__(x, mask, cache)
 
-    assert "'RotatingKVCache' is missing" in examine(Toy(layer=Choosy)).rotating_refusal
+    assert "'RotatingKVCache' is missing" in probe(Toy(layer=Choosy)).rotating_refusal
 
 
 def test_what_an_earlier_layer_gave_is_named_with_that_layer() -> None:
@@ -250,7 +250,7 @@ def test_an_embedding_that_is_asked_for_more_than_rows() -> None:
         def __call__(self, ids: mx.array, cache: Caches) -> mx.array:
             return super().__call__(ids, cache).astype(self.embed.weight.dtype)
 
-    assert examine(Curious()).tied  # after the layers: it is needed there
+    assert probe(Curious()).tied  # after the layers: it is needed there
     model = Toy(lambda layers, h, caches: one_after_another(layers, h * model.embed.weight[0, 0], caches))
     assert refusal(model).startswith("it asks its embedding for more than rows (")
 
@@ -273,10 +273,10 @@ def test_a_module_without_layers() -> None:
     ],
 )
 def test_a_pass_shows_why_caches_cannot_be_kept_in_8_bits(name: str, unit: int, said: str) -> None:
-    found = examine(build_type(name, unit)[1]).int8_refusal
+    found = probe(build_type(name, unit)[1]).int8_refusal
     assert found.startswith(said) and bool(found) == bool(said)
 
 
 @pytest.mark.parametrize(("name", "refused"), [("qwen3", False), ("gpt_oss", False), ("deepseek_v32", True)])
 def test_a_pass_shows_whether_caches_can_let_go_of_tokens(name: str, refused: bool) -> None:
-    assert bool(examine(build_type(name)[1]).rotating_refusal) == refused
+    assert bool(probe(build_type(name)[1]).rotating_refusal) == refused

@@ -6,7 +6,7 @@ import pytest
 from tests.unit.model.toy import Toy
 from tools.model_types.make import build_type
 from worker.errors import ModelError
-from worker.model.skeleton import is_text, skeleton_of
+from worker.model.module_tree import is_text, module_tree_of
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_layers_are_found_and_what_stands_before_and_behind_them(
     name: str, path: str, front: list[str], back: list[str]
 ) -> None:
     model = build_type(name)[1]
-    found = skeleton_of(model)
+    found = module_tree_of(model)
     assert (found.path, len(found.layers)) == (path, 6) and all(
         one is other for one, other in zip(found.layers, model.layers, strict=True)
     )
@@ -43,14 +43,14 @@ def test_layers_are_found_and_what_stands_before_and_behind_them(
 
 
 def test_everything_that_a_model_holds_is_in_one_of_its_parts() -> None:
-    found = skeleton_of(Toy())
+    found = module_tree_of(Toy())
     assert [path for path, _ in found.front] == ["embed"] and [path for path, _ in found.back] == ["norm", "head"]
 
 
 @pytest.mark.parametrize("model", [nn.Linear(2, 2), nn.Sequential()])
 def test_what_has_no_layers_has_no_skeleton(model: nn.Module) -> None:
     with pytest.raises(ModelError, match=r"^has no list of layers$"):
-        skeleton_of(model)
+        module_tree_of(model)
 
 
 @pytest.mark.parametrize(

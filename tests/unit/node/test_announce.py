@@ -9,9 +9,8 @@ import pytest
 
 from worker.errors import ConfigError
 from worker.node import announce
-from worker.node.announce import about, announcing
-from worker.node.announcement import About
-from worker.node.log import Log
+from worker.node.announce import About, about, announcing
+from worker.node.log import worker_log
 from worker.node.network import Network
 
 
@@ -19,7 +18,7 @@ def test_a_checkout_that_is_not_installed_is_announced(monkeypatch: pytest.Monke
     def found(package: str) -> Never:
         raise PackageNotFoundError(package)
 
-    monkeypatch.setattr("worker.process.own_code.version", found)
+    monkeypatch.setattr("worker.platform.installation.version", found)
     said = about("mini", Network())
     assert said.version == "not-installed"
     assert About.of_txt({key.encode(): value.encode() for key, value in said.to_txt().items()}) == said
@@ -53,7 +52,7 @@ def test_every_failure_is_told_once_until_it_is_another(monkeypatch: pytest.Monk
 
     async def serve() -> list[str]:
         out = io.StringIO()
-        async with announcing(say, [], Log("mini", out)):
+        async with announcing(say, [], worker_log("mini", out)):
             await is_over.wait()
         return out.getvalue().splitlines()
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.node.announcement import LONGEST_NAME, About
+from worker.node.announce import MAX_NAME, About
 
 SOUND = {"name": "mini", "version": "0.1.0", "process": "0a1b2c3d", "fingerprint": "ab" * 32}
 
@@ -29,7 +29,7 @@ def test_what_a_node_says_is_understood() -> None:
         {"name": "\x1b[31mmini"},
         {"name": "mini\u202e"},
         {"name": "mini: {address: x}"},
-        {"name": "m" * (LONGEST_NAME + 1)},
+        {"name": "m" * (MAX_NAME + 1)},
         {"version": "0.1.0\r\n"},
         {"version": ""},
         {"process": "0a1b2c3d0a1b2c3d"},

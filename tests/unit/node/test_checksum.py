@@ -8,9 +8,8 @@ import pytest
 from protos.brigade_pb2 import Draining, Failure, Frame, Part, Report, Result, Sample, Score, Timing, Window
 from worker.compute.header import check_result
 from worker.errors import FrameError
-from worker.node.checksum import check_seal, sealed
-from worker.node.hop import put, take
-from worker.node.parts import ENCRYPTED, PLAIN, Arrival, Joiner
+from worker.node.framing import ENCRYPTED, PLAIN, Arrival, FrameAssembler, check_seal, seal
+from worker.node.hop import pack, unpack
 
 WRONG = "expected a part of a frame as it was sent, got .* bytes with a wrong checksum"
 
@@ -21,12 +20,12 @@ def accept(header: Frame) -> None:
 
 def sent(num_values: int, step: int = 41) -> list[bytes]:
     header = Frame(epoch=3, step=step, windows=[Window(slot=2, tokens=[5, 6], prefix_hash=2**63)], timings=[Timing()])
-    return put(header, mx.random.normal((1, 1, num_values)) if num_values else None)
+    return pack(header, mx.random.normal((1, 1, num_values)) if num_values else None)
 
 
 def arrived(parts: list[bytes]) -> Arrival | None:
     """The frame, if all parts are taken and complete one."""
-    joiner = Joiner(accept)
+    joiner = FrameAssembler(accept)
     *_, last = map(joiner.add, parts)
     return last
 
@@ -84,10 +83,10 @@ def test_a_part_of_another_frame_is_refused_though_it_is_as_long_and_sound() -> 
 
 def test_a_part_without_a_checksum_is_refused_where_there_has_to_be_one() -> None:
     header = Frame(step=41, timings=[Timing()])
-    (part,) = put(header, None, ENCRYPTED)
+    (part,) = pack(header, None, ENCRYPTED)
     with pytest.raises(FrameError, match=WRONG):
         arrived([part])
-    assert Joiner(accept, ENCRYPTED).add(part) is not None
+    assert FrameAssembler(accept, ENCRYPTED).add(part) is not None
     with pytest.raises(FrameError, match=WRONG):
         arrived([b""])
 
@@ -101,9 +100,9 @@ def test_the_checksum_is_a_field_of_the_proto_and_the_last_one() -> None:
 
 def test_what_is_taken_is_what_was_put() -> None:
     array = mx.random.normal((1, 9, 5000)).astype(mx.bfloat16)
-    arrival = arrived(put(Frame(step=2**40 + 7, timings=[Timing()]), array))
+    arrival = arrived(pack(Frame(step=2**40 + 7, timings=[Timing()]), array))
     assert arrival is not None
-    found = take(arrival.header, arrival.payload)
+    found = unpack(arrival.header, arrival.payload)
     assert found is not None and mx.array_equal(found, array)
 
 
@@ -115,7 +114,7 @@ def report() -> Report:
 
 @pytest.mark.parametrize("what", [report(), Report(draining=Draining())], ids=["result", "draining"])
 def test_no_flipped_bit_of_a_report_changes_what_it_says(what: Report) -> None:
-    message = sealed(what).SerializeToString()
+    message = seal(what).SerializeToString()
     expected = Report.FromString(message)
     check_seal(expected, "last")
     for at in range(len(message)):

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.cluster.authority import AUTHORITY_FILE, Authority
+from coordinator.deploy.certificates import AUTHORITY_FILE, Authority
 from tests.unit.fuzz import fuzzed, nearly, within
 from worker.errors import ConfigError
-from worker.node.identity import Keys, Role, split_pem
+from worker.node.identity import KeyFile, Role, split_pem
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def read(authority: Authority, content: bytes) -> None:
     path.write_bytes(content)
     path.chmod(0o600)
     try:
-        Keys(authority.folder, "mini", Role.WORKER).read()
+        KeyFile(authority.folder, "mini", Role.WORKER).read()
     except ConfigError as error:
         assert len(str(error)) < 1000
 
@@ -76,7 +76,7 @@ def test_a_long_file_is_refused_in_little_memory(
     path.write_bytes(make(sound))
     path.chmod(0o600)
     with within(1 << 20), pytest.raises(ConfigError, match="expected a key, its certificate"):
-        Keys(authority.folder, "mini", Role.WORKER).read()
+        KeyFile(authority.folder, "mini", Role.WORKER).read()
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe"])
@@ -87,7 +87,7 @@ def test_what_is_no_file_is_refused(authority: Authority, kind: str) -> None:
     else:
         path.mkdir(mode=0o700)
     with pytest.raises(ConfigError, match=re.escape(f"{path} ")):
-        Keys(authority.folder, kind, Role.WORKER).read()
+        KeyFile(authority.folder, kind, Role.WORKER).read()
     path.unlink() if kind == "pipe" else path.rmdir()
 
 
@@ -99,7 +99,7 @@ def test_a_damaged_file_can_be_issued_anew(authority: Authority, sound: bytes, p
         parts[part] = damage(parts[part])
         path.write_bytes(b"".join(parts))
         authority.issue("mini", Role.WORKER)
-        Keys(authority.folder, "mini", Role.WORKER).read()
+        KeyFile(authority.folder, "mini", Role.WORKER).read()
 
 
 def test_a_damaged_authority_is_refused(authority: Authority, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from protos.brigade_pb2 import DTYPE_FLOAT32, Alternative, DType, Frame, Result,
 from tests.unit.fuzz import fuzzed, nearly, within
 from worker.compute.header import check_header, check_result
 from worker.errors import FrameError
-from worker.node.parts import PLAIN, Arrival, Joiner, Wire, checksum_seed, cut, write_part
+from worker.node.framing import PLAIN, Arrival, FrameAssembler, Wire, checksum_seed, cut, write_part
 
 D = 16
 BARE = Wire(PLAIN.part_bytes, has_checksums=False)
@@ -42,7 +42,7 @@ def sealed(content: bytes) -> bytes:
 
 def take(messages: Sequence[bytes], wire: Wire = PLAIN) -> list[Arrival]:
     """The frames that come of these messages up to the one that is refused, if any is."""
-    joiner, found = Joiner(check, wire), []
+    joiner, found = FrameAssembler(check, wire), []
     try:
         for message in messages:
             found.append(joiner.add(message))  # noqa: PERF401 - what came before a refusal counts
@@ -121,13 +121,13 @@ def test_a_header_of_a_million_things_is_refused_in_a_few_words(frame: Frame) ->
 
 def test_a_part_that_repeats_its_fields_is_refused_at_the_first_that_comes_twice() -> None:
     with within(1 << 20), pytest.raises(FrameError, match="expected a part of a frame, got 524288 bytes that are"):
-        Joiner(check, BARE).add(b"\x08\x00" * MANY)
+        FrameAssembler(check, BARE).add(b"\x08\x00" * MANY)
 
 
 def test_the_sizes_of_a_payload_nobody_checks_are_not_multiplied_for_ever() -> None:
     frame = Frame(hidden=Tensor(dtype=DTYPE_FLOAT32, shape=[2**32 - 1] * MANY))
     with within(64 << 20), pytest.raises(FrameError, match="of at most 8 sizes, got 262144"):
-        Joiner(lambda header: None).add(part(frame))
+        FrameAssembler(lambda header: None).add(part(frame))
 
 
 # Results

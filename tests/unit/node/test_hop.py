@@ -7,8 +7,8 @@ import pytest
 from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_FLOAT32, DTYPE_UNSPECIFIED, DType, Frame, Timing
 from worker.compute.header import dtype_name
 from worker.errors import FrameError
-from worker.node.hop import put, take
-from worker.node.parts import PLAIN, Arrival, Joiner
+from worker.node.framing import PLAIN, Arrival, FrameAssembler
+from worker.node.hop import pack, unpack
 
 DTYPES = {DTYPE_FLOAT32: mx.float32, DTYPE_FLOAT16: mx.float16, DTYPE_BFLOAT16: mx.bfloat16}
 WORDS = {4: np.uint32, 2: np.uint16}
@@ -24,11 +24,11 @@ def accept(header: Frame) -> None:
 
 
 def sent(array: mx.array | None) -> list[bytes]:
-    return put(Frame(step=41, timings=[Timing(stage=0), Timing(stage=1, received=5)]), array)
+    return pack(Frame(step=41, timings=[Timing(stage=0), Timing(stage=1, received=5)]), array)
 
 
 def arrived(parts: list[bytes]) -> Arrival:
-    joiner = Joiner(accept)
+    joiner = FrameAssembler(accept)
     *before, arrival = map(joiner.add, parts)
     assert before == [None] * len(before) and arrival is not None
     return arrival
@@ -36,7 +36,7 @@ def arrived(parts: list[bytes]) -> Arrival:
 
 def travelled(array: mx.array) -> mx.array:
     arrival = arrived(sent(array))
-    found = take(arrival.header, arrival.payload)
+    found = unpack(arrival.header, arrival.payload)
     assert found is not None
     return found
 
@@ -89,7 +89,7 @@ def test_the_bytes_are_little_endian_rows() -> None:
 def test_a_frame_without_an_array_is_its_header_alone() -> None:
     (part,) = sent(None)
     arrival = arrived([part])
-    assert arrival.header.step == 41 and take(arrival.header, arrival.payload) is None
+    assert arrival.header.step == 41 and unpack(arrival.header, arrival.payload) is None
 
 
 def test_putting_a_frame_closes_its_last_timing_and_no_other() -> None:
@@ -102,7 +102,7 @@ def test_an_array_that_has_been_taken_is_nobody_elses_memory() -> None:
     header = arrived(sent(mx.ones((1, 3, 8), mx.bfloat16))).header
     for sizes in ([48], [16, 32]):
         pieces = [memoryview(bytearray(b"\x80\x3f" * (size // 2))) for size in sizes]
-        found = take(header, pieces)
+        found = unpack(header, pieces)
         for piece in pieces:
             piece[:] = bytes(len(piece))
         assert found is not None and mx.array_equal(found, mx.ones((1, 3, 8), mx.bfloat16))

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cluster.authority import Authority
+from coordinator.deploy.certificates import Authority
 from worker.errors import ConfigError
-from worker.node.identity import Keys, Role, split_pem
+from worker.node.identity import KeyFile, Role, split_pem
 from worker.node.network import Network
 
 NOW = datetime.now(UTC)
@@ -22,8 +22,8 @@ def authority(tmp_path: Path) -> Authority:
     return Authority.make(tmp_path / "keys")
 
 
-def keys_of(authority: Authority, name: str = "mini", role: Role = Role.WORKER) -> Keys:
-    return Keys(authority.folder, name, role)
+def keys_of(authority: Authority, name: str = "mini", role: Role = Role.WORKER) -> KeyFile:
+    return KeyFile(authority.folder, name, role)
 
 
 def mixed(authority: Authority, which: int, other: Path) -> None:
@@ -49,7 +49,7 @@ WRONG: dict[str, tuple[Callable[[Authority], object], str]] = {
     ),
     "no certificate inside": (
         lambda authority: mixed(authority, 1, authority.folder / "authority.key"),
-        "found one of nobody",
+        "found one of no node",
     ),
     "the key of another": (
         lambda authority: mixed(authority, 0, authority.issue("air", Role.WORKER)),
@@ -140,5 +140,5 @@ def test_the_end_of_a_certificate_is_told_thirty_days_ahead_and_once(
 
 def test_names_in_capitals_are_the_same_names(authority: Authority) -> None:
     path = authority.issue("Mini", Role.WORKER)
-    assert keys_of(authority, "mini").read() == Keys(path.parent, "mini", Role.WORKER).read()
+    assert keys_of(authority, "mini").read() == KeyFile(path.parent, "mini", Role.WORKER).read()
     assert keys_of(authority, "MINI").read().certificate == keys_of(authority, "mini").read().certificate

@@ -2,27 +2,23 @@
 
 import io
 
-import pytest
-
-from protos.brigade_pb2 import AttachRequest, Coordinator
-from worker.errors import NodeBusy
-from worker.node.log import Log
+from worker.node.log import worker_log
 
 NAME = "max\nworker mini: drained\r\x1b[2J\u202e" + 5000 * "x"
 
 
 def test_no_caller_writes_lines_of_its_own_or_steers_the_terminal() -> None:
     out = io.StringIO()
-    log = Log("mini", out)
-    with pytest.raises(NodeBusy), log.refusing(f"to load for coordinator {NAME}"):
-        raise NodeBusy("is shutting down")
-    with log.in_chain(AttachRequest(coordinator=Coordinator(name=NAME))):
-        pass
-    refused, joined, left = out.getvalue().split("\n")[:-1]
-    for line, start in (
-        (refused, "refused to load for coordinator"),
-        (joined, "joined the chain of coordinator"),
-        (left, "left the chain of coordinator"),
-    ):
+    log = worker_log("mini", out)
+    log.warning("refused %s: %s", f"to load for coordinator {NAME}", "is shutting down")
+    log.info("joined the chain of coordinator %s", NAME)
+    refused, joined = out.getvalue().split("\n")[:-1]
+    for line, start in ((refused, "refused to load for coordinator"), (joined, "joined the chain of coordinator")):
         assert line.startswith(f"worker mini: {start} max worker mini: drained")
         assert line.isprintable() and len(line) < 2100
+
+
+def test_a_percent_sign_of_a_caller_is_no_format() -> None:
+    out = io.StringIO()
+    worker_log("mini", out).warning("%s", "100 %s")
+    assert out.getvalue() == "worker mini: 100 %s\n"

@@ -102,6 +102,16 @@ def test_a_chain_learns_stages_from_every_frame_and_hops_from_lone_ones() -> Non
     assert costs.hops_s(1) == pytest.approx(0.002) and costs.steps.seconds(1) == pytest.approx(0.013)
 
 
+def test_the_transfer_of_long_prompts_does_not_count_for_single_rows() -> None:
+    """A row passes the hops in 2 ms, the 2,048 rows of a prompt in 400."""
+    costs = ChainCosts(1)
+    for _ in range(10):
+        costs.observe(2048, [0.5], 0.9, was_alone=True)
+        costs.observe(1, [0.005], 0.007, was_alone=True)
+    assert costs.hops_s(1) == pytest.approx(0.002) and costs.hops_s(2048) == pytest.approx(0.4)
+    assert costs.hops_s(1025) == pytest.approx(0.2, rel=0.02)
+
+
 def test_one_slow_frame_hardly_counts_and_a_fast_one_does() -> None:
     costs = ChainCosts(1)
     for seconds in (9.0, 0.010, 0.010, 0.100):  # the first compiles: it never counts

@@ -1,16 +1,18 @@
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
 
-from coordinator.planning.plan import Assignment, Node, Plan, plan, require_fit
+from coordinator.planning.plan import Assignment, MemoryOffer, Node, Objective, Plan, budgets, require_fit
+from coordinator.planning.planner import plan
+from coordinator.planning.speeds import NOTHING_KNOWN
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
 from worker.errors import ConfigError
 from worker.model.cachespec import Memory
 from worker.model.modelspec import LayerSpec, ModelSpec
-from worker.process.sizes import format_bytes
+from worker.platform.text import format_bytes
 
 ROOMY = 10**6
 BLOCK = 256  # rows by which a cache grows
@@ -42,6 +44,11 @@ def nodes(*budgets: int) -> list[Node]:
     return [Node(f"n{i}", budget) for i, budget in enumerate(budgets)]
 
 
+def split(spec: ModelSpec, where: list[Node], context: int, layers: Sequence[int] | None = None) -> Plan:
+    """The plan over nodes of unknown speed."""
+    return plan(spec, where, NOTHING_KNOWN, Objective(context, layers=layers))
+
+
 def all_splits(spec: ModelSpec, num_nodes: int) -> Iterator[list[int]]:
     for cuts in itertools.combinations(range(1, spec.num_layers), num_nodes - 1):
         bounds = (0, *cuts, spec.num_layers)
@@ -62,7 +69,7 @@ def size(candidate: Plan, spec: ModelSpec) -> tuple[int, int]:
 
 def brute_force(spec: ModelSpec, where: list[Node], context: int) -> Plan:
     """The best of all splits; the first in order of those that are equally good."""
-    candidates = [plan(spec, where, context, layers) for layers in sorted(all_splits(spec, len(where)))]
+    candidates = [split(spec, where, context, layers) for layers in sorted(all_splits(spec, len(where)))]
     fitting = [candidate for candidate in candidates if candidate.fits]
     return min(fitting, key=lambda candidate: size(candidate, spec)) if fitting else min(candidates, key=excess)
 
@@ -89,11 +96,11 @@ def random_case(seed: int) -> tuple[ModelSpec, list[Node], int]:
 @pytest.mark.parametrize("seed", range(150))
 def test_the_plan_is_the_best_of_all_splits(seed: int) -> None:
     case = random_case(seed)
-    assert plan(*case) == brute_force(*case)
+    assert split(*case) == brute_force(*case)
 
 
 def test_the_random_models_are_of_both_kinds_those_that_fit_and_those_that_do_not() -> None:
-    num_fitting = sum(plan(*random_case(seed)).fits for seed in range(150))
+    num_fitting = sum(split(*random_case(seed)).fits for seed in range(150))
     assert 30 < num_fitting < 120
 
 
@@ -115,14 +122,14 @@ def test_the_random_models_are_of_both_kinds_those_that_fit_and_those_that_do_no
     ],
 )
 def test_splits(weights: list[int], ends: tuple[int, int], budgets: tuple[int, ...], layers: list[int]) -> None:
-    found = plan(model(weights, *ends), nodes(*budgets), context=1)
+    found = split(model(weights, *ends), nodes(*budgets), context=1)
     assert found.layers == layers
     assert found.fits
 
 
 def test_assignments_are_contiguous_and_account_for_every_byte() -> None:
     spec = model([5, 6, 7, 8], embed=3, head=4, per_token=2)
-    found = plan(spec, nodes(2000, 3000, 4000), context=300)
+    found = split(spec, nodes(2000, 3000, 4000), context=300)
     assert found.assignments == (
         Assignment("n0", 0, 1, weight_bytes=3 + 5, cache_bytes=1024, memory_bytes=2000),
         Assignment("n1", 1, 3, weight_bytes=6 + 7, cache_bytes=2048, memory_bytes=3000),
@@ -134,18 +141,18 @@ def test_assignments_are_contiguous_and_account_for_every_byte() -> None:
 
 @pytest.mark.parametrize(("context", "layers"), [(1, [2, 2]), (256, [2, 2]), (257, [1, 3]), (512, [1, 3])])
 def test_the_cache_at_the_whole_context_takes_memory(context: int, layers: list[int]) -> None:
-    assert plan(model([2, 2, 2, 2], per_token=1), nodes(520, ROOMY), context).layers == layers
+    assert split(model([2, 2, 2, 2], per_token=1), nodes(520, ROOMY), context).layers == layers
 
 
 def test_a_sliding_window_bounds_the_cache() -> None:
     """Its rows and a block to slide in."""
-    assert plan(model([2, 2, 2, 2], per_token=1, window=1), nodes(520, ROOMY), context=1000).layers == [2, 2]
-    assert plan(model([2, 2, 2, 2], per_token=1, window=2), nodes(520, ROOMY), context=1000).layers == [1, 3]
+    assert split(model([2, 2, 2, 2], per_token=1, window=1), nodes(520, ROOMY), context=1000).layers == [2, 2]
+    assert split(model([2, 2, 2, 2], per_token=1, window=2), nodes(520, ROOMY), context=1000).layers == [1, 3]
 
 
 def test_a_node_may_be_filled_to_the_last_byte() -> None:
-    assert plan(model([5, 5]), nodes(10), context=1).fits
-    assert not plan(model([5, 5]), nodes(9), context=1).fits
+    assert split(model([5, 5]), nodes(10), context=1).fits
+    assert not split(model([5, 5]), nodes(9), context=1).fits
 
 
 @pytest.mark.parametrize(
@@ -158,19 +165,19 @@ def test_a_node_may_be_filled_to_the_last_byte() -> None:
     ],
 )
 def test_without_a_fit_the_plan_exceeds_the_budgets_least(budgets: tuple[int, ...], layers: list[int]) -> None:
-    found = plan(model([10] * 12), nodes(*budgets), context=1)
+    found = split(model([10] * 12), nodes(*budgets), context=1)
     assert found.layers == layers
     assert not found.fits
 
 
 def test_given_layers_are_taken_as_they_are() -> None:
-    found = plan(model([1] * 6), nodes(ROOMY, ROOMY), 1, layers=[5, 1])
+    found = split(model([1] * 6), nodes(ROOMY, ROOMY), 1, layers=[5, 1])
     assert found.layers == [5, 1]
     assert [(a.start, a.end) for a in found.assignments] == [(0, 5), (5, 6)]
 
 
 def test_given_layers_that_do_not_fit_are_a_plan_that_does_not_fit() -> None:
-    assert not plan(model([1] * 6), nodes(3, 3), 1, layers=[4, 2]).fits
+    assert not split(model([1] * 6), nodes(3, 3), 1, layers=[4, 2]).fits
 
 
 @pytest.mark.parametrize(
@@ -187,31 +194,31 @@ def test_given_layers_that_do_not_fit_are_a_plan_that_does_not_fit() -> None:
 )
 def test_given_layers_must_be_a_split_of_the_model(layers: list[int], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        plan(model([1] * 6), nodes(ROOMY, ROOMY), 1, layers)
+        split(model([1] * 6), nodes(ROOMY, ROOMY), 1, layers)
     assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("layers", [None, [1, 1, 1]])
 def test_more_nodes_than_layers_are_refused(layers: list[int] | None) -> None:
     with pytest.raises(ConfigError, match="expected at most one node per layer, found 3 nodes for 2 layers"):
-        plan(model([1, 1]), nodes(ROOMY, ROOMY, ROOMY), 1, layers)
+        split(model([1, 1]), nodes(ROOMY, ROOMY, ROOMY), 1, layers)
 
 
 @pytest.mark.parametrize("context", [0, -8])
 def test_a_context_of_no_tokens_is_refused(context: int) -> None:
     with pytest.raises(ConfigError, match=f"context: expected at least 1 token, found {context}"):
-        plan(model([1, 1]), nodes(ROOMY), context)
+        split(model([1, 1]), nodes(ROOMY), context)
 
 
 def test_a_plan_that_fits_is_not_refused() -> None:
     spec = model([1] * 6)
-    require_fit(plan(spec, nodes(3, 3), 1), spec)
+    require_fit(split(spec, nodes(3, 3), 1), spec)
 
 
 def test_a_plan_that_does_not_fit_is_refused_with_what_is_missing_and_what_to_do() -> None:
     spec = model([2**30] * 6, embed=2**29, per_token=2**20)
     with pytest.raises(ConfigError) as caught:
-        require_fit(plan(spec, [Node("studio", 8 * 2**30), Node("mini", 2**30)], 512, [4, 2]), spec)
+        require_fit(split(spec, [Node("studio", 8 * 2**30), Node("mini", 2**30)], 512, [4, 2]), spec)
     assert str(caught.value).splitlines() == [
         "tiny with 512 tokens of context does not fit: mini lacks 2.0 GiB. "
         "Use more nodes, fewer tokens (--context, of bench -p and -g) or a quantised model.",
@@ -223,7 +230,7 @@ def test_a_plan_that_does_not_fit_is_refused_with_what_is_missing_and_what_to_do
 
 def test_a_real_sized_plan_takes_no_time_to_speak_of() -> None:
     spec = model([2**30] * 80, embed=2**30, head=2**30)
-    found = plan(spec, nodes(*[12 * 2**30] * 8), 4096)
+    found = split(spec, nodes(*[12 * 2**30] * 8), 4096)
     assert found.fits
     assert max(found.layers) - min(found.layers) <= 2
 
@@ -256,5 +263,15 @@ def test_a_smaller_cache_makes_a_plan_fit() -> None:
     assert int8.reserved_bytes(0, 2, 1000) == 2 * 256 * 1024 * (1 + 4 / 64) / 2
     assert rotating.reserved_bytes(0, 2, 1000) == 2 * 256 * 512
     budget = [Node("n0", 300_000)]
-    assert not plan(full, budget, 1000).fits
-    assert plan(int8, budget, 1000).fits and plan(rotating, budget, 1000).fits
+    assert not split(full, budget, 1000).fits
+    assert split(int8, budget, 1000).fits and split(rotating, budget, 1000).fits
+
+
+def test_nodes_of_one_machine_share_what_it_offers_and_the_configuration_counts() -> None:
+    elsewhere, here, configured = (
+        MemoryOffer(70, None),
+        MemoryOffer(999, None, is_here=True),
+        MemoryOffer(999, 5, is_here=True),
+    )
+    assert list(budgets(MemoryOffer(90, None), [elsewhere, here, configured])) == [30, 70, 30, 5]
+    assert list(budgets(MemoryOffer(90, 8), [MemoryOffer(70, 6)])) == [8, 6]

@@ -2,21 +2,22 @@
 
 import pytest
 
-from coordinator.planning.plan import Node, Plan, plan
+from coordinator.planning.plan import Node, Objective, Plan
+from coordinator.planning.planner import plan
 from coordinator.planning.prediction import Prediction
-from coordinator.planning.speeds import NOTHING_KNOWN, Link, Speed, Survey
+from coordinator.planning.speeds import NOTHING_KNOWN, LinkSpeed, Speed, Survey
 from protos.brigade_pb2 import Cache
-from tests.unit.planning.test_fastest import GB, ROOMY, model, surveyed
+from tests.unit.planning.test_planner import GB, ROOMY, model, surveyed
 from worker.model.cachespec import Memory, cache_spec
 
 SPEC = model([GB] * 4, hidden=500)  # 1000 bytes per row
 FLAT = ((1, 2.0), (8, 2.0), (512, 20.0))  # milliseconds of a layer by rows
 MEASURED = Speed((FLAT,), ((1, 1.0), (512, 1.0)), 500)
-LINK = Link(rtt_ms=1.0, bytes_per_s=1e6)  # a millisecond per row
+LINK = LinkSpeed(rtt_ms=1.0, bytes_per_s=1e6)  # a millisecond per row
 
 
 def split(*layers: int) -> Plan:
-    return plan(SPEC, [Node(f"n{i}", ROOMY) for i in range(len(layers))], 1, layers)
+    return plan(SPEC, [Node(f"n{i}", ROOMY) for i in range(len(layers))], NOTHING_KNOWN, Objective(1, layers=layers))
 
 
 def predicted(*layers: int) -> Prediction:
@@ -52,7 +53,7 @@ def test_caches_are_read_with_every_token_and_by_each_session() -> None:
     spec, speed = model([GB] * 4, per_token=500), Speed((FLAT,), ((1, 1.0), (512, 1.0)), 5)
     found = {}
     for context in (1, 1000):
-        one = plan(spec, [Node("n0", ROOMY)], context)
+        one = plan(spec, [Node("n0", ROOMY)], NOTHING_KNOWN, Objective(context))
         found[context] = Prediction(spec, one, Survey({"n0": speed}))
     assert found[1].ms_per_token == pytest.approx(9.0, abs=0.001)
     assert found[1000].ms_per_token == pytest.approx(9.0 + 4 * 0.1)

@@ -1,147 +1,244 @@
-"""What is done while a chain is closed, as tables: who answers, for how long, and what follows."""
+"""What is done about nodes that are lost, hang and come back, as tables: records and the time in, one action out."""
 
-import random
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
 from coordinator.planning.plan import Assignment, Node, Plan
-from coordinator.planning.recovery import Decision, GiveUp, Limits, Present, Recovery, Reopen, Wait
+from coordinator.planning.recovery import (
+    Action,
+    Ask,
+    GiveUp,
+    LeaveOut,
+    Limits,
+    Load,
+    NodeEvent,
+    NodeRecord,
+    NodeState,
+    Open,
+    Situation,
+    TakeOver,
+    Wait,
+    decide,
+)
 
 ALL = ("max", "mini", "air")
 LIMITS = Limits(rejoin_s=5, recovery_s=60)
+A, P, LG, LD, AT, ST, DR = NodeState
 
 
 def plan_over(names: Sequence[str]) -> Plan:
     return Plan(tuple(Assignment(name, i, i + 1, 1, 1, 10) for i, name in enumerate(names)), context=8)
 
 
-def present(*names: str) -> list[Present]:
-    """Processes by node: `max` is this one, `air2` another one of `air`."""
-    return [Present(Node(name.rstrip("2"), 10), name if name != "max" else "") for name in names]
+@dataclass
+class Splits:
+    """One layer each; the model fits on so many nodes."""
+
+    least: int = 1
+    meanwhile: Plan | None = None
+
+    def best(self, nodes: Sequence[Node]) -> Plan | None:
+        return plan_over([node.name for node in nodes]) if len(nodes) >= self.least else None
+
+    def without_growth(self, present: Plan, best: Plan) -> Plan | None:
+        return self.meanwhile
 
 
-def fits(nodes: Sequence[Node]) -> Plan | None:
-    return plan_over([node.name for node in nodes])
+def record(name: str, state: NodeState, plan: Plan | None = None, **more: float) -> NodeRecord:
+    """A node that was asked just now, and holds or loads its part of the plan."""
+    shard = next((each for each in plan.assignments if each.name == name), None) if plan else None
+    return NodeRecord(
+        name, name == "max", state=state, incarnation=name, shard=shard, asked_at=100, memory_bytes=10, **more
+    )  # type: ignore[arg-type]
 
 
-def fits_on_three(nodes: Sequence[Node]) -> Plan | None:
-    return fits(nodes) if len(nodes) >= 3 else None
+def nodes(*states: NodeState, plan: Plan | None = None) -> list[NodeRecord]:
+    return [record(name, state, plan, since=100) for name, state in zip(ALL, states, strict=True)]
 
 
-def around(*names: str) -> Reopen:
-    return Reopen(plan_over(names), tuple(name for name in ALL if name not in names))
+def lost(at_s: float = 0.0, **more: object) -> Situation:
+    """So long after the loss of a chain over all; nothing has loaded meanwhile."""
+    return replace(Situation(100 + at_s, plan_over(ALL), lost_at=100, spent_s=at_s), **more)  # type: ignore[arg-type]
 
 
-SAME = Reopen(plan_over(ALL))
+def around(*names: str) -> Open:
+    return Open(plan_over(names), tuple(name for name in ALL if name not in names))
+
+
+WHOLE, PAIR = plan_over(ALL), plan_over(("max", "mini"))
 
 
 @pytest.mark.parametrize(
-    ("seen", "now_s", "split", "decision"),
+    ("states", "holds", "at_s", "least", "action"),
     [
-        ([(0, ALL)], 0, fits, SAME),
-        ([(0, ("max", "mini"))], 0, fits, Wait(5)),
-        ([(1, ("max", "mini"))], 3, fits, Wait(3)),
-        ([(1, ("max", "mini"))], 6, fits, around("max", "mini")),
-        ([(0, ("max", "mini"))], 6, fits_on_three, Wait(54)),
-        ([(0, ("max", "mini"))], 60, fits_on_three, GiveUp()),
-        ([(0, ("max", "mini"))], 60, fits, GiveUp()),
-        ([(0, ("max", "mini")), (59, ALL)], 59, fits_on_three, SAME),
-        ([(0, ("max", "mini")), (59, ("max", "mini", "air2"))], 59, fits_on_three, SAME),
-        ([(0, ("max", "mini")), (3, ("max", "air"))], 5.5, fits, Wait(2.5)),  # mini was lost later
-        ([(0, ("max",))], 5, fits, around("max")),
-        ([(0, ("max",)), (4, ("max", "mini"))], 5, fits, around("max", "mini")),
-        ([(58, ("max", "mini"))], 58, fits, Wait(2)),  # no wait passes the end
+        ((LD, LD, LD), WHOLE, 0, 1, around(*ALL)),
+        ((LD, LD, A), WHOLE, 0, 1, Wait(0.1)),
+        ((LD, LD, A), WHOLE, 1, 1, Ask(("air",), 0.3)),
+        ((LD, LD, A), PAIR, 6, 1, around("max", "mini")),
+        ((LD, LD, A), PAIR, 6, 3, Ask(("air",), 0.3)),
+        ((LD, LD, A), PAIR, 60, 3, GiveUp()),
+        ((LD, LD, A), PAIR, 60, 1, GiveUp()),
+        ((LD, LD, ST), PAIR, 0, 1, around("max", "mini")),
+        ((LD, LD, DR), PAIR, 0, 1, around("max", "mini")),
+        ((LD, LD, P), WHOLE, 0, 1, Load(WHOLE, ("air",))),
+        ((LD, LD, LG), WHOLE, 0, 1, Wait(2.0)),
+        ((LD, LD, LG), WHOLE, 70, 1, Wait(2.0)),  # it loads: no recovery counts that
+        ((P, P, P), None, 0, 1, Load(WHOLE, ALL)),
     ],
 )
-def test_who_is_awaited_and_for_how_long(
-    seen: list[tuple[float, Sequence[str]]], now_s: float, split: object, decision: Decision
+def test_without_a_chain(
+    states: tuple[NodeState, ...], holds: Plan | None, at_s: float, least: int, action: Action
 ) -> None:
-    recovery = Recovery(plan_over(ALL), LIMITS)
-    for at_s, names in seen:
-        recovery.saw(at_s, present(*names))
-    assert recovery.decide(now_s, split) == decision  # type: ignore[arg-type]
+    there = nodes(*states, plan=holds)
+    for each in there:
+        each.asked_at += at_s if each.is_usable else 0
+    assert decide(there, lost(at_s), LIMITS, Splits(least)) == action
 
 
 def test_a_node_that_has_said_that_it_ends_is_not_awaited_even_if_it_is_gone_before_it_is_asked() -> None:
-    recovery = Recovery(plan_over(ALL), LIMITS)
-    recovery.leaves("air")
-    recovery.saw(0.3, present("max", "mini"))
-    assert recovery.decide(0.3, fits) == around("max", "mini")
-    recovery.saw(0.5, present("max", "mini", "air2"))  # started again
-    assert recovery.decide(0.5, fits) == SAME
+    there = nodes(LD, LD, AT, plan=PAIR)
+    there[2].meet(NodeEvent.DRAINS, 100)
+    there[2].meet(NodeEvent.LOST, 100.2)
+    assert decide(there, lost(0.3), LIMITS, Splits()) == around("max", "mini")
+    there[2].answer("another", 100.4)
+    assert decide(there, lost(0.5), LIMITS, Splits()) == Load(WHOLE, ("air",))
 
 
 def test_a_spare_node_takes_part_and_is_not_awaited() -> None:
-    recovery = Recovery(plan_over(("max", "air")), LIMITS)
-    recovery.saw(0, present("max", "mini", "air"))
-    assert recovery.decide(0, fits) == Reopen(plan_over(ALL), joined=("mini",))
-    recovery.saw(0, present("max", "air"))
-    assert recovery.decide(0, fits) == Reopen(plan_over(("max", "air")))
+    there = nodes(LD, A, LD, plan=WHOLE)
+    there[1].is_spare = True
+    situation = replace(lost(), plan=plan_over(("max", "air")))
+    there[2].shard = situation.plan.assignments[1]
+    assert decide(there, situation, LIMITS, Splits()) == Open(situation.plan)
+    there[1].answer("mini", 100)
+    assert decide(there, situation, LIMITS, Splits()) == Load(WHOLE, ("mini", "air"))
 
 
 def test_a_node_that_answers_and_fails_is_tried_as_long_as_one_that_is_silent_is_awaited() -> None:
-    recovery = Recovery(plan_over(ALL), LIMITS)
-    recovery.saw(0, present(*ALL))
-    recovery.failed(1, "air")
-    assert recovery.decide(2, fits) == SAME
-    assert recovery.decide(6, fits) == around("max", "mini")
-    assert recovery.decide(6, fits_on_three) == SAME, "there is no other way"
+    there = nodes(LD, LD, LD, plan=WHOLE)
+    there[2].fail(101, has_chain=False)
+    assert decide(there, lost(1), LIMITS, Splits()) == Wait(pytest.approx(0.1))
+    assert decide(there, lost(1.2), LIMITS, Splits()) == Load(WHOLE, ("air",))
+    there[1].shard = PAIR.assignments[1]
+    for each in there:
+        each.asked_at = 106
+    assert decide(there, lost(6.2), LIMITS, Splits()) == around("max", "mini")
+    assert decide(there, lost(6.2), LIMITS, Splits(3)) == Load(WHOLE, ("air",)), "there is no other way"
 
 
-def test_a_node_that_crashes_whenever_it_joins_is_left_out_though_each_time_it_is_another_process() -> None:
-    recovery = Recovery(plan_over(ALL), LIMITS)
-    for now_s, process in enumerate(("air", "air2", "air", "air2", "air")):
-        recovery.saw(now_s, present("max", "mini", process))
-        assert recovery.decide(now_s, fits) == SAME
-        recovery.failed(now_s + 0.5, "air")
-    recovery.saw(6, present("max", "mini", "air2"))
-    assert recovery.decide(6, fits) == around("max", "mini")
-    assert recovery.decide(6, fits_on_three) == SAME, "there is no other way"
+def test_the_pause_of_a_node_that_failed_to_load_takes_no_recovery_beyond_its_time() -> None:
+    there = nodes(LD, LD, P, plan=WHOLE)
+    for each in there:
+        each.asked_at = 159
+    there[2].retry_at = 163
+    assert decide(there, lost(59.5), LIMITS, Splits()) == Wait(pytest.approx(0.5))
 
 
-def test_a_spare_node_that_fails_is_left_out_at_once() -> None:
-    recovery = Recovery(plan_over(("max", "air")), LIMITS)
-    recovery.saw(0, present("max", "mini", "air"))
-    recovery.failed(0, "mini")
-    assert recovery.decide(0, fits) == Reopen(plan_over(("max", "air")))
+def test_a_load_for_a_plan_goes_on_though_another_node_answers_by_now() -> None:
+    there = nodes(LD, LG, P, plan=PAIR)
+    assert decide(there, lost(6, target=PAIR), LIMITS, Splits()) == Ask(("air",), 0.3)
+    there[2].asked_at = 106
+    assert decide(there, lost(6, target=PAIR), LIMITS, Splits()) == Wait(2.0)
+    there[1].meet(NodeEvent.LOADED, 107)
+    there[1].asked_at = 106
+    assert decide(there, lost(7, target=PAIR), LIMITS, Splits()) == around("max", "mini")
 
 
-def test_a_process_that_is_ruled_out_is_not_awaited_but_its_successor_is_taken() -> None:
-    recovery = Recovery(plan_over(ALL), LIMITS)
-    recovery.rule_out("air")
-    recovery.saw(0, present(*ALL))
-    assert recovery.decide(0, fits) == around("max", "mini")
-    assert recovery.decide(0, fits_on_three) == Wait(60)
-    recovery.saw(1, present("max", "mini", "air2"))
-    assert recovery.decide(1, fits) == SAME
+def test_no_load_is_cut_short_for_another_plan() -> None:
+    there = nodes(LD, LG, A, plan=WHOLE)
+    there[1].shard = Assignment("mini", 2, 3, 1, 1, 10)
+    assert decide(there, lost(6), LIMITS, Splits()) == Wait(2.0)
+    there[1].meet(NodeEvent.LOADED, 107)
+    assert decide(there, lost(6), LIMITS, Splits()) == Ask(("mini",), 0.3)
+    there[1].asked_at = 106
+    assert decide(there, lost(6), LIMITS, Splits()) == Load(PAIR, ("mini",))
 
 
-@pytest.mark.parametrize("seed", range(50))
-def test_whatever_happens_no_wait_passes_its_deadline_and_no_chain_has_a_node_that_is_away(seed: int) -> None:
-    numbers = random.Random(seed)
-    limits = Limits(numbers.choice([0, 2, 5, 90]), 60)
-    recovery, split, now_s, tried = Recovery(plan_over(ALL), limits), numbers.choice([fits, fits_on_three]), 0.0, 0
-    while True:
-        names = ["max", *numbers.sample(["mini", "mini2", "air", "air2"], numbers.randrange(3))]
-        here = {each.node.name: each for each in present(*names)}
-        recovery.saw(now_s, [here[name] for name in ALL if name in here])
-        decision = recovery.decide(now_s, split)
-        if isinstance(decision, GiveUp):
-            break
-        if isinstance(decision, Reopen):
-            chosen = [assignment.name for assignment in decision.plan.assignments]
-            assert set(chosen) <= set(here) and set(decision.without) == set(ALL) - set(chosen)
-            recovery.failed(now_s, numbers.choice(chosen))
-            tried, now_s = tried + 1, now_s + 0.1
-        else:
-            assert 0 < decision.for_s <= 60 - now_s
-            now_s += min(decision.for_s, numbers.choice([0.1, 1, 10]))
-    assert 60 <= now_s < 60.2
+def opened(plan: Plan, idle_s: float = 0.0, **more: object) -> Situation:
+    return replace(Situation(100.0, plan, is_open=True, idle_s=idle_s), **more)  # type: ignore[arg-type]
 
 
-def test_the_plan_stays_as_it_was_where_the_same_nodes_are_there_with_other_budgets() -> None:
-    recovery = Recovery(plan_over(ALL), LIMITS)
-    recovery.saw(0, [replace(each, node=Node(each.node.name, 3)) for each in present(*ALL)])
-    assert recovery.decide(0, lambda nodes: None) == SAME
+def grown(names: Sequence[str]) -> Plan:
+    """A plan in which the first node has two layers."""
+    return Plan(tuple(Assignment(name, i + (i > 0), i + 2, 1, 1, 10) for i, name in enumerate(names)), context=8)
+
+
+@pytest.mark.parametrize(
+    ("state", "action"),
+    [(A, Wait(2.0)), (P, Load(WHOLE, ("air",))), (LG, Wait(2.0)), (LD, TakeOver(WHOLE, ("air",))), (ST, Wait(2.0))],
+)
+def test_a_node_that_is_back_loads_beside_the_open_chain_and_then_takes_over(state: NodeState, action: Action) -> None:
+    there = [*nodes(AT, AT, P, plan=PAIR)[:2], record("air", state, WHOLE)]
+    assert decide(there, opened(PAIR), LIMITS, Splits()) == action
+
+
+def test_nodes_outside_of_the_chain_are_asked_now_and_then_and_stalled_ones_after_their_pause() -> None:
+    there = nodes(AT, AT, ST, plan=PAIR)
+    there[2].asked_at, there[2].retry_at = -math.inf, 101
+    assert decide(there, opened(PAIR), LIMITS, Splits()) == Wait(2.0)
+    assert decide(there, opened(PAIR, now=101.0), LIMITS, Splits()) == Ask(("air",), 1.0)
+    there[2].answer("air", 101)
+    there[2].meet(NodeEvent.IDLE, 101)
+    assert decide(there, opened(PAIR, now=101.0), LIMITS, Splits()) == Load(WHOLE, ("air",))
+
+
+def test_pauses_grow_with_each_failure_in_a_row_up_to_ten_minutes() -> None:
+    air, now, pauses = record("air", P), 100.0, []
+    for _ in range(9):
+        air.stall(now)
+        pauses.append(air.retry_at - now)
+        now = air.retry_at
+        air.meet(NodeEvent.IDLE, now)
+    assert pauses == [5, 10, 20, 40, 80, 160, 320, 600, 600]
+    air.stall(now + 601)
+    assert air.retry_at == now + 606, "it was sound for ten minutes"
+
+
+def test_where_another_node_would_grow_a_split_without_growth_is_taken_and_the_best_one_in_an_idle_moment() -> None:
+    present, best = plan_over(("max", "mini")), grown(ALL)
+
+    class Growing(Splits):
+        def best(self, nodes: Sequence[Node]) -> Plan | None:
+            return best
+
+    there = [*nodes(AT, AT, P, plan=present)[:2], record("air", LD, WHOLE)]
+    assert decide(there, opened(present), LIMITS, Growing(meanwhile=WHOLE)) == TakeOver(WHOLE, ("air",), best)
+    there[2].meet(NodeEvent.ATTACHED, 100)
+    assert isinstance(decide(there, opened(WHOLE, target=best), LIMITS, Growing()), Wait)
+    assert decide(there, opened(WHOLE, 3.0, target=best), LIMITS, Growing()) == TakeOver(best, ())
+
+
+def test_where_there_is_no_such_split_the_change_waits_for_an_idle_moment_and_says_so() -> None:
+    present, best = plan_over(("max", "mini")), grown(ALL)
+
+    class Growing(Splits):
+        def best(self, nodes: Sequence[Node]) -> Plan | None:
+            return best
+
+    there = [*nodes(AT, AT, P, plan=present)[:2], record("air", LD, best)]
+    waits = decide(there, opened(present), LIMITS, Growing())
+    assert isinstance(waits, Wait) and "air" in waits.why and "idle" in waits.why
+    assert decide(there, opened(present, 3.0), LIMITS, Growing()) == TakeOver(best, ("air",))
+
+
+def test_a_node_that_makes_nothing_better_is_left_out() -> None:
+    class Alone(Splits):
+        def best(self, nodes: Sequence[Node]) -> Plan | None:
+            return PAIR
+
+    there = [*nodes(AT, AT, P, plan=PAIR)[:2], record("air", P)]
+    assert decide(there, opened(PAIR), LIMITS, Alone()) == LeaveOut(("air",))
+    there[2].is_spare = True
+    assert decide(there, opened(PAIR), LIMITS, Alone()) == Wait(2.0)
+
+
+@pytest.mark.parametrize("state", NodeState)
+def test_whatever_a_node_was_at_it_may_be_lost_replaced_stall_or_drain(state: NodeState) -> None:
+    events = {NodeEvent.LOST: A, NodeEvent.REPLACED: P, NodeEvent.STALLED: ST, NodeEvent.DRAINS: DR}
+    for event, following in events.items():
+        air = record("air", state, WHOLE)
+        air.meet(event, 101)
+        assert air.state is following and (air.shard is None or following is DR)

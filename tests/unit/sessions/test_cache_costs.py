@@ -2,10 +2,12 @@
 
 import pytest
 
-from coordinator.planning.plan import Node, plan
-from coordinator.sessions.session import Session
+from coordinator.planning.plan import Node, Objective
+from coordinator.planning.planner import plan
+from coordinator.planning.speeds import NOTHING_KNOWN
 from coordinator.sessions.slots import Slots, cache_costs
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
+from tests.unit.fake_chain import make_session
 from worker.errors import InputError
 from worker.model.cachespec import Memory
 from worker.model.modelspec import LayerSpec, ModelSpec
@@ -36,10 +38,10 @@ def test_what_a_plan_says_fits_is_let_in_and_nothing_else(
     spec = ModelSpec("tiny", "qwen3", layers, 0, 0, False, 64, 99, 8192, DTYPE_BFLOAT16, cache=cache)
     weights, needed = 36 * 7, round(mib * MIB)
     for budget in (weights + needed, weights + needed - 1):
-        found = plan(spec, [Node("mini", budget)], context)
+        found = plan(spec, [Node("mini", budget)], NOTHING_KNOWN, Objective(context))
         assert found.assignments[0].cache_bytes == needed
         slots = Slots(cache_costs(found, spec))
-        session = Session([1] * (context - 10), 10, cache=cache)
+        session = make_session([1] * (context - 10), 10, cache=cache)
         if found.fits:
             slots.add(session)
             assert slots.promised == (needed,)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.cluster.journal_file import JournalFile
+from coordinator.engine.journal_file import JournalFile
 from coordinator.sessions.journal import MARK, read_journal
 from tests.unit.fuzz import fuzzed, nearly, within
 from tests.unit.sessions.test_journal import FIRST, SECOND, WHOLE, found, record, written

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.sessions.generation_config import eos_ids, sampling_defaults
+from coordinator.sessions.request import eos_ids, sampling_defaults
 from worker.errors import ModelError
 from worker.model.checkpoint import DEMO, Checkpoint
 

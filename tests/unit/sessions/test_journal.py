@@ -12,18 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.decoding.decode import Decode
-from coordinator.sessions.answer import Known, Piece, Token
 from coordinator.sessions.journal import MARK, Header, Journal, read_journal, write_batch, write_header
+from coordinator.sessions.output import KnownTokens, Output, Token
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import CACHE_ROTATING, Cache, Contents, Fingerprint, Sampling
 from worker.errors import InputError
 
 ROUNDED = struct.unpack("<f", struct.pack("<f", -0.1))[0]
-FIRST = Piece("a", [Token(5), Token(2**32 - 1)], 0)
-SECOND = Piece(
+FIRST = Output("a", [Token(5), Token(2**32 - 1)], 0)
+SECOND = Output(
     "b", [Token(6, ROUNDED, (Token(6, ROUNDED), Token(7, -2.5)))], 0, fills=[(8, Token(9, -1.0)), (10, Token(3))]
 )
-LAST = Piece("", [Token(1)], 0, "stop")
+LAST = Output("", [Token(1)], 0, "stop")
 
 
 def header(**changes: Any) -> Header:
@@ -41,7 +41,7 @@ def header(**changes: Any) -> Header:
     return Header("demo", fingerprint, contents, Request(**vars(request) | changes), True)
 
 
-def written(*pieces: Piece, **changes: Any) -> bytes:
+def written(*pieces: Output, **changes: Any) -> bytes:
     """A file with these pieces."""
     parts, first = [write_header(header(**changes))], 0
     for piece in pieces:
@@ -70,7 +70,7 @@ ENDS = [len(written(*pieces)) for pieces in ([], [FIRST], [FIRST, SECOND], [FIRS
 def test_a_journal_comes_back_as_it_was_written() -> None:
     journal = found(WHOLE)
     assert journal.header == header()
-    assert journal.known == Known((*FIRST.tokens, *SECOND.tokens, *LAST.tokens), (), "stop")
+    assert journal.known == KnownTokens((*FIRST.tokens, *SECOND.tokens, *LAST.tokens), (), "stop")
     assert journal.num_bytes == len(WHOLE)
     assert found(written(FIRST, SECOND)).known.fills == tuple(SECOND.fills)
 
@@ -122,10 +122,10 @@ def test_another_version_is_refused_by_its_number() -> None:
         ([write_batch(1, FIRST)], "expected tokens from 0 on, found them from 1 on"),
         ([write_batch(0, FIRST), write_batch(0, FIRST)], "expected tokens from 2 on, found them from 0 on"),
         ([write_batch(0, LAST), write_batch(1, FIRST)], "the answer has ended before it"),
-        ([write_batch(0, Piece("", [Token(1)] * 41, 0))], "expected at most 40 tokens, found 41"),
-        ([write_batch(0, Piece("", [Token(1)], 0, fills=[(4, Token(1))]))], r"shortly after 4, found \[4\]"),
-        ([write_batch(0, Piece("", [], 0, fills=[(6, Token(1)), (5, Token(1))]))], r"found \[6, 5\]"),
-        ([write_batch(0, Piece("", [], 0, fills=[(9999, Token(1))]))], r"found \[9999\]"),
+        ([write_batch(0, Output("", [Token(1)] * 41, 0))], "expected at most 40 tokens, found 41"),
+        ([write_batch(0, Output("", [Token(1)], 0, fills=[(4, Token(1))]))], r"shortly after 4, found \[4\]"),
+        ([write_batch(0, Output("", [], 0, fills=[(6, Token(1)), (5, Token(1))]))], r"found \[6, 5\]"),
+        ([write_batch(0, Output("", [], 0, fills=[(9999, Token(1))]))], r"found \[9999\]"),
         ([record({"first": 0, "tokens": [-1]})], "tokens"),
         ([record({"first": 0, "tokens": [2**32]})], "tokens"),
         ([record({"first": 0, "tokens": [1], "finish_reason": "error"})], "finish_reason"),

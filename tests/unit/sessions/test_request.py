@@ -114,6 +114,7 @@ def test_seed_zero_is_a_seed() -> None:
         (replace(GOOD, prompt=(1, -1)), "^prompt: expected token ids from 0 to 96, found -1"),
         (replace(GOOD, max_tokens=0), "^max_tokens: expected at least 1, got 0"),
         (replace(GOOD, max_tokens=-5), "^max_tokens: expected at least 1, got -5"),
+        (replace(GOOD, repeat_guard=1), "^repeat_guard: expected 0 for none or at least 2 times, got 1"),
         (replace(GOOD, prompt=(1,) * CONTEXT), "^prompt: expected less than the 128 tokens that tiny .*, found 128"),
         (
             replace(GOOD, sampling=Sampling(logit_bias={VOCAB: 1.0})),

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from coordinator.sessions.answer import Known, Token
+from coordinator.sessions.output import KnownTokens, Token
 from tests.unit.fake_chain import Rig, prompt_of
 from tests.unit.sessions.test_rewind import DECODERS, Asked
 
@@ -19,15 +19,14 @@ def test_an_answer_goes_on_from_any_step_by_its_tokens_and_fills_alone(kind: str
     session = request.submit(rig)
     states = []
     while session.finish_reason is None:
-        states.append(Known(tuple(map(Token, session.generated)), tuple(session.fills)))
+        states.append(KnownTokens(tuple(map(Token, session.generated)), tuple(session.fills)))
         rig.step()
     assert session.generated == expected and len(states) > 1
     assert any(state.fills for state in states) == (kind == "diffusion-fast")
     for known in states:
         later = Rig(num_stages=2, chunk=16)
         later.chain.is_lossy = True
-        resumed = request.build(later)
-        resumed.resume(known)
+        resumed = request.build(later, known)
         later.scheduler.submit(resumed)
         later.run(resumed)
         assert (resumed.generated, resumed.num_prompt, resumed.finish_reason) == (expected, 33, "length")

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from coordinator.decoding.decoders import Autoregressive, Decoder, Fill, LosslessDiffusion, PromptLookup
 from coordinator.decoding.window import WindowChooser
 from coordinator.planning.costs import StepCosts
+from coordinator.sessions.output import NOTHING_KNOWN, KnownTokens
 from coordinator.sessions.session import Session
 from protos.brigade_pb2 import Sample, Sampling
-from tests.unit.fake_chain import VOCAB, Rig, costs_per_row, plain_answer, prompt_of
+from tests.unit.fake_chain import VOCAB, Rig, costs_per_row, make_session, plain_answer, prompt_of
 from worker.errors import FrameError, InputError
 
 DECODERS: dict[str, Callable[[frozenset[int]], Decoder]] = {
@@ -35,11 +36,13 @@ class Asked:
     kind: str
     seed: int  # 0: greedy
 
-    def build(self, rig: Rig) -> Session:
+    def build(self, rig: Rig, known: KnownTokens = NOTHING_KNOWN) -> Session:
         """A session that is not submitted yet."""
         sampling = Sampling(seed=self.seed, temperature=1.0 if self.seed else 0.0)
         decoder = DECODERS[self.kind](self.eos)
-        return Session(self.prompt, self.max_tokens, self.eos, decoder, chunk=rig.chunk, sampling=sampling)
+        return make_session(
+            self.prompt, self.max_tokens, self.eos, decoder, chunk=rig.chunk, sampling=sampling, known=known
+        )
 
     def submit(self, rig: Rig) -> Session:
         decoder = DECODERS[self.kind](self.eos)
@@ -161,7 +164,7 @@ def test_a_rewound_session_is_as_if_it_had_just_arrived() -> None:
     rig.step()
     assert session.num_reused == 30 and session.rows_written == 31
     session.rewind()
-    fresh = Session(session.history.tokens, 9)
+    fresh = make_session(session.history.tokens, 9)
     for name in ("slot", "fed", "num_reused", "rows_written", "num_unfed", "is_prefilling", "is_ready"):
         assert getattr(session, name) == getattr(fresh, name), name
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from coordinator.sessions.room import Room, make_room
-from coordinator.sessions.session import Session
-from coordinator.sessions.slot import ACTIVE, ON_STAGES, Bytes, Slot, State
+from coordinator.sessions.slot import ACTIVE, ON_STAGES, Bytes, SessionSlot, SlotState
+from coordinator.sessions.slots import Room, make_room
+from tests.unit.fake_chain import make_session
 
 
 def kept(*sizes: int) -> list[Bytes]:
@@ -49,8 +49,8 @@ def test_every_stage_has_to_have_room(free: Bytes, room: Room) -> None:
 
 def test_a_slot_goes_one_way_through_its_states() -> None:
     """Promised or taken over, then open, perhaps kept; and it can be freed at any time, once."""
-    allowed = {(before, after) for before in State for after in State if can_follow(before, after)}
-    waiting, promised, taken_over, opened, kept_, free = State
+    allowed = {(before, after) for before in SlotState for after in SlotState if can_follow(before, after)}
+    waiting, promised, taken_over, opened, kept_, free = SlotState
     assert allowed == {
         (waiting, promised), (waiting, taken_over), (promised, opened), (taken_over, opened), (opened, kept_),
         (waiting, free), (promised, free), (taken_over, free), (opened, free), (kept_, free),
@@ -58,8 +58,8 @@ def test_a_slot_goes_one_way_through_its_states() -> None:
     assert set(ACTIVE) == {promised, taken_over, opened} and set(ON_STAGES) == {taken_over, opened, kept_}
 
 
-def can_follow(before: State, after: State) -> bool:
-    slot = Slot(Session([1], 1), (0,), (0,), before)
+def can_follow(before: SlotState, after: SlotState) -> bool:
+    slot = SessionSlot(make_session([1], 1), (0,), (0,), before)
     try:
         slot.enter(after)
     except AssertionError:

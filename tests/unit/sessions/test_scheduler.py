@@ -357,7 +357,7 @@ def test_an_ended_session_sends_nothing_more() -> None:
     rig = Rig()
     session = rig.submit(prompt_of(40))
     rig.step()
-    session.stop()
+    session.finish()
     assert rig.send_all() == []
 
 

@@ -8,8 +8,8 @@ from coordinator.planning.costs import StepCosts
 from coordinator.sessions.session import Session
 from protos.brigade_pb2 import Frame, Sample, Window
 from protos.brigade_pb2 import Session as Opening
-from tests.unit.fake_chain import VOCAB, FakeChain, plain_answer, prompt_of
-from worker.compute.engine import num_rows
+from tests.unit.fake_chain import VOCAB, FakeChain, make_session, plain_answer, prompt_of
+from worker.compute.executor import num_rows
 
 
 def lossless(window: int = 16) -> LosslessDiffusion:
@@ -24,7 +24,7 @@ DECODERS = {"ar": Autoregressive, "ngram": PromptLookup, "diffusion": lossless, 
 
 
 def opened(prompt: list[int], max_tokens: int = 3, **more: object) -> Session:
-    session = Session(prompt, max_tokens, **more)  # type: ignore[arg-type]
+    session = make_session(prompt, max_tokens, **more)  # type: ignore[arg-type]
     session.slot = 0
     return session
 
@@ -163,7 +163,7 @@ def test_a_session_is_ready_while_it_has_chunks_and_then_again_once_its_proposal
 def test_a_stopped_session_is_not_ready() -> None:
     session = opened(prompt_of(40), chunk=4)
     session.next_window()
-    session.stop()
+    session.finish()
     assert session.finish_reason == "stop" and not session.is_ready
 
 

@@ -321,3 +321,17 @@ def test_two_that_open_in_one_frame_are_both_copied_from_the_slot_that_is_open()
     first, second = rig.submit([*prefix, 7, 8], 1), rig.submit([*prefix, 9, 8], 1)
     rig.run(first, second)
     assert rig.chain.forks == [(first.slot, 0), (second.slot, 0)]
+
+
+def test_what_a_takeover_gives_back_lets_the_next_one_in() -> None:
+    """A kept slot of 90 rows is taken over by a session of 50, and 40 are enough for the one that waits."""
+    rig = Rig(num_stages=2, budget=100, keep=True, chunk=16)
+    shared = prompt_of(20)
+    rig.answer(shared + prompt_of(60, 1), 10)
+    first = rig.submit(shared + prompt_of(5, 2), 25)
+    second = rig.submit(prompt_of(20, 3), 20)
+    assert first.slot is not None and second.slot is None
+    rig.step()
+    assert first.finish_reason is None and second.slot is not None
+    rig.run(first, second)
+    rig.end()

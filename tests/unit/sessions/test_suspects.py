@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from coordinator.sessions.suspects import MOST_LOSSES, Suspects
+from coordinator.sessions.quarantine import MOST_LOSSES, Suspects
 
 
 def test_a_request_outlives_two_losses_without_a_token_and_any_number_with_one() -> None:

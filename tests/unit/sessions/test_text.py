@@ -9,8 +9,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from coordinator.cluster.tokenizer import Tokenizer
-from coordinator.sessions.text import StopText, TextStream
+from coordinator.engine.tokenizer import Tokenizer
+from coordinator.sessions.text import StopText, TextParser
 from worker.errors import InputError, ModelError
 from worker.model.checkpoint import Checkpoint
 
@@ -235,7 +235,7 @@ def test_any_detokenizer_of_mlx_lm_will_do(folder: Path) -> None:
 
     wrapper = TokenizerWrapper(AutoTokenizer.from_pretrained(folder))
     for text in TEXTS:
-        stream = TextStream(wrapper.detokenizer, StopText(()))
+        stream = TextParser(wrapper.detokenizer)
         pieces = [stream.push(token) for token in wrapper.encode(text)]
         pieces.append(stream.finish())
         assert all(map(is_whole, pieces))

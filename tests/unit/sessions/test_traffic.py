@@ -12,7 +12,7 @@ from coordinator.decoding.window import WindowChooser
 from coordinator.planning.costs import StepCosts
 from coordinator.sessions.session import Session
 from protos.brigade_pb2 import CACHE_FULL, CACHE_INT8, Cache
-from tests.unit.fake_chain import PLENTY, VOCAB, Rig, plain_answer, prompt_of
+from tests.unit.fake_chain import PLENTY, VOCAB, Rig, make_session, plain_answer, prompt_of
 from worker.errors import InputError, QueueFull
 
 TEXTS = [prompt_of(60, seed=seed) for seed in (1, 2)]  # prompts begin with a part of one of them
@@ -77,7 +77,9 @@ class Traffic:
         """The next turn of a conversation."""
         if self.ended:
             before, kind = self.numbers.choice(self.ended), self.numbers.choice(["ar", "ngram"])
-            self._submit([*before.history.tokens, self.numbers.randrange(VOCAB)], 10, kind, before.cache, frozenset())
+            self._submit(
+                [*before.history.tokens, self.numbers.randrange(VOCAB)], 10, kind, before.request.cache, frozenset()
+            )
 
     def send(self) -> None:
         self.rig.send_one()
@@ -124,7 +126,7 @@ class Traffic:
     def _submit(self, prompt: list[int], max_tokens: int, kind: str, cache: Cache, eos: frozenset[int]) -> None:
         kind = kind if self.rig.chain.cuttable == PLENTY else "ar"
         num_waiting = self.rig.scheduler.num_waiting
-        probe = Session(prompt, max_tokens, eos, decoder_of(kind, eos))
+        probe = make_session(prompt, max_tokens, eos, decoder_of(kind, eos))
         needed = self.rig.costs.bytes_of(cache, probe.most_rows)
         fits = all(map(le, needed, self.rig.costs.budgets))
         try:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from coordinator.planning.speeds import NOTHING_KNOWN, Link
-from tests.unit.planning.test_fastest import GB, ROOMY, model, nodes, surveyed
+from coordinator.planning.speeds import NOTHING_KNOWN, LinkSpeed
+from tests.unit.planning.test_planner import GB, ROOMY, model, nodes, surveyed
 from tools.plan_check import predict, report, worth_trying
 from worker.errors import ConfigError
 
@@ -11,7 +11,7 @@ SPEC = model([GB] * 8)
 
 
 def test_the_best_split_on_paper_is_tried_with_its_neighbours_and_equal_parts() -> None:
-    predicted = predict(SPEC, nodes(5 * GB + GB // 2, ROOMY), surveyed(SPEC, 400, 100, ports=[Link(1)]), 1)
+    predicted = predict(SPEC, nodes(5 * GB + GB // 2, ROOMY), surveyed(SPEC, 400, 100, ports=[LinkSpeed(1)]), 1)
     assert max(predicted) == (5, 3) and predicted[5, 3] == pytest.approx(1e3 / (5 * 2.5 + 3 * 10 + 1))
     assert worth_trying(predicted) == ((5, 3), (4, 4), (3, 5))
 

@@ -7,7 +7,7 @@ import pytest
 from coordinator.planning.plan import Assignment, Plan
 from tools.plan_table import cell, main, nodes_of
 from worker.errors import InputError
-from worker.process.machine import budget_from
+from worker.platform.machine import budget_from
 
 GIB = 2**30
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.sessions.answer import Answer, Token
+from coordinator.sessions.output import Answer, Token
 from tools.plot_latency import DECODES, Curves, Point, Taken, write_plot
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.sessions.answer import Answer, Token
+from coordinator.sessions.output import Answer, Token
 from tools.soak import Round
 from tools.soak_held import Held, Ledger
 from tools.soak_report import Soak, print_soak

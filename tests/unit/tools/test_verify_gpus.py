@@ -4,12 +4,14 @@ import os
 
 import pytest
 
-from coordinator.measure.rounding import Rounding
-from coordinator.measure.verdict import Case
+from coordinator.quality.report import ComparedAnswer, Rounding
 from tools.verify_gpus import Run, _visible, summarise
 
-EQUAL, DIFFERING = Case("a", [1, 2], [1, 2]), Case("b", [1, 2], [1, 3], 0.5, {1: Rounding(0.5, 0.01)})
-ROUNDED = Case("c", [1, 2, 3], [1, 2, 4], 0.002, {2: Rounding(0.002, 0.01)})
+EQUAL, DIFFERING = (
+    ComparedAnswer("a", [1, 2], [1, 2]),
+    ComparedAnswer("b", [1, 2], [1, 3], 0.5, {1: Rounding(0.5, 0.01)}),
+)
+ROUNDED = ComparedAnswer("c", [1, 2, 3], [1, 2, 4], 0.002, {2: Rounding(0.002, 0.01)})
 
 
 def test_runs_of_all_seeds_are_added_up_and_every_figure_of_rounding_is_shown() -> None:

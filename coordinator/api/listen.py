@@ -1,0 +1,182 @@
+"""The port, TLS, and the bounds of a connection: uvicorn on the event loop of the process."""
+
+import asyncio
+import socket
+import ssl
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from worker.errors import ConfigError, InputError
+
+MAX_HEAD_BYTES = 64 << 10  # of the URL and the headers of a request
+MAX_CONNECTIONS = 1024
+_HEAD_S = 60.0  # until the head of a request is whole
+_UNREAD_S = 30.0  # in which a client has to read everything that was sent, or at least
+_MIN_READ_BYTES = 48 << 10
+_CLOSE_S = 2  # for connections to close, once everything is answered
+_BACKLOG = 512
+_IDLE_S = 65  # of a connection between two requests: longer than clients and proxies keep theirs
+
+
+@contextmanager
+def listening(host: str, port: int) -> Iterator[socket.socket]:
+    """Hold a listening socket. Raises ConfigError if the port cannot be taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            reason = f"cannot listen on {host}:{port}: {error.strerror}; give another --port or --host"
+            raise ConfigError(reason) from error
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+        yield listener
+
+
+def load_tls(cert: Path, key: Path) -> ssl.SSLContext:
+    """Return the context of an HTTPS server. Raises InputError if a file cannot be read, or the key does not fit."""
+    for field, path in (("tls_cert", cert), ("tls_key", key)):
+        try:
+            path.read_bytes()
+        except OSError as error:
+            raise InputError(field, f"{path} cannot be read: {error.strerror}") from error
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(cert, key, password="")  # an empty one, lest OpenSSL asks the terminal
+    except (ssl.SSLError, OSError, ValueError) as error:
+        reason = f"{cert} and {key} are no certificate and its key, in PEM, without a passphrase"
+        raise InputError("tls_cert", f"{reason} ({getattr(error, 'reason', None) or error})") from error
+    return context
+
+
+@asynccontextmanager
+async def answering(
+    app: ASGIApp, listener: socket.socket, tls: ssl.SSLContext | None
+) -> AsyncIterator["asyncio.Task[None]"]:
+    """Run uvicorn meanwhile, and yield its task; the port is closed at the end.
+
+    If uvicorn ends by itself, the block is cancelled and left with its error; the task is done then.
+    """
+    config = uvicorn.Config(
+        app, http=BoundedProtocol, ws="none", log_config=None, access_log=False, lifespan="off", server_header=False,
+        timeout_keep_alive=_IDLE_S, timeout_graceful_shutdown=_CLOSE_S,
+        ssl_context_factory=(lambda config, default: tls) if tls else None,
+    )  # fmt: skip
+    server = _Uvicorn(config)
+    running, block = asyncio.create_task(server.serve(sockets=[listener])), asyncio.current_task()
+    assert block is not None
+    running.add_done_callback(lambda _: None if server.should_exit else block.cancel())
+    try:
+        yield running
+    finally:
+        if running.done():
+            block.uncancel()
+        server.should_exit = True
+        await running
+
+
+class _Uvicorn(uvicorn.Server):
+    """Leaves signals to the owner of the event loop."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """A connection with bounds that uvicorn lacks: on its number, on a request's head, and on unread answers.
+
+    A client that does not read is cut off: a closed connection would wait for ever until its bytes are sent.
+    """
+
+    _num_gathered = 0  # bytes since a head, a part of a body or a request was whole: the parser keeps them
+    _head_timer: asyncio.TimerHandle | None = None
+    _read_timer: asyncio.TimerHandle | None = None  # runs while bytes are unread
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=1)  # writing pauses while anything is unread
+        if len(self.connections) > MAX_CONNECTIONS:
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, b"retry-after: 5\r\n")
+        else:
+            self._start_head_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_head_timer()
+        self._stop_read_timer()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._check_read()
+
+    def resume_writing(self) -> None:
+        self._stop_read_timer()
+        super().resume_writing()
+
+    def data_received(self, data: bytes) -> None:
+        if not self._is_answering:
+            self._start_head_timer()
+        self._num_gathered += len(data)
+        super().data_received(data)
+        if self._num_gathered > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+
+    def on_headers_complete(self) -> None:
+        self._num_gathered = 0
+        self._stop_head_timer()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_gathered = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._num_gathered = 0
+        super().on_message_complete()
+
+    @property
+    def _is_answering(self) -> bool:
+        cycle: Any = self.cycle
+        return cycle is not None and not cycle.response_complete
+
+    def _start_head_timer(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(_HEAD_S, self._refuse, HTTPStatus.REQUEST_TIMEOUT)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _check_read(self, before: int | None = None) -> None:
+        """Cut the client off if it has read too little of the `before` bytes; else look again later."""
+        num_unread = self.transport.get_write_buffer_size()
+        if before is not None and before - num_unread < _MIN_READ_BYTES:
+            self.transport.abort()
+        else:
+            self._read_timer = self.loop.call_later(_UNREAD_S, self._check_read, num_unread)
+
+    def _stop_read_timer(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
+
+    def _refuse(self, status: HTTPStatus, headers: bytes = b"") -> None:
+        """Close with this status; in the middle of an answer without one."""
+        self._stop_head_timer()
+        if self._is_answering:
+            self.transport.abort()
+            return
+        head = f"HTTP/1.1 {status} {status.phrase}\r\nconnection: close\r\ncontent-length: 0\r\n".encode()
+        self.transport.write(head + headers + b"\r\n")
+        self.transport.close()

@@ -1,0 +1,177 @@
+"""`brigade serve`: its options, and the life of its model. HTTP and gRPC share one event loop."""
+
+import asyncio
+import gc
+import re
+import ssl
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from coordinator.api.app import make_app
+from coordinator.api.auth import Keys
+from coordinator.api.listen import answering, listening
+from coordinator.api.server import RequestLimits, Server
+from coordinator.cluster.open import unload_workers
+from coordinator.cluster.options import DEFAULT_CONTEXT, ClusterOptions
+from coordinator.cluster.progress import say
+from coordinator.engine.engine import ServerState, open_engine
+from coordinator.engine.inputs import InputProcessor, OneAtATime
+from coordinator.engine.stats import Stats
+from coordinator.engine.status import StatusLog, log_request
+from coordinator.planning.plan import Contexts
+from worker.config import is_loopback
+from worker.errors import BrigadeError, InputError
+from worker.platform.mlx_memory import give_back
+from worker.platform.tasks import background
+
+_ORIGIN = r"[a-z][a-z0-9+.-]*://[^\s/?#@A-Z]+"  # without a path, not even a slash; in small letters
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """How a server listens, which clients it accepts, and how long anything may take."""
+
+    host: str
+    port: int
+    keys: Keys | None = None
+    insecure: bool = False
+    allowed_hosts: Sequence[str] = ()  # names by which it is called, beyond those of this machine
+    cors_origins: Sequence[str] = ()  # of web pages that may use it
+    names: Sequence[str] = ()  # of the model
+    context: int | None = None  # tokens; None: as many as there is memory for
+    max_waiting: int = 256
+    shutdown_timeout_s: float = 30.0
+    reopen_s: float = 5.0  # between two attempts to open a chain, each as long as a recovery may take
+    keep_alive_s: float | None = None  # for which an idle model stays loaded; None: for ever
+    tls: ssl.SSLContext | None = None
+    limits: RequestLimits = field(default_factory=RequestLimits)
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # defaults of requests, above the model's own
+
+    @property
+    def is_public(self) -> bool:
+        """Whether other machines can reach the server."""
+        return not is_loopback(self.host)
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        """Names by which the server may be called; none: any name."""
+        if self.is_public and not self.allowed_hosts:
+            return ()
+        return ("localhost", "127.0.0.1", "::1", self.host.lower(), *(name.lower() for name in self.allowed_hosts))
+
+    def url(self, port: int) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.tls else 'http'}://{host}:{port}"
+
+    def check(self) -> None:
+        """Raise InputError for names and origins that no request can bring, and for a server open to everybody."""
+        if "" in [name.strip() for name in self.names]:
+            raise InputError("served_model_name", "expected a name, found none")
+        for origin in self.cors_origins:
+            if origin not in ("*", "null") and not re.fullmatch(_ORIGIN, origin):
+                expected = "expected an origin as browsers write it, such as https://example.org:8080"
+                raise InputError("cors_origin", f"{expected}, got {origin!r}")
+        if self.is_public and self.keys is None and not self.insecure:
+            raise InputError(
+                "host", f"{self.host} can be reached by others: expected --api-key-file with it, or --insecure"
+            )
+        if self.is_public and self.tls is None:
+            what = "prompts, answers and keys" if self.keys else "prompts and answers"
+            say(f"warning: {what} travel in clear; give --tls-cert and --tls-key to encrypt them")
+
+
+async def serve(options: ClusterOptions, serving: ServeOptions) -> None:
+    """Answer until cancelled, then let the answers under way end.
+
+    Raises:
+        ConfigError: the port is taken. ModelError, InputError: the model cannot be served.
+        BrigadeError: the first chain could not be opened.
+    """
+    stats = Stats(log_request)
+    inputs = await InputProcessor.read(
+        options.model,
+        trust_remote_code=options.trust_remote_code,
+        sampling=serving.sampling,
+        max_tokens=serving.limits.max_tokens,
+        aside=OneAtATime(max_wait_s=serving.limits.queue_timeout_s, on_refused=stats.refuse),
+    )
+    folder = inputs.checkpoint.name  # of which clients see the last part only
+    names = serving.names or (Path(folder).name if Path(folder).is_absolute() else folder,)
+    server = Server(inputs, names, serving.limits, stats=stats, max_waking=serving.max_waiting)
+    app = make_app(server, keys=serving.keys, hosts=serving.hosts, origins=serving.cors_origins)
+    with listening(serving.host, serving.port) as listener:
+        url = serving.url(listener.getsockname()[1])
+        logging = StatusLog(stats, server.status, lambda: server.model)
+        async with background(logging.run()), answering(app, listener, serving.tls) as answers:
+            try:
+                await keep_model(server, options, serving, url, answers)
+            finally:  # requests that wait for a model are refused before connections are closed
+                server.stop()
+
+
+async def keep_model(
+    server: Server, options: ClusterOptions, serving: ServeOptions, url: str, answers: "asyncio.Task[None]"
+) -> None:
+    """Load the model, and again when its cluster has failed for good or a request comes while it is asleep.
+
+    Returns once it was cancelled and the answers under way have ended.
+
+    Args:
+        answers: the task that answers clients; a cancellation because it has ended is passed on at once.
+    Raises:
+        BrigadeError: the first chain could not be opened.
+    """
+    while True:
+        try:
+            if await _serve_model(server, options, serving, url, answers):
+                return
+            await unload_workers(options)
+            gc.collect()  # the model's objects refer to each other
+            give_back()
+            await server.wait_wanted()
+            say(server.why)
+        except BrigadeError as error:
+            if server.state is ServerState.LOADING:
+                raise
+            say(f"{error}; trying again in {serving.reopen_s:g} s")
+            server.fail(str(error))
+            await asyncio.sleep(serving.reopen_s)
+
+
+async def _serve_model(
+    server: Server, options: ClusterOptions, serving: ServeOptions, url: str, answers: "asyncio.Task[None]"
+) -> bool:
+    """Answer by one model until it is asleep; return whether the server was told to stop. Raises its failure."""
+    spec = server.inputs.spec
+    async with open_engine(
+        server.inputs,
+        options,
+        serving.context or Contexts(min(DEFAULT_CONTEXT, spec.context), spec.context),
+        max_waiting=serving.max_waiting,
+        max_wait_s=serving.limits.queue_timeout_s,
+        stats=server.stats,
+    ) as model:
+        await model.expect_grammars()
+        server.open(model)
+        say(f"serving {', '.join(server.names)} at {url}, {context_text(model.context, serving.context)}")
+        try:
+            await server.sleep_when_unused(model, serving.keep_alive_s)
+            return False
+        except BrigadeError as error:
+            server.fail(str(error))  # before the cluster is closed, which takes a while
+            raise
+        except asyncio.CancelledError:
+            if answers.done():
+                raise
+            say("stopping: what is under way may end; again to stop at once")
+            if not await model.drain(serving.shutdown_timeout_s):
+                say(f"some answers have not ended within {serving.shutdown_timeout_s:g} s, and are cut off")
+            return True
+
+
+def context_text(context: int, wanted: int | None) -> str:
+    """Return how long a request may be, and why that is less than was wanted."""
+    text = f"up to {context} tokens per request"
+    return f"{text}: the model has no room for {wanted}" if wanted is not None and wanted > context else text

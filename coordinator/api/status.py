@@ -1,0 +1,177 @@
+"""What a server says of itself: health, models, versions, the cluster's state, and the page that shows it."""
+
+import base64
+import hashlib
+import re
+import time
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.resources import files
+from typing import Any, Literal, NotRequired
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from typing_extensions import TypedDict
+
+from coordinator.api.errors import JSONResponse
+from coordinator.api.server import Server
+from coordinator.api.sse import unless_left
+from coordinator.engine.status import StatusSnapshot
+from worker.platform.installation import version_of
+
+_PAGE = (files("coordinator.api") / "page.html").read_text(encoding="utf-8")
+
+
+class Health(TypedDict):
+    status: str
+    why: NotRequired[str]
+
+
+class Versions(TypedDict):
+    brigade: str
+    mlx: str
+    mlx_lm: str
+
+
+class ModelCard(TypedDict):
+    """A model, by the words of OpenAI's clients, of vLLM's (max_model_len), and of Anthropic's (the last three)."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+    type: Literal["model"]
+    display_name: str
+    created_at: str
+
+
+class ModelList(TypedDict):
+    """OpenAI's list and Anthropic's, to which the last three belong."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+    has_more: Literal[False]
+    first_id: str
+    last_id: str
+
+
+async def live(request: Request) -> Response:
+    """The process and its event loop are there."""
+    return JSONResponse({"status": "live"})
+
+
+async def health(request: Request) -> Response:
+    """Whether requests are answered now; with `?deep=1` one token goes through all stages first, if it is awake."""
+    server: Server = request.app.state.server
+    if server.takes_requests and request.query_params.get("deep") == "1":
+        await unless_left(request, server.probe())
+    body: Health = {"status": server.state.word, "why": server.why}
+    return JSONResponse(body) if server.takes_requests else JSONResponse(body, 503, {"Retry-After": "5"})
+
+
+async def versions(request: Request) -> Response:
+    """Of the server and of what it computes with."""
+    found: Versions = {"brigade": version_of("brigade"), "mlx": version_of("mlx"), "mlx_lm": version_of("mlx-lm")}
+    return JSONResponse(found)
+
+
+async def models(request: Request) -> Response:
+    """The model, under each of its names: OpenAI's list and Anthropic's at once."""
+    server: Server = request.app.state.server
+    found: ModelList = {
+        "object": "list",
+        "data": [_card(server, name) for name in server.names],
+        "has_more": False,
+        "first_id": server.names[0],
+        "last_id": server.names[-1],
+    }
+    return JSONResponse(found)
+
+
+async def one_model(request: Request) -> Response:
+    """The model, under this name."""
+    server: Server = request.app.state.server
+    name = request.path_params["name"]
+    server.require_name(name)
+    return JSONResponse(_card(server, name))
+
+
+def _card(server: Server, name: str) -> ModelCard:
+    return {
+        "id": name,
+        "object": "model",
+        "created": server.started,
+        "owned_by": "brigade",
+        "max_model_len": server.context,
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(server.started, UTC).isoformat().replace("+00:00", "Z"),
+    }
+
+
+async def cluster(request: Request) -> Response:
+    """Nodes, hops, requests and recoveries at this moment."""
+    server: Server = request.app.state.server
+    state = cluster_state(server, await server.status.look(server.model))
+    return JSONResponse(state, headers={"Cache-Control": "no-store"})
+
+
+def cluster_state(server: Server, now: StatusSnapshot) -> dict[str, Any]:
+    """Return the answer of `/cluster`."""
+    stats, spec = server.stats, server.inputs.spec
+    rates = stats.rates.until(int(time.monotonic()))  # of the last 120 whole seconds, the oldest first
+    return {
+        "model": {"name": server.names[0], "num_layers": spec.num_layers, "context": spec.context},
+        "standing": {"state": server.state.word, "why": server.why},
+        "uptime_s": stats.uptime_s,
+        "epoch": now.epoch,
+        "nodes": [asdict(node) for node in now.nodes],
+        "hops": [asdict(hop) for hop in now.hops],
+        "requests": [asdict(each) for each in now.requests],
+        "recent": [
+            asdict(ended) | {"parts_ms": {part: took for part, took in ended.parts_ms.items() if took}}
+            for ended in stats.recent
+        ],
+        "recoveries": [{"at": at, "age_s": time.time() - at, **asdict(each)} for at, each in stats.recovered],
+        "totals": {
+            "prompt_tokens": stats.total("prompt_tokens"),
+            "generation_tokens": stats.total("generation_tokens"),
+            "prefix_tokens_asked": stats.total("prefix_cache_queries"),
+            "prefix_tokens_reused": stats.total("prefix_cache_hits"),
+            "finished": stats.counts("request_success"),
+            "refused": stats.counts("requests_rejected"),
+            "recoveries": stats.total("recoveries"),
+        },
+        "rates": {
+            "tokens_per_s": [tokens for tokens, _ in rates],
+            "tokens_per_step": [round(tokens / steps, 2) if steps else None for tokens, steps in rates],
+        },
+    }
+
+
+async def page(request: Request) -> Response:
+    """Open to everybody: what it shows it asks for with the reader's own key."""
+    return HTMLResponse(_PAGE, headers=_HEADERS)
+
+
+def content_policy(html: str) -> str:
+    """Return the Content-Security-Policy under which a page runs its own script and style, by their digests."""
+
+    def digests(tag: str) -> str:
+        bodies = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+        found = (base64.b64encode(hashlib.sha256(body.encode()).digest()).decode() for body in bodies)
+        return " ".join(f"'sha256-{digest}'" for digest in found)
+
+    return (
+        f"default-src 'none'; script-src {digests('script')}; style-src {digests('style')}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+_HEADERS = {
+    "Content-Security-Policy": content_policy(_PAGE),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}

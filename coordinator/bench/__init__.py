@@ -1,0 +1,1 @@
+"""`brigade bench`: throughput and latency, measured and simulated."""

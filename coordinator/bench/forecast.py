@@ -1,0 +1,312 @@
+"""`brigade plan --simulate`: forecasts for many requests at once, from given or measured times. Loads nothing."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, median
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field, PositiveInt, ValidationError
+
+from coordinator.bench.results import CLUSTER, measured_pipeline
+from coordinator.bench.simulate import Hop, Pipeline, SimulatedLoad, SimulatedStage, simulate
+from coordinator.cluster.open import ask_nodes, open_peers, read_model
+from coordinator.cluster.options import ClusterOptions
+from coordinator.cluster.survey import is_worth_measuring, known_speeds
+from coordinator.planning.costs import chunk_size
+from coordinator.planning.plan import Objective, Plan
+from coordinator.planning.planner import plan
+from coordinator.planning.prediction import Prediction
+from coordinator.planning.speeds import Survey
+from worker.errors import InputError
+from worker.model.modelspec import ModelSpec
+
+_MAX_STEPS = 100_000  # of all requests, on all stages: a quarter of a minute at worst
+_MAX_TOKENS = 1_000_000  # of prompts at once: some 100 MiB
+_MAX_BETWEEN = 32  # steps of lanes that decode, between one chunk of a prompt and the next
+_ROWS = 64  # up to which a further row's cost is drawn as a line
+
+# By rows of a frame: at how many GB/s an M5 Pro reads 4-bit weights for a matrix product. Sabesh, "Squeezing a 26B
+# diffusion LLM onto a Mac", 15 June 2026, "The physics ceiling". A frame takes the longer, the lower this is.
+PUBLISHED_GBPS = {1: 220, 2: 190, 4: 107, 8: 56, 16: 80, 32: 84, 64: 80}
+
+_StageMs = Annotated[float, Field(ge=0.001, le=1e6, allow_inf_nan=False)]
+_HopMs = Annotated[float, Field(le=1e6, allow_inf_nan=False)]  # clocks compared a little wrong may make it negative
+_NumRows = Annotated[int, Field(ge=1, le=1_000_000)]
+_ByRows = Annotated[dict[_NumRows, _StageMs], Field(min_length=1)]
+_NullIsEmpty = BeforeValidator(lambda value: () if value is None else value)  # mlx_lm's rows have no stages
+
+
+class _Row(BaseModel):
+    """The fields of a row of `brigade bench --json` that a forecast needs."""
+
+    system: str
+    decode: str
+    concurrency: PositiveInt
+    layers: Annotated[tuple[int, ...], _NullIsEmpty]
+    stage_ms: Annotated[tuple[_ByRows, ...], _NullIsEmpty]
+    hop_ms: Annotated[tuple[_HopMs, ...], _NullIsEmpty]
+
+
+class _Costs(BaseModel):
+    """The times of frames while all stages had some; files of an older bench have none."""
+
+    layers: tuple[int, ...]
+    stage_ms: tuple[_ByRows, ...]
+    hop_ms: tuple[_HopMs, ...]
+
+
+class _File(BaseModel):
+    prompt_tokens: PositiveInt
+    generated_tokens: Annotated[int, Field(ge=2)]
+    rows: list[_Row]
+    frame_costs: list[_Costs] = []
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """The inputs of a forecast: times from flags or from a file, and the load."""
+
+    stage_ms: tuple[float, ...]
+    row_ms: tuple[float, ...] | None  # None: as in PUBLISHED_GBPS
+    hop_ms: tuple[float, ...]
+    gbps: float | None
+    measured: Path | None
+    concurrency: tuple[int, ...]
+    num_prompt: int | None  # None, as for `num_tokens`: as measured, else a usual number
+    num_tokens: int | None
+    chunk: int | None
+
+
+@dataclass(frozen=True)
+class ForecastTimes:
+    """A chain's times, and the same as measured with some numbers of requests."""
+
+    usual: Pipeline
+    by_count: Mapping[int, Pipeline] = field(default_factory=dict)
+    num_prompt: int = 128  # tokens per request
+    num_tokens: int = 64
+    rows_are: Literal["measured", "given", "published"] = "measured"  # the source of what further rows of a frame cost
+
+    def of(self, count: int) -> Pipeline:
+        return self.by_count.get(count, self.usual)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The fewest and the most rows of a frame whose time is known on every stage."""
+        stages = [stage.by_rows for stage in self.usual.stages]
+        return max(stage[0][0] for stage in stages), min(stage[-1][0] for stage in stages)
+
+    def check(self, counts: Sequence[int]) -> None:
+        """Raise InputError if one of these numbers of requests was not measured and cannot follow from the others.
+
+        If all measured frames had one size, nothing is known of what further rows cost.
+        """
+        unknown = [count for count in counts if count not in self.by_count]
+        if self.by_count and unknown and self.sizes[0] == self.sizes[1]:
+            measured, found = (", ".join(map(str, numbers)) for numbers in (self.by_count, unknown))
+            raise InputError(
+                "concurrency",
+                f"expected {measured}, as measured, got {found}: all frames had one size, "
+                "which does not tell what further rows cost; run bench with --concurrency 1,8 or a longer prompt",
+            )
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The simulation of so many requests at once."""
+
+    concurrency: int
+    tokens_per_s_per_request: float  # while all decode, as of `tokens_per_s`, `gap_mean_ms` and `utilisation`
+    tokens_per_s: float  # of all requests together
+    ttft_p50_s: float
+    gap_mean_ms: float  # between one token of a request and the next
+    gap_p50_ms: float  # while prompts are fed, too, as of `gap_max_ms`
+    gap_max_ms: float
+    utilisation: list[float]  # by stage
+
+
+async def find_times(options: ClusterOptions, assumed: Assumed) -> ForecastTimes:
+    """Return the measured or given times, else those that the nodes measure of themselves.
+
+    The model's configuration is read only where the bandwidth counts, or nodes are asked.
+    """
+    if assumed.measured:
+        return read_times(assumed.measured)
+    if not assumed.stage_ms:
+        return ForecastTimes(await _ask_pipeline(options))
+    row_bytes = 0
+    if assumed.gbps is not None:
+        _, spec = await read_model(options.model)
+        row_bytes = spec.row_bytes
+    pipeline = given_pipeline(assumed.stage_ms, assumed.row_ms, assumed.hop_ms, assumed.gbps, row_bytes)
+    return ForecastTimes(pipeline, rows_are="published" if assumed.row_ms is None else "given")
+
+
+def forecast(times: ForecastTimes, assumed: Assumed) -> list[Forecast]:
+    """Return one forecast per number of requests, all of which arrive at once.
+
+    Raises:
+        InputError: that would take too long, or the times say nothing of so many requests.
+    """
+    times.check(assumed.concurrency)
+    num_prompt, num_tokens = assumed.num_prompt or times.num_prompt, assumed.num_tokens or times.num_tokens
+    chunks = {c: assumed.chunk or chunk_size(num_prompt, times.of(c).stages_s) for c in assumed.concurrency}
+    # at most: chunks of prompts, steps of requests that decode meanwhile, and steps of all
+    num_frames = sum(
+        count * (num_prompt // chunk * min(count, _MAX_BETWEEN) + num_tokens) for count, chunk in chunks.items()
+    )
+    num_steps, num_fed = num_frames * len(times.usual.stages), max(assumed.concurrency) * num_prompt
+    if num_steps > _MAX_STEPS or num_fed > _MAX_TOKENS:
+        raise InputError(
+            "simulate",
+            f"expected at most {_MAX_STEPS} steps on all stages and {_MAX_TOKENS} tokens of "
+            f"prompts, found {num_steps} and {num_fed}; use a smaller --concurrency, -p or -g",
+        )
+    found = []
+    for count, chunk in chunks.items():
+        run = simulate(times.of(count), SimulatedLoad((0.0,) * count, num_prompt, num_tokens, chunk, goes_on=True))
+        found.append(
+            Forecast(
+                concurrency=count,
+                tokens_per_s_per_request=run.tokens_per_s / count,
+                tokens_per_s=run.tokens_per_s,
+                ttft_p50_s=median(run.ttft_s),
+                gap_mean_ms=1e3 * count / run.tokens_per_s,
+                gap_p50_ms=1e3 * median(run.gaps_s),
+                gap_max_ms=1e3 * max(run.gaps_s),
+                utilisation=run.utilisation,
+            )
+        )
+    return found
+
+
+def given_pipeline(
+    stage_ms: Sequence[float],
+    row_ms: Sequence[float] | None,
+    hop_ms: Sequence[float],
+    gbps: float | None,
+    row_bytes: int,
+) -> Pipeline:
+    """Return the pipeline that flags describe.
+
+    Args:
+        stage_ms: milliseconds of a frame of one row, by stage.
+        row_ms: of each further row; None: as in PUBLISHED_GBPS. A single one, as of `hop_ms`, stands for all stages.
+        hop_ms: of each hop; the last one leads back to the coordinator.
+        gbps: bandwidth of the hops, Gbit/s.
+    Raises:
+        InputError: neither one number nor one per stage.
+    """
+
+    def spread(name: str, values: Sequence[float]) -> Sequence[float]:
+        if len(values) not in (1, len(stage_ms)):
+            raise InputError(name, f"expected one number, or one per stage ({len(stage_ms)}), found {len(values)}")
+        return values if len(values) == len(stage_ms) else [values[0]] * len(stage_ms)
+
+    hops = spread("hop_ms", hop_ms)
+    if row_ms is None:
+        stages = [
+            tuple((rows, first * PUBLISHED_GBPS[1] / each / 1e3) for rows, each in PUBLISHED_GBPS.items())
+            for first in stage_ms
+        ]
+    else:
+        stages = [
+            ((1, first / 1e3), (_ROWS, (first + (_ROWS - 1) * more) / 1e3))
+            for first, more in zip(stage_ms, spread("row_ms", row_ms), strict=True)
+        ]
+    bytes_per_s = gbps * 1e9 / 8 if gbps else float("inf")
+    return Pipeline(tuple(map(SimulatedStage, stages)), tuple(Hop(ms / 1e3, bytes_per_s, row_bytes) for ms in hops))
+
+
+def read_times(path: Path) -> ForecastTimes:
+    """Read the cluster's stages and hops, by requests and in the mean, from what `brigade bench --json` wrote.
+
+    Raises:
+        InputError: it is no such file, or holds not one split of a cluster.
+    """
+    file = _read(path)
+    measured = [row for row in file.rows if row.system == CLUSTER and row.decode == "ar"]
+    splits = {row.layers for row in measured}
+    if len(splits) != 1:
+        advice = "run bench with one --layers" if splits else "run bench with workers and --decode ar"
+        raise InputError("measured", f"{path}: expected one split of a cluster, found {len(splits)}; {advice}")
+    num_stages = len(splits.pop())
+    if any(not 0 < num_stages == len(row.stage_ms) == len(row.hop_ms) for row in measured):
+        expected = f"stage_ms and hop_ms of {num_stages} stages in every row"
+        raise InputError("measured", f"{path}: expected {expected}, found others")
+    by_count = {row.concurrency: measured_pipeline(row.stage_ms, row.hop_ms) for row in measured}
+    costs = [costs for costs in file.frame_costs if costs.layers == measured[0].layers]
+    if any(not num_stages == len(found.stage_ms) == len(found.hop_ms) for found in costs):
+        raise InputError("measured", f"{path}: expected frame_costs of {num_stages} stages, found others")
+    return ForecastTimes(_usual(measured, costs), by_count, file.prompt_tokens, file.generated_tokens)
+
+
+def _usual(rows: Sequence[_Row], costs: Sequence[_Costs]) -> Pipeline:
+    """The mean of all rows, but the frame costs of busy stages where they are known."""
+    stages: list[dict[int, list[float]]] = [defaultdict(list) for _ in rows[0].stage_ms]
+    for row in rows:
+        for stage, by_rows in zip(stages, row.stage_ms, strict=True):
+            for num_rows, ms in by_rows.items():
+                stage[num_rows].append(ms)
+    means = [{num_rows: mean(ms) for num_rows, ms in stage.items()} for stage in stages]
+    hops_ms: Sequence[float] = [mean(column) for column in zip(*(row.hop_ms for row in rows), strict=True)]
+    for found in costs:
+        means = [usual | busy for usual, busy in zip(means, found.stage_ms, strict=True)]
+        hops_ms = found.hop_ms
+    return measured_pipeline(means, hops_ms)
+
+
+def _read(path: Path) -> _File:
+    try:
+        return _File.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise InputError("measured", f"cannot read {path}: {error.strerror}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        if first["type"] == "missing":
+            fault = f"nothing at {where}"
+        else:
+            fault = f"another value at {where}, got {first['input']!r:.40}" if where else "no such object of JSON"
+        message = f"expected what `brigade bench --json` prints, found in {path}: {fault}"
+        raise InputError("measured", message) from error
+
+
+async def _ask_pipeline(options: ClusterOptions) -> Pipeline:
+    """Return the cluster's own plan, by the speeds of its nodes. Raises InputError where nothing is measured."""
+    checkpoint, spec = await read_model(options.model)
+    async with open_peers(options, spec) as peers:
+        if not is_worth_measuring(peers):
+            expected = (
+                "expected --stage-ms 26.5,6.5 or --measured FILE, or workers on other machines, which are measured"
+            )
+            raise InputError("simulate", expected)
+        nodes = await ask_nodes(options.cluster, peers)
+        known = await known_speeds(options, checkpoint, peers)
+    objective = Objective(
+        min(options.context, spec.context),
+        layers=options.cluster.layers,
+        is_order_fixed=options.cluster.order == "fixed",
+        may_be_alone=False,
+    )
+    found = plan(spec, nodes, known, objective)
+    if lacking := [name for name in found.names if name not in known.speeds]:
+        raise InputError("simulate", f"expected nodes that have measured themselves, found {', '.join(lacking)}")
+    return profiled_pipeline(spec, found, known)
+
+
+def profiled_pipeline(spec: ModelSpec, plan: Plan, survey: Survey) -> Pipeline:
+    """Return a plan over nodes whose speeds are known, for frames of all sizes that one of them has measured."""
+    times = Prediction(spec, plan, survey)
+    speeds = [survey.speeds[each.name] for each in plan.assignments]
+    sizes = sorted({rows for speed in speeds for column in (*speed.kinds, speed.head) for rows, _ in column})
+    by_size = [times.stages_ms(rows) for rows in sizes]
+    columns = zip(*by_size, strict=True)
+    stages = [
+        SimulatedStage(tuple((rows, ms / 1e3) for rows, ms in zip(sizes, column, strict=True))) for column in columns
+    ]
+    ways = [Hop(link.rtt_ms / 2e3, link.bytes_per_s, spec.row_bytes) for link in times.links[:-1]]
+    back = [Hop(link.rtt_ms / 2e3) for link in times.links[-1:]]
+    return Pipeline(tuple(stages), tuple([*ways, *back] or [Hop(0.0)]))

@@ -1,0 +1,269 @@
+"""The figures of a benchmark: trials to rows, rows to ratios. Pure."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from statistics import fmean, median
+from typing import Any
+
+from coordinator.bench.simulate import (
+    Hop,
+    Pipeline,
+    SimulatedLoad,
+    SimulatedStage,
+    aggregate_tokens_per_s,
+    busy_share,
+    simulate,
+    steady_span,
+)
+from coordinator.planning.costs import chunk_size
+from coordinator.planning.prediction import Prediction
+from coordinator.sessions.waterfall import Passage
+from protos.brigade_pb2 import StatusReply
+from worker.errors import BrigadeError
+
+ONE_PROCESS, MLX_LM, CLUSTER = "one process", "mlx_lm", "cluster"
+
+
+@dataclass(frozen=True)
+class BenchTrial:
+    """One run of some requests, all at once. Times in seconds on the coordinator's clock; the rest only of a chain."""
+
+    num_prompt: int  # tokens of all prompts
+    started: float
+    token_times: list[list[float]]
+    passages: list[Passage] = field(default_factory=list)
+    offsets: Sequence[int] = ()  # nanoseconds, by stage
+    sent_bytes: Sequence[int | None] = ()  # by stage; None where a node did not say
+    loop_share: float | None = None  # of a core, taken by the coordinator's event loop
+
+    @property
+    def prefill_s(self) -> float:
+        """The time until every request has its first token."""
+        return max(times[0] for times in self.token_times) - self.started
+
+    def utilisation(self) -> list[float]:
+        """Return each stage's share of computing in the steady span."""
+        span = steady_span(self.token_times)
+        stages = zip(*(passage.timings for passage in self.passages), strict=True)
+        return [
+            busy_share((((t.started - offset) / 1e9, (t.sampled - offset) / 1e9) for t in timings), *span)
+            for timings, offset in zip(stages, self.offsets, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class BenchRow:
+    """Medians over the trials of one system with so many requests at once; percentiles are over all their tokens."""
+
+    system: str
+    layers: list[int] | None
+    decode: str
+    concurrency: int
+    prompt_tokens_per_s: float
+    tokens_per_s_per_request: float | None  # None, as of gaps, where all tokens come with one step
+    tokens_per_s: float  # of all requests together, over the steady span
+    ttft_p50_s: float
+    ttft_p95_s: float
+    gap_p50_ms: float | None  # between one token of a request and the next
+    gap_p95_ms: float | None
+    utilisation: list[float] | None = None  # by stage
+    bubble: float | None = None  # the part of the time that a stage is idle, mean over the stages
+    bytes_per_token: list[float | None] | None = None  # by stage: what it sends on, tokens of prompts included
+    loop_share: float | None = None
+    overhead_ms_per_token: float | None = None  # against one process
+    predicted_tokens_per_s: float | None = None  # by simulation with the measured stage times
+    planned_tokens_per_s: float | None = None  # by what the nodes measured of themselves before
+    stage_ms: list[dict[int, float]] | None = None  # by stage: rows of a frame -> mean
+    hop_ms: list[float] | None = None  # by stage: mean from the end of its computing to the arrival at the next one
+
+
+@dataclass(frozen=True)
+class FrameCosts:
+    """Milliseconds of frames of several sizes on one split while all its stages are at work."""
+
+    layers: list[int]
+    stage_ms: list[dict[int, float]]  # by stage: rows of a frame -> mean
+    hop_ms: list[float]
+
+
+@dataclass
+class Bench:
+    """The rows of one run, to which measuring adds."""
+
+    machine: str
+    model: str
+    num_prompt: int  # tokens per request
+    num_tokens: int
+    most_requests: int  # at once, of those asked for
+    rows: list[BenchRow]
+    frame_costs: list[FrameCosts] = field(default_factory=list)  # by split
+    failure: BrigadeError | None = None  # of the cluster, which ended the run: the rows are those until then
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object of `bench --json`: ratios of one-token decoding on the first split, else null."""
+
+        def ratio(value: str, count: int, of: str, to: str) -> float | None:
+            one, other = (getattr(self._find(system, count), value, None) for system in (of, to))
+            return one / other if one and other else None
+
+        single = self._find(CLUSTER, 1)
+        return {
+            "machine": self.machine,
+            "model": self.model,
+            "prompt_tokens": self.num_prompt,
+            "generated_tokens": self.num_tokens,
+            "rows": [asdict(row) for row in self.rows],
+            "overhead_ms_per_token": single and single.overhead_ms_per_token,
+            "ratio_vs_one_process": ratio("tokens_per_s_per_request", 1, CLUSTER, ONE_PROCESS),
+            "prefill_ratio_vs_one_process": ratio("prompt_tokens_per_s", self.most_requests, CLUSTER, ONE_PROCESS),
+            "ratio_vs_mlx_lm_batch": ratio("tokens_per_s", self.most_requests, CLUSTER, MLX_LM),
+            "fastest": [
+                {key: getattr(row, key) for key in ("concurrency", "layers", "decode", "tokens_per_s")}
+                for row in fastest_splits(self.rows)
+            ],
+            "frame_costs": [asdict(costs) for costs in self.frame_costs],
+        }
+
+    def _find(self, system: str, count: int) -> BenchRow | None:
+        return next((r for r in self.rows if (r.system, r.decode, r.concurrency) == (system, "ar", count)), None)
+
+
+def fastest_splits(rows: Sequence[BenchRow]) -> list[BenchRow]:
+    """Return the rows of the fastest splits: at the largest number of requests, and at one request.
+
+    Only numbers of requests at which every split was measured count; with a single split there is none to compare.
+    """
+    by_split: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
+    for row in rows:
+        if row.system == CLUSTER:
+            by_split[tuple(row.layers or ())].add(row.concurrency)
+    counts = set.intersection(*by_split.values()) if len(by_split) > 1 else set()
+    compared = sorted({max(counts), 1} & counts, reverse=True) if counts else []
+    return [
+        max((r for r in rows if (r.system, r.concurrency) == (CLUSTER, count)), key=lambda row: row.tokens_per_s)
+        for count in compared
+    ]
+
+
+def system_name(system: str, layers: Sequence[int] | None) -> str:
+    """Return the name of a system in tables and messages: a cluster with its split."""
+    return f"{system} {','.join(map(str, layers))}" if system == CLUSTER and layers else system
+
+
+def summarise(system: str, layers: list[int] | None, decode: str, trials: Sequence[BenchTrial]) -> BenchRow:
+    """Return one row of the trials of one system."""
+    ttfts = [times[0] - trial.started for trial in trials for times in trial.token_times]
+    gaps = [1e3 * (b - a) for trial in trials for times in trial.token_times for a, b in pairwise(times)]
+    speeds = [(len(t) - 1) / (t[-1] - t[0]) for trial in trials for t in trial.token_times if t[-1] > t[0]]
+    row = BenchRow(
+        system=system,
+        layers=layers,
+        decode=decode,
+        concurrency=len(trials[0].token_times),
+        prompt_tokens_per_s=median(trial.num_prompt / trial.prefill_s for trial in trials),
+        tokens_per_s_per_request=median(speeds) if speeds else None,
+        tokens_per_s=median(aggregate_tokens_per_s(trial.token_times) for trial in trials),
+        ttft_p50_s=median(ttfts),
+        ttft_p95_s=_percentile(ttfts, 0.95),
+        gap_p50_ms=median(gaps) if speeds else None,
+        gap_p95_ms=_percentile(gaps, 0.95) if speeds else None,
+    )
+    return _with_stages(row, trials) if trials[0].passages else row
+
+
+def with_overheads(rows: Sequence[BenchRow]) -> list[BenchRow]:
+    """Return the rows, those of the cluster with what a token takes longer than in one process, decoded alike."""
+    alone = {(r.decode, r.concurrency): r.tokens_per_s_per_request for r in rows if r.system == ONE_PROCESS}
+
+    def overhead(row: BenchRow) -> float | None:
+        base = alone.get((row.decode, row.concurrency))
+        if row.system != CLUSTER or not base or not row.tokens_per_s_per_request:
+            return None
+        return 1e3 / row.tokens_per_s_per_request - 1e3 / base
+
+    return [replace(row, overhead_ms_per_token=overhead(row)) for row in rows]
+
+
+def with_plan(row: BenchRow, plan: Prediction) -> BenchRow:
+    """Return the row with its plan's rate, if it is a cluster's that makes one token per step."""
+    is_planned = row.system == CLUSTER and row.decode == "ar"
+    return replace(row, planned_tokens_per_s=plan.tokens_per_s(row.concurrency)) if is_planned else row
+
+
+def with_predictions(rows: Sequence[BenchRow], num_prompt: int, num_tokens: int) -> list[BenchRow]:
+    """Return the rows with a simulation of their own stage and hop times."""
+
+    def predicted(row: BenchRow) -> float | None:
+        if row.stage_ms is None or row.hop_ms is None or row.decode != "ar":
+            return None
+        pipeline = measured_pipeline(row.stage_ms, row.hop_ms)
+        chunk = chunk_size(num_prompt, pipeline.stages_s)
+        return simulate(pipeline, SimulatedLoad((0.0,) * row.concurrency, num_prompt, num_tokens, chunk)).tokens_per_s
+
+    return [replace(row, predicted_tokens_per_s=predicted(row)) for row in rows]
+
+
+def measured_pipeline(stage_ms: Sequence[Mapping[int, float]], hop_ms: Sequence[float]) -> Pipeline:
+    """Return a row's times for simulation; negative hops, of clocks compared a little wrong, count as 0."""
+    stages = (tuple(sorted((int(rows), ms / 1e3) for rows, ms in by_rows.items())) for by_rows in stage_ms)
+    return Pipeline(tuple(map(SimulatedStage, stages)), tuple(Hop(max(0.0, ms) / 1e3) for ms in hop_ms))
+
+
+def sent_between(before: Sequence[StatusReply], after: Sequence[StatusReply]) -> list[int | None]:
+    """Return the bytes that each stage sent on; None for one that did not answer, whose status is all zeros."""
+    return [
+        new.sent_bytes - old.sent_bytes if old.clock and new.clock else None
+        for old, new in zip(before, after, strict=True)
+    ]
+
+
+def frame_costs(layers: list[int], trials: Sequence[BenchTrial]) -> FrameCosts:
+    """Return the mean times of the trials' frames, by their rows; rare long ones count by their part of the time."""
+    num_stages = len(trials[0].offsets)
+    times: list[dict[int, list[float]]] = [defaultdict(list) for _ in range(num_stages)]
+    hops: list[list[float]] = [[] for _ in range(num_stages)]
+    for trial in trials:
+        for passage in trial.passages:
+            for stage, (computed_ms, hop_ms) in enumerate(_passage_ms(passage, trial.offsets)):
+                times[stage][passage.num_rows].append(computed_ms)
+                hops[stage].append(hop_ms)
+    stage_ms = [{rows: fmean(taken) for rows, taken in sorted(by_rows.items())} for by_rows in times]
+    return FrameCosts(layers, stage_ms, [fmean(taken) for taken in hops])
+
+
+def _with_stages(row: BenchRow, trials: Sequence[BenchTrial]) -> BenchRow:
+    num_stages = len(trials[0].offsets)
+    utilisation = [median(column) for column in zip(*(trial.utilisation() for trial in trials), strict=True)]
+    costs = frame_costs(row.layers or [], trials)
+    return replace(
+        row,
+        utilisation=utilisation,
+        bubble=1 - sum(utilisation) / num_stages,
+        bytes_per_token=[_bytes_per_token(trials, stage) for stage in range(num_stages)],
+        loop_share=median(trial.loop_share or 0.0 for trial in trials),
+        stage_ms=costs.stage_ms,
+        hop_ms=costs.hop_ms,
+    )
+
+
+def _bytes_per_token(trials: Sequence[BenchTrial], stage: int) -> float | None:
+    known = [
+        sent / (trial.num_prompt + sum(map(len, trial.token_times)))
+        for trial in trials
+        if (sent := trial.sent_bytes[stage]) is not None
+    ]
+    return median(known) if known else None
+
+
+def _passage_ms(passage: Passage, offsets: Sequence[int]) -> Iterator[tuple[float, float]]:
+    """By stage: milliseconds of computing, and from its end to the arrival at the next stage or back."""
+    arrivals = [timing.received - offset for timing, offset in zip(passage.timings, offsets, strict=True)]
+    for timing, offset, arrival in zip(passage.timings, offsets, [*arrivals[1:], passage.returned], strict=True):
+        yield (timing.sampled - timing.started) / 1e6, (arrival - (timing.sampled - offset)) / 1e6
+
+
+def _percentile(values: Sequence[float], part: float) -> float:
+    return sorted(values)[math.ceil(part * len(values)) - 1]

@@ -1,0 +1,213 @@
+"""Simulation: the product's own scheduler on a clock of its own, with stages and hops that take given times. Pure."""
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from coordinator.planning.costs import LaneChooser, on_lines
+from coordinator.sessions.request import Request
+from coordinator.sessions.scheduler import Scheduler
+from coordinator.sessions.session import Session
+from coordinator.sessions.slots import CacheCosts
+from protos.brigade_pb2 import Frame, Result, Sample
+
+
+@dataclass(frozen=True)
+class SimulatedStage:
+    """Seconds that one stage computes, by the rows of a frame: on straight lines between these points."""
+
+    by_rows: tuple[tuple[int, float], ...]  # ascending
+
+    def seconds(self, num_rows: int) -> float:
+        """What a frame of so many rows takes; nothing if it has none."""
+        return on_lines(self.by_rows, num_rows) if num_rows else 0.0
+
+
+@dataclass(frozen=True)
+class Hop:
+    """What a frame needs to the next stage; `row_bytes` is what each row weighs."""
+
+    latency_s: float
+    bytes_per_s: float = math.inf
+    row_bytes: int = 0
+
+    def seconds(self, num_rows: int) -> float:
+        return self.latency_s + num_rows * self.row_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A chain as numbers: a hop follows every stage, the last one leads back to the coordinator."""
+
+    stages: tuple[SimulatedStage, ...]
+    hops: tuple[Hop, ...]
+
+    def stages_s(self, num_rows: int) -> list[float]:
+        return [stage.seconds(num_rows) for stage in self.stages]
+
+    def hops_s(self, num_rows: int) -> float:
+        return sum(hop.seconds(num_rows) for hop in self.hops)
+
+
+@dataclass(frozen=True)
+class SimulatedLoad:
+    """Requests that arrive at these seconds: so many prompt tokens each, so many tokens to generate.
+
+    With `goes_on` nobody ends before all have generated so many tokens at the same time, after the last one's first.
+    """
+
+    arrivals_s: tuple[float, ...]
+    num_prompt: int
+    num_tokens: int
+    chunk: int
+    goes_on: bool = False
+
+
+@dataclass
+class Simulated:
+    """What came of it. All times in seconds of the simulated clock."""
+
+    arrivals_s: tuple[float, ...]
+    token_times: list[list[float]]
+    busy: list[list[tuple[float, float]]] = field(default_factory=list)  # by stage: when it computes
+    together: tuple[float, float] | None = None  # where requests go on: while all decode
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """What speeds are taken over."""
+        return self.together or steady_span(self.token_times)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all requests together."""
+        begin, end = self.span
+        return _num_within(self.token_times, begin, end) / (end - begin) if begin < end else 0.0
+
+    @property
+    def ttft_s(self) -> list[float]:
+        return [times[0] - arrival for times, arrival in zip(self.token_times, self.arrivals_s, strict=True)]
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Between one token of a request and the next."""
+        return [after - before for times in self.token_times for before, after in itertools.pairwise(times)]
+
+    @property
+    def utilisation(self) -> list[float]:
+        """By stage, over that span."""
+        return [busy_share(intervals, *self.span) for intervals in self.busy]
+
+
+def steady_span(token_times: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """From when the last request has its first token to when the first has its last one: while all of them decode.
+
+    If less than half of their tokens come in that time, from the first token of all to the last of all.
+    """
+    begin, end = max(times[0] for times in token_times), min(times[-1] for times in token_times)
+    if 2 * _num_within(token_times, begin, end) >= sum(map(len, token_times)):
+        return begin, end
+    return min(times[0] for times in token_times), max(times[-1] for times in token_times)
+
+
+def aggregate_tokens_per_s(token_times: Sequence[Sequence[float]]) -> float:
+    """Tokens per second of all requests together, over the steady span; 0 if all tokens come at one moment."""
+    begin, end = steady_span(token_times)
+    return _num_within(token_times, begin, end) / (end - begin) if begin < end else 0.0
+
+
+def _num_within(token_times: Sequence[Sequence[float]], begin: float, end: float) -> int:
+    return sum(begin < at <= end for times in token_times for at in times)
+
+
+def busy_share(intervals: Iterable[tuple[float, float]], begin: float, end: float) -> float:
+    """The part of [begin, end] that these intervals cover; they do not overlap."""
+    covered = sum(max(0.0, min(ended, end) - max(started, begin)) for started, ended in intervals)
+    return covered / (end - begin) if begin < end else 0.0
+
+
+def simulate(pipeline: Pipeline, load: SimulatedLoad) -> Simulated:
+    """Run the load through the scheduler, one token per step and nothing ever refused."""
+    return _Run(pipeline, load).run()
+
+
+_ENDLESS = 10**9  # tokens of a request that goes on
+
+
+class _Run:
+    def __init__(self, pipeline: Pipeline, load: SimulatedLoad) -> None:
+        num_stages = len(pipeline.stages)
+        unlimited = CacheCosts(
+            budgets=(1,) * num_stages,
+            nodes=tuple(f"stage {stage}" for stage in range(num_stages)),
+            bytes_of=lambda cache, rows: (0,) * num_stages,
+            rows_that_can_be_cut=lambda cache: 0,
+        )
+        self._pipeline = pipeline
+        num_tokens = _ENDLESS if load.goes_on else load.num_tokens
+        self._goes_on = load.goes_on
+        self._wanted = load.num_tokens
+        lanes = LaneChooser(num_stages, pipeline.stages_s, pipeline.hops_s)
+        self._scheduler = Scheduler(num_stages, unlimited, max_waiting=len(load.arrivals_s), lanes=lanes.choose)
+        self._sessions = [
+            # no two alike, or they would share their prefixes
+            Session(Request((number, *range(1, load.num_prompt)), num_tokens), chunk=load.chunk)
+            for number in range(len(load.arrivals_s))
+        ]
+        self._token_times: dict[Session, list[float]] = {session: [] for session in self._sessions}
+        self._simulated = Simulated(load.arrivals_s, list(self._token_times.values()), [[] for _ in range(num_stages)])
+        self._free_at = [0.0] * num_stages  # by stage
+        self._link_free_at = [0.0] * num_stages
+        self._events: list[tuple[float, int, int, Frame | Session]] = []  # when, tie breaker, stage, what
+        self._order = itertools.count()
+
+    def run(self) -> Simulated:
+        for arrival_s, session in zip(self._simulated.arrivals_s, self._sessions, strict=True):
+            self._at(arrival_s, 0, session)
+        while self._events and self._simulated.together is None:
+            now, _, stage, what = heapq.heappop(self._events)
+            if isinstance(what, Session):
+                self._scheduler.submit(what)
+                self._send_all(now)
+            elif stage < len(self._pipeline.stages):
+                self._compute(now, stage, what)
+            else:
+                self._commit(now, what)
+                self._send_all(now)
+        return self._simulated
+
+    def _at(self, when: float, stage: int, what: Frame | Session) -> None:
+        heapq.heappush(self._events, (when, next(self._order), stage, what))
+
+    def _send_all(self, now: float) -> None:
+        while (frame := self._scheduler.schedule()) is not None:
+            self._at(now, 0, frame)
+
+    def _compute(self, now: float, stage: int, frame: Frame) -> None:
+        """Frames come in order: each waits for the one before it, at the stage and on the link behind it."""
+        num_rows = sum(len(window.tokens) for window in frame.windows)
+        compute_s, hop = self._pipeline.stages[stage].seconds(num_rows), self._pipeline.hops[stage]
+        started = max(now, self._free_at[stage])
+        done = self._free_at[stage] = started + compute_s
+        self._simulated.busy[stage].append((started, done))
+        sent = max(done, self._link_free_at[stage]) + hop.seconds(num_rows) - hop.latency_s
+        self._link_free_at[stage] = sent
+        self._at(sent + hop.latency_s, stage + 1, frame)
+
+    def _commit(self, now: float, frame: Frame) -> None:
+        samples = [Sample(slot=window.slot, token=7) for window in frame.windows if window.wanted]
+        for session, known in self._scheduler.commit(Result(epoch=frame.epoch, step=frame.step, samples=samples)):
+            self._token_times[session] += [now] * len(known)
+            if session.finish_reason is not None:
+                self._scheduler.close(session)
+        if self._goes_on:
+            self._simulated.together = self._span_of_all(now)
+
+    def _span_of_all(self, now: float) -> tuple[float, float] | None:
+        """From the last request's first token until now, if all have made enough tokens since."""
+        times = self._simulated.token_times
+        if min(map(len, times)) <= self._wanted:
+            return None
+        begin = max(each[0] for each in times)
+        return (begin, now) if all(each[-1 - self._wanted] >= begin for each in times) else None

@@ -1,0 +1,430 @@
+"""`brigade plan`: where each layer would go and what that would cost, and simulations of it."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from coordinator.cli import flags
+from coordinator.cli.parse import chosen_cluster, find_config, parse_counts, parse_times, refuse_flags
+from coordinator.cluster.options import ClusterOptions
+from coordinator.cluster.tables import fitting, plain_table
+from coordinator.planning.plan import Objective, require_fit
+from coordinator.planning.speeds import Survey, format_ms
+from coordinator.sessions.slots import MOST_WAITING
+from worker.config import ClusterConfig
+from worker.errors import InputError
+from worker.model.modelspec import ModelSpec
+from worker.platform.text import format_bytes
+
+if TYPE_CHECKING:  # they import numpy or mlx, for which --help should not wait
+    from coordinator.bench.forecast import Assumed, Forecast, ForecastTimes
+    from coordinator.planning.prediction import PlanReport, Prediction
+
+_PROMPT = 2000  # tokens of the prompt whose time is predicted
+_COLUMNS = 16  # of the bar that shows a node's layers
+_USUAL_COLUMNS = 80
+_TIMES = ("row_ms", "hop_ms", "gbps")
+_LOAD = ("num_prompt", "num_tokens", "prefill_step_size")
+
+_cluster = partial(typer.Option, rich_help_panel=flags.CLUSTER)
+_load = partial(typer.Option, rich_help_panel=flags.LOAD)
+_simulation = partial(typer.Option, rich_help_panel="Simulation")
+
+NodesFile = Annotated[
+    Path | None,
+    _cluster(
+        "--nodes",
+        metavar="FILE",
+        help="Plan for Macs that are not there: a file of their names, memory for weights and caches, GB/s and links.",
+    ),
+]
+Write = Annotated[bool, _cluster("--write", help="Add the split to cluster.yaml as `layers:`, for all to keep.")]
+MeasureAgain = Annotated[
+    bool,
+    _cluster(
+        "--measure-again",
+        help="Have the nodes of --config measure themselves, whatever they have kept: after one was given other work, "
+        "power or cooling. One that serves tells what it has kept.",
+    ),
+]
+PlannedConcurrency = Annotated[
+    str | None,
+    _load(
+        "--concurrency",
+        metavar="1,4,8",
+        help="How many requests at once; the largest number is what memory is kept for. (default: memory for one, "
+        "speeds of 8; of --simulate 1,2,4,8,16)",
+    ),
+]
+Simulate = Annotated[
+    bool,
+    _simulation(
+        "--simulate",
+        help="Predict throughput and latency with the scheduler that serves requests: from --stage-ms or --measured, "
+        "or by what the nodes of --config measure of themselves.",
+    ),
+]
+StageMs = Annotated[str | None, _simulation(metavar="26.5,6.5", help="What a frame of one row takes on each stage.")]
+RowMs = Annotated[
+    str | None,
+    _simulation(
+        metavar="MS,...",
+        help="What each further row of a frame adds; 0 where reading the weights is all that counts, whatever their "
+        "number. (default: as published of an M5 Pro and 4-bit weights)",
+    ),
+]
+HopMs = Annotated[
+    str, _simulation(metavar="MS,...", help="Latency after each stage; the last is the way back to the coordinator.")
+]
+Gbps = Annotated[float | None, _simulation(min=0.001, help="Bandwidth of the hops, Gbit/s. (default: no limit)")]
+Measured = Annotated[
+    Path | None,
+    _simulation(
+        metavar="FILE",
+        help="Take times and load from what `brigade bench --json` printed, for other numbers of requests, too.",
+    ),
+]
+ForecastPrompt = Annotated[
+    int | None, _load("--num-prompt", "-p", min=1, help="Tokens of each prompt. (default: as measured, or 128)")
+]
+ForecastTokens = Annotated[
+    int | None, _load("--num-tokens", "-g", min=2, help="Tokens of each answer. (default: as measured, or 64)")
+]
+
+
+def plan(
+    ctx: typer.Context,
+    config: flags.Config = None,
+    model: flags.Model = None,
+    local: flags.Local = None,
+    layers: flags.Layers = None,
+    context: flags.Context = None,
+    macs: NodesFile = None,
+    objective: flags.Aims = "latency",
+    write: Write = False,
+    measure_again: MeasureAgain = False,
+    simulate: Simulate = False,
+    stage_ms: StageMs = None,
+    row_ms: RowMs = None,
+    hop_ms: HopMs = "0.5",
+    gbps: Gbps = None,
+    measured: Measured = None,
+    concurrency: PlannedConcurrency = None,
+    num_prompt: ForecastPrompt = None,
+    num_tokens: ForecastTokens = None,
+    prefill_step_size: flags.PrefillStepSize = None,
+    as_json: flags.Json = False,
+) -> None:
+    """Where each layer would go and whether it fits; loads nothing. With --simulate, how fast it would be.
+
+    Does it fit, with 16,000 tokens per session: brigade plan --config cluster.yaml --context 16000
+
+    And with other layers on each node: brigade plan --config cluster.yaml --layers 20,16
+
+    Since the Macs were measured one of them was given other work: brigade plan --config cluster.yaml --measure-again
+
+    Macs that you may buy, with memory, GB/s and links as nodes.yaml says: brigade plan --nodes nodes.yaml --model demo
+
+    Two stages of 26.5 and 6.5 ms, which are not there: brigade plan --simulate --stage-ms 26.5,6.5 --hop-ms 3,0.3
+
+    From a run with one request, what 16 would make: brigade bench --concurrency 1 --json > one.json; brigade plan
+    --simulate --measured one.json --concurrency 16
+
+    By what the nodes measure of themselves: brigade plan --simulate --config cluster.yaml
+    """
+    if gbps is not None or (stage_ms is None and measured is None):
+        config = ctx.params["config"] = find_config(config)
+    _check_flags(ctx)
+    options = chosen_cluster(ctx)
+    if macs is not None and layers is None:
+        options = options.with_layers(None)  # those of cluster.yaml are of its own nodes
+    if write:
+        _check_write(ctx, options.cluster)
+    counts = parse_counts("concurrency", concurrency or ("1,2,4,8,16" if simulate else "8"), most=MOST_WAITING)
+    stages_ms = parse_times("stage_ms", stage_ms, least=0.001) if stage_ms is not None else ()
+    rows_ms = None if row_ms is None else parse_times("row_ms", row_ms)
+    hops_ms = parse_times("hop_ms", hop_ms)
+
+    from coordinator.cli.run import run_async
+
+    if simulate:
+        from coordinator.bench.forecast import Assumed
+
+        assumed = Assumed(
+            stages_ms, rows_ms, hops_ms, gbps, measured, counts, num_prompt, num_tokens, prefill_step_size
+        )
+        run_async(run_forecast(options, assumed, as_json=as_json))
+    else:
+        num_sessions = counts[-1] if concurrency or objective == "throughput" else 1
+        wanted = Objective(options.context, num_sessions=num_sessions, goal=objective, num_requests=counts[-1])
+        to_write = config if write else None
+        run_async(run_plan(options, wanted, counts, macs=macs, to_write=to_write, anew=measure_again, as_json=as_json))
+
+
+def _check_flags(ctx: typer.Context) -> None:
+    """Raise InputError for flags that contradict each other."""
+    given = ctx.params
+    if given["simulate"]:
+        _check_simulation(ctx)
+    else:
+        refuse_flags(ctx, ("stage_ms", "measured", *_TIMES, *_LOAD), "expected only with --simulate")
+    if given["measured"] is not None:
+        refuse_flags(ctx, _TIMES, "not expected with --measured, which holds the times")
+    if given["macs"] is not None:
+        refuse_flags(ctx, ("config", "local", "write"), "not expected with --nodes, which says what nodes there are")
+
+
+def _check_simulation(ctx: typer.Context) -> None:
+    """Its times come from flags, from a file, or from the nodes of a configuration."""
+    given = ctx.params
+    refuse_flags(ctx, ("macs", "objective", "write", "measure_again"), "not expected with --simulate")
+    sources = [name for name in ("stage_ms", "measured") if given[name] is not None]
+    if not sources and given["config"] is not None:
+        refuse_flags(ctx, ("local", *_TIMES), "not expected with --simulate --config, whose nodes measure themselves")
+        return
+    refuse_flags(ctx, ("local", "layers", "context"), "not expected with --simulate, which asks no nodes")
+    if given["gbps"] is None:
+        refuse_flags(ctx, ("config", "model"), "expected with --simulate only where --gbps needs a model's row size")
+    if len(sources) != 1:
+        raise InputError(
+            "simulate",
+            "expected either --stage-ms 26.5,6.5, or --measured FILE of `brigade bench --json`, or --config FILE, "
+            "whose nodes measure themselves",
+        )
+
+
+def _check_write(ctx: typer.Context, cluster: ClusterConfig) -> None:
+    """Raise InputError where --write has no split of its own to add to a file, or no file."""
+    if ctx.params["config"] is None:
+        raise InputError("write", "expected with --config FILE, the cluster.yaml to which the split is added")
+    refuse_flags(ctx, ("local",), "not expected with --write: no cluster.yaml names these workers")
+    refuse_flags(
+        ctx, ("layers",), f"not expected with --write, which adds what is planned: add it to {cluster.file} yourself"
+    )
+    if cluster.layers is not None:
+        said = f"`layers: [{', '.join(map(str, cluster.layers))}]`"
+        raise InputError("write", f"{cluster.file} says {said} already; remove that to have it planned anew")
+
+
+async def run_plan(
+    options: ClusterOptions,
+    objective: Objective,
+    counts: Sequence[int],
+    *,
+    macs: Path | None,
+    to_write: Path | None,
+    anew: bool = False,
+    as_json: bool,
+) -> None:
+    """Print the plan over the cluster's nodes, or over the `macs` of a file, and add it to the other file.
+
+    Args:
+        counts: numbers of requests at once whose speed is printed.
+        anew: have the nodes measure themselves whatever they have kept.
+    Raises:
+        ConfigError: a file is wrong; or, after printing, it does not fit.
+    """
+    from coordinator.cluster.nodes_file import read_nodes
+    from coordinator.cluster.open import ask_nodes, open_peers, read_model
+    from coordinator.cluster.progress import say
+    from coordinator.cluster.survey import known_speeds
+    from coordinator.cluster.write_layers import require_changeable, write_layers
+    from coordinator.planning.prediction import report_plan
+    from worker.platform.threads import run_in_thread
+
+    if to_write is not None:
+        require_changeable(to_write)
+    assumed = None if macs is None else read_nodes(macs)
+    checkpoint, spec = await read_model(options.model)
+    if options.wished_context and options.wished_context > spec.context:
+        say(f"note: planned for {spec.context} tokens: {spec.name} has no room for {options.wished_context}")
+    if assumed is not None:
+        nodes, speeds, is_order_fixed = assumed.nodes, assumed.survey(spec), assumed.is_order_fixed
+    else:
+        async with open_peers(options, spec) as peers:
+            nodes = await ask_nodes(options.cluster, peers)
+            speeds = await known_speeds(options, checkpoint, peers, anew=anew)
+        is_order_fixed = options.cluster.order == "fixed"
+    context = min(objective.context, spec.context)
+    objective = replace(objective, context=context, layers=options.cluster.layers, is_order_fixed=is_order_fixed)
+    report = report_plan(spec, nodes, speeds, objective)
+    view = _PlanView(spec, report, speeds, objective, counts)
+    if as_json:
+        print(json.dumps(view.to_json()))
+    else:
+        view.print()
+    require_fit(report.chosen.plan, spec)
+    if to_write is not None:
+        await run_in_thread(partial(write_layers, to_write, options.cluster, report.chosen.plan))
+
+
+async def run_forecast(options: ClusterOptions, assumed: "Assumed", *, as_json: bool) -> None:
+    """Print a forecast per number of requests."""
+    from coordinator.bench.forecast import find_times, forecast
+    from worker.platform.threads import run_in_thread
+
+    times = await find_times(options, assumed)
+    forecasts = await run_in_thread(lambda: forecast(times, assumed))
+    if as_json:
+        print(json.dumps({"rows": times.rows_are, "simulated": [asdict(found) for found in forecasts]}))
+    else:
+        _print_forecasts(forecasts, times)
+
+
+@dataclass(frozen=True)
+class _PlanView:
+    """A plan for people and for programs; `counts` are the numbers of requests at once whose speed is shown."""
+
+    spec: ModelSpec
+    report: "PlanReport"
+    speeds: Survey
+    objective: Objective
+    counts: Sequence[int]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object of `plan --json`."""
+        chosen, times = self.report.chosen.plan, self.report.chosen.times
+        nodes = [
+            {
+                "node": node.name, "start": node.start, "end": node.end, "weight_bytes": node.weight_bytes,
+                "cache_bytes": node.cache_bytes, "memory_bytes": node.memory_bytes, "fits": node.fits,
+                "stage_ms": stage_ms, "hop_ms": hop_ms,
+            }
+            for node, stage_ms, hop_ms in zip(chosen.assignments, times.stage_ms, times.hop_ms, strict=True)
+        ]  # fmt: skip
+        alternatives = [
+            {
+                "name": each.name, "nodes": each.plan.names, "layers": each.plan.layers, "fits": each.plan.fits,
+                "ms_per_token": each.times.ms_per_token, "tokens_per_s_at": self._rates(each.times),
+                "prefill_s_2000": each.times.prefill_s(_PROMPT),
+            }
+            for each in self.report.alternatives
+        ]  # fmt: skip
+        return {
+            "model": self.spec.name,
+            "num_layers": self.spec.num_layers,
+            "context": chosen.context,
+            "sessions": chosen.num_sessions,
+            "fits": chosen.fits,
+            "objective": self.objective.goal,
+            "layers": chosen.layers,
+            "nodes": nodes,
+            "left_out": list(self.report.left_out),
+            "ms_per_token": times.ms_per_token,
+            "tokens_per_s": times.tokens_per_s(),
+            "tokens_per_s_at": self._rates(times),
+            "prefill_s_2000": times.prefill_s(_PROMPT),
+            "alternatives": alternatives,
+            "advice": self.report.advice,
+        }
+
+    def print(self) -> None:
+        """Print a row per node, with its layers drawn to scale, then times, alternatives and advice."""
+        console = Console(highlight=False)
+        chosen, times = self.report.chosen.plan, self.report.chosen.times
+        size = format_bytes(self.spec.shard_bytes(0, self.spec.num_layers))
+        sessions = f"{chosen.num_sessions} sessions" if chosen.num_sessions > 1 else "one session"
+        console.print(
+            f"{self.spec.name} ({self.spec.family}): {self.spec.num_layers} layers, {size}, "
+            f"{sessions} of {chosen.context} tokens"
+        )
+        console.print(self._layers(console.width))
+        if times.ms_per_token is None:  # nothing else is known
+            if self.report.advice:
+                console.print(f"\n{self.report.advice}")
+            return
+        table = plain_table("node", "reads", "", "stage", "hop behind it", gap=2)
+        for name, stage_ms, hop_ms in zip(chosen.names, times.stage_ms, times.hop_ms, strict=True):
+            speed = self.speeds.speeds[name]
+            how = "measured" if speed.is_measured else "assumed"
+            table.add_row(name, f"{speed.gbps:.3g} GB/s", how, format_ms(stage_ms or 0.0), format_ms(hop_ms or 0.0))
+        console.print("", table, f"\n{self._speed_line()}\n", sep="\n")
+        if self.report.alternatives:
+            console.print(self._alternatives(), "", sep="\n")
+        console.print(self.report.advice)
+
+    def _rates(self, times: "Prediction") -> dict[str, float | None]:
+        return {str(count): times.tokens_per_s(count) for count in self.counts}
+
+    def _layers(self, width: int) -> Table:
+        table = plain_table("node", "layers", "weights", "cache", "budget", "fits", "", gap=2)
+        columns = _COLUMNS if width >= _USUAL_COLUMNS else 0
+        for node in self.report.chosen.plan.assignments:
+            begin, end = (round(columns * edge / self.spec.num_layers) for edge in (node.start, node.end))
+            table.add_row(
+                node.name, f"[{node.start}, {node.end})", format_bytes(node.weight_bytes),
+                format_bytes(node.cache_bytes), format_bytes(node.memory_bytes), "yes" if node.fits else "NO",
+                Text(" " * begin + "━" * (end - begin)),
+            )  # fmt: skip
+        return table
+
+    def _speed_line(self) -> str:
+        """The speed of one request, of several, and of a prompt."""
+        chosen, times = self.report.chosen.plan, self.report.chosen.times
+        is_measured = all(self.speeds.speeds[name].is_measured for name in chosen.names)
+        least = "" if is_measured else "at least "  # frames of several rows, which would bring more, are not known
+        several = ", ".join(f"{least}{times.tokens_per_s(n) or 0.0:.1f} of {n} at once" for n in self.counts if n > 1)
+        prefill_s = times.prefill_s(_PROMPT)
+        prompt = "unknown" if prefill_s is None else f"{prefill_s:.1f} s"
+        each = f"{format_ms(times.ms_per_token or 0.0)} per token after {chosen.context} tokens"
+        return (
+            f"{each}: {times.tokens_per_s():.1f} tok/s of one request"
+            f"{several and f', {several}'}; a prompt of {_PROMPT} tokens: {prompt}"
+        )
+
+    def _alternatives(self) -> Table:
+        """By the objective's goal, one request or several, and whether it fits."""
+        most = self.objective.requests_at_once
+        table = plain_table(
+            "instead", "layers", "per token", *([f"tok/s of {most}"] if most > 1 else []), "fits", gap=2
+        )
+        for each in self.report.alternatives:
+            ms, several = each.times.ms_per_token, each.times.tokens_per_s(most)
+            speeds = ["-" if ms is None else format_ms(ms), "-" if several is None else f"{several:.1f}"]
+            layers, fits = "+".join(map(str, each.plan.layers)), "yes" if each.plan.fits else "NO"
+            table.add_row(each.name, layers, *speeds[: 1 + (most > 1)], fits)
+        return table
+
+
+_HEADS = ("requests", "tok/s each", "tok/s all", "first token", "next token", "longest wait", "stages busy")
+_LEGEND = (
+    "tok/s, next token and busy: while all decode, so that requests x tok/s each = tok/s all, and a next token takes "
+    "1 s / tok/s each. First token: the median of requests that come at once. Longest wait: while prompts are fed."
+)
+_ROWS_ARE = {
+    "measured": "What further rows of a frame cost: as measured.",
+    "given": "What further rows of a frame cost: as --row-ms says.",
+    "published": (
+        "What further rows of a frame cost is not known here: as published of an M5 Pro with 4-bit weights, where 8 "
+        "rows take 3.9 times as long as one, 16 to 64 about 2.7 times. --row-ms, --measured or --config know better."
+    ),
+}
+
+
+def _print_forecasts(forecasts: "Sequence[Forecast]", times: "ForecastTimes") -> None:
+    """Print a row per number of requests; below it, which of them were not measured."""
+    console = Console(highlight=False, markup=False)
+    rows = [
+        (
+            str(found.concurrency), f"{found.tokens_per_s_per_request:.1f}", f"{found.tokens_per_s:.1f}",
+            f"{found.ttft_p50_s:.2f} s", f"{found.gap_mean_ms:.1f} ms", f"{found.gap_max_ms:.1f} ms",
+            " · ".join(f"{part:.0%}" for part in found.utilisation),
+        )
+        for found in forecasts
+    ]  # fmt: skip
+    table = fitting(_HEADS, rows, console.width, num_left=0)
+    console.print(table, "", _LEGEND, _ROWS_ARE[times.rows_are], sep="\n")
+    if times.by_count and not times.by_count.keys() >= {found.concurrency for found in forecasts}:
+        least, most = times.sizes
+        console.print(
+            f"{', '.join(map(str, times.by_count))} at once: by the times of those requests. All others: by what "
+            f"frames of {least} to {most} rows took, on straight lines between and beyond."
+        )

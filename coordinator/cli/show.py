@@ -1,0 +1,172 @@
+"""How answers are shown as they come: as Markdown in a chat's terminal, elsewhere as they stand."""
+
+import asyncio
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.markdown import Markdown
+from rich.text import Text
+
+from coordinator.cluster.progress import say
+
+_REDRAW_S = 0.08
+_FENCES = ("```", "~~~")
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # C0 without tab and line end, DEL, C1
+
+
+class Show(Protocol):
+    """Takes an answer's text, and what the model thinks before it."""
+
+    def say(self, text: str) -> None: ...
+
+    def think(self, text: str) -> None: ...
+
+
+def without_controls(text: str) -> str:
+    """Return the text without the characters by which it could steer a terminal: colours, titles, the clipboard."""
+    return _CONTROLS.sub("", text)
+
+
+def num_final(text: str) -> int:
+    """Return how much of a Markdown text nothing to come can change: up to its last blank line outside of code."""
+    final = at = 0
+    is_code = False
+    for line in text.splitlines(keepends=True):
+        at += len(line)
+        if line.lstrip().startswith(_FENCES):
+            is_code = not is_code
+        elif not line.strip() and line.endswith("\n") and not is_code:
+            final = at
+    return final
+
+
+class PlainShow:
+    """Writes text to standard output at once: as it stands, on a terminal without control characters.
+
+    Thoughts are left out.
+    """
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stdout.isatty()
+        self._last = "\n"
+
+    def say(self, text: str) -> None:
+        if self._is_terminal:
+            text = without_controls(text)
+        if text:
+            self._last = text
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    def think(self, text: str) -> None:
+        pass
+
+    def end(self, *, is_whole: bool = False) -> None:
+        """End the last line if it is open, that of a whole answer in any case."""
+        if is_whole or not self._last.endswith("\n"):
+            print(flush=True)
+
+
+class MarkdownShow:
+    """Prints blocks once they are whole; draws the one that grows again and again."""
+
+    def __init__(self, console: Console, live: Live) -> None:
+        self._console = console
+        self._live = live
+        self._growing = ""
+        self._drawn_at = 0.0
+        self._is_thinking = False
+
+    def say(self, text: str) -> None:
+        if self._is_thinking and text:
+            self._end_thought()
+        self._growing += without_controls(text)
+        if final := num_final(self._growing):
+            self._console.print(Markdown(self._growing[:final]), end="\n")
+            self._growing = self._growing[final:]
+        if time.monotonic() - self._drawn_at > _REDRAW_S:
+            self._draw()
+
+    def think(self, text: str) -> None:
+        if text:
+            self._is_thinking = True
+            self._growing += without_controls(text)
+            self._live.update(Text(self._growing, style="dim"), refresh=True)
+
+    def end(self) -> None:
+        if self._is_thinking:
+            self._end_thought()
+        self._live.vertical_overflow = "visible"
+        self._draw()
+
+    def _end_thought(self) -> None:
+        self._console.print(Text(self._growing.strip() + "\n", style="dim"))
+        self._growing, self._is_thinking = "", False
+
+    def _draw(self) -> None:
+        self._live.update(Markdown(self._growing), refresh=True)
+        self._drawn_at = time.monotonic()
+
+
+class Printer:
+    """Prints one answer's text as it comes. Use as a context manager: it never leaves a line open.
+
+    An answer that is interrupted is summed up in one line on standard error.
+    """
+
+    def __init__(self, *, is_silent: bool = False) -> None:
+        self._show = None if is_silent else PlainShow()
+        self._num_tokens = 0
+        self._began = self._first_at = self._last_at = time.monotonic()
+
+    def __enter__(self) -> Self:
+        self._began = self._first_at = self._last_at = time.monotonic()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._show is not None and (kind is None or not issubclass(kind, OSError)):  # or its reader left
+            self._show.end(is_whole=kind is None)
+        if kind is asyncio.CancelledError and self._num_tokens:
+            took_s = self._last_at - self._first_at
+            speed = f", {(self._num_tokens - 1) / took_s:.1f} tok/s" if took_s else ""
+            first_s = self._first_at - self._began
+            say(f"interrupted after {self._num_tokens} tokens{speed}; first after {first_s:.3f} s")
+
+    def count(self, num_tokens: int) -> None:
+        """Take note of tokens that became known."""
+        self._last_at = time.monotonic()
+        if num_tokens and not self._num_tokens:
+            self._first_at = self._last_at
+        self._num_tokens += num_tokens
+
+    def write(self, text: str) -> None:
+        """Print text that became final."""
+        if self._show is not None:
+            self._show.say(text)
+
+
+@contextmanager
+def showing(console: Console | None) -> Iterator[Show]:
+    """Show one answer on this terminal, or on standard output as it stands. However it ends, its last line ends."""
+    if console is None:
+        plain = PlainShow()
+        try:
+            yield plain
+        finally:
+            plain.end()
+        return
+    with Live(console=console, auto_refresh=False, vertical_overflow="ellipsis", redirect_stdout=False) as live:
+        show = MarkdownShow(console, live)
+        try:
+            yield show
+        finally:
+            show.end()

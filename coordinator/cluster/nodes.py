@@ -1,0 +1,216 @@
+"""The nodes of a cluster: one record each, and for workers the connection and, if it is our own, the process."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from coordinator.cluster.local import Keeper, LocalWorker
+from coordinator.cluster.peer import Peer
+from coordinator.planning.plan import MemoryOffer, budgets
+from coordinator.planning.recovery import NodeEvent, NodeRecord, NodeState
+from protos.brigade_pb2 import HelloReply
+from worker.config import ClusterConfig, is_loopback, split_address
+from worker.errors import BrigadeError, StageLost
+from worker.node.network import Network
+from worker.platform.machine import memory_budget
+
+_ASK_S = 1.0
+_PAUSE_S = 0.1
+_GRACE_S = 0.2  # for a worker that did not answer in time to say why
+
+
+@dataclass
+class ClusterNode(NodeRecord):
+    """The record of a worker, and how it is reached."""
+
+    peer: Peer | None = None  # None while its process is being started again
+    keeper: Keeper | None = None  # of a process of our own
+    load: asyncio.Task[BrigadeError | None] | None = None  # while it loads, and until its outcome was looked at
+    offered_bytes: int = 0  # memory, as it said
+    trouble: BrigadeError | None = None  # why it did not answer when it was asked last
+
+    @property
+    def address(self) -> str:
+        """The address in use; empty while it runs nowhere."""
+        return self.peer.address if self.peer else ""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it shares this machine's memory."""
+        return self.peer is not None and is_loopback(split_address(self.peer.address)[0])
+
+    def kill(self) -> None:
+        """End a process of our own, which is started again; others are left alone."""
+        if self.keeper is not None:
+            self.keeper.kill()
+
+
+class Nodes:
+    """This node, then the workers in the configuration's order. Use as an async context manager: it keeps our own."""
+
+    def __init__(self, peers: Sequence[Peer], cluster: ClusterConfig | None = None) -> None:
+        """`cluster` says how much memory nodes may use, where it does."""
+        self._cluster = cluster or ClusterConfig()
+        self._offered_bytes = memory_budget()  # before anything is loaded
+        self.own = ClusterNode(self._cluster.coordinator.name, is_own=True, state=NodeState.PRESENT)
+        self.workers = {peer.name: ClusterNode(peer.name, peer=peer) for peer in peers}
+        self._changed = asyncio.Event()
+        self._left: list[Peer] = []
+        self._keeping: list[asyncio.Task[None]] = []
+        self._share_memory()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        for keeping in self._keeping:
+            keeping.cancel()
+        await asyncio.gather(*self._keeping, return_exceptions=True)
+        await self._close_left()
+        for peer in self.peers(self.workers):
+            await peer.close()
+        await asyncio.gather(*(worker.keeper.stop() for worker in self.workers.values() if worker.keeper))
+
+    @property
+    def records(self) -> list[ClusterNode]:
+        """All of them, in the order of a chain."""
+        return [self.own, *self.workers.values()]
+
+    def keep(self, locals_: Iterable[LocalWorker], network: Network, say: Callable[[str], None]) -> None:
+        """Start these again whenever they end."""
+        for local in locals_:
+            worker = self.workers[local.name]
+
+            async def replaced(local: LocalWorker | None, worker: ClusterNode = worker) -> None:
+                if worker.peer is not None:
+                    worker.meet(NodeEvent.LOST, time.monotonic())
+                    self._left.append(worker.peer)  # the chain that it was lost from may not know yet
+                worker.peer = Peer(local.name, [local.address], network) if local else None
+                self.note_change()
+                if local is not None:
+                    await self._close_left()
+
+            worker.keeper = Keeper(local, replaced, say)
+            self._keeping.append(asyncio.create_task(worker.keeper.run()))
+
+    async def ask(self, names: Collection[str], within_s: float) -> None:
+        """Ask these workers at the same time, and enter in their records whether they answer within the time.
+
+        Returns early once every worker has answered or failed, or once a worker of our own has started or ended.
+        """
+        self._changed.clear()
+        workers = [self.workers[name] for name in names]
+        asked = {each.name: each.peer for each in workers if each.peer}
+        asking = {name: asyncio.create_task(_ask(self.workers[name], peer, within_s)) for name, peer in asked.items()}
+        is_over = False
+        try:
+            is_over = await self._wait_asked(asking.values(), within_s, is_anyone_away=len(asking) < len(workers))
+        finally:
+            unanswered = {name for name, task in asking.items() if not task.done()}
+            for task in asking.values():
+                task.cancel()
+            outcomes = dict(zip(asking, await asyncio.gather(*asking.values(), return_exceptions=True), strict=True))
+        now = time.monotonic()
+        for worker in workers:
+            if worker.peer is not asked.get(worker.name):
+                continue  # another process is to be asked
+            outcome = outcomes.get(worker.name)
+            worker.trouble = outcome if isinstance(outcome, BrigadeError) else None
+            if isinstance(outcome, HelloReply):
+                worker.offered_bytes = outcome.memory_bytes
+                worker.answer(outcome.incarnation, now)
+            elif isinstance(outcome, IdleReply):
+                worker.answer(outcome.incarnation, now)
+                worker.meet(NodeEvent.IDLE, now)
+            elif is_over or worker.name not in unanswered:
+                worker.asked_at = now
+                worker.meet(NodeEvent.LOST, now)
+        for outcome in outcomes.values():
+            if isinstance(outcome, Exception) and not isinstance(outcome, BrigadeError):
+                raise outcome
+        self._share_memory()
+
+    async def pause(self, for_s: float) -> None:
+        """Wait so long, or until something has changed since the workers were asked: a load ended, a process began."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, for_s)):  # wait_for may swallow a cancellation
+                await self._changed.wait()
+        self._changed.clear()
+
+    def note_change(self) -> None:
+        """End the pause of whoever waits for news."""
+        self._changed.set()
+
+    async def wait_all(self, within_s: float) -> None:
+        """Return once every worker answers: those of our own may have ended meanwhile, and are started again.
+
+        Raises:
+            StageLost: one does not.
+        """
+        until = time.monotonic() + within_s
+        while True:
+            await self.ask(self.workers, _ASK_S)
+            if not (missing := [each.name for each in self.workers.values() if not each.answers]):
+                return
+            if time.monotonic() >= until:
+                raise StageLost(f"does not answer, or ends again and again ({within_s:g} s)", node=missing[0])
+            await self.pause(_PAUSE_S)
+
+    def peers(self, names: Iterable[str]) -> list[Peer]:
+        """The connections to those of these workers that run."""
+        found = (self.workers[name].peer for name in names)
+        return [peer for peer in found if peer is not None]
+
+    async def _close_left(self) -> None:
+        """Leave processes that have ended."""
+        while self._left:
+            await self._left.pop().close()
+
+    async def _wait_asked(
+        self, asking: Collection["asyncio.Task[HelloReply | IdleReply]"], within_s: float, *, is_anyone_away: bool
+    ) -> bool:
+        """Wait until all is known that can be, or another process is to be asked; whether it took too long."""
+        changed = asyncio.create_task(self._changed.wait())
+        pending: set[asyncio.Task[HelloReply | IdleReply] | asyncio.Task[bool]] = {*asking, changed}
+        deadline = time.monotonic() + within_s + _GRACE_S
+        try:
+            while not changed.done() and (len(pending) > 1 or is_anyone_away):
+                left_s = deadline - time.monotonic()
+                done, pending = await asyncio.wait(
+                    pending, timeout=max(0.0, left_s), return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done:
+                    return True
+        finally:
+            changed.cancel()
+        return False
+
+    def _share_memory(self) -> None:
+        """Enter what each node may use: those of this machine share what it offers."""
+        configured = {worker.name: worker.memory for worker in self._cluster.workers}
+        there = [each for each in self.workers.values() if each.answers]
+        offers = [MemoryOffer(each.offered_bytes, configured.get(each.name), each.is_here) for each in there]
+        shares = budgets(MemoryOffer(self._offered_bytes, self._cluster.coordinator.memory), offers)
+        for each, share in zip((self.own, *there), shares, strict=True):
+            each.memory_bytes = share
+
+
+@dataclass(frozen=True)
+class IdleReply:
+    """The answer of a stalled worker whose engine is at no step."""
+
+    incarnation: str
+
+
+async def _ask(worker: ClusterNode, peer: Peer, within_s: float) -> HelloReply | IdleReply:
+    """Ask who is there; of a stalled worker also whether its engine is at a step. Raises BrigadeError."""
+    reply = await peer.hello(within_s)
+    is_due = worker.state is NodeState.STALLED and time.monotonic() >= worker.retry_at
+    if is_due and reply.incarnation == worker.incarnation:
+        status = await peer.status(within_s)
+        if status.busy_s == 0.0:
+            return IdleReply(reply.incarnation)
+    return reply

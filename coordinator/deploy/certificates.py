@@ -1,0 +1,197 @@
+"""Certificates: the authority of a cluster, which makes them, and the files of a launch's workers.
+
+The authority's key never leaves its folder.
+"""
+
+import fcntl
+import os
+import secrets
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from worker.config import ClusterConfig, is_certifiable
+from worker.errors import ConfigError
+from worker.node.identity import KeyFile, Role, file_name, split_pem, subjects_of, to_pem
+
+KEYS_FOLDER = "keys"  # beside cluster.yaml, here and on workers that are launched
+AUTHORITY_FILE = "authority.key"  # of key and certificate; no node's file ends so
+NODE_VALID = timedelta(days=365)
+_AUTHORITY_VALID = timedelta(days=3650)
+_CLOCKS_DIFFER = timedelta(days=1)  # at most, after a battery was empty
+
+
+class Authority:
+    """A key and the certificate that every node of one cluster trusts."""
+
+    def __init__(self, folder: Path, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
+        self.folder = folder
+        self.certificate = certificate
+        self._key = key
+
+    @classmethod
+    def make(cls, folder: Path, *, replace: bool = False) -> "Authority":
+        """Make a new authority. If it replaces another, delete the certificates which that one issued.
+
+        Raises:
+            ConfigError: one exists already and `replace` is not given.
+        """
+        path = folder / AUTHORITY_FILE
+        if path.exists() and not replace:
+            raise ConfigError(
+                f"{path} is there already: to make a certificate, brigade keys issue NAME; to shut a node out, "
+                "brigade keys init --replace, after which every node needs a new one"
+            )
+        key = ec.generate_private_key(ec.SECP256R1())
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"brigade {secrets.token_hex(4)}")])
+        usage = x509.BasicConstraints(ca=True, path_length=0)
+        now = datetime.now(UTC)
+        builder = _builder(name, name, key, now - _CLOCKS_DIFFER, now + _AUTHORITY_VALID)
+        certificate = builder.add_extension(usage, critical=True).sign(key, hashes.SHA256())
+        authority = cls(folder, key, certificate)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for file in _issued(folder) if replace else ():
+            file.unlink()
+        _write_private(path, _private_pem(key) + to_pem(certificate))
+        return authority
+
+    @classmethod
+    def open(cls, folder: Path) -> "Authority":
+        """Open the authority in this folder. Raises ConfigError if there is none, or a damaged one."""
+        path = folder / AUTHORITY_FILE
+        try:
+            key_pem, certificate_pem = split_pem(path.read_bytes())
+            key = load_pem_private_key(key_pem, password=None)
+            certificate = x509.load_pem_x509_certificate(certificate_pem)
+        except OSError as error:
+            way_out = "brigade keys init makes one, on the Mac whose key stays there"
+            raise ConfigError(f"{path} cannot be read: {error.strerror}; {way_out}") from error
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{path}: expected a key and its certificate; brigade keys init --replace") from error
+        if not isinstance(key, ec.EllipticCurvePrivateKey):
+            raise ConfigError(f"{path}: expected an elliptic curve key; brigade keys init --replace")
+        return cls(folder, key, certificate)
+
+    def issue(self, name: str, role: Role, *, begins: datetime | None = None, until: datetime | None = None) -> Path:
+        """Make or renew a node's file, which belongs on that node and must be readable by its user only.
+
+        Args:
+            begins, until: when it is valid; by default from a day ago for NODE_VALID.
+        Raises:
+            ConfigError: no certificate can carry this name, or the file present is that of a node with another role or
+                with a name that differs in case only, which certificates do not tell apart.
+        """
+        if not is_certifiable(name):
+            raise ConfigError(f"expected a name like that of a host, as certificates carry it, found {name!r}")
+        path = self.folder / file_name(name)
+        _require_same(path, name, role)
+        key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
+        until = min(until or now + NODE_VALID, self.certificate.not_valid_after_utc)
+        builder = _builder(subject, self.certificate.subject, key, begins or now - _CLOCKS_DIFFER, until)
+        serves = [ExtendedKeyUsageOID.SERVER_AUTH] if role is Role.WORKER else []  # a coordinator only calls
+        for extension in (
+            x509.SubjectAlternativeName([x509.DNSName(name.lower()), x509.UniformResourceIdentifier(role)]),
+            x509.BasicConstraints(ca=False, path_length=None),
+            x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH, *serves]),
+        ):
+            builder = builder.add_extension(extension, critical=False)
+        certificate = builder.sign(self._key, hashes.SHA256())
+        _write_private(path, _private_pem(key) + to_pem(certificate) + to_pem(self.certificate))
+        return path
+
+
+def _issued(folder: Path) -> list[Path]:
+    """Return the node files that the present authority of this folder has issued; [] if it is damaged."""
+    try:
+        present = to_pem(Authority.open(folder).certificate)
+    except ConfigError:
+        return []
+    return [file for file in folder.glob(file_name("*")) if split_pem(file.read_bytes())[2:] == [present]]
+
+
+def _require_same(path: Path, name: str, role: Role) -> None:
+    """Raise ConfigError if renewing this file would change its node or its role."""
+    blocks = split_pem(path.read_bytes())[1:2] if path.exists() else []
+    for block in blocks:
+        try:
+            certificate = x509.load_pem_x509_certificate(block)
+            _, roles = subjects_of(certificate)
+        except ValueError:
+            return  # a damaged file is replaced
+        spelled = [str(each.value) for each in certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
+        if spelled and name[:64] != spelled[0] and name[:64].lower() == spelled[0].lower():
+            raise ConfigError(
+                f"{path} is that of {spelled[0]!r}, and certificates do not tell {name!r} from it: renew it as "
+                f"{spelled[0]!r}, remove that file first, or give another node a name that differs in more than case"
+            )
+        if roles and role not in roles:
+            raise ConfigError(f"{path} has the role {', '.join(roles)}, not {role}; remove it first if that is meant")
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, begins: datetime, until: datetime
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(begins)
+        .not_valid_after(until)
+    )
+
+
+def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def _write_private(path: Path, content: bytes) -> None:
+    """Write a file atomically, readable by its owner only at every moment."""
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def certificates(cluster: ClusterConfig, names: Iterable[str], say: Callable[[str], None]) -> dict[str, bytes]:
+    """Return the certificate files of these workers by name, after making missing ones; {} without encryption.
+
+    Raises:
+        ConfigError: one is unusable, or is missing and cannot be made here.
+    """
+    if cluster.tls is None:
+        return {}
+    folder = Path(cluster.tls.keys)
+    found = {}
+    for name in names:
+        path = folder / file_name(name)
+        if not path.exists():
+            authority = Authority.open(folder)
+            lock = os.open(folder, os.O_RDONLY)  # of two launches at once, one makes it
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not path.exists():
+                    say(f"made {authority.issue(name, Role.WORKER)}, the certificate of {name}")
+            finally:
+                os.close(lock)
+        KeyFile(folder, name, Role.WORKER).read()
+        found[name] = path.read_bytes()
+    return found

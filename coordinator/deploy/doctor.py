@@ -1,0 +1,267 @@
+"""`brigade doctor`: collects facts from all nodes, measures the hops, checks both, and tries an answer at the end."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import psutil
+
+from coordinator.cluster.open import read_model
+from coordinator.cluster.options import ClusterOptions
+from coordinator.cluster.peer import Peer, peers_of
+from coordinator.cluster.together import together
+from coordinator.deploy.checks import MAX_VERSIONS, ModelInUse, check_cluster, offers_of
+from coordinator.deploy.findings import (
+    ExaminedCluster,
+    ExaminedHop,
+    ExaminedNode,
+    Finding,
+    Kind,
+    Level,
+    measured,
+    medium_name,
+    note,
+    ok,
+    problem,
+)
+from coordinator.deploy.hop_checks import cable_between, ms_per_token
+from coordinator.deploy.trial import ChainTrial, advice, try_cluster
+from coordinator.planning.plan import Objective
+from coordinator.planning.planner import plan
+from coordinator.planning.speeds import NOTHING_KNOWN
+from protos.brigade_pb2 import TRANSPORT_GRPC, TRANSPORT_TCP, TRANSPORT_TLS, Facts, Listener, Transport
+from worker.config import ClusterConfig, WorkerConfig, is_loopback, split_address
+from worker.errors import BrigadeError, ConfigError, NodeBusy, StageLost
+from worker.node.configuration import configuration_of
+from worker.node.examine import read_facts
+from worker.node.identity import Role
+from worker.node.links import connect
+from worker.node.network import Network
+from worker.platform.text import format_bytes, printable
+
+Begin = Callable[[str], None]  # takes the step that begins
+
+_CLOCK_TRIES = 3
+_TRANSPORTS = {TRANSPORT_TCP: "tcp", TRANSPORT_TLS: "tls", TRANSPORT_GRPC: "grpc_without_tls"}  # names in JSON
+_PLAIN: Sequence[Transport] = (TRANSPORT_TCP,)  # measured where links, and thus gRPC, are not encrypted
+_ENCRYPTED: Sequence[Transport] = (TRANSPORT_TCP, TRANSPORT_TLS, TRANSPORT_GRPC)
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What was collected, and the findings that follow; `trial` is None if no answer was tried or none came."""
+
+    cluster: ExaminedCluster
+    model: ModelInUse
+    model_name: str
+    findings: Sequence[Finding]
+    trial: ChainTrial | None = None
+
+    def count(self, level: Level) -> int:
+        return sum(finding.level is level for finding in self.findings)
+
+    @property
+    def is_healthy(self) -> bool:
+        return not self.count(Level.PROBLEM)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "model": self.model_name,
+            "must_be_mended": self.count(Level.PROBLEM),
+            "notes": self.count(Level.NOTE),
+            "findings": [asdict(finding) for finding in self.findings],
+            "nodes": [_node_json(node) for node in self.cluster.nodes],
+            "hops": [_hop_json(hop, self.cluster, self.model.row_bytes) for hop in self.cluster.hops],
+            "trial": self.trial.as_json() if self.trial else None,
+        }
+
+
+async def examine_cluster(options: ClusterOptions, begin: Begin = lambda step: None) -> Examination:
+    """Collect and check. A node that cannot be asked, or a model that cannot be read, is a finding, not an error."""
+    try:
+        _, spec = await read_model(options.model)
+        model = ModelInUse(spec, context=min(options.context, spec.context), layers=options.cluster.layers)
+    except BrigadeError as error:
+        model = ModelInUse(refusal=error.message)
+    cluster = await collect_facts(options.cluster, begin)
+    return Examination(cluster, model, options.model, check_cluster(cluster, model, datetime.now(UTC)))
+
+
+async def try_answer(options: ClusterOptions, found: Examination) -> Examination:
+    """Add what a short answer through every node shows, unless there are no workers or problems to fix first.
+
+    What runs is left alone: a worker that serves another coordinator, or a machine whose memory other programs hold, is
+    a note instead.
+    """
+    if not options.cluster.workers or not found.is_healthy:
+        return found
+    trial, about = None, "all nodes"
+    needed, free = _own_share(found), psutil.virtual_memory().available
+    if needed > free:
+        text = f"no answer was tried: its part takes {format_bytes(needed)}, {format_bytes(free)} are free"
+        finding = note(Kind.TRIAL, found.cluster.nodes[0].name, text, "end what holds memory here, perhaps a server")
+        return replace(found, findings=[*found.findings, finding])
+    try:
+        trial = await try_cluster(options)
+    except NodeBusy as error:
+        finding = note(Kind.TRIAL, about, f"no answer was tried: {error}", advice(error, ""))
+    except BrigadeError as error:
+        finding = problem(Kind.TRIAL, about, str(error), _advice(error))
+    else:
+        num_tokens = len(trial.first.tokens)
+        text = f"{num_tokens} tokens through every node, twice, in {trial.answered_s:.1f} s"
+        if trial.is_same:
+            finding = ok(Kind.TRIAL, about, f"{text}: the same tokens")
+        else:
+            text += f": other tokens the second time, {trial.first.tokens}, then {trial.second.tokens}"
+            finding = problem(Kind.TRIAL, about, text, "install the same versions of all packages on all nodes")
+    return replace(found, findings=[*found.findings, finding], trial=trial)
+
+
+def _own_share(found: Examination) -> int:
+    """Return the bytes that the coordinator has to hold in a plan by memory; 0 if no model is known."""
+    spec, nodes = found.model.spec, found.cluster.nodes
+    if spec is None:
+        return 0
+    objective = Objective(found.model.context, layers=found.model.layers)
+    return plan(spec, offers_of(nodes), NOTHING_KNOWN, objective).assignments[0].needed_bytes
+
+
+def _advice(error: BrigadeError) -> str:
+    if isinstance(error, StageLost):
+        return f"the log of worker {error.node} may tell why; run doctor again" if error.node else "run doctor again"
+    return advice(error, "")
+
+
+async def collect_facts(cluster: ClusterConfig, begin: Begin = lambda step: None) -> ExaminedCluster:
+    """Ask all nodes at once, then measure one hop after another."""
+    own = cluster.coordinator
+    begin("asking every node about itself")
+    network = Network.of(cluster, own.name, Role.COORDINATOR)
+    async with AsyncExitStack() as stack:
+        try:
+            peers = await stack.enter_async_context(peers_of(cluster, network))
+        except ConfigError as error:  # this node's own certificate, without which it can ask no other
+            facts = await read_facts(own.name, Network())
+            return ExaminedCluster([ExaminedNode(own.name, facts, error, configured_bytes=own.memory)])
+        asking = [_ask(*pair, network) for pair in zip(peers, cluster.workers, strict=True)]
+        found = ExaminedCluster(await together(_ask_here(cluster, network), *asking))
+        hops = await _measure_hops(found, peers, begin, _ENCRYPTED if cluster.tls else _PLAIN)
+        return replace(found, hops=hops)
+
+
+def num_steps(cluster: ClusterConfig) -> int:
+    """Return how often `examine_cluster` calls `begin`."""
+    return 1 + len(cluster.workers) + (len(cluster.workers) > 1)
+
+
+async def _ask_here(cluster: ClusterConfig, network: Network) -> ExaminedNode:
+    own = cluster.coordinator
+    facts = await read_facts(own.name, network)
+    return ExaminedNode(own.name, facts, configuration=configuration_of(cluster), configured_bytes=own.memory)
+
+
+async def _ask(peer: Peer, worker: WorkerConfig, network: Network) -> ExaminedNode:
+    is_here = is_loopback(split_address(worker.addresses[0])[0])
+    ways = await asyncio.gather(*map(connect, worker.addresses))
+    start = network.way_to_start(peer.name)
+    found = ExaminedNode(peer.name, ways=ways, configured_bytes=worker.memory, is_here=is_here, start=start)
+    if all(way.error for way in ways):  # gRPC would wait for the node to come up, and say less
+        return replace(found, error=StageLost(f"{ways[0].address}: {ways[0].error}"))
+    try:
+        hello = await peer.hello()
+        found = replace(found, configuration=hello.configuration if hello.HasField("configuration") else None)
+        return replace(found, facts=await peer.examine(), clock_offset_s=await _clock_offset_s(peer))
+    except BrigadeError as error:
+        return replace(found, error=error)
+
+
+async def _clock_offset_s(peer: Peer) -> float:
+    """Return its time of day minus this node's, by the quickest of some exchanges."""
+    found = []
+    for _ in range(_CLOCK_TRIES):
+        before, began = time.monotonic_ns(), time.time_ns()
+        theirs = (await peer.examine(only_time=True)).time
+        took = time.monotonic_ns() - before
+        found.append((took, (theirs - began - took / 2) / 1e9))
+    return min(found)[1]
+
+
+async def _measure_hops(
+    cluster: ExaminedCluster, peers: Sequence[Peer], begin: Begin, transports: Sequence[Transport]
+) -> list[ExaminedHop]:
+    """Measure from this node to the first worker, along the chain, and from this node to the last as the way back."""
+
+    async def measure(sender: Peer | None, receiver: Peer) -> ExaminedHop:
+        hop = ExaminedHop(sender.name if sender else cluster.nodes[0].name, receiver.name)
+        begin(f"measuring {hop.about}")
+        if any(cluster.by_name[name].facts is None for name in (hop.source, hop.target)):
+            return hop
+        async with AsyncExitStack() as stack:
+            ports = [await _open_port(stack, receiver, each) for each in transports]
+            listeners = [port for port in ports if port is not None]
+            try:
+                far = None if sender is None else receiver
+                return replace(hop, reply=await (sender or receiver).measure_link(far, listeners, examined=True))
+            except BrigadeError as error:
+                return replace(hop, error=error)
+
+    hops = [await measure(sender, receiver) for sender, receiver in zip([None, *peers], peers, strict=False)]
+    if len(peers) > 1:
+        hops.append(replace(await measure(None, peers[-1]), is_back=True))
+    return hops
+
+
+async def _open_port(stack: AsyncExitStack, receiver: Peer, transport: Transport) -> Listener | None:
+    try:
+        return await stack.enter_async_context(receiver.listening(transport))
+    except BrigadeError:  # gRPC is measured without it
+        return None
+
+
+def _node_json(node: ExaminedNode) -> dict[str, Any]:
+    """Return the node's facts; null where it could not be asked, or could not tell."""
+    facts = node.facts
+    return {
+        "node": node.name,
+        "error": printable(node.error.message) if node.error else None,
+        "chip": printable(facts.chip) if facts else None,
+        "system": printable(f"{facts.system} {facts.system_version}") if facts else None,
+        "memory_bytes": facts.memory_bytes if facts else None,
+        "offered_bytes": facts.budget_bytes if facts else None,
+        "free_disk_bytes": facts.free_disk_bytes if facts else None,
+        "versions": _versions(facts) if facts else None,
+        "clock_offset_s": node.clock_offset_s,
+    }
+
+
+def _versions(facts: Facts) -> dict[str, str]:
+    return {printable(name): printable(facts.versions[name]) for name in sorted(facts.versions)[:MAX_VERSIONS]}
+
+
+def _hop_json(hop: ExaminedHop, cluster: ExaminedCluster, row_bytes: int) -> dict[str, Any]:
+    sender, receiver = cluster.by_name[hop.source], cluster.by_name[hop.target]
+    way = hop.reply.way if hop.reply else None
+    here = sender.interface_with(way.local) if way else None
+    cable = cable_between(sender, receiver)
+    lines = {line.transport: line for line in hop.reply.lines if not line.error} if hop.reply else {}
+    figures = {
+        kind: {"rtt_ms": measured(line.rtt_ms), "bytes_per_s": measured(line.bytes_per_s)}
+        for kind, line in lines.items()
+    }
+    return {
+        "source": hop.source,
+        "target": hop.target,
+        "is_back": hop.is_back,
+        "address": printable(way.address) if way and way.address else None,
+        "interface": printable(here.name) if here else None,
+        "medium": medium_name(here.medium) if here else None,
+        "mtu": here.mtu if here else None,
+        "thunderbolt_gbit": measured(cable.gbit) if cable else None,
+        "ms_per_token": ms_per_token(hop, row_bytes),
+        "grpc": {"rtt_ms": hop.rtt_ms, "bytes_per_s": hop.bytes_per_s},
+    } | {name: figures.get(kind) for kind, name in _TRANSPORTS.items()}

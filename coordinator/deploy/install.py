@@ -1,0 +1,236 @@
+"""What `brigade launch` finds on a node's machine, and the fewest steps to what is wanted there. Pure."""
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import yaml
+
+from coordinator.deploy.certificates import KEYS_FOLDER
+from coordinator.deploy.services import define_service
+from worker.errors import BrigadeError
+from worker.platform.text import printable
+
+SERVICES = ("launchd", "systemd", "daemon")
+_MIN_PYTHON = (3, 11)
+_NEEDED_BYTES = 2 << 30  # of an installation, downloads included
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_TURN = re.compile(r"\d{1,18}")
+_DF_LINE = re.compile(r"(\d{1,18})\s+\d+%")  # of `df -Pk`: KiB available, then the share in use
+_OF_THE_COORDINATOR = {"context", "layers", "order", "coordinator"}  # keys of cluster.yaml that do not concern workers
+
+
+@dataclass(frozen=True)
+class Python:
+    """An interpreter on a node's machine; `is_whole` if it has venv and pip."""
+
+    version: tuple[int, ...]
+    path: str
+    is_whole: bool
+
+
+@dataclass(frozen=True)
+class RemoteState:
+    """A node's machine and the worker there, as remote/look.sh reports them.
+
+    `config`, `key` and `service` are the hexadecimal SHA-256 of those files, "" for a missing one; `started` is the
+    `Target.started` of the running worker.
+    """
+
+    home: str
+    free_bytes: int
+    kind: str  # of SERVICES
+    uv: str = ""
+    versions: frozenset[str] = frozenset()  # installed
+    config: str = ""
+    key: str = ""
+    service: str = ""
+    started: str = ""
+    is_alive: bool = False
+    turn: str = "0"  # the number of the last launch or stop of this worker
+
+    def command(self, name: str, version: str) -> Sequence[str]:
+        """Return the command that serves as the worker `name`."""
+        python = f"{self.home}/.brigade/versions/{version}/bin/python"
+        # -P: a folder named worker in the home must not be run instead
+        return (
+            python,
+            "-P",
+            "-m",
+            "worker",
+            "--config",
+            f"{self.home}/{worker_folder(name)}/cluster.yaml",
+            "--name",
+            name,
+        )
+
+
+def worker_folder(name: str) -> str:
+    """Return the folder of a worker's files, relative to its user's home. Even the name `..` stays inside it."""
+    return f".brigade/worker-{name}"
+
+
+def read_state(lines: Mapping[str, Sequence[str]]) -> RemoteState:
+    """Parse the lines of look.sh, grouped by their first word.
+
+    Raises:
+        BrigadeError: the machine is no Unix, or reports a home or a kind of service that cannot be used.
+    """
+    last = {word: of_word[-1] for word, of_word in lines.items()}
+    free, turn = _DF_LINE.search(last.get("free", "")), last.get("turn", "")
+    if not ({"home", "kind"} <= set(last) and free):
+        raise BrigadeError("expected macOS or Linux there, found no shell that tells its home and free space")
+    if _CONTROL.search(last["home"]):  # which no property list may hold
+        raise BrigadeError(f"expected a home without control characters there, found {printable(last['home'])}")
+    if last["kind"] not in SERVICES:
+        kinds = ", ".join(SERVICES)
+        raise BrigadeError(f"expected {kinds} as the kind of service, found {printable(repr(last['kind']))}")
+    return RemoteState(
+        last["home"],
+        int(free[1]) * 1024,
+        last["kind"],
+        uv=last.get("uv", ""),
+        versions=frozenset(lines.get("version", ())),
+        config=last.get("config", ""),
+        key=last.get("key", ""),
+        service=last.get("service", ""),
+        started=last.get("started", ""),
+        is_alive="alive" in lines,
+        turn=turn if _TURN.fullmatch(turn) else "0",
+    )
+
+
+def require_space(state: RemoteState) -> None:
+    """Raise BrigadeError if the disk is too full for an installation."""
+    if state.free_bytes < _NEEDED_BYTES:
+        need, free = (f"{size / 2**30:.1f} GiB" for size in (_NEEDED_BYTES, state.free_bytes))
+        raise BrigadeError(f"expected {need} free at {printable(state.home)} for the installation, found {free}")
+
+
+def read_pythons(lines: Sequence[str]) -> list[Python]:
+    """Parse the lines of pythons.sh."""
+    found = {}
+    for line in lines:
+        if match := re.fullmatch(r"(\d{1,9})\.(\d{1,9})\.(\d{1,9}) (whole|bare) (.+)", line):
+            version = int(match[1]), int(match[2]), int(match[3])
+            found[match[5]] = Python(version, match[5], match[4] == "whole")
+    return list(found.values())
+
+
+def choose_python(pythons: Sequence[Python], here: tuple[int, int]) -> Python:
+    """Return the interpreter to install with, preferably of the version that runs here: its packages are known to fit.
+
+    Raises:
+        BrigadeError: none is new enough and has venv and pip.
+    """
+    fitting = [python for python in pythons if python.version >= _MIN_PYTHON and python.is_whole]
+    if fitting:
+        return max(fitting, key=lambda python: (python.version[:2] == here, python.version))
+    newest = max(pythons, key=lambda python: python.version, default=None)
+    found = "none"
+    if newest is not None:
+        found = f"Python {'.'.join(map(str, newest.version))}{'' if newest.is_whole else ' without one of them'}"
+    raise BrigadeError(
+        f"expected uv, or Python {'.'.join(map(str, _MIN_PYTHON))} or newer with venv and pip, found {found}; on that "
+        "machine: curl -LsSf https://astral.sh/uv/install.sh | sh"
+    )
+
+
+class Action(StrEnum):
+    """What the user wants of workers that are to run."""
+
+    START = "start"  # start what does not run, or not as it should
+    RESTART = "restart"  # also restart what runs
+    UPDATE = "update"  # the same after a new installation
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is to be on a node's machine: a version, and the contents of files; `key` is None without encryption."""
+
+    version: str
+    config: bytes
+    key: bytes | None
+    service: bytes
+
+    @classmethod
+    def of(cls, name: str, raw: Mapping[str, Any], version: str, key: bytes | None, state: RemoteState) -> "Target":
+        """Return the target of the worker `name`; `raw` are the keys of a valid cluster.yaml."""
+        config = yaml.safe_dump(node_part(raw, name), sort_keys=False, allow_unicode=True).encode()
+        folder = f"{state.home}/{worker_folder(name)}"
+        service = define_service(state.kind, name, state.home, folder, state.command(name, version))
+        return cls(version, config, key, service)
+
+    @property
+    def started(self) -> str:
+        """A digest that changes with whatever requires a restart; a worker reads a new certificate without one."""
+        return digest(b"\n".join((self.version.encode(), self.config, self.service)))
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What to do on a node's machine; `files` are to be replaced, by the names that settle.sh knows."""
+
+    installs: bool
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    restarts: bool = False
+    was_alive: bool = False
+
+    @property
+    def are_none(self) -> bool:
+        return not (self.installs or self.files or self.restarts)
+
+    @property
+    def summary(self) -> str:
+        """What was done, for a table."""
+        started = "restarted" if self.was_alive else "started"
+        done = {"installed": self.installs, "new certificate": "key.pem" in self.files, started: self.restarts}
+        return ", ".join(what for what, is_done in done.items() if is_done) or "unchanged"
+
+
+def steps_for(target: Target, state: RemoteState, action: Action) -> Steps:
+    """Return the fewest steps from this state to the target."""
+    present = {"cluster.yaml": state.config, "key.pem": state.key, "service": state.service}
+    wanted = {"cluster.yaml": target.config, "key.pem": target.key, "service": target.service}
+    files = {name: file for name, file in wanted.items() if file is not None and digest(file) != present[name]}
+    installs = target.version not in state.versions
+    runs_as_wanted = state.is_alive and state.started == target.started and not files.keys() - {"key.pem"}
+    restarts = installs or action is Action.RESTART or not runs_as_wanted
+    return Steps(installs, files, restarts, state.is_alive)
+
+
+def version_folder(package: str, existing: Iterable[str], action: Action) -> str:
+    """Return the folder of the package with this id; an update gets a new one, since a worker may run the old one.
+
+    Args:
+        existing: folders of installed versions: an id each, for updates of that id followed by a dot and a number.
+    """
+    found = (re.fullmatch(rf"{re.escape(package)}(?:\.(\d{{1,9}}))?", each) for each in existing)
+    numbers = [int(each[1] or 0) for each in found if each]
+    number = max(numbers, default=0) + (1 if numbers and action is Action.UPDATE else 0)
+    return f"{package}.{number}" if number else package
+
+
+def node_part(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the part of cluster.yaml that the worker `name` needs: its own entry and the keys that concern workers.
+
+    Another worker's new address, or the coordinator's new split, thus does not restart this one.
+
+    Args:
+        raw: the keys of a cluster.yaml that `load_cluster` accepts.
+    """
+    part = {key: value for key, value in raw.items() if key not in _OF_THE_COORDINATOR}
+    if part.get("tls"):
+        part["tls"] = {"keys": KEYS_FOLDER}
+    if part.get("models"):  # relative to its user's home: what lies beside this Mac's file is not there
+        part["models"] = [each if each.startswith(("/", "~")) else f"~/{each}" for each in part["models"]]
+    [entry] = [worker for worker in raw["workers"] if worker["name"] == name]
+    part["workers"] = [{key: value for key, value in entry.items() if key != "ssh"}]
+    return part
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

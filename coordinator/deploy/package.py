@@ -1,0 +1,167 @@
+"""The copy of Brigade that runs here, a checkout or an installed one, as a wheel for other machines.
+
+Its id is a digest of its files and of the versions of the packages that it runs with: many copies share one version.
+"""
+
+import base64
+import hashlib
+import importlib.util
+import io
+import tomllib
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from worker.errors import ConfigError
+
+NAME = "brigade"
+_PACKAGES = ("protos", "worker", "coordinator")
+_LEFT_OUT = {".pyc", ".proto"}  # what an installed copy may lack
+_TAGS = "Wheel-Version: 1.0\nGenerator: brigade launch\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+_ID_LENGTH = 16
+
+
+@dataclass(frozen=True)
+class Package:
+    """What is to be installed.
+
+    Args:
+        files: contents by path in a wheel.
+        constraints: the versions of the packages that it needs, as pip reads them.
+    """
+
+    version: str
+    files: Mapping[str, bytes]
+    constraints: str
+
+    @cached_property
+    def id(self) -> str:
+        """A hexadecimal digest of all files and pinned packages."""
+        whole = hashlib.sha256(self.constraints.encode())
+        for name, content in sorted(self.files.items()):
+            whole.update(f"\n{name} {hashlib.sha256(content).hexdigest()}".encode())
+        return whole.hexdigest()[:_ID_LENGTH]
+
+    @property
+    def wheel_name(self) -> str:
+        return f"{NAME}-{self.version}-py3-none-any.whl"
+
+    @cached_property
+    def wheel(self) -> bytes:
+        """The wheel that pip and uv install (packaging.python.org, binary distribution format)."""
+        info = f"{NAME}-{self.version}.dist-info"
+        files = {**self.files, f"{info}/WHEEL": _TAGS.encode()}
+        record = []
+        for name, content in files.items():
+            checksum = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+            record.append(f"{name},sha256={checksum},{len(content)}\n")
+        files[f"{info}/RECORD"] = "".join([*record, f"{info}/RECORD,,\n"]).encode()
+        packing = io.BytesIO()
+        with zipfile.ZipFile(packing, "w") as archive:  # uncompressed: most of it are weights
+            for name, content in files.items():
+                archive.writestr(zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), content)
+        return packing.getvalue()
+
+
+def installed() -> Package:
+    """Return the copy that runs here. Raises ConfigError if its version is unknown."""
+    folders = []
+    for package in _PACKAGES:
+        spec = importlib.util.find_spec(package)
+        assert spec is not None and spec.submodule_search_locations is not None
+        folders.append(Path(spec.submodule_search_locations[0]))
+    project = project_at(folders[0].parent)
+    files = {name: content for folder in folders for name, content in files_of(folder)}
+    info = f"{NAME}-{project.version}.dist-info"
+    files |= {f"{info}/METADATA": project.metadata.encode(), f"{info}/entry_points.txt": project.entry_points.encode()}
+    return Package(project.version, files, pins(project.requirements))
+
+
+def files_of(package: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield a package's files by path in a wheel, without what Python, editors and Finder leave behind."""
+    for path in sorted(package.rglob("*")):
+        name = path.relative_to(package.parent)
+        is_left_out = path.suffix in _LEFT_OUT or any(part.startswith((".", "__pycache__")) for part in name.parts)
+        if path.is_file() and not is_left_out:
+            yield name.as_posix(), path.read_bytes()
+
+
+@dataclass(frozen=True)
+class Project:
+    """The project's metadata; `requirements` leave out those of extras, `scripts` are commands and their functions."""
+
+    version: str
+    python: str
+    requirements: tuple[str, ...]
+    scripts: tuple[tuple[str, str], ...]
+
+    @property
+    def metadata(self) -> str:
+        """METADATA of a wheel (packaging.python.org, core metadata)."""
+        needs = "".join(f"Requires-Dist: {each}\n" for each in self.requirements)
+        return f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {self.version}\nRequires-Python: {self.python}\n{needs}"
+
+    @property
+    def entry_points(self) -> str:
+        return "[console_scripts]\n" + "".join(f"{name} = {function}\n" for name, function in self.scripts)
+
+
+def project_at(folder: Path) -> Project:
+    """Return the metadata of the copy whose packages lie in this folder: from pyproject.toml in a checkout, which may
+    be newer than the note of its installation, else from that note. Both spell it alike, so that ids agree.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    pyproject = folder / "pyproject.toml"
+    if pyproject.is_file():
+        found = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
+        scripts = tuple(sorted(found["scripts"].items()))
+        return Project(found["version"], found["requires-python"], _normalized(found["dependencies"]), scripts)
+    try:
+        noted = distribution(NAME)
+    except PackageNotFoundError:
+        raise ConfigError(f"expected {NAME} to be installed here, by uv, pipx or pip; see README.md") from None
+    scripts = tuple((each.name, each.value) for each in noted.entry_points.select(group="console_scripts"))
+    return Project(noted.version, noted.metadata["Requires-Python"], _normalized(noted.requires or ()), scripts)
+
+
+def _normalized(requirements: Iterable[str]) -> tuple[str, ...]:
+    found = [Requirement(each) for each in requirements]
+    return tuple(sorted(str(each) for each in found if "extra" not in str(each.marker or "")))
+
+
+def pins(requirements: Iterable[str], find: Callable[[str], Distribution] = distribution) -> str:
+    """Return constraints, a line each, with the present versions of these requirements and of what they require.
+
+    Left out is what no index has: a version with a local part, or a package installed from a folder or an address.
+    """
+    versions: dict[str, str] = {}
+    waiting = [each for each in map(Requirement, requirements) if _applies(each)]
+    seen: set[tuple[str, frozenset[str]]] = set()
+    while waiting:
+        requirement = waiting.pop()
+        key = canonicalize_name(requirement.name), frozenset(requirement.extras)
+        if key in seen:
+            continue
+        seen.add(key)
+        try:
+            found = find(requirement.name)
+        except PackageNotFoundError:
+            continue
+        if "+" not in found.version and found.read_text("direct_url.json") is None:
+            versions[key[0]] = found.version
+        waiting += [each for each in map(Requirement, found.requires or ()) if _applies(each, requirement.extras)]
+    return "".join(f"{name}=={version}\n" for name, version in sorted(versions.items()))
+
+
+def _applies(requirement: Requirement, extras: Iterable[str] = ()) -> bool:
+    """Return whether a requirement applies on this machine, for a package that is installed with these extras."""
+    marker = requirement.marker
+    return marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras))

@@ -1,0 +1,116 @@
+"""A trial: a short answer through every node of the configuration, twice, and what it shows of each hop."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import mean
+from typing import Any
+
+from coordinator.cluster.open import open_chain, read_model
+from coordinator.cluster.options import ClusterOptions
+from coordinator.engine.engine import generate_once
+from coordinator.planning.plan import Plan
+from coordinator.sessions.output import Answer
+from coordinator.sessions.request import Request
+from coordinator.sessions.waterfall import Leg, spans
+from protos.brigade_pb2 import StatusReply
+from worker.errors import BrigadeError, ConfigError, ModelError, NodeBusy, OutOfMemory
+
+NUM_TOKENS = 8
+_PROMPT = 8  # tokens, of any meaning
+
+
+@dataclass(frozen=True)
+class TriedHop:
+    """What went over a hop; the last one leads back to the coordinator, with tokens."""
+
+    source: str
+    target: str
+    sent_bytes: int
+    frame_ms: float  # mean of all frames
+
+
+@dataclass(frozen=True)
+class ChainTrial:
+    """Two answers to the same prompt, through every node."""
+
+    model: str
+    plan: Plan
+    first: Answer
+    second: Answer
+    hops: Sequence[TriedHop]
+    opened_s: float  # to ask, load and join all nodes
+    answered_s: float  # for both answers
+
+    @property
+    def is_same(self) -> bool:
+        return self.first.tokens == self.second.tokens
+
+    def as_json(self) -> dict[str, Any]:
+        waterfall = self.first.waterfall()
+        return {
+            "model": self.model,
+            "works": self.is_same,
+            "tokens": self.first.tokens,
+            "tokens_again": self.second.tokens,
+            "opened_s": self.opened_s,
+            "answered_s": self.answered_s,
+            "stages": [
+                {
+                    "node": stage.node.name, "start": stage.node.start, "end": stage.node.end,
+                    "compute_ms": stage.compute_ms, "wire_ms": stage.wire_ms, "queue_ms": stage.queue_ms,
+                }
+                for stage in waterfall.stages
+            ],
+            "hops": [asdict(hop) for hop in self.hops],
+            "waterfall": {"wall_ms": waterfall.wall_ms, **waterfall.parts},
+        }  # fmt: skip
+
+
+async def try_cluster(options: ClusterOptions) -> ChainTrial:
+    """Load every node, answer twice, and let the workers go on. Workers that serve another coordinator are left alone.
+
+    Raises:
+        NodeBusy: a worker serves another coordinator. BrigadeError: what the first node that fails fails with.
+    """
+    began = time.monotonic()
+    checkpoint, spec = await read_model(options.model)
+    request = Request(tuple(token % spec.vocab_size for token in range(1, _PROMPT + 1)), NUM_TOKENS)
+    async with open_chain(options, checkpoint, spec, options.context, every_node=True) as chain:
+        opened = time.monotonic()
+        before = await chain.statuses()
+        first = await generate_once(chain, request, traced=True)
+        hops = hops_of(first.usage.legs, before, first.statuses)
+        second = await generate_once(chain, request)
+        answered_s = time.monotonic() - opened
+        return ChainTrial(spec.name, chain.plan, first, second, hops, opened - began, answered_s)
+
+
+def hops_of(legs: Sequence[Leg], before: Sequence[StatusReply], after: Sequence[StatusReply]) -> list[TriedHop]:
+    """Return what went over each hop of one chain between two statuses of its stages; [] for a single node."""
+    names = [node.name for node in legs[-1].route.nodes]
+    if len(names) == 1:
+        return []
+    ways = [span for leg in legs for passage in leg.passages for span in spans(passage, leg.route.offsets)]
+    frame_ms = [  # by target
+        mean((end - begin) / 1e6 for part, stage, begin, end in ways if stage == target and part in ("wire", "return"))
+        for target in range(len(names))
+    ]
+    sent = [now.sent_bytes - then.sent_bytes for then, now in zip(before, after, strict=True)]
+    targets = [*range(1, len(names)), 0]
+    return [
+        TriedHop(source, names[target], size, frame_ms[target])
+        for source, target, size in zip(names, targets, sent, strict=True)
+    ]
+
+
+def advice(error: BrigadeError, flags: str) -> str:
+    """Return what to do about a trial that failed; `flags` are those that name the cluster, for further commands."""
+    plan = f"brigade plan {flags}".strip()
+    if isinstance(error, NodeBusy):
+        return "end what uses this worker, or ask that server: brigade generate --server http://localhost:9338 Hello"
+    if isinstance(error, OutOfMemory):
+        return f"close other programs there, or keep less memory: {plan}"
+    if isinstance(error, ModelError | ConfigError):
+        return f"fix that; {plan} tells whether it fits and where each layer goes"
+    return f"brigade doctor {flags}".strip() + " tells what is wrong with nodes and links"

@@ -1,0 +1,439 @@
+"""Engine: what every front end asks. Requests go in, outputs come out; its core runs them on the cluster."""
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from coordinator.cluster.chain import Chain
+from coordinator.cluster.cluster import Cluster
+from coordinator.cluster.open import open_cluster
+from coordinator.cluster.options import ClusterOptions
+from coordinator.engine.core import MAX_WAIT_S, EngineCore, NextChain, Outputs
+from coordinator.engine.inputs import InputProcessor
+from coordinator.engine.stats import RequestStats, Stats
+from coordinator.planning.plan import Contexts
+from coordinator.sessions.output import Answer, Output
+from coordinator.sessions.request import Request, RequestSpec
+from coordinator.sessions.scheduler import Scheduler
+from coordinator.sessions.session import Session
+from coordinator.sessions.slots import MOST_WAITING
+from coordinator.sessions.text import TextParser
+from protos.brigade_pb2 import Cache, Sampling
+from worker.errors import (
+    InputError,
+    NodeBusy,
+)
+from worker.platform.use import Use
+
+Emit = Callable[[str], None]
+Keep = Callable[[Output, Emit], Awaitable[None]]
+
+
+class ServerState(Enum):
+    """How the model stands to its clients."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DEGRADED = "degraded"  # it answers, with fewer nodes than it was to have
+    RECOVERING = "recovering"  # a chain was lost, and the next one is not open yet
+    DRAINING = "draining"  # it answers what it has begun, and nothing new
+    FAILED = "failed"  # no chain could be opened
+    ASLEEP = "asleep"  # it was let go for want of requests; the next one has it read again, and waits
+    WAKING = "waking"  # it is read again, and requests wait; clients are told that it is loading
+
+    @property
+    def word(self) -> str:
+        """What clients are told."""
+        return ServerState.LOADING.value if self is ServerState.WAKING else self.value
+
+
+@dataclass(frozen=True)
+class ServerStatus:
+    """A state, and why it is not READY."""
+
+    state: ServerState
+    why: str = ""
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.state in (ServerState.READY, ServerState.DEGRADED, ServerState.ASLEEP)
+
+
+_READY = ServerStatus(ServerState.READY)
+
+
+async def keep_nothing(output: Output, emit: Emit) -> None:
+    """Give the text to its reader."""
+    if output.text:
+        emit(output.text)
+
+
+class Engine:
+    """Answers requests on one chain after another. Use as an async context manager."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        *,
+        inputs: InputProcessor | None = None,
+        cluster: Cluster | None = None,
+        stats: Stats | None = None,
+        when_lost: NextChain | None = None,
+        max_waiting: int = MOST_WAITING,
+        max_wait_s: float = MAX_WAIT_S,
+    ) -> None:
+        """
+        Args:
+            inputs: makes requests and text; without it prompts are token ids, and so is text.
+            cluster: what `chain` was opened by, for its state.
+            stats: takes note of all requests and frames.
+            when_lost: opens the chain on which requests go on once one has failed; without it they fail, too.
+            max_waiting: requests that wait for memory at most; one that has done so for `max_wait_s` is refused.
+        """
+        stats = stats or (Stats() if inputs is not None else None)
+        self.core = EngineCore(chain, when_lost=when_lost, stats=stats, max_waiting=max_waiting, max_wait_s=max_wait_s)
+        self.stats = stats or Stats()
+        self.use = Use()  # by clients; a look whether it answers is none
+        self._inputs = inputs
+        self._cluster = cluster
+        self._is_draining = False
+        self._num_answering = 0
+        self._all_answered = asyncio.Event()
+        self._all_answered.set()
+
+    async def __aenter__(self) -> "Engine":
+        await self.core.__aenter__()
+        return self
+
+    async def __aexit__(self, kind: object, *exc: object) -> None:
+        await self.core.__aexit__(kind, *exc)
+
+    @property
+    def inputs(self) -> InputProcessor:
+        assert self._inputs is not None, "this engine takes token ids only"
+        return self._inputs
+
+    @property
+    def cluster(self) -> Cluster:
+        assert self._cluster is not None, "this engine was given a chain only"
+        return self._cluster
+
+    @property
+    def name(self) -> str:
+        """The model's, as the user named it."""
+        return self.inputs.checkpoint.name
+
+    @property
+    def context(self) -> int:
+        """The most tokens of a prompt and its answer that the model has room for, and the nodes have memory."""
+        return self.core.costs.most_rows(Cache(), self.chain.spec.context)
+
+    @property
+    def chain(self) -> Chain:
+        """The present one."""
+        return self.core.chain
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """That of the present chain."""
+        return self.core.scheduler
+
+    @property
+    def sessions(self) -> Collection[Session]:
+        """All that have not ended."""
+        return self.core.sessions
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why no request can be answered any more."""
+        return self.core.failure
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for memory."""
+        return self.scheduler.num_waiting
+
+    @property
+    def status(self) -> ServerStatus:
+        if self.failure is not None:
+            return ServerStatus(ServerState.FAILED, str(self.failure))
+        if self._is_draining:
+            return ServerStatus(ServerState.DRAINING, "shutting down")
+        if self.cluster.trouble:
+            return ServerStatus(ServerState.RECOVERING, self.cluster.trouble)
+        if draining := self.chain.draining:
+            return ServerStatus(ServerState.DRAINING, str(draining))
+        if missing := self.cluster.missing:
+            waiting = f"; {self.cluster.waiting}" if self.cluster.waiting else ""
+            return ServerStatus(ServerState.DEGRADED, f"without {' and '.join(missing)}{waiting}")
+        return _READY
+
+    async def prepare(self, spec: RequestSpec) -> Request:
+        """The checked request. Raises what `InputProcessor.make_request` raises, and NodeBusy while it is draining."""
+        self._require_open()
+        with self.use.using():
+            return await self.inputs.make_request(spec)
+
+    async def generate(
+        self, request: Request, *, parser: TextParser | None = None, chunk: int | None = None, traced: bool = False
+    ) -> AsyncGenerator[Output, None]:
+        """Answer a checked request, step by step. Closing the iterator frees its slot on every stage within a step.
+
+        Tokens become text here, in the reader's own task. A session pauses while 256 outputs are unread, and is given
+        up if that lasts for 30 s. `max_tokens` is cut to what the nodes have memory for.
+
+        Args:
+            parser: turns tokens into text and watches for stop strings, in the place of the request's own.
+            chunk: rows per prompt chunk; None chooses by `chunk_size`.
+            traced: keep the timing records of every frame, for a waterfall or a trace.
+        Raises:
+            InputError: no node has memory for the prompt. QueueFull: too many requests wait. WaitedTooLong: it did.
+            ReaderLost: it was not read. NodeBusy: a node is about to end, and the request had not begun.
+            BrigadeError: a stage failed, or the engine has been left.
+        """
+        async with aclosing(self._generate([request], parser, chunk, traced=traced, counted=True)) as outputs:
+            async for _, output in outputs:
+                yield output
+
+    async def generate_all(
+        self, requests: Sequence[Request], *, traced: bool = False
+    ) -> AsyncGenerator[tuple[int, Output], None]:
+        """Every answer's outputs as they come, with the request's number.
+
+        Of requests that share a prompt the first one feeds it; the others begin once it has.
+
+        Raises:
+            What the first answer that fails raises; the others end with it, as they do when the iterator is closed.
+        """
+        async with aclosing(self._generate(requests, None, None, traced=traced, counted=True)) as outputs:
+            async for number, output in outputs:
+                yield number, output
+
+    async def answer(
+        self,
+        request: Request,
+        *,
+        parser: TextParser | None = None,
+        emit: Emit = lambda text: None,
+        keep: Keep = keep_nothing,
+        chunk: int | None = None,
+        traced: bool = False,
+    ) -> Answer:
+        """All outputs of `generate` as one; `emit` takes each one's text, once `keep` has what it keeps of it."""
+        answer = Answer()
+        async with aclosing(self.generate(request, parser=parser, chunk=chunk, traced=traced)) as outputs:
+            async for output in outputs:
+                answer.add(output)
+                await keep(output, emit)
+        return answer
+
+    async def look(self) -> None:
+        """Let one token go through all stages, which no stats counts: no client has asked for it.
+
+        Raises:
+            What `prepare` and `generate` raise.
+        """
+        self._require_open()
+        request = await self.inputs.make_request(RequestSpec((0,), max_tokens=1, ignore_eos=True))
+        if not self.stats.under_way:
+            self.stats.stages.rest(time.monotonic_ns())  # the time without any request is no part of it
+        async with aclosing(self._generate([request], None, None, traced=False, counted=False)) as outputs:
+            async for _ in outputs:
+                pass
+
+    async def expect_grammars(self) -> None:
+        """Read the vocabulary as grammars need it, where they are tried and on the last stage.
+
+        For a large one that takes seconds, in which a process does nothing else: streams would wait.
+        """
+        with contextlib.suppress(InputError):  # no grammar can be kept to
+            await self._compile(Sampling(grammar=await self.inputs.any_grammar()))
+
+    async def wait_failed(self) -> None:
+        """Return never; raise what made it impossible to answer once it is so."""
+        await self.core.wait_failed()
+
+    async def drain(self, within_s: float) -> bool:
+        """Take nothing new; whether all that is under way has ended in time."""
+        self._is_draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._all_answered.wait()
+        return self._num_answering == 0
+
+    # --- a reader's side --------------------------------------------------------------------------------------------
+
+    async def _generate(
+        self,
+        requests: Sequence[Request],
+        parser: TextParser | None,
+        chunk: int | None,
+        *,
+        traced: bool,
+        counted: bool,
+    ) -> AsyncGenerator[tuple[int, Output], None]:
+        """All sessions of one call put their outputs into one queue, from which this reader takes them."""
+        self._require_open()
+        queue: Outputs = asyncio.Queue()
+        numbers: dict[Session, int] = {}
+        parsers: dict[int, TextParser] = {}
+        watched: dict[int, RequestStats] = {}
+        later = _by_prompt(requests)
+        at_work = 0
+
+        def submit(number: int) -> None:
+            nonlocal at_work
+            at_work, request = number, requests[number]
+            parsers[number] = parser or self._parser(request)
+            if counted:
+                watched[number] = self.stats.watch(request).__enter__()
+            numbers[self.core.submit(request, queue, chunk, traced=traced)] = number
+
+        with self._answering(), self.use.using() if counted else contextlib.nullcontext():
+            try:
+                for grammar in {request.sampling.grammar.text: request.sampling for request in requests}.values():
+                    await self._compile(grammar)
+                for first in list(later):
+                    submit(first)
+                num_left = len(requests)
+                while num_left:
+                    session, output = await queue.get()
+                    at_work = number = numbers[session]
+                    if isinstance(output, BaseException):
+                        raise output
+                    session.read(output, parsers[number])
+                    self.core.resume_if_read(session)
+                    if counted:
+                        watched[number].take(output)
+                    if output.finish_reason is not None:
+                        num_left -= 1
+                        self.core.close(session, keep=True)
+                        if counted:
+                            watched.pop(number).__exit__(None, None, None)
+                    for other in later.pop(number, ()):
+                        submit(other)
+                    yield number, output
+            finally:
+                for session in numbers:
+                    self.core.close(session, keep=False)
+                for each, note in watched.items():  # an answer that ends with another's error is given up
+                    note.__exit__(*(sys.exc_info() if each == at_work else (None, None, None)))
+
+    def _parser(self, request: Request) -> TextParser:
+        if self._inputs is not None:
+            return self._inputs.parser(request)
+        parser = TextParser()
+        parser.recall(request.known, request.eos)
+        return parser
+
+    async def _compile(self, sampling: Sampling) -> None:
+        """Beside the steps of others, which the grammar of a session that is opened would hold up."""
+        if sampling.HasField("grammar"):
+            # what goes wrong, the session is told as it is opened, or it is recovered
+            await asyncio.gather(self.chain.compile(sampling.grammar), return_exceptions=True)
+
+    def _require_open(self) -> None:
+        if self._is_draining:
+            raise NodeBusy("this server is shutting down and takes no new request")
+
+    @contextlib.contextmanager
+    def _answering(self) -> Iterator[None]:
+        self._num_answering += 1
+        self._all_answered.clear()
+        try:
+            yield
+        finally:
+            self._num_answering -= 1
+            if not self._num_answering:
+                self._all_answered.set()
+
+
+async def collect(engine: Engine, requests: Sequence[Request], *, traced: bool = False) -> list[list[Output]]:
+    """All outputs of each answer."""
+    answers: list[list[Output]] = [[] for _ in requests]
+    async with aclosing(engine.generate_all(requests, traced=traced)) as outputs:
+        async for number, output in outputs:
+            answers[number].append(output)
+    return answers
+
+
+async def prepare_choices(engine: Engine, spec: RequestSpec, n: int) -> list[Request]:
+    """`n` requests of one. The seed counts up: answers differ, and can be had again where it was given."""
+    first = await engine.prepare(spec)
+    requests = [first]
+    for k in range(1, n):
+        sampling = Sampling()
+        sampling.CopyFrom(first.sampling)
+        sampling.seed = (sampling.seed + k) % 2**64
+        requests.append(replace(first, sampling=sampling))
+    return requests
+
+
+def _by_prompt(requests: Sequence[Request]) -> dict[int, list[int]]:
+    """The first request of each prompt, and the others that have the same one; by their numbers."""
+    firsts: dict[tuple[int, ...], int] = {}
+    found: dict[int, list[int]] = {}
+    for number, request in enumerate(requests):
+        first = firsts.setdefault(request.prompt, number)
+        if first == number:
+            found[number] = []
+        else:
+            found[first].append(number)
+    return found
+
+
+async def generate_once(
+    chain: Chain,
+    request: Request,
+    *,
+    when_lost: NextChain | None = None,
+    parser: TextParser | None = None,
+    emit: Emit = lambda text: None,
+    keep: Keep = keep_nothing,
+    chunk: int | None = None,
+    traced: bool = False,
+) -> Answer:
+    """Run one checked request through an otherwise idle chain; as `Engine.answer`, with the stages' statuses."""
+    async with Engine(chain, when_lost=when_lost) as engine:
+        answer = await engine.answer(request, parser=parser, emit=emit, keep=keep, chunk=chunk, traced=traced)
+        answer.statuses = await engine.chain.statuses()  # while the caches are still there
+    return answer
+
+
+@asynccontextmanager
+async def open_engine(
+    inputs: InputProcessor,
+    options: ClusterOptions,
+    context: int | Contexts,
+    *,
+    max_waiting: int,
+    max_wait_s: float,
+    stats: Stats | None = None,
+) -> AsyncIterator[Engine]:
+    """Load the model over the cluster and keep it.
+
+    Args:
+        context: tokens per request that the plan keeps memory for, or as many as fit.
+        max_waiting: requests that may wait for memory; each of them for `max_wait_s`.
+        stats: what goes on counting, from a model that was loaded before.
+    Raises:
+        BrigadeError: what the first node that cannot take part says.
+    """
+    stats = stats or Stats()
+    async with open_cluster(options, inputs.checkpoint, inputs.spec, context) as cluster:
+        cluster.on_recovered = stats.recover
+        async with Engine(
+            cluster.chain,
+            inputs=inputs,
+            cluster=cluster,
+            stats=stats,
+            when_lost=cluster.reopen,
+            max_waiting=max_waiting,
+            max_wait_s=max_wait_s,
+        ) as engine:
+            yield engine

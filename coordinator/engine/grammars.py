@@ -1,0 +1,169 @@
+"""Grammars as clients write them (JSON schemas, regular expressions, Lark), as llguidance reads them."""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llguidance import LLMatcher
+
+from coordinator.sessions.request import Calls
+from coordinator.sessions.text import Markers
+from worker.errors import InputError, SamplingError
+
+Spell = Callable[[str], str]  # a text with markers in it, as a rule of Lark: see `Grammars.spelled`
+
+_COMPACT: Any = {"whitespace_flexible": False}  # or an answer could be blanks to its end
+_MOST_BYTES = 1 << 20
+
+
+def json_grammar(schema: Mapping[str, Any] | None = None, *, field: str = "response_format") -> str:
+    """Values of this schema; any object without one. Raises InputError for a schema that cannot be enforced."""
+    text = json.dumps({"type": "object"} if schema is None else schema)
+    _require_small(text, field)
+    try:
+        return LLMatcher.grammar_from_json_schema(text, overrides=_COMPACT)
+    except ValueError as error:
+        raise InputError(field, f"expected a JSON schema: {error}") from error
+
+
+def regex_grammar(pattern: str) -> str:
+    """Whole matches of a regular expression, in the syntax of Rust's regex without look-around."""
+    _require_small(pattern)
+    return LLMatcher.grammar_from_regex(pattern)
+
+
+def lark_grammar(text: str) -> str:
+    """Texts of a Lark grammar, in llguidance's dialect."""
+    _require_small(text)
+    return LLMatcher.grammar_from_lark(text)
+
+
+def composed(lark: str, parts: Mapping[str, str]) -> str:
+    """A Lark grammar whose rules name other grammars: `@name`."""
+    grammars = [{"lark_grammar": lark}, *(each for name, text in parts.items() for each in _listed(name, text))]
+    return json.dumps({"grammars": grammars})
+
+
+def after_thought(grammar: str, markers: Markers, spell: Spell) -> str:
+    """The same once a thought has ended, which may be any text without the markers that end it.
+
+    Where none has begun, there may be one or not.
+
+    Raises:
+        SamplingError: nobody knows how this model ends its thoughts.
+    """
+    if markers.begins_in not in ("normal", "reasoning") or not markers.thought_ends:
+        raise SamplingError("this model's template lets it think first, and nobody knows how its thoughts end")
+    first = "thought" if markers.begins_in == "reasoning" else f"({spell(markers.thought_begins)} thought)?"
+    ends = " | ".join(json.dumps(text) for text in (markers.thought_ends, markers.call_begins) if text)
+    spelled = spell(markers.thought_ends)
+    # A special token ends a text by itself; a text that ends another one does it where it is found first.
+    lazy = "" if spelled.startswith("<") else "[lazy]"
+    lark = (
+        f"start: {first} @answer",
+        f"thought{lazy}: THOUGHT {spelled}",
+        f"THOUGHT: ANY & ~(ANY ({ends}) ANY)",
+        r"ANY: /(.|\n)*/",
+    )
+    return composed("\n".join(lark), {"answer": grammar})
+
+
+def _listed(name: str, text: str) -> list[Any]:
+    """A grammar under this name, and those that it names in turn."""
+    try:
+        first, *others = json.loads(text)["grammars"]
+        return [{**first, "name": name}, *others]
+    except (ValueError, LookupError, TypeError):  # as it stands, it is Lark
+        return [{"name": name, "lark_grammar": text}]
+
+
+def _require_small(text: str, field: str = "response_format") -> None:
+    if len(text) > _MOST_BYTES:
+        raise InputError(field, f"expected at most {_MOST_BYTES} characters, got {len(text)}")
+
+
+_NAME = re.compile(r"[\w-]+")  # which stands for itself in every format
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True)
+class _Format:
+    """What stands around the calls of an answer, and around the name and the arguments of each of them."""
+
+    before_name: str
+    before_arguments: str
+    after_arguments: str
+    opening: str = ""
+    between: str = ""
+    closing: str = ""
+    is_numbered: bool = False  # a number comes after the name
+
+
+_IN_JSON = _Format('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", between="\n")
+_MISTRAL_LIST = _Format('{"name": "', '", "arguments": ', "}", opening="[TOOL_CALLS][", between=", ", closing="]")
+_MISTRAL = _Format("", "[ARGS]", "", opening="[TOOL_CALLS]", between="[TOOL_CALLS]")
+_KIMI = _Format(
+    "<|tool_call_begin|>functions.",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    opening="<|tool_calls_section_begin|>",
+    closing="<|tool_calls_section_end|>",
+    is_numbered=True,
+)
+
+
+def calls_grammar(calls: Calls, tools: Sequence[Mapping[str, Any]], markers: Markers, spell: Spell) -> str:
+    """Nothing but calls of these tools, with arguments by their parameters' schemas.
+
+    Raises:
+        InputError: there is no such tool, or the model writes its calls in a format whose arguments are no JSON.
+    """
+    form = _format(markers, spell)
+    functions = [tool["function"] for tool in tools]
+    chosen = [function for function in functions if calls.only in (None, function.get("name"))]
+    if not chosen:
+        found = f"found no tool {calls.only!r}" if calls.only else "found no tools"
+        raise InputError("tool_choice", f"expected tools that can be called, {found}")
+    lark = "\n".join(_rules(form, [_name(function) for function in chosen], calls, spell))
+    return composed(lark, {f"arguments_{n}": _arguments(function) for n, function in enumerate(chosen)})
+
+
+def _format(markers: Markers, spell: Spell) -> _Format:
+    if markers.format == "mistral":  # older ones write a list, newer ones have a token that ends a name
+        return _MISTRAL if spell("[ARGS]") != _literal("[ARGS]") else _MISTRAL_LIST
+    formats = {"json_tools": _IN_JSON, "kimi_k2": _KIMI}
+    if markers.format not in formats:
+        why = f"calls in the format {markers.format}, whose arguments are no JSON" if markers.format else "no calls"
+        raise InputError("tool_choice", f'expected "auto" or "none": this model writes {why}')
+    return formats[markers.format]
+
+
+def _rules(form: _Format, names: Sequence[str], calls: Calls, spell: Spell) -> Iterable[str]:
+    is_one = calls.only is not None or not calls.is_parallel
+    more = "" if is_one else f"({spell(form.between)} call)*"
+    yield f"start: {spell(form.opening)} call {more} {spell(form.closing)}"
+    named = [f"called_{n}" for n, _ in enumerate(names)]
+    yield f"call: {spell(form.before_name)} ({' | '.join(named)}) {spell(form.after_arguments)}"
+    number = '":" /[0-9]{1,3}/' if form.is_numbered else ""
+    for n, name in enumerate(names):
+        yield f"called_{n}: {_literal(name)} {number} {spell(form.before_arguments)} @arguments_{n}"
+
+
+def _name(function: Mapping[str, Any]) -> str:
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InputError("tools", f"expected names of letters, digits, _ and - where a call is forced, found {name!r}")
+    return name
+
+
+def _arguments(function: Mapping[str, Any]) -> str:
+    schema = function.get("parameters") or _NO_ARGUMENTS
+    if not isinstance(schema, dict):
+        raise InputError("tools", f"expected parameters of {function['name']} as a JSON schema, an object")
+    return json_grammar({"type": "object"} | schema, field="tools")
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text)

@@ -1,0 +1,155 @@
+"""A journal's file: locked, read once, then only appended to. Knows nothing of what its bytes mean."""
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import stat
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Self
+
+from coordinator.sessions.journal import MOST_BYTES, Header, Journal, read_journal, write_batch, write_header
+from coordinator.sessions.output import Output
+from worker.errors import InputError
+from worker.platform.threads import CallThread
+
+_SYNC_EVERY_S = 0.1  # at most: a disk that is asked after every step makes the steps wait
+
+
+def holds_something(path: Path | None) -> bool:
+    """Whether there is a journal to go on from, as far as can be told without reading it."""
+    try:
+        return path is not None and path.stat().st_size > 0
+    except OSError:
+        return False
+
+
+class JournalFile:
+    """One answer's file, no other process's as long as this is open. Use as an async context manager.
+
+    What `keep` has returned for outlives this process however it ends, and within a moment the machine's end too.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open or make the file, and read it. A record that was not written to its end is forgotten.
+
+        Raises:
+            InputError: another process has it, it is no journal, or it was changed.
+        """
+        self._path = path
+        self._num_bytes = 0
+        self._unsynced = asyncio.Event()
+        self._syncing: asyncio.Task[None] | None = None
+        self._is_new = not path.exists()
+        with self._naming():
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o600)
+        with contextlib.ExitStack() as stack, self._naming():
+            stack.callback(os.close, self._file)
+            self.found = self._lock_and_read()
+            stack.pop_all()
+        self._num_tokens = len(self.found.known.tokens) if self.found else 0
+        self._writer, self._syncer = CallThread("journal"), CallThread("journal-sync")
+
+    async def __aenter__(self) -> Self:
+        self._syncing = asyncio.create_task(self._sync())
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        assert self._syncing is not None
+        self._syncing.cancel()
+        await asyncio.wait([self._syncing])
+        try:
+            with self._naming():
+                await self._writer.run(partial(os.fsync, self._file))
+        finally:
+            self._writer.close()
+            self._syncer.close()
+            if self._is_new and not self._num_bytes:  # nothing came of the request
+                self._path.unlink(missing_ok=True)
+            os.close(self._file)
+
+    async def begin(self, header: Header) -> None:
+        """Write whose answer it is, in a file that holds none yet."""
+        assert self.found is None and not self._num_bytes
+        await self._append(write_header(header))
+        with self._naming():
+            await self._writer.run(self._sync_with_folder)
+
+    async def keep(self, output: Output, emit: Callable[[str], None] = lambda text: None) -> None:
+        """Write what became known, then give its text to `emit`, on the same thread and at once.
+
+        What a killed process has shown its journal has. The other way round one step may be missing, no more: that of
+        a process that was killed between the two.
+        """
+        if self._syncing is not None and self._syncing.done():
+            self._syncing.result()  # the disk has failed
+        if output.tokens or output.finish_reason is not None:
+            await self._append(
+                write_batch(self._num_tokens, output), partial(emit, output.text) if output.text else None
+            )
+            self._num_tokens += len(output.tokens)
+            self._unsynced.set()
+
+    async def _append(self, record: bytes, then: Callable[[], None] | None = None) -> None:
+        if self._num_bytes + len(record) > MOST_BYTES:
+            raise InputError("journal", f"{self._path} would be longer than the {MOST_BYTES} bytes that it may have")
+        writing = self._writer.submit(partial(self._write, record, then))
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await asyncio.wait([writing])  # whoever interrupts the answer sees what the file has
+            raise
+        self._num_bytes += len(record)
+
+    def _write(self, record: bytes, then: Callable[[], None] | None) -> None:
+        with self._naming():
+            view = memoryview(record)
+            while view:
+                view = view[os.write(self._file, view) :]
+        if then is not None:
+            then()
+
+    async def _sync(self) -> None:
+        """Have the disk hold all that was written, and then again all that was written meanwhile."""
+        while True:
+            await self._unsynced.wait()
+            self._unsynced.clear()
+            with self._naming():
+                await self._syncer.run(partial(os.fsync, self._file))
+            await asyncio.sleep(_SYNC_EVERY_S)
+
+    def _lock_and_read(self) -> Journal | None:
+        status = os.fstat(self._file)
+        if not stat.S_ISREG(status.st_mode):
+            raise InputError("journal", f"{self._path} is no file")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError("journal", f"{self._path} is in use by another process") from None
+        size = os.fstat(self._file).st_size
+        if size > MOST_BYTES:
+            raise InputError("journal", f"expected at most {MOST_BYTES} bytes, found {size} in {self._path}")
+        data = b"".join(iter(lambda: os.read(self._file, 1 << 20), b""))
+        journal = read_journal(data)
+        self._num_bytes = journal.num_bytes if journal else 0
+        if self._num_bytes < size:
+            os.ftruncate(self._file, self._num_bytes)
+            os.fsync(self._file)
+        return journal
+
+    def _sync_with_folder(self) -> None:
+        os.fsync(self._file)
+        folder = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # it holds the name
+        finally:
+            os.close(folder)
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise InputError("journal", f"{self._path}: {error.strerror}") from error

@@ -1,0 +1,100 @@
+"""Scores: how likely given texts are to the model. Prompts are fed, and one token is generated and dropped."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from itertools import takewhile
+
+from coordinator.decoding.decode import Decode
+from coordinator.engine.engine import Engine, collect
+from coordinator.engine.inputs import InputProcessor
+from coordinator.sessions.output import Scored
+from coordinator.sessions.request import RequestSpec
+
+Prompt = str | tuple[int, ...]
+
+# Scores are of the model's own distribution, whatever generation_config.json would have sampled from.
+_PLAIN = {"temperature": 0.0, "repetition_penalty": 0.0, "logprobs": 1}
+_AT_ONCE = 4  # windows of one text: enough for every stage of a chain to work
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens [begin, end) of a text are fed, and those from `scored` on are scored: all by what is in the window."""
+
+    begin: int
+    scored: int
+    end: int
+
+
+def windows_of(num_tokens: int, size: int) -> list[Window]:
+    """Windows of at most `size` tokens, each beginning in the middle of the one before; each token is scored once."""
+    windows = [Window(0, 1, min(size, num_tokens))]
+    while (end := windows[-1].end) < num_tokens:
+        begin = end - (size + 1) // 2
+        windows.append(Window(begin, end, min(begin + size, num_tokens)))
+    return windows
+
+
+def scoring(prompt: Prompt, score_from: int) -> RequestSpec:
+    """Asks for the scores of a prompt's tokens from this one on."""
+    return RequestSpec(prompt, 1, _PLAIN, Decode("ar"), ignore_eos=True, score_from=score_from)
+
+
+async def score_text(
+    engine: Engine, tokens: Sequence[int], size: int, report: Callable[[int], None] = lambda count: None
+) -> list[Scored]:
+    """The scores of all tokens of a text but its first, which follows nothing.
+
+    Args:
+        size: tokens of a window, in which a longer text is scored; at least 2.
+        report: takes how many more were scored.
+    Raises:
+        InputError: fewer than two tokens, or some that the model does not know.
+    """
+    windows = windows_of(len(tokens), size)
+    requests = [
+        await engine.prepare(scoring(tuple(tokens[window.begin : window.end]), window.scored - window.begin))
+        for window in windows
+    ]
+    scores: list[Scored] = []
+    for first in range(0, len(requests), _AT_ONCE):
+        answers: dict[int, list[Scored]] = defaultdict(list)
+        async with aclosing(engine.generate_all(requests[first : first + _AT_ONCE])) as outputs:
+            async for number, output in outputs:
+                answers[number] += output.scores
+                report(len(output.scores))
+        scores += [score for number in sorted(answers) for score in answers[number]]
+    return scores
+
+
+async def score_continuations(engine: Engine, prompt: Prompt, continuations: Sequence[Prompt]) -> list[list[Scored]]:
+    """The scores of each continuation's tokens after the prompt, which is fed once.
+
+    A text is tokenized together with the prompt: where the last token of the prompt becomes another one by that, the
+    tokens from there on count as the continuation's.
+
+    Raises:
+        InputError: the prompt has no token, or a continuation has none, or they are text and ids by turns.
+    """
+    inputs = engine.inputs
+    begin = await inputs.prompt_ids(prompt)
+    specs = []
+    for continuation in continuations:
+        whole = await _joined(inputs, prompt, begin, continuation)
+        num_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(begin, whole, strict=False)))
+        specs.append(scoring(whole, max(1, num_shared) if begin else 0))
+    answers = await collect(engine, [await engine.prepare(spec) for spec in specs])
+    return [[score for output in answer for score in output.scores] for answer in answers]
+
+
+async def _joined(
+    inputs: InputProcessor, prompt: Prompt, begin: tuple[int, ...], continuation: Prompt
+) -> tuple[int, ...]:
+    """Both in token ids."""
+    if isinstance(continuation, tuple):
+        return begin + continuation
+    if isinstance(prompt, str):
+        return await inputs.prompt_ids(prompt + continuation)
+    return begin + await inputs.prompt_ids(continuation)

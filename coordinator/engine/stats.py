@@ -1,0 +1,360 @@
+"""Statistics of one server: what its requests took and what its stages did. A few additions per step; no I/O."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from coordinator.cluster.cluster import Recovered
+from coordinator.sessions.output import Output
+from coordinator.sessions.request import Request
+from coordinator.sessions.waterfall import PARTS, Moments, Passage, Route
+from worker.errors import BrigadeError, ContextExceeded, InputError, NodeBusy, QueueFull, WaitedTooLong
+
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")  # of the request that the present task answers
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+TOKENS = tuple(float(2**power) for power in range(18))
+RATES_S = 120  # for which rates are kept
+_NUM_RECENT = 24
+_REFUSALS = (QueueFull, WaitedTooLong, NodeBusy, ContextExceeded, InputError)  # the request was never run
+_COUNTERS = {
+    "prompt_tokens": ("Tokens of prompts whose answers began.", ()),
+    "generation_tokens": ("Tokens of answers.", ()),
+    "prefix_cache_queries": ("Prompt tokens looked up in caches.", ()),
+    "prefix_cache_hits": ("Of those, tokens found there.", ()),
+    "request_success": ("Requests that ended, by reason.", ("finished_reason",)),
+    "requests_rejected": ("Requests that were never run.", ("reason",)),
+    "recoveries": ("Lost chains that another one took over from.", ("cause",)),
+    "decoder_tokens": ("Tokens of answers that ended.", ("decoder",)),
+    "decoder_steps": ("Steps that they took.", ("decoder",)),
+}
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": SECONDS,
+    "inter_token_latency_seconds": SECONDS,
+    "e2e_request_latency_seconds": SECONDS,
+    "request_queue_time_seconds": SECONDS,
+    "request_prefill_time_seconds": SECONDS,
+    "request_decode_time_seconds": SECONDS,
+    "recovery_seconds": SECONDS,
+    "request_prompt_tokens": TOKENS,
+    "request_generation_tokens": TOKENS,
+}
+
+
+class TokenRates:
+    """Tokens and steps by second, for the last two minutes."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, list[int]] = {}
+
+    def add(self, second: int, num_tokens: int) -> None:
+        """Count a step. Seconds need not come in order: some readers are slower than others."""
+        counts = self._seconds.setdefault(second, [0, 0])
+        counts[0] += num_tokens
+        counts[1] += 1
+        if len(self._seconds) > RATES_S + 1:  # with the present second
+            del self._seconds[min(self._seconds)]
+
+    def until(self, second: int) -> list[tuple[int, int]]:
+        """Return (tokens, steps) of each of the seconds before this one, the oldest first."""
+        zero = [0, 0]
+        return [(at[0], at[1]) for at in (self._seconds.get(second - ago, zero) for ago in range(RATES_S, 0, -1))]
+
+
+@dataclass(frozen=True)
+class FinishedRequest:
+    """A request that has ended. Times are in seconds; None for a stage of its life that it did not reach."""
+
+    id: str
+    decoder: str
+    num_prompt: int
+    num_generated: int
+    num_steps: int
+    finish_reason: str  # "stop", "length", "abort", "error" or "refused"
+    why: str  # of an error
+    ended_at: float  # since 1970
+    total_s: float
+    first_token_s: float | None
+    queue_s: float | None
+    num_recoveries: int
+    num_reused: int
+    parts_ms: dict[str, float]
+
+
+class Stats:
+    """The statistics of one server. They outlive the model, which may be loaded anew."""
+
+    def __init__(self, on_end: Callable[[FinishedRequest], None] = lambda finished: None) -> None:
+        """`on_end` is called with every request that has ended."""
+        self._on_end = on_end
+        self._started = time.monotonic()
+        self.registry = CollectorRegistry(auto_describe=False)  # the global one belongs to the whole process
+        self.counters = {
+            name: Counter(f"brigade_{name}", text, labels, registry=self.registry)
+            for name, (text, labels) in _COUNTERS.items()
+        }
+        self.histograms = {
+            name: Histogram(
+                f"brigade_{name}", name.replace("_", " ").capitalize(), buckets=buckets, registry=self.registry
+            )
+            for name, buckets in _HISTOGRAMS.items()
+        }
+        self.stages = StageTimes()
+        self.rates = TokenRates()
+        self.under_way: list[RequestStats] = []
+        self.recent: deque[FinishedRequest] = deque(maxlen=_NUM_RECENT)
+        self.recovered: deque[tuple[float, Recovered]] = deque(maxlen=_NUM_RECENT)  # with seconds since 1970
+
+    @property
+    def uptime_s(self) -> float:
+        return time.monotonic() - self._started
+
+    def counts(self, name: str) -> dict[str, int]:
+        """Return the values of a counter by its label; without a label by the empty text."""
+        [family] = self.counters[name].collect()
+        samples = [sample for sample in family.samples if sample.name.endswith("_total")]
+        return {"".join(sample.labels.values()): int(sample.value) for sample in samples}
+
+    def total(self, name: str) -> int:
+        """Return the value of a counter, summed over its labels."""
+        return sum(self.counts(name).values())
+
+    def watch(self, request: Request) -> "RequestStats":
+        """Return what counts one request, a context manager around its answer."""
+        return RequestStats(self, request, REQUEST_ID.get())
+
+    def refuse(self, error: BrigadeError) -> None:
+        """Count a request that was refused before it was run."""
+        self.counters["requests_rejected"].labels(type(error).__name__).inc()
+
+    def recover(self, recovered: Recovered) -> None:
+        self.counters["recoveries"].labels(recovered.cause).inc()
+        self.histograms["recovery_seconds"].observe(recovered.took_s)
+        self.recovered.append((time.time(), recovered))
+
+    def finish(self, request: "RequestStats", finished: FinishedRequest) -> None:
+        """Count a request that has ended, in whatever way."""
+        self.under_way.remove(request)
+        self.recent.append(finished)
+        self._on_end(finished)
+
+
+class RequestStats:
+    """The statistics of one request under way."""
+
+    def __init__(self, stats: Stats, request: Request, request_id: str) -> None:
+        self.id = request_id
+        self.request = request
+        self.num_generated = 0
+        self.started = time.monotonic_ns()
+        self._stats = stats
+        self._num_outputs = 0  # with tokens
+        self._first_at = self._last_at = 0  # nanoseconds, monotonic
+        self._last: Output | None = None
+        self._parts: dict[str, int] = {}
+
+    @property
+    def decoder(self) -> str:
+        return self.request.decode.kind
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt)
+
+    def __enter__(self) -> Self:
+        if not self._stats.under_way:
+            self._stats.stages.rest(self.started)
+        self._parts = dict(self._stats.stages.parts)
+        self._stats.under_way.append(self)
+        return self
+
+    def take(self, output: Output) -> None:
+        """Count one step's tokens."""
+        if num_tokens := len(output.tokens):
+            counters = self._stats.counters
+            num_later = num_tokens
+            if not self._first_at:
+                self._first_at = output.at
+                counters["prompt_tokens"].inc(self.num_prompt)
+                num_later -= 1
+            gap_s = (output.at - self._last_at) / 1e9 / num_tokens if self._last_at else 0.0
+            for _ in range(num_later):
+                self._stats.histograms["inter_token_latency_seconds"].observe(gap_s)
+            self._last_at = output.at
+            self._num_outputs += 1
+            self.num_generated += num_tokens
+            counters["generation_tokens"].inc(num_tokens)
+            self._stats.rates.add(output.at // 1_000_000_000, num_tokens)
+        if output.finish_reason is not None:
+            self._last = output
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._last is not None and self._last.finish_reason is not None:
+            reason = self._last.finish_reason
+        elif isinstance(error, _REFUSALS) and not self.num_generated:
+            reason = "refused"
+        else:
+            reason = "error" if isinstance(error, Exception) else "abort"
+        finished = self._finished(reason, str(error) if isinstance(error, BrigadeError) else "")
+        if reason == "refused" and isinstance(error, BrigadeError):
+            self._stats.refuse(error)
+        else:
+            self._observe(finished)
+        self._stats.finish(self, finished)
+
+    def _finished(self, reason: str, why: str) -> FinishedRequest:
+        now = time.monotonic_ns()
+        usage = self._last.usage if self._last else None
+        return FinishedRequest(
+            id=self.id,
+            decoder=self.decoder,
+            num_prompt=self.num_prompt,
+            num_generated=self.num_generated,
+            num_steps=usage.num_steps if usage else self._num_outputs,
+            finish_reason=reason,
+            why=why,
+            ended_at=time.time(),
+            total_s=(now - self.started) / 1e9,
+            first_token_s=(self._first_at - self.started) / 1e9 if self._first_at else None,
+            queue_s=max(0, usage.begun - self.started) / 1e9 if usage and usage.begun else None,
+            num_recoveries=usage.num_recoveries if usage else 0,
+            num_reused=min(usage.num_reused, self.num_prompt) if usage else 0,
+            parts_ms={part: (ns - self._parts[part]) / 1e6 for part, ns in self._stats.stages.parts.items()},
+        )
+
+    def _observe(self, finished: FinishedRequest) -> None:
+        counters, histograms = self._stats.counters, self._stats.histograms
+        counters["request_success"].labels(finished.finish_reason).inc()
+        counters["decoder_tokens"].labels(finished.decoder).inc(finished.num_generated)
+        counters["decoder_steps"].labels(finished.decoder).inc(finished.num_steps)
+        histograms["e2e_request_latency_seconds"].observe(finished.total_s)
+        histograms["request_prompt_tokens"].observe(finished.num_prompt)
+        histograms["request_generation_tokens"].observe(finished.num_generated)
+        if finished.first_token_s is None:
+            return
+        histograms["time_to_first_token_seconds"].observe(finished.first_token_s)
+        if finished.queue_s is None:
+            return
+        counters["prefix_cache_queries"].inc(finished.num_prompt)
+        counters["prefix_cache_hits"].inc(finished.num_reused)
+        histograms["request_queue_time_seconds"].observe(finished.queue_s)
+        histograms["request_prefill_time_seconds"].observe(max(0.0, finished.first_token_s - finished.queue_s))
+        histograms["request_decode_time_seconds"].observe((self._last_at - self._first_at) / 1e9)
+
+
+_WINDOW_NS = 10_000_000_000
+_MARK_NS = 500_000_000
+
+
+@dataclass
+class StageTotals:
+    """One stage's sums, nanoseconds. Waits are counted whole: other frames may have been computed meanwhile."""
+
+    stage: int
+    worker: str
+    num_frames: int = 0
+    compute: int = 0
+    wire: int = 0  # of the hop into this stage; on the first one of the way back to it
+    queue: int = 0
+    busy: int = 0  # no moment counts twice
+    bubble: int = 0  # idle while a frame was on its way
+    busy_until: int = 0  # on the coordinator's clock
+
+
+class StageTimes:
+    """All stages' sums, and the parts of the time in which a frame was on its way. Pure.
+
+    A request's waterfall is the growth of these sums while it ran: requests that ran together share their moments.
+    """
+
+    def __init__(self) -> None:
+        self.parts = dict.fromkeys(PARTS, 0)  # nanoseconds; each moment is in one of them
+        self._all: dict[tuple[int, str], StageTotals] = {}
+        self._now: list[StageTotals] = []  # of the present chain
+        self._route: Route | None = None
+        self._until = 0  # everything before is in the parts
+        self._marks: deque[tuple[int, list[int]]] = deque()  # moments, and each stage's `busy` then
+
+    @property
+    def totals(self) -> list[StageTotals]:
+        """The sums of every pair of a stage and a worker that there ever was."""
+        return list(self._all.values())
+
+    def rest(self, until: int) -> None:
+        """Leave out the time until this moment: no frame was on its way."""
+        self._until = max(self._until, until)
+
+    def take(self, route: Route, passage: Passage) -> None:
+        """Count a frame; the first one of another chain ends a recovery."""
+        between = "scheduling"
+        if route is not self._route:
+            between = "recovery" if self._route else between
+            self._begin_chain(route)
+        left = passage.timings[0].received - route.offsets[0]
+        self._spend(between, left)
+        before = self._until
+        worked = []
+        for totals, moments, offset in zip(self._now, passage.timings, route.offsets, strict=True):
+            here = Moments(*(moment - offset for moment in moments))
+            compute = "coordinator compute" if totals.stage == 0 else "worker compute"
+            self._spend("wire", min(here.received, passage.returned))
+            self._spend("queue", min(here.taken, passage.returned))
+            self._spend("decode", min(here.started, passage.returned))
+            self._spend(compute, min(here.computed, passage.returned))
+            self._spend("head + sampling", min(here.sampled, passage.returned))
+            self._spend("encode", min(here.sent, passage.returned))
+            worked.append(_count(totals, here, left))
+            left = here.sent
+        self._spend("return", passage.returned)
+        self._now[0].wire += max(0, passage.returned - left)
+        for totals, at_work in zip(self._now, worked, strict=True):
+            totals.bubble += max(0, self._until - before - at_work)
+        self._mark(passage.returned)
+
+    def utilisation(self, now: int) -> dict[str, float]:
+        """Return by worker of the present chain the busy share of the last ten seconds, 0 to 1."""
+        since = [mark for mark in self._marks if mark[0] >= now - _WINDOW_NS]
+        if not since or now <= since[0][0]:
+            return {totals.worker: 0.0 for totals in self._now}
+        began, busy = since[0]
+        return {
+            totals.worker: min(1.0, (totals.busy - before) / (now - began))
+            for totals, before in zip(self._now, busy, strict=True)
+        }
+
+    def _begin_chain(self, route: Route) -> None:
+        self._route = route
+        places = [(stage, node.name) for stage, node in enumerate(route.nodes)]
+        self._now = [self._all.setdefault(place, StageTotals(*place)) for place in places]
+        self._marks.clear()
+
+    def _spend(self, part: str, until: int) -> None:
+        """Count the time from the end of the last part until then; nothing if a clock is wrong."""
+        if until > self._until:
+            self.parts[part] += until - self._until
+            self._until = until
+
+    def _mark(self, now: int) -> None:
+        if not self._marks or now - self._marks[-1][0] >= _MARK_NS:
+            self._marks.append((now, [totals.busy for totals in self._now]))
+        while len(self._marks) > 1 and self._marks[0][0] < now - _WINDOW_NS:
+            self._marks.popleft()
+
+
+def _count(totals: StageTotals, here: Moments, left: int) -> int:
+    """Add a frame to a stage's sums; return for how long the stage computed only this frame."""
+    totals.num_frames += 1
+    totals.wire += max(0, here.received - left)
+    totals.queue += max(0, here.taken - here.received)
+    totals.compute += max(0, here.sent - here.taken)
+    at_work = max(0, here.sent - max(here.taken, totals.busy_until))
+    totals.busy_until = max(totals.busy_until, here.sent)
+    totals.busy += at_work
+    return at_work

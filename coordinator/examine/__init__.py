@@ -1,1 +1,0 @@
-"""`brigade doctor` and `brigade smoke`: facts are collected here and there, findings follow from them."""

@@ -1,1 +1,0 @@
-"""The other Macs' workers: installed, started, looked after and stopped over ssh."""

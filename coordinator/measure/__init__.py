@@ -1,1 +1,0 @@
-"""What the cluster does, measured, compared and forecast."""

@@ -1,0 +1,1 @@
+"""`brigade verify`: proves that the cluster is the model."""

@@ -1,0 +1,105 @@
+"""The model on this machine without its cluster: whole in memory by mlx-lm, or layer by layer. MLX thread only."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model
+
+from coordinator.quality.replay import ForcedPass, prompt_chunks
+from protos.brigade_pb2 import Cache, Sampling, Window
+from worker.compute.sampling import Sampler
+from worker.compute.shard import Shard
+from worker.compute.slot import Slot
+from worker.memory.history import History
+from worker.model.checkpoint import Checkpoint, open_folder
+from worker.model.describe import describe
+from worker.model.families import module_of
+
+LayerDigests = list[dict[str, str]]  # of the tensors of each layer, by name
+
+
+class Reference:
+    """The unsharded model of a folder, loaded and run by mlx-lm alone: every split is compared with it."""
+
+    def __init__(self, folder: Path) -> None:
+        checkpoint = open_folder(folder)
+        self.model, _ = load_model(folder, model_config={"model_type": module_of(checkpoint.config)})
+        self._mask_token = describe(checkpoint).mask_token
+
+    def generate(self, prompt: Sequence[int], num_tokens: int, sampling: Sampling, chunk: int) -> list[int]:
+        """Continue the prompt by `num_tokens` tokens, fed in chunks of `chunk` tokens as a session does."""
+        cache = make_prompt_cache(self.model)
+        sampler = Sampler(sampling)
+        tokens = list(prompt)
+        windows = prompt_chunks(prompt, chunk)
+        while len(tokens) < len(prompt) + num_tokens:
+            for window in windows:
+                logits = self.logits(window, cache)
+                mx.eval(logits)
+            tokens.append(sampler(logits, [len(tokens)], tokens, [len(tokens)]).to_samples(slot=0)[0].token)
+            windows = [tokens[-1:]]
+        return tokens[len(prompt) :]
+
+    def read(self, forced: ForcedPass) -> None:
+        """Read a pass's windows, one after another."""
+        cache, first = make_prompt_cache(self.model), 0
+        for window in forced.windows:
+            logits = self.rows(window, cache)
+            mx.eval(logits)
+            forced.hand_over(first, logits)
+            first += len(window)
+
+    def logits(self, window: Sequence[int], cache: list[object]) -> mx.array:
+        """Feed one window [L]; return its last row's logits [1, V] float32."""
+        return self.rows(window, cache)[-1:]
+
+    def rows(self, window: Sequence[int], cache: list[object]) -> mx.array:
+        """Feed one window [L]; return the logits [L, V] float32 of its rows."""
+        logits = self.model(mx.array([list(window)]), cache=cache)[0].astype(mx.float32)
+        if self._mask_token is not None:
+            logits[:, self._mask_token] = -mx.inf  # the cluster never draws it either
+        return logits
+
+
+def stream_layers(
+    checkpoint: Checkpoint, num_layers: int, passes: Sequence[ForcedPass], digests: LayerDigests | None = None
+) -> Iterator[int]:
+    """Lead the passes through every layer, of which one at a time is in memory.
+
+    Each layer is a shard of its own: the code that the cluster runs, without lanes, frames and a decoder's windows.
+    Tests hold it equal to mlx-lm's own model, to the last bit unless mlx-lm's cache of a sliding window has its rows in
+    another order.
+
+    Args:
+        digests: gets those of each layer, with the first and the last of the embedding and the head.
+    Yields:
+        The layer's number after each piece of work: a layer read, some milliseconds of digests, or one pass.
+    """
+    states = [[mx.array([list(window)]) for window in forced.windows] for forced in passes]
+    for layer in range(num_layers):
+        shard = Shard(checkpoint, layer, layer + 1)
+        shard.materialise(lambda nbytes: None)
+        yield layer
+        if digests is not None:
+            digests.append({})
+            for _ in shard.digest_into(digests[-1]):
+                yield layer
+        for forced, rows in zip(passes, states, strict=True):
+            _run_layer(shard, forced, rows)
+            yield layer
+        del shard
+        mx.clear_cache()  # its memory is for the next one, whose tensors may be of other sizes
+
+
+def _run_layer(shard: Shard, forced: ForcedPass, rows: list[mx.array]) -> None:
+    """Replace the layer's input of each window, [1, L] or [1, L, D], by its output, one window after another."""
+    slot = Slot(shard.make_caches(Cache()), History(), Sampling())
+    for number, tokens in enumerate(forced.windows):
+        first = len(slot.history)
+        window = Window(base=first, prefix_hash=slot.history.prefix_hash(first), tokens=tokens)
+        rows[number] = shard(rows[number], [slot.begin(window)], mx.array([list(tokens)]))
+        mx.eval(rows[number])
+        if shard.is_last and forced.is_wanted(first, len(tokens)):
+            forced.hand_over(first, shard.logits(rows[number]))

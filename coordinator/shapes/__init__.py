@@ -1,1 +1,0 @@
-"""What clients of other makers send and expect, translated to and from our own words. Pure; knows no HTTP."""

@@ -1,0 +1,156 @@
+"""What an earlier version has written is read: journals, received layers, keys, installed services, kept speeds."""
+
+import asyncio
+import json
+import os
+import plistlib
+import re
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.commands import parse, run_here
+from tests.cluster.processes import START_S, Running, Starter, starting, write_cluster
+from tests.fixtures.recipes import write_keys, write_speeds
+from worker.model.checkpoint import open_folder
+from worker.node.speed_cache import kept_speed
+from worker.platform.machine import machine_name
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+JOURNALS = sorted(path.stem for path in (FIXTURES / "journals").glob("*.json"))
+DEMO = Path(__file__).parents[2] / "worker" / "demo"
+DEMO_FINGERPRINT = (  # of its configuration, and of its tensors
+    "be5c1c710f4e2df227b48c3fd240cdb549e4568ddb98552dbe9910c3cdc164e6",
+    "538a3bcd45e686efccc257e16218d4c22d2af9fa69122efd460af2aa1d5f22e5",
+)
+RECEIVED_NS = 946_684_800 * 10**9  # the last change of received files: 2000-01-01
+
+
+@pytest.fixture
+def start() -> Iterator[Starter]:
+    """Starts processes; ends what is left of them after the test."""
+    with starting() as starter:
+        yield starter
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder
+
+
+def test_there_are_journals_of_several_decoders() -> None:
+    assert {"ar", "diffusion", "diffusion-fast", "int8", "ngram", "sampled"} == set(JOURNALS)
+
+
+@pytest.mark.parametrize("name", JOURNALS)
+def test_a_whole_journal_is_its_answer(name: str, tmp_path: Path) -> None:
+    journal = Path(shutil.copy(FIXTURES / "journals" / name, tmp_path))
+    written = json.loads((FIXTURES / "journals" / f"{name}.json").read_text())
+    found = parse(run_here("generate", "--model", "demo", "--local", "0", "--journal", journal, "--json"))
+    assert {key: found[key] for key in written} == written
+    assert found["stats"]["tokens_from_journal"] == len(written["tokens"])
+    assert journal.read_bytes() == (FIXTURES / "journals" / name).read_bytes()
+
+
+@pytest.mark.parametrize("name", JOURNALS)
+def test_an_answer_goes_on_from_a_journal_that_was_cut_within_a_record(name: str, tmp_path: Path) -> None:
+    data = (FIXTURES / "journals" / name).read_bytes()
+    journal = tmp_path / name
+    journal.write_bytes(data[: len(data) * 4 // 5 + 3])
+    written = json.loads((FIXTURES / "journals" / f"{name}.json").read_text())
+    found = parse(run_here("generate", "--model", "demo", "--local", "0", "--journal", journal, "--json"))
+    known = found["stats"]["tokens_from_journal"]
+    assert 0 < known < len(written["tokens"])
+    assert found["tokens"][:known] == written["tokens"][:known]
+    assert len(found["tokens"]) == len(written["tokens"]) and found["finish_reason"] == "length"
+    assert found["seed"] == written["seed"] and found["prompt_tokens"] == written["prompt_tokens"]
+
+
+def test_received_layers_are_used_and_not_sent_again(cache: Path, start: Starter, tmp_path: Path) -> None:
+    shards = Path(shutil.copytree(FIXTURES / "received" / "shards", cache / "brigade" / "shards"))
+    files = sorted(path for path in shards.rglob("*") if path.is_file())
+    for path in files:
+        os.utime(path, ns=(time.time_ns(), RECEIVED_NS))
+    before = {path: (path.stat().st_ino, path.read_bytes()) for path in files if path.name != "called"}
+    [listed] = parse(run_here("cache", "ls", "--json"))["models"]
+    [folder] = shards.iterdir()
+    assert (listed["key"], listed["model"], listed["layers"]) == (folder.name, "tiny", [1, 2])
+    mini = start.worker("mini")
+    config = write_cluster(tmp_path / "cluster.yaml", ("mini", mini.address), layers="[1, 2]")
+    model = FIXTURES / "received" / "model"
+    asked = ("generate", "--config", config, "--model", model, "--prompt-tokens", "5,6,7", "-m", "4", "--ignore-eos")
+    found = parse(run_here(*asked, "--temp", "0", "--json"))
+    written = json.loads((FIXTURES / "received" / "answer.json").read_text())
+    assert len(found["tokens"]) == len(written["tokens"])
+    assert [(stage["node"], stage["start"], stage["end"]) for stage in found["stages"]] == [
+        ("coordinator", 0, 1),
+        ("mini", 1, 3),
+    ]
+    assert {path: (path.stat().st_ino, path.read_bytes()) for path in before} == before, "nothing was received anew"
+    assert {path.name for path in folder.iterdir()} == {path.name for path in files}
+
+
+@pytest.mark.usefixtures("cache")
+def test_keys_let_nodes_in_and_their_authority_issues_more(start: Starter, tmp_path: Path) -> None:
+    write_keys(tmp_path / "keys", "studio", ["mini"])
+    config = tmp_path / "cluster.yaml"
+    config.write_text("tls: {keys: keys}\ncoordinator: {name: studio}\n")
+    issued = run_here("keys", "issue", "air", "--config", config)
+    assert issued.code == 0, issued.err
+    workers = [start.worker(name, "--keys", tmp_path / "keys") for name in ("mini", "air")]
+    entries = ", ".join(f"{{name: {each.name}, address: '{each.address}'}}" for each in workers)
+    config.write_text(f"{config.read_text()}workers: [{entries}]\nlayers: [4, 2, 2]\n")
+    found = parse(run_here("generate", "--config", config, "--model", "demo", "-m", "4", "--json", "Hi"))
+    assert [stage["node"] for stage in found["stages"]] == ["studio", "mini", "air"]
+
+
+def of_launchd() -> Sequence[str]:
+    found = plistlib.loads((FIXTURES / "services" / "brigade.worker.mini.plist").read_bytes())
+    return list(found["ProgramArguments"])
+
+
+def of_systemd() -> Sequence[str]:
+    text = (FIXTURES / "services" / "brigade-worker-mini.service").read_text()
+    return shlex.split(next(line for line in text.splitlines() if line.startswith("ExecStart=")).partition("=")[2])
+
+
+def of_a_plain_process() -> Sequence[str]:
+    text = (FIXTURES / "services" / "run.sh").read_text()
+    return shlex.split(next(line for line in text.splitlines() if line.startswith("exec ")))[1:]
+
+
+@pytest.mark.parametrize("command_of", [of_launchd, of_systemd, of_a_plain_process])
+def test_the_command_of_an_installed_service_starts_a_worker(
+    command_of: Callable[[], Sequence[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the configuration that was put beside it, but for the address, which a test cannot have."""
+    python, *arguments = command_of()
+    assert re.fullmatch(r"/\w+/anna/\.brigade/versions/[0-9a-f]{16}/bin/python", python)
+    place = arguments.index("--config") + 1
+    assert re.fullmatch(r"/\w+/anna/\.brigade/worker-mini/cluster\.yaml", arguments[place])
+    write_keys(tmp_path / "keys", "studio", ["mini"])
+    config = tmp_path / "cluster.yaml"
+    config.write_text((FIXTURES / "services" / "cluster.yaml").read_text().replace("192.0.2.1:50070", "127.0.0.1:1"))
+    arguments[place] = str(config)
+    monkeypatch.setenv("PYTHONPATH", str(DEMO.parents[1]))  # -P takes the working directory from the path
+    running = Running(*arguments, "--bind", "127.0.0.1:0", "--no-announce")
+    try:
+        assert running.err.wait_match(r"worker mini listens on (\S+)\n", START_S)
+    finally:
+        running.end()
+
+
+def test_a_speed_that_was_kept_is_not_measured_again(cache: Path) -> None:
+    key = (machine_name(), version("mlx"), version("mlx-lm"), *DEMO_FINGERPRINT)
+    write_speeds(cache, key, [[(1, 0.25), (8, 1.5)]], 123.5)
+    found = asyncio.run(kept_speed(open_folder(DEMO)))
+    assert found is not None and found.gbps == 123.5
+    assert [(list(times.rows), list(times.ms)) for times in found.kinds] == [([1, 8], [0.25, 1.5])]
+    assert list(found.head.ms) == [0.5]

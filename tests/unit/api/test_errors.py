@@ -1,0 +1,53 @@
+import pytest
+
+from coordinator.api.errors import http_error
+from worker.errors import (
+    BrigadeError,
+    ConfigError,
+    ContextExceeded,
+    InputError,
+    InternalError,
+    ModelError,
+    NodeBusy,
+    QueueFull,
+    ReaderLost,
+    SamplingError,
+    StageLost,
+    WaitedTooLong,
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "retry_after"),
+    [
+        (ContextExceeded("prompt", "too long"), 400, "context_length_exceeded", None),
+        (InputError("stop", "wrong"), 400, "invalid_value", None),
+        (SamplingError("the grammar is too complex", node="mini"), 400, "invalid_value", None),
+        (ConfigError("no such split"), 500, "internal_error", None),
+        (QueueFull("full"), 429, "rate_limit_exceeded", "1"),
+        (WaitedTooLong("late"), 503, "queue_timeout", "5"),
+        (NodeBusy("draining"), 503, "draining", "5"),
+        (StageLost("gone", node="mini"), 503, "cluster_failed", "5"),
+        (ReaderLost("unread"), 503, "cluster_failed", "5"),
+        (ModelError("no text"), 500, "internal_error", None),
+        (InternalError("bug"), 500, "internal_error", None),
+        (ZeroDivisionError(), 500, "internal_error", None),
+        (BrigadeError("else"), 503, "cluster_failed", "5"),
+    ],
+)
+def test_every_error_has_its_status_and_says_whether_to_try_again(
+    error: Exception, status: int, code: str, retry_after: str | None
+) -> None:
+    found = http_error(error)
+    assert (found.status, found.code) == (status, code)
+    assert found.to_headers() == ({"Retry-After": retry_after} if retry_after else {"x-should-retry": "false"})
+    assert found.to_openai()["error"]["param"] == getattr(error, "field", None)
+
+
+def test_a_prompt_that_is_too_long_is_told_in_the_words_that_litellm_looks_for() -> None:
+    """It has no other way to raise its ContextWindowExceededError, which agents shorten their history for."""
+    told = http_error(ContextExceeded("prompt", "expected less than the 9 tokens"))
+    assert (
+        told.message.startswith("prompt: expected less than")
+        and "is longer than the model's context length" in told.message
+    )

@@ -1,0 +1,103 @@
+from pathlib import Path
+
+import pytest
+
+from coordinator.api.auth import Keys, first_key, is_readable_by_others, load_keys
+from tests.unit.api.servers import app, ask
+from worker.errors import InputError
+
+PAGE = "https://page.example"
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    path = tmp_path / "keys"
+    path.write_text("# comment\n\nalice  key-of-alice\nkey-without-name\n")
+    return load_keys(path)
+
+
+def test_keys_have_names_and_fit_as_a_whole(keys: Keys) -> None:
+    assert keys.holder("key-of-alice") == "alice" and keys.holder("key-without-name") == "key 4"
+    assert keys.holder("key-of-alic") is None and keys.holder("") is None
+    assert "key-of-alice" not in repr(keys)
+
+
+@pytest.mark.parametrize("text", ["", "# only\n", "short\n", "a b c\n", "a 12345678\na 87654321\n", "bob kéy-of-bob\n"])
+def test_a_file_of_no_use_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "keys").write_text(text)
+    with pytest.raises(InputError, match="api_key_file"):
+        load_keys(tmp_path / "keys")
+
+
+def test_another_server_may_have_shorter_keys(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("# theirs\n\nme EMPTY\nanother\n")
+    assert first_key(tmp_path / "keys") == "EMPTY"
+
+
+@pytest.mark.parametrize(("mode", "is_readable"), [(0o600, False), (0o640, True), (0o604, True)])
+def test_a_file_that_others_can_read_is_known(tmp_path: Path, mode: int, is_readable: bool) -> None:
+    (tmp_path / "keys").touch()
+    (tmp_path / "keys").chmod(mode)
+    assert is_readable_by_others(tmp_path / "keys") is is_readable
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/live", {}, 200),
+        ("/health", {}, 503),
+        ("/health?deep=1", {}, 401),
+        ("/v1/models/gpt", {}, 401),
+        ("/openapi.json", {}, 401),
+        ("/nothing", {}, 401),
+        ("/v1/models/gpt", {"Authorization": "Bearer key-of-alice"}, 404),
+        ("/v1/models/gpt", {"Authorization": "bearer  key-of-alice "}, 404),
+        ("/v1/models/gpt", {"x-api-key": "key-without-name"}, 404),
+        ("/v1/models/gpt", {"Authorization": "Basic key-of-alice"}, 401),
+        ("/v1/models/gpt", {"Authorization": "Bearer wrong-key"}, 401),
+        ("/v1/models/gpt", {"Authorization": "Bearer \xff\xfe"}, 401),
+    ],
+)
+def test_without_a_key_only_the_state_is_told(keys: Keys, path: str, headers: dict[str, str], status: int) -> None:
+    encoded = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+    found = ask(app(keys=keys), "GET", path, headers=encoded)
+    assert found.status_code == status
+    if status == 401:
+        assert found.headers["www-authenticate"] == "Bearer"
+        assert found.json()["error"]["code"] == "invalid_api_key" and "key-" not in found.text
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("LOCALHOST:9338", 200),
+        ("[::1]:9338", 200),
+        ("localhost.evil.example", 403),
+        ("evil.example:9338", 403),
+        ("", 403),
+    ],
+)
+def test_a_page_that_rebinds_its_name_gets_nothing(host: str, status: int) -> None:
+    assert ask(app(hosts=("localhost", "::1")), "GET", "/live", headers={"Host": host}).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("own", "is_kept"), [("abc-1", True), ("a" * 128, True), ("a" * 129, False), ("a b", False), ("", False)]
+)
+def test_an_answer_has_a_request_id_the_clients_own_if_it_is_one(own: str, is_kept: bool) -> None:
+    found = ask(app(), "GET", "/live", headers={"X-Request-Id": own}).headers["x-request-id"]
+    assert (found == own) is is_kept and (is_kept or found.startswith("req_"))
+
+
+def test_pages_of_other_origins_may_not_read_unless_they_are_named(keys: Keys) -> None:
+    headers = {"Origin": PAGE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-api-key"}
+    assert "access-control-allow-origin" not in ask(app(), "GET", "/live", headers={"Origin": PAGE}).headers
+    assert ask(app(), "OPTIONS", "/v1/chat/completions", headers=headers).status_code == 405
+    named = app(keys=keys, origins=(PAGE,))
+    preflight = ask(named, "OPTIONS", "/v1/chat/completions", headers=headers)
+    assert preflight.status_code == 200 and preflight.headers["access-control-allow-origin"] == PAGE
+    refused = ask(named, "GET", "/v1/models", headers={"Origin": PAGE})
+    assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == PAGE
+    other = ask(named, "GET", "/live", headers={"Origin": "https://other.example"})
+    assert "access-control-allow-origin" not in other.headers

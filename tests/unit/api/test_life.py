@@ -1,0 +1,83 @@
+"""What becomes of a server whose model cannot be loaded, and what it says of one that is."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from coordinator.api import serve
+from coordinator.api.serve import ServeOptions, context_text, keep_model
+from coordinator.api.server import Server
+from coordinator.cluster.options import ClusterOptions
+from coordinator.engine.engine import Engine, ServerState
+from coordinator.engine.inputs import InputProcessor
+from tests.unit.virtual_time import VirtualTime
+from worker.config import ClusterConfig
+from worker.errors import StageLost
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[ServerState]:
+    """How the model stood whenever it was to be opened, which never works."""
+    stood: list[ServerState] = []
+
+    @asynccontextmanager
+    async def fail(frontend: Any, *given: Any, **named: Any) -> AsyncIterator[Engine]:
+        stood.append(frontend.served.state)
+        raise StageLost("gone", node="mini")
+        yield
+
+    monkeypatch.setattr(serve, "open_engine", fail)
+    return stood
+
+
+def lived(begin: Any, for_s: float) -> Server:
+    """What is served after so many seconds of a life that begins like this."""
+
+    async def live() -> Server:
+        frontend = SimpleNamespace(spec=SimpleNamespace(context=64))
+        frontend.served = served = Server(cast(InputProcessor, frontend), ("talker",))
+        begin(served)
+        answers = asyncio.ensure_future(asyncio.Event().wait())
+        options, serving = ClusterOptions(ClusterConfig(), "talker", 0, 4096), ServeOptions("127.0.0.1", 0)
+        living = asyncio.create_task(keep_model(served, options, serving, "http://here", cast(Any, answers)))
+        await asyncio.wait([living], timeout=for_s)
+        for task in (living, answers):
+            task.cancel()
+        [ended, _] = await asyncio.gather(living, answers, return_exceptions=True)
+        if isinstance(ended, StageLost):
+            raise ended
+        return served
+
+    virtual = VirtualTime()
+    try:
+        return virtual.run(live())
+    finally:
+        assert not virtual.close()
+
+
+def test_a_server_ends_whose_first_model_cannot_be_loaded(opened: list[ServerState]) -> None:
+    with pytest.raises(StageLost, match="gone"):
+        lived(lambda served: None, 60.0)
+    assert opened == [ServerState.LOADING]
+
+
+def test_a_model_that_cannot_be_read_again_is_tried_anew_and_nobody_waits_for_it(opened: list[ServerState]) -> None:
+    def wake(served: Server) -> None:
+        served.open(cast(Engine, SimpleNamespace()))
+        served.sleep("nobody asked")
+        served._become(ServerState.WAKING)
+
+    served = lived(wake, 12.0)
+    assert opened == [ServerState.WAKING, ServerState.RECOVERING, ServerState.RECOVERING]
+    assert served.state is ServerState.RECOVERING
+
+
+@pytest.mark.parametrize(
+    ("wished", "said"), [(None, "request"), (2048, "request"), (10**6, "request: the model has no room for 1000000")]
+)
+def test_a_context_beyond_the_models_is_told_as_such(wished: int | None, said: str) -> None:
+    assert context_text(2048, wished) == f"up to 2048 tokens per {said}"

@@ -1,0 +1,182 @@
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import uvicorn
+from starlette.responses import Response
+from uvicorn.server import ServerState
+
+from coordinator.api import listen as protocol_module
+from coordinator.api.listen import MAX_CONNECTIONS, MAX_HEAD_BYTES, BoundedProtocol, answering, listening
+from tests.unit.virtual_time import VirtualTime
+
+
+class Transport(MagicMock):
+    """Keeps what is written until it is closed."""
+
+    def __init__(self) -> None:
+        super().__init__(spec=asyncio.Transport)
+        self.written, self.is_closed = b"", False
+        self.get_extra_info.return_value = None
+        self.is_closing.side_effect = lambda: self.is_closed
+        self.write.side_effect = self._write
+        self.close.side_effect = self.abort.side_effect = self._close
+
+    def _write(self, data: bytes) -> None:
+        self.written += data
+
+    def _close(self) -> None:
+        self.is_closed = True
+
+    def _get_child_mock(self, /, **kwargs: Any) -> MagicMock:
+        return MagicMock(**kwargs)
+
+
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    await asyncio.get_running_loop().create_future()
+
+
+def connected(state: ServerState) -> tuple[BoundedProtocol, Transport]:
+    config = uvicorn.Config(app, http=BoundedProtocol, ws="none", log_config=None, lifespan="off")
+    config.load()
+    protocol, transport = BoundedProtocol(config, state, {}), Transport()
+    protocol.connection_made(transport)
+    return protocol, transport
+
+
+def status_after(talk: Callable[[BoundedProtocol, Transport], None]) -> bytes:
+    """The status that a client gets which is refused before there is a request."""
+
+    async def talked() -> bytes:
+        state = ServerState()
+        protocol, transport = connected(state)
+        talk(protocol, transport)
+        assert not state.tasks, "a request was begun"
+        if transport.is_closed:
+            protocol.connection_lost(None)
+        return transport.written[9:12] if transport.is_closed else b""
+
+    return asyncio.run(talked())
+
+
+@pytest.mark.parametrize(
+    ("first", "again"),
+    [
+        (b"GET /", b"a" * 1000),
+        (b"GET / HTTP/1.1\r\na: ", b"a" * 1000),
+        (b"GET / HTTP/1.1\r\n", b"a: " + b"b" * 1000 + b"\r\n"),
+        (b"GET / HTTP/1.1\r\n", b"a" * 1000),
+        (b"", b"\r\n" * 500),
+    ],
+)
+def test_a_head_without_an_end_is_refused(first: bytes, again: bytes) -> None:
+    def talk(protocol: BoundedProtocol, transport: Transport) -> None:
+        protocol.data_received(first)
+        num_sent = 0
+        while not transport.is_closed and num_sent < 2 * MAX_HEAD_BYTES:
+            protocol.data_received(again)
+            num_sent += len(again)
+
+    assert status_after(talk) == b"431"
+
+
+def test_a_client_has_so_long_to_say_what_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol_module, "_HEAD_S", 0.0)
+
+    async def talked() -> tuple[bool, bool]:
+        (_, silent), (whole, served) = connected(ServerState()), connected(ServerState())
+        whole.data_received(b"GET / HTTP/1.1\r\n\r\n")
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        [task] = whole.tasks
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        return silent.is_closed, served.abort.called
+
+    assert asyncio.run(talked()) == (True, False)
+
+
+def test_one_connection_too_many_is_told_to_come_again() -> None:
+    async def talked() -> tuple[bytes, bytes]:
+        state = ServerState()
+        state.connections |= {MagicMock() for _ in range(MAX_CONNECTIONS - 1)}
+        (_, last), (_, refused) = connected(state), connected(state)
+        return last.written, refused.written
+
+    last, refused = asyncio.run(talked())
+    assert last == b"" and refused.startswith(b"HTTP/1.1 503") and b"retry-after" in refused
+
+
+@pytest.mark.parametrize("kept", ["keep-alive", "close"])
+def test_an_answer_that_nobody_reads_ends_with_its_connection(kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol_module, "_UNREAD_S", 0.05)
+    size, lost, end = 32 << 20, asyncio.Event(), BoundedProtocol.connection_lost
+    monkeypatch.setattr(BoundedProtocol, "connection_lost", lambda self, exc: (end(self, exc), lost.set()))
+
+    async def served() -> None:
+        with listening("127.0.0.1", 0) as listener:
+            async with answering(Response(bytes(size)), listener, None):
+                with socket.create_connection(listener.getsockname()) as client:
+                    client.sendall(f"GET / HTTP/1.1\r\nHost: a\r\nConnection: {kept}\r\n\r\n".encode())
+                    async with asyncio.timeout(60):
+                        await lost.wait()
+
+    asyncio.run(served())
+
+
+def test_a_client_that_reads_slowly_is_cut_off_only_once_it_reads_next_to_nothing() -> None:
+    time = VirtualTime()
+
+    async def talked() -> list[bool]:
+        protocol, transport = connected(ServerState())
+        protocol.data_received(b"GET / HTTP/1.1\r\n\r\n")
+        found = []
+        transport.get_write_buffer_size.return_value = 200_000
+        protocol.pause_writing()
+        for num_unread in (150_000, 100_000, 99_000):
+            transport.get_write_buffer_size.return_value = num_unread
+            await asyncio.sleep(protocol_module._UNREAD_S)
+            found.append(transport.is_closed)
+        protocol.connection_lost(None)
+        return found
+
+    assert time.run(talked()) == [False, False, True]
+    time.close()
+
+
+def test_a_client_that_has_read_everything_in_time_is_not_cut_off() -> None:
+    time = VirtualTime()
+
+    async def talked() -> bool:
+        protocol, transport = connected(ServerState())
+        protocol.data_received(b"GET / HTTP/1.1\r\n\r\n")
+        transport.get_write_buffer_size.return_value = 1000
+        protocol.pause_writing()
+        protocol.resume_writing()
+        await asyncio.sleep(2 * protocol_module._UNREAD_S)
+        is_closed = transport.is_closed
+        protocol.connection_lost(None)
+        return is_closed
+
+    assert not time.run(talked())
+    time.close()
+
+
+def test_a_server_whose_listening_fails_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def failed(self: uvicorn.Server, sockets: Any = None) -> None:
+        raise OSError("no more files")
+
+    monkeypatch.setattr(uvicorn.Server, "serve", failed)
+
+    async def served() -> None:
+        with listening("127.0.0.1", 0) as listener:
+            async with asyncio.timeout(60), answering(app, listener, None):
+                await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(OSError, match="no more files"):
+        asyncio.run(served())

@@ -1,0 +1,59 @@
+from typing import Any
+
+import pytest
+
+from coordinator.api.app import ROUTES
+from tests.unit.api.servers import app, ask
+
+POSTED = [route.path for route in ROUTES if "POST" in (route.methods or ())]
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.mark.parametrize("path", POSTED)
+@pytest.mark.parametrize(
+    ("content", "headers", "status", "code"),
+    [
+        (b"{}", {"Content-Type": "text/plain"}, 415, "unsupported_media_type"),
+        (b"{}", {}, 415, "unsupported_media_type"),
+        (b"{" + b" " * 1000 + b"}", JSON, 413, "request_too_large"),
+        (b"{}", JSON | {"Content-Length": "9" * 5000}, 413, "request_too_large"),
+        (b"", JSON, 400, "invalid_json"),
+        (b"[]", JSON, 400, "invalid_json"),
+        (b"\xff\xfe\x00", JSON, 400, "invalid_json"),
+        (b'{"a": NaN}', JSON, 400, "invalid_json"),
+        (b'{"a": -Infinity}', JSON, 400, "invalid_json"),
+        (b"[" * 999, JSON, 400, "invalid_json"),
+        (b'{"a":' * 180 + b"1" + b"}" * 80, JSON, 400, "invalid_json"),
+        (b'{"a":' + b"[" * 90 + b"]" * 90 + b"}", JSON, 400, "invalid_value"),
+        (b'{"a": "\\ud800"}', JSON, 400, "invalid_value"),
+        (b'{"a": {"\\udfff": 1}}', JSON, 400, "invalid_value"),
+        (b'{"a": 1e999}', JSON, 400, "invalid_value"),
+        (b'{"a": ' + b"9" * 300 + b"}", JSON, 400, "invalid_value"),
+    ],
+)
+def test_what_no_shape_can_take_is_refused(
+    path: str, content: bytes, headers: dict[str, str], status: int, code: str
+) -> None:
+    found = ask(app(), "POST", path, content=content, headers=headers)
+    error = found.json()["error"]
+    assert found.status_code == status
+    if path.startswith("/v1/messages"):
+        assert error.keys() == {"type", "message"}
+        assert error["type"] == ("request_too_large" if status == 413 else "invalid_request_error")
+    else:
+        assert error["code"] == code
+        assert error["param"] == ("a" if code == "invalid_value" else None)  # not a field that is missing
+    assert found.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize("body", [{"messages": [{"role": "user", "content": "hi"}]}])
+def test_a_right_request_is_told_that_no_model_is_loaded_yet(body: dict[str, Any]) -> None:
+    found = ask(app(), "POST", "/v1/chat/completions", json=body)
+    assert (found.status_code, found.json()["error"]["code"]) == (503, "loading")
+    assert found.headers["retry-after"] == "5"
+
+
+def test_another_model_is_not_found_and_another_method_neither() -> None:
+    assert ask(app(), "POST", "/v1/completions", json={"prompt": "a", "model": "gpt"}).status_code == 404
+    wrong = ask(app(), "GET", "/v1/completions")
+    assert wrong.status_code == 405 and wrong.headers["allow"] == "POST"

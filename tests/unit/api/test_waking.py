@@ -1,0 +1,110 @@
+"""Streams of a model that is asleep: they have begun before it is there."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from starlette.types import Message
+
+from coordinator.api.app import make_app
+from coordinator.api.server import Server
+from coordinator.engine.engine import ServerState, ServerStatus
+from coordinator.sessions.output import Output
+from coordinator.sessions.request import Request, RequestSpec
+from tests.unit.api import answers
+from tests.unit.api.servers import served
+from tests.unit.virtual_time import VirtualTime
+from worker.errors import InputError
+
+LIVES = b": still at it\n\n"
+HELLO = [{"role": "user", "content": "hi"}]
+DOORS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HELLO},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/messages": {"messages": HELLO, "max_tokens": 8},
+    "/v1/responses": {"input": "hi"},
+}
+GONE = "worker mini is away"
+
+
+class Awake(answers.FakeEngine):
+    """Says one thing to whoever asks, or refuses all."""
+
+    status = ServerStatus(ServerState.READY)
+    num_waiting = 0
+    inputs = SimpleNamespace(token_text=str, token_bytes=lambda token: None, tokenizer=None)
+
+    def __init__(self, refusal: InputError | None = None) -> None:
+        self._refusal = refusal
+
+    async def prepare(self, ask: RequestSpec) -> Any:
+        if self._refusal:
+            raise self._refusal
+        return Request((1,), 1)
+
+    async def generate(self, request: Any, *, traced: bool = False) -> AsyncGenerator[Output, None]:
+        yield answers.last(num_reused=0)
+
+
+@pytest.fixture
+def clock() -> Iterator[VirtualTime]:
+    with contextlib.closing(VirtualTime()) as found:
+        yield found
+
+
+async def asked(door: str, then: Callable[[Server], None] | None, *, after: int) -> tuple[int, list[bytes]]:
+    """Status and bodies of a stream for which something happens after so many messages, or its client leaves."""
+    shared = served(heartbeat_s=10)
+    shared.open(answers.model(Awake()))
+    shared.sleep("nobody asked")
+    body, sent = json.dumps(DOORS[door] | {"stream": True}).encode(), list[Message]()
+    coming = asyncio.Queue[Message]()
+    coming.put_nowait({"type": "http.request", "body": body, "more_body": False})
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+        if len(sent) == after and then is None:
+            coming.put_nowait({"type": "http.disconnect"})
+        elif len(sent) == after and then:
+            then(shared)
+
+    scope = {
+        "type": "http", "method": "POST", "path": door, "raw_path": door.encode(), "query_string": b"", "root_path": "",
+        "headers": [(b"content-type", b"application/json")], "http_version": "1.1", "scheme": "http",
+    }  # fmt: skip
+    if not after and then:
+        asyncio.get_running_loop().call_later(5, then, shared)
+    await make_app(shared)(scope, coming.get, send)
+    assert shared.state is not ServerState.ASLEEP and not shared._num_waking
+    return sent[0]["status"], [message["body"] for message in sent[1:] if message["body"]]
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_stream_lives_while_the_model_is_read_again_and_then_answers(door: str, clock: VirtualTime) -> None:
+    status, bodies = clock.run(asked(door, lambda shared: shared.open(answers.model(Awake())), after=4))
+    assert (status, bodies[:3]) == (200, [LIVES] * 3)
+    assert bodies[3].startswith((b"data: {", b"event: ")) and b'"a"' in b"".join(bodies) and LIVES not in bodies[3:]
+    assert clock.now >= 1040
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_what_goes_wrong_then_is_told_in_the_stream(door: str, clock: VirtualTime) -> None:
+    status, bodies = clock.run(asked(door, lambda shared: shared.fail(GONE), after=2))
+    assert (status, bodies[0]) == (200, LIVES) and b"recovering: worker mini is away" in b"".join(bodies[1:])
+    refusing = answers.model(Awake(InputError("stop", "cannot be")))
+    _, bodies = clock.run(asked(door, lambda shared: shared.open(refusing), after=2))
+    assert b"stop" in b"".join(bodies[1:]) and b"cannot be" in b"".join(bodies[1:])
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_what_goes_wrong_soon_has_a_status(door: str, clock: VirtualTime) -> None:
+    assert clock.run(asked(door, lambda shared: shared.fail(GONE), after=0))[0] == 503
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_who_leaves_waits_no_more(door: str, clock: VirtualTime) -> None:
+    assert clock.run(asked(door, None, after=3)) == (200, [LIVES, LIVES])

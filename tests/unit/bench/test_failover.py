@@ -1,0 +1,75 @@
+"""What a lost worker costs, as numbers and as a table: which part is which, and what counts as too much."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from coordinator.bench.failover import (
+    FailoverReport,
+    FailoverRow,
+    LossMoments,
+    LossTimes,
+    middle,
+    print_failover,
+    times_of,
+)
+
+MOMENTS = LossMoments(struck=10.1, lost=10.125, found=10.5, loaded=10.75, opened=11.0, tokens=[9.0, 10.0, 12.0, 12.25])
+TIMES = LossTimes(
+    detect_s=0.025, reopen_s=0.875, find_s=0.375, start_s=0.25, load_s=0.25, join_s=0.25, replay_s=1.0, gap_s=2.0,
+    prefill_s=1.0,
+)  # fmt: skip
+ROW = FailoverRow("killed", "restarted", 128, TIMES, is_equal=True)
+
+
+def shown(*rows: FailoverRow, capsys: pytest.CaptureFixture[str]) -> str:
+    print_failover(FailoverReport("a machine", "demo", [4, 4], list(rows)))
+    return capsys.readouterr().out
+
+
+def test_each_part_of_a_loss_ends_where_the_next_one_begins() -> None:
+    found = times_of(MOMENTS, start_s=0.25, prefill_s=1.0)
+    assert found.__dict__ == pytest.approx(TIMES.__dict__)
+
+
+def test_what_did_not_happen_is_unknown() -> None:
+    """Neither was a process started, nor did a token come."""
+    found = times_of(replace(MOMENTS, tokens=[9.0]), start_s=None, prefill_s=1.0)
+    assert (found.start_s, found.replay_s, found.gap_s) == (None, None, None)
+    row: dict[str, Any] = FailoverRow("stopped", "spare", 128, found, is_equal=True).as_json()
+    assert row["start_s"] is None and row["gap_s"] is None
+    assert FailoverRow("stopped", "spare", 128, replace(found, load_s=None), is_equal=True).wanted_gap_s is None
+
+
+def test_the_gap_that_is_wanted_is_made_of_what_could_not_be_avoided() -> None:
+    assert ROW.wanted_gap_s == pytest.approx(0.025 + 0.25 + 0.25 + 1.2)
+    assert replace(ROW, times=replace(TIMES, start_s=None)).wanted_gap_s == pytest.approx(0.025 + 0.25 + 1.2)
+
+
+def test_trials_are_told_by_their_medians() -> None:
+    trials = [replace(TIMES, gap_s=gap_s, start_s=None) for gap_s in (9.0, 1.0, 2.0)]
+    assert middle(trials) == replace(TIMES, gap_s=2.0, start_s=None)
+
+
+def test_the_object_has_every_figure_beside_what_was_wanted() -> None:
+    found = FailoverReport("a machine", "demo", [4, 4], [ROW]).as_json()
+    assert (found["machine"], found["model"], found["layers"]) == ("a machine", "demo", [4, 4])
+    [row] = found["rows"]
+    assert (row["loss"], row["place"], row["context"], row["tokens_equal"]) == ("killed", "restarted", 128, True)
+    assert (row["detect_s"], row["wanted_detect_s"]) == (0.025, 0.05)
+    assert (row["gap_s"], row["wanted_gap_s"]) == (2.0, pytest.approx(1.725))
+
+
+def test_the_table_marks_what_took_longer_than_wanted(capsys: pytest.CaptureFixture[str]) -> None:
+    slow = replace(ROW, loss="stopped", times=replace(TIMES, detect_s=2.6, gap_s=4.3))
+    out = shown(ROW, slow, capsys=capsys)
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "128 killed, restarted 25 50 0.25 0.25 0.88 1.00 1.00 !2.00 1.73" in lines
+    assert "128 stopped, restarted !2600 2500 0.25 0.25 0.88 1.00 1.00 4.30 4.30" in lines
+    assert "Every answer had the tokens of the unfailed run." in out
+
+
+def test_and_names_whose_tokens_were_others(capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(replace(ROW, is_equal=False), capsys=capsys)
+    assert "OTHER TOKENS than in the unfailed run: 128 tokens, killed, restarted" in out

@@ -1,0 +1,284 @@
+"""Forecasts: what bounds their work, that they can be interrupted, which flags and which files they refuse."""
+
+import asyncio
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.bench import forecast as forecast_module
+from coordinator.bench.forecast import PUBLISHED_GBPS, Assumed, ForecastTimes, forecast, given_pipeline, read_times
+from coordinator.cli.app import app
+from coordinator.cli.plan import run_forecast
+from coordinator.cluster.options import cluster_options
+from worker.errors import InputError
+
+TWO_STAGES = Assumed(
+    stage_ms=(10.0, 10.0), row_ms=(0.0,), hop_ms=(0.0,), gbps=None, measured=None, concurrency=(1, 2),
+    num_prompt=1, num_tokens=20, chunk=None,
+)  # fmt: skip
+ROW = {
+    "system": "cluster", "decode": "ar", "concurrency": 1, "layers": [4, 4],
+    "stage_ms": [{"1": 10.0, "2": 12.0}, {"1": 6.0, "2": 8.0}], "hop_ms": [3.0, -0.1],
+}  # fmt: skip
+ALONE = {"system": "mlx_lm", "decode": "ar", "concurrency": 1, "layers": None, "stage_ms": None, "hop_ms": None}
+
+
+def write(folder: Path, *rows: object) -> Path:
+    path = folder / "bench.json"
+    path.write_text(json.dumps({"machine": "here", "prompt_tokens": 16, "generated_tokens": 20, "rows": rows}))
+    return path
+
+
+def test_there_is_a_forecast_per_number_of_requests() -> None:
+    one, two = forecast(ForecastTimes(given_pipeline((10.0, 10.0), (0.0,), (0.0,), None, 0)), TWO_STAGES)
+    assert (one.concurrency, two.concurrency) == (1, 2)
+    assert one.tokens_per_s == one.tokens_per_s_per_request == pytest.approx(50)
+    assert two.tokens_per_s == pytest.approx(100, rel=0.05)
+
+
+UNEQUAL = replace(TWO_STAGES, concurrency=(1, 2, 4, 8, 16), num_prompt=128, num_tokens=64)
+
+
+@pytest.mark.parametrize("row_ms", [None, (0.0,), (4.0, 1.0)])
+def test_columns_multiply(row_ms: tuple[float, ...] | None) -> None:
+    """Also where prompts take longer than answers, so that not all would decode at the same time by themselves."""
+    for found in forecast(ForecastTimes(given_pipeline((26.5, 6.5), row_ms, (3.0, 0.3), None, 0)), UNEQUAL):
+        assert found.concurrency * found.tokens_per_s_per_request == pytest.approx(found.tokens_per_s)
+        assert found.gap_mean_ms * found.tokens_per_s_per_request == pytest.approx(1000)
+    assert found.concurrency == 16
+
+
+@pytest.mark.parametrize(("row_ms", "of_eight"), [(None, 8e3 / (2 * 26.5 * 220 / 107)), ((0.0,), 8e3 / 36.3)])
+def test_rows_are_not_free_unless_somebody_says_so(row_ms: tuple[float, ...] | None, of_eight: float) -> None:
+    """Two lanes of four rows, and the slower stage never idle; where rows are free, whoever comes goes along."""
+    pipeline = given_pipeline((26.5, 6.5), row_ms, (3.0, 0.3), None, 0)
+    one, eight = forecast(ForecastTimes(pipeline), replace(UNEQUAL, concurrency=(1, 8)))
+    assert one.tokens_per_s == pytest.approx(1e3 / 36.3, rel=0.01)
+    assert eight.tokens_per_s == pytest.approx(of_eight, rel=0.01)
+
+
+def test_published_costs_are_by_how_many_bytes_are_read_per_second() -> None:
+    found = given_pipeline((10.0,), None, (0.0,), None, 0)
+    for rows, gbps in PUBLISHED_GBPS.items():
+        assert found.stages_s(rows) == pytest.approx([2.2 / gbps])
+
+
+@pytest.mark.parametrize(
+    ("flags", "rows", "said"),
+    [
+        ((), "published", "is not known here: as published of an M5 Pro"),
+        (("--row-ms", "0"), "given", "as --row-ms says"),
+    ],
+)
+def test_it_is_said_where_the_cost_of_rows_is_known_from(
+    flags: tuple[str, ...], rows: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["plan", "--simulate", "--stage-ms", "5,5", "--concurrency", "2", *flags]
+    app(command, standalone_mode=False)
+    assert said in " ".join(capsys.readouterr().out.split())
+    app([*command, "--json"], standalone_mode=False)
+    assert json.loads(capsys.readouterr().out)["rows"] == rows
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"concurrency": tuple(range(500, 540)), "num_tokens": 200},  # each of them alone is little enough
+        {"concurrency": (512,), "num_tokens": 100_000},
+        {"num_prompt": 500_000, "chunk": 1},
+        {"num_prompt": 10**9},
+    ],
+)
+def test_what_would_take_too_long_is_refused_at_once(change: dict[str, Any]) -> None:
+    times = ForecastTimes(given_pipeline((10.0,), (0.0,), (0.0,), None, 0))
+    with pytest.raises(InputError, match=r"^simulate: expected at most"):
+        forecast(times, replace(TWO_STAGES, **change))
+
+
+def test_hops_are_one_or_as_many_as_stages() -> None:
+    assert given_pipeline((1.0, 2.0), (0.0,), (3.0,), None, 0) == given_pipeline((1, 2), (0, 0), (3, 3), None, 0)
+    with pytest.raises(InputError, match=r"^hop_ms: expected one number, or one per stage \(2\), found 3$"):
+        given_pipeline((1.0, 2.0), (0.0,), (1.0, 2.0, 3.0), None, 0)
+
+
+def test_a_longer_chain_takes_longer_to_simulate() -> None:
+    with pytest.raises(InputError, match=r"^simulate: expected at most"):
+        forecast(ForecastTimes(given_pipeline((1.0,) * 10_000, (0.0,), (0.0,), None, 0)), TWO_STAGES)
+
+
+def test_a_forecast_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it takes, the event loop goes on: there Ctrl-C cancels it."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def forecast_for_ever(*_: object) -> list[object]:
+        begun.set()
+        go_on.wait(30.0)
+        return []
+
+    monkeypatch.setattr(forecast_module, "forecast", forecast_for_ever)
+    options = cluster_options(None, None, None, None, None)
+
+    async def interrupt() -> None:
+        task = asyncio.create_task(run_forecast(options, TWO_STAGES, as_json=True))
+        assert await asyncio.to_thread(begun.wait, 10.0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        go_on.set()
+
+    asyncio.run(interrupt())
+
+
+def test_measured_times_are_those_of_as_many_requests_or_the_means_of_the_clusters_rows(tmp_path: Path) -> None:
+    four = ROW | {"concurrency": 4, "stage_ms": [{"1": 20.0}, {"1": 8.0}], "hop_ms": [5.0, 0.3]}
+    times = read_times(write(tmp_path, ALONE, ROW, four, ROW | {"decode": "ngram", "layers": [1, 7]}))
+    for count, stages_s, hops_s in ((1, [0.010, 0.006], [0.003, 0]), (4, [0.020, 0.008], [0.005, 0.0003])):
+        assert times.of(count).stages_s(1) == pytest.approx(stages_s)
+        assert [hop.latency_s for hop in times.of(count).hops] == pytest.approx(hops_s)
+    assert times.of(2).stages_s(1) == pytest.approx([0.015, 0.007])
+    assert [hop.latency_s for hop in times.of(2).hops] == pytest.approx([0.004, 0.0001])
+
+
+COSTS = {"layers": [4, 4], "stage_ms": [{"1": 7.0, "4": 9.0}, {"1": 7.5, "4": 9.5}], "hop_ms": [1.0, 0.5]}
+
+
+def write_with_costs(folder: Path, costs: object, *rows: object) -> Path:
+    path = write(folder, *rows)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"frame_costs": [costs]}))
+    return path
+
+
+def test_more_requests_than_were_measured_go_by_what_frames_cost_while_all_stages_were_at_work(tmp_path: Path) -> None:
+    """One request's row says what a row costs while the other stage is idle: too little where both share a machine."""
+    alone = ROW | {"stage_ms": [{"1": 4.0, "32": 40.0}, {"1": 5.0, "32": 36.0}]}
+    times = read_times(write_with_costs(tmp_path, COSTS, alone))
+    assert times.of(1).stages_s(1) == pytest.approx([0.004, 0.005])
+    assert times.of(8).stages_s(1) == pytest.approx([0.007, 0.0075])
+    assert times.of(8).stages_s(4) == pytest.approx([0.009, 0.0095])
+    assert times.of(8).stages_s(32) == pytest.approx([0.040, 0.036]), "chunks of prompts as in the rows"
+    assert [hop.latency_s for hop in times.of(8).hops] == pytest.approx([0.001, 0.0005])
+    [eight] = forecast(times, replace(TWO_STAGES, concurrency=(8,), num_tokens=200))
+    assert eight.tokens_per_s == pytest.approx(8 / 0.020, rel=0.01), "two lanes of four: each frame's way is 20 ms"
+
+
+def test_rows_cost_what_lies_on_a_line_between_one_row_and_a_prompts_chunk(tmp_path: Path) -> None:
+    """A file without frame costs, of one request: eight in two lanes of four rows take what the line says, not 6 ms."""
+    times = read_times(write(tmp_path, ROW | {"stage_ms": [{"1": 6.0, "31": 36.0}] * 2, "hop_ms": [0.0, 0.0]}))
+    assert times.of(8).stages_s(4) == pytest.approx([0.009, 0.009])
+    [eight] = forecast(times, replace(TWO_STAGES, concurrency=(8,), num_tokens=200))
+    assert eight.tokens_per_s == pytest.approx(8 / 0.018, rel=0.05)
+
+
+def test_what_rows_cost_is_not_made_up_where_all_frames_had_one_size(tmp_path: Path) -> None:
+    times = read_times(write(tmp_path, ROW | {"stage_ms": [{"1": 6.0}, {"1": 6.0}]}))
+    assert forecast(times, replace(TWO_STAGES, concurrency=(1,)))
+    with pytest.raises(InputError, match=r"expected 1, as measured, got 2, 8: all frames had one size") as refused:
+        forecast(times, replace(TWO_STAGES, concurrency=(1, 2, 8)))
+    assert refused.value.field == "concurrency"
+
+
+def test_frame_costs_of_other_splits_are_not_taken(tmp_path: Path) -> None:
+    times = read_times(write_with_costs(tmp_path, COSTS | {"layers": [1, 7]}, ROW))
+    assert times.of(8).stages_s(1) == pytest.approx([0.010, 0.006])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hop_ms": [0.1]}, "expected frame_costs of 2 stages"),
+        ({"stage_ms": [{"1": 0}, {"1": 1}]}, r"frame_costs\.0\.stage_ms\.0\.1.* got 0$"),
+    ],
+)
+def test_frame_costs_that_are_none_are_refused(tmp_path: Path, change: dict[str, object], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        read_times(write_with_costs(tmp_path, COSTS | change, ROW))
+
+
+def test_a_forecast_from_a_file_is_of_the_load_that_was_measured_unless_told_otherwise(tmp_path: Path) -> None:
+    times = read_times(write(tmp_path, ROW))
+    asked = replace(TWO_STAGES, num_prompt=None, num_tokens=None)
+    assert (times.num_prompt, times.num_tokens) == (16, 20)
+    assert forecast(times, asked) == forecast(times, replace(asked, num_prompt=16, num_tokens=20))
+    assert forecast(times, asked) != forecast(times, replace(asked, num_prompt=17))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"stage_ms": [{"1": 0}, {"1": 6.0}]}, r"rows\.0\.stage_ms\.0\.1.* got 0$"),
+        ({"stage_ms": [{"1": -3.0}, {"1": 6.0}]}, r"rows\.0\.stage_ms\.0\.1.* got -3\.0$"),
+        ({"stage_ms": [{"1": float("nan")}, {"1": 6.0}]}, r"rows\.0\.stage_ms\.0\.1.* got nan$"),
+        ({"stage_ms": [{"1": 6.0}, {"0": 6.0}]}, r"rows\.0\.stage_ms\.1\.0.* got '0'$"),
+        ({"stage_ms": [{"9" * 4000: 6.0}, {"1": 6.0}]}, r"rows\.0\.stage_ms\.0\."),
+        ({"stage_ms": [{}, {}]}, r"rows\.0\.stage_ms\.0.* got {}$"),
+        ({"stage_ms": [5.0, 6.0]}, r"rows\.0\.stage_ms\.0.* got 5\.0$"),
+        ({"hop_ms": [3.0, float("inf")]}, r"rows\.0\.hop_ms\.1.* got inf$"),
+        ({"hop_ms": "fast"}, r"rows\.0\.hop_ms.* got 'fast'$"),
+        ({"system": 5}, r"rows\.0\.system.* got 5$"),
+        ({"stage_ms": [], "hop_ms": []}, "expected stage_ms and hop_ms of 2 stages in every row"),
+        ({"stage_ms": None}, "expected stage_ms and hop_ms of 2 stages in every row"),
+        ({"hop_ms": [3.0]}, "expected stage_ms and hop_ms of 2 stages in every row"),
+        ({"layers": [], "stage_ms": [], "hop_ms": []}, "expected stage_ms and hop_ms of 0 stages"),
+        ({"system": "one process"}, "expected one split of a cluster, found 0"),
+    ],
+)
+def test_a_file_whose_times_are_none_is_refused(tmp_path: Path, change: dict[str, object], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        read_times(write(tmp_path, ROW | change))
+
+
+def test_a_file_of_two_splits_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="expected one split of a cluster, found 2"):
+        read_times(write(tmp_path, ROW, ROW | {"layers": [2, 6]}))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"rows": 5}', '{"rows": [1]}', "\udcff", "[" * 100_000])
+def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "bench.json"
+    path.write_text(text, errors="surrogateescape")
+    with pytest.raises(InputError, match="expected what `brigade bench --json` prints, found in") as refused:
+        read_times(path)
+    words = (" no such object of JSON", " nothing at prompt_tokens", " another value at rows")  # none of pydantic's
+    assert str(refused.value).rpartition(f"{path}:")[2].startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        *(
+            (f"plan --{name.replace('_', '-')} 1", f"{name}: expected only with --simulate")
+            for name in ("stage_ms", "row_ms", "hop_ms", "gbps", "measured")
+        ),
+        ("plan -p 1", "num_prompt: expected only with --simulate"),
+        ("plan -g 64", "num_tokens: expected only with --simulate"),  # its default, but given
+        ("plan --prefill-step-size 1", "prefill_step_size: expected only with --simulate"),
+        ("plan --simulate --stage-ms 5,5 --local 1", "local: not expected with --simulate"),
+        ("plan --simulate --stage-ms 5,5 --layers 4,4", "layers: not expected with --simulate"),
+        ("plan --simulate --stage-ms 5,5 --context 9", "context: not expected with --simulate"),
+        ("plan --simulate --stage-ms 5,5 --model demo", "model: expected with --simulate only where --gbps"),
+        ("plan --simulate --measured x --config y", "config: expected with --simulate only where --gbps"),
+        ("plan --simulate --measured x --row-ms 1", "row_ms: not expected with --measured"),
+        ("plan --simulate --measured x --hop-ms 1", "hop_ms: not expected with --measured"),
+        ("plan --simulate --measured x --gbps 1", "gbps: not expected with --measured"),
+        ("plan --simulate", "simulate: expected either --stage-ms"),
+        ("plan --simulate --config x --hop-ms 1", "hop_ms: not expected with --simulate --config"),
+        ("plan --simulate --config x --local 1", "local: not expected with --simulate --config"),
+        ("plan --simulate --stage-ms 5 --measured x", "simulate: expected either --stage-ms"),
+        ("plan --simulate --stage-ms a", "stage_ms: expected milliseconds"),
+        ("plan --simulate --stage-ms 0,5", "stage_ms: expected milliseconds from 0.001"),
+        ("plan --simulate --stage-ms 1 --concurrency 3000", "concurrency: expected whole numbers from 1 to 1024"),
+        ("bench --concurrency 1,zero", "concurrency: expected whole numbers from 1 to 1024"),
+        ("bench --concurrency 0", "concurrency: expected whole numbers from 1 to 1024"),
+        (f"bench --concurrency {'9' * 5000}", "concurrency: expected whole numbers from 1 to 1024"),
+        ("bench --decode fast", "decode: expected one of"),
+        ("bench --plot x.png --concurrency 4", "plot: expected several --concurrency to draw a line through, found 4"),
+        ("bench --local 0 --layers 99,7", "layers: expected workers to split the model over, found none"),
+    ],
+)
+def test_flags_that_mean_nothing_together_are_refused(arguments: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        app(arguments.split(), standalone_mode=False)

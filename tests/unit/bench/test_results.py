@@ -1,0 +1,235 @@
+"""From trials to rows and ratios, on numbers that can be checked by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from coordinator.bench.report import print_bench, to_markdown
+from coordinator.bench.results import (
+    CLUSTER,
+    MLX_LM,
+    ONE_PROCESS,
+    Bench,
+    BenchRow,
+    BenchTrial,
+    FrameCosts,
+    fastest_splits,
+    measured_pipeline,
+    sent_between,
+    summarise,
+    with_overheads,
+    with_plan,
+    with_predictions,
+)
+from coordinator.bench.simulate import Hop
+from coordinator.planning.plan import Objective
+from coordinator.planning.planner import plan
+from coordinator.planning.prediction import Prediction
+from coordinator.planning.speeds import NOTHING_KNOWN
+from coordinator.sessions.waterfall import Moments, Passage
+from protos.brigade_pb2 import StatusReply
+from tests.unit.planning.test_planner import GB, ROOMY, model, nodes, surveyed
+
+
+def times(first: float, gap: float, count: int) -> list[float]:
+    return [first + gap * number for number in range(count)]
+
+
+def split(layers: list[int], count: int, together: float, decode: str = "ar") -> BenchRow:
+    return replace(row(CLUSTER, count, together / count, together, decode=decode), layers=layers)
+
+
+def row(system: str, count: int, each: float, together: float, prompt: float = 100.0, decode: str = "ar") -> BenchRow:
+    return BenchRow(system, None, decode, count, prompt, each, together, 0.1, 0.1, 1.0, 1.0)
+
+
+def test_a_row_says_how_fast_each_and_all_were() -> None:
+    trial = BenchTrial(num_prompt=20, started=10.0, token_times=[times(11, 0.5, 9), times(12, 0.25, 9)])
+    found = summarise(ONE_PROCESS, [4], "ar", [trial])
+    assert (found.concurrency, found.layers, found.utilisation) == (2, [4], None)
+    assert found.prompt_tokens_per_s == pytest.approx(20 / 2), "until the last one has its first token"
+    assert found.tokens_per_s_per_request == pytest.approx((2 + 4) / 2), "the median of both"
+    assert found.tokens_per_s == pytest.approx((4 + 8) / 2), "from 12 to 14, while both decode"
+    assert (found.ttft_p50_s, found.ttft_p95_s) == pytest.approx((1.5, 2.0))
+    assert (found.gap_p50_ms, found.gap_p95_ms) == pytest.approx((375.0, 500.0))
+
+
+def test_requests_that_never_decode_at_once_count_from_the_first_token_to_the_last() -> None:
+    trial = BenchTrial(num_prompt=2, started=0.0, token_times=[times(1, 0.1, 5), times(3, 0.1, 5)])
+    assert summarise(MLX_LM, None, "ar", [trial]).tokens_per_s == pytest.approx(9 / 2.4)
+
+
+def test_stages_are_busy_while_they_compute_and_hops_are_what_lies_between() -> None:
+    """Two stages whose clocks differ by an hour; frames of 100 ms, of which they compute 30 and 40."""
+    hour = 3600 * 10**9
+    passages = []
+    for number in range(20):
+        at = number * 100_000_000
+        first = Moments(at, at, at, *[at + 30_000_000] * 3)
+        arrived = hour + at + 40_000_000
+        second = Moments(arrived, arrived, arrived, arrived + 30_000_000, *[arrived + 40_000_000] * 2)
+        passages.append(Passage([first, second], at + 100_000_000, 4))
+    trial = BenchTrial(8, 0.0, [times(0.1, 0.1, 20)] * 4, passages, [0, hour], [800, 80], 0.03)
+    found = summarise(CLUSTER, [1, 1], "ar", [trial])
+    assert found.utilisation == pytest.approx([0.3, 0.4], abs=0.01)
+    assert found.bubble == pytest.approx(0.65, abs=0.01)
+    assert found.bytes_per_token == pytest.approx([800 / 88, 80 / 88]), "of 8 prompt tokens and 80 others"
+    assert found.stage_ms == [{4: pytest.approx(30)}, {4: pytest.approx(40)}]
+    assert found.hop_ms == pytest.approx([10, 20]) and found.loop_share == 0.03
+
+
+def test_what_a_stage_sent_is_unknown_where_its_worker_did_not_say() -> None:
+    """Of a worker that does not answer in time there is a status of zeros."""
+    before = [StatusReply(clock=5, sent_bytes=100), StatusReply(clock=7, sent_bytes=40), StatusReply()]
+    after = [StatusReply(clock=9, sent_bytes=180), StatusReply(), StatusReply(clock=8, sent_bytes=60)]
+    assert sent_between(before, after) == [80, None, None]
+
+
+def test_bytes_per_token_are_those_of_the_trials_that_know_them() -> None:
+    passage = Passage([Moments(0, 0, 0, 0, 1, 1), Moments(0, 0, 0, 0, 1, 1)], 2, 1)
+    trials = [BenchTrial(2, 0.0, [times(1, 1, 2)], [passage], [0, 0], sent) for sent in ([400, None], [None, None])]
+    found = summarise(CLUSTER, [1, 1], "ar", trials)
+    assert found.bytes_per_token == [100, None]
+    cells = to_markdown(Bench("machine", "model", 2, 2, 1, [found]))
+    assert "| 100 · ? " in cells
+
+
+def test_overhead_is_what_a_token_takes_longer_than_in_one_process_decoded_alike() -> None:
+    rows = [
+        row(ONE_PROCESS, 1, 100, 100), row(CLUSTER, 1, 80, 80), row(ONE_PROCESS, 1, 50, 50, decode="ngram"),
+        row(CLUSTER, 1, 50, 50, decode="ngram"), row(CLUSTER, 4, 20, 80), row(MLX_LM, 1, 110, 110),
+    ]  # fmt: skip
+    found = [each.overhead_ms_per_token for each in with_overheads(rows)]
+    assert found == [None, pytest.approx(2.5), None, 0.0, None, None]
+
+
+def test_the_ratios_are_those_that_are_promised() -> None:
+    rows = [
+        row(ONE_PROCESS, 1, 100, 100), row(MLX_LM, 1, 120, 120), row(CLUSTER, 1, 90, 90),
+        row(ONE_PROCESS, 8, 20, 150, prompt=300), row(MLX_LM, 8, 25, 200, prompt=400),
+        row(CLUSTER, 8, 40, 300, prompt=450), row(CLUSTER, 1, 1, 1), row(CLUSTER, 8, 1, 1),  # of a second split
+    ]  # fmt: skip
+    found = Bench("machine", "model", 16, 16, 8, with_overheads(rows)).as_json()
+    assert found["ratio_vs_one_process"] == pytest.approx(0.9)
+    assert found["overhead_ms_per_token"] == pytest.approx(1e3 / 90 - 10)
+    assert found["prefill_ratio_vs_one_process"] == pytest.approx(1.5)
+    assert found["ratio_vs_mlx_lm_batch"] == pytest.approx(1.5)
+
+
+def test_a_comparison_that_was_not_run_is_null() -> None:
+    found = Bench("machine", "model", 16, 16, 8, [row(ONE_PROCESS, 8, 20, 150), row(MLX_LM, 8, 25, 200)]).as_json()
+    keys = ("overhead_ms_per_token", "ratio_vs_one_process", "prefill_ratio_vs_one_process", "ratio_vs_mlx_lm_batch")
+    assert [found[key] for key in keys] == [None] * 4
+
+
+def test_a_ratio_of_as_many_requests_as_asked_for_is_null_if_they_did_not_fit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = [row(system, 4, 20, 80) for system in (ONE_PROCESS, MLX_LM, CLUSTER)]
+    bench = Bench("machine", "model", 16, 16, 8, rows)
+    found = bench.as_json()
+    assert found["prefill_ratio_vs_one_process"] is None and found["ratio_vs_mlx_lm_batch"] is None
+    print_bench(bench)
+    assert " x " not in capsys.readouterr().out
+
+
+def test_a_prediction_needs_stages_and_follows_from_their_times() -> None:
+    measured = BenchRow(
+        CLUSTER, [1, 1], "ar", 2, 1, 1, 1, 1, 1, 1, 1, stage_ms=[{1: 10.0, 2: 10.0}, {1: 10.0}], hop_ms=[0.0, 0.0]
+    )
+    one, other = with_predictions([measured, row(MLX_LM, 2, 1, 1)], num_prompt=1, num_tokens=50)
+    assert one.predicted_tokens_per_s == pytest.approx(100, rel=0.05), "two in turn on two stages of 10 ms"
+    assert other.predicted_tokens_per_s is None
+
+
+def test_what_was_planned_stands_beside_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = model([GB] * 2)
+    promised = Prediction(
+        spec, plan(spec, nodes(ROOMY, ROOMY), NOTHING_KNOWN, Objective(1)), surveyed(spec, 100, 100)
+    )  # 10 ms on each node
+    rows = [
+        with_plan(each, promised) for each in (row(CLUSTER, 1, 45, 45), row(CLUSTER, 2, 40, 80), row(MLX_LM, 1, 9, 9))
+    ]
+    assert [each.planned_tokens_per_s for each in rows] == [pytest.approx(50), pytest.approx(100), None]
+    assert with_plan(replace(rows[0], decode="ngram", planned_tokens_per_s=None), promised).planned_tokens_per_s is None
+    unknown = Prediction(spec, plan(spec, nodes(ROOMY, ROOMY), NOTHING_KNOWN, Objective(1)), NOTHING_KNOWN)
+    assert with_plan(row(CLUSTER, 1, 45, 45), unknown).planned_tokens_per_s is None
+    print_bench(Bench("machine", "model", 16, 16, 2, rows))
+    told = capsys.readouterr().out
+    assert "1 request(s): 50.0 tok/s planned, 45.0 measured" in told and "100.0 tok/s planned, 80.0 measured" in told
+
+
+def test_a_pipeline_can_be_read_back_from_json() -> None:
+    """There the numbers of rows are text."""
+    pipeline = measured_pipeline([{"4": 20.0, "1": 10.0}], [3.0])  # type: ignore[dict-item]
+    assert pipeline.stages_s(1) == [0.010] and pipeline.stages_s(4) == [0.020] and pipeline.hops_s(1) == 0.003
+
+
+def test_a_hop_that_clocks_make_negative_takes_no_time() -> None:
+    assert measured_pipeline([{1: 10.0}] * 2, [-0.2, 0.5]).hops == (Hop(0.0), Hop(0.0005))
+
+
+EVEN, FRONT, LONG = [4, 4], [5, 3], [12, 13, 13, 13, 13]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([split(EVEN, 1, 90), split(EVEN, 8, 300)], []),  # one split is no contest
+        ([split(EVEN, 1, 90), split(EVEN, 8, 300), split(FRONT, 1, 80), split(FRONT, 8, 330)], [(8, FRONT), (1, EVEN)]),
+        ([split(EVEN, 1, 90), split(FRONT, 1, 80)], [(1, EVEN)]),
+        ([split(EVEN, 2, 90), split(EVEN, 8, 300), split(FRONT, 2, 100)], [(2, FRONT)]),  # no memory for 8 there
+        ([split(EVEN, 2, 90), split(FRONT, 8, 100)], []),  # nothing was measured of both
+    ],
+)
+def test_the_fastest_of_several_splits_is_that_with_most_requests_and_that_with_one(
+    rows: list[BenchRow], expected: list[tuple[int, list[int]]]
+) -> None:
+    alone = [row(ONE_PROCESS, 8, 99, 999), row(MLX_LM, 1, 999, 999)]
+    assert [(found.concurrency, found.layers) for found in fastest_splits([*alone, *rows])] == expected
+
+
+def test_the_table_names_the_winner_and_who_wins_with_one_request_if_that_is_another(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = [split(EVEN, 1, 90), split(EVEN, 8, 300), split(FRONT, 1, 80), split(FRONT, 8, 330)]
+    bench = Bench("machine", "model", 16, 16, 8, rows)
+    print_bench(bench)
+    lines = capsys.readouterr().out.splitlines()
+    winners = [line for line in lines if "fastest" in line]
+    assert winners == [
+        "* fastest with 8 requests: cluster 5,3, 330.0 tok/s, 10% more than the next",
+        "* fastest with 1 request: cluster 4,4, 90.0 tok/s, 12% more than the next",
+    ]
+    assert winners == [line for line in to_markdown(bench).splitlines() if "fastest" in line]
+    print_bench(Bench("machine", "model", 16, 16, 8, [*rows, split(EVEN, 1, 990)]))
+    assert capsys.readouterr().out.count("fastest") == 2
+    print_bench(Bench("machine", "model", 16, 16, 8, [*rows[:2], split(FRONT, 1, 80), split(FRONT, 8, 290)]))
+    assert capsys.readouterr().out.count("fastest") == 1, "the same one wins both"
+
+
+def test_the_table_fits_a_hundred_columns_and_cuts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    measured = replace(
+        split(LONG, 1024, 2468.1, decode="diffusion-fast"), overhead_ms_per_token=-122.71, bubble=0.0,
+        utilisation=[1.0] * 5, bytes_per_token=[16384.0] * 5, ttft_p50_s=23.456, gap_p50_ms=234.5, gap_p95_ms=234.5,
+    )  # fmt: skip
+    bench = Bench(
+        "AMD EPYC, 2 cores, 24 GiB, Linux x86_64", "model", 16384, 4096, 1024, [row(MLX_LM, 1, 90, 90), measured]
+    )
+    print_bench(bench)
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 100
+    cells = ("cluster 12,13,13,13,13", "diffusion-fast", "1024", "2468.1", "23.456", "234.5", "100%", "-122.71")
+    for cell in cells:
+        assert cell in out
+    assert "…" not in out
+    assert "100% · 100% · 100% · 100% · 100%" in to_markdown(bench), "the stages' parts are for --wide"
+
+
+def test_json_says_which_split_was_fastest_and_what_frames_cost() -> None:
+    rows = [split(EVEN, 1, 90), split(FRONT, 1, 80)]
+    costs = [FrameCosts(EVEN, [{1: 5.0, 4: 8.0}] * 2, [0.3, 0.3])]
+    found = Bench("machine", "model", 16, 16, 8, rows, costs).as_json()
+    assert found["fastest"] == [{"concurrency": 1, "layers": EVEN, "decode": "ar", "tokens_per_s": 90}]
+    assert found["frame_costs"] == [{"layers": EVEN, "stage_ms": [{1: 5.0, 4: 8.0}] * 2, "hop_ms": [0.3, 0.3]}]
+    assert "failure" not in found

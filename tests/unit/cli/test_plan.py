@@ -1,0 +1,227 @@
+"""`brigade plan --nodes`: what programs and people are told of Macs that are not there."""
+
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.cluster import open as open_module
+from coordinator.cluster import survey as survey_module
+from coordinator.cluster.peer import Peer
+from coordinator.planning.plan import Node
+from coordinator.planning.speeds import LinkSpeed, Speed, Survey
+from tests.tiny import make_model
+from tests.unit.cli.conftest import Command
+from tests.unit.planning.test_planner import SEED_MODEL
+from worker.errors import ConfigError, InputError
+from worker.model.modelspec import ModelSpec
+
+MACS = """\
+nodes:
+  - {name: max, memory: MEMORY, gbps: 0.02}
+  - {name: mini, memory: 1GiB, gbps: 0.01, link: {rtt_ms: 0.3, gbit: 20}}
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def planned(brigade: Command, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """What `brigade plan --nodes` prints for these flags and this memory of the first Mac."""
+
+    def planned(*flags: str, memory: str = "1GiB") -> str:
+        path = tmp_path / "nodes.yaml"
+        path.write_text(MACS.replace("MEMORY", memory), encoding="utf-8")
+        brigade("plan", "--nodes", str(path), "--model", str(tiny), "--context", "256", *flags)
+        return capsys.readouterr().out
+
+    return planned
+
+
+def test_json_has_all_that_programs_rely_on(planned: Any) -> None:
+    found = json.loads(planned("--json", "--layers", "3,1"))
+    assert (found["fits"], found["objective"], found["layers"]) == (True, "latency", [3, 1])
+    for node, name, start, end in zip(found["nodes"], ("max", "mini"), (0, 3), (3, 4), strict=True):
+        assert (node["node"], node["start"], node["end"]) == (name, start, end)
+        assert node["weight_bytes"] > 0 < node["cache_bytes"] and node["memory_bytes"] == 2**30
+    stages, hops = ([node[key] for node in found["nodes"]] for key in ("stage_ms", "hop_ms"))
+    assert hops == pytest.approx([0.15, 0.15], rel=0.01) and min(stages) > 0
+    assert found["ms_per_token"] == pytest.approx(sum(stages) + sum(hops))
+    assert found["tokens_per_s"] == pytest.approx(1e3 / found["ms_per_token"])
+    assert found["tokens_per_s_at"]["8"] == pytest.approx(1e3 / max(stages)) and found["prefill_s_2000"] is None
+    alone = {each["name"]: each for each in found["alternatives"]}["max alone"]
+    assert (alone["layers"], alone["fits"]) == ([4], True) and alone["ms_per_token"] < found["ms_per_token"]
+    assert alone["tokens_per_s_at"] == {"8": pytest.approx(1e3 / alone["ms_per_token"])}
+    assert "max alone would be faster" in found["advice"]
+
+
+def test_memory_is_kept_for_all_requests(planned: Any) -> None:
+    one, four = (json.loads(planned("--json", "--layers", "3,1", *more)) for more in ((), ("--concurrency", "2,4")))
+    assert [node["cache_bytes"] for node in four["nodes"]] == [4 * node["cache_bytes"] for node in one["nodes"]]
+    assert list(four["tokens_per_s_at"]) == ["2", "4"] and (one["sessions"], four["sessions"]) == (1, 4)
+
+
+def test_the_objective_decides(planned: Any) -> None:
+    latency, throughput = (json.loads(planned("--json", "--objective", each)) for each in ("latency", "throughput"))
+    assert latency["layers"] == [4] and latency["left_out"] == ["mini"]
+    assert throughput["layers"] == [3, 1] and throughput["sessions"] == 8
+
+
+def test_alternatives_are_shown_by_what_the_plan_is_to_be_good_at(planned: Any) -> None:
+    def shown(*flags: str) -> str:
+        return " ".join(planned("--layers", "3,1", *flags).split())
+
+    found = json.loads(planned("--json", "--layers", "3,1", "--objective", "throughput"))
+    [alone] = [each for each in found["alternatives"] if each["name"] == "max alone"]
+    speeds = f"{alone['ms_per_token']:.1f} ms {alone['tokens_per_s_at']['8']:.1f} yes"
+    assert "instead layers per token tok/s of 8 fits" in shown("--objective", "throughput")
+    assert f"max alone 4 {speeds}" in shown("--objective", "throughput")
+    assert "instead layers per token fits" in shown()
+
+
+def test_people_are_told_what_is_assumed_what_comes_of_it_and_what_else_there_is(planned: Any) -> None:
+    told = " ".join(planned("--layers", "3,1").split())
+    assert "max 0.02 GB/s assumed" in told and "mini 0.01 GB/s assumed" in told
+    for part in (
+        "per token after 256 tokens",
+        "tok/s of one request, at least",
+        "2000 tokens: unknown",
+        "even split 2+2",
+    ):
+        assert part in told
+    assert "max alone would be faster" in told
+
+
+@pytest.mark.parametrize(
+    ("gbps", "memory", "flags", "layers", "ms"),
+    [
+        pytest.param(120, "11500MB", (), [53, 11], 47.0, id="the faster one has room for 53"),
+        pytest.param(120, "64GiB", (), [64], 26.5, id="and for all"),
+        pytest.param(120, "64GiB", ("--objective", "throughput"), [56, 8], 42.7, id="both at work"),
+        pytest.param(546, "64GiB", ("--objective", "throughput"), [34, 30], 26.8, id="equally fast"),
+    ],
+)
+def test_an_unequal_pair_is_planned_by_its_speed(
+    brigade: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    gbps: int,
+    memory: str,
+    flags: tuple[str, ...],
+    layers: list[int],
+    ms: float,
+) -> None:
+    """64 layers of 0.215 GB and a head of 0.715 over Macs of 546 and 120 GB/s; by bytes it is [34, 30], and 73 ms."""
+
+    async def read_model(model: str) -> tuple[None, ModelSpec]:
+        return None, SEED_MODEL
+
+    monkeypatch.setattr(open_module, "read_model", read_model)
+    path = tmp_path / "nodes.yaml"
+    path.write_text(
+        f"nodes:\n  - {{name: max, memory: {memory}, gbps: 546}}\n"
+        f"  - {{name: mini, memory: 24GiB, gbps: {gbps}, link: {{rtt_ms: 0.3, gbit: 20}}}}\n",
+        encoding="utf-8",
+    )
+    brigade("plan", "--nodes", str(path), "--context", "1", "--json", *flags)
+    found = json.loads(capsys.readouterr().out)
+    assert found["layers"] == layers and found["ms_per_token"] == pytest.approx(ms, abs=0.2)
+
+
+def test_what_does_not_fit_is_printed_and_refused(planned: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="does not fit: max lacks"):
+        planned("--json", memory="10KiB")
+    found = json.loads(capsys.readouterr().out)
+    assert not found["fits"] and found["advice"].startswith("It does not fit: max lacks")
+
+
+def test_nodes_on_other_machines_are_measured_and_it_says_so(
+    brigade: Command, tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = ((1, 1.0), (8, 2.0), (512, 40.0))
+
+    @asynccontextmanager
+    async def open_peers(*given: object) -> AsyncIterator[list[Peer]]:
+        yield []
+
+    async def ask_nodes(*given: object) -> list[Node]:
+        return [Node("max", 2**30), Node("mini", 2**30)]
+
+    async def known_speeds(*given: object, anew: bool) -> Survey:
+        assert not anew
+        return Survey({name: Speed((times,), times, 546) for name in ("max", "mini")}, {"mini": LinkSpeed(0.3, 2e9)})
+
+    monkeypatch.setattr(open_module, "open_peers", open_peers)
+    monkeypatch.setattr(open_module, "ask_nodes", ask_nodes)
+    monkeypatch.setattr(survey_module, "known_speeds", known_speeds)
+    brigade("plan", "--model", str(tiny), "--objective", "throughput", "--concurrency", "4")
+    told = " ".join(capsys.readouterr().out.split())
+    assert "max [0, 2)" in told and "max 546 GB/s measured" in told and "0.15 ms" in told
+    assert "of 4 at once; a prompt of 2000 tokens: 0." in told and "at least" not in told
+
+
+@pytest.mark.parametrize("flags", [("--local", "1"), ("--config", "cluster.yaml")])
+def test_nodes_of_a_file_are_not_mixed_with_others(planned: Any, flags: tuple[str, ...]) -> None:
+    with pytest.raises(InputError, match="not expected with --nodes"):
+        planned(*flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ((), "write: expected with --config FILE"),
+        (("--local", "1"), "write: expected with --config FILE"),
+        (("--config", "FILE"), r"write: .*cluster\.yaml says `layers: \[1, 3\]` already; remove that"),
+        (("--config", "FILE", "--local", "1"), "local: not expected with --write: no cluster.yaml names these"),
+        (("--config", "FILE", "--layers", "2,2"), "layers: not expected with --write, which adds what is planned"),
+    ],
+)
+def test_only_a_file_without_layers_is_written(
+    brigade: Command, tmp_path: Path, flags: tuple[str, ...], said: str
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("{layers: [1, 3], workers: [{name: a, address: '127.0.0.1:1'}]}", encoding="utf-8")
+    with pytest.raises(InputError, match=said):
+        brigade("plan", "--write", *(str(path) if flag == "FILE" else flag for flag in flags))
+
+
+def test_a_read_only_file_is_refused_before_any_node_is_asked(brigade: Command, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("workers: [{name: a, address: '127.0.0.1:1'}]", encoding="utf-8")
+    path.chmod(0o444)
+    with pytest.raises(ConfigError, match=r"cluster\.yaml is read-only: expected a file that may be changed"):
+        brigade("plan", "--write", "--config", str(path))
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_told"), [((), False), (("--context", "2"), False), (("--context", "9999"), True)]
+)
+def test_a_context_beyond_the_models_is_told(
+    brigade: Command, tiny: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], is_told: bool
+) -> None:
+    brigade("plan", "--model", str(tiny), *flags)
+    shown = capsys.readouterr()
+    assert re.search(r"of (\d+) tokens", shown.out)
+    room = json.loads((tiny / "config.json").read_text())["max_position_embeddings"]
+    assert shown.err == (f"note: planned for {room} tokens: {tiny} has no room for 9999\n" if is_told else "")
+
+
+def test_simulate_asks_no_nodes(planned: Any) -> None:
+    with pytest.raises(InputError, match="not expected with --simulate"):
+        planned("--simulate", "--stage-ms", "1,2")
+
+
+def test_people_are_told_why_a_split_is_by_bytes(
+    brigade: Command, tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where nothing was measured, as of workers on this machine."""
+    brigade("plan", "--model", str(tiny), "--local", "1")
+    assert "How fast these nodes are is not known" in " ".join(capsys.readouterr().out.split())

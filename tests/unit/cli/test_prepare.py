@@ -1,0 +1,124 @@
+"""What becomes of a request with a model: its chat template or none, its own sampling, and what it cannot serve."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from coordinator.cli.generate import GenerateOptions, Prepared, how_drawn, prepare
+from coordinator.cluster.options import cluster_options
+from tests.cluster.models import END, VOCAB, make_talker, reconfigured_copy
+from worker.errors import InputError, ModelError
+
+PROMPT = "The quick brown fox"
+SAMPLED = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_talker(tmp_path_factory.mktemp("prepare") / "model")
+
+
+@pytest.fixture
+def base(folder: Path) -> Iterator[Path]:
+    """The same model while it has no chat template."""
+    settings = folder / "tokenizer_config.json"
+    before = settings.read_text()
+    settings.write_text(json.dumps({k: v for k, v in json.loads(before).items() if k != "chat_template"}))
+    yield folder
+    settings.write_text(before)
+
+
+@pytest.fixture
+def sampled(folder: Path) -> Iterator[Path]:
+    """The same model while its makers want it sampled."""
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(SAMPLED))
+    yield folder
+    path.unlink()
+
+
+def prepared(model: Path, **asked: Any) -> Prepared:
+    if "prompt_tokens" not in asked:
+        asked = {"prompt": PROMPT} | asked
+    return asyncio.run(prepare(GenerateOptions(**asked), cluster_options(None, str(model), 0, None, None)))
+
+
+def ids(model: Path, text: str) -> tuple[int, ...]:
+    return tuple(Tokenizer.from_file(str(model / "tokenizer.json")).encode(text).ids)
+
+
+def test_a_prompt_goes_through_the_chat_template(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = prepared(folder, system="Be brief.").request.prompt
+    assert found == ids(folder, f"system: Be brief.\nuser: {PROMPT}\nassistant: ")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_base_model_is_given_the_text_as_it_stands_and_that_is_said_once(
+    base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert prepared(base).request.prompt == ids(base, PROMPT)
+    out, err = capsys.readouterr()
+    assert out == "" and err == "note: this model has no chat template; the prompt is given as it stands\n"
+
+
+@pytest.mark.parametrize("asked", [{"raw": True}, {"prompt_tokens": (5, 6)}])
+def test_nothing_is_said_where_no_template_was_expected(
+    base: Path, capsys: pytest.CaptureFixture[str], asked: dict[str, Any]
+) -> None:
+    prepared(base, **asked)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_base_model_has_no_place_for_a_system_prompt(base: Path) -> None:
+    with pytest.raises(InputError, match="system_prompt: this model has no chat template"):
+        prepared(base, system="Be brief.")
+
+
+def test_a_model_is_greedy_unless_its_makers_say_otherwise(folder: Path) -> None:
+    task = prepared(folder)
+    assert task.request.sampling.temperature == 0 and how_drawn(task.request.sampling, task.own_sampling) == ""
+
+
+def test_a_model_that_is_to_be_sampled_is(sampled: Path) -> None:
+    task = prepared(sampled)
+    sampling = task.request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.6, 0.95, 20)
+    assert "temperature 0.6, top_p 0.95, top_k 20" in how_drawn(task.request.sampling, task.own_sampling)
+
+
+def test_flags_win_over_the_models_own_sampling(sampled: Path) -> None:
+    task = prepared(sampled, sampling={"temperature": 0.9, "top_k": 0})
+    sampling = task.request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.9, 0.95, 0)
+    assert "(top_p 0.95)" in how_drawn(task.request.sampling, task.own_sampling)
+    assert prepared(sampled, sampling={"temperature": 0}).request.sampling.temperature == 0
+
+
+def test_an_answer_ends_where_tokenizer_configuration_or_its_text_part_say(folder: Path, tmp_path: Path) -> None:
+    """Vision checkpoints say it in `text_config`."""
+    model = reconfigured_copy(folder, tmp_path / "model", eos_token_id=7, text_config={"eos_token_id": [8, 9]})
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 10]}))
+    assert prepared(model).request.eos == {END, 7, 8, 9, 10}
+    assert prepared(model, ignore_eos=True).request.eos == frozenset()
+
+
+def test_sampling_of_the_file_that_none_can_have_is_the_files_fault(sampled: Path) -> None:
+    (sampled / "generation_config.json").write_text(json.dumps(SAMPLED | {"top_p": 3}))
+    with pytest.raises(ModelError, match=r"generation_config\.json: top_p: expected a number from 0 to 1, got 3"):
+        prepared(sampled)
+
+
+def test_token_ids_are_blamed_by_the_name_under_which_they_were_given(folder: Path) -> None:
+    with pytest.raises(InputError, match=f"^prompt_tokens: expected token ids from 0 to {VOCAB - 1}, found {VOCAB}"):
+        prepared(folder, prompt_tokens=(1, VOCAB))
+
+
+@pytest.mark.parametrize(("asked", "field"), [({"prompt": " \n"}, "prompt"), ({"prompt": "", "raw": True}, "prompt")])
+def test_a_prompt_has_some_text(folder: Path, asked: dict[str, Any], field: str) -> None:
+    with pytest.raises(InputError, match=f"^{field}: expected some text, found none"):
+        prepared(folder, **asked)

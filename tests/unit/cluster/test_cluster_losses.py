@@ -1,0 +1,197 @@
+"""What a cluster does about single losses, in virtual time: each was once the end of requests that could go on."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from coordinator.planning.recovery import Limits
+from coordinator.sessions.request import Request
+from tests.unit.cluster import fake_network, test_cluster_states
+from tests.unit.cluster.test_cluster_states import Cluster3
+from worker.errors import BrigadeError
+from worker.node.rpc_errors import error_named
+
+WHOLE = ["coordinator", "a", "b", "c"]
+
+
+@pytest.fixture(autouse=True)
+def usual_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_cluster_states, "LIMITS", Limits())
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster3]:
+    found = Cluster3()
+    yield found
+    found.end()
+
+
+def members(cluster: Cluster3) -> list[str]:
+    return [each.name for each in cluster.cluster.chain.plan.assignments]
+
+
+def wait(cluster: Cluster3, seconds: float) -> None:
+    cluster.run(asyncio.sleep(seconds))
+    cluster.check()
+
+
+def restart(place: Any) -> None:
+    place.end()
+    place.start()
+
+
+def all_answered(cluster: Cluster3) -> bool:
+    return all(task.done() and task.exception() is None for task in cluster.asked)
+
+
+@pytest.mark.parametrize("load_s", [20.0, 70.0, 300.0])
+def test_a_returned_node_loads_for_minutes_while_the_old_chain_answers(cluster: Cluster3, load_s: float) -> None:
+    a = cluster.world.places["a"]
+    cluster.act(a.end)
+    wait(cluster, 30)
+    assert members(cluster) == ["coordinator", "b", "c"]
+    a.load_s = load_s
+    cluster.act(a.start)
+    until = cluster.time.now + load_s
+    while cluster.time.now < until - 1:
+        cluster.asked.clear()
+        cluster.submit(Request((1, 2, 3), 20))
+        wait(cluster, 5)
+        assert all_answered(cluster), "it waited for the load"
+    wait(cluster, 15)
+    assert members(cluster) == WHOLE and not cluster.cluster.missing and cluster.cluster.num_recoveries == 1
+
+
+def test_a_load_that_fails_beside_others_ends_none_of_them(cluster: Cluster3) -> None:
+    """Two nodes come back; one of them is started again in the middle of its load."""
+    places = cluster.world.places
+    for name in "ab":
+        cluster.act(places[name].end)
+    wait(cluster, 30)
+    loads = places["b"].num_loads
+    for name in "ab":
+        places[name].load_s = 180.0
+        cluster.act(places[name].start)
+    wait(cluster, 100)
+    cluster.act(restart, places["a"])
+    wait(cluster, 400)
+    assert members(cluster) == WHOLE and places["b"].num_loads == loads + 1
+
+
+def test_a_recovery_is_bounded_by_stalls_and_not_by_the_length_of_a_load(cluster: Cluster3) -> None:
+    """All nodes are started again, as after a power cut, and the model takes three minutes to be read."""
+    cluster.submit(Request((1, 2, 3), 60))
+    wait(cluster, 1)
+    for place in cluster.world.places.values():
+        place.load_s = 180.0
+        cluster.act(restart, place)
+    wait(cluster, 100)
+    cluster.act(restart, cluster.world.places["a"])
+    wait(cluster, 300)
+    assert all_answered(cluster) and members(cluster) == WHOLE
+
+
+def test_of_two_losses_in_a_row_only_the_time_without_a_chain_counts(
+    cluster: Cluster3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between them lies one long replay, without a token for a minute."""
+    a = cluster.world.places["a"]
+    monkeypatch.setattr(fake_network, "STEP_S", 0.3)
+    monkeypatch.setattr(fake_network, "HUNG_S", 60.0)
+    cluster.submit(Request(tuple(i % 40 for i in range(120)), 60))
+    wait(cluster, 12)
+    monkeypatch.setattr(fake_network, "STEP_S", 25.0)
+    a.load_s = 20.0
+    cluster.act(restart, a)
+    wait(cluster, 62)
+    cluster.act(restart, a)
+    wait(cluster, 30)
+    monkeypatch.setattr(fake_network, "STEP_S", 0.05)
+    wait(cluster, 200)
+    assert all_answered(cluster)
+
+
+def test_a_node_whose_engine_stood_still_is_taken_back_once_it_is_idle(cluster: Cluster3) -> None:
+    b = cluster.world.places["b"]
+    cluster.submit(Request((1, 2, 3), 150))
+    wait(cluster, 1)
+    cluster.act(setattr, b, "is_hung", True)
+    wait(cluster, 9)
+    assert "b" not in members(cluster)
+    wait(cluster, 60)
+    assert "b" not in members(cluster), "it still hangs"
+    cluster.act(setattr, b, "is_hung", False)
+    wait(cluster, 60)
+    assert members(cluster) == WHOLE and all_answered(cluster)
+
+
+def test_an_unknown_error_of_an_engine_ends_no_request_and_a_node_that_repeats_it_is_ruled_out(
+    cluster: Cluster3,
+) -> None:
+    error: BrigadeError = error_named("InternalError", "internal error: RuntimeError('GPU Timeout Error')", "a")
+    for i in range(3):
+        cluster.submit(Request((i, 2, 3), 60))
+    wait(cluster, 0.5)
+    chain: Any = cluster.cluster.chain
+    cluster.act(chain.lose, error)
+    wait(cluster, 3)
+    assert members(cluster) == WHOLE
+    chain = cluster.cluster.chain
+    cluster.act(chain.lose, error)
+    wait(cluster, 1)
+    assert "a" not in members(cluster)
+    wait(cluster, 60)
+    assert members(cluster) == WHOLE and all_answered(cluster)
+
+
+def test_a_recovery_is_over_when_the_only_client_leaves_during_the_replay(
+    cluster: Cluster3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the node that is missing would never be looked for."""
+    recovered: list[Any] = []
+    cluster.cluster.on_recovered = recovered.append
+    cluster.submit(Request(tuple(range(40)), 60))
+    wait(cluster, 1)
+    monkeypatch.setattr(fake_network, "STEP_S", 3.0)
+    cluster.act(cluster.world.places["a"].end)
+    wait(cluster, 7)
+    [task] = cluster.asked
+    cluster.asked.clear()
+    cluster.act(task.cancel)
+    wait(cluster, 20)
+    assert recovered
+    cluster.act(cluster.world.places["a"].start)
+    wait(cluster, 20)
+    assert members(cluster) == WHOLE
+
+
+def test_workers_that_hand_over_one_after_another_cost_a_request_nothing(
+    cluster: Cluster3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long prompt is fed while three workers are updated in turn: none of them is a loss under it."""
+    monkeypatch.setattr(fake_network, "STEP_S", 3.0)
+    monkeypatch.setattr(fake_network, "HUNG_S", 60.0)
+    cluster.submit(Request(tuple(i % 40 for i in range(150)), 20))
+    wait(cluster, 4)
+    for place in cluster.world.places.values():
+        cluster.act(place.drain)
+        wait(cluster, 11)
+        cluster.act(place.start)
+        wait(cluster, 3)
+    monkeypatch.setattr(fake_network, "STEP_S", 0.05)
+    wait(cluster, 100)
+    assert all_answered(cluster)
+
+
+def test_a_node_that_hangs_and_is_started_again_while_a_chain_is_opened_holds_nothing_up(cluster: Cluster3) -> None:
+    """Another one hands over meanwhile: the chain is opened with both, and not given up after a minute."""
+    places = cluster.world.places
+    cluster.act(setattr, places["b"], "is_hung", True)
+    cluster.submit(Request((1, 2, 3), 20))
+    cluster.act(places["c"].drain)
+    wait(cluster, 1)
+    cluster.act(restart, places["b"])
+    wait(cluster, 30)
+    assert all_answered(cluster) and members(cluster) == WHOLE

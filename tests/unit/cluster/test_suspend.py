@@ -1,0 +1,85 @@
+"""Whoever was asleep is told so, and nobody else is blamed."""
+
+import asyncio
+
+import pytest
+
+from coordinator.cluster import flight
+from coordinator.cluster.flight import SuspendWatch
+from worker.errors import StageLost
+
+
+class Clocks:
+    """The monotonic clock and how long the machine has slept, moved by hand."""
+
+    def __init__(self) -> None:
+        self.now, self.asleep = 1000.0, 5_000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def pass_s(self, seconds: float, *, asleep: bool = False) -> None:
+        """The monotonic clock stands still while the machine sleeps."""
+        self.now += 0 if asleep else seconds
+        self.asleep += seconds if asleep else 0
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+    found = Clocks()
+    monkeypatch.setattr(flight, "time", found)
+    monkeypatch.setattr(flight, "asleep_s", lambda: found.asleep)
+    return found
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_a_process_that_stood_still_says_for_how_long(clocks: Clocks, asleep: bool) -> None:
+    watched = SuspendWatch()
+    clocks.pass_s(12, asleep=asleep)
+    error = watched.blame()
+    assert error is not None and "stood still for 12 s" in str(error) and error.node == ""
+    assert watched.woke_at == clocks.now
+
+
+def test_a_process_that_is_only_busy_blames_whoever_is_at_fault(clocks: Clocks) -> None:
+    watched = SuspendWatch()
+    for _ in range(20):
+        clocks.pass_s(3)
+        assert watched.blame() is None
+    assert watched.woke_at == 0
+
+
+def test_what_breaks_long_after_is_not_its_fault(clocks: Clocks) -> None:
+    watched = SuspendWatch()
+    clocks.pass_s(12)
+    assert watched.blame() is not None
+    for _ in range(11):
+        clocks.pass_s(3)
+        watched.blame()
+    assert watched.blame() is None
+
+
+@pytest.mark.parametrize(("slept_s", "is_lost"), [(4, False), (5, False), (6, True), (9000, True)])
+def test_a_coordinator_whose_machine_slept_drops_its_peers(clocks: Clocks, slept_s: float, is_lost: bool) -> None:
+    watched = SuspendWatch()
+
+    async def watch() -> None:
+        async with asyncio.timeout(0.01):
+            await watched.watch()
+
+    clocks.pass_s(slept_s, asleep=True)
+    with pytest.raises(StageLost if is_lost else TimeoutError, match=f"for {slept_s} s" if is_lost else None):
+        asyncio.run(watch())
+
+
+def test_a_coordinator_that_was_only_stopped_goes_on_with_whoever_waited(clocks: Clocks) -> None:
+    watched = SuspendWatch()
+
+    async def watch() -> None:
+        async with asyncio.timeout(0.01):
+            await watched.watch()
+
+    clocks.pass_s(12)
+    with pytest.raises(TimeoutError):
+        asyncio.run(watch())
+    assert watched.woke_at == clocks.now

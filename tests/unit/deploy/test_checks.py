@@ -1,0 +1,439 @@
+"""What doctor says of facts: each thing that must be mended, each note, and nothing where all is in order."""
+
+import json
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from coordinator.deploy.checks import ModelInUse
+from coordinator.deploy.doctor import Examination
+from coordinator.deploy.findings import ExaminedCluster, ExaminedHop, ExaminedNode, Finding, Kind, Level
+from protos.brigade_pb2 import (
+    MEDIUM_ETHERNET,
+    MEDIUM_THUNDERBOLT,
+    MEDIUM_TUNNEL,
+    MEDIUM_WIFI,
+    TRANSPORT_TCP,
+    Configuration,
+    Facts,
+    Interface,
+    Line,
+    LinkReply,
+    Power,
+    ThunderboltPort,
+    Way,
+)
+from tests.unit.deploy.cases import (
+    GIB,
+    MINI,
+    NOW,
+    STUDIO,
+    VERSIONS,
+    bridge,
+    hop,
+    judged,
+    known,
+    model,
+    node,
+    port,
+    said,
+    worse,
+)
+from worker.errors import CLOSED_AT_ONCE, ConfigError, ModelError, NodeSilent, StageLost, Unanswered
+from worker.node.network import Network
+
+PROBLEM, NOTE, OK = Level.PROBLEM, Level.NOTE, Level.OK
+WIFI = bridge("192.168.1.2", MEDIUM_WIFI, name="en0")
+LAN = bridge("192.168.1.3", MEDIUM_ETHERNET, name="en7")
+
+
+def days(count: int) -> int:
+    return int((NOW + timedelta(days=count, hours=1)).timestamp())
+
+
+def test_two_macs_in_order_get_no_word_but_ok() -> None:
+    findings = judged(known(node(), hops=[hop()]))
+    assert worse(findings) == [] and all(each.fix == "" for each in findings)
+    assert {each.kind for each in findings} >= {
+        Kind.MACHINE, Kind.DISK, Kind.CERTIFICATE, Kind.CLOCK, Kind.SLEEP, Kind.APP_NAP, Kind.FIREWALL, Kind.RDMA,
+        Kind.INTERFACE, Kind.THUNDERBOLT, Kind.SPEED, Kind.GRPC, Kind.CHAIN, Kind.MEMORY,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "level", "kind", "words"),
+    [
+        ({"free_disk_bytes": GIB // 2}, PROBLEM, Kind.DISK, "512.0 MiB free"),
+        ({"free_disk_bytes": 10 * GIB}, NOTE, Kind.DISK, "10.0 GiB free"),
+        ({"certificate_expires": days(3)}, PROBLEM, Kind.CERTIFICATE, "in 3 days"),
+        ({"certificate_expires": days(20)}, NOTE, Kind.CERTIFICATE, "in 20 days"),
+        ({"power": Power(sleep_minutes=10)}, NOTE, Kind.SLEEP, "falls asleep after 10 min"),
+        ({"power": Power(sleep_minutes=10, is_kept_awake=True)}, OK, Kind.SLEEP, "keep it awake"),
+        ({"power": Power(sleep_minutes=0, may_nap=True)}, NOTE, Kind.APP_NAP, "App Nap may slow"),
+        ({"firewall": "blocks all"}, NOTE, Kind.FIREWALL, "blocks all"),
+        ({"firewall": "blocks this program"}, NOTE, Kind.FIREWALL, "blocks this program"),
+        ({"firewall": "on"}, OK, Kind.FIREWALL, "is on"),
+        ({"unread": ["pmset"]}, NOTE, Kind.UNREAD, "pmset"),
+        (
+            {"versions": VERSIONS | {"brigade": "0.2.0"}},
+            PROBLEM,
+            Kind.BRIGADE,
+            "has brigade 0.2.0, the coordinator 0.1.0",
+        ),
+        ({"code": "old", "is_outdated": True}, PROBLEM, Kind.BRIGADE, "replaced since it was started"),
+        ({"code": "other"}, NOTE, Kind.BRIGADE, "other files of it"),
+        ({"versions": VERSIONS | {"mlx": "0.31.0"}}, NOTE, Kind.MLX, "has mlx 0.31.0, the coordinator 0.32.4"),
+        ({"versions": VERSIONS | {"mlx-lm": "0.31.0"}}, NOTE, Kind.MLX, "has mlx-lm 0.31.0"),
+        ({"versions": VERSIONS | {"python": "3.11.9"}}, NOTE, Kind.PYTHON, "runs Python 3.11.9"),
+        ({"node": "maxi"}, PROBLEM, Kind.CONFIGURATION, "calls itself maxi"),
+        ({"wired_limit_mb": 57344}, OK, Kind.MACHINE, "iogpu.wired_limit_mb is 57344"),
+        ({"rdma": "enabled", "rdma_devices": ["rdma_en2"]}, OK, Kind.RDMA, "is enabled (rdma_en2)"),
+        ({"rdma": ""}, OK, Kind.RDMA, "could be enabled"),
+        ({"system_version": "15.5"}, OK, Kind.RDMA, "no RDMA"),
+        ({"thunderbolt": [port("mini", "studio", 40.0)]}, OK, Kind.RDMA, "no RDMA"),  # nobody is sent to Recovery
+    ],
+)
+def test_what_is_said_of_a_node(changed: dict[str, Any], level: Level, kind: Kind, words: str) -> None:
+    findings = judged(known(node(**changed)))
+    found = said(findings, kind, "mini")
+    assert (found.level, bool(found.fix)) == (level, level is not OK) and words in found.text
+    assert worse(findings) == ([(level, kind, "mini")] if level is not OK else [])
+
+
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [
+        (Configuration(model="small"), ["`model: small`, the coordinator's big"]),
+        (Configuration(layers=[1, 3], context=100), ["`layers: [1, 3]`", "`context: 100`"]),
+        (
+            Configuration(others={"order": "fixed", "coordinator.name": "studio"}),
+            ["`order: fixed`, the coordinator's free"],
+        ),
+        (Configuration(), []),
+    ],
+)
+def test_a_configuration_that_differs_is_noted(theirs: Configuration, words: list[str]) -> None:
+    ours = Configuration(model="big", layers=[2, 2], context=200, others={"order": "free"})
+    studio = replace(node("studio", STUDIO), configuration=ours)
+    findings = judged(known(replace(node(), configuration=theirs), studio=studio))
+    assert worse(findings) == [(NOTE, Kind.CONFIGURATION, "mini")] * len(words)
+    found = [each.text for each in findings if each.kind is Kind.CONFIGURATION]
+    assert all(word in text for word, text in zip(words, found, strict=True))
+
+
+def test_battery_and_low_power_are_told_beside_sleep() -> None:
+    power = Power(sleep_minutes=0, is_on_battery=True, is_saving=True, may_nap=False)
+    findings = judged(known(node(power=power)))
+    assert worse(findings) == [(NOTE, Kind.SLEEP, "mini")] * 2
+    assert {"connect power", "sudo pmset -a lowpowermode 0"} == {each.fix for each in findings if each.level is NOTE}
+
+
+@pytest.mark.parametrize(
+    ("offset_s", "level"), [(-0.5, OK), (3.0, NOTE), (-3000.0, NOTE), (90_000.0, PROBLEM), (-1e6, PROBLEM)]
+)
+def test_a_clock_that_is_wrong(offset_s: float, level: Level) -> None:
+    found = said(judged(known(replace(node(), clock_offset_s=offset_s))), Kind.CLOCK)
+    assert found.level is level and bool(found.fix) == (level is not OK)
+
+
+def test_the_coordinator_may_fall_asleep_since_commands_keep_it_awake() -> None:
+    studio = node("studio", STUDIO, power=Power(sleep_minutes=10, may_nap=False))
+    assert worse(judged(known(node(), studio=studio))) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "way", "system", "kind", "words", "fix"),
+    [
+        (StageLost("nothing answers"), Way(address="a:1", errno=61, error="refused"), "Darwin", Kind.UNREACHABLE,
+         "no worker listens at a:1", "there: brigade worker --config home.yaml --name mini"),
+        (StageLost("nothing answers"), Way(address="a:1", errno=111, error="refused"), "Linux", Kind.UNREACHABLE,
+         "no worker listens at a:1", "brigade worker"),
+        (StageLost("nothing answers"), Way(address="a:1", errno=65, error="No route to host"), "Darwin",
+         Kind.LOCAL_NETWORK, "errno 65", "Privacy & Security, Local Network"),
+        (StageLost("nothing answers"), Way(address="a:1", errno=65, error="Package not installed"), "Linux",
+         Kind.UNREACHABLE, "Package not installed", "is it awake"),
+        (StageLost("nothing answers"), Way(address="a:1", error="nothing answers within 3 s"), "Darwin",
+         Kind.UNREACHABLE, "nothing answers within 3 s", "is it awake"),
+        (StageLost("nothing"), Way(address="a.local:1", errno=-1, error="no address is known"), "Darwin",
+         Kind.UNREACHABLE, "a.local:1: no address is known", "correct `address:`"),
+        (Unanswered("nothing answers (5 s)", start="there: brigade worker"), Way(address="a:1"), "Darwin",
+         Kind.UNREACHABLE, "nothing answers (5 s), though connections are accepted", "wake or end it; then there"),
+        (NodeSilent("stopped answering"), Way(address="a:1"), "Darwin", Kind.UNREACHABLE, "stopped", "wake or end it"),
+        (ConfigError("its certificate has expired"), Way(address="a:1"), "Darwin", Kind.CERTIFICATE, "has expired",
+         "brigade keys issue mini"),
+        (ModelError("speaks protocol 2"), Way(address="a:1"), "Darwin", Kind.BRIGADE, "protocol 2", "same version"),
+    ],
+)  # fmt: skip
+def test_a_worker_that_cannot_be_asked_is_a_finding_with_its_reason(
+    error: Any, way: Way, system: str, kind: Kind, words: str, fix: str
+) -> None:
+    studio = node("studio", STUDIO, system=system)
+    start = Network(file="home.yaml").way_to_start("mini")
+    findings = judged(known(ExaminedNode("mini", error=error, ways=[way], start=start), studio=studio))
+    found = said(findings, kind, "mini")
+    assert found.level is PROBLEM and words in found.text and fix in found.fix
+    assert worse(findings) == [(PROBLEM, kind, "mini")]
+
+
+@pytest.mark.parametrize(
+    ("expires", "fix"), [(0, "give cluster.yaml here the `tls:`"), (1, "brigade keys issue studio --coordinator")]
+)
+def test_who_trusts_us_not_is_neither_asleep_nor_to_be_ended(expires: int, fix: str) -> None:
+    studio = node("studio", STUDIO, certificate_expires=expires)
+    closed = ExaminedNode("mini", error=StageLost(CLOSED_AT_ONCE), ways=[Way(address="a:1")], start="brigade worker")
+    found = said(judged(known(closed, studio=studio)), Kind.UNREACHABLE)
+    assert found.text == CLOSED_AT_ONCE and fix in found.fix and "brigade worker" not in found.fix
+
+
+def test_an_address_at_which_a_node_is_not_reached_is_noted_if_another_is_in_use() -> None:
+    right = Way(address="192.168.1.2:1", local="192.168.1.1", remote="192.168.1.2")
+    for errno, level, kind in ((64, NOTE, Kind.UNREACHABLE), (65, PROBLEM, Kind.LOCAL_NETWORK)):
+        wrong = Way(address="169.254.1.2:1", errno=errno, error="No route to host")
+        assert worse(judged(known(replace(node(), ways=[wrong, right])))) == [(level, kind, "mini")]
+
+
+def test_a_coordinator_without_a_right_certificate_says_so() -> None:
+    findings = judged(
+        ExaminedCluster([replace(node("studio", STUDIO), error=ConfigError("keys/studio.pem cannot be read"))])
+    )
+    assert (PROBLEM, Kind.CERTIFICATE, "studio") in worse(findings)
+    assert any("brigade keys issue studio --coordinator" in each.fix for each in findings)
+
+
+def over(medium: Interface, other: Interface, **mini: Any) -> ExaminedCluster:
+    """A hop by these two interfaces, beside the bridges."""
+    studio = node("studio", STUDIO, interfaces=[bridge(STUDIO), medium])
+    far = node(interfaces=[bridge(MINI), other], **mini)
+    taken = hop(local=medium.addresses[0], remote=other.addresses[0])
+    return known(far, studio=studio, hops=[taken])
+
+
+def test_wifi_though_a_cable_is_there_must_be_mended() -> None:
+    found = said(judged(over(WIFI, bridge("192.168.1.9", MEDIUM_WIFI))), Kind.WIFI)
+    assert found.level is PROBLEM and "though a Thunderbolt cable is there" in found.text
+    assert found.fix == f"put {MINI} and the port first in `address:` of mini in cluster.yaml, on both nodes"
+
+
+def test_wifi_though_the_cable_has_no_address_yet_says_where_to_give_it_one() -> None:
+    bare = Interface(name="bridge0", medium=MEDIUM_THUNDERBOLT, mtu=1500)
+    studio = node("studio", STUDIO, interfaces=[bare, WIFI])
+    far = node(interfaces=[bare, bridge("192.168.1.9", MEDIUM_WIFI)])
+    taken = hop(local=WIFI.addresses[0], remote="192.168.1.9")
+    assert "Thunderbolt Bridge, TCP/IP" in said(judged(known(far, studio=studio, hops=[taken])), Kind.WIFI).fix
+
+
+def test_wifi_though_both_are_on_one_ethernet_must_be_mended() -> None:
+    studio = node("studio", STUDIO, interfaces=[WIFI, LAN], thunderbolt=[])
+    far = node(interfaces=[bridge("192.168.1.9", MEDIUM_WIFI), bridge("192.168.1.8", MEDIUM_ETHERNET)], thunderbolt=[])
+    taken = hop(local=WIFI.addresses[0], remote="192.168.1.9")
+    found = said(judged(known(far, studio=studio, hops=[taken])), Kind.WIFI)
+    assert (found.level, found.fix[:16]) == (PROBLEM, "put 192.168.1.8 ")
+    elsewhere = node(
+        interfaces=[bridge("192.168.1.9", MEDIUM_WIFI), bridge("10.0.0.8", MEDIUM_ETHERNET)], thunderbolt=[]
+    )
+    assert said(judged(known(elsewhere, studio=studio, hops=[taken])), Kind.WIFI).level is NOTE
+
+
+def test_wifi_where_there_is_no_cable_is_noted() -> None:
+    found = said(judged(over(WIFI, bridge("192.168.1.9", MEDIUM_WIFI), thunderbolt=[])), Kind.WIFI)
+    assert found.level is NOTE and found.fix.startswith("connect them by a Thunderbolt cable")
+
+
+def test_wifi_at_the_far_end_is_wifi() -> None:
+    found = said(judged(over(LAN, bridge("192.168.1.9", MEDIUM_WIFI, name="en0"))), Kind.WIFI)
+    assert found.level is PROBLEM
+    assert found.text.startswith("takes Ethernet (en7, MTU 1500), at mini Wi-Fi (en0, MTU 1500) though a Thunderbolt")
+
+
+def test_a_drive_at_the_port_is_no_cable_between_two_macs() -> None:
+    drive = ThunderboltPort(name="1", gbit=80.0, is_connected=True, id="mini")
+    assert said(judged(over(WIFI, bridge("192.168.1.9", MEDIUM_WIFI), thunderbolt=[drive])), Kind.WIFI).level is PROBLEM
+    studio = node("studio", STUDIO, interfaces=[WIFI], thunderbolt=[drive])
+    taken = hop(local=WIFI.addresses[0], remote=MINI)
+    assert said(judged(known(node(), studio=studio, hops=[taken])), Kind.WIFI).level is NOTE
+
+
+@pytest.mark.parametrize(
+    ("medium", "has_cable", "level", "words"),
+    [
+        (MEDIUM_TUNNEL, True, PROBLEM, "takes a VPN"),
+        (MEDIUM_TUNNEL, False, NOTE, "takes a VPN"),
+        (MEDIUM_ETHERNET, True, NOTE, "takes Ethernet"),
+        (MEDIUM_ETHERNET, False, OK, "takes Ethernet"),
+    ],
+)
+def test_other_ways_than_the_cable(medium: Any, has_cable: bool, level: Level, words: str) -> None:
+    taken, other = bridge("10.0.0.1", medium, name="x0"), bridge("10.0.0.2", medium, name="x0")
+    found = said(judged(over(taken, other, **({} if has_cable else {"thunderbolt": []}))), Kind.INTERFACE)
+    assert found.level is level and words in found.text
+    assert ("though a Thunderbolt cable is there" in found.text) == has_cable
+
+
+@pytest.mark.parametrize(
+    ("gbit", "most", "level", "words"),
+    [
+        (80.0, 120.0, OK, "80 Gb/s (Thunderbolt 5)"),
+        (40.0, 40.0, OK, "40 Gb/s (Thunderbolt 3 or 4)"),
+        (40.0, 120.0, NOTE, "though both can do 80"),
+        (20.0, 40.0, NOTE, "20 Gb/s"),
+    ],
+)
+def test_how_fast_the_cable_is(gbit: float, most: float, level: Level, words: str) -> None:
+    def ports(own: str, peer: str) -> list[ThunderboltPort]:
+        return [port(own, peer, gbit), ThunderboltPort(name="2", gbit=most, id=f"{own}-2")]
+
+    studio = node("studio", STUDIO, thunderbolt=ports("studio", "mini"))
+    found = said(
+        judged(known(node(thunderbolt=ports("mini", "studio")), studio=studio, hops=[hop()])), Kind.THUNDERBOLT
+    )
+    assert found.level is level and words in found.text and bool(found.fix) == (level is NOTE)
+
+
+@pytest.mark.parametrize(("near", "far", "words"), [(1500, 9000, "differ"), (1280, 1280, "are below 1500")])
+def test_packet_sizes_that_do_not_go_together(near: int, far: int, words: str) -> None:
+    studio = node("studio", STUDIO, interfaces=[bridge(STUDIO, mtu=near)])
+    findings = judged(known(node(interfaces=[bridge(MINI, mtu=far)]), studio=studio, hops=[hop()]))
+    assert worse(findings) == [(NOTE, Kind.MTU, "studio → mini")] and words in said(findings, Kind.MTU).text
+
+
+@pytest.mark.parametrize(
+    ("rtt_ms", "bytes_per_s", "level"),
+    [(0.5, 3e9, OK), (1.5, 3e9, NOTE), (0.5, 1e7, NOTE), (30.0, 3e9, PROBLEM), (30.0, 1e6, PROBLEM)],
+)
+def test_a_slow_hop(rtt_ms: float, bytes_per_s: float, level: Level) -> None:
+    assert said(judged(known(node(), hops=[hop(rtt_ms, bytes_per_s)])), Kind.SPEED).level is level
+
+
+def test_what_a_hop_means_for_this_model() -> None:
+    """8 KiB a token: half a round trip of 0.4 ms, and 8192 bytes at 1 GB/s."""
+    findings = judged(known(node(), hops=[hop(0.4, 1e9), replace(hop(0.4, 1e9), is_back=True)]))
+    there, back = (each.text for each in findings if each.kind is Kind.SPEED)
+    assert there.startswith(
+        "0.21 ms of each token (round trip 0.40 ms, 1.0 GB/s by gRPC); 1,000 tokens of a prompt 8.39"
+    )
+    assert back == "0.20 ms of each token (round trip 0.40 ms, 1.0 GB/s by gRPC)"
+    assert said(findings, Kind.CHAIN).text.startswith("0.41 ms of each token")
+
+
+def test_grpc_that_takes_much_longer_than_tcp_is_noted() -> None:
+    found = said(judged(known(node(), hops=[hop(6.0)])), Kind.GRPC)
+    assert found.level is NOTE and found.text.startswith(
+        "gRPC's round trip is 30 times TCP's; beside it: bare TCP 0.20 ms"
+    )
+    assert said(judged(known(node(), hops=[hop(1.9)])), Kind.GRPC).level is OK
+
+
+def test_what_could_not_be_measured_is_noted() -> None:
+    taken = hop()
+    assert taken.reply is not None
+    taken.reply.lines[0].error = "timed out"
+    findings = judged(known(node(), hops=[taken]))
+    assert worse(findings) == [(NOTE, Kind.UNMEASURED, "studio → mini")]
+    assert said(findings, Kind.UNMEASURED).text == "not measured: bare TCP: timed out"
+
+
+@pytest.mark.parametrize(("errno", "kind"), [(65, Kind.LOCAL_NETWORK), (61, Kind.UNREACHABLE), (0, Kind.UNREACHABLE)])
+def test_a_hop_that_leads_nowhere_must_be_mended(errno: int, kind: Kind) -> None:
+    way = Way(address="10.0.0.2:50070", errno=errno, error="No route to host")
+    findings = judged(known(node(), hops=[ExaminedHop("studio", "mini", LinkReply(way=way))]))
+    assert worse(findings) == [(PROBLEM, kind, "studio → mini")]
+
+
+@pytest.mark.parametrize(
+    "reply", [LinkReply(rtt_ms=float("nan"), bytes_per_s=1.0), LinkReply(rtt_ms=-1.0), LinkReply()]
+)
+def test_figures_that_can_be_none_are_not_believed(reply: LinkReply) -> None:
+    reply.lines.append(Line(transport=TRANSPORT_TCP, rtt_ms=float("nan"), bytes_per_s=float("inf")))
+    findings = judged(known(node(), hops=[ExaminedHop("studio", "mini", reply)]))
+    assert {each.kind for each in findings if each.level is NOTE} == {Kind.UNMEASURED}
+    assert not any("nan" in each.text for each in findings)
+
+
+def test_a_hop_that_failed_while_it_was_measured_must_be_mended() -> None:
+    findings = judged(known(node(), hops=[ExaminedHop("studio", "mini", error=StageLost("closed the connection"))]))
+    assert worse(findings) == [(PROBLEM, Kind.UNREACHABLE, "studio → mini")]
+
+
+def test_a_node_that_opens_no_port_is_measured_by_grpc_alone() -> None:
+    taken = hop()
+    assert taken.reply is not None
+    del taken.reply.lines[:]
+    assert worse(judged(known(node(), hops=[taken]))) == [(NOTE, Kind.UNMEASURED, "studio → mini")]
+
+
+def test_a_hop_of_a_node_that_was_not_reached_is_not_measured() -> None:
+    far = ExaminedNode("mini", error=StageLost("nothing answers"), ways=[Way(address="a:1", errno=61, error="refused")])
+    findings = judged(known(far, hops=[ExaminedHop("studio", "mini")]))
+    assert worse(findings) == [(PROBLEM, Kind.UNREACHABLE, "mini"), (NOTE, Kind.UNMEASURED, "studio → mini")]
+
+
+def test_the_wired_limit_is_to_be_raised_where_the_plan_needs_it_and_only_there() -> None:
+    """90 GiB are offered, 96 needed: 48 each, of which 9 tenths of a limit are used."""
+    findings = judged(known(node()), ModelInUse(model(num_layers=96)))
+    assert worse(findings) == [(PROBLEM, Kind.WIRED_LIMIT, "studio"), (PROBLEM, Kind.WIRED_LIMIT, "mini")]
+    assert all(f"sysctl iogpu.wired_limit_mb={-(-48 * 1024 * 10 // 9)} " in each.fix for each in findings if each.fix)
+    small = judged(known(node()), ModelInUse(model(num_layers=90)))
+    assert worse(small) == []
+    split = judged(known(node()), ModelInUse(model(num_layers=90), layers=(44, 46)))
+    assert worse(split) == [(PROBLEM, Kind.WIRED_LIMIT, "mini")]
+
+
+def test_what_does_not_fit_even_so_is_told_with_what_each_node_lacks() -> None:
+    findings = judged(known(node()), ModelInUse(model(num_layers=200)))
+    assert worse(findings) == [(PROBLEM, Kind.MEMORY, "all nodes")]
+    assert "studio lacks" in said(findings, Kind.MEMORY).text
+
+
+def test_a_limit_of_the_configuration_or_another_system_is_not_raised() -> None:
+    for changed in (replace(node(), configured_bytes=45 * GIB), node(system="Linux", working_set_bytes=0)):
+        findings = judged(known(changed, studio=replace(node("studio", STUDIO), configured_bytes=45 * GIB)),
+                          ModelInUse(model(num_layers=96)))  # fmt: skip
+        assert worse(findings) == [(PROBLEM, Kind.MEMORY, "all nodes")]
+
+
+def test_workers_on_the_coordinators_machine_share_its_memory() -> None:
+    here = replace(node(), is_here=True)
+    assert worse(judged(known(here), ModelInUse(model(num_layers=44)))) == []
+    assert worse(judged(known(here), ModelInUse(model(num_layers=60)))) == [(PROBLEM, Kind.MEMORY, "all nodes")]
+
+
+def test_a_split_that_cannot_be_is_told() -> None:
+    found = said(judged(known(node()), ModelInUse(model(), layers=(1, 1))), Kind.PLAN)
+    assert found.level is PROBLEM and "expected a sum of 4" in found.text
+
+
+def test_a_model_that_cannot_be_read_is_a_finding_and_hops_are_told_all_the_same() -> None:
+    findings = judged(known(node(), hops=[hop()]), ModelInUse(refusal="nowhere does not exist"))
+    assert worse(findings) == [(PROBLEM, Kind.MODEL, "studio")]
+    assert "prompt" not in said(findings, Kind.SPEED).text
+
+
+def test_what_another_node_says_cannot_steer_a_terminal() -> None:
+    evil = "²\x1b]0;owned\x07\x1b[2J\r\n\u202egnp\x9b" + "x" * 10_000
+    facts = Facts(
+        system="Darwin", system_version="²", chip=evil, cache_folder=evil, firewall=evil, rdma=evil, unread=[evil] * 99,
+        rdma_devices=[evil], versions={evil: evil, "brigade": evil}, code=evil,
+        interfaces=99 * [Interface(name=evil, addresses=[MINI])],
+    )  # fmt: skip
+    lines = [Line(error=evil), Line(transport=TRANSPORT_TCP, rtt_ms=float("nan"), bytes_per_s=float("inf"))] * 50
+    reply = LinkReply(rtt_ms=1.0, bytes_per_s=1.0, way=Way(address=evil, local=STUDIO, remote=evil), lines=lines)
+    lost = ExaminedHop("studio", "mini", LinkReply(way=Way(error=evil, address=evil)))
+    back = ExaminedHop("mini", "studio", LinkReply(way=Way(local=MINI, remote=STUDIO)))
+    found = known(
+        ExaminedNode("mini", facts, clock_offset_s=1e300), hops=[ExaminedHop("studio", "mini", reply), lost, back]
+    )
+    silent = known(ExaminedNode("mini", error=StageLost(evil), ways=[Way(error=evil, address=evil)]))
+    findings = [*judged(found), *judged(silent)]
+    assert any("\N{REPLACEMENT CHARACTER}" in each.text for each in findings)
+    for each in (found, silent):
+        examination = Examination(each, ModelInUse(model()), "big", findings)
+        told = json.dumps(examination.as_json(), allow_nan=False, ensure_ascii=False)
+        assert told.isprintable() and "\\u" not in told and len(told) < 100_000
+    for each in findings:
+        assert each.text.isprintable() and each.fix.isprintable() and each.about.isprintable() and len(each.text) < 500
+
+
+def test_a_finding_is_one_line() -> None:
+    assert Finding(OK, Kind.DISK, "a\nb", "c\td", "e\x00").about == "a\N{REPLACEMENT CHARACTER}b"

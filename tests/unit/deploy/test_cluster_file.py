@@ -1,0 +1,208 @@
+"""Which of the nodes that announce themselves get into a cluster.yaml, and the file that comes of them."""
+
+import resource
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.deploy import cluster_file
+from coordinator.deploy.cluster_file import (
+    Draft,
+    DraftWorker,
+    check_target,
+    cluster_text,
+    draft,
+    within_reach,
+    write_cluster,
+)
+from coordinator.deploy.discovery import Endpoint, FoundNode
+from protos.brigade_pb2 import (
+    MEDIUM_ETHERNET,
+    MEDIUM_LOOPBACK,
+    MEDIUM_THUNDERBOLT,
+    MEDIUM_UNSPECIFIED,
+    MEDIUM_WIFI,
+)
+from worker.config import ClusterConfig, load_cluster
+from worker.errors import ConfigError
+
+CABLE = Endpoint("169.254.10.2:1", "bridge0", MEDIUM_THUNDERBOLT)
+WIFI = Endpoint("192.168.1.7:1", "en0", MEDIUM_WIFI)
+LAN = Endpoint("10.0.0.7:1", "en7", MEDIUM_ETHERNET)
+LOOPBACK = Endpoint("127.0.0.1:1", "lo0", MEDIUM_LOOPBACK)
+NOWHERE = Endpoint("172.17.0.1:1", "", MEDIUM_UNSPECIFIED)
+SHOWN = "ab" * 32
+
+
+def node(name: str, *endpoints: Endpoint, fingerprint: str | None = SHOWN) -> FoundNode:
+    return FoundNode(name, "0.1.0", fingerprint, True, None, endpoints)
+
+
+def plain(name: str, *endpoints: Endpoint) -> FoundNode:
+    return node(name, *endpoints, fingerprint=None)
+
+
+def drafted(*nodes: FoundNode) -> Draft:
+    return draft(nodes, "coordinator")
+
+
+def names(found: Draft) -> list[str]:
+    return [worker.name for worker in found.workers]
+
+
+def test_a_worker_is_called_by_all_that_leads_there_in_order() -> None:
+    [mini] = drafted(node("mini", CABLE, WIFI, NOWHERE, LOOPBACK)).workers
+    assert mini.addresses == ["169.254.10.2:1", "192.168.1.7:1"]
+    assert str(mini) == "mini at 169.254.10.2:1 by Thunderbolt (bridge0), else at 192.168.1.7:1 by Wi-Fi (en0)"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "kept", "why"),
+    [
+        ([node("mini", CABLE), node("mini", WIFI)], [], "2 workers call themselves so"),
+        ([node("mini", CABLE), node("Mini", WIFI)], [], "2 workers call themselves so"),
+        ([node("Coordinator", CABLE)], [], "the coordinator has this name"),
+        ([node("mi.ni.", CABLE)], [], "a certificate cannot carry this name"),
+        ([node("mini", NOWHERE)], [], "no interface of this machine leads there"),
+        ([node("mini", CABLE), plain("air", WIFI)], ["mini"], "it was started without a certificate"),
+        (
+            [node("mini", CABLE, WIFI), node("air", LAN, WIFI)],
+            ["mini"],
+            "mini says that it listens at 192.168.1.7:1, too",
+        ),
+    ],
+)
+def test_who_cannot_be_in_it_is_left_out_with_the_reason(nodes: list[FoundNode], kept: list[str], why: str) -> None:
+    found = drafted(*nodes)
+    assert names(found) == kept
+    assert found.left_out and all(" is left out: " in line for line in found.left_out)
+    assert why in found.left_out[0]
+
+
+def test_who_did_not_announce_itself_is_not_there() -> None:
+    silent = FoundNode("mini", None, None, False, True, [CABLE])
+    assert drafted(silent) == Draft(())
+
+
+def test_links_are_exposed_where_they_leave_the_machine_without_a_certificate() -> None:
+    assert not drafted(node("mini", CABLE)).is_exposed
+    assert not drafted(plain("mini", LOOPBACK)).is_exposed
+    assert drafted(plain("mini", CABLE)).is_exposed
+    assert drafted(node("mini", CABLE)).is_encrypted
+
+
+def test_of_named_ones_only_they_are_taken_or_told_of() -> None:
+    there = [node("mini", CABLE), node("max", LAN), plain("air", WIFI), node("coordinator", WIFI)]
+    found = draft(there, "coordinator", ["mini", "air"])
+    assert names(found) == ["mini"]
+    assert [line.partition(" ")[0] for line in found.left_out] == ["air"]
+    assert draft(there, "coordinator", []) == drafted(*there)
+
+
+def test_who_is_not_wanted_keeps_nobody_out() -> None:
+    there = [node("mini", CABLE), plain("air", WIFI), node("Mini", LAN)]
+    assert names(draft(there, "coordinator", ["air"])) == ["air"]
+    assert "2 workers call themselves so" in draft(there, "coordinator", ["mini"]).left_out[0]
+
+
+def test_a_worker_on_loopback_is_left_out_beside_those_that_are_taken_only() -> None:
+    whole = drafted(node("mini", CABLE), node("air", LOOPBACK))
+    assert names(whole) == ["mini", "air"]
+    assert within_reach(whole).left_out == (
+        "air is left out: it listens on this machine's loopback, where the others cannot reach it: start it with "
+        "--bind 0.0.0.0:1, or leave its layers to the coordinator",
+    )
+    alone = whole.without({"mini": "as you said"})
+    assert within_reach(alone) == alone and names(alone) == ["air"]
+
+
+MINI = DraftWorker("mini", (CABLE, WIFI), is_encrypted=True)
+
+
+def test_a_draft_is_written_as_a_file_that_says_it(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    cluster = write_cluster(path, cluster_text("org/model", "studio", Draft((MINI,))), force=False)
+    assert cluster == load_cluster(path)
+    assert (cluster.model, cluster.coordinator.name, cluster.insecure) == ("org/model", "studio", False)
+    assert cluster.tls is not None and cluster.tls.keys == str(tmp_path / "keys")
+    assert [(each.name, each.addresses) for each in cluster.workers] == [("mini", ("169.254.10.2:1", "192.168.1.7:1"))]
+    assert [each.name for each in tmp_path.iterdir()] == ["cluster.yaml"]
+
+
+@pytest.mark.parametrize(("endpoint", "is_insecure"), [(CABLE, True), (LOOPBACK, False)])
+def test_only_links_that_leave_the_machine_unencrypted_are_said_to(
+    tmp_path: Path, endpoint: Endpoint, is_insecure: bool
+) -> None:
+    text = cluster_text("demo", "coordinator", Draft((DraftWorker("mini", (endpoint,), is_encrypted=False),)))
+    cluster = write_cluster(tmp_path / "cluster.yaml", text, force=False)
+    assert cluster.insecure is is_insecure and cluster.tls is None
+
+
+def test_a_file_that_is_there_stays_unless_it_is_wished_away(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("model: mine\n")
+    text = cluster_text("demo", "coordinator", Draft((MINI,)))
+    with pytest.raises(ConfigError, match=r"is there already, and is not written over: give --force"):
+        write_cluster(path, text, force=False)
+    with pytest.raises(ConfigError, match=r"is there already, and is not written over: give --force"):
+        check_target(path, force=False)
+    assert path.read_text() == "model: mine\n"
+    check_target(path, force=True)
+    check_target(tmp_path / "other.yaml", force=False)
+    write_cluster(path, text, force=True)
+    assert path.read_text() == text
+    assert [each.name for each in tmp_path.iterdir()] == ["cluster.yaml"]
+
+
+def test_a_disk_that_becomes_full_leaves_no_half_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is there once it is known to load is the file: nothing is written any more."""
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def load(path: Path) -> ClusterConfig:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, most[1]))
+        return load_cluster(path)
+
+    monkeypatch.setattr(cluster_file, "load_cluster", load)
+    text = cluster_text("demo", "coordinator", Draft((MINI,)))
+    try:
+        write_cluster(tmp_path / "cluster.yaml", text, force=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("cluster.yaml", text)]
+
+
+def test_what_would_not_load_is_not_written(tmp_path: Path) -> None:
+    twice = Draft((MINI, MINI))
+    with pytest.raises(ConfigError, match="problem"):
+        write_cluster(tmp_path / "cluster.yaml", cluster_text("demo", "coordinator", twice), force=False)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_where_there_is_no_folder_it_is_said_before_and_after(tmp_path: Path, force: bool) -> None:
+    (tmp_path / "file").touch()
+    for folder, why in (("file", "Not a directory"), ("nowhere", "No such file or directory")):
+        path = tmp_path / folder / "cluster.yaml"
+        with pytest.raises(ConfigError, match=rf"{folder} is not a folder that is there; make it, or give another"):
+            check_target(path, force=force)
+        with pytest.raises(ConfigError, match=rf"cannot write {path}: {why}"):
+            write_cluster(path, cluster_text("demo", "coordinator", Draft((MINI,))), force=force)
+
+
+@settings(max_examples=25)
+@given(model=st.text(min_size=1, max_size=40), name=st.from_regex(r"[A-Za-z0-9._-]{1,20}", fullmatch=True))
+def test_no_text_becomes_anything_but_text(tmp_path_factory: pytest.TempPathFactory, model: str, name: str) -> None:
+    path = tmp_path_factory.mktemp("written") / "cluster.yaml"
+    endpoint = Endpoint("127.0.0.1:1", "lo", MEDIUM_LOOPBACK)
+    cluster = write_cluster(
+        path, cluster_text(model, f"{name}-", Draft((DraftWorker(name, (endpoint,), False),))), force=False
+    )
+    assert (cluster.model, cluster.workers[0].name, cluster.coordinator.name) == (model, name, f"{name}-")
+
+
+@pytest.mark.parametrize("place", [".", "/"])
+def test_a_folder_is_no_file(place: str) -> None:
+    with pytest.raises(ConfigError, match="is a folder"):
+        check_target(Path(place), force=True)

@@ -1,0 +1,109 @@
+"""Which nodes are there, over which links they are reached, and what the configuration has of them."""
+
+from coordinator.deploy.discovery import AnnouncedNode, Endpoint, LocalNetwork, found_nodes, usable_addresses
+from protos.brigade_pb2 import (
+    MEDIUM_ETHERNET,
+    MEDIUM_LOOPBACK,
+    MEDIUM_THUNDERBOLT,
+    MEDIUM_TUNNEL,
+    MEDIUM_UNSPECIFIED,
+    MEDIUM_WIFI,
+    Medium,
+)
+from worker.config import ClusterConfig, WorkerConfig
+from worker.node.announce import About
+from worker.platform.interfaces import Interface
+
+HERE = LocalNetwork([Interface("lo", ("127.0.0.1",))], {"lo": MEDIUM_UNSPECIFIED})
+
+
+def about(name: str, process: str = "00000001", fingerprint: str = "") -> About:
+    return About(name, "0.1.0", process, fingerprint)
+
+
+def cluster(*workers: tuple[str, str]) -> ClusterConfig:
+    return ClusterConfig(workers=tuple(WorkerConfig(name=name, address=address) for name, address in workers))
+
+
+def test_a_node_that_is_heard_on_two_links_is_one_node() -> None:
+    heard = [AnnouncedNode(about("mini"), ("10.0.0.2:1",)), AnnouncedNode(about("mini"), ("10.9.0.2:1", "10.0.0.2:1"))]
+    [node] = found_nodes(heard, None, HERE)
+    assert {each.address for each in node.endpoints} == {"10.0.0.2:1", "10.9.0.2:1"}
+
+
+def test_two_processes_of_one_name_are_two() -> None:
+    heard = [
+        AnnouncedNode(about("mini", "00000001"), ("10.0.0.2:1",)),
+        AnnouncedNode(about("mini", "00000002"), ("10.0.0.3:1",)),
+    ]
+    assert len(found_nodes(heard, None, HERE)) == 2
+
+
+def test_who_is_configured_comes_first_and_who_was_not_heard_last() -> None:
+    heard = [AnnouncedNode(about("alien"), ("127.0.0.1:9",)), AnnouncedNode(about("mini"), ("127.0.0.1:1",))]
+    found = found_nodes(heard, cluster(("mini", "127.0.0.1:1"), ("gone", "127.0.0.1:2")), HERE)
+    said = [(node.name, node.is_announced, node.is_configured, node.is_elsewhere) for node in found]
+    assert said == [("mini", True, True, False), ("alien", True, False, False), ("gone", False, True, False)]
+
+
+def test_a_name_at_another_address_is_told_from_the_configured_one() -> None:
+    [node] = found_nodes([AnnouncedNode(about("mini"), ("127.0.0.1:7",))], cluster(("mini", "127.0.0.1:1")), HERE)
+    assert node.is_elsewhere
+    assert node.to_json()["addresses"] == [
+        {"address": "127.0.0.1:7", "interface": "lo", "medium": "loopback", "is_configured": False}
+    ]
+
+
+def test_without_a_configuration_nobody_is_in_it_or_not() -> None:
+    [node] = found_nodes([AnnouncedNode(about("mini", fingerprint="ab" * 32), ("127.0.0.1:7",))], None, HERE)
+    assert node.to_json()["is_configured"] is None
+    assert node.to_json()["addresses"][0]["is_configured"] is None
+
+
+def test_only_what_can_be_called_is_an_address() -> None:
+    assert usable_addresses(["10.0.0.2", "fe80::1", "fd00::2", "224.0.0.1", "0.0.0.0", "no"], 50070) == (
+        "10.0.0.2:50070",
+        "[fd00::2]:50070",
+    )
+    assert usable_addresses(["10.0.0.2"], 0) == ()
+    assert len(usable_addresses([f"10.0.0.{i}" for i in range(99)], 1)) == 8
+
+
+def test_the_best_link_comes_first() -> None:
+    media = {"bridge0": MEDIUM_THUNDERBOLT, "en0": MEDIUM_WIFI, "en7": MEDIUM_ETHERNET}
+    sends_by = {"192": "en0", "10": "en7", "169": "bridge0"}  # by what an address begins with
+    interfaces = [Interface(name, (f"own of {name}",)) for name in media]
+    here = LocalNetwork(interfaces, media, lambda address: f"own of {sends_by.get(address.partition('.')[0])}")
+    endpoints = here.endpoints(["192.168.1.7:1", "10.0.0.7:1", "169.254.10.2:1", "1.2.3.4:1"])
+    assert [(each.address, each.medium) for each in endpoints] == [
+        ("169.254.10.2:1", MEDIUM_THUNDERBOLT),
+        ("10.0.0.7:1", MEDIUM_ETHERNET),
+        ("192.168.1.7:1", MEDIUM_WIFI),
+        ("1.2.3.4:1", MEDIUM_UNSPECIFIED),
+    ]
+    assert str(endpoints[0]) == "169.254.10.2:1 by Thunderbolt (bridge0)"
+    assert str(endpoints[-1]) == "1.2.3.4:1 by no interface of this machine"
+
+
+def test_a_cable_comes_before_ethernet_that_before_wifi_and_what_is_unknown_last() -> None:
+    media = {f"en{number}": number for number in Medium.values()}
+    interfaces = [Interface(name, (f"own of {name}",)) for name in media]
+    here = LocalNetwork(interfaces, media, lambda address: f"own of en{address[0]}")
+    assert [each.medium for each in here.endpoints([f"{number}.0.0.1:1" for number in Medium.values()])] == [
+        MEDIUM_LOOPBACK,
+        MEDIUM_THUNDERBOLT,
+        MEDIUM_ETHERNET,
+        MEDIUM_WIFI,
+        MEDIUM_TUNNEL,
+        MEDIUM_UNSPECIFIED,
+    ]
+
+
+def test_every_medium_has_a_name_for_people() -> None:
+    assert all(Endpoint("10.0.0.2:1", "en0", number).link for number in Medium.values())
+    assert Endpoint("10.0.0.2:1", "en0", MEDIUM_THUNDERBOLT).link == "Thunderbolt (en0)"
+    assert Endpoint("127.0.0.1:1", "lo", MEDIUM_LOOPBACK).link == "this machine"
+
+
+def test_this_machine_has_loopback() -> None:
+    assert MEDIUM_LOOPBACK in LocalNetwork.read().media.values()

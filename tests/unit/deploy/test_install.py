@@ -1,0 +1,206 @@
+"""What launch makes of a node's machine: the Python to use, the fewest steps, and the worker's part of cluster.yaml."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from coordinator.deploy.install import (
+    Action,
+    RemoteState,
+    Target,
+    choose_python,
+    digest,
+    node_part,
+    read_pythons,
+    read_state,
+    require_space,
+    steps_for,
+    version_folder,
+    worker_folder,
+)
+from worker.config import load_cluster
+from worker.errors import BrigadeError
+
+# As `df -Pk .` prints it on macOS, in the form that POSIX asks for.
+MAC = {
+    "home": ["/Users/anna"],
+    "free": ["/dev/disk3s5      971350180 512345678 421234567    55%    /System/Volumes/Data"],
+    "uv": ["/Users/anna/.local/bin/uv"],
+    "version": ["0123456789abcdef", "fedcba9876543210"],
+    "kind": ["launchd"],
+    "config": [""],
+    "started": ["abc"],
+    "alive": ["yes"],
+}
+
+
+def test_a_mac_is_read() -> None:
+    found = read_state(MAC)
+    assert (found.home, found.kind, found.free_bytes) == ("/Users/anna", "launchd", 421234567 * 1024)
+    assert found.versions == {"0123456789abcdef", "fedcba9876543210"} and found.is_alive and found.started == "abc"
+    assert found.config == "" and found.key == ""
+
+
+@pytest.mark.parametrize("missing", ["home", "free", "kind"])
+def test_what_is_no_unix_is_refused(missing: str) -> None:
+    with pytest.raises(BrigadeError, match="expected macOS or Linux there"):
+        read_state({word: lines for word, lines in MAC.items() if word != missing})
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"kind": [""]}, "expected launchd, systemd, daemon as the kind of service, found ''"),
+        ({"kind": ["\x1b[2J"]}, r"found '\x1b[2J'"),
+        ({"home": ["/Users/\x1b[2J"]}, "expected a home without control characters there, found /Users/\ufffd[2J"),
+    ],
+)
+def test_what_cannot_be_worked_with_is_that_nodes_failure(told: dict[str, list[str]], message: str) -> None:
+    with pytest.raises(BrigadeError, match=re.escape(message)):
+        read_state(MAC | told)
+
+
+def test_no_number_is_too_long_to_be_read() -> None:
+    digits = "9" * 5000
+    assert read_state(MAC | {"free": [f"x {digits} 55% /"]}).free_bytes > 0
+    assert read_pythons([f"3.{digits}.1 whole /a"]) == []
+
+
+def test_a_full_disk_is_told_before_anything_is_sent() -> None:
+    found = read_state(MAC)
+    require_space(found)
+    with pytest.raises(BrigadeError, match=r"expected 2.0 GiB free at /Users/anna for the installation, found 1.5 GiB"):
+        require_space(replace(found, free_bytes=3 << 29))
+
+
+@pytest.mark.parametrize(
+    ("lines", "chosen"),
+    [
+        (["3.12.4 whole /a", "3.11.9 whole /b", "3.13.0 whole /c"], "/b"),  # 3.11 runs here
+        (["3.9.6 whole /old", "3.12.4 whole /a", "3.13.0 bare /c"], "/a"),
+        (["nonsense", "3.11.2 whole /with a space/python3"], "/with a space/python3"),
+    ],
+)
+def test_the_python_that_fits_best_is_taken(lines: list[str], chosen: str) -> None:
+    assert choose_python(read_pythons(lines), (3, 11)).path == chosen
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        ([], "found none"),
+        (["3.9.6 whole /old"], "found Python 3.9.6"),
+        (["3.11.2 bare /debian"], "found Python 3.11.2 without one of them"),
+    ],
+)
+def test_without_a_python_it_is_said_what_to_do(lines: list[str], found: str) -> None:
+    with pytest.raises(BrigadeError, match=re.escape(found) + ".*astral.sh/uv/install.sh"):
+        choose_python(read_pythons(lines), (3, 11))
+
+
+@pytest.mark.parametrize("name", ["mini", "..", "-rf", "~"])
+def test_no_name_leads_out_of_the_folder(name: str) -> None:
+    assert worker_folder(name) == f".brigade/worker-{name}"
+
+
+TARGET = Target("v2", b"config", b"key", b"service")
+AS_WANTED = RemoteState(
+    "/h", 1, "daemon", versions=frozenset({"v2"}), config=digest(b"config"), key=digest(b"key"),
+    service=digest(b"service"), started=TARGET.started, is_alive=True,
+)  # fmt: skip
+NOTHING = RemoteState("/h", 1, "daemon")
+
+
+@pytest.mark.parametrize(
+    ("found", "action", "installs", "files", "restarts", "story"),
+    [
+        (AS_WANTED, "start", False, "", False, "unchanged"),
+        (AS_WANTED, "restart", False, "", True, "restarted"),
+        (NOTHING, "start", True, "cluster.yaml key.pem service", True, "installed, new certificate, started"),
+        (replace(AS_WANTED, is_alive=False), "start", False, "", True, "started"),
+        (replace(AS_WANTED, key=""), "start", False, "key.pem", False, "new certificate"),
+        (replace(AS_WANTED, config="other"), "start", False, "cluster.yaml", True, "restarted"),
+        (replace(AS_WANTED, started="other"), "start", False, "", True, "restarted"),
+        (replace(AS_WANTED, versions=frozenset({"v1"})), "start", True, "", True, "installed, restarted"),
+    ],
+)
+def test_the_fewest_steps(
+    found: RemoteState, action: str, installs: bool, files: str, restarts: bool, story: str
+) -> None:
+    steps = steps_for(TARGET, found, Action(action))
+    assert (steps.installs, " ".join(sorted(steps.files)), steps.restarts) == (installs, files, restarts)
+    assert steps.summary == story and steps.are_none == (story == "unchanged")
+
+
+@pytest.mark.parametrize(
+    ("there", "action", "folder"),
+    [
+        ([], "start", "v2"),
+        ([], "update", "v2"),
+        (["v1", "v2"], "start", "v2"),
+        (["v1.7", "v2"], "update", "v2.1"),
+        (["v2.1"], "start", "v2.1"),
+        (["v2.9", "v2.10", "v2"], "restart", "v2.10"),
+        (["v2.10"], "update", "v2.11"),
+        (["v2", "v2.old", f"v2.{'9' * 5000}"], "update", "v2.1"),  # no folders of ours
+    ],
+)
+def test_an_update_has_a_folder_of_its_own(there: list[str], action: str, folder: str) -> None:
+    assert version_folder("v2", there, Action(action)) == folder
+
+
+def test_links_without_encryption_need_no_certificate() -> None:
+    assert "key.pem" not in steps_for(replace(TARGET, key=None), NOTHING, Action.START).files
+
+
+def test_a_new_certificate_alone_is_no_reason_to_restart() -> None:
+    assert replace(TARGET, key=b"new").started == TARGET.started
+    assert len({replace(TARGET, **{part: "x" if part == "version" else b"x"}).started for part in
+                ("version", "config", "service")} | {TARGET.started}) == 4  # type: ignore[arg-type]  # fmt: skip
+
+
+FULL = """
+model: &model owner/name
+models: [shelf, ~/models, /volumes/models]
+pull: hub
+tls: {keys: some/where}
+context: 8192
+layers: [3, 2, 1]
+order: fixed
+coordinator: {name: studio, memory: 64GiB}
+workers:
+  - {name: mini, address: "10.0.0.2:50070", memory: 16GB, ssh: anna@mini.local}
+  - {name: air, address: ["10.0.0.3:50070", "10.0.1.3:50070"], model: *model, ssh: air}
+"""
+
+
+def raw() -> dict[str, Any]:
+    return dict(yaml.safe_load(FULL))
+
+
+def test_a_node_gets_its_entry_and_what_counts_on_workers() -> None:
+    assert node_part(raw(), "air") == {
+        "model": "owner/name",
+        "models": ["~/shelf", "~/models", "/volumes/models"],
+        "pull": "hub",
+        "tls": {"keys": "keys"},
+        "workers": [{"name": "air", "address": ["10.0.0.3:50070", "10.0.1.3:50070"], "model": "owner/name"}],
+    }
+
+
+def test_what_it_gets_is_a_cluster_file(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(yaml.safe_dump(node_part(raw(), "mini")))
+    [worker] = load_cluster(path).workers
+    assert (worker.name, worker.addresses, worker.memory) == ("mini", ("10.0.0.2:50070",), 16 * 10**9)
+
+
+def test_what_concerns_others_is_no_news_to_it() -> None:
+    changed = raw() | {"context": 1, "layers": [1, 2, 3]}
+    changed["workers"] = [changed["workers"][0] | {"ssh": "other"}, changed["workers"][1] | {"memory": "1GiB"}]
+    assert node_part(changed, "mini") == node_part(raw(), "mini")
+    assert node_part(changed, "air") != node_part(raw(), "air")

@@ -1,0 +1,151 @@
+"""What the services are told, and what the scripts tell the services' programs. None of Apple's was run."""
+
+import os
+import plistlib
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from coordinator.deploy.install import RemoteState, worker_folder
+from coordinator.deploy.services import define_service
+from tests.unit.deploy.machine import PROC, FakeMachine, identity
+
+VERSION = "0123456789abcdef"
+needs_proc = pytest.mark.skipif(not PROC.exists(), reason="no /proc here: no Linux can be played")
+FOLDER = "/Users/anna/.brigade/worker-mini"
+
+
+def define(kind: str, home: str = "/Users/anna") -> bytes:
+    """The service of the worker mini below this home."""
+    command = RemoteState(home, 1, kind).command("mini", VERSION)
+    return define_service(kind, "mini", home, f"{home}/{worker_folder('mini')}", command)
+
+
+def test_the_property_list_of_a_worker() -> None:
+    assert plistlib.loads(define("launchd")) == {
+        "Label": "brigade.worker.mini",
+        "ProgramArguments": [
+            "/Users/anna/.brigade/versions/0123456789abcdef/bin/python", "-P", "-m", "worker",
+            "--config", f"{FOLDER}/cluster.yaml", "--name", "mini",
+        ],
+        "WorkingDirectory": "/Users/anna",
+        "RunAtLoad": True,
+        "KeepAlive": {"SuccessfulExit": False},
+        "ThrottleInterval": 10,
+        "ExitTimeOut": 20,
+        "ProcessType": "Interactive",
+        "LimitLoadToSessionType": ["Aqua", "Background"],
+        "StandardOutPath": f"{FOLDER}/worker.log",
+        "StandardErrorPath": f"{FOLDER}/worker.log",
+        "Umask": 0o077,
+    }  # fmt: skip
+
+
+def test_the_unit_of_a_worker_is_one(tmp_path: Path) -> None:
+    text = define("systemd", "/home/100% anna$").decode()
+    assert 'ExecStart="/home/100%% anna$$/.brigade/versions/0123456789abcdef/bin/python" "-P" "-m" "worker"' in text
+    assert "StandardError=append:/home/100%% anna$/.brigade/worker-mini/worker.log\n" in text
+    if analyze := shutil.which("systemd-analyze"):
+        path = tmp_path / "brigade-worker-mini.service"
+        path.write_text(
+            text.replace("/home/100%% anna$$/.brigade/versions/0123456789abcdef/bin/python", shutil.which("sh") or "")
+        )
+        checked = subprocess.run([analyze, "--user", "verify", path], capture_output=True, text=True)
+        assert path.name not in checked.stderr, checked.stderr
+
+
+def test_a_plain_process_is_told_its_words_as_they_are(tmp_path: Path) -> None:
+    home = tmp_path / "Anna's $HOME"
+    python = home / ".brigade" / "versions" / VERSION / "bin" / "python"
+    for folder in (python.parent, home / ".brigade" / "worker-mini"):
+        folder.mkdir(parents=True)
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$PWD" "$$" "$@"\n')
+    python.chmod(0o755)
+    told = (
+        subprocess.run(["sh"], input=define("daemon", str(home)), capture_output=True, check=True)
+        .stdout.decode()
+        .splitlines()
+    )
+    pid = (home / ".brigade" / "worker-mini" / "worker.pid").read_text().strip()
+    assert told == [str(home), pid, *RemoteState(str(home), 1, "daemon").command("mini", VERSION)[1:]]
+
+
+# As launchctl(1) does: print ends with 113 for what it does not know, a domain or a job.
+LAUNCHCTL = """\
+case "$1 $2" in
+"print "*/brigade.*) [ "$(cat loaded 2>/dev/null)" = "$2" ] || exit 113; printf '\\tpid = 7\\n' ;;
+"print "*) case " $DOMAINS " in *" $2 "*) ;; *) exit 113 ;; esac ;;
+"bootstrap "*) echo "$2/brigade.worker.mini" > loaded ;;
+"bootout "*) rm loaded ;;
+esac
+"""
+# As systemctl(1) does: is-active ends with 3 for what does not run.
+SYSTEMCTL = """\
+case "$*" in
+*" is-active "*) [ -f loaded ] || exit 3 ;;
+*" restart "*) touch loaded ;;
+*" disable "*) rm loaded ;;
+esac
+"""
+
+
+def test_a_mac_shows_its_pythons_but_apples(tmp_path: Path) -> None:
+    mac = FakeMachine(tmp_path, "Darwin", "python3.12", "echo 3.12.4 whole")
+    assert mac.run("pythons", wanted="3.12") == f"@brigade python 3.12.4 whole {tmp_path}/programs/python3.12\n"
+    others = mac.run("pythons", wanted="9.9").splitlines()
+    assert f"@brigade python 3.12.4 whole {tmp_path}/programs/python3.12" in others
+    assert not [line for line in others if line.endswith(" /usr/bin/python3")]
+
+
+@pytest.mark.parametrize(("domains", "used"), [("gui/501 user/501", "gui/501"), ("user/501", "user/501")])
+def test_an_agent_is_loaded_where_its_user_is(tmp_path: Path, domains: str, used: str) -> None:
+    mac = FakeMachine(tmp_path, "Darwin", "launchctl", LAUNCHCTL.replace("$DOMAINS", domains))
+    service = mac.home / "Library" / "LaunchAgents" / "brigade.worker.mini.plist"
+    assert "@brigade kind launchd\n" in mac.run("look") and "alive" not in mac.run("look")
+    mac.settle("launchd", define("launchd"))
+    label = f"{used}/brigade.worker.mini"
+    assert mac.told() == [f"enable {label}", f"bootstrap {used} {service}"]
+    assert service.read_bytes() == define("launchd") and "@brigade alive yes\n" in mac.run("look")
+    mac.run("stop")
+    assert mac.told() == [f"bootout {label}"] and not service.exists()
+    assert "alive" not in mac.run("look")
+
+
+@needs_proc
+def test_a_unit_is_enabled_and_disabled(tmp_path: Path) -> None:
+    machine = FakeMachine(tmp_path, "Linux", "systemctl", SYSTEMCTL)
+    name = "brigade-worker-mini.service"
+    service = machine.home / ".config" / "systemd" / "user" / name
+    assert "@brigade kind systemd\n" in machine.run("look") and "alive" not in machine.run("look")
+    machine.settle("systemd", define("systemd"))
+    assert machine.told() == ["--user daemon-reload", f"--user --quiet enable {name}", f"--user restart {name}"]
+    assert service.read_bytes() == define("systemd") and "@brigade alive yes\n" in machine.run("look")
+    machine.run("stop")
+    assert machine.told() == [f"--user --quiet disable --now {name}"] and not service.exists()
+    assert "alive" not in machine.run("look")
+
+
+@needs_proc
+def test_what_another_launch_has_started_meanwhile_is_not_started_anew(tmp_path: Path) -> None:
+    """Both looked before either had its turn; later ones restart what they are told to."""
+    machine = FakeMachine(tmp_path, "Linux", "systemctl", SYSTEMCTL)
+    assert "@brigade turn 0\n" in machine.run("look")
+    assert "settled" not in machine.settle("systemd", define("systemd"))
+    assert "@brigade turn 1\n" in machine.run("look") and machine.told()
+    assert "@brigade settled yes" in machine.settle("systemd", define("systemd")) and not machine.told()
+    assert "settled" not in machine.settle("systemd", define("systemd"), started="y") and machine.told()
+    assert "settled" not in machine.settle("systemd", define("systemd"), started="y", seen="3") and machine.told()
+
+
+@needs_proc
+@pytest.mark.parametrize("script", ["settle", "stop"])
+def test_a_worker_is_started_and_stopped_by_one_launch_at_a_time(tmp_path: Path, script: str) -> None:
+    machine = FakeMachine(tmp_path, "Linux", "systemctl", SYSTEMCTL)
+    machine.settle("systemd", define("systemd"))
+    other = machine.home / ".brigade" / "turns" / "worker-mini" / "2"
+    other.symlink_to(identity(os.getpid()))
+    machine.write("sleep", f"rm {other}")  # it is over after a second
+    again = {"kind": "systemd", "restarts": "yes", "started": "x", "version": "v"}
+    assert "@brigade phase waiting for a" in machine.run(script, **again)

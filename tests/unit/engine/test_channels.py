@@ -1,0 +1,93 @@
+"""An answer's text taken apart, however its pieces were cut."""
+
+import json
+from typing import Any
+
+import pytest
+from mlx_lm.generate import TextStateMachine
+from mlx_lm.tool_parsers import json_tools
+
+from coordinator.sessions.output import Output
+from coordinator.sessions.text import Markers, TextParser
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": "zwei"}}</tool_call>'
+TEXT = f"<think>Hm, {{1}} < 2.</think>Let me see.{CALL}{CALL} Done"
+
+
+def markers(begins_in: str = "normal") -> Markers:
+    edges = {
+        "normal": [("<think>", "reasoning"), ("<tool_call>", "tool")],
+        "reasoning": [("</think>", "normal"), ("<tool_call>", "tool")],
+        "tool": [("</tool_call>", "normal")],
+    }
+    parse = json_tools.parse_tool_call
+    return Markers(TextStateMachine(edges), begins_in, "<tool_call>", "</tool_call>", parse)
+
+
+def divided(parser: TextParser, text: str, reason: str | None = None) -> Output:
+    output = Output(text, [], 0, reason)
+    parser.divide(output)
+    return output
+
+
+def apart(text: str, size: int, *, tools: Any = TOOLS, begins_in: str = "normal", reason: str = "stop") -> list[Output]:
+    parser = TextParser(None, (), markers(begins_in), tools)
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    deltas = [divided(parser, piece) for piece in pieces]
+    return [*deltas, divided(parser, "", reason)]
+
+
+def content(deltas: list[Output]) -> str:
+    return "".join(delta.content for delta in deltas)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, len(TEXT)])
+def test_what_is_said_thought_and_called_is_told_apart_wherever_the_text_is_cut(size: int) -> None:
+    deltas = apart(TEXT, size)
+    assert "".join(delta.reasoning for delta in deltas) == "Hm, {1} < 2."
+    assert content(deltas) == "Let me see. Done"
+    calls = [call for delta in deltas for call in delta.tool_calls]
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == 2 * [("add", {"a": 1, "b": "zwei"})]
+    assert len({call.id for call in calls}) == 2
+    assert deltas[-1].finish_reason == "tool_calls"
+
+
+def test_calls_are_text_where_there_are_no_tools() -> None:
+    deltas = apart(f"Look: {CALL}", 5, tools=[])
+    assert content(deltas) == f"Look: {CALL}" and deltas[-1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("body", ["no JSON", "[]", "[1, 2]", '{"name": "add"}', '"add"'])
+def test_a_call_that_cannot_be_read_is_text(body: str) -> None:
+    text = f"<tool_call>{body}</tool_call>"
+    deltas = apart(text, 3)
+    assert content(deltas) == text and deltas[-1].finish_reason == "stop"
+
+
+def test_what_breaks_off_in_a_call_is_text() -> None:
+    text = CALL.removesuffix("</tool_call>")[:-4]
+    deltas = apart(text, 4, reason="length")
+    assert content(deltas) == text and deltas[-1].finish_reason == "length"
+
+
+def test_a_template_may_end_where_thinking_has_begun() -> None:
+    deltas = apart("so be it</think>Yes", 4, begins_in="reasoning")
+    assert "".join(delta.reasoning for delta in deltas) == "so be it" and content(deltas) == "Yes"
+
+
+def test_half_a_marker_at_the_end_is_text() -> None:
+    assert content(apart("1 <thin", 1)) == "1 <thin"
+
+
+def test_without_markers_all_is_content() -> None:
+    assert divided(TextParser(), TEXT, "stop") == Output(TEXT, [], 0, "stop", content=TEXT)
+
+
+@pytest.mark.parametrize("size", [1, len(TEXT)])
+def test_only_the_first_call_is_told_where_there_is_to_be_one(size: int) -> None:
+    parser = TextParser(None, (), markers(), TOOLS, has_parallel_calls=False)
+    pieces = [TEXT[at : at + size] for at in range(0, len(TEXT), size)]
+    deltas = [*(divided(parser, piece) for piece in pieces), divided(parser, "", "stop")]
+    assert [call.name for delta in deltas for call in delta.tool_calls] == ["add"]
+    assert content(deltas) == "Let me see. Done" and deltas[-1].finish_reason == "tool_calls"

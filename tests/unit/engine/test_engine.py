@@ -1,0 +1,207 @@
+"""The engine over lost chains, in virtual time: which requests go on, wait, or end."""
+
+import asyncio
+import types
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import tests.unit.cluster.fake_network as network
+from coordinator.engine.core import EngineCore
+from coordinator.engine.engine import Engine
+from coordinator.planning.costs import ChainCosts
+from coordinator.planning.plan import Node, assign, split_by_bytes
+from coordinator.sessions.quarantine import MOST_LOSSES
+from coordinator.sessions.request import Request
+from coordinator.sessions.session import SessionState
+from tests.unit.fake_chain import plain_answer
+from tests.unit.virtual_time import VirtualTime
+from worker.errors import BrigadeError, InternalError, NodeLeaving, StageLost
+
+SPEC = replace(network.SPEC, context=4000)
+WIDE, STEP_S = 60_000, 0.2
+
+
+class Chains:
+    """One chain after another, each with so much memory per node; a loss opens the next."""
+
+    def __init__(self, *memory: int) -> None:
+        self._own = network.FakeOwn(network.World("a"))
+        self._memory = list(memory)
+        self._epoch = 0
+
+    def open(self) -> Any:
+        self._epoch += 1
+        memory = self._memory.pop(0) if len(self._memory) > 1 else self._memory[0]
+        nodes = [Node("coordinator", memory), Node("a", memory)]
+        plan = assign(SPEC, nodes, split_by_bytes(SPEC, nodes, 1, 1), 1, 1)
+        deployment: Any = types.SimpleNamespace(plan=plan, spec=SPEC, peers=[])
+        chain: Any = network.WorldChain(self._own, deployment, self._epoch)
+        chain.num_stages, chain.clock_offsets, chain.costs = 2, [0, 0], ChainCosts(2)
+        return chain
+
+    async def reopen(self, error: BrigadeError) -> Any:
+        await asyncio.sleep(STEP_S)
+        return self.open()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[VirtualTime]:
+    monkeypatch.setattr(network, "STEP_S", STEP_S)
+    found = VirtualTime()
+    yield found
+    assert not found.close()
+
+
+def run(clock: VirtualTime, chains: Chains, work: Callable[[Engine], Awaitable[None]], **more: Any) -> None:
+    async def with_engine() -> None:
+        async with asyncio.timeout(10_000), Engine(chains.open(), when_lost=chains.reopen, **more) as engine:
+            await work(engine)
+
+    clock.run(with_engine())
+
+
+def asked(engine: Engine, *requests: Request) -> "list[asyncio.Task[list[int]]]":
+    async def tokens(request: Request) -> list[int]:
+        return (await engine.answer(request)).tokens
+
+    return [asyncio.create_task(tokens(request)) for request in requests]
+
+
+def expected(request: Request) -> list[int]:
+    return plain_answer(request.prompt, request.max_tokens)
+
+
+async def lose(engine: Engine, error: BrigadeError) -> None:
+    """End the present chain, and return once there is another one."""
+    before: Any = engine.chain
+    before.lose(error)
+    while engine.chain is before:  # noqa: ASYNC110 - in virtual time
+        await asyncio.sleep(STEP_S)
+
+
+def test_an_error_of_an_engine_that_nothing_knows_is_a_loss_and_ends_no_other_request(clock: VirtualTime) -> None:
+    requests = [Request((number, 2, 3), 40) for number in range(3)]
+
+    async def work(engine: Engine) -> None:
+        tasks = asked(engine, *requests)
+        await asyncio.sleep(5 * STEP_S)
+        await lose(engine, InternalError("internal error: RuntimeError('GPU Timeout Error'); this is a bug", node="a"))
+        assert [await task for task in tasks] == [expected(request) for request in requests]
+        assert engine.failure is None
+
+    run(clock, Chains(WIDE), work)
+
+
+def test_a_request_under_which_an_engine_fails_again_and_again_ends_alone(clock: VirtualTime) -> None:
+    poison, sound = Request((7,) * 3000, 5), Request((4, 5), 30)
+
+    async def work(engine: Engine) -> None:
+        [bad] = asked(engine, poison)
+        for _ in range(MOST_LOSSES + 1):
+            await asyncio.sleep(STEP_S / 2)
+            await lose(engine, InternalError("internal error: RuntimeError('bad'); this is a bug", node="a"))
+        with pytest.raises(InternalError, match="given up: the chain was lost 3 times"):
+            await bad
+        [good] = asked(engine, sound)
+        assert await good == expected(sound)
+
+    run(clock, Chains(WIDE), work)
+
+
+def test_handovers_of_drained_workers_are_no_losses_of_a_request(clock: VirtualTime) -> None:
+    request = Request(tuple(i % 40 for i in range(2000)), 5)
+
+    async def work(engine: Engine) -> None:
+        [task] = asked(engine, request)
+        for _ in range(2 * MOST_LOSSES):
+            await asyncio.sleep(STEP_S / 2)
+            await lose(engine, NodeLeaving("is about to end", node="a"))
+        assert await task == expected(request)
+
+    run(clock, Chains(WIDE), work)
+
+
+def test_a_suspect_that_may_run_since_another_one_ends_is_entered_once(
+    clock: VirtualTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one whose turn it is does not fit on the nodes that are left."""
+    requests = [Request((1, 2, 3), 5), Request(tuple(range(40)) * 40, 60), Request((4, 5), 5), Request((6, 7, 8, 9), 5)]
+    entered: list[tuple[int, int]] = []
+    enter = EngineCore._enter
+
+    def note(core: EngineCore, session: Any) -> None:
+        assert session not in core.scheduler.slots, "entered twice"
+        entered.append((id(core.scheduler), session.num_prompt))
+        enter(core, session)
+
+    monkeypatch.setattr(EngineCore, "_enter", note)
+
+    async def work(engine: Engine) -> None:
+        tasks = asked(engine, *requests)
+        for _ in range(3):
+            await asyncio.sleep(STEP_S / 10)
+            await lose(engine, StageLost("lost", node="a"))
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        for request, outcome in zip(requests, outcomes, strict=True):
+            assert isinstance(outcome, StageLost) or outcome == expected(request)
+        assert engine.failure is None and len(set(entered)) == len(entered)
+
+    run(clock, Chains(WIDE, WIDE, WIDE, 2600), work)
+
+
+def test_an_answer_that_has_begun_waits_for_memory_without_a_deadline(clock: VirtualTime) -> None:
+    requests = [Request((number, 2, 3), 1000) for number in range(2)]
+
+    async def work(engine: Engine) -> None:
+        tasks = asked(engine, *requests)
+        await asyncio.sleep(100 * STEP_S)
+        await lose(engine, StageLost("lost", node="a"))
+        await asyncio.sleep(70)
+        states = sorted(session.state.value for session in engine.sessions)
+        assert SessionState.REPLAYING.value in states and not any(task.done() for task in tasks)
+        assert [await task for task in tasks] == [expected(request) for request in requests]
+
+    run(clock, Chains(WIDE, 5000), work, max_wait_s=60.0)
+
+
+def test_more_tokens_than_there_is_memory_for_are_cut(clock: VirtualTime) -> None:
+    async def work(engine: Engine) -> None:
+        found = await engine.answer(Request((1, 2, 3), 100_000))
+        assert 3 < len(found.tokens) < 4000 and found.finish_reason == "length"
+
+    run(clock, Chains(2600), work)
+
+
+@pytest.mark.parametrize("error", [StageLost("gone"), ZeroDivisionError("a bug")], ids=["a failure", "a bug"])
+def test_whatever_ends_one_answer_is_raised_and_ends_the_others(clock: VirtualTime, error: Exception) -> None:
+    requests = [Request((number, 2, 3), 1000) for number in range(3)]
+
+    async def work(engine: Engine) -> None:
+        with pytest.raises(type(error)):
+            async for number, _ in engine.generate_all(requests):
+                if number == 1:
+                    failing = next(each for each in engine.sessions if each.request is requests[2])
+                    engine.core._fail(failing, error)
+        assert not engine.sessions
+
+    run(clock, Chains(WIDE), work)
+
+
+def test_all_answers_of_one_call_come_out_of_one_queue_and_begin_after_the_first_of_their_prompt(
+    clock: VirtualTime,
+) -> None:
+    requests = [Request((1, 2, 3), 4), Request((1, 2, 3), 6), Request((5,), 3)]
+    begun: list[int] = []
+
+    async def work(engine: Engine) -> None:
+        found: dict[int, list[int]] = {number: [] for number in range(3)}
+        async for number, output in engine.generate_all(requests):
+            begun.append(number)
+            found[number] += [token.token for token in output.tokens]
+        assert list(found.values()) == [expected(request) for request in requests]
+        assert begun.index(0) < begun.index(1)
+
+    run(clock, Chains(WIDE), work)

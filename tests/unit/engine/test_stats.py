@@ -1,0 +1,125 @@
+"""Statistics of requests and frames, without any chain."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from coordinator.engine.stats import StageTimes, Stats, TokenRates
+from coordinator.engine.status import ClusterStatus, StatusLog
+from coordinator.planning.plan import Assignment
+from coordinator.sessions.output import Output, Token, Usage
+from coordinator.sessions.waterfall import Moments, Passage, Route
+from worker.errors import QueueFull, StageLost
+
+TASK: Any = SimpleNamespace(prompt=(1, 2, 3), decode=SimpleNamespace(kind="ngram"))
+SECOND = 1_000_000_000
+
+
+def piece(count: int, at: int, reason: str | None = None) -> Output:
+    usage = Usage(3, 0, 0, num_steps=4, num_rows=9, num_generated=count) if reason else None
+    return Output("x" * count, [Token(7)] * count, at, reason, usage)
+
+
+def test_a_finished_answer_is_counted_by_token_and_step() -> None:
+    stats = Stats()
+    with stats.watch(TASK) as watched:
+        watched.take(piece(2, SECOND))
+        watched.take(piece(0, SECOND))
+        watched.take(piece(3, 2 * SECOND, "stop"))
+    assert (stats.total("prompt_tokens"), stats.total("generation_tokens")) == (3, 5)
+    assert stats.counts("request_success") == {"stop": 1}
+    assert stats.counts("decoder_tokens") == {"ngram": 5} and stats.counts("decoder_steps") == {"ngram": 4}
+    assert stats.registry.get_sample_value("brigade_inter_token_latency_seconds_count") == 4
+    assert stats.registry.get_sample_value("brigade_inter_token_latency_seconds_sum") == pytest.approx(1.0)
+    assert not stats.under_way and stats.recent[0].num_generated == 5
+
+
+@pytest.mark.parametrize(
+    ("error", "finished", "refused"),
+    [
+        (GeneratorExit(), {"abort": 1}, {}),
+        (asyncio.CancelledError(), {"abort": 1}, {}),
+        (StageLost("gone"), {"error": 1}, {}),
+        (QueueFull("too many"), {}, {"QueueFull": 1}),
+    ],
+)
+def test_an_answer_that_did_not_end_well_is_counted_by_reason(
+    error: BaseException, finished: dict[str, int], refused: dict[str, int]
+) -> None:
+    stats = Stats()
+    with pytest.raises(type(error)), stats.watch(TASK):
+        raise error
+    assert (stats.counts("request_success"), stats.counts("requests_rejected")) == (finished, refused)
+
+
+def test_a_reader_who_leaves_after_the_last_piece_leaves_a_finished_answer() -> None:
+    stats = Stats()
+    with pytest.raises(GeneratorExit), stats.watch(TASK) as watched:
+        watched.take(piece(1, SECOND, "length"))
+        raise GeneratorExit
+    assert stats.counts("request_success") == {"length": 1}
+
+
+def test_rates_are_of_whole_seconds_and_forget_after_two_minutes() -> None:
+    rates = TokenRates()
+    for second, count in ((10, 4), (10, 2), (12, 1), (500, 9)):
+        rates.add(second, count)
+    assert rates.until(13)[-3:] == [(6, 2), (0, 0), (1, 1)]
+    assert rates.until(501) == [(0, 0)] * 119 + [(9, 1)]
+
+
+def test_rates_count_what_is_told_after_a_later_second() -> None:
+    rates = TokenRates()
+    for second, count in ((10, 4), (11, 1), (10, 2), (11, 5)):
+        rates.add(second, count)
+    assert rates.until(12)[-2:] == [(6, 2), (6, 2)]
+    for second in range(12, 500):
+        rates.add(second, 1)
+        rates.add(11, 1)
+    assert rates.until(499) == [(1, 1)] * 120 and len(rates._seconds) == 121
+
+
+def frame(began: int) -> Passage:
+    """Two stages that compute 10 and 20, with hops of 5; the other node's clock is 1000 ahead."""
+    first = Moments(began, began, began, began + 10, began + 10, began + 10)
+    second = Moments(*(1000 + began + at for at in (15, 15, 15, 30, 35, 35)))
+    return Passage((first, second), returned=began + 40)
+
+
+def route(*names: str) -> Route:
+    return Route([Assignment(name, 0, 1, 0, 0, 0) for name in names], [0, 1000])
+
+
+def test_every_moment_of_a_flow_is_in_one_part() -> None:
+    times, chain = StageTimes(), route("here", "there")
+    times.rest(100)
+    for began in (100, 145):
+        times.take(chain, frame(began))
+    assert sum(times.parts.values()) == 185 - 100
+    assert times.parts["scheduling"] == 5 and times.parts["wire"] == 10 and times.parts["head + sampling"] == 10
+    here, there = times.totals
+    assert (here.compute, here.busy, here.bubble) == (20, 20, 60)
+    assert (there.compute, there.wire, there.bubble) == (40, 10, 40)
+
+
+def test_what_passes_between_two_chains_is_recovery() -> None:
+    times = StageTimes()
+    times.rest(100)
+    times.take(route("here", "there"), frame(100))
+    times.take(route("here", "other"), frame(240))
+    assert times.parts["recovery"] == 100
+    assert [(stage.stage, stage.worker) for stage in times.totals] == [(0, "here"), (1, "there"), (1, "other")]
+
+
+def test_a_busy_server_says_so_and_an_idle_one_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    stats = Stats()
+    line = StatusLog(stats, ClusterStatus(stats), lambda: None)
+    asyncio.run(line.log(5.0))
+    assert capsys.readouterr().err == ""
+    stats.counters["generation_tokens"].inc(10)
+    asyncio.run(line.log(5.0))
+    assert "answers 2.0 tok/s, running 0, waiting 0" in capsys.readouterr().err
+    asyncio.run(line.log(5.0))
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,227 @@
+"""Tokenizers that are Python code run only where they are trusted; the model's own Python runs nowhere."""
+
+import asyncio
+import builtins
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from coordinator.cli.generate import GenerateOptions, prepare
+from coordinator.cluster.options import cluster_options
+from coordinator.engine.tokenizer import Tokenizer, find_tokenizer
+from protos import brigade_pb2
+from tests.cluster.models import make_talker
+from tests.code_tokenizer import BOS, CODE, END, EOS, IMPORTED, code_kept_in, write_code_tokenizer, write_model_code
+from worker.config import load_cluster
+from worker.errors import ConfigError, ModelError
+from worker.model.checkpoint import Checkpoint, open_folder
+
+TEXT = "aé日😀"
+OWN_CODE = {"AutoConfig": "configuration_new.NewConfig", "AutoModelForCausalLM": "modeling_new.New"}
+FOREIGN_CODE = {"AutoConfig": "owner/name--configuration_new.NewConfig"}
+# Values that transformers cannot take, of a type that it does not know, or knows otherwise.
+UNHEARD_OF = {"rope_scaling": {"type": "yarn", "factor": 40}, "hidden_size": 64.5, "id2label": [1]}
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nobody is asked anything: neither who sits at the terminal, nor the hub."""
+
+    def refuse(*arguments: Any, **named: Any) -> NoReturn:
+        pytest.fail(f"somebody was asked: {arguments}")
+
+    monkeypatch.setattr(builtins, "input", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    with code_kept_in(tmp_path_factory.mktemp("modules")):
+        yield
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_talker(tmp_path_factory.mktemp("code") / "model")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_code_tokenizer(tmp_path)
+
+
+def of(folder: Path, **config: Any) -> Checkpoint:
+    """The folder with this config.json, as far as tokenizers need it."""
+    config = {"model_type": "kimi_k2"} | config
+    (folder / "config.json").write_text(json.dumps(config))
+    return Checkpoint(str(folder), folder, config, {})
+
+
+def refusal(checkpoint: Checkpoint, *, is_trusted: bool = False) -> str:
+    with pytest.raises(ModelError) as caught:
+        Tokenizer(checkpoint, trust_remote_code=is_trusted)
+    message = str(caught.value)
+    assert len(message.splitlines()) <= 2
+    return message
+
+
+def bytes_of(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def test_code_that_is_trusted_is_the_tokenizer(folder: Path) -> None:
+    tokenizer = Tokenizer(of(folder), trust_remote_code=True)
+    assert tokenizer.encode(TEXT) == bytes_of(TEXT)
+    assert tokenizer.eos == {EOS}
+    chat = tokenizer.encode_chat([{"role": "user", "content": "hi"}])
+    assert chat == [*bytes_of("user: hi"), END, *bytes_of("assistant: ")]
+    stream = tokenizer.stream(())
+    assert "".join([*map(stream.push, tokenizer.encode(TEXT)), stream.finish()]) == TEXT
+
+
+# kimi_k25 and deepseek_v3 are types that transformers knows: it would make a tokenizer of its own of tiktoken.model,
+# one that splits text otherwise than the code does.
+@pytest.mark.parametrize("model_type", ["kimi_k2", "kimi_k25", "deepseek_v3", "invented"])
+def test_code_that_is_not_trusted_is_refused_by_name(folder: Path, model_type: str) -> None:
+    message = refusal(of(folder, model_type=model_type))
+    assert str(folder / CODE) in message and str(folder / IMPORTED) in message
+    assert "Read it; then --trust-remote-code" in message
+
+
+@pytest.mark.parametrize(
+    "auto_map",
+    [
+        {"AutoTokenizer": [None, "tokenization_bytes.TikTokenTokenizer"]},
+        {"AutoTokenizer": "tokenization_bytes.TikTokenTokenizer"},
+        ["tokenization_bytes.TikTokenTokenizer", None],
+    ],
+)
+def test_code_is_found_however_it_is_named(folder: Path, auto_map: Any) -> None:
+    write_code_tokenizer(folder, auto_map=auto_map)
+    assert str(folder / CODE) in refusal(of(folder))
+
+
+def test_code_beside_a_plain_tokenizer_is_still_the_tokenizer_by_its_makers_word(folder: Path, talker: Path) -> None:
+    (folder / "tokenizer.json").write_bytes((talker / "tokenizer.json").read_bytes())
+    assert str(folder / CODE) in refusal(of(folder))
+
+
+@pytest.mark.parametrize("is_trusted", [False, True])
+@pytest.mark.parametrize(
+    "reference", ["owner/name--tokenization_bytes.TikTokenTokenizer", "/etc/x.Y", "../x.Y", "x.y.Z", "x"]
+)
+def test_code_of_other_places_is_never_run_nor_fetched(folder: Path, reference: str, is_trusted: bool) -> None:
+    write_code_tokenizer(folder, auto_map={"AutoTokenizer": [reference, None]})
+    message = refusal(of(folder), is_trusted=is_trusted)
+    assert f"not its own: {reference}" in message and "copy the code into a folder" in message
+
+
+@pytest.mark.parametrize("file", [CODE, IMPORTED])
+def test_code_that_is_not_there_is_named(folder: Path, file: str) -> None:
+    (folder / file).unlink()
+    assert f"{folder} lacks {file}" in refusal(of(folder), is_trusted=True)
+
+
+@pytest.mark.parametrize("file", [CODE, IMPORTED])
+def test_a_package_that_code_imports_and_nobody_installed_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str], file: str
+) -> None:
+    (folder / file).write_text(f"import no_such_tiktoken\n{(folder / file).read_text()}")
+    message = refusal(of(folder), is_trusted=True)
+    assert "imports no_such_tiktoken, not installed here" in message and "pip install no_such_tiktoken" in message
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("from transformers import NoSuchName", "NoSuchName"),
+        ("import importlib; importlib.import_module('no_such_tiktoken')", "no_such_tiktoken"),
+        ("no_such_name", "no_such_name"),
+        ("def (", "invalid syntax"),
+        ("assert False, 'of another time'", "of another time"),
+    ],
+)
+def test_code_that_fails_is_a_model_error_of_one_line(folder: Path, line: str, reason: str) -> None:
+    (folder / CODE).write_text(f"{line}\n{(folder / CODE).read_text()}")
+    message = refusal(of(folder), is_trusted=True)
+    assert f"cannot load the tokenizer of {folder}" in message and reason in message and "\n" not in message
+
+
+@pytest.mark.parametrize("is_trusted", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "kimi_k2", "auto_map": OWN_CODE},
+        {"model_type": "kimi_k2", "auto_map": FOREIGN_CODE},
+        {"model_type": "minimax_m2", "auto_map": OWN_CODE},
+        {"model_type": "deepseek_v3", "auto_map": OWN_CODE},
+        {"model_type": "invented", "auto_map": OWN_CODE},
+        {"model_type": "invented"},
+        {"model_type": "invented", **UNHEARD_OF},
+        {"model_type": "qwen3", **UNHEARD_OF},
+    ],
+    ids=lambda config: "-".join([config["model_type"], *list(config)[1:2]]),
+)
+def test_a_plain_tokenizer_needs_no_code_of_its_model(
+    tmp_path: Path, talker: Path, config: dict[str, Any], is_trusted: bool
+) -> None:
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / file).write_bytes((talker / file).read_bytes())
+    write_model_code(tmp_path)
+    tokenizer = Tokenizer(of(tmp_path, **config), trust_remote_code=is_trusted)
+    assert tokenizer.encode(TEXT) == Tokenizer(open_folder(talker)).encode(TEXT)
+
+
+@pytest.mark.parametrize("is_trusted", [False, True])
+def test_code_that_transformers_knows_to_be_needless_is_not_run(folder: Path, talker: Path, is_trusted: bool) -> None:
+    (folder / "tokenizer.json").write_bytes((talker / "tokenizer.json").read_bytes())
+    (folder / CODE).write_text("raise SystemExit('run')")
+    tokenizer = Tokenizer(of(folder, model_type="ernie4_5_moe"), trust_remote_code=is_trusted)
+    assert tokenizer.encode(TEXT) == Tokenizer(open_folder(talker)).encode(TEXT)
+
+
+@pytest.mark.parametrize("name", ["AutoTokenizer", "AutoProcessor", "AutoConfig"])
+def test_a_class_that_would_ask_anew_asks_nobody(tmp_path: Path, talker: Path, name: str) -> None:
+    """Of transformers' own classes some begin again, without what they were told of trust."""
+    (tmp_path / "tokenizer.json").write_bytes((talker / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
+    own_code = OWN_CODE | {"AutoProcessor": "modeling_new.Processor"}
+    (tmp_path / "processor_config.json").write_text(json.dumps({"auto_map": own_code}))
+    write_model_code(tmp_path)
+    assert "cannot load the tokenizer" in refusal(of(tmp_path, auto_map=own_code))
+
+
+@pytest.mark.parametrize("model_type", ["kimi_k2", "deepseek_v3"])
+def test_to_trust_a_tokenizer_runs_no_code_of_its_model(folder: Path, model_type: str) -> None:
+    write_model_code(folder)
+    tokenizer = Tokenizer(of(folder, model_type=model_type, auto_map=OWN_CODE), trust_remote_code=True)
+    assert tokenizer.encode(TEXT) == bytes_of(TEXT)
+
+
+def test_what_asks_for_no_text_goes_on_without_and_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert find_tokenizer(of(folder), trust_remote_code=False) is None
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("note: ") and str(folder / CODE) in err and "--trust-remote-code" in err
+    assert find_tokenizer(of(folder), trust_remote_code=True) is not None
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("is_trusted", [False, True])
+def test_a_request_goes_by_the_option(talker: Path, tmp_path: Path, is_trusted: bool) -> None:
+    folder = write_code_tokenizer(make_talker(tmp_path / "model"), chat_template=None)
+    options = cluster_options(None, str(folder), 0, None, None, is_trusted)
+    if not is_trusted:
+        with pytest.raises(ModelError, match=CODE):
+            asyncio.run(prepare(GenerateOptions(prompt=TEXT), options))
+        return
+    task = asyncio.run(prepare(GenerateOptions(prompt=TEXT), options))
+    assert list(task.request.prompt) == bytes_of(TEXT) and EOS in task.request.eos and BOS not in task.request.eos
+
+
+def test_neither_a_peer_nor_a_file_can_say_that_code_is_trusted(tmp_path: Path) -> None:
+    fields = [field.name for kind in brigade_pb2.DESCRIPTOR.message_types_by_name.values() for field in kind.fields]
+    assert fields and not [name for name in fields if "trust" in name]
+    (tmp_path / "cluster.yaml").write_text("trust_remote_code: true\n")
+    with pytest.raises(ConfigError, match="trust_remote_code"):
+        load_cluster(tmp_path / "cluster.yaml")

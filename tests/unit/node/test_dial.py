@@ -1,0 +1,95 @@
+"""Which of several attempts counts: they end when the test says so."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from worker.node import dial
+from worker.node.dial import Attempt, give_up, has_succeeded, wait_head_start
+
+FAR = 20.0
+Ends = list["asyncio.Future[None]"]
+
+
+def trying(claim: Callable[[Ends, list[Attempt]], Coroutine[Any, Any, None]], count: int = 3) -> None:
+    """Run a claim about attempts, of which each ends with its future."""
+
+    async def run() -> None:
+        ends: Ends = [asyncio.get_running_loop().create_future() for _ in range(count)]
+        attempts = [asyncio.create_task(_until(end)) for end in ends]
+        try:
+            async with asyncio.timeout(FAR):
+                await claim(ends, attempts)
+        finally:
+            await give_up(attempts)
+
+    asyncio.run(run())
+
+
+async def _until(end: "asyncio.Future[None]") -> None:
+    await end
+
+
+def first(attempts: list[Attempt]) -> int:
+    return [has_succeeded(attempt) for attempt in attempts].index(True)
+
+
+def test_one_that_is_somewhat_slower_than_a_later_one_still_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dial, "HEAD_START_S", FAR)
+
+    async def claim(ends: Ends, attempts: list[Attempt]) -> None:
+        waiting = asyncio.create_task(wait_head_start(attempts, FAR, lambda: dial._is_settled(attempts)))
+        ends[2].set_result(None)
+        await asyncio.wait([attempts[2]])
+        assert not waiting.done()
+        ends[0].set_result(None)
+        await waiting
+        assert first(attempts) == 0 and not attempts[1].done(), "the one between was not waited for"
+
+    trying(claim)
+
+
+def test_one_that_says_nothing_costs_the_head_start_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dial, "HEAD_START_S", 0.02)
+
+    async def claim(ends: Ends, attempts: list[Attempt]) -> None:
+        ends[1].set_result(None)
+        await wait_head_start(attempts, FAR)
+        assert first(attempts) == 1 and not attempts[0].done()
+
+    trying(claim)
+
+
+def test_one_that_has_failed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dial, "HEAD_START_S", FAR)
+
+    async def claim(ends: Ends, attempts: list[Attempt]) -> None:
+        ends[0].set_exception(OSError())
+        ends[1].set_result(None)
+        await wait_head_start(attempts, FAR, lambda: dial._is_settled(attempts))
+        assert first(attempts) == 1 and not attempts[2].done()
+
+    trying(claim)
+
+
+def test_if_all_fail_it_is_over() -> None:
+    async def fail(ends: Ends, attempts: list[Attempt]) -> None:
+        for end in ends:
+            end.set_exception(OSError())
+        await wait_head_start(attempts, FAR)
+        assert all(attempt.done() for attempt in attempts) and not any(map(has_succeeded, attempts))
+
+    trying(fail)
+
+
+def test_one_that_answers_at_the_last_moment_is_not_held_up_beyond_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dial, "HEAD_START_S", FAR)
+
+    async def claim(ends: Ends, attempts: list[Attempt]) -> None:
+        ends[1].set_result(None)
+        await wait_head_start(attempts, 0.04)
+        assert first(attempts) == 1 and not attempts[0].done()
+
+    trying(claim)

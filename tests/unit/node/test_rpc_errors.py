@@ -1,0 +1,199 @@
+"""Errors as statuses: what is raised on one node is raised on another, of the same kind and naming the same node."""
+
+import asyncio
+import re
+from typing import Any, NoReturn
+
+import grpc
+import pytest
+
+from worker import errors
+from worker.errors import BrigadeError, InputError, NodeSilent, QueueFull, ReaderLost, ServerFailed, StageLost
+from worker.node.rpc_errors import abort, error_of, is_unconnected, unresolved_name, was_met
+
+KINDS = sorted(BrigadeError.__subclasses__(), key=lambda kind: kind.__name__)
+OWN = (InputError, QueueFull, ReaderLost, ServerFailed)  # the coordinator's: no node means them
+OF_NODES = [kind for kind in KINDS if kind not in OWN]
+
+
+class Aborted(grpc.RpcError):
+    """A call as its caller sees it, and as grpc raises it."""
+
+    def __init__(self, code: grpc.StatusCode, details: str | None, metadata: tuple[tuple[str, str], ...] = ()) -> None:
+        self._code, self._details, self._metadata = code, details, metadata
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str | None:
+        return self._details
+
+    def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
+        return self._metadata
+
+
+class Context:
+    """The call as its servicer sees it."""
+
+    async def abort(self, code: grpc.StatusCode, details: str, metadata: tuple[tuple[str, str], ...]) -> NoReturn:
+        raise Aborted(code, details, metadata)
+
+
+def travelled(error: BrigadeError, node: str) -> BrigadeError:
+    """The error as whoever called `node` gets it."""
+    context: Any = Context()
+    with pytest.raises(Aborted) as caught:
+        asyncio.run(abort(context, error))
+    return error_of(caught.value, node)
+
+
+@pytest.mark.parametrize("kind", OF_NODES, ids=lambda kind: kind.__name__)
+def test_an_error_arrives_as_what_it_was_with_its_node(kind: type[BrigadeError]) -> None:
+    found = travelled(kind("expected one thing, got another (step 41)").at("mini"), "mini")
+    assert (type(found), found.message, found.node) == (kind, "expected one thing, got another (step 41)", "mini")
+    assert str(found) == "worker mini: expected one thing, got another (step 41)"
+
+
+@pytest.mark.parametrize("kind", OF_NODES, ids=lambda kind: kind.__name__)
+def test_an_error_of_a_later_stage_keeps_that_stages_name_on_its_way_back(kind: type[BrigadeError]) -> None:
+    at_mini = travelled(kind("worker bees are no node").at("studio"), "studio")
+    found = travelled(at_mini.at("mini"), "mini")
+    assert (found.node, str(found)) == ("studio", "worker studio: worker bees are no node")
+
+
+@pytest.mark.parametrize("kind", OWN, ids=lambda kind: kind.__name__)
+def test_no_worker_can_make_a_coordinator_believe_that_its_own_request_or_queue_is_at_fault(
+    kind: type[BrigadeError],
+) -> None:
+    metadata = (("brigade-error", kind.__name__), ("brigade-node", "mini"))
+    found = error_of(Aborted(grpc.StatusCode.RESOURCE_EXHAUSTED, "message too large", metadata), "mini")
+    assert type(found) is StageLost and found.node == "mini"
+
+
+@pytest.mark.parametrize(
+    ("details", "words"),
+    [
+        ("Stream removed (ping timeout)", "stopped answering (hung, asleep, or cut off)"),
+        ("recvmsg:Connection reset by peer (104)", "closed the connection (its process has ended)"),
+        ("Socket closed", "closed the connection (its process has ended)"),
+        ("Cancelling all calls", "closed the connection (its process has ended)"),
+        ("Internal error from Core", "closed the connection (its process has ended)"),
+    ],
+)
+def test_a_broken_connection_is_told_in_plain_words(details: str, words: str) -> None:
+    assert str(error_of(Aborted(grpc.StatusCode.UNAVAILABLE, details), "mini")) == f"worker mini: {words}"
+
+
+def unconnected(why: str) -> Aborted:
+    """As gRPC says that no connection came about."""
+    details = f"failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:5: {why}"
+    return Aborted(grpc.StatusCode.UNAVAILABLE, details)
+
+
+@pytest.mark.parametrize("why", ["Socket closed", "recvmsg:Connection reset by peer (104)"])
+def test_a_connection_closed_before_any_reply_may_have_been_refused(why: str) -> None:
+    found = error_of(unconnected(why), "mini")
+    words = "closed the connection before any reply: it refused our certificate, expects TLS, or has ended"
+    assert type(found) is StageLost and str(found) == f"worker mini: {words}"
+
+
+@pytest.mark.parametrize(
+    ("why", "words"),
+    [
+        (
+            "Custom verification check failed with error: UNAUTHENTICATED: Hostname Verification Check failed.",
+            "a.*name",
+        ),
+        ("Tls handshake failed: SSL_ERROR_SSL: CERTIFICATE_VERIFY_FAILED: certificate has expired: OK", "has expired"),
+        ("Tls handshake failed: CERTIFICATE_VERIFY_FAILED: certificate is not yet valid", "not valid yet"),
+        ("Tls handshake failed: CERTIFICATE_VERIFY_FAILED: unable to get local issuer certificate", "other authority"),
+        ("Tls handshake failed: error:1a000064:ECDSA routines:BAD_SIGNATURE", "other authority"),
+        ("Tls handshake failed: SSL_ERROR_SSL: WRONG_VERSION_NUMBER", "it does not encrypt"),
+        ("Tls handshake failed: out of luck", "no encrypted connection .*out of luck"),
+    ],
+)
+def test_a_handshake_that_this_side_ended_is_told_in_plain_words(why: str, words: str) -> None:
+    with pytest.raises(errors.ConfigError, match=f"^worker mini: .*{words}"):
+        raise error_of(unconnected(why), "mini")
+
+
+def test_somebody_who_closes_is_told_from_nobody() -> None:
+    closed, refused = unconnected("Socket closed"), unconnected("Connection refused (111)")
+    lost = Aborted(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+    assert [was_met(call) for call in (closed, refused, lost)] == [True, False, False]
+    assert [is_unconnected(call) for call in (closed, refused, lost)] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    "details",
+    [
+        "errors resolving {}:50070: [field:hostname lookup error:address lookup failed for {}:50070: Domain name not "
+        "found]",
+        "errors resolving {}:50070: [field:hostname lookup error:Address lookup failed for {}:50070 os_error: Name or "
+        "service not known syscall: getaddrinfo]",
+        "DNS resolution failed for {}:50070: C-ares status is not ARES_SUCCESS qtype=A name={}: Domain name not found",
+    ],
+    ids=["c-ares", "getaddrinfo", "older"],
+)
+def test_a_name_that_does_not_resolve_is_told_without_grpcs_words(details: str) -> None:
+    call = Aborted(grpc.StatusCode.UNAVAILABLE, details.replace("{}", "mini.local"))
+    assert unresolved_name(call) == "mini.local" and not is_unconnected(call)
+    words = "the name mini.local of its address does not resolve on the node that calls it"
+    assert str(error_of(call, "mini")) == f"worker mini: {words}"
+    assert not unresolved_name(unconnected("Connection refused (111)"))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        Aborted(grpc.StatusCode.UNIMPLEMENTED, "Received http2 header with status: 404"),
+        unconnected("Failed parsing HTTP/2 (Expected SETTINGS frame as the first frame, got frame type 79)"),
+    ],
+    ids=["HTTP/2", "HTTP/1"],
+)
+def test_a_web_server_in_a_workers_place_is_told(call: Aborted) -> None:
+    assert re.fullmatch("worker mini: what answers there is no worker, .*address and port", str(error_of(call, "mini")))
+
+
+@pytest.mark.parametrize("code", sorted(grpc.StatusCode, key=lambda code: code.name))
+@pytest.mark.parametrize("details", ["out of luck", "", None])
+def test_a_status_that_no_node_of_ours_gave_is_a_lost_stage_with_a_name_and_a_reason(
+    code: grpc.StatusCode, details: str | None
+) -> None:
+    found = error_of(Aborted(code, details), "mini")
+    assert type(found) is StageLost
+    assert str(found) == f"worker mini: connection lost ({details or code.name})"
+
+
+@pytest.mark.parametrize("kind", [BrigadeError, *KINDS], ids=lambda kind: kind.__name__)
+def test_every_error_says_what_it_is_for_and_which_exit_code_it_gives(kind: type[BrigadeError]) -> None:
+    assert kind.__doc__
+    expected = 2 if kind in (errors.InputError, errors.ConfigError, errors.ModelError, errors.SamplingError) else 3
+    assert kind.exit_code == expected
+
+
+def test_an_error_is_named_once() -> None:
+    assert str(StageLost("fell").at("studio").at("mini")) == "worker studio: fell"
+    assert str(StageLost("fell")) == "fell"
+
+
+def test_an_input_error_names_its_parameter() -> None:
+    assert str(InputError("top_p", "expected less")) == "top_p: expected less"
+    assert str(InputError("", "expected less")) == "expected less"
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_an_error_for_several_places_is_one_object_per_place(kind: type[BrigadeError]) -> None:
+    error = kind("top_p", "fell") if kind is InputError else kind("fell", node="mini")
+    error.__cause__ = KeyError("x")
+    with pytest.raises(kind):
+        raise error
+    other = error.again()
+    assert other is not error and other.__traceback__ is None
+    assert (type(other), str(other), vars(other), other.__cause__) == (kind, str(error), vars(error), error.__cause__)
+
+
+def test_a_node_that_answers_no_ping_is_a_silent_one_wherever_that_was_noticed() -> None:
+    at_mini = error_of(Aborted(grpc.StatusCode.UNAVAILABLE, "ping timeout"), "studio")
+    found = travelled(at_mini.at("mini"), "mini")
+    assert (type(found), found.node) == (NodeSilent, "studio")

@@ -1,0 +1,108 @@
+"""How fast this node is at a model: measured once per device, version and shapes, and read again ever after."""
+
+import asyncio
+from contextlib import closing
+from pathlib import Path
+
+import msgpack
+import pytest
+
+from protos.brigade_pb2 import RowTimes, Speed
+from tests.tiny import make_model
+from worker.node import speed_cache
+from worker.node.loading import open_checkpoint
+from worker.platform.mlx_memory import MemoryHeld
+from worker.platform.threads import MlxThread
+
+FOUND = Speed(kinds=[RowTimes(rows=[1, 8], ms=[1.5, 2.5])], head=RowTimes(rows=[1], ms=[0.5]), gbps=100)
+
+
+@pytest.fixture
+def gauged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The models that were measured, which takes no time here; what is kept of them is in a folder of its own."""
+    found: list[str] = []
+
+    def gauge(checkpoint: object) -> Speed:
+        found.append(checkpoint.name)  # type: ignore[attr-defined]
+        return FOUND
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(speed_cache, "gauge", gauge)
+    return found
+
+
+def speed_of(folder: Path, *, anew: bool = False) -> Speed:
+    with closing(MlxThread()) as thread:
+        return asyncio.run(speed_cache.measured_speed(open_checkpoint(str(folder)), thread, anew=anew))
+
+
+def test_it_can_be_measured_again(gauged: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is found then is what is kept."""
+    folder = make_model(tmp_path / "a")
+    speed_of(folder)
+    slower = Speed(kinds=FOUND.kinds, head=FOUND.head, gbps=50)
+    monkeypatch.setattr(speed_cache, "gauge", lambda checkpoint: slower)
+    assert [speed_of(folder), speed_of(folder, anew=True), kept(folder)] == [FOUND, slower, slower]
+
+
+def kept(folder: Path) -> Speed | None:
+    return asyncio.run(speed_cache.kept_speed(open_checkpoint(str(folder))))
+
+
+def test_what_was_measured_is_kept(gauged: list[str], tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "a")
+    assert kept(folder) is None
+    assert [speed_of(folder), speed_of(folder)] == [FOUND, FOUND] and len(gauged) == 1
+    assert kept(folder) == FOUND
+
+
+def test_a_copy_of_other_weights_is_as_fast_and_other_shapes_are_not(gauged: list[str], tmp_path: Path) -> None:
+    for name, seed, config in (("a", 0, {}), ("b", 1, {}), ("c", 0, {"intermediate_size": 128})):
+        speed_of(make_model(tmp_path / name, seed=seed, config=config))
+    assert len(gauged) == 2
+
+
+def test_another_version_of_mlx_is_measured_anew(
+    gauged: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_model(tmp_path / "a")
+    speed_of(folder)
+    monkeypatch.setattr(speed_cache, "version", lambda package: "9.9")
+    speed_of(folder)
+    assert len(gauged) == 2
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xc1", msgpack.packb({"format": 1}), msgpack.packb([1])])
+def test_a_damaged_file_is_measured_anew(gauged: list[str], tmp_path: Path, damage: bytes) -> None:
+    folder = make_model(tmp_path / "a")
+    speed_of(folder)
+    [kept] = (tmp_path / "cache" / "brigade" / "speeds").iterdir()
+    kept.write_bytes(damage)
+    assert speed_of(folder) == FOUND and len(gauged) == 2
+    assert speed_of(folder) == FOUND and len(gauged) == 2
+
+
+def test_a_folder_that_cannot_be_written_to_is_no_obstacle(
+    gauged: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert speed_of(make_model(tmp_path / "a")) == FOUND
+
+
+def test_a_layer_that_does_not_fit_is_not_tried(
+    gauged: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_model(tmp_path / "a")
+    monkeypatch.setattr(speed_cache, "memory_budget", lambda: 1000)
+    assert speed_of(folder) == Speed() and not gauged
+    assert kept(folder) is None
+
+
+def test_nothing_is_measured_in_memory_that_a_shard_holds(
+    gauged: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be paged out meanwhile, and what is measured then would be kept."""
+    folder = make_model(tmp_path / "a")
+    monkeypatch.setattr(speed_cache, "memory_held", lambda: MemoryHeld(1 << 60, 0, 0))
+    assert speed_of(folder) == Speed() and not gauged and kept(folder) is None

@@ -1,0 +1,375 @@
+"""The planner: plans by tables, and no other chain is better where all of them are tried."""
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from coordinator.planning.plan import Goal, Node, Objective, Plan
+from coordinator.planning.planner import LATENCY_SLACK, PROMPT_ROWS, plan
+from coordinator.planning.prediction import Prediction
+from coordinator.planning.speeds import NOTHING_KNOWN, UNMEASURED, LinkSpeed, Speed, Survey
+from protos.brigade_pb2 import DTYPE_BFLOAT16
+from worker.errors import ConfigError
+from worker.model.cachespec import Memory
+from worker.model.modelspec import LayerSpec, ModelSpec
+
+BLOCK = 256
+GB = 10**9
+ROOMY = 10**15
+GOALS: tuple[Goal, ...] = ("latency", "throughput")
+
+
+def model(weights: Sequence[int], head: int = 0, embed: int = 0, per_token: int = 0, hidden: int = 5120) -> ModelSpec:
+    layers = tuple(LayerSpec(weight, (Memory(None, 1, per_token, 0, 1),)) for weight in weights)
+    return ModelSpec("tiny", "qwen3", layers, embed, head, False, hidden, 16, 4096, DTYPE_BFLOAT16)
+
+
+def surveyed(spec: ModelSpec, *gbps: float, ports: Sequence[LinkSpeed] = ()) -> Survey:
+    """Nodes n0, n1, ... that read so many GB/s; `ports` are those of the workers."""
+    speeds = {f"n{i}": Speed.assumed(spec, each) for i, each in enumerate(gbps)}
+    return Survey(speeds, {f"n{i}": port for i, port in enumerate(ports, 1)})
+
+
+def nodes(*budgets: int) -> list[Node]:
+    return [Node(f"n{i}", budget) for i, budget in enumerate(budgets)]
+
+
+def by_bytes(spec: ModelSpec, where: Sequence[Node], context: int, layers: Sequence[int] | None = None) -> Plan:
+    return plan(spec, where, NOTHING_KNOWN, Objective(context, layers=layers))
+
+
+def names(found: Plan) -> list[str]:
+    return [assignment.name for assignment in found.assignments]
+
+
+# A model of 64 layers of 0.215 GB, the head 0.715 GB; a Mac that reads 546 GB/s and one that reads 120.
+SEED_MODEL = model([215_000_000] * 64, head=715_000_000)
+SEED_SPEEDS = (546, 120)
+ROOM_FOR_53 = 53 * 215_000_000 + 100_000_000
+
+
+def test_the_faster_mac_gets_what_it_has_room_for() -> None:
+    survey = surveyed(SEED_MODEL, *SEED_SPEEDS, ports=[LinkSpeed(rtt_ms=0.3, bytes_per_s=20e9 / 8)])
+    where = nodes(ROOM_FOR_53, 24 * 2**30)
+    found = plan(SEED_MODEL, where, survey, Objective(1))
+    assert found.fits and found.layers == [53, 11]
+    chosen, unaware = (Prediction(SEED_MODEL, each, survey) for each in (found, by_bytes(SEED_MODEL, where, 1)))
+    assert by_bytes(SEED_MODEL, nodes(ROOMY, ROOMY), 1).layers == [34, 30]
+    assert chosen.ms_per_token == pytest.approx(47, abs=0.5)
+    assert unaware.ms_per_token == pytest.approx(73, abs=0.6)
+    assert chosen.hop_ms == pytest.approx([0.154, 0.15], abs=0.001)
+
+
+def test_with_room_enough_the_fastest_mac_does_it_alone() -> None:
+    survey = surveyed(SEED_MODEL, *SEED_SPEEDS)
+    found = plan(SEED_MODEL, nodes(ROOMY, ROOMY), survey, Objective(1))
+    assert (names(found), found.layers) == (["n0"], [64])
+    assert Prediction(SEED_MODEL, found, survey).ms_per_token == pytest.approx((64 * 215 + 715) / 546)
+
+
+def test_for_throughput_both_are_kept_at_work() -> None:
+    """Without a head: 53 layers of the one take as long as 11.6 of the other."""
+    spec = model([215_000_000] * 64)
+    survey = surveyed(spec, *SEED_SPEEDS)
+    found = plan(spec, nodes(ROOMY, ROOMY), survey, Objective(1, goal="throughput", num_requests=8))
+    assert found.layers == [53, 11]
+    assert Prediction(spec, found, survey).tokens_per_s(8) == pytest.approx(1e3 / (53 * 215 / 546))
+
+
+@pytest.mark.parametrize(
+    ("gbps", "gb", "ports", "goal", "expected"),
+    [
+        pytest.param((100, 200, 400), (40, 40, 40), (), "latency", [("n0", 1), ("n2", 9)], id="as little as it must"),
+        pytest.param((100, 200, 400), (40, 40, 4), (), "latency", [("n0", 1), ("n1", 5), ("n2", 4)], id="memory-bound"),
+        pytest.param((400, 200, 100), (4, 4, 4), (), "latency", [("n0", 4), ("n1", 4), ("n2", 2)], id="fastest filled"),
+        pytest.param((400, 100, 200), (4, 4, 4), (), "latency", [("n0", 4), ("n1", 2), ("n2", 4)], id="whatever order"),
+        pytest.param(
+            (400, 300, 300), (6, 6, 6), (LinkSpeed(9), LinkSpeed(1)), "latency", [("n0", 6), ("n2", 4)],
+            id="a link",
+        ),
+        pytest.param((100, 900), (40, 40), (LinkSpeed(200),), "latency", [("n0", 10)], id="a faster one, too far away"),
+        pytest.param((100, 200, 400), (40,) * 3, (), "throughput", [("n0", 1), ("n1", 3), ("n2", 6)], id="all at work"),
+        pytest.param(
+            (400, 400, 400), (40,) * 3, (LinkSpeed(0, 125e6), LinkSpeed(0, 5e9)), "throughput", [("n0", 5), ("n2", 5)],
+            id="a link that takes longer than what it saves",
+        ),
+    ],
+)  # fmt: skip
+def test_unequal_macs(
+    gbps: tuple[float, ...],
+    gb: tuple[int, ...],
+    ports: tuple[LinkSpeed, ...],
+    goal: Goal,
+    expected: list[tuple[str, int]],
+) -> None:
+    """Ten layers of 1 GB; 10 million numbers per row make links count."""
+    spec = model([GB] * 10, hidden=10**6)
+    objective = Objective(1, goal=goal, num_requests=8)
+    found = plan(spec, nodes(*(size * GB for size in gb)), surveyed(spec, *gbps, ports=ports), objective)
+    assert sorted(zip(names(found), found.layers, strict=True)) == expected
+
+
+def test_a_tiny_model_stays_where_it_is() -> None:
+    spec = model([1000, 1000])
+    ports = [LinkSpeed(rtt_ms=0.1)]
+    for objective in ("latency", "throughput"):
+        objective = Objective(1, goal=objective)  # type: ignore[arg-type]
+        found = plan(spec, nodes(ROOMY, ROOMY), surveyed(spec, 100, 100, ports=ports), objective)
+        assert names(found) == ["n0"]
+
+
+def test_memory_is_that_of_all_sessions() -> None:
+    spec = model([GB] * 4, per_token=1000)
+    survey = surveyed(spec, 400, 100)
+    room = 3 * GB + 3 * 1000 * 1024  # three layers' weights, and their caches of one session
+    for num_sessions, layers in ((1, [3, 1]), (2, [2, 2])):
+        found = plan(spec, nodes(room, ROOMY), survey, Objective(1024, num_sessions=num_sessions))
+        assert found.fits and found.layers == layers
+        assert found.num_sessions == num_sessions
+
+
+def test_the_given_order_is_kept_where_it_is_fixed() -> None:
+    """The last node is slow at the head, which only it would have."""
+    spec = model([GB] * 4, head=8 * GB)
+    survey = surveyed(spec, 100, 800, 50)
+    where = nodes(GB, 10 * GB, 20 * GB)
+    free, fixed = (plan(spec, where, survey, Objective(1, is_order_fixed=is_fixed)) for is_fixed in (False, True))
+    assert names(free) == ["n0", "n2", "n1"]
+    assert names(fixed) == ["n0", "n1", "n2"]
+
+
+def test_without_all_speeds_the_split_is_by_bytes() -> None:
+    where = nodes(ROOMY, ROOMY)
+    assert plan(SEED_MODEL, where, surveyed(SEED_MODEL, 546), Objective(1)) == by_bytes(SEED_MODEL, where, 1)
+
+
+def test_what_fits_nowhere_is_the_plan_that_lacks_least() -> None:
+    where = nodes(GB, GB)
+    found = plan(SEED_MODEL, where, surveyed(SEED_MODEL, 546, 120), Objective(1))
+    assert not found.fits and found == by_bytes(SEED_MODEL, where, 1)
+
+
+def test_given_layers_are_taken_as_they_are() -> None:
+    found = plan(SEED_MODEL, nodes(ROOMY, ROOMY), surveyed(SEED_MODEL, 546, 120), Objective(1, layers=[10, 54]))
+    assert found.layers == [10, 54]
+
+
+def random_case(seed: int) -> tuple[ModelSpec, list[Node], Survey, Objective]:
+    """Speeds that fall and rise with rows, links of any kind, budgets that often bind."""
+    rng = random.Random(seed)
+    spec = model([BLOCK * rng.choice([1, 3]) for _ in range(rng.randint(1, 6))], BLOCK * rng.randint(0, 4), per_token=1)
+
+    def times() -> tuple[tuple[int, float], ...]:
+        first, more = rng.randint(1, 40), rng.randint(0, 9)
+        return tuple((rows, first + more * (rows - 1) / 4) for rows in (1, 2, 4, 8))
+
+    where = nodes(*(BLOCK * rng.randint(2, 30) for _ in range(rng.randint(1, 4))))
+    speeds = {node.name: Speed(tuple(times() for _ in spec.kinds), times(), rng.choice([1, 1e-6])) for node in where}
+    ports = {node.name: LinkSpeed(rng.choice([0, 4, 30]), rng.choice([1e6, 1e7, 1e9])) for node in where[1:]}
+    links = {("n1", "n2"): LinkSpeed(rng.choice([0, 100]))} if rng.random() < 0.5 else {}
+    objective = Objective(
+        1,
+        num_sessions=rng.choice([1, 3]),
+        goal=rng.choice(["latency", "throughput"]),
+        num_requests=rng.choice([2, 5, 8]),
+        is_order_fixed=rng.random() < 0.3,
+    )
+    return spec, where, Survey(speeds, ports, links), objective
+
+
+def all_chains(spec: ModelSpec, where: list[Node], objective: Objective, num_sessions: int) -> Iterator[Plan]:
+    """Every choice of workers, in every order that is allowed, with every split that fits."""
+    for count in range(len(where)):
+        for others in itertools.permutations(where[1:], count):
+            if objective.is_order_fixed and list(others) != sorted(others, key=where.index):
+                continue
+            for cuts in itertools.combinations(range(1, spec.num_layers), count):
+                layers = [end - start for start, end in itertools.pairwise((0, *cuts, spec.num_layers))]
+                given = Objective(objective.context, num_sessions=num_sessions, layers=layers)
+                found = plan(spec, [where[0], *others], NOTHING_KNOWN, given)
+                if found.fits:
+                    yield found
+
+
+def planned(seed: int) -> Plan | None:
+    """The case's plan, None if it does not fit."""
+    try:
+        found = plan(*random_case(seed))
+    except ConfigError:  # more nodes than layers
+        return None
+    return found if found.fits else None
+
+
+def ms(found: float | None) -> float:
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_no_other_chain_is_better(seed: int) -> None:
+    """Of all subsets, orders and splits: the latency within the slack, then prompts, then steps; or the throughput."""
+    spec, where, survey, objective = random_case(seed)
+    found = planned(seed)
+    wanted = max(objective.num_requests, objective.num_sessions) if objective.goal == "throughput" else 1
+    all_that_fit = (
+        list(all_chains(spec, where, objective, count))
+        for count in (max(wanted, objective.num_sessions), objective.num_sessions)
+    )
+    chains = next(filter(None, all_that_fit), [])
+    assert (found is not None) == bool(chains)
+    if found is None:
+        return
+    times = [Prediction(spec, each, survey) for each in chains]
+    chosen = Prediction(spec, found, survey)
+    if objective.goal == "throughput":
+        most = max(ms(each.tokens_per_s(objective.num_requests)) for each in times)
+        assert chosen.tokens_per_s(objective.num_requests) == pytest.approx(most)
+        return
+    slack_ms = LATENCY_SLACK * min(ms(each.ms_per_token) for each in times)
+    assert ms(chosen.ms_per_token) <= slack_ms * (1 + 1e-9)
+    good = [each for each in times if ms(each.ms_per_token) <= slack_ms]
+    for rows, sampled in ((PROMPT_ROWS, 0), (1, 1)):
+        least = min(ms(each.slowest_ms(rows, sampled)) for each in good)
+        assert chosen.slowest_ms(rows, sampled) == pytest.approx(least)
+        good = [each for each in good if ms(each.slowest_ms(rows, sampled)) <= least * (1 + 1e-9)]
+    assert chosen.ms_per_token == pytest.approx(min(ms(each.ms_per_token) for each in good))
+
+
+def test_the_random_cases_are_of_all_kinds() -> None:
+    found = [planned(seed) for seed in range(150)]
+    num_nodes = [len(each.assignments) if each else 0 for each in found]
+    assert min(num_nodes.count(count) for count in (0, 1, 2, 3)) >= 5
+
+
+def test_a_large_cluster_takes_no_time_to_speak_of() -> None:
+    spec = model([GB] * 100, head=GB)
+    survey = surveyed(spec, 546, 120, 400, 273, 819, 120, 273, 546, ports=[LinkSpeed(0.3, 2e9)] * 7)
+    for goal in GOALS:
+        assert plan(spec, nodes(*[24 * GB] * 8), survey, Objective(4096, goal=goal)).fits
+
+
+# Equally good latencies
+
+
+@pytest.mark.parametrize("room", [ROOMY, 63 * GB], ids=["each could hold all", "neither holds all"])
+def test_equal_macs_share_the_layers_equally_where_every_split_costs_a_request_the_same(room: int) -> None:
+    spec = model([GB] * 64)
+    survey = surveyed(spec, 400, 400, ports=[LinkSpeed(rtt_ms=0.3, bytes_per_s=2e9)])
+    found = plan(spec, nodes(room, room), survey, Objective(1))
+    assert found.layers == [32, 32]
+    times = Prediction(spec, found, survey)
+    assert times.tokens_per_s(2) == pytest.approx(2 * ms(times.tokens_per_s()), rel=0.01)
+
+
+def test_prompts_decide_between_plans_of_equal_latency() -> None:
+    """Both Macs read as fast, but the second computes prompts three times as fast."""
+    spec = model([GB] * 8)
+    slow, fast = (Speed((((1, 5.0), (512, ms)),), ((1, 0.0), (512, 0.0)), 200) for ms in (60.0, 20.0))
+    found = plan(spec, nodes(ROOMY, ROOMY), Survey({"n0": slow, "n1": fast}), Objective(1))
+    assert found.layers == [2, 6]
+
+
+def test_no_prompt_is_worth_more_than_the_slack() -> None:
+    """A layer on the slower Mac costs a fortieth of the latency."""
+    spec = model([GB] * 8)
+    quick, slow = (Speed((((1, ms), (512, 50.0)),), ((1, 0.0), (512, 0.0)), 200) for ms in (5.0, 6.0))
+    found = plan(spec, nodes(ROOMY, ROOMY), Survey({"n0": quick, "n1": slow}), Objective(1))
+    assert found.layers == [8]
+
+
+# Links that could not be measured
+
+
+def test_a_link_that_could_not_be_measured_is_no_better_than_its_probe_would_have_shown() -> None:
+    spec = model([GB] * 48)
+    room = 40 * GB
+    speeds = surveyed(spec, 400, 400, 400).speeds
+    cable, wifi = LinkSpeed(0.3, 2e9), LinkSpeed(40.0, 1.5e6)
+    for ports in ({"n1": wifi, "n2": cable}, {"n1": UNMEASURED, "n2": cable}):
+        assert names(plan(spec, nodes(room, room, room), Survey(speeds, ports), Objective(1))) == ["n0", "n2"]
+    assert UNMEASURED.ms(10_000) > cable.ms(10_000)
+
+
+# Context and sessions
+
+SPEC = model([GB] * 4, per_token=1000)
+SURVEY = surveyed(SPEC, 400, 100, 200)
+
+
+def test_the_fastest_plan_gets_the_largest_context_that_it_has_room_for() -> None:
+    """The second node is left out, though with it there would be room for a longer one."""
+    where = nodes(2 * GB + 2 * 1000 * 1024, ROOMY, ROOMY)
+    objective = Objective(512, 4096)
+    found = plan(SPEC, where, SURVEY, objective)
+    assert (names(found), found.layers, found.context) == (["n0", "n2"], [2, 2], 1024)
+    assert plan(SPEC, where, NOTHING_KNOWN, objective).context == 4096
+
+
+def test_what_a_loss_leaves_is_planned_by_speed_too() -> None:
+    where = nodes(2 * GB + 4 * 1000 * 256, ROOMY, ROOMY)
+    assert names(plan(SPEC, where[:2], SURVEY, Objective(256))) == ["n0", "n1"]
+
+
+def test_workers_take_part_where_the_first_node_may_not_be_alone() -> None:
+    objective = Objective(256, may_be_alone=False)
+    assert names(plan(SPEC, nodes(ROOMY, ROOMY, ROOMY), SURVEY, objective)) == ["n0", "n2"]
+    assert names(plan(SPEC, nodes(ROOMY), SURVEY, objective)) == ["n0"]
+    assert names(plan(SPEC, nodes(ROOMY, ROOMY, ROOMY), SURVEY, Objective(256))) == ["n0"]
+
+
+def test_for_throughput_all_are_kept_at_work_and_there_is_memory_for_all_requests_if_there_can_be() -> None:
+    """Layers of 2.5, 10 and 5 ms: three on the first node, if they have room there with the caches of four sessions."""
+    throughput = Objective(256, goal="throughput", num_requests=4)
+
+    def layers(*budgets: int, objective: Objective = throughput) -> list[int]:
+        return plan(SPEC, nodes(*budgets), SURVEY, objective).layers
+
+    assert layers(ROOMY, ROOMY, ROOMY, objective=Objective(256)) == [4]
+    assert layers(ROOMY, ROOMY, ROOMY) == [3, 1]
+    whole = 4 * (GB + 1000 * 256)  # with one session's caches
+    assert layers(whole, ROOMY, ROOMY, objective=Objective(256)) == [4], "latency is of one session"
+    for sessions, first in ((4, 3), (3, 2)):
+        assert layers(3 * GB + 3 * 1000 * 256 * sessions, ROOMY, ROOMY)[0] == first
+    of_one = [count * (GB + 1000 * 256) for count in (3, 1, 1)]
+    assert layers(*of_one) == [3, 1], "better for one session than by bytes"
+
+
+LONGEST = 16 * BLOCK
+
+
+def random_model(rng: random.Random) -> ModelSpec:
+    layers = tuple(
+        LayerSpec(BLOCK * rng.randint(1, 9), (Memory(rng.choice([None, None, BLOCK]), 1, rng.randint(0, 3), 0, 1),))
+        for _ in range(rng.randint(3, 8))
+    )
+    sizes = {"hidden_size": 8, "vocab_size": 16, "context": LONGEST}
+    return ModelSpec(
+        "tiny", "qwen3", layers, BLOCK * rng.randint(0, 9), BLOCK * rng.randint(0, 9), rng.random() < 0.5,
+        dtype=DTYPE_BFLOAT16, **sizes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_largest_context_is_the_one_that_trying_all_of_them_finds(seed: int) -> None:
+    rng = random.Random(seed)
+    spec = random_model(rng)
+    where = [Node(f"n{place}", BLOCK * rng.randint(10, 90)) for place in range(rng.randint(1, 3))]
+    fitting = [context for context in range(BLOCK, LONGEST + 1, BLOCK) if by_bytes(spec, where, context).fits]
+    found = plan(spec, where, NOTHING_KNOWN, Objective(BLOCK, LONGEST))
+    assert found.context == max(fitting, default=BLOCK)
+    assert found == by_bytes(spec, where, found.context)
+
+
+def test_a_given_split_has_its_own_largest_context() -> None:
+    layers = tuple(LayerSpec(0, (Memory(None, 1, 1, 0, 1),)) for _ in range(4))
+    spec = ModelSpec("tiny", "qwen3", layers, 0, 0, False, 8, 16, LONGEST, DTYPE_BFLOAT16)
+    where = [Node("big", 12 * BLOCK), Node("small", 4 * BLOCK)]
+    assert plan(spec, where, NOTHING_KNOWN, Objective(BLOCK, LONGEST)).context == 4 * BLOCK
+    assert plan(spec, where, NOTHING_KNOWN, Objective(BLOCK, LONGEST, layers=[2, 2])).context == 2 * BLOCK
+
+
+def test_a_context_without_bounds_is_kept_whether_it_fits_or_not() -> None:
+    spec = random_model(random.Random(1))
+    assert plan(spec, [Node("tiny", 1)], NOTHING_KNOWN, Objective(700)) == by_bytes(spec, [Node("tiny", 1)], 700)

@@ -1,0 +1,108 @@
+"""What is said of a plan: alternatives, and advice that says it plainly when one Mac alone would be faster."""
+
+from dataclasses import replace
+
+import pytest
+
+from coordinator.planning.plan import Objective
+from coordinator.planning.prediction import PlanReport, report_plan
+from coordinator.planning.speeds import NOTHING_KNOWN, LinkSpeed, Survey
+from tests.unit.planning.test_planner import GB, ROOMY, model, nodes, surveyed
+
+SPEC = model([GB] * 8)
+LINK = LinkSpeed(rtt_ms=1.0)
+
+
+def looked(
+    *gbps: float,
+    budgets: tuple[int, ...] = (),
+    objective: Objective | None = None,
+    layers: tuple[int, ...] | None = None,
+) -> PlanReport:
+    survey = surveyed(SPEC, *gbps, ports=[LINK] * len(gbps))
+    return report_plan(
+        SPEC, nodes(*(budgets or (ROOMY,) * len(gbps))), survey, replace(objective or Objective(1), layers=layers)
+    )
+
+
+def alternatives(report: PlanReport) -> dict[str, tuple[list[int], bool, float | None]]:
+    return {each.name: (each.plan.layers, each.plan.fits, each.times.ms_per_token) for each in report.alternatives}
+
+
+def test_one_mac_alone_is_faster_and_the_plan_says_so() -> None:
+    found = looked(400, 100)
+    assert (found.chosen.plan.layers, found.left_out) == ([8], ("n1",))
+    assert found.advice == "n0 alone is fastest: 20.0 ms per token, against 28.5 ms per token of n0 + n1."
+
+
+def test_another_mac_alone_would_be_faster() -> None:
+    found = looked(100, 800)
+    assert found.chosen.plan.layers == [1, 7]
+    assert "n1 alone would be faster, 10.0 ms per token instead of 19.8 ms per token: run it there." in found.advice
+
+
+def test_one_mac_would_be_faster_if_it_had_the_memory() -> None:
+    found = looked(400, 100, budgets=(6 * GB, ROOMY))
+    assert found.chosen.plan.layers == [6, 2]
+    assert found.advice == "n0 alone would make 20.0 ms per token instead of 36.0 ms per token, but lacks 1.9 GiB."
+
+
+def test_layers_that_were_asked_for_are_compared_with_one_mac_alone() -> None:
+    assert "n0 alone would be faster, 20.0 ms per token instead of 51.0" in looked(400, 100, layers=(4, 4)).advice
+
+
+def test_alternatives_are_each_mac_alone_all_together_without_the_slowest_and_in_equal_parts() -> None:
+    assert alternatives(looked(400, 100, 200, budgets=(5 * GB, ROOMY, ROOMY))) == {
+        "n0 alone": ([8], False, 20.0),
+        "n1 alone": ([8], True, 80.0),
+        "n2 alone": ([8], True, 40.0),
+        "n0 + n2": ([5, 3], True, 28.5),
+        "without n1": ([5, 3], True, 28.5),
+        "even split": ([3, 3, 2], True, 49.0),
+    }
+
+
+def test_a_slow_mac_is_left_out_with_a_word() -> None:
+    found = looked(400, 100, 200, budgets=(5 * GB, ROOMY, ROOMY))
+    assert found.left_out == ("n1",) and found.advice.startswith("n1 would make it no faster, and is left out.")
+
+
+def test_for_throughput_the_figures_are_of_all_requests() -> None:
+    found = looked(400, 400, objective=Objective(1, goal="throughput", num_requests=8))
+    assert found.chosen.plan.layers == [4, 4] and found.advice == ""
+    alone = looked(400, 20, objective=Objective(1, goal="throughput", num_requests=8))
+    assert alone.advice == "n0 alone is fastest: 50.0 tok/s of 8 requests, against 20.0 tok/s of 8 requests of n0 + n1."
+
+
+def test_a_cable_that_matters_is_named() -> None:
+    survey = Survey(surveyed(SPEC, 400, 400, 400).speeds, {"n1": LinkSpeed(0.1), "n2": LinkSpeed(20)})
+    found = report_plan(SPEC, nodes(3 * GB, 3 * GB, 3 * GB), survey, Objective(1))
+    assert "Hops take 50% of a token's time" in found.advice and "n2" in found.advice
+
+
+def test_what_does_not_fit_lacks_so_much() -> None:
+    assert looked(400, 100, budgets=(GB, 3 * GB)).advice.startswith("It does not fit: n0 lacks ")
+    held = looked(400, 100, budgets=(GB // 2, 9 * GB)).advice
+    assert held.endswith("n1 alone would hold it: run it there.")
+
+
+def test_unknown_speeds_are_said_to_be_unknown() -> None:
+    found = report_plan(SPEC, nodes(ROOMY, ROOMY), NOTHING_KNOWN, Objective(1))
+    assert found.chosen.plan.layers == [4, 4] and "not known" in found.advice
+    assert alternatives(found) == {
+        "n0 alone": ([8], True, None),
+        "n1 alone": ([8], True, None),
+        "even split": ([4, 4], True, None),
+    }
+
+
+def test_a_single_mac_has_no_alternatives() -> None:
+    found = looked(400)
+    assert (found.alternatives, found.left_out, found.advice) == ((), (), "")
+
+
+@pytest.mark.parametrize("count", [3, 9])
+def test_more_macs_than_layers_are_no_obstacle(count: int) -> None:
+    spec = model([GB] * 2)
+    found = report_plan(spec, nodes(*[ROOMY] * count), surveyed(spec, *[400] * count), Objective(1))
+    assert found.chosen.plan.layers == [1, 1] and "even split" not in alternatives(found)

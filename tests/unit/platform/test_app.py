@@ -1,0 +1,62 @@
+"""What every command gets from the app that it is made of."""
+
+import sys
+from typing import Annotated
+
+import pytest
+import typer
+
+from worker.errors import InputError
+from worker.platform.run import App, field_of, run_command
+
+
+def make_app() -> App:
+    app = App()
+
+    @app.command()
+    def command(
+        num_rows: Annotated[int, typer.Option("--num-rows", "-n")] = 0,
+        stop: Annotated[list[str] | None, typer.Option()] = None,
+        text: Annotated[str | None, typer.Argument()] = None,
+    ) -> str:
+        return f"{num_rows} {stop} {text}"
+
+    return app
+
+
+@pytest.mark.parametrize("arguments", ["-n 1 -n 1", "--num-rows 1 -n 2", "-n 1 text --num-rows=2"])
+def test_a_flag_of_one_value_is_given_once(arguments: str) -> None:
+    with pytest.raises(InputError, match="expected once, found it twice") as refusal:
+        make_app()(arguments.split(), standalone_mode=False)
+    assert refusal.value.field == "num_rows"
+
+
+def test_all_else_is_parsed_as_ever() -> None:
+    arguments = ["--stop", "a", "-n", "3", "text", "--stop", "b"]
+    assert make_app()(arguments, standalone_mode=False) == "3 ['a', 'b'] text"
+
+
+def test_help_has_a_short_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not make_app()(["-h"], standalone_mode=False)
+    assert "--num-rows" in capsys.readouterr().out
+
+
+def test_a_single_command_has_it_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def command(num_rows: int = 0) -> None:
+        """Do nothing."""
+
+    monkeypatch.setattr(sys, "argv", ["worker", "--num-rows", "1", "--num-rows", "2"])
+    with pytest.raises(SystemExit) as ended:
+        run_command(command)
+    assert ended.value.code == 2
+    assert capsys.readouterr() == ("", "error: --num-rows: expected once, found it twice\n")
+
+
+def test_a_parameters_name_in_a_request_is_that_of_its_long_flag() -> None:
+    app = App()
+
+    @app.command()
+    def command(as_json: Annotated[bool, typer.Option("--json")] = False, max_len: int = 0) -> None:
+        """Do nothing."""
+
+    assert [field_of(parameter) for parameter in typer.main.get_command(app).params] == ["json", "max_len"]

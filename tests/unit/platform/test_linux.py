@@ -1,0 +1,109 @@
+"""What Linux tells, from a folder that looks like its own, and from what systemd prints."""
+
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from protos.brigade_pb2 import (
+    MEDIUM_ETHERNET,
+    MEDIUM_LOOPBACK,
+    MEDIUM_THUNDERBOLT,
+    MEDIUM_TUNNEL,
+    MEDIUM_UNSPECIFIED,
+    MEDIUM_WIFI,
+    Facts,
+)
+from worker.platform.commands import Commands
+from worker.platform.linux import READINGS, parse_services, parse_targets, read_interfaces
+
+ADDRESSES = [(socket.AF_INET, "192.0.2.2"), (socket.AF_INET6, "fe80::1%eth0"), (psutil.AF_LINK, "36:63:02:90:b7:40")]
+
+
+def make_interface(root: Path, name: str, *, kind: str = "1", flags: str = "0x1003", **files: str) -> Path:
+    folder = root / name
+    folder.mkdir(parents=True)
+    for file, text in {"type": kind, "flags": flags, "mtu": "1500", "carrier": "1", **files}.items():
+        (folder / file).write_text(f"{text}\n")
+    return folder
+
+
+def test_interfaces_that_are_up_with_what_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [SimpleNamespace(family=family, address=each) for family, each in ADDRESSES]
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth0": entries})
+    root = tmp_path / "net"
+    make_interface(root, "lo", kind="772", mtu="65536")
+    (make_interface(root, "eth0") / "device").mkdir()
+    (make_interface(root, "wlan0", carrier="0") / "wireless").mkdir()
+    make_interface(root, "wg0", kind="65534")
+    make_interface(root, "tap0", tun_flags="0x2")
+    make_interface(root, "veth1")
+    make_interface(root, "eth1", flags="0x1002")  # down
+    driver = tmp_path / "drivers" / "thunderbolt-net"
+    driver.mkdir(parents=True)
+    device = make_interface(root, "thunderbolt0") / "device"
+    device.mkdir()
+    (device / "driver").symlink_to(driver)
+    found = {each.name: each for each in read_interfaces(Commands(), root)}
+    assert {name: each.medium for name, each in found.items()} == {
+        "lo": MEDIUM_LOOPBACK,
+        "eth0": MEDIUM_ETHERNET,
+        "wlan0": MEDIUM_WIFI,
+        "wg0": MEDIUM_TUNNEL,
+        "tap0": MEDIUM_TUNNEL,
+        "veth1": MEDIUM_UNSPECIFIED,
+        "thunderbolt0": MEDIUM_THUNDERBOLT,
+    }
+    assert list(found["eth0"].addresses) == ["192.0.2.2", "fe80::1"] and found["lo"].mtu == 65536
+    assert not found["wlan0"].is_active and found["eth0"].is_active
+    assert read_interfaces(Commands(), tmp_path / "nowhere") == []
+
+
+def test_this_machine_has_a_loopback_with_its_address() -> None:
+    if not Path("/sys/class/net").is_dir():
+        pytest.skip("no sysfs here")
+    assert any("127.0.0.1" in each.addresses and each.medium == MEDIUM_LOOPBACK for each in read_interfaces(Commands()))
+
+
+@pytest.mark.parametrize(
+    ("text", "minutes"),
+    [
+        ("masked\nmasked\n", 0),
+        ("not-found\nnot-found\n", 0),
+        ("", 0),
+        ("static\nstatic\n", None),
+        ("masked\nstatic", None),
+    ],
+)
+def test_whether_it_may_be_put_to_sleep(text: str, minutes: int | None) -> None:
+    power = parse_targets(text)
+    assert (power.sleep_minutes if power.HasField("sleep_minutes") else None) == minutes
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("inactive\nactive\n", "on"), ("inactive\ninactive\n", "off"), ("", ""), ("unknown", "off")]
+)
+def test_the_firewall_by_its_services(text: str, said: str) -> None:
+    assert parse_services(text) == said
+
+
+def test_a_machine_without_systemd_is_read_all_the_same() -> None:
+    for reading in READINGS:
+        assert reading(lambda *command: "").IsInitialized()
+
+
+@pytest.mark.parametrize(
+    ("battery", "is_on_battery"),
+    [(None, False), *((SimpleNamespace(power_plugged=plugged), plugged is False) for plugged in (True, False, None))],
+)
+def test_power_and_firewall_are_those_that_systemd_and_the_battery_tell(
+    monkeypatch: pytest.MonkeyPatch, battery: object, is_on_battery: bool
+) -> None:
+    monkeypatch.setattr(psutil, "sensors_battery", lambda: battery, raising=False)
+    facts = Facts()
+    for reading in READINGS:
+        facts.MergeFrom(reading(lambda *command: "masked\nmasked" if "is-enabled" in command else "inactive\nactive"))
+    assert facts.power.HasField("sleep_minutes") and facts.power.is_on_battery == is_on_battery
+    assert facts.firewall == "on"

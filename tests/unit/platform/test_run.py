@@ -1,0 +1,216 @@
+"""How a command ends: an exit code, and one line on standard error that says why."""
+
+import errno
+import io
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import pytest
+import typer
+
+from coordinator.cli.app import app as brigade
+from worker.errors import BrigadeError, InputError
+from worker.platform import run as run_module
+from worker.platform.run import run_command
+
+Run = Callable[..., tuple[int, str, str]]
+KINDS = sorted(BrigadeError.__subclasses__(), key=lambda kind: kind.__name__)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command with arguments; its exit code, standard output and standard error."""
+
+    def run(command: Callable[..., Any] | typer.Typer, *arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["brigade", *arguments])
+        monkeypatch.setattr(run_module, "calls_are_left", lambda: False)  # those of other tests
+        monkeypatch.setattr(sys, "stdout", sys.stdout)  # a command may take it away
+        with pytest.raises(SystemExit) as ended:
+            run_command(command)
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        return int(ended.value.code or 0), out, err
+
+    return run
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def command() -> None:
+        raise error
+
+    return command
+
+
+def test_a_command_that_is_done_says_only_what_it_says(run: Run) -> None:
+    assert run(lambda: print("42")) == (0, "42\n", "")
+
+
+@pytest.mark.parametrize("code", [0, 1, 7])
+def test_a_command_may_choose_its_exit_code(run: Run, code: int) -> None:
+    def command() -> int:
+        return code
+
+    assert run(command) == (code, "", "")
+
+
+@pytest.mark.parametrize("kind", [BrigadeError, *KINDS], ids=lambda kind: kind.__name__)
+def test_an_error_of_the_family_is_its_message_and_its_exit_code(run: Run, kind: type[BrigadeError]) -> None:
+    words = ("", "expected this, got that") if kind is InputError else ("expected this, got that",)
+    assert run(raising(kind(*words))) == (kind.exit_code, "", "error: expected this, got that\n")
+
+
+@pytest.mark.parametrize(("field", "flag"), [("seed", "--seed"), ("top_k", "--top-k"), ("temperature", "--temp")])
+def test_a_parameter_is_spelled_as_the_flag_that_it_is_here(run: Run, field: str, flag: str) -> None:
+    error = InputError(field, "expected this, got that")
+    assert run(raising(error)) == (2, "", f"error: {flag}: expected this, got that\n")
+
+
+def test_an_error_of_a_worker_names_it(run: Run) -> None:
+    assert run(raising(BrigadeError("is gone", node="air"))) == (3, "", "error: worker air: is gone\n")
+
+
+def test_what_the_user_can_mend_is_exit_code_2_and_what_went_wrong_on_the_way_is_3() -> None:
+    codes = {kind.__name__: kind.exit_code for kind in KINDS}
+    assert codes == {
+        "InputError": 2, "ConfigError": 2, "ModelError": 2, "SamplingError": 2,
+        "FrameError": 3, "CacheMismatch": 3, "NodeBusy": 3, "OutOfMemory": 3, "QueueFull": 3, "StageLost": 3,
+        "ReaderLost": 3, "ServerFailed": 3, "InternalError": 3,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("error", [KeyError("slot"), ValueError("two\nlines")])
+def test_a_bug_is_one_line_that_says_so_and_where(run: Run, error: Exception) -> None:
+    code, out, err = run(raising(error))
+    assert (code, out) == (3, "")
+    assert err.startswith(f"error: internal error: {error!r} at test_run.py:") and err.endswith("; this is a bug\n")
+    assert err.count("\n") == 1
+
+
+def test_the_place_of_a_bug_is_where_it_was_raised(run: Run) -> None:
+    def deeper() -> None:
+        [][1]
+
+    def command() -> None:
+        deeper()
+
+    _, _, err = run(command)
+    assert f"test_run.py:{deeper.__code__.co_firstlineno + 1};" in err
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), typer.Abort()])
+def test_an_interrupt_is_silent_and_gives_130(run: Run, error: BaseException) -> None:
+    assert run(raising(error)) == (130, "", "")
+
+
+def test_a_command_may_leave_early(run: Run) -> None:
+    assert run(raising(typer.Exit(5))) == (5, "", "")
+
+
+def test_a_reader_that_left_is_no_failure_and_nothing_more_is_written(run: Run) -> None:
+    assert run(raising(BrokenPipeError(errno.EPIPE, "Broken pipe"))) == (0, "", "")
+
+
+def test_a_reader_that_left_before_the_last_words_were_flushed_is_no_failure_either(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class ClosedPipe(io.StringIO):
+        def flush(self) -> None:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(sys, "argv", ["brigade"])
+    monkeypatch.setattr(sys, "stdout", ClosedPipe())
+    with pytest.raises(SystemExit) as ended:
+        run_command(lambda: print("42"))
+    assert ended.value.code == 0
+    assert sys.stdout is None, "or Python flushes it once more on its way out, and complains"
+    assert capsys.readouterr().err == ""
+
+
+def test_another_failure_to_write_is_a_failure(run: Run) -> None:
+    code, _, err = run(raising(OSError(errno.ENOSPC, "No space left on device")))
+    assert code == 2 and err == "error: cannot write standard output: No space left on device\n"
+
+
+def test_a_command_that_ends_the_process_itself_is_let_go(run: Run) -> None:
+    assert run(raising(SystemExit(9))) == (9, "", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--count", "many"], "Invalid value for '--count'"),
+        (["--count", "0"], "Invalid value for '--count'"),
+        (["--size", "1"], "No such option"),
+        (["--count", "1", "more"], "unexpected extra argument"),
+        (["--count"], "--count"),
+        ([], "Missing option '--count'"),
+    ],
+)
+def test_a_wrong_flag_is_one_line_that_points_to_the_help(run: Run, arguments: list[str], words: str) -> None:
+    def command(count: Annotated[int, typer.Option(min=1)]) -> None:
+        print(count)
+
+    code, out, err = run(command, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and words in err and err.endswith("--help)\n")
+    assert err.count("\n") == 1
+
+
+def test_help_is_asked_for_and_no_error(run: Run) -> None:
+    code, out, err = run(brigade, "--help")
+    assert (code, err) == (0, "")
+    assert all(name in out for name in ("worker", "generate", "plan", "verify"))
+
+
+def test_no_command_shows_the_help_and_complains_of_nothing(run: Run) -> None:
+    code, out, err = run(brigade)
+    assert code == 2
+    assert "generate" in out + err and "error:" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("nonsense", "nonsense"),
+        ("generate", "--prompt"),
+        ("generate -p x --prompt-tokens 1", "--prompt-tokens"),
+        (f"generate -p x --window {'1' * 5000}", "--window"),
+        ("generate -p x --nonsense", "--nonsense"),
+        ("generate -p x --local 99", "--local"),
+        ("generate -p x --top-k -1", "--top-k"),
+        ("generate -p x --top-k 5000000000", "--top-k"),
+        ("generate -p x --seed 18446744073709551616", "--seed"),
+        ("generate -p x --seed -1", "--seed"),
+        ("generate -p x --logit-bias=-1:2", "--logit-bias"),
+        ("generate -p x --logit-bias=5:nan", "--logit-bias"),
+        ("generate -p x --logit-bias=5", "--logit-bias"),
+        ("generate -p x --temp nan", "--temp"),
+        ("generate --prompt-tokens 1,x", "--prompt-tokens"),
+        ("generate -p x --layers 1,x", "--layers"),
+        ("plan --layers 3;2", "--layers"),
+        ("plan --config no-such-file.yaml", "no-such-file.yaml"),
+        ("worker --bind 0.0.0.0:50070", "0.0.0.0:50070"),
+        ("worker --bind nowhere", "nowhere"),
+    ],
+)
+def test_what_brigade_cannot_do_is_one_line_that_names_the_flag(run: Run, arguments: str, words: str) -> None:
+    code, out, err = run(brigade, *arguments.split())
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and words in err and err.count("\n") == 1
+
+
+def test_of_errors_in_a_group_the_first_is_told(run: Run) -> None:
+    code, _, err = run(raising(ExceptionGroup("several", [KeyError("slot"), ValueError("other")])))
+    assert code == 3 and "KeyError('slot')" in err and "several" not in err
+
+
+def test_text_that_standard_output_cannot_hold_is_spelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "argv", ["brigade"])
+    monkeypatch.setattr(run_module, "calls_are_left", lambda: False)  # those of other tests
+
+    with pytest.raises(SystemExit) as ended:
+        run_command(lambda: print("日\ud800"))
+    assert not ended.value.code and out.buffer.getvalue() == rb"\u65e5\ud800" + b"\n"  # type: ignore[attr-defined]

@@ -1,0 +1,55 @@
+"""A machine that slept is noticed by its own clocks, whatever the time of day does."""
+
+import asyncio
+import time
+
+import pytest
+
+from worker.errors import StageLost
+from worker.platform import machine
+from worker.platform.machine import SleepWatch, asleep_by, asleep_s, awake_command, wait_slept
+
+CLOCKS = {"CLOCK_BOOTTIME": 100.0, "CLOCK_MONOTONIC": 70.0, "CLOCK_UPTIME_RAW": 30.0}
+
+
+@pytest.mark.parametrize(("system", "expected"), [("Linux", 30.0), ("Darwin", 40.0), ("Windows", 0.0)])
+def test_each_system_has_a_clock_that_goes_on_and_one_that_does_not(system: str, expected: float) -> None:
+    assert asleep_by(system, CLOCKS.__getitem__) == expected
+
+
+def test_this_machine_does_not_sleep_while_it_tests() -> None:
+    before, _, after = most_asleep_s(), time.sleep(0.01), most_asleep_s()  # type: ignore[func-returns-value]
+    assert abs(after - before) < 0.005
+
+
+def most_asleep_s() -> float:
+    """The largest of many readings: a process that is interrupted between its two clocks reads too little."""
+    return max(asleep_s() for _ in range(1000))
+
+
+@pytest.mark.parametrize(
+    ("readings", "expected"),
+    [
+        ([7, 7, 7], [0, 0, 0]),
+        ([7, 12, 12], [0, 0, 0]),
+        ([7, 12.1, 12.1], [0, 5.1, 0]),
+        ([7, 11, 15, 19], [0, 0, 0, 0]),  # short ones do not add up: a peer sees each by itself
+        ([7, 9007, 9007, 9014], [0, 9000, 0, 7]),
+    ],
+)
+def test_more_than_five_seconds_at_once_count(readings: list[float], expected: list[float]) -> None:
+    watch = SleepWatch(7)
+    assert [watch.look(reading) for reading in readings] == pytest.approx(expected)
+
+
+def test_a_node_whose_machine_slept_says_so_and_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = iter([3.0, 3.0, 3.0, 40.0])
+    monkeypatch.setattr(machine, "asleep_s", lambda: next(readings))
+    monkeypatch.setattr(machine, "_LOOK_EVERY_S", 0)
+    with pytest.raises(StageLost, match="its machine slept for 37 s"):
+        asyncio.run(wait_slept())
+
+
+def test_a_mac_is_kept_awake_for_as_long_as_the_process_lives() -> None:
+    assert awake_command("Darwin", 4321) == ["caffeinate", "-i", "-w", "4321"]
+    assert awake_command("Linux", 4321) == []

@@ -1,0 +1,118 @@
+"""What `verify` says of its findings, to people and as JSON."""
+
+import json
+import math
+from dataclasses import replace
+
+from coordinator.planning.plan import Assignment
+from coordinator.quality.report import ComparedAnswer, Rounding, VerifyReport, compare_tensors
+
+SPLIT = (Assignment("coordinator", 0, 3, 0, 0, 0), Assignment("mini", 3, 4, 0, 0, 0))
+EQUAL = ComparedAnswer("greedy, a", [1, 2, 3], [1, 2, 3], 0.25)
+ROUNDED = ComparedAnswer("sampled, b", [1, 2, 3, 4], [1, 9, 3, 4], 0.002, {1: Rounding(0.0021, 0.034)})
+DIFFERING = ComparedAnswer("sampled, c", [1, 2], [1, 3], 0.5, {1: Rounding(1.25, 0.034)})
+ALL_EQUAL = VerifyReport(SPLIT, 40, [], cases=[EQUAL, EQUAL])
+
+
+def lines(report: VerifyReport) -> list[str]:
+    return [*report.of_tensors(), *map(str, report.cases), report.summary()]
+
+
+def test_every_position_counts_also_those_after_a_difference() -> None:
+    assert [(case.verdict, case.num_equal) for case in (EQUAL, ROUNDED, DIFFERING)] == [
+        ("equal", 3), ("rounding", 3), ("DIFFERS", 1),
+    ]  # fmt: skip
+
+
+def test_a_report_of_equal_cases() -> None:
+    assert ALL_EQUAL.holds
+    assert lines(ALL_EQUAL) == [
+        "split: coordinator [0, 3) · mini [3, 4)",
+        "equal    40 tensors on the coordinator and 1 worker(s)",
+        "equal    greedy, a: 3 tokens, smallest margin 0.25",
+        "equal    greedy, a: 3 tokens, smallest margin 0.25",
+        "the cluster is the model: 6 tokens equal, smallest margin 0.25",
+    ]
+
+
+def test_the_smallest_margin_of_all_is_told_in_the_end() -> None:
+    cases = [replace(EQUAL, margin=margin) for margin in (0.5, 0.0312, 3.0)]
+    assert replace(ALL_EQUAL, cases=cases).summary().endswith("9 tokens equal, smallest margin 0.031")
+
+
+def test_where_no_margin_is_known_none_is_told() -> None:
+    report = replace(ALL_EQUAL, cases=[replace(EQUAL, margin=None)])
+    assert lines(report)[-2:] == ["equal    greedy, a: 3 tokens", "the cluster is the model: 3 tokens equal"]
+
+
+def test_what_rounding_explains_is_listed_with_both_figures_and_counted_and_does_not_fail() -> None:
+    report = replace(ALL_EQUAL, cases=[EQUAL, ROUNDED])
+    assert report.holds
+    assert lines(report)[-2:] == [
+        "rounding sampled, b: token 1 is [9], alone it is [2]; 0.0021 between their logits, rounding makes 0.034",
+        "the cluster is the model: 6 tokens equal, 1 difference within rounding, smallest margin 0.002",
+    ]
+    assert "6 tokens equal, 2 differences within rounding" in lines(replace(report, cases=[ROUNDED, ROUNDED]))[-1]
+
+
+def test_any_other_difference_fails() -> None:
+    report = replace(ALL_EQUAL, cases=[EQUAL, ROUNDED, DIFFERING])
+    assert not report.holds
+    assert lines(report)[-2:] == [
+        "DIFFERS  sampled, c: token 1 is [3], alone it is [2]; 1.2 between their logits, rounding makes 0.034",
+        "the cluster is NOT the model",
+    ]
+
+
+def test_a_difference_without_figures_fails() -> None:
+    """Such as a missing token, or one of a decoder that has no other way of evaluation."""
+    for case in (
+        ComparedAnswer("d", [1, 2], [1]),
+        ComparedAnswer("e", [1, 2], [1, 3]),
+        ComparedAnswer("f", [1], [1, 2]),
+    ):
+        assert case.verdict == "DIFFERS" and not replace(ALL_EQUAL, cases=[EQUAL, case]).holds
+
+
+def test_one_difference_that_rounding_does_not_explain_is_told_before_those_that_it_does() -> None:
+    roundings = {0: Rounding(0.001, 0.03), 2: Rounding(5.0, 0.03)}
+    case = ComparedAnswer("g", [1, 2, 3, 4], [9, 2, 9, 4], 0.001, roundings)
+    assert (case.verdict, case.first_difference, case.num_equal) == ("DIFFERS", 2, 2)
+    assert str(case).endswith("token 2 is [9], alone it is [3]; 5 between their logits, rounding makes 0.03; 1 more")
+
+
+def test_tensors_that_differ_fail_and_are_named_with_their_node() -> None:
+    report = replace(ALL_EQUAL, differing=[("coordinator", "a.weight"), ("mini", "b.weight")])
+    assert not report.holds
+    assert lines(report)[1:3] == [
+        "DIFFERS  tensor a.weight on the coordinator",
+        "DIFFERS  tensor b.weight on worker mini",
+    ]
+    assert lines(report)[-1] == "the cluster is NOT the model"
+
+
+def test_a_nodes_tensors_are_compared_with_those_of_its_layers() -> None:
+    ours = [{"0.w": "a", "embed": "e"}, {"1.w": "b"}, {"2.w": "c"}, {"3.w": "d", "embed": "e"}]
+    first, last = {"0.w": "a", "embed": "e", "1.w": "b", "2.w": "c"}, {"3.w": "d", "embed": "e"}
+    assert compare_tensors(SPLIT, [first, last], ours) == (6, [])
+    other = {"0.w": "a", "1.w": "x", "2.w": "c", "embed": "e"}
+    assert compare_tensors(SPLIT, [other, last], ours) == (6, [("coordinator", "1.w")])
+    assert compare_tensors(SPLIT, [first, {"3.w": "d", "4.w": "f"}], ours) == (6, [("mini", "4.w"), ("mini", "embed")])
+
+
+def test_json_holds_the_verdicts_and_figures() -> None:
+    never = replace(DIFFERING, margin=math.inf, roundings={1: Rounding(math.inf, 0.034)})
+    found = json.loads(replace(ALL_EQUAL, is_streamed=True, cases=[EQUAL, ROUNDED, never]).to_json())
+    assert (found["equal"], found["within_rounding"], found["num_tensors"], found["tensors"]) == (False, 1, 40, [])
+    assert (found["streamed"], found["margin"]) == (True, 0.002)
+    assert [case["verdict"] for case in found["cases"]] == ["equal", "rounding", "differs"]
+    assert [case["margin"] for case in found["cases"]] == [0.25, 0.002, None]
+    assert [(case["first_difference"], case["num_differences"]) for case in found["cases"]] == [
+        (None, 0),
+        (1, 1),
+        (1, 1),
+    ]
+    assert [case["rounding"] for case in found["cases"]] == [
+        None, {"margin": 0.0021, "measured": 0.034}, {"margin": None, "measured": 0.034},
+    ]  # fmt: skip
+    assert found["cases"][1]["expected"] == [1, 2, 3, 4]

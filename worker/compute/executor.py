@@ -1,0 +1,367 @@
+"""Executor: runs one stage's shard on the MLX thread. A header and an array in; the next stage's, or a result, out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import mlx.core as mx
+
+from protos.brigade_pb2 import DType, Failure, Frame, Result, Sampling, Session, Timing, Window
+from worker.compute.ahead import MLX_DTYPES, Outputs, Placeholder, Ready, StepsAhead, is_one_token
+from worker.compute.grammar import Guide
+from worker.compute.header import asked_rows, check_header, head_rows, num_rows
+from worker.compute.sampling import Draws, TokenScores
+from worker.compute.shard import Shard
+from worker.compute.slot import Slot
+from worker.errors import BrigadeError, CacheMismatch, FrameError, SamplingError
+from worker.memory.history import History
+from worker.memory.lane import LaneWindow
+
+_SHORT_BEGIN = 0.5
+_SHORT_STEP_NS = 20_000_000
+_WEIGHT = 0.2  # of a new observation
+
+
+class Executor:
+    """One stage's shard and slots.
+
+    `begin` starts a frame on the device and `finish` waits for it. If the device `runs_ahead`, begin the next frame
+    between the two: the device then has work while graphs are built and results are copied out.
+    """
+
+    def __init__(self, shard: Shard, stage: int, dtype: DType, node: str = "", *, checks_finite: bool = False) -> None:
+        """Start with no slots.
+
+        Args:
+            node: this worker's name, for failures; empty on the coordinator.
+            checks_finite: fail a window whose output holds NaN or infinities, before another stage sees it.
+        """
+        self._shard = shard
+        self._stage = stage
+        self._dtype = dtype
+        self._node = node
+        self._checks_finite = checks_finite
+        self._slots: dict[int, Slot] = {}
+        self._idle_since = 0  # when the device last ran out of work, nanoseconds
+        self._begin_share = 1.0  # the share of a step's time that `begin` takes
+        self._step_ns = 0  # what the last step took
+        self._ahead = StepsAhead(shard, MLX_DTYPES[dtype])
+        self._last: Sequence[Window] = ()  # windows of the last finished step
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this stage is the whole model."""
+        return self._shard.is_first and self._shard.is_last
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether `begin` returns long before the device is done, so that the next step can begin meanwhile.
+
+        On a CPU `async_eval` computes before it returns: beginning another step would only delay the result.
+        """
+        return self._begin_share < _SHORT_BEGIN
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._slots)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._shard.nbytes
+
+    @property
+    def cache_bytes(self) -> int:
+        slots = list(self._slots.values())  # a copy: called on another thread while a step opens and closes slots
+        return sum(slot.caches.nbytes for slot in slots)
+
+    def close(self) -> None:
+        """Free all slots at once. One after another, each would make its pack anew."""
+        self._ahead.clear()
+        slots = list(self._slots.values())
+        self._slots.clear()
+        for slot in slots:
+            slot.caches.close(besides=[other.caches for other in slots])
+
+    def check(self, frame: Frame) -> None:
+        """Raise FrameError unless this header is valid for this stage. Any thread may call it."""
+        check_header(frame, self._stage, self._shard.info.hidden_size, self._dtype)
+
+    def step(self, frame: Frame, received: int) -> Frame | Result:
+        """Begin and finish a frame, for a shard that is the whole model."""
+        output, _ = self.finish(self.begin(frame, None, received, time.monotonic_ns()))
+        return output
+
+    def build_ahead(self) -> None:
+        """Build the graph of the most likely next step while idle, so that `begin` only has to evaluate it."""
+        if slots := self._slots_that_go_on(self._last):
+            self._ahead.build(slots)
+        self._last = ()
+
+    def launch_ahead(self, step: Step, *, is_finished: bool) -> Outputs | None:
+        """Single node only: launch the next step before this step's tokens reach Python.
+
+        Launches at most two steps ahead of the last finished one; one if steps are long, since a new session would
+        have to wait for both.
+
+        Returns:
+            The outputs to evaluate at once, or None if no step was launched.
+        """
+        if not (is_finished or self.runs_ahead or step.is_under_way):
+            return None  # deliver the result first
+        slots = self._slots_that_go_on(step.windows)
+        tokens = {window.slot: draws.tokens for window, draws in step.draws}
+        if not slots or slots.keys() != tokens.keys() or not self._can_launch(slots):
+            return None
+        return self._ahead.launch(slots, tokens, most=2 if is_finished and self._step_ns < _SHORT_STEP_NS else 1)
+
+    def _can_launch(self, slots: Mapping[int, Slot]) -> bool:
+        return self.is_whole and all(slot.can_draw_ahead for slot in slots.values())
+
+    def _slots_that_go_on(self, windows: Sequence[Window]) -> dict[int, Slot]:
+        """Return a step's slots if each of them most likely gets one more token; else none."""
+        if self._checks_finite or not all(window.slot in self._slots and is_one_token(window) for window in windows):
+            return {}
+        return {window.slot: self._slots[window.slot] for window in windows}
+
+    def awaited(self, frame: Frame) -> Placeholder | None:
+        """Return the placeholder for this frame's hidden states if its step is already built."""
+        return self._ahead.awaited(frame)
+
+    def begin(self, frame: Frame, x: mx.array | None, received: int, taken: int) -> Step:
+        """Start one frame on the device.
+
+        Args:
+            frame: a header that passed `check`.
+            x: its hidden states [1, sum L, D], in the `awaited` placeholder or any other array; None on the first
+                stage and without windows.
+            received, taken: when it arrived and when it left the queue, nanoseconds on this node's monotonic clock.
+        Raises:
+            FrameError: a slot is not open.
+        """
+        step = Step(frame, Timing(stage=self._stage, received=received, taken=taken, started=time.monotonic_ns()))
+        ready = self._ahead.take(frame, x)
+        self._open_and_close(step)
+        if ready:
+            self._begin_ready(step, ready)
+        elif places := self._begin_windows(step):
+            ids = self._tokens(step)
+            h = self._shard(ids if x is None else rows_of(step.windows, step.frame.windows, x), places, ids)
+            if self._checks_finite:
+                step.checks = [(w.slot, mx.isfinite(rows_of([w], step.windows, h)).all()) for w in step.windows]
+            if self._shard.is_last:
+                self._begin_sampling(step, h)
+            else:
+                step.pending = [h]
+                mx.async_eval(h)
+        if step.windows and not ready:
+            step.begun = time.monotonic_ns()
+        return step
+
+    def finish(self, step: Step) -> tuple[Frame | Result, mx.array | None]:
+        """Wait for a step. Steps finish in the order in which they began.
+
+        Returns:
+            The next stage's header and hidden states [1, sum L, D] (None without windows); on the last stage the
+            result and None. `sent` of the last timing is left for the caller to set.
+        """
+        mx.eval(step.pending)
+        if step.checks:
+            self._fail_infinite(step)
+        step.timing.computed = time.monotonic_ns()
+        if step.begun:
+            share = (step.begun - step.timing.started) / (step.timing.computed - step.timing.started)
+            self._begin_share += _WEIGHT * (share - self._begin_share)
+        at_another = max(0, self._idle_since - step.timing.started)  # the device was busy with another step
+        step.timing.started += at_another
+        step.timing.taken += at_another
+        self._step_ns = step.timing.computed - step.timing.started
+        output = result_of(step) if self._shard.is_last else passed_on(step)
+        step.timing.sampled = time.monotonic_ns() if self._shard.is_last else step.timing.computed
+        self._idle_since = step.timing.sampled
+        output.timings.extend([*step.frame.timings, step.timing])
+        output.failures.extend([*step.frame.failures, *step.failures])
+        failed = {failure.slot for failure in step.failures}
+        self._last = [window for window in step.windows if window.slot not in failed]
+        return output, step.pending[0] if step.windows and not self._shard.is_last else None
+
+    def _open_and_close(self, step: Step) -> None:
+        frame = step.frame
+        bases = {window.slot: window.base for window in frame.windows}
+        fresh = {session.slot: self._open(step, session, bases.get(session.slot, 0)) for session in frame.opened}
+        for number in frame.closed:
+            if slot := self._slots.pop(number, None):
+                slot.close()
+        for number, slot in fresh.items():
+            if replaced := self._slots.get(number):
+                replaced.close()
+            self._slots[number] = slot
+
+    def _open(self, step: Step, session: Session, length: int) -> Slot:
+        """Make the session's slot. On failure it is empty, so that later windows of the session fail too."""
+        try:
+            if session.HasField("fork_of"):
+                return self._fork(session, length)
+            return self._empty(session, session.sampling)
+        except (CacheMismatch, SamplingError) as error:
+            self._fail(step, session.slot, error)
+            return self._empty(session, Sampling())
+
+    def _empty(self, session: Session, sampling: Sampling) -> Slot:
+        return Slot(self._shard.make_caches(session.cache), History(), sampling, self._guide(sampling))
+
+    def _guide(self, sampling: Sampling) -> Guide | None:
+        has_grammar = self._shard.is_last and sampling.HasField("grammar")
+        return self._shard.grammars.guide(sampling.grammar) if has_grammar else None
+
+    def _fork(self, session: Session, length: int) -> Slot:
+        source = self._slots.get(session.fork_of)
+        if source is None:
+            raise FrameError(f"slot {session.fork_of}, to be copied to slot {session.slot}, is not open")
+        if length > (held := len(source.history)):
+            raise CacheMismatch(f"slot {session.fork_of}, of which {length} tokens are to be copied, holds only {held}")
+        return source.fork(length, session.sampling, self._guide(session.sampling))
+
+    def _fail(self, step: Step, slot: int, error: BrigadeError) -> None:
+        if all(failure.slot != slot for failure in step.frame.failures):  # not reported by an earlier stage
+            step.failures.append(Failure(slot=slot, kind=type(error).__name__, message=error.message, node=self._node))
+
+    def _begin_windows(self, step: Step) -> list[LaneWindow]:
+        """Cut each window's slot to its base. A window whose slot cannot take it fails and goes no further."""
+        failed = {failure.slot for failure in step.failures}
+        places = []
+        for window in step.frame.windows:
+            if window.slot not in self._slots:
+                raise FrameError(f"slot {window.slot} is not open")
+            if window.slot in failed:
+                continue
+            try:
+                places.append(self._slots[window.slot].begin(window))
+                step.windows.append(window)
+            except CacheMismatch as error:
+                self._fail(step, window.slot, error)
+        return places
+
+    def _begin_ready(self, step: Step, ready: Ready) -> None:
+        """Continue a step that was built or launched before its frame came."""
+        step.windows.extend(step.frame.windows)
+        ready.begin(step.windows)
+        if ready.is_under_way:
+            step.is_under_way = True
+            step.timing.started = step.timing.taken = step.timing.received
+        outputs = ready.outputs
+        step.pending = [outputs.h]
+        step.draws = [(window, outputs.draws[window.slot]) for window in step.windows if window.slot in outputs.draws]
+        for window in step.windows:
+            self._slots[window.slot].history.extend(window.tokens)
+            if window.slot in outputs.logits:
+                self._begin_answer(step, window, outputs.logits[window.slot])
+        if outputs.logits:
+            self._evaluate_answers(step)
+
+    def _tokens(self, step: Step) -> mx.array:
+        """The token ids [1, sum L] of all windows."""
+        mask = self._shard.mask_token or 0  # without a MASK token these rows are padding
+        return mx.array([[id for w in step.windows for id in (*w.tokens, *[mask] * w.masks)]], mx.int32)
+
+    def _begin_sampling(self, step: Step, h: mx.array) -> None:
+        """Sample a token for every row that is asked about; no other row reaches the head."""
+        firsts = accumulate(map(num_rows, step.windows), initial=0)
+        asked = [window for window in step.windows if head_rows(window)]
+        rows = [row for window, first in zip(step.windows, firsts, strict=False) for row in head_rows(window, first)]
+        # A prompt chunk's rows end in the caches, the last layer's of which depend on all others; what the last layer
+        # makes of them is never computed. The next chunk writes into these very objects, even before this one is done.
+        chunks = [self._slots[window.slot] for window in step.windows if not head_rows(window)]
+        step.pending = [mx.stop_gradient(array) for slot in chunks for array in slot.caches.arrays()]
+        if asked:
+            step.pending.append(h if len(rows) == h.shape[1] else h[:, mx.array(rows)])
+        mx.async_eval(step.pending)  # the device works while the sampling graph is built
+        if asked:
+            counts = [len(head_rows(window)) for window in asked]
+            logits = self._shard.logits(step.pending[-1]).split(tuple(accumulate(counts[:-1])))
+            for window, own in zip(asked, logits, strict=True):
+                if self._checks_finite:
+                    step.checks.append((window.slot, ~mx.isnan(own).any()))  # some models rule tokens out by infinity
+                self._begin_answer(step, window, own)
+            self._evaluate_answers(step)
+
+    def _evaluate_answers(self, step: Step) -> None:
+        answers: list[Draws | TokenScores] = [found for _, found in step.draws] + [found for _, found in step.scores]
+        mx.async_eval([array for answer in answers for array in answer.arrays()])
+
+    def _begin_answer(self, step: Step, window: Window, logits: mx.array) -> None:
+        """Start the scores and draws of one window, from the logits [N, V] of its `head_rows`."""
+        num_targets = len(window.targets)
+        try:
+            if num_targets:
+                sampler = self._slots[window.slot].sampler
+                step.scores.append((window, sampler.score(logits[:num_targets], list(window.targets))))
+            if asked_rows(window):
+                slot = self._slots[window.slot]
+                step.draws.append((window, slot.draw(window, logits[num_targets:] if num_targets else logits)))
+        except (FrameError, SamplingError) as error:
+            self._fail(step, window.slot, error)
+
+    def _fail_infinite(self, step: Step) -> None:
+        """Fail the windows whose values are not finite."""
+        mx.eval([is_finite for _, is_finite in step.checks])
+        bad = {slot for slot, is_finite in step.checks if not is_finite.item()}
+        layers = f"layers [{self._shard.start}, {self._shard.end})"
+        for slot in bad:
+            found = f"made values that are not finite, of slot {slot} (step {step.frame.step})"
+            self._fail(step, slot, FrameError(f"{layers}, stage {self._stage}, {found}"))
+        windows = step.windows
+        step.windows = [window for window in windows if window.slot not in bad]
+        step.draws = [(window, draws) for window, draws in step.draws if window.slot not in bad]
+        step.scores = [(window, scores) for window, scores in step.scores if window.slot not in bad]
+        if bad and step.windows and not self._shard.is_last:
+            step.pending = [rows_of(step.windows, windows, step.pending[0])]
+            mx.eval(step.pending)
+
+
+@dataclass
+class Step:
+    """A frame that has begun: once `pending` is evaluated its layers are done; draws and scores follow."""
+
+    frame: Frame
+    timing: Timing
+    begun: int = 0  # when `begin` returned, nanoseconds
+    is_under_way: bool = False  # launched before its frame came
+    windows: list[Window] = field(default_factory=list)  # those of the frame that have not failed here
+    failures: list[Failure] = field(default_factory=list)  # of this stage
+    pending: list[mx.array] = field(default_factory=list)
+    draws: list[tuple[Window, Draws]] = field(default_factory=list)
+    scores: list[tuple[Window, TokenScores]] = field(default_factory=list)
+    checks: list[tuple[int, mx.array]] = field(default_factory=list)  # slot, and whether its values are finite
+
+
+def rows_of(some: Sequence[Window], windows: Sequence[Window], x: mx.array) -> mx.array:
+    """Select the rows of `some` windows from x [1, sum L, D], which holds those of all `windows`."""
+    if len(some) == len(windows):
+        return x
+    left = {window.slot for window in some}
+    firsts = accumulate(map(num_rows, windows), initial=0)
+    spans = [(first, num_rows(w)) for w, first in zip(windows, firsts, strict=False) if w.slot in left]
+    return x[:, mx.array([row for first, count in spans for row in range(first, first + count)])]
+
+
+def passed_on(step: Step) -> Frame:
+    """Return the next stage's header: the windows that have not failed here."""
+    frame = step.frame
+    passed = Frame(epoch=frame.epoch, step=frame.step, closed=frame.closed, opened=frame.opened)
+    passed.windows.extend(step.windows)
+    return passed
+
+
+def result_of(step: Step) -> Result:
+    """Return the last stage's result of a computed step."""
+    result = Result(epoch=step.frame.epoch, step=step.frame.step)
+    for window, draws in step.draws:
+        samples = draws.to_samples(window.slot)
+        result.samples.extend(samples[: window.wanted])
+        result.guesses.extend(samples[window.wanted :])
+    for window, scores in step.scores:
+        result.scores.extend(scores.to_scores(window.slot))
+    return result

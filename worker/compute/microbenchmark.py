@@ -1,0 +1,147 @@
+"""How long this device takes for a model's layers, tried on random numbers of their shapes. Runs on the MLX thread.
+
+No tensor of the checkpoint is read. One layer of each kind is built at a time and let go of again.
+"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from protos.brigade_pb2 import Cache, RowTimes, Speed
+from worker.compute.shard import CutModel
+from worker.memory.caches import Caches
+from worker.model.build import MLX_DTYPES, absent, build, tensors_of_module
+from worker.model.checkpoint import Checkpoint
+from worker.model.describe import BACK, FRONT, describe, layout_of
+from worker.model.headers import TensorInfo
+from worker.model.model_info import ModelInfo
+from worker.model.modelspec import LayerSpec, ModelSpec
+
+ROWS = (1, 512, 8, 64, 2, 4, 16)  # the most telling first: on a slow device the last ones are left out
+_WITHIN_S = 2.0  # in all
+_MOST_KINDS = 3  # that are tried, the most frequent ones: others are reckoned from the first by their bytes
+_AT_ONCE = 8  # layers in a row, so that waiting for the device counts little
+_SHORT = 64  # rows; longer frames are tried one layer at a time
+_TRIES = 3
+_PERIOD = 1_000_003  # after which random numbers repeat: prime, or rows of a matrix would be alike
+_SIZE = 0.01  # of random numbers: small enough for eight layers in float16
+
+Step = Callable[[int, int], float]  # takes rows and how often; tells seconds for one
+
+
+def gauge(checkpoint: Checkpoint, within_s: float = _WITHIN_S) -> Speed:
+    """Milliseconds of a layer of each kind and of the head, by rows, and the GB/s that follow.
+
+    Args:
+        within_s: what it may take; building and the smallest frames are tried even where that is longer.
+    """
+    spec, info = describe(checkpoint), layout_of(checkpoint).info
+    tried = [kind for kind, _ in Counter(spec.layers).most_common(_MOST_KINDS)]
+    share_s = within_s / (len(tried) + 1)
+    times: dict[LayerSpec, RowTimes] = {}
+    try:
+        for kind in tried:
+            times[kind] = _layer_times(checkpoint, info, _example(spec, kind), share_s)
+        head = _head_times(checkpoint, info, share_s)
+    finally:
+        mx.clear_cache()  # a shard is to be loaded where the layers were
+    first = tried[0]
+    kinds = [times.get(kind) or _scaled(times[first], kind.read_bytes / first.read_bytes) for kind in spec.kinds]
+    return Speed(kinds=kinds, head=head, gbps=max(_gbps(kind.read_bytes, times[kind]) for kind in tried))
+
+
+def _example(spec: ModelSpec, kind: LayerSpec) -> int:
+    """The number of a layer of this kind; not the first one where there is a choice: it comes with the embedding."""
+    numbers = [number for number, layer in enumerate(spec.layers) if layer == kind]
+    return numbers[len(numbers) // 2]
+
+
+def _layer_times(checkpoint: Checkpoint, info: ModelInfo, number: int, within_s: float) -> RowTimes:
+    began = time.monotonic()
+    cut = _cut_random(checkpoint, info, number, {number, FRONT} if number == 0 else {number})
+    mx.eval([array for _, array in tensors_of_module(cut.layers[0])])
+
+    def step(num_rows: int, count: int) -> float:
+        ids = mx.zeros((1, num_rows), mx.int32)
+        x = ids if number == 0 else mx.random.normal((1, num_rows, info.hidden_size)).astype(info.dtype)
+        made = []
+        for _ in range(count):
+            caches = Caches(info.entries, info.entries_of(number, number + 1), Cache())
+            caches.reserve(num_rows, None)
+            made.append(cut.run(x, ids, caches.listed))
+            x = x if number == 0 else made[-1]
+        return _seconds(made) / count
+
+    return _by_rows(step, began + within_s)
+
+
+def _head_times(checkpoint: Checkpoint, info: ModelInfo, within_s: float) -> RowTimes:
+    began = time.monotonic()
+    last = info.num_layers - 1
+    cut = _cut_random(checkpoint, info, last, {BACK, FRONT} if info.tied else {BACK})
+
+    def step(num_rows: int, count: int) -> float:
+        made = []
+        for _ in range(count):
+            caches = Caches(info.entries, (), Cache())
+            h = mx.random.normal((1, num_rows, info.hidden_size)).astype(info.dtype)
+            made.append(cut.logits(h, caches.listed).argmax(axis=-1))
+        return _seconds(made) / count
+
+    return _by_rows(step, began + within_s)
+
+
+def _cut_random(checkpoint: Checkpoint, info: ModelInfo, number: int, places: set[int]) -> CutModel:
+    """The model cut to one layer, with random numbers at these places; what stands elsewhere is never computed."""
+    where = layout_of(checkpoint).places
+    real = mx.random.normal((_PERIOD,)) * _SIZE
+    bits = mx.random.randint(0, 2**31 - 1, (_PERIOD,), mx.int32).view(mx.uint32)
+
+    def tensor(name: str, info: TensorInfo) -> mx.array:
+        if where.get(name) not in places:
+            return absent(name, info)
+        dtype, size = MLX_DTYPES[info.dtype], math.prod(info.shape)
+        source = (real if mx.issubdtype(dtype, mx.floating) else bits).astype(dtype)
+        return mx.tile(source, -(-size // _PERIOD))[:size].reshape(info.shape)
+
+    return CutModel(build(checkpoint, tensor), info, number, number + 1)
+
+
+def _seconds(made: list[mx.array]) -> float:
+    """What the device takes to make these; their graph is there by now."""
+    began = time.monotonic()
+    mx.eval(made)
+    return time.monotonic() - began
+
+
+def _by_rows(step: Step, deadline: float) -> RowTimes:
+    """As many sizes of frames as there is time for; more rows never take less than fewer."""
+    found: dict[int, float] = {}
+    for done, num_rows in enumerate(ROWS):
+        likely_s = max((took * max(1.0, num_rows / rows) for rows, took in found.items()), default=0.0)
+        left_s = deadline - time.monotonic()
+        if not found or 3 * likely_s < left_s:
+            found[num_rows] = _least(step, num_rows, time.monotonic() + left_s / (len(ROWS) - done))
+    ascending = dict(sorted(found.items()))
+    longest = [max(list(ascending.values())[: n + 1]) for n in range(len(ascending))]
+    return RowTimes(rows=ascending, ms=[1e3 * took for took in longest])
+
+
+def _least(step: Step, num_rows: int, until: float) -> float:
+    """Seconds for one when nothing else comes between; the first time compiles its kernels."""
+    step(num_rows, 1)
+    found, count = [step(num_rows, 1)], _AT_ONCE if num_rows <= _SHORT else 1
+    while len(found) <= _TRIES and time.monotonic() + count * found[0] < until:
+        found.append(step(num_rows, count))
+    return min(found)
+
+
+def _scaled(times: RowTimes, factor: float) -> RowTimes:
+    return RowTimes(rows=times.rows, ms=[ms * factor for ms in times.ms])
+
+
+def _gbps(num_bytes: int, times: RowTimes) -> float:
+    return num_bytes / max(times.ms[0], 1e-6) / 1e6

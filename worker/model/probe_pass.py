@@ -1,0 +1,274 @@
+"""A probe pass: one forward of a whole model, not computed, that shows whether and how the model can be cut.
+
+A model type that no test has seen is admitted or refused by it, with the reason found.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+
+from worker.errors import ModelError, first_line
+from worker.model.cachespec import Memory, int8_group
+from worker.model.model_info import Entry, ModelInfo, as_returned, parts, strip_front
+from worker.model.module_tree import ModuleTree, drop_part, module_tree_of
+from worker.model.stub_layers import Run, install_gates
+
+_ROWS = 11  # of the pass: several, so that masks are made, and no size that a model has
+_FAILURES = (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError)
+
+
+@dataclass
+class _Call:
+    """How one layer was called, and what it returned."""
+
+    index: int
+    arguments: dict[str, Any]
+    result: Any
+
+
+@dataclass
+class _Watch:
+    """A gate that runs every layer and records the calls."""
+
+    calls: list[_Call] = field(default_factory=list)
+
+    def enter(self, index: int, run: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        result = run(*args, **kwargs)
+        self.calls.append(_Call(index, {**{str(n): arg for n, arg in enumerate(args)}, **kwargs}, result))
+        return result
+
+
+class _Skip:
+    """A gate that runs no layer and returns the given result in its place."""
+
+    def __init__(self, given: Any) -> None:
+        self.is_reached = False  # whether the first gate was reached
+        self._given = given
+
+    def enter(self, index: int, run: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        self.is_reached = True
+        return self._given
+
+
+def probe(model: Any) -> ModelInfo:
+    """Probe a whole model; nothing is computed. The model is unusable afterwards.
+
+    Raises:
+        ModelError: it cannot be cut between its layers; the message says why, without the model's name.
+    """
+    tree, watch, caches = module_tree_of(model), _Watch(), make_prompt_cache(model)
+    num_layers = len(tree.layers)
+    if len(model.layers) != num_layers:
+        raise ModelError("its layers are in two lists")
+    install_gates(tree.layers, watch)
+    try:
+        logits = model(_ids(), cache=caches)
+    except _FAILURES as error:
+        raise ModelError(f"its forward fails: {first_line(error)}") from error
+    calls = watch.calls
+    if not calls:
+        raise ModelError("its forward takes its layers apart instead of calling them")
+    if [call.index for call in calls] != list(range(num_layers)):
+        raise ModelError(f"it calls its layers in the order {_listed([call.index for call in calls])}")
+    owners = tuple(_owners(calls, caches))
+    shapes = _travelling(calls, caches)
+    hidden = [_first(call.result) for call in calls]
+    if len({array.dtype for array in hidden}) > 1 or len({array.shape for array in hidden}) > 1:
+        raise ModelError(
+            "its hidden states change their shape or dtype on the way: its tensors may be of several dtypes"
+        )
+    info = ModelInfo(
+        num_layers=num_layers,
+        shapes=shapes,
+        vocab_size=logits.shape[-1],
+        dtype=hidden[0].dtype,
+        returns=tuple(len(call.result) if isinstance(call.result, tuple | list) else 0 for call in calls),
+        entries=tuple(map(_entry, caches)),
+        layer_of_entry=owners,
+        tied=False,
+    )
+    info = replace(
+        info,
+        int8_refusal=_int8_refusal(model, info.entries),
+        rotating_refusal=_trial(model, info.entries, lambda memory: RotatingKVCache(_ROWS // 2, keep=1)),
+        tied=_needs_embedding(model, tree, info),  # takes the embedding out
+    )
+    _require_back_behind(model, tree)  # takes norm and head out
+    return info
+
+
+def _ids() -> mx.array:
+    return mx.zeros((1, _ROWS), mx.int32)
+
+
+def _travelling(calls: Sequence[_Call], caches: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+    """The shapes of a row of what every layer hands to the next: the first parts of its result.
+
+    Besides that a layer may take masks, a cache, and small numbers per row, which every stage can make for itself.
+
+    Raises:
+        ModelError: naming what else a layer takes, and which layer gave it.
+    """
+    last = _first(calls[-1].result).shape
+    if len(last) != 3 or last[1] != _ROWS:
+        raise ModelError(f"its hidden states have shape {list(last)}, not a row for each of {_ROWS} tokens")
+    travelling: set[tuple[tuple[int, ...], ...]] = {((last[-1],),)} if len(calls) == 1 else set()
+    for call in calls[1:]:
+        came = [part for part in _parts(calls[call.index - 1].result) if isinstance(part, mx.array)]
+        taken = [any(value is part for value in call.arguments.values()) for part in came]
+        if not taken[0]:
+            raise ModelError(f"layer {call.index} does not take what layer {call.index - 1} returns as it is")
+        rows = came[: 1 + max(number for number, is_taken in enumerate(taken) if is_taken)]
+        if any(part.shape[:2] != rows[0].shape[:2] for part in rows):
+            raise ModelError(_refusal(rows[-1], calls, call.index))
+        if any(part.dtype != rows[0].dtype for part in rows):  # side by side they would all become of one
+            raise ModelError(f"layer {call.index} takes results of layer {call.index - 1} of more than one dtype")
+        travelling.add(tuple(part.shape[2:] for part in rows))
+        for name, value in call.arguments.items():
+            plain = value is None or isinstance(value, bool | int | float | str) or "mask" in name
+            known = any(value is other for other in (*rows, *caches))
+            small = isinstance(value, mx.array) and rows[0].shape[-1] not in value.shape[1:]
+            own = small and _is_mask_or_numbers(value) and _giver(value, calls, call.index - 1) is None
+            if not (plain or known or own):
+                raise ModelError(_refusal(value, calls, call.index))
+    if len(travelling) > 1:
+        raise ModelError("what its layers hand on changes from layer to layer")
+    return travelling.pop()
+
+
+def _is_mask_or_numbers(value: mx.array) -> bool:
+    return value.ndim <= 2 or value.shape[-2:] == (_ROWS, _ROWS)
+
+
+def _refusal(value: Any, calls: Sequence[_Call], index: int) -> str:
+    giver = _giver(value, calls, index)
+    whose = "from before the layers" if giver is None else f"of layer {giver}"
+    return f"layer {index} takes a result {whose} besides a hidden state"
+
+
+def _giver(value: Any, calls: Sequence[_Call], before: int) -> int | None:
+    """The layer that returned this, among those before."""
+    for call in calls[:before]:
+        if any(part is value for part in _flat(call.result)):
+            return call.index
+    return None
+
+
+def _owners(calls: Sequence[_Call], caches: Sequence[Any]) -> Iterator[int]:
+    for cache in caches:
+        owners = [call.index for call in calls if any(value is cache for value in call.arguments.values())]
+        if len(owners) > 1:
+            raise ModelError(f"layer {owners[1]} takes keys and values of layer {owners[0]}")
+        yield owners[0] if owners else 0  # the embedding's own, which is where layer 0 is
+
+
+def _entry(cache: Any) -> Entry:
+    return tuple(map(_memory, cache.caches)) if isinstance(cache, CacheList) else _memory(cache)
+
+
+def _memory(cache: Any) -> Memory:
+    """What one of mlx-lm's own caches holds after the pass."""
+    if isinstance(cache, ArraysCache):
+        arrays: Sequence[mx.array | None] = cache.cache
+        nbytes = sum(array.nbytes for array in arrays if array is not None)
+        return Memory(state_arrays=len(cache.cache), state_bytes=nbytes)
+    if type(cache) not in (KVCache, RotatingKVCache, ChunkedKVCache):
+        raise ModelError(f"its caches are of a kind of their own, {type(cache).__name__}")
+    if cache.keys is None:  # a layer that never asks its cache
+        return Memory()
+    window = cache.max_size if isinstance(cache, RotatingKVCache) else None
+    _, heads, _, key_size = cache.keys.shape
+    return Memory(window, heads, key_size, cache.values.shape[-1], cache.keys.dtype.size)
+
+
+def _int8_refusal(model: Any, entries: Sequence[Entry]) -> str:
+    """Why this model's caches cannot be kept in 8 bits; found by a pass over such caches."""
+    sizes = {
+        size
+        for entry in entries
+        for memory in parts(entry)
+        if memory.heads
+        for size in (memory.key_size, memory.value_size)
+    }
+    if odd := sorted(size for size in sizes if size == 0 or size % 32):
+        return f"8 bits need heads of a multiple of 32 numbers, but they have {odd[0]}"
+    return _trial(model, entries, lambda memory: QuantizedKVCache(int8_group(memory.value_size), bits=8))
+
+
+def _trial(model: Any, entries: Sequence[Entry], make: Callable[[Memory], Any]) -> str:
+    """What goes wrong in a pass and a step with these in place of the model's own keys and values."""
+    if any(isinstance(entry, tuple) for entry in entries):
+        return "a layer of it has several"
+    memories = [memory for entry in entries for memory in parts(entry)]
+    if not any(memory.heads for memory in memories):
+        return "it has no keys and values"
+    caches = [ArraysCache(memory.state_arrays) if memory.state_arrays else make(memory) for memory in memories]
+    try:
+        model(_ids(), cache=caches)
+        model(_ids()[:, :1], cache=caches)
+    except (AttributeError, TypeError):  # told in Python's words, which are of no use to users
+        return "its attention cannot read them"
+    except _FAILURES as error:
+        return f"its attention cannot read them ({first_line(error)})"
+    return ""
+
+
+def _needs_embedding(model: Any, tree: ModuleTree, info: ModelInfo) -> bool:
+    """Whether norm and head fail without the embedding."""
+    strip_front(tree, info)
+    given = mx.zeros((1, _ROWS, info.hidden_size), info.dtype)
+    skip = _Skip(as_returned(given, info.shapes, info.returns[-1]))
+    install_gates(tree.layers, skip)
+    try:
+        model(_ids(), cache=make_prompt_cache(model))
+    except AttributeError as error:
+        if not skip.is_reached:
+            raise ModelError(f"it asks its embedding for more than rows ({error})") from error
+        return True
+    return False
+
+
+def _require_back_behind(model: Any, tree: ModuleTree) -> None:
+    """Refuse a model of which something that only the last stage holds runs before the layers. It has no head then."""
+    skip = _Skip(None)
+    for _, (parent, key) in tree.back:
+        drop_part(parent, key)
+    install_gates(tree.layers, skip)
+    try:
+        model(_ids(), cache=make_prompt_cache(model))
+    except _FAILURES as error:
+        if not skip.is_reached:
+            raise ModelError(f"what stands behind its layers runs before them, too ({first_line(error)})") from error
+
+
+def _parts(result: Any) -> Sequence[Any]:
+    return result if isinstance(result, tuple | list) else [result]
+
+
+def _first(result: Any) -> mx.array:
+    return _parts(result)[0]
+
+
+def _flat(result: Any) -> Iterator[Any]:
+    yield result
+    if isinstance(result, tuple | list):
+        for part in result:
+            yield from _flat(part)
+    elif isinstance(result, dict):
+        for part in result.values():
+            yield from _flat(part)
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")

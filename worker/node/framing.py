@@ -1,0 +1,284 @@
+"""Framing: what travels as bytes between nodes, and its checksums. Pure: no I/O, no MLX.
+
+A frame is cut into parts before a hop and joined behind it; a file of weights is sent in chunks; a report has a
+checksum. Parts (the message `Part` of brigade.proto) and chunks (`Feeding` with data) are written and read here and not
+by protobuf, which would copy the payload up to four times. Small parts keep both event loops free: while one is written
+or read nothing else runs.
+"""
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from protos.brigade_pb2 import DType, Feeding, Frame, Part, Report
+from worker.errors import FrameError
+from worker.model.modelspec import DTYPE_BYTES
+
+_MOST_PAYLOAD_BYTES = 1 << 28  # of a frame: a lane of many windows may be longer than any chunk
+_MOST_CHUNK_BYTES = 1 << 26
+_MOST_VARINT_BYTES = 10  # of 7 bits each
+_MOST_SIZES = 8  # of a tensor: the product of a million of them takes for ever
+
+_BYTES, _FIXED32 = 2, 5  # protobuf's wire types of what has a length, and of four bytes; that of a number is 0
+_NUMBER = Part.DESCRIPTOR.fields_by_name["number"].number << 3
+_FRAME, _DATA = (Part.DESCRIPTOR.fields_by_name[name].number << 3 | _BYTES for name in ("frame", "data"))
+_PART_CHECKSUM, _CHUNK_CHECKSUM = (
+    bytes([message.DESCRIPTOR.fields_by_name["checksum"].number << 3 | _FIXED32]) for message in (Part, Feeding)
+)
+_CHECKSUM_BYTES = 1 + 4
+_CHUNK_DATA = bytes([Feeding.DESCRIPTOR.fields_by_name["data"].number << 3 | _BYTES])
+_LENGTH_BYTES = 4  # of 7 bits each: a chunk's small length takes as many as a large one
+_HEAD_BYTES = len(_CHUNK_DATA) + _LENGTH_BYTES
+
+# Larger than the parts of frames: what a message costs itself counts here, and half a millisecond of the loops does not
+CHUNK_BYTES = 1 << 19
+MOST_CHUNK_BYTES = 2 * CHUNK_BYTES  # where small tensors are joined
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How the parts of frames are made for one kind of link; both ends know."""
+
+    part_bytes: int  # of payload
+    has_checksums: bool
+
+
+# of 64 to 1024 KiB the size that kept both loops free best (tools/bench_frames.py)
+PLAIN = Wire(1 << 17, has_checksums=True)
+# larger where gRPC encrypts each part on its way (docs/tls.md has times and gaps); what is encrypted comes unchanged
+ENCRYPTED = Wire(1 << 18, has_checksums=False)
+
+
+def most_chunk_rows(row_bytes: int) -> int:
+    """Return how many rows a prompt chunk may have, if a row takes so many bytes between two stages."""
+    return max(1, _MOST_CHUNK_BYTES // row_bytes)
+
+
+def payload_bytes(frame: Frame) -> int:
+    """Return how many bytes belong to this header. Raises FrameError for an unknown dtype, or for too many."""
+    hidden = frame.hidden
+    if hidden.dtype == DType.DTYPE_UNSPECIFIED:
+        return 0
+    if hidden.dtype not in DTYPE_BYTES:
+        raise FrameError(f"expected hidden states of a known dtype, got {hidden.dtype} (step {frame.step})")
+    if (rank := len(hidden.shape)) > _MOST_SIZES:
+        raise FrameError(f"expected hidden states of at most {_MOST_SIZES} sizes, got {rank} (step {frame.step})")
+    size = math.prod(hidden.shape) * DTYPE_BYTES[hidden.dtype]
+    if size > _MOST_PAYLOAD_BYTES:
+        raise FrameError(
+            f"expected at most {_MOST_PAYLOAD_BYTES} bytes of hidden states, got {size} (step {frame.step})"
+        )
+    return size
+
+
+def cut(payload: memoryview, part_bytes: int = PLAIN.part_bytes) -> Iterator[memoryview]:
+    """Cut the payload into the pieces that its parts carry: at least one, which may be empty."""
+    return (payload[at : at + part_bytes] for at in range(0, max(1, len(payload)), part_bytes))
+
+
+def checksum_seed(number: int, step: int) -> int:
+    """Return the seed of a part's checksum: a part of another frame is as wrong as one of other bytes."""
+    return step & 0xFFFFFFFF if number else 0
+
+
+def write_part(number: int, header: bytes, data: memoryview, seed: int | None = None) -> bytes:
+    """Serialise a `Part`, with a checksum if that has a seed; copies the data once."""
+    count = (bytes([_NUMBER]), _varint(number)) if number else ()
+    frame = (bytes([_FRAME]), _varint(len(header)), header) if header else ()
+    payload = (bytes([_DATA]), _varint(len(data)), data) if data else ()
+    fields = (*count, *frame, *payload)
+    if seed is None:
+        return b"".join(fields)
+    for piece in fields:
+        seed = zlib.crc32(piece, seed)
+    return b"".join((*fields, _PART_CHECKSUM, seed.to_bytes(4, "little")))
+
+
+def checked_part(message: bytes, seed: int) -> memoryview:
+    """Return the part without its checksum. Raises FrameError unless that is there and right."""
+    view = memoryview(message)
+    content, checksum = view[:-_CHECKSUM_BYTES], view[-_CHECKSUM_BYTES:]
+    if checksum != _PART_CHECKSUM + zlib.crc32(content, seed).to_bytes(4, "little"):
+        raise FrameError(f"expected a part of a frame as it was sent, got {len(message)} bytes with a wrong checksum")
+    return content
+
+
+def read_part(message: bytes | memoryview) -> tuple[int, memoryview, memoryview]:
+    """Return number, header and data of a serialised `Part`; copies nothing. Raises FrameError if it is malformed."""
+    view, at = memoryview(message), 0
+    fields: dict[int, Any] = {}
+    try:
+        while at < len(view):
+            key, at = _read_varint(message, at)
+            value, at = _read_varint(message, at)
+            if key in fields:
+                raise _no_part(message)  # or a long message of nothing but numbers would be read for seconds
+            if key == _NUMBER:
+                fields[key] = value
+            elif key in (_FRAME, _DATA) and at + value <= len(view):
+                fields[key] = view[at : at + value]
+                at += value
+            else:
+                raise _no_part(message)
+    except IndexError:
+        raise FrameError(f"expected a part of a frame, got {len(message)} bytes that end in the middle") from None
+    return fields.get(_NUMBER, 0), fields.get(_FRAME, view[:0]), fields.get(_DATA, view[:0])
+
+
+@dataclass
+class Arrival:
+    """A frame's header, and its payload in the pieces in which it came."""
+
+    header: Frame
+    payload: list[memoryview] = field(default_factory=list)
+    num_missing: int = 0  # bytes
+
+
+class FrameAssembler:
+    """Joins parts to frames, strictly in order. A refusal ends the hop: nothing says where the next frame begins."""
+
+    def __init__(self, check: Callable[[Frame], None], wire: Wire = PLAIN) -> None:
+        """`check` raises FrameError for a header whose payload is not to be taken."""
+        self._check = check
+        self._wire = wire
+        self._arriving: Arrival | None = None
+
+    def add(self, message: bytes) -> Arrival | None:
+        """Take the next part; return the frame that it completes.
+
+        Raises:
+            FrameError: it is malformed, damaged, not the next one, of the wrong length, or `check` refuses.
+        """
+        arriving = self._arriving
+        next_number, step = (len(arriving.payload), arriving.header.step) if arriving else (0, 0)
+        content = checked_part(message, checksum_seed(next_number, step)) if self._wire.has_checksums else message
+        number, header, data = read_part(content)
+        if number != next_number:
+            raise self._unexpected(f"part {number}")
+        if arriving is None:
+            arriving = self._begin(header)
+        expected = min(self._wire.part_bytes, arriving.num_missing)
+        if len(data) != expected:
+            found = f"got {len(data)} (step {arriving.header.step})"
+            raise FrameError(f"expected {expected} bytes in part {number}, {found}")
+        arriving.payload.append(data)
+        arriving.num_missing -= len(data)
+        self._arriving = arriving if arriving.num_missing else None
+        return None if self._arriving else arriving
+
+    def end(self) -> None:
+        """Raise FrameError if the hop ended within a frame."""
+        if self._arriving is not None:
+            raise self._unexpected("the end of the hop")
+
+    def _begin(self, header: memoryview) -> Arrival:
+        try:
+            frame = Frame.FromString(header)  # type: ignore[arg-type]
+        except DecodeError:
+            raise FrameError(f"expected the header of a frame, got {len(header)} bytes that are none") from None
+        self._check(frame)
+        return Arrival(frame, num_missing=payload_bytes(frame))
+
+    def _unexpected(self, found: str) -> FrameError:
+        if self._arriving is None:
+            return FrameError(f"expected the first part of a frame, got {found}")
+        return FrameError(
+            f"expected part {len(self._arriving.payload)} (step {self._arriving.header.step}), got {found}"
+        )
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _read_varint(message: bytes | memoryview, at: int) -> tuple[int, int]:
+    """Return the number at this place and the place behind it. Raises IndexError at the end, FrameError if too long."""
+    value = 0
+    for place, byte in enumerate(message[at : at + _MOST_VARINT_BYTES]):
+        value |= (byte & 0x7F) << 7 * place
+        if byte <= 0x7F:
+            return value, at + place + 1
+    if at + _MOST_VARINT_BYTES > len(message):
+        raise IndexError
+    raise _no_part(message)
+
+
+def _no_part(message: bytes | memoryview) -> FrameError:
+    return FrameError(f"expected a part of a frame, got {len(message)} bytes that are none")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some bytes of a file, and their checksum, unless they came without."""
+
+    data: memoryview
+    checksum: int | None
+
+
+def write_chunk(blocks: Sequence[bytes], offset: int | None) -> bytes:
+    """Serialise a `Feeding` with these blocks as its data.
+
+    Args:
+        offset: where in a file they belong, if they are to have a checksum.
+    """
+    head = _head(sum(map(len, blocks)))
+    if offset is None:
+        return b"".join((head, *blocks))
+    return b"".join((head, *blocks, _CHUNK_CHECKSUM, checksum_of(blocks, offset).to_bytes(4, "little")))
+
+
+def read_feeding(message: bytes) -> Feeding | Chunk:
+    """Read a message; of a chunk nothing is copied. Raises FrameError if it is malformed."""
+    view = memoryview(message)
+    if view[:1] == _CHUNK_DATA:
+        for num_behind in (0, _CHECKSUM_BYTES):
+            data, behind = view[_HEAD_BYTES : len(view) - num_behind], view[len(view) - num_behind :]
+            if view[:_HEAD_BYTES] == _head(len(data)) and (not num_behind or behind[:1] == _CHUNK_CHECKSUM):
+                return Chunk(data, int.from_bytes(behind[1:], "little") if num_behind else None)
+    else:
+        try:
+            return Feeding.FromString(message)
+        except DecodeError:
+            pass
+    raise FrameError(f"expected a part of what is fed, got {len(message)} bytes that are none")
+
+
+def checksum_of(blocks: Sequence[bytes | memoryview], offset: int) -> int:
+    """Return the CRC-32 of blocks that belong there in a file: bytes of another place are as wrong as other bytes."""
+    found = offset & 0xFFFFFFFF
+    for block in blocks:
+        found = zlib.crc32(block, found)
+    return found
+
+
+def _head(length: int) -> bytes:
+    """Return what stands before so many bytes of data."""
+    sizes = [length >> 7 * i & 0x7F for i in range(_LENGTH_BYTES)]
+    return _CHUNK_DATA + bytes([*(size | 0x80 for size in sizes[:-1]), sizes[-1]])
+
+
+def seal(report: Report) -> Report:
+    """Add the report's checksum, and return it."""
+    report.checksum = _report_checksum(report)
+    return report
+
+
+def check_seal(report: Report, node: str) -> None:
+    """Raise FrameError unless the report says what `node` sealed, in whatever bytes."""
+    found = report.checksum
+    report.ClearField("checksum")
+    if found != _report_checksum(report):
+        raise FrameError("expected a report as it was sent, got one with a wrong checksum", node=node)
+
+
+def _report_checksum(report: Report) -> int:
+    return zlib.crc32(report.SerializeToString(deterministic=True))

@@ -1,0 +1,438 @@
+"""The life of a worker: one record of its layers, their reservation, and its place in a chain; one state.
+
+Loads run one at a time. A load ends early only if the coordinator gives it up, or the layers cannot be had; what it has
+read by then stays for the next one.
+"""
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+
+import mlx.core as mx
+
+from protos.brigade_pb2 import AttachRequest, Coordinator, Grammar, LoadProgress, LoadRequest, Report, StatusReply
+from worker.compute.header import check_grammar
+from worker.compute.shard import Shard
+from worker.errors import FrameError, ModelError, NodeBusy, StageLost
+from worker.model.checkpoint import Checkpoint
+from worker.model.contents import check_contents
+from worker.node.attachment import Attachment, AttachmentState, check_place
+from worker.node.file_locks import Lease
+from worker.node.loading import load_shard
+from worker.node.log import log_failure
+from worker.node.model_sources import ModelSources, check_load_request, check_model
+from worker.node.network import Network
+from worker.node.stage import Stage
+from worker.platform.mlx_memory import forget_peak, give_back, keep_within, memory_held
+from worker.platform.tasks import background, shielded
+from worker.platform.threads import MlxThread, run_in_thread
+
+# The slowest worker of a chain may load for hours while this one waits: it may be sent 400 GB by Wi-Fi. A coordinator
+# that has not attached by then has ended.
+RESERVED_S = 6 * 3600.0
+_WAITING_S = 1.0  # between two signs of life of a load that waits for another one
+
+_ENDED = object()
+
+Stamp = tuple[tuple[str, int], ...]
+ReportProgress = Callable[[LoadProgress], Awaitable[None]]
+
+
+class WorkerState(StrEnum):
+    """What a worker is doing."""
+
+    EMPTY = "empty"  # no shard: none was loaded, or it was let go, or its load failed or was given up
+    LOADING = "loading"
+    LOADED = "loaded"  # a shard that is no stage of a chain
+    ATTACHED = "attached"
+    DRAINING = "draining"  # about to end; a chain that it is part of goes on until its sessions have ended
+
+
+TRANSITIONS = {
+    WorkerState.EMPTY: {WorkerState.LOADING, WorkerState.DRAINING},
+    WorkerState.LOADING: {WorkerState.EMPTY, WorkerState.LOADED, WorkerState.DRAINING},
+    WorkerState.LOADED: {WorkerState.EMPTY, WorkerState.LOADING, WorkerState.ATTACHED, WorkerState.DRAINING},
+    WorkerState.ATTACHED: {WorkerState.LOADED, WorkerState.DRAINING},
+    WorkerState.DRAINING: {WorkerState.DRAINING},
+}
+
+
+@dataclass(frozen=True)
+class Held:
+    """A worker's tensors of a model: a shard, or without one those that a given-up load had read."""
+
+    request: LoadRequest  # the shard alone: see `_shard_of`
+    stamp: Stamp
+    shard: Shard | None
+    read: dict[str, mx.array]
+
+    @property
+    def has_tensors(self) -> bool:
+        return self.shard is not None or bool(self.read)
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """A shard waits for the coordinator that had it loaded, and that attaches it once its slowest worker has loaded."""
+
+    coordinator_id: str
+    until: float  # on the event loop's clock
+
+
+class Worker:
+    """The record. All of it belongs to the event loop."""
+
+    def __init__(self, name: str, thread: MlxThread, sources: ModelSources, log: logging.Logger) -> None:
+        self.name = name
+        self.state = WorkerState.EMPTY
+        self.attachment: Attachment | None = None  # while ATTACHED, and perhaps while DRAINING
+        self._held: Held | None = None
+        self._reservation: Reservation | None = None
+        self._used_at = 0.0  # when it last was, on the event loop's clock
+        self._changed = asyncio.Event()  # replaced by another one at each change
+        self._turn = asyncio.Lock()  # to change what is held, or to measure
+        self._lease = Lease()  # of the files of what is held
+        self._thread = thread
+        self._sources = sources
+        self._log = log
+
+    @property
+    def shard(self) -> Shard | None:
+        return self._held.shard if self._held else None
+
+    @property
+    def stage(self) -> Stage | None:
+        return self.attachment.stage if self.attachment else None
+
+    @property
+    def is_reserved(self) -> bool:
+        """Whether a coordinator has loaded layers here and is about to use them."""
+        return self._reservation is not None and asyncio.get_running_loop().time() < self._reservation.until
+
+    def status(self) -> StatusReply:
+        """Return the stage's status, or without a stage what is held. Asks nothing of the MLX thread."""
+        if self.stage:
+            return self.stage.status()
+        memory = memory_held()
+        return StatusReply(
+            clock=time.monotonic_ns(),
+            weight_bytes=self.shard.nbytes if self.shard else 0,
+            peak_memory_bytes=memory.peak,
+            active_memory_bytes=memory.active,
+            cached_memory_bytes=memory.cached,
+        )
+
+    # Loading
+
+    @contextlib.asynccontextmanager
+    async def turn(self, report: ReportProgress | None = None) -> AsyncIterator[None]:
+        """Wait for loads and measurements in progress; none other begins before the end of the context.
+
+        `report` is told each second that this one waits.
+        """
+        wait_s = 0.0 if report else None
+        while True:
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._turn.acquire()
+                    break
+            except TimeoutError:
+                assert report is not None
+                await report(LoadProgress(phase="waiting"))
+                wait_s = _WAITING_S
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    async def find(self, request: LoadRequest) -> Checkpoint:
+        """Return this node's copy of the model; its weights may be missing. Raises ModelError without a copy."""
+        return await run_in_thread(partial(self._sources.open, request, partial(check_model, request)))
+
+    async def load(self, request: LoadRequest, report: ReportProgress) -> None:
+        """Hold the requested shard, and reserve it for its coordinator. Cancelling stops the load.
+
+        Raises:
+            ModelError: this node has another model, or a damaged one. NodeBusy: as `release_for`.
+        """
+        async with self.turn(report):
+            await self.release_for(request.coordinator)
+            self._become(WorkerState.LOADING)
+            try:
+                await self._load(request, report)
+                reserved_until = asyncio.get_running_loop().time() + RESERVED_S
+                self._reservation = Reservation(request.coordinator.id, reserved_until)
+            finally:
+                self._become(WorkerState.LOADED if self.shard else WorkerState.EMPTY)
+
+    async def unload(self, coordinator: Coordinator) -> None:
+        """Let go of what is held. Raises NodeBusy as `release_for`, or while another coordinator has reserved it."""
+        async with self.turn():
+            await self.release_for(coordinator)
+            if self.is_reserved and self._reservation and self._reservation.coordinator_id not in ("", coordinator.id):
+                raise NodeBusy("has loaded its layers for another coordinator, which is about to use them")
+            await self.let_go(f"coordinator {coordinator.name} is idle")
+
+    async def let_go(self, why: str) -> None:
+        """Hold no tensor any more: the next coordinator has them read again."""
+        held = self._held
+        if held is None or not held.has_tensors:
+            return
+        self._held = Held(held.request, held.stamp, None, {})  # which tells that it was let go
+        self._become(WorkerState.EMPTY)
+        self._lease.close()
+        self._log.info("let %s go: %s; it is read again when it is wanted", _name_of(held.request), why)
+        del held
+        await self._thread.run(give_back)
+
+    def free_files(self) -> None:
+        """Let received files be evicted that an idle, unreserved worker holds: its tensors are in memory."""
+        if self.state in (WorkerState.EMPTY, WorkerState.LOADED) and not self.is_reserved:
+            self._lease.close()
+
+    @contextlib.asynccontextmanager
+    async def keep_alive(self, keep_alive_s: float | None) -> AsyncIterator[None]:
+        """Let go of what has not been used for so long, until the end of the context; None keeps it."""
+        if keep_alive_s is None:
+            yield
+            return
+        async with background(self._let_go_unused(keep_alive_s), partial(log_failure, self._log)):
+            yield
+
+    async def digests(self) -> dict[str, str]:
+        """Return a digest per tensor, made a piece at a time between frames. Raises ModelError if nothing is loaded."""
+        found: dict[str, str] = {}
+        pieces = self._require_shard().digest_into(found)
+        try:
+            while await self._thread.run(partial(next, pieces, _ENDED)) is not _ENDED:
+                pass
+        finally:
+            self._used_at = asyncio.get_running_loop().time()
+            await self._thread.run(pieces.close)  # where its arrays belong
+        return found
+
+    async def compile(self, grammar: Grammar) -> None:
+        """Get ready for a grammar. Raises ModelError if nothing is loaded, SamplingError for a malformed grammar."""
+        shard = self._require_shard()
+        check_grammar(grammar)
+        await run_in_thread(partial(shard.grammars.guide, grammar))
+
+    # Attaching
+
+    @contextlib.asynccontextmanager
+    async def attached(
+        self, request: AttachRequest, write: Callable[[Report], Awaitable[None]], network: Network
+    ) -> AsyncIterator[Attachment]:
+        """Take this worker's place in a chain until the end of the context, or until the coordinator replaces it.
+
+        Raises:
+            NodeBusy, FrameError: as `release_for`, or it is loading.
+            ModelError, StageLost: another shard is held, or none any more.
+            BrigadeError: what the next stage refuses with.
+        """
+        await self.release_for(request.coordinator, request.epoch)
+        if self.state is WorkerState.LOADING:
+            raise NodeBusy("is loading a shard; try again once it has")
+        self._require_loaded(request.loaded)
+        check_place(request)
+        self.attachment = attachment = Attachment(request, write)
+        self._become(WorkerState.ATTACHED)
+        try:
+            await attachment.open(self._require_loaded(request.loaded), self._thread, network, self.name)
+            self.refuse_if_draining()
+            self._reservation = None
+            yield attachment
+        except asyncio.CancelledError:
+            if attachment.state is not AttachmentState.REPLACED:
+                raise
+            raise StageLost("was attached anew by the same coordinator") from None
+        finally:
+            await shielded(self._detach(attachment))  # grpc cancels this task whenever the coordinator goes
+
+    async def release_for(self, coordinator: Coordinator, epoch: int | None = None) -> None:
+        """End the attachment that this coordinator may still have here.
+
+        Raises:
+            NodeBusy: the node serves another coordinator, or is about to end.
+            FrameError: the epoch lies before that of the attachment.
+        """
+        self.refuse_if_draining()
+        while attachment := self.attachment:
+            holder = attachment.request
+            if not coordinator.id or coordinator.id != holder.coordinator.id:
+                raise NodeBusy("already serves another coordinator; stop that one, or start a worker on another port")
+            if epoch is not None and epoch < holder.epoch:
+                raise FrameError(f"expected epoch {holder.epoch} or a later one, got {epoch}")
+            attachment.replace()
+            while self.attachment is attachment:
+                await self._changed.wait()
+            self.refuse_if_draining()
+
+    async def wait_detached(self) -> None:
+        """Return once this node is part of no chain."""
+        while self.attachment:
+            await self._changed.wait()
+
+    # Ending
+
+    def refuse_if_draining(self) -> None:
+        if self.state is WorkerState.DRAINING:
+            raise NodeBusy("is shutting down")
+
+    async def drain(self) -> None:
+        """Take no new coordinator, have this one open no new session; return once no slot is open."""
+        self._become(WorkerState.DRAINING)
+        if self.attachment:
+            self.attachment.say_draining()
+        await self.wait_idle()
+
+    async def wait_idle(self) -> None:
+        """Return once no slot is open."""
+        if self.stage:
+            await self.stage.wait_idle()
+
+    def _become(self, state: WorkerState) -> None:
+        """Enter a state. A worker that drains stays so, whatever ends meanwhile."""
+        state = WorkerState.DRAINING if self.state is WorkerState.DRAINING else state
+        assert state is self.state or state in TRANSITIONS[self.state], f"{self.state} -> {state}"
+        self.state = state
+        self._used_at = asyncio.get_running_loop().time()
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _detach(self, attachment: Attachment) -> None:
+        """Close the attachment, then leave the chain in the same turn of the loop, whatever closing raised."""
+        try:
+            await attachment.close()
+        finally:
+            self.attachment = None
+            self._become(WorkerState.LOADED)
+
+    async def _let_go_unused(self, keep_alive_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            left_s = None
+            if self.state in (WorkerState.EMPTY, WorkerState.LOADED) and self._held and self._held.has_tensors:
+                reserved_until = self._reservation.until if self._reservation else 0.0
+                left_s = max(self._used_at, reserved_until) + keep_alive_s - loop.time()
+                if left_s <= 0:
+                    await self.let_go(f"unused for {keep_alive_s:g} s")
+                    continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._changed.wait()
+
+    def _require_shard(self) -> Shard:
+        if self.shard is None:
+            raise ModelError("holds no shard; load first")
+        return self.shard
+
+    def _require_loaded(self, expected: LoadRequest) -> Shard:
+        """Return the held shard, if it is the one that the coordinator means.
+
+        Raises:
+            ModelError: it is another one. StageLost: its tensors are gone meanwhile.
+        """
+        held = self._held
+        if held and held.shard is None:
+            raise StageLost("has let its layers go meanwhile; they are to be loaded again")
+        if held is None or held.shard is None or held.request != _shard_of(expected):
+            found = f"[{held.request.start}, {held.request.end}) of {held.request.model}" if held else "none"
+            raise ModelError(
+                f"expected to hold layers [{expected.start}, {expected.end}) of {expected.model}, holds {found} by "
+                "now; start again"
+            )
+        return held.shard
+
+    async def _load(self, request: LoadRequest, report: ReportProgress) -> None:
+        checkpoint, stamp, lease = await run_in_thread(partial(self._open, request))
+        self._lease.close()
+        self._lease = lease
+        held, wanted = self._held, _shard_of(request)
+        if held and held.shard and (held.request, held.stamp) == (wanted, stamp):
+            self._log.info("kept %s", _name_of(request))
+            await self._thread.run(partial(keep_within, request.memory_bytes, held.shard.nbytes))
+            await report(LoadProgress(phase="kept", done=held.shard.nbytes, total=held.shard.nbytes))
+            return
+        tensors: dict[str, mx.array] = {}  # those that can be kept
+        if held and _is_of_same_model(held, wanted, stamp):
+            tensors = held.shard.tensors if held.shard else held.read
+        self._held = held = None  # the memory of the others is needed
+        self._log.info("loading %s", _name_of(request))
+        began = time.monotonic()
+        try:
+            shard = await self._read(checkpoint, request, tensors, report)
+            tensors = shard.tensors
+            await run_in_thread(partial(check_contents, checkpoint, request.contents))  # files that have only now come
+        except asyncio.CancelledError:
+            self._log.info("gave up loading %s: nobody waits for it any more", _name_of(request))
+            with contextlib.suppress(ModelError):  # a file has changed: nothing of it is kept
+                self._held = Held(wanted, _stamp_after(checkpoint, stamp), None, tensors)
+            raise
+        self._held = Held(wanted, _stamp_after(checkpoint, stamp), shard, {})
+        await self._thread.run(forget_peak)
+        took_s = time.monotonic() - began
+        self._log.info("loaded %s: %.1f MiB in %.1f s", _name_of(request), shard.nbytes / 2**20, took_s)
+
+    async def _read(
+        self, checkpoint: Checkpoint, request: LoadRequest, tensors: dict[str, mx.array], report: ReportProgress
+    ) -> Shard:
+        """Return the shard. If this is cancelled, return once the loading threads have noticed.
+
+        Args:
+            tensors: of the same model, which the shard takes over; after a cancellation those that have been read.
+        """
+        given_up = threading.Event()
+        progress: asyncio.Queue[LoadProgress | None] = asyncio.Queue()
+        layers = request.start, request.end
+        load = asyncio.create_task(
+            load_shard(checkpoint, *layers, self._thread, progress.put_nowait, given_up, tensors, request.memory_bytes)
+        )
+        load.add_done_callback(lambda _: progress.put_nowait(None))
+        try:
+            while (each := await progress.get()) is not None:
+                await report(each)
+            return await load
+        finally:
+            given_up.set()
+            await asyncio.gather(load, return_exceptions=True)
+
+    def _open(self, request: LoadRequest) -> tuple[Checkpoint, Stamp, Lease]:
+        """Return this node's copy of the model, if it is the one that is meant, its stamp, and a lease of its files."""
+        checkpoint = self._sources.open(request, partial(check_load_request, request))
+        return checkpoint, checkpoint.stamp(), self._sources.lease(checkpoint, request.start, request.end)
+
+
+def _name_of(request: LoadRequest) -> str:
+    return f"layers [{request.start}, {request.end}) of {request.model}"
+
+
+def _stamp_after(checkpoint: Checkpoint, before: Stamp) -> Stamp:
+    """Return the stamp once all is read. Raises ModelError if a file that was here before has changed since."""
+    after = checkpoint.stamp()
+    if changed := sorted(set(before) - set(after)):
+        raise ModelError(f"{checkpoint.folder / changed[0][0]} changed while it was read; start again")
+    return after
+
+
+def _is_of_same_model(held: Held, wanted: LoadRequest, stamp: Stamp) -> bool:
+    """Whether the held tensors are of the same copy of the model, whose files have not changed since."""
+    other = LoadRequest()
+    other.CopyFrom(wanted)
+    other.start, other.end = held.request.start, held.request.end
+    return other == held.request and set(held.stamp) <= set(stamp)
+
+
+def _shard_of(request: LoadRequest) -> LoadRequest:
+    """Return the request without what makes no difference to the shard: its coordinator and what that knows."""
+    shard = LoadRequest()
+    shard.CopyFrom(request)
+    for field in ("coordinator", "contents", "memory_bytes", "digests"):
+        shard.ClearField(field)
+    return shard

@@ -1,0 +1,354 @@
+"""Links: how long a few bytes take to another node and back, and how many arrive per second.
+
+Plans need what gRPC makes of a link (`measure_link`). Doctor also wants to know which interfaces the connection takes,
+and what TCP, TLS and unencrypted gRPC make of the same way. For each of those the far node opens a port for one
+conversation (`open_port`) and hands out a token, without which the port answers nothing.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import secrets
+import socket
+import ssl
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, closing, contextmanager
+from functools import partial
+from statistics import median
+
+import grpc
+import grpc.aio
+
+from protos.brigade_pb2 import (
+    TRANSPORT_GRPC,
+    TRANSPORT_TLS,
+    Line,
+    LinkReply,
+    LinkRequest,
+    Listener,
+    ListenRequest,
+    ProbePart,
+    ProbeReply,
+    Way,
+)
+from protos.brigade_pb2_grpc import NodeServicer, NodeStub, add_NodeServicer_to_server
+from worker.config import join_address, split_address
+from worker.errors import BrigadeError, FrameError, StageLost
+from worker.node.dial import dial
+from worker.node.network import Network
+from worker.node.rpc_errors import error_of
+from worker.platform.threads import run_in_thread
+
+NO_NAME = -1  # `Way.errno` of a host name without an address
+
+_SMALL = bytes(64)
+_LARGE_BYTES = 8 * 2**20
+# of gRPC
+_NUM_PARTS, _NUM_WARM_PARTS = 20, 4
+_PART_BYTES = 2**20
+_MAX_PARTS = 64  # of one call
+_PROBE_S = 5.0
+# of plain sockets
+_NUM_ROUNDS, _NUM_WARM_ROUNDS = 40, 8
+_PIECE_BYTES = 2**18
+_TOKEN_BYTES = 32
+_MAX_LISTENERS = 4
+_CONNECT_S = 3.0
+_ACCEPT_S = 15.0  # that a port stays open for its conversation
+_TALK_S = 5.0  # that a conversation may take
+
+_TOKEN_KEY = "brigade-token-bin"
+_PLAIN_GRPC = [
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_allowed_incoming_connections", 1),
+    ("grpc.enable_http_proxy", 0),
+]
+
+
+async def measure_link(network: Network, request: LinkRequest) -> LinkReply:
+    """Measure round trip and bytes per second to a node; for a request with `examined` also everything else.
+
+    Raises:
+        StageLost: the node does not answer; where the link is examined the reply's `way.error` says so instead.
+        FrameError: the request's listeners are malformed; their tokens are sent to the far node as they are.
+    """
+    if len(request.listeners) > _MAX_LISTENERS or any(len(each.token) != _TOKEN_BYTES for each in request.listeners):
+        raise FrameError(f"expected at most {_MAX_LISTENERS} listeners with tokens of {_TOKEN_BYTES} bytes")
+    address = await dial(network, request.node, request.addresses)
+    if not request.examined:
+        return await _probe(network, request.node, address)
+    way = await connect(address)
+    if way.error:
+        return LinkReply(way=way)
+    try:
+        reply = await _probe(network, request.node, address)
+    except BrigadeError as error:
+        way.error = error.message
+        return LinkReply(way=way)
+    reply.way.CopyFrom(way)
+    for listener in request.listeners:
+        reply.lines.append(await measure_line(network, request.node, way.remote, listener))
+    return reply
+
+
+async def connect(address: str) -> Way:
+    """Connect to HOST:PORT and close again; `error` and `errno` tell why that failed."""
+    return await run_in_thread(partial(_connect, address))
+
+
+def _connect(address: str) -> Way:
+    try:
+        with socket.create_connection(split_address(address), timeout=_CONNECT_S) as connection:
+            ends = connection.getsockname(), connection.getpeername()
+        local, remote = (str(end[0]).partition("%")[0] for end in ends)
+        return Way(address=address, local=local, remote=remote)
+    except socket.gaierror as error:
+        return Way(address=address, errno=NO_NAME, error=f"no address is known for this name ({error.strerror})")
+    except TimeoutError:
+        return Way(address=address, error=f"nothing answers within {_CONNECT_S:.0f} s")
+    except OSError as error:
+        return Way(address=address, errno=error.errno or 0, error=error.strerror or str(error))
+
+
+async def _probe(network: Network, node: str, address: str) -> LinkReply:
+    try:
+        async with asyncio.timeout(_PROBE_S):
+            channel = network.channel(node, address)
+            try:
+                return await exchange(NodeStub(channel).Probe())
+            finally:
+                await channel.close(grace=None)
+    except TimeoutError:
+        raise StageLost(f"did not take a few bytes within {_PROBE_S:.0f} s", node=node) from None
+    except grpc.RpcError as error:
+        raise error_of(error, node) from error
+
+
+async def exchange(call: grpc.aio.StreamStreamCall[ProbePart, ProbeReply]) -> LinkReply:
+    """Measure by a call of Probe. Raises RpcError, or StageLost if the node ends it early."""
+    small, large = ProbePart(data=_SMALL), ProbePart(data=bytes(_PART_BYTES))
+    tries_s = [await _send(call, [small]) for _ in range(_NUM_PARTS)]
+    rtt_s = median(tries_s[_NUM_WARM_PARTS:])
+    took_s = await _send(call, [large] * (_LARGE_BYTES // _PART_BYTES))
+    await call.done_writing()
+    return LinkReply(rtt_ms=1e3 * rtt_s, bytes_per_s=_LARGE_BYTES / max(took_s - rtt_s, 1e-6))
+
+
+async def _send(call: grpc.aio.StreamStreamCall[ProbePart, ProbeReply], parts: Sequence[ProbePart]) -> float:
+    """Return the seconds until all parts are answered."""
+    began = time.monotonic()
+    with contextlib.suppress(asyncio.InvalidStateError):  # refused meanwhile: reading raises the reason
+        for part in parts:
+            await call.write(part)
+    for _ in parts:
+        if await call.read() is grpc.aio.EOF:  # type: ignore[attr-defined]
+            await call.code()
+            raise StageLost("ended the exchange of a few bytes")
+    return time.monotonic() - began
+
+
+async def answer_probe(parts: AsyncIterator[ProbePart]) -> AsyncIterator[ProbeReply]:
+    """Answer each part of a Probe. Raises FrameError for too many or too large ones."""
+    num_parts = 0
+    async for part in parts:
+        num_parts += 1
+        if num_parts > _MAX_PARTS or len(part.data) > _PART_BYTES:
+            raise FrameError(f"expected at most {_MAX_PARTS} parts of {_PART_BYTES} bytes to learn how far it is")
+        yield ProbeReply()
+
+
+async def measure_line(network: Network, node: str, host: str, listener: Listener) -> Line:
+    """Measure by a conversation with a port that the node has opened on `host`; `error` tells why that failed."""
+    if listener.transport == TRANSPORT_GRPC:
+        line = await _measure_plain_grpc(host, listener)
+    else:
+        context = network.tls_context(server=False) if listener.transport == TRANSPORT_TLS else None
+        try:
+            line = await run_in_thread(partial(_converse, host, listener, context, node))
+        except OSError as error:
+            line = Line(error=error.strerror or str(error))
+    line.transport = listener.transport
+    return line
+
+
+async def _measure_plain_grpc(host: str, listener: Listener) -> Line:
+    address = join_address(host, listener.port)
+    async with grpc.aio.insecure_channel(address, options=_PLAIN_GRPC) as channel:
+        try:
+            async with asyncio.timeout(_PROBE_S):
+                found = await exchange(NodeStub(channel).Probe(metadata=((_TOKEN_KEY, listener.token),)))
+        except TimeoutError:
+            return Line(error=f"took longer than {_PROBE_S:.0f} s")
+        except grpc.RpcError as error:
+            return Line(error=error.details() or error.code().name)
+        except BrigadeError as error:
+            return Line(error=error.message)
+    return Line(rtt_ms=found.rtt_ms, bytes_per_s=found.bytes_per_s)
+
+
+class Port:
+    """A port that is open for one conversation."""
+
+    def __init__(self, listener: Listener) -> None:
+        self.listener = listener
+
+    async def answer(self) -> None:
+        """Hold the conversation; return after it, or if no caller with the token comes in time."""
+        raise NotImplementedError
+
+
+@asynccontextmanager
+async def open_port(network: Network, request: ListenRequest) -> AsyncIterator[Port]:
+    """Open a port for one conversation on a host where this node listens anyway; it closes with the context.
+
+    Raises:
+        FrameError: this node listens nowhere, or has no certificate for an encrypted conversation.
+    """
+    host = network.host_beside(request.address)
+    listener = Listener(transport=request.transport, token=secrets.token_bytes(_TOKEN_BYTES))
+    if request.transport == TRANSPORT_GRPC:
+        server = grpc.aio.server(options=_PLAIN_GRPC, maximum_concurrent_rpcs=2)
+        servicer = _PlainGrpc(listener)
+        add_NodeServicer_to_server(servicer, server)
+        listener.port = server.add_insecure_port(join_address(host, 0))
+        await server.start()
+        try:
+            yield servicer
+        finally:
+            await server.stop(grace=None)
+    else:
+        context = network.tls_context(server=True) if request.transport == TRANSPORT_TLS else None
+        places = await asyncio.get_running_loop().getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        family, _, _, _, place = places[0]
+        with closing(socket.create_server(place[:2], family=family, backlog=1)) as port:
+            port.setblocking(False)
+            listener.port = port.getsockname()[1]
+            yield _PlainSocket(listener, port, context)
+
+
+class _PlainGrpc(Port, NodeServicer):
+    """Answers one call of Probe with the token over an unencrypted connection: zeros travel on it, nothing else."""
+
+    def __init__(self, listener: Listener) -> None:
+        super().__init__(listener)
+        self._is_taken = False
+        self._is_over = asyncio.Event()
+
+    async def answer(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._is_over.wait(), _ACCEPT_S)
+
+    async def Probe(
+        self, parts: AsyncIterator[ProbePart], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[ProbeReply]:
+        given = dict(context.invocation_metadata() or ()).get(_TOKEN_KEY, b"")
+        is_known = isinstance(given, bytes) and hmac.compare_digest(given, self.listener.token)
+        if self._is_taken or not is_known:
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "expected the token of this port, once")
+        self._is_taken = True
+        try:
+            async for reply in answer_probe(parts):
+                yield reply
+        except BrigadeError as error:
+            await context.abort(grpc.StatusCode.DATA_LOSS, error.message)
+        finally:
+            self._is_over.set()
+
+
+class _PlainSocket(Port):
+    """Accepts one connection and closes its port. Both ends block on threads: an event loop would be measured too."""
+
+    def __init__(self, listener: Listener, port: socket.socket, context: ssl.SSLContext | None) -> None:
+        super().__init__(listener)
+        self._port = port
+        self._context = context
+
+    async def answer(self) -> None:
+        loop, is_ready = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._port, is_ready.set)
+        try:
+            async with asyncio.timeout(_ACCEPT_S):
+                await is_ready.wait()
+            connection, _ = self._port.accept()  # handed to its thread at once: cancelling here would leak it
+        except OSError:  # no caller in time, or it left again
+            return
+        finally:
+            loop.remove_reader(self._port)
+        self._port.close()
+        with contextlib.suppress(OSError):  # the caller left, stalled, or showed no certificate of this cluster
+            await run_in_thread(partial(_answer, connection, self._context, self.listener.token))
+
+
+# A conversation: the token, small messages that come back one by one, many bytes that one byte answers.
+
+
+def _converse(host: str, listener: Listener, context: ssl.SSLContext | None, node: str) -> Line:
+    connection = socket.create_connection((host, listener.port), timeout=_TALK_S)
+    with _talking(connection, context, node.lower()) as talk:
+        talk.send(listener.token)
+        tries_s = []
+        for _ in range(_NUM_ROUNDS):
+            began = time.monotonic()
+            talk.send(_SMALL)
+            talk.receive(len(_SMALL))
+            tries_s.append(time.monotonic() - began)
+        rtt_s = median(tries_s[_NUM_WARM_ROUNDS:])
+        began, piece = time.monotonic(), bytes(_PIECE_BYTES)
+        for _ in range(_LARGE_BYTES // _PIECE_BYTES):
+            talk.send(piece)
+        talk.receive(1)
+        took_s = time.monotonic() - began
+    return Line(rtt_ms=1e3 * rtt_s, bytes_per_s=_LARGE_BYTES / max(took_s - rtt_s, 1e-6))
+
+
+def _answer(connection: socket.socket, context: ssl.SSLContext | None, token: bytes) -> None:
+    with _talking(connection, context) as talk:
+        if not hmac.compare_digest(talk.receive(_TOKEN_BYTES), token):
+            return
+        for _ in range(_NUM_ROUNDS):
+            talk.send(talk.receive(len(_SMALL)))
+        for _ in range(_LARGE_BYTES // _PIECE_BYTES):
+            talk.receive(_PIECE_BYTES)
+        talk.send(b"!")
+
+
+@contextmanager
+def _talking(connection: socket.socket, context: ssl.SSLContext | None, name: str | None = None) -> Iterator["_Talk"]:
+    """Close the connection at the end; encrypted by `context`, as the caller if `name` is the other end's."""
+    with connection:
+        connection.settimeout(_TALK_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if context is None:
+            yield _Talk(connection)
+        else:
+            with context.wrap_socket(connection, server_side=name is None, server_hostname=name) as secured:
+                yield _Talk(secured)
+
+
+class _Talk:
+    """Whole messages over a connection; TimeoutError once the conversation takes too long."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._until = time.monotonic() + _TALK_S
+
+    def send(self, data: bytes) -> None:
+        self._limit()
+        self._connection.sendall(data)
+
+    def receive(self, count: int) -> bytes:
+        """Receive `count` bytes. Raises ConnectionResetError if the connection ends before."""
+        found = bytearray()
+        while len(found) < count:
+            self._limit()
+            piece = self._connection.recv(min(count - len(found), _PIECE_BYTES))
+            if not piece:
+                raise ConnectionResetError("the connection was closed")
+            found += piece
+        return bytes(found)
+
+    def _limit(self) -> None:
+        if (left_s := self._until - time.monotonic()) <= 0:
+            raise TimeoutError(f"took longer than {_TALK_S:.0f} s")
+        self._connection.settimeout(left_s)

@@ -1,0 +1,209 @@
+"""Model sources: where a worker finds the model that a coordinator means.
+
+The name that a peer gives is compared with the names of what is here; it is never opened as a path.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+
+from protos.brigade_pb2 import LoadRequest
+from worker.compute.header import dtype_name
+from worker.config import ClusterConfig
+from worker.errors import ModelError, ModelLacking
+from worker.model.checkpoint import Checkpoint, open_folder
+from worker.model.contents import check_contents, check_files
+from worker.model.describe import describe, shard_tensors
+from worker.model.headers import TensorInfo, unpack_headers
+from worker.model.repository import is_repository
+from worker.node.file_locks import Lease
+from worker.node.loading import is_on_hub, open_checkpoint
+from worker.node.weights_cache import WeightsCache
+
+Headers = Mapping[str, TensorInfo]
+Opening = Callable[[], Checkpoint]
+Check = Callable[[Checkpoint], None]
+
+_SHOWN = 100  # characters of a name that a peer has given
+
+
+@dataclass(frozen=True)
+class ModelSources:
+    """The models that the user of this node lets coordinators load, beside `demo` and those of the hub's cache.
+
+    All methods block: they are for threads beside the event loop.
+    """
+
+    own: str | None = None  # a folder, a hub repository, or `demo`: whatever coordinators call it
+    roots: tuple[Path, ...] = ()  # folders that hold folders of models
+    may_download: bool = False  # any repository
+    may_download_own: bool = True
+    cache: WeightsCache | None = None  # of what coordinators send; without it they may send nothing
+
+    @classmethod
+    def of(cls, cluster: ClusterConfig, name: str | None, model: str | None) -> "ModelSources":
+        """Return what this node's configuration says; the flag `model` wins over it.
+
+        A node may download a model that is meant for it alone. With `pull: coordinator` the model of all nodes is
+        downloaded once, by the coordinator, which sends it.
+        """
+        entry = next((worker for worker in cluster.workers if worker.name == name), None)
+        for_this_node = model or (entry.model if entry else None)
+        is_sent = cluster.pull == "coordinator"
+        return cls(
+            own=for_this_node or cluster.model,
+            roots=tuple(map(Path, cluster.models)),
+            may_download=cluster.pull == "hub",
+            may_download_own=bool(for_this_node) or not is_sent,
+            cache=WeightsCache(limit=cluster.pull_limit) if is_sent else None,
+        )
+
+    def open(self, request: LoadRequest, check: Check) -> Checkpoint:
+        """Return the first copy of the requested model that passes the check: an own one, or a received one.
+
+        Raises:
+            ModelLacking: there is none, and it may be sent.
+            ModelError: there is none.
+        """
+        known = unpack_headers(request.contents.headers)
+        try:
+            return self.open_own(request.model, known, check)
+        except ModelError as error:
+            if self.cache is None:
+                raise
+            try:
+                received = self.cache.open(request.model, request.fingerprint, known, request.digests)
+                check(received)
+            except ModelError:
+                raise ModelLacking(error.message) from error
+            return received
+
+    def lease(self, checkpoint: Checkpoint, start: int, end: int) -> Lease:
+        """Keep received files of these layers from being evicted until the lease is closed.
+
+        Raises:
+            ModelLacking: one has been evicted just now.
+        """
+        if self.cache is None:
+            return Lease()
+        try:
+            return self.cache.lease(checkpoint, shard_tensors(checkpoint, start, end))
+        except ModelError as error:
+            raise ModelLacking(error.message) from error
+
+    def open_own(self, wanted: str, known: Headers, check: Check) -> Checkpoint:
+        """Return the first of this node's own models that may be meant and that passes the check.
+
+        Args:
+            wanted: the coordinator's name for it.
+            known: the headers of the coordinator's copy: with them a folder may lack files.
+        Raises:
+            ModelError: none may be meant, or the check's refusal of the first.
+        """
+        refusals = []
+        for opening in self.candidates(wanted, known):
+            try:
+                checkpoint = opening()
+                check(checkpoint)
+                return checkpoint
+            except ModelError as error:
+                refusals.append(error)
+        raise refusals[0] if refusals else self._refusal(wanted)
+
+    def candidates(self, wanted: str, known: Headers) -> list[Opening]:
+        """Return ways to open what may be meant, the likeliest first, other repositories last: they may be remote."""
+        own = [partial(self._open_own, wanted, known)] if self.own else []
+        bundled: list[Opening] = [partial(open_checkpoint, wanted)] if wanted == "demo" else []
+        named = [*bundled, *self._below_roots(wanted, known), *self._from_hub(wanted, known)]
+        is_far = is_on_hub(self.own or "") and not self._is_own_repository(wanted)
+        return [*named, *own] if is_far else [*own, *named]
+
+    def _open_own(self, wanted: str, known: Headers) -> Checkpoint:
+        assert self.own is not None
+        if is_on_hub(self.own) and not self.may_download_own:
+            from worker.model.hub import open_cached
+
+            return open_cached(wanted if self._is_own_repository(wanted) else self.own, known)
+        if self._is_own_repository(wanted) and "@" not in self.own:
+            from worker.model.hub import open_repository  # and with it huggingface_hub, which folders never need
+
+            return open_repository(wanted)  # at the commit that the coordinator has
+        return open_checkpoint(self.own, known)
+
+    def _is_own_repository(self, wanted: str) -> bool:
+        """Whether the own model comes from the same repository, at whatever revision."""
+        own = self.own or ""
+        return is_repository(wanted) and is_on_hub(own) and _repository(wanted) == _repository(own)
+
+    def _below_roots(self, wanted: str, known: Headers) -> list[Opening]:
+        name = PurePosixPath(_repository(wanted) if is_repository(wanted) else wanted).name
+        return [
+            partial(open_folder, found, known=known) for root in self.roots for found in _directly_below(root, name)
+        ]
+
+    def _from_hub(self, wanted: str, known: Headers) -> list[Opening]:
+        if not is_repository(wanted) or self._is_own_repository(wanted):
+            return []
+        from worker.model.hub import open_cached, open_repository  # as above
+
+        return [partial(open_repository, wanted) if self.may_download else partial(open_cached, wanted, known)]
+
+    def _refusal(self, wanted: str) -> ModelError:
+        """The same whether or not there is anything where the name points."""
+        shown = repr(wanted if len(wanted) <= _SHOWN else f"{wanted[:_SHOWN]}...")
+        has = "no folder of that name directly below its `models:`" if self.roots else "no model of its own"
+        return ModelError(
+            f"is asked for the model {shown}, opens no path that a peer names, and has {has}; "
+            "start it with --model FOLDER_OR_REPO, or set `model:`, `models:` or `pull: coordinator` in its own "
+            "cluster.yaml"
+        )
+
+
+def _repository(model: str) -> str:
+    return model.partition("@")[0]
+
+
+def _directly_below(root: Path, name: str) -> Iterator[Path]:
+    """The root's folder of this name, unless it is a link that leads out of the root."""
+    try:
+        for entry in root.iterdir():
+            if entry.name == name and entry.resolve().is_relative_to(root.resolve()) and entry.is_dir():
+                yield entry
+    except (OSError, RuntimeError):  # it is not there, or a link leads back to itself
+        return
+
+
+def check_load_request(request: LoadRequest, checkpoint: Checkpoint) -> None:
+    """Refuse before anything is read: another model, or layers that it does not have.
+
+    Raises:
+        ModelError: naming both values.
+    """
+    check_model(request, checkpoint)
+    check_contents(checkpoint, request.contents)
+    check_layers(request, checkpoint)
+    check_files(checkpoint, request.start, request.end)
+
+
+def check_layers(request: LoadRequest, checkpoint: Checkpoint) -> None:
+    """Refuse layers, or hidden states, that the model does not have. Raises ModelError, naming both values."""
+    spec = describe(checkpoint)
+    layers = f"[{request.start}, {request.end}) of {request.num_layers} layers"
+    if request.num_layers != spec.num_layers or not 0 < request.start < request.end <= spec.num_layers:
+        raise ModelError(f"cannot hold {layers}: its copy of {checkpoint.name} has {spec.num_layers}")
+    if request.dtype != spec.dtype:
+        expected, found = dtype_name(request.dtype), dtype_name(spec.dtype)
+        raise ModelError(f"expected hidden states of {expected}, its copy of {checkpoint.name} makes {found}")
+
+
+def check_model(request: LoadRequest, checkpoint: Checkpoint) -> None:
+    """Refuse another model, by its configuration and the shapes of its tensors. Raises ModelError with both digests."""
+    ours, theirs = checkpoint.fingerprint, request.fingerprint
+    for part, what in (("config", "config.json"), ("tokenizer", "tokenizer files"), ("tensors", "tensor headers")):
+        here, there = getattr(ours, part), getattr(theirs, part)
+        if here != there:
+            raise ModelError(
+                f"its {what} of {checkpoint.name} (sha256 {here[:12]}) differ from the coordinator's ({there[:12]}); "
+                "copy the same model to both nodes"
+            )

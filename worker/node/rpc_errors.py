@@ -1,0 +1,155 @@
+"""How an error travels: as a gRPC status, with its class and its node in the trailing metadata."""
+
+import contextlib
+import re
+from collections.abc import AsyncIterator
+from logging import Logger
+from traceback import clear_frames
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from protos.brigade_pb2_grpc import NodeServicer
+from worker.errors import (
+    CLOSED_AT_ONCE,
+    BrigadeError,
+    CacheMismatch,
+    ConfigError,
+    FrameError,
+    InternalError,
+    ModelError,
+    ModelLacking,
+    NodeBusy,
+    NodeSilent,
+    OutOfMemory,
+    SamplingError,
+    StageLost,
+    internal_error_text,
+)
+from worker.node.network import Network
+
+_ENDED = (
+    *("reset by peer", "Socket closed", "GOAWAY", "EOF", "Broken pipe"),
+    *("Cancelling all calls", "Internal error from Core"),  # a server that stops, or is killed, within a call
+)
+_STRANGE = ("Received http2 header with status", "Failed parsing HTTP/2", "http1.x server")
+_SILENT = ("ping timeout", "keepalive")
+_UNANSWERED = "failed to connect"  # what gRPC says of a connection that broke before the other side said anything
+_UNRESOLVED = re.compile(r"(?:errors resolving|DNS resolution failed for) (?:dns:///)?([^\s\[\]]+?)(?::\d+)?:? ")
+_HANDSHAKE = {  # what gRPC says of a handshake that this side ended, for people; the first that is found
+    "Hostname Verification Check failed": "its certificate carries another name; on it should be {node}.pem",
+    "certificate has expired": "its certificate has expired; where the authority is: brigade keys issue {node}",
+    "certificate is not yet valid": "its certificate is not valid yet; compare the clocks of both nodes",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is of another authority; brigade keys issue {node} makes one of ours",
+    "BAD_SIGNATURE": "its certificate is of another authority; brigade keys issue {node} makes one of ours",
+    "WRONG_VERSION_NUMBER": "it does not encrypt; set `tls:` in its configuration, too",
+    "handshake failed": "no encrypted connection ({details})",
+}
+_KIND, _NODE = "brigade-error", "brigade-node"
+
+_STATUSES: dict[type[BrigadeError], grpc.StatusCode] = {
+    CacheMismatch: grpc.StatusCode.ABORTED,
+    ConfigError: grpc.StatusCode.OUT_OF_RANGE,
+    FrameError: grpc.StatusCode.DATA_LOSS,
+    InternalError: grpc.StatusCode.INTERNAL,
+    ModelError: grpc.StatusCode.FAILED_PRECONDITION,
+    ModelLacking: grpc.StatusCode.NOT_FOUND,
+    NodeBusy: grpc.StatusCode.ALREADY_EXISTS,
+    NodeSilent: grpc.StatusCode.DEADLINE_EXCEEDED,
+    OutOfMemory: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    SamplingError: grpc.StatusCode.INVALID_ARGUMENT,
+    StageLost: grpc.StatusCode.UNAVAILABLE,
+}
+_KINDS = {kind.__name__: kind for kind in _STATUSES}
+
+
+async def abort(context: grpc.aio.ServicerContext, error: BrigadeError) -> None:
+    """End the call with this error. Never returns: grpc ends the call by an exception."""
+    _forget_traces(error)
+    status = _STATUSES.get(type(error), grpc.StatusCode.INTERNAL)
+    await context.abort(status, error.message, ((_KIND, type(error).__name__), (_NODE, error.node)))
+
+
+def _forget_traces(error: BaseException | None) -> None:
+    """Empty the frames that it passed: grpc keeps what ends a call, and with it this error and all that they hold."""
+    while error is not None:
+        clear_frames(error.__traceback__)
+        error.with_traceback(None)
+        error = error.__cause__ or error.__context__
+
+
+def error_of(call: grpc.RpcError, node: str) -> BrigadeError:
+    """Return what ended a call to `node`: the error that it sent, or else that it is lost.
+
+    A ConfigError says that this side could not trust the node, or not speak with it in private.
+    """
+    details = call.details() or call.code().name
+    metadata: Any = call.trailing_metadata() or ()
+    said = dict(metadata)
+    if said.get(_KIND) in _KINDS:
+        return error_named(said[_KIND], details, said.get(_NODE) or node)
+    if words := next((words for sign, words in _HANDSHAKE.items() if sign in details), None):
+        return ConfigError(words.format(node=node, details=details), node=node)
+    if any(sign in details for sign in _STRANGE):
+        return StageLost("what answers there is no worker, perhaps a web server; compare address and port", node=node)
+    if was_met(call):
+        return StageLost(CLOSED_AT_ONCE, node=node)
+    if name := unresolved_name(call):
+        return StageLost(f"the name {name} of its address does not resolve on the node that calls it", node=node)
+    if any(sign in details for sign in _SILENT):
+        return NodeSilent("stopped answering (hung, asleep, or cut off)", node=node)
+    return StageLost(_in_plain_words(details), node=node)
+
+
+def is_unconnected(call: grpc.RpcError) -> bool:
+    """Whether nothing answered at the address."""
+    return _UNANSWERED in (call.details() or "")
+
+
+def unresolved_name(call: grpc.RpcError) -> str:
+    """Return the host's name if the call ended because it has no address; else nothing."""
+    found = _UNRESOLVED.search(call.details() or "")
+    return found[1] if found else ""
+
+
+def was_met(call: grpc.RpcError) -> bool:
+    """Whether a process was there that closed the connection before any reply, or spoke another protocol."""
+    details = call.details() or ""
+    return _UNANSWERED in details and any(sign in details for sign in (*_ENDED, *_STRANGE))
+
+
+def error_named(kind: str, message: str, node: str) -> BrigadeError:
+    """Return the error of this class name, as another node says it; StageLost for a name that no node sends."""
+    return _KINDS.get(kind, StageLost)(message, node=node)
+
+
+def _in_plain_words(details: str) -> str:
+    """Say in plain words what gRPC says of a broken connection."""
+    if any(sign in details for sign in _ENDED):
+        return "closed the connection (its process has ended)"
+    return f"connection lost ({details})"
+
+
+Context = grpc.aio.ServicerContext
+
+
+class Servicer(NodeServicer):
+    """The base of a node's RPCs: a failure reaches the caller as a status that names the node."""
+
+    def __init__(self, name: str, network: Network, log: Logger) -> None:
+        self.name = name
+        self.log = log
+        self._network = network
+
+    @contextlib.asynccontextmanager
+    async def _reporting(self, context: Context) -> AsyncIterator[None]:
+        """Turn an exception into a status that names this node: one of the two places that may catch anything."""
+        try:
+            yield
+        except BrigadeError as error:
+            await abort(context, error.at(self.name))
+        except Exception as error:
+            text = internal_error_text(error)
+            self.log.error("%s", text)
+            await abort(context, InternalError(text, node=self.name))

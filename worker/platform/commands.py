@@ -1,0 +1,36 @@
+"""Runs the system's commands that describe its settings: bounded in time and output, in English."""
+
+import os
+import subprocess
+from collections.abc import Callable
+
+Ask = Callable[..., str]  # takes a command's words; returns what it prints, "" if it is missing or takes too long
+
+_SYSTEM = [os.path.join(os.sep, *parts) for parts in (("usr", "sbin"), ("sbin",))]  # a service may lack them in PATH
+_WITHIN_S = 15.0  # system_profiler takes seconds
+_MAX_CHARACTERS = 1 << 20
+
+
+class Commands:
+    """An Ask that notes in `unread` which existing commands gave no answer. It blocks, so call it from a thread."""
+
+    def __init__(self) -> None:
+        self.unread: list[str] = []
+
+    def __call__(self, *command: str) -> str:
+        """Return what the command prints, whatever its exit code: some fail to report that a feature is off."""
+        path = os.pathsep.join([os.environ.get("PATH", os.defpath), *_SYSTEM])
+        try:
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=_WITHIN_S,
+                env=os.environ | {"LC_ALL": "C", "PATH": path},
+            )
+        except FileNotFoundError:
+            return ""
+        except (OSError, subprocess.TimeoutExpired):
+            self.unread.append(os.path.basename(command[0]))
+            return ""
+        return done.stdout[:_MAX_CHARACTERS].decode(errors="replace")

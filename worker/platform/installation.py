@@ -1,0 +1,69 @@
+"""This installation of Brigade: its versions, a digest of its code, its cache folder, and how to import it."""
+
+import hashlib
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec, module_from_spec
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parents[2]  # where this very code is imported from
+_OWN = ("protos", "worker", "coordinator")
+_PACKAGES = ("mlx", "mlx-lm", "brigade")
+
+
+@dataclass(frozen=True)
+class RunningCode:
+    """The versions and the code digest that this process runs; files on disk may be replaced later."""
+
+    versions: dict[str, str]
+    code: str
+
+
+def version_of(package: str) -> str:
+    """Return the version of an installed package. A checkout may run without being installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+@cache
+def running_code() -> RunningCode:
+    """Return what this process runs. Call it once at the start of a long-lived process: the result is cached."""
+    versions = {"python": platform.python_version()} | {package: version_of(package) for package in _PACKAGES}
+    return RunningCode(versions, code_on_disk())
+
+
+def code_on_disk() -> str:
+    """Return the first twelve hex digits of the SHA-256 of Brigade's Python files as they are now."""
+    digest = hashlib.sha256()
+    for package in _OWN:
+        for file in sorted((_ROOT / package).rglob("*.py")):
+            digest.update(f"{file.relative_to(_ROOT).as_posix()}\0".encode() + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def cache_folder() -> Path:
+    """Return the folder for files that can be measured or fetched again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "brigade"
+
+
+def skip_init(package: str) -> None:
+    """Register a package without running its `__init__`; its modules import as usual.
+
+    mlx-lm's `__init__` imports its commands and with them transformers, which only tokenizers need: two thirds of a
+    worker's start-up time.
+    """
+    spec = find_spec(package)
+    if package not in sys.modules and spec is not None:
+        sys.modules[package] = module_from_spec(spec)
+
+
+def search_path() -> str:
+    """Return a PYTHONPATH that finds this code. No entry is empty: that would be the current folder."""
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    return os.pathsep.join([str(_ROOT), *map(os.path.abspath, given)])

@@ -1,0 +1,110 @@
+"""What this machine offers: memory, descriptors, its name, and whether it sleeps."""
+
+import asyncio
+import contextlib
+import os
+import platform
+import resource
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+import mlx.core as mx
+import psutil
+
+from worker.errors import StageLost
+
+_ASLEEP = {  # a clock that goes on while the machine sleeps, and one that does not
+    "Darwin": ("CLOCK_MONOTONIC", "CLOCK_UPTIME_RAW"),
+    "Linux": ("CLOCK_BOOTTIME", "CLOCK_MONOTONIC"),
+}
+_LOOK_EVERY_S = 1.0
+_SLEEP_COUNTS_S = 5.0  # peers need not notice a shorter sleep
+_HEADROOM = 0.9  # leave a tenth to the system
+
+
+def memory_budget() -> int:
+    """Return the bytes that weights and caches may take here, including those that this process holds already.
+
+    On Apple silicon that follows Metal's recommended working set, which the GPU may wire down whatever the system
+    caches; elsewhere the free memory.
+    """
+    held = mx.get_active_memory() + mx.get_cache_memory()
+    return budget_from(mx.device_info(), psutil.virtual_memory().available + held)
+
+
+def budget_from(device: dict[str, str | int], available: int) -> int:
+    """Return the budget for a device as MLX describes it and so many available bytes."""
+    return int(_HEADROOM * int(device.get("max_recommended_working_set_size") or available))
+
+
+def multiplies_experts(dtype: mx.Dtype) -> bool:
+    """Return whether MLX multiplies gathered matrices of this dtype here; on a CPU it needs float32."""
+    return dtype == mx.float32 or mx.default_device().type == mx.gpu
+
+
+def allow_connections(count: int) -> None:
+    """Raise this process's limit of open files to hold `count` connections; macOS starts at 256."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * count if hard == resource.RLIM_INFINITY else min(2 * count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def machine_name() -> str:
+    """Return processor, cores, memory and system in one line for tables."""
+    device = str(mx.device_info().get("device_name", platform.processor()))
+    memory = psutil.virtual_memory().total / 2**30
+    return f"{device}, {psutil.cpu_count()} cores, {memory:.0f} GiB, {platform.system()} {platform.machine()}"
+
+
+def asleep_s() -> float:
+    """Return the seconds that this machine has slept since it was started; changes of its date do not count."""
+    return asleep_by(platform.system(), lambda name: time.clock_gettime(getattr(time, name)))
+
+
+def asleep_by(system: str, read: Callable[[str], float]) -> float:
+    """Return `asleep_s` on a system whose clocks `read` reads by name; 0 on an unknown system."""
+    if system not in _ASLEEP:
+        return 0.0
+    running, stopping = _ASLEEP[system]
+    return read(running) - read(stopping)
+
+
+class SleepWatch:
+    """Finds a sleep in successive readings of `asleep_s`. Pure."""
+
+    def __init__(self, asleep_s: float) -> None:
+        self._last_s = asleep_s
+
+    def look(self, asleep_s: float) -> float:
+        """Return the seconds slept since the last look; 0 for at most five."""
+        slept_s, self._last_s = asleep_s - self._last_s, asleep_s
+        return slept_s if slept_s > _SLEEP_COUNTS_S else 0.0
+
+
+async def wait_slept() -> NoReturn:
+    """Raise StageLost once the machine has slept; never return."""
+    watch = SleepWatch(asleep_s())
+    while True:
+        if slept_s := watch.look(asleep_s()):
+            raise StageLost(f"its machine slept for {slept_s:.0f} s, so it left the chain; it may join again")
+        await asyncio.sleep(_LOOK_EVERY_S)
+
+
+@contextlib.contextmanager
+def kept_awake() -> Iterator[None]:
+    """Keep a Mac from idle sleep; it still sleeps when its lid closes."""
+    with contextlib.ExitStack() as stack:
+        if command := awake_command(platform.system(), os.getpid()):
+            with contextlib.suppress(OSError):  # serving matters more than staying awake
+                child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+                stack.callback(child.wait)
+                stack.callback(child.terminate)
+        yield
+
+
+def awake_command(system: str, pid: int) -> list[str]:
+    """Return the command that keeps a machine awake while the process `pid` lives; [] where none is needed."""
+    return ["caffeinate", "-i", "-w", str(pid)] if system == "Darwin" else []

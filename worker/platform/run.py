@@ -1,0 +1,135 @@
+"""Typer apps, and how a command ends: exceptions become messages and exit codes.
+
+One of the few places that may catch anything.
+"""
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import typer
+from typer.core import TyperCommand
+from typer.exceptions import TyperException
+
+from worker.errors import BrigadeError, InputError, internal_error_text
+from worker.platform.interrupts import INTERRUPTED, find_compiler
+from worker.platform.threads import calls_are_left
+
+_FLAGS = {"temperature": "temp"}  # parameters whose flags have another name
+
+
+class OnceEach(TyperCommand):
+    """A command that refuses an option whose value is given twice: only the last one would count."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Raises InputError for such an option, and what the parser raises."""
+        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
+        for parameter in self.params:
+            is_free = getattr(parameter, "multiple", False) or getattr(parameter, "is_flag", False)
+            if given.count(parameter) > 1 and not is_free:
+                raise InputError(field_of(parameter), "expected once, found it twice")
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command, after what has to be done before it makes a thread."""
+        find_compiler()
+        return super().invoke(ctx)
+
+
+class App(typer.Typer):
+    """Commands whose options take one value each, with help by -h too."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(
+            add_completion=False,
+            pretty_exceptions_enable=False,
+            context_settings={"help_option_names": ["-h", "--help"]},
+            **settings,
+        )
+
+    def command(self, name: str | None = None, *, cls: type[TyperCommand] | None = OnceEach, **settings: Any) -> Any:
+        return super().command(name, cls=cls, **settings)
+
+
+def field_of(parameter: Any) -> str:
+    """Return the name that a request gives to the parameter of this flag."""
+    longest = max(parameter.opts, key=len)
+    return str(longest.lstrip("-").replace("-", "_"))
+
+
+def run_command(command: Callable[..., Any] | typer.Typer) -> NoReturn:
+    """Parse the process's arguments, run the command, leave with its exit code."""
+    _open_standard_streams()
+    if isinstance(command, typer.Typer):
+        app = command
+    else:
+        app = App()
+        app.command()(command)
+    code = _exit_code(app)
+    if calls_are_left():
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            with contextlib.suppress(OSError):  # its reader left
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _exit_code(app: typer.Typer) -> int:
+    try:
+        code = app(standalone_mode=False) or 0
+        sys.stdout.flush()  # here, where a closed standard output can still be told from a failure
+        return code
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # that is how typer reports it
+            return _reader_left()
+        raise
+    except TyperException as error:
+        context = getattr(error, "ctx", None)
+        if message := error.format_message():  # none if no command was given: its help is out already
+            _complain(f"{message} (see {context.command_path if context else 'brigade'} --help)")
+        return 2
+    except (typer.Abort, KeyboardInterrupt):
+        return INTERRUPTED
+    except BrigadeError as error:
+        if isinstance(error, InputError) and error.field:
+            _complain(f"--{_FLAGS.get(error.field, error.field).replace('_', '-')}: {error.message}")
+        else:
+            _complain(str(error))
+        return error.exit_code
+    except BrokenPipeError:
+        return _reader_left()
+    except OSError as error:
+        _complain(f"{error.filename or 'cannot write standard output'}: {error.strerror}")
+        sys.stdout = None  # what is still buffered cannot be written either
+        return 2
+    except Exception as error:
+        _complain(internal_error_text(error))
+        return 3
+
+
+def _open_standard_streams() -> None:
+    """Open the null device for each standard stream that the caller closed: else the next file would take its place."""
+    for number, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, mode)  # the lowest free number is this one
+    sys.stdin, sys.stdout, sys.stderr = (
+        stream or open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115 - for as long as the process lives
+        for stream, mode in ((sys.stdin, "r"), (sys.stdout, "w"), (sys.stderr, "w"))
+    )
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error is: what cannot be encoded is spelled
+
+
+def _complain(message: str) -> None:
+    print(f"error: {message}", file=sys.stderr)
+
+
+def _reader_left() -> int:
+    """Standard output was closed (`| head`): not a failure, but nothing more may be written."""
+    sys.stdout = None
+    return 0

@@ -1,0 +1,42 @@
+"""Text for terminals and JSON: bytes in units, foreign text made harmless, JSON that is always valid UTF-8."""
+
+import json
+from typing import Any
+
+_MAX_CHARACTERS = 400
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Format bytes in binary units: '512 B', '1.2 GiB'."""
+    size, power = float(num_bytes), 0
+    while round(size, 1) >= 1024 and power < 4:
+        size, power = size / 1024, power + 1
+    return f"{size:.1f} {'KMGT'[power - 1]}iB" if power else f"{num_bytes} B"
+
+
+def printable(text: str, most: int = _MAX_CHARACTERS) -> str:
+    """Make another machine's text safe for a terminal: one line, no control or bidi characters, at most `most`."""
+    shown = "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
+    return shown if len(shown) <= most else f"{shown[:most]}..."
+
+
+def printable_lines(text: str) -> str:
+    """Remove control characters from a text but keep all of its lines and tabs."""
+    return "".join(each for each in text if each.isprintable() or each in "\n\t")
+
+
+def json_bytes(
+    value: Any, *, indent: int | None = None, separators: tuple[str, str] | None = None, allow_nan: bool = True
+) -> bytes:
+    r"""Encode as JSON in UTF-8. Half of a surrogate pair, which UTF-8 cannot hold, becomes an escape (`\ud800`).
+
+    Raises:
+        ValueError: a number is NaN or infinite, and `allow_nan` is False.
+    """
+    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, allow_nan=allow_nan)
+    return text.encode(errors="backslashreplace")
+
+
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    """Return `json_bytes` as text."""
+    return json_bytes(value, indent=indent).decode()

@@ -1,0 +1,133 @@
+"""Threads that run calls in order for an event loop, among them the one that owns MLX."""
+
+import asyncio
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from functools import partial
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_MOST_TRACED = 100  # frames that an exception keeps; one that is raised again and again would gather them
+_given_up: list[threading.Thread] = []
+_Job = tuple[Callable[[], Any], asyncio.AbstractEventLoop, "asyncio.Future[Any]"]
+
+
+class CallThread:
+    """Runs calls one at a time on a daemon thread: a call that never returns does not keep the process alive."""
+
+    def __init__(self, name: str, at_end: Callable[[], None] = lambda: None) -> None:
+        """`at_end` is called on the thread once it is closed."""
+        self._at_end = at_end
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._closing = threading.Lock()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread.start()
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """The call's result, or its exception. Cancelling the wait does not stop the call.
+
+        Raises:
+            RuntimeError: the thread is closed.
+        """
+        return await self.submit(call)
+
+    def submit(self, call: Callable[[], T]) -> "asyncio.Future[T]":
+        """Queue a call and return its future. Raises RuntimeError as `run` does."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        with self._closing:
+            if self._is_closed:
+                raise RuntimeError(f"the {self._thread.name} thread was closed before this call")
+            self._jobs.put((call, loop, future))
+        return future
+
+    def give_way(self) -> None:
+        """Run the calls that are queued now. A long call on this thread calls this between two of its parts."""
+        for _ in range(self._jobs.qsize()):
+            job = self._jobs.get()
+            if job is None:
+                self._jobs.put(None)  # close once the long call has returned
+                break
+            _run(job)
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Let the thread finish its queue; abandon it after `timeout_s`."""
+        with self._closing:
+            self._is_closed = True
+            self._jobs.put(None)
+        self._thread.join(timeout_s)
+        _given_up[:] = [thread for thread in (*_given_up, self._thread) if thread.is_alive()]
+
+    def _loop(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            _run(job)
+            del job  # its references must not live until the next call
+        self._at_end()
+
+
+def calls_are_left() -> bool:
+    """Return whether an abandoned call still runs.
+
+    Python must not be finalised then: it would end the thread in the middle of C++ code, which aborts the process.
+    """
+    return any(thread.is_alive() for thread in _given_up)
+
+
+async def run_in_thread(call: Callable[[], T]) -> T:
+    """Run one long call on a thread of its own. The end of the process does not wait for it."""
+    thread = CallThread("background")
+    try:
+        return await thread.run(call)
+    finally:
+        thread.close(timeout_s=0)
+
+
+def _run(job: _Job) -> None:
+    call, loop, future = job
+    try:
+        settle = partial(_settle, future, call(), None)
+    except BaseException as error:  # raised again in the task that waits
+        traceback.clear_frames(error.__traceback__)  # arrays that the call held must not leave this thread
+        settle = partial(_settle, future, None, error.with_traceback(_cut(error.__traceback__)))
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(settle)
+    del job, call, future, settle  # else this frame and an error that refers to it would keep each other alive
+
+
+def _cut(trace: TracebackType | None) -> TracebackType | None:
+    """Drop the frame of `_run`, which holds the call, and all frames beyond `_MOST_TRACED`."""
+    first = entry = trace and trace.tb_next
+    for _ in range(_MOST_TRACED - 1):
+        entry = entry and entry.tb_next
+    if entry is not None:
+        entry.tb_next = None
+    return first
+
+
+def _settle(future: "asyncio.Future[Any]", value: Any, error: BaseException | None) -> None:
+    if future.done():  # the wait was cancelled
+        return
+    if error is None:
+        future.set_result(value)
+    elif isinstance(error, StopIteration):  # a future refuses StopIteration
+        future.set_exception(RuntimeError(f"the call raised {error!r}").with_traceback(error.__traceback__))
+    else:
+        future.set_exception(error)
+
+
+_SWITCH_INTERVAL_S = 0.0002  # Python's default of 5 ms would delay the event loop while a graph is built
+
+
+class MlxThread(CallThread):
+    """The one thread of a process that owns MLX: arrays never leave it."""
+
+    def __init__(self) -> None:
+        import mlx.core as mx  # commands that never compute start without it
+
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        super().__init__("mlx", at_end=mx.clear_streams)  # MLX requires this at the end of a thread
