@@ -158,12 +158,17 @@ def test_an_answer_of_no_given_length_takes_what_memory_there_is(talker: Path) -
 def test_a_worker_that_stays_away_closes_the_server_and_its_return_opens_it(
     start: Starter, talker: Path, tmp_path: Path
 ) -> None:
-    config = write_cluster(tmp_path / "cluster.yaml", ("last", f"127.0.0.1:{free_port()}"), model=str(talker))
+    worker_address = ("last", f"127.0.0.1:{free_port()}")
+    config = write_cluster(tmp_path / "cluster.yaml", worker_address, model=str(talker))
     worker = start.worker("last", "--config", config)
     assert worker.address
-    options = ClusterOptions(load_cluster(config), str(talker), None, 4096, limits=Limits(0.4, 0.5))
 
     async def check() -> None:
+        _, spec = await read_model(str(talker))
+        whole = spec.shard_bytes(0, spec.num_layers) + spec.reserved_bytes(0, spec.num_layers, 4096)
+        keys = {"model": str(talker), "coordinator": f"{{memory: {whole - 1}}}"}
+        cluster = load_cluster(write_cluster(config, worker_address, **keys))
+        options = ClusterOptions(cluster, str(talker), None, 4096, limits=Limits(0.4, 0.5))
         async with served(options, limits=RequestLimits(heartbeat_s=0.05), reopen_s=0.1) as client:
             async with client.stream("POST", "/v1/completions", json=ENDLESS | {"stream": True}) as stream:
                 lines = lines_of(stream)
@@ -177,7 +182,8 @@ def test_a_worker_that_stays_away_closes_the_server_and_its_return_opens_it(
                 error = json.loads(rest[-1].removeprefix("data: "))["error"]
                 assert error["code"] == "cluster_failed" and "last" in error["message"]
                 assert "data: [DONE]" not in rest
-            assert await wait_health(client, 503) == "recovering"
+            while await wait_health(client, 503) != "recovering":  # "failed" until the cluster is closed
+                pass
             refused = await client.post("/v1/completions", json={"prompt": "the"})
             assert refused.status_code == 503 and refused.headers["retry-after"] == "5"
             assert refused.json()["error"]["code"] == "recovering"
