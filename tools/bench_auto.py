@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from coordinator.cli.parse import parse_counts
+from coordinator.cli.flags import parse_counts
 from coordinator.cli.run import run_async
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.open import open_chain, read_model

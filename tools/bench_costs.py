@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from coordinator.cli.parse import parse_counts
+from coordinator.cli.flags import parse_counts
 from protos.brigade_pb2 import Frame, Session, Window
 from worker.compute.executor import Executor
 from worker.compute.shard import Shard

@@ -25,7 +25,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from coordinator.cli.parse import parse_counts
+from coordinator.cli.flags import parse_counts
 from protos.brigade_pb2 import Credit, Frame, Result, Timing
 from protos.brigade_pb2_grpc import NodeServicer
 from worker.node.hop import Link, add_node, pack

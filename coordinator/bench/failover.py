@@ -154,16 +154,8 @@ _MOST_WARMING = 512  # tokens of a prompt before, from which the chain learns wh
 _AT_ONCE = Limits(rejoin_s=0.0, recovery_s=USUAL.recovery_s)  # whoever is there takes the layers
 
 
-@dataclass(frozen=True)
-class Losses:
-    """The numbers of tokens that are known when the worker is lost, and the trials of each case."""
-
-    contexts: Sequence[int]
-    num_trials: int
-
-
-async def measure_failover(options: ClusterOptions, losses: Losses) -> FailoverReport:
-    """Measure every case and context; says which contexts are left out, as longer than the model's.
+async def measure_failover(options: ClusterOptions, contexts: Sequence[int], num_trials: int) -> FailoverReport:
+    """Measure every case, with each number of tokens that are known at the loss; says which do not fit the model.
 
     Raises:
         InputError: the model has room for none of them. ConfigError: it cannot be split so, or does not fit.
@@ -171,14 +163,14 @@ async def measure_failover(options: ClusterOptions, losses: Losses) -> FailoverR
     """
     checkpoint, spec = await read_model(options.model)
     check_split(spec, 1 + options.num_workers, None)
-    contexts = _fitting(losses.contexts, spec)
+    contexts = _fitting(contexts, spec)
     rows = []
-    with closing(MlxThread()) as thread, show_steps(len(contexts) * len(CASES) * losses.num_trials) as begin:
+    with closing(MlxThread()) as thread, show_steps(len(contexts) * len(CASES) * num_trials) as begin:
         place = _Place(options, checkpoint, spec, thread)
         for context in contexts:
             for case in CASES:
                 trials = []
-                for number in range(losses.num_trials):
+                for number in range(num_trials):
                     begin(f"{context} tokens, {case.loss}, {case.place}, trial {number + 1}")
                     trials.append(await place.lose(case, context, seed=number))
                 is_equal = all(equal for _, equal in trials)

@@ -1,4 +1,4 @@
-"""The `brigade` command line: flags in, one function of another module out. MLX is imported once a command runs."""
+"""The `brigade` command line. MLX is imported only once a command runs."""
 
 import platform
 from typing import Annotated
@@ -17,6 +17,7 @@ from coordinator.cli.keys import keys
 from coordinator.cli.launch import launch, logs
 from coordinator.cli.nodes import init, nodes
 from coordinator.cli.plan import plan
+from coordinator.cli.run import as_command
 from coordinator.cli.score import score
 from coordinator.cli.serve import serve
 from coordinator.cli.status import status
@@ -34,13 +35,13 @@ for panel, commands in (
     (LOOK, (status, doctor, smoke, verify, bench)),
 ):
     for command in commands:
-        app.command(rich_help_panel=panel)(command)
+        app.command(rich_help_panel=panel)(as_command(command))
 app.add_typer(keys, name="keys", rich_help_panel=SET_UP)
 app.add_typer(cache, name="cache", rich_help_panel=SET_UP)
 
 
 def print_version(is_wanted: bool) -> None:
-    """What a report of a bug should begin with."""
+    """Print the versions that a bug report needs."""
     if is_wanted:
         others = ", ".join(f"{package} {version_of(package)}" for package in ("mlx", "mlx-lm"))
         print(f"brigade {version_of('brigade')} ({others}, Python {platform.python_version()})")
@@ -50,7 +51,7 @@ def print_version(is_wanted: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=print_version, help="Print the versions and leave.")
+        bool, typer.Option("--version", is_eager=True, callback=print_version, help="Print the versions and exit.")
     ] = False,
 ) -> None:
-    """Run one language model on several Macs, token for token the model it would be on one."""
+    """Run one language model on several Macs, with the tokens that it would have on one."""

@@ -1,4 +1,4 @@
-"""`brigade batch`: a file of requests, as many at once as fit, each answer a line of another file, resumable."""
+"""`brigade batch`: answers a file of requests, as many at once as fit, into another file; resumable."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,11 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coordinator.cli import flags
-from coordinator.cli.parse import chosen_cluster
-from coordinator.cli.serve import DefaultMaxTokens
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import TokenReport, say, show_tokens, telling_interrupts
-from coordinator.planning.recovery import USUAL
+from coordinator.engine.bounded import TEMPLATES
 from worker.errors import BrigadeError, InputError
 from worker.platform.text import json_bytes
 
@@ -32,39 +30,30 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
-_MOST_AT_ONCE = 128  # requests that are under way or wait for memory
-_MAX_WAIT_S = 7 * 86400.0  # for memory: no reader waits for a single answer
-_MOST_PROBLEMS = 10  # that are said
+_MOST_AT_ONCE = 128  # requests that run or wait for memory
+_MAX_WAIT_S = 7 * 86400.0  # for memory: nothing waits for a single answer
+_MOST_PROBLEMS = 10  # that are printed
 _BAD_INPUT, _FAILED = 2, 3
 
 
 def batch(
-    ctx: typer.Context,
     source: Annotated[Path, typer.Argument(metavar="IN.jsonl", show_default=False, help="Request lines.")],
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="Answer lines are added to this file.")
+        Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="Answer lines are appended to this file.")
     ],
-    max_tokens: DefaultMaxTokens = 4096,
-    config: flags.Config = None,
-    model: flags.Model = None,
-    local: flags.Local = None,
-    layers: flags.Layers = None,
-    objective: flags.Aims = "latency",
-    context: flags.Context = None,
-    trust_remote_code: flags.TrustRemoteCode = False,
-    check_finite: flags.CheckFinite = False,
-    rejoin_timeout: flags.RejoinTimeout = USUAL.rejoin_s,
-    recovery_timeout: flags.RecoveryTimeout = USUAL.recovery_s,
-) -> int:
-    """Answer a file of requests, as many at once as there is memory for, each as a line of another file.
+    *,
+    max_tokens: flags.DefaultMaxTokens = 4096,
+    cluster: flags.ClusterFlags,
+) -> Coroutine[Any, Any, int]:
+    """Answer a file of requests, as many at once as memory allows, into another file, one line each.
 
-    A request is a line as OpenAI's batches have them: {"custom_id": "a", "method": "POST", "url":
-    "/v1/chat/completions", "body": {"messages": [...], "max_tokens": 100}}, or with /v1/completions. Its `model` is not
-    looked at.
+    Requests are lines in the format of OpenAI's batches: {"custom_id": "a", "method": "POST", "url":
+    "/v1/chat/completions", "body": {"messages": [...], "max_tokens": 100}}, or with /v1/completions. The field `model`
+    is ignored.
 
-    Answers come in the order in which they end. Run again with the same files, it goes on where it stopped: requests
-    whose custom_id the output has are not asked again, whether they failed or not. A request that fails is a line with
-    an error; the exit code is then 2 (wrong request) or 3.
+    Answers are written as they finish. Run again with the same files, the command continues where it stopped: requests
+    whose custom_id is in the output are skipped, also if they failed. A failed request is a line with an error; the
+    exit code is then 2 (wrong request) or 3.
 
     brigade batch requests.jsonl -o answers.jsonl --model demo --local 2
 
@@ -73,25 +62,19 @@ def batch(
     """
     if source.exists() and output.exists() and output.samefile(source):
         raise InputError("output", "expected another file than that of the requests")
-    options = chosen_cluster(ctx)
-
-    from coordinator.engine.bounded import TEMPLATES
-
-    TEMPLATES.start()  # beside the imports below, which take a second
-    from coordinator.cli.run import run_async
-
-    return run_async(run_batch(options, source, output, max_tokens))
+    options = cluster.options()
+    TEMPLATES.start()  # in parallel to imports that take a second
+    return run_batch(options, source, output, max_tokens)
 
 
 async def run_batch(options: ClusterOptions, source: Path, target: Path, max_tokens: int) -> int:
-    """Answer all requests that `target` has no answer to. Return the exit code.
+    """Answer all requests that have no answer in `target` yet, and return the exit code.
 
     Args:
-        max_tokens: of an answer whose request names no number.
-
+        max_tokens: the limit of an answer whose request sets none.
     Raises:
-        InputError: a file cannot be read or written. BrigadeError: the model cannot be loaded, or its cluster failed
-            for good: what was answered until then is in the file.
+        InputError: a file cannot be read or written. BrigadeError: the model cannot be loaded, or the cluster failed
+            for good; the answers so far are in the file.
     """
     from coordinator.engine.engine import open_engine
     from coordinator.engine.inputs import InputProcessor
@@ -127,13 +110,13 @@ async def run_batch(options: ClusterOptions, source: Path, target: Path, max_tok
 
 
 def _exit_code(status: int) -> int:
-    """Return the exit code that a request makes which failed with this HTTP status."""
+    """Return the exit code for a request that failed with this HTTP status."""
     return _BAD_INPUT if status == 400 else _FAILED
 
 
 @dataclass
 class Run:
-    """One run over the requests that have no answer yet."""
+    """One run over the requests without an answer."""
 
     engine: Engine
     answers: Answers
@@ -144,7 +127,7 @@ class Run:
     began: float = field(default_factory=time.monotonic)
 
     async def answer_all(self, entries: list[BatchEntry]) -> None:
-        """Answer the first ones; whenever one has ended another one begins."""
+        """Answer all entries, a limited number at a time."""
         from coordinator.cluster.together import together
 
         left = iter(entries)
@@ -165,7 +148,7 @@ class Run:
             self.report(1, num_tokens)
 
     def _require_running(self) -> None:
-        """Raise the failure that ended all requests: none of them caused it, and another run may answer them."""
+        """Raise the engine's failure, if it failed: it ends all requests, and another run may answer them."""
         failure = self.engine.failure
         if failure is not None:
             raise failure.again() if isinstance(failure, BrigadeError) else failure
@@ -177,7 +160,7 @@ class Run:
         return await ROUTES[entry.url](self.engine, entry.body)
 
     def interrupted(self, target: Path) -> str:
-        """Return what is said of a run that does not come to its end."""
+        """Return the message for an interrupted run."""
         return f"interrupted: {self.summary(target)}; the same command goes on with the others"
 
     def summary(self, target: Path) -> str:
@@ -202,7 +185,7 @@ async def _completions(engine: Engine, given: Json) -> Json:
 
 
 async def _answered(engine: Engine, answer: Any) -> Json:
-    """Return a whole answer, without our own figures, which batch files do not have."""
+    """Return a whole answer without the `brigade` object, which batch files do not have."""
     from coordinator.engine.engine import collect
 
     whole = answer.whole(await collect(engine, await answer.prepare(engine)))
@@ -216,13 +199,13 @@ ROUTES: dict[str, Callable[[Engine, Json], Awaitable[Json]]] = {
 
 
 def _told(entry: BatchEntry, status: int, body: Json) -> Json:
-    """Return the line of an answer, as OpenAI's batch files have it."""
+    """Return the line of an answer in the format of OpenAI's batch files."""
     response = {"status_code": status, "request_id": f"req_{uuid.uuid4().hex}", "body": body}
     return {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": entry.custom_id, "response": response, "error": None}
 
 
 def _failed(entry: BatchEntry, error: BrigadeError) -> Json:
-    """Return the line of a request that cannot be answered: both as a response and as an error."""
+    """Return the line of a failed request: its error stands in the response and beside it."""
     from coordinator.api.errors import http_error
 
     found = http_error(error)
@@ -242,7 +225,7 @@ class BatchEntry:
 
 
 def read_requests(path: Path) -> tuple[list[BatchEntry], list[str]]:
-    """Return all requests that can be read, and what is wrong with the other lines.
+    """Return the valid requests, and a problem for each other line.
 
     Raises:
         InputError: the file cannot be read.
@@ -268,7 +251,7 @@ def read_requests(path: Path) -> tuple[list[BatchEntry], list[str]]:
 
 
 def _entry(number: int, line: bytes) -> BatchEntry:
-    """Raises ValueError for a line that is no request, or has no id by which its answer could be known."""
+    """Raises ValueError for a line that is not a request or has no custom_id."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -282,10 +265,10 @@ def _entry(number: int, line: bytes) -> BatchEntry:
 
 
 class Answers:
-    """The file of answers, which only grows. Made by `open_answers`."""
+    """The append-only file of answers. Made by `open_answers`."""
 
     def __init__(self, descriptor: int, known: Mapping[str, int]) -> None:
-        self.known = known  # the ids that it had when it was opened, with the HTTP status of each answer
+        self.known = known  # the ids in the file when it was opened, with the HTTP status of each answer
         self._descriptor = descriptor
 
     def add(self, line: Json) -> None:
@@ -297,10 +280,10 @@ class Answers:
 
 @contextmanager
 def open_answers(path: Path) -> Iterator[Answers]:
-    """Open the file, or make it; a line at its end that was not written whole is cut off.
+    """Open or create the file; an incomplete last line is cut off.
 
     Raises:
-        InputError: it cannot be written or locked, another run writes it, or it holds something else.
+        InputError: the file cannot be written or locked, another run writes it, or it holds something else.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -321,7 +304,7 @@ def open_answers(path: Path) -> Iterator[Answers]:
 
 
 def _known(path: Path) -> tuple[dict[str, int], int]:
-    """Return the ids of all whole lines, with their status, and the position at which these lines end."""
+    """Return the ids of all complete lines with their status, and the position where these lines end."""
     known: dict[str, int] = {}
     end = 0
     with open(path, "rb") as file:
@@ -339,6 +322,6 @@ def _known(path: Path) -> tuple[dict[str, int], int]:
 
 
 def _status(line: Json) -> int:
-    """Return the HTTP status of an answer; one that tells none and is no error is whole."""
+    """Return the HTTP status of an answer; 200 if it has neither a status nor an error."""
     response = line.get("response") or {}
     return int(response.get("status_code", 500 if line.get("error") else 200))

@@ -1,59 +1,89 @@
-"""`brigade bench`: its flags, and the tables or objects that it prints."""
+"""`brigade bench`: measures throughput and latency, and what the loss of a worker costs."""
 
 import json
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from coordinator.cli import flags
-from coordinator.cli.parse import find_config, given_flags, parse_counts, parse_layers, refuse_flags
+from coordinator.cli.flags import find_config, given_flags, parse_counts, parse_layers, refuse_flags
+from coordinator.cli.report import require_writable
+from coordinator.cli.run import Take
 from coordinator.cluster.options import ClusterOptions, cluster_options
+from coordinator.cluster.progress import telling_interrupts
 from coordinator.decoding.decode import Decode, make_decode
 from coordinator.sessions.slots import MOST_WAITING
 from worker.errors import InputError
 
 if TYPE_CHECKING:  # they import mlx, for which --help should not wait
     from coordinator.bench.bench import Workload
-    from coordinator.bench.failover import Losses
+
+_load = partial(typer.Option, rich_help_panel=flags.LOAD)
+_output = partial(typer.Option, rich_help_panel="Output")
 
 
 def bench(
     ctx: typer.Context,
-    config: flags.Config = None,
-    model: flags.Model = None,
-    local: flags.Local = None,
-    layers: flags.Splits = None,
-    objective: flags.Aims = "latency",
-    concurrency: flags.Concurrency = "1,4,8",
-    num_prompt: flags.NumPrompt = 128,
-    num_tokens: flags.NumTokens = 64,
-    num_trials: flags.NumTrials = 3,
-    decode: flags.Decodes = "ar",
-    failover: flags.Failover = False,
+    *,
+    cluster: Annotated[flags.ClusterFlags, Take(*flags.MODEL, "local", "objective")],
+    layers: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="3,2,1",
+            help="Layers per node, coordinator first; repeat it to compare splits. (default: planned)",
+            rich_help_panel=flags.CLUSTER,
+        ),
+    ] = None,
+    concurrency: Annotated[str, _load(metavar="1,4,8", help="How many requests at once, one case each.")] = "1,4,8",
+    num_prompt: Annotated[int, _load("--num-prompt", "-p", min=1, help="Tokens of each prompt.")] = 128,
+    num_tokens: Annotated[int, _load("--num-tokens", "-g", min=2, help="Tokens of each answer.")] = 64,
+    num_trials: Annotated[int, _load("--num-trials", "-n", min=1, help="Trials of each; medians are shown.")] = 3,
+    decode: Annotated[str, _load(metavar="ar,ngram,...", help="Decoders, as for `generate`.")] = "ar",
+    failover: Annotated[
+        bool,
+        typer.Option(
+            "--failover",
+            help="Kill, or stop, the last worker of --local in the middle of an answer, and measure how long the "
+            "answer pauses; -p is the number of tokens known by then. (default: from 128 to 4096)",
+        ),
+    ] = False,
     as_json: flags.Json = False,
-    wide: flags.Wide = False,
-    plot: flags.Plot = None,
-) -> int:
-    """Throughput and latency of many requests at once, against one process: this code's, and mlx_lm's.
+    wide: Annotated[
+        bool,
+        _output("--wide", help="All columns, as Markdown: percentiles, shares of stages, bytes sent, predictions."),
+    ] = False,
+    plot: Annotated[
+        Path | None, _output(help="Draw throughput and latency over --concurrency to this image file.")
+    ] = None,
+) -> Coroutine[Any, Any, int]:
+    """Measure throughput and latency of many requests at once, against one process of this code and of mlx_lm.
 
-    Prompts are random tokens, all systems get the same ones in turn, and the figures are medians over the trials.
-    What does not fit, or cannot be compared, is said in one line and left out.
+    Prompts are random tokens, the same for all systems, and the figures are medians over the trials. A case that does
+    not fit or cannot be compared is left out, with a line that says so.
 
     Two nodes on this machine, as without --config: brigade bench --local 1 --concurrency 1,4,8,16 --plot bench.png
 
-    Which split is best: brigade bench --config cluster.yaml --layers 20,16 --layers 24,12
+    Compare splits: brigade bench --config cluster.yaml --layers 20,16 --layers 24,12
 
-    What drafts bring: brigade bench --config cluster.yaml --concurrency 1 --decode ar,ngram,diffusion
+    Compare decoders: brigade bench --config cluster.yaml --concurrency 1 --decode ar,ngram,diffusion
 
     To forecast more requests with `brigade plan --simulate --measured`: brigade bench --concurrency 1 --json > one.json
 
-    How long a stream stands still when a worker is lost: brigade bench --failover
+    Measure how long an answer pauses when a worker is lost: brigade bench --failover
     """
+    local, model = cluster.local, cluster.model
     if failover:
-        return _bench_failover(ctx)
-    config = find_config(config)
+        others = ("config", "layers", "objective", "concurrency", "num_tokens", "decode", "wide", "plot")
+        refuse_flags(ctx, others, "not expected with --failover, which loses workers of --local in one answer by ar")
+        if local == 0:
+            raise InputError("local", "expected at least one worker, which is lost, got 0")
+        contexts = (num_prompt,) if "num_prompt" in given_flags(ctx) else None
+        return run_failover(cluster_options(None, model, local or 1, None, None), contexts, num_trials, as_json=as_json)
+    config = find_config(cluster.config)
     options = cluster_options(config, model, 1 if config is None and local is None else local, None, None)
     if layers and not options.num_workers:
         raise InputError("layers", "expected workers to split the model over, found none; use --local N or --config")
@@ -62,48 +92,27 @@ def bench(
         for kind in decode.split(",")
     )
     counts = parse_counts("concurrency", concurrency, most=MOST_WAITING)
-    options = replace(options, objective=objective, num_requests=counts[-1])
+    options = replace(options, objective=cluster.objective, num_requests=counts[-1])
     if plot is not None and len(counts) == 1:
         raise InputError("plot", f"expected several --concurrency to draw a line through, found {counts[0]} only")
     splits = tuple(dict.fromkeys(map(parse_layers, layers or []))) or (options.cluster.layers,)
 
     from coordinator.bench.bench import Workload
-    from coordinator.cli.run import run_async
 
     workload = Workload(counts, num_prompt, num_tokens, decodes, splits, num_trials)
-    run_async(run_bench(options, workload, as_json=as_json, is_wide=wide, plot=plot))
-    return 0
-
-
-def _bench_failover(ctx: typer.Context) -> int:
-    others = ("config", "layers", "objective", "concurrency", "num_tokens", "decode", "wide", "plot")
-    refuse_flags(ctx, others, "not expected with --failover, which loses workers of --local in one answer by ar")
-    given = ctx.params
-    local = 1 if given["local"] is None else given["local"]
-    if not local:
-        raise InputError("local", "expected at least one worker, which is lost, got 0")
-    contexts = (given["num_prompt"],) if "num_prompt" in given_flags(ctx) else None
-    options = cluster_options(None, given["model"], local, None, None)
-
-    from coordinator.bench.failover import CONTEXTS, Losses
-    from coordinator.cli.run import run_async
-
-    losses = Losses(contexts or CONTEXTS, given["num_trials"])
-    return run_async(run_failover(options, losses, as_json=given["as_json"]))
+    return run_bench(options, workload, as_json=as_json, is_wide=wide, plot=plot)
 
 
 async def run_bench(
     options: ClusterOptions, workload: "Workload", *, as_json: bool, is_wide: bool = False, plot: Path | None
-) -> None:
-    """Measure, then print the table or the JSON object; last, where nothing can be lost any more, write the picture.
+) -> int:
+    """Measure, print the table or the JSON object, and write the picture last, when nothing can be lost any more.
 
     Raises:
-        BrigadeError: the cluster failed; after what was measured until then is printed.
+        BrigadeError: the cluster failed; the results so far are printed first.
     """
     from coordinator.bench.bench import measure
     from coordinator.bench.report import check_plot, print_bench, to_markdown, write_plot
-    from coordinator.cli.report import require_writable
-    from coordinator.cluster.progress import telling_interrupts
 
     if plot is not None:
         check_plot(plot)
@@ -120,13 +129,16 @@ async def run_bench(
         write_plot(found, plot)
     if found.failure is not None:
         raise found.failure
+    return 0
 
 
-async def run_failover(options: ClusterOptions, losses: "Losses", *, as_json: bool) -> int:
-    """Lose workers, then print the table or the JSON object. The exit code: 1 if a token was another one."""
-    from coordinator.bench.failover import measure_failover, print_failover
+async def run_failover(
+    options: ClusterOptions, contexts: Sequence[int] | None, num_trials: int, *, as_json: bool
+) -> int:
+    """Lose workers, then print the table or the JSON object. Return the exit code: 1 if any token differed."""
+    from coordinator.bench.failover import CONTEXTS, measure_failover, print_failover
 
-    failover = await measure_failover(options, losses)
+    failover = await measure_failover(options, contexts or CONTEXTS, num_trials)
     if as_json:
         print(json.dumps(failover.as_json()))
     else:

@@ -1,26 +1,25 @@
-"""`brigade bridge`: requests as lines of standard input, many at once; answers as lines of standard output."""
+"""`brigade bridge`: takes requests as lines of standard input, and writes answers as lines of standard output."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, TextIO
 
-import typer
 from pydantic import Field, model_validator
 
 from coordinator.api.body import Sampled, Texts, read
 from coordinator.cli import flags
-from coordinator.cli.parse import chosen_cluster
-from coordinator.cli.report import line_stats
+from coordinator.cli.report import stats_of
+from coordinator.cli.run import Take
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say
-from coordinator.planning.recovery import USUAL
+from coordinator.engine.bounded import TEMPLATES
 from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Conversation, RequestSpec
 from coordinator.sessions.slots import MOST_WAITING
@@ -43,41 +42,27 @@ _CHAT_TOKENS = 4096  # of an answer whose line names no number
 
 
 def bridge(
-    ctx: typer.Context,
-    config: flags.Config = None,
-    model: flags.Model = None,
-    local: flags.Local = None,
-    layers: flags.Layers = None,
-    context: flags.Context = None,
-    trust_remote_code: flags.TrustRemoteCode = False,
-    check_finite: flags.CheckFinite = False,
-    rejoin_timeout: flags.RejoinTimeout = USUAL.rejoin_s,
-    recovery_timeout: flags.RecoveryTimeout = USUAL.recovery_s,
-) -> None:
+    cluster: Annotated[flags.ClusterFlags, Take(*flags.SERVING)],
+) -> Coroutine[Any, Any, None]:
     """Answer requests that come as JSON lines on standard input, many at once, as JSON lines on standard output.
 
     {"id": "a", "op": "generate", "prompt": "Hi", "max_tokens": 8} gives a line {"id": "a", "text": ..., "tokens": ...}
-    per piece, then one with "done": true; or one with "error".
+    per step, then one with "done": true; or one with "error".
 
-    `generate` takes a prompt as `brigade generate` does, or `prompt_tokens`; `chat` takes `messages`; both the
-    parameters of `brigade serve`. `info` tells of the model, `cancel` ends the answer with this id, `quit` ends all.
-    Where standard input ends, what is under way is answered first.
+    `generate` takes a prompt as `brigade generate` does, or `prompt_tokens`; `chat` takes `messages`; both take the
+    parameters of `brigade serve`. `info` describes the model, `cancel` ends the answer with this id, `quit` ends all.
+    At the end of standard input, running requests are answered first.
     """
-    options = chosen_cluster(ctx)
-
-    from coordinator.engine.bounded import TEMPLATES
-
-    TEMPLATES.start()  # beside the imports below, which take a second
-    from coordinator.cli.run import run_async
-
-    run_async(run_bridge(options))
+    options = cluster.options()
+    TEMPLATES.start()  # in parallel to imports that take a second
+    return run_bridge(options)
 
 
 async def run_bridge(options: ClusterOptions) -> None:
-    """Answer until standard input ends, and then what is under way; or until `quit`, and nothing more.
+    """Answer until standard input ends and all requests are answered, or until `quit`.
 
     Raises:
-        BrigadeError: the model cannot be loaded, or its cluster failed for good. BrokenPipeError: nothing reads it.
+        BrigadeError: the model cannot be loaded, or the cluster failed for good. BrokenPipeError: stdout was closed.
     """
     from coordinator.engine.engine import open_engine
     from coordinator.engine.inputs import InputProcessor
@@ -95,7 +80,7 @@ async def run_bridge(options: ClusterOptions) -> None:
 
 
 class Bridge:
-    """The requests under way, by their ids."""
+    """The running requests, by their ids."""
 
     def __init__(self, engine: Engine, writer: LineWriter) -> None:
         self._engine = engine
@@ -104,13 +89,13 @@ class Bridge:
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self, lines: AsyncGenerator[bytes, None]) -> None:
-        """Take lines to their end. Raises what no single request is to blame for; all answers end with it."""
+        """Take lines to their end. Raises errors that no single request caused; all answers end with them."""
         taking = asyncio.create_task(self._take(lines))
         failing = asyncio.create_task(self._engine.wait_failed())
         try:
             await asyncio.wait([taking, failing, self._broken], return_when=asyncio.FIRST_COMPLETED)
             if failing.done():
-                await asyncio.gather(*self._running.values())  # each tells that it failed
+                await asyncio.gather(*self._running.values())  # each writes its error line
             for ended in (self._broken, failing, taking):
                 if ended.done():
                     ended.result()
@@ -134,7 +119,7 @@ class Bridge:
         await asyncio.gather(*self._running.values())
 
     async def _begin(self, line: Line) -> None:
-        """Raises Unreadable for an id that a request under way has, or that none has which is to be cancelled."""
+        """Raises Unreadable for an id that is running already, or for a `cancel` of one that is not."""
         running = self._running.get(line.id)
         if line.op == "info":
             await self._writer.write({"id": line.id, "info": self._info()})
@@ -147,10 +132,10 @@ class Bridge:
         else:
             task = self._running[line.id] = asyncio.create_task(self._answer(line))
             task.add_done_callback(partial(self._ended, line.id))
-            await asyncio.sleep(0)  # it begins: cancelled before that it would end without a line
+            await asyncio.sleep(0)  # let it begin: a task cancelled before that would end without a line
 
     def _ended(self, line_id: Id, task: asyncio.Task[None]) -> None:
-        """Forget a request. An error that its own line cannot tell ends the bridge."""
+        """Forget a request. An error that was not written as its line ends the bridge."""
         if self._running.get(line_id) is task:
             del self._running[line_id]
         error = None if task.cancelled() else task.exception()
@@ -165,7 +150,7 @@ class Bridge:
                 async for output in outputs:
                     if piece := reply.add(output):
                         await self._writer.write(piece)
-            told = reply.last_line(output.finish_reason, line_stats(reply.answer))
+            told = reply.last_line(output.finish_reason, _stats(reply.answer))
         except BrigadeError as error:
             told = error_line(line.id, error)
         except asyncio.CancelledError:
@@ -173,7 +158,7 @@ class Bridge:
         await self._writer.write(told)
 
     def _spec(self, line: Line) -> RequestSpec:
-        """Raises InputError for a body that is none, or messages for a model that takes none."""
+        """Raises InputError for a wrong body, or for messages if the model has no chat template."""
         has_template = self._engine.inputs.has_chat_template
         if line.op == "generate":
             return read(GenerateBody, line.body).ask(has_template=has_template)
@@ -202,7 +187,7 @@ class Bridge:
 
 
 class GenerateBody(Sampled):
-    """What `generate` takes: a prompt, as `brigade generate` does, or token ids."""
+    """The body of `generate`: a prompt, as for `brigade generate`, or token ids."""
 
     prompt: str | None = None
     prompt_tokens: tuple[int, ...] | None = None
@@ -223,7 +208,7 @@ class GenerateBody(Sampled):
         return self
 
     def ask(self, *, has_template: bool) -> RequestSpec:
-        """As a conversation where the model has a template for one."""
+        """Return the request: a conversation if the model has a chat template."""
         others = {name: getattr(self, name) for name in ("presence_penalty", "frequency_penalty", "logit_bias")}
         return self.asking(
             self._prompt(has_template), sampling=others, max_tokens=self.max_tokens, stops=tuple(self.stop or ())
@@ -241,7 +226,7 @@ class GenerateBody(Sampled):
 
 @dataclass(frozen=True)
 class Line:
-    """A line that could be read, as far as every op has the same."""
+    """A line that was read: the fields of every op, and the rest."""
 
     id: Id
     op: str
@@ -249,7 +234,7 @@ class Line:
 
 
 class Unreadable(InputError):
-    """A line that cannot be read; `id` is the one it gives, if it does."""
+    """A line that cannot be read; `id` is its own, if it has a valid one."""
 
     def __init__(self, field: str, message: str, found_id: Id | None = None) -> None:
         super().__init__(field, message)
@@ -277,7 +262,7 @@ def parse_line(text: bytes) -> Line:
 
 @dataclass
 class Reply:
-    """The lines of one answer: a chat's tell content, reasoning and tool calls apart, others the text as it stands."""
+    """The lines of one answer: those of a chat separate content, reasoning and tool calls."""
 
     id: Id
     is_chat: bool
@@ -287,7 +272,7 @@ class Reply:
     tool_calls: list[Json] = field(default_factory=list)
 
     def add(self, output: Output) -> Json | None:
-        """Take an output in. Return the line that tells it, if there is something to tell."""
+        """Take an output in, and return its line; None if there is nothing to write."""
         text, tokens = output.content if self.is_chat else output.text, [token.token for token in output.tokens]
         calls = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in output.tool_calls]
         self.answer.add(output)
@@ -307,15 +292,21 @@ class Reply:
         return {name: value for name, value in found.items() if value}
 
 
+def _stats(answer: Answer) -> Json:
+    """Return the `stats` of a line; stages are not asked for each of many requests."""
+    found = {"prompt_tokens": answer.num_prompt, "reused_tokens": answer.num_reused, **stats_of(answer)}
+    return {name: value for name, value in found.items() if name not in ("peak_memory_bytes", "cache_bytes")}
+
+
 def error_line(line_id: Id | None, error: BrigadeError) -> Json:
-    """Return the line that tells an error, in the place of an answer's last one."""
+    """Return the line of an error, which ends an answer."""
     field = error.field if isinstance(error, InputError) and error.field else None
     message = error.message if field else str(error)
     return {"id": line_id, "error": {"message": message, "field": field}}
 
 
 async def read_lines(stream: BinaryIO) -> AsyncGenerator[bytes, None]:
-    """Yield every line as it comes, without its end; of one that is too long, its beginning."""
+    """Yield every line as it comes, without its end; only the beginning of one that is too long."""
 
     def read_line() -> bytes:
         line = rest = stream.readline(_MOST_BYTES + 1)
@@ -332,7 +323,7 @@ async def read_lines(stream: BinaryIO) -> AsyncGenerator[bytes, None]:
 
 
 class LineWriter:
-    """Writes JSON objects, a line each, on a thread: a slow reader does not stop the event loop. Use as a context."""
+    """Writes JSON objects, a line each, on a thread: a slow reader does not block the event loop. A context manager."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -345,6 +336,6 @@ class LineWriter:
         self._thread.close()
 
     async def write(self, line: Json) -> None:
-        """Return once it is written. Raises BrokenPipeError if standard output was closed."""
+        """Write a line. Raises BrokenPipeError if standard output was closed."""
         text = to_json(line) + "\n"
         await self._thread.run(lambda: (self._stream.write(text), self._stream.flush()))

@@ -8,7 +8,7 @@ import signal
 import sys
 import termios
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,13 +20,13 @@ from rich.console import Console
 
 from coordinator.cli import flags
 from coordinator.cli.dialogue import Dialogue, Typed
-from coordinator.cli.parse import chosen_cluster, chosen_sampling, refuse_flags
+from coordinator.cli.run import Take
 from coordinator.cli.show import showing
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say
-from coordinator.planning.recovery import USUAL
+from coordinator.engine.bounded import TEMPLATES
 from coordinator.sessions.output import Output, Usage
-from coordinator.sessions.request import Conversation, RequestSpec, make_sampling, require_utf8
+from coordinator.sessions.request import Conversation, RequestSpec, require_utf8
 from worker.errors import BrigadeError, InputError
 from worker.platform.interrupts import INTERRUPTED
 from worker.platform.threads import CallThread
@@ -40,71 +40,45 @@ Stream = Callable[[Messages], AsyncGenerator[Output, None]]
 
 def chat(
     ctx: typer.Context,
-    system_prompt: flags.SystemPrompt = None,
+    *,
+    system_prompt: Annotated[str | None, typer.Option(help="A system message before the conversation.")] = None,
     max_tokens: Annotated[
         int | None,
         typer.Option("--max-tokens", "-m", min=1, help="The most tokens of an answer. (default: as many as fit)"),
     ] = None,
-    server: flags.ServerUrl = None,
-    api_key_file: flags.ApiKeyFile = None,
-    config: flags.Config = None,
-    model: flags.Model = None,
-    local: flags.Local = None,
-    layers: flags.Layers = None,
-    context: flags.Context = None,
-    trust_remote_code: flags.TrustRemoteCode = False,
-    check_finite: flags.CheckFinite = False,
-    rejoin_timeout: flags.RejoinTimeout = USUAL.rejoin_s,
-    recovery_timeout: flags.RecoveryTimeout = USUAL.recovery_s,
-    temp: flags.Temp = None,
-    top_p: flags.TopP = None,
-    top_k: flags.TopK = None,
-    min_p: flags.MinP = None,
-    repetition_penalty: flags.RepetitionPenalty = None,
-    seed: flags.Seed = None,
-) -> int:
-    """Talk with the model. /help lists what else can be typed; Ctrl-C ends an answer, /exit or Ctrl-D leaves.
+    server: flags.ServerFlags,
+    cluster: Annotated[flags.ClusterFlags, Take(*flags.SERVING)],
+    sampling: Annotated[flags.SamplingFlags, Take(*flags.MODELS_OWN, "seed")],
+) -> Coroutine[Any, Any, int]:
+    """Talk with the model. /help lists the commands; Ctrl-C ends an answer, /exit or Ctrl-D leaves.
 
     brigade chat --model demo --local 2
 
-    With a server that runs: brigade chat --server http://localhost:9338
+    With a running server: brigade chat --server http://localhost:9338
     """
-    if server is not None:
-        for names, why in flags.ELSEWHERE.items():
-            refuse_flags(ctx, names, why)
-    sampling = chosen_sampling(ctx)
-    make_sampling(**sampling)
-    options = chosen_cluster(ctx) if server is None else None
-
-    from coordinator.api.auth import first_key
-    from coordinator.cli.run import run_async
-
-    if options is not None:
-        from coordinator.engine.bounded import TEMPLATES
-
-        TEMPLATES.start()  # beside what is imported later, which takes a second
-        model_at = loaded(options, RequestSpec((0,), max_tokens, sampling))
-    else:
-        assert server is not None
-        body = sampling | ({"max_tokens": max_tokens} if max_tokens else {})
-        model_at = served(server, first_key(api_key_file) if api_key_file else None, body)
-    return run_async(run_chat(model_at, system_prompt))
+    server.refuse_others(ctx)
+    chosen = sampling.chosen()
+    if server.server is not None:
+        return run_chat(served(server, chosen | ({"max_tokens": max_tokens} if max_tokens else {})), system_prompt)
+    options = cluster.options()
+    TEMPLATES.start()  # in parallel to imports that take a second
+    return run_chat(loaded(options, RequestSpec((0,), max_tokens, chosen)), system_prompt)
 
 
 @asynccontextmanager
 async def loaded(options: ClusterOptions, spec: RequestSpec) -> AsyncIterator[tuple[str, Stream]]:
-    """Load a model over a cluster: its name, and what answers messages as `spec` asks.
+    """Load a model over a cluster; yield its name and a function that answers messages with the parameters of `spec`.
 
     Raises:
-        InputError: the model has no chat template, or cannot be asked so. BrigadeError: it cannot be loaded.
+        InputError: the model has no chat template, or cannot serve such requests. BrigadeError: it cannot be loaded.
     """
     from coordinator.engine.engine import open_engine
     from coordinator.engine.inputs import InputProcessor
 
     inputs = await InputProcessor.read(options.model, trust_remote_code=options.trust_remote_code)
     if not inputs.has_chat_template:
-        raise InputError("model", "this model has no chat template; ask it by `brigade generate`")
-    await inputs.make_request(spec)  # what is wrong with it is said before anything is loaded
+        raise InputError("model", "this model has no chat template; use `brigade generate`")
+    await inputs.make_request(spec)  # errors in it are raised before anything is loaded
     async with open_engine(inputs, options, options.context, max_waiting=1, max_wait_s=_MAX_WAIT_S) as engine:
 
         async def stream(messages: Messages) -> AsyncGenerator[Output, None]:
@@ -117,16 +91,16 @@ async def loaded(options: ClusterOptions, spec: RequestSpec) -> AsyncIterator[tu
 
 
 @asynccontextmanager
-async def served(url: str, key: str | None, body: Mapping[str, Any]) -> AsyncIterator[tuple[str, Stream]]:
-    """Likewise the model of a server; `body` are fields of each request."""
+async def served(given: flags.ServerFlags, body: Mapping[str, Any]) -> AsyncIterator[tuple[str, Stream]]:
+    """Likewise for the model of a server; `body` has the fields of each request."""
     from coordinator.cli.remote import open_server
 
-    async with open_server(url, key) as server:
-        yield server.name, lambda messages: server.chat(messages, body)
+    async with open_server(given) as server:
+        yield server.name, lambda messages: server.generate(Conversation(tuple(messages)), body)
 
 
 async def run_chat(model_at: contextlib.AbstractAsyncContextManager[tuple[str, Stream]], system: str | None) -> int:
-    """Talk until standard input ends, or the user leaves; return the exit code."""
+    """Talk until standard input ends or the user leaves; return the exit code."""
     with Keyboard() as keyboard:
         async with model_at as (name, stream):
             return await Chat(name, stream, keyboard, Dialogue(system)).run()
@@ -144,12 +118,12 @@ class Chat:
         self._console = Console() if keyboard.is_terminal else None
         self._typed = Typed()
         self._answering: asyncio.Task[None] | None = None
-        self._is_leaving = False  # Ctrl-C was pressed while nothing was answered, and no line has come since
+        self._is_leaving = False  # Ctrl-C was pressed between answers, and no line has come since
         self._left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._code = 0
 
     async def run(self) -> int:
-        """Talk to the end. Return the exit code: piped messages that were not answered count."""
+        """Talk to the end, and return the exit code: not 0 if a piped message was not answered."""
         if self._console:
             say(f"{self._name}; /help lists what else you can type, /exit or Ctrl-D leaves")
         typed = self._typed
@@ -165,7 +139,7 @@ class Chat:
         return self._code
 
     async def _line(self, prompt: str) -> str | None:
-        """Return the next line; None at the end of standard input, or where Ctrl-C asks to leave."""
+        """Return the next line; None at the end of standard input, or after Ctrl-C was pressed twice."""
         reading = asyncio.create_task(self._keyboard.read(prompt))
         either: list[asyncio.Future[Any]] = [reading, self._left]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -176,7 +150,7 @@ class Chat:
         return reading.result()
 
     async def _take(self, message: str) -> bool:
-        """Do what a command says, or answer. Return whether to go on."""
+        """Run a command or answer a message. Return whether to continue."""
         try:
             if message.startswith("/") and "\n" not in message:
                 run_chat_command(self, message)
@@ -190,7 +164,7 @@ class Chat:
         return True
 
     async def _answer(self, message: str) -> None:
-        """Raises BrigadeError; the question is taken back then, unless it was answered in part."""
+        """Raises BrigadeError; the question is dropped then, unless a part of its answer came."""
         require_utf8("prompt", message)
         self.dialogue.ask(message)
         said: list[str] = []
@@ -198,7 +172,7 @@ class Chat:
         try:
             await asyncio.wait([answering])
         finally:
-            answering.cancel()  # where this task is cancelled itself
+            answering.cancel()  # if this task itself is cancelled
             await asyncio.gather(answering, return_exceptions=True)
             self._answering = None
             self.dialogue.answer("".join(said))
@@ -243,11 +217,11 @@ def _stats_line(usage: Usage, began: float, first: float) -> str:
 
 
 class Leave(Exception):
-    """The user wants to go."""
+    """The user leaves the chat."""
 
 
 class Command(NamedTuple):
-    """What can be typed beside messages."""
+    """A command of the chat."""
 
     expects: str
     help: str
@@ -255,10 +229,10 @@ class Command(NamedTuple):
 
 
 def run_chat_command(chat: Chat, line: str) -> None:
-    """Do what a line that begins with a slash says.
+    """Run the command of a line that begins with a slash.
 
     Raises:
-        InputError: there is no such command, or it cannot be done. Leave: the user wants to go.
+        InputError: there is no such command, or it failed. Leave: the user leaves the chat.
     """
     name, _, rest = line.partition(" ")
     if name not in COMMANDS:
@@ -277,12 +251,12 @@ def _help(chat: Chat, rest: str) -> None:
 
 def _reset(chat: Chat, rest: str) -> None:
     chat.dialogue = Dialogue(chat.dialogue.system)
-    say("forgotten what was said")
+    say("the conversation starts anew")
 
 
 def _system(chat: Chat, rest: str) -> None:
     chat.dialogue.system = system = rest or chat.dialogue.system
-    say(f"the model is told first: {system}" if system else "the model is told nothing first")
+    say(f"system prompt: {system}" if system else "no system prompt")
 
 
 def _save(chat: Chat, rest: str) -> None:
@@ -311,11 +285,11 @@ def _exit(chat: Chat, rest: str) -> None:
 
 COMMANDS = {
     "/help": Command("", "this list", _help),
-    "/reset": Command("", "forget what was said", _reset),
-    "/system": Command("[TEXT]", "what the model is told before the conversation", _system),
+    "/reset": Command("", "start a new conversation", _reset),
+    "/system": Command("[TEXT]", "show or set the system prompt", _system),
     "/save": Command("FILE", "write the conversation to a file, as JSON", _save),
-    "/load": Command("FILE", "go on with one that was saved", _load),
-    "/stats": Command("", "what the last answer took", lambda chat, rest: say(chat.stats)),
+    "/load": Command("FILE", "continue a saved conversation", _load),
+    "/stats": Command("", "statistics of the last answer", lambda chat, rest: say(chat.stats)),
     "/exit": Command("", "leave", _exit),
 }
 
@@ -331,13 +305,13 @@ class Keyboard:
     def __enter__(self) -> Keyboard:
         if self.is_terminal:
             with contextlib.suppress(ImportError):
-                import readline  # noqa: F401 - by which input() edits lines, and knows earlier ones
+                import readline  # noqa: F401 - makes input() edit lines and keep a history
             self._settings = termios.tcgetattr(sys.stdin)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._thread.close(timeout_s=0)  # it may wait for a line that never comes
-        if self._settings is not None:  # as they were before that line was waited for
+        self._thread.close(timeout_s=0)  # its thread may be waiting for a line
+        if self._settings is not None:  # input() may have changed them
             termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._settings)  # type: ignore[arg-type]
 
     async def read(self, prompt: str) -> str | None:
@@ -352,12 +326,12 @@ def _piped_line() -> str:
     line = sys.stdin.buffer.readline()
     if not line:
         raise EOFError
-    return line.decode(errors="surrogateescape").rstrip("\r\n")  # as python reads a flag
+    return line.decode(errors="surrogateescape").rstrip("\r\n")  # as Python decodes arguments
 
 
 @contextmanager
 def _taking_interrupts(on_interrupt: Callable[[], None]) -> Iterator[None]:
-    """Have Ctrl-C call this."""
+    """Call `on_interrupt` on Ctrl-C."""
     before, loop = signal.getsignal(signal.SIGINT), asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, on_interrupt)
     try:

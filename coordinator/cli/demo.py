@@ -1,12 +1,14 @@
-"""`brigade demo`: one answer on several processes, in windows and one token per step, and what to try next."""
+"""`brigade demo`: one answer on several processes, in windows and one token per step."""
 
 from __future__ import annotations
 
 import shlex
 import shutil
 import sys
+from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -18,49 +20,54 @@ from coordinator.cli.generate import (
     prepare,
     print_outputs,
     read_prompt,
+    require_one_prompt,
     run_generate,
 )
-from coordinator.cli.parse import require_one_prompt
 from coordinator.cli.report import print_stats, print_summary, stats_of
+from coordinator.cli.run import Take
 from coordinator.cli.show import Printer
 from coordinator.cluster.options import ClusterOptions, cluster_options
 from coordinator.cluster.progress import say
 from coordinator.decoding.decode import Decode
+from coordinator.engine.bounded import TEMPLATES
 from coordinator.sessions.output import Answer
+from coordinator.sessions.request import RequestSpec
 
 DEMO_PROMPT = "Tom has 48 apples. He buys 27 more and then gives away 30. How many apples does Tom have?"
 _NEXT = ("generate", "--local", "2", "--stats", "Tell me a story about a fox.")
 
 
 def demo(
-    ctx: typer.Context,
-    text: flags.Text = None,
-    prompt: flags.Prompt = None,
-    local: flags.DemoLocal = 2,
+    prompt: Annotated[flags.PromptFlags, Take("text", "prompt")],
+    *,
+    local: Annotated[
+        int,
+        # the bundled model has eight layers, of which this process takes one
+        typer.Option(min=1, max=7, help="How many workers to start here.", rich_help_panel=flags.CLUSTER),
+    ] = 2,
     max_tokens: flags.MaxTokens = 256,
     as_json: flags.Json = False,
-) -> None:
-    """Worker processes and this coordinator on loopback, the bundled model, one answer, in windows and without.
+) -> Coroutine[Any, Any, None]:
+    """Start workers on this machine and answer a prompt with the bundled model, in windows and token by token.
 
     brigade demo
 
     With more workers: brigade demo --local 5
     """
-    require_one_prompt(ctx, may_lack=True)
+    require_one_prompt(prompt, is_text=True, may_lack=True)
     options = cluster_options(None, "demo", local, None, None)
-
-    from coordinator.engine.bounded import TEMPLATES
-
-    TEMPLATES.start()  # beside the imports below, which take a second
-    from coordinator.cli.run import run_async
-
-    given = read_prompt(text, prompt)
-    asked = GenerateOptions(DEMO_PROMPT if given is None else given, max_tokens=max_tokens, as_json=as_json)
-    run_async(run_generate(options, asked) if as_json else run_demo(options, asked))
+    TEMPLATES.start()  # in parallel to imports that take a second
+    given = read_prompt(prompt)
+    asked = GenerateOptions(
+        DEMO_PROMPT if given is None else given,
+        spec=RequestSpec((), max_tokens),
+        output=flags.OutputFlags(as_json=as_json),
+    )
+    return run_generate(options, asked) if as_json else run_demo(options, asked)
 
 
 async def run_demo(options: ClusterOptions, asked: GenerateOptions) -> None:
-    """Print the answer to standard output, and to standard error what it took in either way, and what to try next."""
+    """Print the answer to standard output; statistics of both ways and a command to try next to standard error."""
     from coordinator.engine.engine import open_engine
 
     say(f"> {asked.prompt}\n")
@@ -77,7 +84,7 @@ async def run_demo(options: ClusterOptions, asked: GenerateOptions) -> None:
 
 
 def compare(windows: Answer, stepwise: Answer) -> str:
-    """Return a line for each of two ways to the same answer."""
+    """Return a line for each of the two ways to the same answer."""
     lines = [
         f"{name:<19}{len(answer.tokens)} tokens in {answer.num_steps} steps, "
         f"{stats_of(answer)['tokens_per_s'] or 0:.1f} tok/s"
@@ -87,7 +94,7 @@ def compare(windows: Answer, stepwise: Answer) -> str:
 
 
 def _our_command() -> str:
-    """Return how this very program can be called from here."""
+    """Return a command by which this program can be called from here."""
     if shutil.which("brigade"):
         return "brigade"
     program = Path(sys.argv[0])

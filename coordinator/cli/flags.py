@@ -1,26 +1,37 @@
-"""The flags that commands share: one name, one help text and one panel each."""
+"""The flags that commands share: records of flags, what they amount to, and flags that contradict each other."""
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 
+from coordinator.cluster.options import ClusterOptions, cluster_options
+from coordinator.cluster.progress import say
+from coordinator.decoding.decode import Decode, make_decode
 from coordinator.planning.plan import USUAL_REQUESTS, Goal
+from coordinator.planning.recovery import USUAL, Limits
+from coordinator.sessions.request import make_sampling
+from worker.errors import InputError
+from worker.platform.run import field_of
 
+T = TypeVar("T")
+Number = TypeVar("Number", int, float)
+
+CONFIG = Path("cluster.yaml")  # used where it exists, unless --config names another
 CLUSTER, LOAD = "Cluster", "Load"
 
 _cluster = partial(typer.Option, rich_help_panel=CLUSTER)
-_load = partial(typer.Option, rich_help_panel=LOAD)
-_server = partial(typer.Option, rich_help_panel="Server")
 _recovery = partial(typer.Option, rich_help_panel="Recovery")
 _sampling = partial(typer.Option, rich_help_panel="Sampling")
 _windows = partial(typer.Option, rich_help_panel="Windows")
-_cache = partial(typer.Option, rich_help_panel="Cache")
 _output = partial(typer.Option, rich_help_panel="Output")
+_server = partial(typer.Option, rich_help_panel="Server")
 
 Config = Annotated[
-    Path | None, _cluster(help="The model and the workers. (default: cluster.yaml of this folder, if it is there)")
+    Path | None, _cluster(help="The model and the workers. (default: cluster.yaml of this folder, if it exists)")
 ]
 Model = Annotated[
     str | None,
@@ -28,233 +39,326 @@ Model = Annotated[
         help="A folder, a hub repository (owner/name), or `demo`, the bundled model. (default: cluster.yaml's or demo)"
     ),
 ]
-Local = Annotated[
-    int | None,
-    _cluster(
-        min=0,
-        max=16,
-        help="Start this many workers on loopback instead of using cluster.yaml's; 0 runs everything in this process.",
-    ),
-]
-DemoLocal = Annotated[
-    int,
-    # the bundled model has eight layers, of which this process takes one
-    _cluster("--local", min=1, max=7, help="How many workers to start here."),
-]
-Layers = Annotated[
-    str | None,
-    _cluster(metavar="3,2,1", help="Layers per node, coordinator first. (default: planned)"),
-]
-Context = Annotated[
-    int | None,
-    _cluster(min=1, help="Tokens per session that the plan keeps memory for. (default: 4096)"),
-]
-Aims = Annotated[
+Objective = Annotated[
     Goal,
     _cluster(
         "--objective",
-        help="What the plan is to be fast at, where the nodes' speeds are known: `latency`, one request's time per "
-        f"token, or `throughput`, that of all --concurrency requests together, of {USUAL_REQUESTS} where nobody says.",
+        help="What the plan minimises where the nodes' speeds are known: `latency`, one request's time per token, or "
+        f"`throughput`, that of all --concurrency requests together ({USUAL_REQUESTS} by default).",
     ),
 ]
-TrustRemoteCode = Annotated[
-    bool,
-    _cluster(
-        "--trust-remote-code",
-        help="Run the Python code that is some models' tokenizer (Kimi's), once you have read it: it may do all that "
-        "you may. Without this it is neither run nor fetched.",
-    ),
-]
-RejoinTimeout = Annotated[
-    float,
-    _recovery(
-        min=0,
-        help="How long a lost node is awaited, seconds, before the others take its layers; where the model does not "
-        "fit on them: as long as --recovery-timeout.",
-    ),
-]
-RecoveryTimeout = Annotated[
-    float,
-    _recovery(
-        min=0, help="How long it may take until answers go on after a node is lost, seconds; 0: they fail at once."
-    ),
-]
-
-CheckFinite = Annotated[
-    bool,
-    _cluster(
-        "--check-finite",
-        help="Have every node look for NaN and infinities in what its layers make, and name the first that finds some.",
-    ),
-]
-
-Text = Annotated[str | None, typer.Argument(metavar="PROMPT", show_default=False, help="What to ask, in quotes.")]
-Prompt = Annotated[
-    str | None, typer.Option("--prompt", "-p", help="What to ask, as a flag; `-` reads standard input either way.")
-]
-PromptTokens = Annotated[str | None, typer.Option(metavar="1,2,3", help="The prompt as token ids.")]
-SystemPrompt = Annotated[str | None, typer.Option(help="Said to the model before the prompt.")]
-Raw = Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, without the chat template.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-m", help="The most tokens to generate.")]
-Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this text; repeatable.")]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end-of-sequence token.")]
+DefaultMaxTokens = Annotated[
+    int, typer.Option("--max-tokens", "-m", min=1, help="The most tokens of an answer if its request sets no limit.")
+]
 PrefillStepSize = Annotated[
     int | None,
-    typer.Option(
-        min=1,
-        max=8192,
-        help="The most rows of a prompt chunk. (default: by what rows cost here, so that every stage works)",
-    ),
-]
-
-_MODELS = "(default: the model's, else {})"  # what its generation_config.json says, if it says that it is to be sampled
-Temp = Annotated[
-    float | None,
-    _sampling(help=f"Temperature; 0 takes the likeliest token. {_MODELS.format(0)}"),
-]
-TopP = Annotated[
-    float | None,
-    _sampling(help=f"Sample from the likeliest tokens of this total; 0 or 1: off. {_MODELS.format('off')}"),
-]
-TopK = Annotated[
-    int | None,
-    _sampling(help=f"Sample from the k likeliest tokens; 0: off. {_MODELS.format('off')}"),
-]
-MinP = Annotated[
-    float | None,
-    _sampling(help=f"Sample from tokens at least this times as likely as the best; 0: off. {_MODELS.format('off')}"),
-]
-RepetitionPenalty = Annotated[
-    float | None,
-    _sampling(help=f"Divide the logits of the last 20 tokens; 0 or 1: off. {_MODELS.format('off')}"),
-]
-PresencePenalty = Annotated[float, _sampling(help="Subtract from the logits of the last 20 tokens.")]
-FrequencyPenalty = Annotated[float, _sampling(help="Subtract per use among the last 20 tokens.")]
-LogitBias = Annotated[
-    str | None,
-    _sampling(metavar="ID:BIAS,...", help="Add to the logits of these tokens."),
-]
-Seed = Annotated[
-    int | None,
-    _sampling(min=0, max=2**64 - 1, help="The same seed gives the same tokens, on any split. (default: random)"),
-]
-VerifySeed = Annotated[int, typer.Option("--seed", min=0, max=2**64 - 1, help="Of the prompts and the samples.")]
-Stream = Annotated[
-    bool,
-    typer.Option(
-        "--stream", help="Compare with one layer after another, read from disk, even if the whole model fits here."
-    ),
-]
-
-DecodeKind = Annotated[
-    str,
-    _windows(
-        "--decode",
-        metavar="auto|ar|ngram|diffusion|diffusion-fast",
-        help="`ar`: one token per step. `ngram`: drafts from the text so far, verified. `diffusion`: diffusion "
-        "windows, verified: the tokens of `ar`, several per step. `diffusion-fast`: WeDLM's decoder, lossy. "
-        "`auto`: `diffusion` if the checkpoint has mask-trained weights, else `ar`.",
-    ),
-]
-Window = Annotated[
-    str,
-    _windows(
-        metavar="W|auto",
-        help="MASK rows per window. A full one feeds as many drafts beside them: W = 16 means 32 rows. `auto` takes "
-        "what pays.",
-    ),
-]
-EntropyThreshold = Annotated[float, _windows(help="diffusion-fast: fill where the entropy is below this, nats.")]
-PositionPenalty = Annotated[
-    float,
-    _windows(help="diffusion-fast: nats of entropy added per position ahead."),
-]
-RepeatGuard = Annotated[
-    int,
-    typer.Option(min=0, help="End the answer once its last tokens repeat this many times; 0: off."),
-]
-Kv = Annotated[
-    str,
-    _cache(
-        metavar="full|rotating|int8",
-        help="The KV cache: every token; the first 4 and the latest, --max-kv-size in all; every token in 8 bits, "
-        "in 0.53 to 0.56 of the bytes.",
-    ),
-]
-MaxKvSize = Annotated[int | None, _cache(min=1, help="Tokens that a rotating cache keeps.")]
-
-Json = Annotated[
-    bool,
-    _output("--json", help="One JSON object on stdout at the end, nothing else there."),
-]
-Stats = Annotated[
-    bool,
-    _output("--stats", "-v", help="Where each millisecond went, by node and by kind of work, on stderr."),
-]
-Logprobs = Annotated[
-    int | None,
-    _output(min=0, max=20, help="With --json: each token's log probability and those of the N likeliest."),
-]
-Trace = Annotated[Path | None, _output(help="Write a Chrome trace of all stages to this file.")]
-
-Journal = Annotated[
-    Path | None,
-    _output(
-        help="Keep the answer in this file as it comes. Run again with a file that holds the beginning of one, the "
-        "prompt may be left out: the answer goes on where it ended, with the tokens it would have had. A step is kept, "
-        "then printed: killed between the two, its text is missing from what was printed; --json has it."
-    ),
-]
-
-Concurrency = Annotated[str, _load(metavar="1,4,8", help="How many requests at once, in turn.")]
-NumPrompt = Annotated[int, _load("--num-prompt", "-p", min=1, help="Tokens of each prompt.")]
-NumTokens = Annotated[int, _load("--num-tokens", "-g", min=2, help="Tokens of each answer.")]
-NumTrials = Annotated[int, _load("--num-trials", "-n", min=1, help="Trials of each; medians are shown.")]
-Decodes = Annotated[str, _load("--decode", metavar="ar,ngram,...", help="Decoders, as for `generate`.")]
-Splits = Annotated[
-    list[str] | None,
-    _cluster(
-        "--layers",
-        metavar="3,2,1",
-        help="Layers per node, coordinator first; repeat it to compare splits. (default: planned)",
-    ),
-]
-Plot = Annotated[
-    Path | None,
-    _output(help="Draw throughput and latency over --concurrency to this image file."),
-]
-Wide = Annotated[
-    bool,
-    _output("--wide", help="All columns, as Markdown: percentiles, each stage's part, bytes sent, predictions."),
-]
-Failover = Annotated[
-    bool,
-    typer.Option(
-        "--failover",
-        help="Kill, and stop, the last worker of --local in the middle of an answer, and measure how long the reader "
-        "waits; -p says how many tokens are known by then. (default: from 128 to 4096)",
-    ),
-]
-
-
-# What --server contradicts, and why: its model is loaded, and it does not tell its clients all that a cluster tells.
-ELSEWHERE = {
-    ("config", "model", "local", "layers"): "not expected with --server, which has its model loaded",
-    ("stats", "trace"): "not expected with --server, which tells a client nothing of its stages",
-    ("journal",): "not expected with --server, which keeps no journal for its clients",
-    (
-        "logprobs",
-    ): "not expected with --server, which tells no token ids; its /v1 routes tell logprobs by the tokens' text",
-}
-ServerUrl = Annotated[
-    str | None,
-    _server(
-        "--server",
-        metavar="URL",
-        help="Ask a `brigade serve` that runs, such as http://localhost:9338, instead of loading anything.",
-    ),
+    typer.Option(min=1, max=8192, help="The most rows of a prompt chunk. (default: chosen by measured costs per row)"),
 ]
 ApiKeyFile = Annotated[
     Path | None,
-    _server(help="Keys, a line each: KEY or NAME KEY. A server lets all of them in; a client brings the first."),
+    _server(help="Keys, one per line: KEY or NAME KEY. A server accepts all of them; a client sends the first."),
 ]
+Json = Annotated[bool, _output("--json", help="Print one JSON object on stdout at the end, and nothing else there.")]
+
+
+@dataclass(frozen=True)
+class ClusterFlags:
+    """Which model runs where."""
+
+    config: Config = None
+    model: Model = None
+    local: Annotated[
+        int | None,
+        _cluster(
+            min=0,
+            max=16,
+            help="Start this many workers on loopback instead of using cluster.yaml's; 0 runs everything in this "
+            "process.",
+        ),
+    ] = None
+    layers: Annotated[
+        str | None, _cluster(metavar="3,2,1", help="Layers per node, coordinator first. (default: planned)")
+    ] = None
+    objective: Objective = "latency"
+    context: Annotated[
+        int | None, _cluster(min=1, help="Tokens per session that the plan reserves memory for. (default: 4096)")
+    ] = None
+    trust_remote_code: Annotated[
+        bool,
+        _cluster(
+            "--trust-remote-code",
+            help="Run the Python code of tokenizers that need it (Kimi's), once you have read it: it runs with your "
+            "permissions. Without this flag it is neither run nor downloaded.",
+        ),
+    ] = False
+    check_finite: Annotated[
+        bool,
+        _cluster(
+            "--check-finite",
+            help="Have every node check the outputs of its layers for NaN and infinities, and name the first that "
+            "finds some.",
+        ),
+    ] = False
+    rejoin_timeout: Annotated[
+        float,
+        _recovery(
+            min=0,
+            help="How long to wait for a lost node, seconds, before the others take its layers; --recovery-timeout "
+            "where the model does not fit on them.",
+        ),
+    ] = USUAL.rejoin_s
+    recovery_timeout: Annotated[
+        float,
+        _recovery(
+            min=0,
+            help="How long answers may pause after a node is lost, seconds, before they fail; 0: they fail at once.",
+        ),
+    ] = USUAL.recovery_s
+
+    def options(self) -> ClusterOptions:
+        """Return which model runs where, by these flags and the cluster.yaml.
+
+        Raises:
+            ConfigError: a file or a value cannot be read, or they contradict each other.
+        """
+        options = cluster_options(
+            find_config(self.config),
+            self.model,
+            self.local,
+            None if self.layers is None else parse_layers(self.layers),
+            self.context,
+            self.trust_remote_code,
+            self.check_finite,
+            Limits(self.rejoin_timeout, self.recovery_timeout),
+        )
+        return replace(options, objective=self.objective)
+
+
+MODEL = ("config", "model")  # fields of ClusterFlags, for commands that do not take all of them
+SPLIT = (*MODEL, "local", "layers", "context")
+TEXT = (*SPLIT, "trust_remote_code")
+SERVING = (*TEXT, "check_finite", "rejoin_timeout", "recovery_timeout")
+
+
+@dataclass(frozen=True)
+class ServerFlags:
+    """The running server that a client asks instead of loading a model."""
+
+    server: Annotated[
+        str | None,
+        _server(
+            "--server",
+            metavar="URL",
+            help="Ask a running `brigade serve`, such as http://localhost:9338, instead of loading a model.",
+        ),
+    ] = None
+    api_key_file: ApiKeyFile = None
+
+    def refuse_others(self, ctx: typer.Context) -> None:
+        """Raise InputError for flags of the command line that contradict --server."""
+        if self.server is not None:
+            for names, why in _NOT_WITH_SERVER.items():
+                refuse_flags(ctx, names, f"not expected with --server, {why}")
+
+
+_NOT_WITH_SERVER = {
+    ("config", "model", "local", "layers"): "which has its model loaded",
+    ("stats", "trace"): "which tells a client nothing of its stages",
+    ("journal",): "which keeps no journal for its clients",
+    ("logprobs",): "which sends no token ids; its /v1 routes return logprobs by the tokens' text",
+}
+
+_OWN = "(default: the model's, else {})"  # from a generation_config.json that asks for sampling
+
+
+@dataclass(frozen=True)
+class SamplingFlags:
+    """How tokens are drawn; `SamplingParams` says which values each parameter may have."""
+
+    temp: Annotated[float | None, _sampling(help=f"Temperature; 0 takes the likeliest token. {_OWN.format(0)}")] = None
+    top_p: Annotated[
+        float | None,
+        _sampling(help=f"Sample from the likeliest tokens of this total; 0 or 1: off. {_OWN.format('off')}"),
+    ] = None
+    top_k: Annotated[
+        int | None, _sampling(help=f"Sample from the k likeliest tokens; 0: off. {_OWN.format('off')}")
+    ] = None
+    min_p: Annotated[
+        float | None,
+        _sampling(help=f"Sample from tokens at least this times as likely as the best; 0: off. {_OWN.format('off')}"),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, _sampling(help=f"Divide the logits of the last 20 tokens; 0 or 1: off. {_OWN.format('off')}")
+    ] = None
+    presence_penalty: Annotated[float, _sampling(help="Subtract from the logits of the last 20 tokens.")] = 0.0
+    frequency_penalty: Annotated[float, _sampling(help="Subtract per use among the last 20 tokens.")] = 0.0
+    logit_bias: Annotated[str | None, _sampling(metavar="ID:BIAS,...", help="Add to the logits of these tokens.")] = (
+        None
+    )
+    seed: Annotated[
+        int | None,
+        _sampling(min=0, max=2**64 - 1, help="The same seed gives the same tokens, on any split. (default: random)"),
+    ] = None
+
+    def chosen(self) -> dict[str, Any]:
+        """Return the parameters that differ from their defaults, by their names in a request.
+
+        Raises:
+            InputError: a value is out of range.
+        """
+        found = {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != each.default}
+        if "temp" in found:
+            found["temperature"] = found.pop("temp")
+        if self.logit_bias is not None:
+            found["logit_bias"] = parse_bias(self.logit_bias)
+        make_sampling(**found)
+        return found
+
+
+MODELS_OWN = ("temp", "top_p", "top_k", "min_p", "repetition_penalty")  # fields of SamplingFlags
+
+
+@dataclass(frozen=True)
+class DecodeFlags:
+    """The decoder and its windows."""
+
+    decode: Annotated[
+        str,
+        _windows(
+            "--decode",
+            metavar="auto|ar|ngram|diffusion|diffusion-fast",
+            help="`ar`: one token per step. `ngram`: drafts from the text so far, verified. `diffusion`: diffusion "
+            "windows, verified: the tokens of `ar`, several per step. `diffusion-fast`: WeDLM's decoder, lossy. "
+            "`auto`: `diffusion` if the checkpoint has mask-trained weights, else `ar`.",
+        ),
+    ] = "auto"
+    window: Annotated[
+        str,
+        _windows(
+            metavar="W|auto",
+            help="MASK rows per window. A full window has as many drafts beside them: W = 16 means 32 rows. `auto` "
+            "chooses by measured step times.",
+        ),
+    ] = "auto"
+    entropy_threshold: Annotated[
+        float, _windows(help="diffusion-fast: fill where the entropy is below this, nats.")
+    ] = Decode.entropy_threshold
+    position_penalty: Annotated[float, _windows(help="diffusion-fast: nats of entropy added per position ahead.")] = (
+        Decode.position_penalty
+    )
+
+    def decoder(self) -> Decode:
+        """Raises InputError for a value out of range."""
+        return make_decode(self.decode, self.window, self.entropy_threshold, self.position_penalty)
+
+
+@dataclass(frozen=True)
+class PromptFlags:
+    """The prompt, in one of three ways, and how the model gets it."""
+
+    text: Annotated[str | None, typer.Argument(metavar="PROMPT", show_default=False, help="The prompt, in quotes.")] = (
+        None
+    )
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="The prompt as a flag; `-` reads standard input either way.")
+    ] = None
+    prompt_tokens: Annotated[str | None, typer.Option(metavar="1,2,3", help="The prompt as token ids.")] = None
+    system_prompt: Annotated[str | None, typer.Option(help="A system message before the prompt.")] = None
+    raw: Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, without the chat template.")] = False
+
+
+@dataclass(frozen=True)
+class OutputFlags:
+    """What `generate` prints and writes beside the text."""
+
+    logprobs: Annotated[
+        int | None,
+        _output(min=0, max=20, help="With --json: each token's log probability and those of the N likeliest."),
+    ] = None
+    as_json: Json = False
+    stats: Annotated[bool, _output("--stats", "-v", help="Print the time by node and by kind of work on stderr.")] = (
+        False
+    )
+    trace: Annotated[Path | None, _output(help="Write a Chrome trace of all stages to this file.")] = None
+    journal: Annotated[
+        Path | None,
+        _output(
+            help="Save the answer in this file as it comes. If the file holds an unfinished answer, the prompt may be "
+            "left out: the answer continues where it ended, with the tokens it would have had. Each step is saved, "
+            "then printed: after a crash between the two, its text is missing on stdout; --json has it."
+        ),
+    ] = None
+
+
+def find_config(config: Path | None) -> Path | None:
+    """Return the file that --config names, else ./cluster.yaml if it exists, with a line on standard error."""
+    if config is None and CONFIG.is_file():
+        say(f"using ./{CONFIG} (--config names another)")
+        return CONFIG
+    return config
+
+
+def given_flags(ctx: typer.Context) -> frozenset[str]:
+    """Return the parameters that were given on the command line."""
+    names = [parameter.name or "" for parameter in ctx.command.params]
+    sources = {name: ctx.get_parameter_source(name) for name in names}
+    return frozenset(name for name, source in sources.items() if source and source.name == "COMMANDLINE")
+
+
+def refuse_flags(ctx: typer.Context, names: Sequence[str], why: str) -> None:
+    """Raise InputError if one of these parameters was given on the command line."""
+    given = given_flags(ctx)
+    for parameter in ctx.command.params:
+        if parameter.name in names and parameter.name in given:
+            raise InputError(field_of(parameter), why)
+
+
+def parse_layers(text: str) -> tuple[int, ...]:
+    return tuple(_parse("layers", text, int, "whole numbers like 3,2,1"))
+
+
+def parse_tokens(text: str) -> tuple[int, ...]:
+    return tuple(_parse("prompt_tokens", text, int, "token ids like 1,2,3", has_gaps=True))
+
+
+def parse_bias(text: str) -> Mapping[int, float]:
+    def pair(part: str) -> tuple[int, float]:
+        token, bias = part.split(":")
+        return int(token), float(bias)
+
+    return dict(_parse("logit_bias", text, pair, "ID:BIAS pairs like 5:-1.5,7:2", has_gaps=True))
+
+
+def parse_counts(field: str, text: str, *, most: int = 1_000_000) -> tuple[int, ...]:
+    """Return whole numbers from 1 to `most`, ascending, without duplicates."""
+    counts = _parse(field, text, _within(int, 1, most), f"whole numbers from 1 to {most} like 1,4,8")
+    return tuple(sorted(set(counts)))
+
+
+def parse_times(field: str, text: str, *, least: float = 0.0) -> tuple[float, ...]:
+    """Return milliseconds from `least` to a million."""
+    expected = f"milliseconds from {least:g} to 1000000 like 26.5,6.5"
+    return tuple(_parse(field, text, _within(float, least, 1e6), expected))
+
+
+def _parse(field: str, text: str, read: Callable[[str], T], expected: str, *, has_gaps: bool = False) -> list[T]:
+    """Read the parts between commas; with `has_gaps`, skip empty ones.
+
+    Raises:
+        InputError: `read` raised ValueError for one of the parts.
+    """
+    try:
+        return [read(part) for part in text.split(",") if part.strip() or not has_gaps]
+    except ValueError:
+        raise InputError(field, f"expected {expected}, got {text!r}") from None
+
+
+def _within(read: Callable[[str], Number], least: Number, most: Number) -> Callable[[str], Number]:
+    def number(part: str) -> Number:
+        found = read(part)
+        if not least <= found <= most:  # also true for nan
+            raise ValueError(part)
+        return found
+
+    return number

@@ -1,104 +1,90 @@
-"""`brigade generate`: one request, its text as it comes, and what it took."""
+"""`brigade generate`: one request, its text as it comes, and what it took; a journal lets it continue after a crash."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from coordinator.cli import flags
-from coordinator.cli.parse import (
-    chosen_cluster,
-    chosen_sampling,
-    given_flags,
-    parse_bias,
-    parse_tokens,
-    refuse_flags,
-    require_one_prompt,
-    server_body,
-)
+from coordinator.cli.flags import given_flags, refuse_flags
 from coordinator.cli.report import print_stats, print_summary, report_logprobs, require_writable, stages_of, stats_of
 from coordinator.cli.show import Printer
 from coordinator.cli.trace import trace_events
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say
-from coordinator.decoding.decode import Decode, make_cache_choice, make_decode
+from coordinator.decoding.decode import make_cache_choice
+from coordinator.engine.bounded import TEMPLATES
 from coordinator.engine.journal_file import JournalFile, holds_something
-from coordinator.planning.recovery import USUAL
+from coordinator.sessions.journal import Header, Journal
 from coordinator.sessions.output import Answer, Output, Token
 from coordinator.sessions.request import (
     Conversation,
     Request,
     RequestSpec,
+    SamplingParams,
+    check_request,
     make_sampling,
     most_rows,
     require_utf8,
     room_for_answer,
 )
-from protos.brigade_pb2 import Cache, Sampling
-from worker.errors import BrigadeError, InputError
+from protos.brigade_pb2 import CacheKind, Contents, Sampling
+from worker.errors import BrigadeError, InputError, ModelError
+from worker.platform.threads import run_in_thread
 
 if TYPE_CHECKING:
     from coordinator.cluster.chain import Chain
     from coordinator.engine.inputs import InputProcessor
+    from worker.model.checkpoint import Checkpoint
 
 MAX_WAIT_S = 600.0  # for memory
 _NO_FIGURES: dict[str, Any] = {"stages": [], "waterfall": None}
+_PROMPTS = {"text": "the argument", "prompt": "--prompt", "prompt_tokens": "--prompt-tokens"}
+_SERVER_FIELDS = (
+    "max_tokens", "stop", "ignore_eos", "decode", "window", "entropy_threshold", "position_penalty", "repeat_guard",
+    "kv", "max_kv_size",
+)  # fmt: skip
+_ZERO_COUNTS = ("temperature", "seed")  # sampling parameters for which 0 does not mean off
 
 Keep = Callable[[Output, Callable[[str], None]], Awaitable[None]]
 
 
 def generate(
     ctx: typer.Context,
-    text: flags.Text = None,
-    prompt: flags.Prompt = None,
-    prompt_tokens: flags.PromptTokens = None,
-    system_prompt: flags.SystemPrompt = None,
-    raw: flags.Raw = False,
+    prompt: flags.PromptFlags,
+    *,
     max_tokens: flags.MaxTokens = 256,
-    stop: flags.Stop = None,
-    ignore_eos: flags.IgnoreEos = False,
+    stop: Annotated[list[str] | None, typer.Option(help="End the answer before this text; repeatable.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue past the end-of-sequence token.")] = False,
     prefill_step_size: flags.PrefillStepSize = None,
-    server: flags.ServerUrl = None,
-    api_key_file: flags.ApiKeyFile = None,
-    config: flags.Config = None,
-    model: flags.Model = None,
-    local: flags.Local = None,
-    layers: flags.Layers = None,
-    objective: flags.Aims = "latency",
-    context: flags.Context = None,
-    trust_remote_code: flags.TrustRemoteCode = False,
-    check_finite: flags.CheckFinite = False,
-    rejoin_timeout: flags.RejoinTimeout = USUAL.rejoin_s,
-    recovery_timeout: flags.RecoveryTimeout = USUAL.recovery_s,
-    temp: flags.Temp = None,
-    top_p: flags.TopP = None,
-    top_k: flags.TopK = None,
-    min_p: flags.MinP = None,
-    repetition_penalty: flags.RepetitionPenalty = None,
-    presence_penalty: flags.PresencePenalty = 0.0,
-    frequency_penalty: flags.FrequencyPenalty = 0.0,
-    logit_bias: flags.LogitBias = None,
-    seed: flags.Seed = None,
-    decode: flags.DecodeKind = "auto",
-    window: flags.Window = "auto",
-    entropy_threshold: flags.EntropyThreshold = Decode.entropy_threshold,
-    position_penalty: flags.PositionPenalty = Decode.position_penalty,
-    repeat_guard: flags.RepeatGuard = 0,
-    kv: flags.Kv = "full",
-    max_kv_size: flags.MaxKvSize = None,
-    logprobs: flags.Logprobs = None,
-    as_json: flags.Json = False,
-    stats: flags.Stats = False,
-    trace: flags.Trace = None,
-    journal: flags.Journal = None,
-) -> None:
+    server: flags.ServerFlags,
+    cluster: flags.ClusterFlags,
+    sampling: flags.SamplingFlags,
+    windows: flags.DecodeFlags,
+    repeat_guard: Annotated[
+        int, typer.Option(min=0, help="End the answer once its last tokens repeat this many times; 0: off.")
+    ] = 0,
+    kv: Annotated[
+        str,
+        typer.Option(
+            metavar="full|rotating|int8",
+            help="The KV cache: every token; the first 4 and the latest, --max-kv-size in all; every token in 8 bits, "
+            "in 0.53 to 0.56 of the bytes.",
+            rich_help_panel="Cache",
+        ),
+    ] = "full",
+    max_kv_size: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that a rotating cache keeps.", rich_help_panel="Cache")
+    ] = None,
+    output: flags.OutputFlags,
+) -> Coroutine[Any, Any, None]:
     """Answer one prompt; the text goes to standard output as it comes.
 
     Everything in this process: brigade generate --local 0 "What is the capital of France?"
@@ -107,83 +93,83 @@ def generate(
 
     The workers of cluster.yaml: brigade generate --config cluster.yaml "Hello"
 
-    A server that runs already: brigade generate --server http://localhost:9338 "Hello"
+    A running server: brigade generate --server http://localhost:9338 "Hello"
     """
-    if server is not None:
-        for names, why in flags.ELSEWHERE.items():
-            refuse_flags(ctx, names, why)
-    if raw or prompt_tokens is not None:
-        refuse_flags(
-            ctx, ("system_prompt",), "not expected with --raw or --prompt-tokens, which are all that the model gets"
-        )
+    server.refuse_others(ctx)
+    if prompt.raw or prompt.prompt_tokens is not None:
+        why = "not expected with --raw or --prompt-tokens, which are everything that the model gets"
+        refuse_flags(ctx, ("system_prompt",), why)
     if repeat_guard == 1:
         raise InputError("repeat_guard", "expected 0 (off) or at least 2 times, got 1")
-    require_one_prompt(ctx, may_lack=holds_something(journal))
+    require_one_prompt(prompt, may_lack=holds_something(output.journal))
     if "" in (stop or ()):
         raise InputError("stop", "expected some text, found none")
-    sampling = chosen_sampling(ctx) | {
-        "logit_bias": parse_bias(logit_bias or ""),
-        "logprobs": 0 if logprobs is None else logprobs + 1,
-    }
-    make_sampling(**sampling)  # refuses now what the model's own choices cannot mend
-    tokens = None if prompt_tokens is None else parse_tokens(prompt_tokens)
-    decoder = make_decode(decode, window, entropy_threshold, position_penalty)
-    cache = make_cache_choice(kv, max_kv_size)
-    options = chosen_cluster(ctx) if server is None else None
-
-    from coordinator.engine.bounded import TEMPLATES
-
-    if server is None and not raw and (text, prompt) != (None, None):
-        TEMPLATES.start()  # beside the imports below, which take a second
-    from coordinator.cli.run import run_async
-
-    asked = GenerateOptions(
-        prompt=read_prompt(text, prompt), prompt_tokens=tokens, system=system_prompt, raw=raw, max_tokens=max_tokens,
-        sampling=sampling, stops=tuple(stop or ()), ignore_eos=ignore_eos, decode=decoder, cache=cache,
-        repeat_guard=repeat_guard, chunk=prefill_step_size, as_json=as_json, with_stats=stats, trace=trace,
-        journal=journal, given=given_flags(ctx),
+    chosen = sampling.chosen()
+    tokens = None if prompt.prompt_tokens is None else flags.parse_tokens(prompt.prompt_tokens)
+    spec = RequestSpec(
+        (), max_tokens, chosen if output.logprobs is None else chosen | {"logprobs": output.logprobs + 1},
+        windows.decoder(), make_cache_choice(kv, max_kv_size), tuple(stop or ()), ignore_eos, repeat_guard=repeat_guard,
     )  # fmt: skip
+    options = cluster.options() if server.server is None else None
+    asked = GenerateOptions(
+        read_prompt(prompt), tokens, prompt.system_prompt, prompt.raw, spec, prefill_step_size, output, given_flags(ctx)
+    )
     if options is not None:
-        run_async(run_generate(options, asked))
-    elif server is not None:
-        from coordinator.cli.remote import run_remote
+        if asked.prompt is not None and not asked.raw:
+            TEMPLATES.start()  # in parallel to imports that take a second
+        return run_generate(options, asked)
 
-        run_async(run_remote(server, api_key_file, server_body(ctx, sampling), asked))
+    from coordinator.cli.remote import run_remote
+
+    named = {name: value for name in _SERVER_FIELDS if (value := ctx.params[name]) is not None}
+    body = {name: value for name, value in named.items() if name in {"max_tokens"} | asked.given}
+    body |= {name: value for name, value in chosen.items() if value or name in _ZERO_COUNTS}
+    return run_remote(server, body, asked)
 
 
-def read_prompt(text: str | None, prompt: str | None) -> str | None:
-    """Return the prompt, read from standard input if it is `-`: bytes that are no UTF-8 become lone surrogates."""
-    given = text if prompt is None else prompt
+def require_one_prompt(prompt: flags.PromptFlags, *, is_text: bool = False, may_lack: bool = False) -> None:
+    """Raise InputError unless there is exactly one prompt, or none where it `may_lack`.
+
+    Args:
+        is_text: the command takes no token ids.
+    """
+    found = {name: getattr(prompt, parameter) for parameter, name in _PROMPTS.items()}
+    given = [f"{name} {_shortened(repr(each))}" for name, each in found.items() if each is not None]
+    if len(given) != 1 and (given or not may_lack):
+        expected = "--prompt TEXT (or TEXT alone in quotes; `-` reads standard input)"
+        if not is_text:
+            expected = f"either {expected} or --prompt-tokens 1,2,3"
+        raise InputError("", f"expected {expected}, found {' and '.join(given) or 'none'}")
+
+
+def read_prompt(prompt: flags.PromptFlags) -> str | None:
+    """Return the prompt, from standard input if it is `-`: bytes that are not UTF-8 become lone surrogates."""
+    given = prompt.text if prompt.prompt is None else prompt.prompt
     return sys.stdin.buffer.read().decode(errors="surrogateescape") if given == "-" else given
+
+
+def _shortened(text: str, most: int = 60) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """What `generate` is asked for beyond the cluster: the prompt, how to go on from it, and what to print."""
+    """What `generate` is asked for beyond the cluster: the prompt, how to continue it, and what to print."""
 
     prompt: str | None = None
     prompt_tokens: tuple[int, ...] | None = None
     system: str | None = None
     raw: bool = False
-    max_tokens: int = 256
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # as chosen; the model's own choices are below it
-    decode: Decode = field(default_factory=lambda: Decode("auto"))
-    cache: Cache = field(default_factory=Cache)
-    repeat_guard: int = 0
-    stops: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    chunk: int | None = None
-    as_json: bool = False
-    with_stats: bool = False
-    trace: Path | None = None
-    journal: Path | None = None
-    given: frozenset[str] = frozenset()  # flags of the command line, to be compared with a journal's request
+    spec: RequestSpec = RequestSpec((), 256)  # noqa: RUF009 - immutable; without the prompt
+    chunk: int | None = None  # the most rows of a prompt chunk
+    output: flags.OutputFlags = flags.OutputFlags()  # noqa: RUF009 - immutable
+    given: frozenset[str] = frozenset()  # flags of the command line, which must agree with a journal's request
 
     def require_prompt(self, *, has_template: bool = True) -> Conversation | str | tuple[int, ...]:
-        """Return what the model is given: a conversation where its template is to be used, else text or token ids.
+        """Return what the model gets: a conversation if its template is to be used, else text or token ids.
 
         Raises:
-            InputError: there is no text, or bytes that are no UTF-8, or a system prompt without a template.
+            InputError: there is no text, or it is not UTF-8, or there is a system prompt without a template.
         """
         if self.prompt_tokens is not None:
             return self.prompt_tokens
@@ -193,18 +179,18 @@ class GenerateOptions:
             raise InputError("prompt", "expected some text, found none")
         if self.raw or not has_template:
             if self.system:
-                raise InputError("system_prompt", "this model has no chat template that would give it its place")
+                raise InputError("system_prompt", "this model has no chat template that would use it")
             return self.prompt
         system = [{"role": "system", "content": self.system}] if self.system else []
         return Conversation((*system, {"role": "user", "content": self.prompt}))
 
 
 class Prepared(NamedTuple):
-    """A checked request, and what makes its text."""
+    """A checked request, and the processor that decodes its tokens."""
 
     inputs: InputProcessor
     request: Request
-    own_sampling: Mapping[str, float]  # parameters that are the model's own choice
+    own_sampling: Mapping[str, float]  # parameters from the model's generation_config.json
 
 
 async def prepare(asked: GenerateOptions, options: ClusterOptions) -> Prepared:
@@ -215,22 +201,13 @@ async def prepare(asked: GenerateOptions, options: ClusterOptions) -> Prepared:
     """
     from coordinator.engine.inputs import InputProcessor
 
-    if asked.trace is not None:
-        require_writable("trace", asked.trace)
-    needs_text = asked.prompt is not None or bool(asked.stops)
+    if asked.output.trace is not None:
+        require_writable("trace", asked.output.trace)
+    needs_text = asked.prompt is not None or bool(asked.spec.stops)
     inputs = await InputProcessor.read(
         options.model, trust_remote_code=options.trust_remote_code, needs_text=needs_text
     )
-    spec = RequestSpec(
-        prompt=asked.require_prompt(has_template=inputs.has_chat_template),
-        max_tokens=asked.max_tokens,
-        sampling=asked.sampling,
-        decode=asked.decode,
-        cache=asked.cache,
-        stops=asked.stops,
-        ignore_eos=asked.ignore_eos,
-        repeat_guard=asked.repeat_guard,
-    )
+    spec = replace(asked.spec, prompt=asked.require_prompt(has_template=inputs.has_chat_template))
     try:
         request = await inputs.make_request(spec)
     except InputError as error:
@@ -239,67 +216,63 @@ async def prepare(asked: GenerateOptions, options: ClusterOptions) -> Prepared:
         raise
     if asked.prompt is not None and not inputs.has_chat_template and not asked.raw:
         say("note: this model has no chat template; the prompt is given as it stands")
-    own = {name: value for name, value in inputs.defaults.items() if name not in asked.sampling}
+    own = {name: value for name, value in inputs.defaults.items() if name not in asked.spec.sampling}
     return Prepared(inputs, request, own)
 
 
 async def run_generate(options: ClusterOptions, asked: GenerateOptions) -> None:
     """Answer one request: text to standard output as it comes, the summary to standard error."""
-    from coordinator.cli.resume import header_of, resume
-
-    if asked.journal is None:
+    if asked.output.journal is None:
         await _answer(options, asked, await prepare(asked, options))
         return
-    async with JournalFile(asked.journal) as journal:
+    async with JournalFile(asked.output.journal) as journal:
         if journal.found is not None:
-            prepared = await resume(asked, options, journal.found)
+            prepared = await _resume(asked, options, journal.found)
         elif asked.prompt is None and asked.prompt_tokens is None:
-            raise InputError(
-                "journal", "it ends before its request does, so there is none to go on with; give a prompt"
-            )
+            raise InputError("journal", "it ends before its request does, so it cannot be continued; give a prompt")
         else:
             prepared = await prepare(asked, options)
-            await journal.begin(await header_of(prepared))
+            await journal.begin(await _header_of(prepared))
         await _answer(options, asked, prepared, journal.keep)
 
 
 async def _answer(
     options: ClusterOptions, asked: GenerateOptions, prepared: Prepared, keep: Keep | None = None
 ) -> None:
-    """Print an answer from where its journal ends, or all of it."""
+    """Print an answer, or the part of it that its journal lacks."""
     from coordinator.engine.engine import open_engine
 
     inputs, request, own_sampling = prepared
-    parser, answer = inputs.parser(request), Answer()
+    output, parser, answer = asked.output, inputs.parser(request), Answer()
     if request.known.finish_reason is not None:
         _tell_finished(asked, request, parser.text)
         return
     context = max(options.context, most_rows(request, inputs.spec.context))
-    is_traced = asked.as_json or asked.with_stats or asked.trace is not None
+    is_traced = output.as_json or output.stats or output.trace is not None
     async with open_engine(inputs, options, context, max_waiting=1, max_wait_s=MAX_WAIT_S) as engine:
         with (
-            Printer(is_silent=asked.as_json) as printer,
+            Printer(is_silent=output.as_json) as printer,
             _failures_as_json(asked, request, answer, lambda: parser.text),
         ):
             outputs = engine.generate(request, parser=parser, chunk=asked.chunk, traced=is_traced)
             await print_outputs(outputs, printer, answer, keep)
             answer.statuses = await engine.chain.statuses()  # while the caches are still there
         chain = engine.chain  # on which the answer ended
-        if asked.trace is not None:
-            asked.trace.write_text(json.dumps(trace_events(answer.usage.legs, answer.token_times)), encoding="utf-8")
-        if asked.as_json:
+        if output.trace is not None:
+            output.trace.write_text(json.dumps(trace_events(answer.usage.legs, answer.token_times)), encoding="utf-8")
+        if output.as_json:
             print(json.dumps(_as_json(request, chain, answer, parser.text)), flush=True)
             return
         drawn = how_drawn(request.sampling, own_sampling)
         print_summary(answer, how_it_ended(request, answer, inputs.spec.context), drawn)
-        if asked.with_stats:
+        if output.stats:
             print_stats(answer, chain.plan, answer.waterfall())
 
 
 async def print_outputs(
     outputs: AsyncGenerator[Output, None], printer: Printer, answer: Answer, keep: Keep | None = None
 ) -> None:
-    """Print an engine's outputs as they come, and add them up in `answer`; `keep` keeps each one, then prints it."""
+    """Print an engine's outputs as they come, and add them to `answer`; `keep` saves each one before it is printed."""
     async with aclosing(outputs):
         async for output in outputs:
             printer.count(len(output.tokens))
@@ -311,7 +284,7 @@ async def print_outputs(
 
 
 def how_it_ended(request: Request, answer: Answer, context: int) -> str:
-    """Return why there are no more tokens of an answer by a model with a context of so many tokens."""
+    """Return why an answer ended; `context` is the model's, in tokens."""
     if answer.finish_reason == "length":
         num_tokens = len(request.known.tokens) + len(answer.tokens)
         if num_tokens >= request.max_tokens:
@@ -321,11 +294,11 @@ def how_it_ended(request: Request, answer: Answer, context: int) -> str:
         return "cut off where the memory of the nodes ends"
     if answer.stop is not None:
         return "ended at a --stop text"
-    return "ended by itself" if answer.tokens[-1] in request.eos else "ended as it began to repeat itself"
+    return "ended by itself" if answer.tokens[-1] in request.eos else "ended because it repeated itself"
 
 
 def how_drawn(sampling: Sampling, own: Mapping[str, float]) -> str:
-    """Return temperature and seed of a sampled answer, and whose choice they were; "" for the likeliest tokens."""
+    """Return the temperature and seed of a sampled answer and where they come from; "" for greedy decoding."""
     if not sampling.temperature:
         return ""
     names = ", ".join(f"{name} {value:g}" for name, value in own.items())
@@ -337,25 +310,25 @@ def how_drawn(sampling: Sampling, own: Mapping[str, float]) -> str:
 def _failures_as_json(
     asked: GenerateOptions, request: Request, answer: Answer, text: Callable[[], str]
 ) -> Iterator[None]:
-    """With `--json`, print what there is of an answer that breaks off, and why it does."""
+    """With `--json`, print the part of an answer that came before an error, and the error."""
     try:
         yield
     except BrigadeError as error:
-        if asked.as_json:
+        if asked.output.as_json:
             known = _answer_as_json(request, [*request.known.tokens, *answer.samples], None, text())
             print(json.dumps({**known, "stats": None, **_NO_FIGURES, "error": {"message": str(error)}}), flush=True)
         raise
 
 
 def _tell_finished(asked: GenerateOptions, request: Request, text: str) -> None:
-    """Print an answer that its journal holds whole; no node was asked."""
+    """Print an answer that is complete in its journal; no node is asked."""
     known = request.known
-    if asked.as_json:
+    if asked.output.as_json:
         stats = {"tokens_from_journal": len(known.tokens), "recoveries": 0}
         found = _answer_as_json(request, known.tokens, known.finish_reason, text)
         print(json.dumps({**found, "stats": stats, **_NO_FIGURES}), flush=True)
     else:
-        say(f"{asked.journal} holds the whole answer already: {len(known.tokens)} tokens; --json prints it")
+        say(f"{asked.output.journal} holds the whole answer already: {len(known.tokens)} tokens; --json prints it")
 
 
 def _as_json(request: Request, chain: Chain, answer: Answer, text: str) -> dict[str, Any]:
@@ -370,7 +343,7 @@ def _as_json(request: Request, chain: Chain, answer: Answer, text: str) -> dict[
 
 
 def _answer_as_json(request: Request, tokens: Sequence[Token], finish_reason: str | None, text: str) -> dict[str, Any]:
-    """Return the part of that object that does not depend on what the answer took."""
+    """Return the part of that object without statistics."""
     return {
         "text": text,
         "tokens": [token.token for token in tokens],
@@ -379,3 +352,83 @@ def _answer_as_json(request: Request, tokens: Sequence[Token], finish_reason: st
         "logprobs": report_logprobs(tokens) if request.sampling.logprobs else None,
         "seed": request.sampling.seed,
     }
+
+
+async def _header_of(prepared: Prepared) -> Header:
+    """Return the first record of a request's journal."""
+    from worker.model.contents import contents_of
+
+    checkpoint, tokenizer = prepared.inputs.checkpoint, prepared.inputs.tokenizer
+    contents = await run_in_thread(partial(contents_of, checkpoint))
+    marks = Contents(marks=contents.marks, hub_hashes=contents.hub_hashes)
+    return Header(checkpoint.name, checkpoint.fingerprint, marks, prepared.request, tokenizer is not None)
+
+
+async def _resume(asked: GenerateOptions, options: ClusterOptions, journal: Journal) -> Prepared:
+    """Return the journal's request, with the known part of its answer.
+
+    Raises:
+        InputError: the model or a given flag differs from the journal's.
+    """
+    from coordinator.cluster.open import read_model
+    from coordinator.engine.inputs import InputProcessor
+    from coordinator.engine.tokenizer import Tokenizer
+
+    header = journal.header
+    checkpoint, spec = await read_model(options.model)
+    await run_in_thread(partial(_check_model, header, checkpoint))
+    request = replace(header.request, known=journal.known)
+    tokenizer = Tokenizer(checkpoint, trust_remote_code=options.trust_remote_code) if header.has_text else None
+    inputs, prompt = InputProcessor(checkpoint, spec, tokenizer), None
+    if asked.given & _PROMPTS.keys():
+        prompt = await inputs.prompt_ids(asked.require_prompt(has_template=inputs.has_chat_template))
+    for name, value, kept in _pairs(asked, request, prompt):
+        if value != kept:
+            found = "another one" if name == "prompt" else f"{_shortened(str(kept))}, not {_shortened(str(value))}"
+            raise InputError(name, f"the journal's request has {found}; leave it out")
+    check_request(request, replace(spec, cache=request.cache))
+    return Prepared(inputs, request, {})
+
+
+def _check_model(header: Header, checkpoint: Checkpoint) -> None:
+    from worker.model.contents import check_contents
+
+    expected = f"expected the journal's model ({header.model}), found another one"
+    if checkpoint.fingerprint != header.fingerprint:
+        raise InputError("journal", f"{expected} ({checkpoint.name}); give it with --model")
+    try:
+        check_contents(checkpoint, header.contents)
+    except ModelError as error:
+        raise InputError("journal", f"{expected}: {checkpoint.name} has other weights") from error
+
+
+def _pairs(asked: GenerateOptions, request: Request, prompt: tuple[int, ...] | None) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (name, value, the journal's value) of each parameter that was given as a flag."""
+    given = asked.given
+    if prompt is not None:
+        yield "prompt", prompt, request.prompt
+    elif beside := given & {"raw", "system_prompt"}:
+        raise InputError(min(beside), "expected with the prompt of the journal, or not at all")
+    spec, sampling = asked.spec, make_sampling(**asked.spec.sampling)
+    for name in SamplingParams.__annotations__:
+        if ("temp" if name == "temperature" else name) in given:
+            yield name, _plain(getattr(sampling, name)), _plain(getattr(request.sampling, name))
+    for name, value, kept in (
+        ("max_tokens", spec.max_tokens, request.max_tokens),
+        ("stop", spec.stops, request.stops),
+        ("repeat_guard", spec.repeat_guard, request.repeat_guard),
+        ("ignore_eos", spec.ignore_eos, not request.eos),
+        ("kv", CacheKind.Name(spec.cache.kind), CacheKind.Name(request.cache.kind)),
+        ("max_kv_size", spec.cache.size, request.cache.size),
+        ("decode", spec.decode.kind, request.decode.kind if spec.decode.kind != "auto" else "auto"),
+        *(
+            (name, getattr(spec.decode, name), getattr(request.decode, name))
+            for name in ("window", "entropy_threshold", "position_penalty")
+        ),
+    ):
+        if name in given:
+            yield name, value, kept
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, int | float) else dict(value)

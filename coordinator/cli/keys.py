@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from coordinator.cli import flags
-from coordinator.cli.parse import find_config
+from coordinator.cli.flags import find_config
 from worker.config import ClusterConfig, load_cluster
 from worker.errors import ConfigError
 from worker.platform.run import App

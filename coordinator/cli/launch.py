@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.cli import flags
-from coordinator.cli.parse import CONFIG, find_config, given_flags
+from coordinator.cli.flags import CONFIG, find_config, given_flags
 from coordinator.cluster.progress import say, show_progress, telling_interrupts
 from protos.brigade_pb2 import LoadProgress
 from worker.config import ClusterConfig, WorkerConfig, load_cluster, read_yaml
@@ -27,27 +27,29 @@ if TYPE_CHECKING:
     from coordinator.deploy.launch import Outcome, Report
 
 
-Nodes = Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Only these workers.", show_default=False)]
 Config = Annotated[Path, typer.Option(help="cluster.yaml: the workers, with `ssh:`.", rich_help_panel=flags.CLUSTER)]
-Stop = Annotated[bool, typer.Option("--stop", help="Stop them; they come back with the next launch only.")]
-Restart = Annotated[bool, typer.Option("--restart", help="Restart those that run as they should, too.")]
-Update = Annotated[bool, typer.Option("--update", help="Install anew even where this very version is, and restart.")]
 
 
 def launch(
     ctx: typer.Context,
-    names: Nodes = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME", help="Only these workers.", show_default=False)
+    ] = None,
+    *,
     config: Config = CONFIG,
-    stop: Stop = False,
-    restart: Restart = False,
-    update: Update = False,
-) -> int:
+    stop: Annotated[bool, typer.Option("--stop", help="Stop the workers until the next launch.")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Restart workers that are up to date, too.")] = False,
+    update: Annotated[
+        bool, typer.Option("--update", help="Reinstall and restart even where this version is installed.")
+    ] = False,
+) -> Coroutine[Any, Any, int]:
     """Install and start the workers of cluster.yaml on their Macs, over ssh; exit code 3 if one failed.
 
-    For every worker with `ssh: user@host` it installs this very version there, sends its configuration and its
-    certificate, starts it as a service of that user, and waits until it answers. What is right already stays as it is.
+    On the Mac of every worker with `ssh: user@host` this version is installed, the worker's configuration and
+    certificate are written, and it is started as a service of that user. Workers that are up to date are left as they
+    are.
 
-    Beforehand: `ssh user@host` has to work without a password.
+    `ssh user@host` has to work without a password.
 
     After an update of brigade here, or a change of cluster.yaml: brigade launch
 
@@ -57,21 +59,20 @@ def launch(
         raise InputError("", "expected one of --stop, --restart and --update")
     cluster = load_cluster(_found(ctx, config))
     workers = workers_of(cluster, names or ())
+    if stop:
+        return run_stop(workers)
 
-    from coordinator.cli.run import run_async
     from coordinator.deploy.install import Action
 
-    if stop:
-        return run_async(run_stop(workers))
     action = Action.UPDATE if update else Action.RESTART if restart else Action.START
-    return run_async(run_launch(config, cluster, workers, action))
+    return run_launch(config, cluster, workers, action)
 
 
 def workers_of(cluster: ClusterConfig, names: list[str] | tuple[()]) -> list[WorkerConfig]:
-    """Those of these names, or all, that ssh reaches.
+    """Return the workers of these names, or all, that have `ssh:`.
 
     Raises:
-        ConfigError: there is none, or one that is named is not there or has no `ssh:`.
+        ConfigError: there are none, or a named one does not exist or has no `ssh:`.
     """
     if not cluster.workers:
         sought = f"one named {names[0]!r}" if names else "one"
@@ -92,12 +93,12 @@ def workers_of(cluster: ClusterConfig, names: list[str] | tuple[()]) -> list[Wor
 
 
 def _found(ctx: typer.Context, config: Path) -> Path:
-    """The configuration, said to be taken where no flag names it; loading it tells if it is not there."""
+    """Return the configuration's file; loading it fails if it does not exist."""
     return config if "config" in given_flags(ctx) else find_config(None) or config
 
 
 async def run_launch(config: Path, cluster: ClusterConfig, workers: Sequence[WorkerConfig], action: Action) -> int:
-    """Print how it went with each. The exit code: 0, or 3 if a node failed."""
+    """Launch the workers and print the outcomes. Return the exit code: 3 if one failed."""
     from coordinator.deploy.certificates import certificates
     from coordinator.deploy.launch import Launch
     from coordinator.deploy.package import installed
@@ -109,7 +110,7 @@ async def run_launch(config: Path, cluster: ClusterConfig, workers: Sequence[Wor
     raw, _ = read_yaml(config)
     keys = certificates(cluster, [worker.name for worker in workers], say)
     network = Network.of(cluster, cluster.coordinator.name, Role.COORDINATOR)
-    own = network.own  # if that will not do, it is told before anything is sent
+    own = network.own  # an error in it is raised before anything is sent
     if warning := own.warning() if own else "":
         say(f"warning: {warning}")
     package = await run_in_thread(installed)
@@ -121,7 +122,7 @@ async def run_launch(config: Path, cluster: ClusterConfig, workers: Sequence[Wor
 
 
 async def run_stop(workers: Sequence[WorkerConfig]) -> int:
-    """The same for the end of workers."""
+    """Stop the workers and print the outcomes. Return the exit code."""
     from coordinator.deploy.launch import stop
     from coordinator.deploy.ssh import require_ssh
 
@@ -133,7 +134,7 @@ async def run_stop(workers: Sequence[WorkerConfig]) -> int:
 
 @contextlib.contextmanager
 def _shown() -> Iterator[Report]:
-    """Show what is done on each node, and where each was if this is interrupted."""
+    """Show the progress of each node, also if the command is interrupted."""
     phases: dict[str, str] = {}
     with show_progress() as draw:
 
@@ -147,13 +148,12 @@ def _shown() -> Iterator[Report]:
 
 def _interrupted(phases: Mapping[str, str]) -> str:
     were = "; ".join(f"{node}: {phase}" for node, phase in phases.items())
-    return f"interrupted ({were}). Nothing is undone: workers that run go on, the same command does the rest"
+    return f"interrupted ({were}). Nothing is undone: started workers keep running, the same command does the rest"
 
 
 def _tell(outcomes: Sequence[Outcome]) -> int:
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for heading in ("node", "ssh", "service", "", "answers at"):
-        table.add_column(heading)
+    heads = ("node", "ssh", "service", "", "answers at")
+    table = Table(*heads, box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for each in outcomes:
         done = Text("failed", "bold red") if each.error else Text(each.done, "green")
         table.add_row(Text(each.name), Text(each.place), Text(each.kind), done, Text(each.address))
@@ -168,18 +168,15 @@ def logs(
     ctx: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME", help="The worker's name in cluster.yaml.")],
     config: Config = CONFIG,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what it writes, until Ctrl-C.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines, too, until Ctrl-C.")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of the last lines.")] = 100,
-) -> None:
-    """The log of a worker that brigade launch has started.
+) -> Coroutine[Any, Any, None]:
+    """Print the log of a worker that brigade launch has started.
 
     brigade logs mini -f
     """
     [worker] = workers_of(load_cluster(_found(ctx, config)), [name])
-
-    from coordinator.cli.run import run_async
-
-    run_async(_print_log(worker, lines, is_followed=follow))
+    return _print_log(worker, lines, is_followed=follow)
 
 
 async def _print_log(worker: WorkerConfig, lines: int, *, is_followed: bool) -> None:
@@ -192,6 +189,4 @@ async def _print_log(worker: WorkerConfig, lines: int, *, is_followed: bool) -> 
 
 
 def _print_line(line: str) -> None:
-    from worker.platform.text import printable_lines
-
     print(printable_lines(line), flush=True)

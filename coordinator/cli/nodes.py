@@ -2,21 +2,22 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console, Group
 
 from coordinator.cli import flags
-from coordinator.cli.parse import find_config
+from coordinator.cli.flags import find_config
+from coordinator.cli.run import run_async
+from coordinator.cluster.tables import fitting
 from worker.config import ClusterConfig, CoordinatorConfig, load_cluster
 from worker.errors import InputError, StageLost
 from worker.model.repository import require_model
 
 if TYPE_CHECKING:
-    from rich.console import Group
-
     from coordinator.deploy.cluster_file import Draft
     from coordinator.deploy.discovery import FoundNode
     from worker.node.network import Network
@@ -28,25 +29,21 @@ Timeout = Annotated[
 ]
 
 
-def nodes(config: flags.Config = None, timeout: Timeout = LISTENS_S, as_json: flags.Json = False) -> None:
-    """Who is there: the workers that announce themselves, and how each is reached.
+def nodes(
+    config: flags.Config = None, timeout: Timeout = LISTENS_S, as_json: flags.Json = False
+) -> Coroutine[Any, Any, None]:
+    """List the workers that announce themselves, and their addresses.
 
-    With --config also which of them the configuration has, and which of its workers were not heard.
+    With --config, also whether the configuration has them, and which of its workers were not heard.
 
     An announcement is a hint. A worker is used only if cluster.yaml names it, and over an encrypted link only if its
-    certificate is of the cluster's own authority.
+    certificate comes from the cluster's own authority.
     """
     config = find_config(config)
-    cluster = load_cluster(config) if config else None
-
-    from coordinator.cli.run import run_async
-
-    run_async(_show(cluster, config, timeout, as_json=as_json))
+    return _show(load_cluster(config) if config else None, config, timeout, as_json=as_json)
 
 
 async def _show(cluster: ClusterConfig | None, config: Path | None, timeout_s: float, *, as_json: bool) -> None:
-    from rich.console import Console
-
     from coordinator.deploy.discovery import look_around
 
     found = await look_around(timeout_s, cluster)
@@ -60,10 +57,8 @@ async def _show(cluster: ClusterConfig | None, config: Path | None, timeout_s: f
         print(line, file=sys.stderr)
 
 
-def node_table(found: "Sequence[FoundNode]", file: str, width: int) -> "Group":
+def node_table(found: "Sequence[FoundNode]", file: str, width: int) -> Group:
     """A row per address; `file` is what the configuration is called, if there is one."""
-    from coordinator.cluster.tables import fitting
-
     heads = ["node", "version", "address", "reached by", "certificate", *([f"in {file}"] if file else [])]
     rows = []
     for node in found:
@@ -130,7 +125,6 @@ def init(
 
     Here: brigade init --yes, or of two of them only: brigade init mini air
     """
-    from coordinator.cli.run import run_async
     from coordinator.deploy.certificates import KEYS_FOLDER
     from coordinator.deploy.cluster_file import check_target, coordinator_in, draft, unproven, within_reach
     from coordinator.deploy.discovery import look_around

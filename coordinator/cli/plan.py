@@ -1,7 +1,7 @@
 """`brigade plan`: where each layer would go and what that would cost, and simulations of it."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,8 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.cli import flags
-from coordinator.cli.parse import chosen_cluster, find_config, parse_counts, parse_times, refuse_flags
+from coordinator.cli.flags import find_config, parse_counts, parse_times, refuse_flags
+from coordinator.cli.run import Take
 from coordinator.cluster.options import ClusterOptions
+from coordinator.cluster.progress import say
 from coordinator.cluster.tables import fitting, plain_table
 from coordinator.planning.plan import Objective, require_fit
 from coordinator.planning.speeds import Survey, format_ms
@@ -23,6 +25,7 @@ from worker.config import ClusterConfig
 from worker.errors import InputError
 from worker.model.modelspec import ModelSpec
 from worker.platform.text import format_bytes
+from worker.platform.threads import run_in_thread
 
 if TYPE_CHECKING:  # they import numpy or mlx, for which --help should not wait
     from coordinator.bench.forecast import Assumed, Forecast, ForecastTimes
@@ -38,162 +41,155 @@ _cluster = partial(typer.Option, rich_help_panel=flags.CLUSTER)
 _load = partial(typer.Option, rich_help_panel=flags.LOAD)
 _simulation = partial(typer.Option, rich_help_panel="Simulation")
 
-NodesFile = Annotated[
-    Path | None,
-    _cluster(
-        "--nodes",
-        metavar="FILE",
-        help="Plan for Macs that are not there: a file of their names, memory for weights and caches, GB/s and links.",
-    ),
-]
-Write = Annotated[bool, _cluster("--write", help="Add the split to cluster.yaml as `layers:`, for all to keep.")]
-MeasureAgain = Annotated[
-    bool,
-    _cluster(
-        "--measure-again",
-        help="Have the nodes of --config measure themselves, whatever they have kept: after one was given other work, "
-        "power or cooling. One that serves tells what it has kept.",
-    ),
-]
-PlannedConcurrency = Annotated[
-    str | None,
-    _load(
-        "--concurrency",
-        metavar="1,4,8",
-        help="How many requests at once; the largest number is what memory is kept for. (default: memory for one, "
-        "speeds of 8; of --simulate 1,2,4,8,16)",
-    ),
-]
-Simulate = Annotated[
-    bool,
-    _simulation(
-        "--simulate",
-        help="Predict throughput and latency with the scheduler that serves requests: from --stage-ms or --measured, "
-        "or by what the nodes of --config measure of themselves.",
-    ),
-]
-StageMs = Annotated[str | None, _simulation(metavar="26.5,6.5", help="What a frame of one row takes on each stage.")]
-RowMs = Annotated[
-    str | None,
-    _simulation(
-        metavar="MS,...",
-        help="What each further row of a frame adds; 0 where reading the weights is all that counts, whatever their "
-        "number. (default: as published of an M5 Pro and 4-bit weights)",
-    ),
-]
-HopMs = Annotated[
-    str, _simulation(metavar="MS,...", help="Latency after each stage; the last is the way back to the coordinator.")
-]
-Gbps = Annotated[float | None, _simulation(min=0.001, help="Bandwidth of the hops, Gbit/s. (default: no limit)")]
-Measured = Annotated[
-    Path | None,
-    _simulation(
-        metavar="FILE",
-        help="Take times and load from what `brigade bench --json` printed, for other numbers of requests, too.",
-    ),
-]
-ForecastPrompt = Annotated[
-    int | None, _load("--num-prompt", "-p", min=1, help="Tokens of each prompt. (default: as measured, or 128)")
-]
-ForecastTokens = Annotated[
-    int | None, _load("--num-tokens", "-g", min=2, help="Tokens of each answer. (default: as measured, or 64)")
-]
+
+@dataclass(frozen=True)
+class SimulationFlags:
+    """The times and the load of a forecast."""
+
+    simulate: Annotated[
+        bool,
+        _simulation(
+            "--simulate",
+            help="Predict throughput and latency with the product's own scheduler: from --stage-ms or --measured, or "
+            "from what the nodes of --config measure of themselves.",
+        ),
+    ] = False
+    stage_ms: Annotated[str | None, _simulation(metavar="26.5,6.5", help="Time of a frame of one row by stage.")] = None
+    row_ms: Annotated[
+        str | None,
+        _simulation(
+            metavar="MS,...",
+            help="Time that each further row of a frame adds; 0 if only reading the weights takes time. (default: as "
+            "published of an M5 Pro and 4-bit weights)",
+        ),
+    ] = None
+    hop_ms: Annotated[
+        str, _simulation(metavar="MS,...", help="Latency after each stage; the last leads back to the coordinator.")
+    ] = "0.5"
+    gbps: Annotated[float | None, _simulation(min=0.001, help="Bandwidth of the hops, Gbit/s. (default: no limit)")] = (
+        None
+    )
+    measured: Annotated[
+        Path | None,
+        _simulation(metavar="FILE", help="Take times and load from the output of `brigade bench --json`."),
+    ] = None
+    concurrency: Annotated[
+        str | None,
+        _load(
+            metavar="1,4,8",
+            help="How many requests at once; memory is reserved for the largest number. (default: memory for one, "
+            "speeds of 8; with --simulate 1,2,4,8,16)",
+        ),
+    ] = None
+    num_prompt: Annotated[
+        int | None, _load("--num-prompt", "-p", min=1, help="Tokens of each prompt. (default: as measured, or 128)")
+    ] = None
+    num_tokens: Annotated[
+        int | None, _load("--num-tokens", "-g", min=2, help="Tokens of each answer. (default: as measured, or 64)")
+    ] = None
+    prefill_step_size: flags.PrefillStepSize = None
+
+    def counts(self) -> tuple[int, ...]:
+        """Return the numbers of requests at once."""
+        default = "1,2,4,8,16" if self.simulate else "8"
+        return parse_counts("concurrency", self.concurrency or default, most=MOST_WAITING)
 
 
 def plan(
     ctx: typer.Context,
-    config: flags.Config = None,
-    model: flags.Model = None,
-    local: flags.Local = None,
-    layers: flags.Layers = None,
-    context: flags.Context = None,
-    macs: NodesFile = None,
-    objective: flags.Aims = "latency",
-    write: Write = False,
-    measure_again: MeasureAgain = False,
-    simulate: Simulate = False,
-    stage_ms: StageMs = None,
-    row_ms: RowMs = None,
-    hop_ms: HopMs = "0.5",
-    gbps: Gbps = None,
-    measured: Measured = None,
-    concurrency: PlannedConcurrency = None,
-    num_prompt: ForecastPrompt = None,
-    num_tokens: ForecastTokens = None,
-    prefill_step_size: flags.PrefillStepSize = None,
+    *,
+    cluster: Annotated[flags.ClusterFlags, Take(*flags.SPLIT, "objective")],
+    macs: Annotated[
+        Path | None,
+        _cluster(
+            "--nodes",
+            metavar="FILE",
+            help="Plan for Macs that do not exist yet: a file of their names, memory, GB/s and links.",
+        ),
+    ] = None,
+    write: Annotated[bool, _cluster("--write", help="Add the split to cluster.yaml as `layers:`.")] = False,
+    measure_again: Annotated[
+        bool,
+        _cluster(
+            "--measure-again",
+            help="Have the nodes of --config measure their speeds again, after a change of load, power or cooling. A "
+            "node that serves requests returns its last results.",
+        ),
+    ] = False,
+    simulation: SimulationFlags,
     as_json: flags.Json = False,
-) -> None:
-    """Where each layer would go and whether it fits; loads nothing. With --simulate, how fast it would be.
+) -> Coroutine[Any, Any, None]:
+    """Show where each layer would go and whether it fits; load nothing. With --simulate, show how fast it would be.
 
     Does it fit, with 16,000 tokens per session: brigade plan --config cluster.yaml --context 16000
 
     And with other layers on each node: brigade plan --config cluster.yaml --layers 20,16
 
-    Since the Macs were measured one of them was given other work: brigade plan --config cluster.yaml --measure-again
+    After a change of a Mac's load or power: brigade plan --config cluster.yaml --measure-again
 
-    Macs that you may buy, with memory, GB/s and links as nodes.yaml says: brigade plan --nodes nodes.yaml --model demo
+    Macs that you may buy, described in nodes.yaml: brigade plan --nodes nodes.yaml --model demo
 
-    Two stages of 26.5 and 6.5 ms, which are not there: brigade plan --simulate --stage-ms 26.5,6.5 --hop-ms 3,0.3
+    Two stages of 26.5 and 6.5 ms: brigade plan --simulate --stage-ms 26.5,6.5 --hop-ms 3,0.3
 
-    From a run with one request, what 16 would make: brigade bench --concurrency 1 --json > one.json; brigade plan
+    From a run with one request, the speed of 16: brigade bench --concurrency 1 --json > one.json; brigade plan
     --simulate --measured one.json --concurrency 16
 
-    By what the nodes measure of themselves: brigade plan --simulate --config cluster.yaml
+    From what the nodes measure of themselves: brigade plan --simulate --config cluster.yaml
     """
-    if gbps is not None or (stage_ms is None and measured is None):
-        config = ctx.params["config"] = find_config(config)
-    _check_flags(ctx)
-    options = chosen_cluster(ctx)
-    if macs is not None and layers is None:
-        options = options.with_layers(None)  # those of cluster.yaml are of its own nodes
-    if write:
-        _check_write(ctx, options.cluster)
-    counts = parse_counts("concurrency", concurrency or ("1,2,4,8,16" if simulate else "8"), most=MOST_WAITING)
-    stages_ms = parse_times("stage_ms", stage_ms, least=0.001) if stage_ms is not None else ()
-    rows_ms = None if row_ms is None else parse_times("row_ms", row_ms)
-    hops_ms = parse_times("hop_ms", hop_ms)
-
-    from coordinator.cli.run import run_async
-
-    if simulate:
-        from coordinator.bench.forecast import Assumed
-
-        assumed = Assumed(
-            stages_ms, rows_ms, hops_ms, gbps, measured, counts, num_prompt, num_tokens, prefill_step_size
-        )
-        run_async(run_forecast(options, assumed, as_json=as_json))
-    else:
-        num_sessions = counts[-1] if concurrency or objective == "throughput" else 1
-        wanted = Objective(options.context, num_sessions=num_sessions, goal=objective, num_requests=counts[-1])
-        to_write = config if write else None
-        run_async(run_plan(options, wanted, counts, macs=macs, to_write=to_write, anew=measure_again, as_json=as_json))
-
-
-def _check_flags(ctx: typer.Context) -> None:
-    """Raise InputError for flags that contradict each other."""
-    given = ctx.params
-    if given["simulate"]:
-        _check_simulation(ctx)
+    if simulation.gbps is not None or (simulation.stage_ms is None and simulation.measured is None):
+        cluster = replace(cluster, config=find_config(cluster.config))
+    if simulation.simulate:
+        _check_simulation(ctx, simulation, cluster.config)
     else:
         refuse_flags(ctx, ("stage_ms", "measured", *_TIMES, *_LOAD), "expected only with --simulate")
-    if given["measured"] is not None:
+    if simulation.measured is not None:
         refuse_flags(ctx, _TIMES, "not expected with --measured, which holds the times")
-    if given["macs"] is not None:
-        refuse_flags(ctx, ("config", "local", "write"), "not expected with --nodes, which says what nodes there are")
+    if macs is not None:
+        refuse_flags(ctx, ("config", "local", "write"), "not expected with --nodes, which lists the nodes")
+    options = cluster.options()
+    if macs is not None and cluster.layers is None:
+        options = options.with_layers(None)  # those of cluster.yaml are for its own nodes
+    if write:
+        _check_write(ctx, cluster.config, options.cluster)
+    counts = simulation.counts()
+    if not simulation.simulate:
+        is_loaded = simulation.concurrency or cluster.objective == "throughput"
+        wanted = Objective(
+            options.context,
+            num_sessions=counts[-1] if is_loaded else 1,
+            goal=cluster.objective,
+            num_requests=counts[-1],
+        )
+        to_write = cluster.config if write else None
+        return run_plan(options, wanted, counts, macs=macs, to_write=to_write, anew=measure_again, as_json=as_json)
+
+    from coordinator.bench.forecast import Assumed
+
+    assumed = Assumed(
+        stage_ms=() if simulation.stage_ms is None else parse_times("stage_ms", simulation.stage_ms, least=0.001),
+        row_ms=None if simulation.row_ms is None else parse_times("row_ms", simulation.row_ms),
+        hop_ms=parse_times("hop_ms", simulation.hop_ms),
+        gbps=simulation.gbps,
+        measured=simulation.measured,
+        concurrency=counts,
+        num_prompt=simulation.num_prompt,
+        num_tokens=simulation.num_tokens,
+        chunk=simulation.prefill_step_size,
+    )
+    return run_forecast(options, assumed, as_json=as_json)
 
 
-def _check_simulation(ctx: typer.Context) -> None:
-    """Its times come from flags, from a file, or from the nodes of a configuration."""
-    given = ctx.params
+def _check_simulation(ctx: typer.Context, given: SimulationFlags, config: Path | None) -> None:
+    """Raise InputError unless the times come from flags, from a file, or from the nodes of a configuration."""
     refuse_flags(ctx, ("macs", "objective", "write", "measure_again"), "not expected with --simulate")
-    sources = [name for name in ("stage_ms", "measured") if given[name] is not None]
-    if not sources and given["config"] is not None:
+    has_times = given.stage_ms is not None, given.measured is not None
+    if not any(has_times) and config is not None:
         refuse_flags(ctx, ("local", *_TIMES), "not expected with --simulate --config, whose nodes measure themselves")
         return
     refuse_flags(ctx, ("local", "layers", "context"), "not expected with --simulate, which asks no nodes")
-    if given["gbps"] is None:
+    if given.gbps is None:
         refuse_flags(ctx, ("config", "model"), "expected with --simulate only where --gbps needs a model's row size")
-    if len(sources) != 1:
+    if sum(has_times) != 1:
         raise InputError(
             "simulate",
             "expected either --stage-ms 26.5,6.5, or --measured FILE of `brigade bench --json`, or --config FILE, "
@@ -201,9 +197,9 @@ def _check_simulation(ctx: typer.Context) -> None:
         )
 
 
-def _check_write(ctx: typer.Context, cluster: ClusterConfig) -> None:
-    """Raise InputError where --write has no split of its own to add to a file, or no file."""
-    if ctx.params["config"] is None:
+def _check_write(ctx: typer.Context, config: Path | None, cluster: ClusterConfig) -> None:
+    """Raise InputError if --write has no planned split to add, or no file."""
+    if config is None:
         raise InputError("write", "expected with --config FILE, the cluster.yaml to which the split is added")
     refuse_flags(ctx, ("local",), "not expected with --write: no cluster.yaml names these workers")
     refuse_flags(
@@ -224,21 +220,20 @@ async def run_plan(
     anew: bool = False,
     as_json: bool,
 ) -> None:
-    """Print the plan over the cluster's nodes, or over the `macs` of a file, and add it to the other file.
+    """Print the plan over the cluster's nodes, or over the `macs` of a file.
 
     Args:
         counts: numbers of requests at once whose speed is printed.
-        anew: have the nodes measure themselves whatever they have kept.
+        to_write: the cluster.yaml to which the split is added.
+        anew: have the nodes measure their speeds again.
     Raises:
-        ConfigError: a file is wrong; or, after printing, it does not fit.
+        ConfigError: a file is wrong; or, after printing, the model does not fit.
     """
     from coordinator.cluster.nodes_file import read_nodes
     from coordinator.cluster.open import ask_nodes, open_peers, read_model
-    from coordinator.cluster.progress import say
     from coordinator.cluster.survey import known_speeds
     from coordinator.cluster.write_layers import require_changeable, write_layers
     from coordinator.planning.prediction import report_plan
-    from worker.platform.threads import run_in_thread
 
     if to_write is not None:
         require_changeable(to_write)
@@ -269,7 +264,6 @@ async def run_plan(
 async def run_forecast(options: ClusterOptions, assumed: "Assumed", *, as_json: bool) -> None:
     """Print a forecast per number of requests."""
     from coordinator.bench.forecast import find_times, forecast
-    from worker.platform.threads import run_in_thread
 
     times = await find_times(options, assumed)
     forecasts = await run_in_thread(lambda: forecast(times, assumed))
@@ -281,7 +275,7 @@ async def run_forecast(options: ClusterOptions, assumed: "Assumed", *, as_json: 
 
 @dataclass(frozen=True)
 class _PlanView:
-    """A plan for people and for programs; `counts` are the numbers of requests at once whose speed is shown."""
+    """A plan as text and as JSON, with its speed for each of `counts` requests at once."""
 
     spec: ModelSpec
     report: "PlanReport"

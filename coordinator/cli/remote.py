@@ -6,18 +6,18 @@ import json
 import os
 import ssl
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx2
 
 from coordinator.api.auth import first_key
+from coordinator.cli.flags import ServerFlags
 from coordinator.cli.show import Printer
 from coordinator.cluster.progress import say
 from coordinator.sessions.output import Output, Usage
-from coordinator.sessions.request import Conversation
+from coordinator.sessions.request import Conversation, Prompt
 from worker.errors import BrigadeError, InputError, ServerFailed
 
 if TYPE_CHECKING:
@@ -87,16 +87,21 @@ class RemoteServer:
         self._url = url
         self.name = name
 
-    async def generate(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Output, None]:
-        """Ask a route with this body, and yield its outputs as they come, without tokens; the last one ends the answer.
+    async def generate(self, prompt: Prompt, body: Mapping[str, Any]) -> AsyncGenerator[Output, None]:
+        """Ask for an answer, and yield its outputs as they come, without tokens; the last one ends the answer.
 
         Closing the iterator ends the request.
 
+        Args:
+            body: further fields of the request.
         Raises:
-            InputError: the request is wrong. ServerFailed: it was not answered, or not to its end.
+            InputError: the request is wrong. ServerFailed: the answer failed or broke off.
         """
+        path, asked = "v1/completions", {**body, "prompt": prompt}
+        if isinstance(prompt, Conversation):
+            path, asked = "v1/chat/completions", {**body, "messages": list(prompt.messages)}
         started, finish_reason, usage = time.monotonic_ns(), "stop", Usage(0, 0, 0, 0, 0)
-        async with aclosing(self._events(path, body)) as events:
+        async with aclosing(self._events(path, asked)) as events:
             async for event in events:
                 now = time.monotonic_ns()
                 for choice in event.get("choices", ()):
@@ -108,15 +113,6 @@ class RemoteServer:
                 if found := event.get("usage"):
                     usage = _usage(started, found, event.get("brigade") or {})
         yield Output("", (), time.monotonic_ns(), finish_reason, usage)
-
-    async def chat(
-        self, messages: Sequence[Mapping[str, Any]], body: Mapping[str, Any]
-    ) -> AsyncGenerator[Output, None]:
-        """Yield the outputs of an answer to messages."""
-        asked = {**body, "messages": list(messages)}
-        async with aclosing(self.generate("v1/chat/completions", asked)) as outputs:
-            async for output in outputs:
-                yield output
 
     async def _events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Json, None]:
         asked = {"model": self.name, "stream": True, "stream_options": {"include_usage": True}, **body}
@@ -135,12 +131,14 @@ class RemoteServer:
 
 
 @asynccontextmanager
-async def open_server(url: str, key: str | None) -> AsyncIterator[RemoteServer]:
-    """Open a client and learn the name of the server's model.
+async def open_server(given: ServerFlags) -> AsyncIterator[RemoteServer]:
+    """Open a client and ask for the name of the server's model.
 
     Raises:
-        InputError: the server lets nobody in with this key, or this is no URL. ServerFailed: there is no such server.
+        InputError: the URL is malformed, or the server refuses the key. ServerFailed: no such server answers.
     """
+    assert given.server is not None
+    url, key = given.server, first_key(given.api_key_file) if given.api_key_file else None
     async with httpx2.AsyncClient(**client_settings(url, key), timeout=_TIMES) as client:
         try:
             response = await client.get("v1/models")
@@ -182,22 +180,18 @@ def _refused(status: int, body: bytes) -> BrigadeError:
     return ServerFailed(f"the server answers with status {status}: {message}")
 
 
-async def run_remote(url: str, key_file: Path | None, body: Mapping[str, Any], asked: GenerateOptions) -> None:
-    """Print one answer of a server, as `generate --server` does: its text as it comes, then what it took.
+async def run_remote(given: ServerFlags, body: Mapping[str, Any], asked: GenerateOptions) -> None:
+    """Print one answer of a server, as `generate --server` does: its text as it comes, then its statistics.
 
     Raises:
-        InputError: the request is wrong. ServerFailed: there is no server, or it did not answer.
+        InputError: the request is wrong. ServerFailed: no server answers, or the answer failed.
     """
     prompt = asked.require_prompt()
     text, first, last = "", None, None
-    async with open_server(url, first_key(key_file) if key_file else None) as server:
+    async with open_server(given) as server:
         began = time.monotonic()
-        if isinstance(prompt, Conversation):
-            outputs = server.chat(prompt.messages, body)
-        else:
-            outputs = server.generate("v1/completions", {**body, "prompt": prompt})
-        with Printer(is_silent=asked.as_json) as printer:
-            async with aclosing(outputs):
+        with Printer(is_silent=asked.output.as_json) as printer:
+            async with aclosing(server.generate(prompt, body)) as outputs:
                 async for last in outputs:
                     if first is None and (last.content or last.reasoning):
                         first = time.monotonic()
@@ -206,12 +200,12 @@ async def run_remote(url: str, key_file: Path | None, body: Mapping[str, Any], a
         ended = time.monotonic()
     assert last is not None and last.usage is not None and last.finish_reason is not None
     found = answer_as_json(text, last.finish_reason, last.usage, (first or ended) - began, ended - (first or ended))
-    if asked.as_json:
+    if asked.output.as_json:
         print(json.dumps(found), flush=True)
         return
     stats = found["stats"]
     speed = f", {stats['tokens_per_s']:.1f} tok/s" if stats["tokens_per_s"] else ""
-    say(f"{stats['num_tokens']} tokens{speed}; first after {stats['ttft_s']:.3f} s, by {server.name} at {url}")
+    say(f"{stats['num_tokens']} tokens{speed}; first after {stats['ttft_s']:.3f} s, by {server.name} at {given.server}")
 
 
 def answer_as_json(text: str, finish_reason: str, usage: Usage, ttft_s: float, decode_s: float) -> Json:

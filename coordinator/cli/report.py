@@ -37,7 +37,7 @@ def stats_of(answer: Answer) -> dict[str, Any]:
         "tokens_per_s": (num_tokens - 1) / decoded if decoded else None,
         "prompt_tokens_per_s": answer.num_prompt / answer.ttft_s,
         "steps": answer.num_steps,
-        "tokens_per_step": num_tokens / answer.num_steps,
+        "tokens_per_step": num_tokens / answer.num_steps if answer.num_steps else None,
         "recoveries": answer.usage.num_recoveries,
         "recovery_s": answer.usage.still_s,
         "peak_memory_bytes": sum(status.peak_memory_bytes for status in answer.statuses),
@@ -154,20 +154,3 @@ def _waterfall_table(waterfall: Waterfall, width: int) -> Table:
         before += took
     table.add_row("wall time", f"{waterfall.wall_ms:.1f} ms", "", "")
     return table
-
-
-def line_stats(answer: Answer) -> dict[str, Any]:
-    """The `stats` object of a line. Speeds are null where there is nothing to divide by."""
-    decoded, num_tokens, usage = answer.decode_s, len(answer.tokens), answer.usage
-    return {
-        "prompt_tokens": usage.num_prompt,
-        "reused_tokens": usage.num_reused,
-        "ttft_s": answer.ttft_s,
-        "decode_s": decoded,
-        "tokens_per_s": (num_tokens - 1) / decoded if decoded else None,
-        "prompt_tokens_per_s": usage.num_prompt / answer.ttft_s,
-        "steps": usage.num_steps,
-        "tokens_per_step": num_tokens / usage.num_steps if usage.num_steps else None,
-        "recoveries": usage.num_recoveries,
-        "recovery_s": usage.still_s,
-    }

@@ -1,12 +1,14 @@
-"""Runs a command's coroutine on uvloop. Ctrl-C and SIGTERM cancel it, so that all it started is ended in order."""
+"""How a command runs: its flags come as records, its coroutine runs on uvloop, and a signal ends it in order."""
 
 import asyncio
+import functools
+import inspect
 import os
 import signal
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from dataclasses import fields, is_dataclass
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
-import mlx.core as mx
 import uvloop
 
 from worker.platform.interrupts import INTERRUPTED
@@ -15,14 +17,64 @@ T = TypeVar("T")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def run_async(work: Coroutine[Any, Any, T]) -> T:
-    """Run a command's coroutine and return its result, also if it takes a signal for its usual end.
+class Take:
+    """Annotates a parameter that is a record of flags: the fields that the command takes, and its own defaults."""
 
-    A second signal ends the process at once; its own worker processes notice that and end too.
+    def __init__(self, *names: str, **defaults: Any) -> None:
+        """Without `names` all fields are flags of the command; the others keep their defaults."""
+        self.names = names
+        self.defaults = defaults
+
+
+def as_command(function: Callable[..., Any]) -> Callable[..., int | None]:
+    """Return a function that typer can read: each field of a record of flags becomes a parameter of its own.
+
+    A coroutine that `function` returns is run to its end; its result is the exit code.
+    """
+    parameters: list[inspect.Parameter] = []
+    records: dict[str, tuple[type, list[str]]] = {}
+    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+        annotation, take = parameter.annotation, Take()
+        if get_origin(annotation) is Annotated and isinstance(get_args(annotation)[1], Take):
+            annotation, take = get_args(annotation)
+        if not (isinstance(annotation, type) and is_dataclass(annotation)):
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        hints = get_type_hints(annotation, include_extras=True)
+        taken = [each for each in fields(annotation) if not take.names or each.name in take.names]
+        records[parameter.name] = annotation, [each.name for each in taken]
+        parameters += (
+            inspect.Parameter(
+                each.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=take.defaults.get(each.name, each.default),
+                annotation=hints[each.name],
+            )
+            for each in taken
+        )
+
+    @functools.wraps(function)
+    def command(**given: Any) -> int | None:
+        made = {name: record(**{each: given.pop(each) for each in taken}) for name, (record, taken) in records.items()}
+        result = function(**given, **made)
+        return run_async(result) if inspect.iscoroutine(result) else result
+
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command
+
+
+def run_async(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine and return its result, also if it ends normally after a signal.
+
+    SIGINT and SIGTERM cancel it, so that it closes what it has opened. A second signal ends the process at once; its
+    worker processes notice that and end too.
 
     Raises:
-        KeyboardInterrupt: a signal ended it; all is cleaned up.
+        KeyboardInterrupt: a signal ended it; everything is cleaned up.
     """
+    import mlx.core as mx  # not before a command runs: --help does not wait for it
+
     before = [signal.getsignal(number) for number in _SIGNALS]
     try:
         return uvloop.run(_interruptible(work))
@@ -52,8 +104,8 @@ async def _interruptible(work: Coroutine[Any, Any, T]) -> T:
         loop.call_soon_threadsafe(task.cancel)
 
     for number in _SIGNALS:
-        signal.signal(number, on_signal)  # not the loop's handlers: a second one must not wait for a loop that is stuck
+        signal.signal(number, on_signal)  # not the loop's handlers: a second signal must work while the loop is stuck
     await asyncio.wait([task])
     if signalled and (task.cancelled() or task.exception()):
-        raise KeyboardInterrupt  # what failed meanwhile failed for that reason; what ended in order is done
+        raise KeyboardInterrupt  # an error after the signal comes from it; a normal end stays one
     return task.result()

@@ -1,4 +1,4 @@
-"""`brigade score`: its flags, and what they amount to."""
+"""`brigade score`: log-probabilities and perplexity of a text."""
 
 from __future__ import annotations
 
@@ -6,53 +6,40 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Annotated, Any
 
 import typer
 
 from coordinator.cli import flags
-from coordinator.cli.parse import chosen_cluster
+from coordinator.cli.run import Take
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say, show_tokens
 from coordinator.sessions.output import Scored
 from worker.errors import InputError
 
-File = Annotated[
-    str, typer.Argument(metavar="FILE", show_default=False, help="A text in UTF-8; `-`, or none: standard input.")
-]
-
 
 def score(
-    ctx: typer.Context,
-    file: File = "-",
-    config: flags.Config = None,
-    model: flags.Model = None,
-    local: flags.Local = None,
-    layers: flags.Layers = None,
-    context: flags.Context = None,
-    trust_remote_code: flags.TrustRemoteCode = False,
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", show_default=False, help="A UTF-8 text; `-` or none: standard input.")
+    ] = "-",
+    *,
+    cluster: Annotated[flags.ClusterFlags, Take(*flags.TEXT)],
     as_json: flags.Json = False,
-) -> None:
-    """How likely a text is to the model: the log-probability of its tokens, and its perplexity.
+) -> Coroutine[Any, Any, None]:
+    """Print how likely a text is to the model: the log-probability of its tokens, and its perplexity.
 
-    The first token follows nothing and has no score. Each other one is scored by all tokens before it, if the text has
-    less than --context tokens. A longer text is scored in windows of that length, each of which begins in the middle of
-    the one before: its first half was scored there, and the tokens of its second half are scored by all before them in
-    the window, which are half of --context at least.
+    The first token follows nothing and has no score. If the text has less than --context tokens, every other token is
+    scored after all tokens before it. A longer text is scored in windows of --context tokens that overlap by half: only
+    the second half of a window is scored, so that at least half of --context tokens come before each scored token.
 
     brigade score --model demo --local 2 README.md
     """
-    options = chosen_cluster(ctx)
-    text = _read(file)
-
-    from coordinator.cli.run import run_async
-
-    run_async(run_score(options, text, as_json=as_json))
+    return run_score(cluster.options(), _read(file), as_json=as_json)
 
 
 def _read(file: str) -> str:
-    """Raises InputError for what is not there, or no text."""
+    """Raises InputError for a file that is missing or not UTF-8."""
     try:
         if file == "-":
             return sys.stdin.buffer.read().decode()
@@ -65,10 +52,10 @@ def _read(file: str) -> str:
 
 
 async def run_score(options: ClusterOptions, text: str, *, as_json: bool) -> None:
-    """Print the text's figures.
+    """Print the scores of a text.
 
     Raises:
-        InputError: it has fewer than two tokens. BrigadeError: the model cannot be loaded, or its cluster failed.
+        InputError: the text has fewer than two tokens. BrigadeError: the model cannot be loaded, or the cluster failed.
     """
     from coordinator.engine.engine import open_engine
     from coordinator.engine.inputs import InputProcessor
@@ -78,7 +65,7 @@ async def run_score(options: ClusterOptions, text: str, *, as_json: bool) -> Non
     tokens = await frontend.prompt_ids(text)
     if len(tokens) < 2:
         raise InputError("", f"expected a text of at least two tokens, found {len(tokens)}: the first follows nothing")
-    size = min(options.context, frontend.spec.context) - 1  # the context has a place for the token that is dropped
+    size = min(options.context, frontend.spec.context) - 1  # one place is for the generated token, which is dropped
     if size < 2:
         raise InputError("context", f"expected at least 3 tokens, got {size + 1}")
     async with open_engine(frontend, options, size + 1, max_waiting=8, max_wait_s=600.0) as model:
@@ -97,7 +84,7 @@ async def run_score(options: ClusterOptions, text: str, *, as_json: bool) -> Non
 
 
 def figures_of(scores: Sequence[Scored]) -> dict[str, Any]:
-    """The object of `--json`: scored tokens, the sum of their log-probabilities, and e to the mean loss."""
+    """Return the object of `--json`; the perplexity is e to the mean loss, null if that overflows."""
     logprob = math.fsum(score.token.logprob for score in scores)
     loss = -logprob / len(scores)
     return {"tokens": len(scores), "logprob": logprob, "perplexity": math.exp(loss) if loss < 700 else None}

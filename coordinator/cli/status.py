@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.cli import flags
-from coordinator.cli.parse import find_config, given_flags
+from coordinator.cli.flags import find_config, given_flags
 from coordinator.cli.serve import PORT
 from coordinator.cluster.options import cluster_options
 from coordinator.cluster.progress import say
@@ -41,56 +41,46 @@ def status(
     server: Annotated[
         str, typer.Option(metavar="URL", help="Where `brigade serve` listens.")
     ] = f"http://127.0.0.1:{PORT}",
-    watch: Annotated[bool, typer.Option("--watch", help="Go on showing it, every second, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every second until Ctrl-C.")] = False,
     api_key_file: flags.ApiKeyFile = None,
     config: flags.Config = None,
     as_json: flags.Json = False,
-) -> None:
-    """The running cluster: nodes with their layers and memory, hops, requests, recoveries.
+) -> Coroutine[Any, Any, None]:
+    """Show the running cluster: nodes with their layers and memory, hops, requests, recoveries.
 
     Of a server on this machine: brigade status --watch
 
-    What the workers hold where none runs: brigade status --config cluster.yaml
+    Of workers without a server: brigade status --config cluster.yaml
     """
     from coordinator.api.auth import first_key
-    from coordinator.cli.run import run_async
 
     key = first_key(api_key_file) if api_key_file else None
-    run_async(_show(_Source(ctx, server.rstrip("/"), key, config), is_watching=watch, as_json=as_json))
+    may_find = "server" not in given_flags(ctx)  # a server that is named does not stand for this folder's workers
+    return _show(server.rstrip("/"), key, config, may_find=may_find, is_watching=watch, as_json=as_json)
 
 
-class _Source:
-    """What is asked: a server, or the workers of a configuration where no server answers."""
+async def _show(
+    server: str, key: str | None, config: Path | None, *, may_find: bool, is_watching: bool, as_json: bool
+) -> None:
+    """Print the state of the server, or of the workers of a configuration, once or every second.
 
-    def __init__(self, ctx: typer.Context, server: str, key: str | None, config: Path | None) -> None:
-        self.config = config
-        self._server = server
-        self._key = key
-        self._may_find = "server" not in given_flags(ctx)  # a server that is named stands for no workers of this folder
-
-    async def find(self) -> Json:
-        """Return the server's state, or else the workers'. Raises NothingAnswers if there is neither."""
-        from coordinator.cli.remote import NothingAnswers
-
-        try:
-            return await run_in_thread(partial(ask_server, self._server, self._key))
-        except NothingAnswers:
-            if self._may_find and self.config is None:
-                self.config = find_config(None)
-            if self.config is None:
-                raise
-        return await _ask_workers(self.config)
-
-
-async def _show(source: _Source, *, is_watching: bool, as_json: bool) -> None:
-    """Print what there is, once or every second.
-
+    Args:
+        may_find: use ./cluster.yaml if no server answers and `config` is None.
     Raises:
-        StageLost: not one of the workers answers, as was just printed.
+        NothingAnswers: no server answers, and there is no configuration.
+        StageLost: none of the workers answers.
     """
+    from coordinator.cli.remote import NothingAnswers
+
     console = Console(highlight=False)
     while True:
-        found = await source.find()
+        try:
+            found = await run_in_thread(partial(ask_server, server, key))
+        except NothingAnswers:
+            config = config or (find_config(None) if may_find else None)
+            if config is None:
+                raise
+            found = await _ask_workers(config)
         if is_watching and console.is_terminal and not as_json:
             console.clear()
         if as_json:
@@ -102,7 +92,7 @@ async def _show(source: _Source, *, is_watching: bool, as_json: bool) -> None:
         await asyncio.sleep(_EVERY_S)
     nodes = found.get("nodes")  # a server's include itself, which answers
     if nodes and all(node["state"] == "lost" for node in nodes):
-        config, whom = source.config, "the only worker" if len(nodes) == 1 else f"any of the {len(nodes)} workers"
+        whom = "the only worker" if len(nodes) == 1 else f"any of the {len(nodes)} workers"
         more = f"the reason stands above, and brigade doctor --config {config} looks closer"
         raise StageLost(f"expected {whom} of {config} to answer: {more}")
 

@@ -1,51 +1,43 @@
-"""`brigade verify`: its flags, and the lines or the object that it prints."""
+"""`brigade verify`: compares the cluster with the model in one process."""
 
 import sys
+from collections.abc import Coroutine
 from functools import partial
+from typing import Annotated, Any
 
 import typer
 
 from coordinator.cli import flags
-from coordinator.cli.parse import chosen_cluster
+from coordinator.cli.run import Take
 from coordinator.cluster.options import ClusterOptions
-from coordinator.decoding.decode import Decode, make_decode
+from coordinator.decoding.decode import Decode
 
 
 def verify(
-    ctx: typer.Context,
-    config: flags.Config = None,
-    model: flags.Model = None,
-    local: flags.Local = None,
-    layers: flags.Layers = None,
-    context: flags.Context = None,
-    trust_remote_code: flags.TrustRemoteCode = False,
+    *,
+    cluster: Annotated[flags.ClusterFlags, Take(*flags.TEXT)],
     max_tokens: flags.MaxTokens = 32,
-    seed: flags.VerifySeed = 0,
-    decode: flags.DecodeKind = "ar",
-    window: flags.Window = "auto",
-    entropy_threshold: flags.EntropyThreshold = Decode.entropy_threshold,
-    position_penalty: flags.PositionPenalty = Decode.position_penalty,
-    stream: flags.Stream = False,
+    seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Of the prompts and the samples.")] = 0,
+    windows: Annotated[flags.DecodeFlags, Take(decode="ar")],
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Read the reference layer by layer even if the whole model fits here.")
+    ] = False,
     as_json: flags.Json = False,
-) -> int:
+) -> Coroutine[Any, Any, int]:
     """Prove that the cluster's tokens are those of mlx-lm's model in one process; exit code 1 if they are not.
 
-    Where that does not fit here, of its layers one after another, read from this machine's disk.
+    If the whole model does not fit in this machine's memory, the reference reads one layer at a time from disk.
     """
-    options = chosen_cluster(ctx)
-    decoder = make_decode(decode, window, entropy_threshold, position_penalty)
-
-    from coordinator.cli.run import run_async
-
-    return run_async(run_verify(options, decoder, max_tokens=max_tokens, seed=seed, stream=stream, as_json=as_json))
+    decode = windows.decoder()
+    return run_verify(cluster.options(), decode, max_tokens=max_tokens, seed=seed, stream=stream, as_json=as_json)
 
 
 async def run_verify(
     options: ClusterOptions, decode: Decode, *, max_tokens: int, seed: int, stream: bool = False, as_json: bool
 ) -> int:
-    """Print the comparison. The exit code: 0 if the cluster is the model, 1 if not.
+    """Print the comparison and return the exit code: 0 if the cluster is the model, 1 if not.
 
-    Into a pipe or a file each line goes as it is found; a terminal shows a bar meanwhile, and the lines at the end.
+    A pipe or a file gets each line at once; a terminal shows a progress bar first, and all lines at the end.
     """
     from coordinator.quality.verify import verify
 

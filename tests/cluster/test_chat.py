@@ -111,6 +111,6 @@ def test_one_request_to_a_server(url: str) -> None:
         run_here("generate", "--server", url, *SHORT, "--raw", "--temp", "0", "user: Hi\nassistant: ", "--json")
     )
     assert (raw["text"], raw["finish_reason"], raw["stats"]["num_tokens"]) == (RECITED, "length", NUM_BYTES)
-    for flag, why in (("--journal", "keeps no journal"), ("--logprobs", "tells no token ids"), ("--local", "loaded")):
+    for flag, why in (("--journal", "keeps no journal"), ("--logprobs", "sends no token ids"), ("--local", "loaded")):
         wrong = run_here("generate", "--server", url, flag, "2", "Hi", "--json")
         assert wrong.code == 2 and re.search(f"error: {flag}: not expected with --server, which .*{why}", wrong.err)

@@ -34,7 +34,7 @@ def test_it_prints_a_line_per_finding_and_ends_with_0_where_nothing_must_be_mend
     lines = done.out.splitlines()
     for about in ("coordinator", "one", "two", "coordinator → one", "one → two", "coordinator ← two", "all nodes"):
         assert about in lines
-    assert lines[-1].startswith("nothing must be mended; ") and not any("MEND" in line for line in lines)
+    assert lines[-1].startswith("nothing to fix; ") and not any("FIX" in line for line in lines)
     assert sum(" of each token (round trip " in line for line in lines) == 3
     assert sum("8 tokens through every node, twice, in " in line for line in lines) == 1
 

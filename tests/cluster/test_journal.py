@@ -135,9 +135,9 @@ def test_the_same_command_goes_on_and_a_contradiction_is_refused(talker: Path, t
         assert (code, err.startswith(f"error: {refusal}")) == (2, True), err
     other = reconfigured_copy(talker, tmp_path / "other", rms_norm_eps=1e-3)
     code, err = run(model=other)
-    assert code == 2 and "expected the model that the journal's answer is of" in err
+    assert code == 2 and "expected the journal's model" in err
     code, err = run(model="demo")
-    assert code == 2 and "expected the model that the journal's answer is of" in err
+    assert code == 2 and "expected the journal's model" in err
     assert journal.read_bytes() == content
     journal.write_bytes(content[:60])
     assert run()[0] == 2 and journal.read_bytes() == b""

@@ -16,14 +16,12 @@ def test_what_is_said_of_a_node_stands_below_one_heading(capsys: pytest.CaptureF
     model = problem(Kind.MODEL, "coordinator", "no folder", "correct it")
     lines = printed(capsys, ok(Kind.CLOCK, "coordinator", "right"), ok(Kind.CLOCK, "mini", "right"), model)
     assert [line for line in lines if line and not line.startswith(" ")][:2] == ["coordinator", "mini"]
-    assert lines[2] == "  MEND model         no folder → correct it"
+    assert lines[2] == "  FIX  model         no folder → correct it"
 
 
 def test_where_nothing_must_be_mended_no_page_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     fine, remark = ok(Kind.CLOCK, "mini", "right"), note(Kind.CLOCK, "mini", "wrong")
-    assert printed(capsys, fine)[-1] == "nothing must be mended; 0 notes"
-    assert printed(capsys, remark)[-1] == "nothing must be mended; 1 note"
+    assert printed(capsys, fine)[-1] == "nothing to fix; 0 notes"
+    assert printed(capsys, remark)[-1] == "nothing to fix; 1 note"
     last = printed(capsys, remark, remark, problem(Kind.WIFI, "mini", "slow", "x"))[-1]
-    assert (
-        last.startswith("1 must be mended; 2 notes. Brigade's documentation has a page on doctor") and "/" not in last
-    )
+    assert last.startswith("1 to fix; 2 notes. Brigade's documentation has a page on doctor") and "/" not in last

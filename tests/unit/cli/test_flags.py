@@ -16,7 +16,6 @@ from coordinator.cli import run as run_module
 from coordinator.cli.app import app
 from coordinator.cli.remote import NothingAnswers
 from coordinator.cluster.options import ClusterOptions
-from coordinator.deploy import doctor as examining
 from tests.unit.cli.conftest import Command
 from worker.errors import ConfigError, InputError, StageLost
 
@@ -104,7 +103,7 @@ def test_a_flag_that_takes_one_value_is_given_once(brigade: Command, arguments: 
 
 
 def test_a_flag_that_can_be_repeated_can_be_repeated(wished: Command) -> None:
-    assert wished("generate", "a", "--stop", "x", "--stop", "y").stops == ("x", "y")
+    assert wished("generate", "a", "--stop", "x", "--stop", "y").spec.stops == ("x", "y")
 
 
 IDLE = [
@@ -190,14 +189,13 @@ def opened(brigade: Command, monkeypatch: pytest.MonkeyPatch) -> Chosen:
     """The options that a command would open its cluster with."""
     found: list[ClusterOptions] = []
 
-    def note(options: ClusterOptions, *more: Any, **others: Any) -> Any:
+    def note(options: ClusterOptions, *more: Any, **others: Any) -> None:
         found.append(options)
-        return SimpleNamespace(findings=[], is_healthy=True, as_json=dict)
 
     for module, name in (
         *((generate, "run_generate"), (server_module, "serve"), (batch, "run_batch"), (bridge, "run_bridge")),
         *((score, "run_score"), (plan, "run_plan"), (verify, "run_verify"), (bench, "run_bench")),
-        *((plan, "run_forecast"), (examining, "examine_cluster"), (examining, "try_answer"), (doctor, "_try")),
+        *((plan, "run_forecast"), (doctor, "run_doctor"), (doctor, "run_smoke")),
     ):
         monkeypatch.setattr(module, name, note)
     monkeypatch.setattr(chat, "loaded", note)
@@ -280,5 +278,5 @@ def test_a_value_that_none_can_have_is_refused_before_the_model_is_read(brigade:
 
 
 def test_only_what_was_chosen_overrides_the_model(wished: Command) -> None:
-    assert "temperature" not in wished("generate", "a").sampling
-    assert wished("generate", "a", "--temp", "0").sampling["temperature"] == 0
+    assert "temperature" not in wished("generate", "a").spec.sampling
+    assert wished("generate", "a", "--temp", "0").spec.sampling["temperature"] == 0

@@ -59,7 +59,7 @@ def test_findings(capsys: pytest.CaptureFixture[str]) -> None:
     )
     shown = lines(capsys.readouterr().out)
     assert shown[:4] == ["air", "  ok   machine       fine", "", "mini"]
-    filled = [line for line in shown if line.startswith("  MEND") or line.startswith(" " * 21)]
+    filled = [line for line in shown if line.startswith("  FIX") or line.startswith(" " * 21)]
     assert " ".join(line[21:] for line in filled) == f"no one is there → {start}" and len(filled) == 2
 
 

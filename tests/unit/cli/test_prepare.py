@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from coordinator.cli.generate import GenerateOptions, Prepared, how_drawn, prepare
 from coordinator.cluster.options import cluster_options
+from coordinator.sessions.request import RequestSpec
 from tests.cluster.models import END, VOCAB, make_talker, reconfigured_copy
 from worker.errors import InputError, ModelError
 
@@ -45,7 +46,8 @@ def sampled(folder: Path) -> Iterator[Path]:
 def prepared(model: Path, **asked: Any) -> Prepared:
     if "prompt_tokens" not in asked:
         asked = {"prompt": PROMPT} | asked
-    return asyncio.run(prepare(GenerateOptions(**asked), cluster_options(None, str(model), 0, None, None)))
+    spec = RequestSpec((), 256, asked.pop("sampling", {}), ignore_eos=asked.pop("ignore_eos", False))
+    return asyncio.run(prepare(GenerateOptions(**asked, spec=spec), cluster_options(None, str(model), 0, None, None)))
 
 
 def ids(model: Path, text: str) -> tuple[int, ...]:

@@ -92,7 +92,7 @@ def test_the_summary_is_two_lines(capsys: pytest.CaptureFixture[str]) -> None:
         (500, make_answer(range(124)), "cut off where the model's context of 128 tokens ends"),
         (9, make_answer(), "cut off where the memory of the nodes ends"),
         (9, make_answer((5, 2), "stop"), "ended by itself"),
-        (9, make_answer((5, 5), "stop"), "ended as it began to repeat itself"),
+        (9, make_answer((5, 5), "stop"), "ended because it repeated itself"),
         (9, make_answer((5, 6), "stop", stop="!"), "ended at a --stop text"),
     ],
 )
