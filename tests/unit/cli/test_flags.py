@@ -11,10 +11,9 @@ import pytest
 import typer
 
 from coordinator.api import serve as server_module
-from coordinator.cli import batch, bench, bridge, chat, doctor, generate, plan, score, status, verify
+from coordinator.cli import batch, bench, bridge, chat, doctor, generate, plan, remote, score, status, verify
 from coordinator.cli import run as run_module
 from coordinator.cli.app import app
-from coordinator.cli.remote import NothingAnswers
 from coordinator.cluster.options import ClusterOptions
 from tests.unit.cli.conftest import Command
 from worker.errors import ConfigError, InputError, StageLost
@@ -255,7 +254,7 @@ def test_commands_that_open_no_cluster_take_it_too(
     brigade: Command, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     def absent(server: str, key: str | None) -> Any:
-        raise NothingAnswers("nothing answers")
+        raise remote.NothingAnswers("nothing answers")
 
     monkeypatch.setattr(status, "ask_server", absent)
     with pytest.raises((ConfigError, StageLost), match=r"mini|cluster\.yaml"):
@@ -280,3 +279,12 @@ def test_a_value_that_none_can_have_is_refused_before_the_model_is_read(brigade:
 def test_only_what_was_chosen_overrides_the_model(wished: Command) -> None:
     assert "temperature" not in wished("generate", "a").spec.sampling
     assert wished("generate", "a", "--temp", "0").spec.sampling["temperature"] == 0
+
+
+def test_a_server_gets_a_zero_that_is_a_value_and_none_that_means_off(
+    brigade: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bodies: list[dict[str, Any]] = []
+    monkeypatch.setattr(remote, "run_remote", lambda given, body, asked: bodies.append(body))
+    brigade("generate", "a", "--server", "http://here", "--temp", "0", "--seed", "0", "--top-p", "0")
+    assert bodies == [{"max_tokens": 256, "temperature": 0.0, "seed": 0}]

@@ -57,7 +57,9 @@ def test_ctrl_c_tells_where_each_node_was_and_that_the_same_command_goes_on(
     config.write_text("workers: [{name: mini, address: '127.0.0.1:1', ssh: mac}]")
     assert brigade("launch", flag, "--config", str(config)) == 130
     were = "looking" if flag == "--update" else "stopping"
-    said = f"interrupted (mini: {were}). Nothing is undone: started workers keep running, the same command does the rest\n"
+    said = (
+        f"interrupted (mini: {were}). Nothing is undone: started workers keep running, the same command does the rest\n"
+    )
     assert capsys.readouterr().err.endswith(said)
 
 
