@@ -60,7 +60,7 @@ from worker.node.framing import CHUNK_BYTES
 from worker.node.hop import open_relay
 from worker.node.identity import Role
 from worker.node.network import Network
-from worker.node.weights_pieces import pieces_of
+from worker.node.weights_cache import pieces_of
 from worker.platform.machine import machine_name
 from worker.platform.run import run_command
 

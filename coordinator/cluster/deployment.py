@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from coordinator.cluster.peer import COORDINATOR_ID, Peer
-from coordinator.cluster.weights import load_pushing
+from coordinator.cluster.weights import known_digests, load_pushing
 from coordinator.planning.plan import Assignment, Plan
 from protos.brigade_pb2 import Contents, Coordinator, LoadProgress, LoadRequest
 from worker.compute.shard import Shard
@@ -13,7 +13,6 @@ from worker.model.checkpoint import Checkpoint
 from worker.model.contents import contents_of
 from worker.model.modelspec import ModelSpec
 from worker.node.loading import load_shard
-from worker.node.weights_pieces import known_digests
 from worker.platform.mlx_memory import forget_peak
 from worker.platform.threads import MlxThread, run_in_thread
 

@@ -1,42 +1,49 @@
-"""Pushing weights: a worker that lacks the model is sent the tensors of its layers, read from this node's files.
+"""Pushing weights: a worker that lacks the model is sent the tensors of its layers from this node's files.
 
-Each file is announced with its digest, and the worker says how much of that it has: so after a cut only what is missing
-is sent, and for another split only the layers that are new. Files are read, and digests made, beside the event loop.
+Each file is announced with its digest, and the worker replies how much of it it has. So after a cut only the missing
+bytes are sent, and for another split only the new layers. Files are read and digested on threads.
 """
 
 import asyncio
+import contextlib
+import hashlib
+import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Generator
-from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 import grpc
 import grpc.aio
+import msgpack
+from blake3 import blake3
 
 from coordinator.cluster.log import log
 from coordinator.cluster.peer import Peer
 from protos.brigade_pb2 import Announcement, Feeding, Held, LoadProgress, LoadRequest
 from worker.errors import FrameError, ModelError, ModelLacking, StageLost
 from worker.model.checkpoint import Checkpoint
+from worker.model.describe import describe
 from worker.node.framing import CHUNK_BYTES, write_chunk
-from worker.node.loading import fetch
-from worker.node.weights_pieces import DigestCache, Origin, Piece, gather, pieces_of
-from worker.node.weights_receive import SAY_BYTES
+from worker.node.loading import READ_BYTES, Span, fetch, read_spans, spans_of
+from worker.node.weights_cache import Piece, pieces_of
+from worker.node.weights_receive import ACK_BYTES
+from worker.platform.installation import cache_folder
 from worker.platform.text import format_bytes
 from worker.platform.threads import CallThread, run_in_thread
 
-_STALL_S = 120.0  # the longest that a worker may take no bytes, or not say what it has
+_STALL_S = 120.0  # the longest that a worker may accept no bytes, or not acknowledge any
+_DIGEST_S = 60.0  # without a message while a digest is computed; the worker waits five times as long
 _PAUSE_S = 0.5
-_BACK_S = 10.0  # for how long one is asked again that was lost on the way
+_BACK_S = 10.0  # for how long a worker that was lost on the way is asked again
 _BATCH = 2  # messages that are read from the disk at once
-_LEAST_ALLOWANCE, _MOST_ALLOWANCE = SAY_BYTES, 1 << 24  # bytes; of fewer a worker may not speak
+_LEAST_ALLOWANCE, _MOST_ALLOWANCE = ACK_BYTES, 1 << 24  # bytes; a worker acknowledges no smaller amount
 _MOMENT_S, _LOOK_S = 0.1, 0.02
 _LONG_S = 1.0
+_MOST_KEPT = 4096  # digests of one model folder; older ones belong to files that have changed since
 
 T = TypeVar("T")
 Report = Callable[[LoadProgress], None]
@@ -47,7 +54,7 @@ Chunks = Generator[tuple[int, bytes], None, None]
 async def load_pushing(
     peer: Peer, request: LoadRequest, checkpoint: Checkpoint, report: Report, *, feeds: bool
 ) -> None:
-    """Have a worker load a shard; push what it lacks of it first, if this node `feeds`.
+    """Have a worker load a shard; first push what it lacks of it, if this node `feeds`.
 
     Raises:
         BrigadeError: as the worker refuses. StageLost: it is lost, or stalls.
@@ -63,17 +70,17 @@ async def load_pushing(
 
 
 async def push_weights(peer: Peer, request: LoadRequest, checkpoint: Checkpoint, report: Report) -> int:
-    """Send a worker what it lacks of the requested layers; after a cut again, as long as each try gets bytes through.
+    """Send a worker what it lacks of the requested layers. Resume after a cut, as long as each try sends some bytes.
 
     Returns:
-        How many bytes were sent.
+        The number of bytes that were sent.
     Raises:
         BrigadeError: as `load_pushing`.
     """
     began = time.monotonic()
-    supply = await _from_disk(run_in_thread(partial(Supply, checkpoint, request)))
-    await fetch(checkpoint, [name for piece in supply.pieces for name in piece.order], report)
-    push = Push(peer, request, supply, report)
+    pieces = await run_in_thread(partial(pieces_of, checkpoint, request.start, request.end))
+    await fetch(checkpoint, [name for piece in pieces for name in piece.order], report)
+    push = await _from_disk(run_in_thread(partial(Push, peer, request, checkpoint, pieces, report)))
     while True:
         before = push.num_sent
         try:
@@ -91,7 +98,7 @@ async def push_weights(peer: Peer, request: LoadRequest, checkpoint: Checkpoint,
 
 
 async def _wait_back(peer: Peer) -> None:
-    """Return once the worker answers again: its name may be gone with its cable for a while. Raises StageLost."""
+    """Return once the worker answers again: its name may not resolve for a while. Raises StageLost."""
     until = time.monotonic() + _BACK_S
     while True:
         try:
@@ -103,104 +110,193 @@ async def _wait_back(peer: Peer) -> None:
         await asyncio.sleep(_PAUSE_S)
 
 
-class Supply:
-    """The files that may be sent: a model's small ones, then the pieces of some layers."""
-
-    def __init__(self, checkpoint: Checkpoint, request: LoadRequest) -> None:
-        self.files = [checkpoint.folder / "config.json", *checkpoint.tokenizer_files()]
-        self.pieces = pieces_of(checkpoint, request.start, request.end)
-        self.nbytes = sum(path.stat().st_size for path in self.files) + sum(piece.nbytes for piece in self.pieces)
-        self.digests = DigestCache(checkpoint)
-        self._checkpoint = checkpoint
-
-    def offer(self, what: Path | Piece, given_up: threading.Event) -> "WeightsOffer":
-        """Read a file, or all of a piece, for its digest, unless that is known."""
-        if isinstance(what, Path):
-            announcement, origin = Announcement(file=what.name), Origin.of_file(what)
-        else:
-            announcement, origin = Announcement(place=what.place), Origin.of_piece(self._checkpoint, what)
-        announcement.size, announcement.digest = origin.nbytes, self.digests.of(origin, given_up)
-        return WeightsOffer(announcement, origin)
+# What is sent
 
 
-@dataclass(frozen=True)
-class WeightsOffer:
-    """A file that is ready to be sent."""
+class SourceFile:
+    """A file to be sent: a beginning that every node makes itself, then spans of this node's files."""
 
-    announcement: Announcement
-    origin: Origin
+    def __init__(self, announcement: Announcement, begin: bytes, spans: Sequence[Span]) -> None:
+        self.announcement = announcement
+        self.nbytes = announcement.size = sum(span.nbytes for span in spans)
+        self._begin = begin
+        self._spans = spans
+
+    @classmethod
+    def of_file(cls, path: Path) -> "SourceFile":
+        return cls(Announcement(file=path.name), b"", [Span(path, 0, path.stat().st_size)])
+
+    @classmethod
+    def of_piece(cls, checkpoint: Checkpoint, piece: Piece) -> "SourceFile":
+        """Raises ModelError if a file is missing."""
+        return cls(Announcement(place=piece.place), piece.header, spans_of(checkpoint, piece.order))
+
+    @cached_property
+    def stamp(self) -> str:
+        """A text that changes when the contents may have changed."""
+        stats = {span.path: span.path.stat() for span in self._spans}
+        said = [self._begin.hex()]
+        said += [f"{span.path} {span.at} {span.nbytes}" for span in self._spans]
+        said += [f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats.items()]
+        return hashlib.sha256("\n".join(said).encode(errors="surrogateescape")).hexdigest()
+
+    def blocks(self, offset: int, block_bytes: int) -> Iterator[bytes]:
+        """Yield the bytes from this offset on, which does not count the beginning. Raises as `read_spans`."""
+        return read_spans(self._spans, offset, block_bytes)
+
+    def digest(self, given_up: threading.Event) -> str:
+        """Return the BLAKE3 of the whole file in hex; empty once it is given up."""
+        found = blake3(self._begin)
+        for block in self.blocks(0, READ_BYTES):
+            if given_up.is_set():
+                return ""
+            found.update(block)
+        return found.hexdigest()
+
+
+class DigestCache:
+    """Digests of a model's files, kept in the cache folder so that files are not read twice before they are sent."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        name = hashlib.sha256(os.fsencode(checkpoint.folder.absolute())).hexdigest()[:32]
+        self._path = cache_folder() / "digests" / f"{name}.msgpack"
+        self._known = self._read()
+
+    def known(self, file: SourceFile) -> str:
+        """Return the kept digest, or an empty string."""
+        return self._known.get(file.stamp, "") if self._known else ""
+
+    def of(self, file: SourceFile, given_up: threading.Event) -> str:
+        """Return the digest, computed if need be. Raises OSError if a file cannot be read."""
+        found = self.known(file) or file.digest(given_up)
+        if found:
+            self._known[file.stamp] = found
+        return found
+
+    def keep(self) -> None:
+        """Write them. If the folder is read-only they are computed again next time."""
+        unfinished = self._path.with_suffix(f".{os.getpid()}")
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            known = self._read() | self._known.copy()  # another process or thread may have added some meanwhile
+            unfinished.write_bytes(msgpack.packb(dict(list(known.items())[-_MOST_KEPT:])))
+            unfinished.replace(self._path)
+
+    def _read(self) -> dict[str, str]:
+        try:
+            return {str(stamp): str(digest) for stamp, digest in msgpack.unpackb(self._path.read_bytes()).items()}
+        except (OSError, ValueError, TypeError, AttributeError, msgpack.UnpackException):
+            return {}
+
+
+def known_digests(checkpoint: Checkpoint) -> dict[int, str]:
+    """Return the kept digests of the pieces that workers may hold, by place."""
+    digests, found = DigestCache(checkpoint), {}
+    for piece in pieces_of(checkpoint, 1, describe(checkpoint).num_layers):
+        with contextlib.suppress(ModelError, OSError):  # a file that is still on the hub
+            if digest := digests.known(SourceFile.of_piece(checkpoint, piece)):
+                found[piece.place] = digest
+    return found
+
+
+def _chunks(file: SourceFile, offset: int, *, has_checksums: bool) -> Chunks:
+    """Yield the bytes from this offset on as messages, each with the offset behind it; small tensors are joined."""
+    blocks: list[bytes] = []
+    size = 0
+    for block in file.blocks(offset, CHUNK_BYTES):
+        blocks.append(block)
+        size += len(block)
+        if size >= CHUNK_BYTES or offset + size == file.nbytes:
+            message = write_chunk(blocks, offset if has_checksums else None)
+            offset += size
+            yield offset, message
+            blocks, size = [], 0
+
+
+# Sending
 
 
 class Allowance:
-    """How many bytes may be on their way: more would only queue up, in front of other connections' signs of life."""
+    """How many bytes may be in flight: more would only queue up and delay the keepalives of other connections."""
 
     def __init__(self) -> None:
         self.num_bytes = _LEAST_ALLOWANCE
         self._since = time.monotonic()
-        self._num_come = 0
+        self._num_acknowledged = 0
 
     def note(self, num_bytes: int) -> None:
-        """Note that so many have arrived; the allowance follows, by half or by twice at most."""
-        self._num_come += num_bytes
+        """Note that so many were acknowledged. The allowance follows the speed, at most halved or doubled at once."""
+        self._num_acknowledged += num_bytes
         if (took_s := time.monotonic() - self._since) >= _LOOK_S:
-            per_moment = int(self._num_come / took_s * _MOMENT_S)
+            per_moment = int(self._num_acknowledged / took_s * _MOMENT_S)
             wanted = min(max(per_moment, self.num_bytes // 2), 2 * self.num_bytes)
             self.num_bytes = min(max(wanted, _LEAST_ALLOWANCE), _MOST_ALLOWANCE)
-            self._since, self._num_come = time.monotonic(), 0
+            self._since, self._num_acknowledged = time.monotonic(), 0
 
 
 class Push:
-    """The weights that are sent to one worker, in one call or several."""
+    """The transfer of weights to one worker, in one call or several."""
 
-    def __init__(self, peer: Peer, request: LoadRequest, supply: Supply, report: Report) -> None:
+    def __init__(
+        self, peer: Peer, request: LoadRequest, checkpoint: Checkpoint, pieces: Sequence[Piece], report: Report
+    ) -> None:
+        """Block to open the files. Raises OSError or ModelError for one that is missing."""
+        small = [checkpoint.folder / "config.json", *checkpoint.tokenizer_files()]
+        self._files = [*map(SourceFile.of_file, small), *(SourceFile.of_piece(checkpoint, piece) for piece in pieces)]
+        self._digests = DigestCache(checkpoint)
         self.num_sent = 0
         self._peer = peer
         self._request = request
-        self._supply = supply
         self._report = report
-        self._total = 0  # bytes that the worker has not, as far as that is known
+        self._total = 0  # bytes that the worker lacks, as far as known
         self._allowance = Allowance()
 
     async def run(self) -> None:
         """Make one call, to its end. Raises as `push_weights`."""
-        self._total = self.num_sent + self._supply.nbytes
+        self._total = self.num_sent + sum(file.nbytes for file in self._files)
         try:
             with self._peer.naming():
                 async with self._peer.feeding() as call:
-                    await self._say(call, Feeding(model=self._request).SerializeToString())
-                    await self._heard(call)  # it takes what belongs to it
+                    await self._write(call, Feeding(model=self._request).SerializeToString())
+                    await self._read(call)  # the worker accepts the model
                     await self._send_all(call)
                     await call.done_writing()
                     await self._wait_ended(call)
         finally:
-            await run_in_thread(self._supply.digests.keep)
+            await run_in_thread(self._digests.keep)
 
     async def _send_all(self, call: Call) -> None:
-        """Send one file after another; while one is sent, the next one's digest is made."""
+        """Send one file after another. While one is sent, the digest of the next one is computed."""
         given_up = threading.Event()
-        with ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
             digester, reader = CallThread("digests"), CallThread("reading")
             for thread in (digester, reader):
                 stack.callback(thread.close, timeout_s=0)
             stack.callback(given_up.set)
-            prepare = partial(self._supply.offer, given_up=given_up)
-            whats = [*self._supply.files, *self._supply.pieces]
-            ahead = digester.submit(partial(prepare, whats[0]))
-            stack.callback(lambda: ahead.cancel())
-            for following in (*whats[1:], None):
-                offer = await _from_disk(ahead)
+            digesting = digester.submit(partial(self._digests.of, self._files[0], given_up))
+            stack.callback(lambda: digesting.cancel())
+            for file, following in zip(self._files, [*self._files[1:], None], strict=True):
+                while not (await asyncio.wait([digesting], timeout=_DIGEST_S))[0]:
+                    # a long silence would count as a stall: repeat the announcement of a file that is there already
+                    if self._files[0].announcement.digest:
+                        await self._announce(call, self._files[0])
+                file.announcement.digest = await _from_disk(digesting)
                 if following is not None:
-                    ahead = digester.submit(partial(prepare, following))
-                await self._send(call, offer, reader)
+                    digesting = digester.submit(partial(self._digests.of, following, given_up))
+                await self._send(call, file, reader)
 
-    async def _send(self, call: Call, offer: WeightsOffer, reader: CallThread) -> None:
-        """Announce a file, and send what the worker has not; no more at once than the link takes in a moment."""
-        if offer.announcement.WhichOneof("what") == "place":
-            self._request.digests[offer.announcement.place] = offer.announcement.digest  # as it is loaded afterwards
-        await self._say(call, Feeding(announcement=offer.announcement).SerializeToString())
-        at = held = await self._held(call, range(offer.origin.nbytes + 1))
+    async def _announce(self, call: Call, file: SourceFile) -> int:
+        """Announce a file, and return how much of it the worker has."""
+        await self._write(call, Feeding(announcement=file.announcement).SerializeToString())
+        return await self._read_held(call, range(file.nbytes + 1))
+
+    async def _send(self, call: Call, file: SourceFile, reader: CallThread) -> None:
+        """Send what the worker lacks of a file, with no more bytes in flight than the allowance."""
+        if file.announcement.WhichOneof("what") == "place":
+            self._request.digests[file.announcement.place] = file.announcement.digest  # for the load that follows
+        at = held = await self._announce(call, file)
         self._total -= held
-        chunks = _chunks(offer.origin, held, has_checksums=self._peer.wire.has_checksums)
+        chunks = _chunks(file, held, has_checksums=self._peer.wire.has_checksums)
 
         def read() -> list[tuple[int, bytes]]:
             return list(islice(chunks, _BATCH))
@@ -209,71 +305,66 @@ class Push:
         try:
             while batch := await _from_disk(reading):
                 reading = reader.submit(read)
-                await self._say(call, *(message for _, message in batch))
+                await self._write(call, *(message for _, message in batch))
                 at = batch[-1][0]
-                while at - held > (0 if at == offer.origin.nbytes else self._allowance.num_bytes):
-                    before, held = held, await self._held(call, range(held, at + 1))
+                while at - held > (0 if at == file.nbytes else self._allowance.num_bytes):
+                    before, held = held, await self._read_held(call, range(held, at + 1))
                     self.num_sent += held - before
                     self._allowance.note(held - before)
                     self._report(LoadProgress(phase="feed", done=self.num_sent, total=self._total))
         finally:
             reading.cancel()
-            reader.submit(chunks.close)  # its files, once they are no longer read
+            reader.submit(chunks.close)  # closes its files, once no read is in progress
 
-    async def _held(self, call: Call, expected: range) -> int:
-        """Return how many bytes of a file the worker says that it has."""
-        found = (await self._heard(call)).bytes
+    async def _read_held(self, call: Call, expected: range) -> int:
+        """Return how many bytes of a file the worker says it has."""
+        found = (await self._read(call)).bytes
         if found not in expected:
             said = f"expected it to have {expected.start} to {expected.stop - 1} bytes of a file, it says {found}"
             raise FrameError(said, node=self._peer.name)
         return found
 
-    async def _say(self, call: Call, *messages: bytes) -> None:
-        """Write these. Raises StageLost if the worker takes nothing for long."""
+    async def _write(self, call: Call, *messages: bytes) -> None:
+        """Write these messages. Raises StageLost if the worker stalls or has ended the call."""
         try:
-            async with asyncio.timeout(_STALL_S):
+            async with self._not_stalled("took no bytes for {}"):
                 for message in messages:
                     await call.write(message)
         except asyncio.InvalidStateError:
-            raise StageLost("ended the call by which it was sent its layers", node=self._peer.name) from None
-        except TimeoutError:
-            raise StageLost(f"took no bytes for {_STALL_S:.0f} s", node=self._peer.name) from None
+            raise self._ended() from None
 
-    async def _heard(self, call: Call) -> Held:
+    async def _read(self, call: Call) -> Held:
         """Return the worker's next reply. Raises what it refuses with, or StageLost."""
-        try:
-            async with asyncio.timeout(_STALL_S):
-                reply = await call.read()
-        except TimeoutError:
-            raise StageLost(f"did not say for {_STALL_S:.0f} s what it has", node=self._peer.name) from None
+        async with self._not_stalled("did not say for {} what it has"):
+            reply = await call.read()
         if isinstance(reply, Held):
             if not reply.refused:
                 return reply
             await call.done_writing()
             await self._wait_ended(call)
-        raise StageLost("ended the call by which it was sent its layers", node=self._peer.name)
+        raise self._ended()
 
     async def _wait_ended(self, call: Call) -> None:
         """Read to the end of the call. Raises what the worker refuses with, or StageLost."""
+        async with self._not_stalled("did not finish within {} what it was sent"):
+            while await call.read() is not grpc.aio.EOF:  # type: ignore[attr-defined]
+                pass
+
+    @contextlib.asynccontextmanager
+    async def _not_stalled(self, failure: str) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(_STALL_S):
-                while await call.read() is not grpc.aio.EOF:  # type: ignore[attr-defined]
-                    pass
+                yield
         except TimeoutError:
-            raise StageLost(f"did not finish within {_STALL_S:.0f} s what it was sent", node=self._peer.name) from None
+            raise StageLost(failure.format(f"{_STALL_S:.0f} s"), node=self._peer.name) from None
+
+    def _ended(self) -> StageLost:
+        return StageLost("ended the call by which it was sent its layers", node=self._peer.name)
 
 
 async def _from_disk(work: Awaitable[T]) -> T:
-    """Return the result. Raises ModelError where a file cannot be read."""
+    """Return the result. Raises ModelError if a file cannot be read."""
     try:
         return await work
     except OSError as error:
         raise ModelError(f"cannot read {error.filename or 'the model'}: {error.strerror or error}") from error
-
-
-def _chunks(origin: Origin, offset: int, *, has_checksums: bool) -> Chunks:
-    """Yield what follows this many bytes as messages, each with the offset behind it."""
-    for pieces in gather(origin.blocks(offset, CHUNK_BYTES), CHUNK_BYTES):
-        message = write_chunk(pieces, offset if has_checksums else None)
-        offset += sum(map(len, pieces))
-        yield offset, message

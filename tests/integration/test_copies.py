@@ -11,6 +11,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
+from coordinator.cluster.weights import known_digests
 from protos.brigade_pb2 import Contents, LoadRequest
 from tests.integration.conftest import Models, RunningNode, Whole, load, load_request, opened, serving
 from tests.integration.test_equality import SAMPLINGS, assert_equal, raw_hybrid
@@ -19,7 +20,6 @@ from worker.errors import ModelError
 from worker.model.checkpoint import Checkpoint, open_folder
 from worker.model.contents import contents_of
 from worker.model.describe import shard_tensors
-from worker.node.weights_pieces import known_digests
 
 FILES = [f"model-{i:05}-of-00004.safetensors" for i in (1, 2, 3, 4)]
 GREEDY = {"greedy": SAMPLINGS["greedy"]}

@@ -19,10 +19,10 @@ from coordinator.cluster import weights as feed_module
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.peer import Peer
 from coordinator.cluster.survey import known_speeds, survey
-from coordinator.cluster.weights import load_pushing, push_weights
+from coordinator.cluster.weights import SourceFile, load_pushing, push_weights
 from coordinator.deploy.trial import try_cluster
 from coordinator.engine.engine import Engine
-from protos.brigade_pb2 import HelloReply, LoadProgress, LoadRequest
+from protos.brigade_pb2 import Feeding, HelloReply, LoadProgress, LoadRequest
 from tests.integration import test_hub
 from tests.integration.certificates import Certificates
 from tests.integration.conftest import (
@@ -49,10 +49,9 @@ from worker.model.contents import contents_of
 from worker.model.describe import describe
 from worker.model.hub import open_repository
 from worker.node import weights_receive as feeding_module
+from worker.node.framing import Chunk, read_feeding
 from worker.node.model_sources import Headers, ModelSources, Opening
-from worker.node.weights_cache import PartialFile, WeightsCache
-from worker.node.weights_pieces import Origin, pieces_of
-from worker.node.weights_receive import Incoming
+from worker.node.weights_cache import PartialFile, WeightsCache, pieces_of
 
 PROMPT = tuple((5 * i + 3) % VOCAB for i in range(20))
 NOTHING = ModelSources()
@@ -78,13 +77,14 @@ def store_of(tmp_path: Path) -> StoreOf:
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many bytes came with each message, to any node."""
     found: list[int] = []
-    add = Incoming.add
 
-    async def note(incoming: Incoming, data: bytes) -> None:
-        found.append(len(data))
-        await add(incoming, data)
+    def note(message: bytes) -> Feeding | Chunk:
+        read = read_feeding(message)
+        if isinstance(read, Chunk):
+            found.append(len(read.data))
+        return read
 
-    monkeypatch.setattr(Incoming, "add", note)
+    monkeypatch.setattr(feeding_module, "read_feeding", note)
     return found
 
 
@@ -465,8 +465,8 @@ async def test_what_a_chain_has_loaded_makes_room_for_another_model_only_once_it
 async def test_a_file_that_changes_while_it_is_sent_is_no_file_of_the_worker(
     models: Models, store_of: StoreOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, digest = models("qwen3").folder, Origin.digest
-    monkeypatch.setattr(Origin, "digest", lambda origin, stop: digest(origin, stop)[::-1])
+    folder, digest = models("qwen3").folder, SourceFile.digest
+    monkeypatch.setattr(SourceFile, "digest", lambda origin, stop: digest(origin, stop)[::-1])
     async with serving(1, NOTHING, store_of=store_of) as [node]:
         with pytest.raises(ModelError, match=r"expected config.json with the digest .* start again"):
             await fed(node, full_request(folder, 2, 4), folder)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.cluster.peer import Peer
-from coordinator.cluster.weights import push_weights
+from coordinator.cluster.weights import SourceFile, push_weights
 from protos.brigade_pb2 import Announcement, Feeding, Held, LoadRequest
 from protos.brigade_pb2_grpc import NodeServicer, NodeStub
 from tests.integration.certificates import Certificates
@@ -30,8 +30,7 @@ from worker.node.identity import Role
 from worker.node.log import worker_log
 from worker.node.model_sources import ModelSources
 from worker.node.rpc_errors import error_of
-from worker.node.weights_cache import PartialFile, WeightsCache
-from worker.node.weights_pieces import Origin, gather, pieces_of
+from worker.node.weights_cache import PartialFile, WeightsCache, pieces_of
 from worker.node.weights_receive import receive_weights
 
 CONTENT = b'{"a": 1}'
@@ -67,13 +66,13 @@ def sound(models: Models, wanted: LoadRequest) -> list[Feeding]:
     checkpoint = open_folder(models("qwen3").folder)
     said = [Feeding(model=wanted), *file("config.json", (checkpoint.folder / "config.json").read_bytes())]
     for piece in pieces_of(checkpoint, 2, 4):
-        origin = Origin.of_piece(checkpoint, piece)
+        origin = SourceFile.of_piece(checkpoint, piece)
         digest = origin.digest(asyncio.Event())  # type: ignore[arg-type]
         said.append(Feeding(announcement=Announcement(place=piece.place, size=piece.nbytes, digest=digest)))
         at = 0
-        for pieces in gather(origin.blocks(0, 1 << 14), 1 << 14):
-            said += data(b"".join(pieces), at)
-            at += sum(map(len, pieces))
+        for block in origin.blocks(0, 1 << 14):
+            said += data(block, at)
+            at += len(block)
     return said
 
 

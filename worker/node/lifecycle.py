@@ -23,12 +23,12 @@ from worker.errors import FrameError, ModelError, NodeBusy, StageLost
 from worker.model.checkpoint import Checkpoint
 from worker.model.contents import check_contents
 from worker.node.attachment import Attachment, AttachmentState, check_place
-from worker.node.file_locks import Lease
 from worker.node.loading import load_shard
 from worker.node.log import log_failure
 from worker.node.model_sources import ModelSources, check_load_request, check_model
 from worker.node.network import Network
 from worker.node.stage import Stage
+from worker.node.weights_cache import Lease
 from worker.platform.mlx_memory import forget_peak, give_back, keep_within, memory_held
 from worker.platform.tasks import background, shielded
 from worker.platform.threads import MlxThread, run_in_thread

@@ -17,9 +17,8 @@ from worker.model.contents import check_contents, check_files
 from worker.model.describe import describe, shard_tensors
 from worker.model.headers import TensorInfo, unpack_headers
 from worker.model.repository import is_repository
-from worker.node.file_locks import Lease
 from worker.node.loading import is_on_hub, open_checkpoint
-from worker.node.weights_cache import WeightsCache
+from worker.node.weights_cache import Lease, WeightsCache
 
 Headers = Mapping[str, TensorInfo]
 Opening = Callable[[], Checkpoint]

@@ -1,20 +1,24 @@
-"""The cache of received weights: a folder of this user's cache with a folder per model.
+"""The cache of received weights: a folder of the user's cache with one folder per model.
 
-A peer decides nothing about paths here: a model's folder is called by a hash of its fingerprint, its pieces by place
-and digest, and other files have names from a short list. A file has its name only once its digest was found right;
-until then it is a `.part`, which is gone on with after a cut. All of this blocks: it is for threads beside the event
-loop.
+A peer never chooses a path: a model's folder is named by a hash of its fingerprint, a piece by its place and digest,
+and the other files have names from a short list. A file gets its name only after its digest was verified; until then
+it is a `.part` file, which a later transfer continues. Everything here blocks: call it from threads.
+
+Files are locked with flock(2), between processes and within one: readers share a file; a writer or remover owns it.
 """
 
 import contextlib
+import fcntl
 import hashlib
+import json
 import os
 import re
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from io import FileIO
 from pathlib import Path
 
@@ -23,60 +27,178 @@ from blake3 import blake3
 from protos.brigade_pb2 import Fingerprint
 from worker.errors import ModelError
 from worker.model.checkpoint import MOST_CONFIG_BYTES, MOST_TOKENIZER_BYTES, Checkpoint, is_tokenizer_file, read_config
-from worker.model.headers import TensorInfo, read_tensors
-from worker.node.file_locks import Lease, is_used, open_alone, remove_unused
-from worker.node.weights_pieces import Piece, place_name, place_of
+from worker.model.describe import BACK, FRONT, layout_of, shard_tensors
+from worker.model.headers import TensorInfo, item_bits, read_tensors
 from worker.platform.installation import cache_folder
 from worker.platform.text import format_bytes, printable
 
 _PIECE = re.compile(r"(front|back|[0-9]{5,9})-([0-9a-f]{64})\.safetensors")
+_PLACE_NAMES = {FRONT: "front", BACK: "back"}
+_ALIGNMENT = 8  # bytes, of the tensors in a piece
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _SMALL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-_NAME_FILE = "called"  # has what coordinators call the model
+_NAME_FILE = "called"  # holds the name that coordinators give the model
 _LONGEST_NAME = 200
-_SPARE = 10  # one part in so many of the disk stays free, whatever the limit
+_SPARE = 10  # a tenth of the disk stays free, whatever the limit
 _READ_BYTES = 1 << 22
-_RECEIVED_NS = 946_684_800 * 10**9  # a whole file's last change, 2000-01-01: any later write gives it another one
+_REREAD_S = 60.0  # a slow disk's partial file is cut here: its sender waits only twice as long for an answer
+_RECEIVED_NS = 946_684_800 * 10**9  # the mtime of a verified file, 2000-01-01: any later write changes it
+_LOCK_WAIT_S, _LOCK_PAUSE_S = 1.0, 0.01
 
 
 def weights_folder() -> Path:
     return cache_folder() / "shards"
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A file that can be received again."""
-
-    path: Path
-    size: int
-    used: float  # seconds since 1970
+# Pieces: the files that a shard is sent as
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What the cache has of one model."""
+class Piece:
+    """The tensors of one place of a model: a layer, or what precedes or follows all layers.
 
-    key: str
-    name: str
-    places: tuple[int, ...]
-    nbytes: int
-    used: float  # last, seconds since 1970
-    is_used: bool  # a worker of this machine has it loaded, or receives it
+    As a safetensors file of its own it has the same bytes on every node.
+    """
+
+    place: int
+    tensors: Mapping[str, TensorInfo]
+
+    @cached_property
+    def order(self) -> list[str]:
+        """The tensors' names in file order: the widest numbers first, which aligns each tensor to its own width."""
+        return sorted(self.tensors, key=lambda name: (-item_bits(self.tensors[name].dtype), name))
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its tensors, without the header."""
+        return sum(info.nbytes for info in self.tensors.values())
+
+    @cached_property
+    def header(self) -> bytes:
+        """The beginning of the file, which follows from names, dtypes and shapes alone."""
+        entries, at = {}, 0
+        for name in self.order:
+            info = self.tensors[name]
+            entries[name] = {"dtype": info.dtype, "shape": info.shape, "data_offsets": [at, at + info.nbytes]}
+            at += info.nbytes
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _ALIGNMENT)
+        return len(text).to_bytes(8, "little") + text
+
+
+def pieces_of(checkpoint: Checkpoint, start: int, end: int) -> list[Piece]:
+    """Return the pieces of the shard [start, end), in order of place; none for an empty range."""
+    tensors: dict[int, dict[str, TensorInfo]] = defaultdict(dict)
+    for name in shard_tensors(checkpoint, start, end) if start < end else ():
+        tensors[layout_of(checkpoint).places[name]][name] = checkpoint.tensors[name]
+    return [Piece(place, found) for place, found in sorted(tensors.items())]
+
+
+def place_name(place: int) -> str:
+    """Return a place as file names spell it: five digits or more, `front` or `back`."""
+    return _PLACE_NAMES.get(place) or f"{place:05}"
+
+
+def place_of(name: str) -> int:
+    """Return the place that has this name."""
+    return next((place for place, known in _PLACE_NAMES.items() if known == name), None) or int(name)
+
+
+# Locks
+
+
+class Lease:
+    """Holds files that are in use: no process removes them until the lease is closed."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, int] = {}
+
+    def add(self, path: Path) -> bool:
+        """Hold this file too. Return False if it is gone or being removed.
+
+        Wait a moment for its lock: a process may own the file just to see whether it is in use.
+        """
+        if path in self._files and _is_at(path, self._files[path]):
+            return True
+        until = time.monotonic() + _LOCK_WAIT_S
+        while (file := _open_locked(path, os.O_RDONLY, fcntl.LOCK_SH)) is None:
+            if not path.exists() or time.monotonic() >= until:
+                return False
+            time.sleep(_LOCK_PAUSE_S)
+        if path in self._files:
+            os.close(self._files[path])  # the file that this one has replaced
+        self._files[path] = file
+        return True
+
+    def close(self) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def __del__(self) -> None:
+        """Close it if a cancelled task has left it open."""
+        self.close()
+
+
+def open_alone(path: Path) -> int | None:
+    """Open this file for this process alone, creating it if need be; None while another process has it."""
+    return _open_locked(path, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
+
+
+def is_used(path: Path) -> bool:
+    """Return whether a process holds this file."""
+    if (file := _open_locked(path, os.O_RDONLY, fcntl.LOCK_EX)) is None:
+        return path.exists()
+    os.close(file)
+    return False
+
+
+def remove_unused(path: Path) -> bool:
+    """Remove a file unless a process holds it. Return whether it is gone."""
+    if (file := _open_locked(path, os.O_RDONLY, fcntl.LOCK_EX)) is not None:
+        try:
+            path.unlink(missing_ok=True)
+        finally:
+            os.close(file)
+    return not path.exists()
+
+
+def _open_locked(path: Path, mode: int, lock: int) -> int | None:
+    """Open and lock a file; None if it is missing, locked, or was replaced before it was locked."""
+    try:
+        file = os.open(path, mode | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    except FileNotFoundError:
+        return None
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(file, lock | fcntl.LOCK_NB)
+        if _is_at(path, file):
+            return file
+    os.close(file)
+    return None
+
+
+def _is_at(path: Path, file: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+# Files
 
 
 class PartialFile:
-    """A file on its way to the disk, which no other process writes at the same time."""
+    """A file that is being received, and that no other process writes at the same time."""
 
     def __init__(self, path: Path, unfinished: Path, begin: bytes, nbytes: int, digest: str, file: FileIO) -> None:
-        """Go on behind what came before; begin anew if that is not the beginning of this file.
+        """Continue what an earlier transfer left, or start over if that does not begin with `begin`.
 
         Args:
-            path: where it is to be.
-            unfinished: where it is until it is whole.
+            path: its final path.
+            unfinished: its path until it is complete.
             begin: its first bytes, which are not sent.
-            nbytes: of what follows them.
-            digest: BLAKE3 of both, in hex.
-            file: what is at `unfinished`, open and locked.
+            nbytes: the number of bytes that follow them.
+            digest: BLAKE3 of the whole file, in hex.
+            file: the file at `unfinished`, open and locked.
         """
         self.path = path
         self.nbytes = nbytes
@@ -90,9 +212,12 @@ class PartialFile:
         if size <= len(begin) + nbytes and file.read(len(begin)) == begin:
             self._hash.update(begin)
             self._at = len(begin)
+            until = time.monotonic() + _REREAD_S
             while block := file.read(_READ_BYTES):
                 self._hash.update(block)
                 self._at += len(block)
+                if time.monotonic() >= until:
+                    file.truncate(self._at)
         else:
             file.seek(0)
             file.truncate()
@@ -100,11 +225,11 @@ class PartialFile:
 
     @property
     def offset(self) -> int:
-        """How many bytes are here, beside the beginning that this node makes itself."""
+        """The number of bytes that are here, not counting `begin`."""
         return self._at - self._begin_bytes
 
     def write(self, blocks: Sequence[bytes | memoryview]) -> None:
-        """Append these. Raises OSError, for a full disk say."""
+        """Append these blocks. Raises OSError, for example for a full disk."""
         for block in blocks:
             view = memoryview(block)
             while view:
@@ -113,65 +238,71 @@ class PartialFile:
             self._at += len(block)
 
     def finish(self) -> None:
-        """Give the whole file its name.
-
-        Raises:
-            ModelError: it is not what was announced; it is removed.
-        """
-        if (found := self._hash.hexdigest()) != self._digest:
-            self._unfinished.unlink(missing_ok=True)
-            raise ModelError(
-                f"expected {self.path.name} with the digest {self._digest[:12]}, got one with {found[:12]}: the "
-                "coordinator's file changed, or is not what was sent; start again"
-            )
-        os.fsync(self._file.fileno())  # or after a power failure the name could be there and the bytes not
-        os.utime(self._unfinished, ns=(time.time_ns(), _RECEIVED_NS))
-        self._unfinished.replace(self.path)
-
-    def hand_over(self, lease: Lease) -> None:
-        """Hold the finished file by the lease too. Raises ModelError if another process has removed it just now."""
-        if not lease.take_over(self.path, os.dup(self._file.fileno())):
-            raise ModelError(f"{self.path} was removed just as it had come; start again")
+        """Give the complete file its name and release it. Raises ModelError, and removes it, if its digest is wrong."""
+        try:
+            if (found := self._hash.hexdigest()) != self._digest:
+                self._unfinished.unlink(missing_ok=True)
+                raise ModelError(
+                    f"expected {self.path.name} with the digest {self._digest[:12]}, got one with {found[:12]}: the "
+                    "coordinator's file changed, or is not what was sent; start again"
+                )
+            os.fsync(self._file.fileno())  # or a power failure could keep the name and lose the bytes
+            os.utime(self._unfinished, ns=(time.time_ns(), _RECEIVED_NS))
+            self._unfinished.replace(self.path)
+        finally:
+            self.close()
 
     def close(self) -> None:
-        """Let other processes have the file."""
+        """Release the file to other processes."""
         self._file.close()
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What the cache holds of one model."""
+
+    key: str
+    name: str
+    places: tuple[int, ...]
+    nbytes: int
+    used: float  # the last time, in seconds since 1970
+    is_used: bool  # a worker of this machine has it loaded or is receiving it
+
+
 class WeightsCache:
-    """All received files on this machine."""
+    """All received files of this machine."""
 
     def __init__(self, folder: Path | None = None, limit: int | None = None) -> None:
-        """`limit` is how many bytes all files may take; None leaves a tenth of the disk free."""
+        """`limit` is the most bytes that all files may take; None leaves a tenth of the disk free."""
         self.folder = folder or weights_folder()
         self._limit = limit
 
     def open(
         self, model: str, fingerprint: Fingerprint, known: Mapping[str, TensorInfo], digests: Mapping[int, str]
     ) -> Checkpoint:
-        """Return what is here of a model.
+        """Return the received part of a model.
 
         Args:
-            known: the headers of the coordinator's copy; a tensor that is not here is taken from there.
-            digests: of the coordinator's pieces, by place: a piece with another digest may differ in anything.
+            known: the headers of the coordinator's copy; they stand for the tensors that are not here.
+            digests: of the coordinator's pieces, by place. Pieces with other digests are ignored: they may differ.
         Raises:
             ModelError: nothing is here, or it belongs to another model.
         """
         folder = self._folder_of(fingerprint)
         tensors = dict(known)
-        for path in (folder / _file_name(place, digest) for place, digest in digests.items()):
-            for name, info in _read_piece(path).items():
+        for path in (folder / _piece_name(place, digest) for place, digest in digests.items()):
+            received: Mapping[str, TensorInfo] = {}
+            if _is_as_received(path):
+                with contextlib.suppress(ModelError):  # damaged: it is received again, as if it were missing
+                    received = read_tensors(folder, path.name)
+            for name, info in received.items():
                 if name not in known or (info.dtype, info.shape) != (known[name].dtype, known[name].shape):
                     raise ModelError(f"{path} does not belong to this model; remove it by `brigade cache rm`")
                 tensors[name] = info
         return Checkpoint(model, folder, read_config(folder), tensors)
 
     def begin_file(self, fingerprint: Fingerprint, name: str, nbytes: int, digest: str) -> PartialFile | Path | None:
-        """As `begin_piece`, for one of the model's small files.
-
-        Raises:
-            ModelError: no such file is taken.
-        """
+        """Do as `begin_piece` for one of the model's small files. Raises ModelError if no such file is accepted."""
         most = MOST_CONFIG_BYTES if name == "config.json" else MOST_TOKENIZER_BYTES
         is_wanted = name == "config.json" or is_tokenizer_file(name)
         if not (is_wanted and _SMALL_NAME.fullmatch(name)) or nbytes > most:
@@ -181,14 +312,14 @@ class WeightsCache:
         return self._begin(path, unfinished, b"", nbytes, digest, partial(_has_digest, path, nbytes, digest))
 
     def begin_piece(self, fingerprint: Fingerprint, piece: Piece, digest: str) -> PartialFile | Path | None:
-        """Take a piece up where it was left, or return its path if it is whole.
+        """Return a piece to be continued, or its path if it is complete.
 
         Returns:
-            None while another process of this machine receives it: ask again.
+            None while another process of this machine receives it: try again.
         Raises:
             ModelError: there is no room for it.
         """
-        path = self._folder_of(fingerprint) / _file_name(piece.place, digest)
+        path = self._folder_of(fingerprint) / _piece_name(piece.place, digest)
         is_here = partial(_is_as_received, path, piece.header, piece.nbytes)
         found = self._begin(path, path.with_suffix(".part"), piece.header, piece.nbytes, digest, is_here)
         if isinstance(found, Path):
@@ -196,11 +327,11 @@ class WeightsCache:
         return found
 
     def name_model(self, fingerprint: Fingerprint, name: str) -> None:
-        """Remember what a model is called, for its user."""
+        """Record the model's name for the user."""
         (self._folder_of(fingerprint) / _NAME_FILE).write_text(printable(name, _LONGEST_NAME), encoding="utf-8")
 
     def lease(self, checkpoint: Checkpoint, names: Iterable[str]) -> Lease:
-        """Hold those files of these tensors that are in this cache until the lease is closed: they are used now.
+        """Hold the files of these tensors that are in this cache, and mark them as used now.
 
         Raises:
             ModelError: one is gone.
@@ -215,33 +346,33 @@ class WeightsCache:
         return lease
 
     def kept(self) -> list[Kept]:
-        """Return what is here of each model, the latest used first."""
+        """Return what is kept of each model, the most recently used first."""
         return sorted(map(_kept, self._folders()), key=lambda kept: -kept.used)
 
     def remove(self, key: str) -> bool:
-        """Remove what is here of a model and not in use. Return whether all is gone."""
+        """Remove the unused files of a model. Return whether nothing of it is left."""
         folder = next(folder for folder in self._folders() if folder.name == key)
-        are_gone = all([remove_unused(entry.path) for entry in _entries(folder)])
+        are_gone = all([remove_unused(path) for path in _files_in(folder)])
         if are_gone and all([remove_unused(path) for path in folder.iterdir()]):
             with contextlib.suppress(OSError):  # another process has just begun to receive into it
                 folder.rmdir()
         return not folder.exists()
 
     def require_room(self, nbytes: int) -> None:
-        """Raise ModelError if so many bytes can never lie here."""
-        most = self._left() + sum(entry.size for entry in self._entries())
+        """Raise ModelError if this many bytes do not fit even into an empty cache."""
+        most = self._free_bytes() + sum(stat.st_size for stat in self._files().values())
         if nbytes > most:
             raise self._refusal(nbytes, most)
 
     def make_room(self, nbytes: int) -> None:
-        """Evict what has not been used for longest, until there is room. Raises ModelError if there is none."""
-        left = self._left()
-        for entry in sorted(self._entries(), key=lambda entry: entry.used):
-            if left >= nbytes:
+        """Evict the least recently used files until there is room. Raises ModelError if that is not enough."""
+        free = self._free_bytes()
+        for path, stat in sorted(self._files().items(), key=lambda item: item[1].st_atime_ns):
+            if free >= nbytes:
                 return
-            left += entry.size if remove_unused(entry.path) else 0
-        if left < nbytes:
-            raise self._refusal(nbytes, left)
+            free += stat.st_size if remove_unused(path) else 0
+        if free < nbytes:
+            raise self._refusal(nbytes, free)
 
     def _begin(
         self, path: Path, unfinished: Path, begin: bytes, nbytes: int, digest: str, is_here: Callable[[], bool]
@@ -254,7 +385,7 @@ class WeightsCache:
             return None
         with contextlib.ExitStack() as undo:
             file = undo.enter_context(FileIO(descriptor, "r+"))
-            if is_here():  # another process has finished it since this one looked
+            if is_here():  # another process has finished it since the first look
                 unfinished.unlink(missing_ok=True)
                 return None
             partial_file = PartialFile(path, unfinished, begin, nbytes, digest, file)
@@ -262,14 +393,14 @@ class WeightsCache:
             undo.pop_all()
         return partial_file
 
-    def _left(self) -> int:
-        """Return how many more bytes may lie here."""
+    def _free_bytes(self) -> int:
+        """Return how many more bytes fit in here."""
         self.folder.mkdir(parents=True, exist_ok=True)
         disk = shutil.disk_usage(self.folder)
-        left = disk.free - disk.total // _SPARE
+        free = disk.free - disk.total // _SPARE
         if self._limit is not None:
-            left = min(left, self._limit - sum(entry.size for entry in self._entries()))
-        return left
+            free = min(free, self._limit - sum(stat.st_size for stat in self._files().values()))
+        return free
 
     def _refusal(self, nbytes: int, most: int) -> ModelError:
         limit = "its disk is nearly full"
@@ -287,35 +418,34 @@ class WeightsCache:
     def _folders(self) -> list[Path]:
         return [path for path in self.folder.iterdir() if path.is_dir()] if self.folder.is_dir() else []
 
-    def _entries(self) -> list[Entry]:
-        return [entry for folder in self._folders() for entry in _entries(folder)]
+    def _files(self) -> dict[Path, os.stat_result]:
+        return {path: stat for folder in self._folders() for path, stat in _files_in(folder).items()}
 
 
 def _kept(folder: Path) -> Kept:
-    name, entries = folder / _NAME_FILE, _entries(folder)
-    pieces = [entry.path.name for entry in entries if _PIECE.fullmatch(entry.path.name)]
+    name, files = folder / _NAME_FILE, _files_in(folder)
+    pieces = [path.name for path in files if _PIECE.fullmatch(path.name)]
     return Kept(
         key=folder.name,
         name=name.read_text(encoding="utf-8") if name.exists() else "?",
         places=tuple(sorted({place_of(piece.partition("-")[0]) for piece in pieces})),
-        nbytes=sum(entry.size for entry in entries),
-        used=max((entry.used for entry in entries), default=0.0),
-        is_used=any(is_used(entry.path) for entry in entries),
+        nbytes=sum(stat.st_size for stat in files.values()),
+        used=max((stat.st_atime_ns / 1e9 for stat in files.values()), default=0.0),
+        is_used=any(map(is_used, files)),
     )
 
 
-def _entries(folder: Path) -> list[Entry]:
-    """Return a model's pieces, whole or partial; none that is removed meanwhile."""
-    found = []
+def _files_in(folder: Path) -> dict[Path, os.stat_result]:
+    """Return a model's pieces, complete or partial, that are not removed meanwhile."""
+    found = {}
     for path in [*folder.glob("*.safetensors"), *folder.glob("*.part")]:
         with contextlib.suppress(FileNotFoundError):
-            stat = path.stat()
-            found.append(Entry(path, stat.st_size, stat.st_atime_ns / 1e9))
+            found[path] = path.stat()
     return found
 
 
 def _is_as_received(path: Path, begin: bytes = b"", nbytes: int | None = None) -> bool:
-    """Whether the file is there, unchanged since its digest was right, with this beginning and so many bytes behind."""
+    """Return whether the file is unchanged since it was verified, and is `begin` plus `nbytes` bytes if given."""
     try:
         stat = path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -330,20 +460,12 @@ def _has_digest(path: Path, nbytes: int, digest: str) -> bool:
     return path.exists() and path.stat().st_size == nbytes and blake3().update_mmap(path).hexdigest() == digest
 
 
-def _read_piece(path: Path) -> Mapping[str, TensorInfo]:
-    """Return its tensors; none if it is not here, or has changed since: it can be received again."""
-    if _is_as_received(path):
-        with contextlib.suppress(ModelError):
-            return read_tensors(path.parent, path.name)
-    return {}
-
-
 def _touch(path: Path) -> None:
-    """Note that it is used now. The time of its contents stays: it tells a node that they have not changed."""
+    """Mark a file as used now. Its mtime stays: it says that the contents are unchanged."""
     os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
 
-def _file_name(place: int, digest: str) -> str:
+def _piece_name(place: int, digest: str) -> str:
     return f"{place_name(place)}-{_require_digest(digest)}.safetensors"
 
 

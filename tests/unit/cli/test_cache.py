@@ -7,8 +7,7 @@ import pytest
 
 from tests.unit.cli.conftest import Command
 from worker.errors import BrigadeError, InputError
-from worker.node.file_locks import Lease
-from worker.node.weights_cache import weights_folder
+from worker.node.weights_cache import Lease, weights_folder
 
 KEYS = ("ab12" * 8, "cd34" * 8)
 

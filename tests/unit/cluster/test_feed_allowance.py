@@ -6,7 +6,7 @@ import pytest
 
 from coordinator.cluster import weights as feed_module
 from coordinator.cluster.weights import Allowance
-from worker.node.weights_receive import SAY_BYTES
+from worker.node.weights_receive import ACK_BYTES
 
 MIB = 1 << 20
 
@@ -27,7 +27,7 @@ def run(allowance: Allowance, clock: list[float], bytes_per_s: float, for_s: flo
 
 
 @pytest.mark.parametrize(
-    ("bytes_per_s", "expected"), [(2e6, SAY_BYTES), (30e6, 3e6), (125e6, 12.5e6), (2e9, 16 * MIB)], ids=str
+    ("bytes_per_s", "expected"), [(2e6, ACK_BYTES), (30e6, 3e6), (125e6, 12.5e6), (2e9, 16 * MIB)], ids=str
 )
 def test_it_is_what_the_link_takes_in_a_tenth_of_a_second(
     clock: list[float], bytes_per_s: float, expected: float
@@ -43,4 +43,4 @@ def test_it_follows_a_link_that_becomes_slower_and_quicker_again(clock: list[flo
 
 def test_it_is_never_less_than_a_worker_speaks_of(clock: list[float]) -> None:
     """It would wait for ever for a word that never comes."""
-    assert run(Allowance(), clock, 1e3, 1.0) >= SAY_BYTES
+    assert run(Allowance(), clock, 1e3, 1.0) >= ACK_BYTES

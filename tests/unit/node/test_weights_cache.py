@@ -14,16 +14,25 @@ import mlx.core as mx
 import pytest
 from blake3 import blake3
 
+from coordinator.cluster.weights import DigestCache, SourceFile
 from protos.brigade_pb2 import Fingerprint
 from tests.tiny import make_model
 from worker.errors import ModelError
 from worker.model.checkpoint import Checkpoint, open_folder
 from worker.model.describe import shard_tensors
-from worker.node import weights_cache as receiving_module
-from worker.node import weights_cache as store_module
-from worker.node.file_locks import Lease, is_used, open_alone, remove_unused
-from worker.node.weights_cache import PartialFile, WeightsCache
-from worker.node.weights_pieces import DigestCache, Origin, Piece, gather, pieces_of, place_name, place_of
+from worker.node import weights_cache as cache_module
+from worker.node.weights_cache import (
+    Lease,
+    PartialFile,
+    Piece,
+    WeightsCache,
+    is_used,
+    open_alone,
+    pieces_of,
+    place_name,
+    place_of,
+    remove_unused,
+)
 
 NOBODY = Fingerprint(config="0" * 64, tokenizer="0" * 64, tensors="0" * 64)
 ROOT = Path(__file__).resolve().parents[3]
@@ -41,15 +50,13 @@ def store(tmp_path: Path) -> WeightsCache:
 
 def receive(store: WeightsCache, checkpoint: Checkpoint, piece: Piece) -> Path:
     """As a whole feed of this piece does; where it lies then."""
-    origin = Origin.of_piece(checkpoint, piece)
+    origin = SourceFile.of_piece(checkpoint, piece)
     found = store.begin_piece(checkpoint.fingerprint, piece, origin.digest(threading.Event()))
     if isinstance(found, Path):
         return found
     assert found is not None
-    for pieces in gather(origin.blocks(found.offset, 1000), 1000):
-        found.write(pieces)
+    found.write(list(origin.blocks(found.offset, 1000)))
     found.finish()
-    found.close()
     return found.path
 
 
@@ -88,7 +95,7 @@ def test_a_place_is_read_from_its_name(place: int) -> None:
 
 def test_a_file_has_its_name_only_once_it_is_whole_and_right(store: WeightsCache, checkpoint: Checkpoint) -> None:
     piece = pieces_of(checkpoint, 2, 3)[0]
-    origin = Origin.of_piece(checkpoint, piece)
+    origin = SourceFile.of_piece(checkpoint, piece)
     digest = origin.digest(threading.Event())
     begun, *rest = origin.blocks(0, 1000)
     for is_right in (False, True):
@@ -107,11 +114,31 @@ def test_a_file_has_its_name_only_once_it_is_whole_and_right(store: WeightsCache
         assert left == ([".safetensors"] if is_right else [])
 
 
+def test_a_partial_file_that_takes_long_to_read_again_is_continued_where_it_was_verified(
+    store: WeightsCache, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sender would take a long silence for a stall."""
+    piece = pieces_of(checkpoint, 2, 3)[0]
+    origin = SourceFile.of_piece(checkpoint, piece)
+    digest = origin.digest(threading.Event())
+    found = store.begin_piece(checkpoint.fingerprint, piece, digest)
+    assert isinstance(found, PartialFile)
+    found.write(list(origin.blocks(0, 1000))[:9])
+    found.close()
+    monkeypatch.setattr(cache_module, "_REREAD_S", 0.0)
+    monkeypatch.setattr(cache_module, "_READ_BYTES", 2000)
+    again = store.begin_piece(checkpoint.fingerprint, piece, digest)
+    assert isinstance(again, PartialFile) and again.offset == 2000
+    again.write(list(origin.blocks(2000, 1000)))
+    again.finish()
+    assert store.begin_piece(checkpoint.fingerprint, piece, digest) == again.path
+
+
 def test_what_a_power_failure_left_longer_than_the_file_is_begun_anew(
     store: WeightsCache, checkpoint: Checkpoint
 ) -> None:
     piece = pieces_of(checkpoint, 2, 3)[0]
-    digest = Origin.of_piece(checkpoint, piece).digest(threading.Event())
+    digest = SourceFile.of_piece(checkpoint, piece).digest(threading.Event())
     found = store.begin_piece(checkpoint.fingerprint, piece, digest)
     assert isinstance(found, PartialFile)
     found.close()
@@ -172,7 +199,9 @@ def test_what_is_in_use_is_never_removed(
 def test_a_file_that_another_process_uses_is_not_removed(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("x")
-    code = f"from worker.node.file_locks import *; from pathlib import Path; l = Lease(); l.add(Path({str(path)!r})); "
+    code = (
+        f"from worker.node.weights_cache import *; from pathlib import Path; l = Lease(); l.add(Path({str(path)!r})); "
+    )
     command = [sys.executable, "-c", code + "print(1, flush=True); open(0).read()"]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdin and other.stdout and other.stdout.readline()
@@ -231,21 +260,21 @@ def test_digests_are_kept_until_a_file_changes(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    made: list[Origin] = []
-    digest: Callable[[Origin, threading.Event], str] = Origin.digest
-    monkeypatch.setattr(Origin, "digest", lambda origin, stop: [made.append(origin), digest(origin, stop)][1])
+    made: list[SourceFile] = []
+    digest: Callable[[SourceFile, threading.Event], str] = SourceFile.digest
+    monkeypatch.setattr(SourceFile, "digest", lambda origin, stop: [made.append(origin), digest(origin, stop)][1])
     copy = open_folder(Path(shutil.copytree(checkpoint.folder, tmp_path / "copy")))
     piece, stop = pieces_of(copy, 2, 3)[0], threading.Event()
 
     def found() -> str:
         digests = DigestCache(copy)
-        value = digests.of(Origin.of_piece(copy, piece), stop)
+        value = digests.of(SourceFile.of_piece(copy, piece), stop)
         digests.keep()
         return value
 
     first = found()
     assert found() == first and len(made) == 1
-    assert first == blake3(piece.header + b"".join(Origin.of_piece(copy, piece).blocks(0, 999))).hexdigest()
+    assert first == blake3(piece.header + b"".join(SourceFile.of_piece(copy, piece).blocks(0, 999))).hexdigest()
     for file in copy.files_of(piece.order):
         os.utime(copy.folder / file, (1, 1))
     assert found() == first and len(made) == 2
@@ -255,7 +284,7 @@ def test_a_digest_that_was_given_up_is_not_kept(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    origin, stop, digests = Origin.of_piece(checkpoint, pieces_of(checkpoint, 2, 3)[0]), threading.Event(), None
+    origin, stop, digests = SourceFile.of_piece(checkpoint, pieces_of(checkpoint, 2, 3)[0]), threading.Event(), None
     stop.set()
     digests = DigestCache(checkpoint)
     assert digests.of(origin, stop) == ""
@@ -271,7 +300,9 @@ def test_a_file_that_another_has_just_ended_is_not_begun_anew(
     """It had no name yet when this one looked for it, and nobody holds it any more when this one locks it."""
     piece = pieces_of(checkpoint, 2, 3)[0]
     origin = (
-        Origin.of_piece(checkpoint, piece) if kind == "piece" else Origin.of_file(checkpoint.folder / "config.json")
+        SourceFile.of_piece(checkpoint, piece)
+        if kind == "piece"
+        else SourceFile.of_file(checkpoint.folder / "config.json")
     )
     digest = origin.digest(threading.Event())
 
@@ -289,7 +320,7 @@ def test_a_file_that_another_has_just_ended_is_not_begun_anew(
         first.close()
         return open_alone(path)
 
-    monkeypatch.setattr(receiving_module, "open_alone", open_late)
+    monkeypatch.setattr(cache_module, "open_alone", open_late)
     assert begin() is None
     found = begin()
     assert isinstance(found, Path) and list(found.parent.iterdir()) == [found]
@@ -305,30 +336,33 @@ def test_what_begins_to_come_while_the_rest_is_removed_stays(
     def remove(path: Path) -> bool:
         is_gone = remove_unused(path)
         if not begun:
-            digest = Origin.of_piece(checkpoint, second).digest(threading.Event())
+            digest = SourceFile.of_piece(checkpoint, second).digest(threading.Event())
             found = store.begin_piece(checkpoint.fingerprint, second, digest)
             assert isinstance(found, PartialFile)
             begun.append(found)
         return is_gone
 
-    monkeypatch.setattr(store_module, "remove_unused", remove)
+    monkeypatch.setattr(cache_module, "remove_unused", remove)
     assert not store.remove(store.kept()[0].key)
-    begun[0].write(list(Origin.of_piece(checkpoint, second).blocks(0, 1 << 20)))
+    begun[0].write(list(SourceFile.of_piece(checkpoint, second).blocks(0, 1 << 20)))
     begun[0].finish()
     begun[0].close()
     assert [path.name for path in store.folder.rglob("*.safetensors")] == [begun[0].path.name]
     assert store.remove(store.kept()[0].key) and not store.kept()
 
 
-def test_a_file_that_is_gone_is_not_taken_over(tmp_path: Path) -> None:
-    path, lease = tmp_path / "file", Lease()
-    alone = open_alone(path)
-    assert alone is not None
-    path.unlink()
-    assert not lease.take_over(path, alone)
+def test_a_file_that_replaces_a_held_one_is_held(tmp_path: Path) -> None:
+    path, other, lease = tmp_path / "file", tmp_path / "other", Lease()
+    for each in (path, other):
+        each.write_text(each.name)
+    assert lease.add(path)
+    other.replace(path)
+    assert not is_used(path) and lease.add(path) and is_used(path)
+    lease.close()
+    assert remove_unused(path) and not lease.add(path)
 
 
-def test_a_file_that_is_handed_over_is_held_or_known_to_be_gone(tmp_path: Path) -> None:
+def test_a_finished_file_is_held_or_known_to_be_gone(tmp_path: Path) -> None:
     """While others try all the time to have it alone."""
     path, is_over, num_held = tmp_path / "file", threading.Event(), 0
 
@@ -343,9 +377,9 @@ def test_a_file_that_is_handed_over_is_held_or_known_to_be_gone(tmp_path: Path) 
                 alone = open_alone(tmp_path / "file.part")
                 assert alone is not None
                 (tmp_path / "file.part").replace(path)
-                lease = Lease()
-                is_held = lease.take_over(path, os.dup(alone))
                 os.close(alone)
+                lease = Lease()
+                is_held = lease.add(path)
                 assert path.exists() == is_held
                 num_held += is_held
                 lease.close()
