@@ -6,6 +6,7 @@ import io
 import os
 import re
 import shutil
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from itertools import groupby
@@ -471,6 +472,33 @@ async def test_a_file_that_changes_while_it_is_sent_is_no_file_of_the_worker(
         with pytest.raises(ModelError, match=r"expected config.json with the digest .* start again"):
             await fed(node, full_request(folder, 2, 4), folder)
     assert not [path for path in store_of("node-1").folder.rglob("*") if path.is_file()]
+
+
+async def test_a_worker_hears_of_a_coordinator_that_makes_a_digest_for_long(
+    models: Models, store_of: StoreOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would take the silence for a stall."""
+    folder, digest, was_repeated, announced = models("qwen3").folder, SourceFile.digest, threading.Event(), list[str]()
+
+    def make(file: SourceFile, given_up: threading.Event) -> str:
+        assert file.announcement.file or was_repeated.wait(60)
+        return digest(file, given_up)
+
+    def note(message: bytes) -> Feeding | Chunk:
+        read = read_feeding(message)
+        if isinstance(read, Feeding) and read.announcement.file:
+            if read.announcement.file in announced:
+                was_repeated.set()
+            announced.append(read.announcement.file)
+        return read
+
+    monkeypatch.setattr(feed_module, "_DIGEST_S", 0.05)
+    monkeypatch.setattr(SourceFile, "digest", make)
+    monkeypatch.setattr(feeding_module, "read_feeding", note)
+    async with serving(1, NOTHING, store_of=store_of) as [node], peer_of(node) as peer:
+        wanted = full_request(folder, 2, 4)
+        await push_weights(peer, wanted, open_folder(folder), lambda report: None)
+        await peer.load(wanted, lambda report: None)
 
 
 async def test_a_file_that_is_gone_before_it_is_sent_is_named(

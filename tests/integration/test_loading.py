@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,10 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from coordinator.cluster import peer as peer_module
+from coordinator.cluster.peer import Peer
 from coordinator.engine.engine import Engine
-from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_UNSPECIFIED, Fingerprint, HelloRequest, LoadRequest
+from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_UNSPECIFIED, Fingerprint, HelloRequest, LoadProgress, LoadRequest
 from protos.brigade_pb2_grpc import NodeStub
 from tests.integration.conftest import (
     ANYWHERE,
@@ -35,11 +37,14 @@ from tests.integration.conftest import (
     serving,
 )
 from tests.integration.many import Live, request, until
+from tests.integration.test_copies import full_request
 from tests.tiny import make_model, write_folder
 from worker.compute import shard as shard_module
 from worker.compute.shard import Shard
-from worker.errors import BrigadeError, ModelError
+from worker.errors import BrigadeError, ModelError, NodeSilent
+from worker.model import contents
 from worker.model.checkpoint import open_folder
+from worker.node import lifecycle, loading
 from worker.node.model_sources import ModelSources
 from worker.node.network import PROTOCOL_VERSION
 from worker.node.rpc_errors import error_of
@@ -315,6 +320,82 @@ async def test_progress_ends_at_the_bytes_of_the_shards_tensors(models: Models, 
     assert [report.done for report in reports] == sorted(report.done for report in reports)
     assert len(reports) >= end - start and reports[0].done > 0
     assert reports[-1].done == reports[-1].total == expected
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads that look for signs of progress after a moment of silence."""
+    monkeypatch.setattr(lifecycle, "QUIET_S", 0.001)
+    monkeypatch.setattr(loading, "QUIET_S", 0.001)
+    monkeypatch.setattr(loading, "READ_BYTES", 1000)
+
+
+@pytest.mark.usefixtures("quiet")
+async def test_a_long_check_of_contents_is_reported_while_it_gets_on(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_told, read_marks, phases = threading.Event(), contents._read_marks, list[str]()
+
+    def slow(path: Path, tensors: Any, note_read: Callable[[], None]) -> dict[str, bytes]:
+        for _ in range(6000):
+            note_read()
+            if is_told.wait(0.01):
+                break
+        return read_marks(path, tensors, note_read)
+
+    def note(report: LoadProgress) -> None:
+        phases.append(report.phase)
+        is_told.set()
+
+    request = full_request(models("qwen3").folder, 2, 4)
+    async with worker() as node, closing_peer(node) as peer:
+        monkeypatch.setattr(contents, "_read_marks", slow)
+        await peer.load(request, note)
+    assert phases[0] == "check" and phases[-1] == "load"
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("does_disk_answer", [True, False])
+async def test_a_tensor_that_takes_long_to_read_is_reported_as_long_as_the_disk_answers(
+    models: Models, monkeypatch: pytest.MonkeyPatch, *, does_disk_answer: bool
+) -> None:
+    """MLX tells of whole tensors only."""
+    is_over, materialise, read_spans, told = threading.Event(), Shard.materialise, loading.read_spans, list[int]()
+
+    def slow(shard: Shard, progress: Callable[[int], None]) -> None:
+        assert is_over.wait(60)
+        materialise(shard, progress)
+
+    def hang(*arguments: Any) -> Iterator[bytes]:
+        assert is_over.wait(60)
+        return read_spans(*arguments)
+
+    def note(report: LoadProgress) -> None:
+        told.append(report.done)
+        is_over.set()
+
+    request = load_request(models("qwen3").folder, 2, 4)
+    monkeypatch.setattr(Shard, "materialise", slow)
+    async with worker() as node, closing_peer(node) as peer:
+        if does_disk_answer:
+            await peer.load(request, note)
+            assert 0 < told[0] <= told[1]
+        else:
+            monkeypatch.setattr(loading, "read_spans", hang)
+            monkeypatch.setattr(peer_module, "_STALL_S", 0.5)
+            with pytest.raises(NodeSilent, match="no progress in loading"):
+                await peer.load(request, note)
+            assert not told
+            is_over.set()
+
+
+@asynccontextmanager
+async def closing_peer(node: RunningNode) -> AsyncIterator[Peer]:
+    peer = node.peer()
+    try:
+        yield peer
+    finally:
+        await peer.close()
 
 
 async def test_a_node_that_holds_the_shard_already_says_that_it_kept_it(models: Models) -> None:

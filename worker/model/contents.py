@@ -6,7 +6,7 @@ that is still on the hub no bytes are known, but the hub's own hash is. Copies a
 
 import hashlib
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 
@@ -32,16 +32,18 @@ def contents_of(checkpoint: Checkpoint) -> Contents:
     return Contents(headers=pack_headers(checkpoint.tensors), marks=marks, hub_hashes=dict(checkpoint.hub_hashes))
 
 
-def check_contents(checkpoint: Checkpoint, theirs: Contents) -> None:
+def check_contents(checkpoint: Checkpoint, theirs: Contents, note_read: Callable[[], None] = lambda: None) -> None:
     """Refuse a copy whose weights differ from the coordinator's, as far as both are known. The layouts must be equal.
 
+    Args:
+        note_read: is called for each tensor of which some bytes were read.
     Raises:
         ModelError: naming a file with other weights.
     """
     marks = [theirs.marks[i : i + _MARK_BYTES] for i in range(0, len(theirs.marks), _MARK_BYTES)]
     if not marks and not theirs.hub_hashes:
         return
-    ours = list(_marks(checkpoint))
+    ours = list(_marks(checkpoint, note_read))
     if marks and len(marks) != len(ours):
         raise ModelError(
             f"expected marks of {len(ours)} tensors from the coordinator, got {len(marks)}; "
@@ -84,18 +86,18 @@ def _require_equal(equal: bool, file: str) -> None:
         raise ModelError(f"its weights in {file} differ from the coordinator's; copy the same model to both nodes")
 
 
-def _marks(checkpoint: Checkpoint) -> Iterator[tuple[str, bytes]]:
+def _marks(checkpoint: Checkpoint, note_read: Callable[[], None] = lambda: None) -> Iterator[tuple[str, bytes]]:
     """Each sampled tensor's name and mark, by name: which they are follows from the layout alone."""
     tensors = checkpoint.tensors
     sampled = sorted(tensors, key=lambda name: (zlib.crc32(name.encode()), name))[:_SAMPLES]
     marks: dict[str, bytes] = {}
     for file, names in groupby(sorted(sampled, key=lambda name: tensors[name].file), lambda name: tensors[name].file):
-        marks |= _read_marks(checkpoint.folder / file, {name: tensors[name] for name in names})
+        marks |= _read_marks(checkpoint.folder / file, {name: tensors[name] for name in names}, note_read)
     for name in sorted(sampled):
         yield name, marks.get(name, _UNKNOWN)
 
 
-def _read_marks(path: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, bytes]:
+def _read_marks(path: Path, tensors: Mapping[str, TensorInfo], note_read: Callable[[], None]) -> dict[str, bytes]:
     """A hash of bytes from the middle of each of these tensors; nothing of a file that is not here."""
     marks = {}
     try:
@@ -105,6 +107,7 @@ def _read_marks(path: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, byte
                 size = min(info.nbytes, _SAMPLE_BYTES)
                 file.seek(data + info.begin + (info.nbytes - size) // 2)
                 marks[name] = hashlib.sha256(file.read(size)).digest()[:_MARK_BYTES]
+                note_read()
     except FileNotFoundError:
         return {}
     except OSError as error:

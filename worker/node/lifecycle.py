@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from typing import TypeVar
 
 import mlx.core as mx
 
@@ -23,7 +24,7 @@ from worker.errors import FrameError, ModelError, NodeBusy, StageLost
 from worker.model.checkpoint import Checkpoint
 from worker.model.contents import check_contents
 from worker.node.attachment import Attachment, AttachmentState, check_place
-from worker.node.loading import load_shard
+from worker.node.loading import QUIET_S, load_shard
 from worker.node.log import log_failure
 from worker.node.model_sources import ModelSources, check_load_request, check_model
 from worker.node.network import Network
@@ -40,6 +41,7 @@ _WAITING_S = 1.0  # between two signs of life of a load that waits for another o
 
 _ENDED = object()
 
+T = TypeVar("T")
 Stamp = tuple[tuple[str, int], ...]
 ReportProgress = Callable[[LoadProgress], Awaitable[None]]
 
@@ -351,7 +353,7 @@ class Worker:
         return held.shard
 
     async def _load(self, request: LoadRequest, report: ReportProgress) -> None:
-        checkpoint, stamp, lease = await run_in_thread(partial(self._open, request))
+        checkpoint, stamp, lease = await _checked(partial(self._open, request), report)
         self._lease.close()
         self._lease = lease
         held, wanted = self._held, _shard_of(request)
@@ -369,7 +371,7 @@ class Worker:
         try:
             shard = await self._read(checkpoint, request, tensors, report)
             tensors = shard.tensors
-            await run_in_thread(partial(check_contents, checkpoint, request.contents))  # files that have only now come
+            await _checked(partial(check_contents, checkpoint, request.contents), report)  # files that came only now
         except asyncio.CancelledError:
             self._log.info("gave up loading %s: nobody waits for it any more", _name_of(request))
             with contextlib.suppress(ModelError):  # a file has changed: nothing of it is kept
@@ -403,10 +405,32 @@ class Worker:
             given_up.set()
             await asyncio.gather(load, return_exceptions=True)
 
-    def _open(self, request: LoadRequest) -> tuple[Checkpoint, Stamp, Lease]:
-        """Return this node's copy of the model, if it is the one that is meant, its stamp, and a lease of its files."""
-        checkpoint = self._sources.open(request, partial(check_load_request, request))
+    def _open(self, request: LoadRequest, note_read: Callable[[], None]) -> tuple[Checkpoint, Stamp, Lease]:
+        """Return this node's copy of the requested model, its stamp, and a lease of its files."""
+        checkpoint = self._sources.open(request, lambda found: check_load_request(request, found, note_read))
         return checkpoint, checkpoint.stamp(), self._sources.lease(checkpoint, request.start, request.end)
+
+
+async def _checked(check: Callable[[Callable[[], None]], T], report: ReportProgress) -> T:
+    """Return the result of a check of files, which runs on a thread.
+
+    Report now and then that it gets on, so that the coordinator does not take a slow disk for a stall.
+    """
+    num_read = num_reported = 0
+
+    def note_read() -> None:
+        nonlocal num_read
+        num_read += 1
+
+    checking = asyncio.create_task(run_in_thread(partial(check, note_read)))
+    try:
+        while not (await asyncio.wait([checking], timeout=QUIET_S))[0]:
+            if num_read > num_reported:
+                num_reported = num_read
+                await report(LoadProgress(phase="check"))
+        return checking.result()
+    finally:
+        checking.cancel()
 
 
 def _name_of(request: LoadRequest) -> str:

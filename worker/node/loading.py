@@ -25,7 +25,7 @@ from worker.platform.tasks import background
 from worker.platform.threads import MlxThread, run_in_thread
 
 READ_BYTES = 1 << 22  # that are read from a file at once
-_QUIET_S = 10.0  # without a report, before the load looks for another sign of progress
+QUIET_S = 10.0  # without a report, after which a load looks for other signs of progress
 
 Progress = Callable[[LoadProgress], None]
 
@@ -161,20 +161,20 @@ class _Load:
         watched = None
         while True:
             reading = self._reading
-            await asyncio.sleep(_QUIET_S)
+            await asyncio.sleep(QUIET_S)
             if reading is not None and reading == self._reading != watched:
                 watched = reading
                 await run_in_thread(partial(self._read_beside, *reading))
 
     def _read_beside(self, done: int, size: int) -> None:
         read, total = 0, sum(self._checkpoint.tensors[name].nbytes for name in self._names)
-        reported = time.monotonic()
+        due = time.monotonic()
         for block in read_spans(spans_of(self._checkpoint, self._names), done, READ_BYTES):
             read += len(block)
             if read > size or self._reading != (done, size):
                 return
-            if time.monotonic() - reported >= _QUIET_S / 2:
-                reported = time.monotonic()
+            if (now := time.monotonic()) >= due:
+                due = now + QUIET_S / 2
                 self._report("load", done + read, total)
 
     def _go_on(self) -> None:

@@ -173,14 +173,18 @@ def _directly_below(root: Path, name: str) -> Iterator[Path]:
         return
 
 
-def check_load_request(request: LoadRequest, checkpoint: Checkpoint) -> None:
-    """Refuse before anything is read: another model, or layers that it does not have.
+def check_load_request(
+    request: LoadRequest, checkpoint: Checkpoint, note_read: Callable[[], None] = lambda: None
+) -> None:
+    """Refuse another model, or layers that it does not have, before any tensor is loaded.
+
+    `note_read` is called for each tensor of which some bytes were read.
 
     Raises:
         ModelError: naming both values.
     """
     check_model(request, checkpoint)
-    check_contents(checkpoint, request.contents)
+    check_contents(checkpoint, request.contents, note_read)
     check_layers(request, checkpoint)
     check_files(checkpoint, request.start, request.end)
 

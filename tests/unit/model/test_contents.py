@@ -129,7 +129,7 @@ def test_the_largest_checkpoints_are_seen_through_a_bounded_number_of_tensors_of
 ) -> None:
     asked: dict[str, list[str]] = {}
     monkeypatch.setattr(
-        "worker.model.contents._read_marks", lambda path, tensors: asked.update({path.name: list(tensors)}) or {}
+        "worker.model.contents._read_marks", lambda path, tensors, note: asked.update({path.name: list(tensors)}) or {}
     )
     tensors = many(60, 256)
     marks = contents_of(Checkpoint("m", tmp_path, CONFIG, tensors)).marks
