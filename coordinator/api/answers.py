@@ -1,36 +1,25 @@
-"""What the answers of all APIs share: usage, log-probabilities, and the parts of answers and turns. Pure."""
+"""What the answers of several APIs share: stats, conversations for templates, and answers made of blocks."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import uuid
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Literal, NotRequired
+from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
-from coordinator.sessions.output import Output, Token, ToolCall
-from coordinator.sessions.output import Usage as EngineUsage
+from coordinator.api.sse import ApiAnswer, Event
+from coordinator.sessions.output import Output, ToolCall, Usage
 from coordinator.sessions.waterfall import make_waterfall
 
 Json = dict[str, Any]
-TokenText = Callable[[int], str]
-TokenBytes = Callable[[int], bytes | None]  # also of a part of a character, where the tokenizer knows them
-MIN_LOGPROB = -9999.0  # as OpenAI's: JSON has no infinity
 
 
-class PromptDetails(TypedDict):
-    cached_tokens: int
-
-
-class Usage(TypedDict):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptDetails
-
-
-class Figures(TypedDict):
-    """What windows, recoveries and prefixes made of an answer."""
+class AnswerStats(TypedDict):
+    """Our own block of an answer: its steps, recoveries and reused tokens, and its waterfall if it was traced."""
 
     steps: int
     tokens_per_step: float | None
@@ -40,36 +29,14 @@ class Figures(TypedDict):
     waterfall: dict[str, Any] | None
 
 
-class TopLogprob(TypedDict):
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class TokenLogprob(TopLogprob):
-    top_logprobs: list[TopLogprob]
-
-
-def usage_of(last: Output) -> EngineUsage:
-    """Return what an answer took, by its last output."""
+def usage_of(last: Output) -> Usage:
+    """Return the usage of an answer, by its last output."""
     assert last.usage is not None, "only the last output of an answer has its usage"
     return last.usage
 
 
-def openai_usage(lasts: Sequence[Output]) -> Usage:
-    """Return OpenAI's `usage` of all choices of one prompt, by their last outputs."""
-    usages = [usage_of(last) for last in lasts]
-    num_prompt, num_generated = usages[0].num_prompt, sum(usage.num_generated for usage in usages)
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_generated,
-        "total_tokens": num_prompt + num_generated,
-        "prompt_tokens_details": {"cached_tokens": min(usages[0].num_reused, num_prompt)},
-    }
-
-
-def figures_of(last: Output) -> Figures:
-    """Return our own block of an answer; with a waterfall if the request was traced."""
+def answer_stats(last: Output) -> AnswerStats:
+    """Return the stats of an answer, by its last output."""
     usage = usage_of(last)
     waterfall = make_waterfall(usage.legs, usage.started, last.at) if usage.legs else None
     return {
@@ -82,120 +49,34 @@ def figures_of(last: Output) -> Figures:
     }
 
 
-def all_figures(lasts: Sequence[Output]) -> Figures | list[Figures]:
-    """Return the figures of all choices; a list if there are several."""
-    figures = [figures_of(last) for last in lasts]
-    return figures[0] if len(figures) == 1 else figures
-
-
-def token_logprob(token: Token, text_of: TokenText, bytes_of: TokenBytes) -> TokenLogprob:
-    """Return OpenAI's entry of one token, with its alternatives."""
-
-    def entry(token: int, logprob: float) -> TopLogprob:
-        spelled = bytes_of(token)
-        return {
-            "token": text_of(token),
-            "logprob": max(logprob, MIN_LOGPROB),
-            "bytes": None if spelled is None else list(spelled),
-        }
-
-    others = [entry(other.token, other.logprob) for other in token.alternatives]
-    return {**entry(token.token, token.logprob), "top_logprobs": others}
-
-
-@dataclass(frozen=True)
-class Text:
-    """A piece of the text of an answer."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Thought:
-    """A piece of the reasoning of an answer."""
-
-    text: str
-
-
-Part = Text | Thought | ToolCall
-
-
-class Parts:
-    """Divides one answer into texts, thoughts and calls. White space between thoughts and calls is dropped."""
-
-    def __init__(self) -> None:
-        self._run: type[Part] | None = None  # the kind of the latest part
-        self._has_begun = False  # the run has a visible character
-        self._held = ""  # white space that the run began with
-        self._has_called = False
-
-    def push(self, output: Output) -> list[Part]:
-        """Return the parts that the next output adds."""
-        parts: list[Part] = [*self._add(Thought, output.reasoning), *self._add(Text, output.content)]
-        for call in output.tool_calls:
-            parts.append(call)
-            self._run, self._held, self._has_called = ToolCall, "", True
-        if output.finish_reason is not None and self._run is Text and self._held and not self._has_called:
-            parts.append(Text(self._held))  # white space is the whole answer
-        return parts
-
-    def _add(self, kind: type[Text] | type[Thought], text: str) -> list[Part]:
-        if not text:
-            return []
-        if self._run is not kind:
-            self._run, self._has_begun, self._held = kind, False, ""
-        whole = self._held + text
-        if not self._has_begun and whole.isspace():
-            self._held = whole
-            return []
-        self._has_begun, self._held = True, ""
-        return [kind(whole)]
-
-
-class TemplateFunction(TypedDict):
-    name: str
-    arguments: Any
-
-
-class TemplateCall(TypedDict):
-    id: str
-    type: Literal["function"]
-    function: TemplateFunction
-
-
-class TemplateMessage(TypedDict):
-    """A message as chat templates take it."""
-
-    role: str
-    content: str
-    tool_call_id: NotRequired[str]
-    reasoning_content: NotRequired[str]
-    tool_calls: NotRequired[list[TemplateCall]]
+# --- conversations ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class TurnPart:
-    """A piece of a turn: a text, a thought, a call, or, of the role `tool`, the result of a call."""
+    """A piece of a conversation: a text, reasoning or a tool call; of the role `tool`, the result of a call."""
 
     role: str
     text: str | None = None
-    thought: str | None = None
+    reasoning: str | None = None
     call: ToolCall | None = None
-    call_id: str = ""  # of the call that this is the result of
+    call_id: str = ""  # of the call whose result this is
 
 
-def template_messages(parts: Iterable[TurnPart]) -> tuple[TemplateMessage, ...]:
-    """Join the parts of a role in a row, since many templates want the roles to alternate. Results stay apart."""
-    messages: list[TemplateMessage] = []
+def template_messages(parts: Iterable[TurnPart]) -> tuple[Json, ...]:
+    """Return messages as chat templates take them.
+
+    Adjacent parts of a role are joined, since many templates require alternating roles. Tool results stay separate.
+    """
+    messages: list[Json] = []
     for role, group in groupby(parts, key=lambda part: part.role):
         turn = list(group)
         if role == "tool":
             messages += [{"role": role, "tool_call_id": part.call_id, "content": part.text or ""} for part in turn]
             continue
-        texts = [part.text for part in turn if part.text is not None]
-        message: TemplateMessage = {"role": role, "content": "\n".join(texts)}
-        if thoughts := [part.thought for part in turn if part.thought is not None]:
-            message["reasoning_content"] = "\n".join(thoughts)
+        message: Json = {"role": role, "content": "\n".join(part.text for part in turn if part.text is not None)}
+        if reasoning := [part.reasoning for part in turn if part.reasoning is not None]:
+            message["reasoning_content"] = "\n".join(reasoning)
         if calls := [part.call for part in turn if part.call is not None]:
             message["tool_calls"] = [
                 {
@@ -210,7 +91,7 @@ def template_messages(parts: Iterable[TurnPart]) -> tuple[TemplateMessage, ...]:
 
 
 def parse_arguments(arguments: str) -> Any:
-    """Return a call's arguments as templates take them, an object; unchanged if they are no JSON."""
+    """Return a call's arguments as templates take them: parsed, or the text itself if it is not JSON."""
     try:
         return json.loads(arguments)
     except ValueError:
@@ -224,5 +105,110 @@ def function_tool(name: str, description: str | None, parameters: Json | None) -
 
 
 def one_if_text(make: Callable[[str], Json]) -> Callable[[Any], Any]:
-    """Return a validator for fields where one text stands for a list of one object."""
+    """Return a validator of fields where one text stands for a list of one object."""
     return lambda value: [make(value)] if isinstance(value, str) else value
+
+
+# --- answers made of blocks -------------------------------------------------------------------------------------------
+
+BlockKind = Literal["text", "reasoning", "call"]
+
+
+@dataclass
+class Block:
+    """A block of an answer: adjacent text, adjacent reasoning, or one tool call."""
+
+    kind: BlockKind
+    index: int
+    call: ToolCall | None = None
+    text: str = ""  # so far; of a call its arguments
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+class BlockAnswer(ApiAnswer):
+    """An answer to one engine request, whose stream tells where each block of it starts and ends.
+
+    Subclasses make the events; `answer` is the object that all events so far add up to.
+    """
+
+    answer: Mapping[str, Any]
+
+    def __init__(self) -> None:
+        self._has_begun = False
+        self._block: Block | None = None  # the open one
+        self._num_blocks = 0
+        self._run: BlockKind | None = None  # the kind of the latest output
+        self._held = ""  # white space that the run began with, while it has nothing else
+        self._is_blank = True  # the run has only white space
+        self._has_called = False
+
+    @abstractmethod
+    def begin(self) -> Iterator[Event]:
+        """Yield the events before the first block."""
+
+    @abstractmethod
+    def open_block(self, block: Block) -> Iterator[Event]:
+        """Yield the events of a block that starts; its text is empty."""
+
+    @abstractmethod
+    def extend_block(self, block: Block, text: str) -> Event:
+        """Return the event of text that was added to a block."""
+
+    @abstractmethod
+    def close_block(self, block: Block, *, is_whole: bool) -> Iterator[Event]:
+        """Yield the events of a block that ends, and add it to the answer."""
+
+    @abstractmethod
+    def finish(self, last: Output) -> Iterator[Event]:
+        """Yield the events after the last block, and complete the answer."""
+
+    def events(self, index: int, output: Output) -> Iterator[Event]:
+        yield from self.start()
+        yield from self._add_text("reasoning", output.reasoning)
+        yield from self._add_text("text", output.content)
+        for call in output.tool_calls:
+            self._run, self._held, self._has_called = "call", "", True
+            yield from self._add("call", call.arguments, call)
+        if output.finish_reason is not None:
+            if self._run == "text" and self._held and not self._has_called:
+                yield from self._add("text", self._held)  # white space is the whole answer
+            yield from self.close(is_whole=output.finish_reason != "length")
+            yield from self.finish(output)
+
+    def whole(self, outputs: Sequence[Sequence[Output]]) -> Mapping[str, Any]:
+        for output in outputs[0]:
+            deque(self.events(0, output), maxlen=0)
+        return self.answer
+
+    def start(self) -> Iterator[Event]:
+        """Yield the events before the first block, if they have not come yet."""
+        if not self._has_begun:
+            self._has_begun = True
+            yield from self.begin()
+
+    def _add_text(self, kind: BlockKind, text: str) -> Iterator[Event]:
+        """Add text, but hold white space until something visible follows: between reasoning and calls it is dropped."""
+        if not text:
+            return
+        if kind != self._run:
+            self._run, self._held, self._is_blank = kind, "", True
+        text = self._held + text
+        self._is_blank = self._is_blank and text.isspace()
+        self._held = text if self._is_blank else ""
+        if not self._is_blank:
+            yield from self._add(kind, text)
+
+    def _add(self, kind: BlockKind, text: str, call: ToolCall | None = None) -> Iterator[Event]:
+        if self._block is None or self._block.kind != kind or call:
+            yield from self.close(is_whole=True)
+            self._block = Block(kind, self._num_blocks, call)
+            self._num_blocks += 1
+            yield from self.open_block(self._block)
+        self._block.text += text
+        yield self.extend_block(self._block, text)
+
+    def close(self, *, is_whole: bool) -> Iterator[Event]:
+        """Yield the events of the end of the open block, if there is one."""
+        if self._block is not None:
+            block, self._block = self._block, None
+            yield from self.close_block(block, is_whole=is_whole)

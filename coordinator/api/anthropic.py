@@ -6,33 +6,28 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 from pydantic import BeforeValidator, Field, RootModel
-from starlette.requests import Request
-from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from coordinator.api.answers import (
-    Figures,
-    Part,
-    Parts,
-    Text,
-    Thought,
+    AnswerStats,
+    Block,
+    BlockAnswer,
     TurnPart,
-    figures_of,
+    answer_stats,
     function_tool,
     one_if_text,
     parse_arguments,
     template_messages,
     usage_of,
 )
-from coordinator.api.body import OF_OPENAI, UNSUPPORTED, Sampled, Section, Texts, Unsupported, read_body
-from coordinator.api.errors import AnthropicError, HttpError, JSONResponse
+from coordinator.api.body import OPENAI_ONLY, UNSUPPORTED, Sampled, Section, Texts, Unsupported
+from coordinator.api.errors import AnthropicError, HttpError
 from coordinator.api.server import Server
-from coordinator.api.sse import named, renaming, respond, unless_left
+from coordinator.api.sse import renaming
 from coordinator.engine.engine import Engine
 from coordinator.engine.grammars import json_grammar
 from coordinator.sessions.output import Output, ToolCall
-from coordinator.sessions.request import Calls, Conversation, RequestSpec
-from coordinator.sessions.request import Request as EngineRequest
+from coordinator.sessions.request import Calls, Conversation, Request, RequestSpec
 from worker.errors import InputError
 from worker.platform.text import to_json
 
@@ -40,6 +35,7 @@ Json = dict[str, Any]
 StopReason = Literal["end_turn", "stop_sequence", "max_tokens", "tool_use"]
 
 _NAMES = {"prompt": "messages", "response_format": "output_config.format", "stop": "stop_sequences"}
+_OneText = BeforeValidator(one_if_text(lambda text: {"type": "text", "text": text}))
 
 
 class TextBlock(Section):
@@ -53,7 +49,7 @@ class ThinkingBlock(Section):
 
 
 class RedactedThinkingBlock(Section):
-    """Thoughts of another server, which only that server can read."""
+    """Encrypted reasoning, which only the server that made it can read."""
 
     type: Literal["redacted_thinking"]
 
@@ -65,21 +61,21 @@ class ToolUseBlock(Section):
     input: Json
 
 
-TextBlocks = Annotated[list[TextBlock], BeforeValidator(one_if_text(lambda text: {"type": "text", "text": text}))]
+TextBlocks = Annotated[list[TextBlock], _OneText]
 
 
 class ToolResultBlock(Section):
-    """The result of a call. No template knows `is_error`: the content says so."""
+    """The result of a call. `is_error` is ignored: templates have no place for it, and the content tells."""
 
     type: Literal["tool_result"]
     tool_use_id: str
     content: TextBlocks = Field(default_factory=list)
 
 
-Block = Annotated[
+InputBlock = Annotated[
     TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
 ]
-Blocks = Annotated[list[Block], BeforeValidator(one_if_text(lambda text: {"type": "text", "text": text}))]
+Blocks = Annotated[list[InputBlock], _OneText]
 
 
 class Turn(Section):
@@ -92,7 +88,7 @@ class Turn(Section):
                 case TextBlock():
                     yield TurnPart(self.role, text=block.text)
                 case ThinkingBlock():
-                    yield TurnPart(self.role, thought=block.thinking)
+                    yield TurnPart(self.role, reasoning=block.thinking)
                 case ToolUseBlock():
                     yield TurnPart(self.role, call=ToolCall(block.id, block.name, json.dumps(block.input)))
                 case ToolResultBlock():
@@ -101,8 +97,8 @@ class Turn(Section):
                     )
 
 
-class Tool(Section):
-    """A tool that the client runs. Those that Anthropic runs have other types."""
+class CustomTool(Section):
+    """A tool that the client runs. Tools that Anthropic runs have other types."""
 
     type: Literal["custom"] | None = None
     name: str
@@ -112,11 +108,11 @@ class Tool(Section):
 
 class ToolChoice(Section):
     type: Literal["auto", "none", "any", "tool"]
-    name: str | None = None  # of the tool that must be called, with the type `tool`
+    name: str | None = None  # of the tool that must be called, for the type `tool`
     disable_parallel_tool_use: bool = False
 
     def calls(self) -> Calls:
-        """Raises InputError for a tool without a name."""
+        """Return what may be called. Raises InputError for a tool without a name."""
         if self.type == "tool" and self.name is None:
             raise InputError("tool_choice.name", "expected the name of the tool that must be called, found none")
         only = self.name if self.type == "tool" else None
@@ -124,7 +120,7 @@ class ToolChoice(Section):
 
 
 class Thinking(Section):
-    """Whether to think first. A budget is ignored."""
+    """Whether to reason first. A budget is ignored."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
 
@@ -146,19 +142,19 @@ class CountBody(Sampled):
     """The fields that make a prompt: the body of `/v1/messages/count_tokens`."""
 
     unsupported: ClassVar[Unsupported] = (
-        UNSUPPORTED | OF_OPENAI | {"frequency_penalty": (0,), "output_format": (), "presence_penalty": (0,)}
+        UNSUPPORTED | OPENAI_ONLY | {"frequency_penalty": (0,), "output_format": (), "presence_penalty": (0,)}
     )
     model: str | None = None
     messages: list[Turn] = Field(min_length=1)
     system: TextBlocks = Field(default_factory=list)
-    tools: list[Tool] = Field(default_factory=list)
+    tools: list[CustomTool] = Field(default_factory=list)
     tool_choice: ToolChoice = ToolChoice(type="auto")
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
     chat_template_kwargs: Json = Field(default_factory=dict)
 
     def conversation(self) -> Conversation:
-        """Raises InputError for what is not supported and would change the answer."""
+        """Return the conversation. Raises InputError if its last message is the assistant's."""
         if self.messages[-1].role == "assistant":
             raise InputError(
                 "messages", "expected the last one to be the user's: an answer cannot be begun for the model"
@@ -173,7 +169,7 @@ class CountBody(Sampled):
         return tuple(function_tool(tool.name, tool.description, tool.input_schema) for tool in self.tools)
 
     def _thinking(self) -> Json:
-        """Return the template argument by the name that most templates know."""
+        """Return the template argument, by the name that most templates use."""
         if self.thinking is None or self.thinking.type not in ("enabled", "disabled"):
             return {}
         return {"enable_thinking": self.thinking.type == "enabled"}
@@ -186,9 +182,9 @@ class MessagesBody(CountBody):
     stop_sequences: Texts = Field(default_factory=list)
     stream: bool = False
 
-    def ask(self) -> RequestSpec:
-        """Raises InputError as `conversation` does."""
-        return self.asking(
+    def to_spec(self) -> RequestSpec:
+        """Return the engine's request. Raises InputError as `conversation` does."""
+        return self.make_spec(
             self.conversation(),
             max_tokens=self.max_tokens,
             stops=tuple(self.stop_sequences),
@@ -219,7 +215,7 @@ Content = TextContent | ThinkingContent | ToolUseContent
 
 
 class MessageUsage(TypedDict):
-    """Input tokens are those that were in no cache. The beginning of a stream does not know of any cache yet."""
+    """`input_tokens` are those that were in no cache. The first event of a stream has no counts of cached tokens."""
 
     input_tokens: int
     cache_creation_input_tokens: NotRequired[int]
@@ -236,7 +232,7 @@ class AnthropicMessage(TypedDict):
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage
-    brigade: NotRequired[Figures]
+    brigade: NotRequired[AnswerStats]
 
 
 class MessageStart(TypedDict):
@@ -292,17 +288,17 @@ class MessageDelta(TypedDict):
     type: Literal["message_delta"]
     delta: Stop
     usage: MessageUsage
-    brigade: Figures
+    brigade: AnswerStats
 
 
 class MessageStop(TypedDict):
     type: Literal["message_stop"]
 
 
-Event = MessageStart | Ping | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
+_Event = MessageStart | Ping | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
 
 
-class MessageEvent(RootModel[Event | AnthropicError]):
+class MessageEvent(RootModel[_Event | AnthropicError]):
     """An event of a streamed message."""
 
 
@@ -310,141 +306,106 @@ class TokenCount(TypedDict):
     input_tokens: int
 
 
-class MessageBuilder:
-    """Makes events of an answer's outputs; everything that they have told so far stands in `message`."""
+class MessageAnswer(BlockAnswer):
+    """The answer to one request of `/v1/messages`."""
 
-    def __init__(self, id: str, model: str, num_prompt: int) -> None:
-        self._parts = Parts()
-        self._is_block_open = False
-        self._has_begun = False
-        self.message: AnthropicMessage = {
-            "id": id,
+    answer: AnthropicMessage
+
+    def __init__(self, body: MessagesBody, model: str) -> None:
+        super().__init__()
+        self.is_stream = body.stream
+        self._body = body
+        self.answer = {
+            "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
             "role": "assistant",
             "model": model,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": {"input_tokens": num_prompt, "output_tokens": 0},
+            "usage": {"input_tokens": 0, "output_tokens": 0},
         }
 
-    def events(self, output: Output) -> Iterator[Event]:
-        """Yield what the next output adds."""
-        if not self._has_begun:
-            self._has_begun = True
-            yield {"type": "message_start", "message": {**self.message, "content": []}}
-            yield {"type": "ping"}
-        for part in self._parts.push(output):
-            yield from self._add(part)
-        if output.finish_reason is not None:
-            yield from self._close_block()
-            yield from self._end(output)
+    async def prepare(self, engine: Engine) -> Sequence[Request]:
+        with renaming(_NAMES):
+            request = await engine.prepare(self._body.to_spec())
+        self.answer["usage"]["input_tokens"] = len(request.prompt)
+        return [request]
 
-    def _add(self, part: Part) -> Iterator[Event]:
-        blocks = self.message["content"]
-        last = blocks[-1] if blocks and self._is_block_open else None
-        match part:
-            case Text(text):
-                if last is None or last["type"] != "text":
-                    yield from self._open_block({"type": "text", "text": ""}, last := TextContent(type="text", text=""))
-                last["text"] += text
-                yield self._delta({"type": "text_delta", "text": text})
-            case Thought(text):
-                if last is None or last["type"] != "thinking":
-                    last = ThinkingContent(type="thinking", thinking="", signature="")
-                    yield from self._open_block({"type": "thinking", "thinking": "", "signature": ""}, last)
-                last["thinking"] += text
-                yield self._delta({"type": "thinking_delta", "thinking": text})
-            case ToolCall(id, name, arguments):
-                given = parse_arguments(arguments)
-                given = given if isinstance(given, dict) else {"arguments": given}  # which has to be an object
-                call = ToolUseContent(type="tool_use", id=id, name=name, input=given)
-                yield from self._open_block({**call, "input": {}}, call)
-                yield self._delta({"type": "input_json_delta", "partial_json": to_json(given)})
+    def begin(self) -> Iterator[_Event]:
+        yield {"type": "message_start", "message": {**self.answer, "content": []}}
+        yield {"type": "ping"}
 
-    def _open_block(self, empty: Content, block: Content) -> Iterator[Event]:
-        """Begin a block that is `empty` in its first event."""
-        yield from self._close_block()
-        self.message["content"].append(block)
-        self._is_block_open = True
-        yield {"type": "content_block_start", "index": len(self.message["content"]) - 1, "content_block": empty}
+    def open_block(self, block: Block) -> Iterator[_Event]:
+        content = _content(block)
+        if content["type"] == "tool_use":
+            content["input"] = {}
+        yield {"type": "content_block_start", "index": block.index, "content_block": content}
 
-    def _delta(self, delta: BlockChange) -> BlockDelta:
-        return {"type": "content_block_delta", "index": len(self.message["content"]) - 1, "delta": delta}
+    def extend_block(self, block: Block, text: str) -> BlockDelta:
+        delta: BlockChange
+        match block.kind:
+            case "text":
+                delta = {"type": "text_delta", "text": text}
+            case "reasoning":
+                delta = {"type": "thinking_delta", "thinking": text}
+            case "call":
+                delta = {"type": "input_json_delta", "partial_json": to_json(_object(text))}
+        return {"type": "content_block_delta", "index": block.index, "delta": delta}
 
-    def _close_block(self) -> Iterator[Event]:
-        if self._is_block_open:
-            self._is_block_open = False
-            yield {"type": "content_block_stop", "index": len(self.message["content"]) - 1}
+    def close_block(self, block: Block, *, is_whole: bool) -> Iterator[_Event]:
+        self.answer["content"].append(_content(block))
+        yield {"type": "content_block_stop", "index": block.index}
 
-    def _end(self, last: Output) -> Iterator[Event]:
-        usage, reasons = usage_of(last), {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
-        is_stopped = last.finish_reason == "stop" and last.stop is not None
+    def finish(self, last: Output) -> Iterator[_Event]:
+        usage, is_stopped = usage_of(last), last.finish_reason == "stop" and last.stop is not None
+        reasons: dict[str | None, StopReason] = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
+        stop: Stop = {
+            "stop_reason": "stop_sequence" if is_stopped else reasons[last.finish_reason],
+            "stop_sequence": last.stop if is_stopped else None,
+        }
         num_cached = min(usage.num_reused, usage.num_prompt)
-        message = self.message
-        message["stop_reason"] = "stop_sequence" if is_stopped else reasons[last.finish_reason or ""]  # type: ignore[typeddict-item]
-        message["stop_sequence"] = last.stop if is_stopped else None
-        message["usage"] = {
+        counts: MessageUsage = {
             "input_tokens": usage.num_prompt - num_cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": num_cached,
             "output_tokens": usage.num_generated,
         }
-        message["brigade"] = figures_of(last)
-        assert message["stop_reason"] is not None
-        yield {
-            "type": "message_delta",
-            "delta": {"stop_reason": message["stop_reason"], "stop_sequence": message["stop_sequence"]},
-            "usage": message["usage"],
-            "brigade": message["brigade"],
-        }
+        stats = answer_stats(last)
+        self.answer = {**self.answer, **stop, "usage": counts, "brigade": stats}
+        yield {"type": "message_delta", "delta": stop, "usage": counts, "brigade": stats}
         yield {"type": "message_stop"}
 
-
-class MessageAnswer:
-    """The answer to one request of `/v1/messages`."""
-
-    def __init__(self, body: MessagesBody, model: str, request_id: str) -> None:
-        self._body = body
-        self._model = model
-        self._request_id = request_id
-
-    async def prepare(self, engine: Engine) -> Sequence[EngineRequest]:
-        with renaming(_NAMES):
-            request = await engine.prepare(self._body.ask())
-        self._builder = MessageBuilder(f"msg_{uuid.uuid4().hex}", self._model, len(request.prompt))
-        return [request]
-
-    def events(self, index: int, output: Output) -> Iterator[bytes]:
-        return map(named, self._builder.events(output))
-
-    def end(self) -> Iterator[bytes]:
+    def end(self) -> Iterator[_Event]:
         return iter(())
 
-    def failed(self, error: HttpError) -> bytes:
-        return named(error.to_anthropic(self._request_id))
-
-    def whole(self, outputs: Sequence[Sequence[Output]]) -> AnthropicMessage:
-        for output in outputs[0]:
-            for _ in self._builder.events(output):
-                pass
-        return self._builder.message
+    def failed(self, error: HttpError) -> Iterator[AnthropicError]:
+        yield error.to_anthropic()
 
 
-async def messages(request: Request) -> Response:
+def _content(block: Block) -> Content:
+    """Return a block as it stands in the message."""
+    match block.kind:
+        case "text":
+            return {"type": "text", "text": block.text}
+        case "reasoning":
+            return {"type": "thinking", "thinking": block.text, "signature": ""}
+    assert block.call is not None
+    return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": _object(block.text)}
+
+
+def _object(arguments: str) -> Json:
+    """Return a call's arguments; the API wants an object whatever the model has generated."""
+    found = parse_arguments(arguments)
+    return found if isinstance(found, dict) else {"arguments": found}
+
+
+async def messages(server: Server, body: MessagesBody) -> MessageAnswer:
     """Answer a conversation as Anthropic's API does."""
-    server: Server = request.app.state.server
-    body = await read_body(request, MessagesBody, server.limits.body_bytes)
-    server.require_name(body.model)
-    return await respond(request, MessageAnswer(body, server.names[0], request.state.request_id), stream=body.stream)
+    return MessageAnswer(body, server.names[0])
 
 
-async def count_tokens(request: Request) -> Response:
-    """Told while the model is still being loaded as well, and of prompts that are too long."""
-    server: Server = request.app.state.server
-    body = await read_body(request, CountBody, server.limits.body_bytes)
-    server.require_name(body.model)
+async def count_tokens(server: Server, body: CountBody) -> TokenCount:
+    """Count a prompt's tokens, also while the model is being loaded, and also if the prompt is too long."""
     with renaming(_NAMES):
-        prompt = await unless_left(request, server.inputs.prompt_ids(body.conversation()))
-    count: TokenCount = {"input_tokens": len(prompt)}
-    return JSONResponse(count)
+        return {"input_tokens": len(await server.inputs.prompt_ids(body.conversation()))}

@@ -1,7 +1,9 @@
 """The application: its routes, and the responses to errors."""
 
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
+from functools import wraps
 from http import HTTPStatus
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -11,41 +13,49 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from coordinator.api.anthropic import count_tokens, messages
+from coordinator.api.anthropic import AnthropicMessage, MessageEvent, count_tokens, messages
 from coordinator.api.auth import AuthMiddleware, Keys
-from coordinator.api.completions import completions
-from coordinator.api.errors import HttpError, Refusal, error_response, http_error
+from coordinator.api.body import read_body
+from coordinator.api.completions import Completion, completions
+from coordinator.api.errors import Error, HttpError, JSONResponse, error_response, http_error
 from coordinator.api.metrics import metrics
-from coordinator.api.openai import chat_completions
-from coordinator.api.openapi import openapi
+from coordinator.api.openai import ChatCompletion, ChatCompletionChunk, chat_completions
+from coordinator.api.openapi import Operation, describe
+from coordinator.api.response_types import ResponseEvent, ResponseObject
 from coordinator.api.responses import responses
 from coordinator.api.scoring import classify, score
 from coordinator.api.server import Server
-from coordinator.api.sse import ClientLeft
-from coordinator.api.status import cluster, health, live, models, one_model, page, versions
+from coordinator.api.sse import ApiAnswer, ClientLeft, respond, unless_left
+from coordinator.api.status import Health, cluster, health, live, models, one_model, page, versions
 from coordinator.api.tokenizing import detokenize, tokenize
 from worker.errors import BrigadeError
 
-ROUTES = [
-    Route("/health", health),
-    Route("/live", live),
-    Route("/version", versions),
-    Route("/v1/models", models),
-    Route("/v1/models/{name:path}", one_model),
-    Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-    Route("/v1/completions", completions, methods=["POST"]),
-    Route("/tokenize", tokenize, methods=["POST"]),
-    Route("/detokenize", detokenize, methods=["POST"]),
-    Route("/openapi.json", openapi),
-    Route("/v1/messages", messages, methods=["POST"]),
-    Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
-    Route("/v1/responses", responses, methods=["POST"]),
-    Route("/v1/score", score, methods=["POST"]),
-    Route("/v1/classify", classify, methods=["POST"]),
-    Route("/metrics", metrics),
-    Route("/cluster", cluster),
-    Route("/", page),
-]
+
+async def openapi(server: Server, request: Request) -> Response:
+    """This document."""
+    return JSONResponse(describe(OPERATIONS, has_keys=request.app.state.has_keys))
+
+
+OPERATIONS = (
+    Operation("/health", health, Health, errors=(Health, Error), statuses=(429, 500, 503)),
+    Operation("/live", live),
+    Operation("/version", versions),
+    Operation("/v1/models", models),
+    Operation("/v1/models/{name:path}", one_model, statuses=(404,)),
+    Operation("/v1/chat/completions", chat_completions, ChatCompletion, (ChatCompletionChunk, Error)),
+    Operation("/v1/completions", completions, Completion, (Completion, Error)),
+    Operation("/tokenize", tokenize),
+    Operation("/detokenize", detokenize),
+    Operation("/openapi.json", openapi),
+    Operation("/v1/messages", messages, AnthropicMessage, (MessageEvent,), has_done=False),
+    Operation("/v1/messages/count_tokens", count_tokens),
+    Operation("/v1/responses", responses, ResponseObject, (ResponseEvent,)),
+    Operation("/v1/score", score),
+    Operation("/v1/classify", classify),
+    Operation("/metrics", metrics, media="text/plain"),
+    Operation("/cluster", cluster),
+    Operation("/", page, media="text/html"),
+)
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -53,8 +63,9 @@ def make_app(
     server: Server, *, keys: Keys | None = None, hosts: Collection[str] = (), origins: Collection[str] = ()
 ) -> ASGIApp:
     """Return all routes of a server behind its authentication; web pages of the `origins` may use it too."""
-    handlers = dict.fromkeys((BrigadeError, Refusal, Exception), _failed)
-    app = Starlette(routes=ROUTES, exception_handlers={HTTPException: _unrouted, ClientLeft: _left} | handlers)
+    routes = [Route(each.path, _endpoint(each), methods=[each.method]) for each in OPERATIONS]
+    handlers = dict.fromkeys((BrigadeError, HttpError, Exception), _failed)
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _unrouted, ClientLeft: _left} | handlers)
     app.state.server = server
     app.state.has_keys = keys is not None
     guarded = AuthMiddleware(app, keys=keys, hosts=hosts)
@@ -66,8 +77,27 @@ def make_app(
     )  # fmt: skip
 
 
+def _endpoint(operation: Operation) -> Callable[[Request], Awaitable[Response]]:
+    """Return the route's function: it reads the body and the parameters, and sends what the operation returns."""
+
+    @wraps(operation.function)
+    async def endpoint(request: Request) -> Response:
+        server: Server = request.app.state.server
+        known: dict[str, Any] = {**request.query_params, **request.path_params, "request": request}
+        given = {name: value for name, value in known.items() if name in operation.parameters}
+        if operation.body:
+            given["body"] = body = await read_body(request, operation.body, server.limits.body_bytes)
+            server.require_name(body.model)
+        found = await unless_left(request, operation.function(server, **given))
+        if isinstance(found, ApiAnswer):
+            return await respond(request, found)
+        return found if isinstance(found, Response) else JSONResponse(found)
+
+    return endpoint
+
+
 async def _failed(request: Request, error: Exception) -> Response:
-    return error_response(request.scope, http_error(error))
+    return error_response(request.url.path, http_error(error))
 
 
 async def _left(request: Request, error: Exception) -> Response:
@@ -78,5 +108,6 @@ async def _unrouted(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     status = error.status_code
     message = f"{HTTPStatus(status).phrase}: {request.method} {request.url.path}"
-    refusal = HttpError(status, "invalid_request_error", message, _CODES.get(status), headers=dict(error.headers or {}))
-    return error_response(request.scope, refusal)
+    return error_response(
+        request.url.path, HttpError(status, message, _CODES.get(status), headers=dict(error.headers or {}))
+    )

@@ -13,7 +13,7 @@ from pathlib import Path
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coordinator.api.errors import HttpError, error_response, refuse
+from coordinator.api.errors import HttpError, error_response
 from coordinator.engine.stats import REQUEST_ID
 from worker.errors import InputError
 
@@ -106,7 +106,6 @@ class AuthMiddleware:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id = given if re.fullmatch(_ID, given) else f"req_{uuid.uuid4().hex}"
-        scope.setdefault("state", {})["request_id"] = request_id
         REQUEST_ID.set(request_id)
 
         async def send_with_id(message: Message) -> None:
@@ -116,7 +115,7 @@ class AuthMiddleware:
             await send(message)
 
         if error := self._check(scope, headers):
-            await error_response(scope, error)(scope, receive, send_with_id)
+            await error_response(scope["path"], error)(scope, receive, send_with_id)
         else:
             await self._app(scope, receive, send_with_id)
 
@@ -125,7 +124,7 @@ class AuthMiddleware:
         name = host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
         if self._hosts and name.lower() not in self._hosts:
             found = headers.get("host", "none")
-            return refuse(403, f"expected a Host that this server is known by, found {found!r}", "unknown_host").error
+            return HttpError(403, f"expected a Host that this server is known by, found {found!r}", "unknown_host")
         if self._keys is None or (scope["path"] in OPEN_PATHS and not scope["query_string"]):
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -134,4 +133,4 @@ class AuthMiddleware:
             return None
         found = "another one" if given else "none"
         reason = f"expected an API key of this server (Authorization: Bearer KEY), found {found}"
-        return HttpError(401, "authentication_error", reason, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        return HttpError(401, reason, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

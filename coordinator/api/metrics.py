@@ -1,10 +1,9 @@
-"""`GET /metrics` for Prometheus: a server's statistics and its nodes' answers, under vLLM's names where it has them."""
+"""`GET /metrics` for Prometheus: a server's statistics and its nodes' status, under vLLM's names if it has them."""
 
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from starlette.requests import Request
 from starlette.responses import Response
 
 from coordinator.api.server import Server
@@ -14,10 +13,9 @@ from coordinator.engine.status import StatusSnapshot
 _FORMAT = "text/plain; version=0.0.4; charset=utf-8"
 
 
-async def metrics(request: Request) -> Response:
-    """For Prometheus."""
-    server: Server = request.app.state.server
-    text = metrics_text(server, await server.status.look(server.model))
+async def metrics(server: Server) -> Response:
+    """All metrics, in Prometheus's text format."""
+    text = metrics_text(server, await server.status.look(server.engine))
     return Response(text, media_type=_FORMAT)
 
 
@@ -29,7 +27,7 @@ def metrics_text(server: Server, now: StatusSnapshot) -> bytes:
 
 
 class _Collector:
-    """Adds gauges of this moment and the stages' sums to the counters and histograms of the statistics."""
+    """The counters and histograms of the statistics, gauges of this moment, and the sums of each stage."""
 
     def __init__(self, server: Server, now: StatusSnapshot) -> None:
         self._server = server
@@ -59,7 +57,7 @@ class _Collector:
         yield standing
 
     def _stages(self) -> Iterator[Metric]:
-        """Sums of every pair of a stage and a worker that there ever was; a rate of them is a share of time."""
+        """Yield the sums of every stage and worker so far, lost ones included; their rates are shares of time."""
         for name, text, field, unit in (
             ("stage_compute_seconds", "At work on frames.", "compute", 1e9),
             ("stage_busy_seconds", "At work, no moment counted twice.", "busy", 1e9),

@@ -1,40 +1,28 @@
-"""`POST /v1/chat/completions`: OpenAI's chat completions."""
+"""`POST /v1/chat/completions`, and what OpenAI's chats and completions have in common."""
 
 import time
 import uuid
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Literal, NotRequired, cast
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar, Literal, NotRequired
 
 from pydantic import Field
-from starlette.requests import Request
-from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from coordinator.api.answers import (
-    Figures,
-    TokenBytes,
-    TokenLogprob,
-    TokenText,
-    Usage,
-    all_figures,
-    openai_usage,
-    parse_arguments,
-    token_logprob,
-)
-from coordinator.api.body import UNSUPPORTED, Sampled, Section, StreamOptions, Texts, Unsupported, read_body
-from coordinator.api.errors import HttpError
+from coordinator.api.answers import AnswerStats, answer_stats, parse_arguments, usage_of
+from coordinator.api.body import UNSUPPORTED, OpenAISampled, Section, Unsupported
 from coordinator.api.server import Server
-from coordinator.api.sse import DONE, data, respond
+from coordinator.api.sse import DONE, ApiAnswer, Event
 from coordinator.engine.engine import Engine, prepare_choices
 from coordinator.engine.grammars import json_grammar, lark_grammar, regex_grammar
-from coordinator.sessions.output import Output, ToolCall
-from coordinator.sessions.request import Calls, Conversation, RequestSpec
-from coordinator.sessions.request import Request as EngineRequest
+from coordinator.sessions.output import Output, Token, ToolCall
+from coordinator.sessions.request import Calls, Conversation, Prompt, Request, RequestSpec
 from worker.errors import InputError
 
 Json = dict[str, Any]
 Finish = Literal["stop", "length", "tool_calls"]
+MAX_CHOICES = 128  # of one request
+MIN_LOGPROB = -9999.0  # as in OpenAI's API: JSON has no infinity
 
 _UNSUPPORTED: Unsupported = UNSUPPORTED | {
     "audio": (),
@@ -45,6 +33,49 @@ _UNSUPPORTED: Unsupported = UNSUPPORTED | {
     "modalities": (["text"],),
     "web_search_options": (),
 }
+
+
+class StreamOptions(Section):
+    """What a stream tells at its end."""
+
+    include_usage: bool = False
+
+
+class OpenAIBody(OpenAISampled):
+    """The fields that chats and completions share."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    response_format: Json | None = None
+    brigade: Json = Field(default_factory=dict)  # {"waterfall": true}; in chats also {"fills": true}
+
+    def make_spec(self, prompt: Prompt, *, logprobs: int = 0, **more: Any) -> RequestSpec:
+        grammar = make_grammar(self.response_format)
+        return super().make_spec(prompt, logprobs=logprobs, grammar=grammar, **more)
+
+
+def make_grammar(response_format: Json | None) -> str | None:
+    """Return the grammar of a `response_format`: OpenAI's types, and `regex` and `grammar` (Lark) by those keys."""
+    found = {"type": "text"} if response_format is None else response_format
+    match found.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return json_grammar()
+        case "json_schema":
+            holder: Any = found.get("json_schema", {})
+            schema = holder.get("schema") if isinstance(holder, dict) else None
+            if not isinstance(schema, dict):
+                raise InputError("response_format", "expected json_schema.schema, an object, found none")
+            return json_grammar(schema)
+        case "regex" if isinstance(found.get("regex"), str):
+            return regex_grammar(found["regex"])
+        case "grammar" if isinstance(found.get("grammar"), str):
+            return lark_grammar(found["grammar"])
+    expected = "text, json_object, json_schema, regex or grammar (with a text of that name)"
+    raise InputError("response_format", f"expected the type {expected}, found {found.get('type')!r}")
 
 
 class Message(Section):
@@ -59,9 +90,9 @@ class Message(Section):
     reasoning_content: str | None = None
 
     def to_template(self) -> Json:
-        """Return the message as chat templates take it. Raises InputError for parts that are no text."""
+        """Return the message as chat templates take it. Raises InputError for parts that are not text."""
         message = self.model_dump(exclude_none=True)
-        message["role"] = "system" if self.role == "developer" else self.role  # which no template knows
+        message["role"] = "system" if self.role == "developer" else self.role  # templates do not know developers
         if (reasoning := message.pop("reasoning", None)) is not None:
             message.setdefault("reasoning_content", reasoning)
         if isinstance(self.content, list):
@@ -84,51 +115,33 @@ def _joined(parts: Iterable[Json]) -> str:
     return "\n".join(texts)
 
 
-class ChatBody(Sampled):
-    """What may be asked."""
+class ChatBody(OpenAIBody):
+    """The body of `/v1/chat/completions`."""
 
     unsupported: ClassVar[Unsupported] = _UNSUPPORTED
-    model: str | None = None
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    stop: Texts | None = None
-    stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
-    n: int = Field(1, ge=1, le=128)
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = Field(default_factory=dict)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[Json] | None = None
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
-    response_format: Json | None = None
-    reasoning_effort: str | None = None  # which some templates know
+    reasoning_effort: str | None = None  # an argument of some templates
     chat_template_kwargs: Json = Field(default_factory=dict)
-    brigade: Json = Field(default_factory=dict)  # {"waterfall": true, "fills": true}
 
-    def ask(self) -> RequestSpec:
-        """Raises InputError for messages, tools and choices that cannot be served."""
+    def to_spec(self) -> RequestSpec:
+        """Return the engine's request. Raises InputError for messages, tools and choices that cannot be served."""
         for tool in self.tools or ():
             if tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
                 raise InputError("tools", f"expected tools of type function, found {tool.get('type')!r}")
-        chosen = {
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "logit_bias": self.logit_bias,
-            "logprobs": 1 + (self.top_logprobs or 0) if self.logprobs else 0,
-        }
         effort = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {}
         messages = tuple(message.to_template() for message in self.messages)
         tools = () if self.tool_choice == "none" else tuple(self.tools or ())
-        return self.asking(
+        return self.make_spec(
             Conversation(messages, tools, effort | self.chat_template_kwargs),
-            sampling=chosen,
+            logprobs=1 + (self.top_logprobs or 0) if self.logprobs else 0,
             max_tokens=self.max_completion_tokens or self.max_tokens,
-            stops=tuple(self.stop or ()),
-            grammar=grammar_of(self.response_format),
             calls=self._calls(),
         )
 
@@ -144,28 +157,29 @@ class ChatBody(Sampled):
         raise InputError("tool_choice", 'expected "auto", "none", "required" or a function by its name')
 
 
-def grammar_of(response_format: Json | None) -> str | None:
-    """Return the grammar of a `response_format`: OpenAI's types, and `regex` and `grammar` (Lark) by those keys."""
-    kind = "text" if response_format is None else response_format.get("type")
-    if response_format is None or kind == "text":
-        return None
-    if kind == "json_object":
-        return json_grammar()
-    if kind == "json_schema":
-        holder = response_format.get("json_schema", {})
-        schema = holder.get("schema") if isinstance(holder, dict) else None
-        if not isinstance(schema, dict):
-            raise InputError("response_format", "expected json_schema.schema, an object, found none")
-        return json_grammar(schema)
-    makers = {"regex": regex_grammar, "grammar": lark_grammar}
-    if kind not in makers or not isinstance(response_format.get(kind), str):
-        expected = "text, json_object, json_schema, regex or grammar (with a text of that name)"
-        raise InputError("response_format", f"expected the type {expected}, found {kind!r}")
-    return makers[kind](response_format[kind])
+class PromptDetails(TypedDict):
+    cached_tokens: int
+
+
+class CompletionUsage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class TopLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int] | None  # also of a part of a character, if the tokenizer knows them
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
 
 
 class Ahead(TypedDict):
-    """Tokens that a window has decided ahead of the text: position and text of each."""
+    """Tokens that a window has decided ahead of the text, each with its position and text."""
 
     fills: list[tuple[int, str]]
 
@@ -193,7 +207,7 @@ class CallDelta(Call):
 class ChatMessage(TypedDict):
     role: Literal["assistant"]
     content: str | None
-    reasoning: NotRequired[str]  # under both names that clients look for
+    reasoning: NotRequired[str]  # clients look for one name or the other
     reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[Call]]
 
@@ -211,8 +225,8 @@ class ChatCompletion(TypedDict):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage
-    brigade: Figures | list[Figures]
+    usage: CompletionUsage
+    brigade: AnswerStats | list[AnswerStats]
 
 
 class ChatDelta(TypedDict, total=False):
@@ -231,50 +245,95 @@ class ChatChunkChoice(TypedDict):
 
 
 class ChatCompletionChunk(TypedDict):
-    """An event of a stream; `usage` and `brigade` come with the last one, if they are asked for."""
+    """An event of a stream. The last one has `usage` and `brigade`, if the request wants them."""
 
     id: str
     object: Literal["chat.completion.chunk"]
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    usage: NotRequired[Usage]
-    brigade: NotRequired[Figures | list[Figures] | Ahead]
+    usage: NotRequired[CompletionUsage]
+    brigade: NotRequired[AnswerStats | list[AnswerStats] | Ahead]
 
 
-class OpenAIAnswer:
-    """What chats and completions have in common."""
+class OpenAIAnswer(ApiAnswer):
+    """What the answers of chats and completions have in common: an id, choices and their usage."""
 
-    def __init__(self, model: str, prefix: str) -> None:
+    kind: ClassVar[str]  # the `object` of the whole answer
+    chunk_kind: ClassVar[str]  # and of an event
+
+    def __init__(self, body: OpenAIBody, model: str, prefix: str) -> None:
         """`model` is the name that the answer carries, `prefix` the beginning of its id."""
-        self.id = f"{prefix}-{uuid.uuid4().hex}"
-        self.model = model
-        self.created = int(time.time())  # seconds since 1970
-        self.token_text: TokenText = str
-        self.token_bytes: TokenBytes = lambda token: None
-        self.lasts: dict[int, Output] = {}  # of each choice that has ended
-        self.begun: set[int] = set()  # choices whose first output has come
+        self.is_stream, self.is_traced = body.stream, bool(body.brigade.get("waterfall"))
+        self._wants_usage = body.stream_options.include_usage
+        self._n = body.n
+        self._about = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._lasts: dict[int, Output] = {}  # the last output of each choice that has ended
 
-    def failed(self, error: HttpError) -> bytes:
-        return data(error.to_openai())
+    @abstractmethod
+    def events(self, index: int, output: Output) -> Iterator[Json]: ...
+
+    @abstractmethod
+    def join(self, choices: Sequence[Json]) -> Json:
+        """Return the whole of a choice, from its parts in all events."""
+
+    def note(self, index: int, output: Output) -> None:
+        """Keep the last output of a choice."""
+        if output.finish_reason is not None:
+            self._lasts[index] = output
+
+    def chunk(self, **choice: Any) -> Json:
+        """Return an event with one choice."""
+        return {**self._about, "object": self.chunk_kind, "choices": [choice]}
+
+    def end(self) -> Iterator[Event]:
+        if self._wants_usage:
+            yield {**self._about, "object": self.chunk_kind, "choices": [], **self._usage_and_stats()}
+        yield DONE
+
+    def whole(self, outputs: Sequence[Sequence[Output]]) -> Json:
+        choices = [
+            self.join([event["choices"][0] for output in of_choice for event in self.events(index, output)])
+            for index, of_choice in enumerate(outputs)
+        ]
+        return {**self._about, "object": self.kind, "choices": choices, **self._usage_and_stats()}
+
+    def _usage_and_stats(self) -> Json:
+        """Return the usage of all choices, of which `n` in a row share a prompt, and the stats of each."""
+        lasts = [last for _, last in sorted(self._lasts.items())]
+        usages = [usage_of(last) for last in lasts]
+        firsts = usages[:: self._n]
+        num_prompt, num_generated = sum(each.num_prompt for each in firsts), sum(each.num_generated for each in usages)
+        usage: CompletionUsage = {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_generated,
+            "total_tokens": num_prompt + num_generated,
+            "prompt_tokens_details": {"cached_tokens": sum(min(each.num_reused, each.num_prompt) for each in firsts)},
+        }
+        stats = [answer_stats(last) for last in lasts]
+        return {"usage": usage, "brigade": stats[0] if len(stats) == 1 else stats}
 
 
 class ChatAnswer(OpenAIAnswer):
     """The answer to one request of chat completions."""
 
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+
     def __init__(self, body: ChatBody, model: str) -> None:
-        super().__init__(model, "chatcmpl")
+        super().__init__(body, model, "chatcmpl")
         self._body = body
-        self._num_calls: Counter[int] = Counter()
+        self._num_calls: dict[int, int] = {}  # by choice, of those that have begun
+        self.token_text: Callable[[int], str] = str
+        self.token_bytes: Callable[[int], bytes | None] = lambda token: None
 
-    async def prepare(self, engine: Engine) -> Sequence[EngineRequest]:
+    async def prepare(self, engine: Engine) -> Sequence[Request]:
         self.token_text, self.token_bytes = engine.inputs.token_text, engine.inputs.token_bytes
-        return await prepare_choices(engine, self._body.ask(), self._body.n)
+        return await prepare_choices(engine, self._body.to_spec(), self._body.n)
 
-    def events(self, index: int, output: Output) -> Iterator[bytes]:
-        if index not in self.begun:
-            self.begun.add(index)
-            yield data(self._chunk(index, {"role": "assistant", "content": ""}))
+    def events(self, index: int, output: Output) -> Iterator[Json]:
+        if index not in self._num_calls:
+            self._num_calls[index] = 0
+            yield self._chunk(index, {"role": "assistant", "content": ""})
         delta: ChatDelta = {"content": output.content} if output.content else {}
         if output.reasoning:
             delta["reasoning"] = delta["reasoning_content"] = output.reasoning
@@ -282,91 +341,57 @@ class ChatAnswer(OpenAIAnswer):
             first = self._num_calls[index]
             self._num_calls[index] += len(output.tool_calls)
             delta["tool_calls"] = [{"index": first + n, **_call(call)} for n, call in enumerate(output.tool_calls)]
-        has_tokens = self._body.logprobs and output.tokens
-        if delta or output.finish_reason or has_tokens or self._wants_fills(output):
-            is_empty = not (delta or output.finish_reason or has_tokens)
-            logprobs = None if is_empty else self._logprobs([output])
-            chunk = self._chunk(index, delta, logprobs, output.finish_reason)
-            if self._wants_fills(output):
-                chunk["brigade"] = {"fills": [(at, self.token_text(token.token)) for at, token in output.fills]}
-            yield data(chunk)
-        if output.finish_reason is not None:
-            self.lasts[index] = output
+        has_news = delta or output.finish_reason or (self._body.logprobs and output.tokens)
+        fills = output.fills if self._body.brigade.get("fills") else ()
+        if has_news or fills:
+            chunk = self._chunk(index, delta, self._logprobs(output) if has_news else None, output.finish_reason)
+            if fills:
+                chunk["brigade"] = {"fills": [(at, self.token_text(token.token)) for at, token in fills]}
+            yield chunk
+        self.note(index, output)
 
-    def end(self) -> Iterator[bytes]:
-        if self._body.stream_options.include_usage:
-            lasts = [self.lasts[index] for index in range(len(self.lasts))]
-            chunk: ChatCompletionChunk = {
-                "id": self.id,
-                "object": "chat.completion.chunk",
-                "created": self.created,
-                "model": self.model,
-                "choices": [],
-                "usage": openai_usage(lasts),
-                "brigade": all_figures(lasts),
-            }
-            yield data(chunk)
-        yield DONE
-
-    def whole(self, outputs: Sequence[Sequence[Output]]) -> ChatCompletion:
-        lasts = [choice[-1] for choice in outputs]
-        return {
-            "id": self.id,
-            "object": "chat.completion",
-            "created": self.created,
-            "model": self.model,
-            "choices": [self._choice(index, choice) for index, choice in enumerate(outputs)],
-            "usage": openai_usage(lasts),
-            "brigade": all_figures(lasts),
-        }
-
-    def _choice(self, index: int, outputs: Sequence[Output]) -> ChatChoice:
-        calls = [_call(call) for output in outputs for call in output.tool_calls]
-        content = "".join(output.content for output in outputs)
-        message: ChatMessage = {"role": "assistant", "content": None if calls and not content else content}
-        if reasoning := "".join(output.reasoning for output in outputs):
+    def join(self, choices: Sequence[Json]) -> Json:
+        deltas = [choice["delta"] for choice in choices]
+        calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+        content = "".join(delta.get("content", "") for delta in deltas)
+        message: Json = {"role": "assistant", "content": None if calls and not content else content}
+        if reasoning := "".join(delta.get("reasoning", "") for delta in deltas):
             message["reasoning"] = message["reasoning_content"] = reasoning
         if calls:
-            message["tool_calls"] = calls
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": self._logprobs(outputs),
-            "finish_reason": cast(Finish, outputs[-1].finish_reason),
-        }
+            message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
+        entries = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+        logprobs = {"content": entries, "refusal": None} if self._body.logprobs else None
+        last = choices[-1]
+        reason = last["finish_reason"]
+        return {"index": last["index"], "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def _chunk(
         self, index: int, delta: ChatDelta, logprobs: ChatLogprobs | None = None, reason: str | None = None
-    ) -> ChatCompletionChunk:
-        return {
-            "id": self.id,
-            "object": "chat.completion.chunk",
-            "created": self.created,
-            "model": self.model,
-            "choices": [
-                {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": cast(Finish | None, reason)}
-            ],
-        }
+    ) -> Json:
+        return self.chunk(index=index, delta=delta, logprobs=logprobs, finish_reason=reason)
 
-    def _wants_fills(self, output: Output) -> bool:
-        return bool(output.fills) and bool(self._body.brigade.get("fills"))
-
-    def _logprobs(self, outputs: Iterable[Output]) -> ChatLogprobs | None:
+    def _logprobs(self, output: Output) -> ChatLogprobs | None:
         if not self._body.logprobs:
             return None
-        tokens = [token for output in outputs for token in output.tokens]
-        content = [token_logprob(token, self.token_text, self.token_bytes) for token in tokens]
+        content: list[TokenLogprob] = [
+            {**self._logprob(token), "top_logprobs": [self._logprob(other) for other in token.alternatives]}
+            for token in output.tokens
+        ]
         return {"content": content, "refusal": None}
+
+    def _logprob(self, token: Token) -> TopLogprob:
+        spelled = self.token_bytes(token.token)
+        return {
+            "token": self.token_text(token.token),
+            "logprob": max(token.logprob, MIN_LOGPROB),
+            "bytes": None if spelled is None else list(spelled),
+        }
 
 
 def _call(call: ToolCall) -> Call:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-async def chat_completions(request: Request) -> Response:
+async def chat_completions(server: Server, body: ChatBody) -> ChatAnswer:
     """Answer a conversation, at once or as a stream of events."""
-    server: Server = request.app.state.server
-    body = await read_body(request, ChatBody, server.limits.body_bytes)
-    server.require_name(body.model)
-    answer = ChatAnswer(body, server.names[0])
-    return await respond(request, answer, stream=body.stream, traced=bool(body.brigade.get("waterfall")))
+    return ChatAnswer(body, server.names[0])

@@ -1,37 +1,22 @@
-"""`GET /openapi.json`: every route, with the types of its bodies and answers."""
+"""The document of `GET /openapi.json`: every operation, with the types of its body and answers."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from http import HTTPStatus
-from typing import Any
+from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from typing_extensions import is_typeddict
 
-from coordinator.api.anthropic import (
-    AnthropicMessage,
-    CountBody,
-    MessageEvent,
-    MessagesBody,
-    TokenCount,
-)
-from coordinator.api.completions import Completion, CompletionBody
-from coordinator.api.errors import AnthropicError, Error, JSONResponse
-from coordinator.api.openai import ChatBody, ChatCompletion, ChatCompletionChunk
-from coordinator.api.response_events import ResponseEvent, ResponseObject
-from coordinator.api.responses import ResponsesBody
-from coordinator.api.scoring import ClassifyAnswer, ClassifyBody, ScoreAnswer, ScoreBody
-from coordinator.api.status import Health, ModelCard, ModelList, Versions
-from coordinator.api.tokenizing import DetokenizeBody, Detokenized, TokenizeBody, Tokenized
+from coordinator.api.errors import AnthropicError, Error, is_anthropic
 from worker.platform.installation import version_of
 
 Json = dict[str, Any]
 
+_POST_STATUSES = (400, 404, 408, 413, 415, 429, 500, 503)
 _RETRIED = (429, 503)  # with a Retry-After
-_ANSWERED = (400, 404, 408, 413, 415, 429, 500, 503)
 _SECURITY = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -40,52 +25,59 @@ _SECURITY = {
 
 @dataclass(frozen=True)
 class Operation:
-    """The types of a route's body and answers."""
+    """A route, and what the document tells about it.
 
-    answer: Any  # None: an object, or a text, of no one type
-    body: Any = None
-    events: tuple[Any, ...] = ()  # of a stream, if the body asks for one
+    `function` takes the server, the parameters of the path and the query by their names, and as `body` the request's
+    body. It returns a JSON object, an ApiAnswer, or a Response. Its docstring is the operation's summary.
+    """
+
+    route: str  # in starlette's syntax
+    function: Callable[..., Coroutine[Any, Any, Any]]
+    whole: Any = None  # the type of the answer, if the function's annotation is not it
+    events: tuple[Any, ...] = ()  # the types of a stream's events, if the body may ask for a stream
     has_done: bool = True  # `data: [DONE]` ends a stream
-    errors: tuple[Any, ...] = (Error,)  # the bodies of all other statuses
-    statuses: tuple[int, ...] = ()  # of errors, beyond those of every route
-    query: tuple[str, ...] = ()
+    errors: tuple[Any, ...] = ()  # the types of the bodies of all other statuses, if they are not the API's
+    statuses: tuple[int, ...] = ()  # of a GET's errors, beyond those of every route
     media: str = "application/json"
 
+    @property
+    def path(self) -> str:
+        """The route as the document writes it."""
+        return re.sub(r":\w+}", "}", self.route)
 
-OPERATIONS: Mapping[str, Operation] = {
-    "/": Operation(None, media="text/html"),
-    "/cluster": Operation(None),
-    "/health": Operation(Health, errors=(Health, Error), statuses=(429, 500, 503), query=("deep",)),
-    "/live": Operation(Health),
-    "/metrics": Operation(None, media="text/plain"),
-    "/openapi.json": Operation(None),
-    "/version": Operation(Versions),
-    "/v1/models": Operation(ModelList),
-    "/v1/models/{name}": Operation(ModelCard, statuses=(404,)),
-    "/v1/chat/completions": Operation(ChatCompletion, ChatBody, (ChatCompletionChunk, Error), statuses=_ANSWERED),
-    "/v1/completions": Operation(Completion, CompletionBody, (Completion, Error), statuses=_ANSWERED),
-    "/v1/score": Operation(ScoreAnswer, ScoreBody, statuses=_ANSWERED),
-    "/v1/classify": Operation(ClassifyAnswer, ClassifyBody, statuses=_ANSWERED),
-    "/tokenize": Operation(Tokenized, TokenizeBody, statuses=_ANSWERED),
-    "/detokenize": Operation(Detokenized, DetokenizeBody, statuses=_ANSWERED),
-    "/v1/messages": Operation(
-        AnthropicMessage, MessagesBody, (MessageEvent,), has_done=False, errors=(AnthropicError,), statuses=_ANSWERED
-    ),
-    "/v1/messages/count_tokens": Operation(TokenCount, CountBody, errors=(AnthropicError,), statuses=_ANSWERED),
-    "/v1/responses": Operation(ResponseObject, ResponsesBody, (ResponseEvent,), statuses=_ANSWERED),
-}
+    @cached_property
+    def hints(self) -> Json:
+        """The types of the function's parameters, and of its `return`."""
+        return get_type_hints(self.function)
+
+    @property
+    def parameters(self) -> list[str]:
+        """The names of parameters of the path and the query, and `request` if the function wants all of it."""
+        return [name for name in self.hints if name not in ("server", "body", "return")]
+
+    @property
+    def body(self) -> Any:
+        """The type of the body; None for a GET."""
+        return self.hints.get("body")
+
+    @property
+    def method(self) -> str:
+        return "POST" if self.body else "GET"
+
+    @property
+    def answer(self) -> Any:
+        """The type of the whole answer; None for an object, or a text, of no one type."""
+        return self.whole or (self.hints["return"] if is_typeddict(self.hints["return"]) else None)
+
+    @property
+    def error_types(self) -> tuple[Any, ...]:
+        return self.errors or ((AnthropicError,) if is_anthropic(self.path) else (Error,))
 
 
-async def openapi(request: Request) -> Response:
-    """This document."""
-    app = request.app
-    return JSONResponse(describe_routes(app.routes, has_keys=app.state.has_keys))
-
-
-def describe_routes(routes: Iterable[BaseRoute], *, has_keys: bool) -> Json:
-    """Return the OpenAPI 3.1 document of these routes."""
-    bodies = {each.body for each in OPERATIONS.values() if each.body}
-    answers = {type_ for each in OPERATIONS.values() for type_ in (each.answer, *each.events, *each.errors) if type_}
+def describe(operations: Iterable[Operation], *, has_keys: bool) -> Json:
+    """Return the OpenAPI 3.1 document of these operations."""
+    bodies = {each.body for each in operations if each.body}
+    answers = {kind for each in operations for kind in (each.answer, *each.events, *each.error_types) if kind}
     exact = {
         name: {"additionalProperties": False} | schema if "properties" in schema else schema
         for name, schema in schemas(answers).items()
@@ -93,14 +85,7 @@ def describe_routes(routes: Iterable[BaseRoute], *, has_keys: bool) -> Json:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Brigade", "version": version_of("brigade"), "license": {"name": "Apache-2.0"}},
-        "paths": {
-            re.sub(r":\w+}", "}", route.path): {
-                method.lower(): _operation(route, method, has_keys=has_keys)
-                for method in sorted((route.methods or set()) - {"HEAD"})
-            }
-            for route in routes
-            if isinstance(route, Route)
-        },
+        "paths": {each.path: {each.method.lower(): _operation(each, has_keys=has_keys)} for each in operations},
         "components": {"schemas": schemas(bodies) | exact, "securitySchemes": _SECURITY},
         "security": [{name: []} for name in _SECURITY] if has_keys else [],
     }
@@ -114,49 +99,48 @@ def schemas(types: Iterable[Any]) -> Json:
     return inline | dict(document.get("$defs", {}))
 
 
-def _operation(route: Route, method: str, *, has_keys: bool) -> Json:
-    path = re.sub(r":\w+}", "}", route.path)
-    described = OPERATIONS[path]
-    statuses = sorted({*described.statuses, 403, *([401] if has_keys else [])})  # 403: a Host that is not the server's
-    operation: Json = {
-        "operationId": f"{method.lower()}_{route.name}",
-        "summary": (route.endpoint.__doc__ or route.name).strip().partition("\n")[0],
+def _operation(operation: Operation, *, has_keys: bool) -> Json:
+    found = operation.statuses or (_POST_STATUSES if operation.body else ())
+    statuses = sorted({*found, 403, *([401] if has_keys else [])})  # 403: a Host that is not the server's
+    document: Json = {
+        "operationId": f"{operation.method.lower()}_{operation.function.__name__}",
+        "summary": (operation.function.__doc__ or "").partition("\n")[0],
         "parameters": [
             {"name": name, "in": place, "required": place == "path", "schema": {"type": "string"}}
-            for place, names in (("path", re.findall(r"{(\w+)}", path)), ("query", described.query))
-            for name in names
+            for name in operation.parameters
+            if name != "request"
+            for place in ("path" if f"{{{name}}}" in operation.path else "query",)
         ],
-        "responses": {"200": {"description": "The answer", "content": _content(described)}}
-        | {str(status): _error(described, status) for status in statuses},
+        "responses": {"200": {"description": "The answer", "content": _content(operation)}}
+        | {str(status): _error(operation, status) for status in statuses},
     }
-    if described.body:
-        operation["requestBody"] = {"required": True, "content": _json(described.body)}
-    return operation
+    if operation.body:
+        document["requestBody"] = {"required": True, "content": _json(operation.body)}
+    return document
 
 
-def _error(described: Operation, status: int) -> Json:
-    error: Json = {"description": HTTPStatus(status).phrase, "content": _json(*described.errors)}
+def _error(operation: Operation, status: int) -> Json:
+    error: Json = {"description": HTTPStatus(status).phrase, "content": _json(*operation.error_types)}
     if status in _RETRIED:
         error["headers"] = {"Retry-After": {"description": "Seconds", "schema": {"type": "integer"}}}
     return error
 
 
-def _content(described: Operation) -> Json:
-    if described.answer is None:
-        kind = "object" if described.media == "application/json" else "string"
-        return {described.media: {"schema": {"type": kind}}}
-    if not described.events:
-        return _json(described.answer)
-    # each event of the stream, as OpenAPI 3.2 describes them
-    schema = _any_of(*described.events)
-    event: Json = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
+def _content(operation: Operation) -> Json:
+    if operation.answer is None:
+        kind = "object" if operation.media == "application/json" else "string"
+        return {operation.media: {"schema": {"type": kind}}}
+    if not operation.events:
+        return _json(operation.answer)
+    # OpenAPI 3.2's way to describe each event of a stream
+    event = {"type": "string", "contentMediaType": "application/json", "contentSchema": _any_of(*operation.events)}
     stream = {
         "type": "object",
         "description": "Each event of the stream that `stream` asks for",
-        "properties": {"data": {"anyOf": [{"const": "[DONE]"}, event]} if described.has_done else event},
+        "properties": {"data": {"anyOf": [{"const": "[DONE]"}, event]} if operation.has_done else event},
         "required": ["data"],
     }
-    return _json(described.answer) | {"text/event-stream": {"schema": stream}}
+    return _json(operation.answer) | {"text/event-stream": {"schema": stream}}
 
 
 def _json(*types: Any) -> Json:

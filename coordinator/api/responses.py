@@ -6,20 +6,26 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
-from starlette.requests import Request
-from starlette.responses import Response
 
-from coordinator.api.answers import TurnPart, function_tool, one_if_text, template_messages
-from coordinator.api.body import OF_OPENAI, UNSUPPORTED, Sampled, Section, Unsupported, read_body
+from coordinator.api.answers import (
+    Block,
+    BlockAnswer,
+    TurnPart,
+    answer_stats,
+    function_tool,
+    one_if_text,
+    template_messages,
+    usage_of,
+)
+from coordinator.api.body import OPENAI_ONLY, UNSUPPORTED, Sampled, Section, Unsupported
 from coordinator.api.errors import HttpError
-from coordinator.api.response_events import EchoedFormat, ResponseBuilder, ResponseObject
+from coordinator.api.response_types import EchoedFormat, ResponseObject
 from coordinator.api.server import Server
-from coordinator.api.sse import DONE, named, renaming, respond
+from coordinator.api.sse import DONE, Event, renaming
 from coordinator.engine.engine import Engine
 from coordinator.engine.grammars import json_grammar
 from coordinator.sessions.output import Output, ToolCall
-from coordinator.sessions.request import Calls, Conversation, RequestSpec
-from coordinator.sessions.request import Request as EngineRequest
+from coordinator.sessions.request import Calls, Conversation, Request, RequestSpec
 from protos.brigade_pb2 import Sampling
 from worker.errors import InputError
 
@@ -28,14 +34,14 @@ Json = dict[str, Any]
 _FORMAT = {"response_format": "text.format"}
 _NAMES = _FORMAT | {"prompt": "input", "max_tokens": "max_output_tokens"}
 _NOTHING_STORED = "expected none: this server stores nothing; send the whole conversation as input"
-_TOLD_BY_CHAT = "log-probabilities are only told by /v1/chat/completions"
-_NO_LOGPROBS = f"expected none of message.output_text.logprobs: {_TOLD_BY_CHAT}"
+_ONLY_CHAT = "only /v1/chat/completions returns log-probabilities"
+_NO_LOGPROBS = f"expected none of message.output_text.logprobs: {_ONLY_CHAT}"
 _REFUSED = {
     "previous_response_id": _NOTHING_STORED,
     "conversation": _NOTHING_STORED,
     "prompt": _NOTHING_STORED,
     "background": "expected false: this server answers at once",
-    "top_logprobs": f"expected 0: {_TOLD_BY_CHAT}",
+    "top_logprobs": f"expected 0: {_ONLY_CHAT}",
 }
 
 
@@ -44,7 +50,7 @@ class TextPart(Section):
     text: str
 
 
-class ThoughtPart(Section):
+class ReasoningPart(Section):
     text: str
 
 
@@ -71,11 +77,11 @@ class CallOutputItem(Section):
 
 
 class ReasoningItem(Section):
-    """Thoughts of another server's may be encrypted: nobody else can read them."""
+    """Reasoning. What another server has encrypted is ignored: only that server can read it."""
 
     type: Literal["reasoning"]
-    content: list[ThoughtPart] | None = None
-    summary: list[ThoughtPart] = Field(default_factory=list)
+    content: list[ReasoningPart] | None = None
+    summary: list[ReasoningPart] = Field(default_factory=list)
 
 
 def _type_of(item: Any) -> Any:
@@ -96,8 +102,8 @@ Item = Annotated[
 Items = Annotated[list[Item], BeforeValidator(one_if_text(lambda text: {"role": "user", "content": text}))]
 
 
-class Tool(Section):
-    """A function of the client's. This server has no tools of its own."""
+class FunctionTool(Section):
+    """A tool that the client runs. This server has none of its own."""
 
     type: Literal["function"]
     name: str
@@ -105,8 +111,8 @@ class Tool(Section):
     parameters: Json | None = None
 
 
-class OneTool(Section):
-    """The one that must be called."""
+class ForcedTool(Section):
+    """The tool that must be called."""
 
     type: Literal["function"]
     name: str
@@ -118,7 +124,7 @@ class Format(Section):
     schema_: Json | None = Field(default=None, alias="schema")
 
     def grammar(self) -> str | None:
-        """What the answer must be. Raises InputError for a schema that cannot be enforced."""
+        """Return the grammar of the answer. Raises InputError for a schema that cannot be enforced."""
         if self.type == "json_schema":
             if self.schema_ is None:
                 raise InputError("text.format.schema", "expected an object, found none")
@@ -143,15 +149,15 @@ class Effort(Section):
 
 
 class ResponsesBody(Sampled):
-    """What may be asked. Fields that would change the answer and are not supported are refused by `ask`."""
+    """The body of `/v1/responses`. `to_spec` refuses its fields that would change the answer and are not supported."""
 
-    unsupported: ClassVar[Unsupported] = UNSUPPORTED | OF_OPENAI
+    unsupported: ClassVar[Unsupported] = UNSUPPORTED | OPENAI_ONLY
     model: str | None = None
     input: Items = Field(min_length=1)
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
-    tools: list[Tool] = Field(default_factory=list)
-    tool_choice: Literal["auto", "none", "required"] | OneTool | None = None
+    tools: list[FunctionTool] = Field(default_factory=list)
+    tool_choice: Literal["auto", "none", "required"] | ForcedTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig = TextConfig()
     reasoning: Effort | None = None
@@ -167,24 +173,22 @@ class ResponsesBody(Sampled):
     top_logprobs: int | None = None
     include: list[str] | None = None
 
-    def ask(self) -> RequestSpec:
-        """Raises InputError for what is not supported and would change the answer."""
+    def to_spec(self) -> RequestSpec:
+        """Return the engine's request. Raises InputError for what is not supported and would change the answer."""
         for name, why in _REFUSED.items():
             if getattr(self, name):
                 raise InputError(name, why)
         if "message.output_text.logprobs" in (self.include or ()):
             raise InputError("include", _NO_LOGPROBS)
-        penalties = {"presence_penalty": self.presence_penalty, "frequency_penalty": self.frequency_penalty}
-        return self.asking(
+        return self.make_spec(
             self._conversation(),
-            sampling={name: value for name, value in penalties.items() if value is not None},
             max_tokens=self.max_output_tokens,
             grammar=self.text.format.grammar(),
             calls=self._calls(),
         )
 
     def _calls(self) -> Calls:
-        only = self.tool_choice.name if isinstance(self.tool_choice, OneTool) else None
+        only = self.tool_choice.name if isinstance(self.tool_choice, ForcedTool) else None
         are_forced = only is not None or self.tool_choice == "required"
         return Calls(are_forced, only, self.parallel_tool_calls is not False)
 
@@ -215,7 +219,7 @@ class ResponsesBody(Sampled):
                 for tool in self.tools
             ],
             "tool_choice": {"type": "function", "name": choice.name}
-            if isinstance(choice, OneTool)
+            if isinstance(choice, ForcedTool)
             else choice or "auto",
             "parallel_tool_calls": self._calls().is_parallel,
             "text": {"format": self.text.format.echoed()},
@@ -247,65 +251,149 @@ class ResponsesBody(Sampled):
         )
 
     def _effort(self) -> Json:
-        """By the names that templates know; what they do without it is the model's own choice."""
-        if self.reasoning is None or self.reasoning.effort is None:
+        """Return the template arguments, by the names that most templates use."""
+        effort = self.reasoning.effort if self.reasoning else None
+        if effort is None:
             return {}
-        effort = self.reasoning.effort
         return {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
 
 
 def _parts_of(item: MessageItem | CallItem | CallOutputItem | ReasoningItem) -> Iterator[TurnPart]:
     match item:
         case MessageItem():
-            role = "system" if item.role == "developer" else item.role  # which no template knows
+            role = "system" if item.role == "developer" else item.role  # templates do not know developers
             yield from (TurnPart(role, text=part.text) for part in item.content)
         case CallItem():
             yield TurnPart("assistant", call=ToolCall(item.call_id, item.name, item.arguments))
         case CallOutputItem():
             yield TurnPart("tool", text="\n".join(part.text for part in item.output), call_id=item.call_id)
         case ReasoningItem():
-            yield from (TurnPart("assistant", thought=part.text) for part in item.content or item.summary)
+            yield from (TurnPart("assistant", reasoning=part.text) for part in item.content or item.summary)
 
 
-class ResponsesAnswer:
+# By the kind of a block: the type of its item, the prefix of the item's id, and the name of its text in events.
+_KINDS = {
+    "text": ("message", "msg", "output_text"),
+    "reasoning": ("reasoning", "rs", "reasoning_text"),
+    "call": ("function_call", "fc", "function_call_arguments"),
+}
+
+
+class ResponsesAnswer(BlockAnswer):
     """The answer to one request of `/v1/responses`."""
 
+    answer: ResponseObject
+
     def __init__(self, body: ResponsesBody, model: str) -> None:
+        super().__init__()
+        self.is_stream = body.stream
         self._body = body
-        self._model = model
-        self._builder = self._make_builder(Sampling())  # for a failure before the request is prepared
+        self._num_events = 0
+        self._num_reasoning = 0  # tokens
+        self.answer = body.response(f"resp_{uuid.uuid4().hex}", model, int(time.time()), Sampling())
 
-    def _make_builder(self, sampling: Sampling) -> ResponseBuilder:
-        response = self._body.response(f"resp_{uuid.uuid4().hex}", self._model, int(time.time()), sampling)
-        return ResponseBuilder(response)
-
-    async def prepare(self, engine: Engine) -> Sequence[EngineRequest]:
+    async def prepare(self, engine: Engine) -> Sequence[Request]:
         with renaming(_FORMAT):  # a `prompt` that is refused here is the body's own
-            spec = self._body.ask()
+            spec = self._body.to_spec()
         with renaming(_NAMES):
             request = await engine.prepare(spec)
-        self._builder = self._make_builder(request.sampling)
+        about = self.answer
+        self.answer = self._body.response(about["id"], about["model"], about["created_at"], request.sampling)
         return [request]
 
-    def events(self, index: int, output: Output) -> Iterator[bytes]:
-        return map(named, self._builder.events(output))
+    def events(self, index: int, output: Output) -> Iterator[Event]:
+        if output.reasoning and not output.content:
+            self._num_reasoning += len(output.tokens)
+        return super().events(index, output)
 
-    def end(self) -> Iterator[bytes]:
+    def begin(self) -> Iterator[Event]:
+        yield self._event("response.created", response=self.answer)
+        yield self._event("response.in_progress", response=self.answer)
+
+    def open_block(self, block: Block) -> Iterator[Event]:
+        yield self._event("response.output_item.added", output_index=block.index, item=_item(block, "in_progress"))
+        if block.kind != "call":
+            yield self._part_event(block, "response.content_part.added", part=_part(block))
+
+    def extend_block(self, block: Block, text: str) -> Event:
+        return self._text_event(block, "delta", delta=text)
+
+    def close_block(self, block: Block, *, is_whole: bool) -> Iterator[Event]:
+        if block.kind == "call":
+            yield self._text_event(block, "done", arguments=block.text)
+        else:
+            yield self._text_event(block, "done", text=block.text)
+            yield self._part_event(block, "response.content_part.done", part=_part(block))
+        item: Any = _item(block, "completed" if is_whole else "incomplete")
+        yield self._event("response.output_item.done", output_index=block.index, item=item)
+        self.answer = {**self.answer, "output": [*self.answer["output"], item]}
+
+    def finish(self, last: Output) -> Iterator[Event]:
+        usage, is_cut = usage_of(last), last.finish_reason == "length"
+        took_s = (last.at - usage.started) // 10**9
+        self.answer = {
+            **self.answer,
+            "status": "incomplete" if is_cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "completed_at": None if is_cut else self.answer["created_at"] + took_s,
+            "usage": {
+                "input_tokens": usage.num_prompt,
+                "input_tokens_details": {
+                    "cached_tokens": min(usage.num_reused, usage.num_prompt),
+                    "cache_write_tokens": 0,
+                },
+                "output_tokens": usage.num_generated,
+                "output_tokens_details": {"reasoning_tokens": self._num_reasoning},
+                "total_tokens": usage.num_prompt + usage.num_generated,
+            },
+            "brigade": answer_stats(last),
+        }
+        yield self._event(f"response.{self.answer['status']}", response=self.answer)
+
+    def failed(self, error: HttpError) -> Iterator[Event]:
+        yield from self.start()  # official clients refuse the failure of a response that was never created
+        yield from self.close(is_whole=False)
+        yield self._event("error", code=error.code, message=error.message, param=error.param, **error.to_openai())
+        code: Any = "rate_limit_exceeded" if error.code == "rate_limit_exceeded" else "server_error"
+        self.answer = {**self.answer, "status": "failed", "error": {"code": code, "message": error.message}}
+        yield self._event("response.failed", response=self.answer)
         yield DONE
 
-    def failed(self, error: HttpError) -> bytes:
-        return b"".join(map(named, self._builder.failed(error.to_openai()["error"]))) + DONE
+    def _text_event(self, block: Block, step: str, **fields: Any) -> Json:
+        name = f"response.{_KINDS[block.kind][2]}.{step}"
+        if block.kind == "call":
+            return self._block_event(block, name, **fields)
+        return self._part_event(block, name, **fields, **({"logprobs": []} if block.kind == "text" else {}))
 
-    def whole(self, outputs: Sequence[Sequence[Output]]) -> ResponseObject:
-        for output in outputs[0]:
-            for _ in self._builder.events(output):
-                pass
-        return self._builder.response
+    def _part_event(self, block: Block, kind: str, **fields: Any) -> Json:
+        return self._block_event(block, kind, content_index=0, **fields)
+
+    def _block_event(self, block: Block, kind: str, **fields: Any) -> Json:
+        return self._event(kind, item_id=_item_id(block), output_index=block.index, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> Json:
+        self._num_events += 1
+        return {"type": kind, "sequence_number": self._num_events - 1, **fields}
 
 
-async def responses(request: Request) -> Response:
+def _item_id(block: Block) -> str:
+    return f"{_KINDS[block.kind][1]}_{block.id}"
+
+
+def _item(block: Block, status: str) -> Json:
+    """Return a block as an item of the output, without content while it has none."""
+    about = {"type": _KINDS[block.kind][0], "id": _item_id(block), "status": status}
+    if block.call:
+        return about | {"call_id": block.call.id, "name": block.call.name, "arguments": block.text}
+    more: Json = {"role": "assistant"} if block.kind == "text" else {"summary": []}
+    return about | more | {"content": [_part(block)] if block.text else []}
+
+
+def _part(block: Block) -> Json:
+    about = {"type": _KINDS[block.kind][2], "text": block.text}
+    return about | {"annotations": [], "logprobs": []} if block.kind == "text" else about
+
+
+async def responses(server: Server, body: ResponsesBody) -> ResponsesAnswer:
     """Answer items of input as Open Responses says."""
-    server: Server = request.app.state.server
-    body = await read_body(request, ResponsesBody, server.limits.body_bytes)
-    server.require_name(body.model)
-    return await respond(request, ResponsesAnswer(body, server.names[0]), stream=body.stream)
+    return ResponsesAnswer(body, server.names[0])

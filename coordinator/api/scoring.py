@@ -2,24 +2,19 @@
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
-from starlette.requests import Request
-from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from coordinator.api.body import Section, read_body
-from coordinator.api.errors import JSONResponse
+from coordinator.api.body import Section, require_one
 from coordinator.api.server import Server
-from coordinator.api.sse import unless_left
 from coordinator.engine.scores import score_continuations
 from coordinator.sessions.output import Scored
 
-Json = dict[str, Any]
 Ids = Annotated[tuple[int, ...], Field(min_length=1)]
-Words = Annotated[str, Field(min_length=1)]
-_MOST = 128  # continuations of one request
+NonEmpty = Annotated[str, Field(min_length=1)]
+_MAX_CONTINUATIONS = 128  # of one request
 
 
 class _Prompted(Section):
@@ -29,33 +24,30 @@ class _Prompted(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> "_Prompted":
-        if (self.prompt is None) == (self.prompt_tokens is None):
-            raise ValueError("expected either prompt or prompt_tokens")
+        require_one(self, "prompt", "prompt_tokens")
         return self
 
-    @property
-    def given(self) -> str | tuple[int, ...]:
-        """The prompt in its form."""
-        if self.prompt_tokens is not None:
-            return self.prompt_tokens
-        assert self.prompt is not None
-        return self.prompt
+    async def scores(self, server: Server, continuations: Sequence[str | Ids]) -> list[list[Scored]]:
+        """Return the scores of each continuation's tokens."""
+        prompt = self.prompt if self.prompt_tokens is None else self.prompt_tokens
+        assert prompt is not None
+        return await score_continuations(await server.wake_engine(), prompt, continuations)
 
 
 class ScoreBody(_Prompted):
     """Continuations of a prompt, each as text or as token ids."""
 
-    continuations: list[Words | Ids] = Field(min_length=1, max_length=_MOST)
+    continuations: list[NonEmpty | Ids] = Field(min_length=1, max_length=_MAX_CONTINUATIONS)
 
 
 class ClassifyBody(_Prompted):
-    """Labels of which one is to follow the prompt."""
+    """Labels, one of which is to follow the prompt."""
 
-    labels: list[Words] = Field(min_length=1, max_length=_MOST)
+    labels: list[NonEmpty] = Field(min_length=1, max_length=_MAX_CONTINUATIONS)
 
 
 class Scores(TypedDict):
-    """Of one continuation: log-probabilities in nats, in all and by token."""
+    """The scores of one continuation: its log-probability in nats, and that of each token."""
 
     logprob: float
     is_greedy: bool
@@ -82,44 +74,27 @@ class ClassifyAnswer(TypedDict):
     labels: list[LabelScore]
 
 
-async def score(request: Request) -> Response:
-    """The log-probability of each continuation."""
-    server: Server = request.app.state.server
-    body = await read_body(request, ScoreBody, server.limits.body_bytes)
-    scores = await _scores(request, body, body.continuations)
-    answer: ScoreAnswer = {
-        "object": "score",
-        "model": server.names[0],
-        "scores": [
-            {
-                "logprob": math.fsum(each.token.logprob for each in continuation),
-                "is_greedy": all(each.is_greedy for each in continuation),
-                "tokens": [each.token.token for each in continuation],
-                "logprobs": [each.token.logprob for each in continuation],
-            }
-            for continuation in scores
-        ],
-    }
-    return JSONResponse(answer)
+async def score(server: Server, body: ScoreBody) -> ScoreAnswer:
+    """Return the log-probability of each continuation."""
+    scores = [
+        Scores(
+            logprob=math.fsum(each.token.logprob for each in continuation),
+            is_greedy=all(each.is_greedy for each in continuation),
+            tokens=[each.token.token for each in continuation],
+            logprobs=[each.token.logprob for each in continuation],
+        )
+        for continuation in await body.scores(server, body.continuations)
+    ]
+    return {"object": "score", "model": server.names[0], "scores": scores}
 
 
-async def classify(request: Request) -> Response:
-    """The probability of each label."""
-    server: Server = request.app.state.server
-    body = await read_body(request, ClassifyBody, server.limits.body_bytes)
-    scores = await _scores(request, body, body.labels)
-    return JSONResponse(classification(server.names[0], body.labels, scores))
-
-
-async def _scores(request: Request, body: _Prompted, continuations: Sequence[str | Ids]) -> list[list[Scored]]:
-    server: Server = request.app.state.server
-    server.require_name(body.model)
-    engine = await unless_left(request, server.wake_model())
-    return await unless_left(request, score_continuations(engine, body.given, continuations))
+async def classify(server: Server, body: ClassifyBody) -> ClassifyAnswer:
+    """Return the probability of each label."""
+    return classification(server.names[0], body.labels, await body.scores(server, body.labels))
 
 
 def classification(model: str, labels: Sequence[str], scores: Sequence[Sequence[Scored]]) -> ClassifyAnswer:
-    """Return the probability of each label, given that one of them comes."""
+    """Return the probability of each label, given that one of them follows."""
     logprobs = [math.fsum(each.token.logprob for each in label) for label in scores]
     best = max(logprobs)
     weights = [math.exp(logprob - best) for logprob in logprobs]

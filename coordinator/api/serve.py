@@ -1,4 +1,4 @@
-"""`brigade serve`: its options, and the life of its model. HTTP and gRPC share one event loop."""
+"""`brigade serve`: its options, and the life of its engine. HTTP and gRPC share one event loop."""
 
 import asyncio
 import gc
@@ -16,7 +16,7 @@ from coordinator.api.server import RequestLimits, Server
 from coordinator.cluster.open import unload_workers
 from coordinator.cluster.options import DEFAULT_CONTEXT, ClusterOptions
 from coordinator.cluster.progress import say
-from coordinator.engine.engine import ServerState, open_engine
+from coordinator.engine.engine import Engine, ServerState, open_engine
 from coordinator.engine.inputs import InputProcessor, OneAtATime
 from coordinator.engine.stats import Stats
 from coordinator.engine.status import StatusLog, log_request
@@ -26,7 +26,7 @@ from worker.errors import BrigadeError, InputError
 from worker.platform.mlx_memory import give_back
 from worker.platform.tasks import background
 
-_ORIGIN = r"[a-z][a-z0-9+.-]*://[^\s/?#@A-Z]+"  # without a path, not even a slash; in small letters
+_ORIGIN = r"[a-z][a-z0-9+.-]*://[^\s/?#@A-Z]+"  # lower case, without a path or a final slash
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,17 @@ class ServeOptions:
     port: int
     keys: Keys | None = None
     insecure: bool = False
-    allowed_hosts: Sequence[str] = ()  # names by which it is called, beyond those of this machine
+    allowed_hosts: Sequence[str] = ()  # names by which clients may call it, beyond those of this machine
     cors_origins: Sequence[str] = ()  # of web pages that may use it
     names: Sequence[str] = ()  # of the model
-    context: int | None = None  # tokens; None: as many as there is memory for
+    context: int | None = None  # tokens; None: as many as fit in memory
     max_waiting: int = 256
     shutdown_timeout_s: float = 30.0
     reopen_s: float = 5.0  # between two attempts to open a chain, each as long as a recovery may take
-    keep_alive_s: float | None = None  # for which an idle model stays loaded; None: for ever
+    keep_alive_s: float | None = None  # an idle model is unloaded after this time; None: never
     tls: ssl.SSLContext | None = None
     limits: RequestLimits = field(default_factory=RequestLimits)
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # defaults of requests, above the model's own
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # defaults of requests, in the place of the model's own
 
     @property
     def is_public(self) -> bool:
@@ -56,7 +56,7 @@ class ServeOptions:
 
     @property
     def hosts(self) -> Sequence[str]:
-        """Names by which the server may be called; none: any name."""
+        """Host names that requests may give; none: any name."""
         if self.is_public and not self.allowed_hosts:
             return ()
         return ("localhost", "127.0.0.1", "::1", self.host.lower(), *(name.lower() for name in self.allowed_hosts))
@@ -66,7 +66,7 @@ class ServeOptions:
         return f"{'https' if self.tls else 'http'}://{host}:{port}"
 
     def check(self) -> None:
-        """Raise InputError for names and origins that no request can bring, and for a server open to everybody."""
+        """Raise InputError for names and origins that no request can have, and for a public server without keys."""
         if "" in [name.strip() for name in self.names]:
             raise InputError("served_model_name", "expected a name, found none")
         for origin in self.cors_origins:
@@ -83,7 +83,7 @@ class ServeOptions:
 
 
 async def serve(options: ClusterOptions, serving: ServeOptions) -> None:
-    """Answer until cancelled, then let the answers under way end.
+    """Answer requests until cancelled, then let the answers in progress end.
 
     Raises:
         ConfigError: the port is taken. ModelError, InputError: the model cannot be served.
@@ -97,38 +97,38 @@ async def serve(options: ClusterOptions, serving: ServeOptions) -> None:
         max_tokens=serving.limits.max_tokens,
         aside=OneAtATime(max_wait_s=serving.limits.queue_timeout_s, on_refused=stats.refuse),
     )
-    folder = inputs.checkpoint.name  # of which clients see the last part only
+    folder = inputs.checkpoint.name  # clients see only its last part
     names = serving.names or (Path(folder).name if Path(folder).is_absolute() else folder,)
     server = Server(inputs, names, serving.limits, stats=stats, max_waking=serving.max_waiting)
     app = make_app(server, keys=serving.keys, hosts=serving.hosts, origins=serving.cors_origins)
     with listening(serving.host, serving.port) as listener:
         url = serving.url(listener.getsockname()[1])
-        logging = StatusLog(stats, server.status, lambda: server.model)
+        logging = StatusLog(stats, server.status, lambda: server.engine)
         async with background(logging.run()), answering(app, listener, serving.tls) as answers:
             try:
-                await keep_model(server, options, serving, url, answers)
-            finally:  # requests that wait for a model are refused before connections are closed
+                await keep_open(server, options, serving, url, answers)
+            finally:  # refuses requests that wait for the model before connections are closed
                 server.stop()
 
 
-async def keep_model(
+async def keep_open(
     server: Server, options: ClusterOptions, serving: ServeOptions, url: str, answers: "asyncio.Task[None]"
 ) -> None:
-    """Load the model, and again when its cluster has failed for good or a request comes while it is asleep.
+    """Open an engine, and the next one when its cluster has failed for good or a request comes while it is asleep.
 
-    Returns once it was cancelled and the answers under way have ended.
+    Returns after a cancellation, once the answers in progress have ended.
 
     Args:
-        answers: the task that answers clients; a cancellation because it has ended is passed on at once.
+        answers: the task that answers clients; a cancellation that follows from its end is passed on at once.
     Raises:
         BrigadeError: the first chain could not be opened.
     """
     while True:
         try:
-            if await _serve_model(server, options, serving, url, answers):
+            if await _open_once(server, options, serving, url, answers):
                 return
             await unload_workers(options)
-            gc.collect()  # the model's objects refer to each other
+            gc.collect()  # the engine's objects refer to each other
             give_back()
             await server.wait_wanted()
             say(server.why)
@@ -140,10 +140,10 @@ async def keep_model(
             await asyncio.sleep(serving.reopen_s)
 
 
-async def _serve_model(
+async def _open_once(
     server: Server, options: ClusterOptions, serving: ServeOptions, url: str, answers: "asyncio.Task[None]"
 ) -> bool:
-    """Answer by one model until it is asleep; return whether the server was told to stop. Raises its failure."""
+    """Answer by one engine until it is asleep; return whether the server was told to stop. Raises its failure."""
     spec = server.inputs.spec
     async with open_engine(
         server.inputs,
@@ -152,12 +152,12 @@ async def _serve_model(
         max_waiting=serving.max_waiting,
         max_wait_s=serving.limits.queue_timeout_s,
         stats=server.stats,
-    ) as model:
-        await model.expect_grammars()
-        server.open(model)
-        say(f"serving {', '.join(server.names)} at {url}, {context_text(model.context, serving.context)}")
+    ) as engine:
+        await engine.expect_grammars()
+        server.open(engine)
+        say(f"serving {', '.join(server.names)} at {url}, {context_text(engine.context, serving.context)}")
         try:
-            await server.sleep_when_unused(model, serving.keep_alive_s)
+            await _sleep_when_unused(server, engine, serving.keep_alive_s)
             return False
         except BrigadeError as error:
             server.fail(str(error))  # before the cluster is closed, which takes a while
@@ -165,10 +165,30 @@ async def _serve_model(
         except asyncio.CancelledError:
             if answers.done():
                 raise
-            say("stopping: what is under way may end; again to stop at once")
-            if not await model.drain(serving.shutdown_timeout_s):
+            say("stopping: answers in progress may end; interrupt again to stop at once")
+            if not await engine.drain(serving.shutdown_timeout_s):
                 say(f"some answers have not ended within {serving.shutdown_timeout_s:g} s, and are cut off")
             return True
+
+
+async def _sleep_when_unused(server: Server, engine: Engine, keep_alive_s: float | None) -> None:
+    """Return once the engine was unused for this time and the server is asleep; None: never. Raises its failure."""
+    while True:
+        failing = asyncio.create_task(engine.wait_failed())
+        unused = asyncio.create_task(engine.use.wait_unused(keep_alive_s))
+        try:
+            await asyncio.wait([failing, unused], return_when=asyncio.FIRST_COMPLETED)
+            if failing.done():
+                failing.result()
+        finally:
+            failing.cancel()
+            unused.cancel()
+            await asyncio.gather(failing, unused, return_exceptions=True)
+        async with server.probing:
+            if not engine.use.is_used:  # a request may have come during a probe
+                server.sleep(f"no request came for {keep_alive_s:g} s; the next one has the model loaded again")
+                say(f"asleep: {server.why}")
+                return
 
 
 def context_text(context: int, wanted: int | None) -> str:

@@ -1,15 +1,16 @@
-"""Answers to requests: at once as JSON, or as a stream of server-sent events. All APIs go this way."""
+"""Answers to requests: whole as JSON, or as a stream of server-sent events. All APIs use these functions."""
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from coordinator.api.errors import HttpError, JSONResponse, Refusal, http_error
+from coordinator.api.errors import HttpError, JSONResponse, http_error
 from coordinator.api.server import Server
 from coordinator.cluster.log import log
 from coordinator.engine.engine import Engine, collect
@@ -21,47 +22,49 @@ from worker.platform.text import json_bytes
 
 T = TypeVar("T")
 
-DONE = b"data: [DONE]\n\n"  # the end of a stream, as OpenAI's clients know it
+Event = Mapping[str, Any] | str  # the data of a server-sent event: an object, or text as it stands
+DONE = "[DONE]"  # the end of a stream in OpenAI's APIs
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _HEARTBEAT = b": still at it\n\n"
 
 
-class Answer(Protocol):
-    """One request's answer in the form of an API."""
+class ApiAnswer(ABC):
+    """The answer to one request in the form of one API. Built from the outputs of one or more engine requests."""
 
+    is_stream = False
+    is_traced = False  # its stats have a waterfall
+
+    @abstractmethod
     async def prepare(self, engine: Engine) -> Sequence[EngineRequest]:
-        """Return the requests whose outputs make the answer. Raises InputError for the API's own fields."""
-        ...
+        """Return the requests whose outputs make the answer. Raises InputError with the API's names of fields."""
 
-    def events(self, index: int, output: Output) -> Iterable[bytes]:
-        """Return the events of the next output of a request."""
-        ...
+    @abstractmethod
+    def events(self, index: int, output: Output) -> Iterator[Event]:
+        """Yield the events of a request's next output."""
 
-    def end(self) -> Iterable[bytes]:
-        """Return the events after the last output."""
-        ...
+    def end(self) -> Iterator[Event]:
+        """Yield the events after the last output."""
+        yield DONE
 
-    def failed(self, error: HttpError) -> bytes:
-        """Return the last events of a stream that has failed."""
-        ...
+    def failed(self, error: HttpError) -> Iterator[Event]:
+        """Yield the last events of a stream that has failed."""
+        yield error.to_openai()
 
+    @abstractmethod
     def whole(self, outputs: Sequence[Sequence[Output]]) -> Mapping[str, Any]:
-        """Return the answer as one object, of all outputs of every request."""
-        ...
+        """Return the answer as one object, from all outputs of each request."""
 
 
 class ClientLeft(Exception):
     """The client has closed its connection."""
 
 
-def data(event: Mapping[str, Any]) -> bytes:
-    """Return an event without a name, as OpenAI's are."""
-    return b"data: " + json_bytes(event, separators=(",", ":")) + b"\n\n"
-
-
-def named(event: Mapping[str, Any]) -> bytes:
-    """Return an event named by its `type`, as those of Anthropic and of Open Responses are."""
-    return b"event: " + str(event["type"]).encode() + b"\n" + data(event)
+def encode(event: Event) -> bytes:
+    """Return the bytes of an event. It is named by its `type` if it has one, as Anthropic and Open Responses want."""
+    if isinstance(event, str):
+        return f"data: {event}\n\n".encode()
+    name = f"event: {event['type']}\n".encode() if "type" in event else b""
+    return name + b"data: " + json_bytes(event, separators=(",", ":")) + b"\n\n"
 
 
 @contextmanager
@@ -73,59 +76,58 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
         raise type(error)(names.get(error.field, error.field), error.message) from error
 
 
-async def respond(request: Request, answer: Answer, *, stream: bool, traced: bool = False) -> Response:
-    """Answer a request, at once or as a stream.
+async def respond(request: Request, answer: ApiAnswer) -> Response:
+    """Answer a request, whole or as a stream.
 
     Raises:
-        ClientLeft: the client has left. And what `Server.wake_model`, `Answer.prepare` and `Engine.generate` raise,
+        ClientLeft: the client has left. And what `Server.wake_engine`, `ApiAnswer.prepare` and `Engine.generate` raise,
             as long as the answer may have a status of its own.
     """
     server: Server = request.app.state.server
-    if not stream:
-        engine = await unless_left(request, server.wake_model())
-        requests = await unless_left(request, answer.prepare(engine))
-        outputs = await unless_left(request, collect(engine, requests, traced=traced))
-        return JSONResponse(answer.whole(outputs))
-    waking = asyncio.ensure_future(server.wake_model())
-    try:
-        await unless_left(request, asyncio.wait([waking], timeout=server.limits.heartbeat_s))
-        if waking.done():
-            requests = await unless_left(request, answer.prepare(waking.result()))
-            return await event_stream(request, _events(waking, requests, answer, traced=traced), answer.failed)
-    except BaseException:
-        waking.cancel()
-        raise
-    # a model that is asleep may take minutes to load: the stream begins before, and shows that it lives
-    events = _events(waking, None, answer, traced=traced)
-    return EventStream(request, events, asyncio.ensure_future(anext(events)), answer.failed)
+    is_prepared = False
 
+    async def whole() -> Mapping[str, Any]:
+        engine = await server.wake_engine()
+        return answer.whole(await collect(engine, await answer.prepare(engine), traced=answer.is_traced))
 
-async def _events(
-    waking: "asyncio.Future[Engine]", requests: Sequence[EngineRequest] | None, answer: Answer, *, traced: bool
-) -> AsyncGenerator[bytes, None]:
-    """Yield all events of an answer; none before the first output, until which it may be refused with a status."""
-    engine = await waking
-    if requests is None:
+    async def events() -> AsyncGenerator[Event, None]:
+        nonlocal is_prepared
+        engine = await server.wake_engine()
         requests = await answer.prepare(engine)
-    async with aclosing(engine.generate_all(requests, traced=traced)) as outputs:
-        async for index, output in outputs:
-            for event in answer.events(index, output):
-                yield event
-    for event in answer.end():
-        yield event
+        is_prepared = True
+        async with aclosing(engine.generate_all(requests, traced=answer.is_traced)) as outputs:
+            async for index, output in outputs:
+                for event in answer.events(index, output):
+                    yield event
+        for event in answer.end():
+            yield event
+
+    def may_be_refused() -> bool:
+        return server.engine is not None and (not is_prepared or server.engine.num_waiting > 0)
+
+    if not answer.is_stream:
+        return JSONResponse(await unless_left(request, whole()))
+    return await event_stream(request, events(), answer.failed, may_be_refused)
 
 
 async def event_stream(
-    request: Request, events: AsyncGenerator[bytes, None], failed: Callable[[HttpError], bytes]
+    request: Request,
+    events: AsyncGenerator[Event, None],
+    failed: Callable[[HttpError], Iterable[Event]],
+    may_be_refused: Callable[[], bool] = lambda: False,
 ) -> "EventStream":
-    """Return a response of these events. Raises ClientLeft, and what the first event raises if it comes soon."""
-    server: Server = request.app.state.server
+    """Return a response of these events. Raises ClientLeft, and what the first event raises if it comes soon.
+
+    The first event is awaited for a heartbeat, and for the queue's timeout while the request may be refused. It is not
+    awaited longer: a model that is asleep may take minutes to load, and the heartbeats show that the server is alive.
+    """
+    limits = request.app.state.server.limits
     first = asyncio.ensure_future(anext(events))
 
     async def wait_first() -> None:
-        await asyncio.wait([first], timeout=server.limits.heartbeat_s)
-        if not first.done() and server.model and server.model.num_waiting:  # it may be refused yet
-            await asyncio.wait([first], timeout=server.limits.queue_timeout_s)
+        await asyncio.wait([first], timeout=limits.heartbeat_s)
+        if not first.done() and may_be_refused():
+            await asyncio.wait([first], timeout=limits.queue_timeout_s)
 
     try:
         await unless_left(request, wait_first())
@@ -143,36 +145,30 @@ class EventStream(StreamingResponse):
     def __init__(
         self,
         request: Request,
-        events: AsyncGenerator[bytes, None],
-        upcoming: "asyncio.Future[bytes]",
-        failed: Callable[[HttpError], bytes],
+        events: AsyncGenerator[Event, None],
+        upcoming: "asyncio.Future[Event]",
+        failed: Callable[[HttpError], Iterable[Event]],
     ) -> None:
-        """`upcoming` is the first event, which may not be there yet; `failed` makes the last event of a failure."""
-        super().__init__((), media_type="text/event-stream", headers=_HEADERS)
+        """`upcoming` is the first event, which may not be there yet; `failed` makes the last events of a failure."""
+        self._pieces = self._with_heartbeats(request.app.state.server.limits.heartbeat_s)
+        super().__init__(self._pieces, media_type="text/event-stream", headers=_HEADERS)
         self._request = request
         self._events = events
         self._upcoming = upcoming
         self._failed = failed
-        self._heartbeat_s = request.app.state.server.limits.heartbeat_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_left(self._request, self._send_all(send))
+            await unless_left(self._request, self.stream_response(send))
         except ClientLeft:
             pass
         finally:
+            await self._pieces.aclose()
             await _close(self._events, self._upcoming)
 
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with aclosing(self._with_heartbeats()) as pieces:
-            async for piece in pieces:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _with_heartbeats(self) -> AsyncGenerator[bytes, None]:
+    async def _with_heartbeats(self, heartbeat_s: float) -> AsyncGenerator[bytes, None]:
         while True:
-            done, _ = await asyncio.wait([self._upcoming], timeout=self._heartbeat_s)
+            done, _ = await asyncio.wait([self._upcoming], timeout=heartbeat_s)
             if not done:
                 yield _HEARTBEAT
                 continue
@@ -181,24 +177,25 @@ class EventStream(StreamingResponse):
             except StopAsyncIteration:
                 return
             except Exception as error:  # the status is sent already: no handler of the application will see it
-                if not isinstance(error, BrigadeError | Refusal):
+                if not isinstance(error, BrigadeError | HttpError):
                     request_id = REQUEST_ID.get()  # the client gets the error; log it too, since it is a bug
                     message = f"{request_id or 'request'}: {internal_error_kind(error)}"
                     log("bug", message, level="error", request_id=request_id or None)
-                yield self._failed(http_error(error))
+                for last in self._failed(http_error(error)):
+                    yield encode(last)
                 return
-            yield event
+            yield encode(event)
             self._upcoming = asyncio.ensure_future(anext(self._events))
 
 
-async def _close(events: AsyncGenerator[bytes, None], upcoming: "asyncio.Future[bytes]") -> None:
+async def _close(events: AsyncGenerator[Event, None], upcoming: "asyncio.Future[Event]") -> None:
     upcoming.cancel()
     await asyncio.gather(upcoming, return_exceptions=True)
     await events.aclose()
 
 
 async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`, which is cancelled if the client leaves meanwhile. Raises ClientLeft then."""
+    """Return the result of `work`. If the client leaves meanwhile, cancel it and raise ClientLeft."""
 
     async def wait_left() -> None:
         while (await request.receive())["type"] != "http.disconnect":

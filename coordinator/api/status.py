@@ -1,4 +1,4 @@
-"""What a server says of itself: health, models, versions, the cluster's state, and the page that shows it."""
+"""A server's health, models and versions, the cluster's state, and the page that shows it."""
 
 import base64
 import hashlib
@@ -9,13 +9,11 @@ from datetime import UTC, datetime
 from importlib.resources import files
 from typing import Any, Literal, NotRequired
 
-from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from typing_extensions import TypedDict
 
 from coordinator.api.errors import JSONResponse
 from coordinator.api.server import Server
-from coordinator.api.sse import unless_left
 from coordinator.engine.status import StatusSnapshot
 from worker.platform.installation import version_of
 
@@ -34,7 +32,7 @@ class Versions(TypedDict):
 
 
 class ModelCard(TypedDict):
-    """A model, by the words of OpenAI's clients, of vLLM's (max_model_len), and of Anthropic's (the last three)."""
+    """A model, with the fields of OpenAI's clients, vLLM's (`max_model_len`), and Anthropic's (the last three)."""
 
     id: str
     object: Literal["model"]
@@ -47,7 +45,7 @@ class ModelCard(TypedDict):
 
 
 class ModelList(TypedDict):
-    """OpenAI's list and Anthropic's, to which the last three belong."""
+    """The list of OpenAI's API and of Anthropic's, which has the last three fields."""
 
     object: Literal["list"]
     data: list[ModelCard]
@@ -56,45 +54,35 @@ class ModelList(TypedDict):
     last_id: str
 
 
-async def live(request: Request) -> Response:
-    """The process and its event loop are there."""
-    return JSONResponse({"status": "live"})
+async def live(server: Server) -> Health:
+    """The process and its event loop are alive."""
+    return {"status": "live"}
 
 
-async def health(request: Request) -> Response:
+async def health(server: Server, deep: str = "") -> Response:
     """Whether requests are answered now; with `?deep=1` one token goes through all stages first, if it is awake."""
-    server: Server = request.app.state.server
-    if server.takes_requests and request.query_params.get("deep") == "1":
-        await unless_left(request, server.probe())
+    if server.takes_requests and deep == "1":
+        await server.probe()
     body: Health = {"status": server.state.word, "why": server.why}
     return JSONResponse(body) if server.takes_requests else JSONResponse(body, 503, {"Retry-After": "5"})
 
 
-async def versions(request: Request) -> Response:
-    """Of the server and of what it computes with."""
-    found: Versions = {"brigade": version_of("brigade"), "mlx": version_of("mlx"), "mlx_lm": version_of("mlx-lm")}
-    return JSONResponse(found)
+async def versions(server: Server) -> Versions:
+    """The versions of the server and of the libraries that it computes with."""
+    return {"brigade": version_of("brigade"), "mlx": version_of("mlx"), "mlx_lm": version_of("mlx-lm")}
 
 
-async def models(request: Request) -> Response:
+async def models(server: Server) -> ModelList:
     """The model, under each of its names: OpenAI's list and Anthropic's at once."""
-    server: Server = request.app.state.server
-    found: ModelList = {
-        "object": "list",
-        "data": [_card(server, name) for name in server.names],
-        "has_more": False,
-        "first_id": server.names[0],
-        "last_id": server.names[-1],
-    }
-    return JSONResponse(found)
+    cards = [_card(server, name) for name in server.names]
+    first, last = cards[0]["id"], cards[-1]["id"]
+    return {"object": "list", "data": cards, "has_more": False, "first_id": first, "last_id": last}
 
 
-async def one_model(request: Request) -> Response:
+async def one_model(server: Server, name: str) -> ModelCard:
     """The model, under this name."""
-    server: Server = request.app.state.server
-    name = request.path_params["name"]
     server.require_name(name)
-    return JSONResponse(_card(server, name))
+    return _card(server, name)
 
 
 def _card(server: Server, name: str) -> ModelCard:
@@ -110,10 +98,9 @@ def _card(server: Server, name: str) -> ModelCard:
     }
 
 
-async def cluster(request: Request) -> Response:
+async def cluster(server: Server) -> Response:
     """Nodes, hops, requests and recoveries at this moment."""
-    server: Server = request.app.state.server
-    state = cluster_state(server, await server.status.look(server.model))
+    state = cluster_state(server, await server.status.look(server.engine))
     return JSONResponse(state, headers={"Cache-Control": "no-store"})
 
 
@@ -150,13 +137,13 @@ def cluster_state(server: Server, now: StatusSnapshot) -> dict[str, Any]:
     }
 
 
-async def page(request: Request) -> Response:
-    """Open to everybody: what it shows it asks for with the reader's own key."""
+async def page(server: Server) -> Response:
+    """The page of the cluster. It needs no key: it fetches what it shows with the reader's own."""
     return HTMLResponse(_PAGE, headers=_HEADERS)
 
 
 def content_policy(html: str) -> str:
-    """Return the Content-Security-Policy under which a page runs its own script and style, by their digests."""
+    """Return the Content-Security-Policy that allows a page's own script and style, by their digests."""
 
     def digests(tag: str) -> str:
         bodies = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, TextIO
 
 from pydantic import Field, model_validator
 
-from coordinator.api.body import Sampled, Texts, read
+from coordinator.api.body import OpenAISampled, read, require_one
 from coordinator.cli import flags
 from coordinator.cli.report import stats_of
 from coordinator.cli.run import Take
@@ -161,7 +161,7 @@ class Bridge:
         """Raises InputError for a wrong body, or for messages if the model has no chat template."""
         has_template = self._engine.inputs.has_chat_template
         if line.op == "generate":
-            return read(GenerateBody, line.body).ask(has_template=has_template)
+            return read(GenerateBody, line.body).to_spec(has_template=has_template)
         if not has_template:
             raise InputError("messages", "this model has no chat template; use generate")
         from coordinator.api.openai import ChatBody
@@ -169,7 +169,7 @@ class Bridge:
         body = read(ChatBody, line.body)
         if body.n != 1:
             raise InputError("n", f"expected 1, got {body.n}")
-        return body.ask()
+        return body.to_spec()
 
     def _info(self) -> Json:
         engine, status = self._engine, self._engine.status
@@ -186,7 +186,7 @@ class Bridge:
         }
 
 
-class GenerateBody(Sampled):
+class GenerateBody(OpenAISampled):
     """The body of `generate`: a prompt, as for `brigade generate`, or token ids."""
 
     prompt: str | None = None
@@ -194,25 +194,17 @@ class GenerateBody(Sampled):
     system_prompt: str | None = None
     raw: bool = False
     max_tokens: int = Field(256, ge=1)
-    stop: Texts | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _agree(self) -> GenerateBody:
-        if (self.prompt is None) == (self.prompt_tokens is None):
-            raise ValueError("expected either prompt or prompt_tokens")
+        require_one(self, "prompt", "prompt_tokens")
         if self.system_prompt and (self.raw or self.prompt is None):
             raise ValueError("system_prompt is expected only with a prompt that is not raw")
         return self
 
-    def ask(self, *, has_template: bool) -> RequestSpec:
+    def to_spec(self, *, has_template: bool) -> RequestSpec:
         """Return the request: a conversation if the model has a chat template."""
-        others = {name: getattr(self, name) for name in ("presence_penalty", "frequency_penalty", "logit_bias")}
-        return self.asking(
-            self._prompt(has_template), sampling=others, max_tokens=self.max_tokens, stops=tuple(self.stop or ())
-        )
+        return self.make_spec(self._prompt(has_template), max_tokens=self.max_tokens)
 
     def _prompt(self, has_template: bool) -> Conversation | str | tuple[int, ...]:
         if self.prompt_tokens is not None:

@@ -59,10 +59,6 @@ class ServerStatus:
     state: ServerState
     why: str = ""
 
-    @property
-    def takes_requests(self) -> bool:
-        return self.state in (ServerState.READY, ServerState.DEGRADED, ServerState.ASLEEP)
-
 
 _READY = ServerStatus(ServerState.READY)
 

@@ -234,7 +234,7 @@ def test_its_end_waits_for_streams_and_the_port_stays_open(server: Server) -> No
     )
     next(iter(endless))
     server.running.process.terminate()
-    server.running.err.wait_match("stopping: what is under way may end", START_S)
+    server.running.err.wait_match("stopping: answers in progress may end", START_S)
     health = server.get("/health")
     assert (health.status_code, health.json()["status"]) == (503, "draining") and "retry-after" in health.headers
     with pytest.raises(openai.InternalServerError, match="draining"):

@@ -202,7 +202,7 @@ def test_workers_whose_coordinator_is_gone_drop_its_session_and_serve_the_next(
 
 def test_sigterm_lets_a_running_session_end_and_then_ends_the_worker(pair: Pair, start: Starter) -> None:
     running = start.brigade(
-        "generate", "--config", pair.config, "--prompt", "go", "--ignore-eos", "--max-tokens", "150", *AT_ONCE
+        "generate", "--config", pair.config, "--prompt", "go", "--ignore-eos", "--max-tokens", "400", *AT_ONCE
     )
     running.out.wait_match(r".", FINISH_S)
     pair["last"].send_signal(signal.SIGTERM)
@@ -210,7 +210,7 @@ def test_sigterm_lets_a_running_session_end_and_then_ends_the_worker(pair: Pair,
     assert running.is_running and pair["last"].running.is_running  # it drains while the session goes on
     outcome = running.wait()
     assert outcome.code == 0, outcome.err
-    assert "150 tokens" in outcome.err
+    assert "400 tokens" in outcome.err
     ended = pair["last"].running.wait(FAILURE_S)
     assert ended.code == 0 and "Traceback" not in ended.err
     lines = [line.removeprefix("worker last: ") for line in ended.err.splitlines()]

@@ -19,7 +19,6 @@ from coordinator.cluster.deployment import Deployment
 from coordinator.cluster.open import joined
 from coordinator.cluster.peer import Peer
 from coordinator.engine.engine import generate_once
-from coordinator.planning.costs import LaneChooser
 from coordinator.planning.plan import Node, Objective
 from coordinator.planning.planner import plan
 from coordinator.planning.speeds import NOTHING_KNOWN
@@ -245,12 +244,6 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[Pass]:
 
     monkeypatch.setattr(Shard, "__call__", note)
     return found
-
-
-@pytest.fixture
-def one_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All sessions decode in one lane, however long steps take on this machine."""
-    monkeypatch.setattr(LaneChooser, "choose", lambda self, num_sessions, rows_each: 1)
 
 
 @pytest.fixture(scope="session")

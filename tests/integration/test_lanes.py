@@ -65,13 +65,6 @@ def assert_same(found: Sequence[Answer], alone: Sequence[Answer]) -> None:
     assert [each.finish_reason for each in found] == [each.finish_reason for each in alone]
 
 
-@pytest.fixture
-def two_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All sessions decode in two lanes, however long steps take here: in more of them few windows may meet."""
-    monkeypatch.setattr(LaneChooser, "choose", lambda self, num_sessions, rows_each: 2)
-
-
-@pytest.mark.usefixtures("two_lanes")
 @in_step_and_ahead
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_requests_side_by_side_get_the_tokens_that_each_gets_alone(
@@ -85,11 +78,12 @@ async def test_requests_side_by_side_get_the_tokens_that_each_gets_alone(
     assert len({tuple(each.tokens) for each in alone}) == len(MIXED)
 
 
-@pytest.mark.usefixtures("two_lanes")
 @in_step_and_ahead
 async def test_every_decoder_sampling_and_chunking_side_by_side_changes_no_token(
-    models: Models, passes: list[Pass], runs_ahead: bool, layers: tuple[int, ...]
+    models: Models, passes: list[Pass], monkeypatch: pytest.MonkeyPatch, runs_ahead: bool, layers: tuple[int, ...]
 ) -> None:
+    """In two lanes, whatever the machine's mood: with more of them windows of three lengths may never meet."""
+    monkeypatch.setattr(LaneChooser, "choose", lambda self, num_sessions, rows_each: 2)
     bias = dict(BIASED.logit_bias)
     requests = [
         request(tokens_of(11, 1), 24),

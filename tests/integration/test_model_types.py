@@ -30,7 +30,6 @@ def wholes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Whole]:
     return {name: Whole(make_type(tmp_path_factory.mktemp("types") / name, name)) for name in TYPES}
 
 
-@pytest.mark.usefixtures("one_lane")
 @pytest.mark.parametrize("name", TYPES)
 async def test_a_coordinator_and_two_workers_give_the_whole_models_tokens_alone_and_in_lanes(
     wholes: dict[str, Whole], passes: list[Pass], name: str

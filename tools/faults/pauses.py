@@ -183,6 +183,4 @@ async def spoil(rig: Rig, name: str, harm: Harm, times: int = 1) -> Seen:
                 await trial.live[0].wait_pieces(5 + 10 * number)
                 harm(proxy)
             found = await trial.answers()
-            # a flip in what HTTP/2 itself sends may change nothing
-            is_done = not (proxy.there.flips or proxy.back.flips or proxy.there.duplicates)
-            return trial.seen(found, expected, is_kept=is_done and len(trial.lost_at) <= times)
+            return trial.seen(found, expected, is_kept=1 <= len(trial.lost_at) <= times)

@@ -9,8 +9,10 @@ from anthropic.types import Message, ParsedMessage, RawMessageStreamEvent
 from anthropic.types.shared import ErrorResponse
 from pydantic import TypeAdapter
 
-from coordinator.api.anthropic import AnthropicError, AnthropicMessage, MessageBuilder, MessageEvent
+from coordinator.api.anthropic import AnthropicError, AnthropicMessage, MessageAnswer, MessageEvent, MessagesBody
+from coordinator.api.body import read
 from coordinator.api.errors import HttpError
+from coordinator.engine.stats import REQUEST_ID
 from coordinator.sessions.output import Output, ToolCall
 from tests.unit.api.scripted import ALL, CALLS, delta, last
 
@@ -19,14 +21,18 @@ ANTHROPIC_ERROR = TypeAdapter(AnthropicError)
 EVENTS: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
 
 
-def answer() -> MessageBuilder:
-    return MessageBuilder("msg_1", "demo", 7)
+def answer() -> MessageAnswer:
+    """To a prompt of seven tokens."""
+    body = read(MessagesBody, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1})
+    made = MessageAnswer(body, "demo")
+    made.answer = made.answer | {"id": "msg_1", "usage": {"input_tokens": 7, "output_tokens": 0}}
+    return made
 
 
 def events(deltas: Sequence[Output]) -> list[RawMessageStreamEvent]:
     """As the client's types; fails if one is none of them, or not as our own document says."""
     told = answer()
-    found = [event for each in deltas for event in told.events(each)]
+    found = [event for each in deltas for event in told.events(0, each)]
     assert all(MessageEvent.model_validate(event) for event in found)
     assert found[1] == {"type": "ping"}
     return [EVENTS.validate_python(event) for event in found[:1] + found[2:]]
@@ -35,8 +41,8 @@ def events(deltas: Sequence[Output]) -> list[RawMessageStreamEvent]:
 def whole(deltas: Sequence[Output]) -> dict[str, Any]:
     """The message that all events add up to, as our own document says."""
     told = answer()
-    assert [event for each in deltas for event in told.events(each)]
-    return dict(MESSAGE.validate_python(told.message))
+    assert [event for each in deltas for event in told.events(0, each)]
+    return dict(MESSAGE.validate_python(told.answer))
 
 
 def accumulated(deltas: Sequence[Output]) -> Message:
@@ -129,10 +135,12 @@ def test_arguments_are_an_object_whatever_the_model_says(arguments: str, given: 
     ],
 )
 def test_errors_have_the_type_of_their_status(status: int, kind: str) -> None:
-    error = ErrorResponse.model_validate(HttpError(status, "", "why").to_anthropic("req_1"))
-    assert ANTHROPIC_ERROR.validate_python(HttpError(status, "", "why").to_anthropic())
+    assert ANTHROPIC_ERROR.validate_python(HttpError(status, "why").to_anthropic())
+    token = REQUEST_ID.set("req_1")
+    error = ErrorResponse.model_validate(HttpError(status, "why").to_anthropic())
+    REQUEST_ID.reset(token)
     assert (error.error.type, error.error.message, error.request_id) == (kind, "why", "req_1")
 
 
 def test_a_body_that_is_too_large_has_a_type_that_only_the_documents_know() -> None:
-    assert HttpError(413, "", "why").to_anthropic()["error"]["type"] == "request_too_large"
+    assert HttpError(413, "why").to_anthropic()["error"]["type"] == "request_too_large"

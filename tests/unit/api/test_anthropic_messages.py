@@ -15,7 +15,7 @@ HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 9}
 
 
 def ask(**fields: Any) -> RequestSpec:
-    return read(MessagesBody, HELLO | fields).ask()
+    return read(MessagesBody, HELLO | fields).to_spec()
 
 
 def conversation(**fields: Any) -> Conversation:

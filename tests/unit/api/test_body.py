@@ -37,7 +37,7 @@ def test_whatever_a_body_holds_is_read_or_refused(data: st.DataObject) -> None:
     names = data.draw(st.lists(st.sampled_from(sorted(shape.model_fields)), max_size=4, unique=True))
     with contextlib.suppress(InputError):
         body = read(shape, whole | {name: data.draw(VALUES) for name in names})
-        for ask in [body.ask()] if isinstance(body, ChatBody) else body.asks():
+        for ask in [body.to_spec()] if isinstance(body, ChatBody) else body.to_specs():
             make_sampling(**ask.sampling)
 
 
@@ -72,7 +72,7 @@ def test_whatever_is_to_be_tokenized_is_read_or_refused(shape: Any, body: dict[s
 )
 def test_what_would_change_the_answer_and_is_not_done_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(InputError) as refused:
-        read(ChatBody, HELLO | {field: value}).ask()
+        read(ChatBody, HELLO | {field: value}).to_spec()
     assert refused.value.field in (field, "")
     assert field in str(refused.value)
 
@@ -98,7 +98,7 @@ def test_what_would_change_the_answer_and_is_not_done_is_refused_by_name(field: 
     ],
 )
 def test_what_changes_nothing_is_let_pass(field: str, value: Any) -> None:
-    assert read(ChatBody, HELLO | {field: value}).ask() == read(ChatBody, HELLO).ask()
+    assert read(ChatBody, HELLO | {field: value}).to_spec() == read(ChatBody, HELLO).to_spec()
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,10 @@ def test_a_null_within_a_field_is_as_good_as_nothing_but_a_schema_keeps_its_own(
     assert read(ChatBody, HELLO | {"tools": [tool]}).tools == [tool]
     said = {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": None}]}
     more = {"max_tokens": 5, "tool_choice": {"type": "auto", "disable_parallel_tool_use": None}}
-    assert read(MessagesBody, {"messages": [said]} | more).ask() == read(MessagesBody, HELLO | {"max_tokens": 5}).ask()
+    assert (
+        read(MessagesBody, {"messages": [said]} | more).to_spec()
+        == read(MessagesBody, HELLO | {"max_tokens": 5}).to_spec()
+    )
 
 
 @pytest.mark.parametrize(
@@ -176,17 +179,17 @@ def test_a_field_that_is_needed_may_not_be_null(shape: Any, body: dict[str, Any]
 
 
 def test_parameters_mean_what_other_servers_clients_mean_by_them() -> None:
-    ask = read(ChatBody, HELLO | {"top_k": -1, "stop": "x", "reasoning_effort": "low", "max_tokens": 5}).ask()
+    ask = read(ChatBody, HELLO | {"top_k": -1, "stop": "x", "reasoning_effort": "low", "max_tokens": 5}).to_spec()
     assert ask.sampling["top_k"] == 0 and ask.stops == ("x",) and ask.max_tokens == 5
     assert getattr(ask.prompt, "template_arguments", None) == {"reasoning_effort": "low"}
-    ask = read(ChatBody, HELLO | {"chat_template_kwargs": {"enable_thinking": False}}).ask()
+    ask = read(ChatBody, HELLO | {"chat_template_kwargs": {"enable_thinking": False}}).to_spec()
     assert getattr(ask.prompt, "template_arguments", None) == {"enable_thinking": False}
     assert ask.max_tokens is None
 
 
 def test_prompts_come_as_one_or_as_many_as_texts_or_as_ids() -> None:
     for given_as, prompts in (("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [(1, 2)]), ([[1], [2]], [(1,), (2,)])):
-        assert [ask.prompt for ask in read(CompletionBody, {"prompt": given_as}).asks()] == prompts
+        assert [ask.prompt for ask in read(CompletionBody, {"prompt": given_as}).to_specs()] == prompts
 
 
 @pytest.mark.parametrize("shape", [ChatBody, CompletionBody, CountBody, MessagesBody, ResponsesBody])

@@ -1,4 +1,3 @@
-import json
 from typing import Any
 
 import pytest
@@ -47,8 +46,7 @@ def answer(*choices: Choice, **fields: Any) -> CompletionAnswer:
 
 def chunks(answer: CompletionAnswer, *outputs: Output) -> list[Any]:
     """The choices of a stream's events."""
-    events = [event for output in outputs for event in answer.events(0, output)]
-    return [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in events]
+    return [event["choices"][0] for output in outputs for event in answer.events(0, output)]
 
 
 def letters() -> Any:

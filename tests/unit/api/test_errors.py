@@ -40,7 +40,7 @@ def test_every_error_has_its_status_and_says_whether_to_try_again(
 ) -> None:
     found = http_error(error)
     assert (found.status, found.code) == (status, code)
-    assert found.to_headers() == ({"Retry-After": retry_after} if retry_after else {"x-should-retry": "false"})
+    assert found.headers == ({"Retry-After": retry_after} if retry_after else {"x-should-retry": "false"})
     assert found.to_openai()["error"]["param"] == getattr(error, "field", None)
 
 

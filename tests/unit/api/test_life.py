@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from coordinator.api import serve
-from coordinator.api.serve import ServeOptions, context_text, keep_model
+from coordinator.api.serve import ServeOptions, context_text, keep_open
 from coordinator.api.server import Server
 from coordinator.cluster.options import ClusterOptions
 from coordinator.engine.engine import Engine, ServerState
@@ -43,7 +43,7 @@ def lived(begin: Any, for_s: float) -> Server:
         begin(served)
         answers = asyncio.ensure_future(asyncio.Event().wait())
         options, serving = ClusterOptions(ClusterConfig(), "talker", 0, 4096), ServeOptions("127.0.0.1", 0)
-        living = asyncio.create_task(keep_model(served, options, serving, "http://here", cast(Any, answers)))
+        living = asyncio.create_task(keep_open(served, options, serving, "http://here", cast(Any, answers)))
         await asyncio.wait([living], timeout=for_s)
         for task in (living, answers):
             task.cancel()

@@ -1,12 +1,12 @@
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 
 from coordinator.api.body import read
 from coordinator.api.openai import ChatAnswer, ChatBody
-from coordinator.api.sse import DONE
+from coordinator.api.sse import DONE, Event, encode
 from coordinator.sessions.output import Output, Token, ToolCall, Usage
 from coordinator.sessions.request import Calls, Conversation
 from tests.unit.api.answers import last
@@ -23,8 +23,9 @@ def answer_of(**fields: Any) -> ChatAnswer:
     return ChatAnswer(read(ChatBody, HELLO | fields), "talker")
 
 
-def parsed(events: Sequence[bytes]) -> list[dict[str, Any]]:
-    return [json.loads(event.removeprefix(b"data: ")) for event in events if event != DONE]
+def parsed(events: Iterable[Event]) -> list[dict[str, Any]]:
+    """As clients get them, without the end of the stream."""
+    return [json.loads(encode(event).removeprefix(b"data: ")) for event in events if event != DONE]
 
 
 def chunks_of(answer: ChatAnswer, outputs: Sequence[Output], index: int = 0) -> list[dict[str, Any]]:
@@ -35,7 +36,7 @@ def chunks_of(answer: ChatAnswer, outputs: Sequence[Output], index: int = 0) -> 
 
 
 def messages_of(*messages: dict[str, Any]) -> list[Any]:
-    prompt = read(ChatBody, {"messages": list(messages)}).ask().prompt
+    prompt = read(ChatBody, {"messages": list(messages)}).to_spec().prompt
     assert isinstance(prompt, Conversation)
     return list(prompt.messages)
 
@@ -88,8 +89,8 @@ def test_a_stream_and_a_whole_answer_tell_the_same() -> None:
 def test_tools_are_told_to_the_template_unless_they_may_not_be_called() -> None:
     tools = [{"type": "function", "function": {"name": "look"}}]
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": tools}
-    assert list(read(ChatBody, body).ask().tools) == tools
-    assert read(ChatBody, body | {"tool_choice": "none"}).ask().tools == ()
+    assert list(read(ChatBody, body).to_spec().tools) == tools
+    assert read(ChatBody, body | {"tool_choice": "none"}).to_spec().tools == ()
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_tools_are_told_to_the_template_unless_they_may_not_be_called() -> None:
     ],
 )
 def test_calls_can_be_forced(fields: dict[str, Any], calls: Calls) -> None:
-    assert read(ChatBody, {"messages": [{"role": "user", "content": "hi"}]} | fields).ask().calls == calls
+    assert read(ChatBody, {"messages": [{"role": "user", "content": "hi"}]} | fields).to_spec().calls == calls
 
 
 @pytest.mark.parametrize("wants", [True, False])

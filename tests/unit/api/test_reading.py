@@ -2,10 +2,10 @@ from typing import Any
 
 import pytest
 
-from coordinator.api.app import ROUTES
+from coordinator.api.app import OPERATIONS
 from tests.unit.api.servers import app, ask
 
-POSTED = [route.path for route in ROUTES if "POST" in (route.methods or ())]
+POSTED = [each.path for each in OPERATIONS if each.method == "POST"]
 JSON = {"Content-Type": "application/json"}
 
 

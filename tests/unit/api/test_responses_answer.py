@@ -1,6 +1,6 @@
 """Open Responses: an answer's deltas as events and as one response, by the types of the official client."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,9 +10,9 @@ from openai.types.responses import Response, ResponseFormatTextJSONSchemaConfig,
 from pydantic import TypeAdapter
 
 from coordinator.api.body import read
-from coordinator.api.errors import ErrorBody
-from coordinator.api.response_events import ResponseBuilder, ResponseEvent, ResponseObject
-from coordinator.api.responses import ResponsesBody
+from coordinator.api.errors import HttpError
+from coordinator.api.response_types import ResponseEvent, ResponseObject
+from coordinator.api.responses import ResponsesAnswer, ResponsesBody
 from coordinator.sessions.output import Output
 from protos.brigade_pb2 import Sampling
 from tests.unit.api.scripted import ALL, CALLS, TOOL, delta, last
@@ -24,18 +24,20 @@ BODY = read(ResponsesBody, {"input": "x", "tools": [{"type": "function", "name":
 PROMISED = TypeAdapter(ResponseObject)
 
 
-def answer(body: ResponsesBody = BODY) -> ResponseBuilder:
-    return ResponseBuilder(body.response("resp_1", "demo", 1_000, Sampling()))
+def answer(body: ResponsesBody = BODY) -> ResponsesAnswer:
+    made = ResponsesAnswer(body, "demo")
+    made.answer = body.response("resp_1", "demo", 1_000, Sampling())
+    return made
 
 
 def whole(deltas: Sequence[Output], body: ResponsesBody = BODY) -> ResponseObject:
     """The response that all events add up to, as our own document says."""
     told = answer(body)
-    assert [event for each in deltas for event in told.events(each)]
-    return PROMISED.validate_python(told.response)
+    assert [event for each in deltas for event in told.events(0, each)]
+    return PROMISED.validate_python(told.answer)
 
 
-def checked(told: Iterator[dict[str, Any]] | Sequence[dict[str, Any]], first: int = 0) -> list[Any]:
+def checked(told: Sequence[Any], first: int = 0) -> list[Any]:
     """As the client's types; fails if one is none of them, not as our own document says, or out of its turn."""
     found = []
     for number, event in enumerate(told, first):
@@ -47,7 +49,7 @@ def checked(told: Iterator[dict[str, Any]] | Sequence[dict[str, Any]], first: in
 
 def events(deltas: Sequence[Output]) -> list[Any]:
     told = answer()
-    return checked([event for each in deltas for event in told.events(each)])
+    return checked([event for each in deltas for event in told.events(0, each)])
 
 
 def without_ids(response: Response) -> list[dict[str, Any]]:
@@ -120,13 +122,17 @@ def test_an_answer_that_was_cut_off_is_incomplete_and_so_is_its_last_item(step: 
 
 def test_a_failure_is_an_error_and_a_failed_response() -> None:
     told = answer()
-    begun = checked(list(told.events(delta("x"))))
-    error: ErrorBody = {"message": "why", "type": "service_unavailable", "param": None, "code": "cluster_failed"}
-    found = checked(list(told.failed(error)), first=len(begun))
+    begun = checked(list(told.events(0, delta("x"))))
+    error = HttpError(503, "why", "cluster_failed")
+    found = checked(list(told.failed(error))[:-1], first=len(begun))
     assert [event.type.removeprefix("response.") for event in found] == [
         "output_text.done", "content_part.done", "output_item.done", "error", "failed",
     ]  # fmt: skip
-    assert (found[-2].code, found[-2].message, found[-2].to_dict()["error"]) == ("cluster_failed", "why", error)
+    assert (found[-2].code, found[-2].message, found[-2].to_dict()["error"]) == (
+        "cluster_failed",
+        "why",
+        error.to_openai()["error"],
+    )
     response = found[-1].response
     assert (response.status, response.error.code, response.error.message) == ("failed", "server_error", "why")
     assert response.output[0].status == "incomplete" and response.usage is None
@@ -134,8 +140,8 @@ def test_a_failure_is_an_error_and_a_failed_response() -> None:
 
 def test_a_failure_before_anything_was_said_is_one_of_a_response_that_has_begun() -> None:
     """The official client refuses the failure of what was never created."""
-    error: ErrorBody = {"message": "why", "type": "service_unavailable", "param": None, "code": "cluster_failed"}
-    found = checked(list(answer().failed(error)))
+    error = HttpError(503, "why", "cluster_failed")
+    found = checked(list(answer().failed(error))[:-1])
     assert [event.type.removeprefix("response.") for event in found] == ["created", "in_progress", "error", "failed"]
 
 

@@ -14,7 +14,7 @@ from worker.errors import InputError
 
 
 def ask(**fields: Any) -> RequestSpec:
-    return read(ResponsesBody, {"input": "Hello"} | fields).ask()
+    return read(ResponsesBody, {"input": "Hello"} | fields).to_spec()
 
 
 def conversation(**fields: Any) -> Conversation:

@@ -6,7 +6,7 @@ import httpx2
 import pytest
 
 from coordinator.api.app import make_app
-from coordinator.api.errors import Refusal
+from coordinator.api.errors import HttpError
 from coordinator.api.metrics import metrics_text
 from coordinator.api.server import Server
 from coordinator.engine.engine import Engine, ServerState, ServerStatus
@@ -25,7 +25,7 @@ MODEL = answers.model(Ready())
 
 async def waiting(shared: Server, count: int) -> list["asyncio.Task[Engine]"]:
     """So many requests that ask for the model; they have come as far as they can."""
-    asked = [asyncio.create_task(shared.wake_model()) for _ in range(count)]
+    asked = [asyncio.create_task(shared.wake_engine()) for _ in range(count)]
     await asyncio.wait(asked, timeout=0)
     return asked
 
@@ -46,7 +46,7 @@ def test_one_request_may_always_wait_and_no_more_than_may(max_waking: int) -> No
         with pytest.raises(QueueFull, match="1 requests wait"):
             await second
         shared.open(MODEL)
-        assert await first is MODEL and await shared.wake_model() is MODEL
+        assert await first is MODEL and await shared.wake_engine() is MODEL
         shared.sleep("nobody asked")
         assert shared.state is ServerState.ASLEEP, "who waited before counts no more"
         [again] = await waiting(shared, 1)
@@ -62,7 +62,7 @@ def test_who_waits_is_refused_once_it_turns_out_that_there_will_be_none() -> Non
         asked = await waiting(shared, 2)
         shared.fail("worker mini is away")
         for each in asked:
-            with pytest.raises(Refusal, match="recovering: worker mini is away"):
+            with pytest.raises(HttpError, match="recovering: worker mini is away"):
                 await each
 
     asyncio.run(check())
@@ -77,7 +77,7 @@ def test_a_request_that_leaves_has_woken_the_model_all_the_same() -> None:
         [asked] = await waiting(shared, 1)
         asked.cancel()
         await wanted
-        assert shared.state is ServerState.WAKING and shared.model is None
+        assert shared.state is ServerState.WAKING and shared.engine is None
 
     asyncio.run(check())
 
@@ -112,9 +112,9 @@ def test_clients_are_told_that_a_model_is_loading_while_it_is_read_again() -> No
         }
         assert 'brigade_standing{model_name="talker",state="loading"} 1.0' in told
         assert not [line for line in told if "waking" in line]
-        with pytest.raises(Refusal, match=r"^loading: somebody asks") as refused:
-            shared.require_model()
-        assert refused.value.error.code == "loading"
+        with pytest.raises(HttpError, match=r"^loading: a request came") as refused:
+            shared.require_engine()
+        assert refused.value.code == "loading"
 
     asyncio.run(check())
 
@@ -128,11 +128,11 @@ def test_a_server_that_was_told_to_stop_stays_so() -> None:
     shared = served(model=MODEL)
     shared.stop()
     shared.stop()
-    assert shared.state is ServerState.DRAINING and not shared.takes_requests and shared.model is None
+    assert shared.state is ServerState.DRAINING and not shared.takes_requests and shared.engine is None
     with pytest.raises(InternalError):
         shared.open(MODEL)
 
 
 def test_while_it_loads_for_the_first_time_nobody_waits() -> None:
-    with pytest.raises(Refusal, match="loading"):
-        asyncio.run(served().wake_model())
+    with pytest.raises(HttpError, match="loading"):
+        asyncio.run(served().wake_engine())

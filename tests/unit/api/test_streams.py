@@ -16,26 +16,27 @@ from coordinator.api import listen
 from coordinator.api.errors import HttpError
 from coordinator.api.listen import answering, listening
 from coordinator.api.server import Server
-from coordinator.api.sse import EventStream, data, event_stream
+from coordinator.api.sse import Event, EventStream, event_stream
 from tests.unit.api.servers import served
 from tests.unit.virtual_time import VirtualTime
 from worker.errors import QueueFull, StageLost
 
 LIVES = b": still at it\n\n"
+A, B = b"data: a\n\n", b"data: b\n\n"
 
 
-def tell(error: HttpError) -> bytes:
-    return data(error.to_openai())
+def tell(error: HttpError) -> list[Event]:
+    return [error.to_openai()]
 
 
 @dataclass
 class Events:
     """Says one thing after another, and knows whether it was closed."""
 
-    source: Callable[[], AsyncGenerator[bytes, None]]
+    source: Callable[[], AsyncGenerator[Event, None]]
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def __call__(self) -> AsyncGenerator[bytes, None]:
+    async def __call__(self) -> AsyncGenerator[Event, None]:
         try:
             async for event in self.source():
                 yield event
@@ -69,7 +70,7 @@ async def sent(response: Response, request: Request) -> list[bytes]:
     return [body for body in bodies if body]
 
 
-def run(source: Callable[[], AsyncGenerator[bytes, None]], **more: Any) -> tuple[list[bytes], bool]:
+def run(source: Callable[[], AsyncGenerator[Event, None]], **more: Any) -> tuple[list[bytes], bool]:
     async def check() -> tuple[list[bytes], bool]:
         events, request = Events(source), request_of(served(**more), asyncio.Event())
         bodies = await sent(await reply_of(events, request), request)
@@ -83,28 +84,28 @@ def run(source: Callable[[], AsyncGenerator[bytes, None]], **more: Any) -> tuple
 
 
 def test_a_stream_says_that_it_lives_while_it_has_nothing_to_say() -> None:
-    async def slow() -> AsyncGenerator[bytes, None]:
+    async def slow() -> AsyncGenerator[Event, None]:
         await asyncio.sleep(25)
-        yield b"a"
+        yield "a"
         await asyncio.sleep(35)
-        yield b"b"
+        yield "b"
 
-    assert run(slow, heartbeat_s=10) == ([LIVES, b"a", LIVES, LIVES, LIVES, b"b"], True)
+    assert run(slow, heartbeat_s=10) == ([LIVES, A, LIVES, LIVES, LIVES, B], True)
 
 
 def test_a_failure_in_the_middle_is_the_last_event() -> None:
-    async def failing() -> AsyncGenerator[bytes, None]:
-        yield b"a"
+    async def failing() -> AsyncGenerator[Event, None]:
+        yield "a"
         raise StageLost("gone", node="mini")
 
     bodies, is_closed = run(failing)
-    assert bodies[0] == b"a" and len(bodies) == 2 and is_closed
+    assert bodies[0] == A and len(bodies) == 2 and is_closed
     assert json.loads(bodies[1].removeprefix(b"data: "))["error"]["code"] == "cluster_failed"
 
 
 def test_a_bug_in_the_middle_is_told_to_its_client_and_to_the_log(capsys: pytest.CaptureFixture[str]) -> None:
-    async def failing() -> AsyncGenerator[bytes, None]:
-        yield b"a"
+    async def failing() -> AsyncGenerator[Event, None]:
+        yield "a"
         raise ZeroDivisionError("secret")
 
     bodies, _ = run(failing)
@@ -114,8 +115,8 @@ def test_a_bug_in_the_middle_is_told_to_its_client_and_to_the_log(capsys: pytest
 
 
 def test_what_may_happen_is_no_bug(capsys: pytest.CaptureFixture[str]) -> None:
-    async def failing() -> AsyncGenerator[bytes, None]:
-        yield b"a"
+    async def failing() -> AsyncGenerator[Event, None]:
+        yield "a"
         raise StageLost("gone", node="mini")
 
     run(failing)
@@ -123,9 +124,9 @@ def test_what_may_happen_is_no_bug(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_failure_before_anything_was_said_is_a_status_of_its_own() -> None:
-    async def refused() -> AsyncGenerator[bytes, None]:
+    async def refused() -> AsyncGenerator[Event, None]:
         raise QueueFull("full")
-        yield b""
+        yield ""
 
     with pytest.raises(QueueFull):
         run(refused)
@@ -135,8 +136,8 @@ def test_a_client_that_leaves_ends_what_makes_the_events() -> None:
     async def check() -> None:
         left, begun = asyncio.Event(), asyncio.Event()
 
-        async def endless() -> AsyncGenerator[bytes, None]:
-            yield b"a"
+        async def endless() -> AsyncGenerator[Event, None]:
+            yield "a"
             begun.set()
             await asyncio.Event().wait()
 
@@ -157,11 +158,11 @@ def test_a_reader_who_reads_nothing_is_cut_off_and_has_cost_little(monkeypatch: 
     async def check() -> None:
         said = 0
 
-        async def endless() -> AsyncGenerator[bytes, None]:
+        async def endless() -> AsyncGenerator[Event, None]:
             nonlocal said
             while True:
                 said += 1
-                yield b"x" * 1000
+                yield "x" * 1000
 
         events = Events(endless)
 
@@ -181,7 +182,7 @@ def test_a_reader_who_reads_nothing_is_cut_off_and_has_cost_little(monkeypatch: 
                     num_said = said
                     url = f"http://127.0.0.1:{place[1]}/"
                     async with httpx2.AsyncClient() as other, other.stream("GET", url) as answer:
-                        assert (await anext(answer.aiter_bytes())).startswith(b"x" * 1000)
+                        assert (await anext(answer.aiter_bytes())).startswith(b"data: " + b"x" * 1000)
         assert num_said < 20_000  # what the kernel's buffers take
 
     asyncio.run(check())

@@ -47,6 +47,6 @@ def test_only_small_bodies_are_parsed_on_the_event_loop(monkeypatch: pytest.Monk
         return parse(*args, **more)
 
     monkeypatch.setattr(body, "json", SimpleNamespace(loads=loads))
-    for size in (1, body.MOST_AT_ONCE):
+    for size in (1, body.MAX_INLINE_BYTES):
         ask(server(), "POST", "/v1/completions", json={"prompt": "a" * size})
     assert [thread is threading.main_thread() for thread in threads] == [True, False]
