@@ -38,9 +38,9 @@ from worker.config import ClusterConfig, TlsConfig, WorkerConfig
 from worker.errors import ConfigError, FrameError
 from worker.node import examine as examine_module
 from worker.node import links
-from worker.node.examine import Examinee
 from worker.node.links import exchange, open_port
 from worker.node.network import Network
+from worker.node.service import NodeService
 from worker.platform.commands import Ask
 from worker.platform.installation import running_code
 
@@ -301,7 +301,7 @@ async def test_tokens_of_another_size_are_sent_to_nobody() -> None:
 
 
 async def test_a_worker_that_is_too_old_to_be_examined_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(Examinee, "Examine")
+    monkeypatch.delattr(NodeService, "Examine")
     async with serving(1) as [node]:
         [found] = [
             each for each in judged(await collect_facts(cluster_of(node.address))) if each.level is Level.PROBLEM

@@ -1,28 +1,16 @@
-"""What a node tells of its machine and its links. The coordinator draws the conclusions."""
+"""What a node reports about its machine. The coordinator draws the conclusions."""
 
 import asyncio
 import platform
 import shutil
 import time
-from collections.abc import AsyncIterator
 from functools import partial
-from logging import Logger
 
 import mlx.core as mx
 import psutil
 
-from protos.brigade_pb2 import (
-    ExamineRequest,
-    Facts,
-    LinkReply,
-    LinkRequest,
-    ListenRequest,
-    ProbePart,
-    ProbeReply,
-)
-from worker.node.links import answer_probe, measure_link, open_port
+from protos.brigade_pb2 import Facts
 from worker.node.network import Network
-from worker.node.rpc_errors import Context, Servicer
 from worker.platform import linux, mac
 from worker.platform.commands import Ask, Commands
 from worker.platform.installation import cache_folder, code_on_disk, running_code
@@ -31,10 +19,10 @@ from worker.platform.threads import run_in_thread
 
 
 async def read_facts(name: str, network: Network, memory_bytes: int | None = None) -> Facts:
-    """Return what can be found out within seconds about this machine.
+    """Return the facts about this machine that can be read within seconds.
 
     Args:
-        memory_bytes: what the node was told to offer; by default its memory budget.
+        memory_bytes: the memory that the node was told to offer; by default its memory budget.
     """
     commands = Commands()
     facts = Facts(
@@ -65,36 +53,3 @@ def _read_files(ask: Ask) -> Facts:
         free_disk_bytes=shutil.disk_usage(existing).free,
         is_outdated=code_on_disk() != running_code().code,
     )
-
-
-class Examinee(Servicer):
-    """The RPCs about a node's machine and links; those about models and chains are NodeService's."""
-
-    def __init__(self, name: str, network: Network, log: Logger, memory_bytes: int | None) -> None:
-        """`memory_bytes` is what the node was told to offer."""
-        super().__init__(name, network, log)
-        self._memory_bytes = memory_bytes
-
-    async def MeasureLink(self, request: LinkRequest, context: Context) -> LinkReply:
-        async with self._reporting(context):
-            self._network.require_coordinator(context)
-            return await measure_link(self._network, request)
-
-    async def Probe(self, parts: AsyncIterator[ProbePart], context: Context) -> AsyncIterator[ProbeReply]:
-        async with self._reporting(context):
-            async for reply in answer_probe(parts):
-                yield reply
-
-    async def Examine(self, request: ExamineRequest, context: Context) -> Facts:
-        async with self._reporting(context):
-            self._network.require_coordinator(context)
-            if request.only_time:
-                return Facts(node=self.name, time=time.time_ns())
-            return await read_facts(self.name, self._network, self._memory_bytes)
-
-    async def Listen(self, request: ListenRequest, context: Context) -> None:
-        async with self._reporting(context):
-            self._network.require_coordinator(context)
-            async with open_port(self._network, request) as port:
-                await context.write(port.listener)
-                await port.answer()

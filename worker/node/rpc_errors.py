@@ -1,4 +1,4 @@
-"""How an error travels: as a gRPC status, with its class and its node in the trailing metadata."""
+"""Errors as gRPC statuses: the class of an error and its node travel in the trailing metadata."""
 
 import contextlib
 import re
@@ -10,7 +10,6 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from protos.brigade_pb2_grpc import NodeServicer
 from worker.errors import (
     CLOSED_AT_ONCE,
     BrigadeError,
@@ -27,7 +26,6 @@ from worker.errors import (
     StageLost,
     internal_error_text,
 )
-from worker.node.network import Network
 
 _ENDED = (
     *("reset by peer", "Socket closed", "GOAWAY", "EOF", "Broken pipe"),
@@ -35,9 +33,9 @@ _ENDED = (
 )
 _STRANGE = ("Received http2 header with status", "Failed parsing HTTP/2", "http1.x server")
 _SILENT = ("ping timeout", "keepalive")
-_UNANSWERED = "failed to connect"  # what gRPC says of a connection that broke before the other side said anything
+_UNANSWERED = "failed to connect"  # gRPC's text if no connection came about, or it broke before any reply
 _UNRESOLVED = re.compile(r"(?:errors resolving|DNS resolution failed for) (?:dns:///)?([^\s\[\]]+?)(?::\d+)?:? ")
-_HANDSHAKE = {  # what gRPC says of a handshake that this side ended, for people; the first that is found
+_HANDSHAKE = {  # gRPC's texts for a handshake that this side ended, and our messages; the first match counts
     "Hostname Verification Check failed": "its certificate carries another name; on it should be {node}.pem",
     "certificate has expired": "its certificate has expired; where the authority is: brigade keys issue {node}",
     "certificate is not yet valid": "its certificate is not valid yet; compare the clocks of both nodes",
@@ -65,14 +63,14 @@ _KINDS = {kind.__name__: kind for kind in _STATUSES}
 
 
 async def abort(context: grpc.aio.ServicerContext, error: BrigadeError) -> None:
-    """End the call with this error. Never returns: grpc ends the call by an exception."""
+    """End the call with this error. Never return: grpc ends the call by an exception."""
     _forget_traces(error)
     status = _STATUSES.get(type(error), grpc.StatusCode.INTERNAL)
     await context.abort(status, error.message, ((_KIND, type(error).__name__), (_NODE, error.node)))
 
 
 def _forget_traces(error: BaseException | None) -> None:
-    """Empty the frames that it passed: grpc keeps what ends a call, and with it this error and all that they hold."""
+    """Clear the frames of an error: grpc keeps the error that ends a call, and with it everything the frames hold."""
     while error is not None:
         clear_frames(error.__traceback__)
         error.with_traceback(None)
@@ -80,9 +78,9 @@ def _forget_traces(error: BaseException | None) -> None:
 
 
 def error_of(call: grpc.RpcError, node: str) -> BrigadeError:
-    """Return what ended a call to `node`: the error that it sent, or else that it is lost.
+    """Return the error that ended a call to `node`: the one that it sent, or StageLost.
 
-    A ConfigError says that this side could not trust the node, or not speak with it in private.
+    A ConfigError means that this side could not trust the node, or could not encrypt the connection.
     """
     details = call.details() or call.code().name
     metadata: Any = call.trailing_metadata() or ()
@@ -99,57 +97,44 @@ def error_of(call: grpc.RpcError, node: str) -> BrigadeError:
         return StageLost(f"the name {name} of its address does not resolve on the node that calls it", node=node)
     if any(sign in details for sign in _SILENT):
         return NodeSilent("stopped answering (hung, asleep, or cut off)", node=node)
-    return StageLost(_in_plain_words(details), node=node)
+    if any(sign in details for sign in _ENDED):
+        return StageLost("closed the connection (its process has ended)", node=node)
+    return StageLost(f"connection lost ({details})", node=node)
 
 
 def is_unconnected(call: grpc.RpcError) -> bool:
-    """Whether nothing answered at the address."""
+    """Return whether nothing answered at the address."""
     return _UNANSWERED in (call.details() or "")
 
 
 def unresolved_name(call: grpc.RpcError) -> str:
-    """Return the host's name if the call ended because it has no address; else nothing."""
+    """Return the host name if the call ended because it does not resolve; else an empty string."""
     found = _UNRESOLVED.search(call.details() or "")
     return found[1] if found else ""
 
 
 def was_met(call: grpc.RpcError) -> bool:
-    """Whether a process was there that closed the connection before any reply, or spoke another protocol."""
+    """Return whether a process closed the connection before any reply, or spoke another protocol."""
     details = call.details() or ""
     return _UNANSWERED in details and any(sign in details for sign in (*_ENDED, *_STRANGE))
 
 
 def error_named(kind: str, message: str, node: str) -> BrigadeError:
-    """Return the error of this class name, as another node says it; StageLost for a name that no node sends."""
+    """Return the error of this class, as received from another node; StageLost for a class that no node sends."""
     return _KINDS.get(kind, StageLost)(message, node=node)
-
-
-def _in_plain_words(details: str) -> str:
-    """Say in plain words what gRPC says of a broken connection."""
-    if any(sign in details for sign in _ENDED):
-        return "closed the connection (its process has ended)"
-    return f"connection lost ({details})"
 
 
 Context = grpc.aio.ServicerContext
 
 
-class Servicer(NodeServicer):
-    """The base of a node's RPCs: a failure reaches the caller as a status that names the node."""
-
-    def __init__(self, name: str, network: Network, log: Logger) -> None:
-        self.name = name
-        self.log = log
-        self._network = network
-
-    @contextlib.asynccontextmanager
-    async def _reporting(self, context: Context) -> AsyncIterator[None]:
-        """Turn an exception into a status that names this node: one of the two places that may catch anything."""
-        try:
-            yield
-        except BrigadeError as error:
-            await abort(context, error.at(self.name))
-        except Exception as error:
-            text = internal_error_text(error)
-            self.log.error("%s", text)
-            await abort(context, InternalError(text, node=self.name))
+@contextlib.asynccontextmanager
+async def reporting(context: Context, node: str, log: Logger) -> AsyncIterator[None]:
+    """End the call with a status that names `node` if the body raises. One of the few places that catch anything."""
+    try:
+        yield
+    except BrigadeError as error:
+        await abort(context, error.at(node))
+    except Exception as error:
+        text = internal_error_text(error)
+        log.error("%s", text)
+        await abort(context, InternalError(text, node=node))

@@ -1,4 +1,4 @@
-"""The RPCs about models and chains. Decisions are the worker's record's; here they get their callers and log lines."""
+"""The RPCs of a node: check the caller, call the part that decides, log refusals."""
 
 import contextlib
 import secrets
@@ -15,24 +15,33 @@ from protos.brigade_pb2 import (
     Credit,
     DigestReply,
     DigestRequest,
+    ExamineRequest,
+    Facts,
     Grammar,
     Held,
     HelloReply,
     HelloRequest,
+    LinkReply,
+    LinkRequest,
+    ListenRequest,
     LoadRequest,
     MeasureRequest,
+    ProbePart,
+    ProbeReply,
     Speed,
     StatusReply,
     StatusRequest,
     UnloadReply,
 )
+from protos.brigade_pb2_grpc import NodeServicer
 from worker.errors import BrigadeError, FrameError, ModelError, ModelLacking
-from worker.node.examine import Examinee
+from worker.node.examine import read_facts
 from worker.node.lifecycle import Worker, WorkerState
+from worker.node.links import answer_probe, measure_link, open_port
 from worker.node.log import worker_log
 from worker.node.model_sources import ModelSources
 from worker.node.network import ACCEPTED, PROTOCOL_VERSION, UPDATE_BOTH, Network
-from worker.node.rpc_errors import Context
+from worker.node.rpc_errors import Context, reporting
 from worker.node.speed_cache import kept_speed, measured_speed
 from worker.node.stage import Stage
 from worker.node.weights_receive import next_message, receive_weights
@@ -40,7 +49,7 @@ from worker.platform.machine import memory_budget
 from worker.platform.threads import MlxThread
 
 
-class NodeService(Examinee):
+class NodeService(NodeServicer):
     """One node: at most one shard, at most one chain."""
 
     def __init__(
@@ -53,27 +62,35 @@ class NodeService(Examinee):
         configuration: Configuration | None = None,
         log: Logger | None = None,
     ) -> None:
-        """`sources` are the models that coordinators may load; by default the bundled one and the hub cache's."""
-        super().__init__(name, network, log or worker_log(name, None), memory_bytes)
+        """Make a node with an empty worker.
+
+        Args:
+            sources: the models that coordinators may load; by default the bundled one and those of the hub's cache.
+            memory_bytes: the memory that the node was told to offer; by default its memory budget.
+        """
+        self.name = name
+        self.log = log or worker_log(name, None)
         self.worker = Worker(name, thread, sources or ModelSources(), self.log)
+        self._network = network
         self._thread = thread
         self._cache = sources.cache if sources else None
+        self._memory_bytes = memory_bytes
         self._configuration = configuration
         self._incarnation = secrets.token_hex(8)
         self._started = time.time_ns()
 
     @property
     def num_slots(self) -> int:
-        """Sessions in progress here, and prefixes that are kept of others."""
+        """The number of sessions in progress and of kept prefixes."""
         return self.worker.stage.executor.num_slots if self.worker.stage else 0
 
+    # Models and chains
+
     async def Hello(self, request: HelloRequest, context: Context) -> HelloReply:
-        async with self._reporting(context):
-            with self._refusals_logged("a coordinator"):
-                self._network.require_coordinator(context)
-                if (theirs := request.protocol_version) != PROTOCOL_VERSION:
-                    said = f"speaks protocol {PROTOCOL_VERSION}, the coordinator speaks {theirs}"
-                    raise ModelError(f"{said}; {UPDATE_BOTH}")
+        async with self._serving(context, "a coordinator"):
+            if (theirs := request.protocol_version) != PROTOCOL_VERSION:
+                said = f"speaks protocol {PROTOCOL_VERSION}, the coordinator speaks {theirs}"
+                raise ModelError(f"{said}; {UPDATE_BOTH}")
         return HelloReply(
             protocol_version=PROTOCOL_VERSION,
             node=self.name,
@@ -87,13 +104,11 @@ class NodeService(Examinee):
         )
 
     async def Load(self, request: LoadRequest, context: Context) -> None:
-        async with self._reporting(context):
-            with self._refusals_logged(f"to load for coordinator {request.coordinator.name}"):
-                self._network.require_coordinator(context)
-                await self.worker.load(request, context.write)
+        async with self._serving(context, f"to load for coordinator {request.coordinator.name}"):
+            await self.worker.load(request, context.write)
 
     async def Attach(self, request: AttachRequest, context: Context) -> None:
-        async with self._reporting(context), contextlib.AsyncExitStack() as stack:
+        async with reporting(context, self.name, self.log), contextlib.AsyncExitStack() as stack:
             with self._refusals_logged(f"to join the chain of coordinator {request.coordinator.name}"):
                 self._network.require_coordinator(context)
                 attaching = self.worker.attached(request, context.write, self._network)
@@ -103,50 +118,35 @@ class NodeService(Examinee):
                 await attachment.report_results()
 
     async def Relay(self, parts: AsyncIterator[bytes], context: Context) -> AsyncIterator[Credit]:
-        async with self._reporting(context):
+        async with reporting(context, self.name, self.log):
             with self._refusals_logged("a hop"):
                 hop = self._stage_for(context).take_hop(parts)
             async for credit in hop:
                 yield credit
 
     async def Status(self, request: StatusRequest, context: Context) -> StatusReply:
-        async with self._reporting(context):
-            self._network.require_coordinator(context)
-        reply = self.worker.status()
-        reply.node = self.name
-        return reply
+        async with self._serving(context):
+            reply = self.worker.status()
+            reply.node = self.name
+            return reply
 
     async def Digest(self, request: DigestRequest, context: Context) -> DigestReply:
-        async with self._reporting(context):
-            self._network.require_coordinator(context)
+        async with self._serving(context):
             return DigestReply(digests=await self.worker.digests())
 
     async def Compile(self, request: Grammar, context: Context) -> CompileReply:
-        async with self._reporting(context):
-            self._network.require_coordinator(context)
+        async with self._serving(context):
             await self.worker.compile(request)
             return CompileReply()
 
     async def Unload(self, request: Coordinator, context: Context) -> UnloadReply:
-        async with self._reporting(context):
-            with self._refusals_logged(f"to let its layers go for coordinator {request.name}"):
-                self._network.require_coordinator(context)
-                await self.worker.unload(request)
-                return UnloadReply()
-
-    async def Measure(self, request: MeasureRequest, context: Context) -> Speed:
-        async with self._reporting(context):
-            with self._refusals_logged("to measure its speed"):
-                self._network.require_coordinator(context)
-                checkpoint = await self.worker.find(request.model)
-                if self.worker.state not in (WorkerState.EMPTY, WorkerState.LOADED):  # a measurement would hold it up
-                    return await kept_speed(checkpoint) or Speed()
-                async with self.worker.turn():
-                    return await measured_speed(checkpoint, self._thread, anew=request.anew)
+        async with self._serving(context, f"to let its layers go for coordinator {request.name}"):
+            await self.worker.unload(request)
+            return UnloadReply()
 
     async def Feed(self, messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[Held]:
-        async with self._reporting(context):
-            # before anything is refused: a sender whose write fails gets no status
+        async with reporting(context, self.name, self.log):
+            # read before any refusal: a sender whose write fails gets no status
             first = await next_message(messages) or b""
             with self._refusals_logged("to be fed"):
                 self._network.require_coordinator(context)
@@ -160,8 +160,48 @@ class NodeService(Examinee):
                     async for held in receiving:
                         yield held
 
+    # The machine and its links
+
+    async def Measure(self, request: MeasureRequest, context: Context) -> Speed:
+        async with self._serving(context, "to measure its speed"):
+            checkpoint = await self.worker.find(request.model)
+            if self.worker.state not in (WorkerState.EMPTY, WorkerState.LOADED):  # a measurement would delay it
+                return await kept_speed(checkpoint) or Speed()
+            async with self.worker.turn():
+                return await measured_speed(checkpoint, self._thread, anew=request.anew)
+
+    async def MeasureLink(self, request: LinkRequest, context: Context) -> LinkReply:
+        async with self._serving(context):
+            return await measure_link(self._network, request)
+
+    async def Probe(self, parts: AsyncIterator[ProbePart], context: Context) -> AsyncIterator[ProbeReply]:
+        async with reporting(context, self.name, self.log):
+            async for reply in answer_probe(parts):
+                yield reply
+
+    async def Examine(self, request: ExamineRequest, context: Context) -> Facts:
+        async with self._serving(context):
+            if request.only_time:
+                return Facts(node=self.name, time=time.time_ns())
+            return await read_facts(self.name, self._network, self._memory_bytes)
+
+    async def Listen(self, request: ListenRequest, context: Context) -> None:
+        async with self._serving(context), open_port(self._network, request) as port:
+            await context.write(port.listener)
+            await port.answer()
+
+    # Callers
+
+    @contextlib.asynccontextmanager
+    async def _serving(self, context: Context, logged: str = "") -> AsyncIterator[None]:
+        """Serve a call of a coordinator; log why it is refused if `logged` says what it asks for."""
+        async with reporting(context, self.name, self.log):
+            with self._refusals_logged(logged) if logged else contextlib.nullcontext():
+                self._network.require_coordinator(context)
+                yield
+
     def _stage_for(self, context: Context) -> Stage:
-        """Return the stage that this hop may feed. Raises FrameError unless it comes from the stage before."""
+        """Return the stage that this hop leads to. Raises FrameError unless it comes from the stage before."""
         attachment = self.worker.attachment
         if attachment is None or attachment.stage is None:
             raise FrameError("is not part of a chain; the coordinator attaches it first")
@@ -171,7 +211,7 @@ class NodeService(Examinee):
         expected = str(request.epoch), str(request.stage - 1)
         found = metadata.get("epoch"), metadata.get("stage")
         if found != expected:
-            sender = metadata.get("node") or "nobody by name"
+            sender = metadata.get("node") or "a node without a name"
             raise FrameError(
                 f"expected a hop of (epoch, stage) {expected} from {request.predecessor_name}, "
                 f"got {found} from {sender!s}"
@@ -180,7 +220,7 @@ class NodeService(Examinee):
 
     @contextlib.contextmanager
     def _refusals_logged(self, what: str) -> Iterator[None]:
-        """Log why `what` is refused, if the context raises."""
+        """Log why `what` is refused if the body raises."""
         try:
             yield
         except ModelLacking as error:
@@ -192,7 +232,7 @@ class NodeService(Examinee):
 
     @contextlib.contextmanager
     def _chain_logged(self, request: AttachRequest) -> Iterator[None]:
-        """Log that the node has joined a chain, and in the end that it has left, and why if it failed."""
+        """Log that the node joined a chain, and at the end that it left, with the reason of a failure."""
         chain = f"the chain of coordinator {request.coordinator.name}"
         place = f"stage {request.stage} of {request.num_stages}, epoch {request.epoch}"
         self.log.info("joined %s as %s", chain, place)
