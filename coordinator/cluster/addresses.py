@@ -9,8 +9,7 @@ import grpc.aio
 from protos.brigade_pb2 import HelloReply, HelloRequest
 from protos.brigade_pb2_grpc import NodeStub
 from worker.errors import ConfigError, StageLost, Unanswered
-from worker.node.dial import give_up, has_succeeded, wait_head_start
-from worker.node.network import PROTOCOL_VERSION, Network
+from worker.node.network import PROTOCOL_VERSION, Network, give_up, has_succeeded, wait_head_start
 from worker.node.rpc_errors import error_of, is_unconnected, unresolved_name, was_met
 
 _REQUEST = HelloRequest(protocol_version=PROTOCOL_VERSION)

@@ -1,6 +1,6 @@
-"""Announcements: a node tells its networks by DNS-SD that it is there, on the interfaces that it listens on.
+"""Announcements by DNS-SD: a node announces itself on the interfaces that it listens on.
 
-An announcement is a hint: no node is trusted for it. What comes in from the network is checked by `About.of_txt`.
+An announcement is a hint and gives no trust. `About.of_txt` checks announcements that come from the network.
 """
 
 import asyncio
@@ -33,24 +33,24 @@ _FINGERPRINT = r"[0-9a-f]{64}|"
 _PROCESS = r"[0-9a-f]{8}"
 _KEYS = ("name", "version", "process", "fingerprint")
 
-_LOOK_EVERY_S = 5.0  # for a cable that was plugged in, and a certificate that was renewed
-_GOODBYE_S = 0.05  # the first of three goodbyes is sent at once; the others are not worth a wait
+_LOOK_EVERY_S = 5.0  # for new interfaces and renewed certificates
+_GOODBYE_S = 0.05  # the first of three goodbyes is sent at once; the others are not worth waiting for
 
 _THIS_PROCESS = secrets.token_hex(4)
 
 
 @dataclass(frozen=True)
 class About:
-    """What a node announces of itself."""
+    """What a node announces about itself."""
 
     name: str
     version: str  # of brigade
-    process: str  # random: a node announces itself separately on each interface
-    fingerprint: str = ""  # SHA-256 of the certificate, hex; "" where links are not encrypted
+    process: str  # random; it joins the announcements that a node makes on each interface
+    fingerprint: str = ""  # SHA-256 of the certificate in hex; empty if links are not encrypted
 
     @property
     def unsound(self) -> str | None:
-        """The first field that could be more than text to a terminal or a file; None if all are sound."""
+        """The first field with an unexpected format; None if all are fine. Terminals and files get these texts."""
         is_sound = {
             "name": len(self.name) <= MAX_NAME and is_node_name(self.name),
             "version": re.fullmatch(_VERSION, self.version),
@@ -65,7 +65,7 @@ class About:
 
     @classmethod
     def of_txt(cls, properties: Mapping[bytes, bytes | None]) -> "About | None":
-        """Read a TXT record from the network; None unless every part is what a node would send."""
+        """Read a TXT record from the network; None unless every field has the expected format."""
         try:
             found = cls(**{key: (properties.get(key.encode()) or b"").decode("ascii") for key in _KEYS})
         except UnicodeDecodeError:
@@ -75,7 +75,7 @@ class About:
 
 @dataclass(frozen=True)
 class AnnouncedPlace:
-    """Where a node listens on one interface."""
+    """The addresses and port at which a node listens on one interface."""
 
     interface: str
     addresses: tuple[str, ...]
@@ -83,7 +83,7 @@ class AnnouncedPlace:
 
 
 def about(name: str, network: Network) -> About:
-    """Return what this node announces now. Raises ConfigError for an unusable certificate or name."""
+    """Return this node's announcement. Raises ConfigError for an unusable certificate or name."""
     own = network.own
     fingerprint = x509.load_pem_x509_certificate(own.certificate).fingerprint(SHA256()).hex() if own else ""
     found = About(name, version_of("brigade").replace(" ", "-"), _THIS_PROCESS, fingerprint)
@@ -96,18 +96,18 @@ def about(name: str, network: Network) -> About:
 
 @contextlib.asynccontextmanager
 async def announcing(say: Callable[[], About], listens_on: Sequence[str], log: Logger) -> AsyncIterator[None]:
-    """Announce this node for as long as the context lives. A failure is one line of the log, nothing more.
+    """Announce this node until the context ends. A failure is only logged.
 
     Args:
-        say: returns what the node announces; called again and again.
-        listens_on: HOST:PORT of its servers; may grow.
+        say: returns the announcement; it is called repeatedly.
+        listens_on: HOST:PORT of the node's servers; may grow.
     """
     async with background(_keep_announced(say, listens_on, log), partial(log_failure, log)):
         yield
 
 
 async def _keep_announced(say: Callable[[], About], listens_on: Sequence[str], log: Logger) -> None:
-    """Announce, and start over whenever the node, its addresses or its interfaces change; never return."""
+    """Announce, and start over whenever the announcement, addresses or interfaces change. Never return."""
     await run_in_thread(partial(import_module, "zeroconf.asyncio"))  # a slow import
     from zeroconf import Error
 
@@ -129,7 +129,7 @@ async def _keep_announced(say: Callable[[], About], listens_on: Sequence[str], l
 
 
 async def places_of(listens_on: Iterable[str]) -> list[AnnouncedPlace]:
-    """Return the interfaces and addresses at which a node that listens on these HOST:PORT can be reached."""
+    """Return where a node that listens on these HOST:PORT can be reached."""
     interfaces = own_interfaces()
     found = []
     for address in listens_on:
@@ -148,7 +148,7 @@ async def _ips_of(host: str) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def announced(about: About, places: Iterable[AnnouncedPlace]) -> AsyncIterator[None]:
-    """Announce each place on its own interface only. Raises what goes wrong."""
+    """Announce each place on its own interface only. Raises any failure."""
     async with contextlib.AsyncExitStack() as stack:
         for place in places:
             await stack.enter_async_context(_announced_at(about, place))

@@ -1,4 +1,4 @@
-"""Attachment: a worker's place in one chain, for as long as the coordinator's Attach stream lives."""
+"""A worker's place in one chain, which lasts as long as the coordinator's Attach stream."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -10,10 +10,9 @@ from worker.compute.executor import Executor
 from worker.compute.shard import Shard
 from worker.config import MOST_ADDRESSES
 from worker.errors import FrameError
-from worker.node.dial import dial
 from worker.node.framing import seal
 from worker.node.hop import Link
-from worker.node.network import Network
+from worker.node.network import Network, dial
 from worker.node.stage import Stage
 from worker.platform.machine import wait_slept
 from worker.platform.threads import MlxThread
@@ -22,16 +21,16 @@ from worker.platform.threads import MlxThread
 class AttachmentState(Enum):
     """SERVING -> REPLACED -> CLOSING, or SERVING -> CLOSING."""
 
-    SERVING = auto()  # or still opening its hop to the next stage
+    SERVING = auto()  # or opening its hop to the next stage
     REPLACED = auto()  # its coordinator attaches the worker anew, or loads other layers
     CLOSING = auto()
 
 
 class Attachment:
-    """A place in a chain. It is made by the task that serves the stream, which `replace` cancels."""
+    """A place in a chain. The task that serves the stream creates it; `replace` cancels that task."""
 
     def __init__(self, request: AttachRequest, write: Callable[[Report], Awaitable[None]]) -> None:
-        """`write` sends a report to the coordinator, one at a time; it waits while the coordinator reads none."""
+        """`write` sends one report at a time to the coordinator; it waits while the coordinator does not read."""
         self.request = request
         self.state = AttachmentState.SERVING
         self.stage: Stage | None = None  # once it is open
@@ -42,10 +41,10 @@ class Attachment:
         self._draining = asyncio.Event()
 
     async def open(self, shard: Shard, thread: MlxThread, network: Network, name: str) -> None:
-        """Open the hop to the next stage, then start; `name` is this node's.
+        """Open the hop to the next stage, then start the stage; `name` is this node's.
 
         Raises:
-            BrigadeError: what the next stage refuses with.
+            BrigadeError: the refusal of the next stage.
         """
         request = self.request
         link = None
@@ -61,7 +60,7 @@ class Attachment:
         self.stage.start(self._report_draining(), wait_slept(), *([link.wait_lost()] if link else []))
 
     async def report_results(self) -> None:
-        """Never return; raise whatever ends the stage."""
+        """Report results until the stage ends. Raises the reason of its end."""
         assert self.stage is not None
         while True:
             result = await self.stage.next_result()
@@ -73,14 +72,14 @@ class Attachment:
         self._draining.set()
 
     def replace(self) -> None:
-        """Have the stream's task end, unless it already does."""
+        """Cancel the stream's task, unless it is ending already."""
         if self.state is AttachmentState.SERVING:
             self.state = AttachmentState.REPLACED
             assert self._server is not None
             self._server.cancel()
 
     async def close(self) -> None:
-        """Give back all that it holds."""
+        """Release everything it holds."""
         self.state = AttachmentState.CLOSING
         try:
             await self._stack.aclose()
@@ -90,7 +89,7 @@ class Attachment:
     async def _report_draining(self) -> None:
         await self._draining.wait()
         await self._report(Report(draining=Draining()))
-        await asyncio.Event().wait()  # the stage goes on
+        await asyncio.Event().wait()  # the stage continues
 
     async def _report(self, report: Report) -> None:
         async with self._writing:
@@ -98,11 +97,11 @@ class Attachment:
 
 
 def check_place(request: AttachRequest) -> None:
-    """Check that the request puts this node at one place of the chain.
+    """Check that the request describes one place in the chain.
 
     Raises:
-        FrameError: layers, stage and successor disagree on whether this is the last stage, the stage is none that a
-            worker has, or the successor has more addresses than are tried.
+        FrameError: layers, stage and successor disagree on whether this is the last stage, the stage is not a
+            worker's, or the successor has too many addresses.
     """
     loaded, stage, num_stages = request.loaded, request.stage, request.num_stages
     if not 0 < stage < num_stages:

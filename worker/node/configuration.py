@@ -1,4 +1,4 @@
-"""What a node tells of its own cluster.yaml, to find copies that differ from the coordinator's."""
+"""What a node reports about its cluster.yaml, to find copies that differ from the coordinator's."""
 
 from collections.abc import Iterator
 
@@ -6,12 +6,12 @@ from protos.brigade_pb2 import Configuration
 from worker.config import ClusterConfig
 from worker.platform.text import printable
 
-_MOST_SHOWN = 200  # characters of what another node says
+_MOST_SHOWN = 200  # characters of another node's value
 _MOST_LAYERS = 64
 
 
 def configuration_of(cluster: ClusterConfig) -> Configuration:
-    """Return the keys that count on the coordinator, if the file has them. Addresses may differ from node to node."""
+    """Return the keys of the file that the coordinator uses. Addresses are left out: they may differ between nodes."""
     return Configuration(
         model=cluster.model or "",
         layers=cluster.layers or (),
@@ -21,7 +21,7 @@ def configuration_of(cluster: ClusterConfig) -> Configuration:
 
 
 def differing(there: Configuration, here: Configuration) -> list[tuple[str, str, str]]:
-    """Return (key, value there, value here) where both have the key with different values."""
+    """Return (key, value there, value here) for each key that both have with different values."""
     pairs = (
         ("model", there.model, here.model),
         ("layers", list(there.layers[:_MOST_LAYERS]), list(here.layers)),

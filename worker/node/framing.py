@@ -1,9 +1,8 @@
-"""Framing: what travels as bytes between nodes, and its checksums. Pure: no I/O, no MLX.
+"""Framing: the bytes that nodes exchange, and their checksums. Pure: no I/O, no MLX.
 
-A frame is cut into parts before a hop and joined behind it; a file of weights is sent in chunks; a report has a
-checksum. Parts (the message `Part` of brigade.proto) and chunks (`Feeding` with data) are written and read here and not
-by protobuf, which would copy the payload up to four times. Small parts keep both event loops free: while one is written
-or read nothing else runs.
+A frame is cut into parts for a hop and assembled after it; a file of weights is sent in chunks; a report has a
+checksum. Parts (`Part` in brigade.proto) and chunks (`Feeding` with data) are encoded here and not by protobuf, which
+would copy the payload up to four times. Parts are small because an event loop does nothing else while it handles one.
 """
 
 import math
@@ -18,12 +17,12 @@ from protos.brigade_pb2 import DType, Feeding, Frame, Part, Report
 from worker.errors import FrameError
 from worker.model.modelspec import DTYPE_BYTES
 
-_MOST_PAYLOAD_BYTES = 1 << 28  # of a frame: a lane of many windows may be longer than any chunk
+_MOST_PAYLOAD_BYTES = 1 << 28  # of a frame: a lane of many windows may be longer than a prompt chunk
 _MOST_CHUNK_BYTES = 1 << 26
 _MOST_VARINT_BYTES = 10  # of 7 bits each
-_MOST_SIZES = 8  # of a tensor: the product of a million of them takes for ever
+_MOST_SIZES = 8  # dimensions of a tensor: the product of a million sizes would take very long
 
-_BYTES, _FIXED32 = 2, 5  # protobuf's wire types of what has a length, and of four bytes; that of a number is 0
+_BYTES, _FIXED32 = 2, 5  # protobuf's wire types; that of a number is 0
 _NUMBER = Part.DESCRIPTOR.fields_by_name["number"].number << 3
 _FRAME, _DATA = (Part.DESCRIPTOR.fields_by_name[name].number << 3 | _BYTES for name in ("frame", "data"))
 _PART_CHECKSUM, _CHUNK_CHECKSUM = (
@@ -31,35 +30,35 @@ _PART_CHECKSUM, _CHUNK_CHECKSUM = (
 )
 _CHECKSUM_BYTES = 1 + 4
 _CHUNK_DATA = bytes([Feeding.DESCRIPTOR.fields_by_name["data"].number << 3 | _BYTES])
-_LENGTH_BYTES = 4  # of 7 bits each: a chunk's small length takes as many as a large one
+_LENGTH_BYTES = 4  # of 7 bits each, whatever the length
 _HEAD_BYTES = len(_CHUNK_DATA) + _LENGTH_BYTES
 
-# Larger than the parts of frames: what a message costs itself counts here, and half a millisecond of the loops does not
+# Larger than parts: here the cost per message matters, and half a millisecond of the event loops does not
 CHUNK_BYTES = 1 << 19
-MOST_CHUNK_BYTES = 2 * CHUNK_BYTES  # where small tensors are joined
+MOST_CHUNK_BYTES = 2 * CHUNK_BYTES  # when small tensors are joined
 
 
 @dataclass(frozen=True)
 class Wire:
-    """How the parts of frames are made for one kind of link; both ends know."""
+    """The format of parts on one kind of link, known to both ends."""
 
     part_bytes: int  # of payload
     has_checksums: bool
 
 
-# of 64 to 1024 KiB the size that kept both loops free best (tools/bench_frames.py)
+# the best size from 64 to 1024 KiB for both event loops (tools/bench_frames.py)
 PLAIN = Wire(1 << 17, has_checksums=True)
-# larger where gRPC encrypts each part on its way (docs/tls.md has times and gaps); what is encrypted comes unchanged
+# larger because gRPC encrypts each part (docs/tls.md); encryption already detects changes
 ENCRYPTED = Wire(1 << 18, has_checksums=False)
 
 
 def most_chunk_rows(row_bytes: int) -> int:
-    """Return how many rows a prompt chunk may have, if a row takes so many bytes between two stages."""
+    """Return the most rows of a prompt chunk whose rows take so many bytes between stages."""
     return max(1, _MOST_CHUNK_BYTES // row_bytes)
 
 
 def payload_bytes(frame: Frame) -> int:
-    """Return how many bytes belong to this header. Raises FrameError for an unknown dtype, or for too many."""
+    """Return the size of the payload of this header. Raises FrameError if its dtype or size is invalid."""
     hidden = frame.hidden
     if hidden.dtype == DType.DTYPE_UNSPECIFIED:
         return 0
@@ -76,17 +75,17 @@ def payload_bytes(frame: Frame) -> int:
 
 
 def cut(payload: memoryview, part_bytes: int = PLAIN.part_bytes) -> Iterator[memoryview]:
-    """Cut the payload into the pieces that its parts carry: at least one, which may be empty."""
+    """Yield the payload in pieces, one per part: at least one, which may be empty."""
     return (payload[at : at + part_bytes] for at in range(0, max(1, len(payload)), part_bytes))
 
 
 def checksum_seed(number: int, step: int) -> int:
-    """Return the seed of a part's checksum: a part of another frame is as wrong as one of other bytes."""
+    """Return the seed of a part's checksum, which makes a part of another frame as wrong as damaged bytes."""
     return step & 0xFFFFFFFF if number else 0
 
 
 def write_part(number: int, header: bytes, data: memoryview, seed: int | None = None) -> bytes:
-    """Serialise a `Part`, with a checksum if that has a seed; copies the data once."""
+    """Serialise a `Part`, with a checksum if there is a seed. The data are copied once."""
     count = (bytes([_NUMBER]), _varint(number)) if number else ()
     frame = (bytes([_FRAME]), _varint(len(header)), header) if header else ()
     payload = (bytes([_DATA]), _varint(len(data)), data) if data else ()
@@ -99,7 +98,7 @@ def write_part(number: int, header: bytes, data: memoryview, seed: int | None = 
 
 
 def checked_part(message: bytes, seed: int) -> memoryview:
-    """Return the part without its checksum. Raises FrameError unless that is there and right."""
+    """Return the part without its checksum. Raises FrameError if that is missing or wrong."""
     view = memoryview(message)
     content, checksum = view[:-_CHECKSUM_BYTES], view[-_CHECKSUM_BYTES:]
     if checksum != _PART_CHECKSUM + zlib.crc32(content, seed).to_bytes(4, "little"):
@@ -108,7 +107,7 @@ def checked_part(message: bytes, seed: int) -> memoryview:
 
 
 def read_part(message: bytes | memoryview) -> tuple[int, memoryview, memoryview]:
-    """Return number, header and data of a serialised `Part`; copies nothing. Raises FrameError if it is malformed."""
+    """Return number, header and data of a serialised `Part`, without a copy. Raises FrameError if it is malformed."""
     view, at = memoryview(message), 0
     fields: dict[int, Any] = {}
     try:
@@ -116,7 +115,7 @@ def read_part(message: bytes | memoryview) -> tuple[int, memoryview, memoryview]
             key, at = _read_varint(message, at)
             value, at = _read_varint(message, at)
             if key in fields:
-                raise _no_part(message)  # or a long message of nothing but numbers would be read for seconds
+                raise _no_part(message)  # else a long message of numbers alone would take seconds
             if key == _NUMBER:
                 fields[key] = value
             elif key in (_FRAME, _DATA) and at + value <= len(view):
@@ -131,7 +130,7 @@ def read_part(message: bytes | memoryview) -> tuple[int, memoryview, memoryview]
 
 @dataclass
 class Arrival:
-    """A frame's header, and its payload in the pieces in which it came."""
+    """A frame's header and the pieces of its payload."""
 
     header: Frame
     payload: list[memoryview] = field(default_factory=list)
@@ -139,19 +138,19 @@ class Arrival:
 
 
 class FrameAssembler:
-    """Joins parts to frames, strictly in order. A refusal ends the hop: nothing says where the next frame begins."""
+    """Assembles frames from parts, strictly in order. A refusal ends the hop: the next frame cannot be found."""
 
     def __init__(self, check: Callable[[Frame], None], wire: Wire = PLAIN) -> None:
-        """`check` raises FrameError for a header whose payload is not to be taken."""
+        """`check` raises FrameError for a header whose payload is not accepted."""
         self._check = check
         self._wire = wire
         self._arriving: Arrival | None = None
 
     def add(self, message: bytes) -> Arrival | None:
-        """Take the next part; return the frame that it completes.
+        """Take the next part. Return the frame if this completes one.
 
         Raises:
-            FrameError: it is malformed, damaged, not the next one, of the wrong length, or `check` refuses.
+            FrameError: the part is malformed, damaged, not the next one, of the wrong length, or `check` refuses.
         """
         arriving = self._arriving
         next_number, step = (len(arriving.payload), arriving.header.step) if arriving else (0, 0)
@@ -201,7 +200,7 @@ def _varint(value: int) -> bytes:
 
 
 def _read_varint(message: bytes | memoryview, at: int) -> tuple[int, int]:
-    """Return the number at this place and the place behind it. Raises IndexError at the end, FrameError if too long."""
+    """Return a number and the offset after it. Raises IndexError at the end, FrameError if it is too long."""
     value = 0
     for place, byte in enumerate(message[at : at + _MOST_VARINT_BYTES]):
         value |= (byte & 0x7F) << 7 * place
@@ -218,7 +217,7 @@ def _no_part(message: bytes | memoryview) -> FrameError:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some bytes of a file, and their checksum, unless they came without."""
+    """Some bytes of a file, and their checksum if they have one."""
 
     data: memoryview
     checksum: int | None
@@ -228,7 +227,7 @@ def write_chunk(blocks: Sequence[bytes], offset: int | None) -> bytes:
     """Serialise a `Feeding` with these blocks as its data.
 
     Args:
-        offset: where in a file they belong, if they are to have a checksum.
+        offset: their place in the file, which adds a checksum; None for none.
     """
     head = _head(sum(map(len, blocks)))
     if offset is None:
@@ -237,7 +236,7 @@ def write_chunk(blocks: Sequence[bytes], offset: int | None) -> bytes:
 
 
 def read_feeding(message: bytes) -> Feeding | Chunk:
-    """Read a message; of a chunk nothing is copied. Raises FrameError if it is malformed."""
+    """Read a message; a chunk is not copied. Raises FrameError if the message is malformed."""
     view = memoryview(message)
     if view[:1] == _CHUNK_DATA:
         for num_behind in (0, _CHECKSUM_BYTES):
@@ -253,7 +252,7 @@ def read_feeding(message: bytes) -> Feeding | Chunk:
 
 
 def checksum_of(blocks: Sequence[bytes | memoryview], offset: int) -> int:
-    """Return the CRC-32 of blocks that belong there in a file: bytes of another place are as wrong as other bytes."""
+    """Return the CRC-32 of blocks at this offset of a file: bytes of another offset are as wrong as damaged ones."""
     found = offset & 0xFFFFFFFF
     for block in blocks:
         found = zlib.crc32(block, found)
@@ -261,7 +260,7 @@ def checksum_of(blocks: Sequence[bytes | memoryview], offset: int) -> int:
 
 
 def _head(length: int) -> bytes:
-    """Return what stands before so many bytes of data."""
+    """Return the field key and the length that precede so many bytes of data."""
     sizes = [length >> 7 * i & 0x7F for i in range(_LENGTH_BYTES)]
     return _CHUNK_DATA + bytes([*(size | 0x80 for size in sizes[:-1]), sizes[-1]])
 
@@ -273,7 +272,7 @@ def seal(report: Report) -> Report:
 
 
 def check_seal(report: Report, node: str) -> None:
-    """Raise FrameError unless the report says what `node` sealed, in whatever bytes."""
+    """Raise FrameError if the report differs from what `node` sealed. Its encoding may differ."""
     found = report.checksum
     report.ClearField("checksum")
     if found != _report_checksum(report):

@@ -1,4 +1,4 @@
-"""Hop: the frames of a stage on their way to the next one, as messages of a stream that credit bounds."""
+"""Hops: frames between stages, as messages of a stream with credit-based flow control."""
 
 import asyncio
 import time
@@ -17,22 +17,22 @@ from worker.node.network import Network
 from worker.node.rpc_errors import error_of
 
 CONNECT_TIMEOUT_S = 5.0
-_MOST_CREDIT = 1024  # frames in one grant: any number fits into the message, and each takes a turn of a loop
-_IN_ORDER_S = 2.0  # a coordinator that takes the next node off the chain takes this one off, too
+_MOST_CREDIT = 1024  # frames in one grant: each takes an iteration of a loop, and a peer may name any number
+_IN_ORDER_S = 2.0  # for the coordinator to detach this node too, if it has detached the next one
 
 _SERVICE = DESCRIPTOR.services_by_name["Node"].full_name
 _ENUMS = {dtype: enum for enum, dtype in MLX_DTYPES.items()}
 
 
 def pack(header: Frame, array: mx.array | None, wire: Wire = PLAIN) -> list[bytes]:
-    """Return the messages that carry a frame. On the MLX thread; copies the array once.
+    """Return the messages of a frame. Call on the MLX thread; the array is copied once.
 
-    Closes the header's last timing, and nothing may change the header from then on.
+    This closes the header's last timing: do not change the header afterwards.
 
     Args:
         array: hidden states [1, sum L, D]; None if the frame has none.
     Raises:
-        FrameError: the array is of no dtype that travels.
+        FrameError: the array's dtype cannot be sent.
     """
     payload = memoryview(b"")
     if array is not None:
@@ -50,10 +50,10 @@ def pack(header: Frame, array: mx.array | None, wire: Wire = PLAIN) -> list[byte
 
 
 def unpack(header: Frame, payload: Sequence[memoryview], placeholder: Placeholder | None = None) -> mx.array | None:
-    """Return the array of a frame that has arrived; None if it has none. On the MLX thread; copies the array once.
+    """Return the array of a received frame; None if it has none. Call on the MLX thread; the array is copied once.
 
     Args:
-        placeholder: takes the bytes, if the step is built already.
+        placeholder: the input of the step, if that was built ahead.
     """
     if placeholder is None:
         if header.hidden.dtype not in MLX_DTYPES:
@@ -64,7 +64,7 @@ def unpack(header: Frame, payload: Sequence[memoryview], placeholder: Placeholde
 
 
 def _bytes_of(array: mx.array) -> memoryview:
-    """Return the array's own memory, or that of a copy where its rows do not lie end to end."""
+    """Return the array's own memory, or that of a contiguous copy."""
     view = memoryview(array)  # type: ignore[arg-type]
     if not view.c_contiguous:
         view = memoryview(mx.contiguous(array))  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ def _bytes_of(array: mx.array) -> memoryview:
 
 
 class Link:
-    """A long-lived stream of frames to one node; opened once per epoch."""
+    """A stream of frames to one node, opened once per epoch."""
 
     def __init__(self, network: Network, node: str, address: str, epoch: int, stage: int, sender: str = "") -> None:
         """`stage` is the sender's place in the chain, `sender` its own name."""
@@ -82,10 +82,10 @@ class Link:
         self._call = open_relay(self._channel, epoch, stage, sender)
         self._credit = asyncio.Semaphore(0)
         self._is_open = asyncio.Event()
-        self._reading = asyncio.create_task(self._read_credit())  # until the hop is lost
+        self._reading = asyncio.create_task(self._read_credit())  # until the hop ends
 
     async def wait_open(self) -> None:
-        """Return once the next stage takes frames. Raises StageLost, or what the next stage refuses with."""
+        """Return once the next stage accepts frames. Raises StageLost, or the refusal of the next stage."""
         opening = asyncio.create_task(self._is_open.wait())
         try:
             done, _ = await asyncio.wait(
@@ -99,7 +99,7 @@ class Link:
             await self.wait_lost()
 
     async def send(self, parts: Sequence[bytes]) -> None:
-        """Write one frame; waits while the receiver is behind. Raises as `wait_lost` if the hop is broken."""
+        """Write one frame; wait while the receiver is behind. Raises as `wait_lost` if the hop is broken."""
         await self._credit.acquire()
         try:
             for part in parts:
@@ -108,7 +108,7 @@ class Link:
             await self.wait_lost()
 
     async def wait_lost(self) -> None:
-        """Never return; raise what broke the hop once it breaks."""
+        """Wait until the hop breaks, and raise the reason."""
         await asyncio.shield(self._reading)
 
     async def close(self) -> None:
@@ -131,27 +131,27 @@ class Link:
                     self._credit.release()
         except grpc.RpcError as error:
             raise error_of(error, self._node) from error
-        await asyncio.sleep(_IN_ORDER_S)  # no failure, if this link is closed meanwhile
+        await asyncio.sleep(_IN_ORDER_S)  # no failure if this link is closed meanwhile
         raise StageLost("ended the hop", node=self._node)
 
 
 def open_relay(
     channel: grpc.aio.Channel, epoch: int, stage: int, sender: str
 ) -> grpc.aio.StreamStreamCall[bytes, Credit]:
-    """Open a hop from `stage` of this epoch, the node `sender`, to the node at the channel's end, in bytes."""
+    """Open a hop from `stage`, which is the node `sender`, to the node at the channel's end. Its messages are bytes."""
     call = channel.stream_stream(f"/{_SERVICE}/Relay", request_serializer=None, response_deserializer=Credit.FromString)
     metadata = (("epoch", str(epoch)), ("stage", str(stage)), ("node", sender))
     return call(metadata=metadata)  # type: ignore[call-arg]
 
 
 def open_feed(channel: grpc.aio.Channel) -> grpc.aio.StreamStreamCall[bytes, Held]:
-    """Open a push of weights to the node at the channel's end, whose messages are bytes: see framing.py."""
+    """Open a push of weights to the node at the channel's end. Its messages are bytes: see framing.py."""
     call = channel.stream_stream(f"/{_SERVICE}/Feed", request_serializer=None, response_deserializer=Held.FromString)
     return call()  # type: ignore[call-arg]
 
 
 def add_node(service: NodeServicer, server: grpc.aio.Server) -> None:
-    """Have the server answer for this node. Relay and Feed get their messages as bytes, which framing.py reads."""
+    """Add this node to a server. Relay and Feed get their messages as bytes, which framing.py reads."""
     add_NodeServicer_to_server(service, server)
     relay = grpc.stream_stream_rpc_method_handler(service.Relay, response_serializer=Credit.SerializeToString)
     feed = grpc.stream_stream_rpc_method_handler(service.Feed, response_serializer=Held.SerializeToString)

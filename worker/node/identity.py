@@ -1,6 +1,6 @@
-"""A node's identity: its certificate, the key to it, and the authority whose certificates it accepts.
+"""A node's identity: its certificate, its private key, and the authority whose certificates it accepts.
 
-All three are in one file, NAME.pem in the folder of keys, so that a renewal replaces one file.
+All three are in one file, NAME.pem in the folder of keys, so that a renewal replaces a single file.
 """
 
 import os
@@ -18,27 +18,27 @@ from cryptography.hazmat.primitives.serialization import Encoding, load_pem_priv
 
 from worker.errors import ConfigError
 
-_MOST_BYTES = 1 << 16  # of such a file
+_MOST_BYTES = 1 << 16  # of a key file
 _PEM = re.compile(rb"-----BEGIN ([A-Z ]+)-----\n[^-]+-----END \1-----\n?")
 TOLD_AHEAD = timedelta(days=30)
-_YEAR_10000 = 253402300800  # beyond what Python's dates hold
+_YEAR_10000 = 253402300800  # Python's dates end before it
 
 
 class Role(StrEnum):
-    """What a certificate lets a node do, as the URI in it says."""
+    """What a certificate lets a node do; its value is a URI in the certificate."""
 
     COORDINATOR = "brigade:coordinator"
     WORKER = "brigade:worker"
 
     def way_to_issue(self, name: str) -> str:
-        """Return how to get a certificate of this role."""
+        """Return how the user gets a certificate of this role."""
         option = " --coordinator" if self is Role.COORDINATOR else ""
         return f"where the authority is: brigade keys issue {name}{option}"
 
 
 @dataclass(frozen=True)
 class Identity:
-    """PEM of the key, the certificate and the authority's certificate; `until` is when the earlier one expires."""
+    """A key, its certificate and the authority's certificate as PEM; `until` is the earlier expiry of both."""
 
     name: str
     role: Role
@@ -48,12 +48,12 @@ class Identity:
     until: datetime
 
     def warning(self) -> str:
-        """Return a line if it expires soon, else ""."""
+        """Return a line if the certificate expires soon, else an empty string."""
         return expiry_warning(self.name, self.role, self.until)
 
 
 def expiry_warning(name: str, role: Role, until: datetime) -> str:
-    """Return a line about a certificate that expires then; "" while there is time."""
+    """Return a line about a certificate that expires soon, else an empty string."""
     left = until - datetime.now(UTC)
     if left > TOLD_AHEAD:
         return ""
@@ -61,12 +61,12 @@ def expiry_warning(name: str, role: Role, until: datetime) -> str:
 
 
 def expiry_told(seconds: int) -> datetime | None:
-    """Return when a certificate expires, by its node's seconds since 1970; None for none or a nonsensical number."""
+    """Return the expiry that a node reports in seconds since 1970; None for 0 or an impossible number."""
     return datetime.fromtimestamp(seconds, UTC) if 0 < seconds < _YEAR_10000 else None
 
 
 class KeyFile:
-    """One node's file in a folder of keys, read again whenever it has changed."""
+    """One node's file in a folder of keys, read again whenever it changes."""
 
     def __init__(self, folder: Path, name: str, role: Role) -> None:
         self.name = name
@@ -79,14 +79,15 @@ class KeyFile:
         """Return the identity in the file.
 
         Raises:
-            ConfigError: it is missing, readable by others, damaged, another node's, of another role, not issued by the
+            ConfigError: the file is missing, readable by others, damaged, for another node or role, not issued by the
                 authority in it, or not valid now.
         """
         version = self._stat()
         if self._identity is None or version != self._version:
             self._identity = self._load()
             self._version = version
-        self._check_dates(self._identity)
+        if self._identity.until <= datetime.now(UTC):
+            raise self._wrong(f"the certificate expired on {self._identity.until:%Y-%m-%d}")
         return self._identity
 
     def _stat(self) -> tuple[int, ...]:
@@ -132,10 +133,6 @@ class KeyFile:
         if (begins := certificate.not_valid_before_utc) > now:
             raise self._wrong(f"the certificate is not valid before {begins:%Y-%m-%d}, and here it is {now:%Y-%m-%d}")
 
-    def _check_dates(self, identity: Identity) -> None:
-        if identity.until <= datetime.now(UTC):
-            raise self._wrong(f"the certificate expired on {identity.until:%Y-%m-%d}")
-
     def _wrong(self, what: str) -> ConfigError:
         return ConfigError(f"{self.path}: {what}; {self._way_out}")
 
@@ -145,7 +142,7 @@ class KeyFile:
 
 
 def file_name(name: str) -> str:
-    """Return the name of a node's file in the folder of keys. Certificates do not tell upper from lower case."""
+    """Return the name of a node's file in the folder of keys. Names in certificates are case-insensitive."""
     return f"{name.lower()}.pem"
 
 

@@ -1,7 +1,7 @@
-"""The life of a worker: one record of its layers, their reservation, and its place in a chain; one state.
+"""The life of a worker: one record of its layers, their reservation and its place in a chain, with one state.
 
-Loads run one at a time. A load ends early only if the coordinator gives it up, or the layers cannot be had; what it has
-read by then stays for the next one.
+Loads run one at a time. A load ends early only if the coordinator gives it up or it fails; the tensors that it has read
+by then are kept for the next load.
 """
 
 import asyncio
@@ -34,10 +34,10 @@ from worker.platform.mlx_memory import forget_peak, give_back, keep_within, memo
 from worker.platform.tasks import background, shielded
 from worker.platform.threads import MlxThread, run_in_thread
 
-# The slowest worker of a chain may load for hours while this one waits: it may be sent 400 GB by Wi-Fi. A coordinator
-# that has not attached by then has ended.
+# The slowest worker of a chain may load for hours while this one waits, for example 400 GB over Wi-Fi. A coordinator
+# that has not attached after this time has ended.
 RESERVED_S = 6 * 3600.0
-_WAITING_S = 1.0  # between two signs of life of a load that waits for another one
+_WAITING_S = 1.0  # between two reports of a load that waits for another one
 
 _ENDED = object()
 
@@ -49,11 +49,11 @@ ReportProgress = Callable[[LoadProgress], Awaitable[None]]
 class WorkerState(StrEnum):
     """What a worker is doing."""
 
-    EMPTY = "empty"  # no shard: none was loaded, or it was let go, or its load failed or was given up
+    EMPTY = "empty"  # no shard: none was loaded, or it was released, or its load failed or was given up
     LOADING = "loading"
-    LOADED = "loaded"  # a shard that is no stage of a chain
+    LOADED = "loaded"  # a shard outside of any chain
     ATTACHED = "attached"
-    DRAINING = "draining"  # about to end; a chain that it is part of goes on until its sessions have ended
+    DRAINING = "draining"  # about to end; its chain continues until the sessions have ended
 
 
 TRANSITIONS = {
@@ -67,9 +67,9 @@ TRANSITIONS = {
 
 @dataclass(frozen=True)
 class Held:
-    """A worker's tensors of a model: a shard, or without one those that a given-up load had read."""
+    """A worker's tensors of a model: a shard, or those that a given-up load has read."""
 
-    request: LoadRequest  # the shard alone: see `_shard_of`
+    request: LoadRequest  # reduced by `_shard_of`
     stamp: Stamp
     shard: Shard | None
     read: dict[str, mx.array]
@@ -81,14 +81,14 @@ class Held:
 
 @dataclass(frozen=True)
 class Reservation:
-    """A shard waits for the coordinator that had it loaded, and that attaches it once its slowest worker has loaded."""
+    """The claim of the coordinator that had a shard loaded and attaches it once its slowest worker has loaded."""
 
     coordinator_id: str
     until: float  # on the event loop's clock
 
 
 class Worker:
-    """The record. All of it belongs to the event loop."""
+    """The record of a worker. Use it on the event loop only."""
 
     def __init__(self, name: str, thread: MlxThread, sources: ModelSources, log: logging.Logger) -> None:
         self.name = name
@@ -96,10 +96,10 @@ class Worker:
         self.attachment: Attachment | None = None  # while ATTACHED, and perhaps while DRAINING
         self._held: Held | None = None
         self._reservation: Reservation | None = None
-        self._used_at = 0.0  # when it last was, on the event loop's clock
-        self._changed = asyncio.Event()  # replaced by another one at each change
-        self._turn = asyncio.Lock()  # to change what is held, or to measure
-        self._lease = Lease()  # of the files of what is held
+        self._used_at = 0.0  # the last time, on the event loop's clock
+        self._changed = asyncio.Event()  # replaced at each change
+        self._turn = asyncio.Lock()  # held to change the tensors, or to measure
+        self._lease = Lease()  # of the files of the held tensors
         self._thread = thread
         self._sources = sources
         self._log = log
@@ -114,11 +114,11 @@ class Worker:
 
     @property
     def is_reserved(self) -> bool:
-        """Whether a coordinator has loaded layers here and is about to use them."""
+        """Whether a coordinator has loaded layers here and is about to attach them."""
         return self._reservation is not None and asyncio.get_running_loop().time() < self._reservation.until
 
     def status(self) -> StatusReply:
-        """Return the stage's status, or without a stage what is held. Asks nothing of the MLX thread."""
+        """Return the status of the stage, or of the held tensors. Does not wait for the MLX thread."""
         if self.stage:
             return self.stage.status()
         memory = memory_held()
@@ -134,9 +134,9 @@ class Worker:
 
     @contextlib.asynccontextmanager
     async def turn(self, report: ReportProgress | None = None) -> AsyncIterator[None]:
-        """Wait for loads and measurements in progress; none other begins before the end of the context.
+        """Wait for loads and measurements in progress, and keep others out until the context ends.
 
-        `report` is told each second that this one waits.
+        Report once a second that this one waits, if there is a `report`.
         """
         wait_s = 0.0 if report else None
         while True:
@@ -154,14 +154,14 @@ class Worker:
             self._turn.release()
 
     async def find(self, request: LoadRequest) -> Checkpoint:
-        """Return this node's copy of the model; its weights may be missing. Raises ModelError without a copy."""
+        """Return this node's copy of the model; its weights may be missing. Raises ModelError if there is none."""
         return await run_in_thread(partial(self._sources.open, request, partial(check_model, request)))
 
     async def load(self, request: LoadRequest, report: ReportProgress) -> None:
-        """Hold the requested shard, and reserve it for its coordinator. Cancelling stops the load.
+        """Load the requested shard and reserve it for its coordinator. Cancelling stops the load.
 
         Raises:
-            ModelError: this node has another model, or a damaged one. NodeBusy: as `release_for`.
+            ModelError: this node's copy is of another model, or damaged. NodeBusy: as `release_for`.
         """
         async with self.turn(report):
             await self.release_for(request.coordinator)
@@ -174,7 +174,7 @@ class Worker:
                 self._become(WorkerState.LOADED if self.shard else WorkerState.EMPTY)
 
     async def unload(self, coordinator: Coordinator) -> None:
-        """Let go of what is held. Raises NodeBusy as `release_for`, or while another coordinator has reserved it."""
+        """Release the held tensors. Raises NodeBusy as `release_for`, or if another coordinator has reserved them."""
         async with self.turn():
             await self.release_for(coordinator)
             if self.is_reserved and self._reservation and self._reservation.coordinator_id not in ("", coordinator.id):
@@ -182,11 +182,11 @@ class Worker:
             await self.let_go(f"coordinator {coordinator.name} is idle")
 
     async def let_go(self, why: str) -> None:
-        """Hold no tensor any more: the next coordinator has them read again."""
+        """Release the held tensors: the next load reads them again."""
         held = self._held
         if held is None or not held.has_tensors:
             return
-        self._held = Held(held.request, held.stamp, None, {})  # which tells that it was let go
+        self._held = Held(held.request, held.stamp, None, {})  # records what was released
         self._become(WorkerState.EMPTY)
         self._lease.close()
         self._log.info("let %s go: %s; it is read again when it is wanted", _name_of(held.request), why)
@@ -194,13 +194,13 @@ class Worker:
         await self._thread.run(give_back)
 
     def free_files(self) -> None:
-        """Let received files be evicted that an idle, unreserved worker holds: its tensors are in memory."""
+        """Allow the eviction of received files that an idle, unreserved worker holds: its tensors are in memory."""
         if self.state in (WorkerState.EMPTY, WorkerState.LOADED) and not self.is_reserved:
             self._lease.close()
 
     @contextlib.asynccontextmanager
     async def keep_alive(self, keep_alive_s: float | None) -> AsyncIterator[None]:
-        """Let go of what has not been used for so long, until the end of the context; None keeps it."""
+        """Release tensors that were unused for so long, until the context ends; None keeps them."""
         if keep_alive_s is None:
             yield
             return
@@ -208,7 +208,7 @@ class Worker:
             yield
 
     async def digests(self) -> dict[str, str]:
-        """Return a digest per tensor, made a piece at a time between frames. Raises ModelError if nothing is loaded."""
+        """Return a digest per tensor, computed in steps between frames. Raises ModelError if nothing is loaded."""
         found: dict[str, str] = {}
         pieces = self._require_shard().digest_into(found)
         try:
@@ -216,11 +216,11 @@ class Worker:
                 pass
         finally:
             self._used_at = asyncio.get_running_loop().time()
-            await self._thread.run(pieces.close)  # where its arrays belong
+            await self._thread.run(pieces.close)  # its arrays belong to that thread
         return found
 
     async def compile(self, grammar: Grammar) -> None:
-        """Get ready for a grammar. Raises ModelError if nothing is loaded, SamplingError for a malformed grammar."""
+        """Compile a grammar. Raises ModelError if nothing is loaded, SamplingError for a malformed grammar."""
         shard = self._require_shard()
         check_grammar(grammar)
         await run_in_thread(partial(shard.grammars.guide, grammar))
@@ -231,12 +231,12 @@ class Worker:
     async def attached(
         self, request: AttachRequest, write: Callable[[Report], Awaitable[None]], network: Network
     ) -> AsyncIterator[Attachment]:
-        """Take this worker's place in a chain until the end of the context, or until the coordinator replaces it.
+        """Be part of a chain until the context ends, or until the coordinator replaces the attachment.
 
         Raises:
-            NodeBusy, FrameError: as `release_for`, or it is loading.
+            NodeBusy: as `release_for`, or the worker is loading. FrameError: as `release_for`.
             ModelError, StageLost: another shard is held, or none any more.
-            BrigadeError: what the next stage refuses with.
+            BrigadeError: the refusal of the next stage.
         """
         await self.release_for(request.coordinator, request.epoch)
         if self.state is WorkerState.LOADING:
@@ -255,14 +255,14 @@ class Worker:
                 raise
             raise StageLost("was attached anew by the same coordinator") from None
         finally:
-            await shielded(self._detach(attachment))  # grpc cancels this task whenever the coordinator goes
+            await shielded(self._detach(attachment))  # grpc cancels this task when the coordinator leaves
 
     async def release_for(self, coordinator: Coordinator, epoch: int | None = None) -> None:
         """End the attachment that this coordinator may still have here.
 
         Raises:
             NodeBusy: the node serves another coordinator, or is about to end.
-            FrameError: the epoch lies before that of the attachment.
+            FrameError: the epoch is earlier than that of the attachment.
         """
         self.refuse_if_draining()
         while attachment := self.attachment:
@@ -277,7 +277,7 @@ class Worker:
             self.refuse_if_draining()
 
     async def wait_detached(self) -> None:
-        """Return once this node is part of no chain."""
+        """Return once this node is not part of a chain."""
         while self.attachment:
             await self._changed.wait()
 
@@ -288,7 +288,7 @@ class Worker:
             raise NodeBusy("is shutting down")
 
     async def drain(self) -> None:
-        """Take no new coordinator, have this one open no new session; return once no slot is open."""
+        """Refuse new coordinators, ask the present one to open no session, and return once no slot is open."""
         self._become(WorkerState.DRAINING)
         if self.attachment:
             self.attachment.say_draining()
@@ -300,7 +300,7 @@ class Worker:
             await self.stage.wait_idle()
 
     def _become(self, state: WorkerState) -> None:
-        """Enter a state. A worker that drains stays so, whatever ends meanwhile."""
+        """Enter a state. A draining worker stays in that state."""
         state = WorkerState.DRAINING if self.state is WorkerState.DRAINING else state
         assert state is self.state or state in TRANSITIONS[self.state], f"{self.state} -> {state}"
         self.state = state
@@ -309,7 +309,7 @@ class Worker:
         self._changed = asyncio.Event()
 
     async def _detach(self, attachment: Attachment) -> None:
-        """Close the attachment, then leave the chain in the same turn of the loop, whatever closing raised."""
+        """Close the attachment, then leave the chain in the same iteration of the loop, even if closing failed."""
         try:
             await attachment.close()
         finally:
@@ -336,10 +336,10 @@ class Worker:
         return self.shard
 
     def _require_loaded(self, expected: LoadRequest) -> Shard:
-        """Return the held shard, if it is the one that the coordinator means.
+        """Return the held shard if it is the expected one.
 
         Raises:
-            ModelError: it is another one. StageLost: its tensors are gone meanwhile.
+            ModelError: it is another one. StageLost: its tensors were released meanwhile.
         """
         held = self._held
         if held and held.shard is None:
@@ -362,10 +362,10 @@ class Worker:
             await self._thread.run(partial(keep_within, request.memory_bytes, held.shard.nbytes))
             await report(LoadProgress(phase="kept", done=held.shard.nbytes, total=held.shard.nbytes))
             return
-        tensors: dict[str, mx.array] = {}  # those that can be kept
+        tensors: dict[str, mx.array] = {}  # that can be kept
         if held and _is_of_same_model(held, wanted, stamp):
             tensors = held.shard.tensors if held.shard else held.read
-        self._held = held = None  # the memory of the others is needed
+        self._held = held = None  # the memory of the other tensors is needed
         self._log.info("loading %s", _name_of(request))
         began = time.monotonic()
         try:
@@ -374,7 +374,7 @@ class Worker:
             await _checked(partial(check_contents, checkpoint, request.contents), report)  # files that came only now
         except asyncio.CancelledError:
             self._log.info("gave up loading %s: nobody waits for it any more", _name_of(request))
-            with contextlib.suppress(ModelError):  # a file has changed: nothing of it is kept
+            with contextlib.suppress(ModelError):  # a file has changed: keep nothing
                 self._held = Held(wanted, _stamp_after(checkpoint, stamp), None, tensors)
             raise
         self._held = Held(wanted, _stamp_after(checkpoint, stamp), shard, {})
@@ -385,10 +385,10 @@ class Worker:
     async def _read(
         self, checkpoint: Checkpoint, request: LoadRequest, tensors: dict[str, mx.array], report: ReportProgress
     ) -> Shard:
-        """Return the shard. If this is cancelled, return once the loading threads have noticed.
+        """Return the shard. After a cancellation, wait until the loading threads have stopped.
 
         Args:
-            tensors: of the same model, which the shard takes over; after a cancellation those that have been read.
+            tensors: of the same model, which the shard takes over; after a cancellation, those that were read.
         """
         given_up = threading.Event()
         progress: asyncio.Queue[LoadProgress | None] = asyncio.Queue()
@@ -438,7 +438,7 @@ def _name_of(request: LoadRequest) -> str:
 
 
 def _stamp_after(checkpoint: Checkpoint, before: Stamp) -> Stamp:
-    """Return the stamp once all is read. Raises ModelError if a file that was here before has changed since."""
+    """Return the stamp after everything was read. Raises ModelError if a file of the first stamp has changed."""
     after = checkpoint.stamp()
     if changed := sorted(set(before) - set(after)):
         raise ModelError(f"{checkpoint.folder / changed[0][0]} changed while it was read; start again")
@@ -446,7 +446,7 @@ def _stamp_after(checkpoint: Checkpoint, before: Stamp) -> Stamp:
 
 
 def _is_of_same_model(held: Held, wanted: LoadRequest, stamp: Stamp) -> bool:
-    """Whether the held tensors are of the same copy of the model, whose files have not changed since."""
+    """Return whether the held tensors are of the same copy of the model and its files are unchanged."""
     other = LoadRequest()
     other.CopyFrom(wanted)
     other.start, other.end = held.request.start, held.request.end
@@ -454,7 +454,7 @@ def _is_of_same_model(held: Held, wanted: LoadRequest, stamp: Stamp) -> bool:
 
 
 def _shard_of(request: LoadRequest) -> LoadRequest:
-    """Return the request without what makes no difference to the shard: its coordinator and what that knows."""
+    """Return the request without the fields that do not affect the shard."""
     shard = LoadRequest()
     shard.CopyFrom(request)
     for field in ("coordinator", "contents", "memory_bytes", "digests"):

@@ -1,8 +1,8 @@
-"""Links: how long a few bytes take to another node and back, and how many arrive per second.
+"""Measurements of links: the round trip of a few bytes to another node, and the bytes per second.
 
-Plans need what gRPC makes of a link (`measure_link`). Doctor also wants to know which interfaces the connection takes,
-and what TCP, TLS and unencrypted gRPC make of the same way. For each of those the far node opens a port for one
-conversation (`open_port`) and hands out a token, without which the port answers nothing.
+Plans use the speed of gRPC on a link (`measure_link`). Doctor also asks which interfaces the connection uses, and how
+fast TCP, TLS and unencrypted gRPC are on the same path. For each of those the far node opens a port for one
+conversation (`open_port`) and hands out a token; callers without the token get no answer.
 """
 
 import asyncio
@@ -35,8 +35,7 @@ from protos.brigade_pb2 import (
 from protos.brigade_pb2_grpc import NodeServicer, NodeStub, add_NodeServicer_to_server
 from worker.config import join_address, split_address
 from worker.errors import BrigadeError, FrameError, StageLost
-from worker.node.dial import dial
-from worker.node.network import Network
+from worker.node.network import Network, dial
 from worker.node.rpc_errors import error_of
 from worker.platform.threads import run_in_thread
 
@@ -47,7 +46,7 @@ _LARGE_BYTES = 8 * 2**20
 # of gRPC
 _NUM_PARTS, _NUM_WARM_PARTS = 20, 4
 _PART_BYTES = 2**20
-_MAX_PARTS = 64  # of one call
+_MAX_PARTS = 64  # in one call
 _PROBE_S = 5.0
 # of plain sockets
 _NUM_ROUNDS, _NUM_WARM_ROUNDS = 40, 8
@@ -55,8 +54,8 @@ _PIECE_BYTES = 2**18
 _TOKEN_BYTES = 32
 _MAX_LISTENERS = 4
 _CONNECT_S = 3.0
-_ACCEPT_S = 15.0  # that a port stays open for its conversation
-_TALK_S = 5.0  # that a conversation may take
+_ACCEPT_S = 15.0  # how long a port waits for its conversation
+_TALK_S = 5.0  # the longest conversation
 
 _TOKEN_KEY = "brigade-token-bin"
 _PLAIN_GRPC = [
@@ -67,11 +66,11 @@ _PLAIN_GRPC = [
 
 
 async def measure_link(network: Network, request: LinkRequest) -> LinkReply:
-    """Measure round trip and bytes per second to a node; for a request with `examined` also everything else.
+    """Measure round trip and bytes per second to a node; if `examined` also its interfaces and listeners.
 
     Raises:
-        StageLost: the node does not answer; where the link is examined the reply's `way.error` says so instead.
-        FrameError: the request's listeners are malformed; their tokens are sent to the far node as they are.
+        StageLost: the node does not answer. If `examined` the reply's `way.error` says so instead.
+        FrameError: the request's listeners are malformed; only well-formed tokens are sent to the far node.
     """
     if len(request.listeners) > _MAX_LISTENERS or any(len(each.token) != _TOKEN_BYTES for each in request.listeners):
         raise FrameError(f"expected at most {_MAX_LISTENERS} listeners with tokens of {_TOKEN_BYTES} bytes")
@@ -93,7 +92,7 @@ async def measure_link(network: Network, request: LinkRequest) -> LinkReply:
 
 
 async def connect(address: str) -> Way:
-    """Connect to HOST:PORT and close again; `error` and `errno` tell why that failed."""
+    """Connect to HOST:PORT and close again. `error` and `errno` give the reason of a failure."""
     return await run_in_thread(partial(_connect, address))
 
 
@@ -126,7 +125,7 @@ async def _probe(network: Network, node: str, address: str) -> LinkReply:
 
 
 async def exchange(call: grpc.aio.StreamStreamCall[ProbePart, ProbeReply]) -> LinkReply:
-    """Measure by a call of Probe. Raises RpcError, or StageLost if the node ends it early."""
+    """Measure with a call of Probe. Raises RpcError, or StageLost if the node ends it early."""
     small, large = ProbePart(data=_SMALL), ProbePart(data=bytes(_PART_BYTES))
     tries_s = [await _send(call, [small]) for _ in range(_NUM_PARTS)]
     rtt_s = median(tries_s[_NUM_WARM_PARTS:])
@@ -138,7 +137,7 @@ async def exchange(call: grpc.aio.StreamStreamCall[ProbePart, ProbeReply]) -> Li
 async def _send(call: grpc.aio.StreamStreamCall[ProbePart, ProbeReply], parts: Sequence[ProbePart]) -> float:
     """Return the seconds until all parts are answered."""
     began = time.monotonic()
-    with contextlib.suppress(asyncio.InvalidStateError):  # refused meanwhile: reading raises the reason
+    with contextlib.suppress(asyncio.InvalidStateError):  # the call was refused: reading raises the reason
         for part in parts:
             await call.write(part)
     for _ in parts:
@@ -159,7 +158,7 @@ async def answer_probe(parts: AsyncIterator[ProbePart]) -> AsyncIterator[ProbeRe
 
 
 async def measure_line(network: Network, node: str, host: str, listener: Listener) -> Line:
-    """Measure by a conversation with a port that the node has opened on `host`; `error` tells why that failed."""
+    """Measure with a port that the node has opened on `host`. `error` gives the reason of a failure."""
     if listener.transport == TRANSPORT_GRPC:
         line = await _measure_plain_grpc(host, listener)
     else:
@@ -187,20 +186,9 @@ async def _measure_plain_grpc(host: str, listener: Listener) -> Line:
     return Line(rtt_ms=found.rtt_ms, bytes_per_s=found.bytes_per_s)
 
 
-class Port:
-    """A port that is open for one conversation."""
-
-    def __init__(self, listener: Listener) -> None:
-        self.listener = listener
-
-    async def answer(self) -> None:
-        """Hold the conversation; return after it, or if no caller with the token comes in time."""
-        raise NotImplementedError
-
-
 @asynccontextmanager
-async def open_port(network: Network, request: ListenRequest) -> AsyncIterator[Port]:
-    """Open a port for one conversation on a host where this node listens anyway; it closes with the context.
+async def open_port(network: Network, request: ListenRequest) -> AsyncIterator["_PlainGrpc | _PlainSocket"]:
+    """Open a port for one conversation, on a host where this node listens anyway, until the context ends.
 
     Raises:
         FrameError: this node listens nowhere, or has no certificate for an encrypted conversation.
@@ -227,15 +215,16 @@ async def open_port(network: Network, request: ListenRequest) -> AsyncIterator[P
             yield _PlainSocket(listener, port, context)
 
 
-class _PlainGrpc(Port, NodeServicer):
-    """Answers one call of Probe with the token over an unencrypted connection: zeros travel on it, nothing else."""
+class _PlainGrpc(NodeServicer):
+    """A port that answers one call of Probe with the token, unencrypted. It transfers only zeros."""
 
     def __init__(self, listener: Listener) -> None:
-        super().__init__(listener)
+        self.listener = listener
         self._is_taken = False
         self._is_over = asyncio.Event()
 
     async def answer(self) -> None:
+        """Return after the conversation, or if no caller with the token comes in time."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._is_over.wait(), _ACCEPT_S)
 
@@ -256,21 +245,22 @@ class _PlainGrpc(Port, NodeServicer):
             self._is_over.set()
 
 
-class _PlainSocket(Port):
-    """Accepts one connection and closes its port. Both ends block on threads: an event loop would be measured too."""
+class _PlainSocket:
+    """A port that accepts one connection. Both ends use threads, so that no event loop is measured."""
 
     def __init__(self, listener: Listener, port: socket.socket, context: ssl.SSLContext | None) -> None:
-        super().__init__(listener)
+        self.listener = listener
         self._port = port
         self._context = context
 
     async def answer(self) -> None:
+        """Hold the conversation and return; return without if no caller comes in time."""
         loop, is_ready = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self._port, is_ready.set)
         try:
             async with asyncio.timeout(_ACCEPT_S):
                 await is_ready.wait()
-            connection, _ = self._port.accept()  # handed to its thread at once: cancelling here would leak it
+            connection, _ = self._port.accept()  # no await before its thread has it, or a cancellation leaks it
         except OSError:  # no caller in time, or it left again
             return
         finally:
@@ -280,7 +270,7 @@ class _PlainSocket(Port):
             await run_in_thread(partial(_answer, connection, self._context, self.listener.token))
 
 
-# A conversation: the token, small messages that come back one by one, many bytes that one byte answers.
+# A conversation: the token, small messages that are echoed one by one, then many bytes that one byte acknowledges.
 
 
 def _converse(host: str, listener: Listener, context: ssl.SSLContext | None, node: str) -> Line:
@@ -315,7 +305,7 @@ def _answer(connection: socket.socket, context: ssl.SSLContext | None, token: by
 
 @contextmanager
 def _talking(connection: socket.socket, context: ssl.SSLContext | None, name: str | None = None) -> Iterator["_Talk"]:
-    """Close the connection at the end; encrypted by `context`, as the caller if `name` is the other end's."""
+    """Talk over a connection and close it; encrypted if there is a `context`, as client if there is a server `name`."""
     with connection:
         connection.settimeout(_TALK_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -327,7 +317,7 @@ def _talking(connection: socket.socket, context: ssl.SSLContext | None, name: st
 
 
 class _Talk:
-    """Whole messages over a connection; TimeoutError once the conversation takes too long."""
+    """Whole messages over a connection. Raises TimeoutError once the conversation takes too long."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -338,7 +328,7 @@ class _Talk:
         self._connection.sendall(data)
 
     def receive(self, count: int) -> bytes:
-        """Receive `count` bytes. Raises ConnectionResetError if the connection ends before."""
+        """Receive `count` bytes. Raises ConnectionResetError if the connection ends before that."""
         found = bytearray()
         while len(found) < count:
             self._limit()

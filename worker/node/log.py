@@ -1,4 +1,4 @@
-"""A worker's log: lines on standard error for a person, each of which begins with the worker's name."""
+"""A worker's log: lines on standard error for people, each beginning with the worker's name."""
 
 import asyncio
 import logging
@@ -11,8 +11,8 @@ _MOST_CHARACTERS = 2000  # of a line
 
 
 def worker_log(name: str, out: TextIO | None) -> logging.Logger:
-    """Return the log of the worker `name`, which writes to `out`, or nowhere. Levels are not shown."""
-    log = logging.Logger(f"worker {name}", logging.INFO)  # of no hierarchy: one process may have several workers
+    """Return the log of the worker `name`, which writes to `out` if given. Levels are not shown."""
+    log = logging.Logger(f"worker {name}", logging.INFO)  # outside the hierarchy: a process may have several workers
     handler = logging.NullHandler() if out is None else _LineHandler(out)
     handler.setFormatter(_LineFormatter())
     log.addHandler(handler)
@@ -20,18 +20,18 @@ def worker_log(name: str, out: TextIO | None) -> logging.Logger:
 
 
 def log_failure(log: logging.Logger, task: "asyncio.Task[None]") -> None:
-    """Log why a background task failed, if it did: a callback for when it is done."""
+    """Log why a background task failed. A callback for the end of a task."""
     if not task.cancelled() and (error := task.exception()):
         log.error("%s", error if isinstance(error, BrigadeError) else internal_error_text(error))
 
 
 class _LineHandler(logging.StreamHandler[TextIO]):
     def handleError(self, record: logging.LogRecord) -> None:
-        """Go on serving when nothing reads the log any more."""
+        """Go on serving if the log can no longer be written."""
 
 
 class _LineFormatter(logging.Formatter):
-    """Makes one printable line of a record, whatever callers have put into their names."""
+    """Formats a record as one printable line, whatever text callers use as names."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = record.getMessage()

@@ -1,6 +1,6 @@
-"""Model sources: where a worker finds the model that a coordinator means.
+"""Model sources: where a worker finds the model that a coordinator requests.
 
-The name that a peer gives is compared with the names of what is here; it is never opened as a path.
+The requested name is compared with the names of what is here; it is never opened as a path.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,28 +24,28 @@ Headers = Mapping[str, TensorInfo]
 Opening = Callable[[], Checkpoint]
 Check = Callable[[Checkpoint], None]
 
-_SHOWN = 100  # characters of a name that a peer has given
+_SHOWN = 100  # characters of a peer's name for a model
 
 
 @dataclass(frozen=True)
 class ModelSources:
-    """The models that the user of this node lets coordinators load, beside `demo` and those of the hub's cache.
+    """The models that coordinators may load here, besides `demo` and those in the hub's cache.
 
-    All methods block: they are for threads beside the event loop.
+    All methods block: call them from threads.
     """
 
-    own: str | None = None  # a folder, a hub repository, or `demo`: whatever coordinators call it
-    roots: tuple[Path, ...] = ()  # folders that hold folders of models
+    own: str | None = None  # a folder, a hub repository or `demo`, under any name that coordinators use
+    roots: tuple[Path, ...] = ()  # folders whose subfolders are models
     may_download: bool = False  # any repository
     may_download_own: bool = True
-    cache: WeightsCache | None = None  # of what coordinators send; without it they may send nothing
+    cache: WeightsCache | None = None  # of weights that coordinators send; None refuses them
 
     @classmethod
     def of(cls, cluster: ClusterConfig, name: str | None, model: str | None) -> "ModelSources":
-        """Return what this node's configuration says; the flag `model` wins over it.
+        """Return the sources that this node's configuration describes; the flag `model` overrides it.
 
-        A node may download a model that is meant for it alone. With `pull: coordinator` the model of all nodes is
-        downloaded once, by the coordinator, which sends it.
+        A node may always download a model that is configured for it alone. With `pull: coordinator` only the
+        coordinator downloads the model of all nodes, and sends it.
         """
         entry = next((worker for worker in cluster.workers if worker.name == name), None)
         for_this_node = model or (entry.model if entry else None)
@@ -59,10 +59,10 @@ class ModelSources:
         )
 
     def open(self, request: LoadRequest, check: Check) -> Checkpoint:
-        """Return the first copy of the requested model that passes the check: an own one, or a received one.
+        """Return the first copy of the requested model that passes the check: one of its own, or a received one.
 
         Raises:
-            ModelLacking: there is none, and it may be sent.
+            ModelLacking: there is none, and the coordinator may send it.
             ModelError: there is none.
         """
         known = unpack_headers(request.contents.headers)
@@ -79,10 +79,10 @@ class ModelSources:
             return received
 
     def lease(self, checkpoint: Checkpoint, start: int, end: int) -> Lease:
-        """Keep received files of these layers from being evicted until the lease is closed.
+        """Protect the received files of these layers from eviction until the lease is closed.
 
         Raises:
-            ModelLacking: one has been evicted just now.
+            ModelLacking: one was evicted just now.
         """
         if self.cache is None:
             return Lease()
@@ -92,13 +92,13 @@ class ModelSources:
             raise ModelLacking(error.message) from error
 
     def open_own(self, wanted: str, known: Headers, check: Check) -> Checkpoint:
-        """Return the first of this node's own models that may be meant and that passes the check.
+        """Return the first of this node's own models that may be the wanted one and passes the check.
 
         Args:
-            wanted: the coordinator's name for it.
+            wanted: the coordinator's name for the model.
             known: the headers of the coordinator's copy: with them a folder may lack files.
         Raises:
-            ModelError: none may be meant, or the check's refusal of the first.
+            ModelError: there is no candidate, or the refusal of the first one.
         """
         refusals = []
         for opening in self.candidates(wanted, known):
@@ -108,15 +108,34 @@ class ModelSources:
                 return checkpoint
             except ModelError as error:
                 refusals.append(error)
-        raise refusals[0] if refusals else self._refusal(wanted)
+        if refusals:
+            raise refusals[0]
+        # the same whether or not the name leads to anything
+        shown = repr(wanted if len(wanted) <= _SHOWN else f"{wanted[:_SHOWN]}...")
+        has = "no folder of that name directly below its `models:`" if self.roots else "no model of its own"
+        raise ModelError(
+            f"is asked for the model {shown}, opens no path that a peer names, and has {has}; "
+            "start it with --model FOLDER_OR_REPO, or set `model:`, `models:` or `pull: coordinator` in its own "
+            "cluster.yaml"
+        )
 
     def candidates(self, wanted: str, known: Headers) -> list[Opening]:
-        """Return ways to open what may be meant, the likeliest first, other repositories last: they may be remote."""
+        """Return functions that open what may be meant, the likeliest first. They are lazy: some ask the hub."""
+        found: list[Opening] = [partial(open_checkpoint, wanted)] if wanted == "demo" else []
+        name = PurePosixPath(_repository(wanted) if is_repository(wanted) else wanted).name
+        for root in self.roots:
+            found += [partial(open_folder, folder, known=known) for folder in _directly_below(root, name)]
+        is_own = self._is_own_repository(wanted)
+        if is_repository(wanted) and not is_own:
+            from worker.model.hub import (  # imports huggingface_hub, which folders never need
+                open_cached,
+                open_repository,
+            )
+
+            found.append(partial(open_repository, wanted) if self.may_download else partial(open_cached, wanted, known))
         own = [partial(self._open_own, wanted, known)] if self.own else []
-        bundled: list[Opening] = [partial(open_checkpoint, wanted)] if wanted == "demo" else []
-        named = [*bundled, *self._below_roots(wanted, known), *self._from_hub(wanted, known)]
-        is_far = is_on_hub(self.own or "") and not self._is_own_repository(wanted)
-        return [*named, *own] if is_far else [*own, *named]
+        is_far = is_on_hub(self.own or "") and not is_own
+        return [*found, *own] if is_far else [*own, *found]
 
     def _open_own(self, wanted: str, known: Headers) -> Checkpoint:
         assert self.own is not None
@@ -131,32 +150,9 @@ class ModelSources:
         return open_checkpoint(self.own, known)
 
     def _is_own_repository(self, wanted: str) -> bool:
-        """Whether the own model comes from the same repository, at whatever revision."""
+        """Return whether the own model is of the same repository, at any revision."""
         own = self.own or ""
         return is_repository(wanted) and is_on_hub(own) and _repository(wanted) == _repository(own)
-
-    def _below_roots(self, wanted: str, known: Headers) -> list[Opening]:
-        name = PurePosixPath(_repository(wanted) if is_repository(wanted) else wanted).name
-        return [
-            partial(open_folder, found, known=known) for root in self.roots for found in _directly_below(root, name)
-        ]
-
-    def _from_hub(self, wanted: str, known: Headers) -> list[Opening]:
-        if not is_repository(wanted) or self._is_own_repository(wanted):
-            return []
-        from worker.model.hub import open_cached, open_repository  # as above
-
-        return [partial(open_repository, wanted) if self.may_download else partial(open_cached, wanted, known)]
-
-    def _refusal(self, wanted: str) -> ModelError:
-        """The same whether or not there is anything where the name points."""
-        shown = repr(wanted if len(wanted) <= _SHOWN else f"{wanted[:_SHOWN]}...")
-        has = "no folder of that name directly below its `models:`" if self.roots else "no model of its own"
-        return ModelError(
-            f"is asked for the model {shown}, opens no path that a peer names, and has {has}; "
-            "start it with --model FOLDER_OR_REPO, or set `model:`, `models:` or `pull: coordinator` in its own "
-            "cluster.yaml"
-        )
 
 
 def _repository(model: str) -> str:
@@ -164,12 +160,12 @@ def _repository(model: str) -> str:
 
 
 def _directly_below(root: Path, name: str) -> Iterator[Path]:
-    """The root's folder of this name, unless it is a link that leads out of the root."""
+    """Yield the root's folder of this name, unless it is a link that leads out of the root."""
     try:
         for entry in root.iterdir():
             if entry.name == name and entry.resolve().is_relative_to(root.resolve()) and entry.is_dir():
                 yield entry
-    except (OSError, RuntimeError):  # it is not there, or a link leads back to itself
+    except (OSError, RuntimeError):  # it is missing, or a link leads to itself
         return
 
 
@@ -190,7 +186,7 @@ def check_load_request(
 
 
 def check_layers(request: LoadRequest, checkpoint: Checkpoint) -> None:
-    """Refuse layers, or hidden states, that the model does not have. Raises ModelError, naming both values."""
+    """Raise ModelError, naming both values, for layers or hidden states that the model does not have."""
     spec = describe(checkpoint)
     layers = f"[{request.start}, {request.end}) of {request.num_layers} layers"
     if request.num_layers != spec.num_layers or not 0 < request.start < request.end <= spec.num_layers:
@@ -201,7 +197,7 @@ def check_layers(request: LoadRequest, checkpoint: Checkpoint) -> None:
 
 
 def check_model(request: LoadRequest, checkpoint: Checkpoint) -> None:
-    """Refuse another model, by its configuration and the shapes of its tensors. Raises ModelError with both digests."""
+    """Raise ModelError, with both digests, for a model with another configuration or other tensor shapes."""
     ours, theirs = checkpoint.fingerprint, request.fingerprint
     for part, what in (("config", "config.json"), ("tokenizer", "tokenizer files"), ("tensors", "tensor headers")):
         here, there = getattr(ours, part), getattr(theirs, part)

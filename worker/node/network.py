@@ -1,12 +1,13 @@
-"""Network: how nodes reach each other, encrypted or not. The one place where ports and channels are made.
+"""How nodes reach each other, encrypted or not: all ports and channels are made here.
 
-Except the ports that links.py opens to measure, for one connection each.
+The exception are the ports that links.py opens for one measurement each.
 """
 
+import asyncio
 import shlex
 import socket
 import ssl
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,20 @@ import grpc
 import grpc.aio
 
 from worker.config import ClusterConfig, may_be_plaintext, split_address
-from worker.errors import ConfigError, FrameError
+from worker.errors import ConfigError, FrameError, StageLost
 from worker.node.framing import ENCRYPTED, PLAIN, Wire
 from worker.node.identity import Identity, KeyFile, Role
 
-PROTOCOL_VERSION = 5  # one more with each field that an older node would ignore, and do something else than is asked
+PROTOCOL_VERSION = 5  # raised with each field that an older node would wrongly ignore
 UPDATE_BOTH = "install the same version of brigade on both, from the coordinator by: brigade launch --update"
 ACCEPTED = (("brigade-accepted", "1"),)  # initial metadata of a stream that was not refused
 
 MOST_CONNECTIONS = 1024  # to one server, from all callers together
-_MOST_CALLS = 64  # at one time: a node of a chain serves two, and other callers ask it now and then
+_MOST_CALLS = 64  # at one time; a node of a chain serves two, plus occasional ones
+HEAD_START_S = 0.25  # a later address wins only if it is faster than an earlier one by this much
+_REACH_S = 3.0
 _WHERE = "as `address:` in cluster.yaml or as --bind"
-_MAX_MESSAGE_BYTES = 16 * 2**20  # gRPC takes them whole; the longest, headers of a large model, have a few MiB
+_MAX_MESSAGE_BYTES = 16 * 2**20  # the longest messages, headers of a large model, have a few MiB
 _BOTH_ENDS = [
     ("grpc.keepalive_time_ms", 1000),
     ("grpc.keepalive_timeout_ms", 1000),
@@ -45,19 +48,25 @@ _SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),  # or a second server on the port would start silently
     ("grpc.max_concurrent_streams", 16),  # of a connection
     ("grpc.max_allowed_incoming_connections", MOST_CONNECTIONS),
-    ("grpc.server_handshake_timeout_ms", 10_000),  # of a connection that says nothing; gRPC would wait for two minutes
+    ("grpc.server_handshake_timeout_ms", 10_000),  # of a silent connection; gRPC's default is two minutes
 ]
 _CHANNEL_OPTIONS = [
     *_BOTH_ENDS,
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.min_reconnect_backoff_ms", 1000),  # that one attempt may take: a stopped node takes it and says nothing
+    (
+        "grpc.min_reconnect_backoff_ms",
+        1000,
+    ),  # also the limit of one attempt to a stopped process
     ("grpc.max_reconnect_backoff_ms", 2000),
     ("grpc.enable_retries", 0),
 ]
 
 
+Attempt = asyncio.Task[Any]
+
+
 class AddressMissing(ConfigError):
-    """An address cannot be had now: it is in use, or no address of this machine. It may be had later."""
+    """An address is in use, or not one of this machine. It may become available later."""
 
 
 class Network:
@@ -72,13 +81,14 @@ class Network:
         file: str = "cluster.yaml",
         launched: Collection[str] = (),
     ) -> None:
-        """`keys` has every link encrypted, those on this machine too; without it, `insecure` lets bytes leave it.
+        """Make a network that is encrypted if there are `keys`, and else stays on this machine unless `insecure`.
 
         Args:
             insecure: the user trusts the network.
-            warn: takes a line about this node's certificate, for the user.
-            file: where the user says all that.
-            launched: the workers that `brigade launch` reaches from here.
+            keys: encrypt every link, also those on this machine.
+            warn: gets lines about this node's certificate, for the user.
+            file: the configuration, which messages name.
+            launched: the workers that `brigade launch` can start from here.
         """
         self.file = file
         self._insecure = insecure
@@ -86,24 +96,24 @@ class Network:
         self._warn = warn
         self._launched = frozenset(launched)
         self._said = ""
-        self._hosts: dict[str, None] = {}  # on which it listens, in their order
+        self._hosts: dict[str, None] = {}  # on which it listens, in order
 
     @classmethod
     def of(
         cls, cluster: ClusterConfig, name: str, role: Role, warn: Callable[[str], None] = lambda line: None
     ) -> "Network":
-        """As the configuration says, for the node of this name."""
+        """Return the network that the configuration describes, for the node of this name."""
         keys = KeyFile(Path(cluster.tls.keys), name, role) if cluster.tls else None
         launched = [worker.name for worker in cluster.workers if worker.ssh]
         return cls(insecure=cluster.insecure, keys=keys, warn=warn, file=cluster.file, launched=launched)
 
     @property
     def wire(self) -> Wire:
-        """How frames are framed on this network's links."""
+        """The format of frames on this network's links."""
         return ENCRYPTED if self._keys else PLAIN
 
     def way_to_start(self, name: str) -> str:
-        """Return where and how the user starts the worker of this name."""
+        """Return the command that starts the worker of this name, and where to run it."""
         file = shlex.quote(self.file)
         if name in self._launched:
             return f"from here: brigade launch {name} --config {file}"
@@ -111,10 +121,10 @@ class Network:
 
     @property
     def own(self) -> Identity | None:
-        """Return what this node's file says now, another object once it has changed; None without encryption.
+        """The identity in this node's key file now, a new object once it has changed; None without encryption.
 
         Raises:
-            ConfigError: it will not do.
+            ConfigError: the file is unusable.
         """
         return self._keys.read() if self._keys else None
 
@@ -125,15 +135,15 @@ class Network:
         return int(own.until.timestamp()) if own else 0
 
     def server(self) -> grpc.aio.Server:
-        """A server that `listen` binds."""
+        """Return a server, which `listen` binds."""
         return grpc.aio.server(options=_SERVER_OPTIONS, maximum_concurrent_rpcs=_MOST_CALLS)
 
     def listen(self, server: grpc.aio.Server, bind: str) -> int:
-        """Bind to HOST:PORT; returns the port, which is a free one for port 0.
+        """Bind to HOST:PORT and return the port; port 0 takes a free one.
 
         Raises:
-            AddressMissing: it cannot be had now.
-            ConfigError: it may not be plaintext, or this node's certificate will not do.
+            AddressMissing: the address is not available now.
+            ConfigError: it would need encryption, or this node's certificate is unusable.
         """
         if not self._may_use(bind):
             raise ConfigError(
@@ -152,10 +162,10 @@ class Network:
         return port
 
     def host_beside(self, address: str) -> str:
-        """The host on which this node listens at this address, else the first one; none of them is a new exposure.
+        """Return this address's host if the node listens on it, else the first host: so nothing new is exposed.
 
         Raises:
-            FrameError: it listens nowhere.
+            FrameError: the node listens nowhere.
         """
         if not self._hosts:
             raise FrameError("listens nowhere, so nothing can be measured there")
@@ -163,10 +173,10 @@ class Network:
         return host if host in self._hosts else next(iter(self._hosts))
 
     def tls_context(self, *, server: bool) -> ssl.SSLContext:
-        """Return the trust of the channels for a plain socket: TLS 1.3, both sides show a certificate.
+        """Return the context that gives a plain socket the trust of the channels: mutual TLS 1.3.
 
         Raises:
-            FrameError: links are not encrypted. ConfigError: this node's certificate will not do.
+            FrameError: links are not encrypted. ConfigError: this node's certificate is unusable.
         """
         if self._keys is None:
             raise FrameError("expected certificates for an encrypted connection, found none")
@@ -179,12 +189,12 @@ class Network:
         return context
 
     def channel(self, name: str, address: str, *, alone: bool = False) -> grpc.aio.Channel:
-        """A channel to the node `name` at HOST:PORT; encrypted, it opens to a node with that name only.
+        """Return a channel to the node `name` at HOST:PORT; if encrypted, it opens only to a node of that name.
 
         Args:
-            alone: by a connection of its own, behind whose bytes no other call of this process queues.
+            alone: use a separate connection, so that other calls do not queue behind its bytes.
         Raises:
-            ConfigError: it is no HOST:PORT, may not be plaintext, or this node's certificate will not do.
+            ConfigError: this is not HOST:PORT, it would need encryption, or this node's certificate is unusable.
         """
         target = _target(address)
         options: list[tuple[str, Any]] = [*_CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", int(alone))]
@@ -201,7 +211,7 @@ class Network:
         return grpc.aio.insecure_channel(target, options=options)
 
     def require_coordinator(self, context: grpc.aio.ServicerContext) -> None:
-        """Raise ConfigError if the links are encrypted and the caller's certificate is no coordinator's."""
+        """Raise ConfigError if links are encrypted and the caller's certificate is not a coordinator's."""
         if self._keys is not None and Role.COORDINATOR not in (caller := Caller.of(context)).roles:
             raise ConfigError(
                 f"expected a certificate with the role {Role.COORDINATOR}, got {caller}; where the authority is: "
@@ -209,7 +219,7 @@ class Network:
             )
 
     def require_name(self, context: grpc.aio.ServicerContext, name: str) -> None:
-        """Raise FrameError if the links are encrypted and the caller's certificate does not carry this name."""
+        """Raise FrameError if links are encrypted and the caller's certificate does not carry this name."""
         if self._keys is not None and name.lower() not in (caller := Caller.of(context)).names:
             raise FrameError(f"expected frames of {name}, got a hop with {caller}")
 
@@ -217,24 +227,24 @@ class Network:
         return self._keys is not None or may_be_plaintext(split_address(address)[0], insecure=self._insecure)
 
     def _checked(self, keys: KeyFile) -> Identity:
-        """Return this node's own, checked in every way possible here: a peer would only close the connection."""
+        """Return this node's identity after all checks: a peer would just close the connection. Warn if it expires."""
         own = keys.read()
         if warning := own.warning():
             self._say(warning)
         return own
 
     def _say(self, line: str) -> None:
-        """Warn the user, once per line."""
+        """Warn the user, unless the last warning was the same."""
         if line != self._said:
             self._said = line
             self._warn(line)
 
     def _server_credentials(self, keys: KeyFile) -> grpc.ServerCredentials:
-        """Return credentials that read the file again at every connection, so as to show a renewed one."""
-        served = self._checked(keys)  # at this port: another one of this node asks for itself
+        """Return credentials that read the file at every connection, so that a renewed certificate is used."""
+        served = self._checked(keys)  # per port
 
         def renewed() -> grpc.ServerCertificateConfiguration | None:
-            """Is called by gRPC, on a thread of its own. An unusable new file leaves the one before in use."""
+            """Return a renewed certificate, or None. Called by gRPC on its own thread."""
             nonlocal served
             try:
                 own = self._checked(keys)
@@ -248,13 +258,13 @@ class Network:
 
         return grpc.dynamic_ssl_server_credentials(
             _configuration(served),
-            renewed,  # type: ignore[arg-type] # it may return None, says grpc's own documentation
+            renewed,  # type: ignore[arg-type] # it may return None, according to grpc's documentation
             require_client_authentication=True,
         )
 
 
 def _why_not(bind: str) -> str:
-    """Say why a server cannot be bound there, and what to do."""
+    """Return why a server cannot be bound there, and what to do."""
     host, port = split_address(bind)
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -264,7 +274,7 @@ def _why_not(bind: str) -> str:
 
 
 def _target(address: str) -> str:
-    """Return HOST:PORT as gRPC takes it for nothing else: a peer may call its successor `unix:50070`."""
+    """Return HOST:PORT in a form that gRPC reads as nothing else: `unix:50070` is a valid host name of a peer."""
     split_address(address)
     return "dns:///" + quote(address, safe="[]:")
 
@@ -275,14 +285,14 @@ def _configuration(own: Identity) -> grpc.ServerCertificateConfiguration:
 
 @dataclass(frozen=True)
 class Caller:
-    """Names and roles in a certificate of our authority, which the handshake has checked."""
+    """The names and roles in a caller's certificate, which the handshake has verified."""
 
     names: tuple[str, ...]
     roles: tuple[str, ...]
 
     @classmethod
     def of(cls, context: grpc.aio.ServicerContext) -> "Caller":
-        """Return the caller. Raises ConfigError unless it is TLS 1.3: grpcio cannot refuse it earlier."""
+        """Return the caller. Raises ConfigError unless it uses TLS 1.3, which grpcio cannot enforce earlier."""
         said = context.auth_context()
         [version] = said.get("ssl_tls_version", (b"none",))
         if version != b"TLSv1.3":
@@ -291,4 +301,69 @@ class Caller:
         return cls(tuple(names), tuple(roles))
 
     def __str__(self) -> str:
-        return f"the certificate of {', '.join(self.names) or 'nobody by name'} ({', '.join(self.roles) or 'no role'})"
+        return f"the certificate of {', '.join(self.names) or 'no name'} ({', '.join(self.roles) or 'no role'})"
+
+
+# Dialling a node with several addresses
+
+
+async def dial(network: Network, node: str, addresses: Sequence[str]) -> str:
+    """Return the node's best reachable address; the first one if none can be reached.
+
+    All are tried at once. An earlier one wins if it is not much slower.
+    """
+    if len(addresses) == 1:
+        return addresses[0]
+    channels = [network.channel(node, address) for address in addresses]
+    attempts = [asyncio.create_task(_connect(channel, node)) for channel in channels]
+    try:
+        await wait_head_start(attempts, _REACH_S, lambda: _is_settled(attempts))
+        found = (address for address, attempt in zip(addresses, attempts, strict=True) if has_succeeded(attempt))
+        return next(found, addresses[0])
+    finally:
+        await give_up(attempts)
+        await asyncio.gather(*(channel.close(grace=None) for channel in channels))
+
+
+async def wait_head_start(
+    attempts: Collection[Attempt], within_s: float, is_settled: Callable[[], bool] = lambda: False
+) -> None:
+    """Return once all attempts have ended, HEAD_START_S after the first success, or once `is_settled`.
+
+    The attempts end by themselves `within_s`. Shortly before, a success waits for half of the remaining time.
+    """
+    loop, pending = asyncio.get_running_loop(), set(attempts)
+    end, until = loop.time() + within_s, None
+    while pending and not is_settled():
+        left_s = None if until is None else max(0.0, until - loop.time())
+        done, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            return
+        if until is None and any(map(has_succeeded, done)):
+            until = loop.time() + min(HEAD_START_S, (end - loop.time()) / 2)
+
+
+async def give_up(attempts: Collection[Attempt]) -> None:
+    """Cancel the attempts that have not ended."""
+    for attempt in attempts:
+        attempt.cancel()
+    await asyncio.gather(*attempts, return_exceptions=True)
+
+
+def has_succeeded(attempt: Attempt) -> bool:
+    return attempt.done() and not attempt.cancelled() and attempt.exception() is None
+
+
+def _is_settled(attempts: Sequence[Attempt]) -> bool:
+    """Return whether the first attempt that has not failed has succeeded: no other one can be better."""
+    best = next((attempt for attempt in attempts if not attempt.done() or has_succeeded(attempt)), None)
+    return best is not None and best.done()
+
+
+async def _connect(channel: grpc.aio.Channel, node: str) -> None:
+    """Return once the node has answered the handshake. Raises StageLost at the first failure, or TimeoutError."""
+    async with asyncio.timeout(_REACH_S):
+        while (state := channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
+            if state in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN):
+                raise StageLost("cannot be reached", node=node)
+            await channel.wait_for_state_change(state)

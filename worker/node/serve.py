@@ -1,4 +1,4 @@
-"""A worker process: binds, serves, drains on SIGTERM. Holds no decisions of the protocol."""
+"""A worker process: it binds, serves, and drains on SIGTERM."""
 
 import asyncio
 import contextlib
@@ -31,9 +31,9 @@ from worker.platform.machine import allow_connections, kept_awake
 from worker.platform.threads import MlxThread
 
 _DRAIN_S = 10.0  # how long sessions in progress may take to end
-_LAST_CALLS_S = 10.0  # for calls that were cut off to give back what they hold: a piece of a load may take long
-_AGAIN_S = 5.0  # between two tries of an address that cannot be had
-_LAST_WORD_S = 1.0  # for what the coordinator of the drained sessions still reads and asks
+_LAST_CALLS_S = 10.0  # for cancelled calls to release what they hold: one step of a load may take long
+_AGAIN_S = 5.0  # between two tries of an address that is not available
+_LAST_WORD_S = 1.0  # for the last calls and reads of the coordinator whose sessions were drained
 
 
 def serve(
@@ -50,68 +50,52 @@ def serve(
 ) -> None:
     """Serve as one node until SIGTERM or SIGINT; `binds` are HOST:PORT, port 0 takes a free one.
 
-    With `follow_parent` the process also ends when its standard input closes, and says where it listens as one line
-    of JSON on standard output, and nothing else: how the coordinator keeps workers of its own.
+    With `follow_parent` the process also ends when its standard input closes, and prints its address as one line of
+    JSON on standard output and nothing else. The coordinator starts workers of its own this way.
 
     Args:
-        cluster: the node's own configuration, of which coordinators are told.
-        sources: the models that they may have it load.
-        keep_alive_s: how long an unused shard is held; None: for ever.
-        announces: whether it tells its network that it is there; one that follows its parent does not.
+        cluster: the node's own configuration, which it reports to coordinators.
+        sources: the models that coordinators may load.
+        keep_alive_s: how long an unused shard is kept; None: for ever.
+        announces: announce the node on its network; ignored with `follow_parent`.
     Raises:
-        ConfigError: the network allows none of them, or none can be had.
+        ConfigError: the network allows none of the addresses, or none is available.
     """
+
+    async def run() -> None:
+        stop = _stop_event(follow_parent=follow_parent)
+        async with listening(service, binds, network, log) as found:
+            if follow_parent:
+                print(json.dumps({"name": name, "address": found.addresses[0]}), flush=True)
+            for address in found.addresses:
+                log.info("listens on %s", address)
+            async with service.worker.keep_alive(keep_alive_s), contextlib.AsyncExitStack() as stack:
+                if announces and not follow_parent:
+                    announcement = announcing(partial(about, name, network), found.addresses, log)
+                    await stack.enter_async_context(announcement)
+                await stop.wait()
+            await found.say_ending()
+            if not follow_parent:
+                await drain(service)
+        await wait_last_calls()
+
     sys.stderr = dated(sys.stderr)
     allow_connections(MOST_CONNECTIONS)
-    running_code()  # its code as it is now
+    running_code()  # records the code as it is now
     thread = MlxThread()
-    configuration = configuration_of(cluster) if cluster else None
     log = worker_log(name, None if follow_parent else sys.stderr)
+    configuration = configuration_of(cluster) if cluster else None
     service = NodeService(name, thread, network, sources, memory_bytes, configuration, log)
     try:
         with kept_awake():
-            serving = _serve(
-                service,
-                binds,
-                network,
-                announces=announces and not follow_parent,
-                keep_alive_s=keep_alive_s,
-                follow_parent=follow_parent,
-            )
-            uvloop.run(serving)
+            uvloop.run(run())
     finally:
         thread.close()
         mx.clear_streams()
 
 
-async def _serve(
-    service: NodeService,
-    binds: Sequence[str],
-    network: Network,
-    *,
-    announces: bool,
-    keep_alive_s: float | None,
-    follow_parent: bool,
-) -> None:
-    stop = _stop_event(follow_parent=follow_parent)
-    async with listening(service, binds, network, service.log) as found:
-        if follow_parent:
-            print(json.dumps({"name": service.name, "address": found.addresses[0]}), flush=True)
-        for address in found.addresses:
-            service.log.info("listens on %s", address)
-        async with service.worker.keep_alive(keep_alive_s), contextlib.AsyncExitStack() as stack:
-            if announces:
-                say = partial(about, service.name, network)
-                await stack.enter_async_context(announcing(say, found.addresses, service.log))
-            await stop.wait()
-        await found.say_ending()
-        if not follow_parent:
-            await drain(service)
-    await wait_last_calls()
-
-
 async def drain(service: NodeService) -> None:
-    """Let sessions in progress end, for `_DRAIN_S` at most; their coordinator is told."""
+    """Tell the coordinator and let sessions in progress end, for at most `_DRAIN_S`."""
     if service.num_slots:
         what = "draining: %d sessions in progress or kept, at most %.0f s"
         service.log.info(what, service.num_slots, _DRAIN_S)
@@ -120,13 +104,13 @@ async def drain(service: NodeService) -> None:
             await service.worker.drain()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(service.worker.wait_detached(), _LAST_WORD_S)
-            await service.worker.wait_idle()  # a session may have been on its way here when the coordinator was told
+            await service.worker.wait_idle()  # a session may have been in flight when the coordinator was told
     num_slots = service.num_slots
     service.log.info(f"ends with {num_slots} sessions in progress" if num_slots else "drained")
 
 
 def _stop_event(*, follow_parent: bool) -> asyncio.Event:
-    """Set at the first SIGTERM or SIGINT, or when the parent is gone. A second signal ends the process at once."""
+    """Return an event that SIGTERM, SIGINT or the end of the parent sets. A second signal ends the process at once."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -147,20 +131,20 @@ def _stop_event(*, follow_parent: bool) -> asyncio.Event:
 
 
 class Listening:
-    """A node's servers, one per address; `listening` makes it."""
+    """A node's servers, one per address. Use `listening` to make it."""
 
     def __init__(self, service: NodeService, network: Network) -> None:
-        self.addresses: list[str] = []  # with the ports that they have got
+        self.addresses: list[str] = []  # with their real ports
         self._service = service
         self._network = network
         self._checks = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._servers: list[grpc.aio.Server] = []
 
     async def add(self, bind: str) -> None:
-        """Listen on HOST:PORT, too.
+        """Also listen on HOST:PORT.
 
         Raises:
-            AddressMissing: it cannot be had now. ConfigError: it cannot be had at all.
+            AddressMissing: it is not available now. ConfigError: it is not allowed.
         """
         server = self._network.server()
         async with contextlib.AsyncExitStack() as unless_it_serves:
@@ -174,7 +158,7 @@ class Listening:
         self.addresses.append(f"{bind.rpartition(':')[0]}:{port}")
 
     async def add_later(self, bind: str, log: Logger) -> None:
-        """Try until it can be had. Raises ConfigError once it turns out that it cannot."""
+        """Retry until the address is available. Raises ConfigError if it turns out not to be allowed."""
         while True:
             await asyncio.sleep(_AGAIN_S)
             with contextlib.suppress(AddressMissing):
@@ -182,18 +166,18 @@ class Listening:
                 return log.info("listens on %s", bind)
 
     async def say_ending(self) -> None:
-        """Have health checks say that nothing more is taken."""
+        """Let health checks report that the node takes no more work."""
         await self._checks.enter_graceful_shutdown()
 
     async def stop(self) -> None:
-        """Cut all calls off."""
+        """Cancel all calls."""
         await asyncio.gather(*(server.stop(grace=None) for server in self._servers))
 
 
 async def wait_last_calls() -> None:
-    """Let the tasks of calls that were cut off end by themselves: gRPC does not wait for them.
+    """Wait for the tasks of cancelled calls, which gRPC does not do.
 
-    The end of the loop would cancel them once more; gRPC takes that for a failure of the call and prints its trace.
+    The end of the loop would cancel them again; gRPC takes that for a failure of the call and prints a traceback.
     """
     if others := asyncio.all_tasks() - {asyncio.current_task()}:
         await asyncio.wait(others, timeout=_LAST_CALLS_S)
@@ -203,10 +187,10 @@ async def wait_last_calls() -> None:
 async def listening(
     service: NodeService, binds: Sequence[str], network: Network, log: Logger
 ) -> AsyncIterator[Listening]:
-    """Serve on the addresses that can be had, and on the others as soon as they can; the log says which cannot.
+    """Serve on the available addresses, and on the others once they become available; the log names those.
 
     Raises:
-        ConfigError: none can be had.
+        ConfigError: no address is available.
     """
     found = Listening(service, network)
     refused: dict[str, ConfigError] = {}

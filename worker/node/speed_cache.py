@@ -1,4 +1,4 @@
-"""How fast this node is at a model: from the user's cache folder, or measured now and kept there."""
+"""This node's speed at a model: from the user's cache folder, or measured now and kept there."""
 
 import contextlib
 import hashlib
@@ -20,21 +20,21 @@ from worker.platform.mlx_memory import memory_held
 from worker.platform.threads import MlxThread, run_in_thread
 
 _FORMAT = 1  # of a kept file
-_COPIES = 3  # of a layer, in memory while it is made of random numbers
+_COPIES = 3  # of a layer that are in memory while it is made of random numbers
 
 
 async def kept_speed(checkpoint: Checkpoint) -> Speed | None:
-    """Return what was measured before on this device, with this version of MLX and layers of these shapes."""
+    """Return an earlier measurement of this device, this version of MLX and layers of these shapes, if any."""
     return await run_in_thread(partial(_read, _file_of(checkpoint), _key(checkpoint)))
 
 
 async def measured_speed(checkpoint: Checkpoint, thread: MlxThread, *, anew: bool = False) -> Speed:
     """Return the kept speed, or measure it now on the MLX thread, which takes up to two seconds.
 
-    It is empty if the layers to measure have no room beside what is held here: paged memory would be measured.
+    It is empty if the measured layers do not fit beside what is loaded: paging would falsify it.
 
     Args:
-        anew: measure now, whatever is kept.
+        anew: ignore what is kept.
     """
     if not anew and (kept := await kept_speed(checkpoint)):
         return kept
@@ -48,7 +48,7 @@ async def measured_speed(checkpoint: Checkpoint, thread: MlxThread, *, anew: boo
 
 
 def _key(checkpoint: Checkpoint) -> list[str]:
-    """Return all that a speed depends on."""
+    """Return everything that a speed depends on."""
     fingerprint = checkpoint.fingerprint
     return [machine_name(), version("mlx"), version("mlx-lm"), fingerprint.config, fingerprint.tensors]
 
@@ -59,7 +59,7 @@ def _file_of(checkpoint: Checkpoint) -> Path:
 
 
 def _read(path: Path, key: list[str]) -> Speed | None:
-    """Return the kept speed; None if there is none, or it is damaged or another one's: it is measured again."""
+    """Return the kept speed; None if it is missing, damaged or of another key, so that it is measured again."""
     try:
         record = msgpack.unpackb(path.read_bytes())
         if record["format"] != _FORMAT or record["key"] != key:
@@ -70,7 +70,7 @@ def _read(path: Path, key: list[str]) -> Speed | None:
 
 
 def _write(path: Path, key: list[str], speed: Speed) -> None:
-    """A folder that cannot be written to only means that it is measured again."""
+    """Keep a speed. If the folder is read-only it is measured again next time."""
     record: dict[str, Any] = {
         "format": _FORMAT, "key": key, "kinds": [_pairs(times) for times in speed.kinds], "head": _pairs(speed.head),
         "gbps": speed.gbps,

@@ -1,7 +1,7 @@
-"""A stage's loop: frames in, the MLX thread, frames or results out. The same code in the coordinator and on workers.
+"""A stage's loop: frames in, the MLX thread, frames or results out. The coordinator and workers use the same code.
 
-Receive: `take_hop` or `submit` puts frames into a queue, on the event loop. Run: the MLX thread takes them, one after
-another (`_run_frames`). Send: `_send_out` takes what it made to the next stage or to `next_result`, on the event loop.
+Receive: `take_hop` or `submit` queues frames, on the event loop. Run: the MLX thread takes them one after another
+(`_run_frames`). Send: `_send_out` passes the outputs to the next stage or to `next_result`, on the event loop.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ from worker.node.hop import pack, unpack
 from worker.platform.mlx_memory import forget_peak, memory_held
 from worker.platform.threads import MlxThread
 
-_DEPTH = 64  # frames that may wait here: more than a scheduler ever has in flight, so one more is a peer's mistake
-_MOST_RESULTS = 4096  # that wait to be read: many times what can be in flight
+_DEPTH = 64  # frames that may wait here: more than a scheduler ever has in flight, so one more is a peer's error
+_MOST_RESULTS = 4096  # unread results: many times what can be in flight
 
 Send = Callable[[Sequence[bytes]], Awaitable[None]]
 
@@ -32,8 +32,8 @@ class StageState(Enum):
     """RUNNING -> FAILED -> STOPPED, or RUNNING -> STOPPED."""
 
     RUNNING = auto()
-    FAILED = auto()  # every call raises the failure
-    STOPPED = auto()  # nothing more is run; what waits on the MLX thread finds this frame's memory free
+    FAILED = auto()  # all calls raise the failure
+    STOPPED = auto()  # no more frames run; the next job of the MLX thread finds their memory free
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class Stage:
     def __init__(
         self, executor: Executor, thread: MlxThread, epoch: int, send: Send | None, wire: Wire = PLAIN
     ) -> None:
-        """`send` takes a frame's parts to the next stage; the last stage has none. `wire` is that of both hops."""
+        """`send` sends a frame's parts to the next stage; None on the last stage. `wire` is the format of both hops."""
         self.executor = executor
-        self.last_step = 0  # that is done
+        self.last_step = 0  # completed
         self._thread = thread
         self._epoch = epoch
         self._send = send
@@ -61,11 +61,11 @@ class Stage:
         self._failure: BrigadeError | None = None  # once it has failed
         self._tasks: list[asyncio.Task[None]] = []
         # receiving
-        self._newest_step = -1  # of the frames that came
+        self._newest_step = -1  # of the received frames
         self._frames: SimpleQueue[tuple[Arrival, int]] = SimpleQueue()  # each with its time of arrival
         self._has_hop = False
         self._credit: asyncio.Queue[int] = asyncio.Queue()  # to grant; 0 ends the hop
-        self._num_uncredited = 0  # frames that are done since the latest grant
+        self._num_uncredited = 0  # frames completed since the last grant
         # running
         self._is_scheduled = False  # `_run_frames`, on the MLX thread
         self._newest_begun = -1  # step
@@ -74,12 +74,12 @@ class Stage:
         self._idle.set()
         # sending
         self._outputs: asyncio.Queue[Outgoing] = asyncio.Queue()
-        self._outcomes: asyncio.Queue[Result | None] = asyncio.Queue()  # None, once and for all: it has failed
+        self._outcomes: asyncio.Queue[Result | None] = asyncio.Queue()  # None at the end: the stage has failed
         self._sent_bytes = 0
 
     @property
     def busy_s(self) -> float:
-        """How long the executor has been at its present step; 0 when idle."""
+        """The age of the executor's present step in seconds; 0 when idle."""
         since = self._busy_since  # read once: the MLX thread sets it
         return 0.0 if since is None else time.monotonic() - since
 
@@ -89,7 +89,7 @@ class Stage:
         return not self._outcomes.empty()
 
     def start(self, *watched: Coroutine[Any, Any, None]) -> None:
-        """Start working, and run `watched` beside it: whichever ends or fails first fails the stage."""
+        """Start sending, and run `watched` beside it. The end or failure of any of them fails the stage."""
         sending = [self._send_outputs(self._send)] if self._send else []
         for work in (*sending, *watched):
             task = asyncio.create_task(work)
@@ -97,7 +97,7 @@ class Stage:
             self._tasks.append(task)
 
     def fail(self, error: BaseException) -> None:
-        """End the stage with this error, unless it has ended already."""
+        """End the stage with this error, unless it has already ended."""
         if self._state is StageState.RUNNING:
             self._state, self._failure = StageState.FAILED, without_trace(error)
             self._outcomes.put_nowait(None)
@@ -110,15 +110,15 @@ class Stage:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks.clear()  # the error of one that failed leads back here
-        self._thread.submit(self.executor.close)  # behind the step in progress, which may take long: not waited for
+        self._tasks.clear()  # the error of a failed task refers back to this stage
+        self._thread.submit(self.executor.close)  # after the step in progress; not awaited, since that may take long
 
     async def wait_idle(self) -> None:
         """Return once no slot is open."""
         await self._idle.wait()
 
     def status(self) -> StatusReply:
-        """Return what this stage is doing and what it holds now; asks nothing of the MLX thread."""
+        """Return this stage's activity and memory. Does not wait for the MLX thread."""
         memory = memory_held()
         return StatusReply(
             clock=time.monotonic_ns(),
@@ -136,10 +136,10 @@ class Stage:
     # Receive, on the event loop
 
     def submit(self, frame: Frame) -> None:
-        """Hand over a frame that was made here.
+        """Queue a frame of this process.
 
         Raises:
-            FrameError: it is not for this stage, or one too many. BrigadeError: whatever ended the stage.
+            FrameError: it is not for this stage, or one too many. BrigadeError: the reason of the stage's end.
         """
         self._raise_failure()
         try:
@@ -150,10 +150,10 @@ class Stage:
             raise
 
     async def take_hop(self, parts: AsyncIterator[bytes]) -> AsyncIterator[Credit]:
-        """Receive the frames of the stage before this one, and grant it credit for more, until it ends the hop.
+        """Receive the frames of the previous stage and grant it credit for more, until it ends the hop.
 
         Raises:
-            FrameError: it has a hop already, or a frame is refused. BrigadeError: whatever ended the stage.
+            FrameError: there is a hop already, or a frame is refused. BrigadeError: the reason of the stage's end.
         """
         self._raise_failure()
         if self._has_hop:
@@ -196,14 +196,14 @@ class Stage:
     # Run, on the MLX thread
 
     def _schedule(self) -> None:
-        """Have the MLX thread take the frames that wait. The event loop does: it may be busy when a frame is done."""
+        """Let the MLX thread run the queued frames. Call on the event loop."""
         if not self._is_scheduled:
             self._is_scheduled = True
             loop = asyncio.get_running_loop()
             self._thread.submit(partial(self._run_frames, loop)).add_done_callback(self._frames_ran)
 
     def _run_frames(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Run all frames that wait, one after another."""
+        """Run all queued frames, one after another."""
         with memory_errors_named("at a step"):
             step = self._begin_next()
             while step is not None:
@@ -216,24 +216,24 @@ class Stage:
                 else:
                     output = Outgoing(header.step, pack(header, array, self._wire))
                 self._busy_since = None if following is None else time.monotonic()
-                # what comes from now on is an answer to this output
+                # frames that arrive from now on are answers to this output
                 goes_on = following is None and self._frames.empty() and self._state is not StageState.STOPPED
                 ahead = self.executor.launch_ahead(step, is_finished=True) if goes_on else None
                 loop.call_soon_threadsafe(self._send_out, output)
                 if ahead:
-                    ahead.evaluate()  # without Python's lock: so the output is worked on meanwhile, and not before
-                elif goes_on and self.executor.is_whole:  # nothing is sent that building could hold up
+                    ahead.evaluate()  # releases Python's lock, so the output is handled meanwhile
+                elif goes_on and self.executor.is_whole:  # no hop that building could delay
                     self.executor.build_ahead()
-                if self._state is StageState.STOPPED:  # what waits, a load perhaps, needs the memory of this frame
+                if self._state is StageState.STOPPED:  # the next job, perhaps a load, needs the memory of this frame
                     return
-                self._thread.give_way()  # frames may come without end
+                self._thread.give_way()  # frames may keep coming
                 step = following or self._begin_next()
 
     def _begin_next(self) -> Step | None:
         if self._state is StageState.STOPPED:
             return None
         busy_since = self._busy_since
-        self._busy_since = busy_since or time.monotonic()  # before the frame is gone from the queue: see _note_idle
+        self._busy_since = busy_since or time.monotonic()  # before the frame leaves the queue: see _note_idle
         try:
             arrival, received = self._frames.get_nowait()
         except Empty:
@@ -248,17 +248,17 @@ class Stage:
         return self.executor.begin(header, x, received, taken)
 
     def _frames_ran(self, running: "asyncio.Future[None]") -> None:
-        """On the event loop, once the MLX thread found no more frames, or failed."""
+        """Note that the MLX thread found no more frames, or failed. Called on the event loop."""
         self._is_scheduled = False
         self._fail_as(running)
-        self._note_idle()  # the last output may have been sent while the thread looked for one more frame
+        self._note_idle()  # the last output may have been sent before the thread found the queue empty
         if self._state is StageState.RUNNING and not self._frames.empty():
             self._schedule()
 
     def build_ahead(self, step: int) -> None:
-        """Use the time until the next frame, now that the output of this step is on its way.
+        """Build the next step until its frame comes. Call once the output of `step` is sent.
 
-        Not before: Python's lock would hold up what is sent. So the sender of results calls this.
+        Any earlier, Python's lock would delay the sending.
         """
         if self._frames.empty() and self._outputs.empty():
             self._thread.submit(partial(self._build_ahead, step)).add_done_callback(self._fail_as)
@@ -272,7 +272,7 @@ class Stage:
     # Send, on the event loop
 
     async def next_result(self) -> Result:
-        """Return the next result, in order. Raises whatever ended the stage, now and ever after."""
+        """Return the next result, in order. Raises the reason of the stage's end, also in all later calls."""
         outcome = await self._outcomes.get()
         if outcome is None:
             self._outcomes.put_nowait(None)  # for the next call
@@ -281,7 +281,7 @@ class Stage:
         return outcome
 
     def deliver(self, result: Result) -> None:
-        """Add a result; those that came from elsewhere are the last worker's, which may send unasked ones."""
+        """Add a result, made here or received from the last worker, which may send too many."""
         if self._state is StageState.RUNNING and self._outcomes.qsize() >= _MOST_RESULTS:
             self.fail(FrameError(f"expected at most {_MOST_RESULTS} results that nobody has read, got one more"))
         if self._state is StageState.RUNNING:
@@ -309,16 +309,16 @@ class Stage:
             self.build_ahead(output.step)
 
     def _grant(self) -> None:
-        """Let the sender replace the frames that are done, half of its credit at a time: each grant is a message."""
+        """Return credit for completed frames, half of it at a time, since each grant is a message."""
         self._num_uncredited += self._has_hop
         if self._num_uncredited == _DEPTH // 2:
             self._num_uncredited = 0
             self._credit.put_nowait(_DEPTH // 2)
 
-    # Its life
+    # The end
 
     def _note_idle(self) -> None:
-        # in the order in which a frame moves: it is in the queue, then begun, then its slot is there
+        # in the order in which a frame moves: from the queue to a begun step to its slot
         if self._frames.empty() and self._busy_since is None and not self.executor.num_slots:
             self._idle.set()
 
@@ -327,7 +327,7 @@ class Stage:
         self.fail(error or StageLost("a part of the stage ended by itself"))
 
     def _hop_ended(self, reading: "asyncio.Task[None]") -> None:
-        """A sender that breaks the rules ends the stage; the coordinator learns otherwise of a sender that is gone."""
+        """Fail the stage if the sender broke the protocol. The coordinator notices a lost sender by itself."""
         self._fail_as(reading)
         self._credit.put_nowait(0)
 

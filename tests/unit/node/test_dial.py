@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from worker.node import dial
-from worker.node.dial import Attempt, give_up, has_succeeded, wait_head_start
+from worker.node import network
+from worker.node.network import Attempt, give_up, has_succeeded, wait_head_start
 
 FAR = 20.0
 Ends = list["asyncio.Future[None]"]
@@ -37,10 +37,10 @@ def first(attempts: list[Attempt]) -> int:
 
 
 def test_one_that_is_somewhat_slower_than_a_later_one_still_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dial, "HEAD_START_S", FAR)
+    monkeypatch.setattr(network, "HEAD_START_S", FAR)
 
     async def claim(ends: Ends, attempts: list[Attempt]) -> None:
-        waiting = asyncio.create_task(wait_head_start(attempts, FAR, lambda: dial._is_settled(attempts)))
+        waiting = asyncio.create_task(wait_head_start(attempts, FAR, lambda: network._is_settled(attempts)))
         ends[2].set_result(None)
         await asyncio.wait([attempts[2]])
         assert not waiting.done()
@@ -52,7 +52,7 @@ def test_one_that_is_somewhat_slower_than_a_later_one_still_counts(monkeypatch: 
 
 
 def test_one_that_says_nothing_costs_the_head_start_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dial, "HEAD_START_S", 0.02)
+    monkeypatch.setattr(network, "HEAD_START_S", 0.02)
 
     async def claim(ends: Ends, attempts: list[Attempt]) -> None:
         ends[1].set_result(None)
@@ -63,12 +63,12 @@ def test_one_that_says_nothing_costs_the_head_start_only(monkeypatch: pytest.Mon
 
 
 def test_one_that_has_failed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dial, "HEAD_START_S", FAR)
+    monkeypatch.setattr(network, "HEAD_START_S", FAR)
 
     async def claim(ends: Ends, attempts: list[Attempt]) -> None:
         ends[0].set_exception(OSError())
         ends[1].set_result(None)
-        await wait_head_start(attempts, FAR, lambda: dial._is_settled(attempts))
+        await wait_head_start(attempts, FAR, lambda: network._is_settled(attempts))
         assert first(attempts) == 1 and not attempts[2].done()
 
     trying(claim)
@@ -85,7 +85,7 @@ def test_if_all_fail_it_is_over() -> None:
 
 
 def test_one_that_answers_at_the_last_moment_is_not_held_up_beyond_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dial, "HEAD_START_S", FAR)
+    monkeypatch.setattr(network, "HEAD_START_S", FAR)
 
     async def claim(ends: Ends, attempts: list[Attempt]) -> None:
         ends[1].set_result(None)
