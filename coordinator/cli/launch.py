@@ -117,7 +117,7 @@ async def run_launch(config: Path, cluster: ClusterConfig, workers: Sequence[Wor
     if others := [worker.name for worker in cluster.workers if not worker.ssh]:
         say(f"not launched, since their entries have no `ssh:`: {', '.join(others)}")
     with _shown() as report:
-        outcomes = await Launch(raw, package, keys, network, action, report).run(workers)
+        outcomes = await Launch(raw, package, keys, network, action).run(workers, report)
     return _tell(outcomes)
 
 
@@ -180,12 +180,10 @@ def logs(
 
 
 async def _print_log(worker: WorkerConfig, lines: int, *, is_followed: bool) -> None:
-    from coordinator.deploy.launch import values_of
     from coordinator.deploy.ssh import Remote
 
     assert worker.ssh is not None
-    values = values_of(worker.name) | {"lines": str(lines), "follow": "yes" if is_followed else "no"}
-    await Remote(worker.name, worker.ssh).output("log", values, _print_line, is_followed=is_followed)
+    await Remote(worker.name, worker.ssh).log(lines, _print_line, follows=is_followed)
 
 
 def _print_line(line: str) -> None:

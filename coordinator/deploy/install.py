@@ -1,7 +1,9 @@
-"""What `brigade launch` finds on a node's machine, and the fewest steps to what is wanted there. Pure."""
+"""What `brigade launch` finds on a node's machine, what has to be there, and the fewest steps between both. Pure."""
 
 import hashlib
+import plistlib
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -10,7 +12,6 @@ from typing import Any
 import yaml
 
 from coordinator.deploy.certificates import KEYS_FOLDER
-from coordinator.deploy.services import define_service
 from worker.errors import BrigadeError
 from worker.platform.text import printable
 
@@ -20,7 +21,32 @@ _NEEDED_BYTES = 2 << 30  # of an installation, downloads included
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _TURN = re.compile(r"\d{1,18}")
 _DF_LINE = re.compile(r"(\d{1,18})\s+\d+%")  # of `df -Pk`: KiB available, then the share in use
-_OF_THE_COORDINATOR = {"context", "layers", "order", "coordinator"}  # keys of cluster.yaml that do not concern workers
+_COORDINATOR_KEYS = {"context", "layers", "order", "coordinator"}  # of cluster.yaml: workers do not read them
+_DRAIN_S = 20  # before a service manager kills: a worker drains for ten seconds
+_UNIT = """\
+[Unit]
+Description=brigade worker {name}
+StartLimitIntervalSec=0
+
+[Service]
+ExecStart={command}
+WorkingDirectory=~
+Restart=on-failure
+RestartSec=10
+TimeoutStopSec={drain_s}
+UMask=0077
+StandardOutput=append:{log}
+StandardError=append:{log}
+
+[Install]
+WantedBy=default.target
+"""
+_SCRIPT = """\
+#!/bin/sh
+cd {home} || exit 1
+echo $$ >{pid_file}
+exec {command}
+"""
 
 
 @dataclass(frozen=True)
@@ -52,21 +78,6 @@ class RemoteState:
     is_alive: bool = False
     turn: str = "0"  # the number of the last launch or stop of this worker
 
-    def command(self, name: str, version: str) -> Sequence[str]:
-        """Return the command that serves as the worker `name`."""
-        python = f"{self.home}/.brigade/versions/{version}/bin/python"
-        # -P: a folder named worker in the home must not be run instead
-        return (
-            python,
-            "-P",
-            "-m",
-            "worker",
-            "--config",
-            f"{self.home}/{worker_folder(name)}/cluster.yaml",
-            "--name",
-            name,
-        )
-
 
 def worker_folder(name: str) -> str:
     """Return the folder of a worker's files, relative to its user's home. Even the name `..` stays inside it."""
@@ -82,24 +93,21 @@ def read_state(lines: Mapping[str, Sequence[str]]) -> RemoteState:
     last = {word: of_word[-1] for word, of_word in lines.items()}
     free, turn = _DF_LINE.search(last.get("free", "")), last.get("turn", "")
     if not ({"home", "kind"} <= set(last) and free):
-        raise BrigadeError("expected macOS or Linux there, found no shell that tells its home and free space")
-    if _CONTROL.search(last["home"]):  # which no property list may hold
+        raise BrigadeError("expected macOS or Linux there, found no shell that reports its home and free space")
+    if _CONTROL.search(last["home"]):  # a property list cannot hold them
         raise BrigadeError(f"expected a home without control characters there, found {printable(last['home'])}")
     if last["kind"] not in SERVICES:
         kinds = ", ".join(SERVICES)
         raise BrigadeError(f"expected {kinds} as the kind of service, found {printable(repr(last['kind']))}")
+    texts = {key: last.get(key, "") for key in ("uv", "config", "key", "service", "started")}
     return RemoteState(
         last["home"],
         int(free[1]) * 1024,
         last["kind"],
-        uv=last.get("uv", ""),
         versions=frozenset(lines.get("version", ())),
-        config=last.get("config", ""),
-        key=last.get("key", ""),
-        service=last.get("service", ""),
-        started=last.get("started", ""),
         is_alive="alive" in lines,
         turn=turn if _TURN.fullmatch(turn) else "0",
+        **texts,
     )
 
 
@@ -115,13 +123,12 @@ def read_pythons(lines: Sequence[str]) -> list[Python]:
     found = {}
     for line in lines:
         if match := re.fullmatch(r"(\d{1,9})\.(\d{1,9})\.(\d{1,9}) (whole|bare) (.+)", line):
-            version = int(match[1]), int(match[2]), int(match[3])
-            found[match[5]] = Python(version, match[5], match[4] == "whole")
+            found[match[5]] = Python(tuple(map(int, match.group(1, 2, 3))), match[5], match[4] == "whole")
     return list(found.values())
 
 
 def choose_python(pythons: Sequence[Python], here: tuple[int, int]) -> Python:
-    """Return the interpreter to install with, preferably of the version that runs here: its packages are known to fit.
+    """Return the interpreter to install with, preferably of this process's version: its packages are known to fit.
 
     Raises:
         BrigadeError: none is new enough and has venv and pip.
@@ -129,9 +136,9 @@ def choose_python(pythons: Sequence[Python], here: tuple[int, int]) -> Python:
     fitting = [python for python in pythons if python.version >= _MIN_PYTHON and python.is_whole]
     if fitting:
         return max(fitting, key=lambda python: (python.version[:2] == here, python.version))
-    newest = max(pythons, key=lambda python: python.version, default=None)
     found = "none"
-    if newest is not None:
+    if pythons:
+        newest = max(pythons, key=lambda python: python.version)
         found = f"Python {'.'.join(map(str, newest.version))}{'' if newest.is_whole else ' without one of them'}"
     raise BrigadeError(
         f"expected uv, or Python {'.'.join(map(str, _MIN_PYTHON))} or newer with venv and pip, found {found}; on that "
@@ -140,16 +147,16 @@ def choose_python(pythons: Sequence[Python], here: tuple[int, int]) -> Python:
 
 
 class Action(StrEnum):
-    """What the user wants of workers that are to run."""
+    """How far a launch goes with workers that run already."""
 
-    START = "start"  # start what does not run, or not as it should
-    RESTART = "restart"  # also restart what runs
-    UPDATE = "update"  # the same after a new installation
+    START = "start"  # start workers that do not run, or run with other files
+    RESTART = "restart"  # restart all
+    UPDATE = "update"  # install anew and restart all
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is to be on a node's machine: a version, and the contents of files; `key` is None without encryption."""
+    """What has to be on a node's machine: a version, and the contents of files; `key` is None without encryption."""
 
     version: str
     config: bytes
@@ -160,9 +167,7 @@ class Target:
     def of(cls, name: str, raw: Mapping[str, Any], version: str, key: bytes | None, state: RemoteState) -> "Target":
         """Return the target of the worker `name`; `raw` are the keys of a valid cluster.yaml."""
         config = yaml.safe_dump(node_part(raw, name), sort_keys=False, allow_unicode=True).encode()
-        folder = f"{state.home}/{worker_folder(name)}"
-        service = define_service(state.kind, name, state.home, folder, state.command(name, version))
-        return cls(version, config, key, service)
+        return cls(version, config, key, define_service(state, name, version))
 
     @property
     def started(self) -> str:
@@ -222,10 +227,10 @@ def node_part(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
     Args:
         raw: the keys of a cluster.yaml that `load_cluster` accepts.
     """
-    part = {key: value for key, value in raw.items() if key not in _OF_THE_COORDINATOR}
+    part = {key: value for key, value in raw.items() if key not in _COORDINATOR_KEYS}
     if part.get("tls"):
         part["tls"] = {"keys": KEYS_FOLDER}
-    if part.get("models"):  # relative to its user's home: what lies beside this Mac's file is not there
+    if part.get("models"):  # folders beside this machine's file do not exist there: take them from the user's home
         part["models"] = [each if each.startswith(("/", "~")) else f"~/{each}" for each in part["models"]]
     [entry] = [worker for worker in raw["workers"] if worker["name"] == name]
     part["workers"] = [{key: value for key, value in entry.items() if key != "ssh"}]
@@ -234,3 +239,49 @@ def node_part(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
+
+
+def define_service(state: RemoteState, name: str, version: str) -> bytes:
+    """Return the file that defines the worker's service, for the kind of service that its machine has.
+
+    remote/shared.sh installs, starts and stops it. All kinds but the plain process restart a worker that fails.
+    """
+    folder = f"{state.home}/{worker_folder(name)}"
+    python = f"{state.home}/.brigade/versions/{version}/bin/python"
+    # -P: a folder named worker in the home must not be run instead
+    command = [python, "-P", "-m", "worker", "--config", f"{folder}/cluster.yaml", "--name", name]
+    log = f"{folder}/worker.log"
+    if state.kind == "launchd":
+        return _launchd_agent(name, state.home, command, log)
+    if state.kind == "systemd":  # systemd.service(5)
+        escaped = (
+            word.replace("\\", "\\\\").replace('"', '\\"').replace("$", "$$").replace("%", "%%") for word in command
+        )
+        line = " ".join(f'"{word}"' for word in escaped)
+        return _UNIT.format(name=name, command=line, log=log.replace("%", "%%"), drain_s=_DRAIN_S).encode()
+    pid_file = shlex.quote(f"{folder}/worker.pid")  # by which remote/shared.sh finds the process
+    return _SCRIPT.format(home=shlex.quote(state.home), pid_file=pid_file, command=shlex.join(command)).encode()
+
+
+def _launchd_agent(name: str, home: str, command: Sequence[str], log: str) -> bytes:
+    """Return a user's agent (launchd.plist(5)) that starts at login, and again if it fails, not after a clean exit.
+
+    The worker keeps its Mac awake itself, with a `caffeinate` that ends with it (worker/platform/machine.py): a
+    `caffeinate` around it would get launchd's SIGTERM in its place, and no session would be drained.
+    """
+    return plistlib.dumps(
+        {
+            "Label": f"brigade.worker.{name}",
+            "ProgramArguments": command,
+            "WorkingDirectory": home,
+            "RunAtLoad": True,
+            "KeepAlive": {"SuccessfulExit": False},
+            "ThrottleInterval": 10,
+            "ExitTimeOut": _DRAIN_S,
+            "ProcessType": "Interactive",  # without a background job's limits of processor and disk
+            "LimitLoadToSessionType": ["Aqua", "Background"],  # logged in at the screen, or by ssh only
+            "StandardOutPath": log,
+            "StandardErrorPath": log,
+            "Umask": 0o077,
+        }
+    )

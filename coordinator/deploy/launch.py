@@ -1,18 +1,17 @@
 """Bringing workers up and down over ssh, all nodes at once; a failure of one node does not stop the others."""
 
 import asyncio
-import secrets
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from coordinator.cluster.addresses import Addresses
 from coordinator.deploy.install import (
     Action,
     RemoteState,
-    Steps,
     Target,
     choose_python,
     read_pythons,
@@ -20,13 +19,11 @@ from coordinator.deploy.install import (
     require_space,
     steps_for,
     version_folder,
-    worker_folder,
 )
 from coordinator.deploy.package import Package
 from coordinator.deploy.ssh import Remote
 from worker.config import WorkerConfig
 from worker.errors import BrigadeError, StageLost, Unanswered
-from worker.node.identity import file_name
 from worker.node.network import Network
 from worker.platform.text import printable
 
@@ -48,120 +45,96 @@ class Outcome:
     name: str
     place: str  # of ssh
     done: str = ""
-    kind: str = ""
+    kind: str = ""  # of service
     address: str = ""
     error: BrigadeError | None = None
 
 
+@dataclass(frozen=True)
 class Launch:
-    """One run over the workers of a configuration."""
+    """How to bring up the workers of a configuration.
 
-    def __init__(
-        self,
-        raw: Mapping[str, Any],
-        package: Package,
-        keys: Mapping[str, bytes],
-        network: Network,
-        action: Action,
-        report: Report,
-    ) -> None:
-        """`raw` are the keys of cluster.yaml, `keys` the certificate files by node name."""
-        self._raw = raw
-        self._package = package
-        self._keys = keys
-        self._network = network
-        self._action = action
-        self._report = report
-        self._accounts: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # workers of one account take turns
+    Args:
+        raw: the keys of cluster.yaml.
+        keys: the certificate files by node name.
+    """
 
-    async def run(self, workers: Iterable[WorkerConfig]) -> list[Outcome]:
+    raw: Mapping[str, Any]
+    package: Package
+    keys: Mapping[str, bytes]
+    network: Network
+    action: Action
+    accounts: defaultdict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
+
+    async def run(self, workers: Iterable[WorkerConfig], report: Report) -> list[Outcome]:
         """Bring all of them up at once."""
-        return await asyncio.gather(*(self._run_one(worker) for worker in workers))
-
-    async def _run_one(self, worker: WorkerConfig) -> Outcome:
-        assert worker.ssh is not None
-        outcome = Outcome(worker.name, worker.ssh)
-        try:
-            outcome = await self._bring_up(worker, Remote(worker.name, worker.ssh), outcome)
-        except BrigadeError as error:
-            outcome = replace(outcome, error=error.at(worker.name))
-        self._report(worker.name, outcome.done or "failed")
-        return outcome
+        return await _on_each(workers, report, self._bring_up)
 
     async def _bring_up(self, worker: WorkerConfig, remote: Remote, outcome: Outcome) -> Outcome:
-        values = values_of(worker.name) | {"parcel": f"sent-{secrets.token_hex(8)}"}
-        async with self._accounts[remote.place]:
-            self._report(worker.name, "looking")
-            state = read_state(await remote.run("look", values, _LOOK_S))
-            version = version_folder(self._package.id, state.versions, self._action)
-            target = Target.of(worker.name, self._raw, version, self._keys.get(worker.name), state)
-            steps = steps_for(target, state, self._action)
-            before = await _incarnation(worker, self._network) if steps.restarts and not state.is_alive else ""
+        async with self.accounts[remote.place]:  # workers of one account take turns
+            remote.report("looking")
+            state = read_state(await remote.run("look", _LOOK_S))
+            version = version_folder(self.package.id, state.versions, self.action)
+            target = Target.of(worker.name, self.raw, version, self.keys.get(worker.name), state)
+            steps = steps_for(target, state, self.action)
+            before = await _incarnation(worker, self.network) if steps.restarts and not state.is_alive else ""
             if steps.installs:
-                await self._install(remote, values | {"version": version}, state)
+                await self._install(remote, version, state)
+            if steps.files:
+                await remote.send(steps.files, _SEND_S)
             if not steps.are_none:
-                what = {"kind": state.kind, "started": target.started, "version": version, "seen": state.turn}
-                lines = await self._settle(remote, values | what, steps)
+                wanted = {"kind": state.kind, "version": version, "started": target.started, "seen": state.turn}
+                restarts = "yes" if steps.restarts else "no"
+                lines = await remote.run("settle", _SETTLE_S, restarts=restarts, **wanted)
                 before = "" if "settled" in lines else before  # another launch has started this worker meanwhile
-        self._report(worker.name, "waiting for its answer")
-        address = await wait_answer(worker, self._network, remote, values, before)
+        remote.report("waiting for its answer")
+        address = await wait_answer(worker, self.network, remote, before)
         return replace(outcome, done=steps.summary, kind=state.kind, address=address)
 
-    async def _install(self, remote: Remote, values: Mapping[str, str], state: RemoteState) -> None:
+    async def _install(self, remote: Remote, version: str, state: RemoteState) -> None:
         require_space(state)
         wanted, python = ".".join(map(str, _PYTHON)), ""
         if not state.uv:
-            lines = await remote.run("pythons", {**values, "wanted": wanted}, _LOOK_S)
+            lines = await remote.run("pythons", _LOOK_S, wanted=wanted)
             python = choose_python(read_pythons(lines.get("python", ())), _PYTHON).path
-        self._report(remote.node, "sending this version")
-        package = self._package
-        files = {package.wheel_name: package.wheel, "constraints.txt": package.constraints.encode()}
-        await self._send(remote, values, files)
-        how = {"wheel_name": package.wheel_name, "uv": state.uv, "python": python, "wanted": wanted}
-        await remote.run("install", {**values, **how}, _INSTALL_S, self._tell(remote.node))
-
-    async def _settle(self, remote: Remote, values: Mapping[str, str], steps: Steps) -> Mapping[str, Sequence[str]]:
-        if steps.files:
-            await self._send(remote, values, steps.files)
-        restarts = "yes" if steps.restarts else "no"
-        return await remote.run("settle", {**values, "restarts": restarts}, _SETTLE_S, self._tell(remote.node))
-
-    async def _send(self, remote: Remote, values: Mapping[str, str], files: Mapping[str, bytes]) -> None:
-        await remote.send(f"{worker_folder(remote.node)}/{values['parcel']}", files, _SEND_S)
-
-    def _tell(self, node: str) -> Callable[[str, str], None]:
-        def tell(word: str, rest: str) -> None:
-            if word == "phase":
-                self._report(node, printable(rest))
-
-        return tell
+        remote.report("sending this version")
+        wheel_name, constraints = self.package.wheel_name, self.package.constraints.encode()
+        await remote.send({wheel_name: self.package.wheel, "constraints.txt": constraints}, _SEND_S)
+        how = {"version": version, "wheel_name": wheel_name, "uv": state.uv, "python": python, "wanted": wanted}
+        await remote.run("install", _INSTALL_S, **how)
 
 
 async def stop(workers: Iterable[WorkerConfig], report: Report) -> list[Outcome]:
     """Stop them all at once; their sessions move to other nodes, or get ten seconds to end."""
 
-    async def stop_one(worker: WorkerConfig) -> Outcome:
-        assert worker.ssh is not None
-        outcome = Outcome(worker.name, worker.ssh)
-        report(worker.name, "stopping")
-        try:
-            lines = await Remote(worker.name, worker.ssh).run("stop", values_of(worker.name), _SETTLE_S)
-        except BrigadeError as error:
-            return replace(outcome, error=error.at(worker.name))
+    async def stop_one(worker: WorkerConfig, remote: Remote, outcome: Outcome) -> Outcome:
+        remote.report("stopping")
+        lines = await remote.run("stop", _SETTLE_S)
         done = {"running": "stopped", "stopped": "was not running", "absent": "was never launched"}
         return replace(outcome, done=done.get(lines.get("was", [""])[-1], "stopped"))
 
-    return await asyncio.gather(*map(stop_one, workers))
+    return await _on_each(workers, report, stop_one)
 
 
-def values_of(name: str) -> dict[str, str]:
-    """Return the values that every script takes about the worker `name`."""
-    return {"name": name, "key_file": file_name(name)}
+async def _on_each(
+    workers: Iterable[WorkerConfig],
+    report: Report,
+    act: Callable[[WorkerConfig, Remote, Outcome], Awaitable[Outcome]],
+) -> list[Outcome]:
+    async def act_on(worker: WorkerConfig) -> Outcome:
+        assert worker.ssh is not None
+        outcome = Outcome(worker.name, worker.ssh)
+        try:
+            outcome = await act(worker, Remote(worker.name, worker.ssh, partial(report, worker.name)), outcome)
+        except BrigadeError as error:
+            outcome = replace(outcome, error=error.at(worker.name))
+        report(worker.name, outcome.done or "failed")
+        return outcome
+
+    return await asyncio.gather(*map(act_on, workers))
 
 
-async def wait_answer(
-    worker: WorkerConfig, network: Network, remote: Remote, values: dict[str, str], before: str
-) -> str:
+async def wait_answer(worker: WorkerConfig, network: Network, remote: Remote, before: str) -> str:
     """Wait until the started worker answers where the chain will call it, and return that address.
 
     Args:
@@ -169,20 +142,20 @@ async def wait_answer(
     Raises:
         BrigadeError: the worker ended or does not answer, or another process answers.
     """
-    watching = asyncio.create_task(remote.run("watch", values, 2 * _ANSWER_S))
+    watching = asyncio.create_task(remote.run("watch", 2 * _ANSWER_S))
     asking = asyncio.create_task(_ask(worker, network, _ANSWER_S, waits=True))
     try:
         await asyncio.wait({watching, asking}, return_when=asyncio.FIRST_COMPLETED)
         if not asking.done():
             await watching  # raises if watching failed; else the worker has ended
-            raise BrigadeError(f"ended when it was started; its log: {await _last_lines(remote, values)}")
+            raise BrigadeError(f"ended when it was started; its log: {await _last_lines(remote)}")
         address, incarnation, node = await asking
     except StageLost as error:
         why = f"{error.message}."
         if isinstance(error, Unanswered):
-            asked = "is that its address, and may it accept connections (System Settings, Network, Firewall)?"
-            why = f"{error.found}: {asked}"
-        raise BrigadeError(f"runs, but {why} Its log: {await _last_lines(remote, values)}") from None
+            fix = "is that its address, and may it accept connections (System Settings, Network, Firewall)?"
+            why = f"{error.found}: {fix}"
+        raise BrigadeError(f"runs, but {why} Its log: {await _last_lines(remote)}") from None
     finally:
         for task in (watching, asking):
             task.cancel()
@@ -196,10 +169,9 @@ async def wait_answer(
 async def _incarnation(worker: WorkerConfig, network: Network) -> str:
     """Return the incarnation of the process that answers at the worker's addresses now; "" if none does."""
     try:
-        _, incarnation, _ = await _ask(worker, network, 1.0, waits=False)
+        return (await _ask(worker, network, 1.0, waits=False))[1]
     except BrigadeError:
         return ""
-    return incarnation
 
 
 async def _ask(worker: WorkerConfig, network: Network, within_s: float, *, waits: bool) -> tuple[str, str, str]:
@@ -212,8 +184,8 @@ async def _ask(worker: WorkerConfig, network: Network, within_s: float, *, waits
         await addresses.close()
 
 
-async def _last_lines(remote: Remote, values: dict[str, str]) -> str:
+async def _last_lines(remote: Remote) -> str:
     """Return the end of the worker's log since this start."""
     lines: deque[str] = deque(maxlen=_LOG_LINES)
-    await remote.output("log", values | {"lines": str(_LOG_LINES), "follow": "no", "since_start": "yes"}, lines.append)
+    await remote.log(_LOG_LINES, lines.append, since_start=True)
     return "; ".join(printable(line) for line in lines if line) or "empty"

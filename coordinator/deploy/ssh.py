@@ -1,13 +1,14 @@
-"""Running our scripts on another machine by the system's ssh, with the user's keys and configuration.
+"""Scripts and files on another machine, by the system's ssh with the user's keys and configuration.
 
 A script reaches /bin/sh on its standard input, after its values as quoted assignments: the account's login shell has
-nothing to expand. What comes back is another machine's word, so its size is limited and its text made printable.
+nothing to expand. The output comes from another machine, so its size is limited and its text made printable.
 """
 
 import asyncio
 import contextlib
 import io
 import os
+import secrets
 import shlex
 import shutil
 import signal
@@ -16,10 +17,12 @@ import tarfile
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
+from coordinator.deploy.install import worker_folder
 from worker.errors import BrigadeError, ConfigError
+from worker.node.identity import file_name
 from worker.platform.text import printable
 
-MARK = "@brigade "  # before the lines that scripts say to us; others come from greetings and programs there
+MARK = "@brigade "  # begins the lines that scripts address to us; greetings and other programs print lines, too
 _SCRIPTS = Path(__file__).parent / "remote"
 _OPTIONS = (
     "BatchMode=yes",  # no password can be typed
@@ -30,24 +33,22 @@ _OPTIONS = (
     "ControlMaster=no",  # a master that stays behind would keep our pipes open
 )
 _FAILED = 255  # ssh's own exit code
-_OUTPUT_S = 30.0
-_CLOSED_S = 1.0  # until the pipes of what was killed are closed, unless others have them
+_LOG_S = 30.0
+_CLOSED_S = 1.0  # to wait until the pipes of a killed process close: others may hold them
 _MAX_LINE = 1 << 20
-_MAX_SAID = 1 << 18  # characters of all lines that a script says to us
+_MAX_MARKED = 1 << 18  # characters of all marked lines of a script
 _KEPT_BYTES = 1 << 14  # of the end of standard error
 _MAX_LINES = 4  # of standard error that are shown
-_FIXES = {  # by what ssh says
+_FIXES = {  # by ssh's message
     "Host key verification failed": "connect once by hand, to accept its key: ssh {place}",
     "Permission denied": "put your key there: ssh-copy-id {place}",
     "Connection refused": "on that Mac: System Settings, General, Sharing, Remote Login",
     "Could not resolve hostname": "expected USER@HOST or a host of your ssh configuration in `ssh:`",
     "timed out": "is it awake, and on this network?",
 }
-
 _MISSING = "expected the program ssh here, found none"
 
 Read = Callable[[str], None]  # takes a line
-Tell = Callable[[str, str], None]  # takes the first word of a line that a script says to us, and the rest
 
 
 def require_ssh() -> None:
@@ -57,67 +58,62 @@ def require_ssh() -> None:
 
 
 class Remote:
-    """The account of one node; `place` is what ssh is given."""
+    """The account that runs one worker. All methods raise BrigadeError, with the message of ssh or of the script."""
 
-    def __init__(self, node: str, place: str) -> None:
+    def __init__(self, node: str, place: str, report: Callable[[str], None] = lambda phase: None) -> None:
+        """`place` is ssh's destination; `report` takes each phase that a script announces."""
         self.node = node
         self.place = place
+        self.report = report
+        self._parcel = f"sent-{secrets.token_hex(8)}"  # the folder of sent files, in the worker's
 
-    async def run(
-        self, script: str, values: Mapping[str, str], within_s: float, tell: Tell = lambda word, rest: None
-    ) -> dict[str, list[str]]:
-        """Run one of our scripts and return the lines that it says to us, grouped by their first word.
-
-        Raises:
-            BrigadeError: ssh or the script failed, with what they said; or the script says far too much.
-            ConfigError: this machine has no ssh.
-        """
+    async def run(self, script: str, within_s: float, **values: str) -> dict[str, list[str]]:
+        """Run one of our scripts and return the lines it addresses to us, grouped by their first word."""
         found: dict[str, list[str]] = {}
-        num_said = 0
+        num_characters = 0
 
         def read(line: str) -> None:
-            nonlocal num_said
+            nonlocal num_characters
             if line.startswith(MARK):
-                num_said += len(line)
-                if num_said > _MAX_SAID:
-                    raise BrigadeError(f"told more than {_MAX_SAID >> 10} KiB about itself")
+                num_characters += len(line)
+                if num_characters > _MAX_MARKED:
+                    raise BrigadeError(f"reported more than {_MAX_MARKED >> 10} KiB about itself")
                 word, _, rest = line.removeprefix(MARK).partition(" ")
                 found.setdefault(word, []).append(rest)
-                tell(word, rest)
+                if word == "phase":
+                    self.report(printable(rest))
 
-        await self._feed("/bin/sh -s", assigned(values) + text_of(script), within_s, read)
+        await self._feed("/bin/sh -s", self._fed(script, values), within_s, read)
         return found
 
-    async def output(self, script: str, values: Mapping[str, str], read: Read, *, is_followed: bool = False) -> None:
-        """Read a script's lines as they come. A script that is followed keeps its standard input until we leave.
+    async def log(self, num_lines: int, read: Read, *, follows: bool = False, since_start: bool = False) -> None:
+        """Read the last lines of the worker's log, or of its last start; `follows` goes on until it is cancelled."""
+        choice = {"follow": "yes" if follows else "no", "since_start": "yes" if since_start else "no"}
+        fed = self._fed("log", {"lines": str(num_lines), **choice})
+        await self._feed("/bin/sh -s", fed, None if follows else _LOG_S, read)
 
-        Raises as `run`.
-        """
-        within_s = None if is_followed else _OUTPUT_S
-        await self._feed("/bin/sh -s", assigned(values) + text_of(script), within_s, read, is_followed=is_followed)
-
-    async def send(self, folder: str, files: Mapping[str, bytes], within_s: float) -> None:
-        """Replace a folder below the account's home by these files, readable by that account only. Raises as `run`.
-
-        Args:
-            folder: a path without anything that a shell would expand.
-        """
+    async def send(self, files: Mapping[str, bytes], within_s: float) -> None:
+        """Put these files where the next script takes them from, readable by that account only."""
+        folder = f"{worker_folder(self.node)}/{self._parcel}"  # no character that a shell would expand
         unpack = f"cd && umask 077 && rm -rf {folder} && mkdir -p {folder} && tar -x -o -m -f - -C {folder}"
         await self._feed(f"/bin/sh -c '{unpack}'", pack_files(files), within_s, lambda line: None)
 
-    async def _feed(
-        self, command: str, fed: bytes, within_s: float | None, read: Read, *, is_followed: bool = False
-    ) -> None:
+    def _fed(self, script: str, values: Mapping[str, str]) -> bytes:
+        own = {"name": self.node, "key_file": file_name(self.node), "parcel": self._parcel}
+        return assigned({**own, **values}) + text_of(script)
+
+    async def _feed(self, command: str, fed: bytes, within_s: float | None, read: Read) -> None:
+        """Run a command there, feed it and read its lines. Without a time limit, its input stays open until we end."""
         async with self._process(command) as process:
             try:
                 async with asyncio.timeout(within_s):
-                    said = await _talk(process, fed, read, is_followed=is_followed)
+                    errors = await _talk(process, fed, read, closes=within_s is not None)
             except TimeoutError:
                 raise BrigadeError(f"{self.place} was not done within {within_s:.0f} s", node=self.node) from None
             except BrigadeError as error:
                 raise error.at(self.node) from None
         if process.returncode:
-            raise self.failure(process.returncode, said)
+            raise self.failure(process.returncode, errors)
 
     @contextlib.asynccontextmanager
     async def _process(self, command: str) -> AsyncIterator[asyncio.subprocess.Process]:
@@ -127,7 +123,7 @@ class Remote:
             process = await asyncio.create_subprocess_exec(
                 *("ssh", "-T", *options, "--", self.place, command),
                 stdin=pipe, stdout=pipe, stderr=pipe,
-                start_new_session=True,  # Ctrl-C is not for it
+                start_new_session=True,  # Ctrl-C must not reach it
                 limit=_MAX_LINE,
             )  # fmt: skip
         except FileNotFoundError:
@@ -142,21 +138,21 @@ class Remote:
                     async with asyncio.timeout(_CLOSED_S):
                         await process.communicate()  # empties the pipes, or they would not close
 
-    def failure(self, code: int, said: str) -> BrigadeError:
+    def failure(self, code: int, errors: str) -> BrigadeError:
         """Return the error for ssh's exit code and its standard error."""
-        lines = [printable(" ".join(line.split())) for line in said.splitlines() if line.strip()]
+        lines = [printable(" ".join(line.split())) for line in errors.splitlines() if line.strip()]
         why = [line.removeprefix(MARK) for line in lines if line.startswith(MARK)][-1:]
         lines = [line for line in lines if not line.startswith(MARK)][-_MAX_LINES:]
         if code != _FAILED:
-            told = ": ".join(filter(None, [*why, "; ".join(lines)]))
-            return BrigadeError(told or f"a command there ended with exit code {code}", node=self.node)
-        fix = next((fix for words, fix in _FIXES.items() if words in said), "try it by hand: ssh {place}")
+            text = ": ".join(filter(None, [*why, "; ".join(lines)]))
+            return BrigadeError(text or f"a command there ended with exit code {code}", node=self.node)
+        fix = next((fix for words, fix in _FIXES.items() if words in errors), "try it by hand: ssh {place}")
         text = "; ".join(lines) or "nothing"
         return BrigadeError(f"ssh {self.place} said: {text} ({fix.format(place=self.place)})", node=self.node)
 
 
 def text_of(script: str) -> bytes:
-    """Return one of our scripts behind the part that all share."""
+    """Return one of our scripts, after the part that all share."""
     return b"".join((_SCRIPTS / f"{name}.sh").read_bytes() for name in ("shared", script))
 
 
@@ -176,24 +172,20 @@ def pack_files(files: Mapping[str, bytes]) -> bytes:
     return packing.getvalue()
 
 
-async def _talk(process: asyncio.subprocess.Process, fed: bytes, read: Read, *, is_followed: bool) -> str:
-    """Feed the process and read its lines; return the end of its standard error.
-
-    Args:
-        is_followed: leave its standard input open until we leave.
-    """
+async def _talk(process: asyncio.subprocess.Process, fed: bytes, read: Read, *, closes: bool) -> str:
+    """Feed the process and read its lines; return the end of its standard error."""
     assert process.stdin and process.stdout and process.stderr
-    saying = asyncio.create_task(_end_of(process.stderr))
-    giving = asyncio.create_task(_give(process.stdin, fed, closes=not is_followed))
+    reading = asyncio.create_task(_end_of(process.stderr))
+    writing = asyncio.create_task(_write(process.stdin, fed, closes=closes))
     try:
         while line := await _next_line(process.stdout):
             read(line.decode(errors="replace").rstrip("\r\n"))
         await process.wait()
-        return (await saying).decode(sys.getfilesystemencoding(), errors="replace")
+        return (await reading).decode(sys.getfilesystemencoding(), errors="replace")
     finally:
-        for task in (saying, giving):
+        for task in (reading, writing):
             task.cancel()
-        await asyncio.gather(saying, giving, return_exceptions=True)
+        await asyncio.gather(reading, writing, return_exceptions=True)
 
 
 async def _end_of(stream: asyncio.StreamReader) -> bytes:
@@ -214,8 +206,8 @@ async def _next_line(stdout: asyncio.StreamReader) -> bytes:
         raise BrigadeError(f"printed a line of more than {_MAX_LINE >> 20} MiB") from None
 
 
-async def _give(stdin: asyncio.StreamWriter, fed: bytes, *, closes: bool) -> None:
-    with contextlib.suppress(ConnectionError):  # its exit code says why it ended
+async def _write(stdin: asyncio.StreamWriter, fed: bytes, *, closes: bool) -> None:
+    with contextlib.suppress(ConnectionError):  # the exit code tells why it ended
         stdin.write(fed)
         await stdin.drain()
         if closes:

@@ -1,7 +1,6 @@
 """Why a worker that was launched is not reached, as `brigade launch` tells it."""
 
 import asyncio
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -21,8 +20,8 @@ class Running(Remote):
         await asyncio.Event().wait()
         return {}
 
-    async def output(self, script: str, values: Mapping[str, str], read: Read, *, is_followed: bool = False) -> None:
-        assert (script, values["since_start"]) == ("log", "yes")
+    async def log(self, num_lines: int, read: Read, *, follows: bool = False, since_start: bool = False) -> None:
+        assert since_start and not follows
         read("it listens")
 
 
@@ -41,4 +40,4 @@ async def test_the_reason_is_told(within_s: float, address: str, why: str, monke
     monkeypatch.setattr(launch, "_ANSWER_S", within_s)
     worker = WorkerConfig(name="mini", address=address, ssh="mac")
     with pytest.raises(BrigadeError, match=f"^runs, but {why} Its log: it listens$"):
-        await wait_answer(worker, Network(insecure=True), Running("mini", "mac"), {}, "")
+        await wait_answer(worker, Network(insecure=True), Running("mini", "mac"), "")

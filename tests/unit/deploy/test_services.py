@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.deploy.install import RemoteState, worker_folder
-from coordinator.deploy.services import define_service
+from coordinator.deploy.install import RemoteState, define_service
 from tests.unit.deploy.machine import PROC, FakeMachine, identity
 
 VERSION = "0123456789abcdef"
@@ -19,8 +18,7 @@ FOLDER = "/Users/anna/.brigade/worker-mini"
 
 def define(kind: str, home: str = "/Users/anna") -> bytes:
     """The service of the worker mini below this home."""
-    command = RemoteState(home, 1, kind).command("mini", VERSION)
-    return define_service(kind, "mini", home, f"{home}/{worker_folder('mini')}", command)
+    return define_service(RemoteState(home, 1, kind), "mini", VERSION)
 
 
 def test_the_property_list_of_a_worker() -> None:
@@ -69,7 +67,8 @@ def test_a_plain_process_is_told_its_words_as_they_are(tmp_path: Path) -> None:
         .splitlines()
     )
     pid = (home / ".brigade" / "worker-mini" / "worker.pid").read_text().strip()
-    assert told == [str(home), pid, *RemoteState(str(home), 1, "daemon").command("mini", VERSION)[1:]]
+    config = str(home / ".brigade" / "worker-mini" / "cluster.yaml")
+    assert told == [str(home), pid, "-P", "-m", "worker", "--config", config, "--name", "mini"]
 
 
 # As launchctl(1) does: print ends with 113 for what it does not know, a domain or a job.

@@ -78,7 +78,7 @@ def test_what_is_said_there_cannot_steer_a_terminal(code: int) -> None:
 def test_without_ssh_here_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigError, match="expected the program ssh here"):
-        asyncio.run(Remote("mini", "mini").run("look", {}, 5.0))
+        asyncio.run(Remote("mini", "mini").run("look", 5.0))
 
 
 LOUD = """\
@@ -111,7 +111,7 @@ def test_a_line_without_end_is_that_nodes_failure(loud: Remote) -> None:
 
 def test_a_line_without_end_in_a_log_is_told(loud: Remote) -> None:
     with pytest.raises(BrigadeError, match=r"^worker loud: printed a line of more than 1 MiB$"):
-        asyncio.run(loud.output("log", {}, lambda line: None))
+        asyncio.run(loud.log(10, lambda line: None))
 
 
 @pytest.mark.usefixtures("loud")
@@ -119,14 +119,14 @@ def test_a_line_without_end_in_a_log_is_told(loud: Remote) -> None:
     ("place", "message"),
     [
         ("angry", r"ssh angry said: (x; ){3}ssh: Connection refused \(.*Remote Login\)"),
-        ("vain", "told more than 256 KiB about itself"),
+        ("vain", "reported more than 256 KiB about itself"),
     ],
 )
 def test_of_what_is_said_without_end_little_is_kept(place: str, message: str) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(BrigadeError, match=f"^worker mini: {message}$"):
-            asyncio.run(Remote("mini", place).run("look", {}, 20.0))
+            asyncio.run(Remote("mini", place).run("look", 20.0))
         assert tracemalloc.get_traced_memory()[1] < 3_500_000
     finally:
         tracemalloc.stop()
