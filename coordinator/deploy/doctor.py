@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -14,7 +14,7 @@ from coordinator.cluster.open import read_model
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.peer import Peer, peers_of
 from coordinator.cluster.together import together
-from coordinator.deploy.checks import MAX_VERSIONS, ModelInUse, check_cluster, offers_of
+from coordinator.deploy.checks import MAX_VERSIONS, ModelInUse, check_cluster, ms_per_token, offers_of
 from coordinator.deploy.findings import (
     ExaminedCluster,
     ExaminedHop,
@@ -28,12 +28,11 @@ from coordinator.deploy.findings import (
     ok,
     problem,
 )
-from coordinator.deploy.hop_checks import cable_between, ms_per_token
 from coordinator.deploy.trial import ChainTrial, advice, try_cluster
 from coordinator.planning.plan import Objective
 from coordinator.planning.planner import plan
 from coordinator.planning.speeds import NOTHING_KNOWN
-from protos.brigade_pb2 import TRANSPORT_GRPC, TRANSPORT_TCP, TRANSPORT_TLS, Facts, Listener, Transport
+from protos.brigade_pb2 import TRANSPORT_GRPC, TRANSPORT_TCP, TRANSPORT_TLS, Transport
 from worker.config import ClusterConfig, WorkerConfig, is_loopback, split_address
 from worker.errors import BrigadeError, ConfigError, NodeBusy, StageLost
 from worker.node.configuration import configuration_of
@@ -47,8 +46,8 @@ Begin = Callable[[str], None]  # takes the step that begins
 
 _CLOCK_TRIES = 3
 _TRANSPORTS = {TRANSPORT_TCP: "tcp", TRANSPORT_TLS: "tls", TRANSPORT_GRPC: "grpc_without_tls"}  # names in JSON
-_PLAIN: Sequence[Transport] = (TRANSPORT_TCP,)  # measured where links, and thus gRPC, are not encrypted
-_ENCRYPTED: Sequence[Transport] = (TRANSPORT_TCP, TRANSPORT_TLS, TRANSPORT_GRPC)
+_PLAIN: Sequence[Transport] = (TRANSPORT_TCP,)  # measured beside gRPC where links are not encrypted
+_ENCRYPTED: Sequence[Transport] = (TRANSPORT_TCP, TRANSPORT_TLS, TRANSPORT_GRPC)  # and where they are
 
 
 @dataclass(frozen=True)
@@ -88,13 +87,13 @@ async def examine_cluster(options: ClusterOptions, begin: Begin = lambda step: N
     except BrigadeError as error:
         model = ModelInUse(refusal=error.message)
     cluster = await collect_facts(options.cluster, begin)
-    return Examination(cluster, model, options.model, check_cluster(cluster, model, datetime.now(UTC)))
+    return Examination(cluster, model, options.model, list(check_cluster(cluster, model, datetime.now(UTC))))
 
 
 async def try_answer(options: ClusterOptions, found: Examination) -> Examination:
     """Add what a short answer through every node shows, unless there are no workers or problems to fix first.
 
-    What runs is left alone: a worker that serves another coordinator, or a machine whose memory other programs hold, is
+    Running programs are left alone: a worker that serves another coordinator, or too little free memory here, becomes
     a note instead.
     """
     if not options.cluster.workers or not found.is_healthy:
@@ -102,18 +101,20 @@ async def try_answer(options: ClusterOptions, found: Examination) -> Examination
     trial, about = None, "all nodes"
     needed, free = _own_share(found), psutil.virtual_memory().available
     if needed > free:
-        text = f"no answer was tried: its part takes {format_bytes(needed)}, {format_bytes(free)} are free"
-        finding = note(Kind.TRIAL, found.cluster.nodes[0].name, text, "end what holds memory here, perhaps a server")
-        return replace(found, findings=[*found.findings, finding])
+        text = f"no answer was tried: this node's part takes {format_bytes(needed)}, {format_bytes(free)} are free"
+        fix = "end programs that hold memory here, perhaps a server"
+        return replace(found, findings=[*found.findings, note(Kind.TRIAL, found.cluster.nodes[0].name, text, fix)])
     try:
         trial = await try_cluster(options)
     except NodeBusy as error:
         finding = note(Kind.TRIAL, about, f"no answer was tried: {error}", advice(error, ""))
+    except StageLost as error:
+        fix = f"the log of worker {error.node} may tell why; run doctor again" if error.node else "run doctor again"
+        finding = problem(Kind.TRIAL, about, str(error), fix)
     except BrigadeError as error:
-        finding = problem(Kind.TRIAL, about, str(error), _advice(error))
+        finding = problem(Kind.TRIAL, about, str(error), advice(error, ""))
     else:
-        num_tokens = len(trial.first.tokens)
-        text = f"{num_tokens} tokens through every node, twice, in {trial.answered_s:.1f} s"
+        text = f"{len(trial.first.tokens)} tokens through every node, twice, in {trial.answered_s:.1f} s"
         if trial.is_same:
             finding = ok(Kind.TRIAL, about, f"{text}: the same tokens")
         else:
@@ -124,17 +125,16 @@ async def try_answer(options: ClusterOptions, found: Examination) -> Examination
 
 def _own_share(found: Examination) -> int:
     """Return the bytes that the coordinator has to hold in a plan by memory; 0 if no model is known."""
-    spec, nodes = found.model.spec, found.cluster.nodes
+    spec = found.model.spec
     if spec is None:
         return 0
     objective = Objective(found.model.context, layers=found.model.layers)
-    return plan(spec, offers_of(nodes), NOTHING_KNOWN, objective).assignments[0].needed_bytes
+    return plan(spec, offers_of(found.cluster.nodes), NOTHING_KNOWN, objective).assignments[0].needed_bytes
 
 
-def _advice(error: BrigadeError) -> str:
-    if isinstance(error, StageLost):
-        return f"the log of worker {error.node} may tell why; run doctor again" if error.node else "run doctor again"
-    return advice(error, "")
+def num_steps(cluster: ClusterConfig) -> int:
+    """Return how often `examine_cluster` calls `begin`."""
+    return 1 + len(cluster.workers) + (len(cluster.workers) > 1)
 
 
 async def collect_facts(cluster: ClusterConfig, begin: Begin = lambda step: None) -> ExaminedCluster:
@@ -154,11 +154,6 @@ async def collect_facts(cluster: ClusterConfig, begin: Begin = lambda step: None
         return replace(found, hops=hops)
 
 
-def num_steps(cluster: ClusterConfig) -> int:
-    """Return how often `examine_cluster` calls `begin`."""
-    return 1 + len(cluster.workers) + (len(cluster.workers) > 1)
-
-
 async def _ask_here(cluster: ClusterConfig, network: Network) -> ExaminedNode:
     own = cluster.coordinator
     facts = await read_facts(own.name, network)
@@ -170,7 +165,7 @@ async def _ask(peer: Peer, worker: WorkerConfig, network: Network) -> ExaminedNo
     ways = await asyncio.gather(*map(connect, worker.addresses))
     start = network.way_to_start(peer.name)
     found = ExaminedNode(peer.name, ways=ways, configured_bytes=worker.memory, is_here=is_here, start=start)
-    if all(way.error for way in ways):  # gRPC would wait for the node to come up, and say less
+    if all(way.error for way in ways):  # gRPC would wait for the node to come up, and its error says less
         return replace(found, error=StageLost(f"{ways[0].address}: {ways[0].error}"))
     try:
         hello = await peer.hello()
@@ -202,8 +197,10 @@ async def _measure_hops(
         if any(cluster.by_name[name].facts is None for name in (hop.source, hop.target)):
             return hop
         async with AsyncExitStack() as stack:
-            ports = [await _open_port(stack, receiver, each) for each in transports]
-            listeners = [port for port in ports if port is not None]
+            listeners = []
+            for transport in transports:
+                with suppress(BrigadeError):  # gRPC is measured without it
+                    listeners.append(await stack.enter_async_context(receiver.listening(transport)))
             try:
                 far = None if sender is None else receiver
                 return replace(hop, reply=await (sender or receiver).measure_link(far, listeners, examined=True))
@@ -216,16 +213,10 @@ async def _measure_hops(
     return hops
 
 
-async def _open_port(stack: AsyncExitStack, receiver: Peer, transport: Transport) -> Listener | None:
-    try:
-        return await stack.enter_async_context(receiver.listening(transport))
-    except BrigadeError:  # gRPC is measured without it
-        return None
-
-
 def _node_json(node: ExaminedNode) -> dict[str, Any]:
-    """Return the node's facts; null where it could not be asked, or could not tell."""
+    """Return the node's facts; null if it could not be asked, or could not tell."""
     facts = node.facts
+    versions = {name: facts.versions[name] for name in sorted(facts.versions)[:MAX_VERSIONS]} if facts else {}
     return {
         "node": node.name,
         "error": printable(node.error.message) if node.error else None,
@@ -234,25 +225,21 @@ def _node_json(node: ExaminedNode) -> dict[str, Any]:
         "memory_bytes": facts.memory_bytes if facts else None,
         "offered_bytes": facts.budget_bytes if facts else None,
         "free_disk_bytes": facts.free_disk_bytes if facts else None,
-        "versions": _versions(facts) if facts else None,
+        "versions": {printable(name): printable(version) for name, version in versions.items()} if facts else None,
         "clock_offset_s": node.clock_offset_s,
     }
-
-
-def _versions(facts: Facts) -> dict[str, str]:
-    return {printable(name): printable(facts.versions[name]) for name in sorted(facts.versions)[:MAX_VERSIONS]}
 
 
 def _hop_json(hop: ExaminedHop, cluster: ExaminedCluster, row_bytes: int) -> dict[str, Any]:
     sender, receiver = cluster.by_name[hop.source], cluster.by_name[hop.target]
     way = hop.reply.way if hop.reply else None
     here = sender.interface_with(way.local) if way else None
-    cable = cable_between(sender, receiver)
-    lines = {line.transport: line for line in hop.reply.lines if not line.error} if hop.reply else {}
-    figures = {
-        kind: {"rtt_ms": measured(line.rtt_ms), "bytes_per_s": measured(line.bytes_per_s)}
-        for kind, line in lines.items()
-    }
+    cable = sender.cable_to(receiver)
+    speeds: dict[str, Any] = dict.fromkeys(_TRANSPORTS.values())
+    for line in hop.reply.lines if hop.reply else ():
+        if not line.error and line.transport in _TRANSPORTS:
+            speed = {"rtt_ms": measured(line.rtt_ms), "bytes_per_s": measured(line.bytes_per_s)}
+            speeds[_TRANSPORTS[line.transport]] = speed
     return {
         "source": hop.source,
         "target": hop.target,
@@ -264,4 +251,5 @@ def _hop_json(hop: ExaminedHop, cluster: ExaminedCluster, row_bytes: int) -> dic
         "thunderbolt_gbit": measured(cable.gbit) if cable else None,
         "ms_per_token": ms_per_token(hop, row_bytes),
         "grpc": {"rtt_ms": hop.rtt_ms, "bytes_per_s": hop.bytes_per_s},
-    } | {name: figures.get(kind) for kind, name in _TRANSPORTS.items()}
+        **speeds,
+    }

@@ -1,4 +1,7 @@
-"""What doctor knows and what it says, as plain data. docs/doctor.md has a section per kind of finding. Pure."""
+"""Doctor's data: what it collects about nodes and hops, and the findings that follow. Pure.
+
+docs/doctor.md has a section for each kind of finding.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,13 +12,13 @@ from protos.brigade_pb2 import Configuration, Facts, Interface, LinkReply, Mediu
 from worker.errors import BrigadeError
 from worker.platform.text import printable
 
-_MAX_LISTED = 64  # interfaces and ports that are believed of one node
+_MAX_LISTED = 64  # interfaces and ports of one node; further ones are ignored
 
 
 class Level(StrEnum):
     OK = "ok"
     NOTE = "note"
-    PROBLEM = "must be mended"
+    PROBLEM = "must be mended"  # in --json; people read FIX
 
 
 class Kind(StrEnum):
@@ -62,7 +65,7 @@ class Finding:
     fix: str = ""
 
     def __post_init__(self) -> None:
-        """Make the texts printable: other nodes say much of them, and must not steer or fill a terminal."""
+        """Make the texts printable: they quote other nodes, which must not control or fill a terminal."""
         for name in ("about", "text", "fix"):
             object.__setattr__(self, name, printable(getattr(self, name)))
 
@@ -80,12 +83,12 @@ def problem(kind: Kind, about: str, text: str, fix: str) -> Finding:
 
 
 def measured(value: float) -> float | None:
-    """Return a figure that another node says it has measured, if it can be one."""
+    """Return another node's measurement; None if it is no positive number."""
     return value if math.isfinite(value) and value > 0 else None
 
 
 def medium_name(medium: int) -> str:
-    """Return the medium's name in JSON; "unspecified" for a number that is none."""
+    """Return the medium's name in JSON; "unspecified" for an unknown number."""
     is_known = medium in Medium.values()
     return Medium.Name(Medium.ValueType(medium)).removeprefix("MEDIUM_").lower() if is_known else "unspecified"
 
@@ -94,7 +97,7 @@ def medium_name(medium: int) -> str:
 class ExaminedNode:
     """A node of the configuration. Without `facts` it could not be asked, for the reason `error`.
 
-    `ways` are how the coordinator's connections to its addresses went; the coordinator itself has none.
+    `ways` tell how the coordinator's connections to its addresses went; the coordinator itself has none.
     """
 
     name: str
@@ -103,7 +106,7 @@ class ExaminedNode:
     ways: Sequence[Way] = ()
     clock_offset_s: float | None = None  # its clock minus the coordinator's
     configuration: Configuration | None = None  # of its own cluster.yaml; None if it was started without one
-    configured_bytes: int | None = None  # what cluster.yaml lets it offer
+    configured_bytes: int | None = None  # the memory limit in cluster.yaml
     is_here: bool = False  # a worker on the coordinator's machine, which shares its memory
     start: str = ""  # where and how a worker is started
 
@@ -123,12 +126,17 @@ class ExaminedNode:
         """Return the interface that has this IP address."""
         return next((each for each in self.interfaces if address and address in each.addresses), None)
 
+    def cable_to(self, other: "ExaminedNode") -> ThunderboltPort | None:
+        """Return the port whose cable ends at a port of the other node, by what both nodes report."""
+        theirs = {port.id for port in other.ports if port.id}
+        return next((port for port in self.ports if port.is_connected and port.peer_id in theirs), None)
+
 
 @dataclass(frozen=True)
 class ExaminedHop:
     """A hop of the chain, measured from `source` to `target`.
 
-    Results go from the last worker to the coordinator; that hop is measured the other way round and `is_back`.
+    Results go from the last worker to the coordinator: that hop is measured in the other direction, and `is_back`.
     """
 
     source: str

@@ -1,4 +1,4 @@
-"""A trial: a short answer through every node of the configuration, twice, and what it shows of each hop."""
+"""A trial: a short answer through every node of the configuration, twice, and the traffic of each hop."""
 
 import time
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ from protos.brigade_pb2 import StatusReply
 from worker.errors import BrigadeError, ConfigError, ModelError, NodeBusy, OutOfMemory
 
 NUM_TOKENS = 8
-_PROMPT = 8  # tokens, of any meaning
+_PROMPT = 8  # arbitrary tokens
 
 
 @dataclass(frozen=True)
 class TriedHop:
-    """What went over a hop; the last one leads back to the coordinator, with tokens."""
+    """The traffic of a hop; the last hop leads back to the coordinator, with tokens."""
 
     source: str
     target: str
@@ -39,7 +39,7 @@ class ChainTrial:
     first: Answer
     second: Answer
     hops: Sequence[TriedHop]
-    opened_s: float  # to ask, load and join all nodes
+    opened_s: float  # to ask, load and connect all nodes
     answered_s: float  # for both answers
 
     @property
@@ -68,10 +68,10 @@ class ChainTrial:
 
 
 async def try_cluster(options: ClusterOptions) -> ChainTrial:
-    """Load every node, answer twice, and let the workers go on. Workers that serve another coordinator are left alone.
+    """Load every node, answer twice, and leave the workers running.
 
     Raises:
-        NodeBusy: a worker serves another coordinator. BrigadeError: what the first node that fails fails with.
+        NodeBusy: a worker serves another coordinator, and was left alone. BrigadeError: a node failed.
     """
     began = time.monotonic()
     checkpoint, spec = await read_model(options.model)
@@ -87,28 +87,24 @@ async def try_cluster(options: ClusterOptions) -> ChainTrial:
 
 
 def hops_of(legs: Sequence[Leg], before: Sequence[StatusReply], after: Sequence[StatusReply]) -> list[TriedHop]:
-    """Return what went over each hop of one chain between two statuses of its stages; [] for a single node."""
+    """Return the traffic of each hop of one chain between two statuses of its stages; [] for a single node."""
     names = [node.name for node in legs[-1].route.nodes]
     if len(names) == 1:
         return []
     ways = [span for leg in legs for passage in leg.passages for span in spans(passage, leg.route.offsets)]
-    frame_ms = [  # by target
-        mean((end - begin) / 1e6 for part, stage, begin, end in ways if stage == target and part in ("wire", "return"))
-        for target in range(len(names))
-    ]
-    sent = [now.sent_bytes - then.sent_bytes for then, now in zip(before, after, strict=True)]
-    targets = [*range(1, len(names)), 0]
-    return [
-        TriedHop(source, names[target], size, frame_ms[target])
-        for source, target, size in zip(names, targets, sent, strict=True)
-    ]
+    hops = []
+    for source, (then, now) in enumerate(zip(before, after, strict=True)):
+        target = (source + 1) % len(names)
+        times = [end - begin for part, stage, begin, end in ways if stage == target and part in ("wire", "return")]
+        hops.append(TriedHop(names[source], names[target], now.sent_bytes - then.sent_bytes, mean(times) / 1e6))
+    return hops
 
 
 def advice(error: BrigadeError, flags: str) -> str:
-    """Return what to do about a trial that failed; `flags` are those that name the cluster, for further commands."""
+    """Return how to fix a trial that failed; `flags` name the cluster, for further commands."""
     plan = f"brigade plan {flags}".strip()
     if isinstance(error, NodeBusy):
-        return "end what uses this worker, or ask that server: brigade generate --server http://localhost:9338 Hello"
+        return "end its coordinator, or ask that server: brigade generate --server http://localhost:9338 Hello"
     if isinstance(error, OutOfMemory):
         return f"close other programs there, or keep less memory: {plan}"
     if isinstance(error, ModelError | ConfigError):

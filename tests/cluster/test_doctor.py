@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.deploy import hop_checks
+from coordinator.deploy import checks
 from tests.cluster.commands import run_here
 from tests.cluster.processes import Worker, starting, write_cluster
 
@@ -20,7 +20,7 @@ def workers() -> Iterator[tuple[Worker, Worker]]:
 @pytest.fixture(autouse=True)
 def no_hop_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine that is busy with other tests: how fast one is, is no claim here."""
-    monkeypatch.setattr(hop_checks, "_VERY_SLOW_MS", 10_000.0)
+    monkeypatch.setattr(checks, "_VERY_SLOW_MS", 10_000.0)
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def cluster(workers: tuple[Worker, Worker], tmp_path: Path) -> Path:
     return write_cluster(tmp_path / "cluster.yaml", *((each.name, each.address) for each in workers))
 
 
-def test_it_prints_a_line_per_finding_and_ends_with_0_where_nothing_must_be_mended(cluster: Path) -> None:
+def test_it_prints_a_line_per_finding_and_ends_with_0_where_there_is_nothing_to_fix(cluster: Path) -> None:
     done = run_here("doctor", "--config", cluster)
     assert done.code == 0, done.err  # progress is told once it takes long
     lines = done.out.splitlines()
@@ -46,7 +46,7 @@ def test_without_a_configuration_this_machine_alone_is_examined() -> None:
     assert ([node["node"] for node in found["nodes"]], found["hops"], found["trial"]) == (["coordinator"], [], None)
 
 
-def test_what_must_be_mended_makes_the_exit_code_1(workers: tuple[Worker, Worker], tmp_path: Path) -> None:
+def test_a_problem_makes_the_exit_code_1(workers: tuple[Worker, Worker], tmp_path: Path) -> None:
     one, _ = workers
     config = write_cluster(tmp_path / "cluster.yaml", ("one", one.address), ("gone", "127.0.0.1:1"))
     done = run_here("doctor", "--config", config, "--model", tmp_path / "nowhere", "--json")

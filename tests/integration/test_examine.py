@@ -14,7 +14,7 @@ import grpc.aio
 import pytest
 
 from coordinator.cluster.peer import Peer
-from coordinator.deploy import hop_checks
+from coordinator.deploy import checks
 from coordinator.deploy.certificates import Authority
 from coordinator.deploy.checks import ModelInUse, check_cluster
 from coordinator.deploy.doctor import collect_facts, num_steps
@@ -53,7 +53,7 @@ ALL: Sequence[Transport] = (TRANSPORT_TCP, TRANSPORT_TLS, TRANSPORT_GRPC)
 @pytest.fixture(autouse=True)
 def no_hop_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine that is busy with other tests: how fast one is, is no claim here."""
-    monkeypatch.setattr(hop_checks, "_VERY_SLOW_MS", 10_000.0)
+    monkeypatch.setattr(checks, "_VERY_SLOW_MS", 10_000.0)
     for limit in ("_PROBE_S", "_TALK_S", "_CONNECT_S"):
         monkeypatch.setattr(links, limit, PATIENCE_S)
 
@@ -65,7 +65,7 @@ def cluster_of(*addresses: str, keys: Path | None = None) -> ClusterConfig:
 
 
 def judged(known: ExaminedCluster) -> list[Finding]:
-    return check_cluster(known, ModelInUse(), datetime.now(UTC))
+    return list(check_cluster(known, ModelInUse(), datetime.now(UTC)))
 
 
 @asynccontextmanager
@@ -112,7 +112,7 @@ async def test_encrypted_hops_are_measured_without_encryption_too(tmp_path: Path
 
 
 async def test_a_delayed_hop_is_a_finding_and_the_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hop_checks, "_VERY_SLOW_MS", 40.0)
+    monkeypatch.setattr(checks, "_VERY_SLOW_MS", 40.0)
     async with serving(2) as [first, second]:
         with proxy_to(second.address, latency_s=0.03) as proxy:
             known = await collect_facts(cluster_of(first.address, proxy.address))

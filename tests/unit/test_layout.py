@@ -34,7 +34,7 @@ ALSO_PURE = {
         "worker.compute.header",
         "worker.node.framing",
     ),
-    *(f"coordinator.deploy.{name}" for name in ("checks", "findings", "hop_checks", "install", "services")),
+    *(f"coordinator.deploy.{name}" for name in ("checks", "findings", "install")),
 }
 WORLDLY = {"grpc", "asyncio", "mlx", "mlx_lm", "time", "socket", "uvloop"}
 # what finds and reads checkpoints: what comes of it, ModelSpec, is plain numbers

@@ -19,7 +19,7 @@ def test_what_is_said_of_a_node_stands_below_one_heading(capsys: pytest.CaptureF
     assert lines[2] == "  FIX  model         no folder → correct it"
 
 
-def test_where_nothing_must_be_mended_no_page_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_there_is_nothing_to_fix_no_page_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     fine, remark = ok(Kind.CLOCK, "mini", "right"), note(Kind.CLOCK, "mini", "wrong")
     assert printed(capsys, fine)[-1] == "nothing to fix; 0 notes"
     assert printed(capsys, remark)[-1] == "nothing to fix; 1 note"

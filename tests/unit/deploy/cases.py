@@ -88,7 +88,7 @@ def known(
 
 
 def judged(found: ExaminedCluster, wanted: ModelInUse | None = None) -> list[Finding]:
-    return check_cluster(found, wanted or ModelInUse(model()), NOW)
+    return list(check_cluster(found, wanted or ModelInUse(model()), NOW))
 
 
 def said(findings: Sequence[Finding], kind: Kind, about: str = "") -> Finding:

@@ -1,4 +1,4 @@
-"""What doctor says of facts: each thing that must be mended, each note, and nothing where all is in order."""
+"""What doctor says of facts: each problem, each note, and nothing where all is in order."""
 
 import json
 from dataclasses import replace
@@ -82,7 +82,7 @@ def test_two_macs_in_order_get_no_word_but_ok() -> None:
             Kind.BRIGADE,
             "has brigade 0.2.0, the coordinator 0.1.0",
         ),
-        ({"code": "old", "is_outdated": True}, PROBLEM, Kind.BRIGADE, "replaced since it was started"),
+        ({"code": "old", "is_outdated": True}, PROBLEM, Kind.BRIGADE, "replaced on disk after it was started"),
         ({"code": "other"}, NOTE, Kind.BRIGADE, "other files of it"),
         ({"versions": VERSIONS | {"mlx": "0.31.0"}}, NOTE, Kind.MLX, "has mlx 0.31.0, the coordinator 0.32.4"),
         ({"versions": VERSIONS | {"mlx-lm": "0.31.0"}}, NOTE, Kind.MLX, "has mlx-lm 0.31.0"),
@@ -210,7 +210,7 @@ def over(medium: Interface, other: Interface, **mini: Any) -> ExaminedCluster:
     return known(far, studio=studio, hops=[taken])
 
 
-def test_wifi_though_a_cable_is_there_must_be_mended() -> None:
+def test_wifi_though_a_cable_is_there_is_a_problem() -> None:
     found = said(judged(over(WIFI, bridge("192.168.1.9", MEDIUM_WIFI))), Kind.WIFI)
     assert found.level is PROBLEM and "though a Thunderbolt cable is there" in found.text
     assert found.fix == f"put {MINI} and the port first in `address:` of mini in cluster.yaml, on both nodes"
@@ -224,7 +224,7 @@ def test_wifi_though_the_cable_has_no_address_yet_says_where_to_give_it_one() ->
     assert "Thunderbolt Bridge, TCP/IP" in said(judged(known(far, studio=studio, hops=[taken])), Kind.WIFI).fix
 
 
-def test_wifi_though_both_are_on_one_ethernet_must_be_mended() -> None:
+def test_wifi_though_both_are_on_one_ethernet_is_a_problem() -> None:
     studio = node("studio", STUDIO, interfaces=[WIFI, LAN], thunderbolt=[])
     far = node(interfaces=[bridge("192.168.1.9", MEDIUM_WIFI), bridge("192.168.1.8", MEDIUM_ETHERNET)], thunderbolt=[])
     taken = hop(local=WIFI.addresses[0], remote="192.168.1.9")
@@ -320,7 +320,7 @@ def test_what_a_hop_means_for_this_model() -> None:
 def test_grpc_that_takes_much_longer_than_tcp_is_noted() -> None:
     found = said(judged(known(node(), hops=[hop(6.0)])), Kind.GRPC)
     assert found.level is NOTE and found.text.startswith(
-        "gRPC's round trip is 30 times TCP's; beside it: bare TCP 0.20 ms"
+        "gRPC's round trip is 30 times TCP's; for comparison: bare TCP 0.20 ms"
     )
     assert said(judged(known(node(), hops=[hop(1.9)])), Kind.GRPC).level is OK
 
@@ -335,7 +335,7 @@ def test_what_could_not_be_measured_is_noted() -> None:
 
 
 @pytest.mark.parametrize(("errno", "kind"), [(65, Kind.LOCAL_NETWORK), (61, Kind.UNREACHABLE), (0, Kind.UNREACHABLE)])
-def test_a_hop_that_leads_nowhere_must_be_mended(errno: int, kind: Kind) -> None:
+def test_a_hop_that_leads_nowhere_is_a_problem(errno: int, kind: Kind) -> None:
     way = Way(address="10.0.0.2:50070", errno=errno, error="No route to host")
     findings = judged(known(node(), hops=[ExaminedHop("studio", "mini", LinkReply(way=way))]))
     assert worse(findings) == [(PROBLEM, kind, "studio → mini")]
@@ -351,7 +351,7 @@ def test_figures_that_can_be_none_are_not_believed(reply: LinkReply) -> None:
     assert not any("nan" in each.text for each in findings)
 
 
-def test_a_hop_that_failed_while_it_was_measured_must_be_mended() -> None:
+def test_a_hop_that_failed_while_it_was_measured_is_a_problem() -> None:
     findings = judged(known(node(), hops=[ExaminedHop("studio", "mini", error=StageLost("closed the connection"))]))
     assert worse(findings) == [(PROBLEM, Kind.UNREACHABLE, "studio → mini")]
 
