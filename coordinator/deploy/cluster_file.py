@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from cryptography import x509
 
 from coordinator.cluster.peer import Peer
 from coordinator.deploy.certificates import KEYS_FOLDER
-from coordinator.deploy.discovery import Endpoint, FoundNode
+from coordinator.deploy.discovery import FoundNode
 from worker.config import ClusterConfig, CoordinatorConfig, is_certifiable, load_cluster, split_address
 from worker.errors import BrigadeError, ConfigError
 from worker.node.identity import Role, split_pem, subjects_of
@@ -27,37 +27,10 @@ _HEAD = "# Written by `brigade init`. All keys: docs/cluster_yaml.md\n"
 
 
 @dataclass(frozen=True)
-class DraftWorker:
-    """A worker to write down, with its endpoints, the best first."""
-
-    name: str
-    endpoints: tuple[Endpoint, ...]
-    is_encrypted: bool
-
-    @property
-    def is_here_only(self) -> bool:
-        """Whether no other machine reaches it."""
-        return all(each.is_loopback for each in self.endpoints)
-
-    @property
-    def is_exposed(self) -> bool:
-        """Whether links to it leave this machine unencrypted."""
-        return not (self.is_encrypted or self.is_here_only)
-
-    @property
-    def addresses(self) -> list[str]:
-        return [each.address for each in self.endpoints]
-
-    def __str__(self) -> str:
-        first, *others = map(str, self.endpoints)
-        return f"{self.name} at {first}" + "".join(f", else at {other}" for other in others)
-
-
-@dataclass(frozen=True)
 class Draft:
-    """The workers to write down, and a line for each node that is left out."""
+    """The workers to write down, with the endpoints to call them at, and a line for each node that is left out."""
 
-    workers: tuple[DraftWorker, ...]
+    workers: tuple[FoundNode, ...]
     left_out: tuple[str, ...] = ()
 
     @property
@@ -77,74 +50,68 @@ class Draft:
 def draft(found: Sequence[FoundNode], coordinator: str, wanted: Collection[str] = ()) -> Draft:
     """Return all workers, or those `wanted`, that can be in one cluster with a coordinator of this name.
 
-    A cluster is encrypted or not: if some workers show certificates, it is theirs. `within_reach` has to follow once it
-    is known which workers are taken.
+    A cluster is encrypted or not: if some workers show certificates, those without are left out. Call `within_reach`
+    once the user has chosen among these workers.
     """
     announced = [node for node in found if node.is_announced]
     counts = Counter(node.name.lower() for node in announced)
-    announced = [node for node in announced if not wanted or node.name in wanted]
     workers = {}  # by name
+    reasons = {}
     for node in announced:
+        if wanted and node.name not in wanted:
+            continue
         usable = [each for each in node.endpoints if each.interface]
-        remote = [each for each in usable if not each.is_loopback]  # loopback is another place on every node
-        workers[node.name] = DraftWorker(node.name, tuple(remote or usable), node.fingerprint is not None)
-    whole = Draft(tuple(workers.values()))
-    whole = whole.without({node.name: why for node in announced if (why := _unusable(node, counts, coordinator))})
-    unreached = "no interface of this machine leads there"
-    whole = whole.without({worker.name: unreached for worker in whole.workers if not worker.endpoints})
+        remote = [each for each in usable if not each.is_loopback]  # loopback is another machine for every node
+        workers[node.name] = replace(node, endpoints=remote or usable)
+        if (count := counts[node.name.lower()]) > 1:
+            reasons[node.name] = f"{count} workers have this name; write the right one into cluster.yaml yourself"
+        elif node.name.lower() == coordinator.lower():
+            reasons[node.name] = "the coordinator has this name"
+        elif node.is_encrypted and not is_certifiable(node.name):
+            reasons[node.name] = "a certificate cannot carry this name"
+        elif not usable:
+            reasons[node.name] = "no interface of this machine leads there"
+    whole = Draft(tuple(workers.values())).without(reasons)
     if whole.is_encrypted:
         why = "it was started without a certificate, and the others with one"
         whole = whole.without({worker.name: why for worker in whole.workers if not worker.is_encrypted})
-    return whole.without(dict(_at_same_address(whole.workers)))
-
-
-def _unusable(node: FoundNode, counts: Counter[str], coordinator: str) -> str:
-    name = node.name.lower()
-    if counts[name] > 1:
-        return f"{counts[name]} workers call themselves so; write down yourself which is meant"
-    if name == coordinator.lower():
-        return "the coordinator has this name"
-    if node.fingerprint and not is_certifiable(node.name):
-        return "a certificate cannot carry this name"
-    return ""
-
-
-def _at_same_address(workers: Sequence[DraftWorker]) -> Iterator[tuple[str, str]]:
-    owners: dict[str, str] = {}
-    for worker in workers:
+    owners: dict[str, str] = {}  # by address
+    reasons = {}
+    for worker in whole.workers:
         for address in worker.addresses:
             if (owner := owners.setdefault(address, worker.name)) != worker.name:
-                yield worker.name, f"{owner} says that it listens at {address}, too"
+                reasons[worker.name] = f"{owner} announces {address}, too"
                 break
+    return whole.without(reasons)
 
 
 def within_reach(whole: Draft) -> Draft:
     """Leave out workers on this machine's loopback if there are others, which could not call them."""
-    if all(worker.is_here_only for worker in whole.workers):
+    local = [worker for worker in whole.workers if worker.is_here_only]
+    if len(local) == len(whole.workers):
         return whole
     reasons = {}
-    for worker in whole.workers:
-        if worker.is_here_only:
-            _, port = split_address(worker.addresses[0])
-            why = "it listens on this machine's loopback, where the others cannot reach it"
-            reasons[worker.name] = f"{why}: start it with --bind 0.0.0.0:{port}, or leave its layers to the coordinator"
+    for worker in local:
+        _, port = split_address(worker.addresses[0])
+        why = "it listens on this machine's loopback, where the others cannot reach it"
+        reasons[worker.name] = f"{why}: start it with --bind 0.0.0.0:{port}, or leave its layers to the coordinator"
     return whole.without(reasons)
 
 
-async def unproven(workers: Sequence[DraftWorker], network: Network) -> dict[str, str]:
-    """Ask the workers who they are; return the reason by name for each that does not prove it."""
+async def unproven(workers: Sequence[FoundNode], network: Network) -> dict[str, str]:
+    """Ask the workers for their names; return the reason by name for each that does not prove it."""
     reasons = await asyncio.gather(*(_why_unproven(worker, network) for worker in workers))
     return {worker.name: why for worker, why in zip(workers, reasons, strict=True) if why}
 
 
-async def _why_unproven(worker: DraftWorker, network: Network) -> str:
+async def _why_unproven(worker: FoundNode, network: Network) -> str:
     try:
         peer = Peer(worker.name, worker.addresses, network)
     except BrigadeError as error:
         return error.message
     try:
         reply = await peer.hello(_HELLO_S)
-        return "" if reply.node == worker.name else f"who answers at {peer.address} has another name"
+        return "" if reply.node == worker.name else f"the worker at {peer.address} has another name"
     except BrigadeError as error:
         return printable(error.message)
     finally:
@@ -163,7 +130,7 @@ def coordinator_in(folder: Path) -> str | None:
 
 
 def cluster_text(model: str, coordinator: str, draft: Draft) -> str:
-    """Return the file's text; what came from the network stands in it as YAML strings only."""
+    """Return the file's text; all that came from the network becomes YAML strings."""
     keys: dict[str, Any] = {"model": model}
     if draft.is_encrypted:
         keys["tls"] = {"keys": KEYS_FOLDER}
@@ -179,17 +146,17 @@ def cluster_text(model: str, coordinator: str, draft: Draft) -> str:
 
 
 def check_target(path: Path, *, force: bool) -> None:
-    """Raise ConfigError if the folder is missing, or a file exists and is not to be replaced."""
+    """Raise ConfigError if the folder is missing, or a file exists and must not be replaced."""
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; give the name of a file in it")
     if not path.parent.is_dir():
-        raise ConfigError(f"{path.parent} is not a folder that is there; make it, or give another --config")
+        raise ConfigError(f"the folder {path.parent} does not exist; make it, or give another --config")
     if os.path.lexists(path) and not force:
-        raise ConfigError(f"{path} is there already, and is not written over: give --force, or another --config")
+        raise ConfigError(f"{path} exists already and is not overwritten: give --force, or another --config")
 
 
 def write_cluster(path: Path, text: str, *, force: bool) -> ClusterConfig:
-    """Write the file atomically, once it is known to load.
+    """Write the file atomically, after a test that it loads.
 
     Raises:
         ConfigError: it exists already, cannot be written, or would not load.

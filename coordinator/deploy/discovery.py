@@ -1,6 +1,6 @@
 """Discovery: which nodes announce themselves in this machine's networks, and over which links it reaches them.
 
-Announcements come from anybody: their number, their texts and their addresses are checked before they are used.
+Any machine can announce anything: number, texts and addresses of announcements are checked before they are used.
 """
 
 import asyncio
@@ -33,8 +33,8 @@ from worker.platform.threads import run_in_thread
 if TYPE_CHECKING:
     from zeroconf import ServiceStateChange, Zeroconf
 
-MAX_ANNOUNCEMENTS = 256  # that are resolved: a flood can hide other nodes, but costs no more than that
-_LINKS: dict[Medium, str] = {  # for people, the best first: a token waits least for a cable
+MAX_ANNOUNCEMENTS = 256  # to resolve: a flood can hide other nodes, but cost no more than that
+_LINKS: dict[Medium, str] = {  # as shown to people, the best first: a cable has the lowest latency
     MEDIUM_LOOPBACK: "this machine",
     MEDIUM_THUNDERBOLT: "Thunderbolt",
     MEDIUM_ETHERNET: "Ethernet",
@@ -46,7 +46,7 @@ _LINKS: dict[Medium, str] = {  # for people, the best first: a token waits least
 
 @dataclass(frozen=True)
 class AnnouncedNode:
-    """A node's announcement and the addresses, HOST:PORT, at which it says that it listens."""
+    """A node's announcement and the addresses, HOST:PORT, that it claims to listen at."""
 
     about: About
     addresses: tuple[str, ...]
@@ -54,10 +54,10 @@ class AnnouncedNode:
 
 @dataclass
 class Heard:
-    """The announcements that came in, in order."""
+    """The announcements, in the order of their arrival."""
 
     nodes: list[AnnouncedNode] = field(default_factory=list)
-    num_ignored: int = 0  # announcements that no node would make, or beyond MAX_ANNOUNCEMENTS
+    num_ignored: int = 0  # invalid announcements, and those beyond MAX_ANNOUNCEMENTS
 
 
 async def browse(for_s: float) -> Heard:
@@ -67,28 +67,23 @@ async def browse(for_s: float) -> Heard:
         StageLost: this machine cannot listen.
     """
     from zeroconf import Error
-
-    try:
-        return await _browse(for_s)
-    except (OSError, RuntimeError, Error) as error:
-        why = str(error) or type(error).__name__
-        raise StageLost(f"cannot look for nodes on this machine's networks: {why}") from error
-
-
-async def _browse(for_s: float) -> Heard:
     from zeroconf.asyncio import AsyncServiceBrowser, AsyncZeroconf
 
     own = [address for each in own_interfaces() if not each.is_tunnel for address in each.addresses]
-    async with AsyncZeroconf(interfaces=own) as zeroconf:
-        listener = ServiceListener(asyncio.get_running_loop().time() + for_s)
-        async with AsyncServiceBrowser(zeroconf.zeroconf, SERVICE, handlers=[listener.on_change]):
-            await asyncio.sleep(for_s)
-        await listener.wait_resolved()
+    listener = ServiceListener(asyncio.get_running_loop().time() + for_s)
+    try:
+        async with AsyncZeroconf(interfaces=own) as zeroconf:
+            async with AsyncServiceBrowser(zeroconf.zeroconf, SERVICE, handlers=[listener.on_change]):
+                await asyncio.sleep(for_s)
+            await listener.wait_resolved()
+    except (OSError, RuntimeError, Error) as error:
+        why = str(error) or type(error).__name__
+        raise StageLost(f"cannot look for nodes on this machine's networks: {why}") from error
     return listener.heard
 
 
 class ServiceListener:
-    """Takes the names that a browser hears and resolves each once."""
+    """Resolves each name that a browser hears once."""
 
     def __init__(self, until: float) -> None:
         """`until` is when to give up, by the event loop's clock."""
@@ -112,7 +107,7 @@ class ServiceListener:
         from zeroconf.asyncio import AsyncServiceInfo
 
         about, addresses = None, tuple[str, ...]()
-        with contextlib.suppress(Error):  # it is no valid name
+        with contextlib.suppress(Error):  # an invalid name
             service = AsyncServiceInfo(SERVICE, name)
             left_ms = 1000 * (self._until - asyncio.get_running_loop().time())
             if await service.async_request(zeroconf, max(1.0, left_ms)):
@@ -151,7 +146,7 @@ class Endpoint:
 
     @property
     def link(self) -> str:
-        """The link for people; "" if no interface leads there."""
+        """The link as shown to people; "" if no interface leads there."""
         if self.medium == MEDIUM_LOOPBACK:
             return _LINKS[MEDIUM_LOOPBACK]
         return f"{_LINKS[self.medium]} ({self.interface})" if self.interface else ""
@@ -163,7 +158,7 @@ class Endpoint:
 
 
 def source_address(address: str) -> str:
-    """Return the own address from which the system would send to HOST:PORT, without sending; "" if it would not."""
+    """Return the own address that the system would send to HOST:PORT from; "" if none. Sends nothing."""
     host, port = split_address(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
@@ -174,7 +169,7 @@ def source_address(address: str) -> str:
 
 @dataclass(frozen=True)
 class LocalNetwork:
-    """This machine's interfaces, their media by name, and the function that tells from which address it sends."""
+    """This machine's interfaces, their media by name, and the function that returns the address it sends from."""
 
     interfaces: Sequence[Interface]
     media: Mapping[str, Medium]
@@ -182,12 +177,12 @@ class LocalNetwork:
 
     @classmethod
     def read(cls) -> "LocalNetwork":
-        """Read it now. Blocks for as long as the system's commands take."""
+        """Read it. Blocks for as long as the system's commands take."""
         read = mac.read_interfaces if platform.system() == "Darwin" else linux.read_interfaces
         return cls(own_interfaces(), {each.name: each.medium for each in read(Commands())})
 
     def endpoints(self, addresses: Iterable[str]) -> list[Endpoint]:
-        """Return how each address is reached, the best link first."""
+        """Return the endpoint of each address, the best link first."""
         ranks = list(_LINKS)
         found = [self._endpoint(address) for address in dict.fromkeys(addresses)]
         return sorted(found, key=lambda endpoint: ranks.index(endpoint.medium))
@@ -202,20 +197,41 @@ class LocalNetwork:
 
 @dataclass(frozen=True)
 class FoundNode:
-    """A node that announced itself or that the configuration names; of a silent one only its configuration is known."""
+    """A node that announced itself or that the configuration names; only the latter is known of a silent node."""
 
     name: str
     version: str | None
-    fingerprint: str | None  # None: it shows no certificate, or did not announce itself
+    fingerprint: str | None  # of its certificate; None for none, or a silent node
     is_announced: bool
-    is_configured: bool | None  # by its name; None without a configuration
+    is_configured: bool | None  # under this name; None without a configuration
     endpoints: Sequence[Endpoint]
-    configured: Sequence[str] = ()  # those of its addresses that the configuration has
+    configured: Sequence[str] = ()  # its addresses that the configuration has, too
 
     @property
     def is_elsewhere(self) -> bool:
         """Whether the configuration has its name with other addresses only."""
         return bool(self.is_configured and self.is_announced and not self.configured)
+
+    @property
+    def is_encrypted(self) -> bool:
+        return self.fingerprint is not None
+
+    @property
+    def is_here_only(self) -> bool:
+        """Whether no other machine reaches it."""
+        return all(each.is_loopback for each in self.endpoints)
+
+    @property
+    def is_exposed(self) -> bool:
+        """Whether links to it leave this machine unencrypted."""
+        return not (self.is_encrypted or self.is_here_only)
+
+    @property
+    def addresses(self) -> list[str]:
+        return [each.address for each in self.endpoints]
+
+    def __str__(self) -> str:
+        return f"{self.name} at {', else at '.join(map(str, self.endpoints))}"
 
     def to_json(self) -> dict[str, Any]:
         addresses = [
@@ -233,18 +249,18 @@ class FoundNode:
 
 @dataclass(frozen=True)
 class Discovered:
-    """What `look_around` found."""
+    """All nodes that `look_around` found."""
 
     nodes: Sequence[FoundNode]
     num_ignored: int  # announcements
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `brigade nodes --json` prints."""
+        """Return the output of `brigade nodes --json`."""
         return {"nodes": [node.to_json() for node in self.nodes], "num_ignored": self.num_ignored}
 
 
 async def look_around(for_s: float, cluster: ClusterConfig | None = None) -> Discovered:
-    """Listen for `for_s` seconds; with a configuration its silent workers are listed, too.
+    """Listen for `for_s` seconds; add the silent workers of the configuration.
 
     Raises:
         StageLost: this machine cannot listen.
@@ -257,7 +273,7 @@ async def look_around(for_s: float, cluster: ClusterConfig | None = None) -> Dis
 def found_nodes(
     announced: Iterable[AnnouncedNode], cluster: ClusterConfig | None, here: LocalNetwork
 ) -> list[FoundNode]:
-    """Return every node that announced itself, configured ones first, then the silent ones of the configuration."""
+    """Return every node that announced itself, configured nodes first, then the configuration's silent nodes."""
     places: dict[About, dict[str, None]] = {}  # a node announces itself separately on each interface
     for each in announced:
         places.setdefault(each.about, {}).update(dict.fromkeys(each.addresses))
@@ -265,20 +281,11 @@ def found_nodes(
     nodes = []
     for about in sorted(places, key=lambda about: (about.name not in workers, about.name)):
         addresses, worker = tuple(places[about])[:MOST_ADDRESSES], workers.get(about.name)
-        nodes.append(
-            FoundNode(
-                about.name,
-                about.version,
-                about.fingerprint or None,
-                True,
-                None if cluster is None else worker is not None,
-                here.endpoints(addresses),
-                [address for address in addresses if worker and address in worker.addresses],
-            )
-        )
-    heard = {node.name for node in nodes}
+        is_configured = None if cluster is None else worker is not None
+        configured = [address for address in addresses if worker and address in worker.addresses]
+        known = (about.name, about.version, about.fingerprint or None, True, is_configured)
+        nodes.append(FoundNode(*known, here.endpoints(addresses), configured))
+    silent = [worker for name, worker in workers.items() if name not in {node.name for node in nodes}]
     return nodes + [
-        FoundNode(each.name, None, None, False, True, here.endpoints(each.addresses), each.addresses)
-        for name, each in workers.items()
-        if name not in heard
+        FoundNode(each.name, None, None, False, True, here.endpoints(each.addresses), each.addresses) for each in silent
     ]

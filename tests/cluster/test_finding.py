@@ -63,7 +63,7 @@ def test_a_worker_that_announces_itself_is_found_written_down_and_used(start: St
     ]
     again = run_here("init", "nobody", "--yes")  # which is said before anybody is listened for
     assert (again.code, again.err) == (
-        2, "error: cluster.yaml is there already, and is not written over: give --force, or another --config\n",
+        2, "error: cluster.yaml exists already and is not overwritten: give --force, or another --config\n",
     )  # fmt: skip
 
 

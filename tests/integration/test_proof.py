@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from coordinator.deploy import cluster_file
-from coordinator.deploy.cluster_file import DraftWorker, coordinator_in, unproven
-from coordinator.deploy.discovery import Endpoint
+from coordinator.deploy.cluster_file import coordinator_in, unproven
+from coordinator.deploy.discovery import Endpoint, FoundNode
 from protos.brigade_pb2 import MEDIUM_LOOPBACK
 from tests.integration.certificates import Certificates
 from tests.integration.conftest import serving
@@ -15,8 +15,9 @@ from worker.node.identity import Role
 from worker.node.network import Network
 
 
-def chosen(address: str, names: Sequence[str]) -> list[DraftWorker]:
-    return [DraftWorker(name, (Endpoint(address, "lo", MEDIUM_LOOPBACK),), is_encrypted=True) for name in names]
+def chosen(address: str, names: Sequence[str]) -> list[FoundNode]:
+    endpoints = [Endpoint(address, "lo", MEDIUM_LOOPBACK)]
+    return [FoundNode(name, "0.1.0", "ab" * 32, True, None, endpoints) for name in names]
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ async def test_a_worker_is_who_its_certificate_says_and_nobody_else(
 async def test_without_certificates_a_worker_is_at_least_one_of_that_name() -> None:
     async with serving(1) as [node]:
         whys = await unproven(chosen(node.address, ("node-1", "air")), Network())
-        assert whys == {"air": f"who answers at {node.address} has another name"}
+        assert whys == {"air": f"the worker at {node.address} has another name"}
 
 
 def test_the_coordinator_is_whose_certificate_is_there(certificates: Certificates) -> None:
