@@ -1,8 +1,9 @@
-"""Certificates: the authority of a cluster, which makes them, and the files of a launch's workers.
+"""Certificates: a cluster's authority, which issues them, and the files that a launch sends to its workers.
 
 The authority's key never leaves its folder.
 """
 
+import contextlib
 import fcntl
 import os
 import secrets
@@ -26,10 +27,10 @@ from worker.errors import ConfigError
 from worker.node.identity import KeyFile, Role, file_name, split_pem, subjects_of, to_pem
 
 KEYS_FOLDER = "keys"  # beside cluster.yaml, here and on workers that are launched
-AUTHORITY_FILE = "authority.key"  # of key and certificate; no node's file ends so
+AUTHORITY_FILE = "authority.key"  # key and certificate; nodes' files end with .pem
 NODE_VALID = timedelta(days=365)
 _AUTHORITY_VALID = timedelta(days=3650)
-_CLOCKS_DIFFER = timedelta(days=1)  # at most, after a battery was empty
+_CLOCK_ERROR = timedelta(days=1)  # at most, after a battery was empty
 
 
 class Authority:
@@ -42,7 +43,7 @@ class Authority:
 
     @classmethod
     def make(cls, folder: Path, *, replace: bool = False) -> "Authority":
-        """Make a new authority. If it replaces another, delete the certificates which that one issued.
+        """Make a new authority. If it replaces another one, delete the certificates that it issued.
 
         Raises:
             ConfigError: one exists already and `replace` is not given.
@@ -50,21 +51,19 @@ class Authority:
         path = folder / AUTHORITY_FILE
         if path.exists() and not replace:
             raise ConfigError(
-                f"{path} is there already: to make a certificate, brigade keys issue NAME; to shut a node out, "
+                f"{path} exists already: to make a certificate, brigade keys issue NAME; to shut a node out, "
                 "brigade keys init --replace, after which every node needs a new one"
             )
-        key = ec.generate_private_key(ec.SECP256R1())
+        key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"brigade {secrets.token_hex(4)}")])
+        builder = _builder(name, name, key, now - _CLOCK_ERROR, now + _AUTHORITY_VALID)
         usage = x509.BasicConstraints(ca=True, path_length=0)
-        now = datetime.now(UTC)
-        builder = _builder(name, name, key, now - _CLOCKS_DIFFER, now + _AUTHORITY_VALID)
         certificate = builder.add_extension(usage, critical=True).sign(key, hashes.SHA256())
-        authority = cls(folder, key, certificate)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for file in _issued(folder) if replace else ():
-            file.unlink()
-        _write_private(path, _private_pem(key) + to_pem(certificate))
-        return authority
+        if replace:
+            _delete_issued(folder)
+        _write_private(path, key, certificate)
+        return cls(folder, key, certificate)
 
     @classmethod
     def open(cls, folder: Path) -> "Authority":
@@ -75,8 +74,8 @@ class Authority:
             key = load_pem_private_key(key_pem, password=None)
             certificate = x509.load_pem_x509_certificate(certificate_pem)
         except OSError as error:
-            way_out = "brigade keys init makes one, on the Mac whose key stays there"
-            raise ConfigError(f"{path} cannot be read: {error.strerror}; {way_out}") from error
+            fix = "brigade keys init makes one, on the Mac that keeps its key"
+            raise ConfigError(f"{path} cannot be read: {error.strerror}; {fix}") from error
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{path}: expected a key and its certificate; brigade keys init --replace") from error
         if not isinstance(key, ec.EllipticCurvePrivateKey):
@@ -89,8 +88,8 @@ class Authority:
         Args:
             begins, until: when it is valid; by default from a day ago for NODE_VALID.
         Raises:
-            ConfigError: no certificate can carry this name, or the file present is that of a node with another role or
-                with a name that differs in case only, which certificates do not tell apart.
+            ConfigError: no certificate can carry this name, or the existing file has another role, or its name
+                differs in case only, which certificates ignore.
         """
         if not is_certifiable(name):
             raise ConfigError(f"expected a name like that of a host, as certificates carry it, found {name!r}")
@@ -99,7 +98,7 @@ class Authority:
         key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
         until = min(until or now + NODE_VALID, self.certificate.not_valid_after_utc)
-        builder = _builder(subject, self.certificate.subject, key, begins or now - _CLOCKS_DIFFER, until)
+        builder = _builder(subject, self.certificate.subject, key, begins or now - _CLOCK_ERROR, until)
         serves = [ExtendedKeyUsageOID.SERVER_AUTH] if role is Role.WORKER else []  # a coordinator only calls
         for extension in (
             x509.SubjectAlternativeName([x509.DNSName(name.lower()), x509.UniformResourceIdentifier(role)]),
@@ -108,36 +107,36 @@ class Authority:
         ):
             builder = builder.add_extension(extension, critical=False)
         certificate = builder.sign(self._key, hashes.SHA256())
-        _write_private(path, _private_pem(key) + to_pem(certificate) + to_pem(self.certificate))
+        _write_private(path, key, certificate, self.certificate)
         return path
 
 
-def _issued(folder: Path) -> list[Path]:
-    """Return the node files that the present authority of this folder has issued; [] if it is damaged."""
-    try:
-        present = to_pem(Authority.open(folder).certificate)
-    except ConfigError:
-        return []
-    return [file for file in folder.glob(file_name("*")) if split_pem(file.read_bytes())[2:] == [present]]
+def _delete_issued(folder: Path) -> None:
+    """Delete the node files that the authority in this folder has issued, unless it is missing or damaged."""
+    with contextlib.suppress(ConfigError):
+        authority = to_pem(Authority.open(folder).certificate)
+        for file in folder.glob(file_name("*")):
+            if split_pem(file.read_bytes())[2:] == [authority]:
+                file.unlink()
 
 
 def _require_same(path: Path, name: str, role: Role) -> None:
-    """Raise ConfigError if renewing this file would change its node or its role."""
+    """Raise ConfigError if renewing this file would change its node or its role; a damaged file may be replaced."""
     blocks = split_pem(path.read_bytes())[1:2] if path.exists() else []
     for block in blocks:
         try:
             certificate = x509.load_pem_x509_certificate(block)
             _, roles = subjects_of(certificate)
         except ValueError:
-            return  # a damaged file is replaced
+            return
         spelled = [str(each.value) for each in certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
         if spelled and name[:64] != spelled[0] and name[:64].lower() == spelled[0].lower():
             raise ConfigError(
-                f"{path} is that of {spelled[0]!r}, and certificates do not tell {name!r} from it: renew it as "
+                f"{path} belongs to {spelled[0]!r}, and certificates ignore the case of {name!r}: renew it as "
                 f"{spelled[0]!r}, remove that file first, or give another node a name that differs in more than case"
             )
         if roles and role not in roles:
-            raise ConfigError(f"{path} has the role {', '.join(roles)}, not {role}; remove it first if that is meant")
+            raise ConfigError(f"{path} has the role {', '.join(roles)}, not {role}; remove it first if you mean that")
 
 
 def _builder(
@@ -154,12 +153,10 @@ def _builder(
     )
 
 
-def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-
-
-def _write_private(path: Path, content: bytes) -> None:
-    """Write a file atomically, readable by its owner only at every moment."""
+def _write_private(path: Path, key: ec.EllipticCurvePrivateKey, *certificates: x509.Certificate) -> None:
+    """Write a file atomically that only its owner can ever read."""
+    content = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    content += b"".join(map(to_pem, certificates))
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -172,7 +169,7 @@ def _write_private(path: Path, content: bytes) -> None:
 
 
 def certificates(cluster: ClusterConfig, names: Iterable[str], say: Callable[[str], None]) -> dict[str, bytes]:
-    """Return the certificate files of these workers by name, after making missing ones; {} without encryption.
+    """Return the certificate files of these workers by name, and make missing ones; {} without encryption.
 
     Raises:
         ConfigError: one is unusable, or is missing and cannot be made here.
@@ -185,7 +182,7 @@ def certificates(cluster: ClusterConfig, names: Iterable[str], say: Callable[[st
         path = folder / file_name(name)
         if not path.exists():
             authority = Authority.open(folder)
-            lock = os.open(folder, os.O_RDONLY)  # of two launches at once, one makes it
+            lock = os.open(folder, os.O_RDONLY)  # only one of several launches makes it
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not path.exists():

@@ -1,6 +1,6 @@
-"""The copy of Brigade that runs here, a checkout or an installed one, as a wheel for other machines.
+"""The running copy of Brigade, a checkout or an installed one, as a wheel for other machines.
 
-Its id is a digest of its files and of the versions of the packages that it runs with: many copies share one version.
+Its id is a digest of its files and of the versions of its packages, since many copies share one version number.
 """
 
 import base64
@@ -22,18 +22,18 @@ from worker.errors import ConfigError
 
 NAME = "brigade"
 _PACKAGES = ("protos", "worker", "coordinator")
-_LEFT_OUT = {".pyc", ".proto"}  # what an installed copy may lack
+_LEFT_OUT = {".pyc", ".proto"}  # an installed copy may lack them
 _TAGS = "Wheel-Version: 1.0\nGenerator: brigade launch\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 _ID_LENGTH = 16
 
 
 @dataclass(frozen=True)
 class Package:
-    """What is to be installed.
+    """A version to install.
 
     Args:
         files: contents by path in a wheel.
-        constraints: the versions of the packages that it needs, as pip reads them.
+        constraints: the versions of its packages, as pip reads them.
     """
 
     version: str
@@ -63,14 +63,14 @@ class Package:
             record.append(f"{name},sha256={checksum},{len(content)}\n")
         files[f"{info}/RECORD"] = "".join([*record, f"{info}/RECORD,,\n"]).encode()
         packing = io.BytesIO()
-        with zipfile.ZipFile(packing, "w") as archive:  # uncompressed: most of it are weights
+        with zipfile.ZipFile(packing, "w") as archive:  # uncompressed: weights are most of it
             for name, content in files.items():
                 archive.writestr(zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), content)
         return packing.getvalue()
 
 
 def installed() -> Package:
-    """Return the copy that runs here. Raises ConfigError if its version is unknown."""
+    """Return the running copy. Raises ConfigError if its version is unknown."""
     folders = []
     for package in _PACKAGES:
         spec = importlib.util.find_spec(package)
@@ -84,7 +84,7 @@ def installed() -> Package:
 
 
 def files_of(package: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield a package's files by path in a wheel, without what Python, editors and Finder leave behind."""
+    """Yield a package's files by path in a wheel, without the leftovers of Python, editors and Finder."""
     for path in sorted(package.rglob("*")):
         name = path.relative_to(package.parent)
         is_left_out = path.suffix in _LEFT_OUT or any(part.startswith((".", "__pycache__")) for part in name.parts)
@@ -94,7 +94,7 @@ def files_of(package: Path) -> Iterator[tuple[str, bytes]]:
 
 @dataclass(frozen=True)
 class Project:
-    """The project's metadata; `requirements` leave out those of extras, `scripts` are commands and their functions."""
+    """The project's metadata; `requirements` without those of extras, `scripts` are commands and their functions."""
 
     version: str
     python: str
@@ -113,8 +113,10 @@ class Project:
 
 
 def project_at(folder: Path) -> Project:
-    """Return the metadata of the copy whose packages lie in this folder: from pyproject.toml in a checkout, which may
-    be newer than the note of its installation, else from that note. Both spell it alike, so that ids agree.
+    """Return the metadata of the copy whose packages lie in this folder.
+
+    It is read from pyproject.toml in a checkout, which may be newer than the metadata of its installation, else from
+    the latter. Both give the same result, so that ids agree.
 
     Raises:
         ConfigError: there is neither.
@@ -122,25 +124,23 @@ def project_at(folder: Path) -> Project:
     pyproject = folder / "pyproject.toml"
     if pyproject.is_file():
         found = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
-        scripts = tuple(sorted(found["scripts"].items()))
-        return Project(found["version"], found["requires-python"], _normalized(found["dependencies"]), scripts)
-    try:
-        noted = distribution(NAME)
-    except PackageNotFoundError:
-        raise ConfigError(f"expected {NAME} to be installed here, by uv, pipx or pip; see README.md") from None
-    scripts = tuple((each.name, each.value) for each in noted.entry_points.select(group="console_scripts"))
-    return Project(noted.version, noted.metadata["Requires-Python"], _normalized(noted.requires or ()), scripts)
-
-
-def _normalized(requirements: Iterable[str]) -> tuple[str, ...]:
-    found = [Requirement(each) for each in requirements]
-    return tuple(sorted(str(each) for each in found if "extra" not in str(each.marker or "")))
+        version, python, requirements = found["version"], found["requires-python"], found["dependencies"]
+        scripts = sorted(found["scripts"].items())
+    else:
+        try:
+            noted = distribution(NAME)
+        except PackageNotFoundError:
+            raise ConfigError(f"expected {NAME} to be installed here, by uv, pipx or pip; see README.md") from None
+        version, python, requirements = noted.version, noted.metadata["Requires-Python"], noted.requires or ()
+        scripts = [(each.name, each.value) for each in noted.entry_points.select(group="console_scripts")]
+    needed = [each for each in map(Requirement, requirements) if "extra" not in str(each.marker or "")]
+    return Project(version, python, tuple(sorted(map(str, needed))), tuple(scripts))
 
 
 def pins(requirements: Iterable[str], find: Callable[[str], Distribution] = distribution) -> str:
     """Return constraints, a line each, with the present versions of these requirements and of what they require.
 
-    Left out is what no index has: a version with a local part, or a package installed from a folder or an address.
+    Packages that no index has are left out: versions with a local part, installations from a folder or an address.
     """
     versions: dict[str, str] = {}
     waiting = [each for each in map(Requirement, requirements) if _applies(each)]

@@ -92,7 +92,7 @@ def test_an_authority_is_replaced_only_if_asked_to(config: Path) -> None:
     own = config.parent / "own"
     before = (own / "authority.key").read_bytes()
     refused = run_here("keys", "init", "--config", config)
-    assert refused.code == 2 and re.match(r"error: \S*authority\.key is there already: .*--replace", refused.err)
+    assert refused.code == 2 and re.match(r"error: \S*authority\.key exists already: .*--replace", refused.err)
     assert (own / "authority.key").read_bytes() == before
     assert run_here("keys", "init", "--replace", "--config", config).code == 0
     assert (own / "authority.key").read_bytes() != before

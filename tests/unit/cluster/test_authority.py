@@ -50,7 +50,7 @@ def test_keys_are_for_their_user_only_and_the_authoritys_key_is_in_no_nodes_file
 
 def test_an_authority_is_not_made_twice_and_the_first_one_stays(authority: Authority) -> None:
     before = (authority.folder / AUTHORITY_FILE).read_bytes()
-    with pytest.raises(ConfigError, match=r"authority\.key is there already: .*--replace"):
+    with pytest.raises(ConfigError, match=r"authority\.key exists already: .*--replace"):
         Authority.make(authority.folder)
     assert (authority.folder / AUTHORITY_FILE).read_bytes() == before
 
@@ -83,7 +83,7 @@ def test_a_renewal_does_not_change_a_role_unnoticed(authority: Authority) -> Non
 def test_two_names_that_differ_only_in_case_do_not_get_one_file(authority: Authority) -> None:
     path = authority.issue("mini", Role.WORKER)
     before = path.read_bytes()
-    with pytest.raises(ConfigError, match=r"mini\.pem is that of 'mini', and certificates do not tell 'MINI' from it"):
+    with pytest.raises(ConfigError, match=r"mini\.pem belongs to 'mini', and certificates ignore the case of 'MINI'"):
         authority.issue("MINI", Role.WORKER)
     assert path.read_bytes() == before
     long = f"{'Long.' * 20}name"
