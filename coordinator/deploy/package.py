@@ -5,23 +5,25 @@ Its id is a digest of its files and of the versions of its packages, since many 
 
 import base64
 import hashlib
-import importlib.util
 import io
 import tomllib
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
+from typing import NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import coordinator
+import protos
+import worker
 from worker.errors import ConfigError
 
 NAME = "brigade"
-_PACKAGES = ("protos", "worker", "coordinator")
 _LEFT_OUT = {".pyc", ".proto"}  # an installed copy may lack them
 _TAGS = "Wheel-Version: 1.0\nGenerator: brigade launch\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 _ID_LENGTH = 16
@@ -71,11 +73,7 @@ class Package:
 
 def installed() -> Package:
     """Return the running copy. Raises ConfigError if its version is unknown."""
-    folders = []
-    for package in _PACKAGES:
-        spec = importlib.util.find_spec(package)
-        assert spec is not None and spec.submodule_search_locations is not None
-        folders.append(Path(spec.submodule_search_locations[0]))
+    folders = [Path(package.__path__[0]) for package in (protos, worker, coordinator)]
     project = project_at(folders[0].parent)
     files = {name: content for folder in folders for name, content in files_of(folder)}
     info = f"{NAME}-{project.version}.dist-info"
@@ -92,24 +90,13 @@ def files_of(package: Path) -> Iterator[tuple[str, bytes]]:
             yield name.as_posix(), path.read_bytes()
 
 
-@dataclass(frozen=True)
-class Project:
-    """The project's metadata; `requirements` without those of extras, `scripts` are commands and their functions."""
+class Project(NamedTuple):
+    """The project's version, its requirements without those of extras, and two files of its wheel."""
 
     version: str
-    python: str
-    requirements: tuple[str, ...]
-    scripts: tuple[tuple[str, str], ...]
-
-    @property
-    def metadata(self) -> str:
-        """METADATA of a wheel (packaging.python.org, core metadata)."""
-        needs = "".join(f"Requires-Dist: {each}\n" for each in self.requirements)
-        return f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {self.version}\nRequires-Python: {self.python}\n{needs}"
-
-    @property
-    def entry_points(self) -> str:
-        return "[console_scripts]\n" + "".join(f"{name} = {function}\n" for name, function in self.scripts)
+    requirements: Sequence[str]
+    metadata: str  # METADATA (packaging.python.org, core metadata)
+    entry_points: str  # entry_points.txt
 
 
 def project_at(folder: Path) -> Project:
@@ -133,8 +120,11 @@ def project_at(folder: Path) -> Project:
             raise ConfigError(f"expected {NAME} to be installed here, by uv, pipx or pip; see README.md") from None
         version, python, requirements = noted.version, noted.metadata["Requires-Python"], noted.requires or ()
         scripts = [(each.name, each.value) for each in noted.entry_points.select(group="console_scripts")]
-    needed = [each for each in map(Requirement, requirements) if "extra" not in str(each.marker or "")]
-    return Project(version, python, tuple(sorted(map(str, needed))), tuple(scripts))
+    needed = sorted(str(each) for each in map(Requirement, requirements) if "extra" not in str(each.marker or ""))
+    metadata = f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {version}\nRequires-Python: {python}\n"
+    metadata += "".join(f"Requires-Dist: {each}\n" for each in needed)
+    commands = "".join(f"{name} = {function}\n" for name, function in scripts)
+    return Project(version, needed, metadata, f"[console_scripts]\n{commands}")
 
 
 def pins(requirements: Iterable[str], find: Callable[[str], Distribution] = distribution) -> str:

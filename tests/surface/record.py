@@ -27,7 +27,8 @@ from tests.cluster.processes import starting
 
 Json = dict[str, Any]
 WAIT_S = 180.0  # for anything that a process has to do: this makes no claim about time
-_NAMED = r"(versions|tokens_per_s_at|stage_ms|parts_ms|finished|refused|logprobs\.top_logprobs)$"  # objects whose keys are data
+# objects whose keys are data
+_NAMED = r"(versions|tokens_per_s_at|stage_ms|parts_ms|finished|refused|logprobs\.top_logprobs)$"
 
 
 def shapes(found: Any, path: str = "") -> Iterator[str]:
