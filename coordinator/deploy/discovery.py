@@ -69,9 +69,9 @@ async def browse(for_s: float) -> Heard:
     from zeroconf import Error
     from zeroconf.asyncio import AsyncServiceBrowser, AsyncZeroconf
 
-    own = [address for each in own_interfaces() if not each.is_tunnel for address in each.addresses]
     listener = ServiceListener(asyncio.get_running_loop().time() + for_s)
     try:
+        own = [address for each in own_interfaces() if not each.is_tunnel for address in each.addresses]
         async with AsyncZeroconf(interfaces=own) as zeroconf:
             async with AsyncServiceBrowser(zeroconf.zeroconf, SERVICE, handlers=[listener.on_change]):
                 await asyncio.sleep(for_s)

@@ -11,6 +11,7 @@ from coordinator.deploy import discovery as browsing
 from coordinator.deploy.discovery import MAX_ANNOUNCEMENTS, Heard, ServiceListener, browse
 from worker.errors import StageLost
 from worker.node.announce import SERVICE
+from worker.platform.interfaces import Interface
 
 
 class Noting(ServiceListener):
@@ -51,9 +52,9 @@ def test_who_points_to_what_is_no_node_is_ignored_and_ends_nothing(name: str) ->
 
 
 def test_a_failure_without_words_is_told_by_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fail(for_s: float) -> Heard:
+    def fail() -> list[Interface]:
         raise Error
 
-    monkeypatch.setattr(browsing, "_browse", fail)
+    monkeypatch.setattr(browsing, "own_interfaces", fail)
     with pytest.raises(StageLost, match=r"on this machine's networks: Error$"):
         asyncio.run(browse(0.1))
