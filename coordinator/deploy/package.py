@@ -5,6 +5,7 @@ Its id is a digest of its files and of the versions of its packages, since many 
 
 import base64
 import hashlib
+import importlib
 import io
 import tomllib
 import zipfile
@@ -18,12 +19,10 @@ from typing import NamedTuple
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-import coordinator
-import protos
-import worker
 from worker.errors import ConfigError
 
 NAME = "brigade"
+_PACKAGES = ("protos", "worker", "coordinator")
 _LEFT_OUT = {".pyc", ".proto"}  # an installed copy may lack them
 _TAGS = "Wheel-Version: 1.0\nGenerator: brigade launch\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 _ID_LENGTH = 16
@@ -73,7 +72,7 @@ class Package:
 
 def installed() -> Package:
     """Return the running copy. Raises ConfigError if its version is unknown."""
-    folders = [Path(package.__path__[0]) for package in (protos, worker, coordinator)]
+    folders = [Path(importlib.import_module(package).__path__[0]) for package in _PACKAGES]
     project = project_at(folders[0].parent)
     files = {name: content for folder in folders for name, content in files_of(folder)}
     info = f"{NAME}-{project.version}.dist-info"
