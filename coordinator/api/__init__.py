@@ -1,1 +1,1 @@
-"""The HTTP door: OpenAI's and Anthropic's shapes, health and metrics, on the coordinator's own event loop."""
+"""The HTTP server: APIs of OpenAI and Anthropic, our own, health and metrics."""

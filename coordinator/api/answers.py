@@ -1,14 +1,16 @@
 """What the answers of several APIs share: stats, conversations for templates, and answers made of blocks."""
 
 import json
+import re
 import uuid
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, Union
 
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema
 from typing_extensions import TypedDict
 
 from coordinator.api.sse import ApiAnswer, Event
@@ -49,45 +51,54 @@ def answer_stats(last: Output) -> AnswerStats:
     }
 
 
+class OneOf:
+    """Annotates a JSON object as one of several types, told apart by its `type`.
+
+    The same annotation checks an answer in tests and describes it in /openapi.json.
+    """
+
+    def __init__(self, suffix: str, types: Mapping[str, Mapping[str, Any]], **shared: Any) -> None:
+        """`types` are the fields that each `type` has beside the `shared` ones; `suffix` ends their names."""
+        make: Any = TypedDict  # mypy knows it as a form of classes only
+        self._types = [
+            make(f"{_camel(kind)}{suffix}", {"type": Literal[kind], **shared, **fields})
+            for kind, fields in types.items()
+        ]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return handler.generate_schema(Union[tuple(self._types)])  # noqa: UP007 - made at run time
+
+
+def _camel(kind: str) -> str:
+    return "".join(word.capitalize() for word in re.split(r"[._]", kind))
+
+
 # --- conversations ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class TurnPart:
-    """A piece of a conversation: a text, reasoning or a tool call; of the role `tool`, the result of a call."""
-
-    role: str
-    text: str | None = None
-    reasoning: str | None = None
-    call: ToolCall | None = None
-    call_id: str = ""  # of the call whose result this is
-
-
-def template_messages(parts: Iterable[TurnPart]) -> tuple[Json, ...]:
-    """Return messages as chat templates take them.
+def join_turns(parts: Iterable[Json]) -> tuple[Json, ...]:
+    """Return messages as chat templates take them, from parts of messages in order.
 
     Adjacent parts of a role are joined, since many templates require alternating roles. Tool results stay separate.
     """
     messages: list[Json] = []
-    for role, group in groupby(parts, key=lambda part: part.role):
-        turn = list(group)
-        if role == "tool":
-            messages += [{"role": role, "tool_call_id": part.call_id, "content": part.text or ""} for part in turn]
+    for part in parts:
+        if not messages or part["role"] != messages[-1]["role"] or part["role"] == "tool":
+            messages.append(dict(part))
             continue
-        message: Json = {"role": role, "content": "\n".join(part.text for part in turn if part.text is not None)}
-        if reasoning := [part.reasoning for part in turn if part.reasoning is not None]:
-            message["reasoning_content"] = "\n".join(reasoning)
-        if calls := [part.call for part in turn if part.call is not None]:
-            message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": parse_arguments(call.arguments)},
-                }
-                for call in calls
-            ]
-        messages.append(message)
-    return tuple(messages)
+        last = messages[-1]
+        for name, value in part.items():
+            if name not in last:
+                last[name] = value
+            elif name != "role":
+                last[name] += f"\n{value}" if isinstance(value, str) else value
+    return tuple({"content": "", **message} for message in messages)
+
+
+def call_part(call: ToolCall) -> Json:
+    """Return the part of a message that calls a tool."""
+    function = {"name": call.name, "arguments": parse_arguments(call.arguments)}
+    return {"role": "assistant", "tool_calls": [{"id": call.id, "type": "function", "function": function}]}
 
 
 def parse_arguments(arguments: str) -> Any:

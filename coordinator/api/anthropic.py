@@ -12,18 +12,19 @@ from coordinator.api.answers import (
     AnswerStats,
     Block,
     BlockAnswer,
-    TurnPart,
+    OneOf,
     answer_stats,
+    call_part,
     function_tool,
+    join_turns,
     one_if_text,
     parse_arguments,
-    template_messages,
     usage_of,
 )
 from coordinator.api.body import OPENAI_ONLY, UNSUPPORTED, Sampled, Section, Texts, Unsupported
 from coordinator.api.errors import AnthropicError, HttpError
 from coordinator.api.server import Server
-from coordinator.api.sse import renaming
+from coordinator.api.sse import Event, renaming
 from coordinator.engine.engine import Engine
 from coordinator.engine.grammars import json_grammar
 from coordinator.sessions.output import Output, ToolCall
@@ -82,19 +83,19 @@ class Turn(Section):
     role: Literal["user", "assistant", "system"]
     content: Blocks
 
-    def parts(self) -> Iterator[TurnPart]:
+    def parts(self) -> Iterator[Json]:
+        """Yield the blocks as parts of a template's messages."""
         for block in self.content:
             match block:
                 case TextBlock():
-                    yield TurnPart(self.role, text=block.text)
+                    yield {"role": self.role, "content": block.text}
                 case ThinkingBlock():
-                    yield TurnPart(self.role, reasoning=block.thinking)
+                    yield {"role": self.role, "reasoning_content": block.thinking}
                 case ToolUseBlock():
-                    yield TurnPart(self.role, call=ToolCall(block.id, block.name, json.dumps(block.input)))
+                    yield {**call_part(ToolCall(block.id, block.name, json.dumps(block.input))), "role": self.role}
                 case ToolResultBlock():
-                    yield TurnPart(
-                        "tool", text="\n".join(part.text for part in block.content), call_id=block.tool_use_id
-                    )
+                    text = "\n".join(part.text for part in block.content)
+                    yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
 
 
 class CustomTool(Section):
@@ -159,9 +160,9 @@ class CountBody(Sampled):
             raise InputError(
                 "messages", "expected the last one to be the user's: an answer cannot be begun for the model"
             )
-        system = (TurnPart("system", text=block.text) for block in self.system)
+        system = ({"role": "system", "content": block.text} for block in self.system)
         parts = [*system, *(part for turn in self.messages for part in turn.parts())]
-        return Conversation(template_messages(parts), self._tools(), self._thinking() | self.chat_template_kwargs)
+        return Conversation(join_turns(parts), self._tools(), self._thinking() | self.chat_template_kwargs)
 
     def _tools(self) -> tuple[Json, ...]:
         if self.tool_choice.type == "none":
@@ -193,25 +194,14 @@ class MessagesBody(CountBody):
         )
 
 
-class TextContent(TypedDict):
-    type: Literal["text"]
-    text: str
-
-
-class ThinkingContent(TypedDict):
-    type: Literal["thinking"]
-    thinking: str
-    signature: str
-
-
-class ToolUseContent(TypedDict):
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-Content = TextContent | ThinkingContent | ToolUseContent
+_CONTENTS = OneOf(
+    "Content",
+    {
+        "text": {"text": str},
+        "thinking": {"thinking": str, "signature": str},
+        "tool_use": {"id": str, "name": str, "input": Json},
+    },
+)
 
 
 class MessageUsage(TypedDict):
@@ -228,55 +218,11 @@ class AnthropicMessage(TypedDict):
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[Content]
+    content: list[Annotated[Json, _CONTENTS]]
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage
     brigade: NotRequired[AnswerStats]
-
-
-class MessageStart(TypedDict):
-    type: Literal["message_start"]
-    message: AnthropicMessage
-
-
-class Ping(TypedDict):
-    type: Literal["ping"]
-
-
-class BlockStart(TypedDict):
-    type: Literal["content_block_start"]
-    index: int
-    content_block: Content
-
-
-class TextDelta(TypedDict):
-    type: Literal["text_delta"]
-    text: str
-
-
-class ThinkingDelta(TypedDict):
-    type: Literal["thinking_delta"]
-    thinking: str
-
-
-class InputDelta(TypedDict):
-    type: Literal["input_json_delta"]
-    partial_json: str
-
-
-BlockChange = TextDelta | ThinkingDelta | InputDelta
-
-
-class BlockDelta(TypedDict):
-    type: Literal["content_block_delta"]
-    index: int
-    delta: BlockChange
-
-
-class BlockStop(TypedDict):
-    type: Literal["content_block_stop"]
-    index: int
 
 
 class Stop(TypedDict):
@@ -284,21 +230,29 @@ class Stop(TypedDict):
     stop_sequence: str | None
 
 
-class MessageDelta(TypedDict):
-    type: Literal["message_delta"]
-    delta: Stop
-    usage: MessageUsage
-    brigade: AnswerStats
+_DELTAS = OneOf(
+    "",
+    {
+        "text_delta": {"text": str},
+        "thinking_delta": {"thinking": str},
+        "input_json_delta": {"partial_json": str},
+    },
+)
+_EVENTS = OneOf(
+    "Event",
+    {
+        "message_start": {"message": AnthropicMessage},
+        "ping": {},
+        "content_block_start": {"index": int, "content_block": Annotated[Json, _CONTENTS]},
+        "content_block_delta": {"index": int, "delta": Annotated[Json, _DELTAS]},
+        "content_block_stop": {"index": int},
+        "message_delta": {"delta": Stop, "usage": MessageUsage, "brigade": AnswerStats},
+        "message_stop": {},
+    },
+)
 
 
-class MessageStop(TypedDict):
-    type: Literal["message_stop"]
-
-
-_Event = MessageStart | Ping | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
-
-
-class MessageEvent(RootModel[_Event | AnthropicError]):
+class MessageEvent(RootModel[Annotated[Json, _EVENTS] | AnthropicError]):
     """An event of a streamed message."""
 
 
@@ -332,18 +286,17 @@ class MessageAnswer(BlockAnswer):
         self.answer["usage"]["input_tokens"] = len(request.prompt)
         return [request]
 
-    def begin(self) -> Iterator[_Event]:
+    def begin(self) -> Iterator[Event]:
         yield {"type": "message_start", "message": {**self.answer, "content": []}}
         yield {"type": "ping"}
 
-    def open_block(self, block: Block) -> Iterator[_Event]:
+    def open_block(self, block: Block) -> Iterator[Event]:
         content = _content(block)
         if content["type"] == "tool_use":
             content["input"] = {}
         yield {"type": "content_block_start", "index": block.index, "content_block": content}
 
-    def extend_block(self, block: Block, text: str) -> BlockDelta:
-        delta: BlockChange
+    def extend_block(self, block: Block, text: str) -> Event:
         match block.kind:
             case "text":
                 delta = {"type": "text_delta", "text": text}
@@ -353,11 +306,11 @@ class MessageAnswer(BlockAnswer):
                 delta = {"type": "input_json_delta", "partial_json": to_json(_object(text))}
         return {"type": "content_block_delta", "index": block.index, "delta": delta}
 
-    def close_block(self, block: Block, *, is_whole: bool) -> Iterator[_Event]:
+    def close_block(self, block: Block, *, is_whole: bool) -> Iterator[Event]:
         self.answer["content"].append(_content(block))
         yield {"type": "content_block_stop", "index": block.index}
 
-    def finish(self, last: Output) -> Iterator[_Event]:
+    def finish(self, last: Output) -> Iterator[Event]:
         usage, is_stopped = usage_of(last), last.finish_reason == "stop" and last.stop is not None
         reasons: dict[str | None, StopReason] = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
         stop: Stop = {
@@ -376,14 +329,14 @@ class MessageAnswer(BlockAnswer):
         yield {"type": "message_delta", "delta": stop, "usage": counts, "brigade": stats}
         yield {"type": "message_stop"}
 
-    def end(self) -> Iterator[_Event]:
+    def end(self) -> Iterator[Event]:
         return iter(())
 
     def failed(self, error: HttpError) -> Iterator[AnthropicError]:
         yield error.to_anthropic()
 
 
-def _content(block: Block) -> Content:
+def _content(block: Block) -> Json:
     """Return a block as it stands in the message."""
     match block.kind:
         case "text":

@@ -21,8 +21,7 @@ from coordinator.api.errors import Error, HttpError, JSONResponse, error_respons
 from coordinator.api.metrics import metrics
 from coordinator.api.openai import ChatCompletion, ChatCompletionChunk, chat_completions
 from coordinator.api.openapi import Operation, describe
-from coordinator.api.response_types import ResponseEvent, ResponseObject
-from coordinator.api.responses import responses
+from coordinator.api.responses import ResponseEvent, ResponseObject, responses
 from coordinator.api.scoring import classify, score
 from coordinator.api.server import Server
 from coordinator.api.sse import ApiAnswer, ClientLeft, respond, unless_left

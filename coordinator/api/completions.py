@@ -9,7 +9,15 @@ from typing_extensions import TypedDict
 
 from coordinator.api.answers import AnswerStats
 from coordinator.api.body import UNSUPPORTED, Unsupported
-from coordinator.api.openai import MAX_CHOICES, MIN_LOGPROB, CompletionUsage, Finish, OpenAIAnswer, OpenAIBody
+from coordinator.api.openai import (
+    MAX_CHOICES,
+    MIN_LOGPROB,
+    CompletionUsage,
+    Finish,
+    OpenAIAnswer,
+    OpenAIBody,
+    OpenAIObject,
+)
 from coordinator.api.server import Server
 from coordinator.decoding.decode import Decode
 from coordinator.engine.engine import Engine, prepare_choices
@@ -84,13 +92,10 @@ class TextChoice(TypedDict):
     finish_reason: Finish | None
 
 
-class Completion(TypedDict):
+class Completion(OpenAIObject):
     """The whole answer, or an event of a stream."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[TextChoice]
     usage: NotRequired[CompletionUsage]
     brigade: NotRequired[AnswerStats | list[AnswerStats]]

@@ -212,18 +212,24 @@ class ChatMessage(TypedDict):
     tool_calls: NotRequired[list[Call]]
 
 
-class ChatChoice(TypedDict):
+class _Choice(TypedDict):
     index: int
-    message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: Finish | None
 
 
-class ChatCompletion(TypedDict):
+class ChatChoice(_Choice):
+    message: ChatMessage
+
+
+class OpenAIObject(TypedDict):
     id: str
-    object: Literal["chat.completion"]
-    created: int
+    created: int  # seconds since 1970
     model: str
+
+
+class ChatCompletion(OpenAIObject):
+    object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: CompletionUsage
     brigade: AnswerStats | list[AnswerStats]
@@ -237,20 +243,14 @@ class ChatDelta(TypedDict, total=False):
     tool_calls: list[CallDelta]
 
 
-class ChatChunkChoice(TypedDict):
-    index: int
+class ChatChunkChoice(_Choice):
     delta: ChatDelta
-    logprobs: ChatLogprobs | None
-    finish_reason: Finish | None
 
 
-class ChatCompletionChunk(TypedDict):
+class ChatCompletionChunk(OpenAIObject):
     """An event of a stream. The last one has `usage` and `brigade`, if the request wants them."""
 
-    id: str
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
     usage: NotRequired[CompletionUsage]
     brigade: NotRequired[AnswerStats | list[AnswerStats] | Ahead]

@@ -76,17 +76,15 @@ class Operation:
 
 def describe(operations: Iterable[Operation], *, has_keys: bool) -> Json:
     """Return the OpenAPI 3.1 document of these operations."""
-    bodies = {each.body for each in operations if each.body}
-    answers = {kind for each in operations for kind in (each.answer, *each.events, *each.error_types) if kind}
-    exact = {
-        name: {"additionalProperties": False} | schema if "properties" in schema else schema
-        for name, schema in schemas(answers).items()
-    }
+    bodies = schemas({each.body for each in operations if each.body})
+    answers = schemas({kind for each in operations for kind in (each.answer, *each.events, *each.error_types) if kind})
+    exact = {"additionalProperties": False}  # bodies may have unknown fields, answers have none
+    answers = {name: exact | schema if "properties" in schema else schema for name, schema in answers.items()}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Brigade", "version": version_of("brigade"), "license": {"name": "Apache-2.0"}},
         "paths": {each.path: {each.method.lower(): _operation(each, has_keys=has_keys)} for each in operations},
-        "components": {"schemas": schemas(bodies) | exact, "securitySchemes": _SECURITY},
+        "components": {"schemas": answers | bodies, "securitySchemes": _SECURITY},
         "security": [{name: []} for name in _SECURITY] if has_keys else [],
     }
 

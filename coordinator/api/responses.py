@@ -3,23 +3,25 @@
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, RootModel, Tag
+from typing_extensions import TypedDict
 
 from coordinator.api.answers import (
+    AnswerStats,
     Block,
     BlockAnswer,
-    TurnPart,
+    OneOf,
     answer_stats,
+    call_part,
     function_tool,
+    join_turns,
     one_if_text,
-    template_messages,
     usage_of,
 )
 from coordinator.api.body import OPENAI_ONLY, UNSUPPORTED, Sampled, Section, Unsupported
-from coordinator.api.errors import HttpError
-from coordinator.api.response_types import EchoedFormat, ResponseObject
+from coordinator.api.errors import ErrorBody, HttpError
 from coordinator.api.server import Server
 from coordinator.api.sse import DONE, Event, renaming
 from coordinator.engine.engine import Engine
@@ -131,14 +133,6 @@ class Format(Section):
             return json_grammar(self.schema_)
         return json_grammar() if self.type == "json_object" else None
 
-    def echoed(self) -> EchoedFormat:
-        found: EchoedFormat = {"type": self.type}
-        if self.name is not None:
-            found["name"] = self.name
-        if self.schema_ is not None:
-            found["schema"] = self.schema_
-        return found
-
 
 class TextConfig(Section):
     format: Format = Format()
@@ -192,8 +186,8 @@ class ResponsesBody(Sampled):
         are_forced = only is not None or self.tool_choice == "required"
         return Calls(are_forced, only, self.parallel_tool_calls is not False)
 
-    def response(self, id: str, model: str, created: int, sampling: Sampling) -> ResponseObject:
-        """Return a response in progress, with the settings that hold for it. `created` is in seconds since 1970."""
+    def response(self, id: str, model: str, created: int, sampling: Sampling) -> Json:
+        """Return a ResponseObject in progress, with the settings that are used. `created` is seconds since 1970."""
         choice = self.tool_choice
         return {
             "id": id,
@@ -208,22 +202,11 @@ class ResponsesBody(Sampled):
             "usage": None,
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
-            "tools": [
-                {
-                    "type": "function",
-                    "name": tool.name,
-                    "description": tool.description,
-                    "parameters": tool.parameters,
-                    "strict": False,
-                }
-                for tool in self.tools
-            ],
-            "tool_choice": {"type": "function", "name": choice.name}
-            if isinstance(choice, ForcedTool)
-            else choice or "auto",
+            "tools": [tool.model_dump() | {"strict": False} for tool in self.tools],
+            "tool_choice": choice.model_dump() if isinstance(choice, ForcedTool) else choice or "auto",
             "parallel_tool_calls": self._calls().is_parallel,
-            "text": {"format": self.text.format.echoed()},
-            "reasoning": {"effort": self.reasoning.effort if self.reasoning else None, "summary": None},
+            "text": self.text.model_dump(by_alias=True, exclude_none=True),
+            "reasoning": (self.reasoning or Effort()).model_dump() | {"summary": None},
             "temperature": sampling.temperature,
             "top_p": sampling.top_p or 1.0,
             "presence_penalty": sampling.presence_penalty,
@@ -241,11 +224,11 @@ class ResponsesBody(Sampled):
         }
 
     def _conversation(self) -> Conversation:
-        instructions = () if self.instructions is None else (TurnPart("system", text=self.instructions),)
+        instructions = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         parts = [*instructions, *(part for item in self.input for part in _parts_of(item))]
         tools = () if self.tool_choice == "none" else self.tools
         return Conversation(
-            template_messages(parts),
+            join_turns(parts),
             tuple(function_tool(tool.name, tool.description, tool.parameters) for tool in tools),
             self._effort() | self.chat_template_kwargs,
         )
@@ -258,17 +241,144 @@ class ResponsesBody(Sampled):
         return {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
 
 
-def _parts_of(item: MessageItem | CallItem | CallOutputItem | ReasoningItem) -> Iterator[TurnPart]:
+def _parts_of(item: MessageItem | CallItem | CallOutputItem | ReasoningItem) -> Iterator[Json]:
+    """Yield an item as parts of a template's messages."""
     match item:
         case MessageItem():
             role = "system" if item.role == "developer" else item.role  # templates do not know developers
-            yield from (TurnPart(role, text=part.text) for part in item.content)
+            yield from ({"role": role, "content": part.text} for part in item.content)
         case CallItem():
-            yield TurnPart("assistant", call=ToolCall(item.call_id, item.name, item.arguments))
+            yield call_part(ToolCall(item.call_id, item.name, item.arguments))
         case CallOutputItem():
-            yield TurnPart("tool", text="\n".join(part.text for part in item.output), call_id=item.call_id)
+            text = "\n".join(part.text for part in item.output)
+            yield {"role": "tool", "tool_call_id": item.call_id, "content": text}
         case ReasoningItem():
-            yield from (TurnPart("assistant", reasoning=part.text) for part in item.content or item.summary)
+            parts = item.content or item.summary
+            yield from ({"role": "assistant", "reasoning_content": part.text} for part in parts)
+
+
+_PARTS = OneOf(
+    "Part",
+    {
+        "output_text": {"text": str, "annotations": list[Json], "logprobs": list[Json]},
+        "reasoning_text": {"text": str},
+    },
+)
+_ITEMS = OneOf(
+    "Output",
+    {
+        "message": {"role": Literal["assistant"], "content": list[Annotated[Json, _PARTS]]},
+        "reasoning": {"summary": list[Json], "content": list[Annotated[Json, _PARTS]]},
+        "function_call": {"call_id": str, "name": str, "arguments": str},
+    },
+    id=str,
+    status=Literal["in_progress", "completed", "incomplete"],
+)
+
+
+class InputDetails(TypedDict):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputDetails(TypedDict):
+    reasoning_tokens: int
+
+
+class ResponseUsage(TypedDict):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class ResponseFailure(TypedDict):
+    code: Literal["rate_limit_exceeded", "server_error"]
+    message: str
+
+
+class Incomplete(TypedDict):
+    reason: Literal["max_output_tokens"]
+
+
+class ToolOfResponse(FunctionTool):
+    """A tool of the request. Its schema is not enforced."""
+
+    strict: Literal[False] = False
+
+
+class ReasoningOfResponse(Effort):
+    summary: None = None
+
+
+class ResponseObject(TypedDict):
+    """The answer, with the settings that were used and its usage."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: ResponseFailure | None
+    incomplete_details: Incomplete | None
+    model: str
+    output: list[Annotated[Json, _ITEMS]]
+    usage: ResponseUsage | None
+    instructions: str | None
+    max_output_tokens: int | None
+    tools: list[ToolOfResponse]
+    tool_choice: Literal["auto", "none", "required"] | ForcedTool
+    parallel_tool_calls: bool
+    text: TextConfig
+    reasoning: ReasoningOfResponse
+    temperature: float
+    top_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    metadata: dict[str, str]
+    previous_response_id: None
+    truncation: Literal["disabled"]
+    top_logprobs: int
+    max_tool_calls: None
+    store: Literal[False]
+    background: Literal[False]
+    service_tier: Literal["default"]
+    safety_identifier: None
+    prompt_cache_key: None
+    brigade: NotRequired[AnswerStats]
+
+
+_RESPONSE = {"response": ResponseObject}
+_ITEM = {"output_index": int, "item": Annotated[Json, _ITEMS]}
+_IN_ITEM = {"output_index": int, "item_id": str}
+_IN_PART = _IN_ITEM | {"content_index": int}
+_EVENTS = OneOf(
+    "Event",
+    {
+        "response.created": _RESPONSE,
+        "response.in_progress": _RESPONSE,
+        "response.completed": _RESPONSE,
+        "response.incomplete": _RESPONSE,
+        "response.failed": _RESPONSE,
+        "response.output_item.added": _ITEM,
+        "response.output_item.done": _ITEM,
+        "response.content_part.added": _IN_PART | {"part": Annotated[Json, _PARTS]},
+        "response.content_part.done": _IN_PART | {"part": Annotated[Json, _PARTS]},
+        "response.output_text.delta": _IN_PART | {"delta": str, "logprobs": list[Json]},
+        "response.output_text.done": _IN_PART | {"text": str, "logprobs": list[Json]},
+        "response.reasoning_text.delta": _IN_PART | {"delta": str},
+        "response.reasoning_text.done": _IN_PART | {"text": str},
+        "response.function_call_arguments.delta": _IN_ITEM | {"delta": str},
+        "response.function_call_arguments.done": _IN_ITEM | {"arguments": str},
+        "error": {"code": str | None, "message": str, "param": str | None, "error": ErrorBody},
+    },
+    sequence_number=int,
+)
+
+
+class ResponseEvent(RootModel[Annotated[Json, _EVENTS]]):
+    """An event of a streamed response."""
 
 
 # By the kind of a block: the type of its item, the prefix of the item's id, and the name of its text in events.
@@ -282,7 +392,7 @@ _KINDS = {
 class ResponsesAnswer(BlockAnswer):
     """The answer to one request of `/v1/responses`."""
 
-    answer: ResponseObject
+    answer: Json
 
     def __init__(self, body: ResponsesBody, model: str) -> None:
         super().__init__()
@@ -324,7 +434,7 @@ class ResponsesAnswer(BlockAnswer):
         else:
             yield self._text_event(block, "done", text=block.text)
             yield self._part_event(block, "response.content_part.done", part=_part(block))
-        item: Any = _item(block, "completed" if is_whole else "incomplete")
+        item = _item(block, "completed" if is_whole else "incomplete")
         yield self._event("response.output_item.done", output_index=block.index, item=item)
         self.answer = {**self.answer, "output": [*self.answer["output"], item]}
 
@@ -354,7 +464,7 @@ class ResponsesAnswer(BlockAnswer):
         yield from self.start()  # official clients refuse the failure of a response that was never created
         yield from self.close(is_whole=False)
         yield self._event("error", code=error.code, message=error.message, param=error.param, **error.to_openai())
-        code: Any = "rate_limit_exceeded" if error.code == "rate_limit_exceeded" else "server_error"
+        code = "rate_limit_exceeded" if error.code == "rate_limit_exceeded" else "server_error"
         self.answer = {**self.answer, "status": "failed", "error": {"code": code, "message": error.message}}
         yield self._event("response.failed", response=self.answer)
         yield DONE

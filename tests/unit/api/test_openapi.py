@@ -12,10 +12,10 @@ def test_every_route_is_in_the_document_with_its_methods() -> None:
     assert told == {(each.path, each.method.lower()) for each in OPERATIONS}
 
 
-def test_no_name_means_a_body_and_an_answer() -> None:
-    bodies = {each.body for each in OPERATIONS if each.body}
-    answers = {kind for each in OPERATIONS for kind in (each.answer, *each.events, *each.error_types) if kind}
-    assert not schemas(bodies).keys() & schemas(answers).keys()
+def test_no_name_means_different_things_in_a_body_and_an_answer() -> None:
+    bodies = schemas({each.body for each in OPERATIONS if each.body})
+    answers = schemas({kind for each in OPERATIONS for kind in (each.answer, *each.events, *each.error_types) if kind})
+    assert all(bodies[name] == answers[name] for name in bodies.keys() & answers.keys())
 
 
 def test_every_reference_leads_to_a_schema() -> None:

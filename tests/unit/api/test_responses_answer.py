@@ -11,8 +11,7 @@ from pydantic import TypeAdapter
 
 from coordinator.api.body import read
 from coordinator.api.errors import HttpError
-from coordinator.api.response_types import ResponseEvent, ResponseObject
-from coordinator.api.responses import ResponsesAnswer, ResponsesBody
+from coordinator.api.responses import ResponseEvent, ResponseObject, ResponsesAnswer, ResponsesBody
 from coordinator.sessions.output import Output
 from protos.brigade_pb2 import Sampling
 from tests.unit.api.scripted import ALL, CALLS, TOOL, delta, last
@@ -30,11 +29,12 @@ def answer(body: ResponsesBody = BODY) -> ResponsesAnswer:
     return made
 
 
-def whole(deltas: Sequence[Output], body: ResponsesBody = BODY) -> ResponseObject:
+def whole(deltas: Sequence[Output], body: ResponsesBody = BODY) -> dict[str, Any]:
     """The response that all events add up to, as our own document says."""
     told = answer(body)
     assert [event for each in deltas for event in told.events(0, each)]
-    return PROMISED.validate_python(told.answer)
+    assert PROMISED.validate_python(told.answer)
+    return dict(told.answer)
 
 
 def checked(told: Sequence[Any], first: int = 0) -> list[Any]:
