@@ -1,4 +1,4 @@
-"""Authentication: API keys, the names by which a server may be called, and an id for every request."""
+"""Authentication: API keys, the host names that requests may give, and an id for every request."""
 
 import hashlib
 import hmac
@@ -17,8 +17,8 @@ from coordinator.api.errors import HttpError, error_response
 from coordinator.engine.stats import REQUEST_ID
 from worker.errors import InputError
 
-OPEN_PATHS = ("/health", "/live", "/")  # need no key, unless a query makes them cost a step of the chain
-_MIN_KEY, _MAX_KEY = 8, 512  # characters; keys of other servers may be shorter
+OPEN_PATHS = ("/health", "/live", "/")  # no key needed, unless a query makes them cost a step of the chain
+_MIN_KEY, _MAX_KEY = 8, 512  # characters; the keys that a client sends to other servers may be shorter
 _MAX_FILE_BYTES = 1 << 20
 _ID = r"[A-Za-z0-9._-]{1,128}"
 
@@ -30,7 +30,7 @@ class Keys:
     digests: Mapping[str, bytes]
 
     def holder(self, key: str) -> str | None:
-        """Return the holder's name. All keys are compared, in constant time."""
+        """Return the name of the key's holder. Compares all keys, in constant time."""
         digest = hashlib.sha256(key.encode()).digest()
         found = [name for name, kept in self.digests.items() if hmac.compare_digest(kept, digest)]
         return found[0] if found else None
@@ -45,14 +45,14 @@ def load_keys(path: Path) -> Keys:
     """Read the keys that a server accepts.
 
     Raises:
-        InputError: the file cannot be read, has no key, or one that is too short.
+        InputError: the file cannot be read, has no key, or has one that is too short.
     """
     keys = _read_keys(path, _MIN_KEY)
     return Keys({name: hashlib.sha256(key.encode()).digest() for name, key in keys.items()})
 
 
 def first_key(path: Path) -> str:
-    """Return the key that a client sends. Raises InputError for a file that cannot be read, or has none."""
+    """Return the key that a client sends. Raises InputError if the file cannot be read, or has none."""
     return next(iter(_read_keys(path, 1).values()))
 
 
@@ -91,10 +91,10 @@ def _read(path: Path) -> bytes:
 
 
 class AuthMiddleware:
-    """Checks the Host and the key of every request, and gives its answer a request id."""
+    """Checks the Host and the key of every request, and adds a request id to its answer."""
 
     def __init__(self, app: ASGIApp, *, keys: Keys | None, hosts: Collection[str]) -> None:
-        """`hosts` are the names by which the server may be called, against DNS rebinding; none: any name."""
+        """`hosts` are the names that a Host header may have, against DNS rebinding; none: any name."""
         self._app = app
         self._keys = keys
         self._hosts = frozenset(hosts)

@@ -18,9 +18,9 @@ from worker.errors import ConfigError, InputError
 MAX_HEAD_BYTES = 64 << 10  # of the URL and the headers of a request
 MAX_CONNECTIONS = 1024
 _HEAD_S = 60.0  # until the head of a request is whole
-_UNREAD_S = 30.0  # in which a client has to read everything that was sent, or at least
+_UNREAD_S = 30.0  # within which a client has to read all that was sent, or at least
 _MIN_READ_BYTES = 48 << 10
-_CLOSE_S = 2  # for connections to close, once everything is answered
+_CLOSE_S = 2  # for connections to close, once all requests are answered
 _BACKLOG = 512
 _IDLE_S = 65  # of a connection between two requests: longer than clients and proxies keep theirs
 
@@ -43,7 +43,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def load_tls(cert: Path, key: Path) -> ssl.SSLContext:
-    """Return the context of an HTTPS server. Raises InputError if a file cannot be read, or the key does not fit."""
+    """Return the context of an HTTPS server. Raises InputError if a file is unreadable, or the key does not match."""
     for field, path in (("tls_cert", cert), ("tls_key", key)):
         try:
             path.read_bytes()
@@ -51,9 +51,9 @@ def load_tls(cert: Path, key: Path) -> ssl.SSLContext:
             raise InputError(field, f"{path} cannot be read: {error.strerror}") from error
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        context.load_cert_chain(cert, key, password="")  # an empty one, lest OpenSSL asks the terminal
+        context.load_cert_chain(cert, key, password="")  # otherwise OpenSSL would ask at the terminal
     except (ssl.SSLError, OSError, ValueError) as error:
-        reason = f"{cert} and {key} are no certificate and its key, in PEM, without a passphrase"
+        reason = f"{cert} and {key} are not a certificate and its key, in PEM, without a passphrase"
         raise InputError("tls_cert", f"{reason} ({getattr(error, 'reason', None) or error})") from error
     return context
 
@@ -62,9 +62,9 @@ def load_tls(cert: Path, key: Path) -> ssl.SSLContext:
 async def answering(
     app: ASGIApp, listener: socket.socket, tls: ssl.SSLContext | None
 ) -> AsyncIterator["asyncio.Task[None]"]:
-    """Run uvicorn meanwhile, and yield its task; the port is closed at the end.
+    """Run uvicorn within this context, and yield its task. Closes the port at the end.
 
-    If uvicorn ends by itself, the block is cancelled and left with its error; the task is done then.
+    If uvicorn ends by itself, the block is cancelled and its error is raised; the task is done then.
     """
     config = uvicorn.Config(
         app, http=BoundedProtocol, ws="none", log_config=None, access_log=False, lifespan="off", server_header=False,
@@ -85,7 +85,7 @@ async def answering(
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals to the owner of the event loop."""
+    """Leaves signal handling to the owner of the event loop."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -93,12 +93,12 @@ class _Uvicorn(uvicorn.Server):
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """A connection with bounds that uvicorn lacks: on its number, on a request's head, and on unread answers.
+    """A connection with limits that uvicorn lacks: on connections, on a request's head, and on unread answers.
 
-    A client that does not read is cut off: a closed connection would wait for ever until its bytes are sent.
+    A client that does not read is cut off: closing the connection would wait forever for its bytes to be sent.
     """
 
-    _num_gathered = 0  # bytes since a head, a part of a body or a request was whole: the parser keeps them
+    _num_gathered = 0  # bytes that the parser keeps: of an incomplete head, part of a body, or request
     _head_timer: asyncio.TimerHandle | None = None
     _read_timer: asyncio.TimerHandle | None = None  # runs while bytes are unread
 
@@ -159,7 +159,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._head_timer = None
 
     def _check_read(self, before: int | None = None) -> None:
-        """Cut the client off if it has read too little of the `before` bytes; else look again later."""
+        """Cut the client off if it has read too little of the `before` unread bytes; else check again later."""
         num_unread = self.transport.get_write_buffer_size()
         if before is not None and before - num_unread < _MIN_READ_BYTES:
             self.transport.abort()
@@ -172,7 +172,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._read_timer = None
 
     def _refuse(self, status: HTTPStatus, headers: bytes = b"") -> None:
-        """Close with this status; in the middle of an answer without one."""
+        """Close the connection with this status, or without one in the middle of an answer."""
         self._stop_head_timer()
         if self._is_answering:
             self.transport.abort()

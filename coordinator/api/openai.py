@@ -24,16 +24,6 @@ Finish = Literal["stop", "length", "tool_calls"]
 MAX_CHOICES = 128  # of one request
 MIN_LOGPROB = -9999.0  # as in OpenAI's API: JSON has no infinity
 
-_UNSUPPORTED: Unsupported = UNSUPPORTED | {
-    "audio": (),
-    "best_of": (1,),
-    "documents": ([],),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "web_search_options": (),
-}
-
 
 class StreamOptions(Section):
     """What a stream tells at its end."""
@@ -118,7 +108,15 @@ def _joined(parts: Iterable[Json]) -> str:
 class ChatBody(OpenAIBody):
     """The body of `/v1/chat/completions`."""
 
-    unsupported: ClassVar[Unsupported] = _UNSUPPORTED
+    unsupported: ClassVar[Unsupported] = UNSUPPORTED | {
+        "audio": (),
+        "best_of": (1,),
+        "documents": ([],),
+        "function_call": ("none", "auto"),
+        "functions": ([],),
+        "modalities": (["text"],),
+        "web_search_options": (),
+    }
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)

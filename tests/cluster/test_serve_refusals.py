@@ -35,7 +35,7 @@ def command(talker: Path, *flags: str | Path) -> tuple[str | Path, ...]:
         (("--host", "0.0.0.0"), "--host: 0.0.0.0 can be reached by others: expected --api-key-file with it"),
         (("--tls-cert", "{keys}"), "--tls-cert: expected with --tls-key, both or neither"),
         (("--tls-cert", "{keys}", "--tls-key", "{nowhere}"), r"--tls-key: \S+ cannot be read: No such file"),
-        (("--tls-cert", "{keys}", "--tls-key", "{keys}"), r"--tls-cert: \S+ and \S+ are no certificate and its key"),
+        (("--tls-cert", "{keys}", "--tls-key", "{keys}"), r"--tls-cert: \S+ and \S+ are not a certificate and its key"),
         (("--api-key-file", "{nowhere}"), r"--api-key-file: \S+ cannot be read"),
         (
             ("--api-key-file", "{short}"),
