@@ -96,12 +96,13 @@ def serve(
 
     if (tls_cert is None) != (tls_key is None):
         raise InputError("tls_cert", "expected with --tls-key, both or neither")
+    keys = load_keys(api_key_file) if api_key_file else None
     if api_key_file and is_readable_by_others(api_key_file):
         say(f"warning: {api_key_file} can be read by other users of this machine; chmod 600 {api_key_file}")
     serving = ServeOptions(
         host=host,
         port=port,
-        keys=load_keys(api_key_file) if api_key_file else None,
+        keys=keys,
         insecure=insecure,
         allowed_hosts=tuple(allowed_host or ()),
         cors_origins=tuple(cors_origin or ()),
