@@ -187,9 +187,7 @@ class Round:
                 (worker.name, "cut off", worker.cut_for_a_while),
                 (worker.name, "reset", worker.reset),
             ]
-        keeper = nodes.workers["mac-2"].keeper
-        if keeper and keeper.worker:
-            own = keeper.worker
+        if own := nodes.workers["mac-2"].local:
 
             async def kill(numbers: random.Random) -> None:
                 own.kill()

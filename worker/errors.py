@@ -115,6 +115,10 @@ class Unanswered(StageLost):
         self.found = found
 
 
+class CallerRefused(StageLost):
+    """A worker is there, but expects TLS or does not accept our certificate. Raised by coordinators only."""
+
+
 class NodeSilent(StageLost):
     """A node of the chain is silent on an open connection: it is stopped, asleep or cut off."""
 

@@ -20,7 +20,6 @@ from coordinator.engine.engine import Engine, ServerState, open_engine
 from coordinator.engine.inputs import InputProcessor, OneAtATime
 from coordinator.engine.stats import Stats
 from coordinator.engine.status import StatusLog, log_request
-from coordinator.planning.plan import Contexts
 from worker.config import is_loopback
 from worker.errors import BrigadeError, InputError
 from worker.platform.mlx_memory import give_back
@@ -148,7 +147,8 @@ async def _open_once(
     async with open_engine(
         server.inputs,
         options,
-        serving.context or Contexts(min(DEFAULT_CONTEXT, spec.context), spec.context),
+        serving.context or DEFAULT_CONTEXT,
+        0 if serving.context else spec.context,
         max_waiting=serving.max_waiting,
         max_wait_s=serving.limits.queue_timeout_s,
         stats=server.stats,

@@ -200,8 +200,8 @@ class _Victim:
     @property
     def start_s(self) -> float | None:
         """How long the process took to start that runs in the last worker's place; None if none was started."""
-        keeper = self.cluster.nodes.workers[self.last.name].keeper
-        return keeper.worker.started_s if keeper and keeper.worker else None
+        local = self.cluster.nodes.workers[self.last.name].local
+        return local.started_s if local else None
 
 
 class _Place:
@@ -224,7 +224,7 @@ class _Place:
                 await engine.answer(warming)
                 unfailed = await engine.answer(request)
                 struck, answer = await _strike(engine, request, victim.last, case)
-            reached = cluster.timeline
+            reached = cluster.outage
             tokens = [at / 1e9 for at in answer.token_times]
             moments = LossMoments(
                 struck, reached.lost_at, reached.found_at, reached.loaded_at, reached.opened_at, tokens
@@ -242,7 +242,8 @@ class _Place:
         has_spare = case.place == SPARE
         options = replace(self._options, limits=_AT_ONCE if has_spare else USUAL)
         async with AsyncExitStack() as stack:
-            workers = await start_local(options.num_workers + has_spare, options.model, stack)
+            names = [f"worker-{i + 1}" for i in range(options.num_workers + has_spare)]
+            workers = await start_local(names, options.model, stack)
             chained = workers[: options.num_workers]
             stack.callback(chained[-1].kill)  # a stopped one cannot be asked to end
             network = Network()

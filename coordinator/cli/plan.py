@@ -239,8 +239,8 @@ async def run_plan(
         require_changeable(to_write)
     assumed = None if macs is None else read_nodes(macs)
     checkpoint, spec = await read_model(options.model)
-    if options.wished_context and options.wished_context > spec.context:
-        say(f"note: planned for {spec.context} tokens: {spec.name} has no room for {options.wished_context}")
+    if options.given_context and options.given_context > spec.context:
+        say(f"note: planned for {spec.context} tokens: {spec.name} has no room for {options.given_context}")
     if assumed is not None:
         nodes, speeds, is_order_fixed = assumed.nodes, assumed.survey(spec), assumed.is_order_fixed
     else:

@@ -1,6 +1,7 @@
-"""The addresses of one worker: all are asked at once, and the one of its newest process is used."""
+"""The addresses of one worker: all are asked at once, and that of its newest process is used."""
 
 import asyncio
+import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -8,11 +9,14 @@ import grpc.aio
 
 from protos.brigade_pb2 import HelloReply, HelloRequest
 from protos.brigade_pb2_grpc import NodeStub
-from worker.errors import ConfigError, StageLost, Unanswered
+from worker.config import split_address
+from worker.errors import CallerRefused, ConfigError, StageLost, Unanswered
+from worker.node.identity import Role
 from worker.node.network import PROTOCOL_VERSION, Network, give_up, has_succeeded, wait_head_start
 from worker.node.rpc_errors import error_of, is_unconnected, unresolved_name, was_met
 
 _REQUEST = HelloRequest(protocol_version=PROTOCOL_VERSION)
+_HANDSHAKE_S = 2.0
 
 
 class _Silence(StageLost):
@@ -20,11 +24,11 @@ class _Silence(StageLost):
 
 
 class _NameUnknown(_Silence):
-    """Nothing can: its host's name has no IP address, as far as this machine knows."""
+    """The host's name of an address has no IP address, as far as this machine knows."""
 
 
 class Addresses:
-    """A channel to the address in use; those to the others last as long as a question."""
+    """A channel to the address in use; channels to the others last as long as a question."""
 
     def __init__(self, name: str, addresses: Sequence[str], network: Network, say: Callable[[str], None]) -> None:
         """`addresses` are in the order of preference; `say` takes lines for the user."""
@@ -32,28 +36,28 @@ class Addresses:
         self.addresses = tuple(addresses)
         self._network = network
         self._say = say
-        self._told: set[str] = set()  # incarnations
+        self._told: set[str] = set()  # incarnations of older processes that the user knows of
         self._of_others: set[str] = set()  # addresses where an older process answered
         self._use(self.addresses[0], self._network.channel(name, self.addresses[0]))
         self._shown = network.own
 
     @property
     def leading_to_it(self) -> list[str]:
-        """The addresses at which other nodes may find the same process."""
+        """The addresses at which other nodes can reach the same process."""
         return [address for address in self.addresses if address not in self._of_others]
 
     async def ask(self, within_s: float, *, waits: bool = True) -> HelloReply:
-        """Who is there, at whichever address; from then on the best of them is in use.
+        """Ask at every address, use the best one that answers from then on, and return its answer.
 
-        `waits` for one that does not listen yet.
+        `waits` for a worker that does not listen yet.
 
         Raises:
-            BrigadeError: what is wrong with the first that is there, or with this node's certificate.
-            StageLost: nobody is there.
+            BrigadeError: what is wrong with the first worker that is there, or with this node's certificate.
+            CallerRefused: a worker is there and refuses this node. StageLost: nothing answers.
         """
         await self._renew()
         channels = {address: self._channel_to(address) for address in self.addresses}
-        asking = {a: asyncio.create_task(self._ask_at(each, within_s, waits=waits)) for a, each in channels.items()}
+        asking = {a: asyncio.create_task(self._ask_at(a, each, within_s, waits=waits)) for a, each in channels.items()}
         try:
             await wait_head_start(asking.values(), within_s)
             replies = {address: task.result() for address, task in asking.items() if has_succeeded(task)}
@@ -68,9 +72,9 @@ class Addresses:
             await asyncio.gather(*(each.close(grace=None) for each in channels.values() if each is not self._channel))
 
     async def ask_in_use(self, within_s: float) -> HelloReply:
-        """The same of the process in use, which is part of a chain. Raises likewise."""
+        """Ask only the process in use, which is part of a chain. Raises the same errors."""
         try:
-            return await self._ask_at(self._channel, within_s, waits=True)
+            return await self._ask_at(self.address, self._channel, within_s, waits=True)
         except _Silence as silence:
             raise self._failure([silence], within_s) from None
 
@@ -83,18 +87,18 @@ class Addresses:
         self.stub = NodeStub(channel)
 
     def _channel_to(self, address: str) -> grpc.aio.Channel:
-        """A new one to an address that is not in use: nothing of earlier failures holds it up."""
+        """Return a new channel to an address that is not in use: the backoff of earlier failures does not delay it."""
         return self._channel if address == self.address else self._network.channel(self.name, address)
 
     async def _renew(self) -> None:
-        """Show this node's certificate as it is by now. Raises ConfigError if that will not do."""
+        """Use this node's present certificate from now on. Raises ConfigError if it is not valid."""
         if self._network.own is not self._shown:
             await self._channel.close(grace=None)
             self._use(self.address, self._network.channel(self.name, self.address))
             self._shown = self._network.own
 
-    async def _ask_at(self, channel: grpc.aio.Channel, within_s: float, *, waits: bool) -> HelloReply:
-        """Ask, and wait if nobody is there yet; but first without: while gRPC waits it does not say what for."""
+    async def _ask_at(self, address: str, channel: grpc.aio.Channel, within_s: float, *, waits: bool) -> HelloReply:
+        """Ask without waiting, since gRPC gives no reason while it waits, and then again until the time is over."""
         hello = NodeStub(channel).Hello
         refusal, until = None, time.monotonic() + within_s
         for is_patient in (False, True) if waits else (False,):
@@ -109,25 +113,55 @@ class Addresses:
                 found = error_of(error, self.name)
                 if is_patient or isinstance(found, ConfigError) or not is_unconnected(error):
                     raise found from error
-                refusal = found if was_met(error) else None
+                if was_met(error):
+                    refusal = found
+                    if reason := await self._refusal_at(address):
+                        raise CallerRefused(reason, node=self.name) from error
         raise refusal or _Silence("nothing answers")
 
+    async def _refusal_at(self, address: str) -> str:
+        """Return why the process at an address closed the connection, and what to do; empty if a handshake cannot tell.
+
+        gRPC does not report it: a server that refuses a certificate closes the connection after the handshake.
+        """
+        host, port = split_address(address)
+        try:
+            own = self._network.own
+            context = self._network.tls_context(server=False) if own else ssl.create_default_context()
+            if own is None:
+                context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            context.set_alpn_protocols(["h2"])
+            async with asyncio.timeout(_HANDSHAKE_S):
+                name = self.name if own else ""
+                reader, writer = await asyncio.open_connection(host, port, ssl=context, server_hostname=name)
+                try:
+                    is_closed = not await reader.read(1)
+                finally:
+                    writer.close()
+        except ssl.SSLError as error:
+            is_closed = "ALERT" in (error.reason or "")
+            if not is_closed:
+                return ""  # it does not speak TLS
+        except (OSError, TimeoutError, ConfigError):  # ConfigError: this node's own certificate is not valid any more
+            return ""
+        if own is None:
+            return f"it expects TLS: set `tls:` in {self._network.file} here, too"
+        issue = Role.COORDINATOR.way_to_issue(own.name)
+        return f"it refuses this node's certificate, as of another authority or time; {issue}" if is_closed else ""
+
     def _failure(self, errors: Sequence[BaseException | None], within_s: float) -> BaseException:
-        """What to say if all have failed."""
-        unknown = [error for error in errors if isinstance(error, _NameUnknown)]
-        nobody = self._unresolved(unknown[0].message) if len(unknown) == len(errors) else self._nobody(within_s)
-        return next((error for error in errors if error and not isinstance(error, _Silence)), nobody)
-
-    def _nobody(self, within_s: float) -> StageLost:
-        found = f"nothing answers at {' or '.join(self.addresses)} ({within_s:.0f} s)"
-        return Unanswered(found, node=self.name, start=self._network.way_to_start(self.name))
-
-    def _unresolved(self, host: str) -> StageLost:
-        mended = f"check its `address:` in {self._network.file}, or give its IP address there"
-        return StageLost(f"the name {host} does not resolve on this machine: {mended}", node=self.name)
+        """Return the error to raise if every address failed: the first one that says more than silence."""
+        if found := next((error for error in errors if error and not isinstance(error, _Silence)), None):
+            return found
+        unknown = [error.message for error in errors if isinstance(error, _NameUnknown)]
+        if len(unknown) == len(errors):
+            fix = f"check its `address:` in {self._network.file}, or give its IP address there"
+            return StageLost(f"the name {unknown[0]} does not resolve on this machine: {fix}", node=self.name)
+        silence = f"nothing answers at {' or '.join(self.addresses)} ({within_s:.0f} s)"
+        return Unanswered(silence, node=self.name, start=self._network.way_to_start(self.name))
 
     def _note(self, address: str, older: Sequence[str], replies: Mapping[str, HelloReply]) -> None:
-        """Keep in mind where other processes of this name are, and tell the user once of each."""
+        """Remember the addresses of other processes of this name, and tell the user once of each."""
         self._of_others = {each for each, reply in replies.items() if reply.incarnation != replies[address].incarnation}
         for each in older:
             if (incarnation := replies[each].incarnation) not in self._told:
@@ -139,12 +173,12 @@ class Addresses:
 
 
 def newest(name: str, replies: Mapping[str, HelloReply]) -> tuple[str, list[str]]:
-    """Which process to use: the one that was started last of those that call themselves `name`, or of all if none does.
+    """Choose the process to use: the one started last of those that call themselves `name`, or of all if none does.
 
     Args:
         replies: by address, in the order of preference.
     Returns:
-        Its first address, and the addresses of other processes that call themselves `name`.
+        The first address of that process, and the addresses of other processes that call themselves `name`.
     """
     meant = max(replies.values(), key=lambda reply: (reply.node == name, reply.started))
     address = next(each for each, reply in replies.items() if reply.incarnation == meant.incarnation)

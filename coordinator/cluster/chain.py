@@ -1,4 +1,4 @@
-"""Chain: all stages as one thing that takes frames and gives results, for one epoch. I/O; no decisions."""
+"""Chain: all stages of one epoch as one object that takes frames and returns results. I/O; no decisions."""
 
 import asyncio
 import contextlib
@@ -21,13 +21,13 @@ from worker.node.framing import PLAIN
 from worker.node.stage import Stage
 from worker.platform.threads import MlxThread, run_in_thread
 
-_PROBE_S = 1.5
+_PROBE_S = 1.5  # for a status
 _WARM_UP_ROWS = 64
-_CLOCKS_S = 60.0
+_CLOCKS_S = 60.0  # between two measurements of the clock offsets
 
 
 class Chain:
-    """Stage 0 here, the later stages on the workers, all loaded. Use as an async context manager."""
+    """Stage 0 here and the later stages on workers, all of which hold their shards. An async context manager."""
 
     def __init__(
         self,
@@ -42,15 +42,15 @@ class Chain:
         """`say` takes lines for the user.
 
         Args:
-            costs: known from a chain before this one: requests wait, so their replay warms this one up.
-            can_spare: whether requests can go on without a worker that is about to end.
+            costs: of the chain before this one, while requests wait: their replay warms this one up.
+            can_spare: whether requests can go on without a worker that is shutting down.
         """
         self.epoch = epoch
         self.deployment = deployment
         self.plan = deployment.plan
         self.peers = deployment.peers
         self.last_step = 0
-        self.on_draining: Callable[[], None] | None = None  # called when a worker says that it is about to end
+        self.begins_draining = asyncio.Event()  # set once no new session may begin, as `draining` explains
         self.has_token = asyncio.Event()  # set with the first token after the warm-up
         self.clock_offsets: list[int] = [0] * self.num_stages  # nanoseconds, by stage
         self._is_awaited = costs is not None
@@ -69,24 +69,33 @@ class Chain:
     async def __aexit__(self, *exc: object) -> None:
         await self._stack.aclose()
 
-    async def open(self, progress: Progress = lambda node, report: None) -> None:
+    async def open(self, progress: Progress = lambda node, report: None, within_s: float | None = None) -> None:
         """Join the stages last to first, and run some rows through them.
 
         Raises:
+            EngineHung: it took longer than `within_s` because of the node that the error names.
             BrigadeError: what the first node that cannot take part says.
         """
-        for stage in range(len(self.peers), 0, -1):
-            peer = self.peers[stage - 1]
-            self._stack.callback(peer.detach)
-            await peer.attach(self._attach_request(stage))
-            self.clock_offsets[stage] = await peer.clock_offset()
-        await self._start()
-        await self._warm_up(progress)
+        joining = ""
+        try:
+            async with asyncio.timeout(within_s):
+                for stage, peer in reversed(list(enumerate(self.peers, 1))):
+                    joining = peer.name
+                    self._stack.callback(peer.detach)
+                    await peer.attach(self._attach_request(stage))
+                    self.clock_offsets[stage] = await peer.clock_offset()
+                await self._start()
+                await self._warm_up(progress)
+        except TimeoutError:
+            if self._stage is None:
+                raise EngineHung(f"did not join the chain within {within_s:.1f} s", node=joining) from None
+            await self._diagnose(within_s or 0.0, allowed_s=0.0)
+            raise StageLost(f"the chain was not ready within {within_s:.1f} s") from None
         self._is_warm = True
 
     @property
     def costs(self) -> ChainCosts:
-        """What its frames take, learned as they land."""
+        """The times of its frames, learned from each result."""
         return self._flight.costs
 
     @costs.setter
@@ -99,12 +108,12 @@ class Chain:
 
     @property
     def thread(self) -> MlxThread:
-        """This process's, which every chain uses."""
+        """The MLX thread of this process, which every chain uses."""
         return self._own.thread
 
     @property
     def still_since(self) -> float | None:
-        """Since when what is in flight has brought no result, seconds, monotonic; None if nothing is."""
+        """Since when the frames in flight have brought no result, seconds, monotonic; None without any."""
         return self._flight.still_since
 
     @property
@@ -118,7 +127,7 @@ class Chain:
 
     @property
     def draining(self) -> NodeBusy | None:
-        """Why no new session may begin, if a worker is about to end."""
+        """Why no new session may begin, if a worker that is needed is shutting down."""
         names = (peer.name for peer in self.peers if peer.is_draining and not self._can_spare(peer.name))
         return next((NodeBusy("is shutting down and takes no new request", node=name) for name in names), None)
 
@@ -130,15 +139,15 @@ class Chain:
         self._stage.submit(frame)
 
     def end(self, error: BrigadeError) -> None:
-        """Have `receive` raise this, now and ever after."""
+        """Make `receive` raise this error from now on."""
         assert self._stage is not None
         self._stage.fail(error)
 
     async def receive(self) -> ArrivedResult:
-        """The next result; waits as long as there is nothing in flight.
+        """Return the next result; waits as long as nothing is in flight.
 
         Raises:
-            StageLost: a node closed, or was silent for longer than its work can take; the message names it.
+            StageLost: a node closed its connection, or was silent for longer than its work can take.
             BrigadeError: what a stage failed with.
         """
         assert self._stage is not None
@@ -153,24 +162,27 @@ class Chain:
 
     @property
     def own_status(self) -> StatusReply | None:
-        """What stage 0 holds and has taken, if it has been there."""
+        """The memory and work of stage 0; None before it was opened."""
         return self._stage.status() if self._stage else None
 
     async def statuses(self) -> list[StatusReply]:
-        """What every stage holds and has taken, stage 0 first; zeros for a worker that does not say."""
+        """Return the memory and work of every stage, stage 0 first; zeros for a worker that does not answer."""
         assert self._stage is not None
-        replies = await asyncio.gather(*(peer.status(_PROBE_S) for peer in self.peers), return_exceptions=True)
+        replies = await self._worker_statuses()
         theirs = [reply if isinstance(reply, StatusReply) else StatusReply() for reply in replies]
         return [self._stage.status(), *theirs]
 
+    async def _worker_statuses(self) -> list[StatusReply | BaseException]:
+        return await asyncio.gather(*(peer.status(_PROBE_S) for peer in self.peers), return_exceptions=True)
+
     async def digests(self) -> dict[str, str]:
-        """A digest per tensor that stage 0 holds."""
+        """Return a digest per tensor that stage 0 holds."""
         shard = self._own.shard
         assert shard is not None
         return await self.thread.run(lambda: dict(shard.digests()))
 
     async def compile(self, grammar: Grammar) -> None:
-        """Have the last stage get ready for a grammar, while steps go on. Raises BrigadeError if it cannot."""
+        """Have the last stage prepare a grammar while steps go on. Raises BrigadeError if it cannot."""
         if self.peers:
             await self.peers[-1].compile(grammar)
         else:
@@ -178,7 +190,7 @@ class Chain:
             await run_in_thread(partial(self._own.shard.grammars.guide, grammar))
 
     def _arrived(self, result: Result) -> ArrivedResult:
-        """Take a result in. Raises FrameError for one that answers nothing that was asked."""
+        """Check and note a result. Raises FrameError if it does not answer the oldest frame."""
         found = result.epoch, [timing.stage for timing in result.timings[: self.num_stages + 1]]
         expected = self.epoch, list(range(self.num_stages))
         node = self.peers[-1].name if self.peers else ""
@@ -195,9 +207,9 @@ class Chain:
         return self._flight.land(sent, result)
 
     async def _look_after_oldest(self) -> None:
-        """Say that it compiles, where it may. Raises what is wrong once it has taken longer than it can take."""
+        """Report that the oldest frame seems to compile. Raises the cause once it is overdue."""
         if (silence_s := self._flight.overdue_s) is not None:
-            await self._diagnose(silence_s)
+            await self._diagnose(silence_s, self._flight.allowed_s)
         if self._flight.begins_to_compile():
             self._say("compiling: the first step of its kind on this chain, which may take a minute")
 
@@ -226,21 +238,20 @@ class Chain:
         while True:
             await asyncio.sleep(_CLOCKS_S)
             for stage, peer in enumerate(self.peers, 1):
-                with contextlib.suppress(BrigadeError):  # whoever is lost is noticed elsewhere
+                with contextlib.suppress(BrigadeError):  # `_pump` notices a lost worker
                     self.clock_offsets[stage] = await peer.clock_offset()
 
     def _begin_draining(self, peer: Peer) -> None:
         if self._can_spare(peer.name):
             self.end(NodeLeaving("is about to end", node=peer.name))
-            return
-        self._say(f"{self.draining}; what runs may end, for at most ten seconds")
-        if self.on_draining is not None:
-            self.on_draining()
+        else:
+            self._say(f"{self.draining}; what runs may end, for at most ten seconds")
+            self.begins_draining.set()
 
     async def _warm_up(self, progress: Progress) -> None:
-        """One row and a chunk of rows through all stages, twice: compiles, pages in, and tells what rows cost.
+        """Send a chunk of rows and a row through all stages, twice each: that compiles, pages in, and measures costs.
 
-        While requests wait, a single row only: that every stage computes.
+        While requests wait, send a single row: it shows that every stage computes.
         """
         prefix_hash = History().prefix_hash(0)
         chunk = Window(slot=0, prefix_hash=prefix_hash, tokens=[0] * min(_WARM_UP_ROWS, self.spec.context), wanted=1)
@@ -255,26 +266,26 @@ class Chain:
             self.send(frame)
             await self.receive()
 
-    async def _diagnose(self, waited_s: float) -> None:
-        """Ask every node, since whoever waits for a result cannot know; leave an engine the time for its own step.
+    async def _diagnose(self, waited_s: float, allowed_s: float) -> None:
+        """Ask every node, since a stage that waits for a result cannot know the cause.
+
+        An engine that has been at its step for less than `allowed_s` is left the rest of that time.
 
         Raises:
             StageLost: a node does not answer, an engine hangs, or none is at work.
         """
         assert self._stage is not None
-        replies = await asyncio.gather(*(peer.status(_PROBE_S) for peer in self.peers), return_exceptions=True)
-        if self._stage.has_outcome:  # it came while they were asked
+        replies = await self._worker_statuses()
+        if self._stage.has_outcome:  # it arrived in the meantime
             return
         busy = [("", self._stage.busy_s)]
         for peer, reply in zip(self.peers, replies, strict=True):
             if isinstance(reply, BaseException):
-                said = (
-                    f"no answer at {peer.address} after {waited_s:.1f} s without a result (stopped, hung, or cut off)"
-                )
-                raise NodeSilent(said, node=peer.name)
+                found = f"no answer at {peer.address} after {waited_s:.1f} s without a result"
+                raise NodeSilent(f"{found} (stopped, hung, or cut off)", node=peer.name)
             busy.append((peer.name, reply.busy_s))
         node, busy_s = max(busy, key=lambda each: each[1])
-        if 0.0 < busy_s < self._flight.allowed_s:
+        if 0.0 < busy_s < allowed_s:
             self._flight.began(busy_s)
         elif node:
             raise EngineHung(f"its engine has been at one step for {busy_s:.1f} s", node=node)

@@ -1,20 +1,20 @@
-"""Frames in flight, how long they may take, and suspend detection: no worker is blamed for this machine's sleep."""
+"""Frames in flight, the time that each may take, and suspend detection, so that no worker is blamed for our sleep."""
 
 import asyncio
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NoReturn
 
 from coordinator.planning.costs import ChainCosts
-from coordinator.planning.step_timeout import StepKind, StepTimeouts
-from protos.brigade_pb2 import Frame, Result
+from protos.brigade_pb2 import Frame, Result, Sampling, Session
 from worker.compute.header import asked_of, num_rows
 from worker.errors import StageLost
 from worker.platform.machine import SleepWatch, asleep_s
 
 _TICK_S = 0.25
-_STILL_S = 3.5  # late by so much: asleep or stopped, not busy; other nodes wait as long before they give one up
-_RECENT_S = 30.0  # what breaks so soon after it broke because of it
+_STILL_S = 3.5  # a tick this late means asleep or stopped, not busy; other nodes give a silent one up after as long
+_RECENT_S = 30.0  # an error so soon after a standstill is a consequence of it
 
 
 class SuspendWatch:
@@ -24,8 +24,8 @@ class SuspendWatch:
     """
 
     def __init__(self) -> None:
-        self.woke_at = 0.0  # seconds, monotonic: when it last ran again after that
-        self._still_s = 0.0  # how long it had stood still then
+        self.woke_at = 0.0  # seconds, monotonic: when it last ran again after a standstill
+        self._still_s = 0.0  # the length of that standstill
         self._last = time.monotonic() + asleep_s()
         self._sleep = SleepWatch(asleep_s())
 
@@ -38,7 +38,7 @@ class SuspendWatch:
             await asyncio.sleep(_TICK_S)
 
     def blame(self) -> StageLost | None:
-        """The error that whatever broke now comes from, if this process stood still lately."""
+        """Return the cause of an error that occurs now if this process stood still lately, else None."""
         self._look()
         if not self.woke_at or time.monotonic() - self.woke_at > _RECENT_S:
             return None
@@ -54,8 +54,59 @@ class SuspendWatch:
             self.woke_at, self._still_s = now, passed_s
 
 
+_SILENCE_S = 6.0  # that a step may take beyond its own time
+_NOISE = 1.5  # factor on the usual time of a step: machines get warm, and do other work
+_FIRST_S = 60.0  # for the first step of a kind, which may compile kernels and page weights in
+
+StepKind = frozenset[Hashable]  # the properties of a step that decide which kernels it needs
+
+
+class StepTimeouts:
+    """The kinds of steps that one chain has done, and the time that each kind may take."""
+
+    def __init__(self) -> None:
+        self._done: set[Hashable] = set()
+        self._traits: dict[int, StepKind] = {}  # of the session in each slot
+
+    def kind_of(self, frame: Frame) -> StepKind:
+        """Return the frame's kind: its sizes by powers of two, and the caches and samplers of its sessions.
+
+        Notes the sessions that the frame opens; to be called once per frame, in order.
+        """
+        for session in frame.opened:
+            self._traits[session.slot] = _traits(session)
+        rows = sum(len(window.tokens) + window.masks for window in frame.windows)
+        kind: set[Hashable] = {("rows", rows.bit_length()), ("windows", len(frame.windows).bit_length())}
+        for window in frame.windows:
+            asked = (window.wanted + window.guessed).bit_length()
+            kind |= {(asked, trait) for trait in self._traits.get(window.slot, ())}
+        return frozenset(kind) if rows else frozenset()
+
+    def done(self, kind: StepKind) -> None:
+        """Note that a step of this kind came back."""
+        self._done |= kind
+
+    def is_known(self, kind: StepKind) -> bool:
+        """Whether every property of this kind has been seen in a step that came back."""
+        return kind <= self._done
+
+    def allowed_s(self, kind: StepKind, usual_s: float) -> float:
+        """Return the seconds without a result after which a step of this kind and usual time is overdue."""
+        allowed_s = _SILENCE_S + _NOISE * usual_s
+        return allowed_s if self.is_known(kind) else max(_FIRST_S, allowed_s)
+
+
+_SAMPLERS = [field.name for field in Sampling.DESCRIPTOR.fields if field.name != "seed"]
+
+
+def _traits(session: Session) -> StepKind:
+    """Return the kind of the session's cache, and every part of the sampler that it uses."""
+    used = [name for name in _SAMPLERS if getattr(session.sampling, name)]
+    return frozenset([("cache", session.cache.kind), "sampler", *used])
+
+
 _ASK_AGAIN_S = 5.0
-_COMPILES_S = 2.0  # after which the first step of a kind is said to compile
+_COMPILES_S = 2.0  # after which the first step of a kind is reported to compile
 
 
 @dataclass
@@ -73,7 +124,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class ArrivedResult:
-    """A result, and when it came, nanoseconds on the coordinator's monotonic clock."""
+    """A result and its time of arrival, nanoseconds on the coordinator's monotonic clock."""
 
     result: Result
     at: int
@@ -85,17 +136,17 @@ class Flight:
     """Frames in flight, oldest first. Only the oldest can be late: the others wait behind it."""
 
     def __init__(self, costs: ChainCosts, suspends: SuspendWatch) -> None:
-        """`costs` learn from what lands; `suspends` knows when this process was not there to see it."""
+        """`costs` learn from each result; `suspends` knows when this process did not run."""
         self.costs = costs
         self._suspends = suspends
         self._timeouts = StepTimeouts()
         self._sent: dict[int, Sent] = {}  # by step
-        self._last_result = time.monotonic()  # seconds; until there is one, when this began
+        self._last_result = time.monotonic()  # seconds; before the first result, when this began
         self._moved_at = 0.0  # seconds, monotonic: when an engine was last known to begin a step
         self._logprobs: dict[int, int] = {}  # of the session in each slot, as its sampling says
 
     def send(self, frame: Frame) -> None:
-        """The frame is on its way from now on."""
+        """Note that the frame is on its way."""
         for sent in self._sent.values():
             sent.is_alone = False
         kind = self._timeouts.kind_of(frame)
@@ -109,11 +160,11 @@ class Flight:
         return next(iter(self._sent), None)
 
     def take(self, step: int) -> Sent:
-        """What was sent at this step; it is in flight no more."""
+        """Remove and return the frame of this step."""
         return self._sent.pop(step)
 
     def land(self, sent: Sent, result: Result) -> ArrivedResult:
-        """This is the result, and it is sound."""
+        """Note the checked result of a frame, and learn from its times."""
         self._timeouts.done(sent.kind)
         self._last_result = time.monotonic()
         arrival = ArrivedResult(result, time.monotonic_ns(), sent.num_rows, self._last_result - sent.at)
@@ -124,8 +175,8 @@ class Flight:
 
     @property
     def still_since(self) -> float | None:
-        """Since when what is in flight has brought no result, seconds, monotonic; None if nothing is."""
-        return max(self._last_result, self._oldest().at) if self._sent else None
+        """Since when the frames in flight have brought no result, seconds, monotonic; None without any."""
+        return max(self._last_result, self._oldest.at) if self._sent else None
 
     @property
     def idle_s(self) -> float:
@@ -134,48 +185,42 @@ class Flight:
 
     @property
     def left_s(self) -> float:
-        """Seconds until the oldest frame is to be looked after; with nothing in flight, until it is asked again."""
+        """Seconds until the oldest frame needs a look; without frames, until this should be read again."""
         if not self._sent:
             return _ASK_AGAIN_S
-        oldest = self._oldest()
-        due_s = _COMPILES_S if self._may_compile(oldest) else self._allowed_s(oldest)
-        return max(0.0, due_s - self._silence_s(oldest))
+        return max(0.0, (_COMPILES_S if self._may_compile else self.allowed_s) - self._silence_s)
 
     @property
     def overdue_s(self) -> float | None:
-        """How long the oldest has not been heard of, once that is longer than it can take."""
-        if not self._sent:
-            return None
-        oldest = self._oldest()
-        silence_s = self._silence_s(oldest)
-        return silence_s if silence_s >= self._allowed_s(oldest) else None
+        """The silence of the oldest frame in seconds, once it is longer than the frame can take."""
+        return self._silence_s if self._sent and self._silence_s >= self.allowed_s else None
 
     @property
     def allowed_s(self) -> float:
-        """How long the oldest may take, and any engine that it waits for."""
-        return self._allowed_s(self._oldest())
+        """How long the oldest frame may take, and any engine that it waits for."""
+        return self._timeouts.allowed_s(self._oldest.kind, self.costs.passage_s(self._oldest.num_rows))
 
     def began(self, busy_s: float) -> None:
-        """An engine began a step so long ago: silence counts from then, since it has its own time for that."""
+        """Note that an engine began a step so long ago: silence counts from then, for each engine has its own time."""
         self._moved_at = time.monotonic() - busy_s
 
     def begins_to_compile(self) -> bool:
-        """Whether the oldest takes so long that it seems to compile; true once for each."""
-        if not self._sent or not self._may_compile(self._oldest()) or self._silence_s(self._oldest()) < _COMPILES_S:
+        """Whether the oldest frame is slow enough to be compiling; True once for each frame."""
+        if not self._sent or not self._may_compile or self._silence_s < _COMPILES_S:
             return False
-        self._oldest().is_said_to_compile = True
+        self._oldest.is_said_to_compile = True
         return True
 
+    @property
     def _oldest(self) -> Sent:
         return next(iter(self._sent.values()))
 
-    def _may_compile(self, sent: Sent) -> bool:
-        """Whether it may, and nobody has been told."""
-        return not self._timeouts.is_known(sent.kind) and not sent.is_said_to_compile
+    @property
+    def _may_compile(self) -> bool:
+        """Whether the oldest frame is the first of its kind, and has not been reported to compile."""
+        return not self._timeouts.is_known(self._oldest.kind) and not self._oldest.is_said_to_compile
 
-    def _allowed_s(self, sent: Sent) -> float:
-        return self._timeouts.allowed_s(sent.kind, self.costs.passage_s(sent.num_rows))
-
-    def _silence_s(self, sent: Sent) -> float:
-        """How long this frame, the oldest, has not been heard of while this process was there to hear."""
-        return time.monotonic() - max(self._last_result, sent.at, self._moved_at, self._suspends.woke_at)
+    @property
+    def _silence_s(self) -> float:
+        """For how long the oldest frame has brought no result while this process was there to receive it."""
+        return time.monotonic() - max(self._last_result, self._oldest.at, self._moved_at, self._suspends.woke_at)

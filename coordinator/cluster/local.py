@@ -1,13 +1,14 @@
-"""Worker processes on this machine, for `--local N`: started here, ended here, whatever happens."""
+"""Worker processes on this machine, for `--local N`: started, started again and ended here."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 
 from worker.errors import StageLost
 from worker.platform.installation import search_path
@@ -17,7 +18,7 @@ _STOP_S = 5.0
 
 
 class LocalWorker:
-    """A `python -m worker` on a free loopback port. It also ends by itself when this process is gone."""
+    """A `python -m worker` process on a free loopback port. It ends by itself when this process is gone."""
 
     def __init__(self, name: str, model: str, process: asyncio.subprocess.Process) -> None:
         self.name = name
@@ -28,15 +29,15 @@ class LocalWorker:
 
     @classmethod
     async def start(cls, name: str, model: str) -> "LocalWorker":
-        """Start the process and wait until it listens; `model` is what it is to load, as the user names it here.
+        """Start the process and wait until it listens; `model` is the user's name for the model to load.
 
         Raises:
-            StageLost: it does not listen.
+            StageLost: it ended, or did not listen in time.
         """
         began = time.monotonic()
         process = await asyncio.create_subprocess_exec(
             sys.executable,
-            "-P",  # or a folder named worker where the user happens to be would be run instead
+            "-P",  # do not run a folder named `worker` in the current directory
             *("-m", "worker", "--name", name, "--model", model, "--bind", "127.0.0.1:0", "--follow-parent"),
             env=os.environ | {"PYTHONPATH": search_path()},
             stdin=subprocess.PIPE,
@@ -53,7 +54,7 @@ class LocalWorker:
         return local
 
     async def _wait_listening(self) -> str:
-        """The address that it says it listens on, as its first line."""
+        """Return the address in the first line of its output."""
         assert self._process.stdout is not None
         try:
             async with asyncio.timeout(_START_S):
@@ -65,21 +66,21 @@ class LocalWorker:
             raise StageLost("ended while starting; what it said stands above", node=self.name) from None
 
     async def wait_ended(self) -> str:
-        """How the process ended, once it has."""
+        """Wait for the end of the process, and return a description of it."""
         code = await self._process.wait()
         return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
     def kill(self) -> None:
-        """End the process at once, whatever it is doing."""
+        """End the process at once by SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: signal.Signals) -> None:
-        """To the process, if it has not ended."""
+        """Send a signal to the process, unless it has ended."""
         if self._process.returncode is None:
             self._process.send_signal(number)
 
     async def stop(self) -> None:
-        """End the process: SIGTERM, then SIGKILL."""
+        """End the process by SIGTERM, then by SIGKILL."""
         if self._process.returncode is None:
             self._process.terminate()
             try:
@@ -90,57 +91,26 @@ class LocalWorker:
                 await self._process.wait()
 
 
-_FIRST_PAUSE_S = 0.2  # from when it began to run: one that ran for longer is started again at once
+_FIRST_PAUSE_S = 0.2  # from the start of a process to that of the next one, doubled with each short life
 _LONGEST_PAUSE_S = 5.0
-_SOUND_S = 20.0  # a process that has run for so long did not fail by being started
+_SOUND_S = 20.0  # a process that has run for so long did not end because it was started
 
 
-class Keeper:
-    """Watches one local worker. Use `run` as a task; cancelling it ends the watch, `stop` then the worker."""
-
-    def __init__(
-        self, worker: LocalWorker, replaced: Callable[[LocalWorker | None], Awaitable[None]], say: Callable[[str], None]
-    ) -> None:
-        """`replaced` is told once the worker is gone (None), and of the one that stands in its place."""
-        self.worker: LocalWorker | None = worker  # None until another one runs in its place
-        self._name, self._model = worker.name, worker.model
-        self._replaced = replaced
-        self._say = say
-
-    async def run(self) -> None:
-        pause_s = _FIRST_PAUSE_S
-        while True:
-            began = time.monotonic()
-            how = await self._watch()
-            ran_s = time.monotonic() - began
-            if ran_s > _SOUND_S:
-                pause_s = _FIRST_PAUSE_S
-            self._say(f"worker {self._name}: {how}; it is started again")
-            await asyncio.sleep(max(0.0, pause_s - ran_s))
-            pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
-            await self._start()
-
-    def kill(self) -> None:
-        """End a process that does not answer: `run` starts another."""
-        if self.worker is not None:
-            self.worker.kill()
-
-    async def stop(self) -> None:
-        if self.worker is not None:
-            await self.worker.stop()
-
-    async def _watch(self) -> str:
-        """How the worker ended; it may never have begun."""
-        if self.worker is None:
-            return "did not start"
-        how = await self.worker.wait_ended()
-        self.worker = None
-        await self._replaced(None)
-        return how
-
-    async def _start(self) -> None:
-        try:
-            self.worker = await LocalWorker.start(self._name, self._model)
-        except (StageLost, OSError):  # OSError: no memory or no process is left; the next try may find some
-            return
-        await self._replaced(self.worker)
+async def keep_running(worker: LocalWorker, say: Callable[[str], None]) -> AsyncIterator[LocalWorker | None]:
+    """Start the worker again whenever it ends: yield None once it has ended, and then the process in its place."""
+    name, model, pause_s = worker.name, worker.model, _FIRST_PAUSE_S
+    running: LocalWorker | None = worker
+    while True:
+        began, how = time.monotonic(), "did not start"
+        if running is not None:
+            how, running = await running.wait_ended(), None
+            yield None
+        ran_s = time.monotonic() - began
+        if ran_s > _SOUND_S:
+            pause_s = _FIRST_PAUSE_S
+        say(f"worker {name}: {how}; it is started again")
+        await asyncio.sleep(max(0.0, pause_s - ran_s))
+        pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
+        with contextlib.suppress(StageLost, OSError):  # OSError: no memory or process left; the next try may find some
+            running = await LocalWorker.start(name, model)
+            yield running

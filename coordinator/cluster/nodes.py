@@ -1,4 +1,4 @@
-"""The nodes of a cluster: one record each, and for workers the connection and, if it is our own, the process."""
+"""The nodes of a cluster: one record each, and for workers the connection and, for our own, the process."""
 
 import asyncio
 import contextlib
@@ -7,30 +7,31 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from coordinator.cluster.local import Keeper, LocalWorker
+from coordinator.cluster.local import LocalWorker, keep_running
 from coordinator.cluster.peer import Peer
 from coordinator.planning.plan import MemoryOffer, budgets
 from coordinator.planning.recovery import NodeEvent, NodeRecord, NodeState
 from protos.brigade_pb2 import HelloReply
 from worker.config import ClusterConfig, is_loopback, split_address
-from worker.errors import BrigadeError, StageLost
+from worker.errors import BrigadeError, CallerRefused, StageLost
 from worker.node.network import Network
 from worker.platform.machine import memory_budget
 
 _ASK_S = 1.0
 _PAUSE_S = 0.1
-_GRACE_S = 0.2  # for a worker that did not answer in time to say why
+_GRACE_S = 0.2  # for a worker that did not answer in time to give the reason
 
 
 @dataclass
 class ClusterNode(NodeRecord):
-    """The record of a worker, and how it is reached."""
+    """The record of a node; for a worker also its connection, its process and its load."""
 
     peer: Peer | None = None  # None while its process is being started again
-    keeper: Keeper | None = None  # of a process of our own
-    load: asyncio.Task[BrigadeError | None] | None = None  # while it loads, and until its outcome was looked at
-    offered_bytes: int = 0  # memory, as it said
-    trouble: BrigadeError | None = None  # why it did not answer when it was asked last
+    local: LocalWorker | None = None  # the process, if it is our own and runs
+    load: asyncio.Task[BrigadeError | None] | None = None  # until its outcome was entered
+    offered_bytes: int = 0  # memory, as it answered
+    trouble: BrigadeError | None = None  # why it did not answer the last question
+    reported: str = ""  # the refusal that the user has read
 
     @property
     def address(self) -> str:
@@ -42,17 +43,23 @@ class ClusterNode(NodeRecord):
         """Whether it shares this machine's memory."""
         return self.peer is not None and is_loopback(split_address(self.peer.address)[0])
 
+    @property
+    def refusal(self) -> BrigadeError | None:
+        """Why it cannot take part though it is there; None if it answers, or does not answer at all."""
+        is_there = isinstance(self.trouble, CallerRefused) or not isinstance(self.trouble, StageLost)
+        return self.trouble if is_there else None
+
     def kill(self) -> None:
-        """End a process of our own, which is started again; others are left alone."""
-        if self.keeper is not None:
-            self.keeper.kill()
+        """End a process of our own, which is started again; other processes are left alone."""
+        if self.local is not None:
+            self.local.kill()
 
 
 class Nodes:
-    """This node, then the workers in the configuration's order. Use as an async context manager: it keeps our own."""
+    """This node, then the workers in the configuration's order. An async context manager: it ends our own processes."""
 
     def __init__(self, peers: Sequence[Peer], cluster: ClusterConfig | None = None) -> None:
-        """`cluster` says how much memory nodes may use, where it does."""
+        """`cluster` has the memory budgets of nodes, for those that are configured."""
         self._cluster = cluster or ClusterConfig()
         self._offered_bytes = memory_budget()  # before anything is loaded
         self.own = ClusterNode(self._cluster.coordinator.name, is_own=True, state=NodeState.PRESENT)
@@ -72,29 +79,30 @@ class Nodes:
         await self._close_left()
         for peer in self.peers(self.workers):
             await peer.close()
-        await asyncio.gather(*(worker.keeper.stop() for worker in self.workers.values() if worker.keeper))
+        await asyncio.gather(*(worker.local.stop() for worker in self.workers.values() if worker.local))
 
     @property
     def records(self) -> list[ClusterNode]:
-        """All of them, in the order of a chain."""
+        """All nodes, in the order of a chain."""
         return [self.own, *self.workers.values()]
 
     def keep(self, locals_: Iterable[LocalWorker], network: Network, say: Callable[[str], None]) -> None:
-        """Start these again whenever they end."""
+        """Start these workers again whenever they end."""
         for local in locals_:
-            worker = self.workers[local.name]
+            self.workers[local.name].local = local
+            self._keeping.append(asyncio.create_task(self._keep(local, network, say)))
 
-            async def replaced(local: LocalWorker | None, worker: ClusterNode = worker) -> None:
-                if worker.peer is not None:
-                    worker.meet(NodeEvent.LOST, time.monotonic())
-                    self._left.append(worker.peer)  # the chain that it was lost from may not know yet
-                worker.peer = Peer(local.name, [local.address], network) if local else None
-                self.note_change()
-                if local is not None:
-                    await self._close_left()
-
-            worker.keeper = Keeper(local, replaced, say)
-            self._keeping.append(asyncio.create_task(worker.keeper.run()))
+    async def _keep(self, first: LocalWorker, network: Network, say: Callable[[str], None]) -> None:
+        worker = self.workers[first.name]
+        async for local in keep_running(first, say):
+            if worker.peer is not None:
+                worker.meet(NodeEvent.LOST, time.monotonic())
+                self._left.append(worker.peer)  # the chain that lost it may not know yet
+            worker.local = local
+            worker.peer = Peer(local.name, [local.address], network) if local else None
+            self.note_change()
+            if local is not None:
+                await self._close_left()
 
     async def ask(self, names: Collection[str], within_s: float) -> None:
         """Ask these workers at the same time, and enter in their records whether they answer within the time.
@@ -107,7 +115,7 @@ class Nodes:
         asking = {name: asyncio.create_task(_ask(self.workers[name], peer, within_s)) for name, peer in asked.items()}
         is_over = False
         try:
-            is_over = await self._wait_asked(asking.values(), within_s, is_anyone_away=len(asking) < len(workers))
+            is_over = await self._wait_asked(asking.values(), within_s, is_restarting=len(asking) < len(workers))
         finally:
             unanswered = {name for name, task in asking.items() if not task.done()}
             for task in asking.values():
@@ -116,7 +124,7 @@ class Nodes:
         now = time.monotonic()
         for worker in workers:
             if worker.peer is not asked.get(worker.name):
-                continue  # another process is to be asked
+                continue  # another process has taken its place
             outcome = outcomes.get(worker.name)
             worker.trouble = outcome if isinstance(outcome, BrigadeError) else None
             if isinstance(outcome, HelloReply):
@@ -134,21 +142,21 @@ class Nodes:
         self._share_memory()
 
     async def pause(self, for_s: float) -> None:
-        """Wait so long, or until something has changed since the workers were asked: a load ended, a process began."""
+        """Wait so long, or until something changes after the workers were asked: a load ends, a process starts."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, for_s)):  # wait_for may swallow a cancellation
                 await self._changed.wait()
         self._changed.clear()
 
     def note_change(self) -> None:
-        """End the pause of whoever waits for news."""
+        """End the present `pause`, or the next one."""
         self._changed.set()
 
     async def wait_all(self, within_s: float) -> None:
-        """Return once every worker answers: those of our own may have ended meanwhile, and are started again.
+        """Return once every worker answers; our own may end meanwhile, and are started again.
 
         Raises:
-            StageLost: one does not.
+            StageLost: one of them does not answer in time.
         """
         until = time.monotonic() + within_s
         while True:
@@ -160,28 +168,26 @@ class Nodes:
             await self.pause(_PAUSE_S)
 
     def peers(self, names: Iterable[str]) -> list[Peer]:
-        """The connections to those of these workers that run."""
+        """Return the connections to those of these workers that run."""
         found = (self.workers[name].peer for name in names)
         return [peer for peer in found if peer is not None]
 
     async def _close_left(self) -> None:
-        """Leave processes that have ended."""
+        """Close the connections to processes that have ended."""
         while self._left:
             await self._left.pop().close()
 
     async def _wait_asked(
-        self, asking: Collection["asyncio.Task[HelloReply | IdleReply]"], within_s: float, *, is_anyone_away: bool
+        self, asking: Collection["asyncio.Task[HelloReply | IdleReply]"], within_s: float, *, is_restarting: bool
     ) -> bool:
-        """Wait until all is known that can be, or another process is to be asked; whether it took too long."""
+        """Wait for all answers, or for a change while a process `is_restarting`; return whether the time is over."""
         changed = asyncio.create_task(self._changed.wait())
         pending: set[asyncio.Task[HelloReply | IdleReply] | asyncio.Task[bool]] = {*asking, changed}
         deadline = time.monotonic() + within_s + _GRACE_S
         try:
-            while not changed.done() and (len(pending) > 1 or is_anyone_away):
-                left_s = deadline - time.monotonic()
-                done, pending = await asyncio.wait(
-                    pending, timeout=max(0.0, left_s), return_when=asyncio.FIRST_COMPLETED
-                )
+            while not changed.done() and (len(pending) > 1 or is_restarting):
+                left_s = max(0.0, deadline - time.monotonic())
+                done, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
                 if not done:
                     return True
         finally:
@@ -189,7 +195,7 @@ class Nodes:
         return False
 
     def _share_memory(self) -> None:
-        """Enter what each node may use: those of this machine share what it offers."""
+        """Enter each node's memory budget: the nodes of this machine share its memory."""
         configured = {worker.name: worker.memory for worker in self._cluster.workers}
         there = [each for each in self.workers.values() if each.answers]
         offers = [MemoryOffer(each.offered_bytes, configured.get(each.name), each.is_here) for each in there]
@@ -200,17 +206,15 @@ class Nodes:
 
 @dataclass(frozen=True)
 class IdleReply:
-    """The answer of a stalled worker whose engine is at no step."""
+    """The answer of a stalled worker whose engine runs no step any more."""
 
     incarnation: str
 
 
 async def _ask(worker: ClusterNode, peer: Peer, within_s: float) -> HelloReply | IdleReply:
-    """Ask who is there; of a stalled worker also whether its engine is at a step. Raises BrigadeError."""
+    """Ask a worker whether it is there, and a stalled one whether its engine is idle. Raises BrigadeError."""
     reply = await peer.hello(within_s)
     is_due = worker.state is NodeState.STALLED and time.monotonic() >= worker.retry_at
-    if is_due and reply.incarnation == worker.incarnation:
-        status = await peer.status(within_s)
-        if status.busy_s == 0.0:
-            return IdleReply(reply.incarnation)
+    if is_due and reply.incarnation == worker.incarnation and (await peer.status(within_s)).busy_s == 0.0:
+        return IdleReply(reply.incarnation)
     return reply

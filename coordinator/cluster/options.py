@@ -1,37 +1,59 @@
-"""ClusterOptions: which model runs where, by flags, cluster.yaml and defaults, in this order."""
+"""ClusterOptions: the model and the nodes that run it, from flags, cluster.yaml and defaults, in this order."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from coordinator.planning.plan import USUAL_REQUESTS, Goal
 from coordinator.planning.recovery import USUAL, Limits
 from worker.config import ClusterConfig, load_cluster
+from worker.errors import ConfigError
 
 DEFAULT_CONTEXT = 4096  # tokens that a plan reserves cache for by default
 
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """Which model runs where; `local` is the number of own workers, None for those of the configuration."""
+    """The model and the nodes that run it.
+
+    `local` is the number of worker processes of our own; None stands for the workers of the configuration.
+    Raises ConfigError if two nodes have the same name.
+    """
 
     cluster: ClusterConfig
     model: str
     local: int | None
     context: int  # tokens
-    trust_remote_code: bool = False  # whether a tokenizer may be Python code; no file and no peer can say so
+    trust_remote_code: bool = False  # whether a tokenizer may be Python code; only a flag can allow it
     check_finite: bool = False
     limits: Limits = USUAL  # of a recovery
     objective: Goal = "latency"  # of a plan by speed
-    num_requests: int = USUAL_REQUESTS  # at once, where the objective is their throughput
-    wished_context: int | None = None  # by a flag or the file; None: by neither
+    num_requests: int = USUAL_REQUESTS  # at once, if the objective is throughput
+    given_context: int | None = None  # by a flag or the file; None: by neither
+
+    def __post_init__(self) -> None:
+        names = [self.cluster.coordinator.name, *self.worker_names]
+        if repeated := [name for name, count in Counter(names).items() if count > 1]:
+            file, where = self.cluster.file, "" if self.local is None else f", of which --local {self.local} starts one"
+            raise ConfigError(
+                f"{file}: expected a name of its own for each node, found two nodes called {repeated[0]}; "
+                f"change one of them{where}"
+            )
+
+    @property
+    def worker_names(self) -> list[str]:
+        """The names of the workers, in the order of the configuration."""
+        if self.local is not None:
+            return [f"worker-{i + 1}" for i in range(self.local)]
+        return [worker.name for worker in self.cluster.workers]
 
     @property
     def num_workers(self) -> int:
-        return len(self.cluster.workers) if self.local is None else self.local
+        return len(self.worker_names)
 
     @property
     def feeds(self) -> bool:
-        """Whether workers are sent what they lack of the model."""
+        """Whether workers are sent the weights that they lack."""
         return self.cluster.pull == "coordinator"
 
     def with_layers(self, layers: tuple[int, ...] | None) -> "ClusterOptions":
@@ -49,25 +71,24 @@ def cluster_options(
     check_finite: bool = False,
     limits: Limits = USUAL,
 ) -> ClusterOptions:
-    """Return the options by a file, if there is one, and by flags that win over it.
+    """Return the options from a file, if there is one, and from flags, which take precedence.
 
     Raises:
-        ConfigError: the file cannot be read, or what it says does not agree.
+        ConfigError: the file cannot be read, its values contradict each other, or two nodes have the same name.
     """
     cluster = load_cluster(config) if config else ClusterConfig()
     if layers is not None:
         cluster = cluster.model_copy(update={"layers": layers})
     elif local is not None:
-        cluster = cluster.model_copy(update={"layers": None})  # the file's are meant for the file's workers
-    name = model or cluster.model or "demo"
-    wished = context or cluster.context
+        cluster = cluster.model_copy(update={"layers": None})  # the file's layers belong to the file's workers
+    given_context = context or cluster.context
     return ClusterOptions(
         cluster,
-        name,
+        model or cluster.model or "demo",
         local,
-        wished or DEFAULT_CONTEXT,
+        given_context or DEFAULT_CONTEXT,
         trust_remote_code,
         check_finite,
         limits,
-        wished_context=wished,
+        given_context=given_context,
     )

@@ -1,10 +1,10 @@
-"""Has nodes measure themselves and the links between them, for a plan by speed."""
+"""Surveys: nodes measure themselves and the links between them, for a plan by speed."""
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.peer import COORDINATOR_ID, Peer
@@ -25,43 +25,63 @@ T = TypeVar("T")
 
 
 def is_worth_measuring(peers: Sequence[Peer]) -> bool:
-    """Whether the nodes are different machines: those of one are equally fast, or in each other's way."""
+    """Whether the nodes are different machines: those of one are equally fast, or slow each other down."""
     return any(not is_loopback(split_address(peer.address)[0]) for peer in peers)
 
 
 async def known_speeds(
-    options: ClusterOptions, checkpoint: Checkpoint, peers: Sequence[Peer], *, anew: bool = False
+    options: ClusterOptions,
+    checkpoint: Checkpoint,
+    peers: Sequence[Peer],
+    known: Survey = NOTHING_KNOWN,
+    *,
+    anew: bool = False,
 ) -> Survey:
-    """Return a survey where the nodes are worth measuring, else an empty one."""
-    if not is_worth_measuring(peers):
-        return NOTHING_KNOWN
-    return await survey(checkpoint, options.cluster.coordinator.name, peers, anew=anew, feeds=options.feeds)
+    """Return the survey of these nodes beside the `known` ones, or an empty one if they are not worth measuring.
+
+    Configured workers that are missing count too: this node is measured now, and they are once they are there.
+    """
+    configured = options.cluster.workers if options.local is None else ()
+    addresses = [address for worker in configured for address in worker.addresses]
+    if not is_worth_measuring(peers) and all(is_loopback(split_address(each)[0]) for each in addresses):
+        return known
+    return await survey(checkpoint, options.cluster.coordinator.name, peers, known, anew=anew, feeds=options.feeds)
 
 
 async def survey(
-    checkpoint: Checkpoint, own_name: str, peers: Sequence[Peer], *, anew: bool = False, feeds: bool
+    checkpoint: Checkpoint,
+    own_name: str,
+    peers: Sequence[Peer],
+    known: Survey = NOTHING_KNOWN,
+    *,
+    anew: bool = False,
+    feeds: bool,
 ) -> Survey:
-    """Have all nodes measure themselves at the same time, then each its link to the next, one after another.
+    """Have these nodes measure themselves at the same time, then the links to and between them, one after another.
 
-    A node that does not know its own speed, or cannot be asked, is left out; a link that cannot be measured counts as
-    the slowest that its probe would have measured. Nodes tell the speeds that they have kept, unless they are to
-    measure `anew`. One that lacks the model is sent its configuration if this node `feeds`: that is enough.
+    Nodes return the speeds that they have kept, unless they are to measure `anew`. A node that refuses, or cannot be
+    asked, is left out; a link that cannot be measured counts as the slowest one that its probe could measure. A node
+    that lacks the model is sent its configuration if this node `feeds`: that is enough.
+
+    Args:
+        known: the survey to extend; this node is not measured again.
     """
     if anew or await kept_speed(checkpoint) is None:
         say("measuring how fast every node is at this model, once: this takes some seconds")
     request = await run_in_thread(partial(_request, checkpoint, own_name, anew))
-    theirs = [_unless_refused(_measured(peer, request, checkpoint, feeds=feeds)) for peer in peers]
-    told = await together(_own_speed(checkpoint, anew), *theirs)
-    found = dict(zip([own_name, *(peer.name for peer in peers)], told, strict=True))
+    speeds = {peer.name: _unless_refused(_measured(peer, request, checkpoint, feeds=feeds)) for peer in peers}
+    if own_name not in known.speeds:
+        speeds = {own_name: _own_speed(checkpoint, anew), **speeds}
+    found = dict(zip(speeds, await together(*speeds.values()), strict=True))
     ports = {peer.name: await _unless_refused(peer.measure_link()) for peer in peers}
     links = {
         (sender.name, receiver.name): await _unless_refused(sender.measure_link(receiver))
         for sender, receiver in pairwise(peers)
     }
     return Survey(
-        {name: _speed(reply) for name, reply in found.items() if reply and reply.kinds},
-        {name: _link(reply) for name, reply in ports.items()},
-        {names: _link(reply) for names, reply in links.items()},
+        {**known.speeds, **{name: _speed(reply) for name, reply in found.items() if reply and reply.kinds}},
+        {**known.ports, **{name: _link(reply) for name, reply in ports.items()}},
+        {**known.links, **{names: _link(reply) for names, reply in links.items()}},
     )
 
 
@@ -80,8 +100,8 @@ async def _measured(peer: Peer, request: MeasureRequest, checkpoint: Checkpoint,
     return await peer.measure(request)
 
 
-async def _unless_refused(asking: Awaitable[T]) -> T | None:
-    """Return the reply, or None with a warning where the node refused."""
+async def _unless_refused(asking: Coroutine[Any, Any, T]) -> T | None:
+    """Return the reply, or None with a warning if the node refused."""
     try:
         return await asking
     except BrigadeError as error:
@@ -90,7 +110,7 @@ async def _unless_refused(asking: Awaitable[T]) -> T | None:
 
 
 def _request(checkpoint: Checkpoint, own_name: str, anew: bool) -> MeasureRequest:
-    """Name the model by its headers: the values of its weights make no difference."""
+    """Return a request that describes the model by its headers: the values of its weights make no difference."""
     model = LoadRequest(
         model=checkpoint.name,
         fingerprint=checkpoint.fingerprint,

@@ -24,7 +24,7 @@ from protos.brigade_pb2 import (
     Transport,
     Way,
 )
-from worker.errors import CLOSED_AT_ONCE, ConfigError, ModelError, Unanswered
+from worker.errors import CLOSED_AT_ONCE, CallerRefused, ConfigError, ModelError, Unanswered
 from worker.model.modelspec import ModelSpec
 from worker.node.configuration import differing
 from worker.node.identity import TOLD_AHEAD, Role, expiry_told
@@ -128,7 +128,7 @@ def _check_unreached(node: ExaminedNode, coordinator: ExaminedNode) -> Finding:
             text, fix = f"no worker listens at {way.address} (connection refused)", node.start
         elif way.errno == _NO_NAME:
             fix = "correct `address:`, or give the IP address"
-    elif text == CLOSED_AT_ONCE:
+    elif text == CLOSED_AT_ONCE or isinstance(error, CallerRefused):
         fix = "give cluster.yaml here the `tls:` of the worker's file, and its cluster's keys; else read its log"
         if coordinator.facts and coordinator.facts.certificate_expires:
             issue = Role.COORDINATOR.way_to_issue(coordinator.name)

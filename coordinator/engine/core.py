@@ -25,6 +25,7 @@ from coordinator.sessions.waterfall import Passage, Route
 from worker.errors import BrigadeError, ChainReplaced, InputError, NodeBusy, ReaderLost, StageLost, WaitedTooLong
 from worker.node.framing import most_chunk_rows
 from worker.node.rpc_errors import error_named
+from worker.platform.tasks import background
 
 MAX_WAIT_S = 600.0  # for memory, if nothing else is said
 _LEAVE_S = 2.0  # for what is on its way when a core is left by an exception
@@ -79,7 +80,6 @@ class EngineCore:
                     await self._close_all()
         finally:
             self._task.cancel()
-            self.chain.on_draining = None
             await asyncio.wait([self._task])
 
     async def wait_failed(self) -> None:
@@ -190,12 +190,13 @@ class EngineCore:
     async def _run_epoch(self) -> NoReturn:
         """Keep the chain at work. Raises BrigadeError once it has failed; what was in flight is lost."""
         try:
-            while True:
-                arrival = await self.chain.receive()
-                commits = self.scheduler.commit(arrival.result)
-                self._take(arrival, commits)
-                self._send_all()
-                self._note(arrival, commits)
+            async with background(self._drain_chain(self.chain)):
+                while True:
+                    arrival = await self.chain.receive()
+                    commits = self.scheduler.commit(arrival.result)
+                    self._take(arrival, commits)
+                    self._send_all()
+                    self._note(arrival, commits)
         finally:
             self._has_chain = False
             self._idle.set()
@@ -247,7 +248,6 @@ class EngineCore:
 
     def _begin_epoch(self, chain: Chain) -> None:
         self.chain = chain
-        chain.on_draining = self._drain_chain
         lanes = LaneChooser(chain.num_stages, chain.costs.stages_s, chain.costs.hops_s)
         self.costs: CacheCosts = cache_costs(chain.plan, chain.spec)
         self._route = Route(chain.plan.assignments, chain.clock_offsets)
@@ -299,10 +299,11 @@ class EngineCore:
         if suspect is not None and self._has_chain:  # or it begins on the next one
             self._enter_again(suspect)
 
-    def _drain_chain(self) -> None:
-        """A node is about to end: sessions that run may finish, those that wait may not begin, nothing is kept."""
-        draining = self.chain.draining
-        assert draining is not None
+    async def _drain_chain(self, chain: Chain) -> None:
+        """Once a node shuts down let running sessions finish, refuse those that wait, and keep no prefix."""
+        await chain.begins_draining.wait()
+        if (draining := chain.draining) is None:
+            return  # requests can go on without that node by now
         for session in [session for session in self.sessions if session.slot is None]:
             session.put(draining.again())
             self._forget(session, keep=False)

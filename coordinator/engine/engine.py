@@ -16,7 +16,6 @@ from coordinator.cluster.options import ClusterOptions
 from coordinator.engine.core import MAX_WAIT_S, EngineCore, NextChain, Outputs
 from coordinator.engine.inputs import InputProcessor
 from coordinator.engine.stats import RequestStats, Stats
-from coordinator.planning.plan import Contexts
 from coordinator.sessions.output import Answer, Output
 from coordinator.sessions.request import Request, RequestSpec
 from coordinator.sessions.scheduler import Scheduler
@@ -405,7 +404,8 @@ async def generate_once(
 async def open_engine(
     inputs: InputProcessor,
     options: ClusterOptions,
-    context: int | Contexts,
+    context: int,
+    max_context: int = 0,
     *,
     max_waiting: int,
     max_wait_s: float,
@@ -414,16 +414,18 @@ async def open_engine(
     """Load the model over the cluster and keep it.
 
     Args:
-        context: tokens per request that the plan keeps memory for, or as many as fit.
+        context: tokens per request that the plan keeps memory for, or more of them up to `max_context`.
         max_waiting: requests that may wait for memory; each of them for `max_wait_s`.
         stats: what goes on counting, from a model that was loaded before.
     Raises:
         BrigadeError: what the first node that cannot take part says.
     """
     stats = stats or Stats()
-    async with open_cluster(options, inputs.checkpoint, inputs.spec, context) as cluster:
-        cluster.on_recovered = stats.recover
-        async with Engine(
+    async with (
+        open_cluster(
+            *(options, inputs.checkpoint, inputs.spec, context, max_context), on_recovered=stats.recover
+        ) as cluster,
+        Engine(
             cluster.chain,
             inputs=inputs,
             cluster=cluster,
@@ -431,5 +433,6 @@ async def open_engine(
             when_lost=cluster.reopen,
             max_waiting=max_waiting,
             max_wait_s=max_wait_s,
-        ) as engine:
-            yield engine
+        ) as engine,
+    ):
+        yield engine

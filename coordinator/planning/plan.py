@@ -103,6 +103,9 @@ class Plan:
     def names(self) -> list[str]:
         return [assignment.name for assignment in self.assignments]
 
+    def __str__(self) -> str:
+        return ", ".join(f"{each.name} [{each.start}, {each.end})" for each in self.assignments)
+
 
 def assign(spec: ModelSpec, nodes: Sequence[Node], layers: Sequence[int], context: int, num_sessions: int) -> Plan:
     """Return the plan that gives each node, in this order, so many layers; it need not fit."""
@@ -238,16 +241,3 @@ def _sweep(
             for start in starts
         }
     return best[0]
-
-
-@dataclass(frozen=True)
-class Contexts:
-    """Bounds of a context, tokens: as many as there is memory for."""
-
-    least: int
-    most: int
-
-    @classmethod
-    def exactly(cls, context: int) -> "Contexts":
-        """Return the bounds that only this context keeps."""
-        return cls(context, context)

@@ -1,51 +1,43 @@
-"""The planner: which nodes take part, in which order, and with which layers. Pure."""
+"""The planner: which nodes take part, in which order, and which layers each holds. Pure."""
 
 import math
 from bisect import bisect, bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.planning.plan import (
-    Node,
-    Objective,
-    Plan,
-    assign,
-    check_split,
-    some_split_fits,
-    split_by_bytes,
-)
-from coordinator.planning.speeds import Survey
+from coordinator.planning.plan import Node, Objective, Plan, assign, check_split, some_split_fits, split_by_bytes
+from coordinator.planning.speeds import NOTHING_KNOWN, Survey
 from worker.errors import ConfigError
 from worker.model.modelspec import ModelSpec
 
-LATENCY_SLACK = 1.02  # times the best latency: plans within it are as good, and other things decide between them
-PROMPT_ROWS = 512  # of a frame of a prompt, by which plans are compared
-_GRAIN = 256  # tokens: caches grow by so many
-_MOST_IN_ANY_ORDER = 9  # nodes: more are taken in the order in which they are given
-_CLEARLY = 1 - 1e-9  # times the cost of a shorter chain: a longer one has to be below it, lest rounding decide
+LATENCY_SLACK = 1.02  # plans within this factor of the best latency are equally good, and other things decide
+PROMPT_ROWS = 512  # rows of the prompt frame by which plans are compared
+_GRAIN = 256  # tokens by which caches grow
+_MOST_IN_ANY_ORDER = 9  # nodes; more of them keep the order in which they are given
+_CLEARLY = 1 - 1e-9  # factor by which a longer chain has to be cheaper than a shorter one, against rounding
 
 Floats = NDArray[np.float64]
-_Ways = dict[tuple[int, int], tuple[int, NDArray[np.intp], NDArray[np.intp]]]
+_Steps = dict[tuple[int, int], tuple[int, NDArray[np.intp], NDArray[np.intp]]]
 
 
 def plan(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Objective) -> Plan:
     """Return the best plan for the objective; `fits` is False if none fits. The first node always takes part.
 
-    Given layers are assigned as they are. If the speed of every node is known, the plan is the fastest that fits, over
-    those nodes that make it faster:
+    Given layers are assigned as they are. If the speed of every node is known, the plan is the fastest one that fits,
+    and leaves out nodes that would not make it faster:
 
-    * `latency`: of all plans whose time per token is within LATENCY_SLACK of the best, the one with the fastest
+    * `latency`: among the plans whose time per token is within LATENCY_SLACK of the best, the one with the fastest
       prompts, then with the fastest steps of many requests. Both are judged by the slowest stage or link.
-    * `throughput`: the one that brings all `num_requests` their next token soonest; with memory for all of them if
-      there is so much, else for `num_sessions`.
+    * `throughput`: the plan that gives all `num_requests` their next token soonest, with memory for all of them if
+      there is enough, else for `num_sessions`.
 
-    Plans that are equally good differ by their number of nodes: the fewest win. If a speed is unknown or nothing fits,
-    the layers are split by bytes over all nodes in the given order. Last, the context grows to what has room.
+    Of equally good plans the one with the fewest nodes wins. If a speed is unknown or nothing fits, the layers are
+    split by bytes over all nodes in the given order. Finally the context grows as far as memory allows.
 
     Raises:
         ConfigError: more nodes than layers, a context below 1, or `layers` is no split of this model over these nodes.
@@ -73,8 +65,71 @@ def plan(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Obje
     return assign(spec, nodes, layers or split_by_bytes(spec, nodes, context, num_sessions), context, num_sessions)
 
 
+@dataclass
+class Planner:
+    """Splits one model over the nodes that are there at the moment."""
+
+    spec: ModelSpec
+    speeds: Survey
+    objective: Objective
+    whole: Plan  # the plan over all configured nodes, as far as they have answered
+    layers: Sequence[int] | None = None  # that the user gave, for the plan over all configured nodes
+
+    def best(self, nodes: Sequence[Node]) -> Plan | None:
+        """Return the best plan over these nodes, or None if none fits."""
+        if {node.name for node in nodes} == set(self.whole.names):
+            return self.whole
+        if len(nodes) > self.spec.num_layers:
+            return None
+        layers = self.layers if self.layers is not None and len(self.layers) == len(nodes) else None
+        found = plan(self.spec, nodes, self.speeds, replace(self.objective, layers=layers))
+        return found if found.fits else None
+
+    def without_growth(self, present: Plan, best: Plan) -> Plan | None:
+        """Return a plan over the nodes of `best` in which no node of the present plan holds a layer that it lacks."""
+        layers = _layers_without_growth(present, best)
+        if layers is None:
+            return None
+        nodes = [Node(each.name, each.memory_bytes) for each in best.assignments]
+        found = plan(self.spec, nodes, NOTHING_KNOWN, Objective(present.context, layers=layers))
+        return found if found.fits else None
+
+
+def _layers_without_growth(present: Plan, best: Plan) -> list[int] | None:
+    """Return the layers of each node of `best` if present nodes only give layers to new neighbours; None if impossible.
+
+    It is impossible if the present nodes change their order, if one of them leaves, or if a gap is too small.
+    """
+    order = best.names
+    held = {each.name: each for each in present.assignments}
+    stayers = [name for name in order if name in held]
+    if stayers != list(held) or order[0] != stayers[0]:
+        return None
+    wanted = {each.name: each for each in best.assignments}
+    ends: dict[str, int] = {}
+    start = 0  # of the stayer, which may have given its first layers away
+    for name, next_stayer in [*pairwise(stayers), (stayers[-1], None)]:
+        newcomers = order[order.index(name) + 1 : order.index(next_stayer) if next_stayer else None]
+        boundary = held[name].end
+        if not newcomers:
+            ends[name] = start = boundary
+            continue
+        most = held[next_stayer].end - 1 if next_stayer else boundary
+        end = min(max(wanted[name].end, start + 1), boundary)
+        last = min(max(wanted[newcomers[-1]].end, boundary), most) if next_stayer else most
+        if last - end < len(newcomers):
+            end = max(start + 1, last - len(newcomers))
+        if last - end < len(newcomers):
+            return None
+        ends[name] = end
+        for number, newcomer in enumerate(newcomers, 1):
+            ends[newcomer] = end + number * (last - end) // len(newcomers)
+        start = last
+    return [end - begin for begin, end in pairwise([0, *(ends[name] for name in order)])]
+
+
 def _largest_context(objective: Objective, fits: Callable[[int], bool]) -> int:
-    """Return the largest context within the objective's that fits, to a few tokens; the least if none does."""
+    """Return the largest context within the objective's bounds that fits, to a few tokens; the least if none fits."""
     least, most = objective.context, max(objective.context, objective.max_context)
     if least == most or fits(most):
         return most
@@ -85,7 +140,7 @@ def _largest_context(objective: Objective, fits: Callable[[int], bool]) -> int:
 
 @dataclass(frozen=True)
 class _Chain:
-    """Nodes by number, the first is 0, and the end of each one's layers; no members: none is possible."""
+    """A chain: its nodes by number, and the end of each one's layers. Without members no chain is possible."""
 
     cost: float = math.inf
     members: tuple[int, ...] = ()
@@ -103,23 +158,24 @@ class _Chain:
 
 @dataclass(frozen=True)
 class _Frame:
-    """Milliseconds of a frame: by node [start, end) of its stage, infinity where that does not fit; and of links.
+    """The milliseconds that a frame takes on every possible stage and link.
 
-    `ways` and `occupied` are by sender and receiver: the whole hop, and the time in which nothing else can be sent.
+    `stages` are by node, then by [start, end) of its layers, infinity where those do not fit. `hops` and `occupied` are
+    by sender and receiver: the whole hop, and the part of it in which the link can send nothing else.
     """
 
     stages: Sequence[Floats]
-    ways: Floats
+    hops: Floats
     occupied: Floats
 
     @property
     def times(self) -> Floats:
-        """All times that a stage or a link can take, ascending: what a limit may be."""
+        """All times that a stage or a link can take, ascending: the candidates for a limit."""
         return np.unique(np.concatenate([*(stage[np.isfinite(stage)] for stage in self.stages), self.occupied.ravel()]))
 
 
 class _Search:
-    """All chains over some nodes, with memory for so many sessions."""
+    """The search over all chains of some nodes with memory for so many sessions."""
 
     def __init__(
         self, spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Objective, num_sessions: int
@@ -128,14 +184,14 @@ class _Search:
         self._objective = objective
         self._speeds = [speeds.speeds[node.name] for node in nodes]
         self._links = [[speeds.link(a.name, b.name) for b in nodes] for a in nodes]
-        self._back = np.array([row[0].ms() for row in self._links])  # of each last node to the first
+        self._back = np.array([row[0].ms() for row in self._links])  # from each last node to the first
         self._back[0] = 0.0 if objective.may_be_alone or len(nodes) == 1 else np.inf
         self._in_order = objective.is_order_fixed or len(nodes) > _MOST_IN_ANY_ORDER
         needed = _needed_bytes(spec, objective.context, num_sessions)
         self._forbidden = [needed > node.memory_bytes for node in nodes]
 
     def best(self) -> _Chain:
-        """Return the best chain for the objective, one without members if none fits."""
+        """Return the best chain for the objective, or one without members if none fits."""
         if self._objective.goal == "latency":
             return self._lowest_latency() if self._know(1) else _Chain()
         best, num_requests = _Chain(), self._objective.num_requests
@@ -147,12 +203,12 @@ class _Search:
         return best
 
     def _lowest_latency(self) -> _Chain:
-        """Return the chain with the fastest prompts, then steps, of those whose latency is within the slack.
+        """Return the chain with the fastest prompts, then steps, among those whose latency is within the slack.
 
-        Limits are tightened one after the other, as long as a chain within the slack is left below them.
+        Limits on stages are tightened one after the other, as long as a chain within the slack satisfies them.
         """
         step, prompt = self._frame(1, 1), self._frame(PROMPT_ROWS if self._know(PROMPT_ROWS) else 1, 0)
-        least = self._shortest(step.stages, step.ways)
+        least = self._shortest(step.stages, step.hops)
         if not least.members:
             return least
 
@@ -162,7 +218,7 @@ class _Search:
                     np.where((fed <= prompt_ms) & (stage <= step_ms), stage, np.inf)
                     for stage, fed in zip(step.stages, prompt.stages, strict=True)
                 ],
-                np.where((prompt.occupied <= prompt_ms) & (step.occupied <= step_ms), step.ways, np.inf),
+                np.where((prompt.occupied <= prompt_ms) & (step.occupied <= step_ms), step.hops, np.inf),
             )
 
         most = least.cost * LATENCY_SLACK
@@ -172,22 +228,21 @@ class _Search:
         return within(prompt_ms, step_ms)
 
     def _shortest_round(self, num_rows: int, lanes: int, known: _Chain) -> _Chain:
-        """Return the chain in which frames of so many rows, one per lane, have all passed soonest, or `known` if none
-        is better.
+        """Return the chain that passes one frame of so many rows per lane soonest, or `known` if none is better.
 
-        That takes as long as a frame's way, or as the slowest part takes for all lanes. With no part slower than a
-        limit, the shortest way is the longer the lower the limit is: the best is where limit and way meet.
+        A round takes as long as one frame's way, or as the slowest part takes for all lanes. The lower the limit on
+        every part, the longer the shortest way: the best chain is where the limit and the way meet.
         """
         frame = self._frame(num_rows, num_rows)
 
         def shortest(limit: float) -> _Chain:
             return self._shortest(
                 [np.where(lanes * stage <= limit, stage, np.inf) for stage in frame.stages],
-                np.where(lanes * frame.occupied <= limit, frame.ways, np.inf),
+                np.where(lanes * frame.occupied <= limit, frame.hops, np.inf),
             )
 
         def rounded(chain: _Chain) -> _Chain:
-            """The chain with what a round costs in place of what a frame costs."""
+            """Return the chain with the cost of a round in place of that of a frame."""
             computed = [frame.stages[i][part] for i, part in zip(chain.members, chain.parts, strict=True)]
             carried = [frame.occupied[pair] for pair in pairwise(chain.members)]
             return _Chain(max(chain.cost, lanes * max(computed + carried)), chain.members, chain.ends)
@@ -203,7 +258,7 @@ class _Search:
         return all(speed.knows(num_rows) for speed in self._speeds)
 
     def _frame(self, num_rows: int, num_sampled: int) -> _Frame:
-        """Of so many rows, of which so many bring a token: they read their session's caches and pass the head."""
+        """Return the times of a frame of so many rows; sampled ones also read a session's caches and pass the head."""
         num_bytes = num_rows * self._spec.row_bytes
         stages = []
         for speed, forbidden in zip(self._speeds, self._forbidden, strict=True):
@@ -215,19 +270,19 @@ class _Search:
                 ms[:, -1] += speed.head_ms(num_sampled)
             ms[forbidden] = np.inf
             stages.append(ms)
-        ways = np.array([[link.ms(num_bytes) for link in row] for row in self._links])
+        hops = np.array([[link.ms(num_bytes) for link in row] for row in self._links])
         occupied = np.array([[link.occupied_ms(num_bytes) for link in row] for row in self._links])
         np.fill_diagonal(occupied, 0.0)
-        return _Frame(stages, ways, occupied)
+        return _Frame(stages, hops, occupied)
 
-    def _shortest(self, stages: Sequence[Floats], ways: Floats) -> _Chain:
-        """The chain with the least sum, by dynamic programming: by the nodes used, the last of them, and its end."""
+    def _shortest(self, stages: Sequence[Floats], hops: Floats) -> _Chain:
+        """Return the chain with the least sum, by dynamic programming over the nodes used, the last one and its end."""
         num_nodes, num_ends = len(stages), len(stages[0])
         start = np.full((num_nodes, num_ends), np.inf)
         start[0] = stages[0][0]
-        reached, steps = {1: start}, _Ways()
+        reached, steps = {1: start}, _Steps()
         for used, then_used, i in self._transitions(num_nodes):
-            by_last = reached[used] + ways[:, i, None]
+            by_last = reached[used] + hops[:, i, None]
             sums = by_last.min(axis=0)[:, None] + stages[i]  # by start and end
             table = reached.setdefault(then_used, np.full((num_nodes, num_ends), np.inf))
             table[i] = sums.min(axis=0)
@@ -237,12 +292,12 @@ class _Search:
         if math.isinf(least):
             return _Chain()
         good = ((used, int(i)) for used, total in totals.items() for i in np.flatnonzero(total * _CLEARLY <= least))
-        return _least([_Chain(least, *_way_back(steps, used, i, num_ends - 1)) for used, i in good])
+        return _least([_Chain(least, *_trace_back(steps, used, i, num_ends - 1)) for used, i in good])
 
     def _transitions(self, num_nodes: int) -> Iterator[tuple[int, int, int]]:
-        """Sets of nodes used, as bits, before and after node i is added; every set is complete before it is used.
+        """Yield sets of used nodes, as bits, before and after node i is added; each set is complete before its use.
 
-        In the given order one table is enough: which nodes were used before the last one makes no difference then.
+        In the given order one table is enough: the nodes before the last one make no difference then.
         """
         if self._in_order:
             yield from ((1, 1, i) for i in range(1, num_nodes))
@@ -251,8 +306,8 @@ class _Search:
             yield from ((used, used | 1 << i, i) for i in range(1, num_nodes) if not used & 1 << i)
 
 
-def _way_back(steps: _Ways, used: int, i: int, end: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The members of a chain, and their ends."""
+def _trace_back(steps: _Steps, used: int, i: int, end: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the members of a chain, and the ends of their layers."""
     members, ends = [i], [end]
     while members[0]:
         used, lasts, starts = steps[used, members[0]]
@@ -262,18 +317,18 @@ def _way_back(steps: _Ways, used: int, i: int, end: int) -> tuple[tuple[int, ...
 
 
 def _least(chains: Sequence[_Chain]) -> _Chain:
-    """The cheapest; of those that differ by rounding only, the one with the fewest nodes, then the earliest ones."""
+    """Return the cheapest chain; among those that differ only by rounding the one with the fewest, earliest nodes."""
     limit = min(chain.cost for chain in chains) / _CLEARLY
     return min((c for c in chains if c.cost <= limit), key=lambda c: (len(c.members), c.members, c.ends))
 
 
 def _first(count: int, holds: Callable[[int], bool]) -> int:
-    """The first number below `count` for which it holds, if it holds for all after it."""
+    """Return the first number below `count` that `holds`; all after it hold too."""
     return bisect_left(range(count), True, key=holds)
 
 
 def _needed_bytes(spec: ModelSpec, context: int, num_sessions: int) -> Floats:
-    """Bytes of every stage [start, end); infinity where it has no layer."""
+    """Return the bytes that every stage [start, end) needs; infinity for a stage without layers."""
     num_ends = spec.num_layers + 1
     caches = [num_sessions * spec.reserved_bytes(layer, layer + 1, context) for layer in range(spec.num_layers)]
     up_to = np.concatenate([[0], np.cumsum(caches)])

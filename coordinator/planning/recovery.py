@@ -1,62 +1,59 @@
-"""What to do about nodes that are lost, hang or come back: records and the time in, one action out. Pure."""
+"""Recovery: from node records and the time to one action, for a chain that is lost or could be better. Pure."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from itertools import pairwise
 from typing import Protocol
 
-from coordinator.planning.plan import Assignment, Node, Objective, Plan
-from coordinator.planning.speeds import NOTHING_KNOWN, Survey
-from worker.model.modelspec import ModelSpec
+from coordinator.planning.plan import Assignment, Node, Plan
 
-_ASK_AGAIN_S = 0.1  # a node that does not answer, while there is no chain
-_LOOK_S = 2.0  # any other node
+_ASK_AGAIN_S = 0.1  # between two questions to a node that does not answer, while there is no chain
+_LOOK_S = 2.0  # between two questions to any other node
 _FIRST_ASK_S, _LONGEST_ASK_S = 0.3, 1.0
-_IDLE_S = 2.0  # without a frame in flight: then requests do not notice that the chain is replaced
-_FAILED_S, _LONGEST_FAILED_S = 0.1, 10.0  # pause after a failure while there is no chain, doubled with each in a row
-_REFUSED_S, _LONGEST_REFUSED_S = 5.0, 600.0  # likewise while there is one, or where the node hangs
-_FORGET_S = 600.0  # a node that was sound for so long has no failures in a row
+_IDLE_S = 2.0  # without a frame in flight: no request notices then that the chain is replaced
+_FAILED_S, _LONGEST_FAILED_S = 0.1, 10.0  # pause after a failure without a chain, doubled with each in a row
+_REFUSED_S, _LONGEST_REFUSED_S = 5.0, 600.0  # the same with an open chain, or after a hang
+_FORGET_S = 600.0  # failures further apart than this are not in a row
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long nodes are waited for, in seconds."""
+    """How long the coordinator waits for nodes, in seconds."""
 
-    rejoin_s: float = 5.0  # for a lost node, where the model fits without it
-    recovery_s: float = 60.0  # without a chain while no node loads; a load is bounded by stalls only
-    arrival_s: float = 10.0  # for another worker to answer, before the first chain is opened without the missing ones
+    rejoin_s: float = 5.0  # for a lost node, if the model fits without it
+    recovery_s: float = 60.0  # without a chain while no node loads; stalls alone bound a load
+    arrival_s: float = 10.0  # for one more worker to answer, before the first chain opens without the missing ones
 
 
 USUAL = Limits()
 
 
 class NodeState(Enum):
-    """How a node stands to its coordinator."""
+    """The state of a node, as its coordinator sees it."""
 
-    ABSENT = auto()  # it does not answer
-    PRESENT = auto()  # it answers, and holds no layers for this coordinator as far as that is known
-    LOADING = auto()  # it reads its layers
-    LOADED = auto()  # it holds its layers, outside of a chain
-    ATTACHED = auto()  # it is a stage of the chain
-    STALLED = auto()  # it answers, but its engine hangs or refuses: unused until it is idle and its pause is over
-    DRAINING = auto()  # it is about to end
+    ABSENT = auto()  # does not answer
+    PRESENT = auto()  # answers, and holds no layers for this coordinator as far as that is known
+    LOADING = auto()  # reads its layers
+    LOADED = auto()  # holds its layers, outside of a chain
+    ATTACHED = auto()  # is a stage of the chain
+    STALLED = auto()  # answers, but its engine hangs or refuses: unused until it is idle and its pause is over
+    DRAINING = auto()  # is shutting down
 
 
 class NodeEvent(Enum):
-    """What takes a node from one state to another."""
+    """An event that takes a node from one state to another."""
 
-    ANSWERED = auto()  # by the same process as before
+    ANSWERED = auto()  # the same process as before answers
     REPLACED = auto()  # another process answers
-    LOST = auto()  # it does not answer, or has closed its connection
+    LOST = auto()  # no answer, or a closed connection
     LOADS = auto()
     LOADED = auto()
-    FAILED = auto()  # it could not load, or not join the chain
+    FAILED = auto()  # could not load, or could not join the chain
     ATTACHED = auto()
     DETACHED = auto()  # the chain was closed
     STALLED = auto()
-    IDLE = auto()  # a stalled one says that its engine is at no step
+    IDLE = auto()  # the engine of a stalled node runs no step any more
     DRAINS = auto()
 
 
@@ -78,16 +75,17 @@ _NEXT: dict[NodeState, dict[NodeEvent, NodeState]] = {
 
 @dataclass
 class NodeRecord:
-    """A node as the coordinator sees it. Times are seconds, monotonic."""
+    """What the coordinator knows of one node. Times are seconds, monotonic."""
 
     name: str
     is_own: bool = False  # this very process
-    is_spare: bool = False  # the best plan goes without it: it joins only where another node is lost
+    is_spare: bool = False  # the best plan leaves it out: it joins only after the loss of another node
+    is_measured: bool = True  # its speed is known, or cannot be; only False where plans are made by speed
     state: NodeState = NodeState.ABSENT
-    since: float = -math.inf  # when it came into the state
+    since: float = -math.inf  # when it entered the state
     incarnation: str = ""  # the process that answered last
-    memory_bytes: int = 0  # what it may use
-    shard: Assignment | None = None  # what it reads or holds
+    memory_bytes: int = 0  # its budget
+    shard: Assignment | None = None  # that it reads or holds
     num_failures: int = 0  # in a row
     failed_at: float = -math.inf  # the last of them
     failing_since: float | None = None  # the first of them
@@ -95,34 +93,30 @@ class NodeRecord:
     asked_at: float = -math.inf
 
     def meet(self, event: NodeEvent, now: float) -> None:
-        """Go to the next state. A KeyError is a bug: this cannot happen to a node in this state."""
-        following = _NEXT[self.state].get(event) or _ANYWHERE[event]
-        if following is not self.state:
-            has_said_so = self.state is NodeState.DRAINING and following is NodeState.ABSENT
-            self.since = -math.inf if has_said_so else now  # nobody waits for a node that said that it ends
-        self.state = following
-        if following in (NodeState.ABSENT, NodeState.PRESENT, NodeState.STALLED):
+        """Enter the next state. A KeyError is a bug: this event cannot happen in this state."""
+        state = _NEXT[self.state].get(event) or _ANYWHERE[event]
+        if state is not self.state:
+            has_drained = self.state is NodeState.DRAINING and state is NodeState.ABSENT
+            self.since = -math.inf if has_drained else now  # a node that announced its end is not waited for
+        self.state = state
+        if state in (NodeState.ABSENT, NodeState.PRESENT, NodeState.STALLED):
             self.shard = None
 
     def answer(self, incarnation: str, now: float) -> None:
-        """The process of this incarnation answered."""
+        """Note that the process of this incarnation answered."""
         is_known = incarnation == self.incarnation or self.state is NodeState.ABSENT
         self.incarnation, self.asked_at = incarnation, now
         self.meet(NodeEvent.ANSWERED if is_known else NodeEvent.REPLACED, now)
 
     def fail(self, now: float, *, has_chain: bool) -> None:
-        """It could not load or join; a pause follows, which is longer where requests go on without it."""
+        """Note that it could not load or join. The pause that follows is longer if requests go on without it."""
         self._count_failure(now, *((_REFUSED_S, _LONGEST_REFUSED_S) if has_chain else (_FAILED_S, _LONGEST_FAILED_S)))
         self.meet(NodeEvent.FAILED, now)
 
     def stall(self, now: float) -> None:
-        """Its engine hangs, or refuses what it would refuse again: it is not used for a while."""
+        """Note that its engine hangs, or would refuse the same again: it is not used for a while."""
         self._count_failure(now, _REFUSED_S, _LONGEST_REFUSED_S)
         self.meet(NodeEvent.STALLED, now)
-
-    def prove(self) -> None:
-        """A chain with it has made a token known."""
-        self.failing_since = None
 
     def _count_failure(self, now: float, first_s: float, longest_s: float) -> None:
         self.num_failures = 1 if now - self.failed_at > _FORGET_S else self.num_failures + 1
@@ -143,26 +137,24 @@ class NodeRecord:
     def node(self) -> Node:
         return Node(self.name, self.memory_bytes)
 
-    def holds(self, assignment: Assignment) -> bool:
-        return self.state in (NodeState.LOADED, NodeState.ATTACHED) and _is_same(self.shard, assignment)
-
-
-def _is_same(held: Assignment | None, wanted: Assignment) -> bool:
-    return held is not None and (held.start, held.end, held.memory_bytes) == (
-        wanted.start,
-        wanted.end,
-        wanted.memory_bytes,
-    )
+    def holds(self, wanted: Assignment) -> bool:
+        """Whether it has loaded these layers, within the same budget."""
+        held = self.shard
+        return (
+            held is not None
+            and self.state in (NodeState.LOADED, NodeState.ATTACHED)
+            and (held.start, held.end, held.memory_bytes) == (wanted.start, wanted.end, wanted.memory_bytes)
+        )
 
 
 class ChainState(Enum):
-    """How the one chain of a cluster stands."""
+    """The state of a cluster's one chain."""
 
-    STARTING = auto()  # there has been none
-    RESTARTING = auto()  # there has been none, and the first try failed
-    SOUND = auto()  # it is open
-    LOST = auto()  # it is closed, and the next one is not open
-    PROVING = auto()  # it is open after a loss, and has made no token known
+    STARTING = auto()  # none has been open
+    RESTARTING = auto()  # none has been open, and the first try failed
+    SOUND = auto()  # open
+    LOST = auto()  # closed, and the next one is not open
+    PROVING = auto()  # open after a loss, and has made no token known
 
     @property
     def is_open(self) -> bool:
@@ -173,9 +165,13 @@ class ChainState(Enum):
         """Whether no chain has been open."""
         return self in (ChainState.STARTING, ChainState.RESTARTING)
 
+    def after(self, event: "ChainEvent") -> "ChainState":
+        """Return the state after this event. A KeyError is a bug: the event cannot happen in this state."""
+        return _NEXT_OF_CHAIN[self, event]
+
 
 class ChainEvent(Enum):
-    """What takes a chain from one state to another."""
+    """An event that takes a chain from one state to another."""
 
     LOSS = auto()
     OPENED = auto()
@@ -194,11 +190,6 @@ _NEXT_OF_CHAIN = {
 }
 
 
-def following(state: ChainState, event: ChainEvent) -> ChainState:
-    """Return the state after this event. Nothing else can happen in it."""
-    return _NEXT_OF_CHAIN[state, event]
-
-
 @dataclass(frozen=True)
 class Ask:
     """Ask these nodes whether they are there, for so long at most."""
@@ -208,8 +199,15 @@ class Ask:
 
 
 @dataclass(frozen=True)
+class Measure:
+    """Have these nodes measure their speed, before a plan includes them."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Load:
-    """Have these nodes load what this plan gives them; an open chain goes on meanwhile."""
+    """Have these nodes load their part of this plan; an open chain goes on meanwhile."""
 
     plan: Plan
     names: tuple[str, ...]
@@ -217,32 +215,41 @@ class Load:
 
 @dataclass(frozen=True)
 class Open:
-    """Open a chain by this plan: without these nodes of the last one, and with these that it had not."""
+    """Open a chain by this plan, `without` these nodes of the last one, and with `joined` as new ones."""
 
     plan: Plan
     without: tuple[str, ...] = ()
     joined: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        """Describe the difference from the last chain, for the user."""
+        changes = [
+            f"{word} {' and '.join(names)}"
+            for word, names in (("without", self.without), ("with", self.joined))
+            if names
+        ]
+        return f"{' and '.join(changes)} ({self.plan})" if changes else "with the same nodes"
+
 
 @dataclass(frozen=True)
 class TakeOver:
-    """End the open chain for one by this plan, all of whose new nodes hold their layers."""
+    """End the open chain for one by this plan, whose new nodes all hold their layers."""
 
     plan: Plan
     joined: tuple[str, ...]
-    better: Plan | None = None  # to be taken over in an idle moment after that
+    better: Plan | None = None  # for an idle moment after that
 
 
 @dataclass(frozen=True)
 class LeaveOut:
-    """The best plan goes without these nodes: they are spare."""
+    """Make these nodes spare: the best plan leaves them out."""
 
     names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Decide again after so long, or as soon as something is known of a node. `why` is for the user."""
+    """Decide again after so long, or as soon as a node's record changes. `why` is for the user."""
 
     for_s: float
     why: str = ""
@@ -250,21 +257,21 @@ class Wait:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """The time is over."""
+    """End the recovery: its time is over."""
 
 
-Action = Ask | Load | Open | TakeOver | LeaveOut | Wait | GiveUp
+Action = Ask | Measure | Load | Open | TakeOver | LeaveOut | Wait | GiveUp
 
 
 @dataclass(frozen=True)
 class Situation:
-    """How the chain stands. Times are seconds."""
+    """The state of the chain, as far as decisions depend on it. Times are seconds."""
 
     now: float
     plan: Plan  # of the open chain, or of the one that was lost
     is_open: bool = False
     lost_at: float = 0.0
-    target: Plan | None = None  # nodes load for it; with an open chain: it waits for an idle moment
+    target: Plan | None = None  # that nodes load for; with an open chain: that waits for an idle moment
     spent_s: float = 0.0  # without a chain while no node loaded
     num_asks: int = 0  # since the chain was lost
     idle_s: float = 0.0  # for how long nothing has been in flight on the open chain
@@ -274,78 +281,14 @@ class Splits(Protocol):
     """How layers are split over nodes."""
 
     def best(self, nodes: Sequence[Node]) -> Plan | None:
-        """Return the best plan over these nodes, None where none fits."""
+        """Return the best plan over these nodes, or None if none fits."""
 
     def without_growth(self, present: Plan, best: Plan) -> Plan | None:
         """Return a plan over the nodes of `best` in which no node of the present plan holds a layer that it lacks."""
 
 
-@dataclass
-class Planner:
-    """Splits one model over whichever nodes there are."""
-
-    spec: ModelSpec
-    speeds: Survey
-    objective: Objective
-    whole: Plan  # the plan over all nodes that were asked for, as far as they have answered
-    layers: Sequence[int] | None = None  # of the plan over all configured nodes, where the user says so
-
-    def best(self, nodes: Sequence[Node]) -> Plan | None:
-        from coordinator.planning.planner import plan as make_plan  # numpy starts a thread: not before Ctrl-C is safe
-
-        if {node.name for node in nodes} == set(_names(self.whole)):
-            return self.whole
-        if len(nodes) > self.spec.num_layers:
-            return None
-        is_given = self.layers is not None and len(self.layers) == len(nodes)
-        objective = replace(self.objective, layers=self.layers if is_given else None)
-        found = make_plan(self.spec, nodes, self.speeds, objective)
-        return found if found.fits else None
-
-    def without_growth(self, present: Plan, best: Plan) -> Plan | None:
-        from coordinator.planning.planner import plan as make_plan  # numpy starts a thread: not before Ctrl-C is safe
-
-        layers = _layers_without_growth(present, best)
-        if layers is None:
-            return None
-        nodes = [Node(each.name, each.memory_bytes) for each in best.assignments]
-        found = make_plan(self.spec, nodes, NOTHING_KNOWN, Objective(present.context, layers=layers))
-        return found if found.fits else None
-
-
-def _layers_without_growth(present: Plan, best: Plan) -> list[int] | None:
-    """How many layers each node of `best` holds if those of the present plan only give layers to new neighbours."""
-    order = [each.name for each in best.assignments]
-    held = {each.name: each for each in present.assignments}
-    stayers = [name for name in order if name in held]
-    if stayers != list(held) or order[0] != stayers[0]:
-        return None  # the nodes change their order, or one leaves
-    wanted = {each.name: each for each in best.assignments}
-    ends: dict[str, int] = {}
-    start = 0  # of the stayer, which may have given its first layers away
-    for name, following_one in [*pairwise(stayers), (stayers[-1], None)]:
-        newcomers = order[order.index(name) + 1 : order.index(following_one) if following_one else None]
-        boundary = held[name].end
-        if not newcomers:
-            ends[name] = boundary
-            start = boundary
-            continue
-        most = held[following_one].end - 1 if following_one else boundary
-        end = min(max(wanted[name].end, start + 1), boundary)
-        last = most if following_one is None else min(max(wanted[newcomers[-1]].end, boundary), most)
-        if last - end < len(newcomers):
-            end = max(start + 1, last - len(newcomers))
-        if last - end < len(newcomers):
-            return None
-        ends[name] = end
-        for number, newcomer in enumerate(newcomers, 1):
-            ends[newcomer] = end + number * (last - end) // len(newcomers)
-        start = last
-    return [end - begin for begin, end in pairwise([0, *(ends[name] for name in order)])]
-
-
 def decide(nodes: Sequence[NodeRecord], situation: Situation, limits: Limits, splits: Splits) -> Action:
-    """Return what to do now. `nodes` are in the order of a chain, this process first."""
+    """Return the next action. `nodes` are in the order of a chain, this process first."""
     if situation.is_open:
         return _improve(nodes, situation, splits)
     return _reopen(nodes, situation, limits, splits)
@@ -357,51 +300,45 @@ def _reopen(nodes: Sequence[NodeRecord], now: Situation, limits: Limits, splits:
     is_loading = any(each.state is NodeState.LOADING for each in nodes)
     if left_s <= 0 and not is_loading:
         return GiveUp()
-    expected = [assignment.name for assignment in now.plan.assignments]
-    waits_s = [limits.rejoin_s - (now.now - each.since) for each in _absent(nodes, expected)]
-    awaited = [wait_s for wait_s in waits_s if wait_s > 0]
-    plan = None if awaited else _plan_for_next(nodes, expected, now, limits, splits)
-    asked = [each.name for each in nodes if _is_to_be_asked(each, now.now, has_plan=plan is not None)]
-    if asked:
+    expected = now.plan.names
+    absent_s = [now.now - each.since for each in nodes if each.name in expected and each.state is NodeState.ABSENT]
+    waits_s = [limits.rejoin_s - each_s for each_s in absent_s if each_s < limits.rejoin_s]
+    plan = None if waits_s else _plan_for_next(nodes, now, limits, splits)
+    if asked := tuple(each.name for each in nodes if _is_to_be_asked(each, now.now, has_plan=plan is not None)):
         within_s = min(_LONGEST_ASK_S, _FIRST_ASK_S * 2 ** min(now.num_asks, 9))
-        return Ask(tuple(asked), max(_ASK_AGAIN_S, min(within_s, left_s)))
+        return Ask(asked, max(_ASK_AGAIN_S, min(within_s, left_s)))
     if plan is None:
-        for_s = min([left_s, *awaited]) if left_s > 0 else _LOOK_S
-        return Wait(min(for_s, _ASK_AGAIN_S))
+        return Wait(min([left_s if left_s > 0 else _LOOK_S, *waits_s, _ASK_AGAIN_S]))
     step = _load_for(plan, nodes, now)
     if isinstance(step, Wait) and not is_loading:
         return Wait(min(step.for_s, left_s))  # for the pause of a node that has failed
     return step or Open(
         plan,
-        tuple(name for name in expected if name not in _names(plan)),
-        tuple(name for name in _names(plan) if name not in expected),
+        tuple(name for name in expected if name not in plan.names),
+        tuple(name for name in plan.names if name not in expected),
     )
 
 
-def _absent(nodes: Sequence[NodeRecord], names: Sequence[str]) -> list[NodeRecord]:
-    return [each for each in nodes if each.name in names and each.state is NodeState.ABSENT]
-
-
 def _is_to_be_asked(each: NodeRecord, now: float, *, has_plan: bool) -> bool:
-    """Whether a node is to be asked while there is no chain; what is missing holds nothing up where there is a plan."""
+    """Whether to ask a node while there is no chain. With a plan, missing nodes hold nothing up."""
     if each.is_own or each.state is NodeState.LOADING:
         return False
     if each.is_usable:
         return now - each.asked_at >= _LOOK_S
-    return not has_plan and now - each.asked_at >= _ASK_AGAIN_S and now >= _asked_again_at(each)
+    return not has_plan and now - each.asked_at >= _ASK_AGAIN_S and _is_pause_over(each, now)
 
 
-def _asked_again_at(each: NodeRecord) -> float:
-    return each.retry_at if each.state is NodeState.STALLED else -math.inf
+def _is_pause_over(each: NodeRecord, now: float) -> bool:
+    """Whether a node may be asked again: a stalled one only after its pause."""
+    return each.state is not NodeState.STALLED or now >= each.retry_at
 
 
-def _plan_for_next(
-    nodes: Sequence[NodeRecord], expected: Sequence[str], now: Situation, limits: Limits, splits: Splits
-) -> Plan | None:
-    """The plan that nodes load for already, the lost chain's, or the best over those that are there."""
+def _plan_for_next(nodes: Sequence[NodeRecord], now: Situation, limits: Limits, splits: Splits) -> Plan | None:
+    """Return the plan that nodes load for already, the lost chain's, or the best one over the nodes that are there."""
+    expected = now.plan.names
 
     def is_hopeless(each: NodeRecord) -> bool:
-        """Whether it has failed for so long, though it answers, that it is left out; a node that is new at once."""
+        """Whether it answers but has failed for too long; a new node is hopeless after one failure."""
         if each.failing_since is None or each.is_own or each.state is not NodeState.PRESENT:
             return False
         if each.name in expected:
@@ -409,8 +346,8 @@ def _plan_for_next(
         return each.failed_at >= now.lost_at or each.retry_at > now.now
 
     usable = [each for each in nodes if each.is_usable]
-    sound = [each for each in usable if not is_hopeless(each)]
-    if now.target and {each.name for each in sound} >= set(_names(now.target)):
+    sound = [each for each in usable if each.is_measured and not is_hopeless(each)]
+    if now.target and {each.name for each in sound} >= set(now.target.names):
         return now.target
     for candidates in (sound, usable):
         if {each.name for each in candidates} == set(expected):
@@ -421,27 +358,25 @@ def _plan_for_next(
 
 
 def _load_for(plan: Plan, nodes: Sequence[NodeRecord], now: Situation) -> Load | Wait | None:
-    """Have the nodes load what they lack for this plan; None once each holds its part. No load is cut short."""
+    """Have nodes load what they lack of this plan; None once each holds its part. A load is never interrupted."""
     by_name = {each.name: each for each in nodes}
     lacking = [by_name[a.name] for a in plan.assignments if not by_name[a.name].holds(a)]
     if not lacking:
         return None
-    ready = [each for each in lacking if each.state is not NodeState.LOADING and each.retry_at <= now.now]
-    if ready:
-        return Load(plan, tuple(each.name for each in ready))
-    pauses = [each.retry_at - now.now for each in lacking if each.state is not NodeState.LOADING]
-    return Wait(min([_LOOK_S, *pauses]))
+    resting = [each for each in lacking if each.state is not NodeState.LOADING]
+    if ready := tuple(each.name for each in resting if each.retry_at <= now.now):
+        return Load(plan, ready)
+    return Wait(min([_LOOK_S, *(each.retry_at - now.now for each in resting)]))
 
 
 def _improve(nodes: Sequence[NodeRecord], now: Situation, splits: Splits) -> Action:
-    """With an open chain: look for the nodes that it is without, have them load, and take over once they have."""
-    members = _names(now.plan)
+    """With an open chain: look for the nodes that it lacks, have them load, and take over once they have."""
+    members = now.plan.names
     outside = [each for each in nodes if each.name not in members]
     if any(each.state is not NodeState.ATTACHED for each in nodes if each.name in members):
-        return Wait(_LOOK_S)  # one is about to end
-    asked = [each.name for each in outside if _is_looked_for(each, now.now)]
-    if asked:
-        return Ask(tuple(asked), _LONGEST_ASK_S)
+        return Wait(_LOOK_S)  # a member is about to end
+    if asked := tuple(each.name for each in outside if _is_looked_for(each, now.now)):
+        return Ask(asked, _LONGEST_ASK_S)
     ready = [each for each in outside if each.is_usable and not each.is_spare and each.retry_at <= now.now]
     if not ready:
         if now.target is None:
@@ -449,52 +384,37 @@ def _improve(nodes: Sequence[NodeRecord], now: Situation, splits: Splits) -> Act
         if now.idle_s >= _IDLE_S:
             return TakeOver(now.target, ())
         return Wait(_LOOK_S, "a better split of the layers waits for an idle moment")
+    if unmeasured := tuple(each.name for each in ready if not each.is_measured):
+        return Measure(unmeasured)
     best = splits.best([each.node for each in nodes if each.name in members or each in ready])
-    left_out = [each.name for each in ready if best is None or each.name not in _names(best)]
+    left_out = tuple(each.name for each in ready if best is None or each.name not in best.names)
     if best is None or left_out:
-        return LeaveOut(tuple(left_out))
-    joined = tuple(each.name for each in ready)
-    plan: Plan | None = best if not _grows(now.plan, best) else splits.without_growth(now.plan, best)
-    waits = plan is None
-    plan = plan or best
-    newcomers = [each for each in nodes if each in ready]
-    if (load := _load_for(_only(plan, newcomers), nodes, now)) is not None:
-        return Load(plan, load.names) if isinstance(load, Load) else load
-    if waits and now.idle_s < _IDLE_S:
-        who = " and ".join(joined)
-        return Wait(_LOOK_S, f"{who} has its layers, and joins in an idle moment: other nodes have to read layers, too")
-    return TakeOver(plan, joined, best if plan is not best else None)
+        return LeaveOut(left_out)
+    gentle = best if not _grows(now.plan, best) else splits.without_growth(now.plan, best)
+    plan = gentle or best
+    newcomers = tuple(each.name for each in ready)
+    of_newcomers = replace(plan, assignments=tuple(a for a in plan.assignments if a.name in newcomers))
+    if (step := _load_for(of_newcomers, nodes, now)) is not None:
+        return Load(plan, step.names) if isinstance(step, Load) else step
+    if gentle is None and now.idle_s < _IDLE_S:
+        names = " and ".join(newcomers)
+        return Wait(
+            _LOOK_S, f"{names} has its layers, and joins in an idle moment: other nodes have to read layers, too"
+        )
+    return TakeOver(plan, newcomers, best if plan is not best else None)
 
 
 def _is_looked_for(each: NodeRecord, now: float) -> bool:
+    """Whether to ask a node that the open chain lacks."""
     if each.is_own or each.is_spare or each.state in (NodeState.LOADING, NodeState.ATTACHED):
         return False
-    return now - each.asked_at >= _LOOK_S and now >= _asked_again_at(each)
+    return now - each.asked_at >= _LOOK_S and _is_pause_over(each, now)
 
 
-def _grows(present: Plan, following_one: Plan) -> bool:
+def _grows(present: Plan, best: Plan) -> bool:
     """Whether a node of the present plan would have to read layers that it does not hold."""
     held = {each.name: each for each in present.assignments}
     return any(
         each.name in held and not held[each.name].start <= each.start < each.end <= held[each.name].end
-        for each in following_one.assignments
+        for each in best.assignments
     )
-
-
-def _only(plan: Plan, nodes: Sequence[NodeRecord]) -> Plan:
-    """The plan's part for these nodes."""
-    names = {each.name for each in nodes}
-    return Plan(tuple(a for a in plan.assignments if a.name in names), plan.context, plan.num_sessions)
-
-
-def _names(plan: Plan) -> list[str]:
-    return [assignment.name for assignment in plan.assignments]
-
-
-def how(found: Open, plan: Plan) -> str:
-    """Return how a chain goes on that was opened again, for the user."""
-    changes = [
-        f"{word} {' and '.join(names)}" for word, names in (("without", found.without), ("with", found.joined)) if names
-    ]
-    layers = ", ".join(f"{a.name} [{a.start}, {a.end})" for a in plan.assignments)
-    return f"{' and '.join(changes)} ({layers})" if changes else "with the same nodes"

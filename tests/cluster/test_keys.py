@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cluster.peer import Peer
 from tests.cluster.commands import answer_here, run_here
 from tests.cluster.processes import Starter, Worker, free_port, write_cluster
 
@@ -47,20 +46,16 @@ def test_a_cluster_with_keys_gives_the_answer_of_one_process(start: Starter, con
     assert re.fullmatch(r"error: \S*/own/studio\.pem cannot be read: .*issue studio --coordinator.*\n", refused.err)
 
 
-def test_a_coordinator_without_tls_is_told_what_the_worker_may_expect(
-    start: Starter, config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Peer.hello, "__defaults__", (3.0,))  # this worker never answers
+def test_a_coordinator_without_tls_is_told_that_the_worker_expects_it(start: Starter, config: Path) -> None:
     make_keys(config, "mini")
     start_worker(start, config, "mini")
     plain = config.with_name("plain.yaml")
     plain.write_text(re.sub(r"tls: .*\n|.*name: air.*\n", "", config.read_text()))
-    refused = run_here("verify", "--config", plain)  # generate would go on without the worker
-    assert refused.code == 3
-    assert refused.err.splitlines()[-1] == (
-        "error: worker mini: closed the connection before any reply: "
-        "it refused our certificate, expects TLS, or has ended"
-    )
+    for command in ("verify", "generate --prompt go"):
+        refused = run_here(*command.split(), "--config", plain)
+        assert refused.code == 3
+        fix = f"it expects TLS: set `tls:` in {plain} here, too"
+        assert refused.err.splitlines()[-1] == f"error: worker mini: {fix}"
 
 
 def test_keys_are_made_where_the_configuration_says_and_what_is_next_is_said(config: Path) -> None:

@@ -1,6 +1,6 @@
 """A cluster whose nodes' speeds are known: who makes it no faster is left out, and takes over where a node is lost."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from coordinator.engine.engine import Engine
 from coordinator.planning.recovery import Limits
 from coordinator.planning.speeds import NOTHING_KNOWN, LinkSpeed, Speed, Survey
 from tests.integration.conftest import NETWORK, Models, answer
-from tests.integration.many import Live, request, tokens_of
+from tests.integration.many import Live, request, tokens_of, until
 from tests.integration.test_recovery import Place
 from worker.config import ClusterConfig, CoordinatorConfig, WorkerConfig
 from worker.model.checkpoint import Checkpoint, open_folder
@@ -32,14 +32,17 @@ FREE, FIXED = "free", "fixed"
 def known_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the nodes were different machines that have measured themselves."""
 
-    async def known_speeds(options: ClusterOptions, checkpoint: Checkpoint, peers: list[Peer]) -> Survey:
-        if not peers:
-            return NOTHING_KNOWN
+    async def known_speeds(
+        options: ClusterOptions, checkpoint: Checkpoint, peers: list[Peer], known: Survey = NOTHING_KNOWN
+    ) -> Survey:
+        measured = {"coordinator", *(peer.name for peer in peers), *known.speeds}
         num_kinds = len(describe(checkpoint).kinds)
-        return Survey(
-            {name: Speed((((1, ms),),) * num_kinds, ((1, 8 * ms),), 1) for name, ms in LAYER_MS.items()},
-            {"slow": LinkSpeed(0.1), "fast": LinkSpeed(0.1)},
-        )
+        speeds = {
+            name: Speed((((1, ms),),) * num_kinds, ((1, 8 * ms),), 1)
+            for name, ms in LAYER_MS.items()
+            if name in measured
+        }
+        return Survey(speeds, {"slow": LinkSpeed(0.1), "fast": LinkSpeed(0.1)})
 
     monkeypatch.setattr(open_module, "known_speeds", known_speeds)
 
@@ -62,12 +65,13 @@ def options(folder: Path, places: list[Place], order: str = FREE, own: int | Non
 
 
 @asynccontextmanager
-async def opened(given: ClusterOptions) -> AsyncIterator[Cluster]:
+async def opened(given: ClusterOptions, missing: Sequence[str] = ()) -> AsyncIterator[Cluster]:
     checkpoint = open_folder(Path(given.model))
     peers = [Peer(worker.name, worker.addresses, NETWORK) for worker in given.cluster.workers]
+    there = [peer for peer in peers if peer.name not in missing]
     async with (
         Nodes(peers, given.cluster) as nodes,
-        cluster_over(nodes, peers, given, checkpoint, describe(checkpoint), 128) as cluster,
+        cluster_over(nodes, there, given, checkpoint, describe(checkpoint), 128, missing=missing) as cluster,
     ):
         yield cluster
 
@@ -165,3 +169,31 @@ async def test_what_is_measured_is_measured_on_several_nodes(models: Models, mon
     checkpoint = open_folder(folder)
     async with workers() as places, open_chain(options(folder, places), checkpoint, describe(checkpoint), 128) as chain:
         assert [each.name for each in chain.plan.assignments] == ["coordinator", "fast"]
+
+
+async def test_a_worker_that_was_missing_at_the_start_is_measured_before_it_joins(models: Models) -> None:
+    """By bytes all three would have layers; by speed the slow one is no help any more."""
+    folder = models("qwen3").folder
+    async with workers() as places:
+        await places[0].stop()
+        async with opened(options(folder, places, own=room_for_one(folder)), missing=["fast"]) as cluster:
+            assert held(cluster) == {"coordinator": 1, "slow": 3} and cluster.missing == ["fast"]
+            async with Engine(cluster.chain, when_lost=cluster.reopen) as engine:
+                await places[0].start()
+                await until(lambda: "fast" in held(cluster))
+                assert held(cluster) == {"coordinator": 1, "fast": 3}
+                assert (await engine.answer(request(PROMPT, 8))).tokens == models("qwen3").tokens(PROMPT, 8)
+
+
+async def test_a_split_that_replaces_the_given_layers_while_a_worker_is_missing_is_reported(
+    models: Models, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = models("qwen3").folder
+    async with workers() as places:
+        await places[0].stop()
+        given = options(folder, places, own=room_for_one(folder)).with_layers((1, 1, 2))
+        async with opened(given, missing=["fast"]) as cluster:
+            assert held(cluster) == {"coordinator": 1, "slow": 3}
+    assert (
+        "layers 1,1,2 need every node, and fast is missing: split as coordinator [0, 1), slow [1, 4) until it joins\n"
+    ) in capsys.readouterr().err

@@ -18,12 +18,13 @@ from tests.integration.certificates import Certificates, Shown
 from tests.integration.conftest import NETWORK, Models, RunningNode, answer, load_request, opened, serving
 from tests.integration.upstream import attach_request
 from tests.tiny import VOCAB
-from worker.errors import ConfigError, FrameError, StageLost
+from worker.errors import CallerRefused, ConfigError, FrameError, StageLost
 from worker.node.hop import Link
 from worker.node.identity import Identity, KeyFile, Role, split_pem
 from worker.node.network import Network
 
 PROMPT = tuple((5 * i + 3) % VOCAB for i in range(20))
+EXPECTS_TLS = r"it expects TLS: set `tls:` in cluster\.yaml here, too"
 REFUSED = r"closed the connection before any reply: it refused our certificate, expects TLS, or has ended"
 
 
@@ -64,10 +65,31 @@ async def test_a_coordinator_without_a_right_certificate_is_refused(
 ) -> None:
     async with serving(1, network_of=certificates.network) as [node]:
         async with peer_of(node, certificates.wrong(how, "coordinator", Role.COORDINATOR)) as peer:
-            with pytest.raises(StageLost, match=f"^worker node-1: {REFUSED}$"):
+            reason = EXPECTS_TLS if how == "plaintext" else REFUSED
+            with pytest.raises(StageLost, match=f"^worker node-1: {reason}$"):
                 await peer.hello()
         async with peer_of(node, certificates.coordinator()) as peer:
             assert (await peer.hello()).node == "node-1"
+
+
+async def test_a_worker_that_trusts_another_authority_refuses_this_node_with_its_reason_at_once(
+    certificates: Certificates, tmp_path: Path
+) -> None:
+    def trusting_another(name: str) -> Network:
+        own, other = (
+            read(authority, name, Role.WORKER)
+            for authority in (certificates.authority, Authority.make(tmp_path / "another"))
+        )
+        return Network(keys=Shown(replace(own, authority=other.authority)))
+
+    async with (
+        serving(1, network_of=trusting_another) as [node],
+        peer_of(node, certificates.coordinator()) as peer,
+        asyncio.timeout(60),
+    ):
+        reason = r"it refuses this node's certificate, .*; .*brigade keys issue coordinator --coordinator$"
+        with pytest.raises(CallerRefused, match=f"^worker node-1: {reason}"):
+            await peer.hello(3600)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from coordinator.planning.costs import ChainCosts
 from protos.brigade_pb2 import DTYPE_BFLOAT16, Frame, HelloReply, StatusReply
 from tests.unit.fake_chain import FakeChain
 from worker.compute.header import num_rows
-from worker.errors import EngineHung, NodeBusy, NodeLeaving, StageLost
+from worker.errors import ConfigError, EngineHung, NodeBusy, NodeLeaving, StageLost
 from worker.model.cachespec import Memory
 from worker.model.modelspec import LayerSpec, ModelSpec
 
@@ -47,6 +47,7 @@ class Place:
     is_stopped: bool = False
     is_hung: bool = False
     is_draining: bool = False
+    is_foreign: bool = False  # it shows a certificate of another authority
     load_s: float = 0.0
     num_loads: int = 0
     epoch: int = 0  # the last that this process took part in
@@ -99,6 +100,8 @@ class FakePeer:
             if time.monotonic() >= until:
                 raise StageLost("nothing answers", node=self.name)
             await asyncio.sleep(0.05)
+        if self.place.is_foreign:
+            raise ConfigError("its certificate is of another authority", node=self.name)
         return HelloReply(node=self.name, incarnation=f"{self.name} {self.place.num_starts}", memory_bytes=1)
 
     async def status(self, within_s: float) -> StatusReply:
@@ -165,7 +168,7 @@ class WorldChain:
         self.costs = costs or ChainCosts(self.num_stages)
         self.last_step = 0
         self.can_spare = can_spare
-        self.on_draining: Callable[[], None] | None = None
+        self.begins_draining = asyncio.Event()
         self.has_token = asyncio.Event()
         self._stages = FakeChain(epoch)
         self._sent_at: deque[float] = deque()
@@ -179,7 +182,7 @@ class WorldChain:
     async def __aexit__(self, *exc: object) -> None:
         self.world.chains.discard(self)
 
-    async def open(self, progress: Any = None) -> None:
+    async def open(self, progress: Any = None, within_s: float | None = None) -> None:
         self.world.chains.add(self)
         for peer in reversed(self.peers):
             place, peer.is_draining = peer.place, False
@@ -193,7 +196,7 @@ class WorldChain:
             await asyncio.sleep(JOIN_S)
         hung = [peer for peer in self.peers if peer.place.is_hung]
         if hung and self._failure is None:
-            await self._wait_news(FIRST_S)
+            await self._wait_news(FIRST_S if within_s is None else min(FIRST_S, within_s))
             self.lose(EngineHung("its engine has been at one step", node=hung[0].name))
         if self._failure is not None:
             raise self._failure
@@ -229,8 +232,8 @@ class WorldChain:
                 peer.is_draining = True
                 if self.can_spare(place.name):
                     self.lose(NodeLeaving("is about to end", node=place.name))
-                elif self.on_draining is not None:
-                    self.on_draining()
+                else:
+                    self.begins_draining.set()
 
     def send(self, frame: Frame) -> None:
         assert not self._stages.frames or frame.step == self.last_step + 1

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.planning.recovery import Limits
+from coordinator.planning.recovery import Limits, NodeState
 from coordinator.sessions.request import Request
 from tests.unit.cluster import fake_network, test_cluster_states
 from tests.unit.cluster.test_cluster_states import Cluster3
@@ -150,8 +150,6 @@ def test_a_recovery_is_over_when_the_only_client_leaves_during_the_replay(
     cluster: Cluster3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or the node that is missing would never be looked for."""
-    recovered: list[Any] = []
-    cluster.cluster.on_recovered = recovered.append
     cluster.submit(Request(tuple(range(40)), 60))
     wait(cluster, 1)
     monkeypatch.setattr(fake_network, "STEP_S", 3.0)
@@ -161,7 +159,7 @@ def test_a_recovery_is_over_when_the_only_client_leaves_during_the_replay(
     cluster.asked.clear()
     cluster.act(task.cancel)
     wait(cluster, 20)
-    assert recovered
+    assert cluster.recovered
     cluster.act(cluster.world.places["a"].start)
     wait(cluster, 20)
     assert members(cluster) == WHOLE
@@ -195,3 +193,42 @@ def test_a_node_that_hangs_and_is_started_again_while_a_chain_is_opened_holds_no
     cluster.act(restart, places["b"])
     wait(cluster, 30)
     assert all_answered(cluster) and members(cluster) == WHOLE
+
+
+def test_a_node_that_hangs_while_the_next_chain_opens_is_left_out_of_it(cluster: Cluster3) -> None:
+    """One try must not use up the time of the whole recovery."""
+    places = cluster.world.places
+    cluster.submit(Request((1, 2, 3), 150))
+    wait(cluster, 1)
+    cluster.act(setattr, places["b"], "is_hung", True)
+    cluster.act(places["a"].end)
+    wait(cluster, 50)
+    assert members(cluster) == ["coordinator", "c"] and all_answered(cluster)
+    assert cluster.cluster.nodes.workers["b"].state is NodeState.STALLED
+
+
+def test_two_nodes_that_hang_one_after_another_are_both_left_out(cluster: Cluster3) -> None:
+    places = cluster.world.places
+    cluster.submit(Request((1, 2, 3), 150))
+    wait(cluster, 1)
+    for name in "ab":
+        cluster.act(setattr, places[name], "is_hung", True)
+    cluster.act(places["c"].end)  # our own: it is started again
+    wait(cluster, 60)
+    assert members(cluster) == ["coordinator", "c"] and all_answered(cluster)
+
+
+def test_a_node_that_comes_back_with_a_certificate_of_another_authority_is_reported_once(cluster: Cluster3) -> None:
+    a = cluster.world.places["a"]
+    cluster.act(a.end)
+    wait(cluster, 10)
+    cluster.act(setattr, a, "is_foreign", True)
+    cluster.act(a.start)
+    wait(cluster, 3)
+    told = [line for line in cluster.said if "its certificate is of another authority" in line]
+    assert told == ["worker a: its certificate is of another authority; it cannot take part until this is fixed"]
+    wait(cluster, 30)
+    assert cluster.said.count(told[0]) == 1
+    cluster.act(setattr, a, "is_foreign", False)
+    wait(cluster, 10)
+    assert members(cluster) == WHOLE

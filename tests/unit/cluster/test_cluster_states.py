@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from coordinator.cluster.chain import Chain
-from coordinator.cluster.cluster import Cluster
+from coordinator.cluster.cluster import Cluster, Recovered
 from coordinator.cluster.deployment import Deployment
 from coordinator.cluster.nodes import Nodes
 from coordinator.decoding.decode import Decode
@@ -48,6 +48,8 @@ class Cluster3:
         self.asked: dict[asyncio.Task[Answer], Request] = {}
         self.last_fault = self.time.now
         self.has_faults = False
+        self.said: list[str] = []
+        self.recovered: list[Recovered] = []
         self._stack = AsyncExitStack()
         self.time.run(self._open())
 
@@ -65,7 +67,8 @@ class Cluster3:
         none: Any = None
         deployment = Deployment(none, SPEC, plan(SPEC, there, NOTHING_KNOWN, Objective(100)), peers)
         own: Any = FakeOwn(self.world)
-        self.cluster = await self._stack.enter_async_context(Cluster(own, nodes, deployment, LIMITS))
+        opening = Cluster(own, nodes, deployment, LIMITS, say=self.said.append, on_recovered=self.recovered.append)
+        self.cluster = await self._stack.enter_async_context(opening)
         chain = await self.cluster.open()
         self.runner = await self._stack.enter_async_context(Engine(chain, when_lost=self._reopen))
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from coordinator.cluster import local
-from coordinator.cluster.local import Keeper, LocalWorker
+from coordinator.cluster.local import LocalWorker, keep_running
 from worker.errors import StageLost
 
 
@@ -61,13 +61,14 @@ def keep(start: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[A
     said: list[str] = []
     told: list[Any] = []
 
-    async def replaced(worker: LocalWorker | None) -> None:
-        told.append(worker)
+    async def keep_all(worker: LocalWorker) -> None:
+        async for running in keep_running(worker, said.append):
+            told.append(running)  # noqa: PERF401 - the cancellation at the end must not lose them
 
     monkeypatch.setattr(LocalWorker, "start", start)
     worker: Any = Ended()
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(Keeper(worker, replaced, said.append).run())
+        asyncio.run(keep_all(worker))
     return said, told
 
 

@@ -14,6 +14,7 @@ from coordinator.planning.recovery import (
     LeaveOut,
     Limits,
     Load,
+    Measure,
     NodeEvent,
     NodeRecord,
     NodeState,
@@ -183,6 +184,23 @@ def test_nodes_outside_of_the_chain_are_asked_now_and_then_and_stalled_ones_afte
     there[2].answer("air", 101)
     there[2].meet(NodeEvent.IDLE, 101)
     assert decide(there, opened(PAIR, now=101.0), LIMITS, Splits()) == Load(WHOLE, ("air",))
+
+
+def test_a_node_of_unknown_speed_is_measured_before_it_joins_a_plan_by_speed() -> None:
+    there = [*nodes(AT, AT, P, plan=PAIR)[:2], record("air", P)]
+    there[2].is_measured = False
+    assert decide(there, opened(PAIR), LIMITS, Splits()) == Measure(("air",))
+    there[2].is_measured = True
+    assert decide(there, opened(PAIR), LIMITS, Splits()) == Load(WHOLE, ("air",))
+
+
+def test_a_recovery_takes_in_a_node_of_unknown_speed_only_if_the_others_do_not_suffice() -> None:
+    there = [*nodes(LD, LD, P, plan=PAIR)[:2], record("air", P)]
+    there[2].is_measured = False
+    situation = replace(lost(), plan=PAIR)
+    assert decide(there, situation, LIMITS, Splits()) == Open(PAIR)
+    there[1].meet(NodeEvent.STALLED, 100)
+    assert decide(there, situation, LIMITS, Splits(2)) == Load(plan_over(("max", "air")), ("air",))
 
 
 def test_pauses_grow_with_each_failure_in_a_row_up_to_ten_minutes() -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
+from coordinator.cluster.flight import StepTimeouts
 from coordinator.planning.costs import ChainCosts
-from coordinator.planning.step_timeout import StepTimeouts
 from protos.brigade_pb2 import CACHE_INT8, Cache, Frame, Sampling, Session, Window
 
 FIRST_S, SILENCE_S = 60.0, 6.0
