@@ -110,8 +110,10 @@ async def test_what_is_committed_is_what_a_plain_prefill_of_the_text_leaves(
     committed = len(text) - 17  # the last windows may still hold guesses
     for layer, expected in zip(caches, plain, strict=True):
         assert isinstance(layer, KVCache)
-        for rows, array in ((layer._keys, expected.keys), (layer._values, expected.values)):
-            found = np.array(rows.read(committed)[0])
+        held_rows = layer.held_rows()
+        assert held_rows is not None
+        for rows, array in zip(held_rows, (expected.keys, expected.values), strict=True):
+            found = np.array(rows[:, :, :committed])
             np.testing.assert_allclose(found, np.array(array[:, :, :committed]), rtol=1e-4, atol=1e-5)
 
 

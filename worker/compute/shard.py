@@ -103,7 +103,7 @@ class Shard:
         """Group the windows that may go side by side through this model, by their numbers."""
         alike: dict[Any, list[int]] = defaultdict(list)
         for number, place in enumerate(places):
-            alike[place.is_alike if self._lane_form is LaneForm.BATCH else number].append(number)
+            alike[place.batch_key if self._lane_form is LaneForm.BATCH else number].append(number)
         return list(alike.values())
 
     def _run_alone(self, x: mx.array, ids: mx.array, place: LaneWindow) -> mx.array:

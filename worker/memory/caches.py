@@ -4,91 +4,48 @@ The list is as long as the whole model. For a stub layer it holds the cache of a
 or one that only counts: a model that makes a mask from its first layer's cache then gets the right mask.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from protos.brigade_pb2 import Cache
-from worker.memory.cache import Int8Cache, KVCache, LayerCache, Mask, RecurrentState
-from worker.model.cachespec import INT8, STATE, WHOLE, CacheSpec, Form, Memory, cache_spec
+from worker.memory.cache import LayerCache, RecurrentState, make_cache
 from worker.model.model_info import Entry
 
-
-class CacheGroup:
-    """The caches of a layer that has several; the layer indexes them by number."""
-
-    def __init__(self, caches: Sequence[LayerCache]) -> None:
-        self.caches = list(caches)
-
-    def __getitem__(self, number: int) -> LayerCache:
-        return self.caches[number]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(cache.nbytes for cache in self.caches)
-
-    def arrays(self) -> list[mx.array]:
-        return [array for cache in self.caches for array in cache.arrays()]
-
-    def changing(self) -> list[object]:
-        return [each for cache in self.caches for each in cache.changing()]
-
-    @property
-    def has_room(self) -> bool:
-        return all(cache.has_room for cache in self.caches)
-
-    def cut(self, length: int) -> None:
-        for cache in self.caches:
-            cache.cut(length)
-
-    def reserve(self, num_rows: int, positions: mx.array | None) -> None:
-        for cache in self.caches:
-            cache.reserve(num_rows, positions)
-
-    def make_mask(self, num_rows: int, return_array: bool = False, window_size: int | None = None) -> Mask:
-        return self.caches[0].make_mask(num_rows, return_array, window_size)
-
-    def settle(self, length: int) -> None:
-        for cache in self.caches:
-            cache.settle(length)
-
-    def fork(self, length: int) -> "CacheGroup":
-        return CacheGroup([cache.fork(length) for cache in self.caches])
-
-    def close(self, besides: Sequence[LayerCache] = ()) -> None:
-        for cache in self.caches:
-            cache.close()
+Listed = LayerCache | tuple[LayerCache, ...]  # a layer with several caches indexes them by number
 
 
 class Caches:
-    """One slot's caches: its `own`, whose numbers are `own_numbers`, and `listed` as the model expects them."""
+    """One slot's caches: `listed` as the model expects them, and those that are its `own`, without nesting."""
 
-    def __init__(self, entries: Sequence[Entry], own: Sequence[int], cache: Cache) -> None:
-        """Empty caches.
+    def __init__(self, entries: Sequence[Entry], own_numbers: Sequence[int], cache: Cache) -> None:
+        """Make empty caches.
 
         Args:
             entries: the model's own list of caches.
-            own: the numbers of the caches whose layers are on this stage.
-            cache: the kind that the session wants.
+            own_numbers: the numbers of the entries whose layers are on this stage.
+            cache: the kind of cache that the session chose.
         """
-        self._entries, self.own_numbers, self._cache = entries, own, cache
-        self._fill([_make(entries[number], cache) for number in own])
+        self._entries, self.own_numbers, self._cache = entries, own_numbers, cache
+        self._fill({number: _make(entries[number], cache) for number in own_numbers})
 
-    def _fill(self, own: list[LayerCache]) -> None:
-        here = dict(zip(self.own_numbers, own, strict=True))
-        alike: dict[Any, LayerCache] = {}
-        for number, cache in here.items():
-            alike.setdefault(_kind(self._entries[number]), cache)
-        self.own = own
+    def _fill(self, own: dict[int, Listed]) -> None:
+        alike: dict[Any, Listed] = {}
+        for number, listed in own.items():
+            alike.setdefault(_kind(self._entries[number]), listed)
+        self.own = [cache for listed in own.values() for cache in members(listed)]
         self._counting: list[LayerCache] = []
-        self.listed: list[LayerCache] = []
+        self.listed: list[Listed] = []
         for number, entry in enumerate(self._entries):
-            if number not in here and _kind(entry) not in alike:
+            if number not in own and _kind(entry) not in alike:
                 alike[_kind(entry)] = _make(entry, self._cache)
-                self._counting.append(alike[_kind(entry)])
-            self.listed.append(here.get(number, alike[_kind(entry)]))
-        self.states = [each for each in self.changing() if isinstance(each, RecurrentState)]  # which cannot be cut
+                self._counting += members(alike[_kind(entry)])
+            self.listed.append(own.get(number, alike[_kind(entry)]))
+        # states cannot be cut
+        self.states = [each for each in (*self.own, *self._counting) if isinstance(each, RecurrentState)]
         self._settled: int | None = None  # the common length of its own caches between two passes
 
     @property
@@ -96,12 +53,13 @@ class Caches:
         return sum(cache.nbytes for cache in self.own)
 
     def arrays(self) -> list[mx.array]:
-        """The buffers of the last layer that has any: they depend on all that the pass has computed for others."""
-        return next((arrays for cache in reversed(self.own) if (arrays := cache.arrays())), [])
+        """Return the buffers of the last layer that has any: they depend on all that the pass computed before."""
+        layers = (members(self.listed[number]) for number in reversed(self.own_numbers))
+        return next((arrays for layer in layers if (arrays := [a for cache in layer for a in cache.arrays()])), [])
 
     def changing(self) -> list[object]:
-        """The objects whose attributes a pass changes, for a `Snapshot`."""
-        return [each for cache in [*self.own, *self._counting] for each in cache.changing()]
+        """Return the objects whose attributes a pass changes, for a `Snapshot`."""
+        return [each for cache in (*self.own, *self._counting) for each in cache.changing()]
 
     @property
     def has_room(self) -> bool:
@@ -109,7 +67,7 @@ class Caches:
         return all(cache.has_room for cache in self.own)
 
     def cut(self, length: int) -> None:
-        """Raises CacheMismatch if one of them cannot be cut there."""
+        """Keep the first `length` tokens. Raises CacheMismatch if one of the caches cannot be cut there."""
         if length != self._settled:
             self._settled = None
             for cache in self.own:
@@ -119,60 +77,53 @@ class Caches:
             cache.cut(0)  # an embedding that runs here for another stage still fills its cache at every step
             cache.settle(length)
 
-    def reserve(self, num_rows: int, positions: mx.array | None) -> None:
-        for cache in self.own:
-            cache.reserve(num_rows, positions)
-
     def begin(self) -> None:
-        """Note that a pass begins or was undone: the caches' lengths are unknown until `settle` or `cut`."""
+        """Record that a pass begins or was undone: the caches' lengths are unknown until `settle` or `cut`."""
         self._settled = None
 
+    def reserve(self, num_rows: int, positions: mx.array | None, in_pack: Container[int] = ()) -> None:
+        """Make room for a window [L], except in the entries `in_pack`, whose pack has the room."""
+        for number in self.own_numbers:
+            if number not in in_pack:
+                for cache in members(self.listed[number]):
+                    cache.reserve(num_rows, positions)
+
     def settle(self, length: int) -> None:
-        """Note the end of a pass: there are `length` tokens now."""
-        for cache in [*self.own, *self._counting]:
+        """Record the end of a pass, after `length` tokens."""
+        for cache in (*self.own, *self._counting):
             cache.settle(length)
         self._settled = length
 
-    def fork(self, length: int) -> "Caches":
+    def fork(self, length: int) -> Caches:
         """Return another slot's caches that continue from the first `length` tokens. Raises CacheMismatch as `cut`."""
-        other = Caches.__new__(Caches)
-        other._entries, other.own_numbers, other._cache = self._entries, self.own_numbers, self._cache
-        other._fill([cache.fork(length) for cache in self.own])
+        other = Caches(self._entries, (), self._cache)
+        other.own_numbers = self.own_numbers
+        other._fill({number: _fork(self.listed[number], length) for number in self.own_numbers})
         for cache in other._counting:
             cache.settle(length)
         return other
 
-    def close(self, besides: "Sequence[Caches]" = ()) -> None:
+    def close(self, besides: Sequence[Caches] = ()) -> None:
         """Free everything. `besides` are caches that are about to close too."""
         for number, cache in enumerate(self.own):
             cache.close(besides=[other.own[number] for other in besides])
 
 
-def _make(entry: Entry, cache: Cache) -> LayerCache:
-    return (
-        CacheGroup([make_cache(part, cache) for part in entry])
-        if isinstance(entry, tuple)
-        else make_cache(entry, cache)
-    )
+def members(listed: Listed) -> tuple[LayerCache, ...]:
+    return listed if isinstance(listed, tuple) else (listed,)
+
+
+def _make(entry: Entry, cache: Cache) -> Listed:
+    return tuple(make_cache(part, cache) for part in entry) if isinstance(entry, tuple) else make_cache(entry, cache)
+
+
+def _fork(listed: Listed, length: int) -> Listed:
+    return tuple(cache.fork(length) for cache in listed) if isinstance(listed, tuple) else listed.fork(length)
 
 
 def _kind(entry: Entry) -> Any:
-    """Return a key that is equal for caches with equal masks and offsets."""
-    if isinstance(entry, tuple):
-        return tuple(map(_kind, entry))
-    return entry.window, entry.state_arrays
-
-
-def make_cache(memory: Memory, cache: Cache) -> LayerCache:
-    """Return an empty cache for one memory of a layer, of the kind that the session chose."""
-    spec = cache_spec(memory, cache)
-    return RecurrentState(memory.state_arrays) if spec.form is STATE else _FRESH[spec.form](spec)
-
-
-_FRESH: dict[Form, Callable[[CacheSpec], LayerCache]] = {
-    WHOLE: lambda spec: KVCache(spec.window, spec.keep),
-    INT8: lambda spec: Int8Cache(spec.window, spec.keep),
-}
+    """Return a key that is equal for entries with equal masks and offsets."""
+    return tuple(map(_kind, entry)) if isinstance(entry, tuple) else (entry.window, entry.state_arrays)
 
 
 class Snapshot:
@@ -183,7 +134,11 @@ class Snapshot:
 
     def __init__(self, objects: Iterable[object]) -> None:
         unique = {id(each): each for each in objects}  # several caches may share a pack
-        self._saved = [(each, _copied(vars(each))) for each in unique.values()]
+        # lists are copied: a layer replaces the arrays in its own
+        self._saved = [
+            (each, {name: list(value) if isinstance(value, list) else value for name, value in vars(each).items()})
+            for each in unique.values()
+        ]
 
     def restore(self) -> None:
         for each, attributes in self._saved:
@@ -191,8 +146,3 @@ class Snapshot:
             now.update(attributes)  # before deleting: other threads read these objects
             for name in now.keys() - attributes.keys():
                 del now[name]
-
-
-def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Lists are copied: a layer replaces the arrays in its own."""
-    return {name: list(value) if isinstance(value, list) else value for name, value in attributes.items()}

@@ -1,7 +1,7 @@
 """A session's token ids with a rolling hash of every prefix. Pure: no I/O, no MLX, no clock.
 
-The coordinator keeps one per session and every stage keeps one per slot; a window may continue a slot only where both
-agree. The hash is 64-bit FNV-1a (Fowler, Noll, Vo) over token ids instead of bytes: one multiplication per token.
+The coordinator keeps one per session and every stage one per slot; a window continues a slot only where both agree.
+The hash is 64-bit FNV-1a (Fowler, Noll, Vo) over token ids instead of bytes: one multiplication per token.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ _LOW_64 = (1 << 64) - 1
 
 
 class History:
-    """Token ids, growing at the end and cut at the end."""
+    """Token ids that grow and are cut at the end."""
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self.tokens: list[int] = []
@@ -28,7 +28,7 @@ class History:
             self._hashes.append(((self._hashes[-1] ^ token) * _PRIME) & _LOW_64)
 
     def fork(self, length: int) -> "History":
-        """Another history that goes on from the first `length` tokens."""
+        """Return another history that continues from the first `length` tokens."""
         other = History()
         other.tokens, other._hashes = self.tokens[:length], self._hashes[: length + 1]
         return other
@@ -39,11 +39,11 @@ class History:
         del self._hashes[length + 1 :]
 
     def prefix_hash(self, length: int) -> int:
-        """The hash of the first `length` tokens. Raises IndexError beyond the end."""
+        """Return the hash of the first `length` tokens. Raises IndexError beyond the end."""
         return self._hashes[length]
 
     def num_shared(self, other: "History", limit: int) -> int:
-        """How many leading tokens, at most `limit`, both have."""
+        """Return how many leading tokens, at most `limit`, both histories share."""
         low, high = 0, min(limit, len(self), len(other))
         while low < high:
             middle = (low + high + 1) // 2

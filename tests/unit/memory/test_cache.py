@@ -10,8 +10,7 @@ from mlx_lm.models.base import create_causal_mask
 
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache
 from worker.errors import CacheMismatch
-from worker.memory.cache import Int8Cache, KVCache, RecurrentState
-from worker.memory.caches import make_cache
+from worker.memory.cache import Int8Cache, KVCache, RecurrentState, make_cache
 from worker.model.cachespec import Memory
 
 

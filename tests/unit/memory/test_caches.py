@@ -8,7 +8,7 @@ import pytest
 from protos.brigade_pb2 import CACHE_INT8, Cache
 from worker.errors import CacheMismatch
 from worker.memory.cache import Int8Cache, KVCache, RecurrentState
-from worker.memory.caches import CacheGroup, Caches
+from worker.memory.caches import Caches, members
 from worker.model.cachespec import Memory
 from worker.model.model_info import Entry
 
@@ -26,20 +26,15 @@ def feed(caches: Caches, tokens: range) -> None:
     caches.begin()
     caches.reserve(len(tokens), None)
     for cache in caches.own:
-        for part in cache.caches if isinstance(cache, CacheGroup) else [cache]:
-            if isinstance(part, KVCache):
-                part.update_and_fetch(rows(tokens), -rows(tokens))
-            else:
-                part[0] = mx.full((1, 3), tokens[-1])  # type: ignore[index]
+        if isinstance(cache, KVCache):
+            cache.update_and_fetch(rows(tokens), -rows(tokens))
+        else:
+            cache[0] = mx.full((1, 3), tokens[-1])
     caches.settle(tokens.stop)
 
 
 def lengths(caches: Caches) -> set[int]:
-    return {
-        part.length  # type: ignore[attr-defined]
-        for cache in caches.listed
-        for part in (cache.caches if isinstance(cache, CacheGroup) else [cache])
-    }
+    return {cache.length for listed in caches.listed for cache in members(listed)}
 
 
 def held(cache: Any) -> list[int]:
@@ -54,7 +49,7 @@ def test_a_layer_elsewhere_is_stood_in_for_by_one_of_its_kind_that_is_here_or_by
     assert caches.own[0] is not caches.own[1]
     window, state, several = caches.listed[0], caches.listed[4], caches.listed[5]
     assert caches.listed[3] is window and isinstance(window, KVCache) and window.window == 6
-    assert isinstance(state, RecurrentState) and isinstance(several, CacheGroup)
+    assert isinstance(state, RecurrentState) and isinstance(several, tuple)
     elsewhere = Caches(ENTRIES, [3], Cache())
     assert elsewhere.listed[0] is elsewhere.own[0] and elsewhere.listed[1] is elsewhere.listed[2]
 
@@ -135,23 +130,22 @@ def test_a_fork_of_states_goes_on_where_they_are_and_nowhere_else() -> None:
 class TestSeveral:
     def test_each_is_asked_for_by_its_number_and_all_are_one(self) -> None:
         caches = Caches([(FULL, WINDOW)], [0], Cache())
-        [several] = caches.own
-        assert isinstance(several, CacheGroup)
+        [several] = caches.listed
         feed(caches, range(7))
-        assert [several[0].window, several[1].window] == [None, 6]  # type: ignore[attr-defined]
-        assert several.nbytes == several[0].nbytes + several[1].nbytes and len(several.arrays()) == 4
-        assert several.make_mask(3) == several[0].make_mask(3) == "causal"
-        other = several.fork(5)
-        assert [each.length for each in other.caches] == [5, 5]  # type: ignore[attr-defined]
-        several.cut(6)
-        assert [held(each) for each in several.caches] == [list(range(6))] * 2
-        several.close()
-        assert several.nbytes == 0 and [held(each) for each in other.caches] == [list(range(5))] * 2
+        assert isinstance(several, tuple) and list(several) == caches.own
+        assert [several[0].window, several[1].window] == [None, 6]  # type: ignore[union-attr]
+        assert caches.nbytes == several[0].nbytes + several[1].nbytes and len(caches.arrays()) == 4
+        assert several[0].make_mask(3) == "causal"
+        other = caches.fork(5)
+        assert [each.length for each in other.own] == [5, 5] and isinstance(other.listed[0], tuple)
+        caches.cut(6)
+        assert [held(each) for each in caches.own] == [list(range(6))] * 2
+        caches.close()
+        assert caches.nbytes == 0 and [held(each) for each in other.own] == [list(range(5))] * 2
 
     def test_a_session_chooses_the_kind_of_each(self) -> None:
-        [several] = Caches([(FULL, STATE)], [0], Cache(kind=CACHE_INT8)).own
-        assert isinstance(several, CacheGroup)
-        assert isinstance(several[0], Int8Cache) and isinstance(several[1], RecurrentState)
+        first, second = Caches([(FULL, STATE)], [0], Cache(kind=CACHE_INT8)).own
+        assert isinstance(first, Int8Cache) and isinstance(second, RecurrentState)
 
 
 def test_after_a_pass_or_a_cut_that_ended_in_its_middle_all_are_cut_again() -> None:

@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache
-from worker.memory.caches import Caches
+from worker.memory.caches import Caches, members
 from worker.memory.lane import BatchCache, Lane, LaneCache, LaneMask, LaneWindow, View
 from worker.model.cachespec import Memory
 from worker.model.model_info import Entry
@@ -60,7 +60,7 @@ def make(entry: Entry, held: Sequence[int], choices: Sequence[Cache]) -> list[Ca
 def alone(entry: Entry, x: mx.array, place: LaneWindow, window: int | None = None) -> mx.array:
     place.caches.reserve(place.num_rows, place.positions)
     [cache] = place.caches.listed
-    mask = cache.make_mask(place.num_rows, window_size=window)
+    mask = members(cache)[0].make_mask(place.num_rows, window_size=window)
     h = LAYERS[entry](x, mask, cache)
     place.caches.settle(place.base + place.num_rows)
     return h

@@ -7,8 +7,7 @@ import weakref
 import mlx.core as mx
 import pytest
 
-from worker.memory.cache import Int8Cache, KVCache
-from worker.memory.lane import Pack, packed
+from worker.memory.cache import Int8Cache, KVCache, Pack, packed
 from worker.model.cachespec import pack_capacity
 
 H, K = 2, 4
