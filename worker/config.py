@@ -1,10 +1,12 @@
-"""cluster.yaml as frozen, typed objects, and what is wrong with it: every problem at once, each with its YAML path."""
+"""cluster.yaml as frozen, typed objects. Reports everything that is wrong with it at once, each with its YAML path."""
 
+import contextlib
 import difflib
 import ipaddress
 import os.path
 import re
-from collections.abc import Callable, Hashable, Iterator
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,6 +20,7 @@ from pydantic import (
     PrivateAttr,
     TypeAdapter,
     ValidationError,
+    ValidationInfo,
     ValidatorFunctionWrapHandler,
     WrapValidator,
 )
@@ -26,14 +29,15 @@ from pydantic_core import ErrorDetails
 from worker.errors import ConfigError
 
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?"
-_NAME = r"[A-Za-z0-9._-]+"
+_IPV6 = r"[0-9A-Fa-f]{0,4}(:[0-9A-Fa-f]{0,4}){2,7}(%[A-Za-z0-9]+)?"
+_SSH_PLACE = rf"([A-Za-z0-9_][A-Za-z0-9._+-]*@)?([A-Za-z0-9_][A-Za-z0-9._-]*|{_IPV6})"
 NAME_RULE = "a name of letters, digits, '-', '_' and '.'"
 SIZE_RULE = "a size such as 24GiB, 24GB, 512MiB or a whole number of bytes above 0"
-MOST_ADDRESSES = 8  # of one worker: they are all asked at once
+MOST_ADDRESSES = 8  # of one worker: all are dialled at once
 _REQUIRED = {"name": NAME_RULE, "address": "HOST:PORT", "keys": "a folder"}
-_MOST_PROBLEMS = 20  # that are told
+_MOST_PROBLEMS = 20  # that are listed
 _LARGEST = 2**32 - 1
-_EXPECTED = {
+_EXPECTED = {  # by pydantic's type of error
     "bool_type": "true or false",
     "greater_than": "a whole number above 0",
     "int_type": "a whole number above 0",
@@ -48,7 +52,7 @@ _EXPECTED = {
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of HOST:PORT; an IPv6 host is in brackets there and without them here. Port 0 means any free one.
+    """Return host and port of HOST:PORT. An IPv6 host has brackets in an address and none here; port 0 means any.
 
     Raises:
         ConfigError: it is no such address.
@@ -61,18 +65,18 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def join_address(host: str, port: int) -> str:
-    """HOST:PORT, as `split_address` takes it apart."""
+    """Return HOST:PORT, as `split_address` splits it."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this host (without brackets) can only be this machine: 127.0.0.0/8, ::1 or localhost."""
+    """Return whether this host (without brackets) can only be this machine: 127.0.0.0/8, ::1 or localhost."""
     ip = _ip(host, 4) or _ip(host, 6)
     return ipaddress.ip_address(ip).is_loopback if ip else host.lower() == "localhost"
 
 
 def may_be_plaintext(host: str, *, insecure: bool) -> bool:
-    """Whether a link to this host need not be encrypted: it stays on this machine, or the user trusts the network."""
+    """Return whether a link to this host need not be encrypted: it is loopback, or the user trusts the network."""
     return insecure or is_loopback(host)
 
 
@@ -85,14 +89,19 @@ def _ip(host: str, version: int) -> str | None:
 
 
 def _host_name(host: str) -> str | None:
-    """In lower case. A last label of digits only would be a mistyped IPv4 address."""
+    """Return a host's name in lower case. A last label of digits only would be a mistyped IPv4 address."""
     is_name = re.fullmatch(rf"({_LABEL}\.)*{_LABEL}", host) and not host.rpartition(".")[2].isdigit()
     return host.lower() if is_name and len(host) <= 253 else None
 
 
 def is_node_name(name: str) -> bool:
-    """Whether cluster.yaml could give a node this name."""
-    return re.fullmatch(_NAME, name) is not None
+    """Return whether cluster.yaml could give a node this name."""
+    return re.fullmatch(r"[A-Za-z0-9._-]+", name) is not None
+
+
+def is_certifiable(name: str) -> bool:
+    """Return whether a certificate can carry this name: it has the form of a host's name and is no address."""
+    return _host_name(name) is not None
 
 
 def _check_name(name: str) -> str:
@@ -111,8 +120,15 @@ def _check_address(address: str) -> str:
     return address
 
 
+def _check_ssh_place(place: str) -> str:
+    """Return the place. Raises ValueError for one that ssh could take for something else than an account."""
+    if not re.fullmatch(_SSH_PLACE, place):
+        raise ValueError("USER@HOST, or a host of your ssh configuration, which may hold a port too")
+    return place
+
+
 def _parse_size(value: Any) -> int:
-    """Bytes of '24GiB', '24GB' or a plain number of bytes."""
+    """Return the bytes of '24GiB', '24GB' or a plain number of bytes."""
     size = value if isinstance(value, int) and not isinstance(value, bool) else 0
     if isinstance(value, str) and (match := re.fullmatch(r"([0-9]{1,15}) ?([KMGT])(i?)B", value)):
         size = int(match[1]) * (1024 if match[3] else 1000) ** (1 + "KMGT".index(match[2]))
@@ -121,39 +137,26 @@ def _parse_size(value: Any) -> int:
     return size
 
 
-def _freeze(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _from_cluster_file(folder: str, info: ValidationInfo) -> str:
+    """Resolve a folder that is relative to cluster.yaml, whose own folder is the validation's context."""
+    return str(info.context / os.path.expanduser(folder)) if info.context else folder
+
+
+def _one_or_more(value: Any, validate_list: ValidatorFunctionWrapHandler) -> Any:
+    """Accept a list of addresses or a single one, whose problems then have the path of the key."""
+    return validate_list(tuple(value)) if isinstance(value, list | tuple) else (_ONE_ADDRESS.validate_python(value),)
 
 
 Name = Annotated[str, AfterValidator(_check_name)]
 Address = Annotated[str, AfterValidator(_check_address)]
 _ONE_ADDRESS = TypeAdapter(Address, config=ConfigDict(strict=True))
-
-
-def _one_or_more(value: Any, validate_list: ValidatorFunctionWrapHandler) -> Any:
-    """A list of addresses, or a single one as such a list: its problems have the path of the key then."""
-    return validate_list(tuple(value)) if isinstance(value, list | tuple) else (_ONE_ADDRESS.validate_python(value),)
-
-
 Addresses = Annotated[tuple[Address, ...], Field(min_length=1, max_length=MOST_ADDRESSES), WrapValidator(_one_or_more)]
+SshPlace = Annotated[str, AfterValidator(_check_ssh_place)]
 Size = Annotated[int, BeforeValidator(_parse_size)]
-ModelPlace = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(gt=0, le=_LARGEST)]
-
-
-_USER = r"[A-Za-z0-9_][A-Za-z0-9._+-]*@"
-_HOST = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
-_IPV6 = r"[0-9A-Fa-f]{0,4}(:[0-9A-Fa-f]{0,4}){2,7}(%[A-Za-z0-9]+)?"
-
-
-def check_ssh_place(place: str) -> str:
-    """Raises ValueError for what ssh could take for something else than an account."""
-    if not re.fullmatch(rf"({_USER})?({_HOST}|{_IPV6})", place):
-        raise ValueError("USER@HOST, or a host of your ssh configuration, which may hold a port too")
-    return place
-
-
-SshPlace = Annotated[str, AfterValidator(check_ssh_place)]
+ModelPlace = Annotated[str, Field(min_length=1)]
+_Folder = Annotated[str, Field(min_length=1), AfterValidator(_from_cluster_file)]
+_FromList = Field(strict=False)  # a tuple, which YAML gives as a list
 
 
 class _Section(BaseModel):
@@ -161,14 +164,14 @@ class _Section(BaseModel):
 
 
 class CoordinatorConfig(_Section):
-    """Stage 0. `memory` is its budget in bytes; None leaves it to what the machine has."""
+    """Stage 0. `memory` is its budget in bytes; None means what the machine has."""
 
     name: Name = "coordinator"
     memory: Size | None = None
 
 
 class WorkerConfig(_Section):
-    """A node to call, at the first of its addresses that answers.
+    """A node, dialled at the first of its addresses that answers.
 
     `memory` is its budget in bytes, `model` its own copy, which counts in its own cluster.yaml; `ssh` is where
     `brigade launch` finds it.
@@ -182,31 +185,31 @@ class WorkerConfig(_Section):
 
 
 class TlsConfig(_Section):
-    """`keys` is the folder of this node's file, relative to cluster.yaml."""
+    """`keys` is the folder of this node's certificate file."""
 
-    keys: Annotated[str, Field(min_length=1)]
+    keys: _Folder
 
 
 class ClusterConfig(_Section):
     """cluster.yaml. Only `load_cluster` checks that its values agree with each other."""
 
     model: ModelPlace | None = None  # a folder, a hub repository (owner/name), or "demo"
-    models: Annotated[tuple[ModelPlace, ...], BeforeValidator(_freeze)] = ()  # a worker's folders of models
-    pull: Literal["coordinator", "hub", "none"] = "coordinator"  # from where a worker gets what it lacks of a model
+    models: Annotated[tuple[_Folder, ...], _FromList] = ()  # a worker's folders of models
+    pull: Literal["coordinator", "hub", "none"] = "coordinator"  # where a worker gets missing parts of a model
     pull_limit: Size | None = None  # bytes that a worker keeps of what coordinators have sent
-    announce: bool = True  # whether a worker tells its network that it is there
+    announce: bool = True  # whether a worker announces itself in its network
     insecure: bool = False
     tls: TlsConfig | None = None
     context: Count | None = None  # tokens that the plan reserves cache for
-    layers: Annotated[tuple[Count, ...], BeforeValidator(_freeze)] | None = None  # per node, coordinator first
-    order: Literal["free", "fixed"] = "free"  # whether the plan may put the workers into another one
+    layers: Annotated[tuple[Count, ...], _FromList] | None = None  # per node, coordinator first
+    order: Literal["free", "fixed"] = "free"  # whether the plan may reorder the workers
     coordinator: CoordinatorConfig = CoordinatorConfig()
-    workers: Annotated[tuple[WorkerConfig, ...], BeforeValidator(_freeze)] = ()
+    workers: Annotated[tuple[WorkerConfig, ...], _FromList] = ()
     _file: str = PrivateAttr("cluster.yaml")
 
     @property
     def file(self) -> str:
-        """What the user calls it."""
+        """The path that the user gave."""
         return self._file
 
 
@@ -219,7 +222,7 @@ _SECTIONS: dict[str, type[BaseModel]] = {
 
 
 def load_cluster(path: Path) -> ClusterConfig:
-    """Read cluster.yaml.
+    """Read cluster.yaml, with its folders of keys and models resolved.
 
     Raises:
         ConfigError: it cannot be read, or is wrong; one line per problem.
@@ -227,135 +230,104 @@ def load_cluster(path: Path) -> ClusterConfig:
     raw, problems = read_yaml(path)
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected keys such as `workers:`, found {shown(raw)}")
-    cluster = None
     try:
-        cluster = ClusterConfig.model_validate(raw)
+        cluster = ClusterConfig.model_validate(raw, context=path.parent)
+        cluster._file = str(path)
     except ValidationError as error:
         problems += [_describe(detail) for detail in error.errors()]
     problems += _disagreements(raw)
-    if cluster is None or problems:
-        told = [f"  {line}" for line in problems[:_MOST_PROBLEMS]]
-        left = [f"  and {more} more"] if (more := len(problems) - len(told)) else []
-        raise ConfigError("\n".join([f"{path} has {len(problems)} problem(s):", *told, *left]))
-    cluster._file = str(path)
-    return _beside(path, cluster)
-
-
-def is_certifiable(name: str) -> bool:
-    """Whether a certificate can carry this name: as a host's is written, and no address."""
-    return _host_name(name) is not None
-
-
-def _beside(path: Path, cluster: ClusterConfig) -> ClusterConfig:
-    """The same with its folders of keys and of models as seen from here."""
-
-    def beside(folder: str) -> str:
-        return str(path.parent / os.path.expanduser(folder))
-
-    tls = TlsConfig(keys=beside(cluster.tls.keys)) if cluster.tls else None
-    return cluster.model_copy(update={"tls": tls, "models": tuple(map(beside, cluster.models))})
+    if problems:
+        lines = [f"  {line}" for line in problems[:_MOST_PROBLEMS]]
+        left = [f"  and {more} more"] if (more := len(problems) - len(lines)) else []
+        raise ConfigError("\n".join([f"{path} has {len(problems)} problem(s):", *lines, *left]))
+    return cluster
 
 
 def _describe(detail: ErrorDetails) -> str:
-    """One line for one of pydantic's findings. A ValueError of ours says what was expected."""
+    """Return the line for one of pydantic's errors. The text of our own ValueError is what was expected."""
     loc, kind, found = detail["loc"], detail["type"], detail["input"]
     if kind in ("extra_forbidden", "invalid_key"):
         section = _SECTIONS[str(loc[0]) if loc[1:] else ""]
         return f"{yaml_path(*loc[:-1], str(loc[-1]))}: {unknown_key(str(loc[-1]), section)}"
     if kind == "missing":
         expected, found = _REQUIRED[str(loc[-1])], None
+    elif kind == "value_error":
+        expected = str(detail["ctx"]["error"])
+    elif kind == "literal_error":
+        expected = detail["ctx"]["expected"].replace("'", "")
     else:
         expected = _EXPECTED.get(kind, detail["msg"])
-        if kind == "value_error":
-            expected = str(detail["ctx"]["error"])
-        elif kind == "literal_error":
-            expected = detail["ctx"]["expected"].replace("'", "")
     return f"{yaml_path(*loc)}: expected {expected}, found {shown(found)}"
 
 
 def _disagreements(raw: dict[Any, Any]) -> Iterator[str]:
-    """Values that contradict each other, as far as they are readable: a field's own problem hides no other."""
+    """Yield contradictions between values, as far as these are readable: a field's own problem hides no other."""
     listed, layers = raw.get("workers", []), raw.get("layers")
     workers = [worker if isinstance(worker, dict) else {} for worker in listed] if isinstance(listed, list) else []
     own = raw["coordinator"] if isinstance(raw.get("coordinator"), dict) else {}
-    names = {"coordinator.name": own.get("name", CoordinatorConfig().name)}
-    names |= {f"workers[{i}].name": worker.get("name") for i, worker in enumerate(workers)}
-    listed_addresses = [_paths(f"workers[{i}].address", worker.get("address")) for i, worker in enumerate(workers)]
-    addresses = {path: address for each in listed_addresses for path, address in each.items()}
-    if "tls" in raw and raw["tls"] is None:
-        yield "tls: expected keys and values, found nothing"
+    given = {"coordinator.name": own.get("name", CoordinatorConfig().name)}
+    given |= {f"workers[{i}].name": worker.get("name") for i, worker in enumerate(workers)}
+    names = {path: name for path, name in given.items() if isinstance(name, str)}
+    by_worker = [_places(f"workers[{i}].address", worker.get("address")) for i, worker in enumerate(workers)]
     is_encrypted, is_insecure = raw.get("tls") is not None, raw.get("insecure", False) is not False
-    yield from _repeated(names, lambda name: name if isinstance(name, str) else None)
-    yield from _repeated(addresses, _place)
-    for each in listed_addresses:
-        yield from _both_here_and_elsewhere(each)
+    if "tls" in raw and not is_encrypted:
+        yield "tls: expected keys and values, found nothing"
+    yield from _repeated({path: (name, name) for path, name in names.items()})
+    yield from _repeated({path: found for places in by_worker for path, found in places.items()})
+    for places in by_worker:
+        here = [path for path, (_, (host, _)) in places.items() if is_loopback(host)]
+        for path in here if len(here) < len(places) else ():  # each node would take loopback for itself
+            expected = "expected an address by which every node reaches this worker"
+            yield f"{path}: {expected}, found {places[path][0]!r} beside others"
     if is_encrypted:
         yield from _not_certifiable(names)
     if is_encrypted and is_insecure:
         yield "insecure: expected nothing beside `tls:`, which encrypts every link"
-    yield from _exposed(addresses, may_be=is_insecure or is_encrypted)
+    for path, (address, (host, _)) in (item for places in by_worker for item in places.items()):
+        if not may_be_plaintext(host, insecure=is_insecure or is_encrypted):
+            yield (
+                f"{path}: expected a loopback address, found {address!r}: this link is not encrypted; "
+                "see `brigade keys init`, or set `insecure: true` if you trust this network"
+            )
     if isinstance(layers, list) and isinstance(listed, list) and len(layers) != 1 + len(workers):
         yield f"layers: expected {1 + len(workers)} number(s), one per node, coordinator first, found {len(layers)}"
 
 
-def _place(address: Any) -> tuple[str, int] | None:
-    try:
-        return split_address(address) if isinstance(address, str) else None
-    except ConfigError:
-        return None
+def _places(path: str, addresses: Any) -> dict[str, tuple[str, tuple[str, int]]]:
+    """Return a worker's readable addresses with their hosts and ports, by YAML path."""
+    listed = [(f"{path}[{i}]", each) for i, each in enumerate(addresses)] if isinstance(addresses, list) else None
+    found = {}
+    for each, address in listed or [(path, addresses)]:
+        with contextlib.suppress(ConfigError):
+            if isinstance(address, str):
+                found[each] = address, split_address(address)
+    return found
 
 
-def _paths(path: str, addresses: Any) -> dict[str, Any]:
-    """What a worker's key `address` says, one or several, by path."""
-    return (
-        {f"{path}[{i}]": each for i, each in enumerate(addresses)} if isinstance(addresses, list) else {path: addresses}
-    )
-
-
-def _both_here_and_elsewhere(addresses: dict[str, Any]) -> Iterator[str]:
-    """Loopback among other addresses of one worker: to each node that is the node itself."""
-    hosts = {path: place[0] for path, address in addresses.items() if (place := _place(address))}
-    here = [path for path, host in hosts.items() if is_loopback(host)]
-    if len(here) < len(hosts):
-        for path in here:
-            found = f"found {addresses[path]!r} beside others"
-            yield f"{path}: expected an address by which every node reaches this worker, {found}"
-
-
-def _repeated(values: dict[str, Any], identity: Callable[[Any], Hashable | None]) -> Iterator[str]:
+def _repeated(values: Mapping[str, tuple[str, Hashable]]) -> Iterator[str]:
+    """Yield values whose keys repeat; `values` are pairs of a value and its key, by YAML path."""
     firsts: dict[Hashable, str] = {}
-    for path, value in values.items():
-        key = identity(value)
-        if key is not None and (first := firsts.setdefault(key, path)) != path:
+    for path, (value, key) in values.items():
+        if (first := firsts.setdefault(key, path)) != path:
             is_of_same_node = first.rpartition(".")[0] == path.rpartition(".")[0]
             expected = "each once" if is_of_same_node else "one that no other node has"
             yield f"{path}: expected {expected}, found {value!r} at {first} too"
 
 
-def _not_certifiable(names: dict[str, Any]) -> Iterator[str]:
-    """Names that a certificate cannot carry, or not apart."""
-    given = {path: name for path, name in names.items() if isinstance(name, str)}
-    for path, name in given.items():
+def _not_certifiable(names: dict[str, str]) -> Iterator[str]:
+    """Yield names that a certificate cannot carry, or that differ only in case."""
+    for path, name in names.items():
         if is_node_name(name) and not is_certifiable(name):
             yield f"{path}: expected a name like that of a host, as certificates carry it, found {name!r}"
-    folded = {path: name.lower() for path, name in given.items() if list(given.values()).count(name) == 1}
-    yield from _repeated(folded, lambda name: name)
-
-
-def _exposed(addresses: dict[str, Any], *, may_be: bool) -> Iterator[str]:
-    for path, address in addresses.items():
-        if (place := _place(address)) and not may_be_plaintext(place[0], insecure=may_be):
-            yield (
-                f"{path}: expected a loopback address, found {address!r}: this link is not encrypted; "
-                "see `brigade keys init`, or set `insecure: true` if you trust this network"
-            )
+    counts = Counter(names.values())
+    yield from _repeated({path: (name, name.lower()) for path, name in names.items() if counts[name] == 1})
 
 
 def read_yaml(path: Path, wanted: str = "a cluster.yaml") -> tuple[Any, list[str]]:
-    """Read a YAML file. Returns its data and a problem line for each key that it gives twice.
+    """Return the data of a YAML file, and a line for each key that it gives twice.
 
     Args:
-        wanted: what the file should be, for the message if it is missing.
+        wanted: what was expected, for the message if the file is missing.
     Raises:
         ConfigError: it cannot be read or is not YAML.
     """
@@ -374,7 +346,7 @@ def read_yaml(path: Path, wanted: str = "a cluster.yaml") -> tuple[Any, list[str
 
 
 class _Loader(yaml.SafeLoader):
-    """Records keys that are given twice, of which yaml silently keeps the last."""
+    """Records keys that are given twice; yaml silently keeps the last."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -393,19 +365,19 @@ class _Loader(yaml.SafeLoader):
 
 
 def yaml_path(*loc: int | str) -> str:
-    """Where a value stands, as `workers[0].name`."""
+    """Return the path of a value, such as `workers[0].name`."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")
 
 
 def unknown_key(key: str, section: type[BaseModel]) -> str:
-    """What to say of a key that no field of the section has."""
+    """Return the problem of a key that the section does not have."""
     known = [field.alias or name for name, field in section.model_fields.items()]
     near = difflib.get_close_matches(key.lower(), known, n=1)
     return f"unknown key; did you mean {near[0]!r}?" if near else f"unknown key; expected one of {', '.join(known)}"
 
 
 def shown(value: Any) -> str:
-    """A value of YAML, for a message."""
+    """Return a YAML value for a message."""
     if value is None or isinstance(value, bool):
         return "nothing" if value is None else str(value).lower()
     if isinstance(value, dict | list | tuple):
