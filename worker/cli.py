@@ -1,4 +1,4 @@
-"""`brigade worker`: the flags of one node, checked. Imports MLX only once they are right."""
+"""`brigade worker`: checks the flags of one node, and imports MLX only if they are right."""
 
 import sys
 from functools import partial
@@ -14,15 +14,15 @@ from worker.platform.installation import skip_init
 
 DEFAULT_BIND = "127.0.0.1:50070"
 _MODEL = (
-    "Its copy of the model, whatever a coordinator calls that; else `model:` of its entry, or of cluster.yaml. "
-    "The bundled one it has anyway."
+    "This node's copy of the model, whatever name a coordinator gives it. (default: `model:` of its entry, or of "
+    "cluster.yaml; the bundled model is always there)"
 )
-_KEYS = "Without --config: the folder of its certificate, NAME.pem, as `brigade keys issue NAME` made it."
+_KEYS = "Without --config: the folder of the certificate NAME.pem that `brigade keys issue NAME` made."
 Announce = Annotated[
     bool | None,
     typer.Option(
         "--announce/--no-announce",
-        help="Tell the network that it is there, for `brigade nodes` and `brigade init`. (default: cluster.yaml's)",
+        help="Announce this node in the network, for `brigade nodes` and `brigade init`. (default: cluster.yaml's)",
         show_default=False,
     ),
 ]
@@ -31,15 +31,14 @@ KeepAlive = Annotated[
     typer.Option(
         metavar="S",
         min=0.1,
-        help="Let go of layers that no coordinator has used for so long, seconds; the next one has them read again. "
-        "(default: never)",
+        help="Free the layers after S seconds without use; the next coordinator loads them again. (default: never)",
         show_default=False,
     ),
 ]
 
 
 def worker(
-    config: Annotated[Path | None, typer.Option(help="cluster.yaml; --name says which of its workers this is.")] = None,
+    config: Annotated[Path | None, typer.Option(help="cluster.yaml; --name is this node's entry in it.")] = None,
     name: Annotated[str | None, typer.Option(help="This node's name.")] = None,
     bind: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where to listen.")] = None,
     keys: Annotated[Path | None, typer.Option(metavar="FOLDER", help=_KEYS)] = None,
@@ -48,21 +47,22 @@ def worker(
     keep_alive: KeepAlive = None,
     follow_parent: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
-    """Serve as a node until SIGTERM; sessions in progress go to the other nodes, or get ten seconds to end.
+    """Serve as a node until SIGTERM. Sessions in progress move to the other nodes, or have ten seconds to end.
 
-    On another Mac a name and a certificate will do: brigade worker --name mini --bind 0.0.0.0:50070 --keys keys
+    On another Mac a name and a certificate are enough: brigade worker --name mini --bind 0.0.0.0:50070 --keys keys
 
     Or a copy of cluster.yaml: brigade worker --config cluster.yaml --name mini
 
-    Where copies differ, the coordinator's counts, and says so. Without any the node listens on 127.0.0.1:50070 only.
+    If copies differ, the coordinator's counts, and it warns. Without one the node listens on 127.0.0.1:50070 only.
 
-    It opens no path that a coordinator names: it loads its own model, those directly below the folders of `models:` in
-    its cluster.yaml, and what its hub cache holds. The layers of any other the coordinator sends it, to be kept in a
-    cache (`brigade cache ls`); with `pull: hub` there it downloads it from the hub instead, with `pull: none` neither.
+    The node opens no path that a coordinator names: it loads its own model, models directly below the folders of
+    `models:` in its cluster.yaml, and those in its hub cache. The coordinator sends it the layers of any other model,
+    which it keeps in a cache (`brigade cache ls`). `pull: hub` there makes it download from the hub instead, `pull:
+    none` refuses both.
     """
     cluster = load_cluster(config) if config else _without_config(name, keys)
     if config and keys:
-        raise InputError("keys", "not expected with --config, whose `tls:` says it")
+        raise InputError("keys", "not expected with --config: its `tls:` names the folder")
     entry = next((worker for worker in cluster.workers if worker.name == name), None)
     if config and entry is None and (name or not bind):
         found = f"{config} has no worker {name!r}" if name else "--name is missing"
@@ -99,9 +99,9 @@ def _warn(name: str, line: str) -> None:
 
 
 def _without_config(name: str | None, keys: Path | None) -> ClusterConfig:
-    """Return the configuration of a node that has no file. Raises ConfigError for a bad name, or keys without one."""
+    """Return the configuration of a node without a file. Raises ConfigError for a bad name, or keys without a name."""
     if name is not None and not is_node_name(name):
         raise ConfigError(f"--name: expected letters, digits, '-', '_' and '.', found {name!r}")
     if keys and not name:
-        raise ConfigError("--name is missing: expected with --keys the name that the certificate carries")
+        raise ConfigError("--name is missing: --keys needs the name that the certificate carries")
     return ClusterConfig(tls=TlsConfig(keys=str(keys.expanduser()))) if keys else ClusterConfig()

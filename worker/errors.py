@@ -1,16 +1,16 @@
-"""The exception family and its exit codes. How errors travel and are printed is decided elsewhere."""
+"""The family of exceptions and their exit codes. Other modules decide how errors travel and are printed."""
 
 import traceback
 from typing import Self
 
 
 class BrigadeError(Exception):
-    """Something a user, a file or a peer caused; the message says what was expected, what was found, what to do."""
+    """An error caused by a user, a file or a peer. The message says what was expected, what was found, what to do."""
 
     exit_code = 3
 
     def __init__(self, message: str, *, node: str = "") -> None:
-        """`node` is the worker that the error is about; empty for this process."""
+        """`node` is the worker that the error concerns; empty for this process."""
         super().__init__(message)
         self.message = message
         self.node = node
@@ -21,7 +21,7 @@ class BrigadeError(Exception):
         return self
 
     def again(self) -> Self:
-        """Return a fresh copy: one object raised at several places gathers all their tracebacks."""
+        """Return a fresh copy: one object raised in several places would collect all their tracebacks."""
         other = type(self).__new__(type(self), *self.args)
         other.__dict__.update(self.__dict__)
         other.__cause__ = self.__cause__
@@ -32,12 +32,12 @@ class BrigadeError(Exception):
 
 
 class InputError(BrigadeError):
-    """A request that cannot be served as it stands."""
+    """A request that cannot be served as it is."""
 
     exit_code = 2
 
     def __init__(self, field: str, message: str) -> None:
-        """`field` is the parameter's name in a request (`max_tokens`); empty where no single one is to blame."""
+        """`field` is the parameter's name in a request (`max_tokens`); empty if no single one is wrong."""
         super().__init__(message)
         self.field = field
 
@@ -74,7 +74,7 @@ class CacheMismatch(BrigadeError):
 
 
 class SamplingError(BrigadeError):
-    """A session's sampling parameters suit no sampler, or not this model's."""
+    """A session's sampling parameters are not valid, or not for this model."""
 
     exit_code = 2
 
@@ -96,7 +96,7 @@ class WaitedTooLong(QueueFull):
 
 
 class ReaderLost(BrigadeError):
-    """An answer was given up because its reader did not read it."""
+    """An answer was abandoned because its client did not read it."""
 
 
 class StageLost(BrigadeError):
@@ -107,10 +107,10 @@ CLOSED_AT_ONCE = "closed the connection before any reply: it refused our certifi
 
 
 class Unanswered(StageLost):
-    """Nothing answers at a worker's addresses; `found` says so without what to do. Raised by coordinators only."""
+    """Nothing answers at a worker's addresses; `found` is the message without advice. Only coordinators raise it."""
 
     def __init__(self, found: str, *, node: str = "", start: str = "") -> None:
-        """`start` is where and how it is started."""
+        """`start` says where and how to start the worker."""
         super().__init__(f"{found}. Start it {start}" if start else found, node=node)
         self.found = found
 
@@ -120,27 +120,27 @@ class CallerRefused(StageLost):
 
 
 class NodeSilent(StageLost):
-    """A node of the chain is silent on an open connection: it is stopped, asleep or cut off."""
+    """A node of the chain is silent on an open connection: it is stopped, asleep or disconnected."""
 
 
 class ChainReplaced(StageLost):
-    """A chain ends in an orderly way for another one: it counts as no loss."""
+    """A chain ends in an orderly way and another one replaces it; this does not count as a loss."""
 
 
 class NodeReturned(ChainReplaced):
-    """A node that the chain is without is there again, and has loaded its layers."""
+    """A node that the chain lacks is back and has loaded its layers."""
 
 
 class NodeLeaving(ChainReplaced):
-    """A node is about to end, and the others can do without it."""
+    """A node is about to exit, and the other nodes hold the model without it."""
 
 
 class EngineHung(StageLost):
-    """A node of the chain answers, but its step does not end."""
+    """A node of the chain responds, but its step does not end."""
 
 
 class ServerFailed(BrigadeError):
-    """An HTTP server gave no answer or broke it off."""
+    """An HTTP server did not respond, or cut its response off."""
 
 
 class InternalError(BrigadeError):
@@ -150,13 +150,13 @@ class InternalError(BrigadeError):
 def internal_error_text(error: BaseException) -> str:
     """Describe an unexpected error, with the file and line that raised it."""
     error, place = _origin(error)
-    # which has the whole text in its repr
+    # the repr of a UnicodeError holds the whole text
     found = f"{type(error).__name__}({str(error)!r})" if isinstance(error, UnicodeError) else repr(error)
     return f"internal error: {found}{place}; this is a bug"
 
 
 def internal_error_kind(error: BaseException) -> str:
-    """Describe it without its own text, which may hold a user's words."""
+    """Describe an unexpected error without its own text, which may hold user data."""
     error, place = _origin(error)
     return f"internal error: {type(error).__name__}{place}; this is a bug"
 
@@ -174,12 +174,12 @@ def first_line(error: BaseException) -> str:
     if isinstance(error, KeyError):
         return f"{error} is missing"
     line = str(error).strip().partition("\n")[0]
-    line = line.partition(". The following argument types are supported")[0]  # which MLX lists below, line by line
+    line = line.partition(". The following argument types are supported")[0]  # MLX lists them on further lines
     return line.rstrip(".") or type(error).__name__
 
 
 def without_trace(error: BaseException) -> BrigadeError:
-    """Return the error without its traceback, to keep and raise later: a traceback keeps its frames alive."""
+    """Return the error without its traceback, to raise later: a traceback keeps its frames alive."""
     if not isinstance(error, BrigadeError):
         return InternalError(internal_error_text(error))
     kept = error.again()

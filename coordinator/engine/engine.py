@@ -27,7 +27,7 @@ from worker.errors import (
     InputError,
     NodeBusy,
 )
-from worker.platform.use import Use
+from worker.platform.tasks import Use
 
 Emit = Callable[[str], None]
 Keep = Callable[[Output, Emit], Awaitable[None]]

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from coordinator.planning.speeds import UNMEASURED, Survey
 from protos.brigade_pb2 import LinkReply, MeasureRequest, ProbePart, Speed
 from tests.integration.certificates import Certificates
 from tests.integration.conftest import NETWORK, Models, RunningNode, load_request, opened, serving
-from worker.compute import microbenchmark as gauge_module
+from worker.compute import microbenchmark
 from worker.errors import BrigadeError, ConfigError, FrameError, StageLost
 from worker.model.checkpoint import Checkpoint, open_folder
 from worker.model.describe import describe
@@ -23,14 +24,15 @@ from worker.node import speed_cache
 from worker.node.links import answer_probe
 from worker.node.network import Network
 
-GAUGED_S = 0.05  # instead of two seconds
+MEASURED_S = 0.05  # instead of two seconds
 
 
 @pytest.fixture(autouse=True)
 def quickly_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a moment, and kept in a folder of the test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(speed_cache, "gauge", lambda checkpoint: gauge_module.gauge(checkpoint, GAUGED_S))
+    quickly = partial(microbenchmark.measure_speed, within_s=MEASURED_S)
+    monkeypatch.setattr(speed_cache, "measure_speed", quickly)
 
 
 @asynccontextmanager
@@ -79,14 +81,14 @@ async def test_all_measure_themselves_again_if_they_are_asked_to(
     models: Models, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, num_gauged = models("qwen3").folder, 0
-    gauge = speed_cache.gauge
+    measure_speed = speed_cache.measure_speed
 
     def counted(checkpoint: Checkpoint) -> Speed:
         nonlocal num_gauged
         num_gauged += 1
-        return gauge(checkpoint)
+        return measure_speed(checkpoint)
 
-    monkeypatch.setattr(speed_cache, "gauge", counted)
+    monkeypatch.setattr(speed_cache, "measure_speed", counted)
     async with serving(2) as nodes, peers_of(nodes) as peers:
         for anew, expected in ((True, 3), (False, 3), (True, 6)):
             await survey(open_folder(folder), "coordinator", peers, anew=anew, feeds=True)
@@ -160,7 +162,7 @@ async def test_layers_leave_a_node_whose_layers_take_longer(models: Models, monk
     spec = describe(open_folder(folder))
     memory = [Node(name, 10**9) for name in ("coordinator", "node-1", "node-2")]
     delays: dict[int, float] = {}  # by thread
-    real = gauge_module._seconds
+    real = microbenchmark._seconds
 
     def delayed(made: list[object]) -> float:
         return real(made) + len(made) * delays.get(threading.get_ident(), 0.04)  # type: ignore[arg-type]
@@ -168,7 +170,7 @@ async def test_layers_leave_a_node_whose_layers_take_longer(models: Models, monk
     async def never_kept(checkpoint: object) -> None:
         return None
 
-    monkeypatch.setattr(gauge_module, "_seconds", delayed)
+    monkeypatch.setattr(microbenchmark, "_seconds", delayed)
     monkeypatch.setattr(speed_cache, "kept_speed", never_kept)
     objective = Objective(128, goal="throughput", num_requests=4)
     async with serving(2) as nodes:

@@ -1,7 +1,8 @@
-"""Steps that are built before their frames come.
+"""Steps that are built before their frames arrive.
 
-A step that fed some slots one token each is most often followed by one more token each. If another frame comes, the
-step is undone: the caches return to what they were.
+A step that fed some slots one token each is most often followed by one more token each. If another frame arrives
+instead, the step is undone: the caches return to what they were.
+Shapes: B slots, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -44,37 +44,16 @@ class Outputs:
         return mx.concatenate([self.draws[number].tokens for number in slots])
 
 
-class Ready(Protocol):
-    """A step that exists before its frame."""
-
-    outputs: Outputs
-    hidden: Placeholder | None  # for its input; None on the first stage
-    is_under_way: bool
-
-    @property
-    def slots(self) -> Slots: ...
-
-    @property
-    def following(self) -> Launched | None:
-        """The step launched on top of this one."""
-
-    def is_of(self, frame: Frame) -> bool: ...
-
-    def begin(self, windows: Sequence[Window]) -> None: ...
-
-    def drop(self, numbers: Set[int]) -> None: ...
-
-
 class Built:
-    """A step on placeholders: a graph that is not computed before its frame comes."""
+    """A step on placeholders: a graph that is not computed before its frame arrives."""
 
     is_under_way = False
-    following = None
+    following = None  # nothing is launched on top of it
 
     def __init__(self, shard: Shard, slots: Slots, dtype: mx.Dtype) -> None:
         B, D = len(slots), shard.info.hidden_size
         self.slots = slots
-        self.hidden = None if shard.is_first else Placeholder([1, B, D], dtype)
+        self.hidden = None if shard.is_first else Placeholder([1, B, D], dtype)  # the step's input
         self._ids = Placeholder([1, B], mx.int32)
         self._before: Snapshot | None = Snapshot(each for slot in slots.values() for each in slot.caches.changing())
         bases = {number: len(slot.history) for number, slot in slots.items()}
@@ -99,19 +78,19 @@ class Built:
 
 
 class Launched:
-    """A step of the whole model on tokens that never leave the device, computed before its frame comes.
+    """A step of the whole model on tokens that never leave the device, computed before its frame arrives.
 
-    The caller evaluates its outputs before building anything else. If other tokens come, its rows are overwritten;
+    The caller evaluates its outputs before building anything else. If other tokens arrive, its rows are overwritten;
     only recurrent states have to be saved to undo it.
     """
 
     is_under_way = True
-    hidden: Placeholder | None = None
+    hidden = None  # the whole model starts from token ids
 
     def __init__(self, shard: Shard, slots: Slots, bases: Mapping[int, int], tokens: mx.array) -> None:
-        """`tokens` [B] are those just drawn for each slot; they follow its `bases` tokens."""
+        """`tokens` [B] are those just drawn, one for each slot; each follows the slot's first `bases` tokens."""
         self.slots = dict(slots)
-        self.following: Launched | None = None
+        self.following: Launched | None = None  # the step launched on top of this one
         self._shard, self._bases = shard, bases
         self._fed, self._numbers = tokens, {number: row for row, number in enumerate(slots)}
         self._before = {number: Snapshot(slot.caches.states) for number, slot in slots.items()}
@@ -119,7 +98,7 @@ class Launched:
         self.outputs = _outputs(shard, slots, bases, ids, ids)
 
     def go_on(self, most: int) -> Launched | None:
-        """Launch a step on top of the last of this chain of steps, up to `most` in all and if every cache has room."""
+        """Launch a step on top of the last one here, if every cache has room and fewer than `most` are launched."""
         if most == 1:
             return None
         if self.following:
@@ -130,7 +109,7 @@ class Launched:
         return self.following
 
     def is_of(self, frame: Frame) -> bool:
-        """Whether this frame asks for this step. It may ask for some of the slots only."""
+        """Return whether this frame asks for this step, perhaps for some of its slots only."""
         numbers = {window.slot for window in frame.windows}
         if not numbers or not numbers <= self.slots.keys() or not _slots_besides(frame).isdisjoint(numbers):
             return False
@@ -152,6 +131,9 @@ class Launched:
             slot.caches.cut(self._bases[number])
 
 
+Ready = Built | Launched
+
+
 class StepsAhead:
     """The steps that are ready: at most one per slot, and those launched on top of it."""
 
@@ -163,7 +145,7 @@ class StepsAhead:
 
     def build(self, slots: Slots) -> None:
         """Build the step that feeds each of these slots one more token, unless one of them has a step ready."""
-        if self._any_of(slots):
+        if not all(each.slots.keys().isdisjoint(slots) for each in self._ready):
             return
         if self._can_build is None:
             can_fill = can_fill_later(self._shard.info.hidden_size)
@@ -172,9 +154,9 @@ class StepsAhead:
             self._ready.append(Built(self._shard, slots, self._dtype))
 
     def launch(self, slots: Slots, tokens: Mapping[int, mx.array], most: int) -> Outputs | None:
-        """Launch the step that feeds these tokens [1], or if it exists, one on top, up to `most` steps in all.
+        """Launch the step that feeds these tokens [1], or one on top of it if it exists, up to `most` steps in all.
 
-        Only for a shard that is the whole model, and only if every cache has room.
+        Works only on a shard that is the whole model, and launches only if every cache has room.
 
         Returns:
             The outputs to evaluate, or None if no step was launched.
@@ -214,12 +196,9 @@ class StepsAhead:
         """Forget all steps: their slots are about to close."""
         self._ready.clear()
 
-    def _any_of(self, slots: Slots) -> bool:
-        return any(not each.slots.keys().isdisjoint(slots) for each in self._ready)
-
 
 def looks_at_numbers(shard: Shard, dtype: mx.Dtype) -> bool:
-    """Return whether the forward reads computed values (mlx-lm's dbrx lists experts), so cannot be built ahead.
+    """Return whether the forward reads computed values, so that it cannot be built ahead (mlx-lm's dbrx does).
 
     MLX refuses such a read while it traces a function.
     """
@@ -247,26 +226,22 @@ def _outputs(shard: Shard, slots: Slots, bases: Mapping[int, int], x: mx.array, 
     logits = shard.logits(h)
     samplers = [slot.sampler for slot in slots.values()]
     kinds = {sampler.kind for sampler in samplers}
-    if len(kinds) == 1 and None not in kinds and all(slot.can_draw_ahead for slot in slots.values()):
+    able = [number for number, slot in slots.items() if slot.can_draw_ahead]
+    if len(kinds) == 1 and None not in kinds and len(able) == len(slots):
         draws = samplers[0].draw(logits, [each.seed for each in samplers], [bases[number] + 1 for number in slots])
         return Outputs(h, dict(zip(slots, draws.rows(), strict=True)), {}, draws.tokens)
-    return _drawn_one_by_one(h, slots, bases, dict(zip(slots, logits.split(len(slots)), strict=True)))
-
-
-def _drawn_one_by_one(h: mx.array, slots: Slots, bases: Mapping[int, int], logits: Mapping[int, mx.array]) -> Outputs:
-    able = [number for number, slot in slots.items() if slot.can_draw_ahead]
-    draws = {number: slots[number].draw_ahead(bases[number], logits[number]) for number in able}
-    return Outputs(h, draws, {number: row for number, row in logits.items() if number not in draws})
+    rows = dict(zip(slots, logits.split(len(slots)), strict=True))
+    drawn = {number: slots[number].draw_ahead(bases[number], rows.pop(number)) for number in able}
+    return Outputs(h, drawn, rows)
 
 
 def _go_on(windows: Sequence[Window], slots: Slots) -> bool:
     """Return whether each window adds one token to exactly what its slot holds."""
-    return all(is_one_token(window) and _follows(window, slots[window.slot]) for window in windows)
-
-
-def _follows(window: Window, slot: Slot) -> bool:
-    held = len(slot.history)
-    return window.base == held and window.prefix_hash == slot.history.prefix_hash(held)
+    histories = [slots[window.slot].history for window in windows]
+    return all(
+        is_one_token(window) and window.base == len(held) and window.prefix_hash == held.prefix_hash(len(held))
+        for window, held in zip(windows, histories, strict=True)
+    )
 
 
 def _slots_besides(frame: Frame) -> set[int]:
@@ -283,7 +258,7 @@ MLX_DTYPES: dict[DType, mx.Dtype] = {
 
 
 class Placeholder:
-    """An input of a graph that is filled after the graph is built: Python writes into the memory that MLX reads."""
+    """An input of a graph that is filled after the graph was built: Python writes into the memory that MLX reads."""
 
     def __init__(self, shape: Iterable[int], dtype: mx.Dtype) -> None:
         shape = tuple(shape)
@@ -305,7 +280,7 @@ class Placeholder:
 
 @cache
 def can_fill_later(num_ids: int) -> bool:
-    """Return whether this device sees values written after a graph was built, by trying it.
+    """Try whether this device sees values written after a graph was built.
 
     `num_ids` is the size to try: small arrays may be stored elsewhere than large ones.
     """

@@ -1,9 +1,12 @@
-"""Executor: runs one stage's shard on the MLX thread. A header and an array in; the next stage's, or a result, out."""
+"""Executor: runs one stage's shard on the MLX thread, from a frame to the next stage's frame or a result.
+
+Shapes: B slots, L window length, D hidden, V vocabulary, N rows with logits.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -20,24 +23,24 @@ from worker.errors import BrigadeError, CacheMismatch, FrameError, SamplingError
 from worker.memory.history import History
 from worker.memory.lane import LaneWindow
 
-_SHORT_BEGIN = 0.5
+_SHORT_BEGIN = 0.5  # the share of a step's time below which `begin` counts as short
 _SHORT_STEP_NS = 20_000_000
-_WEIGHT = 0.2  # of a new observation
+_WEIGHT = 0.2  # of a new observation in the running mean
 
 
 class Executor:
     """One stage's shard and slots.
 
     `begin` starts a frame on the device and `finish` waits for it. If the device `runs_ahead`, begin the next frame
-    between the two: the device then has work while graphs are built and results are copied out.
+    between the two, so that the device has work while graphs are built and results are copied out.
     """
 
     def __init__(self, shard: Shard, stage: int, dtype: DType, node: str = "", *, checks_finite: bool = False) -> None:
         """Start with no slots.
 
         Args:
-            node: this worker's name, for failures; empty on the coordinator.
-            checks_finite: fail a window whose output holds NaN or infinities, before another stage sees it.
+            node: this worker's name, which failures carry; empty on the coordinator.
+            checks_finite: whether a window fails if its output holds NaN or infinities, before another stage sees it.
         """
         self._shard = shard
         self._stage = stage
@@ -47,7 +50,7 @@ class Executor:
         self._slots: dict[int, Slot] = {}
         self._idle_since = 0  # when the device last ran out of work, nanoseconds
         self._begin_share = 1.0  # the share of a step's time that `begin` takes
-        self._step_ns = 0  # what the last step took
+        self._step_ns = 0  # the last step's time
         self._ahead = StepsAhead(shard, MLX_DTYPES[dtype])
         self._last: Sequence[Window] = ()  # windows of the last finished step
 
@@ -78,7 +81,7 @@ class Executor:
         return sum(slot.caches.nbytes for slot in slots)
 
     def close(self) -> None:
-        """Free all slots at once. One after another, each would make its pack anew."""
+        """Free all slots at once: closed one after another, each would make its pack anew."""
         self._ahead.clear()
         slots = list(self._slots.values())
         self._slots.clear()
@@ -113,12 +116,11 @@ class Executor:
             return None  # deliver the result first
         slots = self._slots_that_go_on(step.windows)
         tokens = {window.slot: draws.tokens for window, draws in step.draws}
-        if not slots or slots.keys() != tokens.keys() or not self._can_launch(slots):
+        if not self.is_whole or not slots or slots.keys() != tokens.keys():
+            return None
+        if not all(slot.can_draw_ahead for slot in slots.values()):
             return None
         return self._ahead.launch(slots, tokens, most=2 if is_finished and self._step_ns < _SHORT_STEP_NS else 1)
-
-    def _can_launch(self, slots: Mapping[int, Slot]) -> bool:
-        return self.is_whole and all(slot.can_draw_ahead for slot in slots.values())
 
     def _slots_that_go_on(self, windows: Sequence[Window]) -> dict[int, Slot]:
         """Return a step's slots if each of them most likely gets one more token; else none."""
@@ -135,9 +137,9 @@ class Executor:
 
         Args:
             frame: a header that passed `check`.
-            x: its hidden states [1, sum L, D], in the `awaited` placeholder or any other array; None on the first
-                stage and without windows.
-            received, taken: when it arrived and when it left the queue, nanoseconds on this node's monotonic clock.
+            x: the frame's hidden states [1, sum L, D], in the `awaited` placeholder or any other array; None on the
+                first stage and without windows.
+            received, taken: when the frame arrived and left the queue, nanoseconds on this node's monotonic clock.
         Raises:
             FrameError: a slot is not open.
         """
@@ -165,7 +167,7 @@ class Executor:
 
         Returns:
             The next stage's header and hidden states [1, sum L, D] (None without windows); on the last stage the
-            result and None. `sent` of the last timing is left for the caller to set.
+            result and None. The caller sets `sent` of the last timing.
         """
         mx.eval(step.pending)
         if step.checks:
@@ -178,7 +180,7 @@ class Executor:
         step.timing.started += at_another
         step.timing.taken += at_another
         self._step_ns = step.timing.computed - step.timing.started
-        output = result_of(step) if self._shard.is_last else passed_on(step)
+        output = result_of(step) if self._shard.is_last else next_frame(step)
         step.timing.sampled = time.monotonic_ns() if self._shard.is_last else step.timing.computed
         self._idle_since = step.timing.sampled
         output.timings.extend([*step.frame.timings, step.timing])
@@ -191,16 +193,17 @@ class Executor:
         frame = step.frame
         bases = {window.slot: window.base for window in frame.windows}
         fresh = {session.slot: self._open(step, session, bases.get(session.slot, 0)) for session in frame.opened}
-        for number in frame.closed:
+        for number in [*frame.closed, *fresh]:
             if slot := self._slots.pop(number, None):
-                slot.close()
-        for number, slot in fresh.items():
-            if replaced := self._slots.get(number):
-                replaced.close()
-            self._slots[number] = slot
+                slot.caches.close()
+        self._slots.update(fresh)
 
     def _open(self, step: Step, session: Session, length: int) -> Slot:
-        """Make the session's slot. On failure it is empty, so that later windows of the session fail too."""
+        """Make the session's slot. On failure it is empty, so that later windows of the session fail too.
+
+        Raises:
+            FrameError: the session copies a slot that is not open.
+        """
         try:
             if session.HasField("fork_of"):
                 return self._fork(session, length)
@@ -212,17 +215,18 @@ class Executor:
     def _empty(self, session: Session, sampling: Sampling) -> Slot:
         return Slot(self._shard.make_caches(session.cache), History(), sampling, self._guide(sampling))
 
-    def _guide(self, sampling: Sampling) -> Guide | None:
-        has_grammar = self._shard.is_last and sampling.HasField("grammar")
-        return self._shard.grammars.guide(sampling.grammar) if has_grammar else None
-
     def _fork(self, session: Session, length: int) -> Slot:
+        """Return a slot that continues from the first `length` tokens of another one."""
         source = self._slots.get(session.fork_of)
         if source is None:
             raise FrameError(f"slot {session.fork_of}, to be copied to slot {session.slot}, is not open")
         if length > (held := len(source.history)):
             raise CacheMismatch(f"slot {session.fork_of}, of which {length} tokens are to be copied, holds only {held}")
         return source.fork(length, session.sampling, self._guide(session.sampling))
+
+    def _guide(self, sampling: Sampling) -> Guide | None:
+        has_grammar = self._shard.is_last and sampling.HasField("grammar")
+        return self._shard.grammars.guide(sampling.grammar) if has_grammar else None
 
     def _fail(self, step: Step, slot: int, error: BrigadeError) -> None:
         if all(failure.slot != slot for failure in step.frame.failures):  # not reported by an earlier stage
@@ -245,7 +249,7 @@ class Executor:
         return places
 
     def _begin_ready(self, step: Step, ready: Ready) -> None:
-        """Continue a step that was built or launched before its frame came."""
+        """Continue a step that was built or launched before its frame arrived."""
         step.windows.extend(step.frame.windows)
         ready.begin(step.windows)
         if ready.is_under_way:
@@ -262,17 +266,17 @@ class Executor:
             self._evaluate_answers(step)
 
     def _tokens(self, step: Step) -> mx.array:
-        """The token ids [1, sum L] of all windows."""
+        """Return the token ids [1, sum L] of all windows."""
         mask = self._shard.mask_token or 0  # without a MASK token these rows are padding
         return mx.array([[id for w in step.windows for id in (*w.tokens, *[mask] * w.masks)]], mx.int32)
 
     def _begin_sampling(self, step: Step, h: mx.array) -> None:
-        """Sample a token for every row that is asked about; no other row reaches the head."""
+        """Sample a token for every asked row of h [1, sum L, D]; no other row reaches the head."""
         firsts = accumulate(map(num_rows, step.windows), initial=0)
         asked = [window for window in step.windows if head_rows(window)]
         rows = [row for window, first in zip(step.windows, firsts, strict=False) for row in head_rows(window, first)]
-        # A prompt chunk's rows end in the caches, the last layer's of which depend on all others; what the last layer
-        # makes of them is never computed. The next chunk writes into these very objects, even before this one is done.
+        # A prompt chunk only has to reach the caches: the last layer's depends on all others, and what follows it is
+        # never computed. Wait for copies: the next chunk writes into these array objects before this one is done.
         chunks = [self._slots[window.slot] for window in step.windows if not head_rows(window)]
         step.pending = [mx.stop_gradient(array) for slot in chunks for array in slot.caches.arrays()]
         if asked:
@@ -283,7 +287,7 @@ class Executor:
             logits = self._shard.logits(step.pending[-1]).split(tuple(accumulate(counts[:-1])))
             for window, own in zip(asked, logits, strict=True):
                 if self._checks_finite:
-                    step.checks.append((window.slot, ~mx.isnan(own).any()))  # some models rule tokens out by infinity
+                    step.checks.append((window.slot, ~mx.isnan(own).any()))  # some models mask tokens by infinities
                 self._begin_answer(step, window, own)
             self._evaluate_answers(step)
 
@@ -293,13 +297,11 @@ class Executor:
 
     def _begin_answer(self, step: Step, window: Window, logits: mx.array) -> None:
         """Start the scores and draws of one window, from the logits [N, V] of its `head_rows`."""
-        num_targets = len(window.targets)
+        slot, num_targets = self._slots[window.slot], len(window.targets)
         try:
             if num_targets:
-                sampler = self._slots[window.slot].sampler
-                step.scores.append((window, sampler.score(logits[:num_targets], list(window.targets))))
+                step.scores.append((window, slot.sampler.score(logits[:num_targets], list(window.targets))))
             if asked_rows(window):
-                slot = self._slots[window.slot]
                 step.draws.append((window, slot.draw(window, logits[num_targets:] if num_targets else logits)))
         except (FrameError, SamplingError) as error:
             self._fail(step, window.slot, error)
@@ -323,36 +325,33 @@ class Executor:
 
 @dataclass
 class Step:
-    """A frame that has begun: once `pending` is evaluated its layers are done; draws and scores follow."""
+    """A frame that has begun: its layers are done once `pending` is evaluated; draws and scores follow."""
 
     frame: Frame
     timing: Timing
     begun: int = 0  # when `begin` returned, nanoseconds
-    is_under_way: bool = False  # launched before its frame came
-    windows: list[Window] = field(default_factory=list)  # those of the frame that have not failed here
+    is_under_way: bool = False  # launched before its frame arrived
+    windows: list[Window] = field(default_factory=list)  # of the frame, those that have not failed here
     failures: list[Failure] = field(default_factory=list)  # of this stage
     pending: list[mx.array] = field(default_factory=list)
     draws: list[tuple[Window, Draws]] = field(default_factory=list)
     scores: list[tuple[Window, TokenScores]] = field(default_factory=list)
-    checks: list[tuple[int, mx.array]] = field(default_factory=list)  # slot, and whether its values are finite
+    checks: list[tuple[int, mx.array]] = field(default_factory=list)  # slots, and whether their values are finite
+
+
+def next_frame(step: Step) -> Frame:
+    """Return the next stage's header: the windows that have not failed here."""
+    frame = step.frame
+    return Frame(epoch=frame.epoch, step=frame.step, closed=frame.closed, opened=frame.opened, windows=step.windows)
 
 
 def rows_of(some: Sequence[Window], windows: Sequence[Window], x: mx.array) -> mx.array:
     """Select the rows of `some` windows from x [1, sum L, D], which holds those of all `windows`."""
     if len(some) == len(windows):
         return x
-    left = {window.slot for window in some}
-    firsts = accumulate(map(num_rows, windows), initial=0)
-    spans = [(first, num_rows(w)) for w, first in zip(windows, firsts, strict=False) if w.slot in left]
-    return x[:, mx.array([row for first, count in spans for row in range(first, first + count)])]
-
-
-def passed_on(step: Step) -> Frame:
-    """Return the next stage's header: the windows that have not failed here."""
-    frame = step.frame
-    passed = Frame(epoch=frame.epoch, step=frame.step, closed=frame.closed, opened=frame.opened)
-    passed.windows.extend(step.windows)
-    return passed
+    chosen = {window.slot for window in some}
+    slots = [window.slot for window in windows for _ in range(num_rows(window))]  # of each row
+    return x[:, mx.array([row for row, slot in enumerate(slots) if slot in chosen])]
 
 
 def result_of(step: Step) -> Result:

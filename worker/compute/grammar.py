@@ -1,4 +1,4 @@
-"""Grammars: which tokens an answer may go on with. llguidance matches; its state follows from the ids alone."""
+"""Grammars: which tokens may follow in an answer. llguidance matches them, from token ids alone."""
 
 import json
 import re
@@ -15,22 +15,22 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from protos.brigade_pb2 import Grammar
 from worker.errors import SamplingError
 
-# What is compiled beside the steps of others has to be there once its session opens: as many are kept as may wait.
-# A usual one takes 0.15 MB, and long ones 90 bytes per character of their text: some 300 MB in all.
+# A grammar compiled while its session waits must still be here when the session opens, so keep as many as may wait.
+# A usual grammar takes 0.15 MB, a long one 90 bytes per character of its text: some 300 MB in all.
 _MOST_KEPT = 1024  # the default limit of waiting sessions on a coordinator
 _MOST_TEXT = 1_500_000  # characters of all kept grammars
-_LEAST_KEPT = 16  # however long they are
+_LEAST_KEPT = 16  # grammars kept however long they are
 _MOST_TOKENIZERS = 4  # each has a trie of the whole vocabulary
-# What is kept no more when its session opens is compiled where every step waits for it: half a second at most.
+# A grammar that was evicted before its session opens is compiled while every step waits: half a second at most.
 _LIMITS = LLParserLimits(max_grammar_size=20_000, verbose_errors=False)
 _QUIET = 0
-_ENDLESS = "NoExtensionBias"  # what llguidance says of a grammar that allows no token
+_ENDLESS = "NoExtensionBias"  # llguidance's error for a grammar that allows no token
 _READING = Lock()  # one thread reads a tokenizer at a time
-_MARKER = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])")  # what may be a special token
+_MARKER = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])")  # text that may be a special token
 
 
 class Guide:
-    """One answer's matcher. It goes back and forth with the tokens that it is asked about."""
+    """The matcher of one answer, which moves back and forth to the tokens that are asked about."""
 
     def __init__(self, matcher: LLMatcher, begins: int, vocab_size: int) -> None:
         """`begins` is the index in the sequence where the answer begins."""
@@ -40,31 +40,31 @@ class Guide:
         self._taken: list[int] = []
 
     def allowed(self, tokens: Sequence[int], known: Sequence[int], num_wanted: int) -> mx.array:
-        """What may be chosen for each row, [N, V] bool.
+        """Return which tokens may be chosen for each row, [N, V] bool.
 
         Args:
-            tokens: the sequence; row n comes after the first `known[n]` of them.
-            num_wanted: rows that answer for the sequence. The rest are guesses, for which all is allowed: a guess that
-                the grammar forbids is a draft that does not hold.
+            tokens: the sequence; row n follows the first `known[n]` of them.
+            num_wanted: rows that answer for the sequence. The rest are guesses and may be any token: a guess that the
+                grammar forbids is a draft that does not hold.
         Raises:
-            SamplingError: the tokens so far are none of the grammar's, or it is too complex.
+            SamplingError: the tokens so far do not match the grammar, or it is too complex.
         """
         rows = np.ones((len(known), self._vocab_size), bool)
         for row, length in enumerate(known[:num_wanted]):
             if not self._go_to(tokens[self._begins : length], is_draft=row > 0):
-                break  # what is after a draft that the grammar forbids is never used
+                break  # rows after a draft that the grammar forbids are never used
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
             rows[row] = np.unpackbits(bits, bitorder="little")[: self._vocab_size]
             self._require_sound()
         return mx.array(rows)
 
     def require_beginning(self) -> None:
-        """Raise SamplingError for a grammar that allows no first token."""
+        """Raise SamplingError if the grammar allows no first token."""
         self._matcher.compute_bitmask()
         self._require_sound()
 
     def _go_to(self, answer: Sequence[int], *, is_draft: bool) -> bool:
-        """Match just these tokens; False for a draft that cannot be."""
+        """Match exactly these tokens; return False for a draft that the grammar forbids."""
         shared = 0
         while shared < min(len(answer), len(self._taken)) and answer[shared] == self._taken[shared]:
             shared += 1
@@ -74,15 +74,15 @@ class Guide:
         num_taken = self._matcher.try_consume_tokens(rest) if rest else 0
         self._taken = [*answer[: shared + num_taken]]
         if num_taken < len(rest) and not is_draft:
-            raise SamplingError(f"the answer so far is none of its grammar from its token {len(self._taken)} on")
+            raise SamplingError(f"the answer does not match its grammar from its token {len(self._taken)} on")
         return num_taken == len(rest)
 
     def _require_sound(self) -> None:
         if self._matcher.is_error():
-            said = _first_line(self._matcher.get_error())
-            if said == _ENDLESS:
-                said = "no text is one of it; a rule or $ref may stand for itself alone"
-            raise SamplingError(f"the grammar cannot go on: {said}")
+            reason = _first_line(self._matcher.get_error())
+            if reason == _ENDLESS:
+                reason = "no text matches it; a rule or $ref may stand for itself alone"
+            raise SamplingError(f"the grammar cannot go on: {reason}")
 
 
 class Grammars:
@@ -94,25 +94,27 @@ class Grammars:
         self._vocab_size = vocab_size
         self._lock = Lock()  # a coordinator compiles on several threads
         self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
-        self._num_text = 0  # characters of all that are kept
+        self._num_text = 0  # characters of all kept grammars
 
     def guide(self, grammar: Grammar) -> Guide:
-        """Raises SamplingError for a grammar that is none, or a model without a fast tokenizer."""
+        """Return a guide for one answer. Raises SamplingError for an invalid grammar or without a tokenizer.json."""
         key = Grammar(text=grammar.text, eos=grammar.eos).SerializeToString(deterministic=True)
         matcher = self._compiled.get(key) or self._compile(grammar)
         self._keep(key, matcher)
         return Guide(matcher.deep_copy(), grammar.begins, self._vocab_size)
 
     def spelled(self, text: str, eos: Sequence[int]) -> str:
-        """A text as a Lark rule spells it: special tokens by their ids, since no text stands for those."""
+        """Spell a text as a Lark rule, with special tokens by their ids, since no text matches those."""
         tokenizer = self._tokenizer(tuple(eos))
-        symbols = (_symbol(tokenizer, part) for part in _MARKER.split(text) if part)
-        return " ".join(symbols)
+        return " ".join(_symbol(tokenizer, part) for part in _MARKER.split(text) if part)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         matcher = LLMatcher(self._tokenizer(tuple(grammar.eos)), grammar.text, log_level=_QUIET, limits=_LIMITS)
         if matcher.is_error():
-            raise SamplingError(f"it cannot be enforced; its parser says: {_parsers_words(matcher.get_error())}")
+            # of a regular expression the parser shows the place before the error
+            first, found, error = matcher.get_error().strip().partition("\nerror: ")
+            reason = _first_line(first) + (f" {_first_line(error)}" if found else "")
+            raise SamplingError(f"it cannot be enforced; its parser says: {reason}")
         return matcher
 
     def _tokenizer(self, eos: tuple[int, ...]) -> LLTokenizer:
@@ -122,8 +124,8 @@ class Grammars:
             with _READING:
                 return _read_tokenizer(self._path, self._path.stat().st_mtime_ns, self._vocab_size, eos)
         except (OSError, ValueError) as error:
-            said = f"grammars need a tokenizer.json that can be read: {_first_line(str(error))}"
-            raise SamplingError(said) from error
+            reason = _first_line(str(error))
+            raise SamplingError(f"grammars need a tokenizer.json that can be read: {reason}") from error
 
     def _keep(self, key: bytes, matcher: LLMatcher) -> None:
         """Mark a grammar as the most recently used."""
@@ -132,19 +134,14 @@ class Grammars:
                 self._num_text += len(key)
             self._compiled[key] = matcher
             self._compiled.move_to_end(key)
-            while self._is_too_much:
+            while len(self._compiled) > (_MOST_KEPT if self._num_text <= _MOST_TEXT else _LEAST_KEPT):
                 oldest, _ = self._compiled.popitem(last=False)
                 self._num_text -= len(oldest)
-
-    @property
-    def _is_too_much(self) -> bool:
-        num_kept = len(self._compiled)
-        return num_kept > _MOST_KEPT or (self._num_text > _MOST_TEXT and num_kept > _LEAST_KEPT)
 
 
 @lru_cache(_MOST_TOKENIZERS)
 def _read_tokenizer(path: Path, changed: int, vocab_size: int, eos: tuple[int, ...]) -> LLTokenizer:
-    """One for all in this process; another one once the file has changed."""
+    """Read a tokenizer, shared in this process until its file has `changed`."""
     return LLTokenizer(path.read_text(encoding="utf-8"), n_vocab=vocab_size, eos_token=list(eos))
 
 
@@ -153,12 +150,6 @@ def _symbol(tokenizer: LLTokenizer, part: str) -> str:
         if tokenizer.is_special_token(token) and tokenizer.decode_str([token]) == part:
             return f"<[{token}]>"
     return json.dumps(part)
-
-
-def _parsers_words(text: str) -> str:
-    """In one line; of a regular expression the parser shows the place before it says what is wrong."""
-    first, found, error = text.strip().partition("\nerror: ")
-    return _first_line(first) + (f" {_first_line(error)}" if found else "")
 
 
 def _first_line(text: str) -> str:

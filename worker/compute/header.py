@@ -1,13 +1,13 @@
-"""What the header of a frame must say, so that it can be refused before its payload is taken. Pure: no I/O, no MLX."""
+"""Checks of frame headers and results, before their payload is used. Pure: no I/O, no MLX."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from operator import sub
 
-from protos.brigade_pb2 import CACHE_ROTATING, CacheKind, DType, Frame, Grammar, Result, Sample, Score, Session, Window
+from protos.brigade_pb2 import CACHE_ROTATING, CacheKind, DType, Frame, Grammar, Result, Sample, Score, Window
 from worker.errors import FrameError
 
-_MOST_SLOTS = 1 << 16  # in one frame: each is looked at, on the event loop
+_MOST_SLOTS = 1 << 16  # in one frame: the event loop looks at each
 _MOST_SHOWN = 64  # numbers in a message
 _MOST_GRAMMAR = 1 << 20  # characters of a grammar
 _MOST_EOS = 64  # tokens that end an answer
@@ -15,12 +15,12 @@ _MOST_TOKENS = 1 << 24  # more than any context or vocabulary has
 
 
 def num_rows(window: Window) -> int:
-    """A window's length: its tokens and its MASK rows."""
+    """Return a window's length: its tokens and its MASK rows."""
     return len(window.tokens) + window.masks
 
 
 def asked_rows(window: Window, first: int = 0) -> range:
-    """The rows that the last stage samples, wanted ones before guessed ones, if the window begins at row `first`."""
+    """Return the rows that the last stage samples, wanted before guessed ones; the window begins at row `first`."""
     num_tokens = len(window.tokens)
     return range(first + num_tokens - window.wanted, first + num_tokens + window.guessed)
 
@@ -32,7 +32,7 @@ def head_rows(window: Window, first: int = 0) -> range:
 
 
 def dtype_name(dtype: DType) -> str:
-    """For messages; a peer may send a number that is no dtype."""
+    """Return a dtype's name for messages; a peer may send a number that is no dtype."""
     return DType.Name(dtype).removeprefix("DTYPE_").lower() if dtype in DType.values() else f"dtype {dtype}"
 
 
@@ -63,7 +63,7 @@ def check_header(frame: Frame, stage: int, hidden_size: int, dtype: DType) -> No
 
 
 def asked_of(window: Window) -> tuple[int, ...]:
-    """How many samples, guesses and scores are the answer to a window."""
+    """Return how many samples, guesses and scores answer a window."""
     return window.wanted, window.guessed, len(window.targets)
 
 
@@ -74,10 +74,11 @@ def check_result(
     node: str,
     alternatives: Mapping[int, int] | None = None,
 ) -> None:
-    """Raise FrameError unless `node` answers what was asked: by slot, how many samples, guesses and scores.
+    """Raise FrameError unless the result of `node` holds what was asked.
 
-    A slot whose window failed need not have an answer. `alternatives` to each answer are the most that a slot wants,
-    where it wants any.
+    Args:
+        asked: by slot, how many samples, guesses and scores. A slot whose window failed needs no answer.
+        alternatives: by slot, the most alternatives to each answer; a slot that is missing wants none.
     """
     answers = result.samples, result.guesses, result.scores
     _check_counts(result, asked, node)
@@ -94,10 +95,10 @@ def check_result(
 
 
 def _check_counts(result: Result, asked: Mapping[int, tuple[int, ...]], node: str) -> None:
-    """Raise FrameError for many more than were asked in all, before each of them is looked at."""
+    """Raise FrameError for many more answers than were asked in all, before each of them is looked at."""
     expected = tuple(map(sum, zip(*asked.values(), strict=True))) or (0, 0, 0)
     found = len(result.samples), len(result.guesses), len(result.scores)
-    if max(map(sub, found, expected)) > _MOST_SHOWN:  # of fewer it is told which slot has too many
+    if max(map(sub, found, expected)) > _MOST_SHOWN:  # for fewer the error names the slot
         said = f"expected (samples, guesses, scores) {expected} at most in all, got {found} (step {result.step})"
         raise FrameError(said, node=node)
     if (count := len(result.failures)) > len(asked):
@@ -105,7 +106,7 @@ def _check_counts(result: Result, asked: Mapping[int, tuple[int, ...]], node: st
 
 
 def _highest(answer: Sample | Score, alternatives: Mapping[int, int], node: str) -> int:
-    """Its token, or one of its alternatives. Raises FrameError if it has more of these than its slot wants."""
+    """Return the highest token of an answer and its alternatives. Raises FrameError for too many of these."""
     most, found = alternatives.get(answer.slot, 0), len(answer.alternatives)
     if found > most:
         raise FrameError(f"expected at most {most} alternatives for slot {answer.slot}, got {found}", node=node)
@@ -113,27 +114,22 @@ def _highest(answer: Sample | Score, alternatives: Mapping[int, int], node: str)
 
 
 def _check_openings(frame: Frame) -> None:
-    """Raise FrameError unless every slot is opened once, with a cache that there is and a grammar of a bounded size."""
+    """Raise FrameError unless every slot is opened once, with a known kind of cache and a bounded grammar."""
     slots = [session.slot for session in frame.opened]
     if len(set(slots)) < len(slots):
         raise FrameError(f"expected to open a slot once, got slots {brief(slots)} (step {frame.step})")
     for session in frame.opened:
-        _check_cache(session, frame.step)
-        check_grammar(session.sampling.grammar, f" for slot {session.slot} (step {frame.step})")
-
-
-def _check_cache(session: Session, step: int) -> None:
-    cache, found = session.cache, f"for slot {session.slot} (step {step})"
-    if cache.kind not in CacheKind.values():
-        raise FrameError(f"expected a known kind of cache, got {cache.kind} {found}")
-    if cache.kind == CACHE_ROTATING and cache.keep >= cache.size:
-        raise FrameError(
-            f"expected to keep fewer than {cache.size} tokens of a cache of as many, got {cache.keep} {found}"
-        )
+        cache, found = session.cache, f"for slot {session.slot} (step {frame.step})"
+        if cache.kind not in CacheKind.values():
+            raise FrameError(f"expected a known kind of cache, got {cache.kind} {found}")
+        if cache.kind == CACHE_ROTATING and cache.keep >= cache.size:
+            expected = f"expected to keep fewer than {cache.size} tokens of a cache of as many"
+            raise FrameError(f"{expected}, got {cache.keep} {found}")
+        check_grammar(session.sampling.grammar, f" {found}")
 
 
 def check_grammar(grammar: Grammar, found: str = "") -> None:
-    """Raise FrameError for one that is larger than any node takes; `found` says where it was."""
+    """Raise FrameError for a grammar that is larger than any node takes; `found` says where it was."""
     highest = max(grammar.eos, default=0)
     for name, most, count in (
         ("characters of a grammar", _MOST_GRAMMAR, len(grammar.text)),
@@ -151,15 +147,12 @@ def _check_windows(frame: Frame) -> None:
     if len(set(slots)) < len(slots):
         raise FrameError(f"expected one window per slot, got slots {brief(slots)} (step {frame.step})")
     for window in frame.windows:
-        _check_window(window, frame.step)
-
-
-def _check_window(window: Window, step: int) -> None:
-    found = f"in the window of slot {window.slot} (step {step})"
-    least = max(1, window.wanted + len(window.targets))
-    if len(window.tokens) < least:
-        raise FrameError(f"expected at least {least} tokens, got {len(window.tokens)} {found}")
-    if window.guessed > window.masks:
-        raise FrameError(f"expected at most {window.masks} guesses, as many as MASK rows, got {window.guessed} {found}")
-    if len(window.positions) not in (0, num_rows(window)):
-        raise FrameError(f"expected {num_rows(window)} positions or none, got {len(window.positions)} {found}")
+        found = f"in the window of slot {window.slot} (step {frame.step})"
+        least = max(1, window.wanted + len(window.targets))
+        if len(window.tokens) < least:
+            raise FrameError(f"expected at least {least} tokens, got {len(window.tokens)} {found}")
+        if window.guessed > window.masks:
+            expected = f"expected at most {window.masks} guesses, as many as MASK rows"
+            raise FrameError(f"{expected}, got {window.guessed} {found}")
+        if len(window.positions) not in (0, num_rows(window)):
+            raise FrameError(f"expected {num_rows(window)} positions or none, got {len(window.positions)} {found}")

@@ -1,6 +1,6 @@
-"""How long this device takes for a model's layers, tried on random numbers of their shapes. Runs on the MLX thread.
+"""A microbenchmark of a model's layers on this device, with random numbers of their shapes. Runs on the MLX thread.
 
-No tensor of the checkpoint is read. One layer of each kind is built at a time and let go of again.
+It reads no tensor of the checkpoint. One layer of each kind is built at a time and freed again.
 """
 
 import math
@@ -17,26 +17,26 @@ from worker.model.build import MLX_DTYPES, absent, build, tensors_of_module
 from worker.model.checkpoint import Checkpoint
 from worker.model.describe import BACK, FRONT, describe, layout_of
 from worker.model.headers import TensorInfo
-from worker.model.model_info import ModelInfo
 from worker.model.modelspec import LayerSpec, ModelSpec
+from worker.model.probe_pass import ModelInfo
 
 ROWS = (1, 512, 8, 64, 2, 4, 16)  # the most telling first: on a slow device the last ones are left out
 _WITHIN_S = 2.0  # in all
-_MOST_KINDS = 3  # that are tried, the most frequent ones: others are reckoned from the first by their bytes
+_MOST_KINDS = 3  # kinds of layers that are measured, the most frequent ones; others are scaled by their bytes
 _AT_ONCE = 8  # layers in a row, so that waiting for the device counts little
-_SHORT = 64  # rows; longer frames are tried one layer at a time
+_SHORT = 64  # rows; longer frames are measured one layer at a time
 _TRIES = 3
-_PERIOD = 1_000_003  # after which random numbers repeat: prime, or rows of a matrix would be alike
-_SIZE = 0.01  # of random numbers: small enough for eight layers in float16
+_PERIOD = 1_000_003  # random numbers repeat after so many: prime, or rows of a matrix would be alike
+_SIZE = 0.01  # the size of random numbers: small enough for eight layers in float16
 
-Step = Callable[[int, int], float]  # takes rows and how often; tells seconds for one
+Step = Callable[[int, int], float]  # takes the number of rows and of repetitions; returns seconds for one
 
 
-def gauge(checkpoint: Checkpoint, within_s: float = _WITHIN_S) -> Speed:
-    """Milliseconds of a layer of each kind and of the head, by rows, and the GB/s that follow.
+def measure_speed(checkpoint: Checkpoint, within_s: float = _WITHIN_S) -> Speed:
+    """Measure the milliseconds of a layer of each kind and of the head, by rows, and the GB/s that follow.
 
     Args:
-        within_s: what it may take; building and the smallest frames are tried even where that is longer.
+        within_s: the time to take; building layers and measuring the smallest frames may exceed it.
     """
     spec, info = describe(checkpoint), layout_of(checkpoint).info
     tried = [kind for kind, _ in Counter(spec.layers).most_common(_MOST_KINDS)]
@@ -47,14 +47,14 @@ def gauge(checkpoint: Checkpoint, within_s: float = _WITHIN_S) -> Speed:
             times[kind] = _layer_times(checkpoint, info, _example(spec, kind), share_s)
         head = _head_times(checkpoint, info, share_s)
     finally:
-        mx.clear_cache()  # a shard is to be loaded where the layers were
+        mx.clear_cache()  # make room for a shard
     first = tried[0]
     kinds = [times.get(kind) or _scaled(times[first], kind.read_bytes / first.read_bytes) for kind in spec.kinds]
     return Speed(kinds=kinds, head=head, gbps=max(_gbps(kind.read_bytes, times[kind]) for kind in tried))
 
 
 def _example(spec: ModelSpec, kind: LayerSpec) -> int:
-    """The number of a layer of this kind; not the first one where there is a choice: it comes with the embedding."""
+    """Return the number of a layer of this kind, not the first if possible: that one comes with the embedding."""
     numbers = [number for number, layer in enumerate(spec.layers) if layer == kind]
     return numbers[len(numbers) // 2]
 
@@ -95,7 +95,7 @@ def _head_times(checkpoint: Checkpoint, info: ModelInfo, within_s: float) -> Row
 
 
 def _cut_random(checkpoint: Checkpoint, info: ModelInfo, number: int, places: set[int]) -> CutModel:
-    """The model cut to one layer, with random numbers at these places; what stands elsewhere is never computed."""
+    """Return the model cut to one layer, with random numbers at these places; the others are never computed."""
     where = layout_of(checkpoint).places
     real = mx.random.normal((_PERIOD,)) * _SIZE
     bits = mx.random.randint(0, 2**31 - 1, (_PERIOD,), mx.int32).view(mx.uint32)
@@ -111,14 +111,14 @@ def _cut_random(checkpoint: Checkpoint, info: ModelInfo, number: int, places: se
 
 
 def _seconds(made: list[mx.array]) -> float:
-    """What the device takes to make these; their graph is there by now."""
+    """Return the seconds that the device takes to compute these arrays, whose graph is built."""
     began = time.monotonic()
     mx.eval(made)
     return time.monotonic() - began
 
 
 def _by_rows(step: Step, deadline: float) -> RowTimes:
-    """As many sizes of frames as there is time for; more rows never take less than fewer."""
+    """Measure as many sizes of frames as there is time for; more rows never take less than fewer."""
     found: dict[int, float] = {}
     for done, num_rows in enumerate(ROWS):
         likely_s = max((took * max(1.0, num_rows / rows) for rows, took in found.items()), default=0.0)
@@ -131,7 +131,7 @@ def _by_rows(step: Step, deadline: float) -> RowTimes:
 
 
 def _least(step: Step, num_rows: int, until: float) -> float:
-    """Seconds for one when nothing else comes between; the first time compiles its kernels."""
+    """Return the least seconds for one, undisturbed; the first run, which compiles kernels, does not count."""
     step(num_rows, 1)
     found, count = [step(num_rows, 1)], _AT_ONCE if num_rows <= _SHORT else 1
     while len(found) <= _TRIES and time.monotonic() + count * found[0] < until:

@@ -1,8 +1,9 @@
 """The sampler of the last stage: mlx-lm's own penalties and filters, then Gumbel-max keyed by (seed, position).
 
 The same seed gives the same token at the same position, whatever the split, the batch, the decoder, or a replay. A
-guess for a position is drawn with the noise that the token there will be drawn with, so that where model and guess
-agree the two agree on the draw as well (arXiv 2408.07978). Rounding moves a draw only where two tokens nearly tie.
+guess for a position is drawn with the same noise as the token there, so that the draws agree where their distributions
+do (arXiv 2408.07978). Rounding moves a draw only where two tokens nearly tie.
+Shapes: N rows, V vocabulary, n alternatives.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,7 @@ _CONTEXT = 20  # tokens that penalties look back at, as in mlx-lm
 
 @dataclass(frozen=True)
 class Draws:
-    """One token for each of N rows, not evaluated yet; the rest is None unless it was asked for."""
+    """One token for each of N rows, not evaluated yet; the other fields are None unless requested."""
 
     tokens: mx.array  # [N]
     logprobs: mx.array | None = None  # [N]
@@ -34,7 +35,7 @@ class Draws:
     entropies: mx.array | None = None  # [N], nats
 
     def rows(self) -> "list[Draws]":
-        """Of draws that have nothing but tokens, each row's own."""
+        """Split draws that have only tokens into one per row."""
         return [Draws(token) for token in self.tokens.split(self.tokens.size)]
 
     def arrays(self) -> list[mx.array]:
@@ -78,7 +79,7 @@ class Sampler:
     """One session's sampling parameters, bound to mlx-lm's functions."""
 
     def __init__(self, sampling: Sampling) -> None:
-        """Raises SamplingError if mlx-lm takes no such parameters."""
+        """Raises SamplingError if mlx-lm refuses the parameters."""
         self.seed = sampling.seed
         self._sampling = sampling
         self._filters = _filters(sampling)
@@ -95,12 +96,12 @@ class Sampler:
 
     @property
     def looks_back(self) -> bool:
-        """Whether a draw depends on the tokens before it, and not on the logits alone."""
+        """Whether a draw depends on earlier tokens, not only on the logits."""
         return bool(self._processors)
 
     @cached_property
     def kind(self) -> bytes | None:
-        """Equal for samplers that `draw` alike but for their seeds; None where a draw needs more than that."""
+        """A key that is equal for samplers that differ in their seeds only; None if `draw` is not enough for them."""
         if self._processors or self._sampling.logprobs:
             return None
         alike = Sampling()
@@ -109,7 +110,7 @@ class Sampler:
         return alike.SerializeToString(deterministic=True)
 
     def draw(self, logits: mx.array, seeds: Sequence[int], positions: Sequence[int]) -> Draws:
-        """A token for each row of logits [N, V] float32, at this position of a sequence with this seed."""
+        """Draw a token for each row of logits [N, V] float32, by the row's own seed and position."""
         return Draws(self._draw(_normalised(logits), list(map(random_key, seeds, positions))))
 
     def __call__(
@@ -125,12 +126,12 @@ class Sampler:
 
         Args:
             logits: [N, V] float32.
-            positions: where each row's token would stand in the sequence.
-            tokens: the session's tokens, of which penalties look at the first `known` for each row.
+            positions: the position of each row's token in the sequence.
+            tokens: the session's tokens; penalties look at the first `known` of them for each row.
             entropy: whether to report the entropy of each row's raw logits.
             allowed: which tokens may be chosen, [V] or [N, V] bool, at least one per row; None allows all.
         Raises:
-            SamplingError: mlx-lm takes no such parameters for this vocabulary.
+            SamplingError: mlx-lm refuses the parameters for this vocabulary.
         """
         entropies = _entropy(logits) if entropy else None
         if allowed is not None:
@@ -148,10 +149,10 @@ class Sampler:
         return Draws(drawn, chosen, self._likeliest(logprobs), entropies)
 
     def score(self, logits: mx.array, tokens: Sequence[int]) -> TokenScores:
-        """How likely each row's given token is, by the raw logits [N, V] float32: no penalty, no temperature.
+        """Score each row's given token by the raw logits [N, V] float32, without penalties and temperature.
 
         Raises:
-            FrameError: a token is none of the vocabulary.
+            FrameError: a token is outside of the vocabulary.
         """
         _, V = logits.shape
         if max(tokens) >= V:
@@ -164,7 +165,7 @@ class Sampler:
         )
 
     def _likeliest(self, logprobs: mx.array) -> tuple[mx.array, mx.array]:
-        """Ids and logprobs of as many alternatives as are to be reported."""
+        """Return ids and logprobs [N, n] of the alternatives to report."""
         best = mx.argsort(-logprobs, axis=-1)[:, : self._sampling.logprobs - 1]
         return best, mx.take_along_axis(logprobs, best, axis=-1)
 
@@ -176,7 +177,7 @@ class Sampler:
         return logits
 
     def _draw(self, logprobs: mx.array, keys: Sequence[int]) -> mx.array:
-        """A token [N] for each row of [N, V], by the row's key."""
+        """Draw a token [N] for each row of logprobs [N, V], by the row's key."""
         temperature = self._sampling.temperature
         if temperature == 0:
             return mx.argmax(logprobs, axis=-1)
@@ -189,7 +190,7 @@ class Sampler:
 
 @contextmanager
 def _refusals_named() -> Iterator[None]:
-    """Raise SamplingError where mlx-lm's own functions refuse a parameter. Nothing else may stand in here."""
+    """Turn the ValueError of mlx-lm's own functions into SamplingError. Put nothing else into this context."""
     try:
         yield
     except ValueError as error:
@@ -198,29 +199,30 @@ def _refusals_named() -> Iterator[None]:
 
 
 def gumbel(numbers: Sequence[int], vocab_size: int) -> mx.array:
-    """Noise [N, V] float32, a row for each `random_key`: with it, the argmax of logits is a draw from their softmax.
+    """Return noise [N, V] float32, a row per `random_key`: the argmax of logits plus noise draws from their softmax.
 
-    Every backend of MLX makes the same random bits (Threefry-2x32), and a row's are its own whatever the others are.
+    Every backend of MLX makes the same random bits (Threefry-2x32), and each row's depend on its key alone.
     """
     keys = mx.array([[number >> 32, number & _LOW_32] for number in numbers], mx.uint32)
     return _gumbel_of(mx.vmap(lambda key: mx.random.uniform(shape=(vocab_size,), key=key))(keys))
 
 
 def _gumbel_of(uniform: mx.array) -> mx.array:
-    """Numbers in [0, 1) to Gumbel noise, finite for each of them.
+    """Turn numbers in [0, 1) into Gumbel noise, always finite.
 
-    The largest noise comes from the least numbers, where float32 is finest: tokens of probability 1e-9 get their turns.
+    The largest noise comes from the smallest numbers, where float32 is finest, so that tokens of probability 1e-9 are
+    drawn as often as they should be.
     """
     return -mx.log(-mx.log1p(-mx.maximum(uniform, _HALF_A_STEP)))
 
 
 def random_key(seed: int, position: int) -> int:
-    """The key of one position's draw: 64 bits, different for every position of a seed."""
+    """Return the 64-bit key of one position's draw, different for every position of a seed."""
     return (seed + (position + 1) * _GOLDEN) & _LOW_64
 
 
 def _filters(sampling: Sampling) -> list[Callable[[mx.array], mx.array]]:
-    """mlx-lm's filters that are on, in the order of its `make_sampler`."""
+    """Return mlx-lm's filters that are on, in the order of its `make_sampler`."""
     filters: list[Callable[[mx.array], mx.array]] = []
     if 0 < sampling.top_p < 1:
         filters.append(lambda logprobs: apply_top_p(logprobs, sampling.top_p))
@@ -232,13 +234,13 @@ def _filters(sampling: Sampling) -> list[Callable[[mx.array], mx.array]]:
 
 
 def _entropy(logits: mx.array) -> mx.array:
-    """Entropy in nats of softmax(logits), row by row: [N, V] float32 to [N]. A logit of minus infinity adds nothing."""
+    """Return the entropy [N], in nats, of softmax(logits) [N, V] float32. A logit of minus infinity adds nothing."""
     logprobs = _normalised(logits)
     return -mx.where(mx.isinf(logprobs), 0.0, mx.exp(logprobs) * logprobs).sum(axis=-1)
 
 
 def _normalised(logits: mx.array) -> mx.array:
-    """Log-probabilities [N, V]."""
+    """Return log-probabilities [N, V]."""
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 

@@ -1,6 +1,6 @@
-"""Shard: layers [start, end) of one mlx-lm model, cut out from outside.
+"""A shard: layers [start, end) of one mlx-lm model, cut out from outside.
 
-Shape letters, here and everywhere: B slots, L window length, D hidden, V vocabulary, H heads, K head size.
+Shapes: B slots, L window length, D hidden, V vocabulary, H heads, K head size, N rows with logits.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ import hashlib
 import inspect
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -20,20 +19,20 @@ import numpy as np
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from protos.brigade_pb2 import Cache
-from worker.compute.exhaustion import out_of_memory
 from worker.compute.grammar import Grammars
 from worker.errors import ModelError
 from worker.memory.caches import Caches
 from worker.memory.lane import Attention, Lane, LaneCache, LaneWindow, View
-from worker.model.build import absent, build, tensors_of_module
+from worker.model.build import Absent, build, tensors_of_module
 from worker.model.checkpoint import Checkpoint
 from worker.model.describe import layout_of, shard_tensors
 from worker.model.families import LaneForm, lane_form, mask_token_of
 from worker.model.headers import TensorInfo
-from worker.model.model_info import ModelInfo, as_returned, as_rows, strip_front
-from worker.model.module_tree import drop_arrays, drop_part, module_tree_of
-from worker.model.stub_layers import Run, install_gates
+from worker.model.module_tree import module_tree_of
+from worker.model.probe_pass import ModelInfo, strip_front
+from worker.model.stub_layers import Run, as_returned, as_rows, drop_arrays, drop_part, install_gates
 from worker.platform.machine import multiplies_experts
+from worker.platform.mlx_memory import out_of_memory
 
 _DIGEST_BYTES = 4 * 2**20  # of a tensor that are hashed at once
 
@@ -45,7 +44,7 @@ class Shard:
         """Build the shard; its tensors stay unread until `materialise`.
 
         Args:
-            held: `tensors` of another shard of this very checkpoint: useful ones are taken over, the others freed.
+            held: `tensors` of another shard of the same checkpoint; those that are of no use here are freed.
         Raises:
             ModelError: a tensor is missing, left over, or of another shape than the configuration says.
         """
@@ -58,7 +57,8 @@ class Shard:
             self._cut.replace({name: held[name] for name, _ in self._cut.tensors if name in held})
             held.clear()
         self.nbytes = sum(array.nbytes for _, array in self._cut.tensors)
-        reader.require_none_absent(self._cut.tensors)
+        if unread := next((name for name, array in self._cut.tensors if reader.name_of(array)), None):
+            raise ModelError(f"{checkpoint.name}: cannot tell which node needs tensor {unread}")
         _require_experts_here(checkpoint, self._cut)
         self.grammars = Grammars(checkpoint.folder, self.info.vocab_size)
         self.mask_token = mask_token_of(checkpoint.config, self.info.vocab_size)
@@ -69,7 +69,7 @@ class Shard:
                 serve_lanes(layer)
 
     def make_caches(self, cache: Cache) -> Caches:
-        """Empty caches of the wanted kind for one slot."""
+        """Return empty caches of this kind for one slot."""
         return Caches(self.info.entries, self.info.entries_of(self.start, self.end), cache)
 
     def __call__(self, x: mx.array, places: Sequence[LaneWindow], ids: mx.array | None = None) -> mx.array:
@@ -78,7 +78,7 @@ class Shard:
         Args:
             x: token ids [1, sum L] on the first shard, hidden states [1, sum L, D] elsewhere, window after window.
             places: where each window goes.
-            ids: the token ids elsewhere, for models some of whose layers look at them; without them they are 0.
+            ids: token ids [1, sum L] on the other shards, for models whose layers look at them; 0 by default.
         Returns:
             Hidden states [1, sum L, D].
         """
@@ -87,10 +87,10 @@ class Shard:
             return self._run_alone(x, ids, places[0])
         if self._lane_form is LaneForm.ROWS:
             return self._run_lane(x, ids, Lane(places))
-        firsts = _firsts(places)
+        firsts = list(accumulate((place.num_rows for place in places), initial=0))
         outputs: dict[int, mx.array] = {}
         for numbers in self._batches(places):
-            spans = [slice(firsts[n], firsts[n] + places[n].num_rows) for n in numbers]
+            spans = [slice(firsts[n], firsts[n + 1]) for n in numbers]
             rows, own_ids = (mx.concatenate([whole[:, span] for span in spans]) for whole in (x, ids))
             if len(numbers) == 1:
                 outputs[numbers[0]] = self._run_alone(rows, own_ids, places[numbers[0]])
@@ -100,7 +100,7 @@ class Shard:
         return mx.concatenate([outputs[number] for number in range(len(places))], axis=1)
 
     def _batches(self, places: Sequence[LaneWindow]) -> list[list[int]]:
-        """Group the windows that may go side by side through this model, by their numbers."""
+        """Return groups of windows, by number, that may go side by side through this model."""
         alike: dict[Any, list[int]] = defaultdict(list)
         for number, place in enumerate(places):
             alike[place.batch_key if self._lane_form is LaneForm.BATCH else number].append(number)
@@ -119,9 +119,9 @@ class Shard:
         return h
 
     def logits(self, h: mx.array) -> mx.array:
-        """Hidden states [1, N, D] of the last layer to logits [N, V] float32. Last shard only.
+        """Return the logits [N, V] float32 of hidden states [1, N, D] of the last layer. Last shard only.
 
-        The MASK token's logit is minus infinity: it is never sampled.
+        The MASK token's logit is minus infinity, so that it is never sampled.
         """
         logits = self._cut.logits(h, self._no_caches.listed)[0].astype(mx.float32)
         self._no_caches.cut(0)
@@ -133,7 +133,8 @@ class Shard:
         """Read the shard's tensors from disk, one after another; `progress` takes the bytes that became resident.
 
         Raises:
-            ModelError: a file ends early or cannot be read. OutOfMemory: they do not fit.
+            ModelError: a file ends early or cannot be read.
+            OutOfMemory: the tensors do not fit.
         """
         layers = f"layers [{self.start}, {self.end})"
         for _, array in self._cut.tensors:
@@ -146,18 +147,18 @@ class Shard:
 
     @property
     def tensors(self) -> dict[str, mx.array]:
-        """All tensors held, by the model's own names, which are the same in every shard."""
+        """The tensors held, by the model's own names, which are the same in every shard."""
         return dict(self._cut.tensors)
 
     def digests(self) -> dict[str, str]:
-        """The BLAKE2b digest of every tensor held, by name."""
+        """Return the BLAKE2b digest of every tensor held, by name."""
         found: dict[str, str] = {}
         for _ in self.digest_into(found):
             pass
         return found
 
     def digest_into(self, found: dict[str, str]) -> Generator[None, None, None]:
-        """Fill `found` as `digests` does, yielding every few milliseconds."""
+        """Fill `found` with what `digests` returns, yielding every few milliseconds."""
         for name, array in self._cut.tensors:
             raw = np.array(array.reshape(-1).view(mx.uint8), copy=False)
             digest = hashlib.blake2b(digest_size=16)
@@ -167,33 +168,29 @@ class Shard:
             found[name] = digest.hexdigest()
 
 
-class _Reader:
-    """Unread tensors of a checkpoint; stand-ins for those of other nodes."""
+class _Reader(Absent):
+    """Unread tensors of a checkpoint, and stand-ins for those of other nodes."""
 
     def __init__(self, checkpoint: Checkpoint, wanted: Sequence[str]) -> None:
-        self._checkpoint = checkpoint
+        super().__init__()
+        self._folder = checkpoint.folder
         self._wanted = set(wanted)
         self._files: dict[str, dict[str, mx.array]] = {}
-        self._absent: dict[int, tuple[str, mx.array]] = {}  # by id, which lasts as long as the array is held
 
     def __call__(self, name: str, info: TensorInfo) -> mx.array:
         if name not in self._wanted:
-            array = absent(name, info)
-            self._absent[id(array)] = name, array
-            return array
+            return super().__call__(name, info)
         if info.file not in self._files:
-            self._files[info.file] = _open_file(self._checkpoint.folder / info.file)
+            path = self._folder / info.file
+            try:
+                self._files[info.file] = mx.load(str(path))  # type: ignore[assignment]
+            except RuntimeError as error:
+                raise ModelError(f"cannot read {path}: {error}") from error
         return self._files[info.file][name]
-
-    def require_none_absent(self, tensors: Sequence[tuple[str, mx.array]]) -> None:
-        """Raise ModelError if the shard would compute with a stand-in."""
-        for name, array in tensors:
-            if id(array) in self._absent:
-                raise ModelError(f"{self._checkpoint.name}: cannot tell which node needs tensor {name}")
 
 
 def _require_experts_here(checkpoint: Checkpoint, cut: CutModel) -> None:
-    """Raise ModelError for experts in a dtype that MLX would refuse at the first step."""
+    """Raise ModelError for experts whose dtype MLX would refuse at the first step."""
     for module in (module for layer in cut.layers for module in layer.modules()):
         if isinstance(module, SwitchLinear) and "weight" in module and not multiplies_experts(module.weight.dtype):
             dtype = str(module.weight.dtype).rpartition(".")[2]
@@ -203,20 +200,8 @@ def _require_experts_here(checkpoint: Checkpoint, cut: CutModel) -> None:
             )
 
 
-def _open_file(path: Path) -> dict[str, mx.array]:
-    try:
-        return mx.load(str(path))  # type: ignore[return-value]
-    except RuntimeError as error:
-        raise ModelError(f"cannot read {path}: {error}") from error
-
-
-def _firsts(places: Sequence[LaneWindow]) -> Sequence[int]:
-    """Each window's first row."""
-    return list(accumulate((place.num_rows for place in places[:-1]), initial=0))
-
-
 class _Left(Exception):
-    """Leaves the forward after the stage's last layer, with that layer's result."""
+    """Raised to leave the forward after the stage's last layer, with that layer's result."""
 
     def __init__(self, result: Any) -> None:
         super().__init__()
@@ -224,13 +209,13 @@ class _Left(Exception):
 
 
 class _StageGate:
-    """The gate of a stage: before its layers hands on the input, behind them leaves the forward."""
+    """The gate of a stage: hands on the input before the stage's layers and leaves the forward after them."""
 
     def __init__(self, start: int, end: int, info: ModelInfo) -> None:
         self.incoming: mx.array | None = None
         self._start, self._end = start, end
         self._info = info
-        self.is_past = False  # only norm and head are to run
+        self.is_past = False  # whether only norm and head run
 
     def enter(self, index: int, run: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if index < self._start or self.is_past:
@@ -279,7 +264,7 @@ class CutModel:
         Args:
             x: token ids [B, L] on the first stage, hidden states [B, L, D] elsewhere.
             ids: token ids [B, L] on the other stages, for layers that look at them.
-            caches: one per layer of the whole model; they take the rows.
+            caches: the whole model's list of caches, to which the rows are appended.
         """
         self._gate.incoming = None if self._is_first else x
         try:
@@ -288,12 +273,12 @@ class CutModel:
             return as_rows(left.result, self._info.shapes)
         finally:
             self._gate.incoming = None
-        raise AssertionError("the forward came to its end before the stage did")
+        raise AssertionError("the forward ended before the stage's last layer")
 
     def logits(self, h: mx.array, caches: Sequence[Any]) -> mx.array:
-        """Hidden states [1, N, D] of the last layer to logits [1, N, V]: norm, head and what else follows the layers.
+        """Return the logits [1, N, V] of hidden states [1, N, D] of the last layer: run norm, head and the like.
 
-        `caches` are empty ones; what an embedding leaves in them is discarded by the caller.
+        `caches` are empty; the caller discards what an embedding leaves in them.
         """
         self._gate.incoming, self._gate.is_past = h, True
         try:
@@ -313,9 +298,13 @@ def _hidden_first(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence
 def serve_lanes(layer: nn.Module) -> None:
     """Make a layer accept a lane whose rows lie end to end. Other inputs work as before."""
     for module in list(layer.modules()):
-        _serve(sys.modules[type(module).__module__])
-        for name, rope in list(_ropes(module)):
-            setattr(module, name, WindowRope(rope))
+        code: Any = sys.modules[type(module).__module__]
+        attention = getattr(code, "scaled_dot_product_attention", None)
+        if attention is not None and not isinstance(attention, LaneAttention):
+            code.scaled_dot_product_attention = LaneAttention(attention)
+        for name, part in list(module.items()):
+            if _is_rope(part):
+                setattr(module, name, WindowRope(part))
 
 
 class LaneAttention:
@@ -327,7 +316,7 @@ class LaneAttention:
     def __call__(
         self, queries: mx.array, keys: Any, values: Any, cache: Any = None, *rest: Any, **more: Any
     ) -> mx.array:
-        """As mlx-lm's `scaled_dot_product_attention`; with a LaneCache, each slot's queries on its own keys."""
+        """Do what mlx-lm's `scaled_dot_product_attention` does; with a LaneCache, per slot on its own keys."""
         if isinstance(cache, LaneCache):
             named = dict(zip(("scale", "mask", "sinks"), rest, strict=False)) | more
             return cache.attend(self._attention, queries, keys, values, **named)
@@ -335,13 +324,13 @@ class LaneAttention:
 
 
 class WindowRope:
-    """A layer's own RoPE that also accepts the position of every row (WeDLM, arXiv 2512.22737, section 4)."""
+    """A layer's own RoPE that also accepts a position for every row (WeDLM, arXiv 2512.22737, section 4)."""
 
     def __init__(self, rope: Callable[..., mx.array]) -> None:
         self._rope = rope
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0, **more: Any) -> mx.array:
-        """Rotate [B, H, L, K]; `offset` is the first row's position, [B] of each slot's first, or for one slot [L]."""
+        """Rotate [B, H, L, K]; `offset` is the first row's position, [B] of each slot's first, or [L] for one slot."""
         if isinstance(offset, int) or offset.ndim == 0 or x.shape[0] > 1:
             return self._rope(x, offset=offset, **more)
         return self._rope(x.transpose(2, 1, 0, 3), offset=offset, **more).transpose(2, 1, 0, 3)
@@ -350,15 +339,7 @@ class WindowRope:
         return getattr(self._rope, name)
 
 
-def _ropes(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the module's parts that rotate rows by an offset, whatever their names."""
-    for name, part in module.items():
-        is_leaf = isinstance(part, nn.Module) and not part.parameters() and not part.children()
-        if is_leaf and "offset" in inspect.signature(type(part).__call__).parameters:
-            yield name, part
-
-
-def _serve(module: Any) -> None:
-    attention = getattr(module, "scaled_dot_product_attention", None)
-    if attention is not None and not isinstance(attention, LaneAttention):
-        module.scaled_dot_product_attention = LaneAttention(attention)
+def _is_rope(part: Any) -> bool:
+    """Return whether a part of a module rotates rows by an offset, whatever its name."""
+    is_leaf = isinstance(part, nn.Module) and not part.parameters() and not part.children()
+    return is_leaf and "offset" in inspect.signature(type(part).__call__).parameters

@@ -1,4 +1,4 @@
-"""Slot: what a stage holds of one session."""
+"""A slot: what a stage holds of one session."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ class Slot:
         """Return a slot that continues from the first `length` tokens. Raises CacheMismatch if the caches cannot."""
         return Slot(self.caches.fork(length), self.history.fork(length), sampling, guide)
 
-    def close(self) -> None:
-        self.caches.close()
-
     def begin(self, window: Window) -> LaneWindow:
         """Cut to the window's base, take its tokens and return where its rows go.
 
+        The history is cut first: if the caches fail, they are longer, and a later window that continues a prefix that
+        the slot does hold cuts them again.
+
         Raises:
-            CacheMismatch: the slot does not hold the prefix that the window continues. A later window may continue one
-                that it does hold: the history is cut first, so caches are never shorter, and are cut again.
+            CacheMismatch: the slot does not hold the prefix that the window continues.
         """
         base, held = window.base, len(self.history)
         if base > held or self.history.prefix_hash(base) != window.prefix_hash:
@@ -72,5 +71,5 @@ class Slot:
         return not (self.guide or self.sampler.looks_back)
 
     def draw_ahead(self, base: int, logits: mx.array) -> Draws:
-        """Draw the token after one more token at `base`, whichever it is, from the logits [1, V] of its row."""
+        """Draw the token that follows a token at `base`, whichever that is, from the logits [1, V] of its row."""
         return self.sampler(logits, [base + 1], self.history.tokens, [base + 1])

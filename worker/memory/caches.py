@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from protos.brigade_pb2 import Cache
 from worker.memory.cache import LayerCache, RecurrentState, make_cache
-from worker.model.model_info import Entry
+from worker.model.probe_pass import Entry
 
 Listed = LayerCache | tuple[LayerCache, ...]  # a layer with several caches indexes them by number
 

@@ -1,1 +1,1 @@
-"""What a model is: families, checkpoints, sizes. No MLX work."""
+"""What a model is: families, checkpoints, sizes. Nothing here computes."""

@@ -1,11 +1,11 @@
-"""From a checkpoint to mlx-lm's own model of it, whole, and bound to tensors of which none has been read.
+"""Builds mlx-lm's own model of a checkpoint, whole and bound to tensors that have not been read.
 
-What is not computed costs nothing: a model of 671 billion parameters is built in a fraction of a second.
+Tensors that are never computed cost nothing: a model of 671 billion parameters is built in a fraction of a second.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import mlx.core as mx
@@ -33,20 +33,35 @@ _LAYERS = _SIZES[:4]
 
 
 def absent(name: str, info: TensorInfo) -> mx.array:
-    """What stands for a tensor that another node reads: of its shape, and no number if it were ever computed with."""
+    """Return a stand-in for a tensor that is not read here: of its shape, and NaN if ever computed with."""
     dtype = MLX_DTYPES[info.dtype]
     is_real = mx.issubdtype(dtype, mx.floating)
     return mx.full(info.shape, math.nan, dtype) if is_real else mx.zeros(info.shape, dtype)
 
 
-def build(checkpoint: Checkpoint, tensor: Callable[[str, TensorInfo], mx.array] = absent) -> Any:
-    """The whole model, its parameters bound to what `tensor` makes of each of the checkpoint's tensors.
+class Absent:
+    """Makes stand-ins and tells which tensor each of them stands for."""
 
-    No tensor of the checkpoint is evaluated here, nor should it be by `tensor`. mlx-lm's `sanitize` decides by looking
-    at the whole checkpoint, so it gets to see the whole checkpoint.
+    def __init__(self) -> None:
+        self._by_id: dict[int, tuple[str, mx.array]] = {}  # ids last as long as their arrays are held
+
+    def __call__(self, name: str, info: TensorInfo) -> mx.array:
+        array = absent(name, info)
+        self._by_id[id(array)] = name, array
+        return array
+
+    def name_of(self, array: mx.array) -> str | None:
+        return self._by_id[id(array)][0] if id(array) in self._by_id else None
+
+
+def build(checkpoint: Checkpoint, tensor: Callable[[str, TensorInfo], mx.array] = absent) -> Any:
+    """Return the whole model, its parameters bound to what `tensor` returns for each of the checkpoint's tensors.
+
+    Nothing is evaluated here, and `tensor` should not evaluate either. mlx-lm's `sanitize` gets the whole checkpoint,
+    since it decides by looking at all of it.
 
     Raises:
-        ModelError: configuration and tensors do not fit together, or make no model that mlx-lm knows.
+        ModelError: configuration and tensors do not fit together, or describe no model that mlx-lm knows.
     """
     _check_sizes(checkpoint)
     method = quantisation_of(checkpoint).method
@@ -71,7 +86,7 @@ def tensors_of_module(module: Any) -> list[tuple[str, mx.array]]:
 
 
 def _check_sizes(checkpoint: Checkpoint) -> None:
-    """Refuse what would make a model without end, or an error without words."""
+    """Refuse sizes that would build an endless model or fail without a useful message."""
     config = checkpoint.config
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
@@ -93,7 +108,7 @@ def _construct(checkpoint: Checkpoint) -> Any:
 
 
 def _with_infinities(value: Any) -> Any:
-    """Numbers that JSON does not know, as transformers writes them: {"__float__": "Infinity"}."""
+    """Replace infinities as transformers writes them, {"__float__": "Infinity"}, by numbers."""
     if isinstance(value, dict):
         if set(value) == {"__float__"}:
             return float(value["__float__"])
@@ -102,7 +117,7 @@ def _with_infinities(value: Any) -> Any:
 
 
 def _quantise(model: Any, checkpoint: Checkpoint, weights: dict[str, mx.array]) -> None:
-    """Turn the layers that the checkpoint holds in quantised form into quantised ones, as they are."""
+    """Turn those layers into quantised ones that the checkpoint holds in quantised form."""
     quantization = quantisation_of(checkpoint).parameters
     if quantization is None:
         return
@@ -126,7 +141,7 @@ def _quantise(model: Any, checkpoint: Checkpoint, weights: dict[str, mx.array]) 
 
 
 def _bind(model: Any, checkpoint: Checkpoint, weights: dict[str, mx.array]) -> None:
-    """Give the model its tensors; those of layers that it does not have (MTP) are left out."""
+    """Give the model its tensors, without those of layers that it does not have (MTP)."""
     wanted = dict(tensors_of_module(model))
     tree = module_tree_of(model)
     num_layers = len(tree.layers)
@@ -140,8 +155,15 @@ def _bind(model: Any, checkpoint: Checkpoint, weights: dict[str, mx.array]) -> N
     if missing and over:
         raise misfit(checkpoint, f"it lacks tensor {missing[0]}, and nothing takes tensor {over[0]}")
     if missing:
-        raise ModelError(f"{checkpoint.name} lacks tensor {missing[0]}{_advice(missing)}")
-    _check_numbers(checkpoint, wanted, bound)
+        advice = f" ({len(missing)} missing); download it again"
+        if missing[0].endswith("lm_head.weight") and len(missing) == 1:
+            advice = ", and its config.json does not tie the head to the embedding; download it again"
+        raise ModelError(f"{checkpoint.name} lacks tensor {missing[0]}{advice}")
+    for name in wanted:  # MLX reads fp8 as bytes, and would compute with them
+        dtype = bound[name].dtype
+        if mx.issubdtype(wanted[name].dtype, mx.floating) and not mx.issubdtype(dtype, mx.floating):
+            found = str(dtype).rpartition(".")[2]
+            raise misfit(checkpoint, f"tensor {name} is of {found}, which nothing converts to floating point")
     try:
         model.load_weights(list(bound.items()), strict=True)
     except ValueError as error:
@@ -149,42 +171,18 @@ def _bind(model: Any, checkpoint: Checkpoint, weights: dict[str, mx.array]) -> N
         raise misfit(checkpoint, "".join(lines).rstrip(".,")) from error
 
 
-def _check_numbers(checkpoint: Checkpoint, wanted: dict[str, mx.array], bound: dict[str, mx.array]) -> None:
-    """Refuse bytes where the model has numbers: MLX reads fp8 as bytes, and would compute with them."""
-    for name, array in bound.items():
-        if name in wanted and _is_floating(wanted[name]) and not _is_floating(array):
-            raise misfit(
-                checkpoint, f"tensor {name} is of {_name(array.dtype)}, which nothing converts to floating point"
-            )
-
-
-def _name(dtype: mx.Dtype) -> str:
-    return str(dtype).rpartition(".")[2]
-
-
-def _is_floating(array: mx.array) -> bool:
-    return mx.issubdtype(array.dtype, mx.floating)
-
-
 def _check_layers(checkpoint: Checkpoint, tree: ModuleTree, wanted: Iterable[str], weights: Iterable[str]) -> None:
     """Refuse layers beyond those of config.json, unless they have parts of their own, as prediction layers do."""
-    num_layers = len(tree.layers)
-    known = {_inside_layer(tree, name) for name in wanted}
+
+    def inside_layer(name: str) -> str:
+        return name.removeprefix(f"{tree.path}.").partition(".")[2]
+
+    num_layers, known = len(tree.layers), set(map(inside_layer, wanted))
     beyond: dict[int, list[str]] = defaultdict(list)
     for name in weights:
         if (layer := tree.layer_of(name)) is not None and layer >= num_layers:
             beyond[layer].append(name)
     for names in beyond.values():
-        if all(_inside_layer(tree, name) in known for name in names):
+        if all(inside_layer(name) in known for name in names):
             reason = f"config.json has {num_layers} layers but there is a tensor {names[0]}"
             raise ModelError(f"{checkpoint.name}: {reason}; download it again")
-
-
-def _inside_layer(tree: ModuleTree, name: str) -> str:
-    return name.removeprefix(f"{tree.path}.").partition(".")[2]
-
-
-def _advice(missing: Sequence[str]) -> str:
-    if missing[0].endswith("lm_head.weight") and len(missing) == 1:
-        return ", and its config.json does not tie the head to the embedding; download it again"
-    return f" ({len(missing)} missing); download it again"

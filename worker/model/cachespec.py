@@ -1,7 +1,7 @@
-"""What one layer's cache of one session takes, and where it can be cut. Plain numbers, and the one place that knows.
+"""How much memory one layer's cache of one session takes, and where it can be cut. Plain numbers.
 
-What a layer remembers (`Memory`) and what the session chose (`Cache`) make a `CacheSpec`. Plan, admission and the
-caches themselves all ask it. Another way to remember is another `Form`, a row of the table below, and its class in
+What a layer remembers (`Memory`) and what the session chose (`Cache`) make a `CacheSpec`, on which the plan, admission
+and the caches themselves rely. A new kind of cache is a new `Form` in the table below and a class in
 worker/memory/cache.py.
 """
 
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache
 
-ROW_BLOCK = 256  # rows by which a cache grows; a decoder's window is no longer
-LARGEST_PACK = 4096  # rows: a longer cache is work enough for one attention, and its padding would be dear
+ROW_BLOCK = 256  # rows by which a cache grows; a decoder's window is not longer
+LARGEST_PACK = 4096  # rows: a longer cache fills the device by itself, and its padding would be expensive
 
 
 @dataclass(frozen=True)
 class Memory:
     """One cache of a layer: keys and values of every position or of the last `window`, or a state of constant size.
 
-    Sizes are as the model itself keeps them.
+    Sizes are those of the model's own caches.
     """
 
     window: int | None = None
@@ -26,33 +26,33 @@ class Memory:
     key_size: int = 0  # numbers of one head
     value_size: int = 0
     item: int = 2  # bytes per number
-    state_arrays: int = 0  # a state has so many arrays, and no rows
+    state_arrays: int = 0  # the number of arrays of a state, which has no rows
     state_bytes: int = 0
 
     @property
     def row_bytes(self) -> int:
-        """What one token takes."""
+        """Bytes of one token."""
         return self.heads * (self.key_size + self.value_size) * self.item
 
 
 @dataclass(frozen=True)
 class Form:
-    """A way to store what is remembered."""
+    """A way to store what a layer remembers."""
 
     name: str
     has_rows: bool  # one per token; otherwise a state
-    can_be_packed: bool  # its rows may lie in one buffer with those of other slots, while none slides out
-    takes_back: bool  # rows of the last window can be cut, as drafts that fail have to be
+    can_be_packed: bool  # whether rows may share a buffer with those of other slots, as long as none slides out
+    takes_back: bool  # whether rows of the last window can be cut, as failed drafts require
     row_bytes: Callable[[Memory], int]
 
 
 def int8_group(head_size: int) -> int:
-    """How many numbers of a head are quantised together."""
+    """Return how many numbers of a head are quantised together."""
     return 64 if head_size % 64 == 0 else 32
 
 
 def _int8_row_bytes(memory: Memory) -> int:
-    """A byte per number; a scale and a bias, in the model's dtype, per group."""
+    """Return a byte per number, plus a scale and a bias in the model's dtype per group."""
     sizes = (memory.key_size, memory.value_size)
     return memory.heads * sum(size + size // int8_group(size) * 2 * memory.item for size in sizes)
 
@@ -66,7 +66,7 @@ STATE = Form("state", has_rows=False, can_be_packed=False, takes_back=False, row
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """One layer's cache. With a `window`, a query sees the first `keep` tokens and the `window` latest, itself too."""
+    """One layer's cache. With a `window` a query sees the first `keep` and the latest `window` tokens, itself too."""
 
     form: Form
     window: int | None = None  # None: nothing slides out
@@ -78,18 +78,18 @@ class CacheSpec:
 
     @property
     def longest_chunk(self) -> int | None:
-        """The most rows of a prompt chunk: where rows slide out there is room for one block beside what is seen."""
+        """The most rows of a prompt chunk, None for any; a sliding cache has room for one block beyond its window."""
         return None if self.window is None else ROW_BLOCK
 
     @property
     def rows_that_can_be_cut(self) -> int | None:
-        """The length up to which it can be cut anywhere, None for any; a longer cache can only go on."""
+        """The length up to which it can be cut anywhere, None for any; a longer cache can only grow."""
         if not self.form.has_rows:
             return 0
         return None if self.window is None else self.keep + self.window
 
     def capacity(self, num_rows: int) -> int:
-        """The most rows that its buffer has room for by the time that `num_rows` have been written."""
+        """Return the most rows that its buffer has room for once `num_rows` have been written."""
         if not self.form.has_rows:
             return 0
         if self.can_be_packed:
@@ -99,17 +99,17 @@ class CacheSpec:
         return min(whole_blocks(num_rows), whole_blocks(self.keep + self.window - 1 + ROW_BLOCK))
 
     def read_bytes(self, memory: Memory, num_rows: int) -> int:
-        """What one step reads of it by then: all that a query sees."""
+        """Return the bytes that one step reads once `num_rows` have been written: all that a query sees."""
         seen = num_rows if self.window is None else min(num_rows, self.keep + self.window)
         return memory.state_bytes + seen * self.form.row_bytes(memory)
 
     def nbytes(self, memory: Memory, num_rows: int) -> int:
-        """The most that it takes by then."""
+        """Return the most bytes that it takes once `num_rows` have been written."""
         return memory.state_bytes + self.capacity(num_rows) * self.form.row_bytes(memory)
 
 
 def cache_spec(memory: Memory, cache: Cache) -> CacheSpec:
-    """How a layer's cache is stored, as the layer and the session's choice of cache want it."""
+    """Return how a layer's cache is stored, given what it remembers and what the session chose."""
     if memory.state_arrays:
         return CacheSpec(STATE)
     if cache.kind == CACHE_INT8:
@@ -121,12 +121,12 @@ def cache_spec(memory: Memory, cache: Cache) -> CacheSpec:
 
 
 def whole_blocks(num_rows: int, block: int = ROW_BLOCK) -> int:
-    """So many rows, rounded up to whole blocks."""
+    """Round a number of rows up to whole blocks."""
     return -(-num_rows // block) * block
 
 
 def pack_capacity(num_rows: int) -> int | None:
-    """Rows that a pack has per slot: the same for caches of similar length; None for one that is better off alone."""
+    """Return a pack's rows per slot, equal for caches of similar length; None for one that is faster alone."""
     capacity = ROW_BLOCK
     while capacity < num_rows:
         capacity *= 2

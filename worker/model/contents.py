@@ -1,12 +1,12 @@
-"""What a node knows of its weights, for another node to compare with its own; and what it lacks.
+"""What a node knows about its weights, so that another node can compare them with its own; and which files it lacks.
 
-Two fine-tunes may have one configuration and one tensor layout, so some bytes of most tensors are hashed too. Of a file
-that is still on the hub no bytes are known, but the hub's own hash is. Copies are compared in what both nodes know.
+Two fine-tunes may share configuration and tensor layout, so some bytes of most tensors are hashed too. For a file that
+is still on the hub only the hub's own hash is known. Nodes compare what both of them know.
 """
 
 import hashlib
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import groupby
 from pathlib import Path
 
@@ -16,53 +16,55 @@ from worker.model.checkpoint import Checkpoint
 from worker.model.describe import layout_of, shard_tensors
 from worker.model.headers import TensorInfo, pack_headers
 
-_SAMPLES = 4096  # tensors; a checkpoint that has more is seen through as many that its names' checksums choose
+_SAMPLES = 4096  # tensors at most; in a larger checkpoint the checksums of their names choose them
 _SAMPLE_BYTES = 512
 _MARK_BYTES = 4
 _UNKNOWN = bytes(_MARK_BYTES)
 
 
 def contents_of(checkpoint: Checkpoint) -> Contents:
-    """What this node knows of the weights: every header, a mark per sampled tensor that is here, the hub's hashes.
+    """Return what this node knows: every header, a mark per sampled tensor that is here, and the hub's hashes.
 
     Raises:
         ModelError: a weight file cannot be read.
     """
-    marks = b"".join(mark for _, mark in _marks(checkpoint))
+    marks = b"".join(_marks(checkpoint).values())
     return Contents(headers=pack_headers(checkpoint.tensors), marks=marks, hub_hashes=dict(checkpoint.hub_hashes))
 
 
 def check_contents(checkpoint: Checkpoint, theirs: Contents, note_read: Callable[[], None] = lambda: None) -> None:
-    """Refuse a copy whose weights differ from the coordinator's, as far as both are known. The layouts must be equal.
+    """Refuse weights that differ from the coordinator's, as far as both nodes know theirs. The layouts must be equal.
 
     Args:
-        note_read: is called for each tensor of which some bytes were read.
+        note_read: called for each tensor once some of its bytes are read.
     Raises:
-        ModelError: naming a file with other weights.
+        ModelError: naming a file whose weights differ.
     """
     marks = [theirs.marks[i : i + _MARK_BYTES] for i in range(0, len(theirs.marks), _MARK_BYTES)]
     if not marks and not theirs.hub_hashes:
         return
-    ours = list(_marks(checkpoint, note_read))
+    ours = _marks(checkpoint, note_read)
     if marks and len(marks) != len(ours):
         raise ModelError(
             f"expected marks of {len(ours)} tensors from the coordinator, got {len(marks)}; "
             "install the same version of brigade on both"
         )
-    compared = set()
-    for (name, mark), other in zip(ours, marks, strict=False):
+    equal: dict[str, bool] = {}  # by file
+    for (name, mark), other in zip(ours.items(), marks, strict=False):
         if _UNKNOWN not in (mark, other):
-            _require_equal(mark == other, checkpoint.tensors[name].file)
-            compared.add(checkpoint.tensors[name].file)
-    for file in checkpoint.hub_hashes.keys() & theirs.hub_hashes.keys() - compared:
-        _require_equal(checkpoint.hub_hashes[file] == theirs.hub_hashes[file], file)
+            file = checkpoint.tensors[name].file
+            equal[file] = equal.get(file, True) and mark == other
+    for file in checkpoint.hub_hashes.keys() & theirs.hub_hashes.keys() - equal.keys():
+        equal[file] = checkpoint.hub_hashes[file] == theirs.hub_hashes[file]
+    if differs := next((file for file, is_equal in equal.items() if not is_equal), None):
+        raise ModelError(f"its weights in {differs} differ from the coordinator's; copy the same model to both nodes")
 
 
 def check_files(checkpoint: Checkpoint, start: int, end: int) -> None:
-    """Refuse a folder without the files of layers [start, end), before anything is read.
+    """Refuse a folder that lacks files of layers [start, end), before anything is read.
 
     Raises:
-        ModelError: naming the first file that is not here, and its layers.
+        ModelError: naming the first missing file and its layers.
     """
     if checkpoint.download is not None:
         return
@@ -81,24 +83,18 @@ def check_files(checkpoint: Checkpoint, start: int, end: int) -> None:
     raise ModelError(f"lacks {lacking[0]}, which holds {what}{others}; {remedy}")
 
 
-def _require_equal(equal: bool, file: str) -> None:
-    if not equal:
-        raise ModelError(f"its weights in {file} differ from the coordinator's; copy the same model to both nodes")
-
-
-def _marks(checkpoint: Checkpoint, note_read: Callable[[], None] = lambda: None) -> Iterator[tuple[str, bytes]]:
-    """Each sampled tensor's name and mark, by name: which they are follows from the layout alone."""
+def _marks(checkpoint: Checkpoint, note_read: Callable[[], None] = lambda: None) -> dict[str, bytes]:
+    """Return the marks of the sampled tensors, sorted by name; the layout alone decides which are sampled."""
     tensors = checkpoint.tensors
     sampled = sorted(tensors, key=lambda name: (zlib.crc32(name.encode()), name))[:_SAMPLES]
-    marks: dict[str, bytes] = {}
+    marks = dict.fromkeys(sorted(sampled), _UNKNOWN)
     for file, names in groupby(sorted(sampled, key=lambda name: tensors[name].file), lambda name: tensors[name].file):
         marks |= _read_marks(checkpoint.folder / file, {name: tensors[name] for name in names}, note_read)
-    for name in sorted(sampled):
-        yield name, marks.get(name, _UNKNOWN)
+    return marks
 
 
 def _read_marks(path: Path, tensors: Mapping[str, TensorInfo], note_read: Callable[[], None]) -> dict[str, bytes]:
-    """A hash of bytes from the middle of each of these tensors; nothing of a file that is not here."""
+    """Hash some bytes from the middle of each tensor of a file; return nothing if the file is not here."""
     marks = {}
     try:
         with path.open("rb", buffering=0) as file:

@@ -1,6 +1,6 @@
-"""Reads what a plan needs of a checkpoint, and which tensors a shard of it needs. Headers only: reads no tensor."""
+"""Describes a checkpoint: what a plan needs to know, and which tensors a shard needs. Reads headers only."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,31 +11,32 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_FLOAT32
 from worker.errors import ModelError
-from worker.model.build import absent, build, tensors_of_module
+from worker.model.build import Absent, build, tensors_of_module
 from worker.model.checkpoint import Checkpoint
 from worker.model.families import mask_token_of
-from worker.model.headers import TensorInfo
-from worker.model.model_info import ModelInfo
 from worker.model.modelspec import LayerSpec, ModelSpec
 from worker.model.module_tree import ModuleTree, is_text, layer_in_checkpoint, module_tree_of
-from worker.model.probe_pass import probe
+from worker.model.probe_pass import ModelInfo, probe
 
 _DTYPES = {mx.float32: DTYPE_FLOAT32, mx.float16: DTYPE_FLOAT16, mx.bfloat16: DTYPE_BFLOAT16}
 _CONTEXTS = (
     "max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "model_max_length", "n_ctx",
 )  # fmt: skip
 _DEFAULT_CONTEXT = 4096
+_CHOSEN = (  # how many experts a token is sent to, by the names that configurations have for it
+    "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts",
+)  # fmt: skip
 
-FRONT, BACK = -1, -2  # beside the numbers of layers: the embedding, and norm and head
+FRONT, BACK = -1, -2  # places beside the numbers of layers: the embedding, and norm and head
 
 
 @dataclass(frozen=True)
 class CheckpointLayout:
-    """A checkpoint's info, and where its tensors go. Holds no array."""
+    """A checkpoint's model info, and where its tensors go. Holds no array."""
 
     info: ModelInfo
     sizes: dict[int, int]  # bytes in memory, by layer, FRONT and BACK
-    places: dict[str, int]  # of each of the checkpoint's tensors that is part of the model
+    places: dict[str, int]  # by name, of the checkpoint's tensors that are part of the model
     idle: dict[int, int]  # bytes that one token does not read, by layer
 
     @cached_property
@@ -48,18 +49,14 @@ _DESCRIBED: WeakKeyDictionary[Checkpoint, CheckpointLayout] = WeakKeyDictionary(
 
 
 def layout_of(checkpoint: Checkpoint) -> CheckpointLayout:
-    """What one pass of the model shows, and its tensors' places; found once per checkpoint.
-
-    Raises:
-        ModelError: as `describe` does.
-    """
+    """Return a checkpoint's layout, which a probe pass finds once. Raises ModelError as `describe` does."""
     if checkpoint not in _DESCRIBED:
         _DESCRIBED[checkpoint] = _describe(checkpoint)
     return _DESCRIBED[checkpoint]
 
 
 def shard_tensors(checkpoint: Checkpoint, start: int, end: int) -> list[str]:
-    """Names, as in the checkpoint, of all tensors that the shard [start, end) needs."""
+    """Return the names, as in the checkpoint, of all tensors that the shard [start, end) needs."""
     found = layout_of(checkpoint)
     is_last = end == found.info.num_layers
     wanted = {*range(start, end)}
@@ -69,7 +66,7 @@ def shard_tensors(checkpoint: Checkpoint, start: int, end: int) -> list[str]:
 
 
 def describe(checkpoint: Checkpoint) -> ModelSpec:
-    """Everything a plan needs, from configuration and headers.
+    """Return everything that a plan needs, from configuration and headers.
 
     Raises:
         ModelError: the model cannot be cut, or configuration and tensors do not fit together.
@@ -85,7 +82,7 @@ def describe(checkpoint: Checkpoint) -> ModelSpec:
         tied=info.tied,
         hidden_size=info.hidden_size,
         vocab_size=info.vocab_size,
-        context=_context(checkpoint.config),
+        context=_first_count(checkpoint.config, _CONTEXTS, _DEFAULT_CONTEXT),
         dtype=_DTYPES[info.dtype],
         mask_token=mask_token_of(checkpoint.config, info.vocab_size),
         int8_refusal=info.int8_refusal,
@@ -94,22 +91,16 @@ def describe(checkpoint: Checkpoint) -> ModelSpec:
 
 
 def _describe(checkpoint: Checkpoint) -> CheckpointLayout:
-    unread: dict[int, tuple[str, mx.array]] = {}  # by id, which lasts as long as the array is held
-
-    def tensor(name: str, info: TensorInfo) -> mx.array:
-        array = absent(name, info)
-        unread[id(array)] = name, array
-        return array
-
-    model = build(checkpoint, tensor)
-    tree = module_tree_of(model)
-    parameters = tensors_of_module(model)
+    unread = Absent()
+    model = build(checkpoint, unread)
+    tree, parameters = module_tree_of(model), tensors_of_module(model)
     sizes: dict[int, int] = {}
     for name, array in parameters:
         place = _place(tree, name)
         sizes[place] = sizes.get(place, 0) + array.nbytes
-    as_they_are = {unread[id(array)][0]: _place(tree, name) for name, array in parameters if id(array) in unread}
-    idle = idle_bytes(tree, checkpoint.config)
+    unchanged = {own: _place(tree, name) for name, array in parameters if (own := unread.name_of(array))}
+    num_chosen = _first_count(checkpoint.config, _CHOSEN, 0)
+    idle = {number: _idle_bytes(layer, num_chosen) for number, layer in enumerate(tree.layers)} if num_chosen else {}
     try:
         info = probe(model)
     except ModelError as error:
@@ -119,18 +110,18 @@ def _describe(checkpoint: Checkpoint) -> CheckpointLayout:
         raise ModelError(
             f"{checkpoint.name}: its hidden states are {info.dtype}; expected float32, float16 or bfloat16"
         )
-    places = dict(_places(checkpoint, tree, as_they_are))
+    places = dict(_places(checkpoint, tree, unchanged))
     if info.tied:
-        places = {name: place for name, place in places.items() if name in as_they_are or "lm_head." not in name}
+        places = {name: place for name, place in places.items() if name in unchanged or "lm_head." not in name}
     return CheckpointLayout(info, sizes, places, idle)
 
 
-def _places(checkpoint: Checkpoint, tree: ModuleTree, as_they_are: dict[str, int]) -> Iterator[tuple[str, int]]:
-    """Where the checkpoint's tensors go: as the parameter does, or by its own name if it becomes part of one."""
+def _places(checkpoint: Checkpoint, tree: ModuleTree, unchanged: dict[str, int]) -> Iterator[tuple[str, int]]:
+    """Yield where each tensor goes: as its parameter if it is `unchanged`, else by its own name."""
     embedding = {path.rpartition(".")[2] for path, _ in tree.front}
     for name in checkpoint.tensors:
-        if name in as_they_are:
-            yield name, as_they_are[name]
+        if name in unchanged:
+            yield name, unchanged[name]
         elif is_text(name):
             layer = layer_in_checkpoint(name)
             if layer is None:
@@ -145,28 +136,8 @@ def _place(tree: ModuleTree, parameter: str) -> int:
     return FRONT if tree.is_front(parameter) else BACK
 
 
-def _context(config: dict[str, Any]) -> int:
-    text = config.get("text_config")
-    for part in (text if isinstance(text, dict) else {}, config):
-        for key in _CONTEXTS:
-            if isinstance(part.get(key), int) and part[key] > 0:
-                return int(part[key])
-    return _DEFAULT_CONTEXT
-
-
-# How many experts a token is sent to, by any name that configurations have for it.
-_CHOSEN = (
-    "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts",
-)  # fmt: skip
-
-
-def idle_bytes(tree: ModuleTree, config: dict[str, Any]) -> dict[int, int]:
-    """By layer: the bytes of experts that a token is not sent to; none where the configuration does not tell."""
-    chosen = _num_chosen(config)
-    return {number: _idle(layer, chosen) for number, layer in enumerate(tree.layers)} if chosen else {}
-
-
-def _idle(layer: Any, num_chosen: int) -> int:
+def _idle_bytes(layer: Any, num_chosen: int) -> int:
+    """Return the bytes of a layer's experts that a token is not sent to, if it is sent to `num_chosen`."""
     idle = 0
     for module in layer.modules():
         if isinstance(module, SwitchLinear | QuantizedSwitchLinear) and "weight" in module:
@@ -176,10 +147,9 @@ def _idle(layer: Any, num_chosen: int) -> int:
     return idle
 
 
-def _num_chosen(config: dict[str, Any]) -> int:
+def _first_count(config: dict[str, Any], keys: Sequence[str], default: int) -> int:
+    """Return the first of these keys that holds a number above 0, in the text model's configuration if it has one."""
     text = config.get("text_config")
-    for part in (text if isinstance(text, dict) else {}, config):
-        for key in _CHOSEN:
-            if isinstance(part.get(key), int) and part[key] > 0:
-                return int(part[key])
-    return 0
+    parts = (text if isinstance(text, dict) else {}, config)
+    found = (part[key] for part in parts for key in keys if isinstance(part.get(key), int) and part[key] > 0)
+    return int(next(found, default))

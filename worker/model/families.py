@@ -1,4 +1,4 @@
-"""What differs by model type. Everything else about it is mlx-lm's own code, asked by model_info.py."""
+"""What differs by model type. The probe pass finds everything else in mlx-lm's own code."""
 
 import importlib
 import re
@@ -9,11 +9,11 @@ from typing import Any
 from worker.errors import ModelError
 
 _SAFE_NAME = re.compile(r"[\w-]+")
-_WEDLM_MASK = 151665  # WeDLM's own default, used where config.json does not say
+_WEDLM_MASK = 151665  # WeDLM's own default if config.json names none
 # mlx-lm tells these apart by the architecture too (mlx_lm/utils.py)
 _BY_ARCHITECTURE = {("bailing_hybrid", "BailingMoeV3ForCausalLM"): "bailing_moe_v3"}
 
-# What cannot work though nothing in a pass shows it.
+# Types that cannot work though the probe pass does not show it.
 _ODD = "mlx-lm's own code for it gives other answers when a prompt comes in parts; run it by mlx-lm on one machine"
 _REFUSED = {
     "olmo": "mlx-lm's own code for it fails on a prompt, and ends the process where ai2-olmo is not installed",
@@ -30,8 +30,8 @@ class LaneForm(Enum):
     ALONE = "alone"  # one after another
 
 
-# What a test has shown, type by type (tests/model_types). A type that no test has seen steps alone: its lanes might be
-# wrong without a word, as those of gemma2 and phi3small are in mlx-lm's own batches.
+# What tests have shown, type by type (tests/model_types). A type that no test has seen steps alone: its lanes might be
+# silently wrong, as those of gemma2 and phi3small are in mlx-lm's own batches.
 _LANES = {
     LaneForm.ROWS: """
         Klear afmoe apertus baichuan_m1 bailing_moe bitnet cohere cohere2 dbrx deepseek deepseek_v2 deepseek_v32 dots1
@@ -53,7 +53,7 @@ _LANE_OF = {name: form for form, names in _LANES.items() for name in names.split
 
 
 def module_of(config: dict[str, Any]) -> str:
-    """The module of mlx_lm.models whose code the checkpoint runs on.
+    """Return the module of mlx_lm.models whose code the checkpoint runs on.
 
     Raises:
         ModelError: this mlx-lm has none, or none that works.
@@ -81,7 +81,7 @@ def module_of(config: dict[str, Any]) -> str:
 
 
 def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
-    """mlx-lm's own classes of the model and of its arguments. Raises ModelError as `module_of` does."""
+    """Return mlx-lm's classes of the model and of its arguments. Raises ModelError as `module_of` does."""
     if config.get("model_file"):
         raise ModelError(
             f"config.json: model_file: {config['model_file']!r} is Python code of the model's own, not run here; "
@@ -97,12 +97,12 @@ def lane_form(config: dict[str, Any]) -> LaneForm:
 
 
 def is_tested(config: dict[str, Any]) -> bool:
-    """Whether tests have seen this type; one that they have not is held to `brigade verify`."""
+    """Return whether tests have seen this type; for others users should run `brigade verify`."""
     return module_of(config) in _LANE_OF
 
 
 def mask_token_of(config: dict[str, Any], vocab_size: int) -> int | None:
-    """The id that MASK rows are embedded with; None for a checkpoint without mask-trained weights.
+    """Return the token id that MASK rows are embedded with; None for a checkpoint without mask-trained weights.
 
     Raises:
         ModelError: config.json names an id that is no token of the model.
@@ -112,7 +112,7 @@ def mask_token_of(config: dict[str, Any], vocab_size: int) -> int | None:
     if token is None or (isinstance(token, int) and 0 <= token < vocab_size):
         return token
     if "mask_token_id" not in config:
-        return None  # a vocabulary of its own
+        return None  # its vocabulary is not WeDLM's
     raise ModelError(f"config.json: mask_token_id: expected a token id from 0 to {vocab_size - 1}, got {token!r}")
 
 

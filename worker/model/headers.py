@@ -1,4 +1,4 @@
-"""Safetensors headers: what tensors a weight file holds, as its header says, and as one node tells another."""
+"""Safetensors headers: which tensors a weight file holds, read from the file or received from another node."""
 
 import json
 import math
@@ -12,14 +12,14 @@ from typing import Any
 from worker.errors import ModelError
 
 _MAX_HEADER_BYTES = 100_000_000
-_MOST_SIZES = 32  # of a tensor: the product of a million of them takes for ever
+_MOST_SIZES = 32  # of a tensor: the product of a million sizes takes for ever
 _MOST_BYTES = 2**63  # of a tensor
-_LONGEST_NAME = 255  # of a file, as file systems have it
+_LONGEST_NAME = 255  # of a file, on usual file systems
 _ITEM_BITS = {
     "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16, "I8": 8,
     "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E8M0": 8,
 }  # fmt: skip
-# ^ what MLX reads: a file with any other (F64, F8_E5M2, F4, ...) it does not open at all
+# ^ the dtypes that MLX reads: it opens no file that has another one (F64, F8_E5M2, F4, ...)
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class TensorInfo:
     dtype: str
     shape: tuple[int, ...]
     file: str
-    begin: int = field(default=0, compare=False)  # byte in the file's data; of no meaning where the file is not here
+    begin: int = field(default=0, compare=False)  # byte in the file's data; meaningless if the file is not here
 
     @property
     def nbytes(self) -> int:
@@ -37,24 +37,31 @@ class TensorInfo:
 
 
 def item_bits(dtype: str) -> int:
-    """Of one number of a known dtype."""
+    """Return the bits of one number of a known dtype."""
     return _ITEM_BITS[dtype]
 
 
 def read_tensors(folder: Path, file: str) -> dict[str, TensorInfo]:
-    """The tensors of a safetensors file that is here, by its header.
+    """Return the tensors of a safetensors file, by its header.
 
     Raises:
         ModelError: the file is missing, cut short or corrupt.
     """
-    header, data_bytes = _read_header(folder / file)
+    path = folder / file
+    header, data_bytes = _read_header(path)
     tensors = tensors_of(file, header)
-    _check_extent(folder / file, header, data_bytes)
+    expected = 0  # the tensors must tile the data: no gap, no overlap
+    for begin, end in sorted((info.begin, info.begin + info.nbytes) for info in tensors.values()):
+        if begin != expected:
+            raise ModelError(f"{path}: tensors overlap or leave a gap at byte {begin}; download it again")
+        expected = end
+    if expected != data_bytes:
+        raise ModelError(f"{path}: expected {expected} bytes of tensors, found {data_bytes}; download it again")
     return tensors
 
 
 def tensors_of(file: str, header: Mapping[str, Any]) -> dict[str, TensorInfo]:
-    """The tensors that a safetensors header describes.
+    """Return the tensors that a safetensors header describes.
 
     Raises:
         ModelError: an entry is malformed, of an unknown dtype, or its offsets do not fit its shape.
@@ -83,7 +90,7 @@ def tensors_of(file: str, header: Mapping[str, Any]) -> dict[str, TensorInfo]:
 
 
 def pack_headers(tensors: Mapping[str, TensorInfo]) -> bytes:
-    """All tensors' names, dtypes, shapes and files: about 3 bytes per tensor of a large checkpoint."""
+    """Pack all tensors' names, dtypes, shapes and files, in about 3 bytes per tensor of a large checkpoint."""
     files: dict[str, dict[str, Any]] = {}
     for name, info in sorted(tensors.items()):
         files.setdefault(info.file, {})[name] = [info.dtype, info.shape]
@@ -91,10 +98,10 @@ def pack_headers(tensors: Mapping[str, TensorInfo]) -> bytes:
 
 
 def unpack_headers(packed: bytes) -> dict[str, TensorInfo]:
-    """What `pack_headers` packed; nothing of nothing.
+    """Unpack what `pack_headers` packed; empty bytes hold no tensors.
 
     Raises:
-        ModelError: it is something else.
+        ModelError: the bytes are malformed.
     """
     if not packed:
         return {}
@@ -114,15 +121,28 @@ def unpack_headers(packed: bytes) -> dict[str, TensorInfo]:
 
 
 def inside(file: str) -> str:
-    """The file's name. Raises ValueError if it leads out of the model's folder, or no file can have it."""
+    """Return the file's name. Raises ValueError if it leads out of the model's folder, or no file can have it."""
     is_name = Path(file).name == file and file not in ("", "..") and "\0" not in file
     if not is_name or len(os.fsencode(file)) > _LONGEST_NAME:
         raise ValueError(f"it names {file[:_LONGEST_NAME]!r}")
     return file
 
 
+def read_json(path: Path, most_bytes: int, expected: str = "valid JSON") -> Any:
+    """Return the content of a JSON file, None if it is missing.
+
+    Raises:
+        ModelError: it is no file, longer than `most_bytes`, or not what was `expected`.
+    """
+    require_file(path, most_bytes)
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not {expected} ({error}); download the model again") from error
+
+
 def require_file(path: Path, most_bytes: int | None = None) -> None:
-    """Raise ModelError for what is there but no file (reading a pipe, say, could take for ever), or is too long."""
+    """Raise ModelError for a path that exists and is no file (reading a pipe might never end), or is too long."""
     if path.exists() and not path.is_file():
         raise ModelError(f"{path} is not a file; expected a model folder in Hugging Face layout")
     if most_bytes is not None and path.exists() and (size := path.stat().st_size) > most_bytes:
@@ -145,7 +165,7 @@ def _shape(sizes: Any) -> tuple[int, ...]:
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header, and how many bytes of tensors follow it."""
+    """Return the header and how many bytes of tensors follow it."""
     require_file(path)
     try:
         size = path.stat().st_size
@@ -157,22 +177,10 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
     except FileNotFoundError:
         raise ModelError(
             f"{path} is missing, though the model's index names it; download it again. Only a worker may lack files, "
-            "those of other nodes' layers. Of a hub repository (owner/name) each node downloads only its own"
+            "those of other nodes' layers; each node downloads only its own from a hub repository (owner/name)"
         ) from None
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} has a corrupt safetensors header ({error}); download it again") from error
     if not isinstance(header, dict):
         raise ModelError(f"{path} has a corrupt safetensors header (not an object); download it again")
     return header, size - 8 - length
-
-
-def _check_extent(path: Path, header: Mapping[str, Any], data_bytes: int) -> None:
-    """The tensors must tile the data section: no gap at the end, no overlap."""
-    spans = sorted(tuple(entry["data_offsets"]) for name, entry in header.items() if name != "__metadata__")
-    expected = 0
-    for begin, end in spans:
-        if begin != expected or end < begin:
-            raise ModelError(f"{path}: tensors overlap or leave a gap at byte {begin}; download it again")
-        expected = end
-    if expected != data_bytes:
-        raise ModelError(f"{path}: expected {expected} bytes of tensors, found {data_bytes}; download it again")

@@ -17,7 +17,7 @@ from huggingface_hub.errors import (
     CachedRepoTreeNotFoundError,
     GatedRepoError,
     HFValidationError,
-    HTTPError,  # of whichever HTTP library this version of huggingface_hub stands on
+    HTTPError,  # of the HTTP library that this version of huggingface_hub uses
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -35,12 +35,12 @@ _PARALLEL_FETCHES = 8
 
 
 def open_repository(model: str) -> Checkpoint:
-    """Open a hub repository, or what the local cache holds of it: its small files and the headers of its weights.
+    """Open a hub repository, or its copy in the local cache: small files and the headers of its weights.
 
     Args:
-        model: owner/name or owner/name@revision. The checkpoint's own name ends in the commit that it stands for.
+        model: owner/name or owner/name@revision. The checkpoint's name ends in the commit.
     Raises:
-        ModelError: it is not there, not readable, no safetensors model, or neither reachable nor in the cache.
+        ModelError: it does not exist, is not readable, is no safetensors model, or is neither reachable nor cached.
     """
     repository, _, revision = model.partition("@")
     with _explained(model):
@@ -54,12 +54,12 @@ def open_repository(model: str) -> Checkpoint:
 
 
 def open_cached(model: str, known: Mapping[str, TensorInfo]) -> Checkpoint:
-    """Open what the local cache holds of a repository, without asking the hub.
+    """Open a repository's copy in the local cache without a request to the hub.
 
     Args:
-        known: the headers of another node's copy: with them files may be missing.
+        known: the headers of another node's copy; if given, files may be missing.
     Raises:
-        ModelError: it is not in the cache, or damaged there.
+        ModelError: the cache does not hold it, or holds a damaged copy.
     """
     repository, _, revision = model.partition("@")
     with _explained(model):
@@ -82,7 +82,7 @@ def open_cached(model: str, known: Mapping[str, TensorInfo]) -> Checkpoint:
 
 
 def _snapshot(repository: str, revision: str | None) -> Path:
-    """The cache's folder of the revision's commit (its name is the commit), with all small files in it."""
+    """Return the cache's folder of the revision, named by its commit, with all small files in it."""
     obstacle = _obstacle(repository, revision)
     try:
         folder = snapshot_download(
@@ -101,14 +101,14 @@ def _snapshot(repository: str, revision: str | None) -> Path:
 
 
 def _obstacle(repository: str, revision: str | None) -> str | None:
-    """Why the hub cannot be asked now; None if it can.
+    """Return why the hub cannot be used now; None if it can.
 
-    huggingface_hub's own first call waits without limit, and its listing tries six times: so this is asked first.
+    This request has a timeout; huggingface_hub's own first call waits without limit, and its listing tries six times.
     """
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     if revision and _COMMIT.fullmatch(revision) and _listing(repository, revision):
-        return None  # a commit never changes: nothing to ask
+        return None  # a commit never changes, and its listing is here
     try:
         HfApi().model_info(repository, revision=revision, timeout=_TIMEOUT_S)
     except (RepositoryNotFoundError, RevisionNotFoundError):
@@ -119,7 +119,7 @@ def _obstacle(repository: str, revision: str | None) -> str | None:
 
 
 def _weight_files(repository: str, folder: Path) -> list[str]:
-    """As checkpoint.weight_files, but by the repository's listing: the folder holds what came so far."""
+    """Return the names of the weight files, by the repository's listing: the folder may not have all of them yet."""
     listing = _listing(repository, folder.name)
     if listing is None or (folder / constants.SAFETENSORS_INDEX_FILE).exists():
         return weight_files(folder)
@@ -132,7 +132,7 @@ def _weight_files(repository: str, folder: Path) -> list[str]:
 
 
 def _listing(repository: str, commit: str) -> dict[str, RepoFile] | None:
-    """The commit's files by name, here or not; None if the cache does not know."""
+    """Return the commit's files by name, here or not; None if the cache has no listing."""
     try:
         return {file.path: file for file in get_cached_repo_tree(repository, revision=commit)}
     except CachedRepoTreeNotFoundError:
@@ -140,14 +140,14 @@ def _listing(repository: str, commit: str) -> dict[str, RepoFile] | None:
 
 
 def _hashes(repository: str, commit: str, files: list[str]) -> dict[str, str]:
-    """The hub's own hash of each of these files, as far as its listing is in the cache."""
+    """Return the hub's own hash of each of these files that the cached listing has."""
     listing = _listing(repository, commit) or {}
     known = [listing[file] for file in files if file in listing]
     return {file.path: file.lfs.sha256 if file.lfs else file.blob_id for file in known}
 
 
 def _tensors(repository: str, folder: Path, files: list[str]) -> dict[str, TensorInfo]:
-    """What the files hold: by the file if it is here, else by its header as kept by an earlier start or fetched now."""
+    """Return the files' tensors, from the files that are here, or else from kept or freshly fetched headers."""
     keep = Path(constants.HF_HOME) / "brigade" / repository.replace("/", "--") / f"{folder.name}.msgpack"
     absent = [file for file in files if not (folder / file).exists()]
     kept = _read_kept(keep)
@@ -171,7 +171,7 @@ def _fetch_header(repository: str, commit: str, file: str) -> dict[str, Any]:
 def _read_kept(path: Path) -> dict[str, dict[str, Any]]:
     try:
         return dict(msgpack.unpackb(path.read_bytes()))
-    except (FileNotFoundError, ValueError, TypeError):  # not there, or not ours: fetched again
+    except (FileNotFoundError, ValueError, TypeError):  # missing or damaged: headers are fetched again
         return {}
 
 
@@ -183,7 +183,7 @@ def _write_kept(path: Path, headers: dict[str, dict[str, Any]]) -> None:
 
 
 def _download(repository: str, folder: Path, files: Iterable[str], progress: Callable[[int], None]) -> None:
-    """Bring these weight files of the folder's commit; a file that is here counts at once."""
+    """Download these weight files of the folder's commit; a file that is here counts at once."""
     with _explained(repository):
         for file in files:
             if (folder / file).exists():
@@ -193,7 +193,7 @@ def _download(repository: str, folder: Path, files: Iterable[str], progress: Cal
 
 
 def _counter(progress: Callable[[int], None]) -> type[tqdm]:
-    """A progress bar that draws nothing and hands on the bytes that reached the disk."""
+    """Return a progress bar class that draws nothing and passes on the bytes that reached the disk."""
 
     class Counter(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -203,7 +203,7 @@ def _counter(progress: Callable[[int], None]) -> type[tqdm]:
             progress(int(n or 0))
 
         def update_transfer(self, n: float | None = 1) -> None:
-            """Bytes on the wire: having this method keeps huggingface_hub from making them a second bar."""
+            """Ignore bytes on the wire; without this method huggingface_hub makes a second bar for them."""
 
         def set_transfer_postfix_str(self, *args: Any, **kwargs: Any) -> None:
             """Belongs to `update_transfer`."""
@@ -213,7 +213,7 @@ def _counter(progress: Callable[[int], None]) -> type[tqdm]:
 
 @contextmanager
 def _explained(model: str) -> Iterator[None]:
-    """What huggingface_hub raises, as a ModelError that says what to do."""
+    """Turn huggingface_hub's errors into a ModelError that says what to do."""
     repository = model.partition("@")[0]
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a plan needs to know of a model: bytes per layer, cache growth, sizes. Plain numbers; describe.py reads them."""
+"""What a plan needs to know about a model: bytes per layer, cache growth, sizes. Plain numbers from describe.py."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,15 +11,15 @@ DTYPE_BYTES = {DTYPE_FLOAT32: 4, DTYPE_FLOAT16: 2, DTYPE_BFLOAT16: 2}
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer's weights, and what it remembers: one cache, none, or several."""
+    """One layer's weights, and what its caches remember: it has one, none, or several."""
 
     weight_bytes: int
     memories: tuple[Memory, ...] = ()
-    idle_bytes: int = 0  # of the weights, what one token does not read: experts that it is not sent to
+    idle_bytes: int = 0  # weights that one token does not read: experts that it is not sent to
 
     @property
     def read_bytes(self) -> int:
-        """What one token reads of the weights."""
+        """Bytes of the weights that one token reads."""
         return self.weight_bytes - self.idle_bytes
 
 
@@ -39,12 +39,12 @@ class ModelSpec:
     dtype: DType
     mask_token: int | None = None  # None: no mask-trained weights
     int8_refusal: str = ""  # why caches cannot be kept in 8 bits
-    rotating_refusal: str = ""  # why they cannot let go of tokens
-    cache: Cache = field(default_factory=Cache)  # the kind that sessions are to have
+    rotating_refusal: str = ""  # why caches cannot drop tokens
+    cache: Cache = field(default_factory=Cache)  # the kind that sessions will have
 
     @property
     def row_bytes(self) -> int:
-        """What one row of hidden states takes between two stages."""
+        """Bytes of one row of hidden states between two stages."""
         return self.hidden_size * DTYPE_BYTES[self.dtype]
 
     @property
@@ -53,18 +53,18 @@ class ModelSpec:
 
     @property
     def kinds(self) -> tuple[LayerSpec, ...]:
-        """Layers that differ, each once, in the order in which they come."""
+        """The different layers, each once, in the order of their first one."""
         return tuple(dict.fromkeys(self.layers))
 
     def shard_bytes(self, start: int, end: int) -> int:
-        """Weights of layers [start, end), with the embedding and the head where they belong."""
+        """Return the bytes of layers [start, end), with the embedding and the head where they belong."""
         is_last = end == self.num_layers
         total = sum(layer.weight_bytes for layer in self.layers[start:end])
         total += self.embed_bytes if start == 0 or (is_last and self.tied) else 0
         return total + (self.head_bytes if is_last else 0)
 
     def reserved_bytes(self, start: int, end: int, num_rows: int) -> int:
-        """The most that one session's cache of so many rows takes in layers [start, end), of the kind of `cache`."""
+        """Return the most bytes that one session's cache of `num_rows` takes in layers [start, end)."""
         return sum(
             cache_spec(memory, self.cache).nbytes(memory, num_rows)
             for layer in self.layers[start:end]
@@ -72,12 +72,12 @@ class ModelSpec:
         )
 
     def remembered_bytes(self, layer: LayerSpec, num_rows: int) -> int:
-        """What one step of a session of so many tokens reads of a layer's caches."""
+        """Return the bytes of a layer's caches that one step of a session of `num_rows` tokens reads."""
         return sum(cache_spec(memory, self.cache).read_bytes(memory, num_rows) for memory in layer.memories)
 
     @property
     def recurrent_layers(self) -> list[int]:
-        """Layers whose cache cannot take rows back, as drafts that fail would have it do."""
+        """The layers whose caches cannot take rows back, as failed drafts would require."""
         return [
             number
             for number, layer in enumerate(self.layers)
@@ -91,7 +91,7 @@ class ModelSpec:
 
     @property
     def rows_that_can_be_cut(self) -> int:
-        """The length up to which all caches can be cut anywhere; longer ones can only go on."""
+        """The length up to which all caches can be cut anywhere; longer ones can only grow."""
         lengths = [cache.rows_that_can_be_cut for cache in self._caches()]
         return min((length for length in lengths if length is not None), default=self.context)
 

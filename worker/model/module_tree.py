@@ -1,7 +1,7 @@
-"""Skeleton: a model's list of layers, what stands before it and what behind, found without knowing the model."""
+"""A model's module tree: its list of layers and the modules before and behind it, whatever the type of the model."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from worker.errors import ModelError
 
 ModulePart = tuple[nn.Module, str]  # a module and the name of one of its parts
 
-# Layers by any name that checkpoints have for them, and what of a checkpoint is never text: both by whole path steps.
+# The names of layers in checkpoints, and of parts that never belong to the text model: both as whole steps of a path.
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
 _NOT_TEXT = re.compile(
     r"(?:^|\.)(?:vision_tower|vision_model|vision_encoder|vision_embedder|visual|vit|vision|audio_tower|audio_model|audio|"
@@ -22,7 +22,7 @@ _NOT_TEXT = re.compile(
 
 @dataclass(frozen=True)
 class ModuleTree:
-    """Where the parts of a model are. `front` holds an embedding; all else beside the layers is `back`."""
+    """Where the parts of a model are. `front` parts hold an embedding, all others beside the layers are `back`."""
 
     path: str  # of the list of layers: "model.layers"
     layers: list[Any]
@@ -30,7 +30,7 @@ class ModuleTree:
     back: tuple[tuple[str, ModulePart], ...]
 
     def layer_of(self, parameter: str) -> int | None:
-        """The layer that a parameter of the model belongs to, by its name there."""
+        """Return the layer of a parameter, by its name in the model; None outside of the layers."""
         rest = parameter.removeprefix(f"{self.path}.")
         number = rest.partition(".")[0]
         return int(number) if rest != parameter and number.isdigit() else None
@@ -40,10 +40,10 @@ class ModuleTree:
 
 
 def module_tree_of(model: Any) -> ModuleTree:
-    """The parts of one of mlx-lm's models.
+    """Find the parts of one of mlx-lm's models.
 
     Raises:
-        ModelError: it has no list of layers, or an odd one.
+        ModelError: it has no list of layers.
     """
     try:
         first = model.layers[0]
@@ -61,36 +61,18 @@ def module_tree_of(model: Any) -> ModuleTree:
 
 
 def layer_in_checkpoint(name: str) -> int | None:
-    """The layer that a tensor of a checkpoint belongs to, by its name there; None for all else."""
+    """Return the layer of a checkpoint's tensor, by its name there; None outside of the layers."""
     match = _LAYER.search(name)
     return int(match[1]) if match else None
 
 
 def is_text(name: str) -> bool:
-    """Whether a tensor of a checkpoint may belong to the text model: no tower, no projector, no prediction layers."""
+    """Return whether a tensor may belong to the text model: not to a tower, a projector or a prediction layer."""
     return _NOT_TEXT.search(name) is None
 
 
-def drop_part(parent: nn.Module, key: str, besides: Sequence[nn.Module] = ()) -> None:
-    """Take all arrays out of a part of a module; but not out of what these others have too."""
-    part = parent[key]
-    if isinstance(part, mx.array):
-        del parent[key]
-    for module in part if isinstance(part, list) else [part]:
-        if isinstance(module, nn.Module):
-            drop_arrays(module, besides)
-
-
-def drop_arrays(module: nn.Module, besides: Sequence[nn.Module] = ()) -> None:
-    """Take all arrays out of a module; but not out of what these others have too."""
-    kept = {id(part) for other in besides for part in other.modules()}
-    for part in module.modules():
-        for key in [key for key, value in part.items() if isinstance(value, mx.array) and id(part) not in kept]:
-            del part[key]
-
-
 def _parts_around(model: Any, path: str, layers: list[Any]) -> Iterator[tuple[str, ModulePart, bool]]:
-    """What the modules around the layers hold beside them: path, place, and whether an embedding is in it."""
+    """Yield the parts beside the layers of the modules around them: path, place, and whether it has an embedding."""
     *steps, _ = path.split(".")
     trunk = [("", model)]
     for step in steps:
@@ -103,9 +85,6 @@ def _parts_around(model: Any, path: str, layers: list[Any]) -> Iterator[tuple[st
             inside = value is layers or any(value is module for _, module in trunk)
             if inside or key.startswith("_") or not (modules or isinstance(value, mx.array)):
                 continue
-            has_embedding = any(_is_embedding(m) for module in modules for m in module.modules())
+            inner = [each for module in modules for each in module.modules()]
+            has_embedding = any(isinstance(each, nn.Embedding | nn.QuantizedEmbedding) for each in inner)
             yield f"{above}.{key}".lstrip("."), (parent, key), has_embedding
-
-
-def _is_embedding(module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding | nn.QuantizedEmbedding)

@@ -1,8 +1,9 @@
 """A probe pass: one forward of a whole model, not computed, that shows whether and how the model can be cut.
 
-A model type that no test has seen is admitted or refused by it, with the reason found.
+It admits or refuses a model type that no test has seen, with the reason found.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,12 +21,48 @@ from mlx_lm.models.cache import (
 
 from worker.errors import ModelError, first_line
 from worker.model.cachespec import Memory, int8_group
-from worker.model.model_info import Entry, ModelInfo, as_returned, parts, strip_front
-from worker.model.module_tree import ModuleTree, drop_part, module_tree_of
-from worker.model.stub_layers import Run, install_gates
+from worker.model.module_tree import ModuleTree, module_tree_of
+from worker.model.stub_layers import Run, StubEmbedding, as_returned, drop_part, install_gates
 
 _ROWS = 11  # of the pass: several, so that masks are made, and no size that a model has
 _FAILURES = (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError)
+
+Entry = Memory | tuple[Memory, ...]  # one of the model's own list of caches: a single one, or several together
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """Plain facts about a model that can be cut; nothing here holds an array."""
+
+    num_layers: int
+    shapes: tuple[tuple[int, ...], ...]  # of a row of each tensor that travels: the hidden state's first
+    vocab_size: int
+    dtype: mx.Dtype  # of hidden states
+    returns: tuple[int, ...]  # how many parts each layer's result has; 0 for an array by itself
+    entries: tuple[Entry, ...]  # the model's own list of caches
+    layer_of_entry: tuple[int, ...]  # the embedding's own cache belongs to layer 0
+    tied: bool  # whether the head needs the embedding
+    int8_refusal: str = ""  # why caches cannot be kept in 8 bits
+    rotating_refusal: str = ""  # why caches cannot drop tokens
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of a row that travels between stages."""
+        return sum(map(math.prod, self.shapes))
+
+    def entries_of(self, start: int, end: int) -> list[int]:
+        """Return the numbers of the caches of layers [start, end)."""
+        return [number for number, layer in enumerate(self.layer_of_entry) if start <= layer < end]
+
+    def memories_of(self, layer: int) -> tuple[Memory, ...]:
+        entries = [self.entries[number] for number in self.entries_of(layer, layer + 1)]
+        return tuple(memory for entry in entries for memory in (entry if isinstance(entry, tuple) else (entry,)))
+
+
+def strip_front(tree: ModuleTree, info: ModelInfo) -> None:
+    """Replace the embedding by a stub, which is never computed."""
+    for _, (parent, key) in tree.front:
+        setattr(parent, key, StubEmbedding(info.shapes[0], info.dtype))
 
 
 @dataclass
@@ -65,7 +102,7 @@ def probe(model: Any) -> ModelInfo:
     """Probe a whole model; nothing is computed. The model is unusable afterwards.
 
     Raises:
-        ModelError: it cannot be cut between its layers; the message says why, without the model's name.
+        ModelError: the model cannot be cut between its layers; the message says why, without the model's name.
     """
     tree, watch, caches = module_tree_of(model), _Watch(), make_prompt_cache(model)
     num_layers = len(tree.layers)
@@ -100,11 +137,11 @@ def probe(model: Any) -> ModelInfo:
     )
     info = replace(
         info,
-        int8_refusal=_int8_refusal(model, info.entries),
-        rotating_refusal=_trial(model, info.entries, lambda memory: RotatingKVCache(_ROWS // 2, keep=1)),
-        tied=_needs_embedding(model, tree, info),  # takes the embedding out
+        int8_refusal=_int8_refusal(model, info),
+        rotating_refusal=_trial(model, info, lambda memory: RotatingKVCache(_ROWS // 2, keep=1)),
+        tied=_needs_embedding(model, tree, info),
     )
-    _require_back_behind(model, tree)  # takes norm and head out
+    _require_back_behind(model, tree)
     return info
 
 
@@ -113,12 +150,12 @@ def _ids() -> mx.array:
 
 
 def _travelling(calls: Sequence[_Call], caches: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
-    """The shapes of a row of what every layer hands to the next: the first parts of its result.
+    """Return the shapes of a row of the tensors that every layer hands to the next: the first parts of its result.
 
-    Besides that a layer may take masks, a cache, and small numbers per row, which every stage can make for itself.
+    A layer may also take masks, a cache, and small numbers per row, which every stage can make for itself.
 
     Raises:
-        ModelError: naming what else a layer takes, and which layer gave it.
+        ModelError: a layer takes something else; the message names the layer that gave it.
     """
     last = _first(calls[-1].result).shape
     if len(last) != 3 or last[1] != _ROWS:
@@ -132,23 +169,19 @@ def _travelling(calls: Sequence[_Call], caches: Sequence[Any]) -> tuple[tuple[in
         rows = came[: 1 + max(number for number, is_taken in enumerate(taken) if is_taken)]
         if any(part.shape[:2] != rows[0].shape[:2] for part in rows):
             raise ModelError(_refusal(rows[-1], calls, call.index))
-        if any(part.dtype != rows[0].dtype for part in rows):  # side by side they would all become of one
+        if any(part.dtype != rows[0].dtype for part in rows):  # side by side they would get the same dtype
             raise ModelError(f"layer {call.index} takes results of layer {call.index - 1} of more than one dtype")
         travelling.add(tuple(part.shape[2:] for part in rows))
         for name, value in call.arguments.items():
             plain = value is None or isinstance(value, bool | int | float | str) or "mask" in name
             known = any(value is other for other in (*rows, *caches))
             small = isinstance(value, mx.array) and rows[0].shape[-1] not in value.shape[1:]
-            own = small and _is_mask_or_numbers(value) and _giver(value, calls, call.index - 1) is None
-            if not (plain or known or own):
+            own = small and (value.ndim <= 2 or value.shape[-2:] == (_ROWS, _ROWS))  # numbers, or a mask
+            if not (plain or known or (own and _giver(value, calls, call.index - 1) is None)):
                 raise ModelError(_refusal(value, calls, call.index))
     if len(travelling) > 1:
         raise ModelError("what its layers hand on changes from layer to layer")
     return travelling.pop()
-
-
-def _is_mask_or_numbers(value: mx.array) -> bool:
-    return value.ndim <= 2 or value.shape[-2:] == (_ROWS, _ROWS)
 
 
 def _refusal(value: Any, calls: Sequence[_Call], index: int) -> str:
@@ -158,7 +191,7 @@ def _refusal(value: Any, calls: Sequence[_Call], index: int) -> str:
 
 
 def _giver(value: Any, calls: Sequence[_Call], before: int) -> int | None:
-    """The layer that returned this, among those before."""
+    """Return the layer among those before that returned this value."""
     for call in calls[:before]:
         if any(part is value for part in _flat(call.result)):
             return call.index
@@ -170,7 +203,7 @@ def _owners(calls: Sequence[_Call], caches: Sequence[Any]) -> Iterator[int]:
         owners = [call.index for call in calls if any(value is cache for value in call.arguments.values())]
         if len(owners) > 1:
             raise ModelError(f"layer {owners[1]} takes keys and values of layer {owners[0]}")
-        yield owners[0] if owners else 0  # the embedding's own, which is where layer 0 is
+        yield owners[0] if owners else 0  # the embedding's own cache: the embedding is where layer 0 is
 
 
 def _entry(cache: Any) -> Entry:
@@ -178,46 +211,41 @@ def _entry(cache: Any) -> Entry:
 
 
 def _memory(cache: Any) -> Memory:
-    """What one of mlx-lm's own caches holds after the pass."""
+    """Return what one of mlx-lm's own caches holds after the pass."""
     if isinstance(cache, ArraysCache):
         arrays: Sequence[mx.array | None] = cache.cache
         nbytes = sum(array.nbytes for array in arrays if array is not None)
         return Memory(state_arrays=len(cache.cache), state_bytes=nbytes)
     if type(cache) not in (KVCache, RotatingKVCache, ChunkedKVCache):
         raise ModelError(f"its caches are of a kind of their own, {type(cache).__name__}")
-    if cache.keys is None:  # a layer that never asks its cache
+    if cache.keys is None:  # its layer never uses it
         return Memory()
     window = cache.max_size if isinstance(cache, RotatingKVCache) else None
     _, heads, _, key_size = cache.keys.shape
     return Memory(window, heads, key_size, cache.values.shape[-1], cache.keys.dtype.size)
 
 
-def _int8_refusal(model: Any, entries: Sequence[Entry]) -> str:
-    """Why this model's caches cannot be kept in 8 bits; found by a pass over such caches."""
-    sizes = {
-        size
-        for entry in entries
-        for memory in parts(entry)
-        if memory.heads
-        for size in (memory.key_size, memory.value_size)
-    }
+def _int8_refusal(model: Any, info: ModelInfo) -> str:
+    """Return why this model's caches cannot be kept in 8 bits, by a pass over such caches; "" if they can."""
+    memories = [memory for layer in range(info.num_layers) for memory in info.memories_of(layer) if memory.heads]
+    sizes = {size for memory in memories for size in (memory.key_size, memory.value_size)}
     if odd := sorted(size for size in sizes if size == 0 or size % 32):
         return f"8 bits need heads of a multiple of 32 numbers, but they have {odd[0]}"
-    return _trial(model, entries, lambda memory: QuantizedKVCache(int8_group(memory.value_size), bits=8))
+    return _trial(model, info, lambda memory: QuantizedKVCache(int8_group(memory.value_size), bits=8))
 
 
-def _trial(model: Any, entries: Sequence[Entry], make: Callable[[Memory], Any]) -> str:
-    """What goes wrong in a pass and a step with these in place of the model's own keys and values."""
-    if any(isinstance(entry, tuple) for entry in entries):
+def _trial(model: Any, info: ModelInfo, make: Callable[[Memory], Any]) -> str:
+    """Return what fails in a pass and a step with these caches in place of the model's own; "" if nothing does."""
+    memories = [entry for entry in info.entries if not isinstance(entry, tuple)]
+    if len(memories) < len(info.entries):
         return "a layer of it has several"
-    memories = [memory for entry in entries for memory in parts(entry)]
     if not any(memory.heads for memory in memories):
         return "it has no keys and values"
     caches = [ArraysCache(memory.state_arrays) if memory.state_arrays else make(memory) for memory in memories]
     try:
         model(_ids(), cache=caches)
         model(_ids()[:, :1], cache=caches)
-    except (AttributeError, TypeError):  # told in Python's words, which are of no use to users
+    except (AttributeError, TypeError):  # Python's own message does not help users
         return "its attention cannot read them"
     except _FAILURES as error:
         return f"its attention cannot read them ({first_line(error)})"
@@ -225,7 +253,7 @@ def _trial(model: Any, entries: Sequence[Entry], make: Callable[[Memory], Any]) 
 
 
 def _needs_embedding(model: Any, tree: ModuleTree, info: ModelInfo) -> bool:
-    """Whether norm and head fail without the embedding."""
+    """Return whether norm and head fail without the embedding. Takes the embedding out."""
     strip_front(tree, info)
     given = mx.zeros((1, _ROWS, info.hidden_size), info.dtype)
     skip = _Skip(as_returned(given, info.shapes, info.returns[-1]))
@@ -240,7 +268,7 @@ def _needs_embedding(model: Any, tree: ModuleTree, info: ModelInfo) -> bool:
 
 
 def _require_back_behind(model: Any, tree: ModuleTree) -> None:
-    """Refuse a model of which something that only the last stage holds runs before the layers. It has no head then."""
+    """Refuse a model whose parts of the last stage run before the layers. Takes norm and head out."""
     skip = _Skip(None)
     for _, (parent, key) in tree.back:
         drop_part(parent, key)

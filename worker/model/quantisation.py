@@ -1,6 +1,6 @@
-"""How a checkpoint says that it is quantised: by mlx-lm's own key, or by the hub's name for what another tool made.
+"""How a checkpoint says that it is quantised: by mlx-lm's own key, or by the hub's name for another tool's method.
 
-What mlx-lm reads is read alike; all else is refused by its name, from configuration and headers alone.
+Formats that mlx-lm reads are read as it reads them; all others are refused by name, from configuration and headers.
 """
 
 import json
@@ -13,7 +13,7 @@ from worker.errors import ModelError, first_line
 from worker.model.checkpoint import Checkpoint
 from worker.model.module_tree import is_text
 
-# how mlx-lm's code for a model says that what it was given is not what it takes
+# the errors of mlx-lm's code for a model that is given a wrong configuration or wrong tensors
 MISFITS = (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError, StopIteration, RuntimeError)
 
 _MODES = ("affine", "mxfp4", "nvfp4", "mxfp8")
@@ -29,17 +29,17 @@ _ONE_IN_FP8 = 0x38  # the byte of 1.0 in E4M3
 
 @dataclass(frozen=True)
 class Quantisation:
-    """How a checkpoint is quantised; one that is not has neither parameters nor a method."""
+    """How a checkpoint is quantised; neither parameters nor a method mean that it is not."""
 
     parameters: dict[str, Any] | None = None  # mlx-lm's: group_size, bits, mode, and exceptions by path
-    method: str = ""  # the hub's name of what another tool than mlx-lm made
+    method: str = ""  # the hub's name of another tool's method
 
 
 def quantisation_of(checkpoint: Checkpoint) -> Quantisation:
-    """What the checkpoint says of itself.
+    """Return how the checkpoint is quantised by its own account.
 
     Raises:
-        ModelError: it is quantised in a way that is not read here, which the message names.
+        ModelError: its format is not supported; the message names it.
     """
     config = checkpoint.config
     if config.get("quantize_activations"):
@@ -54,7 +54,7 @@ def quantisation_of(checkpoint: Checkpoint) -> Quantisation:
 
 
 def misfit(checkpoint: Checkpoint, reason: str) -> ModelError:
-    """The error for tensors that mlx-lm's code for this type does not take."""
+    """Return the error for tensors that mlx-lm's code for this type does not take."""
     if method := quantisation_of(checkpoint).method:
         code = f"mlx-lm's code for {checkpoint.config['model_type']}"
         return ModelError(
@@ -65,12 +65,12 @@ def misfit(checkpoint: Checkpoint, reason: str) -> ModelError:
 
 
 def require_fp8_read(checkpoint: Checkpoint, model: Any) -> None:
-    """Refuse fp8 tensors with a scale per block that `sanitize` of this type leaves as they are, or takes for bytes.
+    """Refuse fp8 tensors with a scale per block if the type's `sanitize` does not convert them.
 
-    `sanitize` is tried on a matrix of a single number: only what it makes of that tells fp8 from bytes.
+    Only a trial shows whether it leaves them as they are or takes them for bytes: give it a matrix of a single number.
 
     Raises:
-        ModelError: it does not make the number of it.
+        ModelError: the trial does not return that number.
     """
     scales = [name for name in checkpoint.tensors if name.endswith("_scale_inv") and is_text(name)]
     if not scales:
@@ -90,12 +90,12 @@ def require_fp8_read(checkpoint: Checkpoint, model: Any) -> None:
 
 
 def unpack_awq(checkpoint: Checkpoint, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """The tensors in the order of numbers that MLX has. Nothing is evaluated."""
+    """Return the tensors with their numbers in MLX's order. Nothing is evaluated."""
     from mlx_lm.utils import _transform_awq_weights  # and with it transformers, which most workers never need
 
     try:
         return _transform_awq_weights(weights, _foreign(checkpoint))[0]
-    except (*MISFITS, NameError) as error:  # it has no name for a dtype where nothing is packed
+    except (*MISFITS, NameError) as error:  # NameError: mlx-lm's code fails so if nothing is packed
         raise misfit(checkpoint, first_line(error)) from error
 
 
@@ -115,7 +115,7 @@ def _checked(checkpoint: Checkpoint, own: Any) -> dict[str, Any]:
 
 
 def _foreign(checkpoint: Checkpoint) -> Any:
-    """What another tool than mlx-lm says of its quantisation; ModelOpt may say so in a file of its own."""
+    """Return another tool's quantisation settings, if any; ModelOpt may have a file of its own for them."""
     config = checkpoint.config
     text = config.get("text_config")
     if found := config.get("quantization_config") or (isinstance(text, dict) and text.get("quantization_config")):
@@ -131,14 +131,14 @@ def _foreign(checkpoint: Checkpoint) -> Any:
 
 
 def _parameters(checkpoint: Checkpoint, method: str, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """mlx-lm's parameters for what another tool made; None where `sanitize` makes plain numbers of it."""
+    """Return mlx-lm's parameters for another tool's method; None if `sanitize` makes plain numbers of the tensors."""
     match method:
         case "mxfp4":
             return _MXFP4
         case "mxfp8":
             return _MXFP8
         case "fp8":
-            # power-of-two scales over 32 x 32 blocks are MLX's own, so that nothing need be converted
+            # power-of-two scales over 32 x 32 blocks are MLX's own format: nothing needs to be converted
             packed = settings.get("scale_fmt") == "ue8m0" and settings.get("weight_block_size") == [32, 32]
             return _MXFP8 if packed else None
         case "awq" if settings.get("bits", 4) == 4:
@@ -153,7 +153,7 @@ def _parameters(checkpoint: Checkpoint, method: str, settings: dict[str, Any]) -
 
 
 def _is_plain_int4(settings: dict[str, Any]) -> bool:
-    """Whether packed integers, if that is what there is, are of 4 bits around a zero in their middle."""
+    """Return whether packed integers, if the format has them, have 4 bits and are symmetric."""
     groups = settings.get("config_groups")
     weights = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else []
     return settings["format"] != "pack-quantized" or all(

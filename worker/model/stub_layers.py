@@ -1,17 +1,22 @@
 """Stub layers: a gate before every layer decides whether the layer runs, while mlx-lm's own forward runs unchanged.
 
 The forward makes masks, scales, positions and cache indices for the whole list of layers, wherever they are. With a
-gate before every layer the model can be cut between any two.
+gate before every layer the model can be cut between any two. Modules of other stages lose their arrays.
+Shapes: B slots, L window length.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from typing import Any, Protocol
 
+import mlx.core as mx
 import mlx.nn as nn
 
 Run = Callable[..., Any]
+Shapes = Sequence[tuple[int, ...]]  # of a row of each tensor that travels between layers
 
 
 class LayerGate(Protocol):
@@ -43,3 +48,48 @@ def _with_gate(cls: type) -> type:
         return entry.gate.enter(entry.index, lambda *a, **k: cls.__call__(self, *a, **k), args, kwargs)
 
     return type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
+
+
+def as_returned(rows: mx.array, shapes: Shapes, num_parts: int) -> Any:
+    """Turn rows [B, L, sum of shapes] that travelled into a layer's result: an array, or a tuple of `num_parts`."""
+    if not num_parts:
+        return rows
+    splits = tuple(accumulate(map(math.prod, shapes[:-1])))
+    parts = rows.split(splits, axis=-1) if splits else [rows]
+    shaped = [part.reshape(*rows.shape[:2], *shape) for part, shape in zip(parts, shapes, strict=True)]
+    return (*shaped, *[None] * (num_parts - len(shaped)))
+
+
+def as_rows(result: Any, shapes: Shapes) -> mx.array:
+    """Return the part of a layer's result that travels, side by side: [B, L, sum of shapes]."""
+    if len(shapes) == 1:
+        return result[0] if isinstance(result, tuple | list) else result
+    return mx.concatenate([part.reshape(*part.shape[:2], -1) for part in result[: len(shapes)]], axis=-1)
+
+
+class StubEmbedding:
+    """An embedding that another node holds: it returns the right shape and dtype, and is never computed."""
+
+    def __init__(self, shape: Sequence[int], dtype: mx.Dtype) -> None:
+        self._shape, self._dtype = shape, dtype
+
+    def __call__(self, ids: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        return mx.zeros((*ids.shape[:2], *self._shape), self._dtype)
+
+
+def drop_part(parent: nn.Module, key: str, besides: Sequence[nn.Module] = ()) -> None:
+    """Take all arrays out of a part of a module, except those that the modules `besides` share."""
+    part = parent[key]
+    if isinstance(part, mx.array):
+        del parent[key]
+    for module in part if isinstance(part, list) else [part]:
+        if isinstance(module, nn.Module):
+            drop_arrays(module, besides)
+
+
+def drop_arrays(module: nn.Module, besides: Sequence[nn.Module] = ()) -> None:
+    """Take all arrays out of a module, except those that the modules `besides` share."""
+    kept = {id(part) for other in besides for part in other.modules()}
+    for part in module.modules():
+        for key in [key for key, value in part.items() if isinstance(value, mx.array) and id(part) not in kept]:
+            del part[key]

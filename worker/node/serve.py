@@ -20,11 +20,10 @@ from worker.errors import ConfigError
 from worker.node.announce import about, announcing
 from worker.node.configuration import configuration_of
 from worker.node.hop import add_node
-from worker.node.log import log_failure, worker_log
+from worker.node.log import dated, log_failure, worker_log
 from worker.node.model_sources import ModelSources
 from worker.node.network import MOST_CONNECTIONS, AddressMissing, Network
 from worker.node.service import NodeService
-from worker.platform.dated import dated
 from worker.platform.installation import running_code
 from worker.platform.interrupts import INTERRUPTED
 from worker.platform.machine import allow_connections, kept_awake

@@ -11,7 +11,7 @@ from typing import Any
 import msgpack
 
 from protos.brigade_pb2 import RowTimes, Speed
-from worker.compute.microbenchmark import gauge
+from worker.compute.microbenchmark import measure_speed
 from worker.model.checkpoint import Checkpoint
 from worker.model.describe import describe
 from worker.platform.installation import cache_folder
@@ -42,7 +42,7 @@ async def measured_speed(checkpoint: Checkpoint, thread: MlxThread, *, anew: boo
     free_bytes = memory_budget() - memory_held().active
     if _COPIES * max(kind.weight_bytes for kind in spec.kinds) > free_bytes:
         return Speed()
-    found = await thread.run(partial(gauge, checkpoint))
+    found = await thread.run(partial(measure_speed, checkpoint))
     await run_in_thread(partial(_write, _file_of(checkpoint), _key(checkpoint), found))
     return found
 

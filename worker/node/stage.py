@@ -15,11 +15,10 @@ from typing import Any
 
 from protos.brigade_pb2 import Credit, Frame, Result, StatusReply
 from worker.compute.executor import Executor, Step
-from worker.compute.exhaustion import memory_errors_named
 from worker.errors import BrigadeError, FrameError, StageLost, without_trace
 from worker.node.framing import PLAIN, Arrival, FrameAssembler, Wire
 from worker.node.hop import pack, unpack
-from worker.platform.mlx_memory import forget_peak, memory_held
+from worker.platform.mlx_memory import forget_peak, memory_errors_named, memory_held
 from worker.platform.threads import MlxThread
 
 _DEPTH = 64  # frames that may wait here: more than a scheduler ever has in flight, so one more is a peer's error

@@ -1,10 +1,10 @@
-"""Runs the system's commands that describe its settings: bounded in time and output, in English."""
+"""Runs the commands that show a system's settings, in English and bounded in time and output."""
 
 import os
 import subprocess
 from collections.abc import Callable
 
-Ask = Callable[..., str]  # takes a command's words; returns what it prints, "" if it is missing or takes too long
+Ask = Callable[..., str]  # takes a command's words; returns its output, "" if it is missing or takes too long
 
 _SYSTEM = [os.path.join(os.sep, *parts) for parts in (("usr", "sbin"), ("sbin",))]  # a service may lack them in PATH
 _WITHIN_S = 15.0  # system_profiler takes seconds
@@ -12,13 +12,13 @@ _MAX_CHARACTERS = 1 << 20
 
 
 class Commands:
-    """An Ask that notes in `unread` which existing commands gave no answer. It blocks, so call it from a thread."""
+    """An Ask that lists in `unread` the existing commands that failed. It blocks, so call it from a thread."""
 
     def __init__(self) -> None:
         self.unread: list[str] = []
 
     def __call__(self, *command: str) -> str:
-        """Return what the command prints, whatever its exit code: some fail to report that a feature is off."""
+        """Return the command's output, whatever its exit code: some fail to report that a feature is off."""
         path = os.pathsep.join([os.environ.get("PATH", os.defpath), *_SYSTEM])
         try:
             done = subprocess.run(

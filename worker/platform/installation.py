@@ -17,14 +17,14 @@ _PACKAGES = ("mlx", "mlx-lm", "brigade")
 
 @dataclass(frozen=True)
 class RunningCode:
-    """The versions and the code digest that this process runs; files on disk may be replaced later."""
+    """The versions and the code digest of this process; files on disk may be replaced later."""
 
     versions: dict[str, str]
     code: str
 
 
 def version_of(package: str) -> str:
-    """Return the version of an installed package. A checkout may run without being installed."""
+    """Return a package's version, "not installed" for Brigade itself if it runs from a checkout."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -33,13 +33,13 @@ def version_of(package: str) -> str:
 
 @cache
 def running_code() -> RunningCode:
-    """Return what this process runs. Call it once at the start of a long-lived process: the result is cached."""
+    """Return what this process runs. Call it at the start of a long-lived process: the result is cached."""
     versions = {"python": platform.python_version()} | {package: version_of(package) for package in _PACKAGES}
     return RunningCode(versions, code_on_disk())
 
 
 def code_on_disk() -> str:
-    """Return the first twelve hex digits of the SHA-256 of Brigade's Python files as they are now."""
+    """Return the first twelve hex digits of the SHA-256 of Brigade's Python files on disk."""
     digest = hashlib.sha256()
     for package in _OWN:
         for file in sorted((_ROOT / package).rglob("*.py")):
@@ -48,7 +48,7 @@ def code_on_disk() -> str:
 
 
 def cache_folder() -> Path:
-    """Return the folder for files that can be measured or fetched again."""
+    """Return the folder for files that can be made or fetched again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "brigade"
 
 

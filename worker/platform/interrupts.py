@@ -1,4 +1,4 @@
-"""Ctrl-C while no event loop runs: it ends the process at once, and none is lost to MLX's look for a compiler."""
+"""Ctrl-C while no event loop runs: it ends the process at once, even while MLX looks for a compiler."""
 
 import os
 import signal
@@ -7,15 +7,15 @@ INTERRUPTED = 130
 
 
 def end_when_interrupted() -> None:
-    """From now on Ctrl-C is an end without a word, whatever is being imported or parsed."""
+    """End the process silently at Ctrl-C from now on, during imports and parsing too."""
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
 
 
 def find_compiler() -> None:
-    """Have MLX look for the CPU's compiler now, while this process has only one thread.
+    """Let MLX look for the CPU's compiler now, while this process has only one thread.
 
-    MLX looks once per process, by system(), which ignores SIGINT until it returns: a Ctrl-C would be lost. Blocked in
-    the only thread, SIGINT waits instead, and takes effect when this function returns.
+    MLX looks once per process, by system(), which ignores SIGINT until it returns, so that a Ctrl-C would be lost. With
+    SIGINT blocked in the only thread, it takes effect when this function returns.
     """
     import mlx.core as mx
 

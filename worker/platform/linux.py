@@ -1,4 +1,4 @@
-"""What Linux tells of itself, by sysfs, psutil and systemd where they exist. READINGS are like those of mac.py."""
+"""Facts about a Linux machine, from sysfs, psutil and systemd if they exist. READINGS are like those of mac.py."""
 
 import os
 import re
@@ -62,7 +62,7 @@ def _medium(folder: Path) -> Medium:
 
 
 def _text(file: Path) -> str:
-    """Read a file of sysfs; "" where the kernel refuses, as it does for some of an interface that is down."""
+    """Read a file of sysfs; "" if the kernel refuses, as it does for some files of an interface that is down."""
     try:
         return file.read_text(errors="replace").strip()
     except OSError:

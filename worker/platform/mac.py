@@ -1,7 +1,7 @@
-"""What a Mac tells of itself, by the system's own commands.
+"""Facts about a Mac, from the system's own commands.
 
-READINGS are independent of each other, so that they can run at the same time. The parsers accept any text: what they do
-not recognise is left out of the facts.
+READINGS are independent of each other, so that they can run at the same time. The parsers accept any text and leave out
+what they do not recognise.
 """
 
 import os

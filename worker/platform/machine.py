@@ -27,15 +27,15 @@ _HEADROOM = 0.9  # leave a tenth to the system
 def memory_budget() -> int:
     """Return the bytes that weights and caches may take here, including those that this process holds already.
 
-    On Apple silicon that follows Metal's recommended working set, which the GPU may wire down whatever the system
-    caches; elsewhere the free memory.
+    The budget follows Metal's recommended working set on Apple silicon, which the GPU may wire down even if the system
+    caches files there, and the free memory elsewhere.
     """
     held = mx.get_active_memory() + mx.get_cache_memory()
     return budget_from(mx.device_info(), psutil.virtual_memory().available + held)
 
 
 def budget_from(device: dict[str, str | int], available: int) -> int:
-    """Return the budget for a device as MLX describes it and so many available bytes."""
+    """Return the budget of a device, as MLX describes it, with this many bytes available."""
     return int(_HEADROOM * int(device.get("max_recommended_working_set_size") or available))
 
 
@@ -60,7 +60,7 @@ def machine_name() -> str:
 
 
 def asleep_s() -> float:
-    """Return the seconds that this machine has slept since it was started; changes of its date do not count."""
+    """Return the seconds that this machine has slept since its start; changes of its date do not count."""
     return asleep_by(platform.system(), lambda name: time.clock_gettime(getattr(time, name)))
 
 
@@ -73,13 +73,13 @@ def asleep_by(system: str, read: Callable[[str], float]) -> float:
 
 
 class SleepWatch:
-    """Finds a sleep in successive readings of `asleep_s`. Pure."""
+    """Detects sleep in successive readings of `asleep_s`. Pure."""
 
     def __init__(self, asleep_s: float) -> None:
         self._last_s = asleep_s
 
     def look(self, asleep_s: float) -> float:
-        """Return the seconds slept since the last look; 0 for at most five."""
+        """Return the seconds slept since the last look; 0 if they are five or fewer."""
         slept_s, self._last_s = asleep_s - self._last_s, asleep_s
         return slept_s if slept_s > _SLEEP_COUNTS_S else 0.0
 

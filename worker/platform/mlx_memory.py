@@ -1,12 +1,21 @@
-"""MLX's memory in this process: how much it holds, and its limits."""
+"""MLX's memory in this process: how much it holds, its limits, and its out-of-memory errors."""
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
 
 import mlx.core as mx
 import psutil
 
+from worker.errors import OutOfMemory
+
 _LEAST_CACHE = 64 << 20  # buffers that a step frees and the next one takes again
+# MLX has no exception type for a lack of memory: its texts tell
+_SIZE = re.compile(r"(?:Unable|Attempting) to allocate (\d+) bytes")
+_LIMIT = re.compile(r"maximum allowed buffer size of (\d+) bytes")
+_SIGNS = ("MemoryError", "out of memory", "OutOfMemory", "Insufficient Memory", "bad_alloc")
 
 
 class MemoryHeld(NamedTuple):
@@ -14,11 +23,11 @@ class MemoryHeld(NamedTuple):
 
     active: int
     cached: int  # freed, and kept for the next arrays
-    peak: int  # the most that were active since the last `forget_peak`
+    peak: int  # the most active bytes since the last `forget_peak`
 
 
 class MemoryLimits(NamedTuple):
-    """Bytes. `wired` is what Metal keeps from being paged out; 0 where there is no Metal."""
+    """Bytes. `wired` is what Metal keeps from being paged out; 0 without Metal."""
 
     memory: int
     cache: int
@@ -43,10 +52,10 @@ def give_back() -> None:
 
 
 def keep_within(memory_bytes: int, weight_bytes: int) -> None:
-    """Hold weights and caches in `memory_bytes`, of which the weights take so many; 0 leaves it to MLX.
+    """Hold weights and caches in `memory_bytes`, of which the weights take `weight_bytes`; 0 sets no limit.
 
-    Beyond that MLX frees what it has cached, and waits for what it computes before it takes more; it refuses nothing.
-    On Apple silicon Metal may wire all of it: a shard paged out between steps would stall the chain.
+    Beyond the limit MLX frees cached buffers and waits for running computations before it allocates; it refuses
+    nothing. On Apple silicon Metal may wire all of it: a shard paged out between steps would stall the chain.
     """
     device, usual = mx.device_info(), _usual_limits()
     if not memory_bytes:
@@ -58,9 +67,9 @@ def keep_within(memory_bytes: int, weight_bytes: int) -> None:
 
 
 def limits_of(memory_bytes: int, weight_bytes: int, device: dict[str, str | int], most: int) -> MemoryLimits:
-    """The rule of `keep_within` on plain numbers; Metal refuses to wire more than it recommends.
+    """Return the limits for `keep_within`; Metal refuses to wire more than it recommends.
 
-    The plan is another machine's: less than the weights is no limit to keep to, nor is more than `most`, which is all.
+    The plan comes from another machine, so the memory counts as at least the weights and at most `most`.
     """
     memory = max(weight_bytes, min(memory_bytes, most))
     return MemoryLimits(memory, max(_LEAST_CACHE, memory - weight_bytes), min(memory, _most_wired(device)))
@@ -79,7 +88,35 @@ def _set(limits: MemoryLimits) -> None:
 
 @cache
 def _usual_limits() -> MemoryLimits:
-    """MLX's own, as they are before any is set: on a CPU it keeps next to nothing."""
+    """Return MLX's own limits, read before any is set; on a CPU it caches next to nothing."""
     cached = mx.set_cache_limit(0)
     mx.set_cache_limit(cached)
     return MemoryLimits(int(mx.get_memory_limit()), int(cached), 0)
+
+
+def out_of_memory(text: str, doing: str) -> OutOfMemory | None:
+    """Return the OutOfMemory error for an MLX error text, or None if it is about something else."""
+    size, limit = _SIZE.search(text), _LIMIT.search(text)
+    if not size and not any(sign in text for sign in _SIGNS):
+        return None
+    wanted = f"could not get {_gib(size[1])}" if size else "the device does not say how much was missing"
+    most = f" at once, where {_gib(limit[1])} is the most" if limit else ""
+    return OutOfMemory(
+        f"out of memory {doing}: {wanted}{most}; "
+        "give this node fewer layers, or ask for less context, shorter prompt chunks or fewer requests at once"
+    )
+
+
+@contextmanager
+def memory_errors_named(doing: str) -> Iterator[None]:
+    """Turn MLX's out-of-memory errors into OutOfMemory."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if (named := out_of_memory(f"{error!r}", doing)) is None:
+            raise
+        raise named from error
+
+
+def _gib(num_bytes: str) -> str:
+    return f"{int(num_bytes) / 2**30:.2f} GiB"

@@ -1,6 +1,6 @@
 """Typer apps, and how a command ends: exceptions become messages and exit codes.
 
-One of the few places that may catch anything.
+This is one of the few places with a broad `except`.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ _FLAGS = {"temperature": "temp"}  # parameters whose flags have another name
 
 
 class OnceEach(TyperCommand):
-    """A command that refuses an option whose value is given twice: only the last one would count."""
+    """A command that refuses an option given twice: only the last value would count."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Raises InputError for such an option, and what the parser raises."""
+        """Parse the arguments. Raises InputError for an option given twice, and what the parser raises."""
         _, _, given = self.make_parser(ctx).parse_args(args=list(args))
         for parameter in self.params:
             is_free = getattr(parameter, "multiple", False) or getattr(parameter, "is_flag", False)
@@ -34,13 +34,13 @@ class OnceEach(TyperCommand):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command, after what has to be done before it makes a thread."""
+        """Run the command, after the step that must precede its first thread."""
         find_compiler()
         return super().invoke(ctx)
 
 
 class App(typer.Typer):
-    """Commands whose options take one value each, with help by -h too."""
+    """A Typer app whose options take one value each, with -h for help."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(
@@ -80,15 +80,15 @@ def run_command(command: Callable[..., Any] | typer.Typer) -> NoReturn:
 def _exit_code(app: typer.Typer) -> int:
     try:
         code = app(standalone_mode=False) or 0
-        sys.stdout.flush()  # here, where a closed standard output can still be told from a failure
+        sys.stdout.flush()  # here a closed standard output can still be told from a failure
         return code
     except SystemExit as error:
-        if isinstance(error.__context__, BrokenPipeError):  # that is how typer reports it
+        if isinstance(error.__context__, BrokenPipeError):  # typer reports it so
             return _reader_left()
         raise
     except TyperException as error:
         context = getattr(error, "ctx", None)
-        if message := error.format_message():  # none if no command was given: its help is out already
+        if message := error.format_message():  # empty if no command was given: its help is printed already
             _complain(f"{message} (see {context.command_path if context else 'brigade'} --help)")
         return 2
     except (typer.Abort, KeyboardInterrupt):
@@ -111,7 +111,7 @@ def _exit_code(app: typer.Typer) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Open the null device for each standard stream that the caller closed: else the next file would take its place."""
+    """Open the null device for each closed standard stream, or the next opened file would take its place."""
     for number, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
         try:
             os.fstat(number)
@@ -122,7 +122,7 @@ def _open_standard_streams() -> None:
         for stream, mode in ((sys.stdin, "r"), (sys.stdout, "w"), (sys.stderr, "w"))
     )
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error is: what cannot be encoded is spelled
+        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error does
 
 
 def _complain(message: str) -> None:
@@ -130,6 +130,6 @@ def _complain(message: str) -> None:
 
 
 def _reader_left() -> int:
-    """Standard output was closed (`| head`): not a failure, but nothing more may be written."""
+    """Return the exit code when standard output was closed (`| head`), and write nothing more."""
     sys.stdout = None
     return 0

@@ -1,8 +1,8 @@
-"""What asyncio lacks: a task that lives as long as a context, and an await that cancellation does not break off."""
+"""What asyncio lacks: tasks that end with a context, an await that ignores cancellation, and a count of users."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 Task = asyncio.Task[None]
@@ -23,7 +23,7 @@ async def background(
 
 
 async def shielded(work: Coroutine[Any, Any, None]) -> None:
-    """Await the work to its end even if this task is cancelled meanwhile; then raise the cancellation."""
+    """Await the work to its end even if this task is cancelled meanwhile, then raise the cancellation."""
     task = asyncio.create_task(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -34,3 +34,42 @@ async def shielded(work: Coroutine[Any, Any, None]) -> None:
     task.result()
     if cancelled is not None:
         raise cancelled
+
+
+class Use:
+    """Counts the users of one thing, to find out when it has been idle for a while."""
+
+    def __init__(self) -> None:
+        self._num_users = 0
+        self._used = asyncio.Event()
+        self._unused = asyncio.Event()
+        self._unused.set()
+
+    @property
+    def is_used(self) -> bool:
+        return self._num_users > 0
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """Count one user for the length of this context."""
+        self._num_users += 1
+        self._used.set()
+        self._unused.clear()
+        try:
+            yield
+        finally:
+            self._num_users -= 1
+            if not self._num_users:
+                self._used.clear()
+                self._unused.set()
+
+    async def wait_unused(self, for_s: float | None) -> None:
+        """Return once nothing has used it for `for_s` seconds without a break; never if None."""
+        while True:
+            await self._unused.wait()
+            try:
+                async with asyncio.timeout(for_s):
+                    await self._used.wait()
+            except TimeoutError:
+                if not self.is_used:  # not used since the timeout fired
+                    return

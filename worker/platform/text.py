@@ -1,4 +1,4 @@
-"""Text for terminals and JSON: bytes in units, foreign text made harmless, JSON that is always valid UTF-8."""
+"""Text for terminals and JSON: bytes with units, sanitised text of other machines, JSON that is valid UTF-8."""
 
 import json
 from typing import Any

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_MOST_TRACED = 100  # frames that an exception keeps; one that is raised again and again would gather them
+_MOST_TRACED = 100  # frames that an exception keeps; one that is raised repeatedly would collect them
 _given_up: list[threading.Thread] = []
 _Job = tuple[Callable[[], Any], asyncio.AbstractEventLoop, "asyncio.Future[Any]"]
 
@@ -29,7 +29,7 @@ class CallThread:
         self._thread.start()
 
     async def run(self, call: Callable[[], T]) -> T:
-        """The call's result, or its exception. Cancelling the wait does not stop the call.
+        """Return the call's result or raise its exception. Cancelling the wait does not stop the call.
 
         Raises:
             RuntimeError: the thread is closed.
@@ -47,7 +47,7 @@ class CallThread:
         return future
 
     def give_way(self) -> None:
-        """Run the calls that are queued now. A long call on this thread calls this between two of its parts."""
+        """Run the calls that are queued now; a long call on this thread calls this between two of its parts."""
         for _ in range(self._jobs.qsize()):
             job = self._jobs.get()
             if job is None:
@@ -79,7 +79,7 @@ def calls_are_left() -> bool:
 
 
 async def run_in_thread(call: Callable[[], T]) -> T:
-    """Run one long call on a thread of its own. The end of the process does not wait for it."""
+    """Run one long call on a thread of its own, for which the end of the process does not wait."""
     thread = CallThread("background")
     try:
         return await thread.run(call)

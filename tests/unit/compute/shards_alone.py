@@ -17,6 +17,7 @@ from tools.model_types.make import make_type
 from worker.compute import shard as shard_module
 from worker.compute.shard import CutModel, Shard
 from worker.errors import ModelError
+from worker.memory.caches import members
 from worker.memory.lane import LaneWindow
 from worker.model.checkpoint import Checkpoint, open_folder
 from worker.model.describe import describe
@@ -176,7 +177,7 @@ def test_norm_and_head_find_empty_caches_at_every_step(tmp_path: Path, monkeypat
     logits = CutModel.logits
 
     def watched(self: CutModel, h: mx.array, caches: Any) -> mx.array:
-        seen.append([array for cache in caches for array in cache.arrays()])
+        seen.append([array for listed in caches for cache in members(listed) for array in cache.arrays()])
         return logits(self, h, caches)
 
     monkeypatch.setattr(CutModel, "logits", watched)

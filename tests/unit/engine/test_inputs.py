@@ -72,7 +72,7 @@ def test_a_prompt_that_is_plainly_too_long_is_refused_before_it_is_tokenized(
         ),
         (
             json_grammar({"$ref": "#"}),
-            r"the grammar cannot go on: no text is one of it; a rule or \$ref may stand for it",
+            r"the grammar cannot go on: no text matches it; a rule or \$ref may stand for it",
         ),
     ],
     ids=["regex", "schema", "itself"],

@@ -10,7 +10,7 @@ from worker.errors import CacheMismatch
 from worker.memory.cache import Int8Cache, KVCache, RecurrentState
 from worker.memory.caches import Caches, members
 from worker.model.cachespec import Memory
-from worker.model.model_info import Entry
+from worker.model.probe_pass import Entry
 
 H, K = 2, 4
 FULL, WINDOW, STATE = Memory(None, H, K, K, 4), Memory(6, H, K, K, 4), Memory(state_arrays=2)

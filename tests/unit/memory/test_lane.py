@@ -12,7 +12,7 @@ from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache
 from worker.memory.caches import Caches, members
 from worker.memory.lane import BatchCache, Lane, LaneCache, LaneMask, LaneWindow, View
 from worker.model.cachespec import Memory
-from worker.model.model_info import Entry
+from worker.model.probe_pass import Entry
 
 H, K = 2, 32
 FULL, WINDOW, STATE = Memory(None, H, K, K, 4), Memory(6, H, K, K, 4), Memory(state_arrays=1)

@@ -12,8 +12,8 @@ from tests.unit.model.toy import HEADS, LAYERS, VOCAB, WIDTH, Between, Layer, To
 from tools.model_types.make import build_type
 from worker.errors import ModelError
 from worker.model.cachespec import Memory
-from worker.model.model_info import as_returned, as_rows
 from worker.model.probe_pass import probe
+from worker.model.stub_layers import as_returned, as_rows
 
 FULL = Memory(None, HEADS, WIDTH // HEADS, WIDTH // HEADS, 4)
 

@@ -22,12 +22,12 @@ def gauged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The models that were measured, which takes no time here; what is kept of them is in a folder of its own."""
     found: list[str] = []
 
-    def gauge(checkpoint: object) -> Speed:
+    def measure_speed(checkpoint: object) -> Speed:
         found.append(checkpoint.name)  # type: ignore[attr-defined]
         return FOUND
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(speed_cache, "gauge", gauge)
+    monkeypatch.setattr(speed_cache, "measure_speed", measure_speed)
     return found
 
 
@@ -41,7 +41,7 @@ def test_it_can_be_measured_again(gauged: list[str], tmp_path: Path, monkeypatch
     folder = make_model(tmp_path / "a")
     speed_of(folder)
     slower = Speed(kinds=FOUND.kinds, head=FOUND.head, gbps=50)
-    monkeypatch.setattr(speed_cache, "gauge", lambda checkpoint: slower)
+    monkeypatch.setattr(speed_cache, "measure_speed", lambda checkpoint: slower)
     assert [speed_of(folder), speed_of(folder, anew=True), kept(folder)] == [FOUND, slower, slower]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.unit.virtual_time import VirtualTime
-from worker.platform.use import Use
+from worker.platform.tasks import Use
 
 KEEP_S = 300.0
 
@@ -49,18 +49,5 @@ def test_without_a_time_nothing_counts_as_unused(virtual: VirtualTime) -> None:
         assert not waiting.done()
         waiting.cancel()
         await asyncio.wait([waiting])
-
-    virtual.run(work())
-
-
-def test_who_waits_for_use_is_told_of_the_next_one(virtual: VirtualTime) -> None:
-    use = Use()
-
-    async def work() -> None:
-        waiting = asyncio.create_task(use.wait_used())
-        await asyncio.sleep(1)
-        assert not waiting.done()
-        with use.using():
-            await waiting
 
     virtual.run(work())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from worker.platform.dated import dated
+from worker.node.log import dated
 
 TIME = r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ"
 

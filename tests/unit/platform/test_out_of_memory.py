@@ -2,8 +2,8 @@
 
 import pytest
 
-from worker.compute.exhaustion import memory_errors_named, out_of_memory
 from worker.errors import OutOfMemory
+from worker.platform.mlx_memory import memory_errors_named, out_of_memory
 
 EXHAUSTED = {
     "[malloc] Unable to allocate 17179869184 bytes.": "could not get 16.00 GiB",
