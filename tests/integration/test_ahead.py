@@ -17,12 +17,12 @@ from tests.integration.conftest import Models, Whole, running
 from tests.integration.many import request, solo, together, tokens_of
 from tests.integration.upstream import window_of
 from tools.model_types.make import make_type
-from worker.compute.ahead import MLX_DTYPES, Ready, StepsAhead, looks_at_numbers
+from worker.compute.ahead import Ready, StepsAhead, looks_at_numbers
 from worker.compute.executor import Executor, Step
 from worker.compute.shard import Shard
 from worker.errors import CacheMismatch
 from worker.model.checkpoint import open_folder
-from worker.model.describe import describe
+from worker.model.describe import DTYPES, describe
 
 FAMILIES = ("qwen3", "gemma3_text", "qwen3_5", "qwen3_moe")
 REQUESTS = [
@@ -267,7 +267,7 @@ def test_a_forward_that_looks_at_numbers_is_known(tmp_path: Path) -> None:
     """mlx-lm's dbrx lists the experts that it has chosen: of a placeholder they would be any."""
     for name, expected in (("dbrx", True), ("phimoe", False)):
         checkpoint = open_folder(make_type(tmp_path / name, name))
-        dtype = MLX_DTYPES[describe(checkpoint).dtype]
+        dtype = DTYPES[describe(checkpoint).dtype]
         found = [looks_at_numbers(Shard(checkpoint, *layers), dtype) for layers in ((0, 1), (1, 2))]
         assert found == [expected, expected]
 

@@ -15,7 +15,7 @@ from math import prod
 import mlx.core as mx
 import numpy as np
 
-from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_FLOAT32, Cache, DType, Frame, Window
+from protos.brigade_pb2 import Cache, Frame, Window
 from worker.compute.sampling import Draws
 from worker.compute.shard import Shard
 from worker.compute.slot import Slot
@@ -111,9 +111,8 @@ class Launched:
     def is_of(self, frame: Frame) -> bool:
         """Return whether this frame asks for this step, perhaps for some of its slots only."""
         numbers = {window.slot for window in frame.windows}
-        if not numbers or not numbers <= self.slots.keys() or not _slots_besides(frame).isdisjoint(numbers):
-            return False
-        if not _go_on(frame.windows, self.slots):
+        is_alone = _slots_besides(frame).isdisjoint(numbers)
+        if not (numbers and numbers <= self.slots.keys() and is_alone and _go_on(frame.windows, self.slots)):
             return False
         fed: list[int] = self._fed.tolist()  # type: ignore[assignment]
         return all(window.tokens[0] == fed[self._numbers[window.slot]] for window in frame.windows)
@@ -248,13 +247,6 @@ def _slots_besides(frame: Frame) -> set[int]:
     """Return the slots that the frame opens, closes or copies."""
     opened = {session.slot for session in frame.opened}
     return opened | {s.fork_of for s in frame.opened if s.HasField("fork_of")} | set(frame.closed)
-
-
-MLX_DTYPES: dict[DType, mx.Dtype] = {
-    DTYPE_FLOAT32: mx.float32,
-    DTYPE_FLOAT16: mx.float16,
-    DTYPE_BFLOAT16: mx.bfloat16,
-}
 
 
 class Placeholder:

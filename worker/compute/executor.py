@@ -13,7 +13,7 @@ from itertools import accumulate
 import mlx.core as mx
 
 from protos.brigade_pb2 import DType, Failure, Frame, Result, Sampling, Session, Timing, Window
-from worker.compute.ahead import MLX_DTYPES, Outputs, Placeholder, Ready, StepsAhead, is_one_token
+from worker.compute.ahead import Outputs, Placeholder, Ready, StepsAhead, is_one_token
 from worker.compute.grammar import Guide
 from worker.compute.header import asked_rows, check_header, head_rows, num_rows
 from worker.compute.sampling import Draws, TokenScores
@@ -22,6 +22,7 @@ from worker.compute.slot import Slot
 from worker.errors import BrigadeError, CacheMismatch, FrameError, SamplingError
 from worker.memory.history import History
 from worker.memory.lane import LaneWindow
+from worker.model.describe import DTYPES
 
 _SHORT_BEGIN = 0.5  # the share of a step's time below which `begin` counts as short
 _SHORT_STEP_NS = 20_000_000
@@ -51,7 +52,7 @@ class Executor:
         self._idle_since = 0  # when the device last ran out of work, nanoseconds
         self._begin_share = 1.0  # the share of a step's time that `begin` takes
         self._step_ns = 0  # the last step's time
-        self._ahead = StepsAhead(shard, MLX_DTYPES[dtype])
+        self._ahead = StepsAhead(shard, DTYPES[dtype])
         self._last: Sequence[Window] = ()  # windows of the last finished step
 
     @property
@@ -149,7 +150,10 @@ class Executor:
         if ready:
             self._begin_ready(step, ready)
         elif places := self._begin_windows(step):
-            ids = self._tokens(step)
+            mask = self._shard.mask_token or 0  # without a MASK token these rows are padding
+            ids = mx.array(
+                [[id for w in step.windows for id in (*w.tokens, *[mask] * w.masks)]], mx.int32
+            )  # [1, sum L]
             h = self._shard(ids if x is None else rows_of(step.windows, step.frame.windows, x), places, ids)
             if self._checks_finite:
                 step.checks = [(w.slot, mx.isfinite(rows_of([w], step.windows, h)).all()) for w in step.windows]
@@ -264,11 +268,6 @@ class Executor:
                 self._begin_answer(step, window, outputs.logits[window.slot])
         if outputs.logits:
             self._evaluate_answers(step)
-
-    def _tokens(self, step: Step) -> mx.array:
-        """Return the token ids [1, sum L] of all windows."""
-        mask = self._shard.mask_token or 0  # without a MASK token these rows are padding
-        return mx.array([[id for w in step.windows for id in (*w.tokens, *[mask] * w.masks)]], mx.int32)
 
     def _begin_sampling(self, step: Step, h: mx.array) -> None:
         """Sample a token for every asked row of h [1, sum L, D]; no other row reaches the head."""

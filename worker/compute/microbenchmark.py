@@ -49,8 +49,11 @@ def measure_speed(checkpoint: Checkpoint, within_s: float = _WITHIN_S) -> Speed:
     finally:
         mx.clear_cache()  # make room for a shard
     first = tried[0]
-    kinds = [times.get(kind) or _scaled(times[first], kind.read_bytes / first.read_bytes) for kind in spec.kinds]
-    return Speed(kinds=kinds, head=head, gbps=max(_gbps(kind.read_bytes, times[kind]) for kind in tried))
+    for kind in set(spec.kinds) - set(tried):
+        factor = kind.read_bytes / first.read_bytes
+        times[kind] = RowTimes(rows=times[first].rows, ms=[ms * factor for ms in times[first].ms])
+    gbps = max(kind.read_bytes / max(times[kind].ms[0], 1e-6) / 1e6 for kind in tried)
+    return Speed(kinds=[times[kind] for kind in spec.kinds], head=head, gbps=gbps)
 
 
 def _example(spec: ModelSpec, kind: LayerSpec) -> int:
@@ -137,11 +140,3 @@ def _least(step: Step, num_rows: int, until: float) -> float:
     while len(found) <= _TRIES and time.monotonic() + count * found[0] < until:
         found.append(step(num_rows, count))
     return min(found)
-
-
-def _scaled(times: RowTimes, factor: float) -> RowTimes:
-    return RowTimes(rows=times.rows, ms=[ms * factor for ms in times.ms])
-
-
-def _gbps(num_bytes: int, times: RowTimes) -> float:
-    return num_bytes / max(times.ms[0], 1e-6) / 1e6

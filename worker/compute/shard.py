@@ -217,7 +217,7 @@ class _StageGate:
         self._info = info
         self.is_past = False  # whether only norm and head run
 
-    def enter(self, index: int, run: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, index: int, run: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if index < self._start or self.is_past:
             assert self.incoming is not None
             return as_returned(self.incoming, self._info.shapes, self._info.returns[index])

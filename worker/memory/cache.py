@@ -15,10 +15,7 @@ from mlx_lm.models.cache import ArraysCache
 from protos.brigade_pb2 import Cache
 from worker.errors import CacheMismatch
 from worker.model.cachespec import (
-    INT8,
     ROW_BLOCK,
-    STATE,
-    WHOLE,
     CacheSpec,
     Form,
     Memory,
@@ -34,9 +31,9 @@ Parts = tuple[mx.array, ...]  # how rows are stored: as they are, or as quantise
 def make_cache(memory: Memory, cache: Cache) -> LayerCache:
     """Return an empty cache for one memory of a layer, stored in the form that the session chose."""
     spec = cache_spec(memory, cache)
-    if spec.form is STATE:
+    if spec.form is Form.STATE:
         return RecurrentState(memory.state_arrays)
-    return (Int8Cache if spec.form is INT8 else KVCache)(spec.window, spec.keep)
+    return (Int8Cache if spec.form is Form.INT8 else KVCache)(spec.window, spec.keep)
 
 
 class KVCache:
@@ -46,7 +43,7 @@ class KVCache:
     query can see are dropped, several at a time.
     """
 
-    form: Form = WHOLE
+    form = Form.WHOLE
     step = ROW_BLOCK
 
     def __init__(self, window: int | None = None, keep: int = 0) -> None:
@@ -220,7 +217,7 @@ class KVCache:
 class Int8Cache(KVCache):
     """Keys and values quantised to 8 bits, with a scale and a bias per group; mlx-lm's attention reads them as such."""
 
-    form = INT8
+    form = Form.INT8
     bits = 8
 
     def _make_rows(self) -> Rows:

@@ -1,12 +1,11 @@
 """How much memory one layer's cache of one session takes, and where it can be cut. Plain numbers.
 
 What a layer remembers (`Memory`) and what the session chose (`Cache`) make a `CacheSpec`, on which the plan, admission
-and the caches themselves rely. A new kind of cache is a new `Form` in the table below and a class in
-worker/memory/cache.py.
+and the caches themselves rely. A new kind of cache is a new `Form` and a class in worker/memory/cache.py.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache
 
@@ -35,33 +34,17 @@ class Memory:
         return self.heads * (self.key_size + self.value_size) * self.item
 
 
-@dataclass(frozen=True)
-class Form:
-    """A way to store what a layer remembers."""
+class Form(Enum):
+    """How what a layer remembers is stored."""
 
-    name: str
-    has_rows: bool  # one per token; otherwise a state
-    can_be_packed: bool  # whether rows may share a buffer with those of other slots, as long as none slides out
-    takes_back: bool  # whether rows of the last window can be cut, as failed drafts require
-    row_bytes: Callable[[Memory], int]
+    WHOLE = "keys and values in the model's dtype"
+    INT8 = "keys and values in 8 bits"
+    STATE = "a state, which has no rows"
 
 
 def int8_group(head_size: int) -> int:
     """Return how many numbers of a head are quantised together."""
     return 64 if head_size % 64 == 0 else 32
-
-
-def _int8_row_bytes(memory: Memory) -> int:
-    """Return a byte per number, plus a scale and a bias in the model's dtype per group."""
-    sizes = (memory.key_size, memory.value_size)
-    return memory.heads * sum(size + size // int8_group(size) * 2 * memory.item for size in sizes)
-
-
-# fmt: off
-WHOLE = Form("whole", has_rows=True,  can_be_packed=True,  takes_back=True,  row_bytes=lambda memory: memory.row_bytes)
-INT8  = Form("int8",  has_rows=True,  can_be_packed=False, takes_back=True,  row_bytes=_int8_row_bytes)
-STATE = Form("state", has_rows=False, can_be_packed=False, takes_back=False, row_bytes=lambda memory: 0)
-# fmt: on
 
 
 @dataclass(frozen=True)
@@ -73,8 +56,14 @@ class CacheSpec:
     keep: int = 0
 
     @property
+    def takes_back(self) -> bool:
+        """Whether rows of the last window can be cut, as failed drafts require."""
+        return self.form is not Form.STATE
+
+    @property
     def can_be_packed(self) -> bool:
-        return self.form.can_be_packed and self.window is None
+        """Whether its rows may share a buffer with those of other slots."""
+        return self.form is Form.WHOLE and self.window is None
 
     @property
     def longest_chunk(self) -> int | None:
@@ -84,13 +73,13 @@ class CacheSpec:
     @property
     def rows_that_can_be_cut(self) -> int | None:
         """The length up to which it can be cut anywhere, None for any; a longer cache can only grow."""
-        if not self.form.has_rows:
+        if self.form is Form.STATE:
             return 0
         return None if self.window is None else self.keep + self.window
 
     def capacity(self, num_rows: int) -> int:
         """Return the most rows that its buffer has room for once `num_rows` have been written."""
-        if not self.form.has_rows:
+        if self.form is Form.STATE:
             return 0
         if self.can_be_packed:
             return pack_capacity(num_rows) or whole_blocks(num_rows)
@@ -98,26 +87,33 @@ class CacheSpec:
             return whole_blocks(num_rows)
         return min(whole_blocks(num_rows), whole_blocks(self.keep + self.window - 1 + ROW_BLOCK))
 
+    def row_bytes(self, memory: Memory) -> int:
+        """Return the bytes of one token; 8-bit groups have a scale and a bias in the model's dtype."""
+        if self.form is not Form.INT8:
+            return memory.row_bytes
+        sizes = (memory.key_size, memory.value_size)
+        return memory.heads * sum(size + size // int8_group(size) * 2 * memory.item for size in sizes)
+
     def read_bytes(self, memory: Memory, num_rows: int) -> int:
         """Return the bytes that one step reads once `num_rows` have been written: all that a query sees."""
         seen = num_rows if self.window is None else min(num_rows, self.keep + self.window)
-        return memory.state_bytes + seen * self.form.row_bytes(memory)
+        return memory.state_bytes + seen * self.row_bytes(memory)
 
     def nbytes(self, memory: Memory, num_rows: int) -> int:
         """Return the most bytes that it takes once `num_rows` have been written."""
-        return memory.state_bytes + self.capacity(num_rows) * self.form.row_bytes(memory)
+        return memory.state_bytes + self.capacity(num_rows) * self.row_bytes(memory)
 
 
 def cache_spec(memory: Memory, cache: Cache) -> CacheSpec:
     """Return how a layer's cache is stored, given what it remembers and what the session chose."""
     if memory.state_arrays:
-        return CacheSpec(STATE)
+        return CacheSpec(Form.STATE)
     if cache.kind == CACHE_INT8:
-        return CacheSpec(INT8, memory.window)
+        return CacheSpec(Form.INT8, memory.window)
     if cache.kind == CACHE_ROTATING:
         recent = cache.size - cache.keep
-        return CacheSpec(WHOLE, min(recent, memory.window or recent), 0 if memory.window else cache.keep)
-    return CacheSpec(WHOLE, memory.window)
+        return CacheSpec(Form.WHOLE, min(recent, memory.window or recent), 0 if memory.window else cache.keep)
+    return CacheSpec(Form.WHOLE, memory.window)
 
 
 def whole_blocks(num_rows: int, block: int = ROW_BLOCK) -> int:

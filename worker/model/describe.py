@@ -1,15 +1,15 @@
 """Describes a checkpoint: what a plan needs to know, and which tensors a shard needs. Reads headers only."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_FLOAT32
+from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_FLOAT32, DType
 from worker.errors import ModelError
 from worker.model.build import Absent, build, tensors_of_module
 from worker.model.checkpoint import Checkpoint
@@ -18,7 +18,12 @@ from worker.model.modelspec import LayerSpec, ModelSpec
 from worker.model.module_tree import ModuleTree, is_text, layer_in_checkpoint, module_tree_of
 from worker.model.probe_pass import ModelInfo, probe
 
-_DTYPES = {mx.float32: DTYPE_FLOAT32, mx.float16: DTYPE_FLOAT16, mx.bfloat16: DTYPE_BFLOAT16}
+DTYPES: dict[DType, mx.Dtype] = {  # of hidden states
+    DTYPE_FLOAT32: mx.float32,
+    DTYPE_FLOAT16: mx.float16,
+    DTYPE_BFLOAT16: mx.bfloat16,
+}
+_ENUMS = {dtype: enum for enum, dtype in DTYPES.items()}
 _CONTEXTS = (
     "max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "model_max_length", "n_ctx",
 )  # fmt: skip
@@ -32,27 +37,30 @@ FRONT, BACK = -1, -2  # places beside the numbers of layers: the embedding, and 
 
 @dataclass(frozen=True)
 class CheckpointLayout:
-    """A checkpoint's model info, and where its tensors go. Holds no array."""
+    """What is known about a checkpoint's model, and where its tensors go. Holds no array."""
 
     info: ModelInfo
-    sizes: dict[int, int]  # bytes in memory, by layer, FRONT and BACK
+    spec: ModelSpec
     places: dict[str, int]  # by name, of the checkpoint's tensors that are part of the model
-    idle: dict[int, int]  # bytes that one token does not read, by layer
-
-    @cached_property
-    def spec_layers(self) -> tuple[LayerSpec, ...]:
-        layers = range(self.info.num_layers)
-        return tuple(LayerSpec(self.sizes.get(i, 0), self.info.memories_of(i), self.idle.get(i, 0)) for i in layers)
 
 
-_DESCRIBED: WeakKeyDictionary[Checkpoint, CheckpointLayout] = WeakKeyDictionary()
+_LAYOUTS: WeakKeyDictionary[Checkpoint, CheckpointLayout] = WeakKeyDictionary()
 
 
 def layout_of(checkpoint: Checkpoint) -> CheckpointLayout:
-    """Return a checkpoint's layout, which a probe pass finds once. Raises ModelError as `describe` does."""
-    if checkpoint not in _DESCRIBED:
-        _DESCRIBED[checkpoint] = _describe(checkpoint)
-    return _DESCRIBED[checkpoint]
+    """Return a checkpoint's layout, from configuration and headers; it is found once.
+
+    Raises:
+        ModelError: the model cannot be cut, or configuration and tensors do not fit together.
+    """
+    if checkpoint not in _LAYOUTS:
+        _LAYOUTS[checkpoint] = _layout(checkpoint)
+    return _LAYOUTS[checkpoint]
+
+
+def describe(checkpoint: Checkpoint) -> ModelSpec:
+    """Return everything that a plan needs. Raises ModelError as `layout_of` does."""
+    return layout_of(checkpoint).spec
 
 
 def shard_tensors(checkpoint: Checkpoint, start: int, end: int) -> list[str]:
@@ -65,55 +73,44 @@ def shard_tensors(checkpoint: Checkpoint, start: int, end: int) -> list[str]:
     return [name for name, place in found.places.items() if place in wanted]
 
 
-def describe(checkpoint: Checkpoint) -> ModelSpec:
-    """Return everything that a plan needs, from configuration and headers.
-
-    Raises:
-        ModelError: the model cannot be cut, or configuration and tensors do not fit together.
-    """
-    found = layout_of(checkpoint)
-    info = found.info
-    return ModelSpec(
-        name=checkpoint.name,
-        family=checkpoint.config["model_type"],
-        layers=found.spec_layers,
-        embed_bytes=found.sizes.get(FRONT, 0),
-        head_bytes=found.sizes.get(BACK, 0),
-        tied=info.tied,
-        hidden_size=info.hidden_size,
-        vocab_size=info.vocab_size,
-        context=_first_count(checkpoint.config, _CONTEXTS, _DEFAULT_CONTEXT),
-        dtype=_DTYPES[info.dtype],
-        mask_token=mask_token_of(checkpoint.config, info.vocab_size),
-        int8_refusal=info.int8_refusal,
-        rotating_refusal=info.rotating_refusal,
-    )
-
-
-def _describe(checkpoint: Checkpoint) -> CheckpointLayout:
-    unread = Absent()
+def _layout(checkpoint: Checkpoint) -> CheckpointLayout:
+    config, unread = checkpoint.config, Absent()
     model = build(checkpoint, unread)
     tree, parameters = module_tree_of(model), tensors_of_module(model)
-    sizes: dict[int, int] = {}
+    sizes: Counter[int] = Counter()
     for name, array in parameters:
-        place = _place(tree, name)
-        sizes[place] = sizes.get(place, 0) + array.nbytes
+        sizes[_place(tree, name)] += array.nbytes
     unchanged = {own: _place(tree, name) for name, array in parameters if (own := unread.name_of(array))}
-    num_chosen = _first_count(checkpoint.config, _CHOSEN, 0)
-    idle = {number: _idle_bytes(layer, num_chosen) for number, layer in enumerate(tree.layers)} if num_chosen else {}
+    num_chosen = _first_count(config, _CHOSEN, 0)
+    idle = [_idle_bytes(layer, num_chosen) if num_chosen else 0 for layer in tree.layers]
     try:
         info = probe(model)
     except ModelError as error:
-        what = f"a model of type {checkpoint.config['model_type']} cannot be cut between its layers"
+        what = f"a model of type {config['model_type']} cannot be cut between its layers"
         raise ModelError(f"{checkpoint.name}: {what}: {error.message}; run it by mlx-lm on one machine") from error
-    if info.dtype not in _DTYPES:
+    if info.dtype not in _ENUMS:
         raise ModelError(
             f"{checkpoint.name}: its hidden states are {info.dtype}; expected float32, float16 or bfloat16"
         )
     places = dict(_places(checkpoint, tree, unchanged))
     if info.tied:
         places = {name: place for name, place in places.items() if name in unchanged or "lm_head." not in name}
-    return CheckpointLayout(info, sizes, places, idle)
+    spec = ModelSpec(
+        name=checkpoint.name,
+        family=config["model_type"],
+        layers=tuple(LayerSpec(sizes[i], info.memories_of(i), idle[i]) for i in range(info.num_layers)),
+        embed_bytes=sizes[FRONT],
+        head_bytes=sizes[BACK],
+        tied=info.tied,
+        hidden_size=info.hidden_size,
+        vocab_size=info.vocab_size,
+        context=_first_count(config, _CONTEXTS, _DEFAULT_CONTEXT),
+        dtype=_ENUMS[info.dtype],
+        mask_token=mask_token_of(config, info.vocab_size),
+        int8_refusal=info.int8_refusal,
+        rotating_refusal=info.rotating_refusal,
+    )
+    return CheckpointLayout(info, spec, places)
 
 
 def _places(checkpoint: Checkpoint, tree: ModuleTree, unchanged: dict[str, int]) -> Iterator[tuple[str, int]]:

@@ -81,7 +81,7 @@ class ModelSpec:
         return [
             number
             for number, layer in enumerate(self.layers)
-            if not all(cache_spec(memory, self.cache).form.takes_back for memory in layer.memories)
+            if not all(cache_spec(memory, self.cache).takes_back for memory in layer.memories)
         ]
 
     @property

@@ -5,7 +5,7 @@ It admits or refuses a model type that no test has seen, with the reason found.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -65,37 +65,16 @@ def strip_front(tree: ModuleTree, info: ModelInfo) -> None:
         setattr(parent, key, StubEmbedding(info.shapes[0], info.dtype))
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Call:
     """How one layer was called, and what it returned."""
 
     index: int
-    arguments: dict[str, Any]
+    arguments: Sequence[tuple[str, Any]]  # by name, "" if positional
     result: Any
 
-
-@dataclass
-class _Watch:
-    """A gate that runs every layer and records the calls."""
-
-    calls: list[_Call] = field(default_factory=list)
-
-    def enter(self, index: int, run: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        result = run(*args, **kwargs)
-        self.calls.append(_Call(index, {**{str(n): arg for n, arg in enumerate(args)}, **kwargs}, result))
-        return result
-
-
-class _Skip:
-    """A gate that runs no layer and returns the given result in its place."""
-
-    def __init__(self, given: Any) -> None:
-        self.is_reached = False  # whether the first gate was reached
-        self._given = given
-
-    def enter(self, index: int, run: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        self.is_reached = True
-        return self._given
+    def takes(self, value: Any) -> bool:
+        return any(other is value for _, other in self.arguments)
 
 
 def probe(model: Any) -> ModelInfo:
@@ -104,16 +83,22 @@ def probe(model: Any) -> ModelInfo:
     Raises:
         ModelError: the model cannot be cut between its layers; the message says why, without the model's name.
     """
-    tree, watch, caches = module_tree_of(model), _Watch(), make_prompt_cache(model)
+    tree, caches = module_tree_of(model), make_prompt_cache(model)
     num_layers = len(tree.layers)
     if len(model.layers) != num_layers:
         raise ModelError("its layers are in two lists")
-    install_gates(tree.layers, watch)
+    calls: list[_Call] = []
+
+    def record(index: int, run: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        result = run(*args, **kwargs)
+        calls.append(_Call(index, [*(("", arg) for arg in args), *kwargs.items()], result))
+        return result
+
+    install_gates(tree.layers, record)
     try:
         logits = model(_ids(), cache=caches)
     except _FAILURES as error:
         raise ModelError(f"its forward fails: {first_line(error)}") from error
-    calls = watch.calls
     if not calls:
         raise ModelError("its forward takes its layers apart instead of calling them")
     if [call.index for call in calls] != list(range(num_layers)):
@@ -163,7 +148,7 @@ def _travelling(calls: Sequence[_Call], caches: Sequence[Any]) -> tuple[tuple[in
     travelling: set[tuple[tuple[int, ...], ...]] = {((last[-1],),)} if len(calls) == 1 else set()
     for call in calls[1:]:
         came = [part for part in _parts(calls[call.index - 1].result) if isinstance(part, mx.array)]
-        taken = [any(value is part for value in call.arguments.values()) for part in came]
+        taken = [call.takes(part) for part in came]
         if not taken[0]:
             raise ModelError(f"layer {call.index} does not take what layer {call.index - 1} returns as it is")
         rows = came[: 1 + max(number for number, is_taken in enumerate(taken) if is_taken)]
@@ -172,7 +157,7 @@ def _travelling(calls: Sequence[_Call], caches: Sequence[Any]) -> tuple[tuple[in
         if any(part.dtype != rows[0].dtype for part in rows):  # side by side they would get the same dtype
             raise ModelError(f"layer {call.index} takes results of layer {call.index - 1} of more than one dtype")
         travelling.add(tuple(part.shape[2:] for part in rows))
-        for name, value in call.arguments.items():
+        for name, value in call.arguments:
             plain = value is None or isinstance(value, bool | int | float | str) or "mask" in name
             known = any(value is other for other in (*rows, *caches))
             small = isinstance(value, mx.array) and rows[0].shape[-1] not in value.shape[1:]
@@ -200,7 +185,7 @@ def _giver(value: Any, calls: Sequence[_Call], before: int) -> int | None:
 
 def _owners(calls: Sequence[_Call], caches: Sequence[Any]) -> Iterator[int]:
     for cache in caches:
-        owners = [call.index for call in calls if any(value is cache for value in call.arguments.values())]
+        owners = [call.index for call in calls if call.takes(cache)]
         if len(owners) > 1:
             raise ModelError(f"layer {owners[1]} takes keys and values of layer {owners[0]}")
         yield owners[0] if owners else 0  # the embedding's own cache: the embedding is where layer 0 is
@@ -256,28 +241,37 @@ def _needs_embedding(model: Any, tree: ModuleTree, info: ModelInfo) -> bool:
     """Return whether norm and head fail without the embedding. Takes the embedding out."""
     strip_front(tree, info)
     given = mx.zeros((1, _ROWS, info.hidden_size), info.dtype)
-    skip = _Skip(as_returned(given, info.shapes, info.returns[-1]))
-    install_gates(tree.layers, skip)
-    try:
-        model(_ids(), cache=make_prompt_cache(model))
-    except AttributeError as error:
-        if not skip.is_reached:
-            raise ModelError(f"it asks its embedding for more than rows ({error})") from error
-        return True
-    return False
+    error, is_reached = _skip_layers(model, tree, as_returned(given, info.shapes, info.returns[-1]))
+    if error and not isinstance(error, AttributeError):
+        raise error
+    if error and not is_reached:
+        raise ModelError(f"it asks its embedding for more than rows ({error})") from error
+    return error is not None
 
 
 def _require_back_behind(model: Any, tree: ModuleTree) -> None:
     """Refuse a model whose parts of the last stage run before the layers. Takes norm and head out."""
-    skip = _Skip(None)
     for _, (parent, key) in tree.back:
         drop_part(parent, key)
+    error, is_reached = _skip_layers(model, tree, None)
+    if error and not is_reached:
+        raise ModelError(f"what stands behind its layers runs before them, too ({first_line(error)})") from error
+
+
+def _skip_layers(model: Any, tree: ModuleTree, given: Any) -> tuple[Exception | None, bool]:
+    """Run the forward with `given` as every layer's result. Returns its error, and whether it reached a layer."""
+    reached = []
+
+    def skip(index: int, *call: Any) -> Any:
+        reached.append(index)
+        return given
+
     install_gates(tree.layers, skip)
     try:
         model(_ids(), cache=make_prompt_cache(model))
     except _FAILURES as error:
-        if not skip.is_reached:
-            raise ModelError(f"what stands behind its layers runs before them, too ({first_line(error)})") from error
+        return error, bool(reached)
+    return None, True
 
 
 def _parts(result: Any) -> Sequence[Any]:

@@ -7,45 +7,33 @@ Shapes: B slots, L window length.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-Run = Callable[..., Any]
+Run = Callable[..., Any]  # runs a layer itself
+Gate = Callable[[int, Run, Sequence[Any], dict[str, Any]], Any]  # takes a layer's index and call, returns its result
 Shapes = Sequence[tuple[int, ...]]  # of a row of each tensor that travels between layers
 
 
-class LayerGate(Protocol):
-    """Decides what each layer of one model does."""
+def install_gates(layers: Sequence[nn.Module], gate: Gate) -> None:
+    """Put the gate before every layer. `isinstance`, parameters and attributes of a layer stay as they are.
 
-    def enter(self, index: int, run: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return the result of layer `index`; `run` runs the layer itself."""
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A layer's gate and index. It holds no module: a reference cycle would keep weights alive."""
-
-    gate: LayerGate
-    index: int
-
-
-def install_gates(layers: Sequence[nn.Module], gate: LayerGate) -> None:
-    """Put the gate before every layer. `isinstance`, parameters and attributes of a layer stay as they are."""
+    The gate must not hold the model: a reference cycle would keep weights alive.
+    """
     for index, layer in enumerate(layers):
         layer.__class__ = _with_gate(type(layer))
-        object.__setattr__(layer, "_gate", _Entry(gate, index))
+        object.__setattr__(layer, "_gate", (gate, index))
 
 
 @cache
 def _with_gate(cls: type) -> type:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        entry: _Entry = self._gate
-        return entry.gate.enter(entry.index, lambda *a, **k: cls.__call__(self, *a, **k), args, kwargs)
+        gate, index = self._gate
+        return gate(index, lambda *a, **k: cls.__call__(self, *a, **k), args, kwargs)
 
     return type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
 

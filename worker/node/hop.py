@@ -10,8 +10,9 @@ import mlx.core as mx
 
 from protos.brigade_pb2 import DESCRIPTOR, Credit, Frame, Held
 from protos.brigade_pb2_grpc import NodeServicer, add_NodeServicer_to_server
-from worker.compute.ahead import MLX_DTYPES, Placeholder
+from worker.compute.ahead import Placeholder
 from worker.errors import FrameError, StageLost
+from worker.model.describe import DTYPES
 from worker.node.framing import PLAIN, Wire, checksum_seed, cut, write_part
 from worker.node.network import Network
 from worker.node.rpc_errors import error_of
@@ -21,7 +22,7 @@ _MOST_CREDIT = 1024  # frames in one grant: each takes an iteration of a loop, a
 _IN_ORDER_S = 2.0  # for the coordinator to detach this node too, if it has detached the next one
 
 _SERVICE = DESCRIPTOR.services_by_name["Node"].full_name
-_ENUMS = {dtype: enum for enum, dtype in MLX_DTYPES.items()}
+_ENUMS = {dtype: enum for enum, dtype in DTYPES.items()}
 
 
 def pack(header: Frame, array: mx.array | None, wire: Wire = PLAIN) -> list[bytes]:
@@ -56,9 +57,9 @@ def unpack(header: Frame, payload: Sequence[memoryview], placeholder: Placeholde
         placeholder: the input of the step, if that was built ahead.
     """
     if placeholder is None:
-        if header.hidden.dtype not in MLX_DTYPES:
+        if header.hidden.dtype not in DTYPES:
             return None
-        placeholder = Placeholder(header.hidden.shape, MLX_DTYPES[header.hidden.dtype])
+        placeholder = Placeholder(header.hidden.shape, DTYPES[header.hidden.dtype])
     placeholder.fill(payload)
     return placeholder.array
 

@@ -8,18 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from protos.brigade_pb2 import (
-    MEDIUM_ETHERNET,
-    MEDIUM_LOOPBACK,
-    MEDIUM_THUNDERBOLT,
-    MEDIUM_TUNNEL,
-    MEDIUM_UNSPECIFIED,
-    MEDIUM_WIFI,
-    Facts,
-    Interface,
-    Medium,
-    Power,
-)
+from protos.brigade_pb2 import Facts, Interface, Medium, Power
 from worker.platform.commands import Ask
 
 _SYSFS = Path(os.sep, "sys", "class", "net")
@@ -51,14 +40,14 @@ def read_interfaces(ask: Ask, root: Path = _SYSFS) -> list[Interface]:
 def _medium(folder: Path) -> Medium:
     kind, uevent = _text(folder / "type"), _text(folder / "uevent").splitlines()
     if kind == _LOOPBACK:
-        return MEDIUM_LOOPBACK
+        return Medium.MEDIUM_LOOPBACK
     if (folder / "wireless").exists() or (folder / "phy80211").exists():
-        return MEDIUM_WIFI
+        return Medium.MEDIUM_WIFI
     if kind in _POINT_TO_POINT or (folder / "tun_flags").exists() or "DEVTYPE=wireguard" in uevent:
-        return MEDIUM_TUNNEL
+        return Medium.MEDIUM_TUNNEL
     if (folder / "device" / "driver").resolve().name == "thunderbolt-net":
-        return MEDIUM_THUNDERBOLT
-    return MEDIUM_ETHERNET if (folder / "device").exists() else MEDIUM_UNSPECIFIED
+        return Medium.MEDIUM_THUNDERBOLT
+    return Medium.MEDIUM_ETHERNET if (folder / "device").exists() else Medium.MEDIUM_UNSPECIFIED
 
 
 def _text(file: Path) -> str:

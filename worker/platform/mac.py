@@ -12,19 +12,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field, ValidationError
 
-from protos.brigade_pb2 import (
-    MEDIUM_ETHERNET,
-    MEDIUM_LOOPBACK,
-    MEDIUM_THUNDERBOLT,
-    MEDIUM_TUNNEL,
-    MEDIUM_UNSPECIFIED,
-    MEDIUM_WIFI,
-    Facts,
-    Interface,
-    Medium,
-    Power,
-    ThunderboltPort,
-)
+from protos.brigade_pb2 import Facts, Interface, Medium, Power, ThunderboltPort
 from worker.platform.commands import Ask
 
 _FIREWALL = Path(os.sep, "usr", "libexec", "ApplicationFirewall", "socketfilterfw")
@@ -67,14 +55,14 @@ def parse_interfaces(text: str, ports: Mapping[str, str]) -> list[Interface]:
 
 def _medium(name: str, port: str, flags: Sequence[str]) -> Medium:
     if "LOOPBACK" in flags:
-        return MEDIUM_LOOPBACK
+        return Medium.MEDIUM_LOOPBACK
     if "POINTOPOINT" in flags or name.startswith("utun"):
-        return MEDIUM_TUNNEL
+        return Medium.MEDIUM_TUNNEL
     if port == "Wi-Fi":
-        return MEDIUM_WIFI
+        return Medium.MEDIUM_WIFI
     if "Ethernet" in port or "LAN" in port:  # an adapter may be called "Thunderbolt Ethernet"
-        return MEDIUM_ETHERNET
-    return MEDIUM_THUNDERBOLT if port.startswith("Thunderbolt") else MEDIUM_UNSPECIFIED
+        return Medium.MEDIUM_ETHERNET
+    return Medium.MEDIUM_THUNDERBOLT if port.startswith("Thunderbolt") else Medium.MEDIUM_UNSPECIFIED
 
 
 # The keys of `system_profiler SPThunderboltDataType -json`, as captured from a MacBook Pro and a Mac Studio in

@@ -149,4 +149,4 @@ def test_up_to_the_length_that_is_named_a_cache_can_be_cut_anywhere_and_not_beyo
 )
 def test_what_each_kind_of_layer_can_do(kept: Memory, takes_back: bool, rows_that_can_be_cut: int | None) -> None:
     spec = cache_spec(kept, FULL)
-    assert (spec.form.takes_back, spec.rows_that_can_be_cut) == (takes_back, rows_that_can_be_cut)
+    assert (spec.takes_back, spec.rows_that_can_be_cut) == (takes_back, rows_that_can_be_cut)

@@ -48,7 +48,7 @@ def test_everything_that_a_model_holds_is_in_one_of_its_parts() -> None:
 
 
 @pytest.mark.parametrize("model", [nn.Linear(2, 2), nn.Sequential()])
-def test_what_has_no_layers_has_no_skeleton(model: nn.Module) -> None:
+def test_a_module_without_a_list_of_layers_is_refused(model: nn.Module) -> None:
     with pytest.raises(ModelError, match=r"^has no list of layers$"):
         module_tree_of(model)
 
