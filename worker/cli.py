@@ -55,10 +55,10 @@ def worker(
 
     If copies differ, the coordinator's counts, and it warns. Without one the node listens on 127.0.0.1:50070 only.
 
-    The node opens no path that a coordinator names: it loads its own model, models directly below the folders of
+    The node opens no path that a coordinator names. It loads its own model, those directly below the folders of
     `models:` in its cluster.yaml, and those in its hub cache. The coordinator sends it the layers of any other model,
-    which it keeps in a cache (`brigade cache ls`). `pull: hub` there makes it download from the hub instead, `pull:
-    none` refuses both.
+    which go to a cache (`brigade cache ls`). With `pull: hub` it downloads them from the hub instead, with `pull: none`
+    it does neither.
     """
     cluster = load_cluster(config) if config else _without_config(name, keys)
     if config and keys:

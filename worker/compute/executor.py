@@ -225,7 +225,9 @@ class Executor:
         if source is None:
             raise FrameError(f"slot {session.fork_of}, to be copied to slot {session.slot}, is not open")
         if length > (held := len(source.history)):
-            raise CacheMismatch(f"slot {session.fork_of}, of which {length} tokens are to be copied, holds only {held}")
+            raise CacheMismatch(
+                f"expected {length} tokens to copy from slot {session.fork_of}, but it holds only {held}"
+            )
         return source.fork(length, session.sampling, self._guide(session.sampling))
 
     def _guide(self, sampling: Sampling) -> Guide | None:

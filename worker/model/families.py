@@ -16,7 +16,7 @@ _BY_ARCHITECTURE = {("bailing_hybrid", "BailingMoeV3ForCausalLM"): "bailing_moe_
 # Types that cannot work though the probe pass does not show it.
 _ODD = "mlx-lm's own code for it gives other answers when a prompt comes in parts; run it by mlx-lm on one machine"
 _REFUSED = {
-    "olmo": "mlx-lm's own code for it fails on a prompt, and ends the process where ai2-olmo is not installed",
+    "olmo": "mlx-lm's own code for it fails on a prompt, and ends the process if ai2-olmo is not installed",
     "phi3small": _ODD,
     "plamo3": _ODD,
 }

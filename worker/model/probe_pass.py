@@ -165,7 +165,7 @@ def _travelling(calls: Sequence[_Call], caches: Sequence[Any]) -> tuple[tuple[in
             if not (plain or known or (own and _giver(value, calls, call.index - 1) is None)):
                 raise ModelError(_refusal(value, calls, call.index))
     if len(travelling) > 1:
-        raise ModelError("what its layers hand on changes from layer to layer")
+        raise ModelError("its layers hand on different tensors")
     return travelling.pop()
 
 
@@ -255,7 +255,7 @@ def _require_back_behind(model: Any, tree: ModuleTree) -> None:
         drop_part(parent, key)
     error, is_reached = _skip_layers(model, tree, None)
     if error and not is_reached:
-        raise ModelError(f"what stands behind its layers runs before them, too ({first_line(error)})") from error
+        raise ModelError(f"a part behind its layers runs before them too ({first_line(error)})") from error
 
 
 def _skip_layers(model: Any, tree: ModuleTree, given: Any) -> tuple[Exception | None, bool]:

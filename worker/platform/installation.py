@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 
-_ROOT = Path(__file__).resolve().parents[2]  # where this very code is imported from
+_ROOT = Path(__file__).resolve().parents[2]  # the folder that this code is imported from
 _OWN = ("protos", "worker", "coordinator")
 _PACKAGES = ("mlx", "mlx-lm", "brigade")
 

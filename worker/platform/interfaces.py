@@ -16,11 +16,11 @@ IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 @dataclass(frozen=True)
 class Interface:
-    """An interface with its addresses; link-local IPv6 (fe80::) is left out, since peers cannot use it."""
+    """An interface with its addresses, without link-local IPv6 (fe80::), which peers cannot use."""
 
     name: str
     addresses: tuple[str, ...]
-    is_tunnel: bool = False  # point to point, as of a VPN
+    is_tunnel: bool = False  # point to point, such as a VPN
 
     @property
     def is_loopback(self) -> bool:
@@ -52,7 +52,7 @@ def listened_on(host: str, interfaces: Sequence[Interface]) -> Iterator[Interfac
 
 
 def keep_to(sock: socket.socket, interface: str) -> None:
-    """Let a socket receive and send on this interface only. Raises OSError where the system refuses."""
+    """Let a socket receive and send on this interface only. Raises OSError if the system refuses."""
     if sys.platform == "darwin":
         of_v6 = sock.family == socket.AF_INET6
         level, option = (socket.IPPROTO_IPV6, _IPV6_BOUND_IF) if of_v6 else (socket.IPPROTO_IP, _IP_BOUND_IF)

@@ -106,5 +106,5 @@ def kept_awake() -> Iterator[None]:
 
 
 def awake_command(system: str, pid: int) -> list[str]:
-    """Return the command that keeps a machine awake while the process `pid` lives; [] where none is needed."""
+    """Return the command that keeps a machine awake while the process `pid` lives; [] if none is needed."""
     return ["caffeinate", "-i", "-w", str(pid)] if system == "Darwin" else []

@@ -52,7 +52,7 @@ def give_back() -> None:
 
 
 def keep_within(memory_bytes: int, weight_bytes: int) -> None:
-    """Hold weights and caches in `memory_bytes`, of which the weights take `weight_bytes`; 0 sets no limit.
+    """Hold `weight_bytes` of weights and the caches in `memory_bytes`; 0 sets no limit.
 
     Beyond the limit MLX frees cached buffers and waits for running computations before it allocates; it refuses
     nothing. On Apple silicon Metal may wire all of it: a shard paged out between steps would stall the chain.
@@ -100,7 +100,7 @@ def out_of_memory(text: str, doing: str) -> OutOfMemory | None:
     if not size and not any(sign in text for sign in _SIGNS):
         return None
     wanted = f"could not get {_gib(size[1])}" if size else "the device does not say how much was missing"
-    most = f" at once, where {_gib(limit[1])} is the most" if limit else ""
+    most = f" at once, the limit is {_gib(limit[1])}" if limit else ""
     return OutOfMemory(
         f"out of memory {doing}: {wanted}{most}; "
         "give this node fewer layers, or ask for less context, shorter prompt chunks or fewer requests at once"

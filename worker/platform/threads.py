@@ -79,7 +79,7 @@ def calls_are_left() -> bool:
 
 
 async def run_in_thread(call: Callable[[], T]) -> T:
-    """Run one long call on a thread of its own, for which the end of the process does not wait."""
+    """Run one long call on its own thread; the process may end before it."""
     thread = CallThread("background")
     try:
         return await thread.run(call)

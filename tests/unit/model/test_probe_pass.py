@@ -242,7 +242,7 @@ def test_a_forward_that_fails_says_why() -> None:
 
 def test_a_norm_before_the_layers_that_only_the_last_stage_would_hold() -> None:
     model = Toy(lambda layers, h, caches: one_after_another(layers, model.norm(h), caches))
-    assert refusal(model).startswith("what stands behind its layers runs before them, too (")
+    assert refusal(model).startswith("a part behind its layers runs before them too (")
 
 
 def test_an_embedding_that_is_asked_for_more_than_rows() -> None:

@@ -9,7 +9,7 @@ EXHAUSTED = {
     "[malloc] Unable to allocate 17179869184 bytes.": "could not get 16.00 GiB",
     "[malloc_async] Unable to allocate 536870912 bytes.": "could not get 0.50 GiB",
     "[metal::malloc] Attempting to allocate 48736917632 bytes which is greater than the maximum allowed buffer size of "
-    "30150672384 bytes.": "could not get 45.39 GiB at once, where 28.08 GiB is the most",
+    "30150672384 bytes.": "could not get 45.39 GiB at once, the limit is 28.08 GiB",
     "[METAL] Command buffer execution failed: Insufficient Memory "
     "(00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)": "the device does not say how much was missing",
     "cudaMallocManaged failed: out of memory.": "the device does not say how much was missing",
