@@ -241,25 +241,29 @@ def _needs_embedding(model: Any, tree: ModuleTree, info: ModelInfo) -> bool:
     """Return whether norm and head fail without the embedding. Takes the embedding out."""
     strip_front(tree, info)
     given = mx.zeros((1, _ROWS, info.hidden_size), info.dtype)
-    error, is_reached = _skip_layers(model, tree, as_returned(given, info.shapes, info.returns[-1]))
-    if error and not isinstance(error, AttributeError):
-        raise error
-    if error and not is_reached:
-        raise ModelError(f"it asks its embedding for more than rows ({error})") from error
-    return error is not None
+    given = as_returned(given, info.shapes, info.returns[-1])
+    problem, is_reached = _skip_layers(model, tree, given, (AttributeError,))
+    if problem and not is_reached:
+        raise ModelError(f"it asks its embedding for more than rows ({problem})")
+    return bool(problem)
 
 
 def _require_back_behind(model: Any, tree: ModuleTree) -> None:
     """Refuse a model whose parts of the last stage run before the layers. Takes norm and head out."""
     for _, (parent, key) in tree.back:
         drop_part(parent, key)
-    error, is_reached = _skip_layers(model, tree, None)
-    if error and not is_reached:
-        raise ModelError(f"a part behind its layers runs before them too ({first_line(error)})") from error
+    problem, is_reached = _skip_layers(model, tree, None, _FAILURES)
+    if problem and not is_reached:
+        raise ModelError(f"a part behind its layers runs before them too ({problem})")
 
 
-def _skip_layers(model: Any, tree: ModuleTree, given: Any) -> tuple[Exception | None, bool]:
-    """Run the forward with `given` as every layer's result. Returns its error, and whether it reached a layer."""
+def _skip_layers(model: Any, tree: ModuleTree, given: Any, failures: tuple[type[Exception], ...]) -> tuple[str, bool]:
+    """Run the forward with `given` as every layer's result.
+
+    Returns:
+        The text of its failure, "" if there is none, and whether it reached a layer. An exception's traceback would
+        keep the model alive.
+    """
     reached = []
 
     def skip(index: int, *call: Any) -> Any:
@@ -269,9 +273,9 @@ def _skip_layers(model: Any, tree: ModuleTree, given: Any) -> tuple[Exception | 
     install_gates(tree.layers, skip)
     try:
         model(_ids(), cache=make_prompt_cache(model))
-    except _FAILURES as error:
-        return error, bool(reached)
-    return None, True
+    except failures as error:
+        return first_line(error), bool(reached)
+    return "", True
 
 
 def _parts(result: Any) -> Sequence[Any]:
