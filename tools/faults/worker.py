@@ -102,19 +102,13 @@ def hold_engine(when: str) -> None:
 
 def never_reply(when: str) -> None:
     mute: set[Executor] = set()  # a stage with another engine, of the next chain, speaks
-    start = Stage.start
+    send_out = Stage._send_out
 
-    def starting(stage: Stage, *watched: Any) -> None:
-        outputs, put = stage._outputs, stage._outputs.put_nowait
+    def send_unless_mute(stage: Stage, output: Any) -> None:
+        if stage.executor not in mute:
+            send_out(stage, output)
 
-        def put_unless_mute(output: Any) -> None:
-            if stage.executor not in mute:
-                put(output)
-
-        patch(outputs, "put_nowait", put_unless_mute)
-        start(stage, *watched)
-
-    patch(Stage, "start", starting)
+    patch(Stage, "_send_out", send_unless_mute)
     before_steps(when, lambda engine, windows: mute.add(engine))
 
 
