@@ -19,7 +19,8 @@ from worker.config import load_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = "\n".join([README, *(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("*.md")))])
+_PAGES = (ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = "\n".join(page.read_text(encoding="utf-8") for page in _PAGES)
 TOP = typer.main.get_command(app)
 
 
@@ -48,6 +49,12 @@ def test_commands_of_the_pages_exist_with_their_flags(command: str) -> None:
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:coordinator|worker|tools)/[\w/.]+)`", PAGES))))
 def test_files_of_the_pages_exist(path: str) -> None:
     assert (ROOT / path).exists()
+
+
+@pytest.mark.parametrize("module", sorted(set(re.findall(r"python -m ((?:coordinator|worker|tools)[\w.]*)\b", PAGES))))
+def test_modules_that_the_pages_run_exist(module: str) -> None:
+    path = ROOT / module.replace(".", "/")
+    assert path.with_suffix(".py").exists() or (path / "__main__.py").exists()
 
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"`make ([a-z]+)", PAGES))))
