@@ -13,11 +13,10 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 from typing_extensions import TypedDict
 
+from coordinator.api.body import Json
 from coordinator.api.sse import ApiAnswer, Event
 from coordinator.sessions.output import Output, ToolCall, Usage
 from coordinator.sessions.waterfall import make_waterfall
-
-Json = dict[str, Any]
 
 
 class AnswerStats(TypedDict):
@@ -95,10 +94,10 @@ def join_turns(parts: Iterable[Json]) -> tuple[Json, ...]:
     return tuple({"content": "", **message} for message in messages)
 
 
-def call_part(call: ToolCall) -> Json:
-    """Return the part of a message that calls a tool."""
-    function = {"name": call.name, "arguments": parse_arguments(call.arguments)}
-    return {"role": "assistant", "tool_calls": [{"id": call.id, "type": "function", "function": function}]}
+def call_part(id: str, name: str, arguments: Any) -> Json:
+    """Return the part of a message that calls a tool. `arguments` are an object."""
+    function = {"name": name, "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"id": id, "type": "function", "function": function}]}
 
 
 def parse_arguments(arguments: str) -> Any:

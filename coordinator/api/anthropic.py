@@ -1,9 +1,8 @@
 """`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's messages."""
 
-import json
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal, NotRequired
+from typing import Annotated, ClassVar, Literal, NotRequired
 
 from pydantic import BeforeValidator, Field, RootModel
 from typing_extensions import TypedDict
@@ -21,18 +20,17 @@ from coordinator.api.answers import (
     parse_arguments,
     usage_of,
 )
-from coordinator.api.body import OPENAI_ONLY, UNSUPPORTED, Sampled, Section, Texts, Unsupported
+from coordinator.api.body import OPENAI_ONLY, UNSUPPORTED, Json, Sampled, Section, Texts, Unsupported
 from coordinator.api.errors import AnthropicError, HttpError
 from coordinator.api.server import Server
 from coordinator.api.sse import Event, renaming
 from coordinator.engine.engine import Engine
 from coordinator.engine.grammars import json_grammar
-from coordinator.sessions.output import Output, ToolCall
+from coordinator.sessions.output import Output
 from coordinator.sessions.request import Calls, Conversation, Request, RequestSpec
 from worker.errors import InputError
 from worker.platform.text import to_json
 
-Json = dict[str, Any]
 StopReason = Literal["end_turn", "stop_sequence", "max_tokens", "tool_use"]
 
 _NAMES = {"prompt": "messages", "response_format": "output_config.format", "stop": "stop_sequences"}
@@ -92,7 +90,7 @@ class Turn(Section):
                 case ThinkingBlock():
                     yield {"role": self.role, "reasoning_content": block.thinking}
                 case ToolUseBlock():
-                    yield {**call_part(ToolCall(block.id, block.name, json.dumps(block.input))), "role": self.role}
+                    yield {**call_part(block.id, block.name, block.input), "role": self.role}
                 case ToolResultBlock():
                     text = "\n".join(part.text for part in block.content)
                     yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from typing_extensions import TypedDict
 
 from coordinator.api.answers import AnswerStats
-from coordinator.api.body import UNSUPPORTED, Unsupported
+from coordinator.api.body import UNSUPPORTED, Json, Unsupported
 from coordinator.api.openai import (
     MAX_CHOICES,
     MIN_LOGPROB,
@@ -26,7 +26,6 @@ from coordinator.sessions.request import Request, RequestSpec
 from coordinator.sessions.text import TextParser
 from worker.errors import InputError
 
-Json = dict[str, Any]
 RawPrompt = str | tuple[int, ...]
 
 

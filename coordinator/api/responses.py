@@ -18,20 +18,19 @@ from coordinator.api.answers import (
     function_tool,
     join_turns,
     one_if_text,
+    parse_arguments,
     usage_of,
 )
-from coordinator.api.body import OPENAI_ONLY, UNSUPPORTED, Sampled, Section, Unsupported
+from coordinator.api.body import OPENAI_ONLY, UNSUPPORTED, Json, Sampled, Section, Unsupported
 from coordinator.api.errors import ErrorBody, HttpError
 from coordinator.api.server import Server
 from coordinator.api.sse import DONE, Event, renaming
 from coordinator.engine.engine import Engine
 from coordinator.engine.grammars import json_grammar
-from coordinator.sessions.output import Output, ToolCall
+from coordinator.sessions.output import Output
 from coordinator.sessions.request import Calls, Conversation, Request, RequestSpec
 from protos.brigade_pb2 import Sampling
 from worker.errors import InputError
-
-Json = dict[str, Any]
 
 _FORMAT = {"response_format": "text.format"}
 _NAMES = _FORMAT | {"prompt": "input", "max_tokens": "max_output_tokens"}
@@ -248,7 +247,7 @@ def _parts_of(item: MessageItem | CallItem | CallOutputItem | ReasoningItem) -> 
             role = "system" if item.role == "developer" else item.role  # templates do not know developers
             yield from ({"role": role, "content": part.text} for part in item.content)
         case CallItem():
-            yield call_part(ToolCall(item.call_id, item.name, item.arguments))
+            yield call_part(item.call_id, item.name, parse_arguments(item.arguments))
         case CallOutputItem():
             text = "\n".join(part.text for part in item.output)
             yield {"role": "tool", "tool_call_id": item.call_id, "content": text}

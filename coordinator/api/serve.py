@@ -13,6 +13,7 @@ from coordinator.api.app import make_app
 from coordinator.api.auth import Keys
 from coordinator.api.listen import answering, listening
 from coordinator.api.server import RequestLimits, Server
+from coordinator.api.sse import unless
 from coordinator.cluster.open import unload_workers
 from coordinator.cluster.options import DEFAULT_CONTEXT, ClusterOptions
 from coordinator.cluster.progress import say
@@ -174,16 +175,7 @@ async def _open_once(
 async def _sleep_when_unused(server: Server, engine: Engine, keep_alive_s: float | None) -> None:
     """Return once the engine was unused for this time and the server is asleep; None: never. Raises its failure."""
     while True:
-        failing = asyncio.create_task(engine.wait_failed())
-        unused = asyncio.create_task(engine.use.wait_unused(keep_alive_s))
-        try:
-            await asyncio.wait([failing, unused], return_when=asyncio.FIRST_COMPLETED)
-            if failing.done():
-                failing.result()
-        finally:
-            failing.cancel()
-            unused.cancel()
-            await asyncio.gather(failing, unused, return_exceptions=True)
+        await unless(engine.wait_failed(), engine.use.wait_unused(keep_alive_s))
         async with server.probing:
             if not engine.use.is_used:  # a request may have come during a probe
                 server.sleep(f"no request came for {keep_alive_s:g} s; the next one has the model loaded again")

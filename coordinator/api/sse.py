@@ -200,14 +200,20 @@ async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
     async def wait_left() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
+        raise ClientLeft
 
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(wait_left())
+    return await unless(wait_left(), work)
+
+
+async def unless(failing: Coroutine[Any, Any, None], work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`. If `failing` raises first, cancel the work and raise that error."""
+    tasks = working, other = asyncio.ensure_future(work), asyncio.ensure_future(failing)
     try:
-        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientLeft
+            other.result()
         return working.result()
     finally:
-        for task in (working, leaving):
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)

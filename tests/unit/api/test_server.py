@@ -119,6 +119,17 @@ def test_clients_are_told_that_a_model_is_loading_while_it_is_read_again() -> No
     asyncio.run(check())
 
 
+def test_a_server_whose_engine_has_failed_is_recovering_from_the_start() -> None:
+    class Failed(Ready):
+        status = ServerStatus(ServerState.FAILED, "worker mini is away")
+
+    shared = served(model=answers.model(Failed()))
+    assert (shared.state, shared.why) == (ServerState.RECOVERING, "worker mini is away")
+    with pytest.raises(HttpError) as refused:
+        shared.require_engine()
+    assert (refused.value.status, refused.value.code) == (503, "recovering")
+
+
 def test_a_state_that_cannot_follow_is_a_bug() -> None:
     with pytest.raises(InternalError):
         served().sleep("nobody asked")
