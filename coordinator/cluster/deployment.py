@@ -1,4 +1,4 @@
-"""Which shard of which model is on which node, and loading it there. What is loaded outlives chains."""
+"""Deployments: which shard of a model each node holds, and loading it there. Loaded shards outlive chains."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from functools import partial
 
 from coordinator.cluster.peer import COORDINATOR_ID, Peer
 from coordinator.cluster.weights import known_digests, load_pushing
-from coordinator.planning.plan import Assignment, Plan
+from coordinator.planning.plan import Plan
 from protos.brigade_pb2 import Contents, Coordinator, LoadProgress, LoadRequest
 from worker.compute.shard import Shard
 from worker.model.checkpoint import Checkpoint
@@ -16,7 +16,7 @@ from worker.node.loading import load_shard
 from worker.platform.mlx_memory import forget_peak
 from worker.platform.threads import MlxThread, run_in_thread
 
-Progress = Callable[[str, LoadProgress], None]  # takes the node's name, or none for all of them
+Progress = Callable[[str, LoadProgress], None]  # takes the node's name, or an empty one for all nodes
 
 
 @dataclass(frozen=True)
@@ -27,18 +27,21 @@ class Deployment:
     spec: ModelSpec
     plan: Plan
     peers: Sequence[Peer]
-    check_finite: bool = False  # have every stage look for NaN and infinities in what it makes
-    feeds: bool = True  # send the workers what they lack of the model
+    check_finite: bool = False  # have every stage check its output for NaN and infinities
+    feeds: bool = True  # send the workers the weights that they lack
 
     @property
     def coordinator(self) -> Coordinator:
-        """This process, as workers are told."""
+        """This process, as workers know it."""
         return Coordinator(id=COORDINATOR_ID, name=self.plan.assignments[0].name)
 
     def load_request(
         self, stage: int, contents: Contents | None = None, digests: Mapping[int, str] | None = None
     ) -> LoadRequest:
-        """What the worker of this stage, from 1, is asked to hold; the others are what is known of our own copy."""
+        """Return the request to the worker of this stage, from 1.
+
+        `contents` and `digests` describe our own copy of the model.
+        """
         assignment = self.plan.assignments[stage]
         return LoadRequest(
             model=self.checkpoint.name,
@@ -50,33 +53,33 @@ class Deployment:
             contents=contents,
             coordinator=self.coordinator,
             memory_bytes=assignment.memory_bytes,
-            digests={place: digest for place, digest in (digests or {}).items() if self._is_held(assignment, place)},
+            digests={
+                place: digest
+                for place, digest in (digests or {}).items()  # a negative place is beside the layers, on the last stage
+                if assignment.start <= place < assignment.end or (place < 0 and assignment.end == self.spec.num_layers)
+            },
         )
-
-    def _is_held(self, assignment: Assignment, place: int) -> bool:
-        """Whether a piece belongs to this shard; what stands beside the layers is the last one's, if not stage 0's."""
-        return assignment.start <= place < assignment.end or (place < 0 and assignment.end == self.spec.num_layers)
 
 
 @dataclass(frozen=True)
 class OwnCopy:
-    """What a coordinator knows of its own copy of the model, for workers to compare theirs with."""
+    """The description of the coordinator's own copy of the model, with which workers compare theirs."""
 
     contents: Contents
     digests: Mapping[int, str]
 
     @classmethod
     async def of(cls, checkpoint: Checkpoint) -> "OwnCopy":
-        """Raises ModelError: a weight file cannot be read."""
+        """Describe this copy. Raises ModelError if a weight file cannot be read."""
         contents = await run_in_thread(partial(contents_of, checkpoint))
         return cls(contents, await run_in_thread(partial(known_digests, checkpoint)))
 
 
 async def load_worker(deployment: Deployment, stage: int, known: OwnCopy, progress: Progress) -> None:
-    """Have the worker of this stage, from 1, load its shard; it is sent what it lacks. One that holds it keeps it.
+    """Have the worker of this stage, from 1, load its shard, after sending it the weights that it lacks.
 
     Raises:
-        BrigadeError: what the worker refuses with. StageLost: it is lost, or its load stalls.
+        BrigadeError: the worker's refusal. StageLost: it is lost, or its load stalls.
     """
     peer = deployment.peers[stage - 1]
     request = deployment.load_request(stage, known.contents, known.digests)
@@ -85,16 +88,16 @@ async def load_worker(deployment: Deployment, stage: int, known: OwnCopy, progre
 
 
 class OwnNode:
-    """This process as the node of stage 0: its MLX thread and its shard. Use as an async context manager."""
+    """This process as the node of stage 0: its MLX thread and its shard. An async context manager."""
 
     def __init__(self, thread: MlxThread | None = None, *, keeps_to_plan: bool = False) -> None:
-        """`thread` is this process's, where it has one already; without it one is made, and closed with this node.
+        """Use the MLX `thread` of this process, or make one and close it with this node.
 
-        If it `keeps_to_plan`, MLX is to take no more than the plan gives this node; not where it has other models, too.
+        A node that `keeps_to_plan` limits MLX to the memory of its plan; not for a process with other models.
         """
         self.thread = thread or MlxThread()
         self.shard: Shard | None = None
-        self._source: Checkpoint | None = None  # of the shard; fine-tunes of one model may be alike in all but weights
+        self._source: Checkpoint | None = None  # of the shard; fine-tunes of one model may differ in their weights only
         self._closes_thread = thread is None
         self._keeps_to_plan = keeps_to_plan
 
@@ -106,10 +109,10 @@ class OwnNode:
             self.thread.close()
 
     async def load(self, deployment: Deployment, progress: Progress = lambda node, report: None) -> None:
-        """Load this process's shard, unless it is held already; layers that it has are kept.
+        """Load this process's shard, unless it is loaded already; reuse the layers that are.
 
         Raises:
-            BrigadeError: they cannot be read.
+            BrigadeError: the layers cannot be read.
         """
         own = deployment.plan.assignments[0]
         held = self.shard
@@ -117,7 +120,7 @@ class OwnNode:
             progress(own.name, LoadProgress(phase="kept", done=held.nbytes, total=held.nbytes))
             return
         tensors = held.tensors if held and self._source is deployment.checkpoint else {}
-        self.shard = held = None  # its memory is needed
+        self.shard = held = None  # frees its memory
         self.shard = await load_shard(
             deployment.checkpoint,
             own.start,

@@ -1,6 +1,6 @@
 """Log lines on standard error: text for people on a terminal, JSON objects for programs.
 
-No line holds what was asked or answered.
+No line holds a prompt or an answer.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from worker.platform.text import to_json
 
 
 class _Handler(logging.Handler):
-    """Writes each record to what is standard error at that moment: progress bars and tests replace it."""
+    """Writes each record to the present standard error, which progress bars and tests replace."""
 
     is_json = False
 
@@ -39,7 +39,7 @@ _LOGGER.propagate = False
 
 @contextlib.contextmanager
 def log_as_json(is_json: bool | None = None) -> Iterator[None]:
-    """Write JSON objects inside this context; if not told, only where standard error is no terminal."""
+    """Write JSON objects inside this context; by default only if standard error is no terminal."""
     before, _HANDLER.is_json = _HANDLER.is_json, not sys.stderr.isatty() if is_json is None else is_json
     try:
         yield
@@ -48,6 +48,6 @@ def log_as_json(is_json: bool | None = None) -> Iterator[None]:
 
 
 def log(event: str, msg: str, *, level: str = "info", **fields: Any) -> None:
-    """Write one event: `msg` is for people, `fields` are for programs; those that are None are left out."""
+    """Write one event: `msg` is for people, `fields` are for programs. Fields that are None are left out."""
     known = {name: value for name, value in fields.items() if value is not None}
     _LOGGER.log(logging.getLevelNamesMapping()[level.upper()], msg, extra={"event": event, "fields": known})

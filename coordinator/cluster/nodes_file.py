@@ -1,4 +1,4 @@
-"""Macs that are not there, for `plan --nodes FILE`: their memory, how fast they read it, and their links."""
+"""The file of `plan --nodes FILE`: assumed Macs with their memory, the speed of that memory, and their links."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class _Section(BaseModel):
 
 
 class _Link(_Section):
-    """To the node before it in the file: there and back, and Gbit per second."""
+    """The link to the node before it in the file: round trip, and Gbit per second."""
 
     rtt_ms: Annotated[float, Field(ge=0, le=_MOST, allow_inf_nan=False)] = 0.0
     gbit: _Rate | None = None
@@ -48,7 +48,7 @@ class _Link(_Section):
 
 
 class _Mac(_Section):
-    """`memory` is what weights and caches may take of it, as in cluster.yaml; `gbps` GB/s at which it reads that."""
+    """An assumed Mac. `memory` is the budget for weights and caches, as in cluster.yaml; `gbps` its speed in GB/s."""
 
     name: Name
     memory: Size
@@ -73,9 +73,9 @@ class AssumedNodes:
         return [Node(mac.name, mac.memory) for mac in self.macs]
 
     def survey(self, spec: ModelSpec) -> Survey:
-        """What follows for this model: nodes beside each other in the file have the link that it gives them.
+        """Return the speeds for this model. Neighbours in the file have the link that it gives them.
 
-        Between others it is the worse of the two that they have there; the coordinator's own end limits nothing.
+        Other pairs have the worse one of their two links; the coordinator's own end is unlimited.
         """
         ports = {mac.name: mac.link.known() for mac in self.macs[1:]}
         pairs = zip(self.macs, self.macs[1:], strict=False)
@@ -110,7 +110,7 @@ def _repeated(names: Sequence[str]) -> Iterator[str]:
 
 
 def _describe(detail: ErrorDetails) -> str:
-    """One line for one of pydantic's findings, which it says in words of Python."""
+    """Return one line for one of pydantic's findings, in the terms of YAML."""
     *before, last = loc = detail["loc"]
     if detail["type"] in ("extra_forbidden", "invalid_key"):
         section = _Link if before and before[-1] == "link" else _Mac if before else _File

@@ -332,7 +332,7 @@ async def start_local(names: Sequence[str], model: str, stack: AsyncExitStack) -
 
 
 async def unload_workers(options: ClusterOptions) -> None:
-    """Have all configured workers free their memory; report those that do not. Our own processes have ended."""
+    """Have all configured workers free their memory; report those that do not. Our own processes have ended already."""
     if options.local is not None:
         return
     own = options.cluster.coordinator.name

@@ -1,4 +1,4 @@
-"""Peer: one worker as the coordinator sees it. Every call has a deadline, every error names the node."""
+"""Peer: the calls to one worker. Every call has a deadline, and every error names the node."""
 
 import asyncio
 import secrets
@@ -47,16 +47,16 @@ from worker.node.rpc_errors import error_of
 
 T = TypeVar("T")
 
-COORDINATOR_ID = secrets.token_hex(8)  # of this process: what it has attached it may attach anew
+COORDINATOR_ID = secrets.token_hex(8)  # of this process, which may attach again the workers that it has attached
 _HELLO_S = 5.0
 _ATTACH_S = 10.0
-_STALL_S = 120.0  # the longest that a load may go on without a sign of progress
+_STALL_S = 120.0  # without progress of a load
 _DIGEST_S = 600.0
 _UNLOAD_S = 5.0
 _COMPILE_S = 5.0  # of a grammar
 _EXAMINE_S = 40.0  # several commands, 15 s each at most
-_LINK_S = 40.0  # of its examination: a gRPC call and three listeners
-_MEASURE_S = 20.0  # two seconds of measuring, behind what others have it measure, and a slow disk's headers
+_LINK_S = 40.0  # for its examination: a gRPC call and three listeners
+_MEASURE_S = 20.0  # two seconds of measuring, after those for other callers, and the headers of a slow disk
 
 
 class Peer:
@@ -69,28 +69,28 @@ class Peer:
         network: Network,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """The first of its addresses that answers is used. `say` takes lines for the user."""
+        """`addresses` are in the order of preference. `say` takes lines for the user."""
         self.name = name
         self._network = network
         self._addresses = Addresses(name, addresses, network, say)
         self._attachment: grpc.aio.UnaryStreamCall[AttachRequest, Report] | None = None
-        self.is_draining = False  # it is about to end, and has said so
+        self.is_draining = False  # it has announced that it shuts down
 
     @property
     def address(self) -> str:
-        """The one in use."""
+        """The address in use."""
         return self._addresses.address
 
     @property
     def addresses(self) -> Sequence[str]:
-        """Those at which other nodes may reach the process in use."""
+        """The addresses at which other nodes can reach the process in use."""
         return self._addresses.leading_to_it
 
     async def hello(self, within_s: float | None = None) -> HelloReply:
-        """Ask who is there, for so long at most; who is part of a chain is asked where the chain goes.
+        """Ask the worker who it is; while it is part of a chain, only at the address that the chain uses.
 
         Raises:
-            StageLost: nobody, or not a worker.
+            StageLost: nothing answers, or no worker. CallerRefused, ConfigError: one side does not trust the other.
             ModelError: it speaks another version of the protocol.
         """
         ask = self._addresses.ask if self._attachment is None else self._addresses.ask_in_use
@@ -103,7 +103,7 @@ class Peer:
         return reply
 
     async def is_elsewhere(self, within_s: float) -> bool:
-        """Whether it has several addresses, and answers at one of them; nobody waits for it to be started."""
+        """Whether it has several addresses and answers at one of them now."""
         if len(self._addresses.addresses) == 1:
             return False
         try:
@@ -113,7 +113,7 @@ class Peer:
         return True
 
     async def load(self, request: LoadRequest, progress: Callable[[LoadProgress], None]) -> None:
-        """Have the worker load a shard. Raises what it refuses with, or StageLost if it stalls."""
+        """Have the worker load a shard. Raises its refusal, or StageLost if it stalls."""
         call = self._stub.Load(request)
         with self.naming():
             try:
@@ -130,7 +130,7 @@ class Peer:
 
     @asynccontextmanager
     async def feeding(self) -> AsyncIterator[grpc.aio.StreamStreamCall[bytes, Held]]:
-        """A call by which the worker is sent what it lacks of a model (feed.py). Its errors are for `naming`."""
+        """Open the call that pushes weights to the worker. Wrap its errors in `naming`."""
         channel = self._network.channel(self.name, self.address, alone=True)
         call = open_feed(channel)
         try:
@@ -141,11 +141,11 @@ class Peer:
 
     @property
     def wire(self) -> Wire:
-        """How bytes travel to it."""
+        """The framing of the bytes on links to it."""
         return self._network.wire
 
     async def attach(self, request: AttachRequest) -> None:
-        """Join the worker to the chain, anew if it is part of one. Raises what it refuses with, or StageLost."""
+        """Join the worker to the chain, again if it is part of one. Raises its refusal, or StageLost."""
         self.detach()
         self.is_draining = False
         self._attachment = self._stub.Attach(request)
@@ -153,18 +153,18 @@ class Peer:
             try:
                 async with asyncio.timeout(_ATTACH_S):
                     if not await self._attachment.initial_metadata():
-                        await self._attachment.read()  # refused: this raises the reason
+                        await self._attachment.read()  # raises the refusal
             except TimeoutError:
                 raise StageLost(f"did not join the chain within {_ATTACH_S:.0f} s", node=self.name) from None
 
     def link(self, epoch: int, stage: int, sender: str = "") -> Link:
-        """A hop to the worker from this process, the node `sender`, as `stage`."""
+        """Return a hop to the worker from this process, which is the node `sender` and the stage `stage`."""
         return Link(self._network, self.name, self.address, epoch, stage, sender)
 
     async def results(self, on_draining: Callable[[], None] = lambda: None) -> AsyncIterator[Result]:
-        """What the attached worker reports; nothing unless it is the last. Raises once it is lost.
+        """Yield the results of the attached worker, none unless it is the last one. Raises once it is lost.
 
-        `on_draining` is called when it says that it is about to end.
+        `on_draining` is called when it announces that it shuts down.
         """
         assert self._attachment is not None
         with self.naming():
@@ -179,13 +179,13 @@ class Peer:
         raise StageLost("left the chain", node=self.name)
 
     async def status(self, timeout_s: float) -> StatusReply:
-        """What the worker is doing. Raises StageLost if it does not say so within `timeout_s`."""
+        """Return what the worker is doing. Raises StageLost if it does not answer within `timeout_s`."""
         return await self._named(self._stub.Status(StatusRequest(), timeout=timeout_s))
 
     async def clock_offset(self, tries: int = 5) -> int:
-        """This worker's monotonic clock minus ours, nanoseconds; the quickest of some exchanges is the truest.
+        """Return this worker's monotonic clock minus ours, nanoseconds, by the quickest of some exchanges.
 
-        What lies within the error of the measurement is taken as 0: nodes of one machine share a clock.
+        An offset within the error of the measurement counts as 0: nodes of one machine share a clock.
         """
         best = None
         for _ in range(tries):
@@ -199,23 +199,23 @@ class Peer:
         return 0 if abs(offset) <= round_trip // 2 else offset
 
     async def measure(self, request: MeasureRequest) -> Speed:
-        """How fast it is at this model; empty if it does not know and has no time to find out.
+        """Return its speed at this model; empty if it does not know it and has no time to measure.
 
         Raises:
-            BrigadeError: as it refuses, or StageLost.
+            BrigadeError: its refusal, or StageLost.
         """
         return await self._named(self._stub.Measure(request, timeout=_MEASURE_S))
 
     async def measure_link(
         self, successor: "Peer | None" = None, listeners: Sequence[Listener] = (), *, examined: bool = False
     ) -> LinkReply:
-        """How far it is from this worker to another one, or else from this process to this worker.
+        """Return the speed of the link from this worker to another one, or else from this process to this worker.
 
         Args:
-            listeners: of the far end, for what else is to be measured.
-            examined: tell which way the connection takes, too.
+            listeners: of the far end, for further measurements.
+            examined: report the interfaces of the connection, too.
         Raises:
-            BrigadeError: as it refuses, or StageLost.
+            BrigadeError: its refusal, or StageLost.
         """
         to, addresses = (successor, successor.addresses) if successor else (self, [self.address])
         request = LinkRequest(node=to.name, addresses=addresses, examined=examined, listeners=listeners)
@@ -224,10 +224,10 @@ class Peer:
         return await self._named(self._stub.MeasureLink(request, timeout=_LINK_S if examined else _MEASURE_S))
 
     async def examine(self, *, only_time: bool = False) -> Facts:
-        """What it knows of itself and of its machine.
+        """Return the facts that it reports of itself and of its machine.
 
         Raises:
-            ModelError: it is too old to tell. BrigadeError: as it refuses, or StageLost.
+            ModelError: it is too old to report any. BrigadeError: its refusal, or StageLost.
         """
         request, timeout_s = ExamineRequest(only_time=only_time), _HELLO_S if only_time else _EXAMINE_S
         try:
@@ -239,7 +239,7 @@ class Peer:
 
     @asynccontextmanager
     async def listening(self, transport: Transport) -> AsyncIterator[Listener]:
-        """A port of the worker for one conversation: closed after that, or with the context. Raises likewise."""
+        """Have the worker listen for one conversation, at most until the context ends. Raises as `examine`."""
         call = self._stub.Listen(ListenRequest(transport=transport, address=self.address), timeout=_LINK_S)
         try:
             yield await self._named(call.read())
@@ -247,19 +247,19 @@ class Peer:
             call.cancel()
 
     async def digests(self) -> dict[str, str]:
-        """A digest per tensor of the loaded shard."""
+        """Return a digest per tensor of the loaded shard."""
         return dict((await self._named(self._stub.Digest(DigestRequest(), timeout=_DIGEST_S))).digests)
 
     async def compile(self, grammar: Grammar) -> None:
-        """Have the worker get ready for a grammar. Raises what it refuses with, or StageLost."""
+        """Have the worker prepare a grammar. Raises its refusal, or StageLost."""
         await self._named(self._stub.Compile(grammar, timeout=_COMPILE_S))
 
     async def unload(self, coordinator: Coordinator) -> None:
-        """Have the worker let go of what it holds. Raises NodeBusy if it serves another coordinator, or StageLost."""
+        """Have the worker free its memory. Raises NodeBusy if it serves another coordinator, or StageLost."""
         await self._named(self._stub.Unload(coordinator, timeout=_UNLOAD_S))
 
     def detach(self) -> None:
-        """Have the worker leave the chain: it drops every slot and keeps its shard."""
+        """Make the worker leave the chain: it drops every slot and keeps its shard."""
         if self._attachment is not None:
             self._attachment.cancel()
             self._attachment = None
@@ -278,7 +278,7 @@ class Peer:
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """What ends a call to this worker, as the error that it means."""
+        """Turn the gRPC error of a call to this worker into the error that it stands for."""
         try:
             yield
         except grpc.RpcError as error:
@@ -289,7 +289,7 @@ class Peer:
 async def peers_of(
     cluster: ClusterConfig, network: Network, say: Callable[[str], None] = lambda line: None
 ) -> AsyncIterator[list[Peer]]:
-    """The workers of a configuration, in its order. Raises ConfigError if this node's own certificate will not do."""
+    """Open the workers of a configuration, in its order. Raises ConfigError if this node's certificate is not valid."""
     async with AsyncExitStack() as stack:
         peers = []
         for worker in cluster.workers:
@@ -298,14 +298,14 @@ async def peers_of(
         yield peers
 
 
-_MOST_DIFFERENCES = 5  # of one worker's configuration that are told
+_MOST_DIFFERENCES = 5  # of one worker's configuration that are reported
 
 
 async def greet(peers: Sequence[Peer]) -> list[HelloReply]:
-    """Ask every worker.
+    """Return the greetings of all workers, in their order.
 
     Raises:
-        BrigadeError: of the one that cannot take part, or a line for each; a StageLost if any does not answer.
+        BrigadeError: the error of the worker that cannot take part, or a line for each; StageLost if any is silent.
     """
     outcomes = await asyncio.gather(*(peer.hello() for peer in peers), return_exceptions=True)
     failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
@@ -314,7 +314,7 @@ async def greet(peers: Sequence[Peer]) -> list[HelloReply]:
 
 
 def raise_worst(failures: Sequence[BaseException | None]) -> None:
-    """Raise these failures of several workers as one error with a line for each: a StageLost if any is one."""
+    """Raise the failures of several workers, if any, as one error with a line for each; a StageLost if one is."""
     found = [failure for failure in failures if failure is not None]
     errors = [failure for failure in found if isinstance(failure, BrigadeError)]
     if len(errors) < len(found):
@@ -327,8 +327,8 @@ def raise_worst(failures: Sequence[BaseException | None]) -> None:
 
 
 def differences(name: str, cluster: ClusterConfig, greeting: HelloReply) -> Iterator[str]:
-    """A line for each difference between this node and the worker `name` that may surprise somebody."""
-    # other kernels may round otherwise: the likeliest reason for other tokens than on one Mac
+    """Yield a line for each difference between this node and the worker `name` that the user should know of."""
+    # other versions have other kernels, the likeliest reason for tokens that differ from those of one Mac
     for package, theirs in (("mlx", greeting.mlx_version), ("mlx-lm", greeting.mlx_lm_version)):
         if theirs != (ours := version(package)):
             yield f"worker {name} has {package} {theirs}, this node {ours}"

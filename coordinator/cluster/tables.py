@@ -1,4 +1,4 @@
-"""Tables of figures: one, or, where a terminal has no room for it, several of whole columns that begin alike. Pure."""
+"""Tables of figures: one, or several with the same first columns if the terminal is too narrow for one. Pure."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 _GAP = 2  # columns of the terminal between two of the table
-_LEAST_KEY = 8  # columns of a key that is broken, so that a figure is not: what is copied is whole
+_LEAST_KEY = 8  # columns of a key that is wrapped, so that no figure is
 
 
 def plain_table(first: str, *others: str, gap: int = 1) -> Table:
@@ -34,20 +34,20 @@ class _Column:
 
     @property
     def least_width(self) -> int:
-        """With a head of several lines; no cell has more than one."""
+        """The width with a head of several lines; cells have one line."""
         return max(map(cell_len, [*self.head.split(), *self.cells]))
 
 
 def fitting(
     heads: Sequence[str], rows: Sequence[Sequence[str]], width: int, *, num_keys: int = 1, num_left: int | None = None
 ) -> Group:
-    """The table in parts that are no wider than `width`, as far as that can be; with heads of several lines at need.
+    """Return the table in parts that are no wider than `width` if possible; heads take several lines if needed.
 
     Args:
         heads: the columns' names.
-        rows: a text for each column; a part leaves out those that have none there.
-        num_keys: the first columns, which say what a row is about: every part has them.
-        num_left: the first columns that are aligned to the left; by default as many as there are keys.
+        rows: a text for each column; a part leaves out rows that are empty there.
+        num_keys: the number of first columns that identify a row, which every part repeats.
+        num_left: the number of first columns aligned to the left; by default the keys.
     """
     num_left = num_keys if num_left is None else num_left
     columns = [_Column(head, [row[i] for row in rows], i < num_left) for i, head in enumerate(heads)]
@@ -57,7 +57,7 @@ def fitting(
 
 
 def _parts(keys: list[_Column], figures: Sequence[_Column], width: int) -> Iterator[list[_Column]]:
-    """The figures, as many at a time as there is room for beside the keys, but at least one."""
+    """Yield the figures, as many at a time as fit beside the keys, but at least one."""
     part: list[_Column] = []
     for figure in figures:
         if part and _span([each.least_width for each in (*keys, *part, figure)]) > width:

@@ -1,4 +1,4 @@
-"""Several coroutines at once, of which each is needed."""
+"""Running several coroutines at once when all of them are needed."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -8,10 +8,10 @@ T = TypeVar("T")
 
 
 async def together(*work: Coroutine[Any, Any, T]) -> list[T]:
-    """Run all at once and return their results in order; the first failure ends the others, and is raised itself.
+    """Run all at once and return their results in order; raise the first failure after cancelling the others.
 
-    Without a TaskGroup: up to Python 3.12 it leaves the task that waits marked as being cancelled when one fails, and a
-    timeout around it then ends in a CancelledError.
+    A TaskGroup will not do: up to Python 3.12 a failure leaves the waiting task marked as cancelled, and a timeout
+    around it then ends in a CancelledError.
     """
     tasks = [asyncio.create_task(each) for each in work]
     try:

@@ -1,4 +1,4 @@
-"""The times of frames on a chain, learned as they pass, and the lanes and chunks that follow from them. Pure."""
+"""The times of frames on a chain, learned from results, and the lanes and chunk sizes that follow. Pure."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 StagesSeconds = Callable[[int], Sequence[float]]  # seconds of each stage by a frame's rows; empty if unknown
 
 _MOST_LANES = 32  # in flight: stages take 64 frames, those of prompts included
-_RECHECK = 16  # choices after which to look again at what frames cost
-_CHUNKS = (32, 128, 512, 2048)  # rows: far apart, so that noise does not decide and runs are alike
-_CHUNK_GAIN = 1.1  # times less that a larger chunk has to take
-_LONGEST_CHUNK_S = 0.5  # through the whole chain: the longest that other streams may have to wait
+_RECHECK = 16  # choices after which the costs are looked at again
+_CHUNKS = (32, 128, 512, 2048)  # rows: far apart, so that noise does not decide and runs are reproducible
+_CHUNK_GAIN = 1.1  # factor by which a larger chunk has to be faster
+_LONGEST_CHUNK_S = 0.5  # through the whole chain: other streams wait no longer
 _WEIGHT = 0.1  # of a new observation
-_WEIGHT_LESS = 0.4  # of a lower one: interruptions only make a step longer
-_SETTLED = 8  # times that a size is seen before its own cost replaces the line between others
-_WORTH = 1.15  # times less that other lanes have to take: a change leaves a gap, and measurements are noisy
+_WEIGHT_LESS = 0.4  # of a lower observation: interruptions only make a step longer
+_SETTLED = 8  # observations of a size before its own cost replaces the line between others
+_WORTH = 1.15  # factor by which other lanes have to be faster: a change leaves a gap, and measurements are noisy
 
 
 def on_lines(points: Sequence[tuple[int, float]], num_rows: int) -> float:
@@ -30,25 +30,25 @@ def on_lines(points: Sequence[tuple[int, float]], num_rows: int) -> float:
 
 
 def _rounded(num_rows: int) -> int:
-    """Keep the leading four bits, so that few sizes are told apart however long a chain serves."""
+    """Keep the leading four bits, so that a chain distinguishes few sizes however long it serves."""
     shift = max(0, num_rows.bit_length() - 4)
     return num_rows >> shift << shift
 
 
 class StepCosts:
-    """Seconds by number of rows, of whole steps or of one stage."""
+    """The seconds of whole steps or of one stage, by number of rows."""
 
     def __init__(self) -> None:
         self._seen: Counter[int] = Counter()  # how often, by number of rows
         self._step_s: dict[int, float] = {}  # seconds by number of rows
-        self._points: list[tuple[int, float]] = []  # those believed, ascending; empty: to be found again
+        self._points: list[tuple[int, float]] = []  # those of `_believed`, ascending; empty if outdated
 
     @property
     def is_known(self) -> bool:
         return bool(self._step_s)
 
     def observe(self, num_rows: int, seconds: float) -> None:
-        """Learn that so many rows took so long."""
+        """Learn the seconds of a step of so many rows."""
         num_rows = _rounded(num_rows)
         self._seen[num_rows] += 1
         if self._seen[num_rows] == 1:
@@ -63,7 +63,7 @@ class StepCosts:
         return on_lines(self._points, num_rows)
 
     def _believed(self) -> list[tuple[int, float]]:
-        """The points without rare sizes between well-known ones: one that took long once would never be tried again."""
+        """Return the points without rare sizes between well-known ones: a slow outlier would never be tried again."""
         settled = [rows for rows in self._step_s if self._seen[rows] >= _SETTLED] or [0]
         return sorted(
             (rows, step_s)
@@ -73,7 +73,7 @@ class StepCosts:
 
 
 class ChainCosts:
-    """The costs of one chain: whole steps alone in the chain, each stage, and all hops together."""
+    """The costs of one chain: of steps that were alone in it, of each stage, and of all hops together."""
 
     def __init__(self, num_stages: int) -> None:
         self.steps = StepCosts()
@@ -82,7 +82,7 @@ class ChainCosts:
         self._lately_s: dict[int, float] = {}  # of recent passages, by the bits of their number of rows
 
     def observe(self, num_rows: int, stages_s: Sequence[float], took_s: float, *, was_alone: bool) -> None:
-        """Learn from one frame: the seconds of each stage, and those from its sending to its result."""
+        """Learn from one frame: the seconds of each stage, and those from sending to result."""
         for stage, seconds in zip(self._stages, stages_s, strict=True):
             stage.observe(num_rows, seconds)
         if was_alone:
@@ -104,8 +104,8 @@ class ChainCosts:
     def passage_s(self, num_rows: int) -> float:
         """Return the seconds that a frame may take through the whole chain, alone; 0 without rows, or while not known.
 
-        Its usual time, or that of recent frames of its size if it is longer: the very first counts, and each later
-        frame halves the weight of those before it.
+        This is its usual time, or that of recent frames of its size if longer. The first frame of a size counts too,
+        and each later one halves the weight of those before it.
         """
         usual_s = sum(self.stages_s(num_rows)) + self.hops_s(num_rows) if num_rows else 0.0
         return max(usual_s, self._lately_s.get(num_rows.bit_length(), 0.0))
@@ -114,10 +114,10 @@ class ChainCosts:
 class LaneChooser:
     """Chooses the number of lanes for a number of sessions.
 
-    With N sessions in m lanes a frame has k = N / m sessions' rows. A session's next token comes after its frame has
-    passed all stages and hops, or after the slowest stage has done a frame of every lane, whichever is longer; of the
-    m that stages and hops can hold the one with the shortest time wins. Where rows cost nothing (weights are read
-    whatever their number) that is few lanes, where they cost much or hops are slow it is as many as fill the pipe.
+    With N sessions in m lanes a frame has the rows of k = N / m sessions. A session's next token comes after its frame
+    has passed all stages and hops, or after the slowest stage has done a frame of every lane, whichever is longer. The
+    m with the shortest time wins, up to what stages and hops can hold: few lanes if rows cost nothing (weights are
+    read whatever their number), as many as fill the pipe if they cost much or hops are slow.
     """
 
     def __init__(self, num_stages: int, stages_s: StagesSeconds, hops_s: Callable[[int], float]) -> None:
@@ -148,7 +148,7 @@ class LaneChooser:
         return self._lanes
 
     def _round_s(self, num_sessions: int, rows_each: float, lanes: int) -> float:
-        """The seconds until every session has stepped once."""
+        """Return the seconds until every session has stepped once."""
         rows = max(1, round(rows_each * -(-num_sessions // lanes)))
         stages_s = self._stages_s(rows)
         return max(sum(stages_s) + self._hops_s(rows), lanes * max(stages_s))

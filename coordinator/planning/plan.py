@@ -18,36 +18,36 @@ USUAL_REQUESTS = 8  # at once, for throughput, by default
 
 @dataclass(frozen=True)
 class Objective:
-    """What a plan is to be good at, what it has to hold, and what is fixed about it."""
+    """The goal of a plan, the memory that it has to keep, and the choices that are fixed."""
 
-    context: int  # tokens of each session that the plan keeps memory for, at least
-    max_context: int = 0  # more of them, up to so many, where memory is left
+    context: int  # tokens of each session that the plan keeps memory for at least
+    max_context: int = 0  # tokens up to which that grows if memory is left
     num_sessions: int = 1
     goal: Goal = "latency"
-    num_requests: int = USUAL_REQUESTS  # at once; for latency they only decide between plans that are equally good
+    num_requests: int = USUAL_REQUESTS  # at once; for latency they only decide between equally good plans
     layers: Sequence[int] | None = None  # of each node, in the given order; None: planned
     is_order_fixed: bool = False
-    may_be_alone: bool = True  # whether the first node may hold everything where there are others
+    may_be_alone: bool = True  # whether the first node may hold everything though there are others
 
     @property
     def requests_at_once(self) -> int:
-        """How many requests there are while the goal is judged."""
+        """The number of requests for which the goal is judged."""
         return 1 if self.goal == "latency" else self.num_requests
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node that can hold layers, with the memory that it may use for weights and cache."""
+    """A node that can hold layers, with its memory budget for weights and caches."""
 
     name: str
     memory_bytes: int
 
 
 class MemoryOffer(NamedTuple):
-    """What is known of a node's memory, bytes."""
+    """The memory of a node in bytes, as offered and as configured."""
 
     offered: int  # by the node itself
-    configured: int | None  # counts instead, where the configuration has it
+    configured: int | None  # by the configuration, where it takes precedence
     is_here: bool = False  # on the coordinator's machine
 
 
@@ -108,7 +108,7 @@ class Plan:
 
 
 def assign(spec: ModelSpec, nodes: Sequence[Node], layers: Sequence[int], context: int, num_sessions: int) -> Plan:
-    """Return the plan that gives each node, in this order, so many layers; it need not fit."""
+    """Return the plan that gives each node, in this order, so many layers, whether or not it fits."""
     ends = list(accumulate(layers))
     assignments = (
         Assignment(
@@ -125,7 +125,7 @@ def assign(spec: ModelSpec, nodes: Sequence[Node], layers: Sequence[int], contex
 
 
 def check_split(spec: ModelSpec, num_nodes: int, layers: Sequence[int] | None) -> None:
-    """Raise ConfigError unless the model can be split over so many nodes, as `layers` counts them if it is given."""
+    """Raise ConfigError unless the model can be split over so many nodes, and as `layers` says if given."""
     if num_nodes > spec.num_layers:
         raise ConfigError(f"expected at most one node per layer, found {num_nodes} nodes for {spec.num_layers} layers")
     if layers is None:
@@ -161,10 +161,10 @@ def require_fit(plan: Plan, spec: ModelSpec) -> None:
 def some_split_fits(
     spec: ModelSpec, nodes: Sequence[Node], context: int, num_sessions: int, shard_bytes: Callable[[int, int], int]
 ) -> bool:
-    """Whether any split over all these nodes, in this order, fits: dynamic programming over the ends of stages.
+    """Whether any split over all these nodes, in this order, fits, by dynamic programming over the ends of stages.
 
     Args:
-        shard_bytes: the spec's, which a caller with several contexts keeps in a cache.
+        shard_bytes: the spec's method, cached by callers that try several contexts.
     """
     up_to = _cache_sums(spec, context, num_sessions)
     ends = {0}
@@ -181,17 +181,17 @@ def some_split_fits(
 def split_by_bytes(spec: ModelSpec, nodes: Sequence[Node], context: int, num_sessions: int) -> list[int]:
     """Return the layers of each node, in this order, of the best split that fits, as if nodes were equally fast.
 
-    The best split has the smallest largest stage, by the weight bytes that a token reads: all but the embedding, of
+    The best split minimises the largest stage, by the weight bytes that a token reads: all except the embedding, of
     which it reads one row. Ties go to the smallest sum of squares, then to the fewest layers on the earliest nodes.
-    If no split fits, it is the one whose worst node, then whose nodes in sum, exceed their budgets least, relative to
-    the budget.
+    If no split fits, the best one minimises the excess over the budget, relative to it, of the worst node, then of
+    all nodes together.
     """
     shard_bytes = cache(spec.shard_bytes)
     up_to = _cache_sums(spec, context, num_sessions)
     sweep = partial(_sweep, len(nodes), spec.num_layers)
 
     def excess(i: int, start: int, end: int) -> float:
-        """The bytes that are missing, as a fraction of the budget; exactly 0 if it fits."""
+        """Return the missing bytes as a fraction of the budget; exactly 0 if the stage fits."""
         needed, budget = shard_bytes(start, end) + up_to[end] - up_to[start], nodes[i].memory_bytes
         return max(0, needed - budget) / max(1, budget)
 
@@ -209,7 +209,7 @@ def split_by_bytes(spec: ModelSpec, nodes: Sequence[Node], context: int, num_ses
 
 
 def _cache_sums(spec: ModelSpec, context: int, num_sessions: int) -> list[int]:
-    """The bytes of all sessions' caches of the layers before each one."""
+    """Return for each layer the bytes of all sessions' caches of the layers before it."""
     caches = (num_sessions * spec.reserved_bytes(layer, layer + 1, context) for layer in range(spec.num_layers))
     return list(accumulate(caches, initial=0))
 
@@ -218,14 +218,14 @@ _Cost = Callable[[int, int, int], float]  # of node i holding layers [start, end
 
 
 def _where(cost: _Cost, bounded: _Cost, limit: float) -> _Cost:
-    """`cost` of the stages whose `bounded` is within the limit, infinity of the others."""
+    """Return `cost` restricted to stages whose `bounded` is within the limit; infinity for others."""
     return lambda *stage: cost(*stage) if bounded(*stage) <= limit else math.inf
 
 
 def _sweep(
     num_nodes: int, num_layers: int, cost: _Cost, combine: Callable[[float, float], float]
 ) -> tuple[float, tuple[int, ...]]:
-    """Return the least combined cost and the ends of the first split in order that has it.
+    """Return the least combined cost, and the ends of the first split that has it.
 
     Dynamic programming from the end: `best[start]` is the best split of layers [start, num_layers) over nodes i, i+1...
     """

@@ -1,4 +1,4 @@
-"""How fast a plan would be, which other plans there are, and advice for the user. Unknown times are None. Pure."""
+"""Predictions: the times of a plan, alternative plans, and advice for the user. Unknown times are None. Pure."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -12,12 +12,12 @@ from worker.errors import ConfigError
 from worker.model.modelspec import ModelSpec
 from worker.platform.text import format_bytes
 
-_MOST_SAMPLED = 64  # rows of a frame that all bring a token
-_LONG_HOPS = 0.1  # of a token's time: hops that take more are worth a line of advice
+_MOST_SAMPLED = 64  # rows of the longest frame in which every row is sampled
+_LONG_HOPS = 0.1  # of a token's time: longer hops are worth a line of advice
 
 
 class Prediction:
-    """The times of one plan, with sessions as long as it keeps memory for."""
+    """The times of one plan, for sessions of the length that it keeps memory for."""
 
     def __init__(self, spec: ModelSpec, plan: Plan, speeds: Survey) -> None:
         names = plan.names
@@ -40,7 +40,7 @@ class Prediction:
         return [*(self._hops_ms(1) or [0.0])] if self._know(1) else [None] * len(self._speeds)
 
     def stages_ms(self, num_rows: int) -> list[float]:
-        """Milliseconds of each stage for a frame of so many rows, where that is known; long frames are of prompts."""
+        """Return the milliseconds of each stage for a frame of so many rows, if known; long frames are prompts."""
         return self._stages_ms(num_rows, num_rows if num_rows <= _MOST_SAMPLED else 1)
 
     @property
@@ -54,13 +54,13 @@ class Prediction:
         return self._round_ms(1, 1)
 
     def tokens_per_s(self, num_requests: int = 1) -> float | None:
-        """The rate of so many requests together, in the best number of lanes of those whose frames are known."""
+        """Return the rate of so many requests together, in the best number of lanes whose frame times are known."""
         rounds = [self._round_ms(num_requests, lanes) for lanes in range(1, num_requests + 1)]
         known = [round_ms for round_ms in rounds if round_ms is not None]
         return 1e3 * num_requests / min(known) if known else None
 
     def prefill_s(self, num_prompt: int) -> float | None:
-        """Seconds from a prompt of so many tokens to its first token, without what attention to long prompts adds."""
+        """Return the seconds from a prompt of so many tokens to its first token, without the cost of long attention."""
         if not self._know(num_prompt):
             return None
         chunk = min(num_prompt, chunk_size(num_prompt, lambda rows: [ms / 1e3 for ms in self._stages_ms(rows, 0)]))
@@ -69,11 +69,11 @@ class Prediction:
         return (num_before * self._slowest_ms(stages, chunk) + last_ms) / 1e3
 
     def slowest_ms(self, num_rows: int, num_sampled: int = 0) -> float | None:
-        """Milliseconds that the slowest stage or link takes for a frame, of which so many rows bring a token."""
+        """Return the milliseconds of the slowest stage or link for a frame of which so many rows are sampled."""
         return self._slowest_ms(self._stages_ms(num_rows, num_sampled), num_rows) if self._know(num_rows) else None
 
     def _round_ms(self, num_requests: int, lanes: int) -> float | None:
-        """Until every request has its next token: a frame's way, or a frame of every lane on the slowest stage."""
+        """Return the time of a round: one frame's way, or a frame of every lane on the slowest stage."""
         rows = -(-num_requests // lanes)
         if not self._know(rows):
             return None
@@ -96,21 +96,21 @@ class Prediction:
         return layers_ms + num_sampled * caches_ms + (speed.head_ms(num_sampled) if samples else 0.0)
 
     def _hops_ms(self, num_rows: int) -> list[float]:
-        """The hop back carries token ids, whose bytes do not count."""
+        """Return the times of all hops. The hop back carries token ids, whose bytes do not count."""
         if not self._links:
             return []
         *ways, back = self._links
         return [*(way.ms(num_rows * self._spec.row_bytes) for way in ways), back.ms()]
 
     def _slowest_ms(self, stages_ms: Sequence[float], num_rows: int) -> float:
-        """Of stages and links, none of which can do two frames at once."""
+        """Return the longest time of a stage or link, each of which does one frame at a time."""
         occupied_ms = (way.occupied_ms(num_rows * self._spec.row_bytes) for way in self._links[:-1])
         return max(*stages_ms, *occupied_ms, 0.0)
 
 
 @dataclass(frozen=True)
 class PredictedPlan:
-    """A plan and its times; the name tells it from the chosen one."""
+    """A plan and its times; the chosen plan has no name."""
 
     name: str
     plan: Plan
@@ -146,14 +146,14 @@ def report_plan(spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objectiv
 def _alternatives(
     spec: ModelSpec, nodes: Sequence[Node], speeds: Survey, objective: Objective
 ) -> Iterator[tuple[str, Plan]]:
-    """By name: each node alone, the best chain of several, that without the slowest node, and equal parts."""
+    """Yield by name: each node alone, the best chain of several, that without the slowest node, and an even split."""
     if len(nodes) == 1:
         return
     free = replace(objective, layers=None)
     for node in nodes:
         yield f"{node.name} alone", plan(spec, [node], speeds, replace(objective, layers=[spec.num_layers]))
     if speeds.covers(node.name for node in nodes):
-        with suppress(ConfigError):  # no chain fits, and there are too many nodes for a plan that does not
+        with suppress(ConfigError):  # no chain fits, and there are more nodes than layers
             several = plan(spec, nodes, speeds, replace(free, may_be_alone=False))
             if several.fits:
                 yield " + ".join(several.names), several
@@ -207,7 +207,7 @@ def _rate(predicted: PredictedPlan, objective: Objective) -> float:
 
 
 def _figure(predicted: PredictedPlan, objective: Objective) -> str:
-    """The plan's speed by the objective's goal."""
+    """Format the plan's speed by the objective's goal."""
     if objective.goal == "latency":
         return f"{format_ms(predicted.times.ms_per_token or 0.0)} per token"
     return f"{_rate(predicted, objective):.1f} tok/s of {objective.num_requests} requests"

@@ -12,7 +12,7 @@ TimesByRows = tuple[tuple[int, float], ...]  # milliseconds by rows of a frame, 
 
 @dataclass(frozen=True)
 class Speed:
-    """The times of one node for one model: a layer of each of its `kinds`, and its norm, head and sampling."""
+    """The times of one node for one model: of a layer of each of the `kinds`, and of norm, head and sampling."""
 
     kinds: tuple[TimesByRows, ...]
     head: TimesByRows
@@ -21,14 +21,14 @@ class Speed:
 
     @classmethod
     def assumed(cls, spec: ModelSpec, gbps: float) -> "Speed":
-        """Return the speed of a node that only reads weights, at so many GB/s; frames of several rows are not known."""
+        """Return the speed of a node that reads weights at so many GB/s; only frames of one row are known."""
         head_bytes = spec.head_bytes + (spec.embed_bytes if spec.tied else 0)
         sizes = [*(kind.read_bytes for kind in spec.kinds), head_bytes]
         *kinds, head = (((1, size / gbps / 1e6),) for size in sizes)
         return cls(tuple(kinds), head, gbps, is_measured=False)
 
     def knows(self, num_rows: int) -> bool:
-        """Whether the times of frames of so many rows follow from the known ones."""
+        """Whether the times of frames of so many rows are known or can be extrapolated."""
         return all(times[0][0] <= num_rows <= times[-1][0] or len(times) > 1 for times in (*self.kinds, self.head))
 
     def layers_ms(self, spec: ModelSpec, num_rows: int) -> list[float]:
@@ -47,17 +47,17 @@ class Speed:
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """The way from one node to another: the round trip of a few bytes, and the bytes per second."""
+    """The link from one node to another: the round trip of a few bytes, and the bytes per second."""
 
     rtt_ms: float = 0.0
     bytes_per_s: float = math.inf
 
     def occupied_ms(self, num_bytes: int) -> float:
-        """Return the milliseconds in which nothing else can be sent."""
+        """Return the milliseconds for which so many bytes occupy the link."""
         return 1e3 * num_bytes / self.bytes_per_s
 
     def ms(self, num_bytes: int = 0) -> float:
-        """Return the milliseconds of one way."""
+        """Return the milliseconds of so many bytes one way."""
         return self.rtt_ms / 2 + self.occupied_ms(num_bytes)
 
     def with_worse(self, other: "LinkSpeed") -> "LinkSpeed":
@@ -67,18 +67,18 @@ class LinkSpeed:
 
 @dataclass(frozen=True)
 class Survey:
-    """The known speeds of nodes, by name: of their layers, of their own `ports`, and of `links` between two of them."""
+    """The known speeds by node: of layers, of their own network `ports`, and of `links` between two nodes."""
 
     speeds: Mapping[str, Speed] = field(default_factory=dict)
     ports: Mapping[str, LinkSpeed] = field(default_factory=dict)
     links: Mapping[tuple[str, str], LinkSpeed] = field(default_factory=dict)
 
     def covers(self, names: Iterable[str]) -> bool:
-        """Whether the speed of all these nodes is known."""
+        """Whether the speeds of all these nodes are known."""
         return all(name in self.speeds for name in names)
 
     def link(self, sender: str, receiver: str) -> LinkSpeed:
-        """Return the link as known in either direction, else the worse of both ports."""
+        """Return the link as measured in either direction, else the worse of both ports."""
         known = self.links.get((sender, receiver)) or self.links.get((receiver, sender))
         return known or self._port(sender).with_worse(self._port(receiver))
 
@@ -87,7 +87,7 @@ class Survey:
 
 
 NOTHING_KNOWN = Survey()
-# A link that could not be measured: a probe of 20 exchanges and 8 MiB was not done within 5 s.
+# For a link that could not be measured: its probe of 20 exchanges and 8 MiB took more than 5 s.
 UNMEASURED = LinkSpeed(rtt_ms=5e3 / 20, bytes_per_s=8 * 2**20 / 5)
 
 
