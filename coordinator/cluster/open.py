@@ -158,36 +158,13 @@ async def open_chain(
     """
     options = replace(options, limits=NO_RECOVERY)
     by_speed = not every_node and options.cluster.layers is None
-    async with _open(options, checkpoint, spec, context, by_speed=by_speed, may_be_alone=False, thread=thread) as found:
-        yield found.chain
+    opening = open_cluster(options, checkpoint, spec, context, by_speed=by_speed, may_be_alone=False, thread=thread)
+    async with opening as cluster:
+        yield cluster.chain
 
 
 @asynccontextmanager
 async def open_cluster(
-    options: ClusterOptions,
-    checkpoint: Checkpoint,
-    spec: ModelSpec,
-    context: int,
-    max_context: int = 0,
-    *,
-    on_recovered: Callable[[Recovered], None] = lambda recovered: None,
-) -> AsyncIterator[Cluster]:
-    """Open a cluster for requests, which outlive chains: a lost chain is opened again over the nodes that are there.
-
-    Workers that do not answer for a while are left out, if the model fits on the others, and join later.
-
-    Args:
-        context: tokens of a session that the plan keeps memory for, or more of them up to `max_context`.
-        on_recovered: takes a report when a recovery has ended.
-    Raises:
-        BrigadeError: what the first node that cannot take part says.
-    """
-    async with _open(options, checkpoint, spec, context, max_context, on_recovered=on_recovered) as cluster:
-        yield cluster
-
-
-@asynccontextmanager
-async def _open(
     options: ClusterOptions,
     checkpoint: Checkpoint,
     spec: ModelSpec,
@@ -199,7 +176,19 @@ async def _open(
     thread: MlxThread | None = None,
     on_recovered: Callable[[Recovered], None] = lambda recovered: None,
 ) -> AsyncIterator[Cluster]:
-    """Open the workers, find out which of them are there, and open a cluster over those."""
+    """Open a cluster for requests, which outlive chains: a lost chain is opened again over the nodes that are there.
+
+    Workers that do not answer for a while are left out, if the model fits on the others, and join later.
+
+    Args:
+        context: tokens of a session that the plan keeps memory for, or more of them up to `max_context`.
+        by_speed: plan by the measured speeds of nodes, if they are different machines.
+        may_be_alone: whether the plan may leave all workers out.
+        thread: this process's MLX thread, needed if it has several chains.
+        on_recovered: takes a report when a recovery has ended.
+    Raises:
+        BrigadeError: what the first node that cannot take part says.
+    """
     async with AsyncExitStack() as stack:
         stack.enter_context(kept_awake())
         with show_progress() as progress:
