@@ -1,25 +1,22 @@
-"""`brigade bench --failover`: the last worker is lost in the middle of an answer, and the times that this takes."""
+"""`brigade bench --failover`: measures the recovery from the loss of the last worker in the middle of an answer."""
 
 import random
 import signal
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from rich.console import Console
-
-from coordinator.cluster.cluster import Cluster
+from coordinator.cluster.cluster import Cluster, Outage
 from coordinator.cluster.local import LocalWorker
 from coordinator.cluster.nodes import Nodes
 from coordinator.cluster.open import cluster_over, read_model, start_local
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.peer import Peer
 from coordinator.cluster.progress import say, show_steps
-from coordinator.cluster.tables import fitting
 from coordinator.engine.engine import Engine
 from coordinator.planning.plan import check_split
 from coordinator.planning.recovery import USUAL, Limits
@@ -35,8 +32,8 @@ from worker.platform.threads import MlxThread
 KILLED, STOPPED = "killed", "stopped"  # by SIGKILL, by SIGSTOP
 RESTARTED, SPARE = "restarted", "spare"  # the lost worker's replacement
 
-_DETECT_S = {KILLED: 0.05, STOPPED: 2.5}  # wanted on loopback, by what happened
-_PREFILL = 1.2  # wanted: how much longer than as a prompt the tokens may take to be fed again
+_DETECT_S = {KILLED: 0.05, STOPPED: 2.5}  # wanted on loopback
+_PREFILL = 1.2  # wanted: the replay takes at most so many times as long as the tokens took as a prompt
 
 
 @dataclass(frozen=True)
@@ -51,30 +48,18 @@ CASES = [Case(loss, place) for loss in (KILLED, STOPPED) for place in (RESTARTED
 
 
 @dataclass(frozen=True)
-class LossMoments:
-    """The moments of one loss, seconds on one clock."""
-
-    struck: float
-    lost: float  # noticed
-    found: float  # there were enough nodes again
-    loaded: float
-    opened: float  # the chain
-    tokens: Sequence[float]  # when each token came
-
-
-@dataclass(frozen=True)
 class LossTimes:
     """The parts of one loss, or medians of several. Seconds; None where there is nothing to measure."""
 
     detect_s: float | None
-    reopen_s: float | None  # from there to an open chain; of it
-    find_s: float | None  # until there were enough nodes; of it
-    start_s: float | None  # for another process to start
+    reopen_s: float | None  # from then to an open chain: find_s + load_s + join_s
+    find_s: float | None  # until there were enough nodes, start_s included
+    start_s: float | None  # of another process
     load_s: float | None
     join_s: float | None
     replay_s: float | None  # from the open chain to the next token
     gap_s: float | None  # between two tokens
-    prefill_s: float | None  # of as many tokens as a prompt, right before
+    prefill_s: float | None  # of as many tokens as a prompt, before the loss
 
 
 @dataclass(frozen=True)
@@ -93,7 +78,7 @@ class FailoverRow:
 
     @property
     def wanted_gap_s(self) -> float | None:
-        """Detection, a process's start where one had to be started, the load, and 1.2 times the prompt."""
+        """Return the sum of detection, start of a process if there was one, load, and 1.2 times the prefill."""
         times = self.times
         if times.detect_s is None or times.load_s is None or times.prefill_s is None:
             return None
@@ -124,34 +109,40 @@ class FailoverReport:
         return {"machine": self.machine, "model": self.model, "layers": self.layers, "rows": rows}
 
 
-def times_of(moments: LossMoments, start_s: float | None, prefill_s: float) -> LossTimes:
-    """Return the parts of a loss."""
+def times_of(
+    struck: float, reached: Outage, tokens: Sequence[float], start_s: float | None, prefill_s: float
+) -> LossTimes:
+    """Return the parts of one loss.
+
+    Args:
+        struck: when the worker was lost, seconds on one clock, as of all moments.
+        reached: the moments of the recovery.
+        tokens: when each token came.
+    """
     return LossTimes(
-        detect_s=moments.lost - moments.struck,
-        reopen_s=moments.opened - moments.lost,
-        find_s=moments.found - moments.lost,
+        detect_s=reached.lost_at - struck,
+        reopen_s=reached.opened_at - reached.lost_at,
+        find_s=reached.found_at - reached.lost_at,
         start_s=start_s,
-        load_s=moments.loaded - moments.found,
-        join_s=moments.opened - moments.loaded,
-        replay_s=next((at - moments.opened for at in moments.tokens if at > moments.opened), None),
-        gap_s=max((after - before for before, after in pairwise(moments.tokens)), default=None),
+        load_s=reached.loaded_at - reached.found_at,
+        join_s=reached.opened_at - reached.loaded_at,
+        replay_s=next((at - reached.opened_at for at in tokens if at > reached.opened_at), None),
+        gap_s=max((after - before for before, after in pairwise(tokens)), default=None),
         prefill_s=prefill_s,
     )
 
 
 def middle(trials: Sequence[LossTimes]) -> LossTimes:
-    """Return the median of each figure, over the trials that have it."""
-    columns = {name: [value for each in trials if (value := getattr(each, name)) is not None] for name in _NAMES}
-    return LossTimes(**{name: median(column) if column else None for name, column in columns.items()})
-
-
-_NAMES = tuple(LossTimes.__dataclass_fields__)
+    """Return the median of each part, over the trials that have it."""
+    columns = zip(*(astuple(each) for each in trials), strict=True)
+    known = ([value for value in column if value is not None] for column in columns)
+    return LossTimes(*(median(column) if column else None for column in known))
 
 
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096)
 _BEFORE, _AFTER = 8, 8  # tokens of the answer, before and after the loss
-_MOST_WARMING = 512  # tokens of a prompt before, from which the chain learns what chunks cost
-_AT_ONCE = Limits(rejoin_s=0.0, recovery_s=USUAL.recovery_s)  # whoever is there takes the layers
+_MOST_WARMING = 512  # tokens of a prompt by which the chain measures the costs of chunks
+_AT_ONCE = Limits(rejoin_s=0.0, recovery_s=USUAL.recovery_s)  # a spare worker takes the layers at once
 
 
 async def measure_failover(options: ClusterOptions, contexts: Sequence[int], num_trials: int) -> FailoverReport:
@@ -164,20 +155,20 @@ async def measure_failover(options: ClusterOptions, contexts: Sequence[int], num
     checkpoint, spec = await read_model(options.model)
     check_split(spec, 1 + options.num_workers, None)
     contexts = _fitting(contexts, spec)
-    rows = []
+    rows: list[FailoverRow] = []
+    layers: list[int] = []
     with closing(MlxThread()) as thread, show_steps(len(contexts) * len(CASES) * num_trials) as begin:
         place = _Place(options, checkpoint, spec, thread)
         for context in contexts:
             for case in CASES:
-                trials = []
+                times, equal = [], []
                 for number in range(num_trials):
                     begin(f"{context} tokens, {case.loss}, {case.place}, trial {number + 1}")
-                    trials.append(await place.lose(case, context, seed=number))
-                is_equal = all(equal for _, equal in trials)
-                rows.append(
-                    FailoverRow(case.loss, case.place, context, middle([times for times, _ in trials]), is_equal)
-                )
-    return FailoverReport(machine_name(), spec.name, place.layers, rows)
+                    found, is_equal, layers = await place.lose(case, context, seed=number)
+                    times.append(found)
+                    equal.append(is_equal)
+                rows.append(FailoverRow(case.loss, case.place, context, middle(times), all(equal)))
+    return FailoverReport(machine_name(), spec.name, layers, rows)
 
 
 def _fitting(contexts: Sequence[int], spec: ModelSpec) -> list[int]:
@@ -190,79 +181,65 @@ def _fitting(contexts: Sequence[int], spec: ModelSpec) -> list[int]:
     return fitting
 
 
-@dataclass
-class _Victim:
-    """A cluster, and its last worker."""
-
-    cluster: Cluster
-    last: LocalWorker
-
-    @property
-    def start_s(self) -> float | None:
-        """How long the process took to start that runs in the last worker's place; None if none was started."""
-        local = self.cluster.nodes.workers[self.last.name].local
-        return local.started_s if local else None
-
-
+@dataclass(frozen=True)
 class _Place:
     """Loses workers: opens a new cluster of local processes for each loss."""
 
-    def __init__(self, options: ClusterOptions, checkpoint: Checkpoint, spec: ModelSpec, thread: MlxThread) -> None:
-        self.layers: list[int] = []
-        self._thread = thread
-        self._options = options
-        self._checkpoint = checkpoint
-        self._spec = spec
+    options: ClusterOptions
+    checkpoint: Checkpoint
+    spec: ModelSpec
+    thread: MlxThread
 
-    async def lose(self, case: Case, context: int, seed: int) -> tuple[LossTimes, bool]:
-        """Lose the last worker once so many tokens are known; return the times, and whether the tokens were right."""
+    async def lose(self, case: Case, context: int, seed: int) -> tuple[LossTimes, bool, list[int]]:
+        """Lose the last worker once `context` tokens are known.
+
+        Returns:
+            The times, whether the tokens were those of an unfailed run, and the layers per node.
+        """
         request = self._request(context, f"{seed}")
         warming = self._request(min(context, _MOST_WARMING), f"{seed}, warming")
-        async with self._open(case, context + _AFTER) as victim:
-            cluster = victim.cluster
+        async with self._open(case, context + _AFTER) as (cluster, last):
+            layers = cluster.chain.plan.layers
             async with Engine(cluster.chain, when_lost=cluster.reopen) as engine:
                 await engine.answer(warming)
                 unfailed = await engine.answer(request)
-                struck, answer = await _strike(engine, request, victim.last, case)
-            reached = cluster.outage
+                struck, answer = await _strike(engine, request, last, case)
+            local = cluster.nodes.workers[last.name].local
+            start_s = local.started_s if local else None  # None: no process was started
             tokens = [at / 1e9 for at in answer.token_times]
-            moments = LossMoments(
-                struck, reached.lost_at, reached.found_at, reached.loaded_at, reached.opened_at, tokens
-            )
-            times = times_of(moments, victim.start_s, unfailed.ttft_s)
-        return times, answer.tokens == unfailed.tokens
+            times = times_of(struck, cluster.outage, tokens, start_s, unfailed.ttft_s)
+        return times, answer.tokens == unfailed.tokens, layers
 
     def _request(self, context: int, seed: str) -> Request:
-        """Return a request with so many known tokens when the worker is lost; no two prompts begin alike."""
-        tokens = random.Random(f"{context} {seed}").choices(range(self._spec.vocab_size), k=context - _BEFORE)
+        """Return a request with `context` known tokens when the worker is lost; prompts have no common prefix."""
+        tokens = random.Random(f"{context} {seed}").choices(range(self.spec.vocab_size), k=context - _BEFORE)
         return Request(tuple(tokens), _BEFORE + _AFTER)
 
     @asynccontextmanager
-    async def _open(self, case: Case, context: int) -> AsyncIterator[_Victim]:
+    async def _open(self, case: Case, context: int) -> AsyncIterator[tuple[Cluster, LocalWorker]]:
+        """Open a cluster; yield it with its last worker."""
         has_spare = case.place == SPARE
-        options = replace(self._options, limits=_AT_ONCE if has_spare else USUAL)
+        options = replace(self.options, limits=_AT_ONCE if has_spare else USUAL)
         async with AsyncExitStack() as stack:
             names = [f"worker-{i + 1}" for i in range(options.num_workers + has_spare)]
             workers = await start_local(names, options.model, stack)
             chained = workers[: options.num_workers]
-            stack.callback(chained[-1].kill)  # a stopped one cannot be asked to end
+            stack.callback(chained[-1].kill)  # a stopped process does not end otherwise
             network = Network()
             peers = [Peer(worker.name, [worker.address], network) for worker in workers]
             nodes = await stack.enter_async_context(Nodes(peers, options.cluster))
             if case.place == RESTARTED:
                 nodes.keep(workers, network, _say_nothing)
             opening = cluster_over(
-                *(nodes, peers[: len(chained)], options, self._checkpoint, self._spec, context),
+                *(nodes, peers[: len(chained)], options, self.checkpoint, self.spec, context),
                 say=_say_nothing,
-                thread=self._thread,
+                thread=self.thread,
             )
-            cluster = await stack.enter_async_context(opening)
-            self.layers = cluster.chain.plan.layers
-            yield _Victim(cluster, chained[-1])
+            yield await stack.enter_async_context(opening), chained[-1]
 
 
 async def _strike(engine: Engine, request: Request, worker: LocalWorker, case: Case) -> tuple[float, Answer]:
-    """Answer the request, and signal the worker in the middle; return the moment and the answer."""
+    """Answer the request and signal the worker in the middle; return the moment of the signal and the answer."""
     answer = Answer()
     struck: float | None = None
     async with aclosing(engine.generate(request)) as pieces:
@@ -277,56 +254,4 @@ async def _strike(engine: Engine, request: Request, worker: LocalWorker, case: C
 
 
 def _say_nothing(line: str) -> None:
-    """Take the place of `say`: the table has all losses."""
-
-
-_COLUMNS = 110
-_HEADS = (
-    "tokens", "worker", "detect ms", "wanted", "start s", "load s", "reopen s", "replay s", "prompt s", "gap s",
-    "wanted",
-)  # fmt: skip
-_LEGEND = (
-    "tokens: known when the worker is lost; it is started again, or a spare one takes its place. detect: until the",
-    "loss is noticed. reopen: from there to an open chain, process start and load included. replay: from there to",
-    "the next token. prompt: as many tokens as a prompt, right before. gap: between two tokens, as the reader sees",
-    "it; wanted: detect + start + load + 1.2 x prompt at most. ! is more than wanted. Medians over the trials.",
-)
-
-
-def print_failover(failover: FailoverReport) -> None:
-    """Print a row per case, in 110 columns or as many as the terminal has."""
-    console = Console(highlight=False, markup=False)
-    console.width = min(_COLUMNS, console.width) if console.is_terminal else _COLUMNS
-    table = fitting(_HEADS, list(map(_cells, failover.rows)), console.width, num_keys=2)
-    legend = _LEGEND if console.width == _COLUMNS else [" ".join(_LEGEND)]
-    console.print(f"{failover.model}, layers {failover.layers}, on {failover.machine}", "", table, "", sep="\n")
-    console.print(*_equality(failover), *legend, sep="\n")
-
-
-def _cells(row: FailoverRow) -> list[str]:
-    times = row.times
-    return [
-        str(row.context),
-        f"{row.loss}, {row.place}",
-        _text(times.detect_s, row.wanted_detect_s, unit=1e-3),
-        f"{row.wanted_detect_s * 1e3:.0f}",
-        *(_text(seconds) for seconds in (times.start_s, times.load_s, times.reopen_s, times.replay_s, times.prefill_s)),
-        _text(times.gap_s, row.wanted_gap_s),
-        _text(row.wanted_gap_s),
-    ]
-
-
-def _text(seconds: float | None, wanted_s: float | None = None, unit: float = 1.0) -> str:
-    """Return the figure, marked where it is more than wanted; nothing for None."""
-    if seconds is None:
-        return ""
-    is_more = wanted_s is not None and seconds > wanted_s
-    return f"{'!' if is_more else ''}{seconds / unit:.{0 if unit < 1 else 2}f}"
-
-
-def _equality(failover: FailoverReport) -> list[str]:
-    wrong = [row for row in failover.rows if not row.is_equal]
-    if not wrong:
-        return ["Every answer had the tokens of the unfailed run.", ""]
-    cases = ", ".join(f"{row.context} tokens, {row.loss}, {row.place}" for row in wrong)
-    return [f"OTHER TOKENS than in the unfailed run: {cases}", ""]
+    """Replace `say`: the table lists all losses."""

@@ -1,11 +1,14 @@
-"""A benchmark for people: a table of 100 columns, all there is as Markdown, or a picture."""
+"""Benchmarks and forecasts for people: tables that fit a terminal, Markdown with all columns, and a picture."""
 
 import importlib.util
-from collections.abc import Iterable
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
+from coordinator.bench.failover import FailoverReport, FailoverRow
+from coordinator.bench.forecast import Forecast, ForecastTimes
 from coordinator.bench.results import CLUSTER, Bench, BenchRow, fastest_splits, system_name
 from coordinator.cluster.tables import fitting
 from worker.errors import InputError
@@ -20,58 +23,129 @@ _WIDE = (
     "system", "decode", "requests", "prompt tok/s", "tok/s each", "tok/s all", "first token p50/p95",
     "next token p50/p95", "busy", "bubble", "overhead", "bytes/token", "predicted", "planned",
 )  # fmt: skip
+_FAILOVER_COLUMNS = 110
+_FAILOVER = (
+    "tokens", "worker", "detect ms", "wanted", "start s", "load s", "reopen s", "replay s", "prompt s", "gap s",
+    "wanted",
+)  # fmt: skip
+_FORECAST = ("requests", "tok/s each", "tok/s all", "first token", "next token", "longest wait", "stages busy")
 _LEGEND = (
     "tok/s all, busy: while all decode. First and next token: medians. extra: per token, to one process.",
     "Percentiles, busy by stage, bytes and predictions: --wide.",
 )
 _WIDE_LEGEND = (
     "tok/s each: the median request, from its first token to its last. tok/s all, busy and bubble: while all requests",
-    "decode, or from the first token to the last if they hardly do at once; busy is how much of that time each stage",
-    "computes, bubble what is left, mean over the stages. overhead: per token of a request, against one process.",
-    "bytes/token: what a stage sends on, ? if it did not say. predicted: tok/s all, simulated; planned: by the speeds",
-    "that the nodes measured of themselves, which those of one machine do not.",
+    "decode, or from the first token to the last if less than half of their tokens come then; busy is the share of",
+    "that time in which a stage computes, bubble the rest, mean over the stages. overhead: per token of a request,",
+    "against one process. bytes/token: sent on by a stage, ? if unknown. predicted: tok/s all, simulated; planned:",
+    "from the speeds that the nodes measured of themselves, if they are on several machines.",
 )
+
+_FAILOVER_LEGEND = (
+    "tokens: known when the worker is lost; it is restarted, or a spare one takes its place. detect: until the loss is",
+    "noticed. reopen: from then to an open chain, process start and load included. replay: from then to the next",
+    "token. prompt: as many tokens as a prompt, before the loss. gap: between two tokens, as the reader sees it;",
+    "wanted: at most detect + start + load + 1.2 x prompt. ! is more than wanted. Medians over the trials.",
+)
+_FORECAST_LEGEND = (
+    "tok/s, next token and busy: while all decode, so that requests x tok/s each = tok/s all, and a next token takes "
+    "1 s / tok/s each. First token: the median of requests that come at once. Longest wait: while prompts are fed."
+)
+_ROWS_ARE = {
+    "measured": "The cost of further rows of a frame: as measured.",
+    "given": "The cost of further rows of a frame: as --row-ms says.",
+    "published": (
+        "The cost of further rows of a frame is not known here: as published of an M5 Pro with 4-bit weights, where 8 "
+        "rows take 3.9 times as long as one, 16 to 64 about 2.7 times. Give --row-ms, --measured or --config."
+    ),
+}
 
 
 def print_bench(bench: Bench) -> None:
     """Print the rows, ratios and winner, in 100 columns or as many as the terminal has."""
-    console = Console(highlight=False, markup=False)
-    console.width = min(_COLUMNS, console.width) if console.is_terminal else _COLUMNS
     has_decodes = len({row.decode for row in bench.rows}) > 1
     heads, *rows = (
         cells if has_decodes else [cells[0], *cells[2:]] for cells in (list(_NARROW), *map(_narrow_cells, bench.rows))
     )
-    names = 1 + has_decodes
-    table = fitting(heads, rows, console.width, num_keys=names + 1, num_left=names)
-    legend = _LEGEND if console.width == _COLUMNS else [" ".join(_LEGEND)]
-    console.print(_title(bench), "", table, *_below(bench, legend), sep="\n")
+    _print_table(_title(bench), heads, rows, _remarks(bench), _LEGEND, _COLUMNS, 2 + has_decodes, 1 + has_decodes)
+
+
+def print_failover(failover: FailoverReport) -> None:
+    """Print a row per case, in 110 columns or as many as the terminal has."""
+    title = f"{failover.model}, layers {failover.layers}, on {failover.machine}"
+    wrong = [f"{row.context} tokens, {row.loss}, {row.place}" for row in failover.rows if not row.is_equal]
+    remark = "Every answer had the tokens of the unfailed run."
+    if wrong:
+        remark = f"OTHER TOKENS than in the unfailed run: {', '.join(wrong)}"
+    rows = list(map(_failover_cells, failover.rows))
+    _print_table(title, _FAILOVER, rows, [remark], _FAILOVER_LEGEND, _FAILOVER_COLUMNS, num_keys=2)
+
+
+def _print_table(
+    title: str,
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    remarks: Sequence[str],
+    legend: Sequence[str],
+    columns: int,
+    num_keys: int,
+    num_left: int | None = None,
+) -> None:
+    """Print a table in `columns` columns or as many as the terminal has; see `fitting` for the last two arguments."""
+    console = Console(highlight=False, markup=False)
+    console.width = min(columns, console.width) if console.is_terminal else columns
+    table = fitting(heads, rows, console.width, num_keys=num_keys, num_left=num_left)
+    shown = legend if console.width == columns else [" ".join(legend)]
+    console.print(title, "", table, "", *remarks, *([""] if remarks else []), *shown, sep="\n")
+
+
+def print_forecasts(forecasts: Sequence[Forecast], times: ForecastTimes) -> None:
+    """Print a row per number of requests; below it, which of them were not measured."""
+    console = Console(highlight=False, markup=False)
+    rows = [
+        (
+            str(found.concurrency), f"{found.tokens_per_s_per_request:.1f}", f"{found.tokens_per_s:.1f}",
+            f"{found.ttft_p50_s:.2f} s", f"{found.gap_mean_ms:.1f} ms", f"{found.gap_max_ms:.1f} ms",
+            " · ".join(f"{part:.0%}" for part in found.utilisation),
+        )
+        for found in forecasts
+    ]  # fmt: skip
+    table = fitting(_FORECAST, rows, console.width, num_left=0)
+    console.print(table, "", _FORECAST_LEGEND, _ROWS_ARE[times.rows_are], sep="\n")
+    if times.by_count and not times.by_count.keys() >= {found.concurrency for found in forecasts}:
+        least, most = times.sizes
+        console.print(
+            f"{', '.join(map(str, times.by_count))} at once: by the times of those requests. All others: by the times "
+            f"of frames of {least} to {most} rows, interpolated and extrapolated linearly."
+        )
 
 
 def to_markdown(bench: Bench) -> str:
-    """Return every figure of every row, however wide, with the ratios and the winner under them."""
+    """Return every figure of every row as Markdown, with the ratios and the winner under them."""
     cells = [list(_WIDE), *map(_wide_cells, bench.rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     table = [[text.ljust(width) for text, width in zip(row, widths, strict=True)] for row in cells]
     table.insert(1, ["-" * width for width in widths])
     lines = ["| " + " | ".join(row) + " |" for row in table]
-    return "\n".join([_title(bench), "", *lines, *_below(bench, _WIDE_LEGEND)])
+    remarks = _remarks(bench)
+    return "\n".join([_title(bench), "", *lines, "", *remarks, *([""] if remarks else []), *_WIDE_LEGEND])
 
 
 def check_plot(path: Path) -> None:
-    """Raise InputError for a picture that could not be drawn after the measurement."""
+    """Raise InputError if a picture could not be drawn after the measurement."""
     if path.suffix not in _IMAGES:
         raise InputError("plot", f"expected a file ending in {', '.join(_IMAGES)}, got {str(path)!r}")
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError(
-            "plot", "matplotlib, which draws, is not installed: .venv/bin/pip install matplotlib, or make setup"
+            "plot", "drawing needs matplotlib, which is not installed: .venv/bin/pip install matplotlib, or make setup"
         )
 
 
 def write_plot(bench: Bench, path: Path) -> None:
-    """Draw throughput and latency against the number of requests, a line per system, to an image file.
+    """Draw throughput and latency over the number of requests, a line per system, to an image file.
 
     Raises:
-        InputError: it cannot be written.
+        InputError: the file cannot be written.
     """
     from matplotlib.figure import Figure
 
@@ -141,19 +215,36 @@ def _wide_cells(row: BenchRow) -> list[str]:
     ]
 
 
+def _failover_cells(row: FailoverRow) -> list[str]:
+    def text(seconds: float | None, wanted_s: float = math.inf, form: str = ".2f") -> str:
+        """Mark a time that is longer than wanted."""
+        return "" if seconds is None else f"{'!' if seconds > wanted_s else ''}{seconds:{form}}"
+
+    times, detect_s = row.times, row.wanted_detect_s
+    return [
+        str(row.context),
+        f"{row.loss}, {row.place}",
+        text(times.detect_s and 1e3 * times.detect_s, 1e3 * detect_s, ".0f"),
+        f"{1e3 * detect_s:.0f}",
+        *map(text, (times.start_s, times.load_s, times.reopen_s, times.replay_s, times.prefill_s)),
+        text(times.gap_s, math.inf if row.wanted_gap_s is None else row.wanted_gap_s),
+        text(row.wanted_gap_s),
+    ]
+
+
 def _title(bench: Bench) -> str:
     return f"{bench.model} on {bench.machine}: {bench.num_prompt} tokens of prompt, {bench.num_tokens} generated"
 
 
-def _below(bench: Bench, legend: Iterable[str]) -> list[str]:
+def _remarks(bench: Bench) -> list[str]:
+    """Return the lines below the table: ratios, winners, and planned against measured speeds."""
     planned = [
         f"* {_system(row)}, {row.concurrency} request(s): {row.planned_tokens_per_s:.1f} tok/s planned, "
         f"{row.tokens_per_s:.1f} measured"
         for row in bench.rows
         if row.planned_tokens_per_s is not None
     ]
-    lines = [*_ratios(bench), *_winners(bench), *planned]
-    return ["", *lines, *([""] if lines else []), *legend]
+    return [*_ratios(bench), *_winners(bench), *planned]
 
 
 def _ratios(bench: Bench) -> list[str]:
@@ -171,7 +262,7 @@ def _ratios(bench: Bench) -> list[str]:
 
 
 def _winners(bench: Bench) -> list[str]:
-    """The best split, and the best one for a single request if that is another one."""
+    """Return a line for the fastest split, and one for a single request if another split is faster there."""
     best = fastest_splits(bench.rows)
     has_decodes = len({row.decode for row in bench.rows}) > 1
     lines = []

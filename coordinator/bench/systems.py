@@ -1,4 +1,4 @@
-"""What a benchmark compares: this code on a chain, and mlx_lm in this process. Each answers requests all at once."""
+"""The systems that a benchmark compares: this code on a chain, and mlx_lm in this process."""
 
 import threading
 import time
@@ -14,7 +14,6 @@ from coordinator.bench.results import MLX_LM, BenchTrial, sent_between
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.together import together
 from coordinator.engine.engine import Engine
-from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request, most_rows
 from coordinator.sessions.slots import cache_costs
 from worker.errors import InputError
@@ -23,11 +22,11 @@ from worker.model.families import module_of
 
 
 class System(Protocol):
-    """Something that answers requests, all of them at once."""
+    """A system that answers several requests at once."""
 
     name: str
     layers: list[int] | None
-    chain: Chain  # whose nodes' memory it takes
+    chain: Chain  # the system uses the memory of its nodes
 
     async def run(self, requests: Sequence[Request]) -> BenchTrial:
         """Raises InputError if it cannot serve such requests."""
@@ -43,13 +42,13 @@ class OnChain:
         self.chain = chain
 
     async def run(self, requests: Sequence[Request], first: Request | None = None) -> BenchTrial:
-        """`first` is answered before them: whoever begins alike finds that prompt in the caches."""
+        """Answer the requests; `first` is answered before, so that its prompt is in the caches."""
         before = await self.chain.statuses()
         async with Engine(self.chain) as engine:
             if first is not None:
-                await _answer(engine, first)
+                await engine.answer(first, traced=True)
             started, thread_s = time.monotonic(), time.thread_time()
-            answers = await together(*(_answer(engine, request) for request in requests))
+            answers = await together(*(engine.answer(request, traced=True) for request in requests))
             loop_share = (time.thread_time() - thread_s) / (time.monotonic() - started)
         after = await self.chain.statuses()
         passages = {id(passage): passage for answer in answers for passage in answer.passages}
@@ -76,8 +75,8 @@ class MlxLmModel:
     ) -> list[list[float]]:
         """Return when each token of each prompt came, seconds on the monotonic clock, by mlx_lm's own generators.
 
-        One prompt goes through `generate_step`, several through what `batch_generate` runs on; nothing stops early,
-        unless `is_stopped` between two steps.
+        One prompt runs in `generate_step`, several in the BatchGenerator of `batch_generate`. Answers end early only
+        if `is_stopped`, which is asked between two steps.
         """
         times: list[list[float]] = [[] for _ in prompts]
         if len(prompts) == 1:
@@ -121,12 +120,7 @@ class OnMlxLm:
 
 
 def most_at_once(chain: Chain, request: Request) -> int:
-    """How many such requests the chain's nodes have memory for; any more would wait, and be measured waiting."""
+    """Return how many such requests the chain's nodes have memory for; more would wait, and distort the result."""
     costs = cache_costs(chain.plan, chain.spec)
     needed = costs.bytes_of(request.cache, most_rows(request, chain.spec.context))
     return min(budget // max(1, need) for budget, need in zip(costs.budgets, needed, strict=True))
-
-
-async def _answer(engine: Engine, request: Request) -> Answer:
-    """With the passages of all its frames."""
-    return await engine.answer(request, traced=True)

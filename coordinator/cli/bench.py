@@ -136,7 +136,8 @@ async def run_failover(
     options: ClusterOptions, contexts: Sequence[int] | None, num_trials: int, *, as_json: bool
 ) -> int:
     """Lose workers, then print the table or the JSON object. Return the exit code: 1 if any token differed."""
-    from coordinator.bench.failover import CONTEXTS, measure_failover, print_failover
+    from coordinator.bench.failover import CONTEXTS, measure_failover
+    from coordinator.bench.report import print_failover
 
     failover = await measure_failover(options, contexts or CONTEXTS, num_trials)
     if as_json:

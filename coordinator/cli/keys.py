@@ -1,6 +1,5 @@
-"""`brigade keys`: the cluster's authority, and a certificate per node."""
+"""`brigade keys`: the cluster's certificate authority, and a certificate per node."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -8,25 +7,26 @@ import typer
 
 from coordinator.cli import flags
 from coordinator.cli.flags import find_config
+from coordinator.cluster.progress import say
 from worker.config import ClusterConfig, load_cluster
 from worker.errors import ConfigError
 from worker.platform.run import App
 
 _FOLDER = "keys"
 
-keys = App(no_args_is_help=True, help="Certificates, with which nodes know each other and encrypt their links.")
+keys = App(no_args_is_help=True, help="Certificates, by which nodes recognise each other and encrypt their links.")
 
 
 @keys.command()
 def init(
     config: flags.Config = None,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Make another authority: every node needs a new certificate then.")
+        bool, typer.Option("--replace", help="Make a new authority: every node needs a new certificate then.")
     ] = False,
 ) -> None:
-    """Make the cluster's authority, and the coordinator's certificate. Its key stays in this folder.
+    """Make the cluster's authority and the coordinator's certificate. The authority's key stays in this folder.
 
-    Into the folder that cluster.yaml names: brigade keys init --config cluster.yaml
+    In the folder that cluster.yaml names: brigade keys init --config cluster.yaml
 
     To shut a node out, and give the others new certificates: brigade keys init --replace --config cluster.yaml
     """
@@ -38,23 +38,23 @@ def init(
 
     authority = Authority.make(_folder(cluster, config), replace=replace)
     name = cluster.coordinator.name
-    _say(f"made the authority in {authority.folder}, whose key is to stay there")
-    _say(f"made {authority.issue(name, Role.COORDINATOR)}, the certificate of the coordinator {name}")
+    say(f"made the authority in {authority.folder}; its key stays there")
+    say(f"made {authority.issue(name, Role.COORDINATOR)}, the certificate of the coordinator {name}")
     for worker in cluster.workers:
-        _say(f"next: brigade keys issue {worker.name}" + (f" --config {config}" if config else ""))
+        say(f"next: brigade keys issue {worker.name}" + (f" --config {config}" if config else ""))
     if cluster.tls is None:
-        _say(f"to have it used, put into cluster.yaml: tls: {{keys: {_FOLDER}}}")
+        say(f"to use it, put into cluster.yaml: tls: {{keys: {_FOLDER}}}")
 
 
 @keys.command()
 def issue(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The node's name in cluster.yaml.")],
     coordinator: Annotated[
-        bool, typer.Option("--coordinator", help="It may load and drive workers: not for a worker.")
+        bool, typer.Option("--coordinator", help="Let the node load and use workers: not for a worker.")
     ] = False,
     config: flags.Config = None,
 ) -> None:
-    """Make or renew a node's certificate, valid for a year; one file, to be copied to that node.
+    """Make or renew a node's certificate, valid for a year: one file to copy to that node.
 
     brigade keys issue mini --config cluster.yaml
     """
@@ -70,16 +70,12 @@ def issue(
     role = Role.COORDINATOR if coordinator else Role.WORKER
     path = Authority.open(_folder(cluster, config)).issue(name, role)
     if config and name not in known:
-        _say(f"warning: {config} has no node {name!r}, only {', '.join(known)}: nobody will call it by this name")
-    _say(f"made {path}, valid for {NODE_VALID.days} days")
-    _say(f"copy it into the folder of keys on {name} and nowhere else: its user alone may read it (chmod 600)")
+        say(f"warning: {config} has no node {name!r}, only {', '.join(known)}: no node calls it by this name")
+    say(f"made {path}, valid for {NODE_VALID.days} days")
+    say(f"copy it into the folder of keys on {name} and nowhere else; only its user may read it (chmod 600)")
 
 
 def _folder(cluster: ClusterConfig, config: Path | None) -> Path:
     if cluster.tls:
         return Path(cluster.tls.keys)
     return (config.parent if config else Path()) / _FOLDER
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`brigade nodes`: who announces itself in the networks of this machine, and how each is reached."""
+"""`brigade nodes` and `brigade init`: the workers that announce themselves, and a cluster.yaml of them."""
 
 import json
 import sys
@@ -10,8 +10,9 @@ import typer
 from rich.console import Console, Group
 
 from coordinator.cli import flags
-from coordinator.cli.flags import find_config
+from coordinator.cli.flags import CONFIG, find_config
 from coordinator.cli.run import run_async
+from coordinator.cluster.progress import say
 from coordinator.cluster.tables import fitting
 from worker.config import ClusterConfig, CoordinatorConfig, load_cluster
 from worker.errors import InputError, StageLost
@@ -54,11 +55,11 @@ async def _show(cluster: ClusterConfig | None, config: Path | None, timeout_s: f
         console = Console(highlight=False)
         console.print(node_table(found.nodes, config.name if config else "", console.width))
     for line in remarks(found.nodes, found.num_ignored, timeout_s):
-        print(line, file=sys.stderr)
+        say(line)
 
 
 def node_table(found: "Sequence[FoundNode]", file: str, width: int) -> Group:
-    """A row per address; `file` is what the configuration is called, if there is one."""
+    """Return a row per address; `file` is the name of the configuration, or empty."""
     heads = ["node", "version", "address", "reached by", "certificate", *([f"in {file}"] if file else [])]
     rows = []
     for node in found:
@@ -71,20 +72,20 @@ def node_table(found: "Sequence[FoundNode]", file: str, width: int) -> Group:
 
 
 def remarks(found: "Sequence[FoundNode]", num_ignored: int, timeout_s: float) -> list[str]:
-    """What a table cannot say."""
-    said = []
+    """Return the lines below the table."""
+    lines = []
     names = [node.name for node in found if node.is_announced]
     if not names:
-        said.append(
+        lines.append(
             f"no worker announced itself within {timeout_s:g} s. On the others: brigade worker --bind 0.0.0.0:50070 "
             "--name NAME --keys keys. If macOS asks whether it may find devices on the local network, allow it"
         )
-    said += [
+    lines += [
         f"{names.count(name)} workers call themselves {name}" for name in dict.fromkeys(names) if names.count(name) > 1
     ]
     if num_ignored:
-        said.append(f"{num_ignored} announcements were left out: incomplete, too many, or none that a worker makes")
-    return said
+        lines.append(f"{num_ignored} announcements were left out: incomplete, too many, or not from a worker")
+    return lines
 
 
 def _standing(node: "FoundNode") -> str:
@@ -93,70 +94,70 @@ def _standing(node: "FoundNode") -> str:
     return "at another address" if node.is_elsewhere else "yes"
 
 
-Names = Annotated[
-    list[str] | None, typer.Argument(metavar="NAME", help="Only these workers. (default: all that are found)")
-]
-Target = Annotated[Path, typer.Option("--config", metavar="PATH", help="The file to write.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: take all that can be taken.")]
-Force = Annotated[bool, typer.Option("--force", help="Write over a file that is there.")]
-Insecure = Annotated[
-    bool,
-    typer.Option(
-        "--insecure", help="Where no worker has a certificate, take them all the same: on a network that you trust."
-    ),
-]
-
-
 def init(
-    names: Names = None,
-    config: Target = Path("cluster.yaml"),
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME", help="Only these workers. (default: all that are found)")
+    ] = None,
+    config: Annotated[Path, typer.Option("--config", metavar="PATH", help="The file to write.")] = CONFIG,
     model: flags.Model = None,
-    yes: Yes = False,
-    force: Force = False,
-    insecure: Insecure = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: take every usable worker.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Take workers without certificates, on a network that you trust.")
+    ] = False,
     timeout: Timeout = LISTENS_S,
 ) -> None:
     """Write a cluster.yaml of the workers that announce themselves; this machine is its coordinator.
 
-    Each is called by the best of its links: Thunderbolt, then Ethernet, then Wi-Fi. Who cannot prove its name, by a
-    certificate of the authority in `keys` where there is one, is left out.
+    Each worker gets the address of its best link: Thunderbolt, then Ethernet, then Wi-Fi. If there is an authority in
+    the folder `keys`, workers without a certificate of it are left out.
 
     On the other Mac: brigade worker --name mini --bind 0.0.0.0:50070 --keys keys
 
-    Here: brigade init --yes, or of two of them only: brigade init mini air
+    Here: brigade init --yes, or only two of them: brigade init mini air
     """
     from coordinator.deploy.certificates import KEYS_FOLDER
-    from coordinator.deploy.cluster_file import check_target, coordinator_in, draft, unproven, within_reach
+    from coordinator.deploy.cluster_file import (
+        check_target,
+        cluster_text,
+        coordinator_in,
+        draft,
+        unproven,
+        within_reach,
+        write_cluster,
+    )
     from coordinator.deploy.discovery import look_around
 
     if model is not None:
         require_model(model)
     check_target(config, force=force)
     if not (yes or sys.stdin.isatty()):
-        raise InputError("", "expected --yes: standard input is no terminal, so nobody can be asked")
+        raise InputError("", "expected --yes: standard input is no terminal, so there is no answer to questions")
     keys = config.parent / KEYS_FOLDER
     owner = coordinator_in(keys)
     coordinator = owner or CoordinatorConfig().name
     found = run_async(look_around(timeout)).nodes
-    _require_heard(found, names or [], timeout)
+    if missing := [repr(name) for name in names or [] if name not in {node.name for node in found}]:
+        raise StageLost(f"no worker {' or '.join(missing)} announced itself within {timeout:g} s; see `brigade nodes`")
     whole = draft(found, coordinator, names or [])
     whole = _encrypted_or_trusted(whole, yes=yes, insecure=insecure)
     if network := _network(whole, keys, owner):
         whole = whole.without(run_async(unproven(whole.workers, network)))
     whole = within_reach(_taken(whole, yes=yes))
-    _require_some(whole)
-    _write(whole, config, _model(model, yes=yes), coordinator, force=force)
+    for line in whole.left_out:
+        say(line)
+    if not whole.workers:
+        raise StageLost("found no worker to write down, and wrote nothing; `brigade nodes` lists those that are there")
+    model = _model(model, yes=yes)
+    write_cluster(config, cluster_text(model, coordinator, whole), force=force)
+    say(f"wrote {config}: coordinator {coordinator}, model {model}")
+    for worker in whole.workers:
+        say(f"  {worker}")
     _say_next(config, keys, is_proven=network is not None)
 
 
-def _require_heard(found: "Sequence[FoundNode]", names: Sequence[str], timeout_s: float) -> None:
-    if missing := [repr(name) for name in names if name not in {node.name for node in found}]:
-        said = f"no worker {' or '.join(missing)} announced itself within {timeout_s:g} s"
-        raise StageLost(f"{said}; see `brigade nodes`")
-
-
 def _encrypted_or_trusted(whole: "Draft", *, yes: bool, insecure: bool) -> "Draft":
-    """Without those to whom links would not be encrypted, unless the user wishes it so: no announcement says so."""
+    """Return the draft without workers whose links would not be encrypted, unless the user wants them."""
     exposed = [worker.name for worker in whole.workers if worker.is_exposed]
     if not exposed or insecure:
         return whole
@@ -168,13 +169,13 @@ def _encrypted_or_trusted(whole: "Draft", *, yes: bool, insecure: bool) -> "Draf
 
 
 def _network(whole: "Draft", keys: Path, owner: str | None) -> "Network | None":
-    """By which the workers can be asked who they are; none without a certificate to show them."""
+    """Return the network on which workers are asked for their names; None without a certificate of this coordinator."""
     from worker.node.identity import KeyFile, Role
     from worker.node.network import Network
 
     if not whole.is_encrypted:
         return Network(insecure=whole.is_exposed)
-    return Network(keys=KeyFile(keys, owner, Role.COORDINATOR), warn=_say) if owner else None
+    return Network(keys=KeyFile(keys, owner, Role.COORDINATOR), warn=say) if owner else None
 
 
 def _taken(whole: "Draft", *, yes: bool) -> "Draft":
@@ -184,44 +185,23 @@ def _taken(whole: "Draft", *, yes: bool) -> "Draft":
     return whole.without(dict.fromkeys(refused, "as you said"))
 
 
-def _require_some(whole: "Draft") -> None:
-    for line in whole.left_out:
-        _say(line)
-    if not whole.workers:
-        raise StageLost("found no worker to write down, and wrote nothing; `brigade nodes` shows who is there")
-
-
 def _model(model: str | None, *, yes: bool) -> str:
     if model is not None or yes:
         return model or "demo"
-    return str(typer.prompt("Model, a folder or a hub repository", "demo", value_proc=_checked, err=True))
 
+    def checked(model: str) -> str:
+        try:
+            require_model(model)
+        except InputError as error:
+            raise typer.BadParameter(error.message) from error  # typer asks again
+        return model
 
-def _checked(model: str) -> str:
-    """Another answer is asked for where this is no model."""
-    try:
-        require_model(model)
-    except InputError as error:
-        raise typer.BadParameter(error.message) from error
-    return model
-
-
-def _write(whole: "Draft", path: Path, model: str, coordinator: str, *, force: bool) -> None:
-    from coordinator.deploy.cluster_file import cluster_text, write_cluster
-
-    write_cluster(path, cluster_text(model, coordinator, whole), force=force)
-    _say(f"wrote {path}: coordinator {coordinator}, model {model}")
-    for worker in whole.workers:
-        _say(f"  {worker}")
+    return str(typer.prompt("Model, a folder or a hub repository", "demo", value_proc=checked, err=True))
 
 
 def _say_next(path: Path, keys: Path, *, is_proven: bool) -> None:
     if not is_proven:
-        _say(f"no coordinator's certificate is in {keys}, so nobody was asked who it is")
-        _say(f"next: copy the folder of keys of these workers' cluster to {keys}, from where they were issued")
-        _say(f"only if it is lost: brigade keys init --config {path}, and a new certificate for each worker")
-    _say(f"next: brigade plan --config {path}")
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr)
+        say(f"no coordinator's certificate is in {keys}, so the workers' names are not verified")
+        say(f"next: copy the folder of keys of these workers' cluster to {keys}, from where they were issued")
+        say(f"only if it is lost: brigade keys init --config {path}, and a new certificate for each worker")
+    say(f"next: brigade plan --config {path}")

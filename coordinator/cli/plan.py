@@ -1,4 +1,4 @@
-"""`brigade plan`: where each layer would go and what that would cost, and simulations of it."""
+"""`brigade plan`: where each layer would go, how fast that would be, and simulations of it."""
 
 import json
 from collections.abc import Coroutine, Sequence
@@ -17,7 +17,7 @@ from coordinator.cli.flags import find_config, parse_counts, parse_times, refuse
 from coordinator.cli.run import Take
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say
-from coordinator.cluster.tables import fitting, plain_table
+from coordinator.cluster.tables import plain_table
 from coordinator.planning.plan import Objective, require_fit
 from coordinator.planning.speeds import Survey, format_ms
 from coordinator.sessions.slots import MOST_WAITING
@@ -28,10 +28,10 @@ from worker.platform.text import format_bytes
 from worker.platform.threads import run_in_thread
 
 if TYPE_CHECKING:  # they import numpy or mlx, for which --help should not wait
-    from coordinator.bench.forecast import Assumed, Forecast, ForecastTimes
+    from coordinator.bench.forecast import Assumed
     from coordinator.planning.prediction import PlanReport, Prediction
 
-_PROMPT = 2000  # tokens of the prompt whose time is predicted
+_PROMPT = 2000  # tokens of the prompt for which a time is predicted
 _COLUMNS = 16  # of the bar that shows a node's layers
 _USUAL_COLUMNS = 80
 _TIMES = ("row_ms", "hop_ms", "gbps")
@@ -264,13 +264,14 @@ async def run_plan(
 async def run_forecast(options: ClusterOptions, assumed: "Assumed", *, as_json: bool) -> None:
     """Print a forecast per number of requests."""
     from coordinator.bench.forecast import find_times, forecast
+    from coordinator.bench.report import print_forecasts
 
     times = await find_times(options, assumed)
     forecasts = await run_in_thread(lambda: forecast(times, assumed))
     if as_json:
         print(json.dumps({"rows": times.rows_are, "simulated": [asdict(found) for found in forecasts]}))
     else:
-        _print_forecasts(forecasts, times)
+        print_forecasts(forecasts, times)
 
 
 @dataclass(frozen=True)
@@ -361,10 +362,10 @@ class _PlanView:
         return table
 
     def _speed_line(self) -> str:
-        """The speed of one request, of several, and of a prompt."""
+        """Return the speed of one request, of several, and of a prompt."""
         chosen, times = self.report.chosen.plan, self.report.chosen.times
         is_measured = all(self.speeds.speeds[name].is_measured for name in chosen.names)
-        least = "" if is_measured else "at least "  # frames of several rows, which would bring more, are not known
+        least = "" if is_measured else "at least "  # the times of frames of several rows are not known
         several = ", ".join(f"{least}{times.tokens_per_s(n) or 0.0:.1f} of {n} at once" for n in self.counts if n > 1)
         prefill_s = times.prefill_s(_PROMPT)
         prompt = "unknown" if prefill_s is None else f"{prefill_s:.1f} s"
@@ -375,7 +376,7 @@ class _PlanView:
         )
 
     def _alternatives(self) -> Table:
-        """By the objective's goal, one request or several, and whether it fits."""
+        """Return a row per alternative: its times for one request or several, and whether it fits."""
         most = self.objective.requests_at_once
         table = plain_table(
             "instead", "layers", "per token", *([f"tok/s of {most}"] if most > 1 else []), "fits", gap=2
@@ -386,39 +387,3 @@ class _PlanView:
             layers, fits = "+".join(map(str, each.plan.layers)), "yes" if each.plan.fits else "NO"
             table.add_row(each.name, layers, *speeds[: 1 + (most > 1)], fits)
         return table
-
-
-_HEADS = ("requests", "tok/s each", "tok/s all", "first token", "next token", "longest wait", "stages busy")
-_LEGEND = (
-    "tok/s, next token and busy: while all decode, so that requests x tok/s each = tok/s all, and a next token takes "
-    "1 s / tok/s each. First token: the median of requests that come at once. Longest wait: while prompts are fed."
-)
-_ROWS_ARE = {
-    "measured": "What further rows of a frame cost: as measured.",
-    "given": "What further rows of a frame cost: as --row-ms says.",
-    "published": (
-        "What further rows of a frame cost is not known here: as published of an M5 Pro with 4-bit weights, where 8 "
-        "rows take 3.9 times as long as one, 16 to 64 about 2.7 times. --row-ms, --measured or --config know better."
-    ),
-}
-
-
-def _print_forecasts(forecasts: "Sequence[Forecast]", times: "ForecastTimes") -> None:
-    """Print a row per number of requests; below it, which of them were not measured."""
-    console = Console(highlight=False, markup=False)
-    rows = [
-        (
-            str(found.concurrency), f"{found.tokens_per_s_per_request:.1f}", f"{found.tokens_per_s:.1f}",
-            f"{found.ttft_p50_s:.2f} s", f"{found.gap_mean_ms:.1f} ms", f"{found.gap_max_ms:.1f} ms",
-            " · ".join(f"{part:.0%}" for part in found.utilisation),
-        )
-        for found in forecasts
-    ]  # fmt: skip
-    table = fitting(_HEADS, rows, console.width, num_left=0)
-    console.print(table, "", _LEGEND, _ROWS_ARE[times.rows_are], sep="\n")
-    if times.by_count and not times.by_count.keys() >= {found.concurrency for found in forecasts}:
-        least, most = times.sizes
-        console.print(
-            f"{', '.join(map(str, times.by_count))} at once: by the times of those requests. All others: by what "
-            f"frames of {least} to {most} rows took, on straight lines between and beyond."
-        )

@@ -1,4 +1,4 @@
-"""What a request took, for people (two lines, with --stats tables, on standard error) and for programs (JSON)."""
+"""Statistics of a request: two lines or tables (--stats) on standard error, and JSON."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.cluster.progress import say
+from coordinator.cluster.tables import plain_table
 from coordinator.planning.plan import Plan
 from coordinator.sessions.output import Answer, Token
 from coordinator.sessions.waterfall import StageTime, Waterfall
@@ -16,20 +17,20 @@ from protos.brigade_pb2 import StatusReply
 from worker.errors import InputError
 from worker.platform.text import format_bytes
 
-_WATERFALL_COLUMNS = 40  # of the bars, at most
-_BESIDE_BARS = 40  # columns of a waterfall's names and figures
+_WATERFALL_COLUMNS = 40  # the most columns of the bars
+_BESIDE_BARS = 40  # columns for names and figures
 _STAGES_LEGEND = """\
-compute: the node's layers at work; busy: compute's share of the wall time
-wire in, queue: waits while nothing else went on, for the hop into this node
-(into the first: for the results), and for the node's turn
+compute: time in the node's layers; busy: compute's share of the wall time
+wire in: waiting for the hop into this node (into the first: for results);
+queue: waiting for the node's turn; both only while no node computed
 """
 _WATERFALL_LEGEND = """\
 each moment of the request is in one row: what its next result waited for
-decode, encode: bytes made an array, and an array or a result made bytes"""
+decode, encode: conversion of bytes to arrays, and of arrays or results to bytes"""
 
 
 def stats_of(answer: Answer) -> dict[str, Any]:
-    """The `stats` of an answer as JSON. Speeds are null where there is nothing to divide by."""
+    """Return the `stats` of an answer; speeds are null if they are not defined."""
     decoded, num_tokens = answer.decode_s, len(answer.tokens)
     return {
         "ttft_s": answer.ttft_s,
@@ -46,10 +47,7 @@ def stats_of(answer: Answer) -> dict[str, Any]:
 
 
 def stages_of(answer: Answer, plan: Plan, waterfall: Waterfall) -> list[dict[str, Any]]:
-    """An entry per node: milliseconds are sums over the request.
-
-    Nodes that were lost come last; what they held is not known, null.
-    """
+    """Return an entry per node, lost ones last, whose memory is null: milliseconds are sums over the request."""
     return [
         {
             "node": time.node.name, "start": time.node.start, "end": time.node.end, "compute_ms": time.compute_ms,
@@ -61,7 +59,7 @@ def stages_of(answer: Answer, plan: Plan, waterfall: Waterfall) -> list[dict[str
 
 
 def _with_statuses(answer: Answer, plan: Plan, waterfall: Waterfall) -> Iterator[tuple[StageTime, StatusReply | None]]:
-    """Each node's sums and what it held in the end; None for a lost one, which does not say."""
+    """Yield each node's times and its status at the end; None for a lost node."""
     held = {node.name: status for node, status in zip(plan.assignments, answer.statuses, strict=True)}
     for time in waterfall.stages:
         yield time, None if time.is_lost else held[time.node.name]
@@ -79,7 +77,7 @@ def report_logprobs(samples: Sequence[Token]) -> list[dict[str, Any]]:
 
 
 def print_summary(answer: Answer, ended: str, drawn: str = "") -> None:
-    """Two lines: how fast it was, why it ended; how the tokens were drawn, where they were."""
+    """Print two lines: the speed; why the answer ended, and how its tokens were drawn."""
     stats = stats_of(answer)
     speed = f", {stats['tokens_per_s']:.1f} tok/s" if stats["tokens_per_s"] else ""
     prompt = f"prompt: {answer.num_prompt} tokens, {stats['prompt_tokens_per_s']:.1f} tok/s"
@@ -90,30 +88,8 @@ def print_summary(answer: Answer, ended: str, drawn: str = "") -> None:
 
 
 def print_stats(answer: Answer, plan: Plan, waterfall: Waterfall, *, with_legend: bool = False) -> None:
-    """A row per stage, and the waterfall."""
+    """Print a table of the stages and the waterfall."""
     console = Console(stderr=True, highlight=False)
-    console.print()
-    _print_stages(console, answer, plan, waterfall)
-    if with_legend:
-        console.print(_STAGES_LEGEND, style="dim")
-    console.print(_waterfall_table(waterfall, console.width))
-    if with_legend:
-        console.print(_WATERFALL_LEGEND, style="dim")
-
-
-def require_writable(name: str, path: Path) -> None:
-    """Refuse now what cannot be written once the answer is there; leaves no empty file behind."""
-    is_new = not path.exists()
-    try:
-        path.open("a").close()
-        if is_new:
-            path.unlink()
-    except OSError as error:
-        raise InputError(name, f"cannot write {path}: {error.strerror}") from error
-
-
-def _print_stages(console: Console, answer: Answer, plan: Plan, waterfall: Waterfall) -> None:
-    """One table of all figures; where that has no room, one of what each node holds and one of its times."""
     rows = [
         {
             "node": time.node.name, "layers": "lost" if time.is_lost else f"[{time.node.start}, {time.node.end})",
@@ -124,24 +100,37 @@ def _print_stages(console: Console, answer: Answer, plan: Plan, waterfall: Water
         }
         for time, status in _with_statuses(answer, plan, waterfall)
     ]  # fmt: skip
-    held, times = ("layers", "cache", "peak memory"), ("compute", "wire in", "queue", "busy")
-    whole = _table(rows, ("node", "layers", *times, "cache", "peak memory"))
+
+    def table(*columns: str) -> Table:
+        made = plain_table("node", *columns)
+        for row in rows:
+            made.add_row(row["node"], *(row[column] for column in columns))
+        return made
+
+    times, held = ("compute", "wire in", "queue", "busy"), ("cache", "peak memory")
+    whole = table("layers", *times, *held)
     has_room = console.measure(whole, options=console.options.update(width=10**6)).maximum <= console.width
-    for table in [whole] if has_room else [_table(rows, ("node", *held)), _table(rows, ("node", *times))]:
-        console.print(table)
+    console.print("", *([whole] if has_room else [table("layers", *held), table(*times)]), sep="\n")
+    if with_legend:
+        console.print(_STAGES_LEGEND, style="dim")
+    console.print(_waterfall_table(waterfall, console.width))
+    if with_legend:
+        console.print(_WATERFALL_LEGEND, style="dim")
 
 
-def _table(rows: Sequence[dict[str, str]], columns: Sequence[str]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "node" else "right")
-    for row in rows:
-        table.add_row(*(row[column] for column in columns))
-    return table
+def require_writable(name: str, path: Path) -> None:
+    """Raise InputError now if a file cannot be written later; leave no empty file behind."""
+    is_new = not path.exists()
+    try:
+        path.open("a").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise InputError(name, f"cannot write {path}: {error.strerror}") from error
 
 
 def _waterfall_table(waterfall: Waterfall, width: int) -> Table:
-    """Each part as a bar that begins where the part before it ended."""
+    """Return a row per part, as a bar that begins where the part before it ended."""
     table = Table(box=None, pad_edge=False, show_header=False)
     columns = max(0, min(_WATERFALL_COLUMNS, width - _BESIDE_BARS))
     before = 0.0

@@ -71,7 +71,7 @@ def test_nobody_can_be_asked_without_a_terminal_and_nothing_is_written(folder: P
     asked = run_here("init")
     assert (asked.code, asked.err) == (
         2,
-        "error: expected --yes: standard input is no terminal, so nobody can be asked\n",
+        "error: expected --yes: standard input is no terminal, so there is no answer to questions\n",
     )
     nobody = run_here("init", "nobody", "--yes", "--timeout", "0.1")
     assert (nobody.code, nobody.err) == (

@@ -5,17 +5,11 @@ from typing import Any
 
 import pytest
 
-from coordinator.bench.failover import (
-    FailoverReport,
-    FailoverRow,
-    LossMoments,
-    LossTimes,
-    middle,
-    print_failover,
-    times_of,
-)
+from coordinator.bench.failover import FailoverReport, FailoverRow, LossTimes, middle, times_of
+from coordinator.bench.report import print_failover
+from coordinator.cluster.cluster import Timeline
 
-MOMENTS = LossMoments(struck=10.1, lost=10.125, found=10.5, loaded=10.75, opened=11.0, tokens=[9.0, 10.0, 12.0, 12.25])
+REACHED = Timeline(lost_at=10.125, found_at=10.5, loaded_at=10.75, opened_at=11.0)
 TIMES = LossTimes(
     detect_s=0.025, reopen_s=0.875, find_s=0.375, start_s=0.25, load_s=0.25, join_s=0.25, replay_s=1.0, gap_s=2.0,
     prefill_s=1.0,
@@ -29,13 +23,13 @@ def shown(*rows: FailoverRow, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_each_part_of_a_loss_ends_where_the_next_one_begins() -> None:
-    found = times_of(MOMENTS, start_s=0.25, prefill_s=1.0)
+    found = times_of(10.1, REACHED, [9.0, 10.0, 12.0, 12.25], start_s=0.25, prefill_s=1.0)
     assert found.__dict__ == pytest.approx(TIMES.__dict__)
 
 
 def test_what_did_not_happen_is_unknown() -> None:
     """Neither was a process started, nor did a token come."""
-    found = times_of(replace(MOMENTS, tokens=[9.0]), start_s=None, prefill_s=1.0)
+    found = times_of(10.1, REACHED, [9.0], start_s=None, prefill_s=1.0)
     assert (found.start_s, found.replay_s, found.gap_s) == (None, None, None)
     row: dict[str, Any] = FailoverRow("stopped", "spare", 128, found, is_equal=True).as_json()
     assert row["start_s"] is None and row["gap_s"] is None

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from coordinator.bench.failover import FailoverReport, print_failover
-from coordinator.bench.report import print_bench
+from coordinator.bench.failover import FailoverReport
+from coordinator.bench.report import print_bench, print_failover
 from coordinator.bench.results import CLUSTER, ONE_PROCESS, Bench
 from coordinator.cli.doctor import print_findings
 from coordinator.cli.nodes import node_table
