@@ -1,4 +1,4 @@
-"""`brigade plan --simulate`: forecasts for many requests at once, from given or measured times. Loads nothing."""
+"""`brigade plan --simulate`: forecasts for many requests at once from given or measured times. Loads no model."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -22,17 +22,17 @@ from coordinator.planning.speeds import Survey
 from worker.errors import InputError
 from worker.model.modelspec import ModelSpec
 
-_MAX_STEPS = 100_000  # of all requests, on all stages: a quarter of a minute at worst
-_MAX_TOKENS = 1_000_000  # of prompts at once: some 100 MiB
-_MAX_BETWEEN = 32  # steps of lanes that decode, between one chunk of a prompt and the next
-_ROWS = 64  # up to which a further row's cost is drawn as a line
+_MAX_STEPS = 100_000  # of all requests on all stages: at most about 15 seconds
+_MAX_TOKENS = 1_000_000  # of all prompts: some 100 MiB
+_MAX_BETWEEN = 32  # decoding steps between one chunk of a prompt and the next
+_ROWS = 64  # up to which --row-ms is applied linearly
 
-# By rows of a frame: at how many GB/s an M5 Pro reads 4-bit weights for a matrix product. Sabesh, "Squeezing a 26B
-# diffusion LLM onto a Mac", 15 June 2026, "The physics ceiling". A frame takes the longer, the lower this is.
+# GB/s at which an M5 Pro reads 4-bit weights for a matrix product, by rows of a frame. Sabesh, "Squeezing a 26B
+# diffusion LLM onto a Mac", 15 June 2026, "The physics ceiling". The time of a frame is inversely proportional to it.
 PUBLISHED_GBPS = {1: 220, 2: 190, 4: 107, 8: 56, 16: 80, 32: 84, 64: 80}
 
 _StageMs = Annotated[float, Field(ge=0.001, le=1e6, allow_inf_nan=False)]
-_HopMs = Annotated[float, Field(le=1e6, allow_inf_nan=False)]  # clocks compared a little wrong may make it negative
+_HopMs = Annotated[float, Field(le=1e6, allow_inf_nan=False)]  # may be negative because of clock errors
 _NumRows = Annotated[int, Field(ge=1, le=1_000_000)]
 _ByRows = Annotated[dict[_NumRows, _StageMs], Field(min_length=1)]
 _NullIsEmpty = BeforeValidator(lambda value: () if value is None else value)  # mlx_lm's rows have no stages
@@ -50,7 +50,7 @@ class _Row(BaseModel):
 
 
 class _Costs(BaseModel):
-    """The times of frames while all stages had some; files of an older bench have none."""
+    """The times of frames while all stages are busy; missing in files of older versions."""
 
     layers: tuple[int, ...]
     stage_ms: tuple[_ByRows, ...]
@@ -74,34 +74,34 @@ class Assumed:
     gbps: float | None
     measured: Path | None
     concurrency: tuple[int, ...]
-    num_prompt: int | None  # None, as for `num_tokens`: as measured, else a usual number
+    num_prompt: int | None  # None, also for `num_tokens`: as measured, or a default
     num_tokens: int | None
     chunk: int | None
 
 
 @dataclass(frozen=True)
 class ForecastTimes:
-    """A chain's times, and the same as measured with some numbers of requests."""
+    """The times of a chain: usual ones, and those measured with certain numbers of requests."""
 
     usual: Pipeline
     by_count: Mapping[int, Pipeline] = field(default_factory=dict)
     num_prompt: int = 128  # tokens per request
     num_tokens: int = 64
-    rows_are: Literal["measured", "given", "published"] = "measured"  # the source of what further rows of a frame cost
+    rows_are: Literal["measured", "given", "published"] = "measured"  # the source of the cost of further rows
 
     def of(self, count: int) -> Pipeline:
         return self.by_count.get(count, self.usual)
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The fewest and the most rows of a frame whose time is known on every stage."""
+        """Return the fewest and the most rows of a frame for which the time of every stage is known."""
         stages = [stage.by_rows for stage in self.usual.stages]
         return max(stage[0][0] for stage in stages), min(stage[-1][0] for stage in stages)
 
     def check(self, counts: Sequence[int]) -> None:
-        """Raise InputError if one of these numbers of requests was not measured and cannot follow from the others.
+        """Raise InputError if a number of requests was not measured and does not follow from the others.
 
-        If all measured frames had one size, nothing is known of what further rows cost.
+        It does not if all measured frames had one size: the cost of further rows is unknown then.
         """
         unknown = [count for count in counts if count not in self.by_count]
         if self.by_count and unknown and self.sizes[0] == self.sizes[1]:
@@ -109,28 +109,28 @@ class ForecastTimes:
             raise InputError(
                 "concurrency",
                 f"expected {measured}, as measured, got {found}: all frames had one size, "
-                "which does not tell what further rows cost; run bench with --concurrency 1,8 or a longer prompt",
+                "so the cost of further rows is unknown; run bench with --concurrency 1,8 or a longer prompt",
             )
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """The simulation of so many requests at once."""
+    """The simulated figures of `concurrency` requests at once."""
 
     concurrency: int
-    tokens_per_s_per_request: float  # while all decode, as of `tokens_per_s`, `gap_mean_ms` and `utilisation`
+    tokens_per_s_per_request: float  # while all decode; likewise `tokens_per_s`, `gap_mean_ms` and `utilisation`
     tokens_per_s: float  # of all requests together
     ttft_p50_s: float
     gap_mean_ms: float  # between one token of a request and the next
-    gap_p50_ms: float  # while prompts are fed, too, as of `gap_max_ms`
+    gap_p50_ms: float  # while prompts are fed, too; likewise `gap_max_ms`
     gap_max_ms: float
     utilisation: list[float]  # by stage
 
 
 async def find_times(options: ClusterOptions, assumed: Assumed) -> ForecastTimes:
-    """Return the measured or given times, else those that the nodes measure of themselves.
+    """Return the measured or given times, or else those that the nodes measure of themselves.
 
-    The model's configuration is read only where the bandwidth counts, or nodes are asked.
+    The model's configuration is read only if a bandwidth is given or nodes are asked.
     """
     if assumed.measured:
         return read_times(assumed.measured)
@@ -148,12 +148,12 @@ def forecast(times: ForecastTimes, assumed: Assumed) -> list[Forecast]:
     """Return one forecast per number of requests, all of which arrive at once.
 
     Raises:
-        InputError: that would take too long, or the times say nothing of so many requests.
+        InputError: it would take too long, or the times do not cover a number of requests.
     """
     times.check(assumed.concurrency)
     num_prompt, num_tokens = assumed.num_prompt or times.num_prompt, assumed.num_tokens or times.num_tokens
     chunks = {c: assumed.chunk or chunk_size(num_prompt, times.of(c).stages_s) for c in assumed.concurrency}
-    # at most: chunks of prompts, steps of requests that decode meanwhile, and steps of all
+    # upper bound: chunks of prompts with the decoding steps between them, then steps of all requests
     num_frames = sum(
         count * (num_prompt // chunk * min(count, _MAX_BETWEEN) + num_tokens) for count, chunk in chunks.items()
     )
@@ -193,11 +193,11 @@ def given_pipeline(
 
     Args:
         stage_ms: milliseconds of a frame of one row, by stage.
-        row_ms: of each further row; None: as in PUBLISHED_GBPS. A single one, as of `hop_ms`, stands for all stages.
-        hop_ms: of each hop; the last one leads back to the coordinator.
+        row_ms: milliseconds of each further row, one number or one per stage; None: as in PUBLISHED_GBPS.
+        hop_ms: milliseconds of each hop, one number or one per stage; the last leads back to the coordinator.
         gbps: bandwidth of the hops, Gbit/s.
     Raises:
-        InputError: neither one number nor one per stage.
+        InputError: a list has neither one number nor one per stage.
     """
 
     def spread(name: str, values: Sequence[float]) -> Sequence[float]:
@@ -221,10 +221,10 @@ def given_pipeline(
 
 
 def read_times(path: Path) -> ForecastTimes:
-    """Read the cluster's stages and hops, by requests and in the mean, from what `brigade bench --json` wrote.
+    """Read the cluster's stage and hop times from the output of `brigade bench --json`.
 
     Raises:
-        InputError: it is no such file, or holds not one split of a cluster.
+        InputError: the file has another format, or does not hold exactly one split of a cluster.
     """
     file = _read(path)
     measured = [row for row in file.rows if row.system == CLUSTER and row.decode == "ar"]
@@ -244,7 +244,7 @@ def read_times(path: Path) -> ForecastTimes:
 
 
 def _usual(rows: Sequence[_Row], costs: Sequence[_Costs]) -> Pipeline:
-    """The mean of all rows, but the frame costs of busy stages where they are known."""
+    """Return the means over all rows; the frame costs of busy stages instead where they are known."""
     stages: list[dict[int, list[float]]] = [defaultdict(list) for _ in rows[0].stage_ms]
     for row in rows:
         for stage, by_rows in zip(stages, row.stage_ms, strict=True):
@@ -275,7 +275,7 @@ def _read(path: Path) -> _File:
 
 
 async def _ask_pipeline(options: ClusterOptions) -> Pipeline:
-    """Return the cluster's own plan, by the speeds of its nodes. Raises InputError where nothing is measured."""
+    """Return the times of the cluster's own plan. Raises InputError if the nodes have not measured their speeds."""
     checkpoint, spec = await read_model(options.model)
     async with open_peers(options, spec) as peers:
         if not is_worth_measuring(peers):
@@ -298,7 +298,7 @@ async def _ask_pipeline(options: ClusterOptions) -> Pipeline:
 
 
 def profiled_pipeline(spec: ModelSpec, plan: Plan, survey: Survey) -> Pipeline:
-    """Return a plan over nodes whose speeds are known, for frames of all sizes that one of them has measured."""
+    """Return the times of a plan over nodes with known speeds, for all frame sizes that any of them has measured."""
     times = Prediction(spec, plan, survey)
     speeds = [survey.speeds[each.name] for each in plan.assignments]
     sizes = sorted({rows for speed in speeds for column in (*speed.kinds, speed.head) for rows, _ in column})

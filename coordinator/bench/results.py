@@ -1,4 +1,4 @@
-"""The figures of a benchmark: trials to rows, rows to ratios. Pure."""
+"""The results of a benchmark: trials become rows, rows become ratios. Pure."""
 
 import math
 from collections import defaultdict
@@ -29,23 +29,23 @@ ONE_PROCESS, MLX_LM, CLUSTER = "one process", "mlx_lm", "cluster"
 
 @dataclass(frozen=True)
 class BenchTrial:
-    """One run of some requests, all at once. Times in seconds on the coordinator's clock; the rest only of a chain."""
+    """One run of several requests at once. Times are seconds on the coordinator's clock; defaults mean no chain."""
 
     num_prompt: int  # tokens of all prompts
     started: float
     token_times: list[list[float]]
     passages: list[Passage] = field(default_factory=list)
     offsets: Sequence[int] = ()  # nanoseconds, by stage
-    sent_bytes: Sequence[int | None] = ()  # by stage; None where a node did not say
-    loop_share: float | None = None  # of a core, taken by the coordinator's event loop
+    sent_bytes: Sequence[int | None] = ()  # by stage; None if unknown
+    loop_share: float | None = None  # of a core, used by the coordinator's event loop
 
     @property
     def prefill_s(self) -> float:
-        """The time until every request has its first token."""
+        """Return the time until every request has its first token."""
         return max(times[0] for times in self.token_times) - self.started
 
     def utilisation(self) -> list[float]:
-        """Return each stage's share of computing in the steady span."""
+        """Return the share of the steady span in which each stage computes."""
         span = steady_span(self.token_times)
         stages = zip(*(passage.timings for passage in self.passages), strict=True)
         return [
@@ -56,33 +56,33 @@ class BenchTrial:
 
 @dataclass(frozen=True)
 class BenchRow:
-    """Medians over the trials of one system with so many requests at once; percentiles are over all their tokens."""
+    """Medians over the trials of one system; percentiles are over all tokens of all trials."""
 
     system: str
     layers: list[int] | None
     decode: str
     concurrency: int
     prompt_tokens_per_s: float
-    tokens_per_s_per_request: float | None  # None, as of gaps, where all tokens come with one step
+    tokens_per_s_per_request: float | None  # None, like the gaps, if all tokens come in one step
     tokens_per_s: float  # of all requests together, over the steady span
     ttft_p50_s: float
     ttft_p95_s: float
     gap_p50_ms: float | None  # between one token of a request and the next
     gap_p95_ms: float | None
     utilisation: list[float] | None = None  # by stage
-    bubble: float | None = None  # the part of the time that a stage is idle, mean over the stages
-    bytes_per_token: list[float | None] | None = None  # by stage: what it sends on, tokens of prompts included
+    bubble: float | None = None  # the share of the time in which a stage is idle, mean over the stages
+    bytes_per_token: list[float | None] | None = None  # by stage: bytes sent on per token, prompts included
     loop_share: float | None = None
     overhead_ms_per_token: float | None = None  # against one process
     predicted_tokens_per_s: float | None = None  # by simulation with the measured stage times
-    planned_tokens_per_s: float | None = None  # by what the nodes measured of themselves before
+    planned_tokens_per_s: float | None = None  # from the speeds that the nodes measured of themselves
     stage_ms: list[dict[int, float]] | None = None  # by stage: rows of a frame -> mean
-    hop_ms: list[float] | None = None  # by stage: mean from the end of its computing to the arrival at the next one
+    hop_ms: list[float] | None = None  # by stage: mean from the end of computing to the arrival at the next stage
 
 
 @dataclass(frozen=True)
 class FrameCosts:
-    """Milliseconds of frames of several sizes on one split while all its stages are at work."""
+    """Times of frames of several sizes on one split while all stages are busy, milliseconds."""
 
     layers: list[int]
     stage_ms: list[dict[int, float]]  # by stage: rows of a frame -> mean
@@ -91,19 +91,19 @@ class FrameCosts:
 
 @dataclass
 class Bench:
-    """The rows of one run, to which measuring adds."""
+    """The results of one run."""
 
     machine: str
     model: str
     num_prompt: int  # tokens per request
     num_tokens: int
-    most_requests: int  # at once, of those asked for
+    most_requests: int  # the largest number at once that was asked for
     rows: list[BenchRow]
     frame_costs: list[FrameCosts] = field(default_factory=list)  # by split
-    failure: BrigadeError | None = None  # of the cluster, which ended the run: the rows are those until then
+    failure: BrigadeError | None = None  # of the cluster, which ended the run early
 
     def as_json(self) -> dict[str, Any]:
-        """Return the object of `bench --json`: ratios of one-token decoding on the first split, else null."""
+        """Return the object of `bench --json`: its ratios are those of one-token decoding on the first split, or null."""
 
         def ratio(value: str, count: int, of: str, to: str) -> float | None:
             one, other = (getattr(self._find(system, count), value, None) for system in (of, to))
@@ -134,7 +134,7 @@ class Bench:
 def fastest_splits(rows: Sequence[BenchRow]) -> list[BenchRow]:
     """Return the rows of the fastest splits: at the largest number of requests, and at one request.
 
-    Only numbers of requests at which every split was measured count; with a single split there is none to compare.
+    Only numbers of requests with which every split was measured count; a single split has no rows to compare.
     """
     by_split: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
     for row in rows:
@@ -149,12 +149,12 @@ def fastest_splits(rows: Sequence[BenchRow]) -> list[BenchRow]:
 
 
 def system_name(system: str, layers: Sequence[int] | None) -> str:
-    """Return the name of a system in tables and messages: a cluster with its split."""
+    """Return the name of a system in tables and messages, for a cluster with its split."""
     return f"{system} {','.join(map(str, layers))}" if system == CLUSTER and layers else system
 
 
 def summarise(system: str, layers: list[int] | None, decode: str, trials: Sequence[BenchTrial]) -> BenchRow:
-    """Return one row of the trials of one system."""
+    """Return the row of one system's trials."""
     ttfts = [times[0] - trial.started for trial in trials for times in trial.token_times]
     gaps = [1e3 * (b - a) for trial in trials for times in trial.token_times for a, b in pairwise(times)]
     speeds = [(len(t) - 1) / (t[-1] - t[0]) for trial in trials for t in trial.token_times if t[-1] > t[0]]
@@ -175,7 +175,7 @@ def summarise(system: str, layers: list[int] | None, decode: str, trials: Sequen
 
 
 def with_overheads(rows: Sequence[BenchRow]) -> list[BenchRow]:
-    """Return the rows, those of the cluster with what a token takes longer than in one process, decoded alike."""
+    """Return the rows; those of the cluster with the extra time per token against one process with the same decoder."""
     alone = {(r.decode, r.concurrency): r.tokens_per_s_per_request for r in rows if r.system == ONE_PROCESS}
 
     def overhead(row: BenchRow) -> float | None:
@@ -188,13 +188,13 @@ def with_overheads(rows: Sequence[BenchRow]) -> list[BenchRow]:
 
 
 def with_plan(row: BenchRow, plan: Prediction) -> BenchRow:
-    """Return the row with its plan's rate, if it is a cluster's that makes one token per step."""
+    """Return the row with the planned speed if it is a cluster's with one-token decoding."""
     is_planned = row.system == CLUSTER and row.decode == "ar"
     return replace(row, planned_tokens_per_s=plan.tokens_per_s(row.concurrency)) if is_planned else row
 
 
 def with_predictions(rows: Sequence[BenchRow], num_prompt: int, num_tokens: int) -> list[BenchRow]:
-    """Return the rows with a simulation of their own stage and hop times."""
+    """Return the rows with the speed that a simulation with their own stage and hop times predicts."""
 
     def predicted(row: BenchRow) -> float | None:
         if row.stage_ms is None or row.hop_ms is None or row.decode != "ar":
@@ -207,13 +207,13 @@ def with_predictions(rows: Sequence[BenchRow], num_prompt: int, num_tokens: int)
 
 
 def measured_pipeline(stage_ms: Sequence[Mapping[int, float]], hop_ms: Sequence[float]) -> Pipeline:
-    """Return a row's times for simulation; negative hops, of clocks compared a little wrong, count as 0."""
+    """Return a row's times for simulation; hops that are negative because of clock errors count as 0."""
     stages = (tuple(sorted((int(rows), ms / 1e3) for rows, ms in by_rows.items())) for by_rows in stage_ms)
     return Pipeline(tuple(map(SimulatedStage, stages)), tuple(Hop(max(0.0, ms) / 1e3) for ms in hop_ms))
 
 
 def sent_between(before: Sequence[StatusReply], after: Sequence[StatusReply]) -> list[int | None]:
-    """Return the bytes that each stage sent on; None for one that did not answer, whose status is all zeros."""
+    """Return the bytes that each stage sent on; None for a stage that did not answer: its status is all zeros."""
     return [
         new.sent_bytes - old.sent_bytes if old.clock and new.clock else None
         for old, new in zip(before, after, strict=True)
@@ -221,7 +221,7 @@ def sent_between(before: Sequence[StatusReply], after: Sequence[StatusReply]) ->
 
 
 def frame_costs(layers: list[int], trials: Sequence[BenchTrial]) -> FrameCosts:
-    """Return the mean times of the trials' frames, by their rows; rare long ones count by their part of the time."""
+    """Return the mean times of the trials' frames by their numbers of rows."""
     num_stages = len(trials[0].offsets)
     times: list[dict[int, list[float]]] = [defaultdict(list) for _ in range(num_stages)]
     hops: list[list[float]] = [[] for _ in range(num_stages)]
@@ -259,7 +259,7 @@ def _bytes_per_token(trials: Sequence[BenchTrial], stage: int) -> float | None:
 
 
 def _passage_ms(passage: Passage, offsets: Sequence[int]) -> Iterator[tuple[float, float]]:
-    """By stage: milliseconds of computing, and from its end to the arrival at the next stage or back."""
+    """Yield for each stage the milliseconds of computing, and from then to the arrival at the next stage or back."""
     arrivals = [timing.received - offset for timing, offset in zip(passage.timings, offsets, strict=True)]
     for timing, offset, arrival in zip(passage.timings, offsets, [*arrivals[1:], passage.returned], strict=True):
         yield (timing.sampled - timing.started) / 1e6, (arrival - (timing.sampled - offset)) / 1e6

@@ -1,4 +1,4 @@
-"""Simulation: the product's own scheduler on a clock of its own, with stages and hops that take given times. Pure."""
+"""Simulation: the product's own scheduler on a simulated clock, with given times of stages and hops. Pure."""
 
 import heapq
 import itertools
@@ -16,18 +16,18 @@ from protos.brigade_pb2 import Frame, Result, Sample
 
 @dataclass(frozen=True)
 class SimulatedStage:
-    """Seconds that one stage computes, by the rows of a frame: on straight lines between these points."""
+    """The time that one stage computes, seconds by rows of a frame: linear between these points."""
 
     by_rows: tuple[tuple[int, float], ...]  # ascending
 
     def seconds(self, num_rows: int) -> float:
-        """What a frame of so many rows takes; nothing if it has none."""
+        """Return the time of a frame; 0 if it has no rows."""
         return on_lines(self.by_rows, num_rows) if num_rows else 0.0
 
 
 @dataclass(frozen=True)
 class Hop:
-    """What a frame needs to the next stage; `row_bytes` is what each row weighs."""
+    """The way of a frame to the next stage; `row_bytes` is the size of a row."""
 
     latency_s: float
     bytes_per_s: float = math.inf
@@ -39,7 +39,7 @@ class Hop:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A chain as numbers: a hop follows every stage, the last one leads back to the coordinator."""
+    """The times of a chain: a hop follows every stage; the last one leads back to the coordinator."""
 
     stages: tuple[SimulatedStage, ...]
     hops: tuple[Hop, ...]
@@ -53,9 +53,9 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class SimulatedLoad:
-    """Requests that arrive at these seconds: so many prompt tokens each, so many tokens to generate.
+    """Requests by their times of arrival, seconds, each with `num_prompt` tokens and `num_tokens` to generate.
 
-    With `goes_on` nobody ends before all have generated so many tokens at the same time, after the last one's first.
+    With `goes_on`, requests continue until all have generated `num_tokens` tokens while all of them decode.
     """
 
     arrivals_s: tuple[float, ...]
@@ -67,21 +67,21 @@ class SimulatedLoad:
 
 @dataclass
 class Simulated:
-    """What came of it. All times in seconds of the simulated clock."""
+    """The result of a simulation. All times are seconds of the simulated clock."""
 
     arrivals_s: tuple[float, ...]
     token_times: list[list[float]]
-    busy: list[list[tuple[float, float]]] = field(default_factory=list)  # by stage: when it computes
-    together: tuple[float, float] | None = None  # where requests go on: while all decode
+    busy: list[list[tuple[float, float]]] = field(default_factory=list)  # by stage: intervals of computing
+    together: tuple[float, float] | None = None  # with `goes_on`: the span in which all decode
 
     @property
     def span(self) -> tuple[float, float]:
-        """What speeds are taken over."""
+        """Return the span over which speeds are taken."""
         return self.together or steady_span(self.token_times)
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all requests together."""
+        """Return the speed of all requests together."""
         begin, end = self.span
         return _num_within(self.token_times, begin, end) / (end - begin) if begin < end else 0.0
 
@@ -91,19 +91,19 @@ class Simulated:
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between one token of a request and the next."""
+        """Return all pauses between one token of a request and the next."""
         return [after - before for times in self.token_times for before, after in itertools.pairwise(times)]
 
     @property
     def utilisation(self) -> list[float]:
-        """By stage, over that span."""
+        """Return the busy share of each stage over the span."""
         return [busy_share(intervals, *self.span) for intervals in self.busy]
 
 
 def steady_span(token_times: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """From when the last request has its first token to when the first has its last one: while all of them decode.
+    """Return the span in which all requests decode: from the latest first token to the earliest last token.
 
-    If less than half of their tokens come in that time, from the first token of all to the last of all.
+    If less than half of the tokens come in that span, return that from the very first to the very last token.
     """
     begin, end = max(times[0] for times in token_times), min(times[-1] for times in token_times)
     if 2 * _num_within(token_times, begin, end) >= sum(map(len, token_times)):
@@ -112,7 +112,7 @@ def steady_span(token_times: Sequence[Sequence[float]]) -> tuple[float, float]:
 
 
 def aggregate_tokens_per_s(token_times: Sequence[Sequence[float]]) -> float:
-    """Tokens per second of all requests together, over the steady span; 0 if all tokens come at one moment."""
+    """Return tokens per second of all requests over the steady span; 0 if all tokens come at one moment."""
     begin, end = steady_span(token_times)
     return _num_within(token_times, begin, end) / (end - begin) if begin < end else 0.0
 
@@ -122,17 +122,17 @@ def _num_within(token_times: Sequence[Sequence[float]], begin: float, end: float
 
 
 def busy_share(intervals: Iterable[tuple[float, float]], begin: float, end: float) -> float:
-    """The part of [begin, end] that these intervals cover; they do not overlap."""
+    """Return the share of [begin, end] that these intervals, which do not overlap, cover."""
     covered = sum(max(0.0, min(ended, end) - max(started, begin)) for started, ended in intervals)
     return covered / (end - begin) if begin < end else 0.0
 
 
 def simulate(pipeline: Pipeline, load: SimulatedLoad) -> Simulated:
-    """Run the load through the scheduler, one token per step and nothing ever refused."""
+    """Run the load through the scheduler: one token per step, unlimited memory."""
     return _Run(pipeline, load).run()
 
 
-_ENDLESS = 10**9  # tokens of a request that goes on
+_ENDLESS = 10**9  # tokens of a request with `goes_on`
 
 
 class _Run:
@@ -151,7 +151,7 @@ class _Run:
         lanes = LaneChooser(num_stages, pipeline.stages_s, pipeline.hops_s)
         self._scheduler = Scheduler(num_stages, unlimited, max_waiting=len(load.arrivals_s), lanes=lanes.choose)
         self._sessions = [
-            # no two alike, or they would share their prefixes
+            # different prompts, so that no prefix is shared
             Session(Request((number, *range(1, load.num_prompt)), num_tokens), chunk=load.chunk)
             for number in range(len(load.arrivals_s))
         ]
@@ -185,7 +185,7 @@ class _Run:
             self._at(now, 0, frame)
 
     def _compute(self, now: float, stage: int, frame: Frame) -> None:
-        """Frames come in order: each waits for the one before it, at the stage and on the link behind it."""
+        """Each frame waits for the one before it, at the stage and on the link behind it."""
         num_rows = sum(len(window.tokens) for window in frame.windows)
         compute_s, hop = self._pipeline.stages[stage].seconds(num_rows), self._pipeline.hops[stage]
         started = max(now, self._free_at[stage])
@@ -205,7 +205,7 @@ class _Run:
             self._simulated.together = self._span_of_all(now)
 
     def _span_of_all(self, now: float) -> tuple[float, float] | None:
-        """From the last request's first token until now, if all have made enough tokens since."""
+        """Return the span from the latest first token until now once all have made enough tokens in it."""
         times = self._simulated.token_times
         if min(map(len, times)) <= self._wanted:
             return None

@@ -1,4 +1,4 @@
-"""`brigade cache`: what this machine keeps of models that other nodes have sent it."""
+"""`brigade cache`: the parts of models that this machine has received from other nodes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from worker.platform.text import format_bytes
 if TYPE_CHECKING:
     from worker.node.weights_cache import Kept
 
-_SHORT = 8  # characters of a key, which usually tell it apart
+_SHORT = 8  # characters of a key that are shown
 
-cache = App(no_args_is_help=True, help="Layers that this machine was sent as a worker, kept for the next load.")
+cache = App(no_args_is_help=True, help="Layers that this machine received as a worker, kept for the next load.")
 
 
 @cache.command()
 def ls(as_json: flags.Json = False) -> None:
-    """What is kept of which model, the latest used first.
+    """List the kept models, the latest used first.
 
     brigade cache ls
     """
@@ -51,11 +51,11 @@ def rm(
     every: Annotated[bool, typer.Option("--all", help="Every model.")] = False,
     as_json: flags.Json = False,
 ) -> None:
-    """Remove what is kept of some models. What a worker of this machine has loaded, or receives, stays: exit code 3.
+    """Remove kept models. Those that a worker of this machine has loaded or receives stay: exit code 3.
 
     brigade cache rm Qwen/Qwen3-8B
 
-    The last part of a name will do where only one has it: brigade cache rm Qwen3-8B
+    The last part of a name is enough if it is unique: brigade cache rm Qwen3-8B
 
     brigade cache rm --all
     """
@@ -102,7 +102,7 @@ def _as_json(kept: Kept) -> dict[str, Any]:
 
 
 def _chosen(kept: Sequence[Kept], names: Sequence[str]) -> list[Kept]:
-    """Return what these names mean, each model once. Raises InputError for a name that means none, or several."""
+    """Return the models of these names, each once. Raises InputError for a name of none, or of several."""
     chosen: dict[str, Kept] = {}
     for name in names:
         found = [each for each in kept if _is_called(each, name)] or _called_last(kept, name)
@@ -118,7 +118,7 @@ def _is_called(kept: Kept, name: str) -> bool:
 
 
 def _called_last(kept: Sequence[Kept], name: str) -> list[Kept]:
-    """Return the models whose name ends in this: one that was a folder there has its whole path for a name."""
+    """Return the models whose name ends so: a model from a folder has its whole path as its name."""
     found = [each for each in kept if each.name.partition("@")[0].rstrip("/").rpartition("/")[2] == name]
     if len({each.name for each in found}) > 1:
         raise InputError("", f"{name!r} may be any of: {', '.join(each.name for each in found)}")

@@ -1,4 +1,4 @@
-"""A conversation as data: its messages so far, and a message as it is typed, line by line. Pure."""
+"""A conversation: its messages so far, and a message while it is typed line by line. Pure."""
 
 import json
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class Dialogue:
         self.turns.append({"role": "user", "content": text})
 
     def answer(self, text: str) -> None:
-        """Add the answer to the last question; without a text, take the question back."""
+        """Add the answer to the last question; if it is empty, remove the question."""
         if text:
             self.turns.append({"role": "assistant", "content": text})
         else:
@@ -37,7 +37,7 @@ class Dialogue:
 
     @classmethod
     def of(cls, text: str) -> "Dialogue":
-        """Return what `to_json` wrote. Raises InputError for something else."""
+        """Read what `to_json` wrote. Raises InputError for anything else."""
         try:
             messages = [_message(each) for each in json.loads(text)["messages"]]
         except (ValueError, LookupError, TypeError, RecursionError) as error:
@@ -54,7 +54,7 @@ def _message(found: Mapping[str, Any]) -> Message:
 
 
 class Typed:
-    """The lines of a message that is being typed: one, or more after a backslash or between quotes."""
+    """The lines of a message that is being typed: several after a backslash or between quotes."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -62,11 +62,11 @@ class Typed:
 
     @property
     def is_open(self) -> bool:
-        """Whether the message goes on with the next line."""
+        """Return whether the message continues with the next line."""
         return bool(self._lines) or self._is_quoted
 
     def push(self, line: str) -> str | None:
-        """Take the next line. Return the message if it is whole now."""
+        """Take the next line. Return the message if it is complete."""
         if not self.is_open and line.startswith(QUOTES):
             self._is_quoted, line = True, line.removeprefix(QUOTES)
             if line.endswith(QUOTES):
@@ -83,11 +83,11 @@ class Typed:
         return None
 
     def flush(self) -> str | None:
-        """Return what there is of a message that was not ended."""
+        """Return an incomplete message, if there is one."""
         return self._end("") if self.is_open else None
 
     def drop(self) -> None:
-        """Forget what was typed."""
+        """Discard the lines so far."""
         self._lines, self._is_quoted = [], False
 
     def _end(self, line: str) -> str:

@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 _CERTIFICATES = "SSL_CERT_FILE"
-_OTHER_HOST = (62, 64)  # OpenSSL's codes of a host and of an IP address that a certificate is not for
-_TIMES = httpx2.Timeout(5.0, read=120.0)  # of silence: a stream says every few seconds that it lives
+_OTHER_HOST = (62, 64)  # OpenSSL's codes for a host name or IP address that the certificate does not have
+_TIMES = httpx2.Timeout(5.0, read=120.0)  # a stream sends keep-alives every few seconds
 _WRONG_REQUEST = (400, 404, 413, 415, 422)
 _DATA, _DONE = "data: ", "[DONE]"
 
 
 class NothingAnswers(ServerFailed):
-    """No server listens there."""
+    """No server listens at the address."""
 
 
 def client_settings(url: str, key: str | None) -> Json:
-    """Return the arguments of a client of this server, synchronous or not.
+    """Return the arguments of an httpx client, synchronous or not, for this server.
 
     Raises:
-        InputError: it is no URL of a server, or the file of certificates that are trusted cannot be read.
+        InputError: the URL is malformed, or the file of trusted certificates cannot be read.
     """
     expected = f"expected http://HOST:PORT, got {url!r}"
     if not url.startswith(("http://", "https://")):
@@ -52,7 +52,7 @@ def client_settings(url: str, key: str | None) -> Json:
     verify: ssl.SSLContext | bool = False
     if url.startswith("https://"):
         try:
-            verify = httpx2.create_ssl_context()  # knows the environment's variables for it
+            verify = httpx2.create_ssl_context()  # reads the environment's variables for certificates
         except OSError as error:
             path = os.environ.get(_CERTIFICATES)
             raise InputError("", f"{_CERTIFICATES} names {path}, which holds no certificates ({error})") from error
@@ -60,12 +60,12 @@ def client_settings(url: str, key: str | None) -> Json:
         "base_url": base,
         "headers": {"Authorization": f"Bearer {key}"} if key else {},
         "verify": verify,
-        "trust_env": False,  # a node of ours is behind no proxy
+        "trust_env": False,  # no proxies
     }
 
 
 def no_answer(url: str, error: Exception, advice: str = "start a server by `brigade serve`") -> ServerFailed:
-    """Return why this server does not answer: its certificate is not trusted, or, as NothingAnswers, none is there."""
+    """Return the error of a server that does not answer: NothingAnswers, or an untrusted certificate."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ssl.SSLCertVerificationError):
         cause = cause.__cause__ or cause.__context__
@@ -209,7 +209,7 @@ async def run_remote(given: ServerFlags, body: Mapping[str, Any], asked: Generat
 
 
 def answer_as_json(text: str, finish_reason: str, usage: Usage, ttft_s: float, decode_s: float) -> Json:
-    """Return what `generate --server --json` prints. A server tells no token ids, and nothing of its stages."""
+    """Return what `generate --server --json` prints: a server sends no token ids and no times of its stages."""
     stats = {
         "ttft_s": ttft_s,
         "decode_s": decode_s,

@@ -1,4 +1,4 @@
-"""How answers are shown as they come: as Markdown in a chat's terminal, elsewhere as they stand."""
+"""How answers are shown as they come: as Markdown in a chat on a terminal, else as plain text."""
 
 import asyncio
 import re
@@ -22,7 +22,7 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # C0 without tab and li
 
 
 class Show(Protocol):
-    """Takes an answer's text, and what the model thinks before it."""
+    """Takes an answer's text, and its reasoning."""
 
     def say(self, text: str) -> None: ...
 
@@ -30,12 +30,12 @@ class Show(Protocol):
 
 
 def without_controls(text: str) -> str:
-    """Return the text without the characters by which it could steer a terminal: colours, titles, the clipboard."""
+    """Return the text without control characters, which could change a terminal's colours, title or clipboard."""
     return _CONTROLS.sub("", text)
 
 
 def num_final(text: str) -> int:
-    """Return how much of a Markdown text nothing to come can change: up to its last blank line outside of code."""
+    """Return the length of the part of a Markdown text that is final: up to its last blank line outside of code."""
     final = at = 0
     is_code = False
     for line in text.splitlines(keepends=True):
@@ -48,10 +48,7 @@ def num_final(text: str) -> int:
 
 
 class PlainShow:
-    """Writes text to standard output at once: as it stands, on a terminal without control characters.
-
-    Thoughts are left out.
-    """
+    """Writes text to standard output at once, on a terminal without control characters; omits reasoning."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stdout.isatty()
@@ -69,13 +66,13 @@ class PlainShow:
         pass
 
     def end(self, *, is_whole: bool = False) -> None:
-        """End the last line if it is open, that of a whole answer in any case."""
+        """End the last line if it is open, and always after a whole answer."""
         if is_whole or not self._last.endswith("\n"):
             print(flush=True)
 
 
 class MarkdownShow:
-    """Prints blocks once they are whole; draws the one that grows again and again."""
+    """Prints Markdown blocks once they are complete, and redraws the one that is not."""
 
     def __init__(self, console: Console, live: Live) -> None:
         self._console = console
@@ -116,9 +113,9 @@ class MarkdownShow:
 
 
 class Printer:
-    """Prints one answer's text as it comes. Use as a context manager: it never leaves a line open.
+    """Prints one answer's text as it comes. A context manager, which ends the last line.
 
-    An answer that is interrupted is summed up in one line on standard error.
+    After an interrupt it prints one line of statistics on standard error.
     """
 
     def __init__(self, *, is_silent: bool = False) -> None:
@@ -133,7 +130,7 @@ class Printer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._show is not None and (kind is None or not issubclass(kind, OSError)):  # or its reader left
+        if self._show is not None and (kind is None or not issubclass(kind, OSError)):  # an OSError: stdout was closed
             self._show.end(is_whole=kind is None)
         if kind is asyncio.CancelledError and self._num_tokens:
             took_s = self._last_at - self._first_at
@@ -142,21 +139,21 @@ class Printer:
             say(f"interrupted after {self._num_tokens} tokens{speed}; first after {first_s:.3f} s")
 
     def count(self, num_tokens: int) -> None:
-        """Take note of tokens that became known."""
+        """Count new tokens for the statistics."""
         self._last_at = time.monotonic()
         if num_tokens and not self._num_tokens:
             self._first_at = self._last_at
         self._num_tokens += num_tokens
 
     def write(self, text: str) -> None:
-        """Print text that became final."""
+        """Print final text."""
         if self._show is not None:
             self._show.say(text)
 
 
 @contextmanager
 def showing(console: Console | None) -> Iterator[Show]:
-    """Show one answer on this terminal, or on standard output as it stands. However it ends, its last line ends."""
+    """Yield what shows one answer on this terminal, or on standard output; end its last line in any case."""
     if console is None:
         plain = PlainShow()
         try:

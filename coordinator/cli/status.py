@@ -1,4 +1,4 @@
-"""`brigade status`: what a running server does now; without one, what the workers of cluster.yaml hold."""
+"""`brigade status`: the state of a running server, or else of the workers of cluster.yaml."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _EVERY_S = 1.0
 _SERVER_WITHIN_S = 5.0
 _WORKER_WITHIN_S = 1.0
-_MOST_REQUESTS = 8  # in a table
+_MOST_REQUESTS = 8  # shown in the table
 _STYLES = {"ready": "green", "active": "green", "lost": "bold red", "recovering": "bold red", "failed": "bold red"}
 
 Json = Mapping[str, Any]
@@ -98,10 +98,10 @@ async def _show(
 
 
 def ask_server(server: str, key: str | None) -> Json:
-    """Return what `GET /cluster` says.
+    """Return the answer of `GET /cluster`.
 
     Raises:
-        NothingAnswers: as it says. InputError: the server wants another key. BrigadeError: it is another program.
+        NothingAnswers: no server answers. InputError: the key is wrong. BrigadeError: it is another program.
     """
     import httpx2
 
@@ -127,7 +127,7 @@ def ask_server(server: str, key: str | None) -> Json:
 
 
 async def _ask_workers(config: Path) -> Json:
-    """Return what each worker holds, in the words of `/cluster` as far as they go, or why it does not answer."""
+    """Return the state of each worker with the keys of `/cluster`, or the reason why it does not answer."""
     from coordinator.cluster.peer import peers_of
     from worker.node.identity import Role
     from worker.node.network import Network
@@ -159,7 +159,7 @@ async def _ask_worker(peer: Peer) -> dict[str, Any]:
 
 
 def tables(found: Json) -> Group:
-    """Return what `/cluster` says, or the workers said, as tables that can be read at 60 columns."""
+    """Return the state as tables that fit in 60 columns."""
     shown: list[RenderableType] = [_heading(found), Text(), _nodes(found["nodes"])]
     shown += [Text(f"{node['name']}: {node['why']}", "red") for node in found["nodes"] if node.get("why")]
     if found["nodes"]:
@@ -204,7 +204,7 @@ def _nodes(nodes: Sequence[Json]) -> Table:
 
 
 def _memory(nodes: Sequence[Json]) -> Table:
-    """What each node may use, how much of that is promised to requests, and what MLX holds and keeps."""
+    """Return a row per node: its memory budget, the part reserved for requests, and MLX's active and cached memory."""
     table = plain_table("memory", "may use", "promised", "active", "cached")
     keys = ("memory_bytes", "cache_promised_bytes", "active_memory_bytes", "cached_memory_bytes")
     for node in nodes:

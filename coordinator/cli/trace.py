@@ -1,6 +1,6 @@
 """`--trace FILE`: a request's frames and recoveries as Chrome trace events (chrome://tracing, Perfetto). Pure.
 
-A process per node, and in it as many tracks as frames were there at once: viewers drop slices of one track that cross.
+Each node is a process with as many tracks as it had frames at once: viewers drop slices of one track that overlap.
 """
 
 from collections import Counter
@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from coordinator.sessions.waterfall import Leg, Passage, nodes_of, recoveries, spans
 
-Span = tuple[str, int, int]  # part, begin, end, in whole microseconds: viewers cut fractions off, and ends must meet
+Span = tuple[str, int, int]  # part, begin, end, in whole microseconds: viewers cut off fractions, and ends must meet
 
 
 class Visit(NamedTuple):
-    """One frame on one node; or, on the coordinator, a recovery."""
+    """One frame on one node, or a recovery on the coordinator."""
 
     node: str
     spans: Sequence[Span]
@@ -30,10 +30,10 @@ class Visit(NamedTuple):
 
 
 def trace_events(legs: Sequence[Leg], token_times: Sequence[int]) -> dict[str, Any]:
-    """The trace as the JSON object that viewers read, on the coordinator's clock, from the first frame on.
+    """Return the trace as the JSON object that viewers read, on the coordinator's clock since the first frame.
 
     Args:
-        token_times: when each token of the answer was known: with the result of the frame that brought it.
+        token_times: when each token of the answer was known, in nanoseconds.
     """
     num_tokens = Counter(token_times)
     visits: list[Visit] = []
@@ -59,12 +59,12 @@ def _visits(leg: Leg, passage: Passage, num_tokens: int) -> Iterator[Visit]:
         found: list[Span] = []
         for part, _, begin, end in tiles:
             begin = max(begin // 1000, found[-1][2] if found else begin // 1000)
-            found.append((part, begin, max(begin, end // 1000)))  # a tile may run backwards where a clock is wrong
+            found.append((part, begin, max(begin, end // 1000)))  # a tile may be negative because of clock errors
         yield Visit(leg.route.nodes[stage].name, found, args)
 
 
 def _tracks(visits: Sequence[Visit]) -> list[list[Visit]]:
-    """The visits on as few tracks as keep those apart that were there at once."""
+    """Return the visits on as few tracks as possible without overlap."""
     tracks: list[list[Visit]] = []
     for visit in sorted(visits, key=lambda visit: visit.begin):
         free = next((track for track in tracks if track[-1].end <= visit.begin), None)

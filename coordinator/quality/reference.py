@@ -1,4 +1,4 @@
-"""The model on this machine without its cluster: whole in memory by mlx-lm, or layer by layer. MLX thread only."""
+"""The reference: the model without a cluster, whole in memory by mlx-lm or layer by layer. MLX thread only."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,11 +17,11 @@ from worker.model.checkpoint import Checkpoint, open_folder
 from worker.model.describe import describe
 from worker.model.families import module_of
 
-LayerDigests = list[dict[str, str]]  # of the tensors of each layer, by name
+LayerDigests = list[dict[str, str]]  # by layer: digest by tensor name
 
 
 class Reference:
-    """The unsharded model of a folder, loaded and run by mlx-lm alone: every split is compared with it."""
+    """The unsharded model of a folder, loaded and run by mlx-lm alone."""
 
     def __init__(self, folder: Path) -> None:
         checkpoint = open_folder(folder)
@@ -29,7 +29,7 @@ class Reference:
         self._mask_token = describe(checkpoint).mask_token
 
     def generate(self, prompt: Sequence[int], num_tokens: int, sampling: Sampling, chunk: int) -> list[int]:
-        """Continue the prompt by `num_tokens` tokens, fed in chunks of `chunk` tokens as a session does."""
+        """Return `num_tokens` tokens after the prompt, which is fed in chunks as a session does."""
         cache = make_prompt_cache(self.model)
         sampler = Sampler(sampling)
         tokens = list(prompt)
@@ -43,7 +43,7 @@ class Reference:
         return tokens[len(prompt) :]
 
     def read(self, forced: ForcedPass) -> None:
-        """Read a pass's windows, one after another."""
+        """Feed the windows of a pass, one after another."""
         cache, first = make_prompt_cache(self.model), 0
         for window in forced.windows:
             logits = self.rows(window, cache)
@@ -59,21 +59,21 @@ class Reference:
         """Feed one window [L]; return the logits [L, V] float32 of its rows."""
         logits = self.model(mx.array([list(window)]), cache=cache)[0].astype(mx.float32)
         if self._mask_token is not None:
-            logits[:, self._mask_token] = -mx.inf  # the cluster never draws it either
+            logits[:, self._mask_token] = -mx.inf  # as on the cluster, which never draws it
         return logits
 
 
 def stream_layers(
     checkpoint: Checkpoint, num_layers: int, passes: Sequence[ForcedPass], digests: LayerDigests | None = None
 ) -> Iterator[int]:
-    """Lead the passes through every layer, of which one at a time is in memory.
+    """Run the passes through the layers, one of which is in memory at a time.
 
     Each layer is a shard of its own: the code that the cluster runs, without lanes, frames and a decoder's windows.
-    Tests hold it equal to mlx-lm's own model, to the last bit unless mlx-lm's cache of a sliding window has its rows in
-    another order.
+    Tests compare it with mlx-lm's own model: it is equal to the last bit unless mlx-lm's cache of a sliding window has
+    its rows in another order.
 
     Args:
-        digests: gets those of each layer, with the first and the last of the embedding and the head.
+        digests: gets the digests of each layer; those of the embedding and the head go to the first and last layer.
     Yields:
         The layer's number after each piece of work: a layer read, some milliseconds of digests, or one pass.
     """
@@ -90,7 +90,7 @@ def stream_layers(
             _run_layer(shard, forced, rows)
             yield layer
         del shard
-        mx.clear_cache()  # its memory is for the next one, whose tensors may be of other sizes
+        mx.clear_cache()  # free the buffers: the next layer's tensors may have other sizes
 
 
 def _run_layer(shard: Shard, forced: ForcedPass, rows: list[mx.array]) -> None:

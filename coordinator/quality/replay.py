@@ -1,6 +1,6 @@
-"""Replay: a cluster's answer is forced through a reference, to see what that would have drawn at each position.
+"""Replay: a reference reads a cluster's answer, and draws a token at each of its positions for comparison.
 
-The reference always reads the cluster's tokens, so every position is compared, those after a difference too.
+The reference always reads the cluster's tokens, so positions after a difference are compared, too.
 """
 
 import math
@@ -13,16 +13,16 @@ from coordinator.quality.report import ComparedAnswer, Rounding
 from coordinator.sessions.request import Request
 from worker.compute.sampling import Sampler
 
-CHUNK = 16  # rows: small, so that prompts of a few dozen tokens already cross chunks
-_LENGTHS = (1, 2, 4, 8, 16, 32)  # rows of a window, beside all rows at once: decoders feed few or many, kernels differ
-_MAX_MEASURED = 8  # differences of a case whose logits are kept: more than that are no rounding
-_MIN_MARGIN, _MAX_MARGIN = 1e-8, 1e4  # margins that can be told apart, logits
-_FINENESS = 1 + 1 / 4096  # so that a margin is known to a part in four thousand
+CHUNK = 16  # rows: small, so that short prompts have several chunks
+_LENGTHS = (1, 2, 4, 8, 16, 32)  # rows of a window, beside all rows at once: kernels differ by them
+_MAX_MEASURED = 8  # differences of a case for which logits are kept; more are no rounding
+_MIN_MARGIN, _MAX_MARGIN = 1e-8, 1e4  # limits of a margin, logits
+_FINENESS = 1 + 1 / 4096  # relative precision of a margin
 
 
 @dataclass(frozen=True)
 class ForcedPass:
-    """Tokens that a model reads in these windows.
+    """Tokens that a model reads in given windows.
 
     `take` gets the number of each wanted row, counted over all windows, and its logits [1, V] float32.
     """
@@ -32,30 +32,30 @@ class ForcedPass:
     take: Callable[[int, mx.array], None]
 
     def is_wanted(self, first: int, num_rows: int) -> bool:
-        """Whether any row of a window that begins at row `first` is wanted."""
+        """Return whether any row of a window that begins at row `first` is wanted."""
         return any(row in self.wanted for row in range(first, first + num_rows))
 
     def hand_over(self, first: int, logits: mx.array) -> None:
-        """Give `take` the wanted ones of the logits [L, V] of a window that begins at row `first`."""
+        """Pass the wanted rows of the logits [L, V] of a window that begins at row `first` to `take`."""
         for number, row in enumerate(range(first, first + len(logits))):
             if row in self.wanted:
                 self.take(row, logits[number : number + 1])
 
 
 def prompt_chunks(prompt: Sequence[int], chunk: int) -> list[Sequence[int]]:
-    """The windows in which a session feeds its prompt: the last may be shorter."""
+    """Return the windows in which a session feeds its prompt; the last may be shorter."""
     return [prompt[first : first + chunk] for first in range(0, len(prompt), chunk)]
 
 
 def full_windows(tokens: Sequence[int], length: int) -> list[Sequence[int]]:
-    """Windows of `length` tokens, of which the first may be shorter."""
+    """Return windows of `length` tokens; the first may be shorter."""
     firsts = range(len(tokens) % length, len(tokens), length)
     head = [tokens[: firsts.start]] if firsts.start else []
     return [*head, *(tokens[first : first + length] for first in firsts)]
 
 
 class Replay:
-    """One request and the cluster's answer to it. Its passes hand it logits, on the MLX thread."""
+    """One request and the cluster's answer to it; gets logits from passes, on the MLX thread."""
 
     def __init__(self, name: str, request: Request, found: Sequence[int]) -> None:
         self.name = name
@@ -65,18 +65,18 @@ class Replay:
         self._sampler = Sampler(request.sampling)
         self._expected: list[int] = []
         self._smallest = math.inf  # margin so far
-        self._logits: dict[int, mx.array] = {}  # [1, V] by row, where the reference takes another token
-        self._margins: dict[int, float] = {}  # there
-        self._measured: dict[int, float] = {}  # there
+        self._logits: dict[int, mx.array] = {}  # [1, V] by row, where the reference draws another token
+        self._margins: dict[int, float] = {}  # by the same rows
+        self._measured: dict[int, float] = {}  # by the same rows
 
     def decode_pass(self) -> ForcedPass:
-        """The prompt in chunks and the answer a token at a time, as one process would decode them."""
+        """Return the pass of one-token decoding: the prompt in chunks, then the answer token by token."""
         prompt, answer = self._tokens[: self._num_prompt], self._tokens[self._num_prompt :]
         windows = [*prompt_chunks(prompt, CHUNK), *([token] for token in answer)]
         return ForcedPass(windows, range(self._num_prompt - 1, len(self._tokens)), self._compare)
 
     def rounding_passes(self) -> list[ForcedPass]:
-        """The same in windows of other lengths, to measure rounding where tokens differ; none where all are equal."""
+        """Return passes with windows of other lengths, to measure rounding where tokens differ; none if all are equal."""
         if not self._logits:
             return []
         tokens = self._tokens[: max(self._logits) + 1]
@@ -84,7 +84,7 @@ class Replay:
         return [ForcedPass(full_windows(tokens, length), self._logits, self._measure) for length in lengths]
 
     def case(self) -> ComparedAnswer:
-        """Return the comparison, once the passes are done."""
+        """Return the comparison; call it after the passes."""
         roundings = {
             row - self._num_prompt + 1: Rounding(self._margins[row], measured)
             for row, measured in self._measured.items()
@@ -103,7 +103,7 @@ class Replay:
             self._margins[row] = self._margin(row, logits, expected, self._found[at])
 
     def _measure(self, row: int, logits: mx.array) -> None:
-        """Note the largest difference to the logits of decoding; the minus infinity of MASK equals itself."""
+        """Note the largest difference to the logits of decoding; equal infinities do not differ."""
         kept = self._logits[row]
         distance = mx.where(kept == logits, 0.0, mx.abs(kept - logits)).max()
         self._measured[row] = max(self._measured.get(row, 0.0), float(distance.item()))  # type: ignore[arg-type]
@@ -119,13 +119,13 @@ class Replay:
 def find_margin(
     draw: Callable[[mx.array], int], logits: mx.array, expected: int, found: int, most: float = _MAX_MARGIN
 ) -> float:
-    """Return the least rise of `found`'s logit, or fall of `expected`'s, with which `draw` takes `found`.
+    """Return the least rise of the logit of `found`, or fall of that of `expected`, with which `draw` takes `found`.
 
-    The draw itself is asked, so that temperature, noise, penalties and the edges of filters count as they do there.
+    It is found with the draw itself, so temperature, noise, penalties and filters have their usual effect.
 
     Args:
         logits: [1, V] float32.
-        most: a margin above this is infinite.
+        most: larger margins are returned as infinity.
     """
 
     def is_enough(shift: float) -> bool:

@@ -13,46 +13,46 @@ from coordinator.planning.plan import Assignment
 
 @dataclass(frozen=True)
 class Rounding:
-    """Two figures about the place where two streams of tokens part, both in logits."""
+    """Two measurements where two sequences of tokens differ, in logits."""
 
-    margin: float  # the least change of one of the two tokens' logits with which the reference takes the other token
-    measured: float  # the most that the reference's logits there differ by, its rows fed in windows of several lengths
+    margin: float  # the least change of a logit with which the reference draws the other token
+    measured: float  # the largest difference of the reference's logits between windows of several lengths
 
     @property
     def explains(self) -> bool:
-        """Whether rounding explains the difference; False where nothing was measured to differ, or no number came."""
+        """Return whether rounding explains the difference; False if no difference, or an infinite one, was measured."""
         return 0 < self.measured < math.inf and self.margin <= self.measured
 
 
 @dataclass(frozen=True)
 class ComparedAnswer:
-    """One request: the cluster's answer, and the token that the reference draws at each of its positions."""
+    """One request: the cluster's answer, and the reference's token at each of its positions."""
 
     name: str
     expected: list[int]
     found: list[int]
-    margin: float | None = None  # the smallest from the token that the reference draws to its next choice, logits
-    roundings: Mapping[int, Rounding] = field(default_factory=dict)  # by position, where the two differ
+    margin: float | None = None  # the smallest one between the reference's first and second choice, logits
+    roundings: Mapping[int, Rounding] = field(default_factory=dict)  # by position, where the tokens differ
 
     @property
     def differences(self) -> list[int]:
-        """The positions at which the two differ."""
+        """Return the positions where the tokens differ."""
         pairs = enumerate(zip_longest(self.expected, self.found))
         return [at for at, (expected, found) in pairs if expected != found]
 
     @property
     def first_difference(self) -> int | None:
-        """The first that rounding does not explain; if it explains all, the first. None if the tokens are equal."""
+        """Return the first difference that rounding does not explain, else the first one; None if all are equal."""
         return next(iter([*self._unexplained, *self.differences]), None)
 
     @property
     def rounding(self) -> Rounding | None:
-        """At the first difference, if it was measured there."""
+        """Return the measurement at the first difference, if there is one."""
         return None if self.first_difference is None else self.roundings.get(self.first_difference)
 
     @property
     def verdict(self) -> str:
-        """`equal`, or `rounding` where that explains every difference, or `DIFFERS`."""
+        """Return `equal`, `rounding` if that explains every difference, or `DIFFERS`."""
         if not self.differences:
             return "equal"
         return "DIFFERS" if self._unexplained else "rounding"
@@ -86,7 +86,7 @@ class ComparedAnswer:
 
 @dataclass
 class VerifyReport:
-    """The tensors, and the cases so far."""
+    """The comparison of tensors, and of the cases so far."""
 
     split: tuple[Assignment, ...]
     num_tensors: int
@@ -96,12 +96,12 @@ class VerifyReport:
 
     @property
     def holds(self) -> bool:
-        """Whether the cluster is the model, as far as this machine can compute the same thing twice."""
+        """Return whether the cluster is the model, up to rounding."""
         return not self.differing and all(case.verdict != "DIFFERS" for case in self.cases)
 
     @property
     def margin(self) -> float | None:
-        """The smallest of all cases."""
+        """Return the smallest margin of all cases."""
         return min((case.margin for case in self.cases if case.margin is not None), default=None)
 
     def to_json(self) -> str:
@@ -119,7 +119,7 @@ class VerifyReport:
         )
 
     def of_tensors(self) -> list[str]:
-        """Return the lines of the split and of the tensors; a line per case and the summary follow."""
+        """Return the lines about the split and the tensors, which come before those of the cases."""
         own, *workers = self.split
         places = {own.name: "the coordinator"} | {worker.name: f"worker {worker.name}" for worker in workers}
         tensors = [f"DIFFERS  tensor {tensor} on {places[node]}" for node, tensor in self.differing]
@@ -145,7 +145,7 @@ def compare_tensors(
 
     Args:
         theirs: by node, the digest of each tensor that it holds.
-        ours: by layer, the digests of our files; the embedding and the head count to the layer that they stand beside.
+        ours: by layer, the digests of our files; the embedding and the head belong to the first and the last layer.
     """
     num_tensors, differing = 0, []
     for node, found in zip(split, theirs, strict=True):
@@ -161,5 +161,5 @@ def _margin_text(margin: float | None) -> str:
 
 
 def _finite(value: float | None) -> float | None:
-    """Return None for infinity, which JSON lacks."""
+    """Return None for infinity, which JSON does not have."""
     return value if value is not None and math.isfinite(value) else None

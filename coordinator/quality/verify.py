@@ -1,4 +1,4 @@
-"""`brigade verify`: every tensor of every node, then tokens greedy and sampled, against the model on one machine."""
+"""`brigade verify`: compares all tensors of all nodes, and greedy and sampled tokens, with the model on one machine."""
 
 import asyncio
 import gc
@@ -48,12 +48,12 @@ Take = Callable[[ComparedAnswer], None]
 
 @dataclass(frozen=True)
 class _ClusterAnswers:
-    """What a cluster answered, to be compared once it is closed and its memory is free."""
+    """The answers of a cluster, which are compared after it is closed and its memory is free."""
 
     split: tuple[Assignment, ...]
     digests: list[dict[str, str]]  # of each node's tensors
     tokens: dict[str, list[int]]  # by the request's name
-    is_streamed: bool  # whether the reference is to read layer by layer
+    is_streamed: bool  # whether the reference reads layer by layer
 
 
 async def verify(
@@ -67,11 +67,11 @@ async def verify(
 ) -> VerifyReport:
     """Compare a cluster, opened for this, with its model; shows progress on standard error.
 
-    Needs the whole model on this machine's disk. If its memory does not hold the model, or `stream` is set, the
-    reference reads one layer at a time.
+    The whole model must be on this machine's disk. If it does not fit in memory, or `stream` is set, the reference
+    reads one layer at a time.
 
     Args:
-        tell: takes each line of the report as it is found, all but the summary.
+        tell: takes each line of the report at once, except the summary.
     Raises:
         InputError: the model cannot serve such requests, or this decoder has no reference here.
         BrigadeError: the cluster failed.
@@ -105,7 +105,7 @@ class Comparison:
         self._thread = thread
 
     async def stream_layers(self, passes: Sequence[ForcedPass], digests: LayerDigests | None = None) -> None:
-        """Lead the passes through the layers, one of which is in memory at a time; `digests` gets each layer's."""
+        """Run the passes through the layers, one of which is in memory at a time; `digests` gets each layer's."""
         num_layers, at = self._spec.num_layers, -1
         pieces = stream_layers(self._checkpoint, num_layers, passes, digests)
         try:
@@ -119,14 +119,14 @@ class Comparison:
             raise
 
     async def finish_streamed(self, replays: Sequence[Replay], take: Take) -> None:
-        """Take the cases of replays whose decode passes are done, after their rounding passes where tokens differ."""
+        """Run the rounding passes of replays whose tokens differ, then take all cases."""
         if passes := [forced for replay in replays for forced in replay.rounding_passes()]:
             await self.stream_layers(passes)
         for replay in replays:
             take(replay.case())
 
     async def replay_in_memory(self, replays: Sequence[Replay], take: Take) -> None:
-        """Compare with mlx-lm's model."""
+        """Compare with mlx-lm's model in memory."""
         with show_steps(1 + len(replays)) as begin, telling_interrupts(_IN_MEMORY):
             begin("loading the model in one process")
             reference = await self._thread.run(lambda: Reference(self._checkpoint.folder))
@@ -136,7 +136,7 @@ class Comparison:
                 take(replay.case())
 
     async def decode_again(self, requests: Requests, found: Mapping[str, list[int]], take: Take) -> None:
-        """Compare with the same decoder on one shard that is the whole model: mlx-lm has no `diffusion-fast`."""
+        """Compare with the same decoder on a shard of the whole model: mlx-lm has no `diffusion-fast`."""
         with show_steps(1 + len(requests)) as begin, telling_interrupts(_IN_MEMORY):
             begin("loading the model in one process")
             executor = await self._thread.run(self._make_executor)
@@ -156,8 +156,8 @@ def _make_requests(
 ) -> dict[str, Request]:
     """Return prompts of several kinds, each greedy, sampled, and sampled with penalties, by name.
 
-    Random prompts have one token, some, a chunk, and several chunks. A model with a tokenizer gets text too: its
-    answers to random tokens alone are dull.
+    Random prompts have one token, a few, a chunk, and several chunks. A model with a tokenizer also gets text, since
+    answers to random tokens have little variety.
     """
     numbers = random.Random(seed)
     longest = max(1, min(5 * CHUNK + 3, spec.context - max_tokens))
@@ -189,7 +189,7 @@ async def _ask_cluster(
     *,
     stream: bool,
 ) -> _ClusterAnswers:
-    """Open the cluster, take its digests and answers, and close it again."""
+    """Open the cluster, get its digests and answers, and close it."""
     async with open_chain(options, checkpoint, spec, options.context, thread) as chain:
         is_streamed = stream or _has_to_stream(options, chain, requests)
         with show_steps(chain.num_stages + len(requests)) as begin:
@@ -206,13 +206,13 @@ async def _ask_cluster(
 
 
 def _free_memory() -> None:
-    """Drop the cluster's own shard, which tracebacks of its cancelled tasks still hold, and MLX's buffer cache."""
+    """Free the cluster's own shard, which tracebacks of cancelled tasks still hold, and MLX's buffer cache."""
     gc.collect()
     mx.clear_cache()
 
 
 def _has_to_stream(options: ClusterOptions, chain: Chain, requests: Requests) -> bool:
-    """Whether the whole model does not fit here once the chain is closed; tells the user if so.
+    """Return whether the whole model does not fit here once the chain is closed; tell the user if so.
 
     Raises:
         InputError: the reference of a request's decoder cannot be streamed.
@@ -228,7 +228,7 @@ def _has_to_stream(options: ClusterOptions, chain: Chain, requests: Requests) ->
 
 
 def _held_beside(options: ClusterOptions, chain: Chain) -> int:
-    """Bytes that workers on this machine go on holding; local workers of this process end with the chain."""
+    """Return the bytes that workers on this machine keep; local workers of this process end with the chain."""
     if options.local is not None:
         return 0
     workers = zip(chain.plan.assignments[1:], chain.peers, strict=True)
