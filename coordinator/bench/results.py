@@ -103,7 +103,7 @@ class Bench:
     failure: BrigadeError | None = None  # of the cluster, which ended the run early
 
     def as_json(self) -> dict[str, Any]:
-        """Return the object of `bench --json`: its ratios are those of one-token decoding on the first split, or null."""
+        """Return the object of `bench --json`; its ratios are of one-token decoding on the first split, or null."""
 
         def ratio(value: str, count: int, of: str, to: str) -> float | None:
             one, other = (getattr(self._find(system, count), value, None) for system in (of, to))

@@ -1,20 +1,24 @@
 """Statistics of one server: what its requests took and what its stages did. A few additions per step; no I/O."""
 
+from __future__ import annotations
+
 import time
 from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from coordinator.cluster.cluster import Recovered
 from coordinator.sessions.output import Output
 from coordinator.sessions.request import Request
 from coordinator.sessions.waterfall import PARTS, Moments, Passage, Route
 from worker.errors import BrigadeError, ContextExceeded, InputError, NodeBusy, QueueFull, WaitedTooLong
+
+if TYPE_CHECKING:  # it imports mlx, for which --help should not wait
+    from coordinator.cluster.cluster import Recovered
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")  # of the request that the present task answers
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -124,7 +128,7 @@ class Stats:
         """Return the value of a counter, summed over its labels."""
         return sum(self.counts(name).values())
 
-    def watch(self, request: Request) -> "RequestStats":
+    def watch(self, request: Request) -> RequestStats:
         """Return what counts one request, a context manager around its answer."""
         return RequestStats(self, request, REQUEST_ID.get())
 
@@ -137,7 +141,7 @@ class Stats:
         self.histograms["recovery_seconds"].observe(recovered.took_s)
         self.recovered.append((time.time(), recovered))
 
-    def finish(self, request: "RequestStats", finished: FinishedRequest) -> None:
+    def finish(self, request: RequestStats, finished: FinishedRequest) -> None:
         """Count a request that has ended, in whatever way."""
         self.under_way.remove(request)
         self.recent.append(finished)

@@ -76,7 +76,7 @@ class Replay:
         return ForcedPass(windows, range(self._num_prompt - 1, len(self._tokens)), self._compare)
 
     def rounding_passes(self) -> list[ForcedPass]:
-        """Return passes with windows of other lengths, to measure rounding where tokens differ; none if all are equal."""
+        """Return passes with windows of other lengths, to measure rounding; none if all tokens are equal."""
         if not self._logits:
             return []
         tokens = self._tokens[: max(self._logits) + 1]
