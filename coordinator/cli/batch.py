@@ -90,8 +90,8 @@ async def run_batch(options: ClusterOptions, source: Path, target: Path, max_tok
         num_known = len(requests) - len(entries)
         failed = [status for entry in requests if (status := answers.known.get(entry.custom_id, 200)) >= 400]
         if num_known:
-            beside = f", {len(failed)} of them with an error" if failed else ""
-            say(f"{target} has the answers to {num_known} of {len(requests)} requests{beside}")
+            errors = f", {len(failed)} of them with an error" if failed else ""
+            say(f"{target} has the answers to {num_known} of {len(requests)} requests{errors}")
         code = max([code, *map(_exit_code, failed)])
         if not entries:
             return code
@@ -137,12 +137,12 @@ class Run:
         for entry in left:
             try:
                 body = await self._answer(entry)
-                told, num_tokens = _told(entry, 200, body), body["usage"]["completion_tokens"]
+                line, num_tokens = _line(entry, 200, body), body["usage"]["completion_tokens"]
             except BrigadeError as error:
                 self._require_running()
-                told, num_tokens = _failed(entry, error), 0
-                self.codes[_exit_code(told["response"]["status_code"])] += 1
-            self.answers.add(told)
+                line, num_tokens = _failed(entry, error), 0
+                self.codes[_exit_code(line["response"]["status_code"])] += 1
+            self.answers.add(line)
             self.num_answered += 1
             self.num_tokens += num_tokens
             self.report(1, num_tokens)
@@ -161,7 +161,7 @@ class Run:
 
     def interrupted(self, target: Path) -> str:
         """Return the message for an interrupted run."""
-        return f"interrupted: {self.summary(target)}; the same command goes on with the others"
+        return f"interrupted: {self.summary(target)}; the same command continues with the others"
 
     def summary(self, target: Path) -> str:
         took_s = time.monotonic() - self.began
@@ -198,19 +198,19 @@ ROUTES: dict[str, Callable[[Engine, Json], Awaitable[Json]]] = {
 }
 
 
-def _told(entry: BatchEntry, status: int, body: Json) -> Json:
+def _line(entry: BatchEntry, status: int, body: Json) -> Json:
     """Return the line of an answer in the format of OpenAI's batch files."""
     response = {"status_code": status, "request_id": f"req_{uuid.uuid4().hex}", "body": body}
     return {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": entry.custom_id, "response": response, "error": None}
 
 
 def _failed(entry: BatchEntry, error: BrigadeError) -> Json:
-    """Return the line of a failed request: its error stands in the response and beside it."""
+    """Return the line of a failed request: its error is in the response and in the field `error`."""
     from coordinator.api.errors import http_error
 
     found = http_error(error)
     said = {"code": found.code, "message": f"line {entry.number}: {found.message}"}
-    return _told(entry, found.status, {**found.to_openai()}) | {"error": said}
+    return _line(entry, found.status, {**found.to_openai()}) | {"error": said}
 
 
 @dataclass(frozen=True)

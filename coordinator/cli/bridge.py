@@ -271,15 +271,21 @@ class Reply:
         self.text += text
         self.reasoning += output.reasoning
         self.tool_calls += calls
-        beside = self._beside(output.reasoning, calls)
-        return {"id": self.id, "text": text, "tokens": tokens, **beside} if beside or text or tokens else None
+        parts = self._chat_parts(output.reasoning, calls)
+        return {"id": self.id, "text": text, "tokens": tokens, **parts} if parts or text or tokens else None
 
     def last_line(self, finish_reason: str | None, stats: Json | None) -> Json:
         """Return the line that ends the answer."""
         done = {"id": self.id, "done": True, "finish_reason": finish_reason, "text": self.text}
-        return {**done, **self._beside(self.reasoning, self.tool_calls), "tokens": self.answer.tokens, "stats": stats}
+        return {
+            **done,
+            **self._chat_parts(self.reasoning, self.tool_calls),
+            "tokens": self.answer.tokens,
+            "stats": stats,
+        }
 
-    def _beside(self, reasoning: str, calls: list[Json]) -> Json:
+    def _chat_parts(self, reasoning: str, calls: list[Json]) -> Json:
+        """Return the fields of a chat's line that are not empty."""
         found = {"reasoning": reasoning, "tool_calls": calls} if self.is_chat else {}
         return {name: value for name, value in found.items() if value}
 

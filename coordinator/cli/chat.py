@@ -8,8 +8,8 @@ import signal
 import sys
 import termios
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -92,7 +92,7 @@ async def loaded(options: ClusterOptions, spec: RequestSpec) -> AsyncIterator[tu
 
 @asynccontextmanager
 async def served(given: flags.ServerFlags, body: Mapping[str, Any]) -> AsyncIterator[tuple[str, Stream]]:
-    """Likewise for the model of a server; `body` has the fields of each request."""
+    """Connect to a server; yield its model's name and a function that answers messages with the fields of `body`."""
     from coordinator.cli.remote import open_server
 
     async with open_server(given) as server:
@@ -126,8 +126,9 @@ class Chat:
         """Talk to the end, and return the exit code: not 0 if a piped message was not answered."""
         if self._console:
             say(f"{self._name}; /help lists what else you can type, /exit or Ctrl-D leaves")
-        typed = self._typed
-        with _taking_interrupts(self._interrupt):
+        typed, loop, before = self._typed, asyncio.get_running_loop(), signal.getsignal(signal.SIGINT)
+        loop.add_signal_handler(signal.SIGINT, self._interrupt)
+        try:
             while (line := await self._line(_MORE if typed.is_open else _PROMPT)) is not None:
                 message = typed.push(line)
                 if message is not None and not await self._take(message):
@@ -136,7 +137,10 @@ class Chat:
                 return INTERRUPTED
             if rest := typed.flush():
                 await self._take(rest)
-        return self._code
+            return self._code
+        finally:
+            loop.remove_signal_handler(signal.SIGINT)
+            signal.signal(signal.SIGINT, before)
 
     async def _line(self, prompt: str) -> str | None:
         """Return the next line; None at the end of standard input, or after Ctrl-C was pressed twice."""
@@ -327,15 +331,3 @@ def _piped_line() -> str:
     if not line:
         raise EOFError
     return line.decode(errors="surrogateescape").rstrip("\r\n")  # as Python decodes arguments
-
-
-@contextmanager
-def _taking_interrupts(on_interrupt: Callable[[], None]) -> Iterator[None]:
-    """Call `on_interrupt` on Ctrl-C."""
-    before, loop = signal.getsignal(signal.SIGINT), asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, on_interrupt)
-    try:
-        yield
-    finally:
-        loop.remove_signal_handler(signal.SIGINT)
-        signal.signal(signal.SIGINT, before)

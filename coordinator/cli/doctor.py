@@ -33,7 +33,7 @@ def doctor(
     cluster: Annotated[flags.ClusterFlags, Take(*flags.MODEL)],
     as_json: flags.Json = False,
 ) -> Coroutine[Any, Any, int]:
-    """Find problems of nodes and links, and tell how to fix them; exit code 1 if there are any.
+    """Find problems of nodes and links and say how to fix them; exit code 1 if there are any.
 
     Every worker of cluster.yaml is asked about its machine (memory, versions, sleep, firewall, cables). Every hop is
     measured: its network interface, its round trip and bytes per second over gRPC and over plain sockets, and its share
@@ -69,7 +69,10 @@ def print_findings(findings: Sequence[Finding], console: Console) -> None:
             console.print(row, soft_wrap=not console.is_terminal)
         console.print()
     levels = [each.level for each in findings]
-    console.print(_summary(levels.count(Level.PROBLEM), levels.count(Level.NOTE)), soft_wrap=not console.is_terminal)
+    num_problems, num_notes = levels.count(Level.PROBLEM), levels.count(Level.NOTE)
+    summary = f"{num_problems or 'nothing'} to fix; {num_notes} note{'' if num_notes == 1 else 's'}"
+    shown = Text(f"{summary}. {_PAGE}", "bold red") if num_problems else Text(summary, "green")
+    console.print(shown, soft_wrap=not console.is_terminal)
 
 
 def _rows(findings: Sequence[Finding], *, is_filled: bool) -> Iterator[RenderableType]:
@@ -82,13 +85,6 @@ def _rows(findings: Sequence[Finding], *, is_filled: bool) -> Iterator[Renderabl
             yield row
         else:
             yield Text.assemble(sign, kind, text)
-
-
-def _summary(num_problems: int, num_notes: int) -> Text:
-    notes = f"{num_notes} note{'' if num_notes == 1 else 's'}"
-    if not num_problems:
-        return Text(f"nothing to fix; {notes}", "green")
-    return Text(f"{num_problems} to fix; {notes}. {_PAGE}", "bold red")
 
 
 def smoke(
@@ -121,12 +117,12 @@ async def run_smoke(options: ClusterOptions, given: str, *, as_json: bool) -> in
     try:
         trial = await try_cluster(options)
     except BrigadeError as error:
-        told = advice(error, given)
+        what_to_do = advice(error, given)
         error.message = "\n".join(map(printable, error.message.splitlines()))
         if as_json:
-            failed = {"model": options.model, "works": False, "error": {"message": str(error), "advice": told}}
+            failed = {"model": options.model, "works": False, "error": {"message": str(error), "advice": what_to_do}}
             print(json.dumps(failed), flush=True)
-        error.message = f"{error.message}\nwhat to do: {told}"
+        error.message = f"{error.message}\nwhat to do: {what_to_do}"
         raise
     if as_json:
         print(json.dumps(trial.as_json()))
@@ -148,6 +144,6 @@ def _print(trial: "ChainTrial") -> None:
     verdict = "the same tokens: it works"
     if not trial.is_same:
         found = f"{trial.first.tokens}, then {trial.second.tokens}"
-        verdict = f"OTHER TOKENS the second time, {found}; brigade verify tells which node computes otherwise"
-    told = f"{len(trial.first.tokens)} tokens, twice, in {trial.answered_s:.1f} s: {verdict}"
-    console.print(told, markup=False, soft_wrap=True)
+        verdict = f"OTHER TOKENS the second time, {found}; brigade verify finds the node that computes differently"
+    result = f"{len(trial.first.tokens)} tokens, twice, in {trial.answered_s:.1f} s: {verdict}"
+    console.print(result, markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`brigade generate`: one request, its text as it comes, and what it took; a journal lets it continue after a crash."""
+"""`brigade generate`: one request and its statistics; with a journal it can continue after a crash."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ async def _answer(
     inputs, request, own_sampling = prepared
     output, parser, answer = asked.output, inputs.parser(request), Answer()
     if request.known.finish_reason is not None:
-        _tell_finished(asked, request, parser.text)
+        _print_finished(asked, request, parser.text)
         return
     context = max(options.context, most_rows(request, inputs.spec.context))
     is_traced = output.as_json or output.stats or output.trace is not None
@@ -320,7 +320,7 @@ def _failures_as_json(
         raise
 
 
-def _tell_finished(asked: GenerateOptions, request: Request, text: str) -> None:
+def _print_finished(asked: GenerateOptions, request: Request, text: str) -> None:
     """Print an answer that is complete in its journal; no node is asked."""
     known = request.known
     if asked.output.as_json:
@@ -407,8 +407,8 @@ def _pairs(asked: GenerateOptions, request: Request, prompt: tuple[int, ...] | N
     given = asked.given
     if prompt is not None:
         yield "prompt", prompt, request.prompt
-    elif beside := given & {"raw", "system_prompt"}:
-        raise InputError(min(beside), "expected with the prompt of the journal, or not at all")
+    elif others := given & {"raw", "system_prompt"}:
+        raise InputError(min(others), "expected with the prompt of the journal, or not at all")
     spec, sampling = asked.spec, make_sampling(**asked.spec.sampling)
     for name in SamplingParams.__annotations__:
         if ("temp" if name == "temperature" else name) in given:

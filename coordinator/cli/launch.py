@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -87,8 +87,10 @@ def workers_of(cluster: ClusterConfig, names: list[str] | tuple[()]) -> list[Wor
     reached = [worker for worker in wanted if worker.ssh]
     missing = [worker.name for worker in wanted if not worker.ssh]
     if not reached or (names and missing):
-        whom = ", ".join(missing) or "any worker"
-        raise ConfigError(f"{cluster.file} does not say how to reach {whom}: expected `ssh: user@host` in its entry")
+        names_of = ", ".join(missing) or "any worker"
+        raise ConfigError(
+            f"{cluster.file} does not say how to reach {names_of}: expected `ssh: user@host` in its entry"
+        )
     return reached
 
 
@@ -142,13 +144,14 @@ def _shown() -> Iterator[Report]:
             phases[node] = phase
             draw(node, LoadProgress(phase=phase))
 
-        with telling_interrupts(lambda: _interrupted(phases)):
+        def interrupted() -> str:
+            were = "; ".join(f"{node}: {phase}" for node, phase in phases.items())
+            return (
+                f"interrupted ({were}). Nothing is undone: started workers keep running, the same command does the rest"
+            )
+
+        with telling_interrupts(interrupted):
             yield report
-
-
-def _interrupted(phases: Mapping[str, str]) -> str:
-    were = "; ".join(f"{node}: {phase}" for node, phase in phases.items())
-    return f"interrupted ({were}). Nothing is undone: started workers keep running, the same command does the rest"
 
 
 def _tell(outcomes: Sequence[Outcome]) -> int:

@@ -203,7 +203,9 @@ def _check_write(ctx: typer.Context, config: Path | None, cluster: ClusterConfig
         raise InputError("write", "expected with --config FILE, the cluster.yaml to which the split is added")
     refuse_flags(ctx, ("local",), "not expected with --write: no cluster.yaml names these workers")
     refuse_flags(
-        ctx, ("layers",), f"not expected with --write, which adds what is planned: add it to {cluster.file} yourself"
+        ctx,
+        ("layers",),
+        f"not expected with --write, which adds the planned split: add this one to {cluster.file} yourself",
     )
     if cluster.layers is not None:
         said = f"`layers: [{', '.join(map(str, cluster.layers))}]`"

@@ -163,9 +163,9 @@ def _event(text: str) -> Json:
     return event
 
 
-def _usage(started: int, usage: Mapping[str, Any], beside: Mapping[str, Any]) -> Usage:
+def _usage(started: int, usage: Mapping[str, Any], own: Mapping[str, Any]) -> Usage:
     reused = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    generated, recoveries = usage["completion_tokens"], beside.get("recoveries", 0)
+    generated, recoveries = usage["completion_tokens"], own.get("recoveries", 0)
     return Usage(usage["prompt_tokens"], started, reused, 0, 0, num_recoveries=recoveries, num_generated=generated)
 
 

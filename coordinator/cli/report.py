@@ -18,14 +18,14 @@ from worker.errors import InputError
 from worker.platform.text import format_bytes
 
 _WATERFALL_COLUMNS = 40  # the most columns of the bars
-_BESIDE_BARS = 40  # columns for names and figures
+_OTHER_COLUMNS = 40  # columns for names and figures
 _STAGES_LEGEND = """\
 compute: time in the node's layers; busy: compute's share of the wall time
 wire in: waiting for the hop into this node (into the first: for results);
 queue: waiting for the node's turn; both only while no node computed
 """
 _WATERFALL_LEGEND = """\
-each moment of the request is in one row: what its next result waited for
+each moment of the request is in one row: the part that its next result waited for
 decode, encode: conversion of bytes to arrays, and of arrays or results to bytes"""
 
 
@@ -132,7 +132,7 @@ def require_writable(name: str, path: Path) -> None:
 def _waterfall_table(waterfall: Waterfall, width: int) -> Table:
     """Return a row per part, as a bar that begins where the part before it ended."""
     table = Table(box=None, pad_edge=False, show_header=False)
-    columns = max(0, min(_WATERFALL_COLUMNS, width - _BESIDE_BARS))
+    columns = max(0, min(_WATERFALL_COLUMNS, width - _OTHER_COLUMNS))
     before = 0.0
     for part, took in waterfall.parts.items():
         if part == "recovery" and not took:

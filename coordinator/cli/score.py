@@ -79,8 +79,8 @@ async def run_score(options: ClusterOptions, text: str, *, as_json: bool) -> Non
         return
     print(f"perplexity {found['perplexity']:.4f}, log-probability {found['logprob']:.3f} of {found['tokens']} tokens")
     num_windows = len(windows_of(len(tokens), size))
-    beside = f" in {num_windows} windows of {size} tokens" if num_windows > 1 else ""
-    say(f"scored{beside} in {took_s:.1f} s, {len(scores) / took_s:.0f} tok/s")
+    windows = f" in {num_windows} windows of {size} tokens" if num_windows > 1 else ""
+    say(f"scored{windows} in {took_s:.1f} s, {len(scores) / took_s:.0f} tok/s")
 
 
 def figures_of(scores: Sequence[Scored]) -> dict[str, Any]:

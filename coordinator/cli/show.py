@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from rich.console import Console
 from rich.live import Live
@@ -19,14 +19,6 @@ from coordinator.cluster.progress import say
 _REDRAW_S = 0.08
 _FENCES = ("```", "~~~")
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # C0 without tab and line end, DEL, C1
-
-
-class Show(Protocol):
-    """Takes an answer's text, and its reasoning."""
-
-    def say(self, text: str) -> None: ...
-
-    def think(self, text: str) -> None: ...
 
 
 def without_controls(text: str) -> str:
@@ -152,8 +144,8 @@ class Printer:
 
 
 @contextmanager
-def showing(console: Console | None) -> Iterator[Show]:
-    """Yield what shows one answer on this terminal, or on standard output; end its last line in any case."""
+def showing(console: Console | None) -> Iterator["PlainShow | MarkdownShow"]:
+    """Yield an object that shows one answer on this terminal, or on standard output; end its last line in any case."""
     if console is None:
         plain = PlainShow()
         try:

@@ -92,9 +92,9 @@ async def _show(
         await asyncio.sleep(_EVERY_S)
     nodes = found.get("nodes")  # a server's include itself, which answers
     if nodes and all(node["state"] == "lost" for node in nodes):
-        whom = "the only worker" if len(nodes) == 1 else f"any of the {len(nodes)} workers"
+        expected = "the only worker" if len(nodes) == 1 else f"any of the {len(nodes)} workers"
         more = f"the reason stands above, and brigade doctor --config {config} looks closer"
-        raise StageLost(f"expected {whom} of {config} to answer: {more}")
+        raise StageLost(f"expected {expected} of {config} to answer: {more}")
 
 
 def ask_server(server: str, key: str | None) -> Json:

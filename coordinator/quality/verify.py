@@ -217,7 +217,10 @@ def _has_to_stream(options: ClusterOptions, chain: Chain, requests: Requests) ->
     Raises:
         InputError: the reference of a request's decoder cannot be streamed.
     """
-    needed, budget = chain.spec.shard_bytes(0, chain.spec.num_layers), memory_budget() - _held_beside(options, chain)
+    needed, budget = (
+        chain.spec.shard_bytes(0, chain.spec.num_layers),
+        memory_budget() - _bytes_of_other_workers(options, chain),
+    )
     if needed <= budget:
         return False
     problem = f"{format_bytes(needed)} do not fit into the {format_bytes(max(0, budget))} of this machine"
@@ -227,7 +230,7 @@ def _has_to_stream(options: ClusterOptions, chain: Chain, requests: Requests) ->
     return True
 
 
-def _held_beside(options: ClusterOptions, chain: Chain) -> int:
+def _bytes_of_other_workers(options: ClusterOptions, chain: Chain) -> int:
     """Return the bytes that workers on this machine keep; local workers of this process end with the chain."""
     if options.local is not None:
         return 0

@@ -49,7 +49,7 @@ def test_whoever_interrupts_a_batch_is_told_what_is_done(
     asyncio.run(run_a_while())
     said = capsys.readouterr().err
     assert said.startswith(f"interrupted: 3 requests answered, 1 of them with an error in {target}: 10 tokens in ")
-    assert said.endswith("the same command goes on with the others\n")
+    assert said.endswith("the same command continues with the others\n")
     with open_answers(target) as answers:
         assert answers.known == {"r0": 200, "r1": 200, "r2": 503}
     assert len([json.loads(line) for line in target.read_text().splitlines()]) == 3

@@ -181,7 +181,7 @@ def test_nodes_of_a_file_are_not_mixed_with_others(planned: Any, flags: tuple[st
         (("--local", "1"), "write: expected with --config FILE"),
         (("--config", "FILE"), r"write: .*cluster\.yaml says `layers: \[1, 3\]` already; remove that"),
         (("--config", "FILE", "--local", "1"), "local: not expected with --write: no cluster.yaml names these"),
-        (("--config", "FILE", "--layers", "2,2"), "layers: not expected with --write, which adds what is planned"),
+        (("--config", "FILE", "--layers", "2,2"), "layers: not expected with --write, which adds the planned split"),
     ],
 )
 def test_only_a_file_without_layers_is_written(
