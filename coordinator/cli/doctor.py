@@ -136,7 +136,7 @@ def _print(trial: "ChainTrial") -> None:
     nodes = ", ".join(f"{node.name} [{node.start}, {node.end})" for node in trial.plan.assignments)
     console.print(f"{trial.model} on {nodes}: open after {trial.opened_s:.1f} s", markup=False, soft_wrap=True)
     if trial.hops:
-        table = plain_table("hop", "sent", "a frame takes")
+        table = plain_table("hop", "sent", "a frame takes", gap=2)
         for hop in trial.hops:
             table.add_row(Text(f"{hop.source} → {hop.target}"), format_bytes(hop.sent_bytes), format_ms(hop.frame_ms))
         console.print(table)

@@ -102,7 +102,7 @@ def print_stats(answer: Answer, plan: Plan, waterfall: Waterfall, *, with_legend
     ]  # fmt: skip
 
     def table(*columns: str) -> Table:
-        made = plain_table("node", *columns)
+        made = plain_table("node", *columns, gap=2)
         for row in rows:
             made.add_row(row["node"], *(row[column] for column in columns))
         return made
