@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, PositiveInt, ValidationError
 
-from coordinator.bench.results import CLUSTER, measured_pipeline
+from coordinator.bench.results import CLUSTER, FrameCosts, HopMs, StageMsByRows, measured_pipeline
 from coordinator.bench.simulate import Hop, Pipeline, SimulatedLoad, SimulatedStage, simulate
 from coordinator.cluster.open import ask_nodes, open_peers, read_model
 from coordinator.cluster.options import ClusterOptions
@@ -31,10 +31,6 @@ _ROWS = 64  # up to which --row-ms is applied linearly
 # diffusion LLM onto a Mac", 15 June 2026, "The physics ceiling". The time of a frame is inversely proportional to it.
 PUBLISHED_GBPS = {1: 220, 2: 190, 4: 107, 8: 56, 16: 80, 32: 84, 64: 80}
 
-_StageMs = Annotated[float, Field(ge=0.001, le=1e6, allow_inf_nan=False)]
-_HopMs = Annotated[float, Field(le=1e6, allow_inf_nan=False)]  # may be negative because of clock errors
-_NumRows = Annotated[int, Field(ge=1, le=1_000_000)]
-_ByRows = Annotated[dict[_NumRows, _StageMs], Field(min_length=1)]
 _NullIsEmpty = BeforeValidator(lambda value: () if value is None else value)  # mlx_lm's rows have no stages
 
 
@@ -45,23 +41,15 @@ class _Row(BaseModel):
     decode: str
     concurrency: PositiveInt
     layers: Annotated[tuple[int, ...], _NullIsEmpty]
-    stage_ms: Annotated[tuple[_ByRows, ...], _NullIsEmpty]
-    hop_ms: Annotated[tuple[_HopMs, ...], _NullIsEmpty]
-
-
-class _Costs(BaseModel):
-    """The times of frames while all stages are busy; missing in files of older versions."""
-
-    layers: tuple[int, ...]
-    stage_ms: tuple[_ByRows, ...]
-    hop_ms: tuple[_HopMs, ...]
+    stage_ms: Annotated[tuple[StageMsByRows, ...], _NullIsEmpty]
+    hop_ms: Annotated[tuple[HopMs, ...], _NullIsEmpty]
 
 
 class _File(BaseModel):
     prompt_tokens: PositiveInt
     generated_tokens: Annotated[int, Field(ge=2)]
     rows: list[_Row]
-    frame_costs: list[_Costs] = []
+    frame_costs: list[FrameCosts] = []  # missing in files of older versions
 
 
 @dataclass(frozen=True)
@@ -237,13 +225,13 @@ def read_times(path: Path) -> ForecastTimes:
         expected = f"stage_ms and hop_ms of {num_stages} stages in every row"
         raise InputError("measured", f"{path}: expected {expected}, found others")
     by_count = {row.concurrency: measured_pipeline(row.stage_ms, row.hop_ms) for row in measured}
-    costs = [costs for costs in file.frame_costs if costs.layers == measured[0].layers]
+    costs = [costs for costs in file.frame_costs if tuple(costs.layers) == measured[0].layers]
     if any(not num_stages == len(found.stage_ms) == len(found.hop_ms) for found in costs):
         raise InputError("measured", f"{path}: expected frame_costs of {num_stages} stages, found others")
     return ForecastTimes(_usual(measured, costs), by_count, file.prompt_tokens, file.generated_tokens)
 
 
-def _usual(rows: Sequence[_Row], costs: Sequence[_Costs]) -> Pipeline:
+def _usual(rows: Sequence[_Row], costs: Sequence[FrameCosts]) -> Pipeline:
     """Return the means over all rows; the frame costs of busy stages instead where they are known."""
     stages: list[dict[int, list[float]]] = [defaultdict(list) for _ in rows[0].stage_ms]
     for row in rows:

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from statistics import fmean, median
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from coordinator.bench.simulate import (
     Hop,
@@ -23,6 +25,13 @@ from coordinator.planning.prediction import Prediction
 from coordinator.sessions.waterfall import Passage
 from protos.brigade_pb2 import StatusReply
 from worker.errors import BrigadeError
+
+# as `plan --simulate --measured` reads them
+StageMsByRows = Annotated[  # rows of a frame -> mean
+    dict[Annotated[int, Field(ge=1, le=1_000_000)], Annotated[float, Field(ge=0.001, le=1e6, allow_inf_nan=False)]],
+    Field(min_length=1),
+]
+HopMs = Annotated[float, Field(le=1e6, allow_inf_nan=False)]  # may be negative because of clock errors
 
 ONE_PROCESS, MLX_LM, CLUSTER = "one process", "mlx_lm", "cluster"
 
@@ -85,8 +94,8 @@ class FrameCosts:
     """Times of frames of several sizes on one split while all stages are busy, milliseconds."""
 
     layers: list[int]
-    stage_ms: list[dict[int, float]]  # by stage: rows of a frame -> mean
-    hop_ms: list[float]
+    stage_ms: list[StageMsByRows]  # by stage
+    hop_ms: list[HopMs]
 
 
 @dataclass

@@ -102,27 +102,28 @@ def _as_json(kept: Kept) -> dict[str, Any]:
 
 
 def _chosen(kept: Sequence[Kept], names: Sequence[str]) -> list[Kept]:
-    """Return the models of these names, each once. Raises InputError for a name of none, or of several."""
+    """Return the models of these names, each once. Raises InputError for a name of none, or of several.
+
+    A name is a model's, with or without its revision, the first four or more characters of its key, or the last part of
+    its name: the name of a model from a folder is its whole path.
+    """
     chosen: dict[str, Kept] = {}
     for name in names:
-        found = [each for each in kept if _is_called(each, name)] or _called_last(kept, name)
+        plain = {each.key: each.name.partition("@")[0] for each in kept}
+        found = [
+            each
+            for each in kept
+            if name in (each.name, plain[each.key]) or (len(name) >= 4 and each.key.startswith(name))
+        ]
+        if not found:
+            found = [each for each in kept if plain[each.key].rstrip("/").rpartition("/")[2] == name]
+            if len({each.name for each in found}) > 1:
+                raise InputError("", f"{name!r} may be any of: {', '.join(each.name for each in found)}")
         if not found:
             has = ", ".join(each.name for each in kept)
             raise InputError("", f"nothing is kept of {name!r}, only of: {has}" if kept else "nothing is kept")
         chosen |= {each.key: each for each in found}
     return list(chosen.values())
-
-
-def _is_called(kept: Kept, name: str) -> bool:
-    return name == kept.name or name == kept.name.partition("@")[0] or (len(name) >= 4 and kept.key.startswith(name))
-
-
-def _called_last(kept: Sequence[Kept], name: str) -> list[Kept]:
-    """Return the models whose name ends so: a model from a folder has its whole path as its name."""
-    found = [each for each in kept if each.name.partition("@")[0].rstrip("/").rpartition("/")[2] == name]
-    if len({each.name for each in found}) > 1:
-        raise InputError("", f"{name!r} may be any of: {', '.join(each.name for each in found)}")
-    return found
 
 
 def _table(kept: Sequence[Kept]) -> Table:

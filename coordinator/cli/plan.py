@@ -289,14 +289,11 @@ class _PlanView:
     def to_json(self) -> dict[str, Any]:
         """Return the object of `plan --json`."""
         chosen, times = self.report.chosen.plan, self.report.chosen.times
+        names = ("start", "end", "weight_bytes", "cache_bytes", "memory_bytes", "fits")
         nodes = [
-            {
-                "node": node.name, "start": node.start, "end": node.end, "weight_bytes": node.weight_bytes,
-                "cache_bytes": node.cache_bytes, "memory_bytes": node.memory_bytes, "fits": node.fits,
-                "stage_ms": stage_ms, "hop_ms": hop_ms,
-            }
-            for node, stage_ms, hop_ms in zip(chosen.assignments, times.stage_ms, times.hop_ms, strict=True)
-        ]  # fmt: skip
+            {"node": node.name} | {name: getattr(node, name) for name in names} | {"stage_ms": stage, "hop_ms": hop}
+            for node, stage, hop in zip(chosen.assignments, times.stage_ms, times.hop_ms, strict=True)
+        ]
         alternatives = [
             {
                 "name": each.name, "nodes": each.plan.names, "layers": each.plan.layers, "fits": each.plan.fits,

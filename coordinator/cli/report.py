@@ -48,14 +48,14 @@ def stats_of(answer: Answer) -> dict[str, Any]:
 
 def stages_of(answer: Answer, plan: Plan, waterfall: Waterfall) -> list[dict[str, Any]]:
     """Return an entry per node, lost ones last, whose memory is null: milliseconds are sums over the request."""
+    times, held = ("compute_ms", "wire_ms", "queue_ms", "utilisation"), ("peak_memory_bytes", "cache_bytes")
     return [
-        {
-            "node": time.node.name, "start": time.node.start, "end": time.node.end, "compute_ms": time.compute_ms,
-            "wire_ms": time.wire_ms, "queue_ms": time.queue_ms, "utilisation": time.utilisation,
-            "peak_memory_bytes": status and status.peak_memory_bytes, "cache_bytes": status and status.cache_bytes,
-        } | ({"lost": True} if time.is_lost else {})
+        {"node": time.node.name, "start": time.node.start, "end": time.node.end}
+        | {name: getattr(time, name) for name in times}
+        | {name: status and getattr(status, name) for name in held}
+        | ({"lost": True} if time.is_lost else {})
         for time, status in _with_statuses(answer, plan, waterfall)
-    ]  # fmt: skip
+    ]
 
 
 def _with_statuses(answer: Answer, plan: Plan, waterfall: Waterfall) -> Iterator[tuple[StageTime, StatusReply | None]]:
