@@ -28,10 +28,14 @@ pytestmark = pytest.mark.timeout(LIMIT_S + 60)
 
 
 @pytest.fixture(scope="module")
-def found() -> Iterator[dict[str, Future[set[str]]]]:
-    """The present surface, by section; two are recorded at a time."""
-    with ThreadPoolExecutor(2) as pool:
-        yield {section: pool.submit(record, section) for section in SECTIONS}
+def found(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[set[str]]]]:
+    """The present surface by section, of the selected tests; two are recorded at a time."""
+    names = {item.name for item in request.session.items}
+    pool = ThreadPoolExecutor(2)
+    try:
+        yield {each: pool.submit(record, each) for each in SECTIONS if any(f"[{each}]" in name for name in names)}
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def record(section: str) -> set[str]:
