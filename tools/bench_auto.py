@@ -72,7 +72,7 @@ async def _round(chain: Chain, number: int, count: int, temperature: float) -> t
             before = time.perf_counter()
             answers = await together(*(engine.answer(each) for each in asked))
             speeds[decode] = count * _NUM_TOKENS / (time.perf_counter() - before)
-        num_steps[decode] = sum(answer.num_steps for answer in answers)
+        num_steps[decode] = sum(answer.usage.num_steps for answer in answers)
     return speeds[_AR], speeds[_AUTO], count * _NUM_TOKENS / num_steps[_AUTO]
 
 

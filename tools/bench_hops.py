@@ -68,7 +68,7 @@ class Row:
 
     def add(self, answer: Answer) -> None:
         self.num_tokens += len(answer.tokens)
-        self.num_steps += answer.num_steps
+        self.num_steps += answer.usage.num_steps
         self.seconds += answer.ttft_s + answer.decode_s
         self.answers.append(answer.tokens)
 

@@ -155,8 +155,8 @@ class Bench:
                     is_right=is_right(turn, text, answer.finish_reason == "stop"),
                     is_equal=answer.tokens == expected,
                     num_tokens=len(answer.tokens),
-                    num_steps=answer.num_steps,
-                    num_rows=answer.num_rows - answer.num_prompt + 1,
+                    num_steps=answer.usage.num_steps,
+                    num_rows=answer.usage.num_rows - answer.usage.num_prompt + 1,
                 )
             _progress(f"{len(self.chain.peers)} workers, {kind}: {number}/{len(turns)}")
         return scores

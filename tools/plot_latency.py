@@ -131,7 +131,7 @@ class Taken:
 
     def add(self, number: int, answer: Answer) -> None:
         self._seconds[number] = min(self._seconds[number], answer.ttft_s + answer.decode_s)
-        self._steps[number] = answer.num_steps
+        self._steps[number] = answer.usage.num_steps
         self.answers[number] = answer.tokens
 
     @property

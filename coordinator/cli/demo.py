@@ -86,7 +86,7 @@ async def run_demo(options: ClusterOptions, asked: GenerateOptions) -> None:
 def compare(windows: Answer, stepwise: Answer) -> str:
     """Return a line for each of the two ways to the same answer."""
     lines = [
-        f"{name:<19}{len(answer.tokens)} tokens in {answer.num_steps} steps, "
+        f"{name:<19}{len(answer.tokens)} tokens in {answer.usage.num_steps} steps, "
         f"{stats_of(answer)['tokens_per_s'] or 0:.1f} tok/s"
         for name, answer in (("in windows", windows), ("one token per step", stepwise))
     ]

@@ -36,9 +36,9 @@ def stats_of(answer: Answer) -> dict[str, Any]:
         "ttft_s": answer.ttft_s,
         "decode_s": decoded,
         "tokens_per_s": (num_tokens - 1) / decoded if decoded else None,
-        "prompt_tokens_per_s": answer.num_prompt / answer.ttft_s,
-        "steps": answer.num_steps,
-        "tokens_per_step": num_tokens / answer.num_steps if answer.num_steps else None,
+        "prompt_tokens_per_s": answer.usage.num_prompt / answer.ttft_s,
+        "steps": answer.usage.num_steps,
+        "tokens_per_step": num_tokens / answer.usage.num_steps if answer.usage.num_steps else None,
         "recoveries": answer.usage.num_recoveries,
         "recovery_s": answer.usage.still_s,
         "peak_memory_bytes": sum(status.peak_memory_bytes for status in answer.statuses),
@@ -80,7 +80,7 @@ def print_summary(answer: Answer, ended: str, drawn: str = "") -> None:
     """Print two lines: the speed; why the answer ended, and how its tokens were drawn."""
     stats = stats_of(answer)
     speed = f", {stats['tokens_per_s']:.1f} tok/s" if stats["tokens_per_s"] else ""
-    prompt = f"prompt: {answer.num_prompt} tokens, {stats['prompt_tokens_per_s']:.1f} tok/s"
+    prompt = f"prompt: {answer.usage.num_prompt} tokens, {stats['prompt_tokens_per_s']:.1f} tok/s"
     say(
         f"\n{len(answer.tokens)} tokens{speed}, {stats['tokens_per_step']:.2f} per step; "
         f"first after {stats['ttft_s']:.3f} s ({prompt})\n{ended}{drawn and f'; {drawn}'}"

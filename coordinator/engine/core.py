@@ -242,7 +242,7 @@ class EngineCore:
             if self._stats is not None:
                 self._stats.stages.take(self._route, passage)
             for session in traced:
-                session.pass_by(self._route, passage)
+                session.add_passage(self._route, passage)
 
     # --- epochs -----------------------------------------------------------------------------------------------------
 

@@ -164,11 +164,11 @@ class InputProcessor:
         for stop in asked.stops:
             require_utf8("stop", stop)
         sampling = self._sampling(asked.sampling)
-        if asked.is_bound and isinstance(asked.prompt, Conversation):  # no thinking first, unless it is asked for
+        if asked.is_constrained and isinstance(asked.prompt, Conversation):  # no thinking first, unless it is asked for
             arguments = {"enable_thinking": False, **asked.prompt.template_arguments}
             asked = replace(asked, prompt=replace(asked.prompt, template_arguments=arguments))
         prompt = await self.prompt_ids(asked.prompt, most=self.spec.context - 1)
-        if asked.is_bound:
+        if asked.is_constrained:
             sampling.grammar.CopyFrom(await self._grammar(asked, prompt))
         spec = replace(self.spec, cache=asked.cache)
         request = Request(
@@ -264,7 +264,7 @@ class InputProcessor:
         text = asked.grammar or ""
         if asked.calls.are_forced:
             text = calls_grammar(asked.calls, asked.tools, markers, spell)
-        if markers.begins_in != "normal" or (asked.wants_thought and markers.thought_begins):
+        if markers.begins_in != "normal" or (asked.allows_thinking and markers.thought_begins):
             text = after_thought(text, markers, spell)
         grammar = Grammar(text=text, begins=len(prompt), eos=eos)
         check_grammar(grammar)

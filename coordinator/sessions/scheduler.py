@@ -1,9 +1,9 @@
 """Scheduler: sessions in, frames out; results in, commits out. No sockets, no clock, no MLX.
 
-Two kinds of frames are in flight. A lane carries one decoding step each of several sessions; there are several lanes,
-so that every stage has one to work on, and each has its equal part of the sessions. A prompt frame carries a chunk of
-a prompt, or several short prompts. While anyone streams there is only one of them in flight, so no stream ever waits
-for more than one chunk; while nobody does there are enough of them to fill the pipe.
+Two kinds of frames are in flight. A lane carries one decoding step for each of several sessions; several lanes with
+equal shares of the sessions keep every stage busy. A prompt frame carries a chunk of a prompt, or several short
+prompts. While a session is streaming, only one prompt frame is in flight, so a stream never waits for more than one
+chunk; otherwise there are enough of them to fill the pipe.
 """
 
 from collections import defaultdict
@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from coordinator.sessions.session import Session, SessionState
-from coordinator.sessions.slot import SessionSlot
-from coordinator.sessions.slots import MOST_WAITING, CacheCosts, Slots
+from coordinator.sessions.slots import MOST_WAITING, CacheCosts, SessionSlot, Slots
 from protos.brigade_pb2 import Frame, Result, Sample
 from worker.errors import FrameError
 
@@ -31,17 +30,18 @@ class Scheduler:
         lanes: Callable[[int, float], int] | None = None,
         last_step: int = 0,
     ) -> None:
-        """`max_waiting` sessions wait for memory at most.
-
-        `lanes` tells how many lanes a number of sessions, with so many rows each, should make; without it they make
-        one per stage. `last_step` is the last that the chain has seen.
+        """
+        Args:
+            max_waiting: most sessions that wait for memory.
+            lanes: (number of sessions, rows of each) -> number of lanes; None: one lane per stage.
+            last_step: the last step that the chain has seen.
         """
         self.slots = Slots(costs, max_waiting)
         self._num_stages = num_stages
         self._num_lanes = lanes or (lambda num_sessions, rows_each: num_stages)
         self._epoch = epoch
         self._lanes: dict[int, list[SessionSlot]] = {}  # in flight, by step
-        self._prompts: dict[int, list[SessionSlot]] = {}  # likewise; without slots if the frame only closes some
+        self._prompts: dict[int, list[SessionSlot]] = {}  # likewise; [] for a frame that only closes slots
         self._step = last_step
         self._turn = 0  # prompt frames so far
 
@@ -56,24 +56,21 @@ class Scheduler:
         return self.slots.num_waiting
 
     def submit(self, session: Session) -> None:
-        """Take a session in. It starts once every stage has memory for all of it, in the order of arrival.
+        """Accept a session. Sessions start in the order of arrival, once every stage has memory for all of it.
 
         Raises:
-            InputError: no stage could ever hold it. QueueFull: too many wait already.
+            ContextExceeded: a stage could not hold it even alone. QueueFull: too many sessions wait already.
         """
         self.slots.add(session)
 
     def close(self, session: Session, *, keep: bool = False) -> None:
-        """Take the session off, whether it waits, runs or has ended.
-
-        The next frame frees its slot, unless it is kept for its prefix.
-        """
+        """Remove a session in any state. The next frame frees its slot, unless it is kept as a prefix cache."""
         if session.state is not SessionState.FINISHED:
             session.finish()
         self.slots.close(session, keep=keep)
 
     def schedule(self) -> Frame | None:
-        """The next frame to send, or None while nothing can be sent."""
+        """Return the next frame to send, or None while nothing can be sent."""
         active = self.slots.active
         if not self.slots.closed and not any(slot.session.is_ready for slot in active):
             return None
@@ -81,10 +78,10 @@ class Scheduler:
         if not chosen:
             chosen, in_flight = self._next_prompts(active), self._prompts
         if not chosen and (not self.slots.closed or [] in self._prompts.values()):
-            return None  # one frame at a time that only closes slots, however many close at once
+            return None  # only one frame in flight may carry nothing but closed slots
         self._step += 1
         frame = Frame(epoch=self._epoch, step=self._step)
-        # all before any window: a slot is copied as the frame before this one left it
+        # Open all slots before any window is made: a slot is copied in its state before this frame.
         frame.opened.extend(self.slots.open(chosen))
         for slot in chosen:
             frame.windows.append(slot.session.next_window(len(chosen)))
@@ -95,14 +92,14 @@ class Scheduler:
         return frame
 
     def commit(self, result: Result) -> list[Commit]:
-        """Take a result in; returns every session of its frame with the tokens that became known.
+        """Apply a result; return every session of its frame with the samples that became known.
 
-        A session whose window failed on some stage ends here, with the reason "error". What belongs to one that has
-        ended meanwhile is dropped: its slot may serve another by now. So is the result of a frame that an earlier
-        scheduler of this epoch sent.
+        A session whose window failed on a stage ends here, with the reason "error". Results for sessions that have
+        ended are dropped, since another session may use their slots by now; so is the result of a frame that an
+        earlier scheduler of this epoch sent.
 
         Raises:
-            FrameError: it is of another epoch.
+            FrameError: the result belongs to another epoch.
         """
         if result.epoch != self._epoch:
             raise FrameError(f"expected a result of epoch {self._epoch}, got epoch {result.epoch} (step {result.step})")
@@ -120,7 +117,7 @@ class Scheduler:
         return commits
 
     def _next_lane(self, active: Sequence[SessionSlot]) -> list[SessionSlot]:
-        """Its equal part of those that decode, those that have waited longest first."""
+        """Return one lane's equal share of the decoding sessions, those that have waited longest first."""
         decoding = [slot for slot in active if not slot.session.is_prefilling]
         ready = [slot for slot in decoding if slot.session.is_ready]
         if not ready:
@@ -133,7 +130,7 @@ class Scheduler:
         return ready[: -(-len(decoding) // num_lanes)]
 
     def _next_prompts(self, active: Sequence[SessionSlot]) -> list[SessionSlot]:
-        """One prompt's next chunk, and other prompts that fit beside it whole.
+        """Return a prompt for its next chunk, and other prompts that fit whole into the same frame.
 
         The oldest prompt and the shortest take turns: no prompt starves, and a short one never waits for a long one.
         """
@@ -154,7 +151,7 @@ class Scheduler:
 
 
 def _by_slot(samples: Iterable[Any]) -> defaultdict[int, list[Any]]:
-    """Samples or scores."""
+    """Group samples or scores by slot."""
     found = defaultdict(list)
     for sample in samples:
         found[sample.slot].append(sample)

@@ -1,4 +1,4 @@
-"""Session: one request's life: its tokens, how far the chain has been fed, and its one state. No I/O, no clock."""
+"""Session: the life of one request: its tokens, how many of them the chain was fed, and its state. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,16 +14,16 @@ from coordinator.sessions.waterfall import Leg, Passage, Route
 from protos.brigade_pb2 import Sample, Score, Window
 from worker.memory.history import History
 
-MOST_UNREAD = 256  # outputs: then a session pauses until half of them are read
-_LONGEST_PERIOD = 64  # tokens that a repeat may span
+MOST_UNREAD = 256  # outputs; a session with more pauses until half of them are read
+_LONGEST_PERIOD = 64  # tokens of a repeat
 
 
 class SessionState(Enum):
     """How far a session has come."""
 
-    WAITING = "waiting"  # for memory; no stage has heard of it
+    WAITING = "waiting"  # for memory; no stage knows it
     RUNNING = "running"  # it has a slot
-    REPLAYING = "replaying"  # its chain was lost; its tokens are fed anew until another one becomes known
+    REPLAYING = "replaying"  # its chain was lost; its tokens are fed again until the next one becomes known
     FINISHED = "finished"
 
 
@@ -36,15 +36,15 @@ _NEXT = {
 
 
 class OutputQueue(Protocol):
-    """What a reader takes outputs from, of one session or of several; an exception is the last thing of a session."""
+    """Where sessions put their outputs for one reader. An exception is the last item of its session."""
 
     def put_nowait(self, item: "tuple[Session, Output | BaseException]") -> None: ...
 
 
 class Session:
-    """One sequence. Known tokens are fed in windows; the last window of what is known carries a decoder's proposal.
+    """One sequence. Its known tokens are fed in windows; the last of these windows carries a decoder's proposal.
 
-    Moments are nanoseconds on the coordinator's monotonic clock.
+    Times are nanoseconds on the coordinator's monotonic clock.
     """
 
     def __init__(
@@ -61,44 +61,44 @@ class Session:
     ) -> None:
         """
         Args:
-            decoder: what proposes more than one token per step; one token per step without it.
-            max_tokens: as many as there is room for, at most the request's.
-            chunk: the most rows of a prompt chunk; a window with a proposal is as long as its decoder makes it.
-            asked_chunk: the rows of a prompt chunk that were asked for, if that was said.
-            outputs: takes what becomes known.
+            decoder: proposes what a step computes beyond the known tokens; None: one token per step.
+            max_tokens: most tokens to generate; None: the request's.
+            chunk: most rows of a prompt chunk; the decoder decides the length of a window with a proposal.
+            asked_chunk: the caller's choice of `chunk`, if any.
+            outputs: receives the outputs.
             is_traced: keep the timing records of every frame.
         """
         self.request = request
         self.state = SessionState.WAITING
         self.finish_reason: str | None = None  # once it is finished
-        self.slot: int | None = None  # its number on the stages, once it is promised one
+        self.slot: int | None = None  # its number on the stages, once it has one
         self.fed = 0  # leading known tokens that windows have carried so far
         self.num_reused = 0  # leading tokens that another session had fed already
         self.num_steps = 0  # windows that asked for tokens
         self.num_rows = 0  # of all windows
         self.num_rows_last = 1  # of the last window that asked for tokens
-        self.rows_written = 0  # rows that the caches have had room for so far
+        self.rows_written = 0  # most rows that the caches have held so far
+        self.max_tokens = max(1, request.max_tokens if max_tokens is None else max_tokens)
         self.chunk = chunk
         self.asked_chunk = asked_chunk
-        self.num_unread = 0  # outputs that the reader has not taken
+        self.num_unread = 0  # outputs that the reader has not taken yet
         self.is_paused = False  # the reader is far behind
         self.begun = 0  # when its first frame was sent
         self.history = History(request.prompt)
-        self._max_tokens = max(1, request.max_tokens if max_tokens is None else max_tokens)
         self._decoder = decoder or Autoregressive()
         self._proposal: Proposal | None = None  # sent and not answered
-        # tokens before it need no score (any more)
+        # Indices of the first token without a requested score, and without a known one.
         self._asked_scores = self._known_scores = request.score_from or len(request.prompt)
         self._new_scores: list[Scored] = []
         self._outputs = outputs
         self._started = started
         self._last_at = 0  # when the last output was put
-        self._still_since = 0  # when its reader last saw it move, while its chain is lost
-        self._still_ns = 0  # how long recoveries took, as its reader saw it
+        self._still_since = 0  # while its chain is lost: when the reader got the last output
+        self._still_ns = 0  # how long recoveries took, as the reader saw it
         self._num_recoveries = 0
-        self._num_said = 0  # tokens that the reader has got
-        self._legs: list[Leg] | None = [] if is_traced else None  # of each chain its frames
-        if request.known.tokens or request.known.fills:  # as if they had become known, and then the chain was lost
+        self._num_read = 0  # tokens that the reader has taken
+        self._legs: list[Leg] | None = [] if is_traced else None  # its frames by chain
+        if request.known.tokens or request.known.fills:  # resume as after a lost chain
             self.history.extend(token.token for token in request.known.tokens)
             self._decoder.restore([(at, token.to_sample()) for at, token in request.known.fills])
 
@@ -116,58 +116,58 @@ class Session:
 
     @property
     def num_unfed(self) -> int:
-        """Known tokens that no window has carried yet."""
+        """How many known tokens no window has carried yet."""
         return len(self.history) - self.fed
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether there is more to feed than the window of one decoding step takes."""
+        """Whether there are more tokens to feed than one decoding step takes."""
         return self.num_unfed > 1 and self.num_unfed > self._decoder.tail
 
     @property
     def is_streaming(self) -> bool:
-        """Whether a reader waits for the next token after another."""
+        """Whether its reader has got a token and waits for the next one."""
         return self.num_generated > 0 and not self.is_prefilling
 
     @property
     def is_ready(self) -> bool:
-        """Whether a window can be sent: a prompt's chunks follow each other, a proposal waits for its answer."""
+        """Whether its next window can be sent. Prompt chunks need not wait for each other's result; a proposal does."""
         return self._proposal is None and not self.is_paused and self.state is not SessionState.FINISHED
 
     @property
     def most_rows(self) -> int:
-        """Rows that every cache must have room for until the end."""
-        return self.num_prompt + self._max_tokens + self._decoder.num_ahead
+        """Rows that every cache needs by the end of the session."""
+        return self.num_prompt + self.max_tokens + self._decoder.num_ahead
 
     @property
     def most_reused(self) -> int:
-        """Leading tokens that need not be fed if another session has fed them: at least one row asks for something."""
+        """Most leading tokens to reuse from another session: the next window needs a row to sample or score."""
         return min(len(self.history), self._known_scores) - 1
 
     @property
     def fills(self) -> list[tuple[int, Token]]:
-        """Positions and tokens that are decided ahead of the known ones."""
+        """The (position, token) pairs that are decided ahead of the known tokens."""
         return [(at, Token.of(sample)) for at, sample in self._decoder.fills]
 
     def enter(self, state: SessionState) -> None:
-        """The one way into another state."""
+        """Change the state."""
         assert state in _NEXT[self.state], f"a session that is {self.state.value} cannot become {state.value}"
         self.state = state
 
     def take_slot(self, number: int, num_reused: int = 0) -> None:
-        """The session has memory on every stage, and the slot holds so many of its leading tokens already."""
+        """Take a slot with memory on every stage that already holds `num_reused` leading tokens."""
         self.slot = number
         if self.state is SessionState.WAITING:
             self.enter(SessionState.RUNNING)
         self.reuse(num_reused)
 
     def reuse(self, num_tokens: int) -> None:
-        """Begin after this many tokens: the slot holds them already. Leaves what `most_reused` says."""
+        """Begin after this many tokens, at most `most_reused`: the slot holds them already."""
         assert self.fed == 0 and num_tokens <= self.most_reused
         self.fed = self.num_reused = num_tokens
 
     def next_window(self, num_together: int = 1) -> Window:
-        """The next known tokens, a chunk of them, or the last ones with the decoder's proposal.
+        """Return the next chunk of known tokens, or the last of them with the decoder's proposal.
 
         `num_together` sessions have a window in the same frame.
         """
@@ -178,7 +178,7 @@ class Session:
             window.targets.extend(self._targets(self.fed + 1))
         else:
             self.fed = len(tokens)
-            room = self._max_tokens - self.num_generated
+            room = self.max_tokens - self.num_generated
             self._proposal = self._decoder.propose(tokens, len(tokens) - base, room, num_together)
             window = self._with_proposal(base, tokens[base:], self._proposal)
             window.targets.extend(self._targets(self.fed))
@@ -191,7 +191,7 @@ class Session:
         return window
 
     def _num_chunk(self) -> int:
-        """Rows of the chunk that is next; 0 if all that is unfed goes with a proposal."""
+        """Return the rows of the next chunk; 0 if all unfed tokens fit in a window with a proposal."""
         unfed = self.num_unfed
         if unfed <= 1:
             return 0  # the decoder need not be asked
@@ -200,7 +200,7 @@ class Session:
         return chunk if unfed > (tail or chunk) else 0
 
     def _targets(self, end: int) -> list[int]:
-        """The tokens before index `end` whose likelihood is asked for, and no window has asked yet."""
+        """Return the tokens before index `end` that are to be scored and have not been sent as targets yet."""
         begin, self._asked_scores = self._asked_scores, max(self._asked_scores, min(end, self.num_prompt))
         return self.history.tokens[begin : self._asked_scores]
 
@@ -223,14 +223,14 @@ class Session:
     def commit(
         self, samples: Sequence[Sample], guesses: Sequence[Sample], scores: Sequence[Score] = ()
     ) -> list[Sample]:
-        """Take the answer to the window sent last; returns what became known, up to the end of the sequence.
+        """Apply the result of the last window; return the samples that became known, up to the end of the sequence.
 
-        The last token finishes the session. The answer to a prompt chunk is empty and changes nothing. One that comes
-        after the end is dropped.
+        The last token finishes the session. The result of a prompt chunk is empty and changes nothing. A result after
+        the end is dropped.
         """
         if self.state is SessionState.FINISHED:
             return []
-        self._new_scores += map(Scored.of, scores)
+        self._new_scores += [Scored(Token.of(score), score.is_greedy) for score in scores]
         self._known_scores += len(scores)
         if not (samples or guesses):
             return []
@@ -251,21 +251,21 @@ class Session:
         return accepted.samples[:num_taken]
 
     def _end_reason(self, token: int) -> str:
-        """Why this token is the last one; empty if it is not."""
+        """Return why this token is the last one; empty if it is not."""
         if token in self.request.eos and self.request.max_tokens:
             return "stop"
-        if self.num_generated >= self._max_tokens:
+        if self.num_generated >= self.max_tokens:
             return "length"
         guard = self.request.repeat_guard
         return "stop" if guard and repeats(self.generated, guard) else ""
 
     def finish(self, reason: str = "stop") -> None:
-        """End here. "error": a window could not be computed, and no two stages need hold the same of it."""
+        """End the session. After "error" the stages may hold different rows, so its slot cannot be reused."""
         self.enter(SessionState.FINISHED)
         self.finish_reason = reason
 
     def rewind(self) -> None:
-        """Begin again on another chain: whatever is known is to be fed, as if it had just come as the prompt."""
+        """Begin again on another chain: all known tokens are fed again, as if they were the prompt."""
         if self.state is SessionState.RUNNING:
             self.enter(SessionState.REPLAYING if self.num_rows else SessionState.WAITING)
         assert self.state is not SessionState.FINISHED
@@ -281,30 +281,30 @@ class Session:
         return self._legs is not None
 
     def lose_chain(self, at: int) -> None:
-        """The chain was lost at this moment, and with it the frames that are on their way."""
+        """Count the loss of the chain at this time, and of the frames in flight."""
         self._num_recoveries += 1
         self._still_since = self._still_since or self._last_at or at
 
     def put_output(self, samples: Sequence[Sample], at: int) -> None:
-        """Give the reader what a step made known, if that is anything."""
+        """Give the reader the output of a step, unless the step yielded nothing."""
         scores, self._new_scores = self._new_scores, []
         if not samples and not scores and self.finish_reason is None:
             return
         if self._still_since:
             self._still_ns += at - self._still_since
         self._last_at, self._still_since = at, 0
-        tokens = [*map(Token.of, samples)] if self.request.max_tokens else []  # 0: the one that is drawn is dropped
+        tokens = [*map(Token.of, samples)] if self.request.max_tokens else []  # 0: drop the sampled one
         counts = (self.num_steps, self.num_rows)
         self.put(Output("", tokens, at, self.finish_reason, None, self.fills, scores, *counts))
 
     def put(self, item: Output | BaseException) -> None:
-        """Give the reader an output, or the error that is the last thing of this session."""
+        """Give the reader an output, or the error that ends this session."""
         if self._outputs is not None:
             self.num_unread += 1
             self._outputs.put_nowait((self, item))
 
-    def pass_by(self, route: Route, passage: Passage) -> None:
-        """Note a frame that carried a window of the session, if its frames are to be kept."""
+    def add_passage(self, route: Route, passage: Passage) -> None:
+        """Record a frame that carried a window of the session, if the session is traced."""
         if self._legs is None:
             return
         if not self._legs or self._legs[-1].route is not route:
@@ -312,24 +312,25 @@ class Session:
         self._legs[-1].passages.append(passage)
 
     def read(self, output: Output, parser: TextParser) -> None:
-        """Make the output of the text that it brings, in the reader's own task; the last one tells the usage.
+        """Add the text of an output, and the usage to the last one. Runs in the reader's own task.
 
-        Raises ModelError if a token has no text.
+        Raises:
+            ModelError: a token has no text.
         """
         self.num_unread -= 1
         parser.read(output, self.request.eos)
-        self._num_said += len(output.tokens)
+        self._num_read += len(output.tokens)
         if output.finish_reason is None:
             return
         legs = [replace(leg, passages=[p for p in leg.passages if p.returned <= output.at]) for leg in self._legs or ()]
         output.usage = Usage(
             self.num_prompt, self._started, self.num_reused, output.num_steps, output.num_rows, legs,
-            self._num_recoveries, self._still_ns / 1e9, self._num_said, self.begun,
+            self._num_recoveries, self._still_ns / 1e9, self._num_read, self.begun,
         )  # fmt: skip
 
 
 def repeats(tokens: Sequence[int], times: int) -> bool:
-    """Whether the tokens end in the same few of them, `times` times in a row."""
+    """Return whether the tokens end with a sequence of at most 64 tokens repeated `times` times."""
     for period in range(1, min(_LONGEST_PERIOD, len(tokens) // times) + 1):
         tail = tokens[len(tokens) - period * times :]
         if all(tail[i] == tail[i % period] for i in range(len(tail))):

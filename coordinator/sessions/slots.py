@@ -1,41 +1,43 @@
-"""Slots: which sessions hold cache on the stages, and which ended ones keep theirs for requests that begin alike. Pure.
+"""Slots: the sessions' rows in the KV caches of all stages, and the memory that is reserved for them. Pure.
 
-The one authority over cache memory: what is promised never exceeds a stage's budget. A kept slot gives way to a
-session that needs its memory; the least recently used goes first.
+The memory reserved never exceeds a stage's budget. The slot of an ended session is kept as a prefix cache for later
+requests that begin alike, until a session needs its memory; the least recently used goes first.
 """
 
 from bisect import bisect
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import lru_cache
 from itertools import count
 from operator import add, sub
 
 from coordinator.planning.plan import Plan
 from coordinator.sessions.session import Session
-from coordinator.sessions.slot import ACTIVE, ON_STAGES, Bytes, SessionSlot, SlotState
 from protos.brigade_pb2 import Cache
 from protos.brigade_pb2 import Session as Opening
 from worker.errors import ContextExceeded, QueueFull
 from worker.model.modelspec import ModelSpec
 from worker.platform.text import format_bytes
 
-MOST_WAITING = 1024  # sessions that wait for memory, if nobody says otherwise
+MOST_WAITING = 1024  # default limit of sessions that wait for memory
 _MOST_KEPT = 64  # slots of ended sessions
-_LEAST_SHARED = 16  # tokens: for fewer a copy is not worth its while
+_MIN_SHARED = 16  # tokens: copying fewer costs more than it saves
+
+Bytes = tuple[int, ...]  # one number per stage
 
 
 @dataclass(frozen=True)
 class CacheCosts:
-    """What the caches of one model take on the stages of one plan, and what they can do."""
+    """The memory that caches of one model take on the stages of one plan, and where they can be cut."""
 
     budgets: Bytes
     nodes: tuple[str, ...]
-    bytes_of: Callable[[Cache, int], Bytes]  # the most that a cache of so many rows takes
-    rows_that_can_be_cut: Callable[[Cache], int]  # a longer cache can only go on where it ends
+    bytes_of: Callable[[Cache, int], Bytes]  # the most that a cache of this many rows takes
+    rows_that_can_be_cut: Callable[[Cache], int]  # a longer cache can only be extended
 
     def most_rows(self, cache: Cache, at_most: int) -> int:
-        """The longest such cache, up to this many rows, that every stage has memory for."""
+        """Return the longest such cache, up to this many rows, that every stage has memory for."""
 
         def exceeds(rows: int) -> bool:
             return any(need > budget for need, budget in zip(self.bytes_of(cache, rows), self.budgets, strict=True))
@@ -44,33 +46,77 @@ class CacheCosts:
 
 
 def cache_costs(plan: Plan, spec: ModelSpec) -> CacheCosts:
-    """Of this model on this plan: a node's budget is what its weights leave."""
+    """Return the costs of this model on this plan; a node's budget is the memory that its weights leave."""
 
-    @lru_cache(4096)  # admission asks again and again for the same
+    @lru_cache(64)
+    def with_cache(kind: bytes) -> ModelSpec:
+        return replace(spec, cache=Cache.FromString(kind))
+
+    @lru_cache(4096)  # admission asks for the same sizes again and again
     def bytes_by_kind(kind: bytes, rows: int) -> Bytes:
-        suited = replace(spec, cache=Cache.FromString(kind))
-        return tuple(suited.reserved_bytes(node.start, node.end, rows) for node in plan.assignments)
-
-    def bytes_of(cache: Cache, rows: int) -> Bytes:
-        return bytes_by_kind(cache.SerializeToString(deterministic=True), rows)
+        return tuple(with_cache(kind).reserved_bytes(node.start, node.end, rows) for node in plan.assignments)
 
     return CacheCosts(
         budgets=tuple(max(0, node.memory_bytes - node.weight_bytes) for node in plan.assignments),
         nodes=tuple(node.name for node in plan.assignments),
-        bytes_of=bytes_of,
-        rows_that_can_be_cut=lambda cache: replace(spec, cache=cache).rows_that_can_be_cut,
+        bytes_of=lambda cache, rows: bytes_by_kind(cache.SerializeToString(deterministic=True), rows),
+        rows_that_can_be_cut=lambda cache: with_cache(cache.SerializeToString(deterministic=True)).rows_that_can_be_cut,
     )
 
 
+class SlotState(Enum):
+    """How far a slot has come."""
+
+    WAITING = "waiting"  # for memory; it has no number yet
+    PROMISED = "promised"  # it has a number and memory; no stage knows it yet
+    TAKEN_OVER = "taken over"  # likewise, but the stages hold rows that were kept under its number
+    OPEN = "open"  # the stages hold it
+    KEPT = "kept"  # its session has ended; its rows serve as a prefix cache
+    FREE = "free"  # its number may be used again
+
+
+_NEXT = {
+    SlotState.WAITING: (SlotState.PROMISED, SlotState.TAKEN_OVER, SlotState.FREE),
+    SlotState.PROMISED: (SlotState.OPEN, SlotState.FREE),
+    SlotState.TAKEN_OVER: (SlotState.OPEN, SlotState.FREE),
+    SlotState.OPEN: (SlotState.KEPT, SlotState.FREE),
+    SlotState.KEPT: (SlotState.FREE,),
+    SlotState.FREE: (),
+}
+ACTIVE = (SlotState.PROMISED, SlotState.TAKEN_OVER, SlotState.OPEN)
+ON_STAGES = (SlotState.TAKEN_OVER, SlotState.OPEN, SlotState.KEPT)
+
+
+@dataclass(eq=False)
+class SessionSlot:
+    """One session's slot."""
+
+    session: Session
+    needed: Bytes  # memory of its caches at the end of the session
+    promised: Bytes  # memory reserved for it now
+    state: SlotState = SlotState.WAITING
+    last_step: int = 0  # the last step that carried a window of it
+
+    @property
+    def number(self) -> int:
+        assert self.session.slot is not None, "a slot that waits has no number"
+        return self.session.slot
+
+    def enter(self, state: SlotState) -> None:
+        """Change the state."""
+        assert state in _NEXT[self.state], f"a slot that is {self.state.value} cannot become {state.value}"
+        self.state = state
+
+
 class Slots:
-    """Every session that is taken in has a slot here: the record of its state and of the memory promised to it."""
+    """The slots of all sessions that the scheduler has accepted."""
 
     def __init__(self, costs: CacheCosts, max_waiting: int = MOST_WAITING) -> None:
-        self.max_waiting = max_waiting  # sessions that wait for memory at most
-        self.closed: list[int] = []  # slots that the stages have and are to free with the next frame
-        self.num_hits = 0  # sessions that began with what another had fed
+        self.max_waiting = max_waiting  # most sessions that wait for memory
+        self.closed: list[int] = []  # slots for the stages to free with the next frame
+        self.num_hits = 0  # sessions that began with rows of another
         self._costs = costs
-        # In the order of arrival; a kept one moves to the end whenever it is used: the least recently used comes first.
+        # In the order of arrival. A kept slot moves to the end at each use, so the least recently used comes first.
         self._slots: dict[Session, SessionSlot] = {}
 
     def __contains__(self, session: Session) -> bool:
@@ -78,7 +124,7 @@ class Slots:
 
     @property
     def active(self) -> list[SessionSlot]:
-        """Of sessions that run or are about to, in the order of arrival."""
+        """The slots of sessions that have memory and have not ended, in the order of arrival."""
         return [slot for slot in self._slots.values() if slot.state in ACTIVE]
 
     @property
@@ -91,20 +137,23 @@ class Slots:
 
     @property
     def promised(self) -> Bytes:
-        """Bytes by stage, kept slots included."""
+        """Reserved bytes by stage, with those of kept slots."""
         total: Bytes = (0,) * len(self._costs.budgets)
         for slot in self._slots.values():
             total = tuple(map(add, total, slot.promised))
         return total
 
     def add(self, session: Session) -> None:
-        """Take a session in. It waits until there is memory for all of it, and those before it have theirs.
+        """Accept a session. It waits until there is memory for all of it and earlier sessions have theirs.
 
         Raises:
-            InputError: no stage could ever hold it. QueueFull: too many wait already.
+            ContextExceeded: a stage could not hold it even alone. QueueFull: too many sessions wait already.
         """
         needed = self._costs.bytes_of(session.request.cache, session.most_rows)
-        self._check(needed)
+        for node, need, budget in zip(self._costs.nodes, needed, self._costs.budgets, strict=True):
+            if need > budget:
+                found = f"needs {format_bytes(need)} of cache on {node}, which has {format_bytes(budget)} for it"
+                raise ContextExceeded("prompt", f"with its answer it {found}; shorten it or use an int8 cache")
         num_before = self.num_waiting
         slot = self._slots[session] = SessionSlot(session, needed, promised=(0,) * len(needed))
         self._admit()
@@ -113,13 +162,13 @@ class Slots:
             raise QueueFull(f"there is no memory for it now, and {num_before} requests wait already; try again later")
 
     def open(self, slots: Sequence[SessionSlot]) -> list[Opening]:
-        """What opens those that no stage has heard of, with the frame that carries their first windows.
+        """Return the openings of the slots that no stage knows, for the frame that carries their first windows.
 
-        Each begins as a copy of the slot that has most of its prefix by now, active or kept.
+        Each begins as a copy of the slot, active or kept, that shares most of its prefix.
         """
         new = [slot for slot in slots if slot.state is not SlotState.OPEN]
         openings = [self._opening(slot) for slot in new]
-        for slot in new:  # none is copied before it is there
+        for slot in new:  # only now: a slot cannot be copied before the stages hold it
             slot.enter(SlotState.OPEN)
             slot.promised = slot.needed
         if openings:
@@ -127,10 +176,7 @@ class Slots:
         return openings
 
     def close(self, session: Session, *, keep: bool) -> None:
-        """Take the slot from a session that waits, runs or has ended, or keep it for its prefix.
-
-        What no stage has computed, or not all of them, is not kept.
-        """
+        """Free the session's slot, or keep it as a prefix cache if its rows are complete on every stage."""
         slot = self._slots.get(session)
         if slot is None or slot.state is SlotState.KEPT:
             return
@@ -148,52 +194,38 @@ class Slots:
     def _in(self, state: SlotState) -> list[SessionSlot]:
         return [slot for slot in self._slots.values() if slot.state is state]
 
-    def _check(self, needed: Bytes) -> None:
-        """Raise InputError for a session that could not even run alone."""
-        for node, need, budget in zip(self._costs.nodes, needed, self._costs.budgets, strict=True):
-            if need > budget:
-                raise ContextExceeded(
-                    "prompt",
-                    f"with its answer it needs {format_bytes(need)} of cache on {node}, which has "
-                    f"{format_bytes(budget)} for it; shorten it or use an int8 cache",
-                )
-
     def _admit(self) -> None:
-        """Promise memory to those who wait, in the order of arrival: nobody overtakes a large one."""
+        """Reserve memory for waiting sessions in the order of arrival; a large one is never overtaken."""
         for slot in self._in(SlotState.WAITING):
-            if not self._promise(slot):
+            if not self._reserve(slot):
                 return
 
-    def _promise(self, slot: SessionSlot) -> bool:
-        """Give the slot a number and its memory; False while there is no room."""
+    def _reserve(self, slot: SessionSlot) -> bool:
+        """Give the slot a number and its memory; return False while there is not enough."""
         kept, session = self._in(SlotState.KEPT), slot.session
         source, shared = self._closest(session, kept)
-        free = tuple(map(sub, self._costs.budgets, self.promised))
         room = make_room(
             slot.needed,
-            free,
+            tuple(map(sub, self._costs.budgets, self.promised)),
             [each.promised for each in kept],
             kept.index(source) if source else None,
-            goes_on=source is not None and shared == source.session.fed,
+            extends=source is not None and shared == source.session.fed,
         )
         if room is None:
             return False
-        for place in room.leaving:
+        for place in room.evicted:
             self._free(kept[place])
-        if source and room.takes_over:
-            self._take_over(slot, source, shared)
+        if source and room.takes_over:  # its rows beyond the shared ones stay until the first window cuts them
+            del self._slots[source.session]
+            session.take_slot(source.number, shared)
+            slot.promised = tuple(map(max, slot.needed, source.promised))
+            slot.enter(SlotState.TAKEN_OVER)
         else:
-            session.take_slot(self._unused_number())
+            used = {each.number for each in self._slots.values() if each.state is not SlotState.WAITING}
+            session.take_slot(next(number for number in count() if number not in used))
             slot.promised = slot.needed
             slot.enter(SlotState.PROMISED)
         return True
-
-    def _take_over(self, slot: SessionSlot, source: SessionSlot, shared: int) -> None:
-        """Its rows beyond what is shared are there until the session's first window cuts them."""
-        del self._slots[source.session]
-        slot.session.take_slot(source.number, shared)
-        slot.promised = tuple(map(max, slot.needed, source.promised))
-        slot.enter(SlotState.TAKEN_OVER)
 
     def _opening(self, slot: SessionSlot) -> Opening:
         session = slot.session
@@ -221,6 +253,7 @@ class Slots:
             self._free(self._in(SlotState.KEPT)[0])
 
     def _use(self, slot: SessionSlot) -> None:
+        """Make the slot the most recently used."""
         self._slots[slot.session] = self._slots.pop(slot.session)
 
     def _free(self, slot: SessionSlot) -> None:
@@ -229,20 +262,16 @@ class Slots:
         slot.enter(SlotState.FREE)
         del self._slots[slot.session]
 
-    def _unused_number(self) -> int:
-        used = {slot.number for slot in self._slots.values() if slot.state is not SlotState.WAITING}
-        return next(number for number in count() if number not in used)
-
     def _is_covered(self, kept: Session, session: Session) -> bool:
-        """Whether whoever could go on from `kept` can go on from `session` just as well."""
+        """Return whether every request that could begin with the rows of `kept` can begin with those of `session`."""
         if kept.request.cache != session.request.cache or session.history.num_shared(kept.history, kept.fed) < kept.fed:
             return False
         return session.fed <= self._costs.rows_that_can_be_cut(session.request.cache) or kept.fed == session.fed
 
     def _closest(self, session: Session, holders: Iterable[SessionSlot]) -> tuple[SessionSlot | None, int]:
-        """The holder of most of the session's leading tokens, and how many of them can be reused."""
+        """Return the holder of most of the session's leading tokens, and how many of them can be reused."""
         best: SessionSlot | None = None
-        most = _LEAST_SHARED - 1
+        most = _MIN_SHARED - 1
         for slot in holders:
             holder = slot.session
             if holder is session or holder.request.cache != session.request.cache or slot.state not in ON_STAGES:
@@ -256,35 +285,33 @@ class Slots:
 
 @dataclass(frozen=True)
 class Room:
-    """How a session gets its memory: kept slots that are freed for it, and whether it takes its source over."""
+    """How a session gets its memory: the kept slots that are evicted, and whether it takes its source over."""
 
-    leaving: tuple[int, ...] = ()  # by their place among the kept ones
+    evicted: tuple[int, ...] = ()  # indices into the kept slots
     takes_over: bool = False
 
 
 def make_room(
-    needed: Bytes, free: Bytes, kept: Sequence[Bytes], source: int | None = None, *, goes_on: bool = False
+    needed: Bytes, free: Bytes, kept: Sequence[Bytes], source: int | None = None, *, extends: bool = False
 ) -> Room | None:
-    """Free as few kept slots as needed, the least recently used first; None if even all of them are too few.
+    """Evict as few kept slots as needed, the least recently used first; None if all of them are not enough.
 
     Args:
         needed: bytes per stage for the session.
-        free: bytes per stage that are not promised.
-        kept: what each kept slot would give, the least recently used first.
-        source: the one among them that the session begins as a copy of. It goes last, and then the session takes it
-            over, rows and all.
-        goes_on: the session continues it where it ends, and takes it over in any case.
+        free: bytes per stage that are not reserved.
+        kept: what evicting each kept slot frees, the least recently used first.
+        source: the kept slot whose prefix the session reuses. It goes last; then the session takes it over.
+        extends: the session continues where its source ends, and takes it over in any case.
     """
     others = [place for place in range(len(kept)) if place != source]
-    choices = [Room(tuple(others[:count]), goes_on) for count in range(len(others) + 1)]
-    if source is not None:
-        choices.append(Room(tuple(others), takes_over=True))
-    for room in choices:
-        given = room.leaving if source is None or not room.takes_over else (*room.leaving, source)
-        if _is_enough(needed, free, kept, given):
-            return room
+    for num_evicted in range(len(others) + 1):
+        if _is_enough(needed, free, kept, evicted := others[:num_evicted], source if extends else None):
+            return Room(tuple(evicted), takes_over=extends)
+    if source is not None and _is_enough(needed, free, kept, others, source):
+        return Room(tuple(others), takes_over=True)
     return None
 
 
-def _is_enough(needed: Bytes, free: Bytes, kept: Sequence[Bytes], given: Collection[int]) -> bool:
-    return all(need <= free[stage] + sum(kept[place][stage] for place in given) for stage, need in enumerate(needed))
+def _is_enough(needed: Bytes, free: Bytes, kept: Sequence[Bytes], evicted: Sequence[int], source: int | None) -> bool:
+    given = [kept[place] for place in (*evicted, source) if place is not None]
+    return all(need <= free[stage] + sum(each[stage] for each in given) for stage, need in enumerate(needed))

@@ -43,7 +43,7 @@ async def mixed(chain: Chain) -> dict[str, Any]:
     return {
         "alone": [answer.tokens for answer in alone],
         "together": [answer.tokens for answer in together],
-        "overlapped": max(a.started for a in together) < min(a.token_times[-1] for a in together),
+        "overlapped": max(a.usage.started for a in together) < min(a.token_times[-1] for a in together),
     }
 
 
@@ -71,7 +71,7 @@ async def long_prompt(chain: Chain) -> dict[str, Any]:
     return {
         "num_chunks": len(chunks),
         "chunks_between": [sum(before < chunk.returned < after for chunk in chunks) for before, after in gaps],
-        "tokens_meanwhile": sum(before < first and after > prompt.started for before, after in gaps),
+        "tokens_meanwhile": sum(before < first and after > prompt.usage.started for before, after in gaps),
     }
 
 

@@ -88,7 +88,7 @@ async def test_verified_drafts_that_hold_and_that_fail_leave_every_cache_as_one_
         for decoder, window in (("ngram", None), ("diffusion", 16)):
             found = await answer(chain, decoder, window, **more)
             assert found.tokens == expected.tokens, f"{decoder} {window}"
-            assert found.num_steps < expected.num_steps == num_tokens
+            assert found.usage.num_steps < expected.usage.num_steps == num_tokens
 
 
 async def test_a_rotating_cache_that_is_never_full_is_a_full_one(models: Models) -> None:

@@ -146,7 +146,7 @@ async def test_requests_that_join_and_leave_between_steps_change_no_token(
         async with Engine(chain) as engine:
             found = [await each.answer() for each in await staggered(engine, requests)]
     assert_same(found, alone)
-    assert all(later.started > earlier.token_times[1] for earlier, later in pairwise(found))
+    assert all(later.usage.started > earlier.token_times[1] for earlier, later in pairwise(found))
 
 
 async def staggered(engine: Engine, requests: Sequence[Request]) -> list[Live]:
@@ -203,7 +203,7 @@ async def test_the_passes_of_an_answer_are_those_of_its_own_windows(models: Mode
         found = await together(chain, MIXED)
         alone = await solo_passages(chain)
     assert [len(each.passages) for each in found] == alone
-    assert [each.num_steps for each in found] == [len(each.tokens) for each in found]
+    assert [each.usage.num_steps for each in found] == [len(each.tokens) for each in found]
 
 
 async def solo_passages(chain: Chain) -> list[int]:

@@ -44,7 +44,7 @@ def forks(frames: Sequence[Frame]) -> list[tuple[int, int]]:
 
 async def fresh(chain: Chain, each: Request) -> Answer:
     [answer] = await solo(chain, [each])
-    assert answer.num_reused == 0
+    assert answer.usage.num_reused == 0
     return answer
 
 
@@ -64,8 +64,8 @@ async def test_the_next_turn_of_a_conversation_feeds_only_what_is_new(
             before = len(frames)
             again = request((*so_far, *NEW), 8, cache=cache, seed=3, temperature=0.8)
             found = await engine.answer(again, chunk=CHUNK)
-            assert found.num_reused == len(so_far) - 1  # the answer's last token was never fed
-            assert rows_fed(frames, before) == found.num_rows == 1 + len(NEW) + 8 - 1
+            assert found.usage.num_reused == len(so_far) - 1  # the answer's last token was never fed
+            assert rows_fed(frames, before) == found.usage.num_rows == 1 + len(NEW) + 8 - 1
             assert engine.scheduler.slots.num_hits == 1
         assert found.tokens == (await fresh(chain, again)).tokens
 
@@ -100,7 +100,7 @@ async def test_windows_leave_a_prefix_that_can_be_continued(models: Models, deco
             for _ in range(2):
                 asked.append(request((*asked[-1].prompt, *answers[-1].tokens, *NEW), 13, decode))
                 answers.append(await engine.answer(asked[-1], chunk=CHUNK))
-                assert answers[-1].num_reused >= len(asked[-1].prompt) - len(NEW) - 9
+                assert answers[-1].usage.num_reused >= len(asked[-1].prompt) - len(NEW) - 9
         alone = await solo(chain, asked)
     assert [each.tokens for each in answers] == [each.tokens for each in alone]
 
@@ -111,7 +111,7 @@ async def test_a_recurrent_model_begins_anew_where_a_prompt_leaves_the_old_text(
             first = await engine.answer(request(tokens_of(26), 8), chunk=CHUNK)
             other = request((*tokens_of(26), *first.tokens[:-2], 3, *NEW), 8)
             found = await engine.answer(other, chunk=CHUNK)
-        assert found.num_reused == 0
+        assert found.usage.num_reused == 0
         assert found.tokens == (await fresh(chain, other)).tokens
 
 
@@ -119,7 +119,7 @@ async def test_another_kind_of_cache_is_never_reused(models: Models) -> None:
     async with running(models("qwen3", **WIDE).folder, (2, 2)) as chain, Engine(chain) as engine:
         for kind, size in (("full", None), ("int8", None), ("rotating", 14), ("rotating", 20)):
             each = request(tokens_of(26), 8, cache=make_cache_choice(kind, size))
-            assert (await engine.answer(each, chunk=CHUNK)).num_reused == 0
+            assert (await engine.answer(each, chunk=CHUNK)).usage.num_reused == 0
 
 
 @splits
@@ -133,7 +133,7 @@ async def test_a_prompt_that_leaves_the_old_text_reuses_what_both_share(
             await engine.answer(request(tokens_of(35), 8), chunk=CHUNK)
             found = [await engine.answer(each, chunk=CHUNK) for each in asked]
         alone = await solo(chain, asked)
-    assert all(each.num_reused >= 30 for each in found)
+    assert all(each.usage.num_reused >= 30 for each in found)
     assert [each.tokens for each in found] == [each.tokens for each in alone]
 
 
@@ -159,7 +159,7 @@ async def test_two_live_requests_with_one_long_prefix_feed_it_once_and_both_are_
             found = [await source.answer(), *copies]
         assert [slot for _, slot in forks(frames)] == [0, 0]
         alone = await solo(chain, [long, *short])
-    assert [each.num_reused for each in found] == [0, 36, 36]
+    assert [each.usage.num_reused for each in found] == [0, 36, 36]
     assert [each.tokens for each in found] == [each.tokens for each in alone]
 
 
@@ -176,7 +176,7 @@ async def test_a_copy_of_a_slot_whose_prompt_is_still_being_fed_has_what_was_fed
                 live.append(Live(engine, asked[number]))
             found = [await each.answer() for each in live]
         alone = await solo(chain, asked)
-    assert 0 < found[1].num_reused < 150 and 0 < found[2].num_reused < 100
+    assert 0 < found[1].usage.num_reused < 150 and 0 < found[2].usage.num_reused < 100
     assert [each.tokens for each in found] == [each.tokens for each in alone]
 
 
@@ -193,7 +193,7 @@ async def test_many_copies_of_one_prompt_with_seeds_of_their_own_are_each_what_t
                 await live[-1].wait_pieces(2)
             found = [await each.answer() for each in live]
         alone = await solo(chain, asked)
-    assert [each.num_reused for each in found] == [0] + [29] * 5
+    assert [each.usage.num_reused for each in found] == [0] + [29] * 5
     assert [each.tokens for each in found] == [each.tokens for each in alone]
     assert len({tuple(each.tokens) for each in found}) > 1
 
@@ -214,7 +214,7 @@ async def test_prompts_that_share_a_frame_and_a_prefix_are_copies_of_what_was_th
             found = await asyncio.gather(*(engine.answer(each) for each in asked))
             await asyncio.gather(first, streaming.answer())
     assert max(len(frame.opened) for frame in frames) >= 2, "they never shared a frame"
-    assert [each.num_reused for each in found] == [30] * 3
+    assert [each.usage.num_reused for each in found] == [30] * 3
     assert [each.tokens for each in found] == [each.tokens for each in alone]
 
 
@@ -237,7 +237,7 @@ async def test_kept_prefixes_give_way_to_who_needs_their_memory_and_every_stage_
                 assert all(0 < bytes_ <= budget for bytes_, budget in zip(held, budgets, strict=True))
             newest = await engine.answer(request((*tokens_of(20, 7), 5), 4), chunk=CHUNK)
             oldest = await engine.answer(request((*tokens_of(20, 1), 5), 4), chunk=CHUNK)
-        assert (newest.num_reused, oldest.num_reused) == (20, 0)
+        assert (newest.usage.num_reused, oldest.usage.num_reused) == (20, 0)
         await wait_freed(chain)
 
 
@@ -265,7 +265,7 @@ async def test_a_short_continuation_of_a_long_text_takes_no_more_than_it_was_pro
         await engine.answer(request(tokens_of(900), 4), chunk=256)
         for number in (1, 2, 3):
             each = request((*tokens_of(900)[:30], *tokens_of(5, number)), 4)
-            assert (await engine.answer(each)).num_reused >= 30
+            assert (await engine.answer(each)).usage.num_reused >= 30
             promised = engine.scheduler.slots.promised
             held = [status.cache_bytes for status in await chain.statuses()]
             assert all(bytes_ <= most for bytes_, most in zip(held, promised, strict=True)), (held, promised)

@@ -68,9 +68,9 @@ async def test_what_is_kept_of_others_is_used_up_to_where_scores_begin(models: M
         await engine.answer(request(PROMPT, 2))
         begin = 100
         found = await engine.answer(scored(PROMPT, begin))
-        assert found.num_reused == begin - 1
+        assert found.usage.num_reused == begin - 1
         require_equal(found, model, PROMPT, begin)
-        assert (await engine.answer(scored(PROMPT))).num_reused == 0
+        assert (await engine.answer(scored(PROMPT))).usage.num_reused == 0
 
 
 async def test_a_prompt_is_scored_together_with_its_answer_or_without_any(models: Models) -> None:

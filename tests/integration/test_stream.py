@@ -52,7 +52,7 @@ async def test_a_stop_string_ends_the_stream_and_frees_or_keeps_the_slot(models:
             assert found.usage.num_steps <= len(found.tokens), "not the step that was under way when it was found"
             assert found.text == "".join(f" {token}" for token in whole.tokens).split(stop)[0]
             again = await engine.answer(asked, chunk=CHUNK)
-            assert again.tokens == whole.tokens and again.num_reused == 19
+            assert again.tokens == whole.tokens and again.usage.num_reused == 19
         await wait_freed(chain)
 
 

@@ -53,9 +53,9 @@ async def test_verified_windows_give_the_tokens_and_logprobs_of_one_token_decodi
             for kind, window in [("ngram", None), *(("diffusion", W) for W in (1, 2, 4, 16, None))]:
                 found = await answer(chain, kind, window, sampling=sampling)
                 assert_same_samples(found, expected, f"{name} {kind} {window}")
-                assert found.num_steps <= expected.num_steps == N
+                assert found.usage.num_steps <= expected.usage.num_steps == N
                 if name == "biased" and window in (4, 16):
-                    assert found.num_steps < N, "no draft ever held"
+                    assert found.usage.num_steps < N, "no draft ever held"
 
 
 @splits
@@ -81,7 +81,7 @@ async def test_diffusion_works_with_sliding_windows(models: Models, layers: tupl
             for window in (4, 16, None):
                 found = await answer(chain, "diffusion", window, prompt=prompt, num_tokens=30, sampling=sampling)
                 assert found.tokens == expected
-    assert found.num_steps < 30 if window else found.num_steps <= 30  # auto makes none where none pays
+    assert found.usage.num_steps < 30 if window else found.usage.num_steps <= 30  # auto makes none where none pays
 
 
 async def test_the_same_seed_gives_the_same_text_of_diffusion_fast_on_every_split(models: Models) -> None:
@@ -219,7 +219,7 @@ async def test_an_answer_ends_where_it_would_one_token_at_a_time(models: Models,
             expected, found = await answer(chain, "ar", **more), await answer(chain, kind, window, **more)
             assert found.tokens == expected.tokens == text[: text.index(token) + 1]
             assert found.finish_reason == expected.finish_reason == "stop"
-            inside += found.num_steps < len(found.tokens)
+            inside += found.usage.num_steps < len(found.tokens)
     assert inside or kind == "ngram", "no end ever fell inside a window"
 
 

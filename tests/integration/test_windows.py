@@ -44,8 +44,8 @@ async def test_diffusion_fast_is_wedlm_recomputed_from_nothing_at_every_step(
             expected = expected_wedlm(alone, window, threshold, len(PROMPT) + N)
             found = await answer(chain, "diffusion-fast", window, threshold=threshold)
             assert found.tokens == expected, f"W={window}, tau={threshold}"
-            assert found.num_steps <= N + window + 1
-            several += found.num_steps < N
+            assert found.usage.num_steps <= N + window + 1
+            several += found.usage.num_steps < N
     assert several >= 2, "thresholds that never fill two at once prove little"
 
 
@@ -160,20 +160,20 @@ async def test_the_chain_learns_what_its_steps_cost(models: Models, monkeypatch:
 
         monkeypatch.setattr(steps, "observe", note)
         found = await answer(chain, "diffusion", num_tokens=30, sampling=BIASED)
-        assert len(seen) >= found.num_steps - 1
+        assert len(seen) >= found.usage.num_steps - 1
         assert all(seconds > 0 for _, seconds in seen)
         sizes = {num_rows for num_rows, _ in seen}  # drafts that no MASK row follows make a step of up to 4 rows
         assert sizes <= {1, 2, 3, 4, 8, 16, 32, 64}
         seen.clear()
         long = await answer(chain, "ar", prompt=PROMPT * 6, num_tokens=2)
-        num_frames = -(-len(PROMPT * 6) // CHUNK) + long.num_steps - 1
+        num_frames = -(-len(PROMPT * 6) // CHUNK) + long.usage.num_steps - 1
         assert num_frames - len(seen) >= 5, "chunks that queue behind each other tell nothing of what one costs"
 
 
 async def test_rows_that_only_pad_are_counted_as_rows(models: Models) -> None:
     async with running(models("qwen3", **MASKED).folder, (4,)) as chain:
         found = await answer(chain, "diffusion-fast", 5, prompt=PROMPT[:1], num_tokens=1, threshold=0.0)
-    assert found.num_steps == 1 and found.num_rows == 2
+    assert found.usage.num_steps == 1 and found.usage.num_rows == 2
 
 
 def test_the_answers_of_these_tests_vary(models: Models) -> None:

@@ -2,8 +2,7 @@
 
 import pytest
 
-from coordinator.sessions.slot import ACTIVE, ON_STAGES, Bytes, SessionSlot, SlotState
-from coordinator.sessions.slots import Room, make_room
+from coordinator.sessions.slots import ACTIVE, ON_STAGES, Bytes, Room, SessionSlot, SlotState, make_room
 from tests.unit.fake_chain import make_session
 
 
@@ -13,7 +12,7 @@ def kept(*sizes: int) -> list[Bytes]:
 
 
 @pytest.mark.parametrize(
-    ("needed", "free", "others", "source", "goes_on", "room"),
+    ("needed", "free", "others", "source", "extends", "room"),
     [
         pytest.param(5, 5, [], None, False, Room(), id="there is room"),
         pytest.param(6, 5, [], None, False, None, id="there is none"),
@@ -34,9 +33,9 @@ def kept(*sizes: int) -> list[Bytes]:
     ],
 )
 def test_who_gives_way(
-    needed: int, free: int, others: list[int], source: int | None, goes_on: bool, room: Room | None
+    needed: int, free: int, others: list[int], source: int | None, extends: bool, room: Room | None
 ) -> None:
-    assert make_room(*kept(needed, free), kept(*others), source, goes_on=goes_on) == room
+    assert make_room(*kept(needed, free), kept(*others), source, extends=extends) == room
 
 
 @pytest.mark.parametrize(
@@ -47,7 +46,7 @@ def test_every_stage_has_to_have_room(free: Bytes, room: Room) -> None:
     assert make_room((5, 5), free, [(2, 0), (0, 2)]) == room
 
 
-def test_a_slot_goes_one_way_through_its_states() -> None:
+def test_a_slot_extendse_way_through_its_states() -> None:
     """Promised or taken over, then open, perhaps kept; and it can be freed at any time, once."""
     allowed = {(before, after) for before in SlotState for after in SlotState if can_follow(before, after)}
     waiting, promised, taken_over, opened, kept_, free = SlotState
