@@ -62,10 +62,8 @@ async def tokenize(server: Server, body: TokenizeBody) -> Tokenized:
     inputs, most = server.inputs, _max_tokens(server)
     field = "messages" if body.prompt is None else "prompt"
     try:
-        if body.prompt is None:
-            tokens = list(await inputs.prompt_ids(body.conversation(), most=most))
-        else:
-            tokens = await inputs.text_ids(body.prompt, special=body.add_special_tokens, most=most)
+        prompt = body.conversation() if body.prompt is None else body.prompt
+        tokens = list(await inputs.prompt_ids(prompt, most=most, special=body.add_special_tokens))
     except ContextExceeded as error:  # the length of the text alone shows that it is too long
         raise HttpError(413, f"{field}: {error.message}", "too_many_tokens", param=field) from None
     _require_at_most(most, tokens, field)

@@ -1,4 +1,4 @@
-"""Inputs: a model's configuration, tokenizer and template. Makes checked requests of what is asked; asks no node."""
+"""InputProcessor: makes checked requests of what clients ask, with a model's configuration, tokenizer and template."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +17,7 @@ from coordinator.sessions.request import (
     Request,
     RequestSpec,
     check_request,
+    check_token_ids,
     eos_ids,
     make_sampling,
     require_utf8,
@@ -33,11 +34,12 @@ from worker.platform.threads import run_in_thread
 
 T = TypeVar("T")
 
-MOST_READ = 1024  # requests that wait to be read at most: as many as may be connected
+MOST_READ = 1024  # requests that wait to be encoded: as many as may be connected
+_LONG = 1 << 18  # letters: a longer prompt is tokenized in another process, in a turn of its own
 
 
 class OneAtATime:
-    """Calls that may take long, on a thread aside of the event loop, one at a time: they share what no two may use."""
+    """Runs calls that may take long on a thread, one at a time, since they share what is not thread-safe."""
 
     def __init__(
         self,
@@ -45,7 +47,7 @@ class OneAtATime:
         max_wait_s: float = 60.0,
         on_refused: Callable[[QueueFull], None] = lambda error: None,
     ) -> None:
-        """At most `max_waiting` calls wait for their turn, each of them for `max_wait_s`."""
+        """Let at most `max_waiting` calls wait for their turn, each for at most `max_wait_s`."""
         self._max_waiting = max_waiting
         self._max_wait_s = max_wait_s
         self._on_refused = on_refused
@@ -53,14 +55,14 @@ class OneAtATime:
         self._num_waiting = 0
 
     def another(self) -> "OneAtATime":
-        """Turns with the same bounds, for calls that share nothing with these."""
+        """Return a queue with the same limits, for calls that share nothing with these."""
         return OneAtATime(self._max_waiting, self._max_wait_s, self._on_refused)
 
     async def run(self, call: Callable[[], T]) -> T:
-        """The call's result, or its exception. Cancelled, it ends at once; the next call waits for this one yet.
+        """Return the call's result, or raise its exception. A cancelled call still delays the next one until it ends.
 
         Raises:
-            QueueFull: too many wait already. WaitedTooLong: it was not this call's turn in time.
+            QueueFull: too many calls wait already. WaitedTooLong: the call's turn did not come in time.
         """
         try:
             await self._wait_turn()
@@ -87,11 +89,11 @@ class OneAtATime:
     def _end(self, running: "asyncio.Future[T]") -> None:
         self._turn.release()
         if not running.cancelled():
-            running.exception()  # it may have no reader any more
+            running.exception()  # mark it as retrieved: its caller may be gone
 
 
 class Usual(TypedDict, total=False):
-    """What holds for requests that do not say, and how long they may wait for being encoded: see `InputProcessor`."""
+    """Defaults of requests, and the queue in which they are encoded: see `InputProcessor`."""
 
     sampling: Mapping[str, Any]
     max_tokens: int
@@ -99,7 +101,7 @@ class Usual(TypedDict, total=False):
 
 
 class InputProcessor:
-    """Makes checked requests for one model. Encoding and rendering are done aside, one at a time."""
+    """Makes checked requests for one model. Prompts are encoded one at a time, outside of the event loop."""
 
     def __init__(
         self,
@@ -111,12 +113,12 @@ class InputProcessor:
         max_tokens: int | None = None,
         aside: OneAtATime | None = None,
     ) -> None:
-        """Without a tokenizer prompts are token ids, and so is text.
-
+        """
         Args:
-            sampling: for requests that do not say; above the model's own.
-            max_tokens: of an answer whose request names no number; as many as there is room for if none is given.
-            aside: bounds how many wait for being encoded, and how long.
+            tokenizer: None: prompts and texts are token ids.
+            sampling: defaults of requests; they override the model's.
+            max_tokens: default of requests; None: as many as there is room for.
+            aside: limits how many requests wait to be encoded, and how long.
         Raises:
             ModelError: generation_config.json is wrong.
         """
@@ -128,18 +130,20 @@ class InputProcessor:
         self._max_tokens = min(max_tokens or spec.context, spec.context)
         self._aside = aside or OneAtATime()
         self._trials = GrammarTrials(checkpoint.folder, spec.vocab_size, sorted(self.eos))
-        self._trying = self._aside.another()  # a grammar that takes long holds up grammars only
+        self._trying = self._aside.another()  # a slow grammar holds up only grammars
+        self._reading_long = self._aside.another()  # a long prompt holds up only long prompts
 
     @classmethod
     async def read(
         cls, model: str, *, trust_remote_code: bool = False, needs_text: bool = True, **usual: Unpack[Usual]
     ) -> Self:
-        """Read the model's configuration and tokenizer; no weights.
+        """Read the model's configuration and tokenizer, but no weights.
 
         Args:
+            needs_text: fail for a model without a tokenizer.
             usual: see the arguments of the same names above.
         Raises:
-            ModelError: there is no such model, or it cannot be read, or has no tokenizer though there `needs_text`.
+            ModelError: there is no such model, or it cannot be read.
         """
         checkpoint, spec = await read_model(model)
         find = Tokenizer if needs_text else find_tokenizer
@@ -156,15 +160,15 @@ class InputProcessor:
         return named | (self.tokenizer.eos if self.tokenizer else frozenset())
 
     async def make_request(self, asked: RequestSpec) -> Request:
-        """Encode and check what is asked, before any node is troubled.
+        """Encode and check what is asked, before any node gets work.
 
         Raises:
-            InputError: the model cannot serve it. ModelError: its generation_config.json asks for what none can.
+            InputError: the model cannot serve it. ModelError: its generation_config.json has an impossible value.
         """
         for stop in asked.stops:
             require_utf8("stop", stop)
         sampling = self._sampling(asked.sampling)
-        if asked.is_constrained and isinstance(asked.prompt, Conversation):  # no thinking first, unless it is asked for
+        if asked.is_constrained and isinstance(asked.prompt, Conversation):  # do not think first, unless asked to
             arguments = {"enable_thinking": False, **asked.prompt.template_arguments}
             asked = replace(asked, prompt=replace(asked.prompt, template_arguments=arguments))
         prompt = await self.prompt_ids(asked.prompt, most=self.spec.context - 1)
@@ -188,7 +192,7 @@ class InputProcessor:
         return request
 
     def parser(self, request: Request) -> TextParser:
-        """What makes text of the answer's tokens; it has taken in those that a journal knows."""
+        """Return a parser for the answer's tokens, after it has processed those of a journal."""
         if self.tokenizer is None:
             parser = TextParser()
         else:
@@ -197,57 +201,58 @@ class InputProcessor:
         parser.recall(request.known, request.eos)
         return parser
 
-    async def text_ids(self, text: str, *, special: bool, most: int) -> list[int]:
-        """The token ids of a text, with those that the tokenizer puts around it where `special`.
-
-        Raises ContextExceeded for one that has plainly more than `most`.
-        """
-        tokenizer = self._require_tokenizer("prompt")
-        require_utf8("prompt", text)
-        return await self._aside.run(partial(_encode, tokenizer, text, most, special=special))
-
-    async def text_of(self, tokens: Sequence[int]) -> str:
-        """What the tokens say. Raises InputError for ids outside the vocabulary."""
-        tokenizer = self._require_tokenizer("tokens")
-        if outside := [token for token in tokens if not 0 <= token < self.spec.vocab_size]:
-            raise InputError("tokens", f"expected token ids from 0 to {self.spec.vocab_size - 1}, found {outside[0]}")
-        return await self._aside.run(lambda: tokenizer.decode(tokens))
-
-    async def token_texts(self, tokens: Sequence[int]) -> list[str]:
-        """What each of them says by itself."""
-        return await self._aside.run(lambda: [self.token_text(token) for token in tokens])
-
-    def token_text(self, token: int) -> str:
-        """What one token says; its number without a tokenizer."""
-        return self.tokenizer.decode([token]) if self.tokenizer else str(token)
-
-    def token_bytes(self, token: int) -> bytes | None:
-        """Those that one token stands for, which may be a part of a character; None where the tokenizer hides them."""
-        return self.tokenizer.token_bytes(token) if self.tokenizer else None
-
-    async def prompt_ids(self, prompt: Prompt, *, most: int | None = None) -> tuple[int, ...]:
-        """A prompt's token ids, in whatever form it comes.
+    async def prompt_ids(self, prompt: Prompt, *, most: int | None = None, special: bool = True) -> tuple[int, ...]:
+        """Return a prompt's token ids; `special` adds the tokens that the tokenizer puts around any text.
 
         Raises:
-            ContextExceeded: it has plainly more than `most`. InputError: there is no tokenizer or template for it.
+            ContextExceeded: its length shows that it has more than `most` tokens.
+            InputError: there is no tokenizer or template for it, or it is unsuitable or takes too much.
         """
         if isinstance(prompt, tuple):
             return prompt
         if isinstance(prompt, str):
             require_utf8("prompt", prompt)
         tokenizer = self._require_tokenizer("prompt")
-        return tuple(await self._aside.run(partial(_encode, tokenizer, prompt, most)))
+        is_long = _num_letters(prompt) > _LONG
+
+        def encode() -> list[int]:
+            if most is not None:
+                tokenizer.require_few(prompt, most)
+            return [] if is_long else tokenizer.encode_prompt(prompt, special=special)
+
+        found = await self._aside.run(encode)
+        if is_long:
+            found = await self._reading_long.run(partial(tokenizer.encode_prompt, prompt, special=special, apart=True))
+        return tuple(found)
+
+    async def text_of(self, tokens: Sequence[int]) -> str:
+        """Return the text of the tokens. Raises InputError for ids outside the vocabulary."""
+        tokenizer = self._require_tokenizer("tokens")
+        check_token_ids("tokens", tokens, self.spec.vocab_size)
+        return await self._aside.run(lambda: tokenizer.decode(tokens))
+
+    async def token_texts(self, tokens: Sequence[int]) -> list[str]:
+        """Return the text of each token by itself."""
+        return await self._aside.run(lambda: [self.token_text(token) for token in tokens])
+
+    def token_text(self, token: int) -> str:
+        """Return the text of one token; its number without a tokenizer."""
+        return self.tokenizer.decode([token]) if self.tokenizer else str(token)
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """Return the bytes of one token, maybe a part of a character; None where the tokenizer does not reveal them."""
+        return self.tokenizer.token_bytes(token) if self.tokenizer else None
 
     async def any_grammar(self) -> Grammar:
-        """One that says nothing. It may take as long as the vocabulary takes to be read.
+        """Return a grammar that matches any text. The first call reads the vocabulary, which may take seconds.
 
         Raises:
-            InputError: this model can keep to none.
+            InputError: this model cannot follow a grammar.
         """
         return await self._grammar(RequestSpec((), grammar=regex_grammar("(.|\n)*")), ())
 
     async def _grammar(self, asked: RequestSpec, prompt: tuple[int, ...]) -> Grammar:
-        """What the answer must be, once it has been tried. Raises InputError if the model cannot keep to it."""
+        """Return the grammar of the answer, after a trial compilation. Raises InputError if it cannot be enforced."""
         field = "tool_choice" if asked.calls.are_forced else "response_format"
         if asked.ignore_eos or not self.eos:
             raise InputError(field, "expected an end-of-sequence token to end it, found none")
@@ -257,7 +262,6 @@ class InputProcessor:
             raise InputError(field, error.message) from error
 
     def _tried(self, asked: RequestSpec, prompt: tuple[int, ...]) -> Grammar:
-        """May take long."""
         eos = sorted(self.eos)
         spell = partial(self._grammars.spelled, eos=eos)
         markers = self.tokenizer.markers(prompt) if self.tokenizer else Markers(None, "normal")
@@ -287,9 +291,12 @@ class InputProcessor:
             raise ModelError(f"{self.checkpoint.folder}/generation_config.json: {error}") from error
 
 
-def _encode(tokenizer: Tokenizer, prompt: Conversation | str, most: int | None, *, special: bool = True) -> list[int]:
-    if isinstance(prompt, Conversation):
-        return tokenizer.encode_chat(prompt.messages, prompt.tools, prompt.template_arguments, most=most)
-    if most is not None:
-        tokenizer.require_few(prompt, most)
-    return tokenizer.encode(prompt, special=special)
+def _num_letters(value: Any) -> int:
+    """Return the length of all text in a prompt."""
+    if isinstance(value, Conversation):
+        return _num_letters((value.messages, value.tools, value.template_arguments))
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_num_letters, (*value.keys(), *value.values())))
+    return sum(map(_num_letters, value)) if isinstance(value, list | tuple) else 0

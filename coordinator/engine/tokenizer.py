@@ -1,11 +1,15 @@
-"""Least tokens: how many a text has at least, without tokenizing it: none is longer than the vocabulary's longest."""
+"""A checkpoint's tokenizer, chat template and detokenizer, and the trust in its Python code where it has any."""
 
 import inspect
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+from huggingface_hub import constants
 from huggingface_hub.errors import StrictDataclassError
 from mlx_lm import tokenizer_utils
 from mlx_lm.generate import make_text_state_machine
@@ -17,48 +21,27 @@ from transformers import (
     dynamic_module_utils,
     tokenization_utils_base,
 )
+from transformers.dynamic_module_utils import get_imports, get_relative_imports
+from transformers.models.auto import tokenization_auto
 
 from coordinator.cluster.progress import say
-from coordinator.engine.bounded import TEMPLATES
-from coordinator.engine.tokenizer_code import fetch_code, trusted_code
+from coordinator.engine.bounded import TEMPLATES, LongTexts
+from coordinator.sessions.request import Conversation
 from coordinator.sessions.text import Markers, TextParser
 from worker.errors import ContextExceeded, InputError, ModelError, first_line
 from worker.model.checkpoint import Checkpoint
 
-_MARGIN = 4  # normalizers may shorten a text: NFC and NFKC make one letter of up to three
-_PROBED = 4096  # letters
-# What some tokenizers drop, or make one token of however much there is: blanks, and letters that none knows.
-_PROBES = (" " * _PROBED, "\n" * _PROBED, "\u0378" * _PROBED)
-
-
-class LeastTokens:
-    """Of one tokenizer, by letters: a token stands for no more of them than it is spelled with, be they bytes."""
-
-    def __init__(self, tokenizer: Any, encode: Callable[[str], Sequence[int]]) -> None:
-        self._most_letters = _MARGIN * max(map(len, tokenizer.get_vocab()))
-        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-        self._eats_blanks = any(token.lstrip or token.rstrip for token in added)
-        self._is_sure = all(len(encode(probe)) >= _PROBED // self._most_letters for probe in _PROBES)
-
-    def of(self, text: str) -> int:
-        """A fourth of what can be known, and 0 for a tokenizer that may drop what it is given."""
-        if not self._is_sure:
-            return 0
-        num_letters = sum(map(len, text.split())) if self._eats_blanks else len(text)
-        return num_letters // self._most_letters
-
-
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_BYTE = re.compile("<0x([0-9A-F]{2})>")  # a byte, as SentencePiece spells it
+_BYTE = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's spelling of a byte
 _UNREADABLE = (
     OSError, ValueError, LookupError, TypeError, AttributeError, StrictDataclassError,
-    ImportError, SyntaxError, NameError, AssertionError, RuntimeError,  # of a tokenizer that is code
+    ImportError, SyntaxError, NameError, AssertionError, RuntimeError,  # from a tokenizer that is Python code
 )  # fmt: skip
-# What apply_chat_template raises for a conversation that does not suit it, apart from the template's own refusal: from
-# the code that runs before the template, or from a template of mlx-lm that is Python code.
-_UNFIT = (LookupError, TypeError, ValueError, AttributeError, AssertionError, NotImplementedError)
-# The names under which transformers itself takes something: `messages` and `conversations` are those of its renderer.
-_NOT_THE_TEMPLATES = {"messages", "conversations"} | (
+# What apply_chat_template raises for an unsuitable conversation before a template is rendered, or where the template is
+# Python code of mlx-lm.
+_UNSUITABLE = (LookupError, TypeError, ValueError, AttributeError, AssertionError, NotImplementedError)
+# Names of transformers' own arguments; `messages` and `conversations` belong to its renderer.
+_RESERVED = {"messages", "conversations"} | (
     inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
     - {"tools", "documents", "add_generation_prompt", "continue_final_message", "kwargs"}
 )
@@ -68,12 +51,15 @@ class Tokenizer:
     """The checkpoint's tokenizer, chat template and streaming detokenizer, as mlx-lm loads them."""
 
     def __init__(self, checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> None:
-        """Raises ModelError if there is no tokenizer that can be read, or it is code that is not trusted."""
-        _confine_transformers()
+        """Raises ModelError if there is no readable tokenizer, or if it is code that is not trusted."""
+        # Render chat templates in another process, and never ask on the terminal whether code may run. Both mlx-lm and
+        # tokenizers that are code look these up in their modules, so they are replaced for the whole process.
+        tokenization_utils_base.render_jinja_template = TEMPLATES.render  # type: ignore[assignment]  # returns no str
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
         self._markers: dict[str, Markers] = {}  # by how an answer begins
         code = trusted_code(checkpoint, is_trusted=trust_remote_code)
         folder = checkpoint.folder
-        # Without a configuration transformers, once it trusts the tokenizer's code, would run the model's to have one.
+        # Without a configuration transformers, once it trusts the tokenizer's code, would run the model's code for one.
         settings = {"trust_remote_code": bool(code), "config": _config_of(checkpoint)}
         try:
             if code:
@@ -85,79 +71,101 @@ class Tokenizer:
             raise ModelError(
                 f"{folder} holds no tokenizer; copy its tokenizer files there, or give the prompt as token ids"
             )
+        self._long_texts = LongTexts(folder, trust_remote_code=trust_remote_code)
 
     @property
     def has_chat_template(self) -> bool:
-        """A base model has none: its prompts are given as they stand."""
+        """False for a base model, whose prompts are raw text."""
         return bool(self._wrapper.has_chat_template)
+
+    def encode_prompt(self, prompt: Conversation | str, *, special: bool = True, apart: bool = False) -> list[int]:
+        """Return a prompt's token ids. It may take long: call it outside of an event loop.
+
+        Args:
+            special: add the tokens that the tokenizer puts around any text; a chat template adds its own.
+            apart: work in another process with bounded time and memory, for long prompts.
+        Raises:
+            InputError: the prompt is unsuitable, or takes too much.
+        """
+        if isinstance(prompt, Conversation):
+            method = "encode_chat"
+            arguments: dict[str, Any] = {
+                "messages": prompt.messages, "tools": prompt.tools, "arguments": prompt.template_arguments
+            }  # fmt: skip
+        else:
+            method, arguments = "encode", {"text": prompt, "special": special}
+        if apart:
+            return self._long_texts.encode(method, **arguments)
+        found: list[int] = getattr(self, method)(**arguments)
+        return found
 
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         arguments: Mapping[str, Any] | None = None,
-        *,
-        most: int | None = None,
     ) -> list[int]:
-        """A conversation's token ids, up to where the answer begins; `arguments` are the template's own.
+        """Return a conversation's token ids, up to where the answer begins; `arguments` are the template's own."""
+        return list(self._apply_template(messages, tools, arguments))
 
-        It may take seconds, and is to be run aside of an event loop. Raises ContextExceeded where it is plain without
-        tokenizing that it has more than `most` tokens.
-        """
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Return a text's token ids, with those that the tokenizer puts around any text if `special`."""
+        settings = {} if special else {"add_special_tokens": False}  # not all tokenizers that are code know it
+        return list(self._wrapper.encode(text, **settings))
+
+    def require_few(self, prompt: Conversation | str, most: int) -> None:
+        """Raise ContextExceeded if a prompt's length shows that it has more than `most` tokens."""
+        if isinstance(prompt, Conversation):
+            if self._least.of(str(prompt.messages)) <= most:  # templates leave parts of it out
+                return
+            given = prompt.messages, prompt.tools, prompt.template_arguments
+            prompt = str(self._apply_template(*given, tokenize=False))
+        if (least := self._least.of(prompt)) > most:
+            raise ContextExceeded("prompt", f"expected at most {most} tokens, found at least {least}; shorten it")
+
+    def _apply_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any] | None,
+        **settings: bool,
+    ) -> Any:
         if not self.has_chat_template:
             raise InputError("prompt", "this model has no chat template; give it raw, as it stands")
         arguments = arguments or {}
-        if reserved := arguments.keys() & _NOT_THE_TEMPLATES:
-            others = ", ".join(sorted(_NOT_THE_TEMPLATES - {min(reserved)}))
-            said = f"{min(reserved)} is not the chat template's to know; leave it out (nor is any of {others})"
-            raise InputError("chat_template_kwargs", said)
-        given = {"add_generation_prompt": True, **arguments} | ({"tools": list(tools)} if tools else {})
+        if reserved := arguments.keys() & _RESERVED:
+            others = ", ".join(sorted(_RESERVED - {min(reserved)}))
+            message = f"{min(reserved)} is not the chat template's to know; leave it out (nor is any of {others})"
+            raise InputError("chat_template_kwargs", message)
+        given = {"add_generation_prompt": True, **arguments, **settings} | ({"tools": list(tools)} if tools else {})
         try:
-            if most is not None and self._least.of(str(messages)) > most:  # templates leave some of it out
-                self.require_few(str(self._wrapper.apply_chat_template(list(messages), tokenize=False, **given)), most)
-            return list(self._wrapper.apply_chat_template(list(messages), **given))
-        except ContextExceeded:
-            raise
-        except _UNFIT as error:
+            return self._wrapper.apply_chat_template(list(messages), **given)
+        except _UNSUITABLE as error:
             message = f"the chat template refuses this conversation ({first_line(error)}); give it raw"
             raise InputError("prompt", message) from error
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """A text's token ids, with those that the tokenizer puts around any text where `special`."""
-        settings = {} if special else {"add_special_tokens": False}  # which not all that is code knows
-        return list(self._wrapper.encode(text, **settings))
-
-    def require_few(self, text: str, most: int) -> None:
-        """Raise ContextExceeded where it is plain without tokenizing that a text has more tokens."""
-        if (least := self._least.of(text)) > most:
-            raise ContextExceeded("prompt", f"expected at most {most} tokens, found at least {least}; shorten it")
-
     @cached_property
-    def _least(self) -> LeastTokens:
+    def _least(self) -> "LeastTokens":
         return LeastTokens(self._wrapper, self.encode)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._wrapper.decode(list(tokens)))
 
     def token_bytes(self, token: int) -> bytes | None:
-        """Those that a token stands for; None for a part of a character of which the tokenizer does not tell them."""
+        """Return the bytes of a token; None for a part of a character whose bytes the tokenizer does not reveal."""
         text = self.decode([token])
         if "\ufffd" not in text:
             return text.encode()
         spelled = self._wrapper.convert_ids_to_tokens(token)
-        if isinstance(spelled, bytes):  # as some tokenizers that are code have them
+        if isinstance(spelled, bytes):  # from some tokenizers that are code
             return spelled
         if byte := _BYTE.fullmatch(str(spelled)):
             return bytes([int(byte[1], 16)])
         known = _bytes_by_letter()
         return bytes(known[letter] for letter in spelled) if known.keys() >= set(spelled) else None
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """As a conversation's first message if there is a chat template, else as it stands."""
-        return self.encode_chat([{"role": "user", "content": text}]) if self.has_chat_template else self.encode(text)
-
     def markers(self, prompt: Sequence[int]) -> Markers:
-        """How answers to this prompt mark thoughts and calls; some templates end where thinking has begun."""
+        """Return how answers to this prompt mark thoughts and calls; some templates end within a thought."""
         wrapper = self._wrapper
         thinks = wrapper.has_thinking and wrapper.rfind_think_start(prompt) > wrapper.rfind_think_end(prompt)
         begins_in = wrapper.response_initial_state or ("reasoning" if thinks else "normal")
@@ -185,7 +193,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         has_parallel_calls: bool = True,
     ) -> TextParser:
-        """What makes text of one answer's tokens; without `markers` it does not tell thoughts and calls apart."""
+        """Return a parser for one answer's tokens; without `markers` all its text is content."""
         return TextParser(self._wrapper.detokenizer, stops, markers, tools, has_parallel_calls=has_parallel_calls)
 
     @property
@@ -193,26 +201,16 @@ class Tokenizer:
         return frozenset(self._wrapper.eos_token_ids)
 
 
-def _confine_transformers() -> None:
-    """Have it render chat templates in the other process, and never ask a terminal whether code may run.
-
-    Whoever has a template rendered, mlx-lm or a tokenizer that is code, finds the function by its module, and nobody
-    passes a deadline for the question on: for the whole process or not at all.
-    """
-    tokenization_utils_base.render_jinja_template = TEMPLATES.render  # type: ignore[assignment]  # it gives no str
-    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # AutoTokenizer as a tokenizer_class asks, whatever was said of trust
-
-
 @cache
 def _bytes_by_letter() -> Mapping[str, int]:
-    """How byte-level tokenizers spell bytes: by themselves if they can be seen, the others by letters from 256 on."""
+    """Return the byte of each letter of byte-level tokenizers, in which invisible bytes are letters from 256 on."""
     seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     unseen = [byte for byte in range(256) if byte not in seen]
     return {chr(byte): byte for byte in seen} | {chr(256 + place): byte for place, byte in enumerate(unseen)}
 
 
 def find_tokenizer(checkpoint: Checkpoint, *, trust_remote_code: bool) -> Tokenizer | None:
-    """For what can do without: None if there is no tokenizer, or if it is code that is not trusted, which is said."""
+    """Return the tokenizer, or None if there is none or it is untrusted code, after saying so."""
     try:
         code = trusted_code(checkpoint, is_trusted=trust_remote_code)
     except ModelError as error:
@@ -224,12 +222,124 @@ def find_tokenizer(checkpoint: Checkpoint, *, trust_remote_code: bool) -> Tokeni
 
 
 def _config_of(checkpoint: Checkpoint) -> PreTrainedConfig:
-    """What transformers chooses a tokenizer by. Left to itself it would run the model's own Python to know it."""
+    """Return the configuration by which transformers chooses a tokenizer, without running the model's own code."""
     try:
         return AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
-    except _UNREADABLE:  # a model that transformers does not know, or not with such values: tokenizers need none
+    except _UNREADABLE:  # unknown to transformers: its tokenizers need no full configuration
         model_type = checkpoint.config.get("model_type", "")
         named: dict[str, Any] = {"tokenizer_class": checkpoint.config.get("tokenizer_class")}
         if model_type in CONFIG_MAPPING:
             return CONFIG_MAPPING[model_type](**named)
         return PreTrainedConfig(**(named | {"model_type": model_type}))
+
+
+_MARGIN = 4  # normalizers may shorten a text: NFC and NFKC turn up to three letters into one
+_PROBED = 4096  # letters
+# Some tokenizers drop any number of blanks or unknown letters, or turn them into one token.
+_PROBES = (" " * _PROBED, "\n" * _PROBED, "\u0378" * _PROBED)
+
+
+class LeastTokens:
+    """Lower bounds on a text's number of tokens: no token stands for more letters than the vocabulary's longest one."""
+
+    def __init__(self, tokenizer: Any, encode: Callable[[str], Sequence[int]]) -> None:
+        self._most_letters = _MARGIN * max(map(len, tokenizer.get_vocab()))
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        self._eats_blanks = any(token.lstrip or token.rstrip for token in added)
+        self._is_sure = all(len(encode(probe)) >= _PROBED // self._most_letters for probe in _PROBES)
+
+    def of(self, text: str) -> int:
+        """Return a safe lower bound; 0 for a tokenizer that may drop text."""
+        if not self._is_sure:
+            return 0
+        num_letters = sum(map(len, text.split())) if self._eats_blanks else len(text)
+        return num_letters // self._most_letters
+
+
+# --- tokenizers that are Python code --------------------------------------------------------------------------------
+
+# Model types whose checkpoints name code although transformers' own tokenizer is the right one.
+_NEEDLESS: set[str] = getattr(tokenization_auto, "MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS", set())
+_REFERENCE = re.compile(r"(?P<module>\w+)\.\w+")
+
+
+def trusted_code(checkpoint: Checkpoint, *, is_trusted: bool) -> list[str]:
+    """Return the Python files of the model's tokenizer; none if it is only data.
+
+    Raises:
+        ModelError: there is code that is not trusted, which the message names, or it belongs to another repository.
+    """
+    code = _code_of(checkpoint)
+    if code and not is_trusted:
+        raise ModelError(
+            f"the tokenizer of {checkpoint.name} is Python code: {', '.join(_place(checkpoint, f) for f in code)}\n"
+            "Read it; then --trust-remote-code lets it run, with all that you may do yourself."
+        )
+    return code
+
+
+def fetch_code(checkpoint: Checkpoint) -> None:
+    """Download missing files of the tokenizer's code, at the commit of the checkpoint's name.
+
+    Raises:
+        ModelError: a file of it, or a package that it imports, is missing.
+    """
+    while lacking := [file for file in _code_of(checkpoint) if not (checkpoint.folder / file).exists()]:
+        if checkpoint.download is None:
+            raise ModelError(
+                f"{checkpoint.folder} lacks {', '.join(lacking)}, the code of its tokenizer; copy it there"
+            )
+        checkpoint.download(lacking, lambda nbytes: None)
+    imported = {name for file in _code_of(checkpoint) for name in get_imports(checkpoint.folder / file)}
+    if absent := sorted(name for name in imported if find_spec(name) is None):
+        raise ModelError(
+            f"the tokenizer of {checkpoint.name} imports {', '.join(absent)}, not installed here; "
+            f"run `pip install {' '.join(absent)}`"
+        )
+
+
+def _code_of(checkpoint: Checkpoint) -> list[str]:
+    """Return the file that tokenizer_config.json names and the files that it imports; not code of the model itself."""
+    reference = _reference(checkpoint.folder)
+    if reference is None or checkpoint.config.get("model_type") in _NEEDLESS:
+        return []
+    match = _REFERENCE.fullmatch(reference)
+    if match is None:  # owner/name--module.Class: transformers would fetch whatever it holds then
+        raise ModelError(
+            f"the tokenizer of {checkpoint.name} is Python code that is not its own: {reference}\n"
+            "Expected file.Class in tokenizer_config.json: copy the code into a folder of the model, and name it so."
+        )
+    return _with_imports(checkpoint.folder, f"{match['module']}.py")
+
+
+def _reference(folder: Path) -> str | None:
+    """Return the tokenizer class that tokenizer_config.json names, the fast one if there are two."""
+    auto_map = _read(folder / "tokenizer_config.json").get("auto_map")
+    found = auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else auto_map  # in old files only a list
+    slow_and_fast = found if isinstance(found, list) else [found]
+    return next((str(reference) for reference in reversed(slow_and_fast) if reference), None)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # loading the tokenizer reports it
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _with_imports(folder: Path, file: str) -> list[str]:
+    files = [file]
+    for each in files:
+        if (folder / each).exists():
+            imported = (f"{module}.py" for module in sorted(get_relative_imports(folder / each)))
+            files += [other for other in imported if other not in files]
+    return files
+
+
+def _place(checkpoint: Checkpoint, file: str) -> str:
+    """Return where the user can read a file, which is not downloaded before it is trusted."""
+    if checkpoint.download is None or (checkpoint.folder / file).exists():
+        return str(checkpoint.folder / file)
+    repository, _, commit = checkpoint.name.partition("@")
+    return f"{constants.ENDPOINT}/{repository}/blob/{commit}/{file}"

@@ -23,7 +23,7 @@ from coordinator.planning.plan import Assignment
 from coordinator.quality.reference import LayerDigests, Reference, stream_layers
 from coordinator.quality.replay import CHUNK, ForcedPass, Replay
 from coordinator.quality.report import ComparedAnswer, VerifyReport, compare_tensors
-from coordinator.sessions.request import Request, check_request
+from coordinator.sessions.request import Conversation, Request, check_request
 from coordinator.sessions.session import Session
 from protos.brigade_pb2 import Cache, Frame, Result, Sampling
 from protos.brigade_pb2 import Session as Opening
@@ -166,7 +166,9 @@ def _make_requests(
         for length in sorted({1, min(7, longest), min(CHUNK, longest), longest})
     }
     if tokenizer is not None:
-        texts = {text: tuple(tokenizer.encode_prompt(text)) for text in _TEXTS}
+        chats = {text: Conversation(({"role": "user", "content": text},)) for text in _TEXTS}
+        asked = chats if tokenizer.has_chat_template else {text: text for text in _TEXTS}
+        texts = {text: tuple(tokenizer.encode_prompt(prompt)) for text, prompt in asked.items()}
         prompts |= {text: prompt for text, prompt in texts.items() if 0 < len(prompt) <= spec.context - max_tokens}
     samplings = {
         "greedy": Sampling(),

@@ -118,8 +118,10 @@ class RequestSpec:
 
 def require_utf8(name: str, text: str) -> None:
     """Raise InputError for text with lone surrogates, which stand for bytes that are not UTF-8."""
-    if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise InputError(name, "expected UTF-8 text, found other bytes")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(name, "expected UTF-8 text, found other bytes") from error
 
 
 def make_sampling(*, seed: int | None = None, **parameters: Any) -> Sampling:

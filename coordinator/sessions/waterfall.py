@@ -1,7 +1,7 @@
-"""Where each millisecond of a request went, from the stages' timing records. Pure.
+"""Waterfall: a request's wall time by part, from the stages' timing records. Pure.
 
-Every frame's records tile the time from its sending to its result. With several frames in flight these tilings overlap,
-so each is clipped to the time after the previous result: what remains tiles the whole request, part by part.
+The records of a frame cover the time from its sending to its result without gaps. With several frames in flight these
+times overlap, so each is clipped to the time after the previous result; together they cover the whole request.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ _COMPUTING = ("decode", "coordinator compute", "worker compute", "head + samplin
 
 
 class Moments(NamedTuple):
-    """When a frame passed one stage, on that stage's own clock, nanoseconds: the fields of the proto's Timing."""
+    """When a frame passed one stage, nanoseconds on that stage's clock: the fields of the proto's Timing."""
 
     received: int
     taken: int
@@ -39,7 +39,7 @@ class Moments(NamedTuple):
 
 @dataclass(frozen=True)
 class Passage:
-    """One frame's way through the chain: its moments by stage and when its result was back, nanoseconds."""
+    """One frame's way through the chain: its moments by stage, and when its result returned, nanoseconds."""
 
     timings: Sequence[Moments]
     returned: int
@@ -48,17 +48,16 @@ class Passage:
 
     @classmethod
     def of(cls, result: Result, returned: int, num_rows: int) -> "Passage":
-        """A copy of the result's records: a part of a result would keep all of it in memory."""
+        """Copy the result's records: a reference to them would keep the whole result message in memory."""
         timings = tuple(Moments(t.received, t.taken, t.started, t.computed, t.sampled, t.sent) for t in result.timings)
         return cls(timings, returned, num_rows, result.step)
 
 
 @dataclass(frozen=True)
 class Route:
-    """A chain as frames pass it: its nodes, and by how much each one's clock is ahead of the coordinator's.
+    """A chain's nodes in order, and by how many nanoseconds each one's clock is ahead of the coordinator's.
 
-    An offset, in nanoseconds, that is wrong moves time between hops and nothing else: over the way out and back it
-    cancels.
+    A wrong offset only moves time between hops; it cancels over the way out and back.
     """
 
     nodes: Sequence[Assignment]
@@ -67,21 +66,21 @@ class Route:
 
 @dataclass(frozen=True)
 class Leg:
-    """What one chain did for a request: its passages, in the order of their results."""
+    """The frames of one chain that carried a request, in the order of their results."""
 
     route: Route
     passages: list[Passage]
-    is_recovered: bool = False  # a chain had been lost under the request before
+    is_recovered: bool = False  # the request had lost a chain before
 
 
 @dataclass
 class StageTime:
     """One node's sums over a request, in milliseconds."""
 
-    node: Assignment  # as it was the last time
+    node: Assignment  # its latest one
     is_lost: bool = False  # it is not in the request's last chain
-    compute_ms: float = 0.0  # while it was at a frame of this request or at several: no moment counts twice
-    wire_ms: float = 0.0  # of the hop into this stage; on the first one the way back to it
+    compute_ms: float = 0.0  # at work on frames of this request; overlapping times count once
+    wire_ms: float = 0.0  # of the hop into this stage; on stage 0 the return of results
     queue_ms: float = 0.0
     utilisation: float = 0.0  # compute over wall time
 
@@ -96,13 +95,14 @@ class Waterfall:
 
 
 def make_waterfall(legs: Sequence[Leg], started: int, ended: int) -> Waterfall:
-    """Divide [started, ended] among the parts, and what each node did among the nodes of all chains.
+    """Divide the time [started, ended] into parts, and into the work of each node.
 
     Args:
         started, ended: the request's first and last moment on the coordinator's clock, nanoseconds.
     """
     parts = dict.fromkeys(PARTS, 0)
-    stages = {stage.node.name: stage for stage in _stages(legs)}
+    last = {node.name for node in legs[-1].route.nodes} if legs else set()
+    stages = {node.name: StageTime(node, is_lost=node.name not in last) for node in nodes_of(legs)}
     busy: dict[str, list[tuple[int, int]]] = {name: [] for name in stages}
     before = started
     for leg, wait, passage in _in_order(legs):
@@ -116,8 +116,10 @@ def make_waterfall(legs: Sequence[Leg], started: int, ended: int) -> Waterfall:
             parts[part] += until - before
             if part in _COMPUTING:
                 busy[name].append((begin, end))
+            elif part == "queue":  # waits count only while nothing else went on
+                stages[name].queue_ms += (until - before) / 1e6
             else:
-                _add_wait(stages[name], part, (until - before) / 1e6)
+                stages[name].wire_ms += (until - before) / 1e6
             before = until
     parts["scheduling"] += max(0, ended - before)
     wall_ms = (ended - started) / 1e6
@@ -128,7 +130,7 @@ def make_waterfall(legs: Sequence[Leg], started: int, ended: int) -> Waterfall:
 
 
 def nodes_of(legs: Sequence[Leg]) -> list[Assignment]:
-    """Every node that took part, once: those of the last chain in its order, then those that were lost."""
+    """Return every node that took part: those of the last chain in its order, then those that were lost."""
     found: dict[str, Assignment] = {}
     for leg in reversed(legs):
         for node in leg.route.nodes:
@@ -137,7 +139,7 @@ def nodes_of(legs: Sequence[Leg]) -> list[Assignment]:
 
 
 def recoveries(legs: Sequence[Leg]) -> Iterator[tuple[int, int]]:
-    """From the last result of a chain to the first frame on the next one, on the coordinator's clock."""
+    """Yield (begin, end) of each recovery: from a chain's last result to the first frame on the next one."""
     returned = None
     for _, wait, passage in _in_order(legs):
         if wait == "recovery" and returned is not None:
@@ -146,7 +148,7 @@ def recoveries(legs: Sequence[Leg]) -> Iterator[tuple[int, int]]:
 
 
 def _in_order(legs: Sequence[Leg]) -> Iterator[tuple[Leg, str, Passage]]:
-    """All passages, and what the time before each belongs to."""
+    """Yield every passage, with the part that the wait before it belongs to."""
     for leg in legs:
         wait = "recovery" if leg.is_recovered else "scheduling"
         for passage in leg.passages:
@@ -154,14 +156,8 @@ def _in_order(legs: Sequence[Leg]) -> Iterator[tuple[Leg, str, Passage]]:
             wait = "scheduling"
 
 
-def _stages(legs: Sequence[Leg]) -> Iterator[StageTime]:
-    last = {node.name for node in legs[-1].route.nodes} if legs else set()
-    for node in nodes_of(legs):
-        yield StageTime(node, is_lost=node.name not in last)
-
-
 def spans(passage: Passage, offsets: Sequence[int]) -> list[tuple[str, int, int, int]]:
-    """The passage as (part, stage, begin, end), gapless, on the coordinator's clock."""
+    """Return the passage as gapless tiles (part, stage, begin, end) on the coordinator's clock."""
     tiles = []
     left = None
     for stage, timing in enumerate(passage.timings):
@@ -182,16 +178,8 @@ def spans(passage: Passage, offsets: Sequence[int]) -> list[tuple[str, int, int,
     return tiles
 
 
-def _add_wait(stage: StageTime, part: str, alone_ms: float) -> None:
-    """A wait counts only while nothing else went on."""
-    if part == "queue":
-        stage.queue_ms += alone_ms
-    else:
-        stage.wire_ms += alone_ms
-
-
 def _covered(intervals: Sequence[tuple[int, int]]) -> int:
-    """How much time the intervals cover together: a stage takes up a frame while it still sends the one before."""
+    """Return how much time the intervals cover; they overlap where a stage computes while it sends."""
     covered, until = 0, min((begin for begin, _ in intervals), default=0)
     for begin, end in sorted(intervals):
         covered += max(0, end - max(begin, until))

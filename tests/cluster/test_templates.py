@@ -27,8 +27,7 @@ from coordinator.cli.generate import GenerateOptions, prepare
 from coordinator.cluster.options import cluster_options
 from coordinator.engine import bounded as templates_module
 from coordinator.engine import tokenizer as tokenizer_module
-from coordinator.engine.bounded import TEMPLATES, Templates
-from coordinator.engine.bounded_process import Bounds, send
+from coordinator.engine.bounded import TEMPLATES, Bounds, Templates, send
 from coordinator.engine.tokenizer import Tokenizer
 from tests.cluster import chat_templates
 from tests.cluster.chat_templates import CONVERSATION, DEEP_IN_C, DOUBLING, ENDLESS, HELLO, MISTRAL, QWEN, TALK
@@ -69,7 +68,7 @@ def processes() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
-            found += [child] if "coordinator.engine.bounded_process" in child.cmdline() else []
+            found += [child] if "coordinator.engine.bounded" in child.cmdline() else []
     return found
 
 
@@ -256,12 +255,12 @@ def test_a_command_can_be_interrupted_while_a_template_is_rendered(
 
 ENDS = """
 import os, sys
-from coordinator.engine.bounded_process import Bounds, receive, send
+from coordinator.engine.bounded import Bounds, receive, send
 from coordinator.engine.bounded import Templates
 import msgpack
 templates = Templates(Bounds(seconds=0.1))
 templates.start()
-process = templates._process._process
+process = templates._process
 print(process.pid, flush=True)
 receive(process.stdout)
 if "busy" in sys.argv:

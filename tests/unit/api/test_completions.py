@@ -14,7 +14,7 @@ LETTERS = {0: "a", 1: "bc", 2: "\ufffd", 3: "\ufffd", EOS: "<eos>"}
 class Letters:
     """Two half characters make one; nothing is held back otherwise."""
 
-    is_stopped = False
+    stopped_by = None
 
     def __init__(self) -> None:
         self._has_half = False

@@ -21,8 +21,8 @@ class Words(InputProcessor):
     async def text_of(self, tokens: Any) -> str:
         return "a" * len(tokens)
 
-    async def text_ids(self, text: str, *, special: bool, most: int) -> list[int]:
-        return [0] * len(text)
+    async def prompt_ids(self, prompt: Any, *, most: int | None = None, special: bool = True) -> tuple[int, ...]:
+        return (0,) * len(prompt)
 
 
 def server(**limits: int) -> Any:

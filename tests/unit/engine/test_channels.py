@@ -27,7 +27,7 @@ def markers(begins_in: str = "normal") -> Markers:
 
 def divided(parser: TextParser, text: str, reason: str | None = None) -> Output:
     output = Output(text, [], 0, reason)
-    parser.divide(output)
+    parser.split(output)
     return output
 
 

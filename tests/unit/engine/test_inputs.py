@@ -6,8 +6,7 @@ import psutil
 import pytest
 
 from coordinator.engine import inputs
-from coordinator.engine.bounded import GrammarTrials
-from coordinator.engine.bounded_process import Bounds
+from coordinator.engine.bounded import Bounds, GrammarTrials, LongTexts
 from coordinator.engine.grammars import json_grammar, lark_grammar, regex_grammar
 from coordinator.sessions.request import Conversation, RequestSpec
 from worker.errors import ContextExceeded, InputError, SamplingError
@@ -39,6 +38,51 @@ def test_a_grammar_that_explodes_is_refused_and_a_chat_beside_it_is_read_at_once
 
     before = psutil.Process().memory_info().rss
     asyncio.run(checked())
+
+
+LONG_ENOUGH = "the quick brown fox, naïvely " * 10_000
+
+
+@pytest.mark.parametrize(
+    "prompt", [LONG_ENOUGH, Conversation(({"role": "user", "content": LONG_ENOUGH},))], ids=["text", "chat"]
+)
+def test_a_long_text_is_tokenized_elsewhere_and_a_chat_beside_it_is_read_at_once(
+    prompt: Conversation | str,
+) -> None:
+    async def checked() -> tuple[int, ...]:
+        front = await inputs.InputProcessor.read("demo")
+        assert front.tokenizer is not None
+        chat = RequestSpec(Conversation(({"role": "user", "content": "hi"},)))
+        await front.make_request(chat)
+        reading = asyncio.ensure_future(front.prompt_ids(prompt))
+        while not front._reading_long._turn.locked():  # noqa: ASYNC110 - a few turns of the loop
+            await asyncio.sleep(0)
+        assert (await front.make_request(chat)).prompt and not reading.done()
+        return await reading
+
+    def here() -> list[int]:
+        front = asyncio.run(inputs.InputProcessor.read("demo"))
+        assert front.tokenizer is not None
+        return front.tokenizer.encode_prompt(prompt)
+
+    assert list(asyncio.run(checked())) == here()
+
+
+def test_a_text_whose_tokens_take_too_long_is_refused() -> None:
+    front = asyncio.run(inputs.InputProcessor.read("demo"))
+    texts = LongTexts(
+        front.checkpoint.folder, trust_remote_code=False, bounds=Bounds(seconds=0.1, memory_bytes=4 << 30)
+    )
+    with pytest.raises(InputError, match=r"^prompt: tokenizing it took longer than 0.1 s; shorten it$"):
+        texts.encode("encode", text=LONG_ENOUGH * 10)
+
+
+def test_more_tokens_than_fit_into_an_answer_are_refused() -> None:
+    front = asyncio.run(inputs.InputProcessor.read("demo"))
+    texts = LongTexts(front.checkpoint.folder, trust_remote_code=False, bounds=Bounds(text_bytes=1 << 10))
+    with pytest.raises(ContextExceeded):
+        texts.encode("encode", text="the quick brown fox " * 1000)
+    assert texts.encode("encode", text="fox") == front.tokenizer.encode("fox")  # type: ignore[union-attr]
 
 
 def test_a_grammar_that_wants_too_much_memory_is_refused() -> None:

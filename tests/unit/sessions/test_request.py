@@ -7,6 +7,7 @@ import pytest
 from coordinator.decoding.decode import Decode
 from coordinator.sessions.request import (
     Request,
+    SamplingParams,
     check_request,
     check_sampling,
     make_sampling,
@@ -168,3 +169,16 @@ def test_the_rows_of_a_request_are_those_of_its_tokens_and_of_what_its_decoder_n
     decode: Decode, max_tokens: int, rows: int
 ) -> None:
     assert most_rows(Request(tuple(range(30)), max_tokens, decode=decode), 128) == rows
+
+
+@pytest.mark.parametrize("name", sorted(SamplingParams.__annotations__.keys() - {"logit_bias"}))
+def test_the_range_of_every_parameter_is_stated_where_a_value_is_outside_of_it(name: str) -> None:
+    with pytest.raises(InputError, match=rf"^{name}: expected a (whole )?number from \S+ to \S+, got -1000$"):
+        make_sampling(**{name: -1000})
+
+
+def test_a_logit_bias_has_a_range_for_its_tokens_and_one_for_its_values() -> None:
+    with pytest.raises(InputError, match=r"^logit_bias: expected a whole number from 0 to 4294967295, got -1$"):
+        make_sampling(logit_bias={-1: 0.0})
+    with pytest.raises(InputError, match=r"^logit_bias: expected a number from -1e\+09 to 1e\+09, got 1e\+10$"):
+        make_sampling(logit_bias={1: 1e10})

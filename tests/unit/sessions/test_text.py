@@ -37,7 +37,7 @@ def plain_search(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
 
 def stream_through(pieces: list[str], stops: list[str]) -> tuple[list[str], bool]:
     stop = StopText(stops)
-    return [*(stop.push(piece) for piece in pieces), stop.flush()], stop.matched
+    return [*(stop.push(piece) for piece in pieces), stop.flush()], stop.found is not None
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -68,7 +68,7 @@ def test_nothing_is_held_back_longer_than_it_could_be_a_stop_string(seed: int) -
         piece = numbers.choice(["a", "b", "c"])
         text += piece
         out += stop.push(piece)
-        if stop.matched:
+        if stop.found:
             return
         held = text[len(out) :]
         assert text.startswith(out)
@@ -200,20 +200,20 @@ def test_an_answer_cut_anywhere_ends_with_its_last_whole_character(tokenizer: To
 def test_a_stop_string_is_found_across_tokens(tokenizer: Tokenizer, text: str, stop: str) -> None:
     stream = tokenizer.stream((stop,))
     for token in tokenizer.encode(text):
-        assert not stream.is_stopped
+        assert stream.stopped_by is None
         stream.push(token)
-        if stream.is_stopped:
+        if stream.stopped_by is not None:
             break
     stream.finish()
     assert stream.text == text.partition(stop)[0]
-    assert stream.is_stopped == (stop in text)
+    assert (stream.stopped_by is not None) == (stop in text)
 
 
 def test_what_was_held_back_for_a_stop_string_comes_at_the_end(tokenizer: Tokenizer) -> None:
     stream = tokenizer.stream(("END",))
     pushed = [stream.push(token) for token in tokenizer.encode("text EN")]
     assert "".join(pushed) == "text "
-    assert stream.finish() == "EN" and stream.text == "text EN" and not stream.is_stopped
+    assert stream.finish() == "EN" and stream.text == "text EN" and stream.stopped_by is None
 
 
 def test_two_streams_share_nothing(tokenizer: Tokenizer) -> None:

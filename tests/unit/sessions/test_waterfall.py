@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 
 from coordinator.planning.plan import Assignment
+from coordinator.sessions.output import Answer, Output, Usage
 from coordinator.sessions.waterfall import PARTS, Leg, Moments, Passage, Route, Waterfall, make_waterfall, spans
 
 MS = 1_000_000  # nanoseconds
@@ -233,3 +234,11 @@ def test_a_chain_that_was_lost_before_its_first_result_is_recovery_from_the_begi
     way = passage(100, [(0, 0, 10, 0, 0)], back=0, clocks=[0])
     found = make_waterfall([leg([way], [0], is_recovered=True)], 0, 110)
     assert in_ns(found) == dict.fromkeys(PARTS, 0) | {"recovery": 100, "coordinator compute": 10}
+
+
+def test_an_answer_without_tokens_has_a_waterfall_and_times() -> None:
+    """A request that only scores its prompt generates none."""
+    answer = Answer()
+    answer.add(Output("", [], 3_000_000_000))
+    answer.add(Output("", [], 5_000_000_000, "length", Usage(4, 1_000_000_000, 0, 1, 4)))
+    assert (answer.ttft_s, answer.decode_s, answer.waterfall().wall_ms) == (4.0, 0.0, 4000.0)
