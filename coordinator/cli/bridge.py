@@ -292,7 +292,7 @@ class Reply:
 
 def _stats(answer: Answer) -> Json:
     """Return the `stats` of a line; stages are not asked for each of many requests."""
-    found = {"prompt_tokens": answer.num_prompt, "reused_tokens": answer.num_reused, **stats_of(answer)}
+    found = {"prompt_tokens": answer.usage.num_prompt, "reused_tokens": answer.usage.num_reused, **stats_of(answer)}
     return {name: value for name, value in found.items() if name not in ("peak_memory_bytes", "cache_bytes")}
 
 

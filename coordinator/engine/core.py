@@ -1,22 +1,22 @@
 """EngineCore: the loop that runs sessions on one chain after another, as many at once as the stages have memory for.
 
-Three verbs: the scheduler makes a frame, the chain takes the step, the scheduler commits its result. A chain, its
-scheduler and its frames belong to one epoch; sessions outlive them.
+The scheduler makes a frame, the chain takes the step, the scheduler commits its result. A chain, its scheduler and its
+frames belong to one epoch; sessions outlive them.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
-from typing import NoReturn
+from collections import deque
+from collections.abc import Awaitable, Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import Generic, NoReturn, TypeVar
 
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.flight import ArrivedResult
 from coordinator.engine.stats import Stats
 from coordinator.planning.costs import LaneChooser, chunk_size
 from coordinator.sessions.output import Output
-from coordinator.sessions.quarantine import MOST_LOSSES, Suspects
 from coordinator.sessions.request import Request, room_for_answer
 from coordinator.sessions.scheduler import Commit, Scheduler
 from coordinator.sessions.session import MOST_UNREAD, Session, SessionState
@@ -27,11 +27,13 @@ from worker.node.framing import most_chunk_rows
 from worker.node.rpc_errors import error_named
 from worker.platform.tasks import background
 
-MAX_WAIT_S = 600.0  # for memory, if nothing else is said
-_LEAVE_S = 2.0  # for what is on its way when a core is left by an exception
+MAX_WAIT_S = 600.0  # default limit of the wait for memory
+MOST_LOSSES = 2  # lost chains that a request may survive without a token in between
+_LEAVE_S = 2.0  # for frames in flight when a core is left by an exception
 _UNREAD_S = 30.0  # how long a session stays paused for a reader that does not read
-_MOST_SCORED_ROWS = 64  # of a chunk: every row of it has logits for the whole vocabulary
+_MOST_SCORED_ROWS = 64  # of a chunk: each of its rows has logits for the whole vocabulary
 
+T = TypeVar("T", bound=Hashable)
 NextChain = Callable[[BrigadeError], Awaitable[Chain]]
 Outputs = asyncio.Queue[tuple[Session, Output | BaseException]]  # of all sessions of one call
 
@@ -50,20 +52,20 @@ class EngineCore:
     ) -> None:
         """
         Args:
-            when_lost: opens the chain on which requests go on once one has failed; without it they fail, too.
-            stats: takes note of all frames.
-            max_waiting: requests that wait for memory at most; one that has done so for `max_wait_s` is refused.
+            when_lost: opens the chain on which requests continue after a failure; None: they fail, too.
+            stats: counts all frames.
+            max_waiting: most requests that wait for memory, each for at most `max_wait_s`.
         """
-        self.failure: BaseException | None = None  # why no request can be answered any more
-        self.sessions: dict[Session, None] = {}  # that have not ended, in the order of arrival
+        self.failure: BaseException | None = None  # why no more requests can be answered
+        self.sessions: dict[Session, None] = {}  # those that have not ended, in the order of arrival
         self._when_lost = when_lost
         self._stats = stats
         self._max_waiting = max_waiting
         self._max_wait_s = max_wait_s
-        self._deadlines: dict[Session, asyncio.TimerHandle] = {}  # while they wait for memory, or for their readers
-        self._suspects: Suspects[Session] = Suspects()
+        self._deadlines: dict[Session, asyncio.TimerHandle] = {}  # of sessions that wait for memory or their readers
+        self._quarantine: Quarantine[Session] = Quarantine()
         self._is_closing = False
-        self._idle = asyncio.Event()  # nothing is in flight, or nothing will come back any more
+        self._idle = asyncio.Event()  # nothing is in flight, or no results will come back
         self._task: asyncio.Task[None] | None = None
         self._begin_epoch(chain)
 
@@ -83,16 +85,16 @@ class EngineCore:
             await asyncio.wait([self._task])
 
     async def wait_failed(self) -> None:
-        """Return never; raise what made it impossible to answer once it is so."""
+        """Wait until no more requests can be answered, and raise the reason."""
         assert self._task is not None
         await asyncio.shield(self._task)
 
     def submit(self, request: Request, queue: Outputs, chunk: int | None, *, traced: bool) -> Session:
-        """Take a request in; its outputs go to the queue.
+        """Start a session for a request; its outputs go to the queue.
 
         Raises:
-            InputError: no node has memory for the prompt. QueueFull: too many requests wait.
-            NodeBusy: a node is about to end. BrigadeError: no chain can be opened any more.
+            ContextExceeded: a node has no memory for the prompt. QueueFull: too many requests wait.
+            NodeBusy: a node is about to end. BrigadeError: the engine has failed.
         """
         if self.failure is not None:
             raise self.failure.again() if isinstance(self.failure, BrigadeError) else self.failure
@@ -100,13 +102,9 @@ class EngineCore:
             raise StageLost("the engine that was to answer this request has ended")
         if draining := self.chain.draining:
             raise draining
-        decoder = request.decode.make_decoder(request.eos, self.chain.costs.steps)
-        room = room_for_answer(request, self.chain.spec.context)
-        rows = len(request.prompt) + room + decoder.num_ahead
         session = Session(
             request,
-            decoder,
-            max_tokens=max(1, room - rows + self.costs.most_rows(request.cache, rows)),  # what memory holds
+            request.decode.make_decoder(request.eos, self.chain.costs.steps),
             chunk=self._chunk_of(request, chunk, len(request.prompt)),
             asked_chunk=chunk,
             outputs=queue,
@@ -114,6 +112,7 @@ class EngineCore:
             is_traced=traced,
         )
         self.sessions[session] = None
+        self._fit(session)
         try:
             self._enter(session)
         except BrigadeError:
@@ -122,8 +121,14 @@ class EngineCore:
         self._send_all()
         return session
 
+    def _fit(self, session: Session) -> None:
+        """Cut the answer to what the context and the memory of the present nodes hold."""
+        session.max_tokens = room_for_answer(session.request, self.chain.spec.context)
+        rows = session.most_rows
+        session.max_tokens = max(1, session.max_tokens - rows + self.costs.most_rows(session.request.cache, rows))
+
     def _chunk_of(self, request: Request, asked: int | None, num_tokens: int) -> int:
-        """Rows per chunk where so many tokens are to be fed."""
+        """Return the rows per chunk for this many tokens to feed."""
         spec = self.chain.spec
         most = [most_chunk_rows(spec.row_bytes), replace(spec, cache=request.cache).longest_chunk]
         if request.score_from is not None:
@@ -131,7 +136,7 @@ class EngineCore:
         return min(asked or chunk_size(num_tokens, self.chain.costs.stages_s), *filter(None, most))
 
     def _enter(self, session: Session) -> None:
-        """Have the present epoch run the session; before it has begun it waits for memory no longer than it may."""
+        """Give the session to the present scheduler; one that has not begun has a deadline for its wait for memory."""
         self.scheduler.submit(session)
         if session.state is SessionState.WAITING and session not in self._deadlines:
             waited = WaitedTooLong(f"waited {self._max_wait_s:.0f} s for memory; try again later")
@@ -145,12 +150,12 @@ class EngineCore:
             self._fail(session, error)
 
     def _end_deadline(self, session: Session) -> None:
-        """What was waited for has come."""
+        """Cancel the session's deadline, if it has one."""
         if (deadline := self._deadlines.pop(session, None)) is not None:
             deadline.cancel()
 
     def resume_if_read(self, session: Session) -> None:
-        """Have a paused session go on once its reader has read half of what it left."""
+        """Continue a paused session once its reader has read half of its outputs."""
         if session.is_paused and session.num_unread <= MOST_UNREAD // 2 and session in self.sessions:
             self._end_deadline(session)
             session.is_paused = False
@@ -162,17 +167,17 @@ class EngineCore:
             self.close(session, keep=False)
 
     def close(self, session: Session, *, keep: bool) -> None:
-        """End a session wherever it is, if it has not ended; its slot goes with the next frame, or stays."""
+        """End a session in any state; the next frame frees its slot, unless it is kept as a prefix cache."""
         if session in self.sessions:
             self._forget(session, keep=keep)
             self._send_all()
 
     def _forget(self, session: Session, *, keep: bool) -> None:
-        """Take a session off; to be followed by `_send_all`. Nothing is kept while a node drains."""
+        """Remove a session; call `_send_all` afterwards. No slot is kept while a node drains."""
         self._end_deadline(session)
         self.sessions.pop(session, None)
         self.scheduler.close(session, keep=keep and self.chain.draining is None)
-        self._try_next(session)
+        self._release_next(session)
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
@@ -188,15 +193,15 @@ class EngineCore:
                 self._replay()
 
     async def _run_epoch(self) -> NoReturn:
-        """Keep the chain at work. Raises BrigadeError once it has failed; what was in flight is lost."""
+        """Keep the chain busy. Raises BrigadeError once it has failed; the frames in flight are lost."""
         try:
             async with background(self._drain_chain(self.chain)):
                 while True:
                     arrival = await self.chain.receive()
                     commits = self.scheduler.commit(arrival.result)
-                    self._take(arrival, commits)
+                    self._put_outputs(arrival, commits)
                     self._send_all()
-                    self._note(arrival, commits)
+                    self._record(arrival, commits)
         finally:
             self._has_chain = False
             self._idle.set()
@@ -213,8 +218,8 @@ class EngineCore:
         else:
             self._idle.clear()
 
-    def _take(self, arrival: ArrivedResult, commits: list[Commit]) -> None:
-        """Hand on what became known, and close the sessions that have ended by it."""
+    def _put_outputs(self, arrival: ArrivedResult, commits: list[Commit]) -> None:
+        """Give the readers their outputs, and remove the sessions that have ended."""
         failures = {failure.slot: failure for failure in arrival.result.failures}
         timings = arrival.result.timings
         for session, samples in commits:
@@ -226,7 +231,7 @@ class EngineCore:
             if timings and not session.begun:
                 session.begun = timings[0].received
             if samples:
-                self._try_next(session)
+                self._release_next(session)
             session.put_output(samples, arrival.at)
             if session.state is SessionState.FINISHED:
                 self._forget(session, keep=True)
@@ -234,8 +239,8 @@ class EngineCore:
                 session.is_paused = True
                 self._give_up_after(_UNREAD_S, session, ReaderLost(f"the answer was not read for {_UNREAD_S:.0f} s"))
 
-    def _note(self, arrival: ArrivedResult, commits: list[Commit]) -> None:
-        """Count the frame's way, once the next one has been sent; before any reader gets its turn."""
+    def _record(self, arrival: ArrivedResult, commits: list[Commit]) -> None:
+        """Record the frame's timings, after the next frame was sent and before any reader runs."""
         traced = [session for session, _ in commits if session.is_traced]
         if traced or self._stats is not None:
             passage = Passage.of(arrival.result, arrival.at, arrival.num_rows)
@@ -258,33 +263,39 @@ class EngineCore:
         self._has_chain = True
 
     def _lose_chain(self, error: BrigadeError) -> None:
-        """Count the loss for the sessions that ran; one under which that happened too often ends here.
+        """Count the loss for the sessions that ran; fail those that have lost too many chains without progress.
 
-        A chain that was handed over, since one of its nodes is about to end or has returned, was not lost.
+        A chain that was replaced because a node is about to end or has returned does not count as lost.
         """
         leaving = {peer.name for peer in self.chain.peers if peer.is_draining}
         is_handover = isinstance(error, ChainReplaced) or error.node in leaving
         now = time.monotonic_ns()
         for session in [session for session in self.sessions if session.slot is not None]:
-            if not is_handover and not self._suspects.lost_under(session, session.num_generated):
-                said = f"given up: the chain was lost {MOST_LOSSES + 1} times without a token of it in between"
-                self._fail(session, type(error)(f"{said}; the last time: {error.message}", node=error.node))
+            if not is_handover and not self._quarantine.survives(session, session.num_generated):
+                reason = f"given up: the chain was lost {MOST_LOSSES + 1} times without a token of it in between"
+                self._fail(session, type(error)(f"{reason}; the last time: {error.message}", node=error.node))
             else:
                 session.lose_chain(now)
 
     def _replay(self) -> None:
-        """Have every session fed anew from its own tokens; suspects one at a time."""
+        """Feed every session again from its own tokens; those in quarantine one at a time."""
         sessions = list(self.sessions)
-        for session in sessions:  # all before any enters: one that cannot may let another one in
+        for session in sessions:  # all before the first one enters, whose failure may let another one in
             session.rewind()
             session.chunk = self._chunk_of(session.request, session.asked_chunk, len(session.history))
+            self._fit(session)
         for session in sessions:
-            if self._suspects.may_run(session):
+            if self._quarantine.may_run(session):
                 self._enter_again(session)
         self._send_all()
 
     def _enter_again(self, session: Session) -> None:
         if session not in self.sessions or session in self.scheduler.slots:
+            return
+        if session.num_generated > 0 and session.max_tokens <= session.num_generated:  # memory for no further token
+            session.finish("length")
+            session.put_output([], time.monotonic_ns())
+            self._forget(session, keep=False)
             return
         try:
             self._enter(session)
@@ -293,14 +304,14 @@ class EngineCore:
         except BrigadeError as error:
             self._fail(session, error)
 
-    def _try_next(self, session: Session) -> None:
-        """The session has got a token, or has ended: the next suspect may run if this one was tried."""
-        suspect = self._suspects.next_tried(session)
-        if suspect is not None and self._has_chain:  # or it begins on the next one
-            self._enter_again(suspect)
+    def _release_next(self, session: Session) -> None:
+        """Note that the session got a token or ended; if it was on trial, start the next one in quarantine."""
+        following = self._quarantine.next_on_trial(session)
+        if following is not None and self._has_chain:  # otherwise it starts on the next chain
+            self._enter_again(following)
 
     async def _drain_chain(self, chain: Chain) -> None:
-        """Once a node shuts down let running sessions finish, refuse those that wait, and keep no prefix."""
+        """Refuse waiting sessions and keep no slots once a node is about to end; running sessions may finish."""
         await chain.begins_draining.wait()
         if (draining := chain.draining) is None:
             return  # requests can go on without that node by now
@@ -311,7 +322,7 @@ class EngineCore:
         self._send_all()
 
     async def _close_all(self) -> None:
-        """End what still runs, free every slot on every stage, and take in what is still on its way."""
+        """End all sessions, free every slot on every stage, and wait for the frames in flight."""
         self._is_closing = True
         for session in list(self.sessions):
             session.put(NodeBusy("the answer was cut off: what answered it was shut down"))
@@ -322,8 +333,57 @@ class EngineCore:
             await self._idle.wait()
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
-        """The chain failed for good, or opening the next one was cancelled: every request fails."""
+        """Fail every request, since the chain failed for good or opening the next one was cancelled."""
         error = None if task.cancelled() else task.exception()
         self.failure = error or StageLost("the engine that was to answer this request has ended")
         for session in self.sessions:
             session.put(self.failure.again() if isinstance(self.failure, BrigadeError) else self.failure)
+
+
+@dataclass
+class _Losses:
+    num_known: int  # tokens at the last loss
+    count: int = 1  # since its last token
+
+
+class Quarantine(Generic[T]):
+    """Finds requests that end chains. Pure.
+
+    Requests without a token between two losses run one at a time: the next loss shows which of them causes it.
+    """
+
+    def __init__(self) -> None:
+        self._losses: dict[T, _Losses] = {}
+        self._held: deque[T] = deque()
+        self._on_trial: T | None = None
+
+    def survives(self, request: T, num_known: int) -> bool:
+        """Count a loss of the chain under a running request with this many tokens; False if it must not continue."""
+        losses = self._losses.get(request)
+        if losses is None or num_known > losses.num_known:
+            self._losses[request] = _Losses(num_known)
+            return True
+        losses.count += 1
+        return losses.count <= MOST_LOSSES
+
+    def may_run(self, request: T) -> bool:
+        """Return whether it may enter the next chain at once; otherwise `next_on_trial` returns it later."""
+        losses = self._losses.get(request)
+        if losses is None or losses.count < MOST_LOSSES or request == self._on_trial:
+            return True
+        if self._on_trial is None:
+            self._on_trial = request
+            return True
+        if request not in self._held:
+            self._held.append(request)
+        return False
+
+    def next_on_trial(self, request: T) -> T | None:
+        """Note that a request got a token or ended; if it was on trial, return the next request, now on trial."""
+        self._losses.pop(request, None)
+        if request in self._held:
+            self._held.remove(request)
+        if request != self._on_trial:
+            return None
+        self._on_trial = self._held.popleft() if self._held else None
+        return self._on_trial

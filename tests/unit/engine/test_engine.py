@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 import tests.unit.cluster.fake_network as network
-from coordinator.engine.core import EngineCore
+from coordinator.engine.core import MOST_LOSSES, EngineCore
 from coordinator.engine.engine import Engine
 from coordinator.planning.costs import ChainCosts
 from coordinator.planning.plan import Node, assign, split_by_bytes
-from coordinator.sessions.quarantine import MOST_LOSSES
 from coordinator.sessions.request import Request
 from coordinator.sessions.session import SessionState
+from coordinator.sessions.slots import cache_costs
+from protos.brigade_pb2 import Cache
 from tests.unit.fake_chain import plain_answer
 from tests.unit.virtual_time import VirtualTime
 from worker.errors import BrigadeError, InternalError, NodeLeaving, StageLost
@@ -165,6 +166,28 @@ def test_an_answer_that_has_begun_waits_for_memory_without_a_deadline(clock: Vir
         assert [await task for task in tasks] == [expected(request) for request in requests]
 
     run(clock, Chains(WIDE, 5000), work, max_wait_s=60.0)
+
+
+@pytest.mark.parametrize("room", [100, 3], ids=["for more than it has", "for less than it has"])
+def test_an_answer_that_no_longer_fits_ends_with_what_memory_holds_and_length(clock: VirtualTime, room: int) -> None:
+    """The first chain has memory for all of it, the next one for the prompt and `room` tokens."""
+    small = Chains(2600).open()
+    rows = cache_costs(small.plan, small.spec).most_rows(Cache(), SPEC.context)
+    request = Request(tuple(number % 40 for number in range(rows - room)), 1000)
+
+    async def work(engine: Engine) -> None:
+        [task] = [asyncio.create_task(engine.answer(request))]
+        while not any(session.num_generated >= 8 for session in engine.sessions):  # noqa: ASYNC110 - in virtual time
+            await asyncio.sleep(STEP_S)
+        [session] = engine.sessions
+        known = session.num_generated
+        await lose(engine, StageLost("lost", node="a"))
+        answer = await task
+        assert (answer.finish_reason, len(answer.tokens)) == ("length", max(known, room))
+        assert answer.tokens == expected(request)[: len(answer.tokens)]
+        assert answer.usage.num_generated == len(answer.tokens) and not engine.sessions
+
+    run(clock, Chains(WIDE, 2600), work)
 
 
 def test_more_tokens_than_there_is_memory_for_are_cut(clock: VirtualTime) -> None:
