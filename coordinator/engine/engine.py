@@ -1,4 +1,4 @@
-"""Engine: what every front end asks. Requests go in, outputs come out; its core runs them on the cluster."""
+"""Engine: answers the requests of every front end; its core runs them on the cluster."""
 
 import asyncio
 import contextlib
@@ -34,16 +34,16 @@ Keep = Callable[[Output, Emit], Awaitable[None]]
 
 
 class ServerState(Enum):
-    """How the model stands to its clients."""
+    """The state of a model, as clients see it."""
 
     LOADING = "loading"
     READY = "ready"
-    DEGRADED = "degraded"  # it answers, with fewer nodes than it was to have
+    DEGRADED = "degraded"  # it answers, with fewer nodes than planned
     RECOVERING = "recovering"  # a chain was lost, and the next one is not open yet
-    DRAINING = "draining"  # it answers what it has begun, and nothing new
+    DRAINING = "draining"  # it finishes what it has begun and accepts nothing new
     FAILED = "failed"  # no chain could be opened
-    ASLEEP = "asleep"  # it was let go for want of requests; the next one has it read again, and waits
-    WAKING = "waking"  # it is read again, and requests wait; clients are told that it is loading
+    ASLEEP = "asleep"  # it was unloaded for lack of requests; the next one loads it again
+    WAKING = "waking"  # it is loaded again while requests wait; clients see "loading"
 
     @property
     def word(self) -> str:
@@ -86,14 +86,14 @@ class Engine:
         Args:
             inputs: makes requests and text; without it prompts are token ids, and so is text.
             cluster: what `chain` was opened by, for its state.
-            stats: takes note of all requests and frames.
-            when_lost: opens the chain on which requests go on once one has failed; without it they fail, too.
-            max_waiting: requests that wait for memory at most; one that has done so for `max_wait_s` is refused.
+            stats: counts all requests and frames.
+            when_lost: opens the chain on which requests continue after a failure; None: they fail, too.
+            max_waiting: most requests that wait for memory, each for at most `max_wait_s`.
         """
         stats = stats or (Stats() if inputs is not None else None)
         self.core = EngineCore(chain, when_lost=when_lost, stats=stats, max_waiting=max_waiting, max_wait_s=max_wait_s)
         self.stats = stats or Stats()
-        self.use = Use()  # by clients; a look whether it answers is none
+        self.use = Use()  # by clients, not by health checks
         self._inputs = inputs
         self._cluster = cluster
         self._is_draining = False
@@ -120,32 +120,32 @@ class Engine:
 
     @property
     def name(self) -> str:
-        """The model's, as the user named it."""
+        """The model's name, as the user gave it."""
         return self.inputs.checkpoint.name
 
     @property
     def context(self) -> int:
-        """The most tokens of a prompt and its answer that the model has room for, and the nodes have memory."""
+        """Most tokens of a prompt and its answer that fit the model's context and the nodes' memory."""
         return self.core.costs.most_rows(Cache(), self.chain.spec.context)
 
     @property
     def chain(self) -> Chain:
-        """The present one."""
+        """The present chain."""
         return self.core.chain
 
     @property
     def scheduler(self) -> Scheduler:
-        """That of the present chain."""
+        """The scheduler of the present chain."""
         return self.core.scheduler
 
     @property
     def sessions(self) -> Collection[Session]:
-        """All that have not ended."""
+        """The sessions that have not ended."""
         return self.core.sessions
 
     @property
     def failure(self) -> BaseException | None:
-        """Why no request can be answered any more."""
+        """Why no more requests can be answered."""
         return self.core.failure
 
     @property
@@ -250,11 +250,11 @@ class Engine:
             await self._compile(Sampling(grammar=await self.inputs.any_grammar()))
 
     async def wait_failed(self) -> None:
-        """Return never; raise what made it impossible to answer once it is so."""
+        """Wait until no more requests can be answered, and raise the reason."""
         await self.core.wait_failed()
 
     async def drain(self, within_s: float) -> bool:
-        """Take nothing new; whether all that is under way has ended in time."""
+        """Accept no new requests; return whether all running ones have ended in time."""
         self._is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
@@ -272,7 +272,7 @@ class Engine:
         traced: bool,
         counted: bool,
     ) -> AsyncGenerator[tuple[int, Output], None]:
-        """All sessions of one call put their outputs into one queue, from which this reader takes them."""
+        """Yield the outputs of all sessions of one call, which share one queue."""
         self._require_open()
         queue: Outputs = asyncio.Queue()
         numbers: dict[Session, int] = {}
@@ -327,9 +327,9 @@ class Engine:
         return parser
 
     async def _compile(self, sampling: Sampling) -> None:
-        """Beside the steps of others, which the grammar of a session that is opened would hold up."""
+        """Compile the grammar ahead of time: opening a session with a new one would delay other sessions' steps."""
         if sampling.HasField("grammar"):
-            # what goes wrong, the session is told as it is opened, or it is recovered
+            # failures show again when the session is opened
             await asyncio.gather(self.chain.compile(sampling.grammar), return_exceptions=True)
 
     def _require_open(self) -> None:
@@ -349,7 +349,7 @@ class Engine:
 
 
 async def collect(engine: Engine, requests: Sequence[Request], *, traced: bool = False) -> list[list[Output]]:
-    """All outputs of each answer."""
+    """Return all outputs of each answer."""
     answers: list[list[Output]] = [[] for _ in requests]
     async with aclosing(engine.generate_all(requests, traced=traced)) as outputs:
         async for number, output in outputs:
@@ -370,7 +370,7 @@ async def prepare_choices(engine: Engine, spec: RequestSpec, n: int) -> list[Req
 
 
 def _by_prompt(requests: Sequence[Request]) -> dict[int, list[int]]:
-    """The first request of each prompt, and the others that have the same one; by their numbers."""
+    """Group requests by prompt: the number of the first one, and those of the others."""
     firsts: dict[tuple[int, ...], int] = {}
     found: dict[int, list[int]] = {}
     for number, request in enumerate(requests):

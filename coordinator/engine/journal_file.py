@@ -1,4 +1,4 @@
-"""A journal's file: locked, read once, then only appended to. Knows nothing of what its bytes mean."""
+"""A journal's file: locked, read once, then only appended to."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ _SYNC_EVERY_S = 0.1  # at most: a disk that is asked after every step makes the 
 
 
 def holds_something(path: Path | None) -> bool:
-    """Whether there is a journal to go on from, as far as can be told without reading it."""
+    """Return whether the file exists and is not empty."""
     try:
         return path is not None and path.stat().st_size > 0
     except OSError:
@@ -27,13 +27,13 @@ def holds_something(path: Path | None) -> bool:
 
 
 class JournalFile:
-    """One answer's file, no other process's as long as this is open. Use as an async context manager.
+    """The journal file of one answer, locked while it is open. Use as an async context manager.
 
     What `keep` has returned for outlives this process however it ends, and within a moment the machine's end too.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open or make the file, and read it. A record that was not written to its end is forgotten.
+        """Open or create the file, and read it. An incomplete last record is dropped.
 
         Raises:
             InputError: another process has it, it is no journal, or it was changed.
@@ -71,7 +71,7 @@ class JournalFile:
             os.close(self._file)
 
     async def begin(self, header: Header) -> None:
-        """Write whose answer it is, in a file that holds none yet."""
+        """Write the header into an empty file."""
         assert self.found is None and not self._num_bytes
         await self._append(write_header(header))
         with self._naming():
@@ -112,7 +112,7 @@ class JournalFile:
             then()
 
     async def _sync(self) -> None:
-        """Have the disk hold all that was written, and then again all that was written meanwhile."""
+        """Sync the file to disk after writes, at most every 0.1 s."""
         while True:
             await self._unsynced.wait()
             self._unsynced.clear()

@@ -1,4 +1,4 @@
-"""Scores: how likely given texts are to the model. Prompts are fed, and one token is generated and dropped."""
+"""Scores: the logprobs of given texts. Prompts are fed, and one token is generated and dropped."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ _AT_ONCE = 4  # windows of one text: enough for every stage of a chain to work
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens [begin, end) of a text are fed, and those from `scored` on are scored: all by what is in the window."""
+    """Tokens [begin, end) of a text are fed, and those from `scored` on are scored within this window."""
 
     begin: int
     scored: int
@@ -38,7 +38,7 @@ def windows_of(num_tokens: int, size: int) -> list[Window]:
 
 
 def scoring(prompt: Prompt, score_from: int) -> RequestSpec:
-    """Asks for the scores of a prompt's tokens from this one on."""
+    """Return a request for the scores of a prompt's tokens from index `score_from` on."""
     return RequestSpec(prompt, 1, _PLAIN, Decode("ar"), ignore_eos=True, score_from=score_from)
 
 
@@ -92,7 +92,7 @@ async def score_continuations(engine: Engine, prompt: Prompt, continuations: Seq
 async def _joined(
     inputs: InputProcessor, prompt: Prompt, begin: tuple[int, ...], continuation: Prompt
 ) -> tuple[int, ...]:
-    """Both in token ids."""
+    """Return the token ids of the prompt and the continuation together."""
     if isinstance(continuation, tuple):
         return begin + continuation
     if isinstance(prompt, str):

@@ -288,7 +288,7 @@ class StageTimes:
 
     @property
     def totals(self) -> list[StageTotals]:
-        """The sums of every pair of a stage and a worker that there ever was."""
+        """The sums of every pair of a stage and a worker since the start."""
         return list(self._all.values())
 
     def rest(self, until: int) -> None:
