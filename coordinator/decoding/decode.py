@@ -1,4 +1,4 @@
-"""Which decoder a request gets, and what models it can run on. Pure."""
+"""The choice of a decoder and a cache, and whether a model supports them. Pure."""
 
 import math
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ class Decode:
     position_penalty: float = 0.02
 
     def make_decoder(self, eos: frozenset[int], costs: StepCosts) -> Decoder:
-        """`costs` of the chain's steps decide on the window if none is given."""
+        """Return a new decoder; the `costs` of the chain's steps decide on the window if none is given."""
         if self.kind == "ngram":
             return PromptLookup()
         if self.kind == "diffusion":
@@ -38,7 +38,7 @@ class Decode:
 
 
 def make_decode(kind: str, window: str, entropy_threshold: float, position_penalty: float) -> Decode:
-    """From flags. Raises InputError, naming the parameter, for a value that none can have."""
+    """Return the decoder that flags choose. Raises InputError, naming the parameter, for an invalid value."""
     if kind not in KINDS:
         raise InputError("decode", f"expected one of {', '.join(KINDS)}, got {kind!r}")
     if window != "auto" and not (window.isdecimal() and len(window) < 9 and 1 <= int(window) <= _LARGEST_WINDOW):
@@ -50,7 +50,7 @@ def make_decode(kind: str, window: str, entropy_threshold: float, position_penal
 
 
 def make_cache_choice(kind: str, max_kv_size: int | None) -> Cache:
-    """From flags. Raises InputError if they do not make sense together."""
+    """Return the cache that flags choose. Raises InputError if the flags contradict each other."""
     if kind not in _CACHES:
         raise InputError("kv", f"expected one of {', '.join(_CACHES)}, got {kind!r}")
     if (kind == "rotating") != (max_kv_size is not None):
@@ -63,7 +63,7 @@ def make_cache_choice(kind: str, max_kv_size: int | None) -> Cache:
 
 
 def suit(decode: Decode, cache: Cache, spec: ModelSpec) -> Decode:
-    """The decoder for this model, with `auto` resolved.
+    """Return the decoder for this model, with `auto` resolved.
 
     Raises:
         InputError: the model has no MASK token, a layer that cannot be cut, or no room for the window.
@@ -96,5 +96,5 @@ def suit(decode: Decode, cache: Cache, spec: ModelSpec) -> Decode:
 
 
 def _room(cache: Cache, spec: ModelSpec) -> int:
-    """Tokens that a session's caches hold at most."""
+    """Return the most tokens that a session's caches hold."""
     return min(spec.context, cache.size or spec.context)

@@ -1,4 +1,4 @@
-"""Decoders: what a step proposes beyond the tokens that are known, and how much of it becomes known. Pure.
+"""Decoders: what a step proposes beyond the known tokens, and how much of it becomes known. Pure.
 
 Every decoder feeds the known tokens that no cache holds yet. Beyond them it may propose drafts (to be verified: each
 row's own next token decides), fills (tokens at positions ahead, which will not change), and MASK rows, for which the
@@ -17,7 +17,7 @@ Fills = Sequence[tuple[int, Sample]]  # positions and their tokens
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a window carries after the known tokens."""
+    """The part of a window after the known tokens."""
 
     drafts: tuple[int, ...] = ()
     fills: tuple[tuple[int, int], ...] = ()  # (position, token), ascending
@@ -52,14 +52,14 @@ class Decoder(Protocol):
         ...
 
     def propose(self, tokens: Sequence[int], num_unfed: int, room: int, num_together: int = 1) -> Proposal:
-        """What to feed after `tokens`, of which the last `num_unfed` are in the window too.
+        """Return what to feed after `tokens`, the last `num_unfed` of which are in the window too.
 
         `room` is the number of tokens that may still become known, at least 1; `num_together` sessions share the step.
         """
         ...
 
     def accept(self, proposal: Proposal, samples: Sequence[Sample], guesses: Sequence[Sample]) -> Accepted:
-        """What became known by the answer to the proposal."""
+        """Return what the answer to the proposal makes known."""
         ...
 
     def rewind(self) -> None:
@@ -72,7 +72,7 @@ class Decoder(Protocol):
 
 
 def verify_drafts(drafts: Sequence[int], samples: Sequence[Sample]) -> Accepted:
-    """The drafts that are what the model itself would have said, and the token after them.
+    """Return the drafts that equal the model's own samples, and the token after them.
 
     `samples[i]` is drawn after draft i - 1 as it would be in one-token decoding, by the same key, so the tokens are
     those of one-token decoding: greedy and sampled alike. For a draft taken as certain this is the accept/resample
@@ -145,7 +145,7 @@ class PromptLookup:
         assert not fills
 
     def _find(self, tokens: Sequence[int]) -> int | None:
-        """Where the last n-gram ended before, after which its continuation stands."""
+        """Return where the last n-gram ended before; its continuation follows there."""
         n = self._NGRAM
         for end in range(max(n, self._indexed), len(tokens)):  # the last one itself is looked up, then indexed
             self._ends[tuple(tokens[end - n : end])] = end
@@ -203,7 +203,7 @@ class LosslessDiffusion:
         assert not fills
 
     def _choose(self, num_together: int) -> int:
-        """Once per step, however often it is asked for: choosing costs more than all else that is done for a window."""
+        """Return the step's window, chosen once: choosing costs more than all other work for a window."""
         if self._window is None:
             self._window = self._chooser.choose(num_together)
         return self._window
@@ -256,14 +256,14 @@ class Fill:
 
 
 def choose_fills(positions: Sequence[int], entropies: Sequence[float], threshold: float, penalty: float) -> list[int]:
-    """Which MASK rows to fill: those whose entropy and distance allow it, or else the best one (WeDLM, Eq. 11)."""
+    """Return the MASK rows to fill, by entropy and distance, or else the best one (WeDLM, Eq. 11)."""
     adjusted = [h + penalty * (at - positions[0]) for at, h in zip(positions, entropies, strict=True)]
     chosen = [row for row, value in enumerate(adjusted) if value < threshold]
     return chosen or [adjusted.index(min(adjusted))]
 
 
 def until_eos(tokens: Sequence[int], eos: frozenset[int]) -> list[int]:
-    """The tokens up to and including the first end-of-sequence token."""
+    """Return the tokens up to and including the first end-of-sequence token."""
     for number, token in enumerate(tokens, 1):
         if token in eos:
             return list(tokens[:number])

@@ -1,4 +1,4 @@
-"""The few lengths that windows have, so that what they cost is soon known. Pure."""
+"""Window lengths: only a few, so that the costs of all of them are soon measured. Pure."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -9,17 +9,17 @@ LENGTHS = (1, 2, 4, 8, 16, 32, 64, 256)  # rows
 
 
 def largest_within(num_rows: int) -> int:
-    """The largest length that needs no more than `num_rows` rows, which is at least 1."""
+    """Return the largest length of at most `num_rows` rows; `num_rows` is at least 1."""
     return max(length for length in LENGTHS if length <= num_rows)
 
 
 def padded(num_rows: int) -> int:
-    """The smallest length that holds `num_rows` rows."""
+    """Return the smallest length of at least `num_rows` rows."""
     return next((length for length in LENGTHS if length >= num_rows), num_rows)
 
 
 def mask_count(num_tokens: int, wanted: int) -> int:
-    """How many MASK rows make a full window with `num_tokens` token rows: about `wanted`, more than half of it.
+    """Return how many MASK rows fill a window with `num_tokens` token rows: about `wanted`, more than half of it.
 
     With half of it windows would never grow: as many tokens as the masks yield make the next window.
     """
@@ -29,13 +29,13 @@ def mask_count(num_tokens: int, wanted: int) -> int:
 
 @cache
 def most_masks(wanted: int) -> int:
-    """The most MASK rows that a window about `wanted` gets, with as many token rows at most."""
+    """Return the most MASK rows of a window of about `wanted`, with at most as many token rows."""
     return max(mask_count(num_tokens, wanted) for num_tokens in range(1, wanted + 1))
 
 
 @cache
 def most_padding(num_rows: int) -> int:
-    """The most rows that are added to so many, or to fewer, to make one of the lengths."""
+    """Return the most rows that padding adds to `num_rows` or fewer rows."""
     return max(padded(rows) - rows for rows in range(1, num_rows + 1))
 
 
@@ -49,7 +49,7 @@ SMALLEST = _CANDIDATES[0]
 
 
 class WindowChooser:
-    """Chooses a request's window, the one that yields most tokens per second; a fixed one if told so.
+    """Chooses the window that yields most tokens per second for a request, unless it is fixed.
 
     With drafts that hold with probability p each, a window of W yields 1 + p + ... + p^(W-1) tokens per step; its rows
     are the drafts and as many MASK rows, 2 W in all. Where no window pays, none is made: one token per step. Where one
@@ -66,11 +66,11 @@ class WindowChooser:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """All that it may ever choose, besides none."""
+        """All windows that it may choose, besides none."""
         return _CANDIDATES if self._fixed is None else (self._fixed,)
 
     def observe_drafts(self, num_held: int, num_drafts: int) -> None:
-        """A step had so many drafts, of which so many held before the first that did not."""
+        """Record a step's number of drafts, and how many held before the first that did not."""
         if not num_drafts:
             self._pause = self._pause - 1 if self._pause else 1  # what a tried window guesses is verified first
             return
@@ -80,7 +80,7 @@ class WindowChooser:
         self._pause = min(_LONGEST_PAUSE, 2**self._failures - 1)
 
     def choose(self, num_together: int = 1) -> int:
-        """The window for the next step, MASK rows; 0 for none.
+        """Return the window for the next step in MASK rows; 0 for none.
 
         `num_together` sessions share the step, and all are taken to be alike.
         """
@@ -98,6 +98,6 @@ class WindowChooser:
 
 
 def _best(held: float, step_s: Mapping[int, float]) -> tuple[float, int]:
-    """The most tokens per second if so large a part of drafts hold, and by which window; a step's seconds by window."""
+    """Return the most tokens per second and its window, if a draft holds with probability `held`."""
     speeds = ((1 - held**window) / (1 - held) / seconds for window, seconds in step_s.items())
     return max(zip(speeds, step_s, strict=True), key=lambda pair: pair[0])

@@ -1,4 +1,4 @@
-"""Grammars as clients write them (JSON schemas, regular expressions, Lark), as llguidance reads them."""
+"""Turns grammars of clients (JSON schemas, regular expressions, Lark) into grammars of llguidance."""
 
 import json
 import re
@@ -19,7 +19,7 @@ _MOST_BYTES = 1 << 20
 
 
 def json_grammar(schema: Mapping[str, Any] | None = None, *, field: str = "response_format") -> str:
-    """Values of this schema; any object without one. Raises InputError for a schema that cannot be enforced."""
+    """Return a grammar of this schema; of any object without one. Raises InputError for an unsupported schema."""
     text = json.dumps({"type": "object"} if schema is None else schema)
     _require_small(text, field)
     try:
@@ -29,19 +29,19 @@ def json_grammar(schema: Mapping[str, Any] | None = None, *, field: str = "respo
 
 
 def regex_grammar(pattern: str) -> str:
-    """Whole matches of a regular expression, in the syntax of Rust's regex without look-around."""
+    """Return a grammar of whole matches of a regular expression in Rust's syntax, without look-around."""
     _require_small(pattern)
     return LLMatcher.grammar_from_regex(pattern)
 
 
 def lark_grammar(text: str) -> str:
-    """Texts of a Lark grammar, in llguidance's dialect."""
+    """Return a grammar from Lark in llguidance's dialect."""
     _require_small(text)
     return LLMatcher.grammar_from_lark(text)
 
 
 def composed(lark: str, parts: Mapping[str, str]) -> str:
-    """A Lark grammar whose rules name other grammars: `@name`."""
+    """Return a Lark grammar whose rules refer to other grammars as `@name`."""
     grammars = [{"lark_grammar": lark}, *(each for name, text in parts.items() for each in _listed(name, text))]
     return json.dumps({"grammars": grammars})
 
@@ -71,7 +71,7 @@ def after_thought(grammar: str, markers: Markers, spell: Spell) -> str:
 
 
 def _listed(name: str, text: str) -> list[Any]:
-    """A grammar under this name, and those that it names in turn."""
+    """Return a grammar under this name, and the grammars that it refers to."""
     try:
         first, *others = json.loads(text)["grammars"]
         return [{**first, "name": name}, *others]
@@ -90,7 +90,7 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fal
 
 @dataclass(frozen=True)
 class _Format:
-    """What stands around the calls of an answer, and around the name and the arguments of each of them."""
+    """The text around the calls of an answer, and around the name and the arguments of each call."""
 
     before_name: str
     before_arguments: str
@@ -115,7 +115,7 @@ _KIMI = _Format(
 
 
 def calls_grammar(calls: Calls, tools: Sequence[Mapping[str, Any]], markers: Markers, spell: Spell) -> str:
-    """Nothing but calls of these tools, with arguments by their parameters' schemas.
+    """Return a grammar of calls of these tools, with arguments by their parameters' schemas.
 
     Raises:
         InputError: there is no such tool, or the model writes its calls in a format whose arguments are no JSON.

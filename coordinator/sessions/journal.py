@@ -36,7 +36,7 @@ _Packed = _Id | tuple[_Id, float, list[tuple[_Id, float]]]  # a token; with its 
 
 @dataclass(frozen=True)
 class Header:
-    """Whose answer it is: a request and the model that it was put to."""
+    """The request of a journal and the model that it was sent to."""
 
     model: str  # as the user named it
     fingerprint: Fingerprint
@@ -47,7 +47,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Journal:
-    """What a file holds."""
+    """The contents of a file."""
 
     header: Header
     known: KnownTokens = field(default_factory=KnownTokens)
@@ -86,7 +86,7 @@ class _Batch(_Record):
 
 
 def write_header(header: Header) -> bytes:
-    """The beginning of a file."""
+    """Return the beginning of a file."""
     request = header.request
     record = _Request(
         version=_VERSION,
@@ -107,7 +107,7 @@ def write_header(header: Header) -> bytes:
 
 
 def write_batch(first: int, output: Output) -> bytes:
-    """The record of an output, before which `first` tokens of the answer are known."""
+    """Return the record of an output that follows `first` tokens of the answer."""
     record: dict[str, Any] = {"first": first, "tokens": [_pack(token) for token in output.tokens]}
     if output.fills:
         record["fills"] = [(at, _pack(token)) for at, token in output.fills]
@@ -117,10 +117,10 @@ def write_batch(first: int, output: Output) -> bytes:
 
 
 def read_journal(data: bytes) -> Journal | None:
-    """What the bytes of a file hold; None if they end before the request does.
+    """Return the contents of a file; None if it ends before the request does.
 
     Raises:
-        InputError: they are no journal, or not as they were written.
+        InputError: the file is not a journal, or it was changed.
     """
     if not data.startswith(MARK):
         if MARK.startswith(data):
@@ -151,7 +151,7 @@ def _write(record: dict[str, Any]) -> bytes:
 
 
 def _payloads(data: bytes) -> Iterator[tuple[int, memoryview]]:
-    """Every whole record, and where it ends."""
+    """Yield (end, payload) of every complete record."""
     view, at, number = memoryview(data), len(MARK), 0
     while at + _PREFIX.size <= len(data):
         length, checksum, of_both = _PREFIX.unpack_from(data, at)
@@ -211,7 +211,7 @@ def _read(kind: type[Record], payload: memoryview, number: int) -> Record:
 
 
 def _problem(request: Request, num_known: int, last: _Batch, batch: _Batch) -> str:
-    """Why the batch cannot be what comes after the last one; empty if it can."""
+    """Return why the batch cannot follow the last one; empty if it can."""
     if last.finish_reason is not None:
         return "the answer has ended before it"
     if batch.first != num_known:
