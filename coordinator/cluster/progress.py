@@ -1,4 +1,4 @@
-"""What long work says on standard error: bars where that is a terminal, else a line for what takes long."""
+"""Progress of long work on standard error: bars on a terminal, elsewhere lines about work that takes long."""
 
 import asyncio
 import time
@@ -28,27 +28,27 @@ from worker.platform.text import format_bytes
 STARTING = LoadProgress(phase="starting workers")
 ASKING = LoadProgress(phase="asking nodes")
 
-_FROM_AFAR = ("download", "feed")  # what may take minutes: its speed is shown
-_IN_BYTES = (*_FROM_AFAR, "load", "kept")  # kept: the node holds its shard already
-_WORK = (*_FROM_AFAR, "load", "warm-up", "installing packages")  # worth a line; waiting has deadlines of its own
+_TRANSFERS = ("download", "feed")  # may take minutes: show the speed
+_IN_BYTES = (*_TRANSFERS, "load", "kept")  # kept: the node holds its shard already
+_WORK = (*_TRANSFERS, "load", "warm-up", "installing packages")  # worth a line; waiting has its own deadlines
 _ALL = "all nodes"
 _LONG_S = 2.0
-_AGAIN_S = 20.0
-_TOKENS_FIRST_S, _TOKENS_MOST_S = 5.0, 60.0  # pauses between lines about tokens grow from one to the other
+_REPEAT_S = 20.0
+_TOKENS_FIRST_S, _TOKENS_MOST_S = 5.0, 60.0  # the pauses between lines about tokens grow from the first to the second
 
-Report = Callable[[str, LoadProgress], None]  # takes a node, or "" for all, and its progress
-Begin = Callable[[str], None]  # takes the step that begins
-TokenReport = Callable[[int, int], None]  # takes what was done since the last call, and its tokens
+Report = Callable[[str, LoadProgress], None]  # gets a node, or "" for all nodes, and its progress
+Begin = Callable[[str], None]  # gets the step that begins
+TokenReport = Callable[[int, int], None]  # gets the items done since the last call, and their tokens
 
 
 def say(lines: str) -> None:
-    """Write to people: standard error, as it stands; as JSON where a server's log is read by programs."""
+    """Write lines to standard error: as they are, or as JSON if the server's log is in JSON."""
     log("note", lines)
 
 
 @contextmanager
 def telling_interrupts(line: str | Callable[[], str]) -> Iterator[None]:
-    """Write this line, or what this makes then, if what is done here is interrupted."""
+    """Write this line, or the result of this function, if the body is interrupted."""
     try:
         yield
     except asyncio.CancelledError:
@@ -58,7 +58,7 @@ def telling_interrupts(line: str | Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def show_progress() -> Iterator[Report]:
-    """Show what the nodes do: yield what takes a report as a phase begins and whenever it comes on."""
+    """Show what the nodes do. Yield a function for reports of the begin and the progress of phases."""
     console = Console(stderr=True)
     if console.is_terminal:
         node = TextColumn("{task.fields[node]:<12}", markup=False)
@@ -86,7 +86,7 @@ def show_progress() -> Iterator[Report]:
 
 @contextmanager
 def show_steps(total: int) -> Iterator[Begin]:
-    """Draw one bar and the step that was begun last; elsewhere nothing."""
+    """Draw one bar with the latest step. Show nothing outside a terminal."""
     console = Console(stderr=True)
     columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False)
     with _drawn(console, *columns) as bars:
@@ -96,7 +96,7 @@ def show_steps(total: int) -> Iterator[Begin]:
 
 @contextmanager
 def show_tokens(what: str, total: int, done: int = 0) -> Iterator[TokenReport]:
-    """Draw one bar with a speed in tokens per second; elsewhere write lines, less and less often."""
+    """Draw one bar with the speed in tokens per second. Outside a terminal write lines, less and less often."""
     console = Console(stderr=True)
     began, due_s, num_tokens = time.monotonic(), _TOKENS_FIRST_S, 0
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Speed(), TimeRemainingColumn()
@@ -116,12 +116,12 @@ def show_tokens(what: str, total: int, done: int = 0) -> Iterator[TokenReport]:
 
 
 def _drawn(console: Console, *columns: ProgressColumn) -> Progress:
-    """Bars that vanish at their end. What is printed to standard output, which may be a pipe, is not drawn here."""
+    """Return bars that vanish at the end. They leave standard output alone, which may be a pipe."""
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal, redirect_stdout=False)
 
 
 class _Rows:
-    """A row per node: its phase, how far it is, and for how long it has been at it."""
+    """A row per node: its phase, progress and elapsed time."""
 
     def __init__(self, bars: Progress) -> None:
         self._bars = bars
@@ -131,14 +131,14 @@ class _Rows:
         row, phase = self._rows.get(node, (None, ""))
         if is_new := row is None or phase != progress.phase:
             for other in [other for other in self._rows if other == node or not (other and node)]:
-                self._bars.remove_task(self._rows.pop(other)[0])  # either a row for each node, or one for all
+                self._bars.remove_task(self._rows.pop(other)[0])  # either one row per node, or one for all nodes
             row = self._bars.add_task(progress.phase, node=node or _ALL, total=None)
             self._rows[node] = row, progress.phase
         self._bars.update(row, completed=progress.done, total=progress.total or None, refresh=is_new)
 
 
 class _Line:
-    """What a node does, said once it takes long; and again and again where that may take minutes."""
+    """A line about a node's phase once it takes long, repeated for transfers."""
 
     def __init__(self, node: str, progress: LoadProgress, loop: asyncio.AbstractEventLoop) -> None:
         self.latest = progress
@@ -154,15 +154,15 @@ class _Line:
     def _tell(self) -> None:
         phase, done, total = self.latest.phase, self.latest.done, self.latest.total
         size = f" {format_bytes(total)}" if phase in _IN_BYTES else ""
-        if phase in _FROM_AFAR:
+        if phase in _TRANSFERS:
             speed = done / max(self._loop.time() - self._began, 1e-6)
             size += f", {_pace(speed, (total - done) / speed)}" if done else ""
-            self._timer = self._loop.call_later(_AGAIN_S, self._tell)
+            self._timer = self._loop.call_later(_REPEAT_S, self._tell)
         say(f"{self._node}: {phase}{size} ...")
 
 
 class _Done(ProgressColumn):
-    """How much is done: bytes or steps."""
+    """The bytes or steps that are done."""
 
     def render(self, task: Task) -> Text:
         if task.total is None:
@@ -172,16 +172,16 @@ class _Done(ProgressColumn):
 
 
 class _Pace(ProgressColumn):
-    """How quickly bytes come from another machine, and for how long they will."""
+    """The speed of a transfer and the remaining time."""
 
     def render(self, task: Task) -> Text:
-        if task.description not in _FROM_AFAR or not task.speed or task.time_remaining is None:
+        if task.description not in _TRANSFERS or not task.speed or task.time_remaining is None:
             return Text("")
         return Text(_pace(task.speed, task.time_remaining))
 
 
 class _Speed(ProgressColumn):
-    """Tokens per second since the bar was there."""
+    """Tokens per second since the bar was drawn."""
 
     def render(self, task: Task) -> Text:
         return Text(f"{task.fields['tokens'] / task.elapsed:.0f} tok/s" if task.elapsed else "")

@@ -63,8 +63,10 @@ async def load_pushing(
         return await peer.load(request, report)
     except ModelLacking as lack:
         if not feeds:
-            raise ModelLacking(f"{lack.message}; this node sends it none: its `pull` says so", node=peer.name) from lack
-        log("note", f"worker {peer.name}: {lack.message.partition(';')[0]}: it is sent what it lacks")
+            raise ModelLacking(
+                f"{lack.message}; this node does not send it: `pull` in its cluster.yaml says so", node=peer.name
+            ) from lack
+        log("note", f"worker {peer.name}: {lack.message.partition(';')[0]}: sending it what it lacks")
     await push_weights(peer, request, checkpoint, report)
     await peer.load(request, report)
 
@@ -89,7 +91,7 @@ async def push_weights(peer: Peer, request: LoadRequest, checkpoint: Checkpoint,
         except (StageLost, FrameError) as error:
             if push.num_sent == before:
                 raise
-            log("note", f"{error}; what it lacks is sent on from there")
+            log("note", f"{error}; resuming the transfer")
             await _wait_back(peer)
     if push.num_sent and (took_s := time.monotonic() - began) > _LONG_S:
         sent, speed = (format_bytes(int(n)) for n in (push.num_sent, push.num_sent / took_s))
@@ -335,7 +337,7 @@ class Push:
 
     async def _read(self, call: Call) -> Held:
         """Return the worker's next reply. Raises what it refuses with, or StageLost."""
-        async with self._not_stalled("did not say for {} what it has"):
+        async with self._not_stalled("did not acknowledge any bytes for {}"):
             reply = await call.read()
         if isinstance(reply, Held):
             if not reply.refused:
@@ -346,7 +348,7 @@ class Push:
 
     async def _wait_ended(self, call: Call) -> None:
         """Read to the end of the call. Raises what the worker refuses with, or StageLost."""
-        async with self._not_stalled("did not finish within {} what it was sent"):
+        async with self._not_stalled("did not store within {} what it was sent"):
             while await call.read() is not grpc.aio.EOF:  # type: ignore[attr-defined]
                 pass
 
@@ -359,7 +361,7 @@ class Push:
             raise StageLost(failure.format(f"{_STALL_S:.0f} s"), node=self._peer.name) from None
 
     def _ended(self) -> StageLost:
-        return StageLost("ended the call by which it was sent its layers", node=self._peer.name)
+        return StageLost("ended the transfer of its layers", node=self._peer.name)
 
 
 async def _from_disk(work: Awaitable[T]) -> T:

@@ -1,4 +1,4 @@
-"""Writes a plan's layers into cluster.yaml, whose lines all stay as they are."""
+"""Writes a plan's layers into cluster.yaml and leaves all other lines unchanged."""
 
 import os
 import shutil
@@ -11,10 +11,10 @@ from worker.errors import ConfigError
 
 
 def write_layers(path: Path, cluster: ClusterConfig, plan: Plan) -> None:
-    """Add the plan's `layers:` as the file's last line; `cluster` is what it says by now.
+    """Append the plan's `layers:` to the file, whose present content is `cluster`.
 
     Raises:
-        ConfigError: the plan is not over the file's nodes in the file's order, or the line cannot be added.
+        ConfigError: the plan's nodes are not the file's nodes in the file's order, or the line cannot be added.
     """
     layers = list(plan.layers)
     require_changeable(path)
@@ -35,8 +35,8 @@ def write_layers(path: Path, cluster: ClusterConfig, plan: Plan) -> None:
 
 
 def require_changeable(path: Path) -> None:
-    """Raise ConfigError if the file is read-only, which replacing it would not heed."""
-    if not os.access(path, os.W_OK) or not path.stat().st_mode & 0o222:  # the superuser may write to all
+    """Raise ConfigError if the file is read-only: replacing it would ignore that."""
+    if not os.access(path, os.W_OK) or not path.stat().st_mode & 0o222:  # the superuser may write to any file
         raise ConfigError(f"{path} is read-only: expected a file that may be changed (chmod u+w), or no --write")
 
 
@@ -51,7 +51,7 @@ def _require_same_nodes(path: Path, cluster: ClusterConfig, plan: Plan) -> None:
 
 
 def _says(path: Path, layers: Sequence[int]) -> bool:
-    """Whether it is still a configuration, with these layers: a file may end in the middle of something."""
+    """Return whether the file is a valid configuration with these layers: it may have ended inside a block."""
     try:
         return list(load_cluster(path).layers or ()) == list(layers)
     except ConfigError:

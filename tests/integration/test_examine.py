@@ -282,7 +282,7 @@ async def test_a_port_for_plain_grpc_answers_a_probe_of_who_knows_the_token_and_
 
 async def test_ports_are_opened_only_where_the_node_listens_anyway() -> None:
     network = Network(insecure=True)
-    with pytest.raises(FrameError, match="listens nowhere"):
+    with pytest.raises(FrameError, match="does not listen anywhere"):
         network.host_beside("192.0.2.9:1")
     server = network.server()
     network.listen(server, "127.0.0.1:0")

@@ -141,7 +141,7 @@ async def test_a_worker_tells_that_it_waits_and_what_it_was_sent(models: Models,
         await load_pushing(peer, wanted, open_folder(folder), lambda report: None, feeds=True)
     shard = rf"layers \[2, 4\) of {re.escape(str(folder))}"
     first, second, *_ = out.getvalue().splitlines()
-    assert re.fullmatch(r"worker node-1: waits to be sent what it lacks: is asked for the model .*", first)
+    assert re.fullmatch(r"worker node-1: lacks weights and waits for them: is asked for the model .*", first)
     assert re.fullmatch(rf"worker node-1: was sent \d\.\d MiB of {shard} in \d+\.\d s", second)
 
 
@@ -384,7 +384,7 @@ async def test_a_worker_that_takes_none_refuses_as_before(models: Models) -> Non
 async def test_a_coordinator_that_sends_none_says_what_its_worker_lacks(models: Models, store_of: StoreOf) -> None:
     folder = models("qwen3").folder
     async with serving(1, NOTHING, store_of=store_of) as [node], peer_of(node) as peer:
-        with pytest.raises(ModelLacking, match=r"worker node-1: is asked for .*; this node sends it none: its `pull`"):
+        with pytest.raises(ModelLacking, match=r"worker node-1: is asked for .*; this node does not send it: `pull`"):
             await load_pushing(peer, full_request(folder, 2, 4), open_folder(folder), lambda report: None, feeds=False)
 
 
@@ -396,7 +396,7 @@ async def test_whatever_a_coordinator_does_it_sends_none_where_its_file_says_so(
     async with serving(1, NOTHING, store_of=store_of) as [node], peer_of(node) as peer:
         cluster = ClusterConfig(workers=(WorkerConfig(name=node.name, address=(node.address,)),), pull="none")
         options = ClusterOptions(cluster, str(folder), None, 128)
-        with pytest.raises(ModelLacking, match="this node sends it none"):
+        with pytest.raises(ModelLacking, match="this node does not send it"):
             await try_cluster(options)
         assert list((await known_speeds(options, open_folder(folder), [peer])).speeds) == ["coordinator"]
     assert not taken

@@ -116,7 +116,7 @@ async def test_a_coordinator_that_falls_silent_is_not_waited_for(
         await asyncio.Event().wait()
         yield b""
 
-    with pytest.raises(FrameError, match="expected more of what it is fed, got nothing for"):
+    with pytest.raises(FrameError, match="expected more weights, got nothing for"):
         async for _ in receive_weights(
             store, written(Feeding(model=wanted)), nothing(), worker_log("mini", None), has_checksums=True
         ):

@@ -110,7 +110,7 @@ async def test_a_worker_that_let_its_layers_go_before_it_joined_reads_them_again
     class LettingGo(Loss):
         async def lose(self) -> None:
             assert self._place is not None and self._place.service is not None
-            await self._place.service.worker.let_go("unused for 300 s")
+            await self._place.service.worker.release_tensors("unused for 300 s")
 
     loss, attach, expected = LettingGo(COMES_BACK), Peer.attach, await unfailed(folder, ASKED)
 

@@ -77,9 +77,9 @@ async def test_a_shard_is_held_while_it_is_used_then_let_go_and_read_again(
         monkeypatch.setattr(lifecycle, "RESERVED_S", 0.02)  # nobody attaches what is loaded now
         await load(node, load_request(whole.folder, 2, 4))
         await until(lambda: node.service.worker.shard is None)
-        with pytest.raises(StageLost, match=r"^worker node-1: has let its layers go meanwhile"):
+        with pytest.raises(StageLost, match=r"^worker node-1: has released its layers meanwhile"):
             await attach(node, whole.folder)
-    assert out.getvalue().count("go: unused for 0.02 s; it is read again when it is wanted\n") == 3
+    assert out.getvalue().count(": unused for 0.02 s; the next load reads it again\n") == 3
 
 
 async def test_a_worker_lets_go_for_whoever_has_it_and_for_nobody_else(models: Models) -> None:
@@ -136,7 +136,7 @@ async def test_that_nothing_is_let_go_any_more_is_told(models: Models, monkeypat
     async def fail(worker: Worker, why: str) -> None:
         raise RuntimeError("no more")
 
-    monkeypatch.setattr(Worker, "let_go", fail)
+    monkeypatch.setattr(Worker, "release_tensors", fail)
     monkeypatch.setattr(lifecycle, "RESERVED_S", 0.0)
     out = io.StringIO()
     async with serving(1, out=out) as [node], node.service.worker.keep_alive(0.001):

@@ -145,7 +145,7 @@ async def test_a_link_that_cannot_be_measured_counts_as_the_slowest(
 
     async def fail_for_some(peer: Peer, successor: Peer | None = None) -> LinkReply:
         if successor or peer.name == "node-2":
-            raise StageLost("did not take a few bytes within 5 s", node=peer.name)
+            raise StageLost("did not answer a probe within 5 s", node=peer.name)
         return await measure_link(peer)
 
     monkeypatch.setattr(Peer, "measure_link", fail_for_some)

@@ -58,7 +58,7 @@ async def test_the_same_coordinator_opens_its_chain_again_over_its_own_attachmen
         async with opened(whole.folder, (2, 2), [node]) as chain:
             assert (await answer(chain, PROMPT, 4)).tokens == whole.tokens(PROMPT, 4)
             if not unread:
-                with pytest.raises(StageLost, match=r"^worker node-1: was attached anew by the same coordinator"):
+                with pytest.raises(StageLost, match=r"^worker node-1: was attached again by the same coordinator"):
                     await anext(old.results())
             assert (await answer(chain, PROMPT, 4)).tokens == whole.tokens(PROMPT, 4)
 
@@ -76,7 +76,7 @@ async def test_it_may_do_so_in_the_same_epoch_or_a_later_one_and_not_in_an_earli
         await asyncio.wait([late], timeout=0.05)
         assert not late.done()
         await attach(node, attaching(folder, 5))
-        with pytest.raises(StageLost, match="attached anew"):
+        with pytest.raises(StageLost, match="attached again"):
             await late
         await attach(node, attaching(folder, 6))
 
@@ -107,7 +107,7 @@ async def test_it_may_do_so_while_the_node_still_tries_to_reach_the_next_stage(m
             await until(lambda: node.service.worker.attachment)
             async with opened(whole.folder, (2, 2), [node]) as chain:
                 assert (await answer(chain, PROMPT, 4)).tokens == whole.tokens(PROMPT, 4)
-                with pytest.raises(StageLost, match="attached anew"):
+                with pytest.raises(StageLost, match="attached again"):
                     await first
 
 

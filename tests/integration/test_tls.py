@@ -163,9 +163,9 @@ async def test_frames_come_from_the_predecessor_of_the_plan_only(models: Models,
         request.predecessor_name = "studio"
         await peer.load(request.loaded, lambda report: None)
         await peer.attach(request)
-        with pytest.raises(FrameError, match=r"^worker node-1: expected frames of studio, got a hop with .* of mini "):
+        with pytest.raises(FrameError, match=r"^worker node-1: expected a hop from studio, got one with .* of mini "):
             await hop(certificates.network("mini"), node, sender="studio")
-        with pytest.raises(FrameError, match=r"expected frames of studio, got a hop with .* of coordinator "):
+        with pytest.raises(FrameError, match=r"expected a hop from studio, got one with .* of coordinator "):
             await hop(certificates.coordinator(), node, sender="studio")
         await hop(certificates.network("Studio"), node, sender="studio")
 

@@ -135,7 +135,7 @@ async def test_it_tells_that_a_load_was_given_up_wherever_that_was(
         loading.cancel()
         await until(lambda: "gave up" in out.getvalue())
     assert_lines(
-        out, r"loading layers \[2, 4\) of .*", r"gave up loading layers \[2, 4\) of .*: nobody waits for it any more"
+        out, r"loading layers \[2, 4\) of .*", r"gave up loading layers \[2, 4\) of .*: the coordinator cancelled it"
     )
 
 

@@ -121,9 +121,7 @@ async def _keep_announced(say: Callable[[], About], listens_on: Sequence[str], l
                     await asyncio.sleep(_LOOK_EVERY_S)
         except (OSError, RuntimeError, ValueError, Error, BrigadeError) as error:
             if (failure := str(error) or type(error).__name__) != last_failure:
-                log.warning(
-                    "cannot announce itself (%s); give its address in cluster.yaml. It serves all the same", failure
-                )
+                log.warning("cannot announce itself (%s); give its address in cluster.yaml. It still serves", failure)
             last_failure = failure
             await asyncio.sleep(_LOOK_EVERY_S)
 

@@ -178,7 +178,7 @@ class FrameAssembler:
         try:
             frame = Frame.FromString(header)  # type: ignore[arg-type]
         except DecodeError:
-            raise FrameError(f"expected the header of a frame, got {len(header)} bytes that are none") from None
+            raise FrameError(f"expected the header of a frame, got {len(header)} malformed bytes") from None
         self._check(frame)
         return Arrival(frame, num_missing=payload_bytes(frame))
 
@@ -212,7 +212,7 @@ def _read_varint(message: bytes | memoryview, at: int) -> tuple[int, int]:
 
 
 def _no_part(message: bytes | memoryview) -> FrameError:
-    return FrameError(f"expected a part of a frame, got {len(message)} bytes that are none")
+    return FrameError(f"expected a part of a frame, got {len(message)} malformed bytes")
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ def read_feeding(message: bytes) -> Feeding | Chunk:
             return Feeding.FromString(message)
         except DecodeError:
             pass
-    raise FrameError(f"expected a part of what is fed, got {len(message)} bytes that are none")
+    raise FrameError(f"expected a message of a transfer of weights, got {len(message)} malformed bytes")
 
 
 def checksum_of(blocks: Sequence[bytes | memoryview], offset: int) -> int:

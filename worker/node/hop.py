@@ -39,7 +39,7 @@ def pack(header: Frame, array: mx.array | None, wire: Wire = PLAIN) -> list[byte
     if array is not None:
         if array.dtype not in _ENUMS:
             expected = "expected float32, float16 or bfloat16"
-            raise FrameError(f"hidden states of dtype {array.dtype} do not travel; {expected}")
+            raise FrameError(f"hidden states of dtype {array.dtype} cannot be sent; {expected}")
         header.hidden.dtype = _ENUMS[array.dtype]
         header.hidden.shape.extend(array.shape)
         payload = _bytes_of(array)

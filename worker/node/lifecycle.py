@@ -179,9 +179,9 @@ class Worker:
             await self.release_for(coordinator)
             if self.is_reserved and self._reservation and self._reservation.coordinator_id not in ("", coordinator.id):
                 raise NodeBusy("has loaded its layers for another coordinator, which is about to use them")
-            await self.let_go(f"coordinator {coordinator.name} is idle")
+            await self.release_tensors(f"coordinator {coordinator.name} is idle")
 
-    async def let_go(self, why: str) -> None:
+    async def release_tensors(self, why: str) -> None:
         """Release the held tensors: the next load reads them again."""
         held = self._held
         if held is None or not held.has_tensors:
@@ -189,7 +189,7 @@ class Worker:
         self._held = Held(held.request, held.stamp, None, {})  # records what was released
         self._become(WorkerState.EMPTY)
         self._lease.close()
-        self._log.info("let %s go: %s; it is read again when it is wanted", _name_of(held.request), why)
+        self._log.info("released %s: %s; the next load reads it again", _name_of(held.request), why)
         del held
         await self._thread.run(give_back)
 
@@ -204,7 +204,7 @@ class Worker:
         if keep_alive_s is None:
             yield
             return
-        async with background(self._let_go_unused(keep_alive_s), partial(log_failure, self._log)):
+        async with background(self._release_unused(keep_alive_s), partial(log_failure, self._log)):
             yield
 
     async def digests(self) -> dict[str, str]:
@@ -253,7 +253,7 @@ class Worker:
         except asyncio.CancelledError:
             if attachment.state is not AttachmentState.REPLACED:
                 raise
-            raise StageLost("was attached anew by the same coordinator") from None
+            raise StageLost("was attached again by the same coordinator") from None
         finally:
             await shielded(self._detach(attachment))  # grpc cancels this task when the coordinator leaves
 
@@ -316,7 +316,7 @@ class Worker:
             self.attachment = None
             self._become(WorkerState.LOADED)
 
-    async def _let_go_unused(self, keep_alive_s: float) -> None:
+    async def _release_unused(self, keep_alive_s: float) -> None:
         loop = asyncio.get_running_loop()
         while True:
             left_s = None
@@ -324,7 +324,7 @@ class Worker:
                 reserved_until = self._reservation.until if self._reservation else 0.0
                 left_s = max(self._used_at, reserved_until) + keep_alive_s - loop.time()
                 if left_s <= 0:
-                    await self.let_go(f"unused for {keep_alive_s:g} s")
+                    await self.release_tensors(f"unused for {keep_alive_s:g} s")
                     continue
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
@@ -343,7 +343,7 @@ class Worker:
         """
         held = self._held
         if held and held.shard is None:
-            raise StageLost("has let its layers go meanwhile; they are to be loaded again")
+            raise StageLost("has released its layers meanwhile; load them again")
         if held is None or held.shard is None or held.request != _shard_of(expected):
             found = f"[{held.request.start}, {held.request.end}) of {held.request.model}" if held else "none"
             raise ModelError(
@@ -373,7 +373,7 @@ class Worker:
             tensors = shard.tensors
             await _checked(partial(check_contents, checkpoint, request.contents), report)  # files that came only now
         except asyncio.CancelledError:
-            self._log.info("gave up loading %s: nobody waits for it any more", _name_of(request))
+            self._log.info("gave up loading %s: the coordinator cancelled it", _name_of(request))
             with contextlib.suppress(ModelError):  # a file has changed: keep nothing
                 self._held = Held(wanted, _stamp_after(checkpoint, stamp), None, tensors)
             raise

@@ -119,7 +119,7 @@ async def _probe(network: Network, node: str, address: str) -> LinkReply:
             finally:
                 await channel.close(grace=None)
     except TimeoutError:
-        raise StageLost(f"did not take a few bytes within {_PROBE_S:.0f} s", node=node) from None
+        raise StageLost(f"did not answer a probe within {_PROBE_S:.0f} s", node=node) from None
     except grpc.RpcError as error:
         raise error_of(error, node) from error
 
@@ -143,7 +143,7 @@ async def _send(call: grpc.aio.StreamStreamCall[ProbePart, ProbeReply], parts: S
     for _ in parts:
         if await call.read() is grpc.aio.EOF:  # type: ignore[attr-defined]
             await call.code()
-            raise StageLost("ended the exchange of a few bytes")
+            raise StageLost("ended the probe early")
     return time.monotonic() - began
 
 
@@ -153,7 +153,7 @@ async def answer_probe(parts: AsyncIterator[ProbePart]) -> AsyncIterator[ProbeRe
     async for part in parts:
         num_parts += 1
         if num_parts > _MAX_PARTS or len(part.data) > _PART_BYTES:
-            raise FrameError(f"expected at most {_MAX_PARTS} parts of {_PART_BYTES} bytes to learn how far it is")
+            raise FrameError(f"expected at most {_MAX_PARTS} parts of {_PART_BYTES} bytes in a probe")
         yield ProbeReply()
 
 

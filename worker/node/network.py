@@ -8,7 +8,6 @@ import shlex
 import socket
 import ssl
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -168,7 +167,7 @@ class Network:
             FrameError: the node listens nowhere.
         """
         if not self._hosts:
-            raise FrameError("listens nowhere, so nothing can be measured there")
+            raise FrameError("does not listen anywhere, so nothing can be measured there")
         host = split_address(address)[0]
         return host if host in self._hosts else next(iter(self._hosts))
 
@@ -212,16 +211,22 @@ class Network:
 
     def require_coordinator(self, context: grpc.aio.ServicerContext) -> None:
         """Raise ConfigError if links are encrypted and the caller's certificate is not a coordinator's."""
-        if self._keys is not None and Role.COORDINATOR not in (caller := Caller.of(context)).roles:
+        if self._keys is None:
+            return
+        names, roles = _caller(context)
+        if Role.COORDINATOR not in roles:
             raise ConfigError(
-                f"expected a certificate with the role {Role.COORDINATOR}, got {caller}; where the authority is: "
-                "brigade keys issue NAME --coordinator"
+                f"expected a certificate with the role {Role.COORDINATOR}, got {_shown(names, roles)}; where the "
+                "authority is: brigade keys issue NAME --coordinator"
             )
 
     def require_name(self, context: grpc.aio.ServicerContext, name: str) -> None:
         """Raise FrameError if links are encrypted and the caller's certificate does not carry this name."""
-        if self._keys is not None and name.lower() not in (caller := Caller.of(context)).names:
-            raise FrameError(f"expected frames of {name}, got a hop with {caller}")
+        if self._keys is None:
+            return
+        names, roles = _caller(context)
+        if name.lower() not in names:
+            raise FrameError(f"expected a hop from {name}, got one with {_shown(names, roles)}")
 
     def _may_use(self, address: str) -> bool:
         return self._keys is not None or may_be_plaintext(split_address(address)[0], insecure=self._insecure)
@@ -283,25 +288,22 @@ def _configuration(own: Identity) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([(own.key, own.certificate)], own.authority)
 
 
-@dataclass(frozen=True)
-class Caller:
-    """The names and roles in a caller's certificate, which the handshake has verified."""
+def _caller(context: grpc.aio.ServicerContext) -> tuple[list[str], list[str]]:
+    """Return the names and roles in the caller's certificate, which the handshake has verified.
 
-    names: tuple[str, ...]
-    roles: tuple[str, ...]
+    Raises:
+        ConfigError: the connection is not TLS 1.3, which grpcio cannot enforce earlier.
+    """
+    said = context.auth_context()
+    [version] = said.get("ssl_tls_version", (b"none",))
+    if version != b"TLSv1.3":
+        raise ConfigError(f"expected a connection by TLSv1.3, got one by {version.decode()}")
+    names, roles = ([text.decode() for text in said.get(key, ())] for key in ("peer_dns", "peer_uri"))
+    return names, roles
 
-    @classmethod
-    def of(cls, context: grpc.aio.ServicerContext) -> "Caller":
-        """Return the caller. Raises ConfigError unless it uses TLS 1.3, which grpcio cannot enforce earlier."""
-        said = context.auth_context()
-        [version] = said.get("ssl_tls_version", (b"none",))
-        if version != b"TLSv1.3":
-            raise ConfigError(f"expected a connection by TLSv1.3, got one by {version.decode()}")
-        names, roles = ([text.decode() for text in said.get(key, ())] for key in ("peer_dns", "peer_uri"))
-        return cls(tuple(names), tuple(roles))
 
-    def __str__(self) -> str:
-        return f"the certificate of {', '.join(self.names) or 'no name'} ({', '.join(self.roles) or 'no role'})"
+def _shown(names: Sequence[str], roles: Sequence[str]) -> str:
+    return f"the certificate of {', '.join(names) or 'no name'} ({', '.join(roles) or 'no role'})"
 
 
 # Dialling a node with several addresses

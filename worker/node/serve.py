@@ -204,7 +204,7 @@ async def listening(
             raise next(iter(refused.values()))
         for bind, why_not in refused.items():
             if isinstance(why_not, AddressMissing):
-                log.warning("%s; it is tried again and again", why_not.message)
+                log.warning("%s; trying again until it is available", why_not.message)
                 later.append(asyncio.create_task(found.add_later(bind, log)))
                 later[-1].add_done_callback(partial(log_failure, log))
             else:

@@ -140,7 +140,7 @@ class NodeService(NodeServicer):
             return CompileReply()
 
     async def Unload(self, request: Coordinator, context: Context) -> UnloadReply:
-        async with self._serving(context, f"to let its layers go for coordinator {request.name}"):
+        async with self._serving(context, f"to release its layers for coordinator {request.name}"):
             await self.worker.unload(request)
             return UnloadReply()
 
@@ -148,7 +148,7 @@ class NodeService(NodeServicer):
         async with reporting(context, self.name, self.log):
             # read before any refusal: a sender whose write fails gets no status
             first = await next_message(messages) or b""
-            with self._refusals_logged("to be fed"):
+            with self._refusals_logged("to receive weights"):
                 self._network.require_coordinator(context)
                 self.worker.refuse_if_draining()
                 if self._cache is None:
@@ -224,7 +224,7 @@ class NodeService(NodeServicer):
         try:
             yield
         except ModelLacking as error:
-            self.log.info("waits to be sent what it lacks: %s", error.message.partition(";")[0])
+            self.log.info("lacks weights and waits for them: %s", error.message.partition(";")[0])
             raise
         except BrigadeError as error:
             self.log.warning("refused %s: %s", what, error)

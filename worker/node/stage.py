@@ -282,7 +282,7 @@ class Stage:
     def deliver(self, result: Result) -> None:
         """Add a result, made here or received from the last worker, which may send too many."""
         if self._state is StageState.RUNNING and self._outcomes.qsize() >= _MOST_RESULTS:
-            self.fail(FrameError(f"expected at most {_MOST_RESULTS} results that nobody has read, got one more"))
+            self.fail(FrameError(f"expected at most {_MOST_RESULTS} unread results, got one more"))
         if self._state is StageState.RUNNING:
             self._outcomes.put_nowait(result)
 
@@ -323,7 +323,7 @@ class Stage:
 
     def _part_ended(self, task: "asyncio.Task[None]") -> None:
         error = None if task.cancelled() else task.exception()
-        self.fail(error or StageLost("a part of the stage ended by itself"))
+        self.fail(error or StageLost("a task of the stage ended unexpectedly"))
 
     def _hop_ended(self, reading: "asyncio.Task[None]") -> None:
         """Fail the stage if the sender broke the protocol. The coordinator notices a lost sender by itself."""

@@ -48,7 +48,7 @@ async def receive_weights(
     try:
         first = read_feeding(first_message)
         if isinstance(first, Chunk) or first.WhichOneof("what") != "model":
-            raise FrameError("expected the model first that is to be fed")
+            raise FrameError("expected the model of the weights first")
         yield Held()
         model, began = first.model, time.monotonic()
         async with Receiver(cache, model, has_checksums=has_checksums) as receiver:
@@ -70,7 +70,7 @@ async def next_message(messages: AsyncIterator[bytes]) -> bytes | None:
         async with asyncio.timeout(_SILENT_S):
             return await anext(messages, None)
     except TimeoutError:
-        raise FrameError(f"expected more of what it is fed, got nothing for {_SILENT_S:.0f} s") from None
+        raise FrameError(f"expected more weights, got nothing for {_SILENT_S:.0f} s") from None
 
 
 async def _wait_ended(messages: AsyncIterator[bytes]) -> None:
@@ -209,7 +209,7 @@ class Receiver:
     def _finish(self, file: PartialFile) -> None:
         file.finish()
         if not self._lease.add(file.path):
-            raise ModelError(f"{file.path} was removed just as it had come; start again")
+            raise ModelError(f"{file.path} was removed as soon as it was complete; start again")
 
     def _release(self) -> None:
         if self._begun is not None:

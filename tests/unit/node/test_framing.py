@@ -105,7 +105,7 @@ def test_an_end_that_expects_the_other_kind_of_parts_refuses_them() -> None:
 
 @pytest.mark.parametrize("key", [b"", b"\x08"], ids=["key", "value"])
 def test_a_number_without_end_is_no_part(key: bytes) -> None:
-    refused([key + b"\xff" * 100], f"expected a part of a frame, got {100 + len(key)} bytes that are none")
+    refused([key + b"\xff" * 100], f"expected a part of a frame, got {100 + len(key)} malformed bytes")
 
 
 @pytest.mark.parametrize("number", [0, 1, 127, 128, 300, 2**32 - 1])
@@ -250,7 +250,7 @@ def test_other_messages_are_read_by_protobuf() -> None:
     ],
 )
 def test_what_is_no_message_is_refused(message: bytes) -> None:
-    with pytest.raises(FrameError, match=f"got {len(message)} bytes that are none"):
+    with pytest.raises(FrameError, match=f"got {len(message)} malformed bytes"):
         read_feeding(message)
 
 
