@@ -13,7 +13,7 @@ from worker.config import split_address
 from worker.errors import CallerRefused, ConfigError, StageLost, Unanswered
 from worker.node.identity import Role
 from worker.node.network import PROTOCOL_VERSION, Network, give_up, has_succeeded, wait_head_start
-from worker.node.rpc_errors import error_of, is_unconnected, unresolved_name, was_met
+from worker.node.rpc_errors import closed_before_reply, error_of, is_unconnected, unresolved_name
 
 _REQUEST = HelloRequest(protocol_version=PROTOCOL_VERSION)
 _HANDSHAKE_S = 2.0
@@ -113,7 +113,7 @@ class Addresses:
                 found = error_of(error, self.name)
                 if is_patient or isinstance(found, ConfigError) or not is_unconnected(error):
                     raise found from error
-                if was_met(error):
+                if closed_before_reply(error):
                     refusal = found
                     if reason := await self._refusal_at(address):
                         raise CallerRefused(reason, node=self.name) from error
@@ -146,7 +146,7 @@ class Addresses:
             return ""
         if own is None:
             return f"it expects TLS: set `tls:` in {self._network.file} here, too"
-        issue = Role.COORDINATOR.way_to_issue(own.name)
+        issue = Role.COORDINATOR.issue_hint(own.name)
         return f"it refuses this node's certificate, as of another authority or time; {issue}" if is_closed else ""
 
     def _failure(self, errors: Sequence[BaseException | None], within_s: float) -> BaseException:
@@ -158,7 +158,7 @@ class Addresses:
             fix = f"check its `address:` in {self._network.file}, or give its IP address there"
             return StageLost(f"the name {unknown[0]} does not resolve on this machine: {fix}", node=self.name)
         silence = f"nothing answers at {' or '.join(self.addresses)} ({within_s:.0f} s)"
-        return Unanswered(silence, node=self.name, start=self._network.way_to_start(self.name))
+        return Unanswered(silence, node=self.name, start=self._network.start_hint(self.name))
 
     def _note(self, address: str, older: Sequence[str], replies: Mapping[str, HelloReply]) -> None:
         """Remember the addresses of other processes of this name, and tell the user once of each."""

@@ -39,8 +39,8 @@ from worker.config import ClusterConfig
 from worker.errors import BrigadeError, ModelError, NodeSilent, StageLost
 from worker.node.configuration import configuration_of, differing
 from worker.node.framing import Wire, check_seal
-from worker.node.hop import Link, open_feed
-from worker.node.identity import Role, expiry_told, expiry_warning
+from worker.node.hop import Link, open_push
+from worker.node.identity import Role, expiry_warning, reported_expiry
 from worker.node.links import measure_link
 from worker.node.network import PROTOCOL_VERSION, UPDATE_BOTH, Network
 from worker.node.rpc_errors import error_of
@@ -129,10 +129,10 @@ class Peer:
                 call.cancel()
 
     @asynccontextmanager
-    async def feeding(self) -> AsyncIterator[grpc.aio.StreamStreamCall[bytes, Held]]:
+    async def pushing(self) -> AsyncIterator[grpc.aio.StreamStreamCall[bytes, Held]]:
         """Open the call that pushes weights to the worker. Wrap its errors in `naming`."""
         channel = self._network.channel(self.name, self.address, alone=True)
-        call = open_feed(channel)
+        call = open_push(channel)
         try:
             yield call
         finally:
@@ -332,7 +332,7 @@ def differences(name: str, cluster: ClusterConfig, greeting: HelloReply) -> Iter
     for package, theirs in (("mlx", greeting.mlx_version), ("mlx-lm", greeting.mlx_lm_version)):
         if theirs != (ours := version(package)):
             yield f"worker {name} has {package} {theirs}, this node {ours}"
-    if until := expiry_told(greeting.certificate_expires):
+    if until := reported_expiry(greeting.certificate_expires):
         yield from filter(None, [expiry_warning(name, Role.WORKER, until)])
     if not greeting.HasField("configuration"):
         return

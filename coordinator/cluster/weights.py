@@ -258,7 +258,7 @@ class Push:
         self._total = self.num_sent + sum(file.nbytes for file in self._files)
         try:
             with self._peer.naming():
-                async with self._peer.feeding() as call:
+                async with self._peer.pushing() as call:
                     await self._write(call, Feeding(model=self._request).SerializeToString())
                     await self._read(call)  # the worker accepts the model
                     await self._send_all(call)

@@ -27,7 +27,7 @@ from protos.brigade_pb2 import (
 from worker.errors import CLOSED_AT_ONCE, CallerRefused, ConfigError, ModelError, Unanswered
 from worker.model.modelspec import ModelSpec
 from worker.node.configuration import differing
-from worker.node.identity import TOLD_AHEAD, Role, expiry_told
+from worker.node.identity import WARN_AHEAD, Role, reported_expiry
 from worker.platform.text import format_bytes
 
 MAX_VERSIONS = 8  # shown of one node: it has four
@@ -90,7 +90,7 @@ def check_cluster(cluster: ExaminedCluster, model: ModelInUse, now: datetime) ->
                 text = f"is not reached at {way.address} ({way.error}), but at another of its addresses"
                 yield _blocked(node.name, way, coordinator) or note(Kind.UNREACHABLE, node.name, text, _LOOK)
         if node.error is not None:  # the coordinator's own certificate: it can ask no other node
-            yield problem(Kind.CERTIFICATE, node.name, node.error.message, Role.COORDINATOR.way_to_issue(node.name))
+            yield problem(Kind.CERTIFICATE, node.name, node.error.message, Role.COORDINATOR.issue_hint(node.name))
         yield from _check_node(node, node.facts, now, is_coordinator=node is coordinator)
         if node is not coordinator and coordinator.facts is not None:
             yield from _check_versions(node.name, node.facts, coordinator.facts)
@@ -116,7 +116,7 @@ def _check_unreached(node: ExaminedNode, coordinator: ExaminedNode) -> Finding:
     error = node.error
     text = error.message if error else "did not answer"
     if isinstance(error, ConfigError):
-        return problem(Kind.CERTIFICATE, node.name, text, Role.WORKER.way_to_issue(node.name))
+        return problem(Kind.CERTIFICATE, node.name, text, Role.WORKER.issue_hint(node.name))
     if isinstance(error, ModelError):
         return problem(Kind.BRIGADE, node.name, text, _SAME_BRIGADE)
     if node.ways and all(way.error for way in node.ways):
@@ -131,7 +131,7 @@ def _check_unreached(node: ExaminedNode, coordinator: ExaminedNode) -> Finding:
     elif text == CLOSED_AT_ONCE or isinstance(error, CallerRefused):
         fix = "give cluster.yaml here the `tls:` of the worker's file, and its cluster's keys; else read its log"
         if coordinator.facts and coordinator.facts.certificate_expires:
-            issue = Role.COORDINATOR.way_to_issue(coordinator.name)
+            issue = Role.COORDINATOR.issue_hint(coordinator.name)
             fix = f"its log tells which; a certificate that it takes: {issue}"
     else:
         text = f"{error.found if isinstance(error, Unanswered) else text}, though connections are accepted"
@@ -150,7 +150,7 @@ def _blocked(about: str, way: Way, caller: ExaminedNode) -> Finding | None:
 def _check_node(node: ExaminedNode, facts: Facts, now: datetime, *, is_coordinator: bool) -> Iterator[Finding]:
     yield _check_machine(node.name, facts)
     yield _check_disk(node.name, facts)
-    if until := expiry_told(facts.certificate_expires):
+    if until := reported_expiry(facts.certificate_expires):
         yield _check_certificate(node.name, until, now, Role.COORDINATOR if is_coordinator else Role.WORKER)
     if node.clock_offset_s is not None:
         yield _check_clock(node.name, node.clock_offset_s)
@@ -195,10 +195,10 @@ def _check_disk(name: str, facts: Facts) -> Finding:
 def _check_certificate(name: str, until: datetime, now: datetime, role: Role) -> Finding:
     left = until - now
     text = f"its certificate expires on {until:%Y-%m-%d}, in {left.days} days"
-    fix = f"{role.way_to_issue(name)}, and copy the file to it"
+    fix = f"{role.issue_hint(name)}, and copy the file to it"
     if left < _EXPIRES_SOON:
         return problem(Kind.CERTIFICATE, name, text, fix)
-    return note(Kind.CERTIFICATE, name, text, fix) if left < TOLD_AHEAD else ok(Kind.CERTIFICATE, name, text)
+    return note(Kind.CERTIFICATE, name, text, fix) if left < WARN_AHEAD else ok(Kind.CERTIFICATE, name, text)
 
 
 def _check_clock(name: str, offset_s: float) -> Finding:

@@ -163,7 +163,7 @@ async def _ask_here(cluster: ClusterConfig, network: Network) -> ExaminedNode:
 async def _ask(peer: Peer, worker: WorkerConfig, network: Network) -> ExaminedNode:
     is_here = is_loopback(split_address(worker.addresses[0])[0])
     ways = await asyncio.gather(*map(connect, worker.addresses))
-    start = network.way_to_start(peer.name)
+    start = network.start_hint(peer.name)
     found = ExaminedNode(peer.name, ways=ways, configured_bytes=worker.memory, is_here=is_here, start=start)
     if all(way.error for way in ways):  # gRPC would wait for the node to come up, and its error says less
         return replace(found, error=StageLost(f"{ways[0].address}: {ways[0].error}"))

@@ -283,12 +283,12 @@ async def test_a_port_for_plain_grpc_answers_a_probe_of_who_knows_the_token_and_
 async def test_ports_are_opened_only_where_the_node_listens_anyway() -> None:
     network = Network(insecure=True)
     with pytest.raises(FrameError, match="does not listen anywhere"):
-        network.host_beside("192.0.2.9:1")
+        network.measuring_host("192.0.2.9:1")
     server = network.server()
     network.listen(server, "127.0.0.1:0")
-    assert network.host_beside("192.0.2.9:1") == network.host_beside("0.0.0.0:1") == "127.0.0.1"
+    assert network.measuring_host("192.0.2.9:1") == network.measuring_host("0.0.0.0:1") == "127.0.0.1"
     network.listen(server, "[::1]:0")
-    assert network.host_beside("[::1]:7") == "::1" and network.host_beside("host.local:7") == "127.0.0.1"
+    assert network.measuring_host("[::1]:7") == "::1" and network.measuring_host("host.local:7") == "127.0.0.1"
     with pytest.raises(FrameError, match="expected certificates"):
         network.tls_context(server=True)
 

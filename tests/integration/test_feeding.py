@@ -50,7 +50,7 @@ from worker.model.contents import contents_of
 from worker.model.describe import describe
 from worker.model.hub import open_repository
 from worker.node import weights_receive as feeding_module
-from worker.node.framing import Chunk, read_feeding
+from worker.node.framing import Chunk, read_transfer
 from worker.node.model_sources import Headers, ModelSources, Opening
 from worker.node.weights_cache import PartialFile, WeightsCache, pieces_of
 
@@ -80,12 +80,12 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
 
     def note(message: bytes) -> Feeding | Chunk:
-        read = read_feeding(message)
+        read = read_transfer(message)
         if isinstance(read, Chunk):
             found.append(len(read.data))
         return read
 
-    monkeypatch.setattr(feeding_module, "read_feeding", note)
+    monkeypatch.setattr(feeding_module, "read_transfer", note)
     return found
 
 
@@ -485,7 +485,7 @@ async def test_a_worker_hears_of_a_coordinator_that_makes_a_digest_for_long(
         return digest(file, given_up)
 
     def note(message: bytes) -> Feeding | Chunk:
-        read = read_feeding(message)
+        read = read_transfer(message)
         if isinstance(read, Feeding) and read.announcement.file:
             if read.announcement.file in announced:
                 was_repeated.set()
@@ -494,7 +494,7 @@ async def test_a_worker_hears_of_a_coordinator_that_makes_a_digest_for_long(
 
     monkeypatch.setattr(feed_module, "_DIGEST_S", 0.05)
     monkeypatch.setattr(SourceFile, "digest", make)
-    monkeypatch.setattr(feeding_module, "read_feeding", note)
+    monkeypatch.setattr(feeding_module, "read_transfer", note)
     async with serving(1, NOTHING, store_of=store_of) as [node], peer_of(node) as peer:
         wanted = full_request(folder, 2, 4)
         await push_weights(peer, wanted, open_folder(folder), lambda report: None)

@@ -5,7 +5,6 @@ An announcement is a hint and gives no trust. `About.of_txt` checks announcement
 
 import asyncio
 import contextlib
-import ipaddress
 import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -49,7 +48,7 @@ class About:
     fingerprint: str = ""  # SHA-256 of the certificate in hex; empty if links are not encrypted
 
     @property
-    def unsound(self) -> str | None:
+    def invalid_field(self) -> str | None:
         """The first field with an unexpected format; None if all are fine. Terminals and files get these texts."""
         is_sound = {
             "name": len(self.name) <= MAX_NAME and is_node_name(self.name),
@@ -70,7 +69,7 @@ class About:
             found = cls(**{key: (properties.get(key.encode()) or b"").decode("ascii") for key in _KEYS})
         except UnicodeDecodeError:
             return None
-        return None if found.unsound else found
+        return None if found.invalid_field else found
 
 
 @dataclass(frozen=True)
@@ -87,10 +86,10 @@ def about(name: str, network: Network) -> About:
     own = network.own
     fingerprint = x509.load_pem_x509_certificate(own.certificate).fingerprint(SHA256()).hex() if own else ""
     found = About(name, version_of("brigade").replace(" ", "-"), _THIS_PROCESS, fingerprint)
-    if found.unsound == "name":
+    if (invalid := found.invalid_field) == "name":
         raise ConfigError(f"expected a name of at most {MAX_NAME} letters, digits, '-', '_' and '.', found {name!r}")
-    if found.unsound:
-        raise ConfigError(f"expected a {found.unsound} that can be announced, found {getattr(found, found.unsound)!r}")
+    if invalid:
+        raise ConfigError(f"expected a {invalid} that can be announced, found {getattr(found, invalid)!r}")
     return found
 
 
@@ -132,16 +131,11 @@ async def places_of(listens_on: Iterable[str]) -> list[AnnouncedPlace]:
     found = []
     for address in listens_on:
         host, port = split_address(address)
-        for ip in await _ips_of(host):
-            found += [AnnouncedPlace(each.name, each.addresses, port) for each in listened_on(ip, interfaces)]
+        for *_, place in await asyncio.get_running_loop().getaddrinfo(host, None):
+            found += [
+                AnnouncedPlace(each.name, each.addresses, port) for each in listened_on(str(place[0]), interfaces)
+            ]
     return list(dict.fromkeys(found))
-
-
-async def _ips_of(host: str) -> list[str]:
-    with contextlib.suppress(ValueError):
-        return [str(ipaddress.ip_address(host))]
-    found = await asyncio.get_running_loop().getaddrinfo(host, None)
-    return list(dict.fromkeys(str(place[0]) for *_, place in found))
 
 
 @contextlib.asynccontextmanager

@@ -235,7 +235,7 @@ def write_chunk(blocks: Sequence[bytes], offset: int | None) -> bytes:
     return b"".join((head, *blocks, _CHUNK_CHECKSUM, checksum_of(blocks, offset).to_bytes(4, "little")))
 
 
-def read_feeding(message: bytes) -> Feeding | Chunk:
+def read_transfer(message: bytes) -> Feeding | Chunk:
     """Read a message; a chunk is not copied. Raises FrameError if the message is malformed."""
     view = memoryview(message)
     if view[:1] == _CHUNK_DATA:

@@ -145,7 +145,7 @@ def open_relay(
     return call(metadata=metadata)  # type: ignore[call-arg]
 
 
-def open_feed(channel: grpc.aio.Channel) -> grpc.aio.StreamStreamCall[bytes, Held]:
+def open_push(channel: grpc.aio.Channel) -> grpc.aio.StreamStreamCall[bytes, Held]:
     """Open a push of weights to the node at the channel's end. Its messages are bytes: see framing.py."""
     call = channel.stream_stream(f"/{_SERVICE}/Feed", request_serializer=None, response_deserializer=Held.FromString)
     return call()  # type: ignore[call-arg]

@@ -20,7 +20,7 @@ from worker.errors import ConfigError
 
 _MOST_BYTES = 1 << 16  # of a key file
 _PEM = re.compile(rb"-----BEGIN ([A-Z ]+)-----\n[^-]+-----END \1-----\n?")
-TOLD_AHEAD = timedelta(days=30)
+WARN_AHEAD = timedelta(days=30)
 _YEAR_10000 = 253402300800  # Python's dates end before it
 
 
@@ -30,7 +30,7 @@ class Role(StrEnum):
     COORDINATOR = "brigade:coordinator"
     WORKER = "brigade:worker"
 
-    def way_to_issue(self, name: str) -> str:
+    def issue_hint(self, name: str) -> str:
         """Return how the user gets a certificate of this role."""
         option = " --coordinator" if self is Role.COORDINATOR else ""
         return f"where the authority is: brigade keys issue {name}{option}"
@@ -55,12 +55,12 @@ class Identity:
 def expiry_warning(name: str, role: Role, until: datetime) -> str:
     """Return a line about a certificate that expires soon, else an empty string."""
     left = until - datetime.now(UTC)
-    if left > TOLD_AHEAD:
+    if left > WARN_AHEAD:
         return ""
-    return f"the certificate of {name} expires in {left.days} days, on {until:%Y-%m-%d}; {role.way_to_issue(name)}"
+    return f"the certificate of {name} expires in {left.days} days, on {until:%Y-%m-%d}; {role.issue_hint(name)}"
 
 
-def expiry_told(seconds: int) -> datetime | None:
+def reported_expiry(seconds: int) -> datetime | None:
     """Return the expiry that a node reports in seconds since 1970; None for 0 or an impossible number."""
     return datetime.fromtimestamp(seconds, UTC) if 0 < seconds < _YEAR_10000 else None
 
@@ -138,7 +138,7 @@ class KeyFile:
 
     @property
     def _way_out(self) -> str:
-        return f"{self.role.way_to_issue(self.name)}, and copy that file here"
+        return f"{self.role.issue_hint(self.name)}, and copy that file here"
 
 
 def file_name(name: str) -> str:

@@ -193,7 +193,7 @@ async def open_port(network: Network, request: ListenRequest) -> AsyncIterator["
     Raises:
         FrameError: this node listens nowhere, or has no certificate for an encrypted conversation.
     """
-    host = network.host_beside(request.address)
+    host = network.measuring_host(request.address)
     listener = Listener(transport=request.transport, token=secrets.token_bytes(_TOKEN_BYTES))
     if request.transport == TRANSPORT_GRPC:
         server = grpc.aio.server(options=_PLAIN_GRPC, maximum_concurrent_rpcs=2)

@@ -111,7 +111,7 @@ class Network:
         """The format of frames on this network's links."""
         return ENCRYPTED if self._keys else PLAIN
 
-    def way_to_start(self, name: str) -> str:
+    def start_hint(self, name: str) -> str:
         """Return the command that starts the worker of this name, and where to run it."""
         file = shlex.quote(self.file)
         if name in self._launched:
@@ -160,7 +160,7 @@ class Network:
         self._hosts[split_address(bind)[0]] = None
         return port
 
-    def host_beside(self, address: str) -> str:
+    def measuring_host(self, address: str) -> str:
         """Return this address's host if the node listens on it, else the first host: so nothing new is exposed.
 
         Raises:

@@ -91,7 +91,7 @@ def error_of(call: grpc.RpcError, node: str) -> BrigadeError:
         return ConfigError(words.format(node=node, details=details), node=node)
     if any(sign in details for sign in _STRANGE):
         return StageLost("what answers there is no worker, perhaps a web server; compare address and port", node=node)
-    if was_met(call):
+    if closed_before_reply(call):
         return StageLost(CLOSED_AT_ONCE, node=node)
     if name := unresolved_name(call):
         return StageLost(f"the name {name} of its address does not resolve on the node that calls it", node=node)
@@ -113,7 +113,7 @@ def unresolved_name(call: grpc.RpcError) -> str:
     return found[1] if found else ""
 
 
-def was_met(call: grpc.RpcError) -> bool:
+def closed_before_reply(call: grpc.RpcError) -> bool:
     """Return whether a process closed the connection before any reply, or spoke another protocol."""
     details = call.details() or ""
     return _UNANSWERED in details and any(sign in details for sign in (*_ENDED, *_STRANGE))

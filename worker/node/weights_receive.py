@@ -16,7 +16,7 @@ from typing import Self, TypeVar
 from protos.brigade_pb2 import Announcement, Feeding, Held, LoadRequest
 from worker.errors import BrigadeError, FrameError, ModelError
 from worker.model.headers import unpack_headers
-from worker.node.framing import MOST_CHUNK_BYTES, Chunk, checksum_of, read_feeding
+from worker.node.framing import MOST_CHUNK_BYTES, Chunk, checksum_of, read_transfer
 from worker.node.model_sources import check_layers, check_model
 from worker.node.weights_cache import Lease, PartialFile, Piece, WeightsCache, pieces_of
 from worker.platform.tasks import shielded
@@ -46,14 +46,14 @@ async def receive_weights(
         ModelError: something does not belong to the model, or there is no room.
     """
     try:
-        first = read_feeding(first_message)
+        first = read_transfer(first_message)
         if isinstance(first, Chunk) or first.WhichOneof("what") != "model":
             raise FrameError("expected the model of the weights first")
         yield Held()
         model, began = first.model, time.monotonic()
         async with Receiver(cache, model, has_checksums=has_checksums) as receiver:
             while (message := await next_message(messages)) is not None:
-                if reply := await receiver.take(read_feeding(message)):
+                if reply := await receiver.take(read_transfer(message)):
                     yield reply
             await receiver.end()
         shard = f"layers [{model.start}, {model.end}) of {model.model}"

@@ -170,7 +170,7 @@ def test_a_worker_that_cannot_be_asked_is_a_finding_with_its_reason(
     error: Any, way: Way, system: str, kind: Kind, words: str, fix: str
 ) -> None:
     studio = node("studio", STUDIO, system=system)
-    start = Network(file="home.yaml").way_to_start("mini")
+    start = Network(file="home.yaml").start_hint("mini")
     findings = judged(known(ExaminedNode("mini", error=error, ways=[way], start=start), studio=studio))
     found = said(findings, kind, "mini")
     assert found.level is PROBLEM and words in found.text and fix in found.fix

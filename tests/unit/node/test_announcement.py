@@ -18,7 +18,7 @@ def test_what_a_node_says_is_understood() -> None:
     for about in (About("mini", "0.1.0", "0a1b2c3d"), About("a.b_c-9", "0.2.0rc1+x", "00000000", "ab" * 32)):
         txt = {key.encode(): value.encode() for key, value in about.to_txt().items()}
         assert About.of_txt(txt) == about
-        assert about.unsound is None
+        assert about.invalid_field is None
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from worker.node.framing import (
     cut,
     most_chunk_rows,
     payload_bytes,
-    read_feeding,
     read_part,
+    read_transfer,
     write_chunk,
     write_part,
 )
@@ -219,7 +219,7 @@ def test_a_chunk_may_have_as_many_rows_as_go_into_64_mebibytes(row_bytes: int, e
 @pytest.mark.parametrize("offset", [None, 0, 7 << 40])
 def test_a_chunk_is_read_as_it_was_written_and_protobuf_reads_the_same(pieces: list[bytes], offset: int | None) -> None:
     message, data = write_chunk(pieces, offset), b"".join(pieces)
-    found = read_feeding(message)
+    found = read_transfer(message)
     assert isinstance(found, Chunk) and found.data == data
     assert found.checksum == (None if offset is None else checksum_of([data], offset))
     by_protobuf = Feeding.FromString(message)
@@ -232,7 +232,7 @@ def test_a_checksum_tells_place_and_bytes() -> None:
 
 def test_other_messages_are_read_by_protobuf() -> None:
     said = Feeding(announcement=Announcement(place=-2, size=7, digest="00"))
-    assert read_feeding(said.SerializeToString()) == said
+    assert read_transfer(said.SerializeToString()) == said
 
 
 @pytest.mark.parametrize(
@@ -251,11 +251,11 @@ def test_other_messages_are_read_by_protobuf() -> None:
 )
 def test_what_is_no_message_is_refused(message: bytes) -> None:
     with pytest.raises(FrameError, match=f"got {len(message)} malformed bytes"):
-        read_feeding(message)
+        read_transfer(message)
 
 
 @fuzzed(60)
 @given(nearly(write_chunk([b"abcdef"], 3)) | st.binary(max_size=30))
 def test_bytes_at_random_are_read_or_refused(message: bytes) -> None:
     with within(1 << 20), contextlib.suppress(FrameError):
-        read_feeding(message)
+        read_transfer(message)

@@ -9,7 +9,7 @@ import pytest
 
 from worker import errors
 from worker.errors import BrigadeError, InputError, NodeSilent, QueueFull, ReaderLost, ServerFailed, StageLost
-from worker.node.rpc_errors import abort, error_of, is_unconnected, unresolved_name, was_met
+from worker.node.rpc_errors import abort, closed_before_reply, error_of, is_unconnected, unresolved_name
 
 KINDS = sorted(BrigadeError.__subclasses__(), key=lambda kind: kind.__name__)
 OWN = (InputError, QueueFull, ReaderLost, ServerFailed)  # the coordinator's: no node means them
@@ -120,7 +120,7 @@ def test_a_handshake_that_this_side_ended_is_told_in_plain_words(why: str, words
 def test_somebody_who_closes_is_told_from_nobody() -> None:
     closed, refused = unconnected("Socket closed"), unconnected("Connection refused (111)")
     lost = Aborted(grpc.StatusCode.UNAVAILABLE, "Socket closed")
-    assert [was_met(call) for call in (closed, refused, lost)] == [True, False, False]
+    assert [closed_before_reply(call) for call in (closed, refused, lost)] == [True, False, False]
     assert [is_unconnected(call) for call in (closed, refused, lost)] == [True, True, False]
 
 
