@@ -123,11 +123,15 @@ class KeyFile:
             )
         if roles != [self.role]:
             raise self._wrong(f"expected a certificate with the role {self.role}, found {', '.join(roles) or 'none'}")
-        if key.public_key() != certificate.public_key():
+        try:
+            is_its_key = key.public_key() == certificate.public_key()
+        except (ValueError, UnsupportedAlgorithm):
+            is_its_key = False
+        if not is_its_key:
             raise self._wrong("the key is not that of the certificate")
         try:
             certificate.verify_directly_issued_by(authority)
-        except (ValueError, TypeError, InvalidSignature):
+        except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):
             raise self._wrong("the certificate is not of the authority beside it") from None
         now = datetime.now(UTC)
         if (begins := certificate.not_valid_before_utc) > now:

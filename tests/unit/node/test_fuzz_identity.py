@@ -59,6 +59,26 @@ def test_a_certificate_whose_inside_was_changed_is_read_or_refused(
     read(authority, b"".join(parts))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [(b"\x2a\x86\x48\xce\x3d\x03\x01\x07", b"\x00\x86\x48\xce\x3d\x03\x01\x07"), (b"\x42\x00\x04", b"\x42\x01\x04")],
+    ids=["curve", "point"],
+)
+def test_a_certificate_whose_key_cannot_be_read_is_refused(
+    authority: Authority, sound: bytes, change: tuple[bytes, bytes]
+) -> None:
+    key, certificate, issuer = split_pem(sound)
+    head, *inside, tail = certificate.splitlines()
+    der = base64.b64decode(b"".join(inside))
+    assert change[0] in der
+    changed = b"\n".join([head, base64.encodebytes(der.replace(*change)).strip(), tail, b""])
+    path = authority.folder / "mini.pem"
+    path.write_bytes(key + changed + issuer)
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match=r"mini\.pem: "):
+        KeyFile(authority.folder, "mini", Role.WORKER).read()
+
+
 LONG: dict[str, Callable[[bytes], bytes]] = {
     "begins": lambda sound: b"-----BEGIN A-----\n" * (1 << 18),
     "one begin": lambda sound: b"-----BEGIN A-----\n" + b"A" * (1 << 22),
