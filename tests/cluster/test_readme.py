@@ -19,7 +19,7 @@ from worker.config import load_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-_PAGES = (ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md")))
+_PAGES = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))
 PAGES = "\n".join(page.read_text(encoding="utf-8") for page in _PAGES)
 TOP = typer.main.get_command(app)
 
@@ -31,8 +31,9 @@ def commands_in(text: str) -> list[str]:
     return sorted({command.strip() for command in (*in_text, *in_blocks)})
 
 
-def test_the_readme_shows_every_command() -> None:
-    shown = {shlex.split(command)[1] for command in commands_in(README)}
+def test_the_page_of_commands_shows_every_command() -> None:
+    page = (ROOT / "docs/commands.md").read_text(encoding="utf-8")
+    shown = {shlex.split(command)[1] for command in commands_in(page)}
     assert shown == set(TOP.commands)  # type: ignore[attr-defined]
 
 
@@ -46,7 +47,7 @@ def test_commands_of_the_pages_exist_with_their_flags(command: str) -> None:
     assert {argument for argument in arguments if argument.startswith("-")} <= known
 
 
-@pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:coordinator|worker|tools)/[\w/.]+)`", PAGES))))
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:coordinator|worker|tools|tests)/[\w/.]+)`", PAGES))))
 def test_files_of_the_pages_exist(path: str) -> None:
     assert (ROOT / path).exists()
 
