@@ -18,7 +18,6 @@ from typing import TypeVar
 
 import grpc
 import grpc.aio
-import msgpack
 from blake3 import blake3
 
 from coordinator.cluster.log import log
@@ -31,7 +30,7 @@ from worker.node.framing import CHUNK_BYTES, write_chunk
 from worker.node.loading import READ_BYTES, Span, fetch, read_spans, spans_of
 from worker.node.weights_cache import Piece, pieces_of
 from worker.node.weights_receive import ACK_BYTES
-from worker.platform.installation import cache_folder
+from worker.platform.installation import cache_folder, read_record, write_record
 from worker.platform.text import format_bytes
 from worker.platform.threads import CallThread, run_in_thread
 
@@ -177,18 +176,12 @@ class DigestCache:
 
     def keep(self) -> None:
         """Write them. If the folder is read-only they are computed again next time."""
-        unfinished = self._path.with_suffix(f".{os.getpid()}")
-        with contextlib.suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            known = self._read() | self._known.copy()  # another process or thread may have added some meanwhile
-            unfinished.write_bytes(msgpack.packb(dict(list(known.items())[-_MOST_KEPT:])))
-            unfinished.replace(self._path)
+        known = self._read() | self._known.copy()  # another process or thread may have added some meanwhile
+        write_record(self._path, dict(list(known.items())[-_MOST_KEPT:]))
 
     def _read(self) -> dict[str, str]:
-        try:
-            return {str(stamp): str(digest) for stamp, digest in msgpack.unpackb(self._path.read_bytes()).items()}
-        except (OSError, ValueError, TypeError, AttributeError, msgpack.UnpackException):
-            return {}
+        found = read_record(self._path)
+        return {str(stamp): str(digest) for stamp, digest in found.items()} if isinstance(found, dict) else {}
 
 
 def known_digests(checkpoint: Checkpoint) -> dict[int, str]:

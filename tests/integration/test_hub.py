@@ -350,6 +350,15 @@ def test_headers_of_files_that_are_here_are_not_fetched(hub: Hub, asking: Ask, t
     assert hub.ranges() == [THIRD]
 
 
+def test_headers_that_cannot_be_kept_are_fetched_each_time(hub: Hub, asking: Ask, tmp_path: Path) -> None:
+    (tmp_path / "brigade").touch()  # a file in the folder's place: neither read nor written
+    with asking(hub.endpoint, tmp_path):
+        for _ in range(2):
+            hub.asked.clear()
+            assert hub_module.open_repository("brigade/tiny").tensors
+            assert hub.ranges()
+
+
 def test_without_an_index_the_repository_s_listing_names_the_files(hub: Hub, asking: Ask, tmp_path: Path) -> None:
     with asking(hub.endpoint, tmp_path):
         assert hub_module.open_repository("brigade/unindexed").name == f"brigade/unindexed@{COMMIT}"

@@ -1,7 +1,6 @@
 """Models on the Hugging Face hub: small files and headers first, weight files only as a shard needs them."""
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgpack
 from huggingface_hub import HfApi, RepoFile, constants, get_cached_repo_tree, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (
     CachedRepoTreeNotFoundError,
@@ -28,6 +26,7 @@ from huggingface_hub.utils import tqdm
 from worker.errors import ModelError, first_line
 from worker.model.checkpoint import SMALL_FILES, Checkpoint, choose_weight_files, open_folder, read_config, weight_files
 from worker.model.headers import TensorInfo, read_tensors, tensors_of
+from worker.platform.installation import read_record, write_record
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _TIMEOUT_S = 10.0
@@ -150,12 +149,13 @@ def _tensors(repository: str, folder: Path, files: list[str]) -> dict[str, Tenso
     """Return the files' tensors, from the files that are here, or else from kept or freshly fetched headers."""
     keep = Path(constants.HF_HOME) / "brigade" / repository.replace("/", "--") / f"{folder.name}.msgpack"
     absent = [file for file in files if not (folder / file).exists()]
-    kept = _read_kept(keep)
+    found = read_record(keep)
+    kept: dict[str, dict[str, Any]] = found if isinstance(found, dict) else {}
     if unknown := [file for file in absent if file not in kept]:
         with ThreadPoolExecutor(_PARALLEL_FETCHES) as pool:
             fetched = pool.map(partial(_fetch_header, repository, folder.name), unknown)
             kept |= zip(unknown, fetched, strict=True)
-        _write_kept(keep, kept)
+        write_record(keep, kept)
     tensors: dict[str, TensorInfo] = {}
     for file in files:
         tensors |= tensors_of(file, kept[file]) if file in absent else read_tensors(folder, file)
@@ -166,20 +166,6 @@ def _fetch_header(repository: str, commit: str, file: str) -> dict[str, Any]:
     metadata = HfApi().parse_safetensors_file_metadata(repository, file, revision=commit, timeout=_TIMEOUT_S)
     fields = ("dtype", "shape", "data_offsets")
     return {name: {field: getattr(info, field) for field in fields} for name, info in metadata.tensors.items()}
-
-
-def _read_kept(path: Path) -> dict[str, dict[str, Any]]:
-    try:
-        return dict(msgpack.unpackb(path.read_bytes()))
-    except (FileNotFoundError, ValueError, TypeError):  # missing or damaged: headers are fetched again
-        return {}
-
-
-def _write_kept(path: Path, headers: dict[str, dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    unfinished.write_bytes(msgpack.packb(headers))
-    unfinished.replace(path)
 
 
 def _download(repository: str, folder: Path, files: Iterable[str], progress: Callable[[int], None]) -> None:

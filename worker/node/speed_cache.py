@@ -1,20 +1,16 @@
 """This node's speed at a model: from the user's cache folder, or measured now and kept there."""
 
-import contextlib
 import hashlib
-import os
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import msgpack
-
 from protos.brigade_pb2 import RowTimes, Speed
 from worker.compute.microbenchmark import measure_speed
 from worker.model.checkpoint import Checkpoint
 from worker.model.describe import describe
-from worker.platform.installation import cache_folder
+from worker.platform.installation import cache_folder, read_record, write_record
 from worker.platform.machine import machine_name, memory_budget
 from worker.platform.mlx_memory import memory_held
 from worker.platform.threads import MlxThread, run_in_thread
@@ -60,12 +56,12 @@ def _file_of(checkpoint: Checkpoint) -> Path:
 
 def _read(path: Path, key: list[str]) -> Speed | None:
     """Return the kept speed; None if it is missing, damaged or of another key, so that it is measured again."""
+    record = read_record(path)
     try:
-        record = msgpack.unpackb(path.read_bytes())
         if record["format"] != _FORMAT or record["key"] != key:
             return None
         return Speed(kinds=map(_times, record["kinds"]), head=_times(record["head"]), gbps=record["gbps"])
-    except (OSError, ValueError, TypeError, KeyError, msgpack.UnpackException):
+    except (ValueError, TypeError, KeyError):
         return None
 
 
@@ -75,11 +71,7 @@ def _write(path: Path, key: list[str], speed: Speed) -> None:
         "format": _FORMAT, "key": key, "kinds": [_pairs(times) for times in speed.kinds], "head": _pairs(speed.head),
         "gbps": speed.gbps,
     }  # fmt: skip
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_bytes(msgpack.packb(record))
-        unfinished.replace(path)
+    write_record(path, record)
 
 
 def _pairs(times: RowTimes) -> list[list[float]]:

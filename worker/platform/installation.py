@@ -1,5 +1,6 @@
 """This installation of Brigade: its versions, a digest of its code, its cache folder, and how to import it."""
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -9,6 +10,9 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
+from typing import Any
+
+import msgpack
 
 _ROOT = Path(__file__).resolve().parents[2]  # the folder that this code is imported from
 _OWN = ("protos", "worker", "coordinator")
@@ -50,6 +54,23 @@ def code_on_disk() -> str:
 def cache_folder() -> Path:
     """Return the folder for files that can be made or fetched again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "brigade"
+
+
+def read_record(path: Path) -> Any:
+    """Return what `write_record` kept at this path; None if it is missing, unreadable or damaged."""
+    try:
+        return msgpack.unpackb(path.read_bytes())
+    except (OSError, ValueError, TypeError, msgpack.UnpackException):
+        return None
+
+
+def write_record(path: Path, record: Any) -> None:
+    """Keep a record in one atomic step. Does nothing if the folder cannot be written: a cache is not required."""
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_bytes(msgpack.packb(record))
+        unfinished.replace(path)
 
 
 def skip_init(package: str) -> None:
