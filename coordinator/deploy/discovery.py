@@ -72,7 +72,7 @@ async def browse(for_s: float) -> Heard:
     listener = ServiceListener(asyncio.get_running_loop().time() + for_s)
     try:
         own = [address for each in own_interfaces() if not each.is_tunnel for address in each.addresses]
-        async with AsyncZeroconf(interfaces=own) as zeroconf:
+        async with AsyncZeroconf(interfaces=own) as zeroconf, contextlib.aclosing(listener):
             async with AsyncServiceBrowser(zeroconf.zeroconf, SERVICE, handlers=[listener.on_change]):
                 await asyncio.sleep(for_s)
             await listener.wait_resolved()
@@ -101,6 +101,12 @@ class ServiceListener:
 
     async def wait_resolved(self) -> None:
         await asyncio.gather(*self._resolving.values())
+
+    async def aclose(self) -> None:
+        """Cancel what is still being resolved."""
+        for task in self._resolving.values():
+            task.cancel()
+        await asyncio.gather(*self._resolving.values(), return_exceptions=True)
 
     async def _resolve(self, zeroconf: "Zeroconf", name: str) -> None:
         from zeroconf import Error

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from coordinator.cluster.addresses import Addresses
+from coordinator.cluster.together import together
 from coordinator.deploy.install import (
     Action,
     RemoteState,
@@ -131,7 +132,7 @@ async def _on_each(
         report(worker.name, outcome.done or "failed")
         return outcome
 
-    return await asyncio.gather(*map(act_on, workers))
+    return await together(*map(act_on, workers))
 
 
 async def wait_answer(worker: WorkerConfig, network: Network, remote: Remote, before: str) -> str:

@@ -58,3 +58,26 @@ def test_a_failure_without_words_is_told_by_its_kind(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(browsing, "own_interfaces", fail)
     with pytest.raises(StageLost, match=r"on this machine's networks: Error$"):
         asyncio.run(browse(0.1))
+
+
+def test_a_listener_that_fails_leaves_no_task_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing:
+        """A browser that hears of one node and fails."""
+
+        def __init__(self, zeroconf: Any, service_type: str, handlers: list[Any]) -> None:
+            handlers[0](zeroconf, SERVICE, f"mini.{SERVICE}", ServiceStateChange.Added)
+
+        async def __aenter__(self) -> None:
+            await asyncio.sleep(0)  # resolving begins
+            raise OSError("no network")
+
+        async def __aexit__(self, *exc: object) -> None: ...
+
+    async def look() -> set[str]:
+        with pytest.raises(StageLost, match="no network"):
+            await browse(60.0)
+        return {task.get_name() for task in asyncio.all_tasks() if "_resolve" in repr(task)}
+
+    monkeypatch.setattr("zeroconf.asyncio.AsyncServiceBrowser", Failing)
+    monkeypatch.setattr(browsing, "own_interfaces", lambda: [Interface("lo", ("127.0.0.1",))])
+    assert not asyncio.run(look())

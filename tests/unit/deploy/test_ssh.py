@@ -109,6 +109,29 @@ def test_a_line_without_end_is_that_nodes_failure(loud: Remote) -> None:
     assert (stopped.done, stopped.error) == ("stopped", None)
 
 
+def test_a_bug_on_one_node_ends_the_work_on_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = []
+
+    async def run(remote: Remote, script: str, within_s: float) -> dict[str, list[str]]:
+        await asyncio.sleep(0)
+        if remote.node == "mini":
+            raise KeyError("bug")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(remote.node)
+        return {}
+
+    async def stop_all() -> None:
+        workers = [WorkerConfig(name=name, address="127.0.0.1:1", ssh=name) for name in ("mini", "air")]
+        with pytest.raises(KeyError, match="bug"):
+            await stop(workers, lambda node, phase: None)
+        assert ended == ["air"]
+
+    monkeypatch.setattr(Remote, "run", run)
+    asyncio.run(stop_all())
+
+
 def test_a_line_without_end_in_a_log_is_told(loud: Remote) -> None:
     with pytest.raises(BrigadeError, match=r"^worker loud: printed a line of more than 1 MiB$"):
         asyncio.run(loud.log(10, lambda line: None))
