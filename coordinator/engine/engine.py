@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -97,9 +97,7 @@ class Engine:
         self._inputs = inputs
         self._cluster = cluster
         self._is_draining = False
-        self._num_answering = 0
-        self._all_answered = asyncio.Event()
-        self._all_answered.set()
+        self._readers = Use()  # clients and health checks
 
     async def __aenter__(self) -> "Engine":
         await self.core.__aenter__()
@@ -169,7 +167,7 @@ class Engine:
         return _READY
 
     async def prepare(self, spec: RequestSpec) -> Request:
-        """The checked request. Raises what `InputProcessor.make_request` raises, and NodeBusy while it is draining."""
+        """Return the checked request. Raises what `InputProcessor.make_request` raises, and NodeBusy while draining."""
         self._require_open()
         with self.use.using():
             return await self.inputs.make_request(spec)
@@ -219,7 +217,12 @@ class Engine:
         chunk: int | None = None,
         traced: bool = False,
     ) -> Answer:
-        """All outputs of `generate` as one; `emit` takes each one's text, once `keep` has what it keeps of it."""
+        """Return all outputs of `generate` as one answer.
+
+        Args:
+            emit: takes the text of each output.
+            keep: called with each output and `emit`, in the place of `emit` alone: saves the output, then emits it.
+        """
         answer = Answer()
         async with aclosing(self.generate(request, parser=parser, chunk=chunk, traced=traced)) as outputs:
             async for output in outputs:
@@ -228,7 +231,7 @@ class Engine:
         return answer
 
     async def look(self) -> None:
-        """Let one token go through all stages, which no stats counts: no client has asked for it.
+        """Send one token through all stages as a health check. Statistics do not count it.
 
         Raises:
             What `prepare` and `generate` raise.
@@ -236,17 +239,17 @@ class Engine:
         self._require_open()
         request = await self.inputs.make_request(RequestSpec((0,), max_tokens=1, ignore_eos=True))
         if not self.stats.under_way:
-            self.stats.stages.rest(time.monotonic_ns())  # the time without any request is no part of it
+            self.stats.stages.rest(time.monotonic_ns())  # leave out the time without requests
         async with aclosing(self._generate([request], None, None, traced=False, counted=False)) as outputs:
             async for _ in outputs:
                 pass
 
     async def expect_grammars(self) -> None:
-        """Read the vocabulary as grammars need it, where they are tried and on the last stage.
+        """Load the vocabulary for grammars in the process that checks them and on the last stage.
 
-        For a large one that takes seconds, in which a process does nothing else: streams would wait.
+        A large one takes seconds, for which the first request with a grammar would hold up other streams.
         """
-        with contextlib.suppress(InputError):  # no grammar can be kept to
+        with contextlib.suppress(InputError):  # this model supports no grammars
             await self._compile(Sampling(grammar=await self.inputs.any_grammar()))
 
     async def wait_failed(self) -> None:
@@ -258,8 +261,8 @@ class Engine:
         self._is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                await self._all_answered.wait()
-        return self._num_answering == 0
+                await self._readers.wait_unused(0)
+        return not self._readers.is_used
 
     # --- a reader's side --------------------------------------------------------------------------------------------
 
@@ -286,10 +289,10 @@ class Engine:
             at_work, request = number, requests[number]
             parsers[number] = parser or self._parser(request)
             if counted:
-                watched[number] = self.stats.watch(request).__enter__()
+                watched[number] = self.stats.begin(request)
             numbers[self.core.submit(request, queue, chunk, traced=traced)] = number
 
-        with self._answering(), self.use.using() if counted else contextlib.nullcontext():
+        with self._readers.using(), self.use.using() if counted else contextlib.nullcontext():
             try:
                 for grammar in {request.sampling.grammar.text: request.sampling for request in requests}.values():
                     await self._compile(grammar)
@@ -309,15 +312,15 @@ class Engine:
                         num_left -= 1
                         self.core.close(session, keep=True)
                         if counted:
-                            watched.pop(number).__exit__(None, None, None)
+                            watched.pop(number).end()
                     for other in later.pop(number, ()):
                         submit(other)
                     yield number, output
             finally:
                 for session in numbers:
                     self.core.close(session, keep=False)
-                for each, note in watched.items():  # an answer that ends with another's error is given up
-                    note.__exit__(*(sys.exc_info() if each == at_work else (None, None, None)))
+                for number, unfinished in watched.items():  # an answer that ends with another's error is aborted
+                    unfinished.end(sys.exc_info()[1] if number == at_work else None)
 
     def _parser(self, request: Request) -> TextParser:
         if self._inputs is not None:
@@ -336,17 +339,6 @@ class Engine:
         if self._is_draining:
             raise NodeBusy("this server is shutting down and takes no new request")
 
-    @contextlib.contextmanager
-    def _answering(self) -> Iterator[None]:
-        self._num_answering += 1
-        self._all_answered.clear()
-        try:
-            yield
-        finally:
-            self._num_answering -= 1
-            if not self._num_answering:
-                self._all_answered.set()
-
 
 async def collect(engine: Engine, requests: Sequence[Request], *, traced: bool = False) -> list[list[Output]]:
     """Return all outputs of each answer."""
@@ -358,7 +350,7 @@ async def collect(engine: Engine, requests: Sequence[Request], *, traced: bool =
 
 
 async def prepare_choices(engine: Engine, spec: RequestSpec, n: int) -> list[Request]:
-    """`n` requests of one. The seed counts up: answers differ, and can be had again where it was given."""
+    """Return `n` copies of the checked request with consecutive seeds."""
     first = await engine.prepare(spec)
     requests = [first]
     for k in range(1, n):

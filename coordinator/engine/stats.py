@@ -7,8 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
@@ -128,9 +127,14 @@ class Stats:
         """Return the value of a counter, summed over its labels."""
         return sum(self.counts(name).values())
 
-    def watch(self, request: Request) -> RequestStats:
-        """Return what counts one request, a context manager around its answer."""
-        return RequestStats(self, request, REQUEST_ID.get())
+    def begin(self, request: Request) -> RequestStats:
+        """Return the statistics of a request that begins; call `end` on them."""
+        begun = RequestStats(self, request, REQUEST_ID.get())
+        if not self.under_way:
+            self.stages.rest(begun.started)
+        begun.parts_before = dict(self.stages.parts)
+        self.under_way.append(begun)
+        return begun
 
     def refuse(self, error: BrigadeError) -> None:
         """Count a request that was refused before it was run."""
@@ -160,7 +164,7 @@ class RequestStats:
         self._num_outputs = 0  # with tokens
         self._first_at = self._last_at = 0  # nanoseconds, monotonic
         self._last: Output | None = None
-        self._parts: dict[str, int] = {}
+        self.parts_before: dict[str, int] = {}  # of all stages' time, as it began
 
     @property
     def decoder(self) -> str:
@@ -169,13 +173,6 @@ class RequestStats:
     @property
     def num_prompt(self) -> int:
         return len(self.request.prompt)
-
-    def __enter__(self) -> Self:
-        if not self._stats.under_way:
-            self._stats.stages.rest(self.started)
-        self._parts = dict(self._stats.stages.parts)
-        self._stats.under_way.append(self)
-        return self
 
     def take(self, output: Output) -> None:
         """Count one step's tokens."""
@@ -197,9 +194,8 @@ class RequestStats:
         if output.finish_reason is not None:
             self._last = output
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def end(self, error: BaseException | None = None) -> None:
+        """Count the request as ended: finished, by this error, or aborted by its reader."""
         if self._last is not None and self._last.finish_reason is not None:
             reason = self._last.finish_reason
         elif isinstance(error, _REFUSALS) and not self.num_generated:
@@ -230,7 +226,7 @@ class RequestStats:
             queue_s=max(0, usage.begun - self.started) / 1e9 if usage and usage.begun else None,
             num_recoveries=usage.num_recoveries if usage else 0,
             num_reused=min(usage.num_reused, self.num_prompt) if usage else 0,
-            parts_ms={part: (ns - self._parts[part]) / 1e6 for part, ns in self._stats.stages.parts.items()},
+            parts_ms={part: (ns - self.parts_before[part]) / 1e6 for part, ns in self._stats.stages.parts.items()},
         )
 
     def _observe(self, finished: FinishedRequest) -> None:

@@ -24,10 +24,11 @@ def piece(count: int, at: int, reason: str | None = None) -> Output:
 
 def test_a_finished_answer_is_counted_by_token_and_step() -> None:
     stats = Stats()
-    with stats.watch(TASK) as watched:
-        watched.take(piece(2, SECOND))
-        watched.take(piece(0, SECOND))
-        watched.take(piece(3, 2 * SECOND, "stop"))
+    request = stats.begin(TASK)
+    request.take(piece(2, SECOND))
+    request.take(piece(0, SECOND))
+    request.take(piece(3, 2 * SECOND, "stop"))
+    request.end()
     assert (stats.total("prompt_tokens"), stats.total("generation_tokens")) == (3, 5)
     assert stats.counts("request_success") == {"stop": 1}
     assert stats.counts("decoder_tokens") == {"ngram": 5} and stats.counts("decoder_steps") == {"ngram": 4}
@@ -49,16 +50,15 @@ def test_an_answer_that_did_not_end_well_is_counted_by_reason(
     error: BaseException, finished: dict[str, int], refused: dict[str, int]
 ) -> None:
     stats = Stats()
-    with pytest.raises(type(error)), stats.watch(TASK):
-        raise error
+    stats.begin(TASK).end(error)
     assert (stats.counts("request_success"), stats.counts("requests_rejected")) == (finished, refused)
 
 
 def test_a_reader_who_leaves_after_the_last_piece_leaves_a_finished_answer() -> None:
     stats = Stats()
-    with pytest.raises(GeneratorExit), stats.watch(TASK) as watched:
-        watched.take(piece(1, SECOND, "length"))
-        raise GeneratorExit
+    request = stats.begin(TASK)
+    request.take(piece(1, SECOND, "length"))
+    request.end(GeneratorExit())
     assert stats.counts("request_success") == {"length": 1}
 
 
