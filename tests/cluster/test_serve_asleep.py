@@ -11,7 +11,6 @@ from typing import Any
 import httpx2
 import pytest
 import uvloop
-from worker.platform.use import Use
 
 from coordinator.api import serve as serve_module
 from coordinator.api.serve import ServeOptions, serve
@@ -23,6 +22,7 @@ from tests.cluster.processes import Starter, free_port, write_cluster
 from tests.cluster.test_serve_here import PATIENCE_S, lines_of, served, wait_health
 from worker.compute.shard import Shard
 from worker.config import ClusterConfig, load_cluster
+from worker.platform.tasks import Use
 
 ASK = {"prompt": "the", "max_tokens": 4}
 LIVES = ": still at it\n\n"
