@@ -11,7 +11,6 @@ from coordinator.api.answers import AnswerStats
 from coordinator.api.body import UNSUPPORTED, Json, Unsupported
 from coordinator.api.openai import (
     MAX_CHOICES,
-    MIN_LOGPROB,
     CompletionUsage,
     Finish,
     OpenAIAnswer,
@@ -186,7 +185,7 @@ class CompletionAnswer(OpenAIAnswer):
         tokens = [score.token for score in choice.scores]
         return {
             "tokens": [self.token_text(token) for token in choice.prompt],
-            "token_logprobs": [None, *(max(token.logprob, MIN_LOGPROB) for token in tokens)],
+            "token_logprobs": [None, *(token.logprob for token in tokens)],
             "top_logprobs": [None, *map(self._top, tokens)],
             "text_offset": [min(choice.place(token), len(choice.echoed)) for token in choice.prompt],
         }
@@ -196,7 +195,7 @@ class CompletionAnswer(OpenAIAnswer):
             return None
         return {
             "tokens": [self.token_text(token.token) for token in tokens],
-            "token_logprobs": [max(token.logprob, MIN_LOGPROB) for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [self._top(token) for token in tokens],
             "text_offset": [choice.place(token.token) for token in tokens],
         }
@@ -205,7 +204,7 @@ class CompletionAnswer(OpenAIAnswer):
         """Return the likeliest tokens and the one that was drawn; of two with the same text, the likelier one."""
         found: dict[str, float] = {}
         for each in (*token.alternatives, token):
-            found.setdefault(self.token_text(each.token), max(each.logprob, MIN_LOGPROB))
+            found.setdefault(self.token_text(each.token), each.logprob)
         return found
 
 

@@ -21,7 +21,6 @@ from worker.errors import InputError
 
 Finish = Literal["stop", "length", "tool_calls"]
 MAX_CHOICES = 128  # of one request
-MIN_LOGPROB = -9999.0  # as in OpenAI's API: JSON has no infinity
 
 
 class StreamOptions(Section):
@@ -380,7 +379,7 @@ class ChatAnswer(OpenAIAnswer):
         spelled = self.token_bytes(token.token)
         return {
             "token": self.token_text(token.token),
-            "logprob": max(token.logprob, MIN_LOGPROB),
+            "logprob": token.logprob,
             "bytes": None if spelled is None else list(spelled),
         }
 

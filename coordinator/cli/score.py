@@ -77,7 +77,8 @@ async def run_score(options: ClusterOptions, text: str, *, as_json: bool) -> Non
     if as_json:
         print(json.dumps(found), flush=True)
         return
-    print(f"perplexity {found['perplexity']:.4f}, log-probability {found['logprob']:.3f} of {found['tokens']} tokens")
+    perplexity = ": overflow" if found["perplexity"] is None else f" {found['perplexity']:.4f}"
+    print(f"perplexity{perplexity}, log-probability {found['logprob']:.3f} of {found['tokens']} tokens")
     num_windows = len(windows_of(len(tokens), size))
     windows = f" in {num_windows} windows of {size} tokens" if num_windows > 1 else ""
     say(f"scored{windows} in {took_s:.1f} s, {len(scores) / took_s:.0f} tok/s")

@@ -7,6 +7,8 @@ from typing import NamedTuple
 from coordinator.sessions.waterfall import Leg, Passage, Waterfall, make_waterfall
 from protos.brigade_pb2 import Alternative, Sample, Score, StatusReply
 
+MIN_LOGPROB = -9999.0  # as in OpenAI's API: JSON has no infinity
+
 
 class Token(NamedTuple):
     """One generated token, with its logprob and the likeliest alternatives if the request asked for them."""
@@ -17,9 +19,12 @@ class Token(NamedTuple):
 
     @classmethod
     def of(cls, sample: "Sample | Score") -> "Token":
-        """Copy the sample: a reference to it would keep the whole result message in memory."""
-        others = tuple(cls(other.token, other.logprob) for other in sample.alternatives)
-        return cls(sample.token, sample.logprob, others)
+        """Copy the sample, with logprobs of at least MIN_LOGPROB.
+
+        A reference to the sample would keep the whole result message in memory.
+        """
+        others = tuple(cls(other.token, max(other.logprob, MIN_LOGPROB)) for other in sample.alternatives)
+        return cls(sample.token, max(sample.logprob, MIN_LOGPROB), others)
 
     def to_sample(self) -> Sample:
         """Return the sample that this token was copied from."""

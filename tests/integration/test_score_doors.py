@@ -21,12 +21,16 @@ from coordinator.cluster.cluster import Cluster
 from coordinator.engine.engine import Engine
 from coordinator.engine.inputs import InputProcessor
 from coordinator.engine.scores import score_continuations, score_text, windows_of
+from coordinator.sessions.output import MIN_LOGPROB
+from tests.cluster.commands import parse, run_here
 from tests.cluster.models import make_talker
 from tests.integration.conftest import Models, Whole, running
 from tests.integration.many import splits, tokens_of
+from worker.model.checkpoint import DEMO
 
 CLOSE = 1e-5  # nats
 TEXT = tokens_of(150)
+MASK = 3  # of the bundled model
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +164,32 @@ async def test_an_echoed_prompt_is_scored_as_lm_eval_reads_it(talker: Path, laye
     events = [json.loads(line[6:]) for line in stream.text.splitlines() if line.startswith("data: {")]
     pieces = [event["choices"][0]["logprobs"] for event in events]
     assert {name: [each for piece in pieces for each in piece[name]] for name in scored} == scored
+
+
+async def test_a_token_that_can_never_come_has_scores_of_json() -> None:
+    """MASK of the bundled model, whose logit is minus infinity."""
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/score", {"prompt_tokens": [5], "continuations": [[MASK]]}),
+        ("/v1/classify", {"prompt": "the", "labels": ["<|mask|>", "<|mask|><|mask|>"]}),
+    ]
+    async with resident(DEMO, (8,)) as chain:
+        served = Server(chain.inputs, ["demo"])
+        served.open(chain)
+        app = make_app(served)
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost") as client:
+            scored, classified = [await client.post(path, json=body) for path, body in asked]
+    assert scored.status_code == classified.status_code == 200, (scored.text, classified.text)
+    [score] = scored.json()["scores"]
+    assert score == {"logprob": MIN_LOGPROB, "is_greedy": False, "tokens": [MASK], "logprobs": [MIN_LOGPROB]}
+    assert [each["probability"] for each in classified.json()["labels"]] == [1.0, 0.0]
+
+
+def test_a_text_with_a_token_that_can_never_come_has_no_perplexity() -> None:
+    arguments = ("score", "--model", "demo", "--local", "0")
+    found = parse(run_here(*arguments, "--json", stdin="a<|mask|>"))
+    assert found == {"tokens": 1, "logprob": MIN_LOGPROB, "perplexity": None}
+    told = run_here(*arguments, stdin="a<|mask|>")
+    assert told.code == 0 and told.out == "perplexity: overflow, log-probability -9999.000 of 1 tokens\n", told.err
 
 
 def probabilities(logprobs: Sequence[float]) -> list[float]:

@@ -5,6 +5,7 @@ import pytest
 from coordinator.api.body import read
 from coordinator.api.completions import Choice, CompletionAnswer, CompletionBody
 from coordinator.sessions.output import Output, Scored, Token, Usage
+from protos.brigade_pb2 import Alternative, Sample
 from worker.errors import InputError
 
 EOS = 9
@@ -30,7 +31,8 @@ class Letters:
 
 
 def token(number: int, logprob: float = -1.0, *others: tuple[int, float]) -> Token:
-    return Token(number, logprob, tuple(Token(*other) for other in others))
+    alternatives = [Alternative(token=other, logprob=value) for other, value in others]
+    return Token.of(Sample(token=number, logprob=logprob, alternatives=alternatives))
 
 
 def delta(text: str, *tokens: Token, finish_reason: str | None = None, num_prompt: int = 3) -> Output:
