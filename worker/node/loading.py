@@ -164,7 +164,8 @@ class _Load:
             await asyncio.sleep(QUIET_S)
             if reading is not None and reading == self._reading != watched:
                 watched = reading
-                await run_in_thread(partial(self._read_beside, *reading))
+                with contextlib.suppress(OSError, ModelError, GivenUp):  # `build` reports what ends the load
+                    await run_in_thread(partial(self._read_beside, *reading))
 
     def _read_beside(self, done: int, size: int) -> None:
         read, total = 0, sum(self._checkpoint.tensors[name].nbytes for name in self._names)

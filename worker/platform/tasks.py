@@ -8,9 +8,17 @@ from typing import Any
 Task = asyncio.Task[None]
 
 
+def report_failure(task: Task) -> None:
+    """Report the error that ended a task to the event loop, which logs it. A callback for the end of a task."""
+    if not task.cancelled() and (error := task.exception()):
+        task.get_loop().call_exception_handler(
+            {"message": "a background task has failed", "exception": error, "task": task}
+        )
+
+
 @asynccontextmanager
 async def background(
-    work: Coroutine[Any, Any, None], when_done: Callable[[Task], object] = lambda task: None
+    work: Coroutine[Any, Any, None], when_done: Callable[[Task], object] = report_failure
 ) -> AsyncIterator[None]:
     """Run `work` as a task until the context ends. `when_done` is called with the task once it ends."""
     task = asyncio.create_task(work)
