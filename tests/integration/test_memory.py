@@ -132,6 +132,23 @@ async def test_a_reservation_ends_and_a_load_that_failed_makes_none(
         assert node.service.worker.state is WorkerState.EMPTY
 
 
+async def test_a_failed_load_and_released_layers_leave_no_reservation_of_an_earlier_load(models: Models) -> None:
+    """Or another coordinator could not unload the worker for hours."""
+    folder = models("qwen3").folder
+    request, wrong = load_request(folder, 2, 4), load_request(folder, 2, 4)
+    request.coordinator.id = wrong.coordinator.id = "one"
+    wrong.num_layers = 5
+    async with serving(1) as [node]:
+        await load(node, request)
+        await unload(node, "one")
+        assert not node.service.worker.is_reserved
+        await load(node, request)
+        with pytest.raises(ModelError, match=r"its copy of .* has 4"):
+            await load(node, wrong)
+        assert not node.service.worker.is_reserved
+        await unload(node, "another")
+
+
 async def test_that_nothing_is_let_go_any_more_is_told(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail(worker: Worker, why: str) -> None:
         raise RuntimeError("no more")

@@ -166,6 +166,7 @@ class Worker:
         async with self.turn(report):
             await self.release_for(request.coordinator)
             self._become(WorkerState.LOADING)
+            self._reservation = None  # of an earlier load
             try:
                 await self._load(request, report)
                 reserved_until = asyncio.get_running_loop().time() + RESERVED_S
@@ -182,7 +183,8 @@ class Worker:
             await self.release_tensors(f"coordinator {coordinator.name} is idle")
 
     async def release_tensors(self, why: str) -> None:
-        """Release the held tensors: the next load reads them again."""
+        """Release the held tensors and their reservation: the next load reads them again."""
+        self._reservation = None
         held = self._held
         if held is None or not held.has_tensors:
             return
