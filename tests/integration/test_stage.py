@@ -256,6 +256,25 @@ def large(step: int, size: int = 1_000_000) -> list[bytes]:
     return parts_of(Frame(epoch=1, step=step, hidden=tensor([1, size // 4, 1])), bytes([step]) * size)
 
 
+async def test_a_closed_hop_reads_nothing_more() -> None:
+    is_closed = False
+
+    async def parts() -> AsyncIterator[bytes]:
+        nonlocal is_closed
+        try:
+            await asyncio.Event().wait()
+            yield b""
+        finally:
+            is_closed = True
+
+    async with started(HeldEngine()) as stage, asyncio.timeout(60):
+        hop = stage.take_hop(parts())
+        assert await anext(hop) == Credit(frames=WAITING)
+        await asyncio.sleep(0)  # the reading begins
+        await hop.aclose()
+        assert is_closed
+
+
 async def test_frames_of_any_size_arrive_whole_and_in_order() -> None:
     engine = HeldEngine()
     engine.release.set()

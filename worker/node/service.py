@@ -121,8 +121,9 @@ class NodeService(NodeServicer):
         async with reporting(context, self.name, self.log):
             with self._refusals_logged("a hop"):
                 hop = self._stage_for(context).take_hop(parts)
-            async for credit in hop:
-                yield credit
+            async with contextlib.aclosing(hop):
+                async for credit in hop:
+                    yield credit
 
     async def Status(self, request: StatusRequest, context: Context) -> StatusReply:
         async with self._serving(context):

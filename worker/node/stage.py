@@ -6,7 +6,7 @@ Receive: `take_hop` or `submit` queues frames, on the event loop. Run: the MLX t
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
@@ -148,7 +148,7 @@ class Stage:
             self.fail(error)
             raise
 
-    async def take_hop(self, parts: AsyncIterator[bytes]) -> AsyncIterator[Credit]:
+    async def take_hop(self, parts: AsyncIterator[bytes]) -> AsyncGenerator[Credit, None]:
         """Receive the frames of the previous stage and grant it credit for more, until it ends the hop.
 
         Raises:
@@ -167,6 +167,7 @@ class Stage:
                 yield Credit(frames=frames)
         finally:
             reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
         self._raise_failure()
         assembler.end()
 
