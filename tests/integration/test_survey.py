@@ -1,5 +1,6 @@
 """Nodes measure themselves and their links: what a coordinator learns, who may ask, and how layers follow from it."""
 
+import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -16,6 +17,7 @@ from coordinator.planning.speeds import UNMEASURED, Survey
 from protos.brigade_pb2 import LinkReply, MeasureRequest, ProbePart, Speed
 from tests.integration.certificates import Certificates
 from tests.integration.conftest import NETWORK, Models, RunningNode, load_request, opened, serving
+from tests.unit.virtual_time import VirtualTime
 from worker.compute import microbenchmark
 from worker.errors import BrigadeError, ConfigError, FrameError, StageLost
 from worker.model.checkpoint import Checkpoint, open_folder
@@ -128,6 +130,25 @@ async def test_a_probe_has_an_end(parts: list[ProbePart]) -> None:
     with pytest.raises(FrameError, match="expected at most 64 parts"):
         async for _ in answer_probe(sent()):
             pass
+
+
+def test_an_idle_probe_is_ended() -> None:
+    """A node serves only so many calls at one time."""
+
+    async def idle() -> AsyncIterator[ProbePart]:
+        yield ProbePart()
+        await asyncio.Event().wait()
+
+    async def answer() -> None:
+        async for _ in answer_probe(idle()):
+            pass
+
+    virtual = VirtualTime()
+    try:
+        with pytest.raises(FrameError, match="expected a probe to end within 5 s"):
+            virtual.run(answer())
+    finally:
+        virtual.close()
 
 
 async def test_a_link_to_nobody_is_no_link(models: Models) -> None:

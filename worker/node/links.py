@@ -148,9 +148,16 @@ async def _send(call: grpc.aio.StreamStreamCall[ProbePart, ProbeReply], parts: S
 
 
 async def answer_probe(parts: AsyncIterator[ProbePart]) -> AsyncIterator[ProbeReply]:
-    """Answer each part of a Probe. Raises FrameError for too many or too large ones."""
-    num_parts = 0
-    async for part in parts:
+    """Answer each part of a Probe. Raises FrameError for too many, too large or late ones."""
+    num_parts, until = 0, asyncio.get_running_loop().time() + _PROBE_S
+    while True:
+        try:
+            async with asyncio.timeout_at(until):
+                part = await anext(parts, None)
+        except TimeoutError:  # idle calls would use up those that this node serves at one time
+            raise FrameError(f"expected a probe to end within {_PROBE_S:.0f} s") from None
+        if part is None:
+            return
         num_parts += 1
         if num_parts > _MAX_PARTS or len(part.data) > _PART_BYTES:
             raise FrameError(f"expected at most {_MAX_PARTS} parts of {_PART_BYTES} bytes in a probe")

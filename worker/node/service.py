@@ -146,20 +146,18 @@ class NodeService(NodeServicer):
             return UnloadReply()
 
     async def Feed(self, messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[Held]:
-        async with reporting(context, self.name, self.log):
-            # read before any refusal: a sender whose write fails gets no status
+        async with self._serving(context, "to receive weights"):
+            # read before the other refusals: a sender whose write fails gets no status
             first = await next_message(messages) or b""
-            with self._refusals_logged("to receive weights"):
-                self._network.require_coordinator(context)
-                self.worker.refuse_if_draining()
-                if self._cache is None:
-                    raise ModelError("takes no model from a coordinator: `pull` in its own cluster.yaml says so")
-                self.worker.free_files()
-                has_checksums = self._network.wire.has_checksums
-                receiving = receive_weights(self._cache, first, messages, self.log, has_checksums=has_checksums)
-                async with contextlib.aclosing(receiving):
-                    async for held in receiving:
-                        yield held
+            self.worker.refuse_if_draining()
+            if self._cache is None:
+                raise ModelError("takes no model from a coordinator: `pull` in its own cluster.yaml says so")
+            self.worker.free_files()
+            has_checksums = self._network.wire.has_checksums
+            receiving = receive_weights(self._cache, first, messages, self.log, has_checksums=has_checksums)
+            async with contextlib.aclosing(receiving):
+                async for held in receiving:
+                    yield held
 
     # The machine and its links
 
