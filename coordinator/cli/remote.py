@@ -104,7 +104,7 @@ class RemoteServer:
         async with aclosing(self._events(path, asked)) as events:
             async for event in events:
                 now = time.monotonic_ns()
-                for choice in event.get("choices", ()):
+                for choice in event.get("choices") or ():
                     delta = choice.get("delta") or {"content": choice.get("text")}
                     text, finish_reason = delta.get("content") or "", choice.get("finish_reason") or finish_reason
                     reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
@@ -158,23 +158,34 @@ def _event(text: str) -> Json:
     event = json.loads(text)
     if not isinstance(event, dict):
         raise ValueError(f"expected an object, found {text[:40]!r}")
-    if "error" in event:
-        raise ServerFailed(str(event["error"].get("message")))
+    if error := event.get("error"):
+        raise ServerFailed(_error_message(error))
     return event
 
 
+def _error_message(error: Any) -> str:
+    """Return the text of an `error` field: OpenAI's is an object with a message, other servers send a plain text."""
+    return str(error.get("message") or error) if isinstance(error, dict) else str(error)
+
+
 def _usage(started: int, usage: Mapping[str, Any], own: Mapping[str, Any]) -> Usage:
-    reused = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    generated, recoveries = usage["completion_tokens"], own.get("recoveries", 0)
-    return Usage(usage["prompt_tokens"], started, reused, 0, 0, num_recoveries=recoveries, num_generated=generated)
+    """Return the usage that a server reports; `own` is the `brigade` object of our own servers."""
+    try:
+        num_prompt, generated = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
+        reused = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        expected = "expected prompt_tokens and completion_tokens, two numbers, in the usage that the server reports"
+        raise ServerFailed(f"{expected}; found {json.dumps(usage)[:200]}") from error
+    recoveries = own.get("recoveries", 0)
+    return Usage(num_prompt, started, reused, 0, 0, num_recoveries=recoveries, num_generated=generated)
 
 
 def _refused(status: int, body: bytes) -> BrigadeError:
     try:
         error = json.loads(body)["error"]
-        message, field = str(error["message"]), str(error.get("param") or "")
-    except (ValueError, LookupError, TypeError, AttributeError):
-        message, field = f"HTTP status {status}", ""
+    except (ValueError, LookupError, TypeError):
+        error = f"HTTP status {status}"
+    message, field = _error_message(error), str(error.get("param") or "") if isinstance(error, dict) else ""
     if status in _WRONG_REQUEST:
         return InputError(field, message.removeprefix(f"{field}: "))
     return ServerFailed(f"the server answers with status {status}: {message}")

@@ -1,0 +1,64 @@
+"""What a client makes of servers that answer otherwise than ours."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx2
+import pytest
+
+from coordinator.cli.remote import RemoteServer
+from coordinator.sessions.output import Output
+from worker.errors import BrigadeError, InputError, ServerFailed
+
+TEXT = {"choices": [{"text": "Hi"}]}
+END = {"choices": [{"text": "", "finish_reason": "stop"}]}
+USAGE = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 1}}
+
+
+def outputs_of(*events: Any, status: int = 200) -> list[Output]:
+    """The outputs of a server that streams these events, or of one that answers with a status and the only event."""
+    lines = [*(f"data: {json.dumps(event)}\n\n" for event in events), "data: [DONE]\n\n"]
+    body = "".join(lines) if status == 200 else json.dumps(events[0])
+    transport = httpx2.MockTransport(lambda request: httpx2.Response(status, text=body))
+
+    async def ask() -> list[Output]:
+        async with httpx2.AsyncClient(transport=transport, base_url="http://other/v1") as client:
+            return [output async for output in RemoteServer(client, "http://other", "m").generate("a", {})]
+
+    return asyncio.run(ask())
+
+
+def test_an_answer_is_its_text_and_usage() -> None:
+    *texts, last = outputs_of(TEXT, END, {"choices": None, "error": None}, USAGE)
+    assert [output.content for output in texts] == ["Hi"] and last.finish_reason == "stop"
+    assert last.usage and (last.usage.num_prompt, last.usage.num_generated) == (3, 1)
+
+
+@pytest.mark.parametrize("error", ["out of memory", {"message": "out of memory"}, {"detail": "out of memory"}], ids=str)
+def test_an_error_in_the_stream_is_raised_as_its_text(error: Any) -> None:
+    with pytest.raises(ServerFailed, match="out of memory"):
+        outputs_of(TEXT, {"error": error})
+
+
+@pytest.mark.parametrize(
+    "usage",
+    [{"completion_tokens": 1}, {"prompt_tokens": 3}, {"prompt_tokens": None, "completion_tokens": 1}, [3, 1], "4",
+     {"prompt_tokens": 3, "completion_tokens": 1, "prompt_tokens_details": 1}],
+    ids=str,
+)  # fmt: skip
+def test_usage_without_its_numbers_is_the_servers_failure(usage: Any) -> None:
+    with pytest.raises(ServerFailed, match="expected prompt_tokens and completion_tokens"):
+        outputs_of(TEXT, END, {"choices": [], "usage": usage})
+
+
+@pytest.mark.parametrize(("status", "kind"), [(400, InputError), (404, InputError), (500, ServerFailed)])
+@pytest.mark.parametrize("error", ["no such model", {"message": "no such model", "param": None}], ids=str)
+def test_a_refusal_is_raised_as_its_text(status: int, kind: type[BrigadeError], error: Any) -> None:
+    with pytest.raises(kind, match="no such model"):
+        outputs_of({"error": error}, status=status)
+
+
+def test_a_refusal_without_text_is_its_status() -> None:
+    with pytest.raises(ServerFailed, match="status 502"):
+        outputs_of("gateway", status=502)
