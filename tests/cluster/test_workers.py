@@ -177,7 +177,7 @@ def test_a_command_interrupted_while_it_starts_leaves_no_local_worker_behind(sta
     running.send_signal(signal.SIGINT)
     outcome = running.wait(FAILURE_S)
     assert (outcome.code, outcome.out, outcome.err) == (130, "", "")
-    assert psutil.wait_procs(children, 2.0)[1] == []
+    assert psutil.wait_procs(children, FAILURE_S)[1] == []
 
 
 def test_local_workers_end_by_themselves_when_the_coordinator_is_killed(start: Starter, talker: Path) -> None:
