@@ -229,7 +229,8 @@ def load_cluster(path: Path) -> ClusterConfig:
     """
     raw, problems = read_yaml(path)
     if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: expected keys such as `workers:`, found {shown(raw)}")
+        found = "a text" if isinstance(raw, str) else shown(raw)  # which may be a key, if the wrong file was named
+        raise ConfigError(f"{path}: expected keys such as `workers:`, found {found}")
     try:
         cluster = ClusterConfig.model_validate(raw, context=path.parent)
         cluster._file = str(path)

@@ -220,7 +220,7 @@ async def _wait_for_workers(nodes: Nodes, arrival_s: float) -> None:
     Raises:
         BrigadeError: a worker is there, and cannot take part; at once, though others may still be awaited.
     """
-    missing = list(nodes.workers)
+    missing, has_said = list(nodes.workers), False
     arrived_at = time.monotonic()
     while missing and (left_s := arrived_at + arrival_s - time.monotonic()) > 0:
         await nodes.ask(missing, min(left_s, _ROUND_S))
@@ -230,6 +230,9 @@ async def _wait_for_workers(nodes: Nodes, arrival_s: float) -> None:
             arrived_at = time.monotonic()
         missing = still
         if missing:
+            if not has_said:
+                say(f"waiting for {' and '.join(missing)}, {arrival_s:g} s at most")
+                has_said = True
             await nodes.pause(min(_PAUSE_S, arrival_s))
 
 

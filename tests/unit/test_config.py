@@ -336,7 +336,7 @@ def test_nodes_may_share_a_host(tmp_path: Path) -> None:
         ("", "expected keys such as `workers:`, found nothing"),
         ("# nothing yet\n", "expected keys such as `workers:`, found nothing"),
         ("- name: mini", "expected keys such as `workers:`, found a list"),
-        ("mini", "expected keys such as `workers:`, found 'mini'"),
+        ("mini", "expected keys such as `workers:`, found a text"),
         ("model: demo\nworkers: [", "line 2: not valid YAML: expected the node content, but found '<stream end>'"),
         ("model: demo\n\tlayers: 1", "line 2: not valid YAML: found character '\\t' that cannot start any token"),
         ("a: 1\n---\nb: 1", "line 2: not valid YAML: but found another document"),

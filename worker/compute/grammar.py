@@ -3,8 +3,8 @@
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from threading import Lock
 
@@ -32,9 +32,17 @@ _MARKER = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])")  # text that may be a special 
 class Guide:
     """The matcher of one answer, which moves back and forth to the tokens that are asked about."""
 
-    def __init__(self, matcher: LLMatcher, begins: int, vocab_size: int) -> None:
-        """`begins` is the index in the sequence where the answer begins."""
+    def __init__(
+        self, matcher: LLMatcher, begins: int, vocab_size: int, on_excess: Callable[[], None] = lambda: None
+    ) -> None:
+        """`begins` is the index in the sequence where the answer begins.
+
+        Args:
+            on_excess: called once the grammar has become too complex, as all matchers that were copied from the same
+                one have, since they share what they have explored.
+        """
         self._matcher = matcher
+        self._on_excess = on_excess
         self._begins = begins
         self._vocab_size = vocab_size
         self._taken: list[int] = []
@@ -72,6 +80,7 @@ class Guide:
             self._matcher.rollback(len(self._taken) - shared)
         rest = list(answer[shared:])
         num_taken = self._matcher.try_consume_tokens(rest) if rest else 0
+        self._require_sound()
         self._taken = [*answer[: shared + num_taken]]
         if num_taken < len(rest) and not is_draft:
             raise SamplingError(f"the answer does not match its grammar from its token {len(self._taken)} on")
@@ -82,6 +91,7 @@ class Guide:
             reason = _first_line(self._matcher.get_error())
             if reason == _ENDLESS:
                 reason = "no text matches it; a rule or $ref may stand for itself alone"
+            self._on_excess()
             raise SamplingError(f"the grammar cannot go on: {reason}")
 
 
@@ -101,7 +111,7 @@ class Grammars:
         key = Grammar(text=grammar.text, eos=grammar.eos).SerializeToString(deterministic=True)
         matcher = self._compiled.get(key) or self._compile(grammar)
         self._keep(key, matcher)
-        return Guide(matcher.deep_copy(), grammar.begins, self._vocab_size)
+        return Guide(matcher.deep_copy(), grammar.begins, self._vocab_size, partial(self._forget, key, matcher))
 
     def spelled(self, text: str, eos: Sequence[int]) -> str:
         """Spell a text as a Lark rule, with special tokens by their ids, since no text matches those."""
@@ -137,6 +147,13 @@ class Grammars:
             while len(self._compiled) > (_MOST_KEPT if self._num_text <= _MOST_TEXT else _LEAST_KEPT):
                 oldest, _ = self._compiled.popitem(last=False)
                 self._num_text -= len(oldest)
+
+    def _forget(self, key: bytes, matcher: LLMatcher) -> None:
+        """Compile the grammar anew for the next answer."""
+        with self._lock:
+            if self._compiled.get(key) is matcher:
+                del self._compiled[key]
+                self._num_text -= len(key)
 
 
 @lru_cache(_MOST_TOKENIZERS)

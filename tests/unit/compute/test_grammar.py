@@ -1,11 +1,13 @@
 """What is kept of grammars, and which are refused, on the bundled model's tokenizer."""
 
+import contextlib
+
 import pytest
 from llguidance import LLMatcher
 
 from protos.brigade_pb2 import Grammar
 from worker.compute import grammar
-from worker.compute.grammar import Grammars, _read_tokenizer
+from worker.compute.grammar import Grammars, Guide, _read_tokenizer
 from worker.errors import SamplingError
 from worker.model.checkpoint import DEMO
 
@@ -48,3 +50,23 @@ def test_a_grammar_whose_compilation_would_hold_up_every_session_is_refused() ->
     lark = "\n".join(["start: " + " ".join(f"r{n}" for n in range(8000)), *rules])
     with pytest.raises(SamplingError, match=r"grammar size .* too big"):
         Grammars(DEMO, VOCAB).guide(Grammar(text=LLMatcher.grammar_from_lark(lark), eos=[2]))
+
+
+def test_a_grammar_that_became_too_complex_says_so_and_is_compiled_anew_for_the_next_answer() -> None:
+    parts = [f"[abc]*{'abc'[i % 3]}[abc]{{{200 + 7 * i}}}{chr(100 + i % 20)}" for i in range(90)]
+    grammar = Grammar(text=LLMatcher.grammar_from_regex("(" + "|".join(parts) + ")"), eos=[2])
+    grammars = Grammars(DEMO, VOCAB)
+
+    def answer(guide: Guide, num_tokens: int) -> list[int]:
+        tokens: list[int] = []
+        for _ in range(num_tokens):
+            [allowed] = guide.allowed(tokens, [len(tokens)], 1).tolist()
+            tokens.append(allowed.index(True))
+        return tokens
+
+    first, other = grammars.guide(grammar), grammars.guide(grammar)
+    with pytest.raises(SamplingError, match=r"^the grammar cannot go on: .*too many"):
+        answer(first, 250)
+    with contextlib.suppress(SamplingError):
+        answer(other, 12)
+    assert len(answer(grammars.guide(grammar), 12)) == 12
