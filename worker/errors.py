@@ -123,6 +123,10 @@ class NodeSilent(StageLost):
     """A node of the chain is silent on an open connection: it is stopped, asleep or disconnected."""
 
 
+class PoisonRequest(StageLost):
+    """A request is given up, since the chain was lost several times while it ran."""
+
+
 class ChainReplaced(StageLost):
     """A chain ends in an orderly way and another one replaces it; this does not count as a loss."""
 

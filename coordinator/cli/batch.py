@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import os
@@ -21,7 +22,7 @@ from coordinator.cli import flags
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import TokenReport, say, show_tokens, telling_interrupts
 from coordinator.engine.bounded import TEMPLATES
-from worker.errors import BrigadeError, InputError
+from worker.errors import BrigadeError, InputError, NodeBusy, PoisonRequest, QueueFull, StageLost
 from worker.platform.text import json_bytes
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ Json = dict[str, Any]
 
 _MOST_AT_ONCE = 128  # requests that run or wait for memory
 _MAX_WAIT_S = 7 * 86400.0  # for memory: nothing waits for a single answer
+_RETRY_S = 1.0  # between looks at whether the cluster accepts requests again
 _MOST_PROBLEMS = 10  # that are printed
 _BAD_INPUT, _FAILED = 2, 3
 
@@ -53,7 +55,8 @@ def batch(
 
     Answers are written as they finish. Run again with the same files, the command continues where it stopped: requests
     whose custom_id is in the output are skipped, also if they failed. A failed request is a line with an error; the
-    exit code is then 2 (wrong request) or 3.
+    exit code is then 2 (wrong request) or 3. Requests wait while a worker restarts; if the cluster fails for good, the
+    command ends with 3 and those without an answer have no line.
 
     brigade batch requests.jsonl -o answers.jsonl --model demo --local 2
 
@@ -154,10 +157,25 @@ class Run:
             raise failure.again() if isinstance(failure, BrigadeError) else failure
 
     async def _answer(self, entry: BatchEntry) -> Json:
+        """Return the body of the answer. Raises an error of the request, or the engine's failure."""
         if entry.method != "POST" or entry.url not in ROUTES:
             found = f"{entry.method} {entry.url}"
             raise InputError("url", f"expected POST to {' or '.join(ROUTES)}, found {found}")
-        return await ROUTES[entry.url](self.engine, entry.body)
+        while True:
+            try:
+                return await ROUTES[entry.url](self.engine, entry.body)
+            except PoisonRequest:
+                raise
+            except (NodeBusy, QueueFull, StageLost):  # of the cluster and not of the request: try again
+                await self._wait_accepting()
+
+    async def _wait_accepting(self) -> None:
+        """Wait until the cluster accepts requests again. Raises the engine's failure."""
+        while True:
+            self._require_running()
+            await asyncio.sleep(_RETRY_S)
+            if self.engine.chain.draining is None and self.engine.num_waiting < _MOST_AT_ONCE:
+                return
 
     def interrupted(self, target: Path) -> str:
         """Return the message for an interrupted run."""

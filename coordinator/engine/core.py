@@ -22,7 +22,16 @@ from coordinator.sessions.scheduler import Commit, Scheduler
 from coordinator.sessions.session import MOST_UNREAD, Session, SessionState
 from coordinator.sessions.slots import MOST_WAITING, CacheCosts, cache_costs
 from coordinator.sessions.waterfall import Passage, Route
-from worker.errors import BrigadeError, ChainReplaced, InputError, NodeBusy, ReaderLost, StageLost, WaitedTooLong
+from worker.errors import (
+    BrigadeError,
+    ChainReplaced,
+    InputError,
+    NodeBusy,
+    PoisonRequest,
+    ReaderLost,
+    StageLost,
+    WaitedTooLong,
+)
 from worker.node.framing import most_chunk_rows
 from worker.node.rpc_errors import error_named
 from worker.platform.tasks import background
@@ -273,7 +282,8 @@ class EngineCore:
         for session in [session for session in self.sessions if session.slot is not None]:
             if not is_handover and not self._quarantine.survives(session, session.num_generated):
                 reason = f"given up: the chain was lost {MOST_LOSSES + 1} times without a token of it in between"
-                self._fail(session, type(error)(f"{reason}; the last time: {error.message}", node=error.node))
+                kind = PoisonRequest if isinstance(error, StageLost) else type(error)
+                self._fail(session, kind(f"{reason}; the last time: {error.message}", node=error.node))
             else:
                 session.lose_chain(now)
 

@@ -19,7 +19,7 @@ from coordinator.sessions.slots import cache_costs
 from protos.brigade_pb2 import Cache
 from tests.unit.fake_chain import plain_answer
 from tests.unit.virtual_time import VirtualTime
-from worker.errors import BrigadeError, InternalError, NodeLeaving, StageLost
+from worker.errors import BrigadeError, InternalError, NodeLeaving, PoisonRequest, StageLost
 
 SPEC = replace(network.SPEC, context=4000)
 WIDE, STEP_S = 60_000, 0.2
@@ -96,15 +96,23 @@ def test_an_error_of_an_engine_that_nothing_knows_is_a_loss_and_ends_no_other_re
     run(clock, Chains(WIDE), work)
 
 
-def test_a_request_under_which_an_engine_fails_again_and_again_ends_alone(clock: VirtualTime) -> None:
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [(InternalError("internal error: RuntimeError('bad'); this is a bug", node="a"), InternalError),
+     (StageLost("closed", node="a"), PoisonRequest)],
+    ids=["bug", "lost"],
+)  # fmt: skip
+def test_a_request_under_which_an_engine_fails_again_and_again_ends_alone(
+    clock: VirtualTime, loss: BrigadeError, kind: type[BrigadeError]
+) -> None:
     poison, sound = Request((7,) * 3000, 5), Request((4, 5), 30)
 
     async def work(engine: Engine) -> None:
         [bad] = asked(engine, poison)
         for _ in range(MOST_LOSSES + 1):
             await asyncio.sleep(STEP_S / 2)
-            await lose(engine, InternalError("internal error: RuntimeError('bad'); this is a bug", node="a"))
-        with pytest.raises(InternalError, match="given up: the chain was lost 3 times"):
+            await lose(engine, loss)
+        with pytest.raises(kind, match="given up: the chain was lost 3 times"):
             await bad
         [good] = asked(engine, sound)
         assert await good == expected(sound)
