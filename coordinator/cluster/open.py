@@ -329,8 +329,11 @@ async def unload_workers(options: ClusterOptions) -> None:
         return
     own = options.cluster.coordinator.name
     network = Network.of(options.cluster, own, Role.COORDINATOR)
-    async with peers_of(options.cluster, network) as peers:
-        await asyncio.gather(*(_unload(peer, Coordinator(id=COORDINATOR_ID, name=own)) for peer in peers))
+    try:
+        async with peers_of(options.cluster, network) as peers:
+            await asyncio.gather(*(_unload(peer, Coordinator(id=COORDINATOR_ID, name=own)) for peer in peers))
+    except ConfigError as error:  # this node's certificate has expired, for example
+        say(f"{error}; the workers keep what they hold")
 
 
 async def _unload(peer: Peer, coordinator: Coordinator) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from coordinator.cluster.options import ClusterOptions
 from coordinator.engine.engine import Engine, ServerState
 from coordinator.engine.inputs import InputProcessor
 from tests.unit.virtual_time import VirtualTime
-from worker.config import ClusterConfig
+from worker.config import ClusterConfig, TlsConfig, WorkerConfig
 from worker.errors import StageLost
 
 
@@ -34,7 +35,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[ServerState]:
     return stood
 
 
-def lived(begin: Any, for_s: float) -> Server:
+def lived(begin: Any, for_s: float, config: ClusterConfig | None = None) -> Server:
     """What is served after so many seconds of a life that begins like this."""
 
     async def live() -> Server:
@@ -42,7 +43,7 @@ def lived(begin: Any, for_s: float) -> Server:
         frontend.served = served = Server(cast(InputProcessor, frontend), ("talker",))
         begin(served)
         answers = asyncio.ensure_future(asyncio.Event().wait())
-        options, serving = ClusterOptions(ClusterConfig(), "talker", 0, 4096), ServeOptions("127.0.0.1", 0)
+        options, serving = ClusterOptions(config or ClusterConfig(), "talker", None, 4096), ServeOptions("127.0.0.1", 0)
         living = asyncio.create_task(keep_open(served, options, serving, "http://here", cast(Any, answers)))
         await asyncio.wait([living], timeout=for_s)
         for task in (living, answers):
@@ -74,6 +75,22 @@ def test_a_model_that_cannot_be_read_again_is_tried_anew_and_nobody_waits_for_it
     served = lived(wake, 12.0)
     assert opened == [ServerState.WAKING, ServerState.RECOVERING, ServerState.RECOVERING]
     assert served.state is ServerState.RECOVERING
+
+
+def test_a_server_stays_asleep_whose_certificate_no_longer_lets_it_unload_its_workers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def sleep(served: Server, *given: Any) -> bool:
+        served.open(cast(Engine, SimpleNamespace()))
+        served.sleep("nobody asked")
+        return False
+
+    monkeypatch.setattr(serve, "_open_once", sleep)
+    config = ClusterConfig(
+        tls=TlsConfig(keys=str(tmp_path)), workers=(WorkerConfig(name="mini", address="192.168.1.7:50070"),)
+    )
+    assert lived(lambda served: None, 60.0, config).state is ServerState.ASLEEP
+    assert "the workers keep what they hold" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
