@@ -33,7 +33,7 @@ async def known_speeds(
     options: ClusterOptions,
     checkpoint: Checkpoint,
     peers: Sequence[Peer],
-    known: Survey = NOTHING_KNOWN,
+    known: Survey | None = None,
     *,
     anew: bool = False,
 ) -> Survey:
@@ -44,7 +44,7 @@ async def known_speeds(
     configured = options.cluster.workers if options.local is None else ()
     addresses = [address for worker in configured for address in worker.addresses]
     if not is_worth_measuring(peers) and all(is_loopback(split_address(each)[0]) for each in addresses):
-        return known
+        return known or NOTHING_KNOWN
     return await survey(checkpoint, options.cluster.coordinator.name, peers, known, anew=anew, feeds=options.feeds)
 
 
@@ -52,7 +52,7 @@ async def survey(
     checkpoint: Checkpoint,
     own_name: str,
     peers: Sequence[Peer],
-    known: Survey = NOTHING_KNOWN,
+    known: Survey | None = None,
     *,
     anew: bool = False,
     feeds: bool,
@@ -64,13 +64,14 @@ async def survey(
     that lacks the model is sent its configuration if this node `feeds`: that is enough.
 
     Args:
-        known: the survey to extend; this node is not measured again.
+        known: the survey to extend, for an open chain: this node, whose MLX thread computes, is not measured then.
     """
     if anew or await kept_speed(checkpoint) is None:
         say("measuring how fast every node is at this model, once: this takes some seconds")
     request = await run_in_thread(partial(_request, checkpoint, own_name, anew))
     speeds = {peer.name: _unless_refused(_measured(peer, request, checkpoint, feeds=feeds)) for peer in peers}
-    if own_name not in known.speeds:
+    if known is None:
+        known = NOTHING_KNOWN
         speeds = {own_name: _own_speed(checkpoint, anew), **speeds}
     found = dict(zip(speeds, await together(*speeds.values()), strict=True))
     ports = {peer.name: await _unless_refused(peer.measure_link()) for peer in peers}
