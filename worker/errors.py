@@ -159,6 +159,11 @@ def internal_error_text(error: BaseException) -> str:
     return f"internal error: {found}{place}; this is a bug"
 
 
+def error_text(error: BaseException) -> str:
+    """Describe an error that ended a background task."""
+    return str(error) if isinstance(error, BrigadeError) else internal_error_text(error)
+
+
 def internal_error_kind(error: BaseException) -> str:
     """Describe an unexpected error without its own text, which may hold user data."""
     error, place = _origin(error)

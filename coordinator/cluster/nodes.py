@@ -5,6 +5,7 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 from coordinator.cluster.local import LocalWorker, keep_running
@@ -13,7 +14,7 @@ from coordinator.planning.plan import MemoryOffer, budgets
 from coordinator.planning.recovery import NodeEvent, NodeRecord, NodeState
 from protos.brigade_pb2 import HelloReply
 from worker.config import ClusterConfig, is_loopback, split_address
-from worker.errors import BrigadeError, CallerRefused, StageLost
+from worker.errors import BrigadeError, CallerRefused, StageLost, error_text
 from worker.node.network import Network
 from worker.platform.machine import memory_budget
 
@@ -90,7 +91,9 @@ class Nodes:
         """Start these workers again whenever they end."""
         for local in locals_:
             self.workers[local.name].local = local
-            self._keeping.append(asyncio.create_task(self._keep(local, network, say)))
+            keeping = asyncio.create_task(self._keep(local, network, say))
+            keeping.add_done_callback(partial(_say_failure, local.name, say))
+            self._keeping.append(keeping)
 
     async def _keep(self, first: LocalWorker, network: Network, say: Callable[[str], None]) -> None:
         worker = self.workers[first.name]
@@ -202,6 +205,12 @@ class Nodes:
         shares = budgets(MemoryOffer(self._offered_bytes, self._cluster.coordinator.memory), offers)
         for each, share in zip((self.own, *there), shares, strict=True):
             each.memory_bytes = share
+
+
+def _say_failure(name: str, say: Callable[[str], None], keeping: "asyncio.Task[None]") -> None:
+    """Report the error that ended the restarts of a worker. A callback for the end of the task."""
+    if not keeping.cancelled() and (error := keeping.exception()):
+        say(f"worker {name} is not started again once it ends: {error_text(error)}")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import stat
 from datetime import UTC, datetime
 from typing import TextIO
 
-from worker.errors import BrigadeError, internal_error_text
+from worker.errors import error_text
 from worker.platform.text import printable
 
 _MOST_CHARACTERS = 2000  # of a line
@@ -26,7 +26,7 @@ def worker_log(name: str, out: TextIO | None) -> logging.Logger:
 def log_failure(log: logging.Logger, task: "asyncio.Task[None]") -> None:
     """Log why a background task failed. A callback for the end of a task."""
     if not task.cancelled() and (error := task.exception()):
-        log.error("%s", error if isinstance(error, BrigadeError) else internal_error_text(error))
+        log.error("%s", error_text(error))
 
 
 class _LineHandler(logging.StreamHandler[TextIO]):

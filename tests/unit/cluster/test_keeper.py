@@ -2,12 +2,14 @@
 
 import asyncio
 import errno
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from coordinator.cluster import local
 from coordinator.cluster.local import LocalWorker, keep_running
+from coordinator.cluster.nodes import Nodes
 from worker.errors import StageLost
 
 
@@ -128,3 +130,20 @@ def test_one_that_ran_for_long_ends_the_growing_of_pauses(
 
     keep(start, monkeypatch)
     assert pauses[:6] == [0.2, 0.4, 0.8, 0, 0.4, 0.8]
+
+
+def test_the_user_is_told_once_a_worker_is_not_kept_running_any_more() -> None:
+    class Odd(Ended):
+        async def wait_ended(self) -> str:
+            raise KeyError("odd")
+
+    async def keep_one() -> str:
+        peer: Any = SimpleNamespace(name=Odd.name, address="127.0.0.1:1")
+        worker: Any = Odd()
+        network: Any = None
+        told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        Nodes([peer]).keep([worker], network, told.set_result)
+        return await told
+
+    line = asyncio.run(asyncio.wait_for(keep_one(), 60))
+    assert line.startswith("worker worker-1 is not started again once it ends: internal error: KeyError('odd')")
