@@ -48,13 +48,14 @@ from worker.errors import (
     OutOfMemory,
     SamplingError,
     StageLost,
-    internal_error_text,
+    error_text,
 )
 
 _ASK_S, _LONGEST_ASK_S = 0.3, 1.0
 _LEAST_TRY_S = 5.0  # for one try to open the next chain; at most half of the time that is left, if that is longer
 _UNUSED_S = 1.0  # without a frame in flight: no request waits for the first token of the chain any more
 _PROVING_S = 0.5  # between two looks at that
+_TEND_AGAIN_S = 10.0  # from an unexpected error to the next try to look after the open chain
 _REPEATED_S = 600.0  # a second unknown error of an engine within this time rules the node out for a while
 _LASTING = (ModelError, ConfigError, InputError, SamplingError)  # errors that would occur again
 _REFUSALS = (*_LASTING, NodeBusy, OutOfMemory, InternalError)  # errors that would occur again on the first chain
@@ -160,6 +161,7 @@ class Cluster:
         self._epoch = 0
         self._open = AsyncExitStack()  # the present chain
         self._tending: asyncio.Task[None] | None = None
+        self._copies: set[asyncio.Task[OwnCopy]] = set()  # being described; each for the loads that began with it
         for worker in nodes.workers.values():
             worker.is_spare = worker.name not in whole.names and worker.name not in missing
             worker.is_measured = measure is None or worker.name not in missing
@@ -170,7 +172,7 @@ class Cluster:
     async def __aexit__(self, *exc: object) -> None:
         try:
             await self._stop_tending()
-            loads = [record.load for record in self.nodes.records if record.load]
+            loads = [*(record.load for record in self.nodes.records if record.load), *self._copies]
             for load in loads:
                 load.cancel()
             await asyncio.gather(*loads, return_exceptions=True)
@@ -282,6 +284,7 @@ class Cluster:
         """Open a chain over nodes that hold their layers; a failure leaves nothing of it behind.
 
         After a loss one try takes half of the time that is left, so that a node that hangs does not use up all of it.
+        The time may be over while another node loads, since that is not counted: a try then takes the least time.
         """
         now = time.monotonic()
         outage.found_at, outage.loaded_at = outage.found_at or now, now
@@ -290,7 +293,9 @@ class Cluster:
         within_s = None
         if outage.error is not None:
             left_s = self._limits.recovery_s - outage.spent_s
-            within_s = min(left_s, max(_LEAST_TRY_S, left_s / 2))
+            within_s = max(_LEAST_TRY_S, left_s / 2)
+            if not any(record.state is NodeState.LOADING for record in self.nodes.records):
+                within_s = min(left_s, within_s)
         costs: ChainCosts | None = None
         if outage.still_since is not None and self.chain.num_stages == len(plan.assignments):
             costs = self.chain.costs  # requests wait
@@ -320,8 +325,7 @@ class Cluster:
             if outage.still_since is None:  # no request was under way
                 self._prove()
         if self._limits.recovery_s:
-            self._tending = asyncio.create_task(self._tend())
-            self._tending.add_done_callback(self._tended)
+            self._begin_tending()
 
     def _given_up(self, outage: Outage) -> StageLost:
         assert outage.error is not None
@@ -335,8 +339,13 @@ class Cluster:
 
     # --- with a chain -----------------------------------------------------------------------------------------------
 
-    async def _tend(self) -> None:
+    def _begin_tending(self, after_s: float = 0.0) -> None:
+        self._tending = asyncio.create_task(self._tend(after_s))
+        self._tending.add_done_callback(self._tended)
+
+    async def _tend(self, after_s: float) -> None:
         """Look after the nodes that the open chain lacks, and end the chain once a better one is possible."""
+        await asyncio.sleep(after_s)
         while True:
             if self._state is ChainState.PROVING:
                 await self._wait_proof()
@@ -376,15 +385,17 @@ class Cluster:
                     await self.nodes.pause(action.for_s)
 
     def _tended(self, tending: "asyncio.Task[None]") -> None:
-        """Report the bug that ended `_tend`, if one did: the chain itself goes on."""
+        """Report the error that ended `_tend`, if one did, and tend the chain again after a pause."""
         if not tending.cancelled() and (error := tending.exception()):
-            self._say(str(error) if isinstance(error, BrigadeError) else internal_error_text(error))
+            self._say(error_text(error))
+            if self._tending is tending:
+                self._begin_tending(_TEND_AGAIN_S)
 
     async def _stop_tending(self) -> None:
-        if self._tending is not None:
-            self._tending.cancel()
-            await asyncio.wait([self._tending])
-            self._tending = None
+        tending, self._tending = self._tending, None
+        if tending is not None:
+            tending.cancel()
+            await asyncio.wait([tending])
 
     async def _wait_proof(self) -> None:
         """Wait a moment for a token of the chain, or until no request waits for one: its client may have gone."""
@@ -456,10 +467,12 @@ class Cluster:
 
     def _load(self, action: Load, progress: Progress) -> None:
         """Begin these loads, each of them independent of the others."""
-        if any(worker.peer is None for worker in self._members(action.plan)):
-            return  # a process of our own has just ended
         deployment = self._deployed(action.plan)
-        copy = asyncio.ensure_future(OwnCopy.of(deployment.checkpoint)) if deployment.peers else None
+        copy = None
+        if any(name != self.nodes.own.name for name in action.names):
+            copy = asyncio.create_task(OwnCopy.of(deployment.checkpoint))
+            self._copies.add(copy)
+            copy.add_done_callback(self._copies.discard)
         for stage, assignment in enumerate(action.plan.assignments):
             if assignment.name not in action.names:
                 continue
@@ -472,7 +485,7 @@ class Cluster:
             record.load.add_done_callback(lambda _: self.nodes.note_change())
 
     async def _load_one(
-        self, deployment: Deployment, stage: int, copy: "asyncio.Future[OwnCopy] | None", progress: Progress
+        self, deployment: Deployment, stage: int, copy: "asyncio.Task[OwnCopy] | None", progress: Progress
     ) -> BrigadeError | None:
         """Load one node's shard; return the error that it failed with, if any."""
         try:

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from coordinator.cluster.deployment import OwnCopy
 from coordinator.planning.recovery import Limits, NodeState
 from coordinator.sessions.request import Request
 from tests.unit.cluster import fake_network, test_cluster_states
 from tests.unit.cluster.test_cluster_states import Cluster3
-from worker.errors import BrigadeError
+from worker.errors import BrigadeError, StageLost
 from worker.node.rpc_errors import error_named
 
 WHOLE = ["coordinator", "a", "b", "c"]
@@ -232,3 +233,57 @@ def test_a_node_that_comes_back_with_a_certificate_of_another_authority_is_repor
     cluster.act(setattr, a, "is_foreign", False)
     wait(cluster, 10)
     assert members(cluster) == WHOLE
+
+
+def test_an_error_while_an_open_chain_is_tended_is_told_and_its_nodes_still_come_back(
+    cluster: Cluster3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note_draining, errors = cluster.cluster._note_draining, [KeyError("odd")]
+
+    def fail_once() -> None:
+        note_draining()
+        if errors:
+            raise errors.pop()
+
+    a = cluster.world.places["a"]
+    cluster.act(a.end)
+    wait(cluster, 30)
+    monkeypatch.setattr(cluster.cluster, "_note_draining", fail_once)
+    wait(cluster, 5)
+    assert not errors and "internal error: KeyError('odd')" in cluster.said[-1]
+    cluster.act(a.start)
+    wait(cluster, 30)
+    assert members(cluster) == WHOLE
+
+
+def test_a_cluster_that_is_closed_while_its_model_is_described_leaves_no_task(cluster: Cluster3) -> None:
+    begun = asyncio.Event()
+
+    async def describe(checkpoint: Any) -> Any:
+        begun.set()
+        await asyncio.Event().wait()
+
+    a = cluster.world.places["a"]
+    cluster.act(a.end)
+    wait(cluster, 30)
+    cluster.patch.setattr(OwnCopy, "of", describe)
+    cluster.act(a.start)
+    wait(cluster, 10)
+    assert begun.is_set()
+
+
+def test_a_chain_that_opens_while_another_node_loads_has_time_for_it_even_at_the_end_of_a_recovery(
+    cluster: Cluster3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a node that joins would be blamed."""
+    within: list[float | None] = []
+
+    async def open_within(chain: Any, progress: Any, within_s: float | None) -> None:
+        within.append(within_s)
+
+    monkeypatch.setattr(fake_network.WorldChain, "open", open_within)
+    outage = cluster.cluster.outage
+    outage.error, outage.spent_s = StageLost("gone", node="a"), Limits().recovery_s
+    cluster.cluster.nodes.workers["c"].state = NodeState.LOADING
+    cluster.run(cluster.cluster._open_chain(cluster.cluster.chain.plan, outage, lambda node, report: None))
+    assert within == [5.0]
