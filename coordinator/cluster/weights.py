@@ -36,6 +36,7 @@ from worker.platform.threads import CallThread, run_in_thread
 
 _STALL_S = 120.0  # the longest that a worker may accept no bytes, or not acknowledge any
 _DIGEST_S = 60.0  # without a message while a digest is computed; the worker waits five times as long
+_DISK_S = 180.0  # without a byte from this node's disk, after which the transfer fails
 _PAUSE_S = 0.5
 _BACK_S = 10.0  # for how long a worker that was lost on the way is asked again
 _BATCH = 2  # messages that are read from the disk at once
@@ -120,6 +121,7 @@ class SourceFile:
     def __init__(self, announcement: Announcement, begin: bytes, spans: Sequence[Span]) -> None:
         self.announcement = announcement
         self.nbytes = announcement.size = sum(span.nbytes for span in spans)
+        self.num_digested = 0  # bytes, while `digest` runs
         self._begin = begin
         self._spans = spans
 
@@ -152,6 +154,7 @@ class SourceFile:
             if given_up.is_set():
                 return ""
             found.update(block)
+            self.num_digested += len(block)
         return found.hexdigest()
 
 
@@ -271,7 +274,12 @@ class Push:
             digesting = digester.submit(partial(self._digests.of, self._files[0], given_up))
             stack.callback(lambda: digesting.cancel())
             for file, following in zip(self._files, [*self._files[1:], None], strict=True):
+                num_digested, still_s = 0, 0.0
                 while not (await asyncio.wait([digesting], timeout=_DIGEST_S))[0]:
+                    still_s = 0.0 if file.num_digested > num_digested else still_s + _DIGEST_S
+                    num_digested = file.num_digested
+                    if still_s >= _DISK_S:
+                        raise _disk_hangs()
                     # a long silence would count as a stall: repeat the announcement of a file that is there already
                     if self._files[0].announcement.digest:
                         await self._announce(call, self._files[0])
@@ -298,7 +306,7 @@ class Push:
 
         reading = reader.submit(read)
         try:
-            while batch := await _from_disk(reading):
+            while batch := await _from_disk(reading, _DISK_S):
                 reading = reader.submit(read)
                 await self._write(call, *(message for _, message in batch))
                 at = batch[-1][0]
@@ -357,9 +365,16 @@ class Push:
         return StageLost("ended the transfer of its layers", node=self._peer.name)
 
 
-async def _from_disk(work: Awaitable[T]) -> T:
-    """Return the result. Raises ModelError if a file cannot be read."""
+async def _from_disk(work: Awaitable[T], within_s: float | None = None) -> T:
+    """Return the result. Raises ModelError if a file cannot be read, or not in time."""
     try:
-        return await work
+        async with asyncio.timeout(within_s) as limit:
+            return await work
     except OSError as error:
+        if limit.expired():
+            raise _disk_hangs() from None
         raise ModelError(f"cannot read {error.filename or 'the model'}: {error.strerror or error}") from error
+
+
+def _disk_hangs() -> ModelError:
+    return ModelError(f"cannot read the model: no byte came from its disk for {_DISK_S:.0f} s")

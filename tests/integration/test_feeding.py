@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import groupby
 from pathlib import Path
@@ -50,7 +50,7 @@ from worker.model.contents import contents_of
 from worker.model.describe import describe
 from worker.model.hub import open_repository
 from worker.node import weights_receive as feeding_module
-from worker.node.framing import Chunk, read_transfer
+from worker.node.framing import CHUNK_BYTES, Chunk, read_transfer
 from worker.node.model_sources import Headers, ModelSources, Opening
 from worker.node.weights_cache import PartialFile, WeightsCache, pieces_of
 
@@ -499,6 +499,45 @@ async def test_a_worker_hears_of_a_coordinator_that_makes_a_digest_for_long(
         wanted = full_request(folder, 2, 4)
         await push_weights(peer, wanted, open_folder(folder), lambda report: None)
         await peer.load(wanted, lambda report: None)
+
+
+async def test_a_disk_that_hangs_while_a_digest_is_made_ends_the_transfer(
+    models: Models, store_of: StoreOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, digest, is_over = models("qwen3").folder, SourceFile.digest, threading.Event()
+
+    def hang(file: SourceFile, given_up: threading.Event) -> str:
+        assert file.announcement.file or is_over.wait(60)
+        return digest(file, given_up)
+
+    monkeypatch.setattr(feed_module, "_DIGEST_S", 0.05)
+    monkeypatch.setattr(feed_module, "_DISK_S", 0.1)
+    monkeypatch.setattr(SourceFile, "digest", hang)
+    async with serving(1, NOTHING, store_of=store_of) as [node]:
+        try:
+            with pytest.raises(ModelError, match="no byte came from its disk"):
+                await fed(node, full_request(folder, 2, 4), folder)
+        finally:
+            is_over.set()
+
+
+async def test_a_disk_that_hangs_while_a_file_is_sent_ends_the_transfer(
+    models: Models, store_of: StoreOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, blocks, is_over = models("qwen3").folder, SourceFile.blocks, threading.Event()
+
+    def hang(file: SourceFile, offset: int, block_bytes: int) -> Iterator[bytes]:
+        assert block_bytes != CHUNK_BYTES or is_over.wait(60)  # those that are sent, not those of a digest
+        return blocks(file, offset, block_bytes)
+
+    monkeypatch.setattr(feed_module, "_DISK_S", 0.1)
+    monkeypatch.setattr(SourceFile, "blocks", hang)
+    async with serving(1, NOTHING, store_of=store_of) as [node]:
+        try:
+            with pytest.raises(ModelError, match="no byte came from its disk"):
+                await fed(node, full_request(folder, 2, 4), folder)
+        finally:
+            is_over.set()
 
 
 async def test_a_file_that_is_gone_before_it_is_sent_is_named(
