@@ -54,6 +54,8 @@ def status(
     """
     from coordinator.api.auth import first_key
 
+    if watch and as_json:
+        raise InputError("watch", "not expected with --json, which prints one object")
     key = first_key(api_key_file) if api_key_file else None
     may_find = "server" not in given_flags(ctx)  # a server that is named does not stand for this folder's workers
     return _show(server.rstrip("/"), key, config, may_find=may_find, is_watching=watch, as_json=as_json)
@@ -81,7 +83,7 @@ async def _show(
             if config is None:
                 raise
             found = await _ask_workers(config)
-        if is_watching and console.is_terminal and not as_json:
+        if is_watching and console.is_terminal:
             console.clear()
         if as_json:
             print(json.dumps(found), flush=True)

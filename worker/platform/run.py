@@ -8,10 +8,11 @@ import io
 import os
 import sys
 from collections.abc import Callable
+from copy import copy
 from typing import Any, NoReturn
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperOption
 from typer.exceptions import TyperException
 
 from worker.errors import BrigadeError, InputError, internal_error_text
@@ -21,16 +22,21 @@ from worker.platform.threads import calls_are_left
 _FLAGS = {"temperature": "temp"}  # parameters whose flags have another name
 
 
-class OnceEach(TyperCommand):
-    """A command that refuses an option given twice: only the last value would count."""
+class OneValueEach(TyperCommand):
+    """A command that refuses an option given with different values: only the last one would count."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments. Raises InputError for an option given twice, and what the parser raises."""
-        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
-        for parameter in self.params:
-            is_free = getattr(parameter, "multiple", False) or getattr(parameter, "is_flag", False)
-            if given.count(parameter) > 1 and not is_free:
-                raise InputError(field_of(parameter), "expected once, found it twice")
+        """Parse the arguments. Raises InputError for an option with different values, and what the parser raises."""
+        parser = self.make_parser(ctx)
+        options = [each for each in self.params if isinstance(each, TyperOption) and not each.multiple]
+        for option in options:
+            collecting = copy(option)
+            collecting.multiple = True
+            collecting.add_to_parser(parser, ctx)  # in the place of the option, which keeps its last value only
+        values, _, _ = parser.parse_args(args=list(args))
+        for option in options:
+            if len(set(values.get(option.name or "", ()))) > 1:
+                raise InputError(field_of(option), "expected one value, found several")
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -50,7 +56,9 @@ class App(typer.Typer):
             **settings,
         )
 
-    def command(self, name: str | None = None, *, cls: type[TyperCommand] | None = OnceEach, **settings: Any) -> Any:
+    def command(
+        self, name: str | None = None, *, cls: type[TyperCommand] | None = OneValueEach, **settings: Any
+    ) -> Any:
         return super().command(name, cls=cls, **settings)
 
 

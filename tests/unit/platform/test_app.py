@@ -18,17 +18,29 @@ def make_app() -> App:
         num_rows: Annotated[int, typer.Option("--num-rows", "-n")] = 0,
         stop: Annotated[list[str] | None, typer.Option()] = None,
         text: Annotated[str | None, typer.Argument()] = None,
+        is_loud: Annotated[bool, typer.Option("--loud/--quiet")] = False,
     ) -> str:
         return f"{num_rows} {stop} {text}"
 
     return app
 
 
-@pytest.mark.parametrize("arguments", ["-n 1 -n 1", "--num-rows 1 -n 2", "-n 1 text --num-rows=2"])
-def test_a_flag_of_one_value_is_given_once(arguments: str) -> None:
-    with pytest.raises(InputError, match="expected once, found it twice") as refusal:
+@pytest.mark.parametrize("arguments", ["-n 1 -n 2", "--num-rows 1 -n 2", "-n 1 text --num-rows=2"])
+def test_a_flag_of_one_value_has_no_two(arguments: str) -> None:
+    with pytest.raises(InputError, match="expected one value, found several") as refusal:
         make_app()(arguments.split(), standalone_mode=False)
     assert refusal.value.field == "num_rows"
+
+
+def test_a_flag_and_its_opposite_contradict_each_other() -> None:
+    with pytest.raises(InputError) as refusal:
+        make_app()(["--loud", "--quiet"], standalone_mode=False)
+    assert refusal.value.field == "loud"
+
+
+@pytest.mark.parametrize("arguments", ["-n 1 -n 1", "--num-rows 1 -n1", "-n 1 --loud --num-rows=1 --loud"])
+def test_a_flag_may_repeat_its_value(arguments: str) -> None:
+    assert make_app()(arguments.split(), standalone_mode=False) == "1 None None"
 
 
 def test_all_else_is_parsed_as_ever() -> None:
@@ -49,7 +61,7 @@ def test_a_single_command_has_it_too(monkeypatch: pytest.MonkeyPatch, capsys: py
     with pytest.raises(SystemExit) as ended:
         run_command(command)
     assert ended.value.code == 2
-    assert capsys.readouterr() == ("", "error: --num-rows: expected once, found it twice\n")
+    assert capsys.readouterr() == ("", "error: --num-rows: expected one value, found several\n")
 
 
 def test_a_parameters_name_in_a_request_is_that_of_its_long_flag() -> None:
