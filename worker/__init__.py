@@ -1,4 +1,4 @@
-"""What every node shares, and everything that touches MLX. Imports nothing of the coordinator."""
+"""Code that every node shares, and everything that touches MLX. Imports nothing of the coordinator."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What the answers of several APIs share: stats, conversations for templates, and answers made of blocks."""
+"""Parts that the answers of several APIs share: stats, conversations for templates, and answers made of blocks."""
 
 import json
 import re

@@ -24,7 +24,7 @@ MAX_CHOICES = 128  # of one request
 
 
 class StreamOptions(Section):
-    """What a stream tells at its end."""
+    """Options of the end of a stream."""
 
     include_usage: bool = False
 
@@ -253,7 +253,7 @@ class ChatCompletionChunk(OpenAIObject):
 
 
 class OpenAIAnswer(ApiAnswer):
-    """What the answers of chats and completions have in common: an id, choices and their usage."""
+    """The common part of the answers of chats and completions: an id, choices and their usage."""
 
     kind: ClassVar[str]  # the `object` of the whole answer
     chunk_kind: ClassVar[str]  # and of an event

@@ -27,7 +27,7 @@ _NEXT: Mapping[ServerState, frozenset[ServerState]] = {
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What a request may cost, and how long it may take."""
+    """The limits of a request: its size, its answer and its time."""
 
     body_bytes: int = 8 << 20
     max_tokens: int = 4096  # of an answer whose request gives no number

@@ -164,7 +164,7 @@ class ServerFlags:
 
 _NOT_WITH_SERVER = {
     ("config", "model", "local", "layers"): "which has its model loaded",
-    ("stats", "trace"): "which tells a client nothing of its stages",
+    ("stats", "trace"): "whose API reports no stages",
     ("journal",): "which keeps no journal for its clients",
     ("logprobs",): "which sends no token ids; its /v1 routes return logprobs by the tokens' text",
 }
@@ -270,7 +270,7 @@ class PromptFlags:
 
 @dataclass(frozen=True)
 class OutputFlags:
-    """What `generate` prints and writes beside the text."""
+    """The output of `generate` beside the text."""
 
     logprobs: Annotated[
         int | None,

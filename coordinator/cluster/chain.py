@@ -245,7 +245,7 @@ class Chain:
         if self._can_spare(peer.name):
             self.end(NodeLeaving("is about to end", node=peer.name))
         else:
-            self._say(f"{self.draining}; what runs may end, for at most ten seconds")
+            self._say(f"{self.draining}; running requests have ten seconds to end")
             self.begins_draining.set()
 
     async def _warm_up(self, progress: Progress) -> None:

@@ -13,7 +13,7 @@ from worker.errors import StageLost
 from worker.platform.machine import SleepWatch, asleep_s
 
 _TICK_S = 0.25
-_STILL_S = 3.5  # a tick this late means asleep or stopped, not busy; other nodes give a silent one up after as long
+_STILL_S = 3.5  # a later tick: this process was suspended; peers drop a silent node as late
 _RECENT_S = 30.0  # an error so soon after a standstill is a consequence of it
 
 

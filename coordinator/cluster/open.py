@@ -150,7 +150,7 @@ async def open_chain(
 ) -> AsyncIterator[Chain]:
     """Open one chain over the workers, at least one of them, or `every_node`, even if this node is faster alone.
 
-    A lost chain stays lost: a measurement must not go on on another one. If several chains are open at once, all of
+    A lost chain stays lost: a measurement must not continue on another one. If several chains are open at once, all of
     them need this process's one MLX thread.
 
     Raises:

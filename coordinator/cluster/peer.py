@@ -87,7 +87,7 @@ class Peer:
         return self._addresses.leading_to_it
 
     async def hello(self, within_s: float | None = None) -> HelloReply:
-        """Ask the worker who it is; while it is part of a chain, only at the address that the chain uses.
+        """Return the worker's greeting; while it is part of a chain, ask only at the address that the chain uses.
 
         Raises:
             StageLost: nothing answers, or no worker. CallerRefused, ConfigError: one side does not trust the other.

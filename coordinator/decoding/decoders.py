@@ -48,7 +48,7 @@ class Decoder(Protocol):
 
     @property
     def fills(self) -> Fills:
-        """What is decided ahead of the known tokens, ascending: all that is to be kept beside them."""
+        """The tokens that are decided ahead of the known ones, by ascending position."""
         ...
 
     def propose(self, tokens: Sequence[int], num_unfed: int, room: int, num_together: int = 1) -> Proposal:
@@ -63,7 +63,7 @@ class Decoder(Protocol):
         ...
 
     def rewind(self) -> None:
-        """The caches are lost, and the answer to the last proposal with them: all known tokens will be fed again."""
+        """Forget the last proposal: the caches are lost, and all known tokens are fed again."""
         ...
 
     def restore(self, fills: Fills) -> None:
@@ -129,7 +129,7 @@ class PromptLookup:
             self._pause -= 1
             return Proposal()
         size = max((size for size in self._SIZES[: self._size + 1] if size < room), default=0)
-        period = len(tokens) - found  # a draft longer than that goes round: what loops may go on looping
+        period = len(tokens) - found  # a longer draft repeats the period: a loop often continues
         return Proposal(drafts=tuple(tokens[found + i % period] for i in range(size)))
 
     def accept(self, proposal: Proposal, samples: Sequence[Sample], guesses: Sequence[Sample]) -> Accepted:
@@ -139,7 +139,7 @@ class PromptLookup:
         return accepted
 
     def rewind(self) -> None:
-        pass  # what it knows is the text, which stays
+        pass  # the drafts depend on the known tokens only
 
     def restore(self, fills: Fills) -> None:
         assert not fills
@@ -245,7 +245,7 @@ class Fill:
         return Accepted(run)
 
     def rewind(self) -> None:
-        pass  # what is filled was decided, and the text to come depends on it
+        pass  # filled tokens are final, and later ones depend on them
 
     @property
     def fills(self) -> Fills:

@@ -22,7 +22,7 @@ class Level(StrEnum):
 
 
 class Kind(StrEnum):
-    """What a finding is about."""
+    """The subject of a finding."""
 
     APP_NAP = "app-nap"
     BRIGADE = "brigade"

@@ -41,7 +41,7 @@ Job = Callable[[Any], Answer]
 
 @dataclass(frozen=True)
 class Bounds:
-    """What one request may take."""
+    """The cost limits of one request."""
 
     seconds: float = 5.0
     text_bytes: int = 8 << 20  # of the answer
@@ -93,7 +93,7 @@ class Bounded:
                 with suppress(EOFError):
                     outcome, found = msgpack.unpackb(self._exchange(request))
                     return outcome, found
-        raise Excess(f"was given {_TRIES} times to a process that ended")
+        raise Excess(f"ended its process {_TRIES} times")
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:

@@ -108,7 +108,7 @@ class EngineCore:
         if self.failure is not None:
             raise self.failure.again() if isinstance(self.failure, BrigadeError) else self.failure
         if self._is_closing:
-            raise StageLost("the engine that was to answer this request has ended")
+            raise StageLost("the engine has shut down")
         if draining := self.chain.draining:
             raise draining
         session = Session(
@@ -335,7 +335,7 @@ class EngineCore:
         """End all sessions, free every slot on every stage, and wait for the frames in flight."""
         self._is_closing = True
         for session in list(self.sessions):
-            session.put(NodeBusy("the answer was cut off: what answered it was shut down"))
+            session.put(NodeBusy("the answer was cut off: the server was shut down"))
             self._forget(session, keep=False)
         self.scheduler.slots.forget_kept()
         self._send_all()
@@ -345,7 +345,7 @@ class EngineCore:
     def _ended(self, task: "asyncio.Task[None]") -> None:
         """Fail every request, since the chain failed for good or opening the next one was cancelled."""
         error = None if task.cancelled() else task.exception()
-        self.failure = error or StageLost("the engine that was to answer this request has ended")
+        self.failure = error or StageLost("the engine has shut down")
         for session in self.sessions:
             session.put(self.failure.again() if isinstance(self.failure, BrigadeError) else self.failure)
 

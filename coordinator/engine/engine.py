@@ -47,7 +47,7 @@ class ServerState(Enum):
 
     @property
     def word(self) -> str:
-        """What clients are told."""
+        """The word for this state in answers to clients."""
         return ServerState.LOADING.value if self is ServerState.WAKING else self.value
 
 

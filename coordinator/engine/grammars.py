@@ -47,15 +47,17 @@ def composed(lark: str, parts: Mapping[str, str]) -> str:
 
 
 def after_thought(grammar: str, markers: Markers, spell: Spell) -> str:
-    """The same once a thought has ended, which may be any text without the markers that end it.
+    """Return the grammar with the model's reasoning before it: any text without the markers that end it.
 
-    Where none has begun, there may be one or not.
+    Reasoning that has not begun is optional.
 
     Raises:
-        SamplingError: nobody knows how this model ends its thoughts.
+        SamplingError: the marker that ends this model's reasoning is unknown.
     """
     if markers.begins_in not in ("normal", "reasoning") or not markers.thought_ends:
-        raise SamplingError("this model's template lets it think first, and nobody knows how its thoughts end")
+        raise SamplingError(
+            "this model's template lets it think first, and the marker that ends its thoughts is unknown"
+        )
     first = "thought" if markers.begins_in == "reasoning" else f"({spell(markers.thought_begins)} thought)?"
     ends = " | ".join(json.dumps(text) for text in (markers.thought_ends, markers.call_begins) if text)
     spelled = spell(markers.thought_ends)

@@ -29,7 +29,7 @@ def holds_something(path: Path | None) -> bool:
 class JournalFile:
     """The journal file of one answer, locked while it is open. Use as an async context manager.
 
-    What `keep` has returned for outlives this process however it ends, and within a moment the machine's end too.
+    Once `keep` returns, its record survives the end of this process; after the next sync (0.1 s) also a power failure.
     """
 
     def __init__(self, path: Path) -> None:
@@ -78,10 +78,9 @@ class JournalFile:
             await self._writer.run(self._sync_with_folder)
 
     async def keep(self, output: Output, emit: Callable[[str], None] = lambda text: None) -> None:
-        """Write what became known, then give its text to `emit`, on the same thread and at once.
+        """Write the output's record, then give its text to `emit`, on the same thread and at once.
 
-        What a killed process has shown its journal has. The other way round one step may be missing, no more: that of
-        a process that was killed between the two.
+        After a kill the journal holds everything that was shown, and at most one step that was not.
         """
         if self._syncing is not None and self._syncing.done():
             self._syncing.result()  # the disk has failed
@@ -99,7 +98,7 @@ class JournalFile:
         try:
             await asyncio.shield(writing)
         except asyncio.CancelledError:
-            await asyncio.wait([writing])  # whoever interrupts the answer sees what the file has
+            await asyncio.wait([writing])  # the file and the text that was shown must agree
             raise
         self._num_bytes += len(record)
 

@@ -70,13 +70,12 @@ async def score_text(
 
 
 async def score_continuations(engine: Engine, prompt: Prompt, continuations: Sequence[Prompt]) -> list[list[Scored]]:
-    """The scores of each continuation's tokens after the prompt, which is fed once.
+    """Return the scores of each continuation's tokens after the prompt, which is fed once.
 
-    A text is tokenized together with the prompt: where the last token of the prompt becomes another one by that, the
-    tokens from there on count as the continuation's.
+    A text is tokenized together with the prompt. If that changes the prompt's last token, scoring begins there.
 
     Raises:
-        InputError: the prompt has no token, or a continuation has none, or they are text and ids by turns.
+        InputError: the prompt has no token, or a continuation has none, or they mix text and ids.
     """
     inputs = engine.inputs
     begin = await inputs.prompt_ids(prompt)

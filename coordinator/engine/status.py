@@ -64,7 +64,7 @@ class RequestStatus:
 
 @dataclass(frozen=True)
 class StatusSnapshot:
-    """All of it; nodes and hops are empty while no model is loaded."""
+    """The server's state at one moment; nodes and hops are empty while no model is loaded."""
 
     epoch: int = 0
     nodes: Sequence[NodeStatus] = ()

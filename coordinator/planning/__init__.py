@@ -1,1 +1,1 @@
-"""What goes where and what it costs: plans and measured times. Pure."""
+"""Plans, measured times and recovery: which layers go where, and their cost. Pure."""

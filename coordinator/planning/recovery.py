@@ -75,7 +75,7 @@ _NEXT: dict[NodeState, dict[NodeEvent, NodeState]] = {
 
 @dataclass
 class NodeRecord:
-    """What the coordinator knows of one node. Times are seconds, monotonic."""
+    """The coordinator's record of one node. Times are seconds, monotonic."""
 
     name: str
     is_own: bool = False  # this very process

@@ -1,1 +1,1 @@
-"""Requests, their sessions, who steps next, and what came of them. Pure."""
+"""Requests, their sessions, the scheduler and outputs. Pure."""

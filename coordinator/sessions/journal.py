@@ -1,8 +1,8 @@
-"""Journal: a request and its answer so far as bytes, so that another process can go on where this one ended. Pure.
+"""Journal: a request and its answer so far as bytes, so that another process can continue the answer. Pure.
 
-After the mark that says what the file is come records: the request, then what each step made known. Before each stand
-its length, the checksum of its bytes and the checksum of these two numbers. So a file that ends within a record can be
-told from one that was changed: the former was being written when its process ended, the latter is refused.
+A file is a mark and then records: the request, then the tokens of each step. Before each record stand its length, the
+checksum of its bytes and the checksum of these two numbers. So a truncated file, whose writer was killed and which is
+continued, differs from a modified one, which is refused.
 """
 
 import struct

@@ -62,7 +62,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a request took. Times are nanoseconds on the coordinator's monotonic clock."""
+    """The cost of a request. Times are nanoseconds on the coordinator's monotonic clock."""
 
     num_prompt: int
     started: int

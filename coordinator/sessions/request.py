@@ -1,4 +1,4 @@
-"""What a client asks (`RequestSpec`), and the immutable `Request` that is made of it and checked once. Pure."""
+"""A client's request as it came (`RequestSpec`), and the immutable `Request` that is made of it. Pure."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -84,7 +84,7 @@ Prompt = Conversation | str | tuple[int, ...]  # messages, raw text, or token id
 
 @dataclass(frozen=True)
 class RequestSpec:
-    """What a client asks, unchecked, in the terms that all front ends share; see `InputProcessor.make_request`.
+    """A client's request, unchecked, in the terms that all front ends share; see `InputProcessor.make_request`.
 
     The model's defaults apply to what is left out.
     """

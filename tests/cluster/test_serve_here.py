@@ -24,7 +24,7 @@ from worker.config import ClusterConfig, load_cluster
 
 ENDLESS: dict[str, Any] = {"prompt": "the", "max_tokens": 30_000, "ignore_eos": True}
 REFUSED = {"ContextExceeded": 1, "QueueFull": 1, "WaitedTooLong": 1}
-CUT_OFF = "the answer was cut off: what answered it was shut down"
+CUT_OFF = "the answer was cut off: the server was shut down"
 PATIENCE_S = 30.0
 
 

@@ -197,7 +197,7 @@ def test_a_process_that_is_killed_at_work_gets_one_more_try(
     assert_works(small)
     monkeypatch.setattr(templates_module, "send", send_and_kill)
     if times == 2:
-        assert "was given 2 times to a process that ended" in refusal(small, ENDLESS)
+        assert "ended its process 2 times" in refusal(small, ENDLESS)
     assert_works(small)
 
 

@@ -250,7 +250,7 @@ def test_an_idle_worker_ends_at_once(start: Starter) -> None:
     assert outcome.err == f"worker mini listens on {address}\nworker mini: drained\n"
 
 
-DRAINING = "is shutting down and takes no new request; what runs may end, for at most ten seconds"
+DRAINING = "is shutting down and takes no new request; running requests have ten seconds to end"
 
 
 def _after(fault: Callable[[], None], running: Running) -> Outcome:

@@ -1,1 +1,1 @@
-"""What a slot remembers: its tokens, and its caches alone and in a lane."""
+"""The memory of a slot: its tokens, and its caches alone and in a lane."""

@@ -1,1 +1,1 @@
-"""What a model is: families, checkpoints, sizes. Nothing here computes."""
+"""Models: families, checkpoints, sizes. Nothing here computes."""

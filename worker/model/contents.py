@@ -1,4 +1,4 @@
-"""What a node knows about its weights, so that another node can compare them with its own; and which files it lacks.
+"""Samples of a node's weights, for another node to compare with its own; and the files that a folder lacks.
 
 Two fine-tunes may share configuration and tensor layout, so some bytes of most tensors are hashed too. For a file that
 is still on the hub only the hub's own hash is known. Nodes compare what both of them know.

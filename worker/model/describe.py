@@ -37,7 +37,7 @@ FRONT, BACK = -1, -2  # places beside the numbers of layers: the embedding, and 
 
 @dataclass(frozen=True)
 class CheckpointLayout:
-    """What is known about a checkpoint's model, and where its tensors go. Holds no array."""
+    """The description of a checkpoint's model and of the places of its tensors. Holds no array."""
 
     info: ModelInfo
     spec: ModelSpec

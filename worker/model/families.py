@@ -1,4 +1,4 @@
-"""What differs by model type. The probe pass finds everything else in mlx-lm's own code."""
+"""Differences between model types. The probe pass finds everything else in mlx-lm's own code."""
 
 import importlib
 import re

@@ -1,4 +1,4 @@
-"""What a plan needs to know about a model: bytes per layer, cache growth, sizes. Plain numbers from describe.py."""
+"""A model as a plan needs it: bytes per layer, cache growth, sizes. Plain numbers from describe.py."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

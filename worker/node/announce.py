@@ -40,7 +40,7 @@ _THIS_PROCESS = secrets.token_hex(4)
 
 @dataclass(frozen=True)
 class About:
-    """What a node announces about itself."""
+    """The contents of a node's announcement."""
 
     name: str
     version: str  # of brigade

@@ -1,4 +1,4 @@
-"""What a node reports about its cluster.yaml, to find copies that differ from the coordinator's."""
+"""A node's report on its cluster.yaml, to find copies that differ from the coordinator's."""
 
 from collections.abc import Iterator
 

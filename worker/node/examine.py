@@ -1,4 +1,4 @@
-"""What a node reports about its machine. The coordinator draws the conclusions."""
+"""A node's report on its machine. The coordinator draws the conclusions."""
 
 import asyncio
 import platform

@@ -25,7 +25,7 @@ _YEAR_10000 = 253402300800  # Python's dates end before it
 
 
 class Role(StrEnum):
-    """What a certificate lets a node do; its value is a URI in the certificate."""
+    """The role that a certificate gives a node; its value is a URI in the certificate."""
 
     COORDINATOR = "brigade:coordinator"
     WORKER = "brigade:worker"

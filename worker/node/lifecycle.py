@@ -47,7 +47,7 @@ ReportProgress = Callable[[LoadProgress], Awaitable[None]]
 
 
 class WorkerState(StrEnum):
-    """What a worker is doing."""
+    """The state of a worker."""
 
     EMPTY = "empty"  # no shard: none was loaded, or it was released, or its load failed or was given up
     LOADING = "loading"

@@ -156,7 +156,8 @@ class _Load:
     async def watch_reading(self) -> None:
         """Report progress within a tensor that takes long: MLX reports whole tensors, and silence counts as a stall.
 
-        Its bytes are read a second time, beside MLX, and reported as they arrive. So a disk that hangs stays silent.
+        Its bytes are read a second time, beside MLX, and reported as they arrive. So a disk that hangs still counts as
+        a stall.
         """
         watched = None
         while True:

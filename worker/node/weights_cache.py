@@ -259,7 +259,7 @@ class PartialFile:
 
 @dataclass(frozen=True)
 class Kept:
-    """What the cache holds of one model."""
+    """The cached weights of one model."""
 
     key: str
     name: str

@@ -1,1 +1,1 @@
-"""What any process of the product needs: the MLX thread, exit codes, facts about its machine."""
+"""Parts that any process of the product needs: the MLX thread, exit codes, facts about its machine."""

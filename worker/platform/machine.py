@@ -1,4 +1,4 @@
-"""What this machine offers: memory, descriptors, its name, and whether it sleeps."""
+"""Facts about this machine: memory, descriptors, its name, and whether it sleeps."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What asyncio lacks: tasks that end with a context, an await that ignores cancellation, and a count of users."""
+"""Additions to asyncio: tasks that end with a context, an await that ignores cancellation, and a count of users."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
