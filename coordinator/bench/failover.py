@@ -10,13 +10,14 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from coordinator.cluster.cluster import Cluster, Outage
+from coordinator.cluster.cluster import Cluster
 from coordinator.cluster.local import LocalWorker
 from coordinator.cluster.nodes import Nodes
 from coordinator.cluster.open import cluster_over, read_model, start_local
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.peer import Peer
 from coordinator.cluster.progress import say, show_steps
+from coordinator.cluster.recovery import Recovery
 from coordinator.engine.engine import Engine
 from coordinator.planning.plan import check_split
 from coordinator.planning.recovery import USUAL, Limits
@@ -110,7 +111,7 @@ class FailoverReport:
 
 
 def times_of(
-    struck: float, reached: Outage, tokens: Sequence[float], start_s: float | None, prefill_s: float
+    struck: float, reached: Recovery, tokens: Sequence[float], start_s: float | None, prefill_s: float
 ) -> LossTimes:
     """Return the parts of one loss.
 
@@ -207,7 +208,7 @@ class _Place:
             local = cluster.nodes.workers[last.name].local
             start_s = local.started_s if local else None  # None: no process was started
             tokens = [at / 1e9 for at in answer.token_times]
-            times = times_of(struck, cluster.outage, tokens, start_s, unfailed.ttft_s)
+            times = times_of(struck, cluster.recovery, tokens, start_s, unfailed.ttft_s)
         return times, answer.tokens == unfailed.tokens, layers
 
     def _request(self, context: int, seed: str) -> Request:

@@ -5,13 +5,14 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Self
 
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.deployment import Deployment, OwnCopy, OwnNode, Progress, load_worker
 from coordinator.cluster.nodes import ClusterNode, Nodes
 from coordinator.cluster.peer import Peer
+from coordinator.cluster.recovery import Recovered, Recovery
 from coordinator.planning.costs import ChainCosts
 from coordinator.planning.plan import Assignment, Objective, Plan
 from coordinator.planning.planner import Planner
@@ -63,55 +64,6 @@ _REFUSALS = (*_LASTING, NodeBusy, OutOfMemory, InternalError)  # errors that wou
 Measuring = Callable[[Sequence[Peer], Survey], Awaitable[Survey]]  # adds the speeds of these workers to a survey
 
 
-@dataclass(frozen=True)
-class Recovered:
-    """A recovery that has ended."""
-
-    cause: str  # class name of the first error
-    node: str  # the worker that it was about; empty for none in particular
-    story: str  # for the user
-    took_s: float  # until there was a chain again
-    still_s: float | None  # for how long streams stood still; None if no request was under way
-
-
-@dataclass
-class Outage:
-    """The time from the loss of a chain to the first token of another one, or from the start to the first chain."""
-
-    plan: Plan  # of the lost chain, or of the first one
-    error: BrigadeError | None = None  # the latest; None until something has failed
-    story: str = ""  # for the user: the loss, and then how requests go on
-    cause: str = ""  # class name of the first error
-    culprit: str = ""  # the worker that the first error was about
-    still_since: float | None = None  # seconds, monotonic; None if no request was under way
-    target: Plan | None = None  # that nodes load for
-    spent_s: float = 0.0  # without a chain while no node loaded
-    num_asks: int = 0
-    # moments, seconds, monotonic; 0 for those not reached
-    lost_at: float = 0.0  # the loss was noticed
-    found_at: float = 0.0  # there were enough nodes for a chain
-    loaded_at: float = 0.0  # each of them had its layers
-    opened_at: float = 0.0  # the chain was open
-
-    def begin(self, error: BrigadeError, still_since: float | None) -> None:
-        """Note the first error."""
-        self.error, self.story, self.cause, self.culprit = error, str(error), type(error).__name__, error.node
-        self.still_since, self.spent_s = still_since, 0.0
-        self.lost_at, self.found_at, self.loaded_at, self.opened_at = time.monotonic(), 0.0, 0.0, 0.0
-
-    @property
-    def is_return(self) -> bool:
-        """Whether nothing was lost: the chain was ended so that a returned node can join."""
-        return self.cause == NodeReturned.__name__
-
-    def end(self) -> Recovered:
-        """Return the report on the outage, which is over."""
-        still_s = None if self.still_since is None else time.monotonic() - self.still_since
-        still = "" if still_s is None else f", the stream stood still for {still_s:.1f} s"
-        took_s = self.opened_at - self.lost_at
-        return Recovered(self.cause, self.culprit, self.story + still, took_s, still_s)
-
-
 class Cluster:
     """Opens the first chain, and the next one after a loss or when a better one is possible. Async context manager."""
 
@@ -155,7 +107,7 @@ class Cluster:
         objective = replace(objective or Objective(whole.context), max_context=whole.context)
         self._planner = Planner(deployment.spec, speeds, objective, whole, layers)
         self._state = ChainState.STARTING
-        self._outage: Outage | None = None  # the latest
+        self._recovery: Recovery | None = None  # the latest
         self._planned: Plan | None = None  # that the chain was ended for
         self._better: Plan | None = None  # over the same nodes: waits for an idle moment
         self._epoch = 0
@@ -185,13 +137,13 @@ class Cluster:
         Raises:
             BrigadeError: as `reopen`; the refusal of a node that cannot hold its layers is final.
         """
-        self._outage = outage = Outage(self._deployment.plan, target=self._deployment.plan)
+        self._recovery = recovery = Recovery(self._deployment.plan, target=self._deployment.plan)
         await self.nodes.ask(self.nodes.workers, _LONGEST_ASK_S)
-        for worker in self._members(outage.plan):
-            if not worker.answers and outage.error is None:
+        for worker in self._members(recovery.plan):
+            if not worker.answers and recovery.error is None:
                 lost = worker.trouble or StageLost("does not answer any more", node=worker.name)
-                await self._begin_or_raise(lost, outage)
-        return await self._open_next(outage, progress)
+                await self._begin_or_raise(lost, recovery)
+        return await self._open_next(recovery, progress)
 
     async def reopen(self, error: BrigadeError) -> Chain:
         """Return the chain on which requests go on after this error.
@@ -203,8 +155,8 @@ class Cluster:
         if (isinstance(error, _LASTING) and not error.node) or not self._limits.recovery_s:
             raise error
         await self._stop_tending()
-        outage = await self._lose(error)
-        return await self._open_next(outage, lambda node, report: None)
+        recovery = await self._lose(error)
+        return await self._open_next(recovery, lambda node, report: None)
 
     @property
     def whole(self) -> Plan:
@@ -226,78 +178,78 @@ class Cluster:
     @property
     def trouble(self) -> str:
         """Why there is no chain now; empty while there is one, or before the first."""
-        error = None if self._outage is None or self._state.is_open else self._outage.error
+        error = None if self._recovery is None or self._state.is_open else self._recovery.error
         return "" if error is None else str(error)
 
     @property
-    def outage(self) -> Outage:
-        """The latest outage, for its moments; the first one is the way to the first chain."""
-        assert self._outage is not None
-        return self._outage
+    def recovery(self) -> Recovery:
+        """The latest recovery, for its moments; the first one is the way to the first chain."""
+        assert self._recovery is not None
+        return self._recovery
 
     # --- without a chain --------------------------------------------------------------------------------------------
 
-    async def _open_next(self, outage: Outage, progress: Progress) -> Chain:
+    async def _open_next(self, recovery: Recovery, progress: Progress) -> Chain:
         """Act on one decision after another until there is a chain. Raises StageLost once the time is over."""
         while True:
-            await self._note_loads(outage)
+            await self._note_loads(recovery)
             action = self._decide(
                 Situation(
                     now=time.monotonic(),
-                    plan=outage.plan,
-                    lost_at=outage.lost_at,
-                    target=outage.target,
-                    spent_s=outage.spent_s if outage.error else -math.inf,
-                    num_asks=outage.num_asks,
+                    plan=recovery.plan,
+                    lost_at=recovery.lost_at,
+                    target=recovery.target,
+                    spent_s=recovery.spent_s if recovery.error else -math.inf,
+                    num_asks=recovery.num_asks,
                 )
             )
             began, is_loading = time.monotonic(), any(each.load for each in self.nodes.records)
             match action:
                 case Open():
                     try:
-                        chain = await self._open_chain(action.plan, outage, progress)
+                        chain = await self._open_chain(action.plan, recovery, progress)
                     except BrigadeError as error:
-                        await self._begin_or_raise(error, outage)
+                        await self._begin_or_raise(error, recovery)
                         self._note_failure(self.nodes.workers.get(error.node, self.nodes.own), error, is_joining=True)
                         for each in self.nodes.records:
                             each.asked_at = -math.inf
                     else:
-                        self._go_on(chain, action, outage)
+                        self._go_on(chain, action, recovery)
                         return chain
                 case Load():
-                    outage.target = action.plan
-                    outage.found_at = outage.found_at or began
+                    recovery.target = action.plan
+                    recovery.found_at = recovery.found_at or began
                     self._load(action, progress)
                 case Ask():
                     await self._ask(action)
-                    outage.num_asks += 1
+                    recovery.num_asks += 1
                     if action.within_s >= _LONGEST_ASK_S:
                         self._kill_silent(action.names)
                 case Wait():
                     await self.nodes.pause(action.for_s)
                 case _:
-                    raise self._given_up(outage)
-            if outage.error is not None and not is_loading:
-                outage.spent_s += time.monotonic() - began
+                    raise self._given_up(recovery)
+            if recovery.error is not None and not is_loading:
+                recovery.spent_s += time.monotonic() - began
 
-    async def _open_chain(self, plan: Plan, outage: Outage, progress: Progress) -> Chain:
+    async def _open_chain(self, plan: Plan, recovery: Recovery, progress: Progress) -> Chain:
         """Open a chain over nodes that hold their layers; a failure leaves nothing of it behind.
 
         After a loss one try takes half of the time that is left, so that a node that hangs does not use up all of it.
         The time may be over while another node loads, since that is not counted: a try then takes the least time.
         """
         now = time.monotonic()
-        outage.found_at, outage.loaded_at = outage.found_at or now, now
+        recovery.found_at, recovery.loaded_at = recovery.found_at or now, now
         deployment = self._deployed(plan)
         self._epoch += 1
         within_s = None
-        if outage.error is not None:
-            left_s = self._limits.recovery_s - outage.spent_s
+        if recovery.error is not None:
+            left_s = self._limits.recovery_s - recovery.spent_s
             within_s = max(_LEAST_TRY_S, left_s / 2)
             if not any(record.state is NodeState.LOADING for record in self.nodes.records):
                 within_s = min(left_s, within_s)
         costs: ChainCosts | None = None
-        if outage.still_since is not None and self.chain.num_stages == len(plan.assignments):
+        if recovery.still_since is not None and self.chain.num_stages == len(plan.assignments):
             costs = self.chain.costs  # requests wait
         async with AsyncExitStack() as stack:
             chain = Chain(*(self._own, deployment, self._epoch), costs=costs, can_spare=self._can_spare, say=self._say)
@@ -307,11 +259,11 @@ class Cluster:
         self._deployment = deployment
         return chain
 
-    def _go_on(self, chain: Chain, action: Open, outage: Outage) -> None:
+    def _go_on(self, chain: Chain, action: Open, recovery: Recovery) -> None:
         """Make this the present chain, and begin to tend it."""
         now = time.monotonic()
-        outage.opened_at = now
-        outage.target = None
+        recovery.opened_at = now
+        recovery.target = None
         for record in (self.nodes.own, *self._members(chain.plan)):
             if record.state is NodeState.LOADED:  # else the chain is about to be lost, too
                 record.meet(NodeEvent.ATTACHED, now)
@@ -319,22 +271,22 @@ class Cluster:
         if self._better and set(self._better.names) != set(chain.plan.names):
             self._better = None
         self._state = self._state.after(ChainEvent.OPENED)
-        if outage.error is not None:
-            self.num_recoveries += not outage.is_return
-            outage.story += f"; going on {action} after {now - outage.lost_at:.1f} s"
-            if outage.still_since is None:  # no request was under way
+        if recovery.error is not None:
+            self.num_recoveries += not recovery.is_return
+            recovery.story += f"; going on {action} after {now - recovery.lost_at:.1f} s"
+            if recovery.still_since is None:  # no request was under way
                 self._prove()
         if self._limits.recovery_s:
             self._begin_tending()
 
-    def _given_up(self, outage: Outage) -> StageLost:
-        assert outage.error is not None
-        missing = [each.name for each in self.nodes.records if each.name in outage.plan.names and not each.is_usable]
+    def _given_up(self, recovery: Recovery) -> StageLost:
+        assert recovery.error is not None
+        missing = [each.name for each in self.nodes.records if each.name in recovery.plan.names and not each.is_usable]
         what = f"{' and '.join(missing)} did not come back" if missing else "no chain could be opened"
         why = "" if self._can_spare() else ", and the model does not fit without"
         refusal = next(filter(None, (worker.refusal for worker in self.nodes.workers.values())), None)
         why += f" ({refusal})" if refusal else ""
-        error = outage.error
+        error = recovery.error
         return StageLost(f"{error.message}; {what} within {self._limits.recovery_s:g} s{why}", node=error.node)
 
     # --- with a chain -----------------------------------------------------------------------------------------------
@@ -408,11 +360,11 @@ class Cluster:
         self._prove()
 
     def _prove(self) -> None:
-        """Note that the chain works: the outage before it, if there was one, is over."""
-        if self._state is ChainState.PROVING and self._outage is not None:
-            recovered = self._outage.end()
+        """Note that the chain works: the recovery before it, if there was one, is over."""
+        if self._state is ChainState.PROVING and self._recovery is not None:
+            recovered = self._recovery.end()
             self._say(recovered.story)
-            if not self._outage.is_return:
+            if not self._recovery.is_return:
                 self._on_recovered(recovered)
         for record in self.nodes.records:
             if record.state is NodeState.ATTACHED:
@@ -497,7 +449,7 @@ class Cluster:
             return error
         return None
 
-    async def _note_loads(self, outage: Outage | None) -> None:
+    async def _note_loads(self, recovery: Recovery | None) -> None:
         """Enter the loads that have ended. Raises an error that would occur again, before the first chain."""
         for record in self.nodes.records:
             if record.load is None or not record.load.done():
@@ -509,11 +461,11 @@ class Cluster:
                 if record.state is NodeState.LOADING:
                     record.meet(NodeEvent.LOADED, time.monotonic())
                 continue
-            if outage is None:
+            if recovery is None:
                 self._say(f"{error}; the chain goes on without it")
             else:
-                await self._begin_or_raise(error, outage)
-            self._note_failure(record, error, has_chain=outage is None)
+                await self._begin_or_raise(error, recovery)
+            self._note_failure(record, error, has_chain=recovery is None)
 
     def _note_draining(self) -> None:
         """Enter the workers that announced on the present chain that they are shutting down."""
@@ -524,20 +476,20 @@ class Cluster:
 
     # --- failures ---------------------------------------------------------------------------------------------------
 
-    async def _lose(self, error: BrigadeError) -> Outage:
-        """Enter the loss of the chain. A chain that made no token known belongs to the outage before it."""
+    async def _lose(self, error: BrigadeError) -> Recovery:
+        """Enter the loss of the chain. A chain that made no token known belongs to the recovery before it."""
         if self.chain.has_token.is_set():
             self._prove()
-        outage, now = self._outage, time.monotonic()
-        is_same = outage is not None and outage.error is not None and self._state is ChainState.PROVING
-        if outage is None or not is_same or now - outage.opened_at > self._limits.recovery_s:
-            outage = Outage(self.chain.plan)
-            outage.begin(error, self.chain.still_since)
-        outage.error, outage.num_asks = error, 0
+        recovery, now = self._recovery, time.monotonic()
+        is_same = recovery is not None and recovery.error is not None and self._state is ChainState.PROVING
+        if recovery is None or not is_same or now - recovery.opened_at > self._limits.recovery_s:
+            recovery = Recovery(self.chain.plan)
+            recovery.begin(error, self.chain.still_since)
+        recovery.error, recovery.num_asks = error, 0
         self._state = self._state.after(ChainEvent.LOSS)
-        self._outage = outage
+        self._recovery = recovery
         if isinstance(error, NodeReturned):
-            outage.target = self._planned
+            recovery.target = self._planned
         else:
             self._better = None
         self.waiting = ""
@@ -550,7 +502,7 @@ class Cluster:
         worker = self.nodes.workers.get(error.node)
         if worker is not None and not isinstance(error, ChainReplaced):
             await self._note_loss(worker, error)
-        return outage
+        return recovery
 
     async def _note_loss(self, worker: ClusterNode, error: BrigadeError) -> None:
         """Enter in the record of a worker that the chain was lost because of it."""
@@ -582,14 +534,14 @@ class Cluster:
             record.fail(now, has_chain=has_chain)
         record.asked_at = -math.inf
 
-    async def _begin_or_raise(self, error: BrigadeError, outage: Outage) -> None:
-        """Make this the outage's latest error, and its first one if there was none. Raises the error if it is final."""
+    async def _begin_or_raise(self, error: BrigadeError, recovery: Recovery) -> None:
+        """Make this the recovery's latest error, and its first one if there was none. Raise it if it is final."""
         if await self._is_lasting(error) or not self._limits.recovery_s:
             raise error
-        if outage.error is None:
-            outage.begin(error, None)
+        if recovery.error is None:
+            recovery.begin(error, None)
             self._state = self._state.after(ChainEvent.LOSS)
-        outage.error = error
+        recovery.error = error
 
     async def _is_lasting(self, error: BrigadeError) -> bool:
         """Whether the error would occur again.

@@ -8,13 +8,14 @@ from dataclasses import replace
 from functools import partial
 
 from coordinator.cluster.chain import Chain
-from coordinator.cluster.cluster import Cluster, Recovered
+from coordinator.cluster.cluster import Cluster
 from coordinator.cluster.deployment import Deployment, OwnNode, Progress
 from coordinator.cluster.local import LocalWorker
 from coordinator.cluster.nodes import Nodes
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.peer import COORDINATOR_ID, Peer, differences, greet, peers_of, raise_worst
 from coordinator.cluster.progress import ASKING, STARTING, say, show_progress
+from coordinator.cluster.recovery import Recovered
 from coordinator.cluster.survey import known_speeds
 from coordinator.planning import planner
 from coordinator.planning.plan import MemoryOffer, Node, Objective, Plan, budgets, check_split, require_fit

@@ -22,7 +22,7 @@ from coordinator.bench.results import CLUSTER, Bench, BenchRow, FrameCosts
 from coordinator.cli.app import app
 from coordinator.cli.cache import listing, removal
 from coordinator.cli.remote import answer_as_json
-from coordinator.cluster.cluster import Recovered
+from coordinator.cluster.recovery import Recovered
 from coordinator.deploy.checks import ModelInUse
 from coordinator.deploy.discovery import Discovered, Endpoint, FoundNode
 from coordinator.deploy.doctor import Examination

@@ -7,10 +7,10 @@ import pytest
 
 from coordinator.bench.failover import FailoverReport, FailoverRow, LossTimes, middle, times_of
 from coordinator.bench.report import print_failover
-from coordinator.cluster.cluster import Outage
+from coordinator.cluster.recovery import Recovery
 from coordinator.planning.plan import Plan
 
-REACHED = Outage(Plan((), 1), lost_at=10.125, found_at=10.5, loaded_at=10.75, opened_at=11.0)
+REACHED = Recovery(Plan((), 1), lost_at=10.125, found_at=10.5, loaded_at=10.75, opened_at=11.0)
 TIMES = LossTimes(
     detect_s=0.025, reopen_s=0.875, find_s=0.375, start_s=0.25, load_s=0.25, join_s=0.25, replay_s=1.0, gap_s=2.0,
     prefill_s=1.0,

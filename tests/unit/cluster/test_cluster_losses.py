@@ -282,8 +282,8 @@ def test_a_chain_that_opens_while_another_node_loads_has_time_for_it_even_at_the
         within.append(within_s)
 
     monkeypatch.setattr(fake_network.WorldChain, "open", open_within)
-    outage = cluster.cluster.outage
-    outage.error, outage.spent_s = StageLost("gone", node="a"), Limits().recovery_s
+    recovery = cluster.cluster.recovery
+    recovery.error, recovery.spent_s = StageLost("gone", node="a"), Limits().recovery_s
     cluster.cluster.nodes.workers["c"].state = NodeState.LOADING
-    cluster.run(cluster.cluster._open_chain(cluster.cluster.chain.plan, outage, lambda node, report: None))
+    cluster.run(cluster.cluster._open_chain(cluster.cluster.chain.plan, recovery, lambda node, report: None))
     assert within == [5.0]

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from coordinator.cluster.chain import Chain
-from coordinator.cluster.cluster import Cluster, Recovered
+from coordinator.cluster.cluster import Cluster
 from coordinator.cluster.deployment import Deployment
 from coordinator.cluster.nodes import Nodes
+from coordinator.cluster.recovery import Recovered
 from coordinator.decoding.decode import Decode
 from coordinator.engine.engine import Engine
 from coordinator.planning.plan import Node, Objective
