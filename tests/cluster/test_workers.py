@@ -128,7 +128,7 @@ def test_a_worker_with_a_blocked_event_loop_or_engine_ends_the_request_with_its_
     for running in requests.values():
         running.out.wait_match(r".", FINISH_S)
     for name, running in requests.items():
-        _assert_names(running.wait(FAILURE_S), name)
+        _assert_names(running.wait(FINISH_S), name)  # three chains share this machine
 
 
 @pytest.mark.parametrize("name", NAMES)

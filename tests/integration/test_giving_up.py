@@ -65,10 +65,10 @@ async def test_whoever_asks_a_runner_that_is_left_or_being_left_is_told_so(model
             leaving = asyncio.create_task(engine.__aexit__(None))
             await asyncio.wait([live.task])
             assert not leaving.done()
-            with pytest.raises(StageLost, match="has ended"):
+            with pytest.raises(StageLost, match="has shut down"):
                 await asyncio.wait_for(engine.answer(request(tokens_of(4), 3)), 3)
             await leaving
-        with pytest.raises(StageLost, match="has ended"):
+        with pytest.raises(StageLost, match="has shut down"):
             await asyncio.wait_for(engine.answer(request(tokens_of(4), 3)), 3)
         await wait_freed(chain)
 
