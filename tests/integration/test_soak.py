@@ -17,6 +17,7 @@ from tests.integration.conftest import CHUNK, Models, running
 from tests.integration.many import request, solo, wait_freed, wait_slots
 
 AT_ONCE = 16
+ENGINE_TASKS = 2  # its loop, and the one that waits for a node to drain
 FIRST = 300  # after these everything has been seen once: kept slots are full, pools and caches warm
 MOST_KEPT = 64  # slots that keep the prefixes of ended requests
 SLOT_BYTES = 2 * 2 * 256 * 64 * 4  # keys and values of two layers, a block of rows, fp32
@@ -92,7 +93,7 @@ async def test_hundreds_of_requests_leave_nothing_behind(models: Models, count: 
                     first = held()
             async with asyncio.timeout(60):
                 # a message's own may be on its way still, and nobody tells of it
-                while len(asyncio.all_tasks()) > before.num_tasks + 1:  # noqa: ASYNC110
+                while len(asyncio.all_tasks()) > before.num_tasks + ENGINE_TASKS:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             last = held()
         await wait_freed(chain)
@@ -100,7 +101,7 @@ async def test_hundreds_of_requests_leave_nothing_behind(models: Models, count: 
     assert (served, most_kept) == (count, MOST_KEPT)
     assert abs(last.active_bytes - first.active_bytes) < SLOT_BYTES
     assert after.active_bytes - before.active_bytes < SLOT_BYTES  # much less where earlier tests left something
-    assert most_tasks <= before.num_tasks + 1 + 2 * AT_ONCE
-    assert after.num_tasks <= before.num_tasks and last.num_tasks <= before.num_tasks + 1
+    assert most_tasks <= before.num_tasks + ENGINE_TASKS + 2 * AT_ONCE
+    assert after.num_tasks <= before.num_tasks and last.num_tasks <= before.num_tasks + ENGINE_TASKS
     assert last.num_blocks - first.num_blocks < (count - FIRST) / 2, (first, last)
     assert last.heap_bytes - first.heap_bytes < 64 * (count - FIRST), (first, last)

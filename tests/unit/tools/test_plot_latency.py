@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.sessions.output import Answer, Token
+from coordinator.sessions.output import Answer, Token, Usage
 from tools.plot_latency import DECODES, Curves, Point, Taken, write_plot
 
 
@@ -15,10 +15,9 @@ class Took(Answer):
 
     ttft_s = 0.5
     decode_s = 0.0
-    num_steps = 4
 
     def __init__(self, seconds: float, count: int) -> None:
-        super().__init__(samples=[Token(7)] * count)
+        super().__init__(samples=[Token(7)] * count, usage=Usage(1, 0, 0, num_steps=4, num_rows=count))
         self.decode_s = seconds - self.ttft_s
 
 
