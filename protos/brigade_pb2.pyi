@@ -247,12 +247,12 @@ class Frame(_message.Message):
     epoch: int
     step: int
     closed: _containers.RepeatedScalarFieldContainer[int]
-    opened: _containers.RepeatedCompositeFieldContainer[Session]
+    opened: _containers.RepeatedCompositeFieldContainer[Opening]
     windows: _containers.RepeatedCompositeFieldContainer[Window]
     hidden: Tensor
     timings: _containers.RepeatedCompositeFieldContainer[Timing]
     failures: _containers.RepeatedCompositeFieldContainer[Failure]
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., closed: _Optional[_Iterable[int]] = ..., opened: _Optional[_Iterable[_Union[Session, _Mapping]]] = ..., windows: _Optional[_Iterable[_Union[Window, _Mapping]]] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., timings: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., closed: _Optional[_Iterable[int]] = ..., opened: _Optional[_Iterable[_Union[Opening, _Mapping]]] = ..., windows: _Optional[_Iterable[_Union[Window, _Mapping]]] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., timings: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("slot", "kind", "message", "node")
@@ -266,7 +266,7 @@ class Failure(_message.Message):
     node: str
     def __init__(self, slot: _Optional[int] = ..., kind: _Optional[str] = ..., message: _Optional[str] = ..., node: _Optional[str] = ...) -> None: ...
 
-class Session(_message.Message):
+class Opening(_message.Message):
     __slots__ = ("slot", "sampling", "cache", "fork_of")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]

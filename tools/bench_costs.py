@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from coordinator.cli.flags import parse_counts
-from protos.brigade_pb2 import Frame, Session, Window
+from protos.brigade_pb2 import Frame, Opening, Window
 from worker.compute.executor import Executor
 from worker.compute.shard import Shard
 from worker.memory.history import History
@@ -54,7 +54,7 @@ def main(
 def step_seconds(engine: Executor, length: int, count: int, rounds: int) -> list[float]:
     """Seconds of `rounds` decoding steps of `count` sessions with `length` tokens in their caches."""
     histories = [History(5 + (at + number) % 64 for at in range(length)) for number in range(count)]
-    engine.step(Frame(opened=[Session(slot=number) for number in range(count)]), received=0)
+    engine.step(Frame(opened=[Opening(slot=number) for number in range(count)]), received=0)
     for base in range(0, length, _CHUNK):
         for slot, history in enumerate(histories):
             engine.step(Frame(windows=[_window(slot, history, base, history.tokens[base : base + _CHUNK])]), received=0)

@@ -46,7 +46,8 @@ from coordinator.deploy.certificates import Authority
 from coordinator.engine.engine import Engine
 from coordinator.planning.plan import Node, Objective
 from coordinator.planning.planner import plan
-from coordinator.planning.speeds import NOTHING_KNOWN
+from coordinator.planning.speeds import NO_SPEEDS
+from coordinator.sessions.output import Output
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Contents, LoadRequest, Sampling
 from tools.bench_frames import Ticker
@@ -267,7 +268,7 @@ async def _sessions(receiver: Receiver, checkpoint: Checkpoint, layers: int, *, 
         for peer in peers:
             stack.push_async_callback(peer.close)
         nodes = [Node(name, 1 << 40) for name in ("studio", NAME)]
-        deployment = Deployment(demo, spec, plan(spec, nodes, NOTHING_KNOWN, Objective(512)), peers[:1])
+        deployment = Deployment(demo, spec, plan(spec, nodes, NO_SPEEDS, Objective(512)), peers[:1])
         engine = await stack.enter_async_context(Engine(await stack.enter_async_context(joined(deployment))))
         await _answers(engine)
         await receiver.tick()
@@ -294,13 +295,13 @@ async def _answers(engine: Engine) -> tuple[float, float]:
     async def one(number: int) -> int:
         latest = 0.0
 
-        def note(text: str) -> None:
+        def note(output: Output) -> None:
             nonlocal latest
             now = time.perf_counter()
             pauses.append(now - latest if latest else 0.0)
             latest = now
 
-        answer = await engine.answer(Request((5 + number, 6, 7), _TOKENS, Sampling()), emit=note)
+        answer = await engine.answer(Request((5 + number, 6, 7), _TOKENS, Sampling()), take=note)
         return len(answer.tokens)
 
     tokens = await asyncio.gather(*map(one, range(_SESSIONS)))

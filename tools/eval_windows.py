@@ -33,7 +33,7 @@ from coordinator.engine.tokenizer import Tokenizer
 from coordinator.planning.costs import ChainCosts
 from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request, check_request, eos_ids
-from protos.brigade_pb2 import Cache, Frame, Session, Window
+from protos.brigade_pb2 import Cache, Frame, Opening, Window
 from tools.demo_data import mix
 from tools.demo_data.turn import Turn
 from tools.eval_demo import CHECKS, MAX_TOKENS, Output
@@ -202,7 +202,7 @@ async def step_costs(chain: Chain, rounds: int) -> dict[str, float]:
     """Median milliseconds of a step by its rows: half of them tokens to verify, half MASK rows; all sizes in turn."""
     history = History(5 + at % 64 for at in range(_PREFIX))
     opening = Window(slot=0, prefix_hash=history.prefix_hash(0), tokens=history.tokens)
-    await _step(chain, Frame(opened=[Session(slot=0)], windows=[opening]))
+    await _step(chain, Frame(opened=[Opening(slot=0)], windows=[opening]))
     times: dict[int, list[float]] = {rows: [] for rows in STEP_ROWS}
     for _ in range(rounds):
         for rows, taken in times.items():

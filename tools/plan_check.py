@@ -23,7 +23,7 @@ from coordinator.decoding.decode import Decode
 from coordinator.planning.plan import Node, Objective
 from coordinator.planning.planner import plan
 from coordinator.planning.prediction import Prediction
-from coordinator.planning.speeds import NOTHING_KNOWN, Survey
+from coordinator.planning.speeds import NO_SPEEDS, Survey
 from worker.errors import ConfigError
 from worker.model.modelspec import ModelSpec
 from worker.platform.machine import machine_name
@@ -70,7 +70,7 @@ def predict(spec: ModelSpec, nodes: Sequence[Node], known: Survey, context: int)
         raise ConfigError(f"expected 2 to {_MOST_NODES} nodes that have measured themselves, found others")
     found = {}
     for split in _all_splits(spec.num_layers, len(nodes)):
-        candidate = plan(spec, nodes, NOTHING_KNOWN, Objective(context, layers=split))
+        candidate = plan(spec, nodes, NO_SPEEDS, Objective(context, layers=split))
         if candidate.fits and (rate := Prediction(spec, candidate, known).tokens_per_s()):
             found[split] = rate
     return found

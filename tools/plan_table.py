@@ -17,7 +17,7 @@ import typer
 
 from coordinator.planning.plan import Node, Objective, Plan
 from coordinator.planning.planner import plan
-from coordinator.planning.speeds import NOTHING_KNOWN
+from coordinator.planning.speeds import NO_SPEEDS
 from tools.sparse_model import PUBLISHED, write_sparse
 from worker.errors import BrigadeError, InputError
 from worker.model.checkpoint import open_folder
@@ -99,9 +99,7 @@ def _read(name: str) -> _Row | None:
 
 def _line(row: _Row, context: int) -> str:
     spec = row.spec
-    plans = [
-        plan(spec, nodes_of(sizes), NOTHING_KNOWN, Objective(min(context, spec.context))) for sizes in _SETS.values()
-    ]
+    plans = [plan(spec, nodes_of(sizes), NO_SPEEDS, Objective(min(context, spec.context))) for sizes in _SETS.values()]
     cells = [spec.name, f"{row.nbytes / 1e9:.0f}", str(spec.num_layers), *map(cell, plans), row.repository]
     return f"| {' | '.join(cells)} |"
 

@@ -13,10 +13,10 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 from typing_extensions import TypedDict
 
-from coordinator.api.body import Json
 from coordinator.api.sse import ApiAnswer, Event
 from coordinator.sessions.output import Output, ToolCall, Usage
 from coordinator.sessions.waterfall import make_waterfall
+from worker.platform.text import Json
 
 
 class AnswerStats(TypedDict):

@@ -20,7 +20,7 @@ from coordinator.api.answers import (
     parse_arguments,
     usage_of,
 )
-from coordinator.api.body import OPENAI_ONLY, UNSUPPORTED, Json, Sampled, Section, Texts, Unsupported
+from coordinator.api.body import OPENAI_ONLY, UNSUPPORTED, Sampled, Section, Texts, Unsupported
 from coordinator.api.errors import AnthropicError, HttpError
 from coordinator.api.server import Server
 from coordinator.api.sse import Event, renaming
@@ -29,7 +29,7 @@ from coordinator.engine.grammars import json_grammar
 from coordinator.sessions.output import Output
 from coordinator.sessions.request import Calls, Conversation, Request, RequestSpec
 from worker.errors import InputError
-from worker.platform.text import to_json
+from worker.platform.text import Json, to_json
 
 StopReason = Literal["end_turn", "stop_sequence", "max_tokens", "tool_use"]
 

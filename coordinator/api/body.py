@@ -16,7 +16,6 @@ from worker.errors import InputError
 from worker.platform.threads import run_in_thread
 
 Body = TypeVar("Body", bound=BaseModel)
-Json = dict[str, Any]
 
 _Listed = BeforeValidator(
     lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | list[str]

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from typing_extensions import TypedDict
 
 from coordinator.api.answers import AnswerStats
-from coordinator.api.body import UNSUPPORTED, Json, Unsupported
+from coordinator.api.body import UNSUPPORTED, Unsupported
 from coordinator.api.openai import (
     MAX_CHOICES,
     CompletionUsage,
@@ -24,6 +24,7 @@ from coordinator.sessions.output import Output, Scored, Token
 from coordinator.sessions.request import Request, RequestSpec
 from coordinator.sessions.text import TextParser
 from worker.errors import InputError
+from worker.platform.text import Json
 
 RawPrompt = str | tuple[int, ...]
 

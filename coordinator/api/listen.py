@@ -26,7 +26,7 @@ _IDLE_S = 65  # of a connection between two requests: longer than clients and pr
 
 
 @contextmanager
-def listening(host: str, port: int) -> Iterator[socket.socket]:
+def listening_socket(host: str, port: int) -> Iterator[socket.socket]:
     """Hold a listening socket. Raises ConfigError if the port cannot be taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:

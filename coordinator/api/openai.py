@@ -10,7 +10,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from coordinator.api.answers import AnswerStats, answer_stats, parse_arguments, usage_of
-from coordinator.api.body import UNSUPPORTED, Json, OpenAISampled, Section, Unsupported
+from coordinator.api.body import UNSUPPORTED, OpenAISampled, Section, Unsupported
 from coordinator.api.server import Server
 from coordinator.api.sse import DONE, ApiAnswer, Event
 from coordinator.engine.engine import Engine, prepare_choices
@@ -18,6 +18,7 @@ from coordinator.engine.grammars import json_grammar, lark_grammar, regex_gramma
 from coordinator.sessions.output import Output, Token, ToolCall
 from coordinator.sessions.request import Calls, Conversation, Prompt, Request, RequestSpec
 from worker.errors import InputError
+from worker.platform.text import Json
 
 Finish = Literal["stop", "length", "tool_calls"]
 MAX_CHOICES = 128  # of one request

@@ -12,8 +12,7 @@ from typing_extensions import is_typeddict
 
 from coordinator.api.errors import AnthropicError, Error, is_anthropic
 from worker.platform.installation import version_of
-
-Json = dict[str, Any]
+from worker.platform.text import Json
 
 _POST_STATUSES = (400, 404, 408, 413, 415, 429, 500, 503)
 _RETRIED = (429, 503)  # with a Retry-After
@@ -74,7 +73,7 @@ class Operation:
         return self.errors or ((AnthropicError,) if is_anthropic(self.path) else (Error,))
 
 
-def describe(operations: Iterable[Operation], *, has_keys: bool) -> Json:
+def document(operations: Iterable[Operation], *, has_keys: bool) -> Json:
     """Return the OpenAPI 3.1 document of these operations."""
     bodies = schemas({each.body for each in operations if each.body})
     answers = schemas({kind for each in operations for kind in (each.answer, *each.events, *each.error_types) if kind})

@@ -21,7 +21,7 @@ from coordinator.api.answers import (
     parse_arguments,
     usage_of,
 )
-from coordinator.api.body import OPENAI_ONLY, UNSUPPORTED, Json, Sampled, Section, Unsupported
+from coordinator.api.body import OPENAI_ONLY, UNSUPPORTED, Sampled, Section, Unsupported
 from coordinator.api.errors import ErrorBody, HttpError
 from coordinator.api.server import Server
 from coordinator.api.sse import DONE, Event, renaming
@@ -31,6 +31,7 @@ from coordinator.sessions.output import Output
 from coordinator.sessions.request import Calls, Conversation, Request, RequestSpec
 from protos.brigade_pb2 import Sampling
 from worker.errors import InputError
+from worker.platform.text import Json
 
 _FORMAT = {"response_format": "text.format"}
 _NAMES = _FORMAT | {"prompt": "input", "max_tokens": "max_output_tokens"}

@@ -11,7 +11,7 @@ from typing import Any
 
 from coordinator.api.app import make_app
 from coordinator.api.auth import Keys
-from coordinator.api.listen import answering, listening
+from coordinator.api.listen import answering, listening_socket
 from coordinator.api.server import RequestLimits, Server
 from coordinator.api.sse import unless
 from coordinator.cluster.open import unload_workers
@@ -101,7 +101,7 @@ async def serve(options: ClusterOptions, serving: ServeOptions) -> None:
     names = serving.names or (Path(folder).name if Path(folder).is_absolute() else folder,)
     server = Server(inputs, names, serving.limits, stats=stats, max_waking=serving.max_waiting)
     app = make_app(server, keys=serving.keys, hosts=serving.hosts, origins=serving.cors_origins)
-    with listening(serving.host, serving.port) as listener:
+    with listening_socket(serving.host, serving.port) as listener:
         url = serving.url(listener.getsockname()[1])
         logging = StatusLog(stats, server.status, lambda: server.engine)
         async with background(logging.run()), answering(app, listener, serving.tls) as answers:

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from pydantic import Field, model_validator
 from typing_extensions import TypedDict
 
-from coordinator.api.body import Json, Section, require_one
+from coordinator.api.body import Section, require_one
 from coordinator.api.errors import HttpError
 from coordinator.api.openai import Message
 from coordinator.api.server import Server
 from coordinator.sessions.request import Conversation
 from worker.errors import ContextExceeded
+from worker.platform.text import Json
 
 _MIN_LIMIT = 32768  # tokens
 

@@ -30,7 +30,7 @@ from coordinator.cluster.survey import known_speeds
 from coordinator.decoding.decode import Decode, suit
 from coordinator.planning.plan import check_split
 from coordinator.planning.prediction import Prediction
-from coordinator.planning.speeds import NOTHING_KNOWN, Survey
+from coordinator.planning.speeds import NO_SPEEDS, Survey
 from coordinator.sessions.request import Request, check_request
 from protos.brigade_pb2 import Cache
 from worker.errors import BrigadeError, ConfigError, InputError
@@ -89,7 +89,7 @@ async def measure(options: ClusterOptions, workload: Workload) -> Bench:
     for split in workload.splits:
         check_split(spec, 1 + options.num_workers, split)
     workload = _suited(workload, spec)
-    known = NOTHING_KNOWN
+    known = NO_SPEEDS
     if options.local is None:
         async with open_peers(options, spec) as peers:
             await greet(peers)  # a node that does not answer fails here, before the others measure their speeds

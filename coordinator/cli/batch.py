@@ -23,13 +23,11 @@ from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import TokenReport, say, show_tokens, telling_interrupts
 from coordinator.engine.bounded import TEMPLATES
 from worker.errors import BrigadeError, InputError, NodeBusy, PoisonRequest, QueueFull, StageLost
-from worker.platform.text import json_bytes
+from worker.platform.text import Json, json_bytes
 
 if TYPE_CHECKING:
     from coordinator.engine.engine import Engine
 
-
-Json = dict[str, Any]
 
 _MOST_AT_ONCE = 128  # requests that run or wait for memory
 _MAX_WAIT_S = 7 * 86400.0  # for memory: nothing waits for a single answer
@@ -105,7 +103,7 @@ async def run_batch(options: ClusterOptions, source: Path, target: Path, max_tok
             inputs, options, options.context, max_waiting=_MOST_AT_ONCE, max_wait_s=_MAX_WAIT_S
         ) as engine:
             with show_tokens("answered", len(requests), done=num_known) as report:
-                run = Run(engine, answers, report)
+                run = BatchRun(engine, answers, report)
                 with telling_interrupts(partial(run.interrupted, target)):
                     await run.answer_all(entries)
     say(run.summary(target))
@@ -118,7 +116,7 @@ def _exit_code(status: int) -> int:
 
 
 @dataclass
-class Run:
+class BatchRun:
     """One run over the requests without an answer."""
 
     engine: Engine

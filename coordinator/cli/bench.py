@@ -12,7 +12,7 @@ import typer
 from coordinator.cli import flags
 from coordinator.cli.flags import find_config, given_flags, parse_counts, parse_layers, refuse_flags
 from coordinator.cli.report import require_writable
-from coordinator.cli.run import Take
+from coordinator.cli.run import TakeFlags
 from coordinator.cluster.options import ClusterOptions, cluster_options
 from coordinator.cluster.progress import telling_interrupts
 from coordinator.decoding.decode import Decode, make_decode
@@ -29,7 +29,7 @@ _output = partial(typer.Option, rich_help_panel="Output")
 def bench(
     ctx: typer.Context,
     *,
-    cluster: Annotated[flags.ClusterFlags, Take(*flags.MODEL, "local", "objective")],
+    cluster: Annotated[flags.ClusterFlags, TakeFlags(*flags.MODEL, "local", "objective")],
     layers: Annotated[
         list[str] | None,
         typer.Option(
@@ -51,7 +51,7 @@ def bench(
             "answer pauses; -p is the number of tokens known by then. (default: from 128 to 4096)",
         ),
     ] = False,
-    as_json: flags.Json = False,
+    as_json: flags.JsonFlag = False,
     wide: Annotated[
         bool,
         _output("--wide", help="All columns, as Markdown: percentiles, shares of stages, bytes sent, predictions."),

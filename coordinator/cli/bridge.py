@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from coordinator.api.body import OpenAISampled, read, require_one
 from coordinator.cli import flags
 from coordinator.cli.report import stats_of
-from coordinator.cli.run import Take
+from coordinator.cli.run import TakeFlags
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say
 from coordinator.engine.bounded import TEMPLATES
@@ -25,24 +25,22 @@ from coordinator.sessions.request import Conversation, RequestSpec
 from coordinator.sessions.slots import MOST_WAITING
 from worker.errors import BrigadeError, InputError
 from worker.platform.installation import version_of
-from worker.platform.text import to_json
+from worker.platform.text import Json, to_json
 from worker.platform.threads import CallThread
 
 if TYPE_CHECKING:
     from coordinator.engine.engine import Engine
     from coordinator.sessions.output import Output
 
-Json = dict[str, Any]
 Id = str | int
 
 OPS = ("generate", "chat", "info", "cancel", "quit")
 _MOST_BYTES = 64 << 20  # of a line
-_MAX_WAIT_S = 600.0  # for memory
 _CHAT_TOKENS = 4096  # of an answer whose line names no number
 
 
 def bridge(
-    cluster: Annotated[flags.ClusterFlags, Take(*flags.SERVING)],
+    cluster: Annotated[flags.ClusterFlags, TakeFlags(*flags.SERVING)],
 ) -> Coroutine[Any, Any, None]:
     """Answer requests that come as JSON lines on standard input, many at once, as JSON lines on standard output.
 
@@ -70,9 +68,7 @@ async def run_bridge(options: ClusterOptions) -> None:
     inputs = await InputProcessor.read(
         options.model, trust_remote_code=options.trust_remote_code, needs_text=False, max_tokens=_CHAT_TOKENS
     )
-    async with open_engine(
-        inputs, options, options.context, max_waiting=MOST_WAITING, max_wait_s=_MAX_WAIT_S
-    ) as engine:
+    async with open_engine(inputs, options, options.context, max_waiting=MOST_WAITING) as engine:
         say(f"{engine.name} is loaded: a JSON object per line")
         with LineWriter(sys.stdout) as writer:
             async with aclosing(read_lines(sys.stdin.buffer)) as lines:

@@ -26,7 +26,7 @@ cache = App(no_args_is_help=True, help="Layers that this machine received as a w
 
 
 @cache.command()
-def ls(as_json: flags.Json = False) -> None:
+def ls(as_json: flags.JsonFlag = False) -> None:
     """List the kept models, the latest used first.
 
     brigade cache ls
@@ -49,7 +49,7 @@ def rm(
         list[str] | None, typer.Argument(metavar="[MODEL]...", help="By name or key, as `brigade cache ls` shows them.")
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Every model.")] = False,
-    as_json: flags.Json = False,
+    as_json: flags.JsonFlag = False,
 ) -> None:
     """Remove kept models. Those that a worker of this machine has loaded or receives stay: exit code 3.
 

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from coordinator.cli import flags
 from coordinator.cli.dialogue import Dialogue, Typed
-from coordinator.cli.run import Take
+from coordinator.cli.run import TakeFlags
 from coordinator.cli.show import showing
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say
@@ -32,7 +32,6 @@ from worker.platform.interrupts import INTERRUPTED
 from worker.platform.threads import CallThread
 
 _PROMPT, _MORE = ">>> ", "... "
-_MAX_WAIT_S = 600.0
 
 Messages = Sequence[Mapping[str, Any]]
 Stream = Callable[[Messages], AsyncGenerator[Output, None]]
@@ -47,8 +46,8 @@ def chat(
         typer.Option("--max-tokens", "-m", min=1, help="The most tokens of an answer. (default: as many as fit)"),
     ] = None,
     server: flags.ServerFlags,
-    cluster: Annotated[flags.ClusterFlags, Take(*flags.SERVING)],
-    sampling: Annotated[flags.SamplingFlags, Take(*flags.MODELS_OWN, "seed")],
+    cluster: Annotated[flags.ClusterFlags, TakeFlags(*flags.SERVING)],
+    sampling: Annotated[flags.SamplingFlags, TakeFlags(*flags.MODELS_OWN, "seed")],
 ) -> Coroutine[Any, Any, int]:
     """Talk with the model. /help lists the commands; Ctrl-C ends an answer, /exit or Ctrl-D leaves.
 
@@ -79,7 +78,7 @@ async def loaded(options: ClusterOptions, spec: RequestSpec) -> AsyncIterator[tu
     if not inputs.has_chat_template:
         raise InputError("model", "this model has no chat template; use `brigade generate`")
     await inputs.make_request(spec)  # errors in it are raised before anything is loaded
-    async with open_engine(inputs, options, options.context, max_waiting=1, max_wait_s=_MAX_WAIT_S) as engine:
+    async with open_engine(inputs, options, options.context, max_waiting=1) as engine:
 
         async def stream(messages: Messages) -> AsyncGenerator[Output, None]:
             request = await engine.prepare(replace(spec, prompt=Conversation(tuple(messages))))

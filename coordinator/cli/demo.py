@@ -14,7 +14,6 @@ import typer
 
 from coordinator.cli import flags
 from coordinator.cli.generate import (
-    MAX_WAIT_S,
     GenerateOptions,
     how_it_ended,
     prepare,
@@ -24,7 +23,7 @@ from coordinator.cli.generate import (
     run_generate,
 )
 from coordinator.cli.report import print_stats, print_summary, stats_of
-from coordinator.cli.run import Take
+from coordinator.cli.run import TakeFlags
 from coordinator.cli.show import Printer
 from coordinator.cluster.options import ClusterOptions, cluster_options
 from coordinator.cluster.progress import say
@@ -38,7 +37,7 @@ _NEXT = ("generate", "--local", "2", "--stats", "Tell me a story about a fox.")
 
 
 def demo(
-    prompt: Annotated[flags.PromptFlags, Take("text", "prompt")],
+    prompt: Annotated[flags.PromptFlags, TakeFlags("text", "prompt")],
     *,
     local: Annotated[
         int,
@@ -46,7 +45,7 @@ def demo(
         typer.Option(min=1, max=7, help="How many workers to start here.", rich_help_panel=flags.CLUSTER),
     ] = 2,
     max_tokens: flags.MaxTokens = 256,
-    as_json: flags.Json = False,
+    as_json: flags.JsonFlag = False,
 ) -> Coroutine[Any, Any, None]:
     """Start workers on this machine and answer a prompt with the bundled model, in windows and token by token.
 
@@ -72,7 +71,7 @@ async def run_demo(options: ClusterOptions, asked: GenerateOptions) -> None:
 
     say(f"> {asked.prompt}\n")
     inputs, request, _ = await prepare(asked, options)
-    async with open_engine(inputs, options, options.context, max_waiting=1, max_wait_s=MAX_WAIT_S) as engine:
+    async with open_engine(inputs, options, options.context, max_waiting=1) as engine:
         answer = Answer()
         with Printer() as printer:
             await print_outputs(engine.generate(request, traced=True), printer, answer)

@@ -8,7 +8,7 @@ from typing import Any
 from worker.errors import InputError
 from worker.platform.text import to_json
 
-Message = dict[str, str]
+ConversationTurn = dict[str, str]
 QUOTES = '"""'
 
 
@@ -17,9 +17,9 @@ class Dialogue:
     """The messages of a conversation, with its system prompt."""
 
     system: str | None = None
-    turns: list[Message] = field(default_factory=list)
+    turns: list[ConversationTurn] = field(default_factory=list)
 
-    def messages(self) -> list[Message]:
+    def messages(self) -> list[ConversationTurn]:
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
 
     def ask(self, text: str) -> None:
@@ -46,7 +46,7 @@ class Dialogue:
         return cls(messages[0]["content"] if is_system else None, messages[is_system:])
 
 
-def _message(found: Mapping[str, Any]) -> Message:
+def _message(found: Mapping[str, Any]) -> ConversationTurn:
     role, content = found["role"], found["content"]
     if role not in ("system", "user", "assistant") or not isinstance(content, str):
         raise ValueError

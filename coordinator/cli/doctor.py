@@ -11,7 +11,7 @@ from rich.text import Text
 
 from coordinator.cli import flags
 from coordinator.cli.report import print_stats
-from coordinator.cli.run import Take
+from coordinator.cli.run import TakeFlags
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import show_steps
 from coordinator.cluster.tables import plain_table
@@ -30,8 +30,8 @@ _PAGE = "Brigade's documentation has a page on doctor, with a section for each o
 
 def doctor(
     *,
-    cluster: Annotated[flags.ClusterFlags, Take(*flags.MODEL)],
-    as_json: flags.Json = False,
+    cluster: Annotated[flags.ClusterFlags, TakeFlags(*flags.MODEL)],
+    as_json: flags.JsonFlag = False,
 ) -> Coroutine[Any, Any, int]:
     """Find problems of nodes and links and say how to fix them; exit code 1 if there are any.
 
@@ -89,8 +89,8 @@ def _rows(findings: Sequence[Finding], *, is_filled: bool) -> Iterator[Renderabl
 
 def smoke(
     *,
-    cluster: Annotated[flags.ClusterFlags, Take(*flags.MODEL, "local")],
-    as_json: flags.Json = False,
+    cluster: Annotated[flags.ClusterFlags, TakeFlags(*flags.MODEL, "local")],
+    as_json: flags.JsonFlag = False,
 ) -> Coroutine[Any, Any, int]:
     """Load the model on every node and generate eight tokens twice; exit code 3 if the cluster fails.
 

@@ -39,7 +39,7 @@ Model = Annotated[
         help="A folder, a hub repository (owner/name), or `demo`, the bundled model. (default: cluster.yaml's or demo)"
     ),
 ]
-Objective = Annotated[
+ObjectiveFlag = Annotated[
     Goal,
     _cluster(
         "--objective",
@@ -59,7 +59,9 @@ ApiKeyFile = Annotated[
     Path | None,
     _server(help="Keys, one per line: KEY or NAME KEY. A server accepts all of them; a client sends the first."),
 ]
-Json = Annotated[bool, _output("--json", help="Print one JSON object on stdout at the end, and nothing else there.")]
+JsonFlag = Annotated[
+    bool, _output("--json", help="Print one JSON object on stdout at the end, and nothing else there.")
+]
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class ClusterFlags:
     layers: Annotated[
         str | None, _cluster(metavar="3,2,1", help="Layers per node, coordinator first. (default: planned)")
     ] = None
-    objective: Objective = "latency"
+    objective: ObjectiveFlag = "latency"
     context: Annotated[
         int | None, _cluster(min=1, help="Tokens per session that the plan reserves memory for. (default: 4096)")
     ] = None
@@ -276,7 +278,7 @@ class OutputFlags:
         int | None,
         _output(min=0, max=20, help="With --json: each token's log probability and those of the N likeliest."),
     ] = None
-    as_json: Json = False
+    as_json: JsonFlag = False
     stats: Annotated[bool, _output("--stats", "-v", help="Print the time by node and by kind of work on stderr.")] = (
         False
     )

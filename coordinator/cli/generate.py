@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from coordinator.engine.inputs import InputProcessor
     from worker.model.checkpoint import Checkpoint
 
-MAX_WAIT_S = 600.0  # for memory
 _NO_FIGURES: dict[str, Any] = {"stages": [], "waterfall": None}
 _PROMPTS = {"text": "the argument", "prompt": "--prompt", "prompt_tokens": "--prompt-tokens"}
 _SERVER_FIELDS = (
@@ -249,7 +248,7 @@ async def _answer(
         return
     context = max(options.context, most_rows(request, inputs.spec.context))
     is_traced = output.as_json or output.stats or output.trace is not None
-    async with open_engine(inputs, options, context, max_waiting=1, max_wait_s=MAX_WAIT_S) as engine:
+    async with open_engine(inputs, options, context, max_waiting=1) as engine:
         with (
             Printer(is_silent=output.as_json) as printer,
             _failures_as_json(asked, request, answer, lambda: parser.text),

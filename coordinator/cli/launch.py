@@ -23,11 +23,13 @@ from worker.platform.text import printable_lines
 from worker.platform.threads import run_in_thread
 
 if TYPE_CHECKING:
-    from coordinator.deploy.install import Action
-    from coordinator.deploy.launch import Outcome, Report
+    from coordinator.deploy.install import LaunchMode
+    from coordinator.deploy.launch import Outcome, SayOf
 
 
-Config = Annotated[Path, typer.Option(help="cluster.yaml: the workers, with `ssh:`.", rich_help_panel=flags.CLUSTER)]
+RequiredConfig = Annotated[
+    Path, typer.Option(help="cluster.yaml: the workers, with `ssh:`.", rich_help_panel=flags.CLUSTER)
+]
 
 
 def launch(
@@ -36,7 +38,7 @@ def launch(
         list[str] | None, typer.Argument(metavar="NAME", help="Only these workers.", show_default=False)
     ] = None,
     *,
-    config: Config = CONFIG,
+    config: RequiredConfig = CONFIG,
     stop: Annotated[bool, typer.Option("--stop", help="Stop the workers until the next launch.")] = False,
     restart: Annotated[bool, typer.Option("--restart", help="Restart workers that are up to date, too.")] = False,
     update: Annotated[
@@ -62,9 +64,9 @@ def launch(
     if stop:
         return run_stop(workers)
 
-    from coordinator.deploy.install import Action
+    from coordinator.deploy.install import LaunchMode
 
-    action = Action.UPDATE if update else Action.RESTART if restart else Action.START
+    action = LaunchMode.UPDATE if update else LaunchMode.RESTART if restart else LaunchMode.START
     return run_launch(config, cluster, workers, action)
 
 
@@ -99,7 +101,7 @@ def _found(ctx: typer.Context, config: Path) -> Path:
     return config if "config" in given_flags(ctx) else find_config(None) or config
 
 
-async def run_launch(config: Path, cluster: ClusterConfig, workers: Sequence[WorkerConfig], action: Action) -> int:
+async def run_launch(config: Path, cluster: ClusterConfig, workers: Sequence[WorkerConfig], action: LaunchMode) -> int:
     """Launch the workers and print the outcomes. Return the exit code: 3 if one failed."""
     from coordinator.deploy.certificates import certificates
     from coordinator.deploy.launch import Launch
@@ -135,7 +137,7 @@ async def run_stop(workers: Sequence[WorkerConfig]) -> int:
 
 
 @contextlib.contextmanager
-def _shown() -> Iterator[Report]:
+def _shown() -> Iterator[SayOf]:
     """Show the progress of each node, also if the command is interrupted."""
     phases: dict[str, str] = {}
     with show_progress() as draw:
@@ -170,7 +172,7 @@ def _tell(outcomes: Sequence[Outcome]) -> int:
 def logs(
     ctx: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME", help="The worker's name in cluster.yaml.")],
-    config: Config = CONFIG,
+    config: RequiredConfig = CONFIG,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines, too, until Ctrl-C.")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of the last lines.")] = 100,
 ) -> Coroutine[Any, Any, None]:

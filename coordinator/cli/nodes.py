@@ -31,7 +31,7 @@ Timeout = Annotated[
 
 
 def nodes(
-    config: flags.Config = None, timeout: Timeout = LISTENS_S, as_json: flags.Json = False
+    config: flags.Config = None, timeout: Timeout = LISTENS_S, as_json: flags.JsonFlag = False
 ) -> Coroutine[Any, Any, None]:
     """List the workers that announce themselves, and their addresses.
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from coordinator.cli import flags
 from coordinator.cli.flags import find_config, parse_counts, parse_times, refuse_flags
-from coordinator.cli.run import Take
+from coordinator.cli.run import TakeFlags
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say
 from coordinator.cluster.tables import plain_table
@@ -98,7 +98,7 @@ class SimulationFlags:
 def plan(
     ctx: typer.Context,
     *,
-    cluster: Annotated[flags.ClusterFlags, Take(*flags.SPLIT, "objective")],
+    cluster: Annotated[flags.ClusterFlags, TakeFlags(*flags.SPLIT, "objective")],
     macs: Annotated[
         Path | None,
         _cluster(
@@ -117,7 +117,7 @@ def plan(
         ),
     ] = False,
     simulation: SimulationFlags,
-    as_json: flags.Json = False,
+    as_json: flags.JsonFlag = False,
 ) -> Coroutine[Any, Any, None]:
     """Show where each layer would go and whether it fits; load nothing. With --simulate, show how fast it would be.
 

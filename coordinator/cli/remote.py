@@ -19,11 +19,11 @@ from coordinator.cluster.progress import say
 from coordinator.sessions.output import Output, Usage
 from coordinator.sessions.request import Conversation, Prompt
 from worker.errors import BrigadeError, InputError, ServerFailed
+from worker.platform.text import Json
 
 if TYPE_CHECKING:
     from coordinator.cli.generate import GenerateOptions
 
-Json = dict[str, Any]
 
 _CERTIFICATES = "SSL_CERT_FILE"
 _OTHER_HOST = (62, 64)  # OpenSSL's codes for a host name or IP address that the certificate does not have

@@ -17,7 +17,7 @@ T = TypeVar("T")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Take:
+class TakeFlags:
     """Annotates a parameter that is a record of flags: the fields that the command takes, and its own defaults."""
 
     def __init__(self, *names: str, **defaults: Any) -> None:
@@ -34,8 +34,8 @@ def as_command(function: Callable[..., Any]) -> Callable[..., int | None]:
     parameters: list[inspect.Parameter] = []
     records: dict[str, tuple[type, list[str]]] = {}
     for parameter in inspect.signature(function, eval_str=True).parameters.values():
-        annotation, take = parameter.annotation, Take()
-        if get_origin(annotation) is Annotated and isinstance(get_args(annotation)[1], Take):
+        annotation, take = parameter.annotation, TakeFlags()
+        if get_origin(annotation) is Annotated and isinstance(get_args(annotation)[1], TakeFlags):
             annotation, take = get_args(annotation)
         if not (isinstance(annotation, type) and is_dataclass(annotation)):
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))

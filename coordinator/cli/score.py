@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from coordinator.cli import flags
-from coordinator.cli.run import Take
+from coordinator.cli.run import TakeFlags
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.progress import say, show_tokens
 from coordinator.sessions.output import Scored
@@ -24,8 +24,8 @@ def score(
         str, typer.Argument(metavar="FILE", show_default=False, help="A UTF-8 text; `-` or none: standard input.")
     ] = "-",
     *,
-    cluster: Annotated[flags.ClusterFlags, Take(*flags.TEXT)],
-    as_json: flags.Json = False,
+    cluster: Annotated[flags.ClusterFlags, TakeFlags(*flags.TEXT)],
+    as_json: flags.JsonFlag = False,
 ) -> Coroutine[Any, Any, None]:
     """Print how likely a text is to the model: the log-probability of its tokens, and its perplexity.
 

@@ -59,7 +59,7 @@ def serve(
     tls_cert: Annotated[Path | None, _server(help="Certificate (PEM) to serve HTTPS with.")] = None,
     tls_key: Annotated[Path | None, _server(help="Its key (PEM).")] = None,
     cluster: Annotated[
-        flags.ClusterFlags, run.Take(*(name for name in (*flags.SERVING, "objective") if name != "context"))
+        flags.ClusterFlags, run.TakeFlags(*(name for name in (*flags.SERVING, "objective") if name != "context"))
     ],
     context: Annotated[
         int | None,
@@ -71,7 +71,7 @@ def serve(
         ),
     ] = None,
     max_tokens: flags.DefaultMaxTokens = 4096,
-    sampling: Annotated[flags.SamplingFlags, run.Take(*flags.MODELS_OWN)],
+    sampling: Annotated[flags.SamplingFlags, run.TakeFlags(*flags.MODELS_OWN)],
 ) -> None:
     """Keep the model loaded and answer requests to OpenAI's API until Ctrl-C.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,7 +21,7 @@ from coordinator.cluster.options import cluster_options
 from coordinator.cluster.progress import say
 from coordinator.cluster.tables import plain_table
 from worker.errors import BrigadeError, InputError, StageLost
-from worker.platform.text import format_bytes
+from worker.platform.text import Json, format_bytes
 from worker.platform.threads import run_in_thread
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ _WORKER_WITHIN_S = 1.0
 _MOST_REQUESTS = 8  # shown in the table
 _STYLES = {"ready": "green", "active": "green", "lost": "bold red", "recovering": "bold red", "failed": "bold red"}
 
-Json = Mapping[str, Any]
-
 
 def status(
     ctx: typer.Context,
@@ -44,7 +42,7 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Refresh every second until Ctrl-C.")] = False,
     api_key_file: flags.ApiKeyFile = None,
     config: flags.Config = None,
-    as_json: flags.Json = False,
+    as_json: flags.JsonFlag = False,
 ) -> Coroutine[Any, Any, None]:
     """Show the running cluster: nodes with their layers and memory, hops, requests, recoveries.
 

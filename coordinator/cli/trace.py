@@ -10,14 +10,16 @@ from typing import Any, NamedTuple
 
 from coordinator.sessions.waterfall import Leg, Passage, nodes_of, recoveries, spans
 
-Span = tuple[str, int, int]  # part, begin, end, in whole microseconds: viewers cut off fractions, and ends must meet
+TraceSpan = tuple[
+    str, int, int
+]  # part, begin, end, in whole microseconds: viewers cut off fractions, and ends must meet
 
 
 class Visit(NamedTuple):
     """One frame on one node, or a recovery on the coordinator."""
 
     node: str
-    spans: Sequence[Span]
+    spans: Sequence[TraceSpan]
     args: dict[str, int]
 
     @property
@@ -56,7 +58,7 @@ def trace_events(legs: Sequence[Leg], token_times: Sequence[int]) -> dict[str, A
 def _visits(leg: Leg, passage: Passage, num_tokens: int) -> Iterator[Visit]:
     args = {"step": passage.step, "rows": passage.num_rows, "tokens": num_tokens}
     for stage, tiles in groupby(spans(passage, leg.route.offsets), key=lambda tile: tile[1]):
-        found: list[Span] = []
+        found: list[TraceSpan] = []
         for part, _, begin, end in tiles:
             begin = max(begin // 1000, found[-1][2] if found else begin // 1000)
             found.append((part, begin, max(begin, end // 1000)))  # a tile may be negative because of clock errors

@@ -8,21 +8,21 @@ from typing import Annotated, Any
 import typer
 
 from coordinator.cli import flags
-from coordinator.cli.run import Take
+from coordinator.cli.run import TakeFlags
 from coordinator.cluster.options import ClusterOptions
 from coordinator.decoding.decode import Decode
 
 
 def verify(
     *,
-    cluster: Annotated[flags.ClusterFlags, Take(*flags.TEXT)],
+    cluster: Annotated[flags.ClusterFlags, TakeFlags(*flags.TEXT)],
     max_tokens: flags.MaxTokens = 32,
     seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Of the prompts and the samples.")] = 0,
-    windows: Annotated[flags.DecodeFlags, Take(decode="ar")],
+    windows: Annotated[flags.DecodeFlags, TakeFlags(decode="ar")],
     stream: Annotated[
         bool, typer.Option("--stream", help="Read the reference layer by layer even if the whole model fits here.")
     ] = False,
-    as_json: flags.Json = False,
+    as_json: flags.JsonFlag = False,
 ) -> Coroutine[Any, Any, int]:
     """Prove that the cluster's tokens are those of mlx-lm's model in one process; exit code 1 if they are not.
 

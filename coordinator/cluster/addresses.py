@@ -27,7 +27,7 @@ class _NameUnknown(_Silence):
     """The host's name of an address has no IP address, as far as this machine knows."""
 
 
-class Addresses:
+class AddressRace:
     """A channel to the address in use; channels to the others last as long as a question."""
 
     def __init__(self, name: str, addresses: Sequence[str], network: Network, say: Callable[[str], None]) -> None:

@@ -7,11 +7,12 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import NoReturn, Self
 
-from coordinator.cluster.deployment import Deployment, OwnNode, Progress
+from coordinator.cluster.deployment import Deployment, OwnNode
 from coordinator.cluster.flight import ArrivedResult, Flight, SuspendWatch
 from coordinator.cluster.peer import Peer
+from coordinator.cluster.progress import NodeProgress
 from coordinator.planning.costs import ChainCosts
-from protos.brigade_pb2 import AttachRequest, Frame, Grammar, LoadProgress, Result, Session, StatusReply, Window
+from protos.brigade_pb2 import AttachRequest, Frame, Grammar, LoadProgress, Opening, Result, StatusReply, Window
 from worker.compute.executor import Executor
 from worker.compute.header import check_result
 from worker.errors import BrigadeError, EngineHung, FrameError, NodeBusy, NodeLeaving, NodeSilent, StageLost
@@ -69,7 +70,7 @@ class Chain:
     async def __aexit__(self, *exc: object) -> None:
         await self._stack.aclose()
 
-    async def open(self, progress: Progress = lambda node, report: None, within_s: float | None = None) -> None:
+    async def open(self, progress: NodeProgress = lambda node, report: None, within_s: float | None = None) -> None:
         """Join the stages last to first, and run some rows through them.
 
         Raises:
@@ -248,7 +249,7 @@ class Chain:
             self._say(f"{self.draining}; running requests have ten seconds to end")
             self.begins_draining.set()
 
-    async def _warm_up(self, progress: Progress) -> None:
+    async def _warm_up(self, progress: NodeProgress) -> None:
         """Send a chunk of rows and a row through all stages, twice each: that compiles, pages in, and measures costs.
 
         While requests wait, send a single row: it shows that every stage computes.
@@ -257,7 +258,7 @@ class Chain:
         chunk = Window(slot=0, prefix_hash=prefix_hash, tokens=[0] * min(_WARM_UP_ROWS, self.spec.context), wanted=1)
         row = Window(slot=0, prefix_hash=prefix_hash, tokens=[0], wanted=1)
         windows = (row,) if self._is_awaited else (chunk, chunk, row, row)
-        frames = [Frame(opened=[Session(slot=0)])]
+        frames = [Frame(opened=[Opening(slot=0)])]
         frames += [Frame(windows=[window]) for window in windows]
         frames.append(Frame(closed=[0]))
         for step, frame in enumerate(frames):

@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import Self
 
 from coordinator.cluster.chain import Chain
-from coordinator.cluster.deployment import Deployment, OwnCopy, OwnNode, Progress, load_worker
+from coordinator.cluster.deployment import Deployment, OwnCopy, OwnNode, load_worker
 from coordinator.cluster.nodes import ClusterNode, Nodes
 from coordinator.cluster.peer import Peer
+from coordinator.cluster.progress import NodeProgress
 from coordinator.cluster.recovery import Recovered, Recovery
 from coordinator.planning.costs import ChainCosts
 from coordinator.planning.plan import Assignment, Objective, Plan
@@ -34,7 +35,7 @@ from coordinator.planning.recovery import (
     Wait,
     decide,
 )
-from coordinator.planning.speeds import NOTHING_KNOWN, Survey
+from coordinator.planning.speeds import NO_SPEEDS, Survey
 from worker.errors import (
     BrigadeError,
     ChainReplaced,
@@ -76,7 +77,7 @@ class Cluster:
         *,
         say: Callable[[str], None] = lambda line: None,
         on_recovered: Callable[[Recovered], None] = lambda recovered: None,
-        speeds: Survey = NOTHING_KNOWN,
+        speeds: Survey = NO_SPEEDS,
         measure: Measuring | None = None,
         objective: Objective | None = None,
         layers: Sequence[int] | None = None,
@@ -131,7 +132,7 @@ class Cluster:
         finally:
             await self._open.aclose()
 
-    async def open(self, progress: Progress = lambda node, report: None) -> Chain:
+    async def open(self, progress: NodeProgress = lambda node, report: None) -> Chain:
         """Load and open the first chain, again if a node is lost meanwhile.
 
         Raises:
@@ -189,7 +190,7 @@ class Cluster:
 
     # --- without a chain --------------------------------------------------------------------------------------------
 
-    async def _open_next(self, recovery: Recovery, progress: Progress) -> Chain:
+    async def _open_next(self, recovery: Recovery, progress: NodeProgress) -> Chain:
         """Act on one decision after another until there is a chain. Raises StageLost once the time is over."""
         while True:
             await self._note_loads(recovery)
@@ -232,7 +233,7 @@ class Cluster:
             if recovery.error is not None and not is_loading:
                 recovery.spent_s += time.monotonic() - began
 
-    async def _open_chain(self, plan: Plan, recovery: Recovery, progress: Progress) -> Chain:
+    async def _open_chain(self, plan: Plan, recovery: Recovery, progress: NodeProgress) -> Chain:
         """Open a chain over nodes that hold their layers; a failure leaves nothing of it behind.
 
         After a loss one try takes half of the time that is left, so that a node that hangs does not use up all of it.
@@ -417,7 +418,7 @@ class Cluster:
             raise StageLost("has ended while a chain was opened", node=gone[0])
         return replace(self._deployment, plan=plan, peers=[worker.peer for worker in workers if worker.peer])
 
-    def _load(self, action: Load, progress: Progress) -> None:
+    def _load(self, action: Load, progress: NodeProgress) -> None:
         """Begin these loads, each of them independent of the others."""
         deployment = self._deployed(action.plan)
         copy = None
@@ -437,7 +438,7 @@ class Cluster:
             record.load.add_done_callback(lambda _: self.nodes.note_change())
 
     async def _load_one(
-        self, deployment: Deployment, stage: int, copy: "asyncio.Task[OwnCopy] | None", progress: Progress
+        self, deployment: Deployment, stage: int, copy: "asyncio.Task[OwnCopy] | None", progress: NodeProgress
     ) -> BrigadeError | None:
         """Load one node's shard; return the error that it failed with, if any."""
         try:

@@ -1,10 +1,11 @@
 """Deployments: which shard of a model each node holds, and loading it there. Loaded shards outlive chains."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from coordinator.cluster.peer import COORDINATOR_ID, Peer
+from coordinator.cluster.progress import NodeProgress
 from coordinator.cluster.weights import known_digests, load_pushing
 from coordinator.planning.plan import Plan
 from protos.brigade_pb2 import Contents, Coordinator, LoadProgress, LoadRequest
@@ -15,8 +16,6 @@ from worker.model.modelspec import ModelSpec
 from worker.node.loading import load_shard
 from worker.platform.mlx_memory import forget_peak
 from worker.platform.threads import MlxThread, run_in_thread
-
-Progress = Callable[[str, LoadProgress], None]  # takes the node's name, or an empty one for all nodes
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class OwnCopy:
         return cls(contents, await run_in_thread(partial(known_digests, checkpoint)))
 
 
-async def load_worker(deployment: Deployment, stage: int, known: OwnCopy, progress: Progress) -> None:
+async def load_worker(deployment: Deployment, stage: int, known: OwnCopy, progress: NodeProgress) -> None:
     """Have the worker of this stage, from 1, load its shard, after sending it the weights that it lacks.
 
     Raises:
@@ -108,7 +107,7 @@ class OwnNode:
         if self._closes_thread:
             self.thread.close()
 
-    async def load(self, deployment: Deployment, progress: Progress = lambda node, report: None) -> None:
+    async def load(self, deployment: Deployment, progress: NodeProgress = lambda node, report: None) -> None:
         """Load this process's shard, unless it is loaded already; reuse the layers that are.
 
         Raises:

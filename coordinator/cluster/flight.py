@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from coordinator.planning.costs import ChainCosts
-from protos.brigade_pb2 import Frame, Result, Sampling, Session
+from protos.brigade_pb2 import Frame, Opening, Result, Sampling
 from worker.compute.header import asked_of, num_rows
 from worker.errors import StageLost
 from worker.platform.machine import SleepWatch, asleep_s
@@ -99,7 +99,7 @@ class StepTimeouts:
 _SAMPLERS = [field.name for field in Sampling.DESCRIPTOR.fields if field.name != "seed"]
 
 
-def _traits(session: Session) -> StepKind:
+def _traits(session: Opening) -> StepKind:
     """Return the kind of the session's cache, and every part of the sampler that it uses."""
     used = [name for name in _SAMPLERS if getattr(session.sampling, name)]
     return frozenset([("cache", session.cache.kind), "sampler", *used])

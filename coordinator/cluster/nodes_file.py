@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import ErrorDetails
 
 from coordinator.planning.plan import Node
-from coordinator.planning.speeds import LinkSpeed, Speed, Survey
+from coordinator.planning.speeds import LinkSpeed, NodeSpeed, Survey
 from worker.config import NAME_RULE, SIZE_RULE, Name, Size, read_yaml, shown, unknown_key, yaml_path
 from worker.errors import ConfigError
 from worker.model.modelspec import ModelSpec
@@ -80,7 +80,7 @@ class AssumedNodes:
         ports = {mac.name: mac.link.known() for mac in self.macs[1:]}
         pairs = zip(self.macs, self.macs[1:], strict=False)
         links = {(before.name, mac.name): ports[mac.name] for before, mac in pairs}
-        return Survey({mac.name: Speed.assumed(spec, mac.gbps) for mac in self.macs}, ports, links)
+        return Survey({mac.name: NodeSpeed.assumed(spec, mac.gbps) for mac in self.macs}, ports, links)
 
 
 def read_nodes(path: Path) -> AssumedNodes:

@@ -9,18 +9,18 @@ from functools import partial
 
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.cluster import Cluster
-from coordinator.cluster.deployment import Deployment, OwnNode, Progress
+from coordinator.cluster.deployment import Deployment, OwnNode
 from coordinator.cluster.local import LocalWorker
 from coordinator.cluster.nodes import Nodes
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.peer import COORDINATOR_ID, Peer, differences, greet, peers_of, raise_worst
-from coordinator.cluster.progress import ASKING, STARTING, say, show_progress
+from coordinator.cluster.progress import ASKING, STARTING, NodeProgress, say, show_progress
 from coordinator.cluster.recovery import Recovered
 from coordinator.cluster.survey import known_speeds
 from coordinator.planning import planner
 from coordinator.planning.plan import MemoryOffer, Node, Objective, Plan, budgets, check_split, require_fit
 from coordinator.planning.recovery import Limits
-from coordinator.planning.speeds import NOTHING_KNOWN, Survey
+from coordinator.planning.speeds import NO_SPEEDS, Survey
 from protos.brigade_pb2 import Coordinator
 from worker.config import ClusterConfig, CoordinatorConfig, is_loopback, split_address
 from worker.errors import BrigadeError, ConfigError
@@ -123,7 +123,7 @@ async def choose_plan(
         ConfigError: `layers` does not suit the model and the nodes. StageLost: a node is missing.
     """
     nodes = await ask_nodes(options.cluster, peers)
-    speeds = await known_speeds(options, checkpoint, peers) if by_speed else NOTHING_KNOWN
+    speeds = await known_speeds(options, checkpoint, peers) if by_speed else NO_SPEEDS
     objective = Objective(
         min(context, spec.context),
         max_context,
@@ -246,7 +246,7 @@ async def cluster_over(
     spec: ModelSpec,
     context: int,
     max_context: int = 0,
-    progress: Progress = lambda node, report: None,
+    progress: NodeProgress = lambda node, report: None,
     *,
     missing: Sequence[str] = (),
     say: Callable[[str], None] = say,
@@ -298,7 +298,7 @@ async def cluster_over(
 @asynccontextmanager
 async def joined(
     deployment: Deployment,
-    progress: Progress = lambda node, report: None,
+    progress: NodeProgress = lambda node, report: None,
     *,
     say: Callable[[str], None] = lambda line: None,
     thread: MlxThread | None = None,

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import grpc.aio
 
-from coordinator.cluster.addresses import Addresses
+from coordinator.cluster.addresses import AddressRace
 from protos.brigade_pb2 import (
     AttachRequest,
     Coordinator,
@@ -72,7 +72,7 @@ class Peer:
         """`addresses` are in the order of preference. `say` takes lines for the user."""
         self.name = name
         self._network = network
-        self._addresses = Addresses(name, addresses, network, say)
+        self._addresses = AddressRace(name, addresses, network, say)
         self._attachment: grpc.aio.UnaryStreamCall[AttachRequest, Report] | None = None
         self.is_draining = False  # it has announced that it shuts down
 

@@ -36,7 +36,7 @@ _LONG_S = 2.0
 _REPEAT_S = 20.0
 _TOKENS_FIRST_S, _TOKENS_MOST_S = 5.0, 60.0  # the pauses between lines about tokens grow from the first to the second
 
-Report = Callable[[str, LoadProgress], None]  # gets a node, or "" for all nodes, and its progress
+NodeProgress = Callable[[str, LoadProgress], None]  # gets a node, or "" for all nodes, and its progress
 Begin = Callable[[str], None]  # gets the step that begins
 TokenReport = Callable[[int, int], None]  # gets the items done since the last call, and their tokens
 
@@ -57,7 +57,7 @@ def telling_interrupts(line: str | Callable[[], str]) -> Iterator[None]:
 
 
 @contextmanager
-def show_progress() -> Iterator[Report]:
+def show_progress() -> Iterator[NodeProgress]:
     """Show what the nodes do. Yield a function for reports of the begin and the progress of phases."""
     console = Console(stderr=True)
     if console.is_terminal:

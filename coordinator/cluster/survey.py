@@ -11,7 +11,7 @@ from coordinator.cluster.peer import COORDINATOR_ID, Peer
 from coordinator.cluster.progress import say
 from coordinator.cluster.together import together
 from coordinator.cluster.weights import push_weights
-from coordinator.planning.speeds import NOTHING_KNOWN, UNMEASURED, LinkSpeed, Speed, Survey, TimesByRows
+from coordinator.planning.speeds import NO_SPEEDS, UNMEASURED, LinkSpeed, NodeSpeed, Survey, TimesByRows
 from protos.brigade_pb2 import Contents, Coordinator, LinkReply, LoadRequest, MeasureRequest, RowTimes
 from protos.brigade_pb2 import Speed as SpeedReply
 from worker.config import is_loopback, split_address
@@ -44,7 +44,7 @@ async def known_speeds(
     configured = options.cluster.workers if options.local is None else ()
     addresses = [address for worker in configured for address in worker.addresses]
     if not is_worth_measuring(peers) and all(is_loopback(split_address(each)[0]) for each in addresses):
-        return known or NOTHING_KNOWN
+        return known or NO_SPEEDS
     return await survey(checkpoint, options.cluster.coordinator.name, peers, known, anew=anew, feeds=options.feeds)
 
 
@@ -71,7 +71,7 @@ async def survey(
     request = await run_in_thread(partial(_request, checkpoint, own_name, anew))
     speeds = {peer.name: _unless_refused(_measured(peer, request, checkpoint, feeds=feeds)) for peer in peers}
     if known is None:
-        known = NOTHING_KNOWN
+        known = NO_SPEEDS
         speeds = {own_name: _own_speed(checkpoint, anew), **speeds}
     found = dict(zip(speeds, await together(*speeds.values()), strict=True))
     ports = {peer.name: await _unless_refused(peer.measure_link()) for peer in peers}
@@ -121,8 +121,8 @@ def _request(checkpoint: Checkpoint, own_name: str, anew: bool) -> MeasureReques
     return MeasureRequest(model=model, anew=anew)
 
 
-def _speed(reply: SpeedReply) -> Speed:
-    return Speed(tuple(map(_times, reply.kinds)), _times(reply.head), reply.gbps)
+def _speed(reply: SpeedReply) -> NodeSpeed:
+    return NodeSpeed(tuple(map(_times, reply.kinds)), _times(reply.head), reply.gbps)
 
 
 def _times(times: RowTimes) -> TimesByRows:

@@ -10,7 +10,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Generator, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
@@ -27,7 +27,7 @@ from worker.errors import FrameError, ModelError, ModelLacking, StageLost
 from worker.model.checkpoint import Checkpoint
 from worker.model.describe import describe
 from worker.node.framing import CHUNK_BYTES, write_chunk
-from worker.node.loading import READ_BYTES, Span, fetch, read_spans, spans_of
+from worker.node.loading import READ_BYTES, ByteRange, Progress, fetch, read_spans, spans_of
 from worker.node.weights_cache import Piece, pieces_of
 from worker.node.weights_receive import ACK_BYTES
 from worker.platform.installation import cache_folder, read_record, write_record
@@ -46,13 +46,12 @@ _LONG_S = 1.0
 _MOST_KEPT = 4096  # digests of one model folder; older ones belong to files that have changed since
 
 T = TypeVar("T")
-Report = Callable[[LoadProgress], None]
-Call = grpc.aio.StreamStreamCall[bytes, Held]
+_Transfer = grpc.aio.StreamStreamCall[bytes, Held]
 Chunks = Generator[tuple[int, bytes], None, None]
 
 
 async def load_pushing(
-    peer: Peer, request: LoadRequest, checkpoint: Checkpoint, report: Report, *, feeds: bool
+    peer: Peer, request: LoadRequest, checkpoint: Checkpoint, report: Progress, *, feeds: bool
 ) -> None:
     """Have a worker load a shard; first push what it lacks of it, if this node `feeds`.
 
@@ -71,7 +70,7 @@ async def load_pushing(
     await peer.load(request, report)
 
 
-async def push_weights(peer: Peer, request: LoadRequest, checkpoint: Checkpoint, report: Report) -> int:
+async def push_weights(peer: Peer, request: LoadRequest, checkpoint: Checkpoint, report: Progress) -> int:
     """Send a worker what it lacks of the requested layers. Resume after a cut, as long as each try sends some bytes.
 
     Returns:
@@ -118,7 +117,7 @@ async def _wait_back(peer: Peer) -> None:
 class SourceFile:
     """A file to be sent: a beginning that every node makes itself, then spans of this node's files."""
 
-    def __init__(self, announcement: Announcement, begin: bytes, spans: Sequence[Span]) -> None:
+    def __init__(self, announcement: Announcement, begin: bytes, spans: Sequence[ByteRange]) -> None:
         self.announcement = announcement
         self.nbytes = announcement.size = sum(span.nbytes for span in spans)
         self.num_digested = 0  # bytes, while `digest` runs
@@ -127,7 +126,7 @@ class SourceFile:
 
     @classmethod
     def of_file(cls, path: Path) -> "SourceFile":
-        return cls(Announcement(file=path.name), b"", [Span(path, 0, path.stat().st_size)])
+        return cls(Announcement(file=path.name), b"", [ByteRange(path, 0, path.stat().st_size)])
 
     @classmethod
     def of_piece(cls, checkpoint: Checkpoint, piece: Piece) -> "SourceFile":
@@ -236,7 +235,7 @@ class Push:
     """The transfer of weights to one worker, in one call or several."""
 
     def __init__(
-        self, peer: Peer, request: LoadRequest, checkpoint: Checkpoint, pieces: Sequence[Piece], report: Report
+        self, peer: Peer, request: LoadRequest, checkpoint: Checkpoint, pieces: Sequence[Piece], report: Progress
     ) -> None:
         """Block to open the files. Raises OSError or ModelError for one that is missing."""
         small = [checkpoint.folder / "config.json", *checkpoint.tokenizer_files()]
@@ -263,7 +262,7 @@ class Push:
         finally:
             await run_in_thread(self._digests.keep)
 
-    async def _send_all(self, call: Call) -> None:
+    async def _send_all(self, call: _Transfer) -> None:
         """Send one file after another. While one is sent, the digest of the next one is computed."""
         given_up = threading.Event()
         with contextlib.ExitStack() as stack:
@@ -288,12 +287,12 @@ class Push:
                     digesting = digester.submit(partial(self._digests.of, following, given_up))
                 await self._send(call, file, reader)
 
-    async def _announce(self, call: Call, file: SourceFile) -> int:
+    async def _announce(self, call: _Transfer, file: SourceFile) -> int:
         """Announce a file, and return how much of it the worker has."""
         await self._write(call, Feeding(announcement=file.announcement).SerializeToString())
         return await self._read_held(call, range(file.nbytes + 1))
 
-    async def _send(self, call: Call, file: SourceFile, reader: CallThread) -> None:
+    async def _send(self, call: _Transfer, file: SourceFile, reader: CallThread) -> None:
         """Send what the worker lacks of a file, with no more bytes in flight than the allowance."""
         if file.announcement.WhichOneof("what") == "place":
             self._request.digests[file.announcement.place] = file.announcement.digest  # for the load that follows
@@ -319,7 +318,7 @@ class Push:
             reading.cancel()
             reader.submit(chunks.close)  # closes its files, once no read is in progress
 
-    async def _read_held(self, call: Call, expected: range) -> int:
+    async def _read_held(self, call: _Transfer, expected: range) -> int:
         """Return how many bytes of a file the worker says it has."""
         found = (await self._read(call)).bytes
         if found not in expected:
@@ -327,7 +326,7 @@ class Push:
             raise FrameError(said, node=self._peer.name)
         return found
 
-    async def _write(self, call: Call, *messages: bytes) -> None:
+    async def _write(self, call: _Transfer, *messages: bytes) -> None:
         """Write these messages. Raises StageLost if the worker stalls or has ended the call."""
         try:
             async with self._not_stalled("took no bytes for {}"):
@@ -336,7 +335,7 @@ class Push:
         except asyncio.InvalidStateError:
             raise self._ended() from None
 
-    async def _read(self, call: Call) -> Held:
+    async def _read(self, call: _Transfer) -> Held:
         """Return the worker's next reply. Raises what it refuses with, or StageLost."""
         async with self._not_stalled("did not acknowledge any bytes for {}"):
             reply = await call.read()
@@ -347,7 +346,7 @@ class Push:
             await self._wait_ended(call)
         raise self._ended()
 
-    async def _wait_ended(self, call: Call) -> None:
+    async def _wait_ended(self, call: _Transfer) -> None:
         """Read to the end of the call. Raises what the worker refuses with, or StageLost."""
         async with self._not_stalled("did not store within {} what it was sent"):
             while await call.read() is not grpc.aio.EOF:  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from coordinator.deploy.findings import ExaminedCluster, ExaminedHop, ExaminedNode, Finding, Kind, note, ok, problem
 from coordinator.planning.plan import MemoryOffer, Node, Objective, Plan, budgets
 from coordinator.planning.planner import plan
-from coordinator.planning.speeds import NOTHING_KNOWN, LinkSpeed, format_ms
+from coordinator.planning.speeds import NO_SPEEDS, LinkSpeed, format_ms
 from protos.brigade_pb2 import (
     MEDIUM_ETHERNET,
     MEDIUM_LOOPBACK,
@@ -447,7 +447,7 @@ def _check_plan(spec: ModelSpec, nodes: Sequence[ExaminedNode], model: ModelInUs
     offers = offers_of(nodes)
     objective = Objective(model.context, layers=model.layers)
     try:
-        found = plan(spec, offers, NOTHING_KNOWN, objective)
+        found = plan(spec, offers, NO_SPEEDS, objective)
     except ConfigError as error:
         fix = "correct `layers:` or the number of workers in cluster.yaml"
         yield problem(Kind.PLAN, "all nodes", error.message, fix)
@@ -460,7 +460,7 @@ def _check_plan(spec: ModelSpec, nodes: Sequence[ExaminedNode], model: ModelInUs
         now if is_shared else Node(now.name, max(now.memory_bytes, _raised_budget(node)))
         for node, now, is_shared in zip(nodes, offers, shares_machine, strict=True)
     ]
-    wider = plan(spec, raised, NOTHING_KNOWN, objective)
+    wider = plan(spec, raised, NO_SPEEDS, objective)
     if wider.fits:
         yield from _raised_limits(wider, offers, nodes)
         return

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -13,6 +13,7 @@ import psutil
 from coordinator.cluster.open import read_model
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.peer import Peer, peers_of
+from coordinator.cluster.progress import Begin
 from coordinator.cluster.together import together
 from coordinator.deploy.checks import MAX_VERSIONS, ModelInUse, check_cluster, ms_per_token, offers_of
 from coordinator.deploy.findings import (
@@ -31,7 +32,7 @@ from coordinator.deploy.findings import (
 from coordinator.deploy.trial import ChainTrial, advice, try_cluster
 from coordinator.planning.plan import Objective
 from coordinator.planning.planner import plan
-from coordinator.planning.speeds import NOTHING_KNOWN
+from coordinator.planning.speeds import NO_SPEEDS
 from protos.brigade_pb2 import TRANSPORT_GRPC, TRANSPORT_TCP, TRANSPORT_TLS, Transport
 from worker.config import ClusterConfig, WorkerConfig, is_loopback, split_address
 from worker.errors import BrigadeError, ConfigError, NodeBusy, StageLost
@@ -41,8 +42,6 @@ from worker.node.identity import Role
 from worker.node.links import connect
 from worker.node.network import Network
 from worker.platform.text import format_bytes, printable
-
-Begin = Callable[[str], None]  # takes the step that begins
 
 _CLOCK_TRIES = 3
 _TRANSPORTS = {TRANSPORT_TCP: "tcp", TRANSPORT_TLS: "tls", TRANSPORT_GRPC: "grpc_without_tls"}  # names in JSON
@@ -129,7 +128,7 @@ def _own_share(found: Examination) -> int:
     if spec is None:
         return 0
     objective = Objective(found.model.context, layers=found.model.layers)
-    return plan(spec, offers_of(found.cluster.nodes), NOTHING_KNOWN, objective).assignments[0].needed_bytes
+    return plan(spec, offers_of(found.cluster.nodes), NO_SPEEDS, objective).assignments[0].needed_bytes
 
 
 def num_steps(cluster: ClusterConfig) -> int:

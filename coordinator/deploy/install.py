@@ -146,7 +146,7 @@ def choose_python(pythons: Sequence[Python], here: tuple[int, int]) -> Python:
     )
 
 
-class Action(StrEnum):
+class LaunchMode(StrEnum):
     """How far a launch goes with workers that run already."""
 
     START = "start"  # start workers that do not run, or run with other files
@@ -196,18 +196,18 @@ class Steps:
         return ", ".join(what for what, is_done in done.items() if is_done) or "unchanged"
 
 
-def steps_for(target: Target, state: RemoteState, action: Action) -> Steps:
+def steps_for(target: Target, state: RemoteState, action: LaunchMode) -> Steps:
     """Return the fewest steps from this state to the target."""
     present = {"cluster.yaml": state.config, "key.pem": state.key, "service": state.service}
     wanted = {"cluster.yaml": target.config, "key.pem": target.key, "service": target.service}
     files = {name: file for name, file in wanted.items() if file is not None and digest(file) != present[name]}
     installs = target.version not in state.versions
     runs_as_wanted = state.is_alive and state.started == target.started and not files.keys() - {"key.pem"}
-    restarts = installs or action is Action.RESTART or not runs_as_wanted
+    restarts = installs or action is LaunchMode.RESTART or not runs_as_wanted
     return Steps(installs, files, restarts, state.is_alive)
 
 
-def version_folder(package: str, existing: Iterable[str], action: Action) -> str:
+def version_folder(package: str, existing: Iterable[str], action: LaunchMode) -> str:
     """Return the folder of the package with this id; an update gets a new one, since a worker may run the old one.
 
     Args:
@@ -215,7 +215,7 @@ def version_folder(package: str, existing: Iterable[str], action: Action) -> str
     """
     found = (re.fullmatch(rf"{re.escape(package)}(?:\.(\d{{1,9}}))?", each) for each in existing)
     numbers = [int(each[1] or 0) for each in found if each]
-    number = max(numbers, default=0) + (1 if numbers and action is Action.UPDATE else 0)
+    number = max(numbers, default=0) + (1 if numbers and action is LaunchMode.UPDATE else 0)
     return f"{package}.{number}" if number else package
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from coordinator.cluster.addresses import Addresses
+from coordinator.cluster.addresses import AddressRace
 from coordinator.cluster.together import together
 from coordinator.deploy.install import (
-    Action,
+    LaunchMode,
     RemoteState,
     Target,
     choose_python,
@@ -36,7 +36,7 @@ _ANSWER_S = 60.0
 _LOG_LINES = 3
 _PYTHON = sys.version_info[:2]
 
-Report = Callable[[str, str], None]  # takes a node and its present phase
+SayOf = Callable[[str, str], None]  # takes a node and its present phase
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ class Launch:
     package: Package
     keys: Mapping[str, bytes]
     network: Network
-    action: Action
+    action: LaunchMode
     accounts: defaultdict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
 
-    async def run(self, workers: Iterable[WorkerConfig], report: Report) -> list[Outcome]:
+    async def run(self, workers: Iterable[WorkerConfig], report: SayOf) -> list[Outcome]:
         """Bring all of them up at once."""
         return await _on_each(workers, report, self._bring_up)
 
@@ -105,7 +105,7 @@ class Launch:
         await remote.run("install", _INSTALL_S, **how)
 
 
-async def stop(workers: Iterable[WorkerConfig], report: Report) -> list[Outcome]:
+async def stop(workers: Iterable[WorkerConfig], report: SayOf) -> list[Outcome]:
     """Stop them all at once; their sessions move to other nodes, or get ten seconds to end."""
 
     async def stop_one(worker: WorkerConfig, remote: Remote, outcome: Outcome) -> Outcome:
@@ -119,7 +119,7 @@ async def stop(workers: Iterable[WorkerConfig], report: Report) -> list[Outcome]
 
 async def _on_each(
     workers: Iterable[WorkerConfig],
-    report: Report,
+    report: SayOf,
     act: Callable[[WorkerConfig, Remote, Outcome], Awaitable[Outcome]],
 ) -> list[Outcome]:
     async def act_on(worker: WorkerConfig) -> Outcome:
@@ -177,7 +177,7 @@ async def _incarnation(worker: WorkerConfig, network: Network) -> str:
 
 async def _ask(worker: WorkerConfig, network: Network, within_s: float, *, waits: bool) -> tuple[str, str, str]:
     """Return address, incarnation and name of the process that answers."""
-    addresses = Addresses(worker.name, worker.addresses, network, lambda line: None)
+    addresses = AddressRace(worker.name, worker.addresses, network, lambda line: None)
     try:
         reply = await addresses.ask(within_s, waits=waits)
         return addresses.address, reply.incarnation, reply.node

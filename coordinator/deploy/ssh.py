@@ -22,7 +22,7 @@ from worker.errors import BrigadeError, ConfigError
 from worker.node.identity import file_name
 from worker.platform.text import printable
 
-MARK = "@brigade "  # begins the lines that scripts address to us; greetings and other programs print lines, too
+ANSWER_MARK = "@brigade "  # begins the lines that scripts address to us; greetings and other programs print lines, too
 _SCRIPTS = Path(__file__).parent / "remote"
 _OPTIONS = (
     "BatchMode=yes",  # no password can be typed
@@ -74,11 +74,11 @@ class Remote:
 
         def read(line: str) -> None:
             nonlocal num_characters
-            if line.startswith(MARK):
+            if line.startswith(ANSWER_MARK):
                 num_characters += len(line)
                 if num_characters > _MAX_MARKED:
                     raise BrigadeError(f"reported more than {_MAX_MARKED >> 10} KiB about itself")
-                word, _, rest = line.removeprefix(MARK).partition(" ")
+                word, _, rest = line.removeprefix(ANSWER_MARK).partition(" ")
                 found.setdefault(word, []).append(rest)
                 if word == "phase":
                     self.report(printable(rest))
@@ -141,8 +141,8 @@ class Remote:
     def failure(self, code: int, errors: str) -> BrigadeError:
         """Return the error for ssh's exit code and its standard error."""
         lines = [printable(" ".join(line.split())) for line in errors.splitlines() if line.strip()]
-        why = [line.removeprefix(MARK) for line in lines if line.startswith(MARK)][-1:]
-        lines = [line for line in lines if not line.startswith(MARK)][-_MAX_LINES:]
+        why = [line.removeprefix(ANSWER_MARK) for line in lines if line.startswith(ANSWER_MARK)][-1:]
+        lines = [line for line in lines if not line.startswith(ANSWER_MARK)][-_MAX_LINES:]
         if code != _FAILED:
             text = ": ".join(filter(None, [*why, "; ".join(lines)]))
             return BrigadeError(text or f"a command there ended with exit code {code}", node=self.node)

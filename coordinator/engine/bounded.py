@@ -35,8 +35,8 @@ _LENGTH = struct.Struct(">Q")
 _MAX_LINE = 300
 _ENVIRONMENT = ("TZ", "PYTHONHOME", "LD_LIBRARY_PATH")  # for local time, and for a Python that needs them to start
 
-Answer = tuple[str, Any]  # the outcome ("done", "refused" or "too long") and the result
-Job = Callable[[Any], Answer]
+JobResult = tuple[str, Any]  # the outcome ("done", "refused" or "too long") and the result
+Job = Callable[[Any], JobResult]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Bounded:
         with self._lock:
             self._started()
 
-    def ask(self, request: bytes) -> Answer:
+    def ask(self, request: bytes) -> JobResult:
         """Return the answer to a packed request.
 
         Raises:
@@ -287,7 +287,7 @@ def receive(stream: IO[bytes], most: int = sys.maxsize) -> bytes:
     return message
 
 
-def main(bounds: Bounds, job: str, *arguments: str) -> None:
+def run_job(bounds: Bounds, job: str, *arguments: str) -> None:
     """Answer requests until the coordinator is gone."""
     answer_one = _JOBS[job](*arguments)
     _confine(bounds)
@@ -329,7 +329,7 @@ def _templates() -> Job:
         ValueError,
     )  # fmt: skip
 
-    def render(arguments: Any) -> Answer:
+    def render(arguments: Any) -> JobResult:
         try:
             rendered = render_jinja_template(**arguments)
             msgpack.packb(rendered)  # refuse a result that is not text
@@ -349,7 +349,7 @@ def _grammars(folder: str, vocab_size: str, eos: str) -> Job:
     with contextlib.suppress(SamplingError):  # each request gets the error
         Grammars(Path(folder), int(vocab_size)).spelled("", ends)
 
-    def require(text: Any) -> Answer:
+    def require(text: Any) -> JobResult:
         try:
             grammars = Grammars(Path(folder), int(vocab_size))  # a new one, to keep nothing
             grammars.guide(Grammar(text=text, eos=ends)).require_beginning()
@@ -368,7 +368,7 @@ def _tokenizer(folder: str, is_trusted: str) -> Job:
     checkpoint = Checkpoint(folder, Path(folder), read_config(Path(folder)), {})
     tokenizer = Tokenizer(checkpoint, trust_remote_code=is_trusted == "1")
 
-    def encode(request: Any) -> Answer:
+    def encode(request: Any) -> JobResult:
         try:
             return "done", getattr(tokenizer, request["method"])(**request["arguments"])
         except InputError as error:
@@ -380,4 +380,4 @@ def _tokenizer(folder: str, is_trusted: str) -> Job:
 _JOBS: dict[str, Callable[..., Job]] = {"templates": _templates, "grammars": _grammars, "tokenizer": _tokenizer}
 
 if __name__ == "__main__":
-    main(Bounds.of_arguments(*sys.argv[1:4]), *sys.argv[4:])
+    run_job(Bounds.of_arguments(*sys.argv[1:4]), *sys.argv[4:])

@@ -16,10 +16,9 @@ from coordinator.cluster.chain import Chain
 from coordinator.cluster.flight import ArrivedResult
 from coordinator.engine.stats import Stats
 from coordinator.planning.costs import LaneChooser, chunk_size
-from coordinator.sessions.output import Output
 from coordinator.sessions.request import Request, room_for_answer
 from coordinator.sessions.scheduler import Commit, Scheduler
-from coordinator.sessions.session import MOST_UNREAD, Session, SessionState
+from coordinator.sessions.session import MOST_UNREAD, OutputQueue, Session, SessionState
 from coordinator.sessions.slots import MOST_WAITING, CacheCosts, cache_costs
 from coordinator.sessions.waterfall import Passage, Route
 from worker.errors import (
@@ -44,7 +43,6 @@ _MOST_SCORED_ROWS = 64  # of a chunk: each of its rows has logits for the whole 
 
 T = TypeVar("T", bound=Hashable)
 NextChain = Callable[[BrigadeError], Awaitable[Chain]]
-Outputs = asyncio.Queue[tuple[Session, Output | BaseException]]  # of all sessions of one call
 
 
 class EngineCore:
@@ -98,7 +96,7 @@ class EngineCore:
         assert self._task is not None
         await asyncio.shield(self._task)
 
-    def submit(self, request: Request, queue: Outputs, chunk: int | None, *, traced: bool) -> Session:
+    def submit(self, request: Request, queue: OutputQueue, chunk: int | None, *, traced: bool) -> Session:
         """Start a session for a request; its outputs go to the queue.
 
         Raises:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -13,7 +13,7 @@ from coordinator.cluster.chain import Chain
 from coordinator.cluster.cluster import Cluster
 from coordinator.cluster.open import open_cluster
 from coordinator.cluster.options import ClusterOptions
-from coordinator.engine.core import MAX_WAIT_S, EngineCore, NextChain, Outputs
+from coordinator.engine.core import MAX_WAIT_S, EngineCore, NextChain
 from coordinator.engine.inputs import InputProcessor
 from coordinator.engine.stats import RequestStats, Stats
 from coordinator.sessions.output import Answer, Output
@@ -28,9 +28,6 @@ from worker.errors import (
     NodeBusy,
 )
 from worker.platform.tasks import Use
-
-Emit = Callable[[str], None]
-Keep = Callable[[Output, Emit], Awaitable[None]]
 
 
 class ServerState(Enum):
@@ -60,12 +57,6 @@ class ServerStatus:
 
 
 _READY = ServerStatus(ServerState.READY)
-
-
-async def keep_nothing(output: Output, emit: Emit) -> None:
-    """Give the text to its reader."""
-    if output.text:
-        emit(output.text)
 
 
 class Engine:
@@ -212,22 +203,16 @@ class Engine:
         request: Request,
         *,
         parser: TextParser | None = None,
-        emit: Emit = lambda text: None,
-        keep: Keep = keep_nothing,
         chunk: int | None = None,
         traced: bool = False,
+        take: Callable[[Output], None] = lambda output: None,
     ) -> Answer:
-        """Return all outputs of `generate` as one answer.
-
-        Args:
-            emit: takes the text of each output.
-            keep: called with each output and `emit`, in the place of `emit` alone: saves the output, then emits it.
-        """
+        """Return all outputs of `generate` as one answer; `take` is called with each as it comes."""
         answer = Answer()
         async with aclosing(self.generate(request, parser=parser, chunk=chunk, traced=traced)) as outputs:
             async for output in outputs:
                 answer.add(output)
-                await keep(output, emit)
+                take(output)
         return answer
 
     async def look(self) -> None:
@@ -277,7 +262,7 @@ class Engine:
     ) -> AsyncGenerator[tuple[int, Output], None]:
         """Yield the outputs of all sessions of one call, which share one queue."""
         self._require_open()
-        queue: Outputs = asyncio.Queue()
+        queue: asyncio.Queue[tuple[Session, Output | BaseException]] = asyncio.Queue()
         numbers: dict[Session, int] = {}
         parsers: dict[int, TextParser] = {}
         watched: dict[int, RequestStats] = {}
@@ -380,14 +365,13 @@ async def generate_once(
     *,
     when_lost: NextChain | None = None,
     parser: TextParser | None = None,
-    emit: Emit = lambda text: None,
-    keep: Keep = keep_nothing,
     chunk: int | None = None,
     traced: bool = False,
+    take: Callable[[Output], None] = lambda output: None,
 ) -> Answer:
     """Run one checked request through an otherwise idle chain; as `Engine.answer`, with the stages' statuses."""
     async with Engine(chain, when_lost=when_lost) as engine:
-        answer = await engine.answer(request, parser=parser, emit=emit, keep=keep, chunk=chunk, traced=traced)
+        answer = await engine.answer(request, parser=parser, chunk=chunk, traced=traced, take=take)
         answer.statuses = await engine.chain.statuses()  # while the caches are still there
     return answer
 
@@ -400,7 +384,7 @@ async def open_engine(
     max_context: int = 0,
     *,
     max_waiting: int,
-    max_wait_s: float,
+    max_wait_s: float = MAX_WAIT_S,
     stats: Stats | None = None,
 ) -> AsyncIterator[Engine]:
     """Load the model over the cluster and keep it.

@@ -12,7 +12,7 @@ from coordinator.engine.inputs import InputProcessor
 from coordinator.sessions.output import Scored
 from coordinator.sessions.request import RequestSpec
 
-Prompt = str | tuple[int, ...]
+ScoredPrompt = str | tuple[int, ...]
 
 # Scores are of the model's own distribution, whatever generation_config.json would have sampled from.
 _PLAIN = {"temperature": 0.0, "repetition_penalty": 0.0, "logprobs": 1}
@@ -20,7 +20,7 @@ _AT_ONCE = 4  # windows of one text: enough for every stage of a chain to work
 
 
 @dataclass(frozen=True)
-class Window:
+class TextWindow:
     """Tokens [begin, end) of a text are fed, and those from `scored` on are scored within this window."""
 
     begin: int
@@ -28,16 +28,16 @@ class Window:
     end: int
 
 
-def windows_of(num_tokens: int, size: int) -> list[Window]:
+def windows_of(num_tokens: int, size: int) -> list[TextWindow]:
     """Windows of at most `size` tokens, each beginning in the middle of the one before; each token is scored once."""
-    windows = [Window(0, 1, min(size, num_tokens))]
+    windows = [TextWindow(0, 1, min(size, num_tokens))]
     while (end := windows[-1].end) < num_tokens:
         begin = end - (size + 1) // 2
-        windows.append(Window(begin, end, min(begin + size, num_tokens)))
+        windows.append(TextWindow(begin, end, min(begin + size, num_tokens)))
     return windows
 
 
-def scoring(prompt: Prompt, score_from: int) -> RequestSpec:
+def scoring(prompt: ScoredPrompt, score_from: int) -> RequestSpec:
     """Return a request for the scores of a prompt's tokens from index `score_from` on."""
     return RequestSpec(prompt, 1, _PLAIN, Decode("ar"), ignore_eos=True, score_from=score_from)
 
@@ -69,7 +69,9 @@ async def score_text(
     return scores
 
 
-async def score_continuations(engine: Engine, prompt: Prompt, continuations: Sequence[Prompt]) -> list[list[Scored]]:
+async def score_continuations(
+    engine: Engine, prompt: ScoredPrompt, continuations: Sequence[ScoredPrompt]
+) -> list[list[Scored]]:
     """Return the scores of each continuation's tokens after the prompt, which is fed once.
 
     A text is tokenized together with the prompt. If that changes the prompt's last token, scoring begins there.
@@ -89,7 +91,7 @@ async def score_continuations(engine: Engine, prompt: Prompt, continuations: Seq
 
 
 async def _joined(
-    inputs: InputProcessor, prompt: Prompt, begin: tuple[int, ...], continuation: Prompt
+    inputs: InputProcessor, prompt: ScoredPrompt, begin: tuple[int, ...], continuation: ScoredPrompt
 ) -> tuple[int, ...]:
     """Return the token ids of the prompt and the continuation together."""
     if isinstance(continuation, tuple):

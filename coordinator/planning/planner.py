@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.planning.plan import Node, Objective, Plan, assign, check_split, some_split_fits, split_by_bytes
-from coordinator.planning.speeds import NOTHING_KNOWN, Survey
+from coordinator.planning.speeds import NO_SPEEDS, Survey
 from worker.errors import ConfigError
 from worker.model.modelspec import ModelSpec
 
@@ -91,7 +91,7 @@ class Planner:
         if layers is None:
             return None
         nodes = [Node(each.name, each.memory_bytes) for each in best.assignments]
-        found = plan(self.spec, nodes, NOTHING_KNOWN, Objective(present.context, layers=layers))
+        found = plan(self.spec, nodes, NO_SPEEDS, Objective(present.context, layers=layers))
         return found if found.fits else None
 
 

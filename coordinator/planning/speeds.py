@@ -11,7 +11,7 @@ TimesByRows = tuple[tuple[int, float], ...]  # milliseconds by rows of a frame, 
 
 
 @dataclass(frozen=True)
-class Speed:
+class NodeSpeed:
     """The times of one node for one model: of a layer of each of the `kinds`, and of norm, head and sampling."""
 
     kinds: tuple[TimesByRows, ...]
@@ -20,7 +20,7 @@ class Speed:
     is_measured: bool = True
 
     @classmethod
-    def assumed(cls, spec: ModelSpec, gbps: float) -> "Speed":
+    def assumed(cls, spec: ModelSpec, gbps: float) -> "NodeSpeed":
         """Return the speed of a node that reads weights at so many GB/s; only frames of one row are known."""
         head_bytes = spec.head_bytes + (spec.embed_bytes if spec.tied else 0)
         sizes = [*(kind.read_bytes for kind in spec.kinds), head_bytes]
@@ -69,7 +69,7 @@ class LinkSpeed:
 class Survey:
     """The known speeds by node: of layers, of their own network `ports`, and of `links` between two nodes."""
 
-    speeds: Mapping[str, Speed] = field(default_factory=dict)
+    speeds: Mapping[str, NodeSpeed] = field(default_factory=dict)
     ports: Mapping[str, LinkSpeed] = field(default_factory=dict)
     links: Mapping[tuple[str, str], LinkSpeed] = field(default_factory=dict)
 
@@ -86,7 +86,7 @@ class Survey:
         return self.ports.get(name, LinkSpeed())
 
 
-NOTHING_KNOWN = Survey()
+NO_SPEEDS = Survey()
 # For a link that could not be measured: its probe of 20 exchanges and 8 MiB took more than 5 s.
 UNMEASURED = LinkSpeed(rtt_ms=5e3 / 20, bytes_per_s=8 * 2**20 / 5)
 

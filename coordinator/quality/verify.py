@@ -25,8 +25,7 @@ from coordinator.quality.replay import CHUNK, ForcedPass, Replay
 from coordinator.quality.report import ComparedAnswer, VerifyReport, compare_tensors
 from coordinator.sessions.request import Conversation, Request, check_request
 from coordinator.sessions.session import Session
-from protos.brigade_pb2 import Cache, Frame, Result, Sampling
-from protos.brigade_pb2 import Session as Opening
+from protos.brigade_pb2 import Cache, Frame, Opening, Result, Sampling
 from worker.compute.executor import Executor
 from worker.compute.shard import Shard
 from worker.config import is_loopback, split_address
@@ -43,7 +42,7 @@ _IN_MEMORY = "interrupted while one process was asked: nothing is proved"
 _TEXTS = ("Tell me a story about a fox.", "What is 48 + 27?")
 
 Requests = Mapping[str, Request]  # by name
-Take = Callable[[ComparedAnswer], None]
+TakeAnswer = Callable[[ComparedAnswer], None]
 
 
 @dataclass(frozen=True)
@@ -118,14 +117,14 @@ class Comparison:
             say(f"interrupted at layer {at + 1} of {num_layers}: nothing is proved")
             raise
 
-    async def finish_streamed(self, replays: Sequence[Replay], take: Take) -> None:
+    async def finish_streamed(self, replays: Sequence[Replay], take: TakeAnswer) -> None:
         """Run the rounding passes of replays whose tokens differ, then take all cases."""
         if passes := [forced for replay in replays for forced in replay.rounding_passes()]:
             await self.stream_layers(passes)
         for replay in replays:
             take(replay.case())
 
-    async def replay_in_memory(self, replays: Sequence[Replay], take: Take) -> None:
+    async def replay_in_memory(self, replays: Sequence[Replay], take: TakeAnswer) -> None:
         """Compare with mlx-lm's model in memory."""
         with show_steps(1 + len(replays)) as begin, telling_interrupts(_IN_MEMORY):
             begin("loading the model in one process")
@@ -135,7 +134,7 @@ class Comparison:
                 await self._thread.run(partial(_replay, reference, replay))
                 take(replay.case())
 
-    async def decode_again(self, requests: Requests, found: Mapping[str, list[int]], take: Take) -> None:
+    async def decode_again(self, requests: Requests, found: Mapping[str, list[int]], take: TakeAnswer) -> None:
         """Compare with the same decoder on a shard of the whole model: mlx-lm has no `diffusion-fast`."""
         with show_steps(1 + len(requests)) as begin, telling_interrupts(_IN_MEMORY):
             begin("loading the model in one process")

@@ -23,7 +23,7 @@ from protos.brigade_pb2 import Cache, Contents, Fingerprint, Sampling
 from worker.errors import InputError
 
 MOST_BYTES = 1 << 28  # of a file
-MARK = b"brigade journal\n"
+MAGIC = b"brigade journal\n"
 _VERSION = 1
 _MOST_RECORD_BYTES = 1 << 25
 _MOST_SHOWN = 8  # positions in a message
@@ -103,7 +103,7 @@ def write_header(header: Header) -> bytes:
         eos=sorted(request.eos),
         repeat_guard=request.repeat_guard,
     )
-    return MARK + _write(record.model_dump())
+    return MAGIC + _write(record.model_dump())
 
 
 def write_batch(first: int, output: Output) -> bytes:
@@ -122,8 +122,8 @@ def read_journal(data: bytes) -> Journal | None:
     Raises:
         InputError: the file is not a journal, or it was changed.
     """
-    if not data.startswith(MARK):
-        if MARK.startswith(data):
+    if not data.startswith(MAGIC):
+        if MAGIC.startswith(data):
             return None
         raise InputError("journal", "expected a journal or no file, found something else; give another file")
     header, end, last = None, 0, _Batch(first=0, tokens=[])
@@ -152,7 +152,7 @@ def _write(record: dict[str, Any]) -> bytes:
 
 def _payloads(data: bytes) -> Iterator[tuple[int, memoryview]]:
     """Yield (end, payload) of every complete record."""
-    view, at, number = memoryview(data), len(MARK), 0
+    view, at, number = memoryview(data), len(MAGIC), 0
     while at + _PREFIX.size <= len(data):
         length, checksum, of_both = _PREFIX.unpack_from(data, at)
         begin, end = at + _PREFIX.size, at + _PREFIX.size + length

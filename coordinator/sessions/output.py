@@ -48,7 +48,7 @@ class KnownTokens:
     finish_reason: str | None = None
 
 
-NOTHING_KNOWN = KnownTokens()
+NO_TOKENS = KnownTokens()
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing_extensions import TypedDict  # pydantic needs this one up to Python 
 
 from coordinator.decoding.decode import Decode
 from coordinator.planning.costs import StepCosts
-from coordinator.sessions.output import NOTHING_KNOWN, KnownTokens
+from coordinator.sessions.output import NO_TOKENS, KnownTokens
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache, Sampling
 from worker.errors import ContextExceeded, InputError, ModelError
 from worker.model.modelspec import ModelSpec
@@ -20,7 +20,7 @@ _OFF_AT_ONE = ("top_p", "repetition_penalty")
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-100, le=100)]
-Count = Annotated[int, Field(ge=0, le=2**32 - 1)]
+UInt32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
 
 
 @with_config(ConfigDict(extra="forbid"))
@@ -30,13 +30,13 @@ class SamplingParams(TypedDict, total=False):
     seed: Annotated[int, Field(ge=0, le=2**64 - 1)]
     temperature: Annotated[float, Field(ge=0, le=100)]  # 0: the likeliest token
     top_p: Share  # 0 disables it, as for the next two
-    top_k: Count
+    top_k: UInt32
     min_p: Share
     repetition_penalty: Annotated[float, Field(ge=0, le=100)]
     presence_penalty: Penalty
     frequency_penalty: Penalty
-    logit_bias: dict[Count, Annotated[float, Field(ge=-1e9, le=1e9)]]  # by token id
-    logprobs: Count  # 1 + the number of alternatives to each drawn token; 0: no logprobs
+    logit_bias: dict[UInt32, Annotated[float, Field(ge=-1e9, le=1e9)]]  # by token id
+    logprobs: UInt32  # 1 + the number of alternatives to each drawn token; 0: no logprobs
 
 
 _PARAMS: TypeAdapter[SamplingParams] = TypeAdapter(SamplingParams)
@@ -56,7 +56,7 @@ class Request:
     eos: frozenset[int] = frozenset()
     repeat_guard: int = 0  # end once the last tokens repeat this many times; 0: never
     score_from: int | None = None  # index of the first prompt token to score, at least 1
-    known: KnownTokens = NOTHING_KNOWN  # the answer so far, from a journal
+    known: KnownTokens = NO_TOKENS  # the answer so far, from a journal
     tools: tuple[Mapping[str, Any], ...] = ()  # that the answer may call
     has_parallel_calls: bool = True  # whether one answer may hold several calls
 

@@ -14,8 +14,7 @@ from operator import add, sub
 
 from coordinator.planning.plan import Plan
 from coordinator.sessions.session import Session
-from protos.brigade_pb2 import Cache
-from protos.brigade_pb2 import Session as Opening
+from protos.brigade_pb2 import Cache, Opening
 from worker.errors import ContextExceeded, QueueFull
 from worker.model.modelspec import ModelSpec
 from worker.platform.text import format_bytes

@@ -21,7 +21,7 @@ from coordinator.cluster.peer import Peer
 from coordinator.engine.engine import generate_once
 from coordinator.planning.plan import Node, Objective
 from coordinator.planning.planner import plan
-from coordinator.planning.speeds import NOTHING_KNOWN
+from coordinator.planning.speeds import NO_SPEEDS
 from coordinator.quality.reference import Reference
 from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
@@ -137,9 +137,7 @@ async def opened(
         for peer in peers:
             stack.push_async_callback(peer.close)
         memory = [Node(name, 1 << 40) for name in ("coordinator", *(peer.name for peer in peers))]
-        deployment = Deployment(
-            checkpoint, spec, plan(spec, memory, NOTHING_KNOWN, Objective(128, layers=layers)), peers
-        )
+        deployment = Deployment(checkpoint, spec, plan(spec, memory, NO_SPEEDS, Objective(128, layers=layers)), peers)
         yield await stack.enter_async_context(joined(deployment))
 
 

@@ -12,7 +12,7 @@ import pytest
 from coordinator.cluster.chain import Chain
 from coordinator.decoding.decode import Decode
 from coordinator.engine.engine import Engine, generate_once
-from coordinator.sessions.output import Answer
+from coordinator.sessions.output import Answer, Output
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Frame, Sampling, StatusReply, Window
 from tests.integration.conftest import CHUNK, opened, serving
@@ -51,7 +51,7 @@ class Live:
         self.num_pieces = 0
         self._emit: Callable[[str], None] = more.pop("emit", lambda text: None)
         self._pieces: asyncio.Queue[str] = asyncio.Queue()
-        self.task = asyncio.create_task(engine.answer(each, emit=self._note, chunk=CHUNK, **more))
+        self.task = asyncio.create_task(engine.answer(each, take=self._note, chunk=CHUNK, **more))
 
     async def wait_pieces(self, count: int) -> None:
         """Return once it has emitted so many pieces."""
@@ -63,10 +63,11 @@ class Live:
         async with asyncio.timeout(60):
             return await self.task
 
-    def _note(self, text: str) -> None:
-        self.num_pieces += 1
-        self._pieces.put_nowait(text)
-        self._emit(text)
+    def _note(self, output: Output) -> None:
+        if output.text:
+            self.num_pieces += 1
+            self._pieces.put_nowait(output.text)
+            self._emit(output.text)
 
 
 @asynccontextmanager

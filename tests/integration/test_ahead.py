@@ -11,8 +11,7 @@ import pytest
 from coordinator.decoding.decode import make_cache_choice
 from coordinator.engine.engine import Engine
 from coordinator.sessions.output import Answer
-from protos.brigade_pb2 import Frame, Result, Sampling, Window
-from protos.brigade_pb2 import Session as Opening
+from protos.brigade_pb2 import Frame, Opening, Result, Sampling, Window
 from tests.integration.conftest import Models, Whole, running
 from tests.integration.many import request, solo, together, tokens_of
 from tests.integration.upstream import window_of

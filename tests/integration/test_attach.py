@@ -16,8 +16,8 @@ from protos.brigade_pb2 import (
     AttachRequest,
     Cache,
     Frame,
+    Opening,
 )
-from protos.brigade_pb2 import Session as Opening
 from tests.integration.conftest import (
     CHUNK,
     Models,

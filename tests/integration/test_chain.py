@@ -15,9 +15,9 @@ from coordinator.sessions.scheduler import Scheduler
 from coordinator.sessions.slots import cache_costs
 from protos.brigade_pb2 import (
     Frame,
+    Opening,
     Sampling,
 )
-from protos.brigade_pb2 import Session as Opening
 from tests.integration.conftest import (
     CHUNK,
     Models,

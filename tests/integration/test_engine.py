@@ -6,8 +6,7 @@ from itertools import pairwise
 import mlx.core as mx
 import pytest
 
-from protos.brigade_pb2 import Frame, Result, Sampling, Window
-from protos.brigade_pb2 import Session as Opening
+from protos.brigade_pb2 import Frame, Opening, Result, Sampling, Window
 from tests.integration.conftest import CHUNK, Models, Whole
 from tests.integration.many import tokens_of
 from tests.integration.upstream import window_of

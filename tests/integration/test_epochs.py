@@ -15,10 +15,9 @@ from coordinator.decoding.decode import Decode
 from coordinator.engine.engine import Engine
 from coordinator.planning.plan import Node, Objective, Plan
 from coordinator.planning.planner import plan
-from coordinator.planning.speeds import NOTHING_KNOWN
+from coordinator.planning.speeds import NO_SPEEDS
 from coordinator.sessions.session import SessionState
-from protos.brigade_pb2 import Frame, Result, Sampling
-from protos.brigade_pb2 import Session as Opening
+from protos.brigade_pb2 import Frame, Opening, Result, Sampling
 from tests.integration.conftest import Models, running, serving
 from tests.integration.many import Live, request, solo, tokens_of, until
 from tests.integration.upstream import window_of
@@ -71,9 +70,7 @@ async def loaded(folder: Path, layers: Sequence[int]) -> AsyncIterator[Cluster]:
         for peer in peers:
             stack.push_async_callback(peer.close)
         memory = [Node(name, 1 << 40) for name in ("coordinator", *(peer.name for peer in peers))]
-        deployment = Deployment(
-            checkpoint, spec, plan(spec, memory, NOTHING_KNOWN, Objective(128, layers=layers)), peers
-        )
+        deployment = Deployment(checkpoint, spec, plan(spec, memory, NO_SPEEDS, Objective(128, layers=layers)), peers)
         await load_all(own, deployment)
         async with AsyncExitStack() as chains:
             yield Cluster(own, deployment, chains)

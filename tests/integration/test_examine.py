@@ -41,7 +41,7 @@ from worker.node import links
 from worker.node.links import exchange, open_port
 from worker.node.network import Network
 from worker.node.service import NodeService
-from worker.platform.commands import Ask
+from worker.platform.commands import RunProgram
 from worker.platform.installation import running_code
 
 PATIENCE_S = 30.0  # the machine may be busy
@@ -322,7 +322,7 @@ async def test_the_event_loop_is_free_while_commands_of_the_system_take_their_ti
 ) -> None:
     is_free = threading.Event()
 
-    def reading(ask: Ask) -> Facts:
+    def reading(ask: RunProgram) -> Facts:
         assert is_free.wait(PATIENCE_S), "the event loop waits for this"
         return Facts(chip="slow")
 

@@ -7,6 +7,7 @@ import pytest
 
 from coordinator.cluster.chain import Chain
 from coordinator.engine.engine import Engine, generate_once
+from coordinator.sessions.output import Output
 from coordinator.sessions.text import TextParser
 from tests.integration.conftest import CHUNK, Models, opened, running, serving
 from tests.integration.many import Live, request, solo, tokens_of, wait_freed
@@ -97,7 +98,7 @@ async def test_a_token_that_the_tokenizer_cannot_tell_fails_its_own_request_only
 async def test_after_a_request_was_cancelled_the_chain_serves_the_next(models: Models) -> None:
     async with running(models("qwen3").folder, (2, 2)) as chain:
         began = asyncio.Event()
-        work = generate_once(chain, request(tokens_of(3), FOREVER), emit=lambda text: began.set(), chunk=CHUNK)
+        work = generate_once(chain, request(tokens_of(3), FOREVER), take=lambda output: began.set(), chunk=CHUNK)
         task = asyncio.create_task(work)
         await began.wait()
         task.cancel()
@@ -106,12 +107,12 @@ async def test_after_a_request_was_cancelled_the_chain_serves_the_next(models: M
 
 
 async def test_after_a_reader_has_failed_the_chain_serves_the_next(models: Models) -> None:
-    def fail(text: str) -> None:
+    def fail(output: Output) -> None:
         raise BrokenPipeError
 
     async with running(models("qwen3").folder, (2, 2)) as chain:
         with pytest.raises(BrokenPipeError):
-            await generate_once(chain, request(tokens_of(3), FOREVER), emit=fail, chunk=CHUNK)
+            await generate_once(chain, request(tokens_of(3), FOREVER), take=fail, chunk=CHUNK)
         await assert_serves(models, chain)
 
 

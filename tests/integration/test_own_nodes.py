@@ -9,7 +9,7 @@ from coordinator.cluster.deployment import Deployment, OwnNode
 from coordinator.cluster.local import LocalWorker
 from coordinator.planning.plan import Node, Objective
 from coordinator.planning.planner import plan
-from coordinator.planning.speeds import NOTHING_KNOWN
+from coordinator.planning.speeds import NO_SPEEDS
 from protos.brigade_pb2 import LoadProgress
 from tests.tiny import make_model
 from worker.model.checkpoint import open_folder
@@ -20,7 +20,7 @@ from worker.platform.threads import MlxThread
 def deployment_of(folder: Path) -> Deployment:
     checkpoint = open_folder(folder)
     spec = describe(checkpoint)
-    return Deployment(checkpoint, spec, plan(spec, [Node("coordinator", 1 << 40)], NOTHING_KNOWN, Objective(128)), [])
+    return Deployment(checkpoint, spec, plan(spec, [Node("coordinator", 1 << 40)], NO_SPEEDS, Objective(128)), [])
 
 
 async def test_a_shard_is_kept_only_for_the_checkpoint_that_it_is_of(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.peer import Peer
 from coordinator.engine.engine import Engine
 from coordinator.planning.recovery import Limits
-from coordinator.planning.speeds import NOTHING_KNOWN, LinkSpeed, Speed, Survey
+from coordinator.planning.speeds import NO_SPEEDS, LinkSpeed, NodeSpeed, Survey
 from tests.integration.conftest import NETWORK, Models, answer
 from tests.integration.many import Live, request, tokens_of, until
 from tests.integration.test_recovery import Place
@@ -33,12 +33,12 @@ def known_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the nodes were different machines that have measured themselves."""
 
     async def known_speeds(
-        options: ClusterOptions, checkpoint: Checkpoint, peers: list[Peer], known: Survey = NOTHING_KNOWN
+        options: ClusterOptions, checkpoint: Checkpoint, peers: list[Peer], known: Survey = NO_SPEEDS
     ) -> Survey:
         measured = {"coordinator", *(peer.name for peer in peers), *known.speeds}
         num_kinds = len(describe(checkpoint).kinds)
         speeds = {
-            name: Speed((((1, ms),),) * num_kinds, ((1, 8 * ms),), 1)
+            name: NodeSpeed((((1, ms),),) * num_kinds, ((1, 8 * ms),), 1)
             for name, ms in LAYER_MS.items()
             if name in measured
         }

@@ -12,8 +12,7 @@ from coordinator.engine.engine import Engine
 from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
 from coordinator.sessions.slots import cache_costs
-from protos.brigade_pb2 import Frame, Timing
-from protos.brigade_pb2 import Session as Opening
+from protos.brigade_pb2 import Frame, Opening, Timing
 from tests.integration.conftest import CHUNK, Models, Pass, opened, running, serving
 from tests.integration.many import Frames, Live, request, running_within, solo, splits, tokens_of, wait_freed
 from tests.integration.many import frames as frames

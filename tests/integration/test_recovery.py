@@ -21,7 +21,7 @@ from coordinator.engine.engine import Engine
 from coordinator.planning.plan import Node, Objective
 from coordinator.planning.planner import plan
 from coordinator.planning.recovery import Limits
-from coordinator.planning.speeds import NOTHING_KNOWN
+from coordinator.planning.speeds import NO_SPEEDS
 from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request, most_rows
 from coordinator.sessions.slots import cache_costs
@@ -120,7 +120,7 @@ async def supervised(
         own = await stack.enter_async_context(OwnNode())
         nodes = [Node(name, memory) for name in ("coordinator", *(place.name for place in places))]
         objective = Objective(context, layers=layers)
-        deployment = Deployment(checkpoint, spec, plan(spec, nodes, NOTHING_KNOWN, objective), peers)
+        deployment = Deployment(checkpoint, spec, plan(spec, nodes, NO_SPEEDS, objective), peers)
         cluster = Cluster(own, there, deployment, limits, say=said.append)
         await stack.enter_async_context(cluster)
         await cluster.open()

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.rope_utils import initialize_rope
 
-from protos.brigade_pb2 import Sampling
-from protos.brigade_pb2 import Session as Opening
+from protos.brigade_pb2 import Opening, Sampling
 from tests.integration.conftest import Models, running
 from tests.integration.windows import (
     AHEAD,

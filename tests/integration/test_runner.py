@@ -10,6 +10,7 @@ import pytest
 
 from coordinator.decoding.decode import Decode
 from coordinator.engine.engine import Engine
+from coordinator.sessions.output import Output
 from coordinator.sessions.request import Request
 from coordinator.sessions.text import TextParser
 from protos.brigade_pb2 import Frame
@@ -218,13 +219,13 @@ async def test_a_stop_string_ends_one_of_several_requests_and_no_other(models: M
         stop = "".join(f" {token}" for token in alone[1].tokens[20:22])
         text = "".join(f" {token}" for token in alone[1].tokens)
         end = text.index(stop)
-        pieces: list[list[str]] = [[], [], []]
+        pieces: list[list[Output]] = [[], [], []]
         async with Engine(chain) as engine:
             found = await asyncio.gather(*(
-                engine.answer(each, parser=TextParser(Words(), stops), emit=out.append, chunk=CHUNK)
+                engine.answer(each, parser=TextParser(Words(), stops), take=out.append, chunk=CHUNK)
                 for each, stops, out in zip(asked, ([], [stop], []), pieces, strict=True)
             ))  # fmt: skip
-    assert "".join(pieces[1]) == text[:end]
+    assert "".join(piece.text for piece in pieces[1]) == text[:end]
     assert [each.finish_reason for each in found] == ["length", "stop", "length"]
     assert [found[i].tokens for i in (0, 2)] == [alone[i].tokens for i in (0, 2)]
 

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from protos.brigade_pb2 import DTYPE_FLOAT32, Credit, Frame, Result, Session, Timing
+from protos.brigade_pb2 import DTYPE_FLOAT32, Credit, Frame, Result, Timing
 from protos.brigade_pb2_grpc import NodeServicer
 from tests.integration.conftest import NETWORK, Models, load, load_request, serving
 from tests.integration.upstream import feeding, frame, parts_of, tensor
@@ -117,7 +117,7 @@ async def test_a_stage_is_not_idle_while_a_frame_that_opens_a_slot_passes_it(mon
     async with started(engine) as stage, asyncio.timeout(60):
         monkeypatch.setattr(stage._thread, "give_way", lambda: ended.set() if engine.num_open else None)
         stage.submit(Frame(epoch=1, step=0))
-        stage.submit(Frame(epoch=1, step=1, opened=[Session(slot=0)]))
+        stage.submit(Frame(epoch=1, step=1, opened=[Opening(slot=0)]))
         await stage.next_result()
         engine.release.set()
         await stage.next_result()

@@ -13,7 +13,7 @@ from coordinator.cluster.peer import Peer
 from coordinator.cluster.survey import survey
 from coordinator.planning.plan import Node, Objective
 from coordinator.planning.planner import plan
-from coordinator.planning.speeds import NOTHING_KNOWN, UNMEASURED, Survey
+from coordinator.planning.speeds import NO_SPEEDS, UNMEASURED, Survey
 from protos.brigade_pb2 import LinkReply, MeasureRequest, ProbePart, Speed
 from tests.integration.certificates import Certificates
 from tests.integration.conftest import NETWORK, Models, RunningNode, load_request, opened, serving
@@ -70,7 +70,7 @@ async def test_every_node_and_every_hop_are_measured(models: Models, capsys: pyt
 async def test_a_survey_beside_an_open_chain_does_not_measure_this_node(models: Models) -> None:
     """One thread of a process owns MLX, and the chain uses it."""
     async with serving(1) as nodes, peers_of(nodes) as peers:
-        found = await survey(open_folder(models("qwen3").folder), "coordinator", peers, NOTHING_KNOWN, feeds=True)
+        found = await survey(open_folder(models("qwen3").folder), "coordinator", peers, NO_SPEEDS, feeds=True)
     assert set(found.speeds) == {"node-1"}
 
 

@@ -12,8 +12,7 @@ from coordinator.engine.engine import generate_once
 from coordinator.planning.costs import StepCosts
 from coordinator.sessions.request import Request
 from coordinator.sessions.text import TextParser
-from protos.brigade_pb2 import Sampling
-from protos.brigade_pb2 import Session as Opening
+from protos.brigade_pb2 import Opening, Sampling
 from tests.integration.conftest import CHUNK, Models, running
 from tests.integration.windows import (
     BIASED,
@@ -235,7 +234,13 @@ async def test_a_stop_string_ends_an_answer_where_it_would_one_token_at_a_time(
             for decode in (Decode("ar"), Decode(kind, window)):
                 stream, pieces = TextParser(Words(), [stop]), []
                 request = Request(PROMPT, 20, BIASED, decode, stops=(stop,))
-                ended = await generate_once(chain, request, parser=stream, emit=pieces.append, chunk=CHUNK)
+                ended = await generate_once(
+                    chain,
+                    request,
+                    parser=stream,
+                    take=lambda output, pieces=pieces: pieces.append(output.text),
+                    chunk=CHUNK,
+                )
                 found.append((ended.tokens, ended.finish_reason, "".join(pieces), stream.text))
             assert found[0] == found[1]
             assert found[0][1] == "stop" and stop not in found[0][2]

@@ -12,12 +12,12 @@ from protos.brigade_pb2 import (
     DTYPE_FLOAT32,
     AttachRequest,
     Frame,
+    Opening,
     Result,
     Tensor,
     Timing,
     Window,
 )
-from protos.brigade_pb2 import Session as Opening
 from tests.integration.conftest import (
     load,
     load_request,

@@ -16,8 +16,7 @@ from coordinator.decoding.decode import Decode
 from coordinator.engine.engine import generate_once
 from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
-from protos.brigade_pb2 import Frame, Result, Sample, Sampling, Window
-from protos.brigade_pb2 import Session as Opening
+from protos.brigade_pb2 import Frame, Opening, Result, Sample, Sampling, Window
 from tests.integration.conftest import CHUNK
 from tests.tiny import VOCAB
 from worker.memory.history import History

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from coordinator.decoding.decoders import Decoder
-from coordinator.sessions.output import NOTHING_KNOWN, KnownTokens
+from coordinator.sessions.output import NO_TOKENS, KnownTokens
 from coordinator.sessions.request import Request
 from coordinator.sessions.scheduler import Scheduler
 from coordinator.sessions.session import Session
@@ -196,7 +196,7 @@ def make_session(
     sampling: Sampling | None = None,
     cache: Cache | None = None,
     score_from: int | None = None,
-    known: KnownTokens = NOTHING_KNOWN,
+    known: KnownTokens = NO_TOKENS,
 ) -> Session:
     """The session of a request with these fields."""
     request = Request(

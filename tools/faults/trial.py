@@ -9,7 +9,7 @@ from typing import Any
 
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.cluster import Cluster
-from coordinator.engine.engine import Emit, Engine
+from coordinator.engine.engine import Engine
 from coordinator.engine.tokenizer import Tokenizer
 from coordinator.sessions.output import Answer, Output
 from coordinator.sessions.request import Request
@@ -40,7 +40,7 @@ class Live:
         self._at = at
         self._act = act
         self._changed = asyncio.Event()
-        self.task = asyncio.create_task(engine.answer(request, parser=tokenizer.stream(request.stops), keep=self._keep))
+        self.task = asyncio.create_task(engine.answer(request, parser=tokenizer.stream(request.stops), take=self._take))
 
     @property
     def times(self) -> list[float]:
@@ -59,7 +59,7 @@ class Live:
         before = [at for at in self.times if at <= lost_at]
         return after[0] - max(before, default=self.began) if after else None
 
-    async def _keep(self, piece: Output, emit: Emit) -> None:
+    def _take(self, piece: Output) -> None:
         self.pieces.append(piece)
         self._changed.set()
         if len(self.pieces) == self._at:

@@ -22,11 +22,11 @@ from worker.compute.slot import Slot
 from worker.memory.caches import Snapshot
 from worker.memory.lane import LaneWindow
 
-Slots = Mapping[int, Slot]  # by number
+SlotsById = Mapping[int, Slot]  # by number
 
 
 @dataclass(frozen=True)
-class Outputs:
+class StepOutputs:
     """A step's outputs, not yet evaluated; draws and logits on the last stage only."""
 
     h: mx.array  # [1, B, D]
@@ -37,7 +37,7 @@ class Outputs:
     def evaluate(self) -> None:
         mx.async_eval([self.h, *(array for draws in self.draws.values() for array in draws.arrays())])
 
-    def tokens_of(self, slots: Slots) -> mx.array:
+    def tokens_of(self, slots: SlotsById) -> mx.array:
         """Return the tokens [B] drawn for these slots, in the step's order."""
         if self.tokens is not None and self.tokens.size == len(slots):
             return self.tokens
@@ -50,7 +50,7 @@ class Built:
     is_under_way = False
     following = None  # nothing is launched on top of it
 
-    def __init__(self, shard: Shard, slots: Slots, dtype: mx.Dtype) -> None:
+    def __init__(self, shard: Shard, slots: SlotsById, dtype: mx.Dtype) -> None:
         B, D = len(slots), shard.info.hidden_size
         self.slots = slots
         self.hidden = None if shard.is_first else Placeholder([1, B, D], dtype)  # the step's input
@@ -87,7 +87,7 @@ class Launched:
     is_under_way = True
     hidden = None  # the whole model starts from token ids
 
-    def __init__(self, shard: Shard, slots: Slots, bases: Mapping[int, int], tokens: mx.array) -> None:
+    def __init__(self, shard: Shard, slots: SlotsById, bases: Mapping[int, int], tokens: mx.array) -> None:
         """`tokens` [B] are those just drawn, one for each slot; each follows the slot's first `bases` tokens."""
         self.slots = dict(slots)
         self.following: Launched | None = None  # the step launched on top of this one
@@ -142,7 +142,7 @@ class StepsAhead:
         self._can_build: bool | None = None  # not tried yet
         self._ready: list[Ready] = []
 
-    def build(self, slots: Slots) -> None:
+    def build(self, slots: SlotsById) -> None:
         """Build the step that feeds each of these slots one more token, unless one of them has a step ready."""
         if not all(each.slots.keys().isdisjoint(slots) for each in self._ready):
             return
@@ -152,7 +152,7 @@ class StepsAhead:
         if self._can_build:
             self._ready.append(Built(self._shard, slots, self._dtype))
 
-    def launch(self, slots: Slots, tokens: Mapping[int, mx.array], most: int) -> Outputs | None:
+    def launch(self, slots: SlotsById, tokens: Mapping[int, mx.array], most: int) -> StepOutputs | None:
         """Launch the step that feeds these tokens [1], or one on top of it if it exists, up to `most` steps in all.
 
         Works only on a shard that is the whole model, and launches only if every cache has room.
@@ -217,24 +217,24 @@ def is_one_token(window: Window) -> bool:
     return plain and not (window.positions or window.targets)
 
 
-def _outputs(shard: Shard, slots: Slots, bases: Mapping[int, int], x: mx.array, ids: mx.array) -> Outputs:
+def _outputs(shard: Shard, slots: SlotsById, bases: Mapping[int, int], x: mx.array, ids: mx.array) -> StepOutputs:
     """Build the step that feeds each slot one token at its base."""
     h = shard(x, [slot.next_place(bases[number]) for number, slot in slots.items()], ids)
     if not shard.is_last:
-        return Outputs(h, {}, {})
+        return StepOutputs(h, {}, {})
     logits = shard.logits(h)
     samplers = [slot.sampler for slot in slots.values()]
     kinds = {sampler.kind for sampler in samplers}
     able = [number for number, slot in slots.items() if slot.can_draw_ahead]
     if len(kinds) == 1 and None not in kinds and len(able) == len(slots):
         draws = samplers[0].draw(logits, [each.seed for each in samplers], [bases[number] + 1 for number in slots])
-        return Outputs(h, dict(zip(slots, draws.rows(), strict=True)), {}, draws.tokens)
+        return StepOutputs(h, dict(zip(slots, draws.rows(), strict=True)), {}, draws.tokens)
     rows = dict(zip(slots, logits.split(len(slots)), strict=True))
     drawn = {number: slots[number].draw_ahead(bases[number], rows.pop(number)) for number in able}
-    return Outputs(h, drawn, rows)
+    return StepOutputs(h, drawn, rows)
 
 
-def _go_on(windows: Sequence[Window], slots: Slots) -> bool:
+def _go_on(windows: Sequence[Window], slots: SlotsById) -> bool:
     """Return whether each window adds one token to exactly what its slot holds."""
     histories = [slots[window.slot].history for window in windows]
     return all(

@@ -12,8 +12,8 @@ from itertools import accumulate
 
 import mlx.core as mx
 
-from protos.brigade_pb2 import DType, Failure, Frame, Result, Sampling, Session, Timing, Window
-from worker.compute.ahead import Outputs, Placeholder, Ready, StepsAhead, is_one_token
+from protos.brigade_pb2 import DType, Failure, Frame, Opening, Result, Sampling, Timing, Window
+from worker.compute.ahead import Placeholder, Ready, StepOutputs, StepsAhead, is_one_token
 from worker.compute.grammar import Guide
 from worker.compute.header import asked_rows, check_header, head_rows, num_rows
 from worker.compute.sampling import Draws, TokenScores
@@ -104,7 +104,7 @@ class Executor:
             self._ahead.build(slots)
         self._last = ()
 
-    def launch_ahead(self, step: Step, *, is_finished: bool) -> Outputs | None:
+    def launch_ahead(self, step: Step, *, is_finished: bool) -> StepOutputs | None:
         """Single node only: launch the next step before this step's tokens reach Python.
 
         Launches at most two steps ahead of the last finished one; one if steps are long, since a new session would
@@ -202,7 +202,7 @@ class Executor:
                 slot.caches.close()
         self._slots.update(fresh)
 
-    def _open(self, step: Step, session: Session, length: int) -> Slot:
+    def _open(self, step: Step, session: Opening, length: int) -> Slot:
         """Make the session's slot. On failure it is empty, so that later windows of the session fail too.
 
         Raises:
@@ -216,10 +216,10 @@ class Executor:
             self._fail(step, session.slot, error)
             return self._empty(session, Sampling())
 
-    def _empty(self, session: Session, sampling: Sampling) -> Slot:
+    def _empty(self, session: Opening, sampling: Sampling) -> Slot:
         return Slot(self._shard.make_caches(session.cache), History(), sampling, self._guide(sampling))
 
-    def _fork(self, session: Session, length: int) -> Slot:
+    def _fork(self, session: Opening, length: int) -> Slot:
         """Return a slot that continues from the first `length` tokens of another one."""
         source = self._slots.get(session.fork_of)
         if source is None:

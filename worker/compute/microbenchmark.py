@@ -29,7 +29,7 @@ _TRIES = 3
 _PERIOD = 1_000_003  # random numbers repeat after so many: prime, or rows of a matrix would be alike
 _SIZE = 0.01  # the size of random numbers: small enough for eight layers in float16
 
-Step = Callable[[int, int], float]  # takes the number of rows and of repetitions; returns seconds for one
+TimedStep = Callable[[int, int], float]  # takes the number of rows and of repetitions; returns seconds for one
 
 
 def measure_speed(checkpoint: Checkpoint, within_s: float = _WITHIN_S) -> Speed:
@@ -120,7 +120,7 @@ def _seconds(made: list[mx.array]) -> float:
     return time.monotonic() - began
 
 
-def _by_rows(step: Step, deadline: float) -> RowTimes:
+def _by_rows(step: TimedStep, deadline: float) -> RowTimes:
     """Measure as many sizes of frames as there is time for; more rows never take less than fewer."""
     found: dict[int, float] = {}
     for done, num_rows in enumerate(ROWS):
@@ -133,7 +133,7 @@ def _by_rows(step: Step, deadline: float) -> RowTimes:
     return RowTimes(rows=ascending, ms=[1e3 * took for took in longest])
 
 
-def _least(step: Step, num_rows: int, until: float) -> float:
+def _least(step: TimedStep, num_rows: int, until: float) -> float:
     """Return the least seconds for one, undisturbed; the first run, which compiles kernels, does not count."""
     step(num_rows, 1)
     found, count = [step(num_rows, 1)], _AT_ONCE if num_rows <= _SHORT else 1

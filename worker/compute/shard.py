@@ -30,7 +30,7 @@ from worker.model.families import LaneForm, lane_form, mask_token_of
 from worker.model.headers import TensorInfo
 from worker.model.module_tree import module_tree_of
 from worker.model.probe_pass import ModelInfo, strip_front
-from worker.model.stub_layers import Run, as_returned, as_rows, drop_arrays, drop_part, install_gates
+from worker.model.stub_layers import RunLayer, as_returned, as_rows, drop_arrays, drop_part, install_gates
 from worker.platform.machine import multiplies_experts
 from worker.platform.mlx_memory import out_of_memory
 
@@ -217,7 +217,7 @@ class _StageGate:
         self._info = info
         self.is_past = False  # whether only norm and head run
 
-    def __call__(self, index: int, run: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, index: int, run: RunLayer, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if index < self._start or self.is_past:
             assert self.incoming is not None
             return as_returned(self.incoming, self._info.shapes, self._info.returns[index])

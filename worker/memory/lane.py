@@ -19,7 +19,7 @@ import mlx.core as mx
 from worker.memory.cache import KVCache, Mask, packed
 from worker.memory.caches import Caches
 from worker.model.cachespec import pack_capacity
-from worker.model.stub_layers import Run
+from worker.model.stub_layers import RunLayer
 
 Attention = Callable[..., mx.array]
 
@@ -116,7 +116,7 @@ class View:
         places = enumerate(zip(self.caches, self._lane.places, strict=True))
         return LaneMask({i: cache.make_mask(p.num_rows, return_array, window_size) for i, (cache, p) in places}, [])
 
-    def run(self, layer: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def run(self, layer: RunLayer, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run the layer over the lane; `args` begin with its hidden states [1, sum L, D] or [B, L, D]."""
         results = []
         for number, hidden in enumerate(self._lane.split(args[0])):
@@ -152,7 +152,7 @@ class BatchCache(View):
     def make_mask(self, num_rows: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
         return self._group.mask(window_size)
 
-    def run(self, layer: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def run(self, layer: RunLayer, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return layer(*args, **kwargs)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -176,7 +176,7 @@ class LaneCache(View):
         alone = {i: self.caches[i].make_mask(places[i].num_rows, return_array, window_size) for i in self._alone}
         return LaneMask(alone, [group.mask(window_size) for group in self._groups])
 
-    def run(self, layer: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def run(self, layer: RunLayer, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         x, *others = args
         if not self._together or any(isinstance(other, mx.array) for other in (*others, *kwargs.values())):
             return layer(*args, **kwargs)

@@ -22,7 +22,7 @@ from mlx_lm.models.cache import (
 from worker.errors import ModelError, first_line
 from worker.model.cachespec import Memory, int8_group
 from worker.model.module_tree import ModuleTree, module_tree_of
-from worker.model.stub_layers import Run, StubEmbedding, as_returned, drop_part, install_gates
+from worker.model.stub_layers import RunLayer, StubEmbedding, as_returned, drop_part, install_gates
 
 _ROWS = 11  # of the pass: several, so that masks are made, and no size that a model has
 _FAILURES = (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError)
@@ -89,7 +89,7 @@ def probe(model: Any) -> ModelInfo:
         raise ModelError("its layers are in two lists")
     calls: list[_Call] = []
 
-    def record(index: int, run: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def record(index: int, run: RunLayer, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         result = run(*args, **kwargs)
         calls.append(_Call(index, [*(("", arg) for arg in args), *kwargs.items()], result))
         return result

@@ -14,8 +14,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-Run = Callable[..., Any]  # runs a layer itself
-Gate = Callable[[int, Run, Sequence[Any], dict[str, Any]], Any]  # takes a layer's index and call, returns its result
+RunLayer = Callable[..., Any]  # runs a layer itself
+Gate = Callable[
+    [int, RunLayer, Sequence[Any], dict[str, Any]], Any
+]  # takes a layer's index and call, returns its result
 Shapes = Sequence[tuple[int, ...]]  # of a row of each tensor that travels between layers
 
 

@@ -12,7 +12,7 @@ import psutil
 from protos.brigade_pb2 import Facts
 from worker.node.network import Network
 from worker.platform import linux, mac
-from worker.platform.commands import Ask, Commands
+from worker.platform.commands import Commands, RunProgram
 from worker.platform.installation import cache_folder, code_on_disk, running_code
 from worker.platform.machine import memory_budget
 from worker.platform.threads import run_in_thread
@@ -45,7 +45,7 @@ async def read_facts(name: str, network: Network, memory_bytes: int | None = Non
     return facts
 
 
-def _read_files(ask: Ask) -> Facts:
+def _read_files(ask: RunProgram) -> Facts:
     folder = cache_folder()
     existing = next(each for each in (folder, *folder.parents) if each.exists())
     return Facts(

@@ -66,7 +66,7 @@ TRANSITIONS = {
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldModel:
     """A worker's tensors of a model: a shard, or those that a given-up load has read."""
 
     request: LoadRequest  # reduced by `_shard_of`
@@ -94,7 +94,7 @@ class Worker:
         self.name = name
         self.state = WorkerState.EMPTY
         self.attachment: Attachment | None = None  # while ATTACHED, and perhaps while DRAINING
-        self._held: Held | None = None
+        self._held: HeldModel | None = None
         self._reservation: Reservation | None = None
         self._used_at = 0.0  # the last time, on the event loop's clock
         self._changed = asyncio.Event()  # replaced at each change
@@ -188,7 +188,7 @@ class Worker:
         held = self._held
         if held is None or not held.has_tensors:
             return
-        self._held = Held(held.request, held.stamp, None, {})  # records what was released
+        self._held = HeldModel(held.request, held.stamp, None, {})  # records what was released
         self._become(WorkerState.EMPTY)
         self._lease.close()
         self._log.info("released %s: %s; the next load reads it again", _name_of(held.request), why)
@@ -377,9 +377,9 @@ class Worker:
         except asyncio.CancelledError:
             self._log.info("gave up loading %s: the coordinator cancelled it", _name_of(request))
             with contextlib.suppress(ModelError):  # a file has changed: keep nothing
-                self._held = Held(wanted, _stamp_after(checkpoint, stamp), None, tensors)
+                self._held = HeldModel(wanted, _stamp_after(checkpoint, stamp), None, tensors)
             raise
-        self._held = Held(wanted, _stamp_after(checkpoint, stamp), shard, {})
+        self._held = HeldModel(wanted, _stamp_after(checkpoint, stamp), shard, {})
         await self._thread.run(forget_peak)
         took_s = time.monotonic() - began
         self._log.info("loaded %s: %.1f MiB in %.1f s", _name_of(request), shard.nbytes / 2**20, took_s)
@@ -447,7 +447,7 @@ def _stamp_after(checkpoint: Checkpoint, before: Stamp) -> Stamp:
     return after
 
 
-def _is_of_same_model(held: Held, wanted: LoadRequest, stamp: Stamp) -> bool:
+def _is_of_same_model(held: HeldModel, wanted: LoadRequest, stamp: Stamp) -> bool:
     """Return whether the held tensors are of the same copy of the model and its files are unchanged."""
     other = LoadRequest()
     other.CopyFrom(wanted)

@@ -193,7 +193,7 @@ class _Load:
 
 
 @dataclass(frozen=True)
-class Span:
+class ByteRange:
     """Consecutive bytes of a file."""
 
     path: Path
@@ -201,14 +201,14 @@ class Span:
     nbytes: int
 
 
-def spans_of(checkpoint: Checkpoint, names: Sequence[str]) -> list[Span]:
+def spans_of(checkpoint: Checkpoint, names: Sequence[str]) -> list[ByteRange]:
     """Return where the bytes of these tensors are, in this order. Raises ModelError if a file cannot be read."""
     begins = {file: _data_begin(checkpoint.folder / file) for file in checkpoint.files_of(names)}
     infos = [checkpoint.tensors[name] for name in names]
-    return [Span(checkpoint.folder / info.file, begins[info.file] + info.begin, info.nbytes) for info in infos]
+    return [ByteRange(checkpoint.folder / info.file, begins[info.file] + info.begin, info.nbytes) for info in infos]
 
 
-def read_spans(spans: Sequence[Span], offset: int, block_bytes: int) -> Iterator[bytes]:
+def read_spans(spans: Sequence[ByteRange], offset: int, block_bytes: int) -> Iterator[bytes]:
     """Yield the bytes of the spans from this offset on, in blocks; the last block of each span may be shorter.
 
     Raises:

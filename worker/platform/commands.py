@@ -4,7 +4,7 @@ import os
 import subprocess
 from collections.abc import Callable
 
-Ask = Callable[..., str]  # takes a command's words; returns its output, "" if it is missing or takes too long
+RunProgram = Callable[..., str]  # takes a command's words; returns its output, "" if it is missing or takes too long
 
 _SYSTEM = [os.path.join(os.sep, *parts) for parts in (("usr", "sbin"), ("sbin",))]  # a service may lack them in PATH
 _WITHIN_S = 15.0  # system_profiler takes seconds

@@ -9,13 +9,13 @@ from pathlib import Path
 import psutil
 
 from protos.brigade_pb2 import Facts, Interface, Medium, Power
-from worker.platform.commands import Ask
+from worker.platform.commands import RunProgram
 
 _SYSFS = Path(os.sep, "sys", "class", "net")
 _LOOPBACK, _POINT_TO_POINT = "772", ("512", "65534")  # ARPHRD numbers in the file `type`
 
 
-def read_interfaces(ask: Ask, root: Path = _SYSFS) -> list[Interface]:
+def read_interfaces(ask: RunProgram, root: Path = _SYSFS) -> list[Interface]:
     """Return the network interfaces that are up; [] without sysfs."""
     addresses = {
         name: [each.address.partition("%")[0] for each in entries if each.family in (socket.AF_INET, socket.AF_INET6)]
@@ -58,7 +58,7 @@ def _text(file: Path) -> str:
         return ""
 
 
-def read_power(ask: Ask) -> Power:
+def read_power(ask: RunProgram) -> Power:
     power = parse_targets(ask("systemctl", "is-enabled", "sleep.target", "suspend.target"))
     battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
     power.is_on_battery = battery is not None and battery.power_plugged is False
@@ -77,7 +77,7 @@ def parse_services(text: str) -> str:
     return ("on" if "active" in states else "off") if states else ""
 
 
-READINGS: Sequence[Callable[[Ask], Facts]] = (
+READINGS: Sequence[Callable[[RunProgram], Facts]] = (
     lambda ask: Facts(power=read_power(ask)),
     lambda ask: Facts(firewall=parse_services(ask("systemctl", "is-active", "firewalld", "ufw"))),
     lambda ask: Facts(interfaces=read_interfaces(ask)),

@@ -13,13 +13,13 @@ from pathlib import Path
 from pydantic import BaseModel, Field, ValidationError
 
 from protos.brigade_pb2 import Facts, Interface, Medium, Power, ThunderboltPort
-from worker.platform.commands import Ask
+from worker.platform.commands import RunProgram
 
 _FIREWALL = Path(os.sep, "usr", "libexec", "ApplicationFirewall", "socketfilterfw")
 _IFCONFIG_HEAD = re.compile(r"(?P<name>\w+): flags=\w+<(?P<flags>[^>]*)> mtu (?P<mtu>[0-9]{1,9})\b")
 
 
-def read_interfaces(ask: Ask) -> list[Interface]:
+def read_interfaces(ask: RunProgram) -> list[Interface]:
     """Return the network interfaces that are up."""
     ports = parse_hardware_ports(ask("networksetup", "-listallhardwareports"))
     return parse_interfaces(ask("ifconfig"), ports)
@@ -113,7 +113,7 @@ def parse_thunderbolt(text: str) -> list[ThunderboltPort]:
     return sorted(found, key=lambda port: port.name)
 
 
-def read_power(ask: Ask) -> Power:
+def read_power(ask: RunProgram) -> Power:
     power = parse_settings(ask("pmset", "-g"))
     power.is_on_battery = "'Battery Power'" in ask("pmset", "-g", "batt")
     power.may_nap = ask("defaults", "read", "NSGlobalDomain", "NSAppSleepDisabled").strip() != "1"
@@ -136,7 +136,7 @@ def parse_settings(text: str) -> Power:
     return power
 
 
-def read_firewall(ask: Ask) -> str:
+def read_firewall(ask: RunProgram) -> str:
     program = os.path.realpath(sys.executable)
     questions = (("--getglobalstate",), ("--getblockall",), ("--getappblocked", program))
     return parse_firewall(*(ask(str(_FIREWALL), *question) for question in questions))
@@ -158,7 +158,7 @@ def parse_wired_limit(text: str) -> int | None:
     return int(text) if re.fullmatch("[0-9]{1,9}", text := text.strip()) else None
 
 
-def read_rdma(ask: Ask) -> Facts:
+def read_rdma(ask: RunProgram) -> Facts:
     """Read the state of RDMA over Thunderbolt and its devices (TN3205); macOS before 26.2 has neither command."""
     state = ask("rdma_ctl", "status").strip()
     if state not in ("enabled", "disabled"):
@@ -168,7 +168,7 @@ def read_rdma(ask: Ask) -> Facts:
     return Facts(rdma=state, rdma_devices=devices)
 
 
-READINGS: Sequence[Callable[[Ask], Facts]] = (
+READINGS: Sequence[Callable[[RunProgram], Facts]] = (
     lambda ask: Facts(wired_limit_mb=parse_wired_limit(ask("sysctl", "-n", "iogpu.wired_limit_mb"))),
     lambda ask: Facts(power=read_power(ask)),
     lambda ask: Facts(firewall=read_firewall(ask)),

@@ -6,6 +6,9 @@ from typing import Any
 _MAX_CHARACTERS = 400
 
 
+Json = dict[str, Any]  # an object of JSON
+
+
 def format_bytes(num_bytes: int) -> str:
     """Format bytes in binary units: '512 B', '1.2 GiB'."""
     size, power = float(num_bytes), 0

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from uvicorn.server import ServerState
 
 from coordinator.api import listen as protocol_module
-from coordinator.api.listen import MAX_CONNECTIONS, MAX_HEAD_BYTES, BoundedProtocol, answering, listening
+from coordinator.api.listen import MAX_CONNECTIONS, MAX_HEAD_BYTES, BoundedProtocol, answering, listening_socket
 from tests.unit.virtual_time import VirtualTime
 
 
@@ -119,7 +119,7 @@ def test_an_answer_that_nobody_reads_ends_with_its_connection(kept: str, monkeyp
     monkeypatch.setattr(BoundedProtocol, "connection_lost", lambda self, exc: (end(self, exc), lost.set()))
 
     async def served() -> None:
-        with listening("127.0.0.1", 0) as listener:
+        with listening_socket("127.0.0.1", 0) as listener:
             async with answering(Response(bytes(size)), listener, None):
                 with socket.create_connection(listener.getsockname()) as client:
                     client.sendall(f"GET / HTTP/1.1\r\nHost: a\r\nConnection: {kept}\r\n\r\n".encode())
@@ -174,7 +174,7 @@ def test_a_server_whose_listening_fails_is_ended(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(uvicorn.Server, "serve", failed)
 
     async def served() -> None:
-        with listening("127.0.0.1", 0) as listener:
+        with listening_socket("127.0.0.1", 0) as listener:
             async with asyncio.timeout(60), answering(app, listener, None):
                 await asyncio.get_running_loop().create_future()
 

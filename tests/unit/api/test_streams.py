@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from coordinator.api import listen
 from coordinator.api.errors import HttpError
-from coordinator.api.listen import answering, listening
+from coordinator.api.listen import answering, listening_socket
 from coordinator.api.server import Server
 from coordinator.api.sse import Event, EventStream, event_stream
 from tests.unit.api.servers import served
@@ -172,7 +172,7 @@ def test_a_reader_who_reads_nothing_is_cut_off_and_has_cost_little(monkeypatch: 
 
         app = Starlette(routes=[Route("/", reply)])
         app.state.server = served()
-        with listening("127.0.0.1", 0) as listener:
+        with listening_socket("127.0.0.1", 0) as listener:
             place = listener.getsockname()
             async with answering(app, listener, None):
                 with socket.create_connection(place) as client:

@@ -13,12 +13,12 @@ from coordinator.cli.app import app
 from coordinator.cluster.peer import Peer
 from coordinator.planning.plan import Node, Objective
 from coordinator.planning.planner import plan
-from coordinator.planning.speeds import NOTHING_KNOWN, LinkSpeed, Speed, Survey
+from coordinator.planning.speeds import NO_SPEEDS, LinkSpeed, NodeSpeed, Survey
 from tests.unit.planning.test_planner import GB, ROOMY, model, nodes
 from worker.errors import InputError
 
-FIRST = Speed((((1, 1.0), (8, 29.0)),), ((1, 1.0), (8, 1.0)), 100)
-SECOND = Speed((((1, 2.0), (8, 58.0)),), ((1, 1.0), (8, 1.0)), 50)
+FIRST = NodeSpeed((((1, 1.0), (8, 29.0)),), ((1, 1.0), (8, 1.0)), 100)
+SECOND = NodeSpeed((((1, 2.0), (8, 58.0)),), ((1, 1.0), (8, 1.0)), 50)
 KNOWN = Survey({"n0": FIRST, "n1": SECOND}, {"n1": LinkSpeed(rtt_ms=1.0, bytes_per_s=1e6)})
 
 
@@ -32,10 +32,10 @@ def config(tmp_path: Path) -> Path:
 def test_a_plan_whose_nodes_have_measured_themselves_is_simulated_with_what_rows_cost() -> None:
     """Two layers each, of 1 ms and 4 more per further row, and twice that on the other node, which has the head."""
     spec = model([GB] * 4, hidden=500)
-    found = profiled_pipeline(spec, plan(spec, nodes(ROOMY, ROOMY), NOTHING_KNOWN, Objective(1, layers=[2, 2])), KNOWN)
+    found = profiled_pipeline(spec, plan(spec, nodes(ROOMY, ROOMY), NO_SPEEDS, Objective(1, layers=[2, 2])), KNOWN)
     assert found.stages_s(1) == pytest.approx([0.002, 0.005]) and found.stages_s(8) == pytest.approx([0.058, 0.117])
     assert [hop.seconds(2) for hop in found.hops] == pytest.approx([0.0025, 0.0005])
-    alone = profiled_pipeline(spec, plan(spec, nodes(ROOMY), NOTHING_KNOWN, Objective(1)), KNOWN)
+    alone = profiled_pipeline(spec, plan(spec, nodes(ROOMY), NO_SPEEDS, Objective(1)), KNOWN)
     assert alone.stages_s(1) == pytest.approx([0.005]) and alone.hops_s(1) == 0
 
 

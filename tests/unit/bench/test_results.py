@@ -25,7 +25,7 @@ from coordinator.bench.simulate import Hop
 from coordinator.planning.plan import Objective
 from coordinator.planning.planner import plan
 from coordinator.planning.prediction import Prediction
-from coordinator.planning.speeds import NOTHING_KNOWN
+from coordinator.planning.speeds import NO_SPEEDS
 from coordinator.sessions.waterfall import Moments, Passage
 from protos.brigade_pb2 import StatusReply
 from tests.unit.planning.test_planner import GB, ROOMY, model, nodes, surveyed
@@ -145,14 +145,14 @@ def test_a_prediction_needs_stages_and_follows_from_their_times() -> None:
 def test_what_was_planned_stands_beside_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
     spec = model([GB] * 2)
     promised = Prediction(
-        spec, plan(spec, nodes(ROOMY, ROOMY), NOTHING_KNOWN, Objective(1)), surveyed(spec, 100, 100)
+        spec, plan(spec, nodes(ROOMY, ROOMY), NO_SPEEDS, Objective(1)), surveyed(spec, 100, 100)
     )  # 10 ms on each node
     rows = [
         with_plan(each, promised) for each in (row(CLUSTER, 1, 45, 45), row(CLUSTER, 2, 40, 80), row(MLX_LM, 1, 9, 9))
     ]
     assert [each.planned_tokens_per_s for each in rows] == [pytest.approx(50), pytest.approx(100), None]
     assert with_plan(replace(rows[0], decode="ngram", planned_tokens_per_s=None), promised).planned_tokens_per_s is None
-    unknown = Prediction(spec, plan(spec, nodes(ROOMY, ROOMY), NOTHING_KNOWN, Objective(1)), NOTHING_KNOWN)
+    unknown = Prediction(spec, plan(spec, nodes(ROOMY, ROOMY), NO_SPEEDS, Objective(1)), NO_SPEEDS)
     assert with_plan(row(CLUSTER, 1, 45, 45), unknown).planned_tokens_per_s is None
     print_bench(Bench("machine", "model", 16, 16, 2, rows))
     told = capsys.readouterr().out

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from coordinator.cli import batch as batch_module
-from coordinator.cli.batch import BatchEntry, Run, open_answers
+from coordinator.cli.batch import BatchEntry, BatchRun, open_answers
 from coordinator.cluster.progress import telling_interrupts
 from coordinator.engine.engine import Engine
 from tests.unit.virtual_time import VirtualTime
@@ -35,7 +35,7 @@ def test_whoever_interrupts_a_batch_is_told_what_is_done(
         monkeypatch.setitem(batch_module.ROUTES, "/v1/completions", lambda *given: answer(waits, *given))
         with open_answers(target) as answers:
             fake = cast(Engine, type("Model", (), {"failure": None}))
-            run = Run(fake, answers, lambda num_done, num_tokens: None)
+            run = BatchRun(fake, answers, lambda num_done, num_tokens: None)
 
             async def work() -> None:
                 with telling_interrupts(partial(run.interrupted, target)):
@@ -87,12 +87,12 @@ class Draining:
         return {"usage": {"completion_tokens": 5}}
 
 
-def answer_with(engine: Draining, clock: VirtualTime, target: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def answer_with(engine: Draining, clock: VirtualTime, target: Path, monkeypatch: pytest.MonkeyPatch) -> BatchRun:
     entries = [BatchEntry(n, f"r{n}", "POST", "/v1/completions", {}) for n in range(3)]
     monkeypatch.setitem(batch_module.ROUTES, "/v1/completions", engine.answer)
     try:
         with open_answers(target) as answers:
-            run = Run(cast(Engine, engine), answers, lambda num_done, num_tokens: None)
+            run = BatchRun(cast(Engine, engine), answers, lambda num_done, num_tokens: None)
             clock.run(run.answer_all(entries))
     finally:
         assert not clock.close()

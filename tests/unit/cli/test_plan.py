@@ -13,7 +13,7 @@ from coordinator.cluster import open as open_module
 from coordinator.cluster import survey as survey_module
 from coordinator.cluster.peer import Peer
 from coordinator.planning.plan import Node
-from coordinator.planning.speeds import LinkSpeed, Speed, Survey
+from coordinator.planning.speeds import LinkSpeed, NodeSpeed, Survey
 from tests.tiny import make_model
 from tests.unit.cli.conftest import Command
 from tests.unit.planning.test_planner import SEED_MODEL
@@ -157,7 +157,9 @@ def test_nodes_on_other_machines_are_measured_and_it_says_so(
 
     async def known_speeds(*given: object, anew: bool) -> Survey:
         assert not anew
-        return Survey({name: Speed((times,), times, 546) for name in ("max", "mini")}, {"mini": LinkSpeed(0.3, 2e9)})
+        return Survey(
+            {name: NodeSpeed((times,), times, 546) for name in ("max", "mini")}, {"mini": LinkSpeed(0.3, 2e9)}
+        )
 
     monkeypatch.setattr(open_module, "open_peers", open_peers)
     monkeypatch.setattr(open_module, "ask_nodes", ask_nodes)

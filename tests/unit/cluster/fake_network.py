@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from coordinator.cluster import cluster, local, nodes
-from coordinator.cluster.deployment import Deployment, OwnCopy, Progress
+from coordinator.cluster.deployment import Deployment, OwnCopy
 from coordinator.cluster.flight import ArrivedResult
+from coordinator.cluster.progress import NodeProgress
 from coordinator.planning.costs import ChainCosts
 from protos.brigade_pb2 import DTYPE_BFLOAT16, Frame, HelloReply, StatusReply
 from tests.unit.fake_chain import FakeChain
@@ -140,7 +141,7 @@ class FakeOwn:
         pass
 
 
-async def load_worker(deployment: Deployment, stage: int, known: OwnCopy, progress: Progress) -> None:
+async def load_worker(deployment: Deployment, stage: int, known: OwnCopy, progress: NodeProgress) -> None:
     await deployment.peers[stage - 1].load()  # type: ignore[call-arg]
 
 

@@ -20,7 +20,7 @@ from coordinator.engine.engine import Engine
 from coordinator.planning.plan import Node, Objective
 from coordinator.planning.planner import plan
 from coordinator.planning.recovery import Limits
-from coordinator.planning.speeds import NOTHING_KNOWN
+from coordinator.planning.speeds import NO_SPEEDS
 from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Sampling
@@ -66,7 +66,7 @@ class Cluster3:
         nodes.keep(own_workers, network, lambda line: None)
         there = [Node(name, MEMORY) for name in ("coordinator", *NODES)]
         none: Any = None
-        deployment = Deployment(none, SPEC, plan(SPEC, there, NOTHING_KNOWN, Objective(100)), peers)
+        deployment = Deployment(none, SPEC, plan(SPEC, there, NO_SPEEDS, Objective(100)), peers)
         own: Any = FakeOwn(self.world)
         opening = Cluster(own, nodes, deployment, LIMITS, say=self.said.append, on_recovered=self.recovered.append)
         self.cluster = await self._stack.enter_async_context(opening)

@@ -4,7 +4,7 @@ import pytest
 
 from coordinator.cluster.flight import StepTimeouts
 from coordinator.planning.costs import ChainCosts
-from protos.brigade_pb2 import CACHE_INT8, Cache, Frame, Sampling, Session, Window
+from protos.brigade_pb2 import CACHE_INT8, Cache, Frame, Opening, Sampling, Window
 
 FIRST_S, SILENCE_S = 60.0, 6.0
 
@@ -32,7 +32,7 @@ def do(timeouts: StepTimeouts, *frames: Frame) -> None:
         timeouts.done(timeouts.kind_of(frame))
 
 
-OPENED = Frame(opened=[Session(slot=slot) for slot in range(16)])
+OPENED = Frame(opened=[Opening(slot=slot) for slot in range(16)])
 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 64, 256, 512])
@@ -92,7 +92,7 @@ def test_the_first_use_of_a_part_of_the_sampler_gets_a_minute(sampling: Sampling
     greedy = rows(1, wanted=1)
     do(timeouts, OPENED, greedy)
     assert known(timeouts, greedy)
-    do(timeouts, Frame(opened=[Session(slot=0, sampling=sampling)]))
+    do(timeouts, Frame(opened=[Opening(slot=0, sampling=sampling)]))
     assert not known(timeouts, greedy)
     do(timeouts, greedy)
     assert known(timeouts, greedy)
@@ -101,9 +101,9 @@ def test_the_first_use_of_a_part_of_the_sampler_gets_a_minute(sampling: Sampling
 def test_a_seed_makes_no_other_kind_but_a_cache_does() -> None:
     timeouts = StepTimeouts()
     do(timeouts, OPENED, rows(1, wanted=1))
-    do(timeouts, Frame(opened=[Session(slot=0, sampling=Sampling(seed=7))]))
+    do(timeouts, Frame(opened=[Opening(slot=0, sampling=Sampling(seed=7))]))
     assert known(timeouts, rows(1, wanted=1))
-    do(timeouts, Frame(opened=[Session(slot=0, cache=Cache(kind=CACHE_INT8))]))
+    do(timeouts, Frame(opened=[Opening(slot=0, cache=Cache(kind=CACHE_INT8))]))
     assert not known(timeouts, rows(1, wanted=1))
 
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from coordinator.deploy.install import (
-    Action,
+    LaunchMode,
     RemoteState,
     Target,
     choose_python,
@@ -131,7 +131,7 @@ NOTHING = RemoteState("/h", 1, "daemon")
 def test_the_fewest_steps(
     found: RemoteState, action: str, installs: bool, files: str, restarts: bool, story: str
 ) -> None:
-    steps = steps_for(TARGET, found, Action(action))
+    steps = steps_for(TARGET, found, LaunchMode(action))
     assert (steps.installs, " ".join(sorted(steps.files)), steps.restarts) == (installs, files, restarts)
     assert steps.summary == story and steps.are_none == (story == "unchanged")
 
@@ -150,11 +150,11 @@ def test_the_fewest_steps(
     ],
 )
 def test_an_update_has_a_folder_of_its_own(there: list[str], action: str, folder: str) -> None:
-    assert version_folder("v2", there, Action(action)) == folder
+    assert version_folder("v2", there, LaunchMode(action)) == folder
 
 
 def test_links_without_encryption_need_no_certificate() -> None:
-    assert "key.pem" not in steps_for(replace(TARGET, key=None), NOTHING, Action.START).files
+    assert "key.pem" not in steps_for(replace(TARGET, key=None), NOTHING, LaunchMode.START).files
 
 
 def test_a_new_certificate_alone_is_no_reason_to_restart() -> None:

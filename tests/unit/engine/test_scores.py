@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.engine.scores import Window, windows_of
+from coordinator.engine.scores import TextWindow, windows_of
 
 
 @pytest.mark.parametrize("size", [2, 3, 8, 9])
@@ -15,4 +15,4 @@ def test_each_token_but_the_first_is_scored_once_by_half_a_window_at_least(num_t
 
 
 def test_a_text_that_fits_is_one_window() -> None:
-    assert windows_of(8, 8) == [Window(0, 1, 8)]
+    assert windows_of(8, 8) == [TextWindow(0, 1, 8)]

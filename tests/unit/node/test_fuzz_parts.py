@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos.brigade_pb2 import DTYPE_FLOAT32, Alternative, DType, Frame, Result, Sample, Session, Tensor, Timing, Window
+from protos.brigade_pb2 import DTYPE_FLOAT32, Alternative, DType, Frame, Opening, Result, Sample, Tensor, Timing, Window
 from tests.unit.fuzz import fuzzed, nearly, within
 from worker.compute.header import check_header, check_result
 from worker.errors import FrameError
@@ -28,7 +28,7 @@ def check(frame: Frame) -> None:
 def sound_frame() -> Frame:
     window = Window(slot=3, base=2, tokens=[5, 6], masks=2, guessed=1, wanted=1, positions=[2, 3, 6, 7])
     hidden = Tensor(dtype=DTYPE_FLOAT32, shape=[1, 4, D])
-    return Frame(epoch=1, step=4, opened=[Session(slot=3)], windows=[window], hidden=hidden, timings=[Timing()])
+    return Frame(epoch=1, step=4, opened=[Opening(slot=3)], windows=[window], hidden=hidden, timings=[Timing()])
 
 
 def part(frame: Frame, data: bytes = bytes(4 * D * 4)) -> bytes:
@@ -83,7 +83,7 @@ WINDOWS = st.builds(
 )  # fmt: skip
 FRAMES = st.builds(
     Frame,
-    opened=st.lists(st.builds(Session, slot=U32), max_size=3),
+    opened=st.lists(st.builds(Opening, slot=U32), max_size=3),
     windows=st.lists(WINDOWS, max_size=3),
     hidden=st.builds(Tensor, dtype=st.sampled_from(DType.values()), shape=st.lists(U32, max_size=4)),
     timings=st.lists(st.builds(Timing, stage=U32), max_size=2),
@@ -107,7 +107,7 @@ def many(field: str, of: list[Any]) -> Frame:
     "frame",
     [
         many("windows", [Window(slot=3)] * MANY),
-        many("opened", [Session(slot=3)] * MANY),
+        many("opened", [Opening(slot=3)] * MANY),
         many("timings", [Timing()] * MANY),
         many("hidden", Tensor(shape=[2**32 - 1] * MANY)),  # type: ignore[arg-type]
     ],

@@ -7,7 +7,7 @@ import pytest
 
 from coordinator.planning.plan import Assignment, MemoryOffer, Node, Objective, Plan, budgets, require_fit
 from coordinator.planning.planner import plan
-from coordinator.planning.speeds import NOTHING_KNOWN
+from coordinator.planning.speeds import NO_SPEEDS
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
 from worker.errors import ConfigError
 from worker.model.cachespec import Memory
@@ -46,7 +46,7 @@ def nodes(*budgets: int) -> list[Node]:
 
 def split(spec: ModelSpec, where: list[Node], context: int, layers: Sequence[int] | None = None) -> Plan:
     """The plan over nodes of unknown speed."""
-    return plan(spec, where, NOTHING_KNOWN, Objective(context, layers=layers))
+    return plan(spec, where, NO_SPEEDS, Objective(context, layers=layers))
 
 
 def all_splits(spec: ModelSpec, num_nodes: int) -> Iterator[list[int]]:

@@ -9,7 +9,7 @@ import pytest
 from coordinator.planning.plan import Goal, Node, Objective, Plan
 from coordinator.planning.planner import LATENCY_SLACK, PROMPT_ROWS, plan
 from coordinator.planning.prediction import Prediction
-from coordinator.planning.speeds import NOTHING_KNOWN, UNMEASURED, LinkSpeed, Speed, Survey
+from coordinator.planning.speeds import NO_SPEEDS, UNMEASURED, LinkSpeed, NodeSpeed, Survey
 from protos.brigade_pb2 import DTYPE_BFLOAT16
 from worker.errors import ConfigError
 from worker.model.cachespec import Memory
@@ -28,7 +28,7 @@ def model(weights: Sequence[int], head: int = 0, embed: int = 0, per_token: int 
 
 def surveyed(spec: ModelSpec, *gbps: float, ports: Sequence[LinkSpeed] = ()) -> Survey:
     """Nodes n0, n1, ... that read so many GB/s; `ports` are those of the workers."""
-    speeds = {f"n{i}": Speed.assumed(spec, each) for i, each in enumerate(gbps)}
+    speeds = {f"n{i}": NodeSpeed.assumed(spec, each) for i, each in enumerate(gbps)}
     return Survey(speeds, {f"n{i}": port for i, port in enumerate(ports, 1)})
 
 
@@ -37,7 +37,7 @@ def nodes(*budgets: int) -> list[Node]:
 
 
 def by_bytes(spec: ModelSpec, where: Sequence[Node], context: int, layers: Sequence[int] | None = None) -> Plan:
-    return plan(spec, where, NOTHING_KNOWN, Objective(context, layers=layers))
+    return plan(spec, where, NO_SPEEDS, Objective(context, layers=layers))
 
 
 def names(found: Plan) -> list[str]:
@@ -166,7 +166,9 @@ def random_case(seed: int) -> tuple[ModelSpec, list[Node], Survey, Objective]:
         return tuple((rows, first + more * (rows - 1) / 4) for rows in (1, 2, 4, 8))
 
     where = nodes(*(BLOCK * rng.randint(2, 30) for _ in range(rng.randint(1, 4))))
-    speeds = {node.name: Speed(tuple(times() for _ in spec.kinds), times(), rng.choice([1, 1e-6])) for node in where}
+    speeds = {
+        node.name: NodeSpeed(tuple(times() for _ in spec.kinds), times(), rng.choice([1, 1e-6])) for node in where
+    }
     ports = {node.name: LinkSpeed(rng.choice([0, 4, 30]), rng.choice([1e6, 1e7, 1e9])) for node in where[1:]}
     links = {("n1", "n2"): LinkSpeed(rng.choice([0, 100]))} if rng.random() < 0.5 else {}
     objective = Objective(
@@ -188,7 +190,7 @@ def all_chains(spec: ModelSpec, where: list[Node], objective: Objective, num_ses
             for cuts in itertools.combinations(range(1, spec.num_layers), count):
                 layers = [end - start for start, end in itertools.pairwise((0, *cuts, spec.num_layers))]
                 given = Objective(objective.context, num_sessions=num_sessions, layers=layers)
-                found = plan(spec, [where[0], *others], NOTHING_KNOWN, given)
+                found = plan(spec, [where[0], *others], NO_SPEEDS, given)
                 if found.fits:
                     yield found
 
@@ -266,7 +268,7 @@ def test_equal_macs_share_the_layers_equally_where_every_split_costs_a_request_t
 def test_prompts_decide_between_plans_of_equal_latency() -> None:
     """Both Macs read as fast, but the second computes prompts three times as fast."""
     spec = model([GB] * 8)
-    slow, fast = (Speed((((1, 5.0), (512, ms)),), ((1, 0.0), (512, 0.0)), 200) for ms in (60.0, 20.0))
+    slow, fast = (NodeSpeed((((1, 5.0), (512, ms)),), ((1, 0.0), (512, 0.0)), 200) for ms in (60.0, 20.0))
     found = plan(spec, nodes(ROOMY, ROOMY), Survey({"n0": slow, "n1": fast}), Objective(1))
     assert found.layers == [2, 6]
 
@@ -274,7 +276,7 @@ def test_prompts_decide_between_plans_of_equal_latency() -> None:
 def test_no_prompt_is_worth_more_than_the_slack() -> None:
     """A layer on the slower Mac costs a fortieth of the latency."""
     spec = model([GB] * 8)
-    quick, slow = (Speed((((1, ms), (512, 50.0)),), ((1, 0.0), (512, 0.0)), 200) for ms in (5.0, 6.0))
+    quick, slow = (NodeSpeed((((1, ms), (512, 50.0)),), ((1, 0.0), (512, 0.0)), 200) for ms in (5.0, 6.0))
     found = plan(spec, nodes(ROOMY, ROOMY), Survey({"n0": quick, "n1": slow}), Objective(1))
     assert found.layers == [8]
 
@@ -304,7 +306,7 @@ def test_the_fastest_plan_gets_the_largest_context_that_it_has_room_for() -> Non
     objective = Objective(512, 4096)
     found = plan(SPEC, where, SURVEY, objective)
     assert (names(found), found.layers, found.context) == (["n0", "n2"], [2, 2], 1024)
-    assert plan(SPEC, where, NOTHING_KNOWN, objective).context == 4096
+    assert plan(SPEC, where, NO_SPEEDS, objective).context == 4096
 
 
 def test_what_a_loss_leaves_is_planned_by_speed_too() -> None:
@@ -357,7 +359,7 @@ def test_the_largest_context_is_the_one_that_trying_all_of_them_finds(seed: int)
     spec = random_model(rng)
     where = [Node(f"n{place}", BLOCK * rng.randint(10, 90)) for place in range(rng.randint(1, 3))]
     fitting = [context for context in range(BLOCK, LONGEST + 1, BLOCK) if by_bytes(spec, where, context).fits]
-    found = plan(spec, where, NOTHING_KNOWN, Objective(BLOCK, LONGEST))
+    found = plan(spec, where, NO_SPEEDS, Objective(BLOCK, LONGEST))
     assert found.context == max(fitting, default=BLOCK)
     assert found == by_bytes(spec, where, found.context)
 
@@ -366,10 +368,10 @@ def test_a_given_split_has_its_own_largest_context() -> None:
     layers = tuple(LayerSpec(0, (Memory(None, 1, 1, 0, 1),)) for _ in range(4))
     spec = ModelSpec("tiny", "qwen3", layers, 0, 0, False, 8, 16, LONGEST, DTYPE_BFLOAT16)
     where = [Node("big", 12 * BLOCK), Node("small", 4 * BLOCK)]
-    assert plan(spec, where, NOTHING_KNOWN, Objective(BLOCK, LONGEST)).context == 4 * BLOCK
-    assert plan(spec, where, NOTHING_KNOWN, Objective(BLOCK, LONGEST, layers=[2, 2])).context == 2 * BLOCK
+    assert plan(spec, where, NO_SPEEDS, Objective(BLOCK, LONGEST)).context == 4 * BLOCK
+    assert plan(spec, where, NO_SPEEDS, Objective(BLOCK, LONGEST, layers=[2, 2])).context == 2 * BLOCK
 
 
 def test_a_context_without_bounds_is_kept_whether_it_fits_or_not() -> None:
     spec = random_model(random.Random(1))
-    assert plan(spec, [Node("tiny", 1)], NOTHING_KNOWN, Objective(700)) == by_bytes(spec, [Node("tiny", 1)], 700)
+    assert plan(spec, [Node("tiny", 1)], NO_SPEEDS, Objective(700)) == by_bytes(spec, [Node("tiny", 1)], 700)

@@ -5,19 +5,19 @@ import pytest
 from coordinator.planning.plan import Node, Objective, Plan
 from coordinator.planning.planner import plan
 from coordinator.planning.prediction import Prediction
-from coordinator.planning.speeds import NOTHING_KNOWN, LinkSpeed, Speed, Survey
+from coordinator.planning.speeds import NO_SPEEDS, LinkSpeed, NodeSpeed, Survey
 from protos.brigade_pb2 import Cache
 from tests.unit.planning.test_planner import GB, ROOMY, model, surveyed
 from worker.model.cachespec import Memory, cache_spec
 
 SPEC = model([GB] * 4, hidden=500)  # 1000 bytes per row
 FLAT = ((1, 2.0), (8, 2.0), (512, 20.0))  # milliseconds of a layer by rows
-MEASURED = Speed((FLAT,), ((1, 1.0), (512, 1.0)), 500)
+MEASURED = NodeSpeed((FLAT,), ((1, 1.0), (512, 1.0)), 500)
 LINK = LinkSpeed(rtt_ms=1.0, bytes_per_s=1e6)  # a millisecond per row
 
 
 def split(*layers: int) -> Plan:
-    return plan(SPEC, [Node(f"n{i}", ROOMY) for i in range(len(layers))], NOTHING_KNOWN, Objective(1, layers=layers))
+    return plan(SPEC, [Node(f"n{i}", ROOMY) for i in range(len(layers))], NO_SPEEDS, Objective(1, layers=layers))
 
 
 def predicted(*layers: int) -> Prediction:
@@ -50,10 +50,10 @@ def test_a_prompt_goes_in_chunks_and_is_sampled_once() -> None:
 
 def test_caches_are_read_with_every_token_and_by_each_session() -> None:
     """500 bytes per token and layer at 5 GB/s: 0.1 ms of a thousand tokens, and of each of two requests in a frame."""
-    spec, speed = model([GB] * 4, per_token=500), Speed((FLAT,), ((1, 1.0), (512, 1.0)), 5)
+    spec, speed = model([GB] * 4, per_token=500), NodeSpeed((FLAT,), ((1, 1.0), (512, 1.0)), 5)
     found = {}
     for context in (1, 1000):
-        one = plan(spec, [Node("n0", ROOMY)], NOTHING_KNOWN, Objective(context))
+        one = plan(spec, [Node("n0", ROOMY)], NO_SPEEDS, Objective(context))
         found[context] = Prediction(spec, one, Survey({"n0": speed}))
     assert found[1].ms_per_token == pytest.approx(9.0, abs=0.001)
     assert found[1000].ms_per_token == pytest.approx(9.0 + 4 * 0.1)
@@ -83,6 +83,6 @@ def test_what_further_rows_cost_is_not_known_of_assumed_speeds() -> None:
 
 
 def test_without_speeds_nothing_is_known() -> None:
-    found = Prediction(SPEC, split(2, 2), NOTHING_KNOWN)
+    found = Prediction(SPEC, split(2, 2), NO_SPEEDS)
     assert found.stage_ms == [None, None]
     assert found.ms_per_token is found.tokens_per_s() is found.tokens_per_s(8) is found.prefill_s(2000) is None

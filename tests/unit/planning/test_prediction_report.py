@@ -6,7 +6,7 @@ import pytest
 
 from coordinator.planning.plan import Objective
 from coordinator.planning.prediction import PlanReport, report_plan
-from coordinator.planning.speeds import NOTHING_KNOWN, LinkSpeed, Survey
+from coordinator.planning.speeds import NO_SPEEDS, LinkSpeed, Survey
 from tests.unit.planning.test_planner import GB, ROOMY, model, nodes, surveyed
 
 SPEC = model([GB] * 8)
@@ -87,7 +87,7 @@ def test_what_does_not_fit_lacks_so_much() -> None:
 
 
 def test_unknown_speeds_are_said_to_be_unknown() -> None:
-    found = report_plan(SPEC, nodes(ROOMY, ROOMY), NOTHING_KNOWN, Objective(1))
+    found = report_plan(SPEC, nodes(ROOMY, ROOMY), NO_SPEEDS, Objective(1))
     assert found.chosen.plan.layers == [4, 4] and "not known" in found.advice
     assert alternatives(found) == {
         "n0 alone": ([8], True, None),

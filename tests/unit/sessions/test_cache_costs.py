@@ -4,7 +4,7 @@ import pytest
 
 from coordinator.planning.plan import Node, Objective
 from coordinator.planning.planner import plan
-from coordinator.planning.speeds import NOTHING_KNOWN
+from coordinator.planning.speeds import NO_SPEEDS
 from coordinator.sessions.slots import Slots, cache_costs
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
 from tests.unit.fake_chain import make_session
@@ -38,7 +38,7 @@ def test_what_a_plan_says_fits_is_let_in_and_nothing_else(
     spec = ModelSpec("tiny", "qwen3", layers, 0, 0, False, 64, 99, 8192, DTYPE_BFLOAT16, cache=cache)
     weights, needed = 36 * 7, round(mib * MIB)
     for budget in (weights + needed, weights + needed - 1):
-        found = plan(spec, [Node("mini", budget)], NOTHING_KNOWN, Objective(context))
+        found = plan(spec, [Node("mini", budget)], NO_SPEEDS, Objective(context))
         assert found.assignments[0].cache_bytes == needed
         slots = Slots(cache_costs(found, spec))
         session = make_session([1] * (context - 10), 10, cache=cache)

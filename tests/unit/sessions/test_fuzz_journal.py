@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.engine.journal_file import JournalFile
-from coordinator.sessions.journal import MARK, read_journal
+from coordinator.sessions.journal import MAGIC, read_journal
 from tests.unit.fuzz import fuzzed, nearly, within
 from tests.unit.sessions.test_journal import FIRST, SECOND, WHOLE, found, record, written
 from worker.errors import InputError
 
-REQUEST = msgpack.unpackb(written()[len(MARK) + 12 :])
+REQUEST = msgpack.unpackb(written()[len(MAGIC) + 12 :])
 BATCH = {"first": 0, "tokens": [5, (6, -0.5, [(6, -0.5)])], "fills": [(5, 9)], "finish_reason": "stop"}
 ODD = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=3)
@@ -38,7 +38,7 @@ def read(data: bytes) -> None:
 
 
 @fuzzed(40)
-@given(nearly(WHOLE) | st.binary(max_size=60).map(MARK.__add__))
+@given(nearly(WHOLE) | st.binary(max_size=60).map(MAGIC.__add__))
 def test_a_file_that_was_changed_is_read_or_refused(data: bytes) -> None:
     read(data)
 
@@ -46,14 +46,14 @@ def test_a_file_that_was_changed_is_read_or_refused(data: bytes) -> None:
 @fuzzed(40)
 @given(st.lists(nearly(msgpack.packb(BATCH)) | nearly(msgpack.packb(REQUEST)) | st.binary(max_size=20), max_size=3))
 def test_records_of_nearly_right_bytes_are_read_or_refused(payloads: list[bytes]) -> None:
-    read(MARK + b"".join(map(record, payloads)))
+    read(MAGIC + b"".join(map(record, payloads)))
     read(written(FIRST, SECOND) + b"".join(map(record, payloads)))
 
 
 @fuzzed(40)
 @given(st.dictionaries(st.sampled_from(sorted(REQUEST)), ODD), st.dictionaries(st.sampled_from(sorted(BATCH)), ODD))
 def test_records_with_values_of_any_kind_are_read_or_refused(request: dict[str, Any], batch: dict[str, Any]) -> None:
-    read(MARK + record(REQUEST | request))
+    read(MAGIC + record(REQUEST | request))
     read(written() + record(BATCH | batch))
 
 

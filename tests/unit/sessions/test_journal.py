@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.decoding.decode import Decode
-from coordinator.sessions.journal import MARK, Header, Journal, read_journal, write_batch, write_header
+from coordinator.sessions.journal import MAGIC, Header, Journal, read_journal, write_batch, write_header
 from coordinator.sessions.output import KnownTokens, Output, Token
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import CACHE_ROTATING, Cache, Contents, Fingerprint, Sampling
@@ -107,13 +107,13 @@ def test_another_file_is_refused_and_not_taken_for_an_empty_one(data: bytes) -> 
 
 
 def test_nothing_and_the_beginning_of_a_request_are_no_journal_yet() -> None:
-    assert read_journal(b"") is read_journal(MARK[:7]) is read_journal(MARK) is read_journal(WHOLE[:80]) is None
+    assert read_journal(b"") is read_journal(MAGIC[:7]) is read_journal(MAGIC) is read_journal(WHOLE[:80]) is None
 
 
 def test_another_version_is_refused_by_its_number() -> None:
     for version in (0, 2, None, "1"):
         with pytest.raises(InputError, match=f"expected version 1, found {version!r}"):
-            read_journal(MARK + record({"version": version, "anything": "else"}))
+            read_journal(MAGIC + record({"version": version, "anything": "else"}))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_fills_are_refused_of_a_decoder_that_has_none() -> None:
 def test_a_record_that_announces_more_than_any_may_have_is_refused_at_once() -> None:
     numbers = struct.pack("<II", 2**32 - 1, 0)
     with pytest.raises(InputError, match="expected at most 33554432 bytes, found 4294967295"):
-        read_journal(MARK + numbers + struct.pack("<I", zlib.crc32(numbers)))
+        read_journal(MAGIC + numbers + struct.pack("<I", zlib.crc32(numbers)))
 
 
 _PLAIN = st.sampled_from([None, True, -1, 0, 1, 7, 2**32, 2**64 - 1, 0.5, float("nan"), b"", b"\xff\x08", "", "stop"])
@@ -165,7 +165,7 @@ _BATCHES = st.fixed_dictionaries(
 def test_whatever_stands_in_sound_records_is_read_or_refused(
     contents: list[Any], with_header: bool, end: bytes
 ) -> None:
-    data = (written() if with_header else MARK) + b"".join(map(record, contents)) + end
+    data = (written() if with_header else MAGIC) + b"".join(map(record, contents)) + end
     try:
         journal = read_journal(data)
     except InputError as error:
@@ -175,11 +175,11 @@ def test_whatever_stands_in_sound_records_is_read_or_refused(
 
 
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
-@given(st.dictionaries(st.sampled_from(sorted(msgpack.unpackb(write_header(header())[len(MARK) + 12 :]))), _VALUES))
+@given(st.dictionaries(st.sampled_from(sorted(msgpack.unpackb(write_header(header())[len(MAGIC) + 12 :]))), _VALUES))
 def test_any_other_request_is_read_or_refused(changes: dict[str, Any]) -> None:
-    sound = msgpack.unpackb(write_header(header())[len(MARK) + 12 :])
+    sound = msgpack.unpackb(write_header(header())[len(MAGIC) + 12 :])
     try:
-        read_journal(MARK + record(sound | changes))
+        read_journal(MAGIC + record(sound | changes))
     except InputError as error:
         assert re.match(r"journal: (expected version|record 0 is damaged)", str(error))
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from coordinator.decoding.decoders import Autoregressive, Decoder, Fill, LosslessDiffusion, PromptLookup
 from coordinator.decoding.window import WindowChooser
 from coordinator.planning.costs import StepCosts
-from coordinator.sessions.output import NOTHING_KNOWN, KnownTokens
+from coordinator.sessions.output import NO_TOKENS, KnownTokens
 from coordinator.sessions.session import Session
 from protos.brigade_pb2 import Sample, Sampling
 from tests.unit.fake_chain import VOCAB, Rig, costs_per_row, make_session, plain_answer, prompt_of
@@ -36,7 +36,7 @@ class Asked:
     kind: str
     seed: int  # 0: greedy
 
-    def build(self, rig: Rig, known: KnownTokens = NOTHING_KNOWN) -> Session:
+    def build(self, rig: Rig, known: KnownTokens = NO_TOKENS) -> Session:
         """A session that is not submitted yet."""
         sampling = Sampling(seed=self.seed, temperature=1.0 if self.seed else 0.0)
         decoder = DECODERS[self.kind](self.eos)

@@ -6,8 +6,7 @@ from coordinator.decoding.decoders import Autoregressive, Fill, LosslessDiffusio
 from coordinator.decoding.window import WindowChooser
 from coordinator.planning.costs import StepCosts
 from coordinator.sessions.session import Session
-from protos.brigade_pb2 import Frame, Sample, Window
-from protos.brigade_pb2 import Session as Opening
+from protos.brigade_pb2 import Frame, Opening, Sample, Window
 from tests.unit.fake_chain import VOCAB, FakeChain, make_session, plain_answer, prompt_of
 from worker.compute.executor import num_rows
 

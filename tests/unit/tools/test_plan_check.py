@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.planning.speeds import NOTHING_KNOWN, LinkSpeed
+from coordinator.planning.speeds import NO_SPEEDS, LinkSpeed
 from tests.unit.planning.test_planner import GB, ROOMY, model, nodes, surveyed
 from tools.plan_check import predict, report, worth_trying
 from worker.errors import ConfigError
@@ -29,7 +29,7 @@ def test_too_few_and_too_many_nodes_are_refused(count: int) -> None:
 
 def test_nodes_of_unknown_speed_are_refused() -> None:
     with pytest.raises(ConfigError):
-        predict(SPEC, nodes(ROOMY, ROOMY), NOTHING_KNOWN, 1)
+        predict(SPEC, nodes(ROOMY, ROOMY), NO_SPEEDS, 1)
 
 
 def test_the_verdict_compares_what_was_measured() -> None:
