@@ -73,7 +73,7 @@ class Operation:
         return self.errors or ((AnthropicError,) if is_anthropic(self.path) else (Error,))
 
 
-def document(operations: Iterable[Operation], *, has_keys: bool) -> Json:
+def describe(operations: Iterable[Operation], *, has_keys: bool) -> Json:
     """Return the OpenAPI 3.1 document of these operations."""
     bodies = schemas({each.body for each in operations if each.body})
     answers = schemas({kind for each in operations for kind in (each.answer, *each.events, *each.error_types) if kind})

@@ -96,7 +96,7 @@ async def test_what_waits_for_the_thread_runs_only_once_a_stopped_stage_has_left
 async def test_a_stage_is_not_idle_while_a_frame_that_opens_a_slot_passes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though no slot was open when it was asked, right before the frame's step ended."""
 
-    class Opening(HeldEngine):
+    class OpeningEngine(HeldEngine):
         num_open = 0
 
         @property
@@ -113,7 +113,7 @@ async def test_a_stage_is_not_idle_while_a_frame_that_opens_a_slot_passes_it(mon
             return Result(step=header.step, timings=[Timing()]), None
 
     ended = threading.Event()
-    engine = Opening()
+    engine = OpeningEngine()
     async with started(engine) as stage, asyncio.timeout(60):
         monkeypatch.setattr(stage._thread, "give_way", lambda: ended.set() if engine.num_open else None)
         stage.submit(Frame(epoch=1, step=0))
