@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from protos.brigade_pb2 import DTYPE_FLOAT32, Credit, Frame, Result, Timing
+from protos.brigade_pb2 import DTYPE_FLOAT32, Credit, Frame, Opening, Result, Timing
 from protos.brigade_pb2_grpc import NodeServicer
 from tests.integration.conftest import NETWORK, Models, load, load_request, serving
 from tests.integration.upstream import feeding, frame, parts_of, tensor
