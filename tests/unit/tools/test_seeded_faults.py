@@ -1,0 +1,73 @@
+"""The seeded faults fit the code, and the tool finds the test that catches one."""
+
+import ast
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.seeded_faults import FAULTS, ROOT, Fault, choose_tests, load, measure
+from worker.errors import InputError
+
+ALL = load(FAULTS)
+
+
+@pytest.mark.parametrize("fault", ALL, ids=lambda fault: fault.name)
+def test_every_fault_changes_one_place_and_leaves_python(fault: Fault) -> None:
+    source = (ROOT / fault.file).read_text()
+    assert source.count(fault.old) == 1
+    assert ast.dump(ast.parse(fault.seeded(ROOT))) != ast.dump(ast.parse(source))
+
+
+def test_names_are_unique() -> None:
+    assert [name for name, count in Counter(fault.name for fault in ALL).items() if count > 1] == []
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    for path, text in {
+        "coordinator/__init__.py": "",
+        "coordinator/sums.py": "def total(a, b):\n    return a + b\n\n\ndef half(a):\n    return a // 2\n",
+        "tests/__init__.py": "",
+        "tests/unit/__init__.py": "",
+        "tests/unit/numbers.py": "from coordinator.sums import total\n\nTOTAL = total(3, 4)\n",
+        "tests/unit/test_others.py": "def test_nothing():\n    pass\n",
+        "tests/unit/test_seven.py": "from tests.unit.numbers import TOTAL\n\ndef test_it():\n    assert TOTAL == 7\n",
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    return tmp_path
+
+
+def test_tests_that_import_the_module_through_a_helper_come_first(project: Path) -> None:
+    chosen = choose_tests(project, "coordinator/sums.py")
+    assert chosen == {"unit": ["tests/unit/test_seven.py"], "integration": [], "rest": ["tests/unit/test_others.py"]}
+
+
+def test_a_fault_is_caught_by_the_test_that_fails_and_else_missed(project: Path) -> None:
+    faults = [
+        Fault("sums", "minus", "a total adds", "coordinator/sums.py", "a + b", "a - b"),
+        Fault("sums", "third", "a half is the half", "coordinator/sums.py", "a // 2", "a // 3"),
+    ]
+    rows: dict[str, dict[str, Any]] = {}
+    assert len([*measure(project, faults, 1, rows)]) == 4  # three stages for the one that is missed
+    found = {name: (row["result"], row["stage"], row["test"]) for name, row in rows.items()}
+    assert found == {"minus": ("caught", "unit", "tests/unit/test_seven.py::test_it"), "third": ("MISSED", "", "")}
+    assert "a + b" in (project / "coordinator/sums.py").read_text()
+
+
+def test_a_test_that_fails_without_a_fault_proves_nothing(project: Path) -> None:
+    (project / "tests/unit/test_seven.py").write_text(
+        "import coordinator.sums\n\n\ndef test_seven():\n    assert False\n"
+    )
+    fault = Fault("sums", "minus", "a total adds", "coordinator/sums.py", "a + b", "a - b")
+    rows: dict[str, dict[str, Any]] = {}
+    assert len([*measure(project, [fault], 1, rows)]) == 2
+    assert rows["minus"]["result"] == "UNSURE"
+
+
+def test_a_fault_whose_text_has_changed_is_refused(project: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        Fault("sums", "times", "a total adds", "coordinator/sums.py", "a * b", "a - b").seeded(project)
+    assert caught.value.field == "times"

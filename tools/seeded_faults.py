@@ -1,0 +1,200 @@
+"""Seed one fault at a time in a copy of the tree and report which test catches it.
+
+python -m tools.seeded_faults [--only AREA_OR_NAME ...] [--jobs N] [--json FILE] [--list]
+
+The faults are in tools/seeded_faults/, a file per area. Tests are chosen by their imports and run in three stages, each
+to its first failure: unit test files that import the changed module (directly or through helpers), integration test
+files that do, other unit tests. At the end the catching tests run without a fault: what fails there is UNSURE.
+"""
+
+import ast
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from queue import SimpleQueue
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from worker.errors import InputError
+from worker.platform.run import run_command
+
+ROOT = Path(__file__).parents[1]
+FAULTS = Path(__file__).with_suffix("")
+OWN_TEST = "tests/unit/tools/test_seeded_faults.py"  # fails for every fault, because the old text is gone
+STAGES = {"unit": 120.0, "integration": 180.0, "rest": 180.0}  # the most seconds of each
+_TEST_S = 60  # that one test may take: it is "hung" then
+_PYTEST = ("-x", "-v", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=no", "-rfE", "--timeout-method=thread")
+
+
+@dataclass(frozen=True)
+class Fault:
+    area: str
+    name: str
+    rule: str  # that the fault breaks
+    file: str
+    old: str  # occurs once in the file
+    new: str
+
+    def seeded(self, root: Path) -> str:
+        """Return the faulty text of the file. Raises InputError if the code has moved on."""
+        source = (root / self.file).read_text()
+        if (count := source.count(self.old)) != 1:
+            raise InputError(self.name, f"expected its old text once in {self.file}, found it {count} times")
+        return source.replace(self.old, self.new)
+
+
+def load(folder: Path) -> list[Fault]:
+    """Return the faults of every TOML file in a folder; a file's stem is the area."""
+    files = [(path.stem, tomllib.loads(path.read_text())) for path in sorted(folder.glob("*.toml"))]
+    return [Fault(area=area, **entry) for area, content in files for entry in content["fault"]]
+
+
+def choose_tests(root: Path, file: str) -> dict[str, list[str]]:
+    """Return the test files of each stage for a changed file: first its namesakes, then those that import least."""
+    tests = {path.relative_to(root).as_posix(): _reached(root, path) for path in (root / "tests").rglob("test_*.py")}
+    module, stem = file.removesuffix(".py").replace("/", "."), Path(file).stem
+    ordered = sorted(tests.keys() - {OWN_TEST}, key=lambda test: (stem not in Path(test).stem, len(tests[test]), test))
+    near = {kind: [t for t in ordered if f"/{kind}/" in t and module in tests[t]] for kind in ("unit", "integration")}
+    return near | {"rest": [test for test in ordered if "/unit/" in test and module not in tests[test]]}
+
+
+@cache
+def _reached(root: Path, test: Path) -> set[str]:
+    """Return the modules that a test file imports, itself or through test helpers and conftests that it uses."""
+    used = {node.arg for node in ast.walk(ast.parse(test.read_text())) if isinstance(node, ast.arg)}
+    conftests = [folder / "conftest.py" for folder in test.parents if folder.is_relative_to(root / "tests")]
+    waiting = [path for path in conftests if path.exists() and used & set(re.findall(r"def (\w+)", path.read_text()))]
+    reached: set[str] = set()
+    waiting.append(test)
+    while waiting:
+        for node in ast.walk(ast.parse(waiting.pop().read_text())):
+            names = {alias.name for alias in node.names} if isinstance(node, ast.Import) else set[str]()
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            paths = [root / f"{name.replace('.', '/')}.py" for name in names - reached if name.startswith("tests.")]
+            waiting += [path for path in paths if path.exists()]
+            reached |= names
+    return reached
+
+
+def copy_tree(root: Path, copy: Path) -> Path:
+    """Copy a checkout. Raises InputError unless Python imports the copy there."""
+    shutil.copytree(root, copy, symlinks=True, ignore=shutil.ignore_patterns(".git", ".venv", ".*cache"))
+    command = [sys.executable, "-c", "print(__import__('coordinator').__file__)"]
+    found = subprocess.run(command, cwd=copy, env=_environment(copy), capture_output=True, text=True).stdout.strip()
+    if not Path(found or "/").is_relative_to(copy):
+        raise InputError("", f"expected Python to import coordinator from {copy}, it imports {found or 'none'}")
+    return copy
+
+
+def run_tests(copy: Path, tests: Sequence[str], limit_s: float, *options: str) -> tuple[str, list[str]]:
+    """Run tests in a copy; return "passed", "caught", "hung" or "too slow", and the tests that failed or hung."""
+    command = [sys.executable, "-u", "-m", "pytest", *_PYTEST, f"--timeout={_TEST_S}", *options, *tests]
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=copy, env=_environment(copy), start_new_session=True, **streams) as process:
+        try:
+            output, _ = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            return "too slow", []
+        finally:
+            with suppress(ProcessLookupError):  # ends what the tests started, too
+                os.killpg(process.pid, signal.SIGKILL)
+    if "+ Timeout +" in output:
+        return "hung", re.findall(r"^(tests/\S+::\S+)", output, re.MULTILINE)[-1:]
+    failed = re.findall(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", output, re.MULTILINE)
+    if process.returncode not in (0, 5):  # 5: no test was selected
+        return "caught", failed or [f"pytest ended with {process.returncode}: {output[-300:]}"]
+    return "passed", []
+
+
+def _environment(copy: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(copy), "COLUMNS": "400", "PYTHONIOENCODING": "utf-8:replace"}
+
+
+def measure(root: Path, faults: Sequence[Fault], jobs: int, rows: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Run every fault until a test catches it; keep its row in `rows` by name, and yield a line after each run."""
+    new = {"result": "MISSED", "stage": "", "test": "", "seconds": 0.0, "too_slow": ""}  # too_slow: a stage cut short
+    rows.update({fault.name: asdict(fault) | new for fault in faults})
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+        copies: SimpleQueue[Path] = SimpleQueue()
+        for job in range(jobs):
+            copies.put(copy_tree(root, Path(folder).resolve() / str(job)))
+
+        def try_stage(fault: Fault, stage: str) -> None:
+            copy, row, began = copies.get(), rows[fault.name], time.monotonic()
+            path, source = copy / fault.file, (copy / fault.file).read_text()
+            try:
+                path.write_text(fault.seeded(copy))
+                chosen = choose_tests(root, fault.file)[stage]
+                verdict, tests = run_tests(copy, chosen, STAGES[stage]) if chosen else ("passed", [])
+            finally:
+                path.write_text(source)
+                copies.put(copy)
+            row["seconds"] = round(row["seconds"] + time.monotonic() - began, 1)
+            row["too_slow"] += f"{stage} " * (verdict == "too slow")
+            if verdict in ("caught", "hung"):
+                row.update(result=verdict, stage=stage, test=next(iter(tests), ""))
+
+        for stage in STAGES:
+            left = [fault for fault in faults if rows[fault.name]["result"] == "MISSED"]
+            for done, (fault, run) in enumerate([(fault, pool.submit(try_stage, fault, stage)) for fault in left], 1):
+                run.result()
+                row = rows[fault.name]
+                yield f"{stage} {done}/{len(left)} {fault.name}: {row['result']} {row['test']} {row['seconds']} s"
+        caught = [row for row in (rows[fault.name] for fault in faults) if row["test"].startswith("tests/")]
+        tests = sorted({row["test"] for row in caught})
+        _, failing = run_tests(copies.get(), tests, _TEST_S * len(tests), "--maxfail=0") if tests else ("passed", [])
+        for row in (row for row in caught if row["test"] in failing):
+            row["result"] = "UNSURE"
+            yield f"{row['test']} fails without a fault: {row['name']} is UNSURE"
+
+
+def main(
+    only: Annotated[list[str] | None, typer.Option(help="Areas or names of faults. (default: all)")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Faults that are tried at once.")] = 1,
+    output: Annotated[Path | None, typer.Option("--json", help="A row per fault; rows of others stay.")] = None,
+    is_listing: Annotated[bool, typer.Option("--list", help="List the faults and run none.")] = False,
+) -> None:
+    """Seed faults and report which test catches each."""
+    faults = [fault for fault in load(FAULTS) if not only or {fault.area, fault.name} & set(only)]
+    if not faults:
+        raise InputError("only", f"expected areas or names of faults, got {', '.join(only or ())}")
+    for fault in faults:
+        fault.seeded(ROOT)
+    console, rows = (
+        Console(markup=False, highlight=False),
+        {fault.name: asdict(fault) | {"result": "listed"} for fault in faults},
+    )
+    if not is_listing:
+        rows = {row["name"]: row for row in json.loads(output.read_text())} if output and output.exists() else {}
+        for line in measure(ROOT, faults, jobs, rows):
+            console.print(line, soft_wrap=True)
+            if output:
+                output.write_text(json.dumps(list(rows.values()), indent=1))
+    columns = ("area", "name", "rule", "file") if is_listing else ("area", "name", "result", "test", "seconds")
+    table = Table(*columns)
+    for fault in faults:
+        table.add_row(*(str(rows[fault.name][column]) for column in columns))
+    console.print(table)
+    console.print(f"{len(faults)} faults: {dict(Counter(rows[fault.name]['result'] for fault in faults))}")
+
+
+if __name__ == "__main__":
+    run_command(main)
