@@ -20,7 +20,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -132,7 +132,8 @@ def measure(root: Path, faults: Sequence[Fault], jobs: int, rows: dict[str, dict
     """Run every fault until a test catches it; keep its row in `rows` by name, and yield a line after each run."""
     new = {"result": "MISSED", "stage": "", "test": "", "seconds": 0.0, "too_slow": ""}  # too_slow: a stage cut short
     rows.update({fault.name: asdict(fault) | new for fault in faults})
-    with TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool, ExitStack() as stack:
+        stack.callback(pool.shutdown, cancel_futures=True)
         copies: SimpleQueue[Path] = SimpleQueue()
         for job in range(jobs):
             copies.put(copy_tree(root, Path(folder).resolve() / str(job)))
@@ -142,7 +143,7 @@ def measure(root: Path, faults: Sequence[Fault], jobs: int, rows: dict[str, dict
             path, source = copy / fault.file, (copy / fault.file).read_text()
             try:
                 path.write_text(fault.seeded(copy))
-                chosen = choose_tests(root, fault.file)[stage]
+                chosen = choose_tests(copy, fault.file)[stage]
                 verdict, tests = run_tests(copy, chosen, STAGES[stage]) if chosen else ("passed", [])
             finally:
                 path.write_text(source)
@@ -176,12 +177,8 @@ def main(
     faults = [fault for fault in load(FAULTS) if not only or {fault.area, fault.name} & set(only)]
     if not faults:
         raise InputError("only", f"expected areas or names of faults, got {', '.join(only or ())}")
-    for fault in faults:
-        fault.seeded(ROOT)
-    console, rows = (
-        Console(markup=False, highlight=False),
-        {fault.name: asdict(fault) | {"result": "listed"} for fault in faults},
-    )
+    rows = {fault.name: asdict(fault) | {"result": "fit"} for fault in faults if fault.seeded(ROOT)}  # or it raises
+    console = Console(markup=False, highlight=False)
     if not is_listing:
         rows = {row["name"]: row for row in json.loads(output.read_text())} if output and output.exists() else {}
         for line in measure(ROOT, faults, jobs, rows):
