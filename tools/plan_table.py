@@ -8,7 +8,6 @@ mlx_lm.convert would write in 4 bits (tools/sparse_model.py); files of holes sta
 
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -35,23 +34,6 @@ _SETS = {  # GiB of memory per Mac; the first is the coordinator
 }
 
 
-@dataclass(frozen=True)
-class _Row:
-    """A model, and where its configuration was found: a repository and a path in it, or a paper."""
-
-    spec: ModelSpec
-    source: str
-
-    @property
-    def nbytes(self) -> int:
-        return self.spec.shard_bytes(0, self.spec.num_layers)
-
-    @property
-    def repository(self) -> str:
-        """The source without its path."""
-        return self.source if self.source.startswith("arXiv") else self.source.partition(" ")[0]
-
-
 def main(
     models: Annotated[list[str] | None, typer.Argument(help="Files of tools/published, without .json; all.")] = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens of one session that memory is kept for.")] = 16384,
@@ -60,11 +42,11 @@ def main(
     known = sorted(path.stem for path in PUBLISHED.glob("*.json"))
     for name in set(models or ()) - set(known):
         raise InputError("models", f"expected one of {', '.join(known)}, got {name!r}")
-    rows = [row for row in map(_read, models or known) if row]
-    print(f"| model | GB | layers | {' | '.join(_SETS)} | configuration from |")
-    print(f"| --- | ---: | ---: | {'--- | ' * len(_SETS)}--- |")
-    for row in sorted(rows, key=lambda row: row.nbytes):
-        print(_line(row, context))
+    specs = [spec for spec in map(_read, models or known) if spec]
+    print(f"| model | GB | layers | {' | '.join(_SETS)} |")
+    print(f"| --- | ---: | ---: | {' | '.join(['---'] * len(_SETS))} |")
+    for spec in sorted(specs, key=_nbytes):
+        print(_line(spec, context))
 
 
 def nodes_of(gigabytes: tuple[int, ...]) -> list[Node]:
@@ -82,7 +64,7 @@ def cell(found: Plan) -> str:
     return f"lacks {format_bytes(sum(assignment.missing_bytes for assignment in found.assignments))}"
 
 
-def _read(name: str) -> _Row | None:
+def _read(name: str) -> ModelSpec | None:
     """None, and a line on standard error, for a model that Brigade refuses."""
     published = json.loads((PUBLISHED / f"{name}.json").read_text(encoding="utf-8"))
     config = published["config"]
@@ -91,16 +73,19 @@ def _read(name: str) -> _Row | None:
         folder = Path(parent, name)
         write_sparse(folder, config, bits)
         try:
-            return _Row(describe(open_folder(folder, name)), published["source"])
+            return describe(open_folder(folder, name))
         except BrigadeError as error:
             print(f"{name}: {error}", file=sys.stderr)
             return None
 
 
-def _line(row: _Row, context: int) -> str:
-    spec = row.spec
+def _nbytes(spec: ModelSpec) -> int:
+    return spec.shard_bytes(0, spec.num_layers)
+
+
+def _line(spec: ModelSpec, context: int) -> str:
     plans = [plan(spec, nodes_of(sizes), NO_SPEEDS, Objective(min(context, spec.context))) for sizes in _SETS.values()]
-    cells = [spec.name, f"{row.nbytes / 1e9:.0f}", str(spec.num_layers), *map(cell, plans), row.repository]
+    cells = [spec.name, f"{_nbytes(spec) / 1e9:.0f}", str(spec.num_layers), *map(cell, plans)]
     return f"| {' | '.join(cells)} |"
 
 
