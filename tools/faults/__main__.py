@@ -1,4 +1,4 @@
-"""The whole matrix of faults: python -m tools.faults [--part kill] [--jobs 2] [--markdown docs/faults.md]
+"""The whole matrix of faults: python -m tools.faults [--part kill] [--jobs 2] [--json FILE] [--markdown FILE]
 
 Every case is a fault that is made on purpose while the bundled model answers on three nodes: two worker processes and
 a coordinator. The table says what was done, what is promised, and what was seen. Exit code 1 if a promise was broken.
@@ -26,7 +26,7 @@ from tools.faults.kills import kills, kinds
 from tools.faults.losses import coordinators, gone
 from tools.faults.pauses import links, stops
 from tools.faults.picture import draw, record
-from tools.faults.report import markdown, table
+from tools.faults.report import Report
 from tools.faults.rig import Rig
 from worker.errors import InputError
 from worker.platform.run import run_command
@@ -37,7 +37,10 @@ PARTS = (kills, kinds, stops, links, gone, inside, coordinators)
 def main(
     part: Annotated[str, typer.Option(help="Only the groups whose names begin so: kill, kill-ar, link ...")] = "",
     jobs: Annotated[int, typer.Option(min=1, help="Groups at a time; times are true with one.")] = 1,
-    markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Write the table there as well.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write every case there; with --part, only its cases are replaced.")
+    ] = None,
+    markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Write a table of the kinds there.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Kill a worker once, and draw what the reader sees.")] = None,
     group: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
@@ -54,9 +57,14 @@ def main(
     began = time.monotonic()
     rows = asyncio.run(run_groups(groups, jobs))
     took_s = time.monotonic() - began
-    Console().print(table(rows, took_s))
+    report = Report(rows, took_s / 60, jobs)
+    Console().print(report.table())
+    if json_file is not None and json_file.exists() and part:
+        report = Report.from_json(json_file.read_text(encoding="utf-8")).with_part(report)
+    if json_file is not None:
+        json_file.write_text(report.to_json(), encoding="utf-8")
     if markdown_file is not None:
-        markdown_file.write_text(markdown(rows, took_s, jobs), encoding="utf-8")
+        markdown_file.write_text(report.markdown(), encoding="utf-8")
     if not all(row.seen.is_kept for row in rows):
         raise typer.Exit(1)
 

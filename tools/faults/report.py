@@ -1,6 +1,9 @@
-"""The rows of all cases as a table for a terminal and as a page for docs/."""
+"""The rows of all cases as a table for a terminal, as a file of JSON, and as a page for docs/."""
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from itertools import groupby
 from operator import attrgetter
@@ -9,7 +12,6 @@ from statistics import median
 from rich.table import Table
 
 from tools.faults.case import Row
-from tools.faults.trial import Seen
 from worker.platform.machine import machine_name
 
 _PARTS = {
@@ -22,72 +24,100 @@ _PARTS = {
     "coordinator": "The coordinator itself",
 }
 _HEAD = ("done", "promised", "seen", "tokens", "noticed after", "gap", "kept")
+_CONTEXT = re.compile(r"^(?:ar|ngram|diffusion|diffusion-fast), [^:]+: ")  # the decoder and the load of a case
+_WORKER = re.compile(r"\b(?:first and last|first|last)\b")
 
 
-def table(rows: Sequence[Row], took_s: float) -> Table:
-    found = Table(title=_summary(rows, took_s), title_justify="left")
-    for name in _HEAD:
-        found.add_column(name, justify="right" if name in ("noticed after", "gap") else "left")
-    for row in rows:
-        found.add_row(*_cells(row), style=None if row.seen.is_kept else "bold red", end_section=False)
-    return found
+@dataclass
+class Report:
+    """One run of all cases."""
 
+    rows: list[Row]
+    minutes: float
+    jobs: int  # groups at a time
+    machine: str = field(default_factory=machine_name)
+    day: str = field(default_factory=lambda: date.today().isoformat())
 
-def markdown(rows: Sequence[Row], took_s: float, jobs: int) -> str:
-    """The page: what it is made by, what it amounts to, and a table per part."""
-    lines = [
-        "# Faults",
-        "",
-        "Made by `python -m tools.faults --markdown docs/faults.md`: real processes, the bundled model on three nodes",
-        "(a coordinator and the workers `first` and `last`), faults while it answers. *Equal* means: tokens, text and",
-        "the reason for the end are those of one process to which nothing happens. *Noticed after* is the time from",
-        "the fault until the coordinator acts; for a fault inside a worker, from the last token before it. *Gap* is",
-        "the longest that a reader got no token; where a worker is started again, its start is in it.",
-        "",
-        f"{_summary(rows, took_s)}. On {date.today().isoformat()}, {machine_name()}, {jobs} group"
-        f"{'s' * (jobs > 1)} at a time; other work ran on the machine meanwhile, so times are upper bounds.",
-        "",
-        *_times(rows),
-    ]
-    for part, found in groupby(rows, attrgetter("part")):
-        lines += [
+    @classmethod
+    def from_json(cls, text: str) -> "Report":
+        found = json.loads(text)
+        return cls(**found | {"rows": [Row.from_json(row) for row in found["rows"]]})
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    def with_part(self, other: "Report") -> "Report":
+        """Return this report with the cases of another one in the place of those of the same parts."""
+        parts = {row.part for row in other.rows}
+        rows = [*other.rows, *(row for row in self.rows if row.part not in parts)]
+        return replace(self, rows=sorted(rows, key=lambda row: list(_PARTS).index(row.part)))
+
+    @property
+    def summary(self) -> str:
+        kept = sum(row.seen.is_kept for row in self.rows)
+        return f"{kept} of {len(self.rows)} promises kept in {self.minutes:.0f} minutes"
+
+    def table(self) -> Table:
+        """Every case, for a terminal."""
+        found = Table(title=self.summary, title_justify="left")
+        for name in _HEAD:
+            found.add_column(name, justify="right" if name in ("noticed after", "gap") else "left")
+        for row in self.rows:
+            found.add_row(*_cells(row), style=None if row.seen.is_kept else "bold red", end_section=False)
+        return found
+
+    def markdown(self) -> str:
+        """The page: a line per kind of fault, and every case whose promise was broken."""
+        lines = [
+            "# Faults",
             "",
-            f"## {_PARTS[part]}",
+            "Made by `python -m tools.faults --json docs/faults.json --markdown docs/faults.md` (the JSON has every",
+            "case): real processes, the bundled model on three nodes (a coordinator, and the workers `first` and",
+            "`last`), faults while it answers. A promise is kept only if tokens, text and finish reason of every",
+            "answer equal those of one process to which nothing happens. *Noticed* is the time from the fault until the",
+            "coordinator acts; for a fault inside a worker, from the last token before it. *Gap* is the longest time",
+            "that a reader got no token; where a worker is started again, its start is part of it.",
             "",
-            f"| {' | '.join(_HEAD)} |",
-            "| --- | --- | --- | --- | ---: | ---: | --- |",
+            f"{self.summary}. On {self.day}, {self.machine}, {self.jobs} group{'s' * (self.jobs > 1)} at a time. Other",
+            "work ran on the machine meanwhile, so times are upper bounds.",
         ]
-        lines += [f"| {' | '.join(cell.replace('|', '/') for cell in _cells(row))} |" for row in found]
-    return "\n".join(lines) + "\n"
+        for part, found in groupby(self.rows, attrgetter("part")):
+            lines += ["", f"## {_PARTS[part]}", "", *_kinds_of(found)]
+        broken = [row for row in self.rows if not row.seen.is_kept]
+        if broken:
+            lines += ["", "## Broken promises", "", "| done | promised | seen |", "| --- | --- | --- |"]
+            lines += [
+                f"| {' | '.join(_cell(text) for text in (row.done, row.promised, row.seen.what))} |" for row in broken
+            ]
+        return "\n".join(lines) + "\n"
 
 
-def _times(rows: Sequence[Row]) -> list[str]:
-    """Times of like faults together."""
-    kinds: dict[str, list[Seen]] = {}
+def _kinds_of(rows: Iterable[Row]) -> Iterator[str]:
+    """Yield a table with a line for each kind of fault."""
+    kinds: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        if (kind := _kind_of(row.done)) and row.seen.detect_s is not None and row.seen.gap_s is not None:
-            kinds.setdefault(kind, []).append(row.seen)
-    lines = [
-        "| fault | cases | noticed after, median | longest | gap, median | longest |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for kind, found in kinds.items():
-        detects, gaps = [seen.detect_s or 0 for seen in found], [seen.gap_s or 0 for seen in found]
-        times = (median(detects), max(detects), median(gaps), max(gaps))
-        lines.append(f"| {kind} | {len(found)} | {' | '.join(map(_seconds, times))} |")
-    return lines
+        kinds.setdefault((_kind_of(row.done), row.promised), []).append(row)
+    yield "| fault | promise | kept | noticed, median (longest) | gap, median (longest) |"
+    yield "| --- | --- | ---: | ---: | ---: |"
+    for (kind, promised), found in kinds.items():
+        kept = sum(row.seen.is_kept for row in found)
+        times = (_times([row.seen.detect_s for row in found]), _times([row.seen.gap_s for row in found]))
+        yield f"| {_cell(kind)} | {_cell(promised)} | {kept} of {len(found)} | {' | '.join(times)} |"
 
 
 def _kind_of(done: str) -> str:
-    if "kill -9" in done:
-        is_back = "started again" in done and "not started again" not in done
-        return "killed, started again" if is_back else "killed, done without"
-    return "stopped" if "after 10 s" in done else "cut off" if "cut for" in done else ""
+    """Return the fault without its decoder, the worker's name and the moment."""
+    return _WORKER.sub(
+        lambda found: "both workers" if " " in found[0] else "a worker",
+        re.sub(r" at token \w+| in the middle", "", _CONTEXT.sub("", done)),
+    )
 
 
-def _summary(rows: Sequence[Row], took_s: float) -> str:
-    kept = sum(row.seen.is_kept for row in rows)
-    return f"{kept} of {len(rows)} promises kept in {took_s / 60:.0f} minutes"
+def _times(seconds: Sequence[float | None]) -> str:
+    known = [each for each in seconds if each is not None]
+    if not known:
+        return ""
+    return _seconds(known[0]) if len(known) == 1 else f"{_seconds(median(known))} ({_seconds(max(known))})"
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -95,6 +125,10 @@ def _cells(row: Row) -> tuple[str, ...]:
     tokens = {None: "", True: "equal", False: "DIFFER"}[seen.are_equal]
     kept = "yes" if seen.is_kept else "NO"
     return row.done, row.promised, seen.what, tokens, _seconds(seen.detect_s), _seconds(seen.gap_s), kept
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "/")
 
 
 def _seconds(seconds: float | None) -> str:
