@@ -37,6 +37,7 @@ class Report:
     jobs: int  # groups at a time
     machine: str = field(default_factory=machine_name)
     day: str = field(default_factory=lambda: date.today().isoformat())
+    repeated: list[str] = field(default_factory=list)  # parts that were run again later
 
     @classmethod
     def from_json(cls, text: str) -> "Report":
@@ -50,7 +51,8 @@ class Report:
         """Return this report with the cases of another one in the place of those of the same parts."""
         parts = {row.part for row in other.rows}
         rows = [*other.rows, *(row for row in self.rows if row.part not in parts)]
-        return replace(self, rows=sorted(rows, key=lambda row: list(_PARTS).index(row.part)))
+        rows.sort(key=lambda row: list(_PARTS).index(row.part))
+        return replace(self, rows=rows, repeated=sorted({*self.repeated, *parts}))
 
     @property
     def summary(self) -> str:
@@ -74,12 +76,13 @@ class Report:
             "Made by `python -m tools.faults --json docs/faults.json --markdown docs/faults.md` (the JSON has every",
             "case): real processes, the bundled model on three nodes (a coordinator, and the workers `first` and",
             "`last`), faults while it answers. A promise is kept only if tokens, text and finish reason of every",
-            "answer equal those of one process to which nothing happens. *Noticed* is the time from the fault until the",
-            "coordinator acts; for a fault inside a worker, from the last token before it. *Gap* is the longest time",
+            "answer equal those of one process to which nothing happens. *Noticed* is the time from the fault until",
+            "the coordinator acts; for a fault inside a worker, from the last token before it. *Gap* is the longest time",
             "that a reader got no token; where a worker is started again, its start is part of it.",
             "",
             f"{self.summary}. On {self.day}, {self.machine}, {self.jobs} group{'s' * (self.jobs > 1)} at a time. Other",
             "work ran on the machine meanwhile, so times are upper bounds.",
+            *(f"*{_PARTS[part]}* was run again later." for part in self.repeated),
         ]
         for part, found in groupby(self.rows, attrgetter("part")):
             lines += ["", f"## {_PARTS[part]}", "", *_kinds_of(found)]
