@@ -1,6 +1,7 @@
 """How the rows are shown: docs/models.md, and what differs between two versions of mlx-lm. Measures nothing."""
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -10,7 +11,6 @@ from tools.windows_report import table
 
 COMMAND = "python -m tools.models_table --json docs/models.json --markdown docs/models.md"
 _LONGEST_CELL = 24
-COLUMNS = ("type", "fits", "bf16", "caches", "cut", "lanes", "int8", "rotating")
 
 _INTRO = """\
 # Model types
@@ -21,25 +21,21 @@ Output of
 
 with {versions}, on {machine}.
 
-Every type of this mlx-lm that a tiny configuration makes is written to a folder as `mlx_lm.convert` writes it, with
-random weights, loaded as nodes load it, cut **between every two layers**, and given a prompt of 11 tokens and 3 steps.
-`=` is equal to the last bit, `≈` within rounding, a number in brackets is a reason at the end of the page.
-{counts}
+Each type of this mlx-lm for which a tiny configuration can be made is written as `mlx_lm.convert` writes it, with
+random weights, and loaded as nodes load it. It is cut **between every two layers** and given a prompt of 11 tokens and
+3 steps. {counts}
+For all of these the logits of all rows equal those of mlx-lm's own uncut model to the last bit, in float32 and in
+bfloat16; exceptions are named. A control with one layer changed by 1 % is noticed in each.{experts}
+Where keys slide out of sight, mlx-lm's own caches overwrite the oldest with the newest and sum in that order; the rows
+are `=` with keys in the order of their tokens, and within rounding of mlx-lm's.
 
-* **fits**: the logits of all rows are those of mlx-lm's own uncut model, in float32. A control with one layer changed
-  by 1 % is noticed in each of them. Where keys slide out of sight mlx-lm's own caches write the newest over the oldest
-  and sum in that order: such rows are `≈` with them, and `=` with keys in the order of their tokens.
-* **bf16**: the same in bfloat16, and `=` wherever it fits.{experts}
-* **caches**: what mlx-lm makes for its layers. `kv` keys and values, `win` of a sliding window, `chunk` of a chunk,
+* **caches**: what mlx-lm makes for the layers: `kv` keys and values, `win` of a sliding window, `chunk` of a chunk,
   `s2` a state of two arrays, `a+b` two in one layer.
-* **cut**: rows can be taken back, as windows and drafts that fail need it, and prefixes shared at any length. With a
-  state they cannot: such models decode a token per step and share only whole prefixes. Both are tried.
-* **lanes**: how windows of several sessions go through a pass, which is tried against each alone: `rows` end to end, of
-  any lengths; `batch` side by side, those of one length; `alone` one after another.
-* **int8**: caches of 8 bits stay near whole ones, or why there are none.
-* **rotating**: caches that let go of tokens are the same wherever the model is cut, or why there are none.
-
-Quantised models of six families are further down.
+* **cut**: whether rows can be taken back, as drafts that fail require. A state cannot: such models decode a token per
+  step and share only whole prefixes.
+* **lanes**: how windows of several sessions go through a pass: `rows` end to end, of any lengths; `batch` side by side,
+  those of one length; `alone` one after another. Each is compared with the session alone.
+* **int8**, **rotating**: whether these caches work, else a reason from the end of the page.
 """
 
 
@@ -81,7 +77,7 @@ class Notes:
 
 def to_markdown(survey: Survey) -> str:
     """The whole page."""
-    on_cpu = "\n  A CPU multiplies experts in float32 only, so they are cast to it and back, in both models."
+    on_cpu = " A CPU\nmultiplies experts in float32 only, so they are cast to it and back,\nin both models."
     intro = _INTRO.format(
         command=COMMAND,
         versions=named(survey.versions),
@@ -90,11 +86,11 @@ def to_markdown(survey: Survey) -> str:
         experts=on_cpu if survey.versions.get("device") == "cpu" else "",
     )
     notes = Notes()
-    others = [(f"`{row.type}`", row.caches, row.fits) for row in survey.rows if not row.is_cut]
+    others = [(f"`{row.type}`", _why_not(row)) for row in survey.rows if not row.is_cut]
     sections = [
         intro,
-        "## What runs\n\n" + table(COLUMNS, [_cells(row, notes) for row in survey.rows if row.is_cut]),
-        "## What does not\n\n" + table(("type", "caches", "why"), others),
+        "## What runs\n\n" + _alike(survey.rows, notes),
+        "## What does not\n\n" + table(("type", "why"), others),
         "## Quantised\n\n" + _quantised(survey.rows, notes),
         f"## Reasons\n\n{notes}\n",
     ]
@@ -141,20 +137,35 @@ def _counts(rows: Sequence[Row]) -> str:
     return f"{fitting} of the {len(rows) - missing} that mlx-lm itself runs here fit."
 
 
-def _cells(row: Row, notes: Notes) -> Sequence[str]:
-    found = (row.fits, row.bf16, row.caches, row.cut, row.lanes, row.int8, row.rotating)
-    return (f"`{row.type}`", *map(notes.cell, found))
+def _alike(rows: Sequence[Row], notes: Notes) -> str:
+    """A table with a row for all types that have the same properties."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        if row.is_cut:
+            exact = {row.fits, row.bf16} - {"="}
+            name = f"`{row.type}`" + (f" (float32 {row.fits}, bfloat16 {row.bf16})" if exact else "")
+            key = row.caches, row.cut, row.lanes, notes.cell(row.int8), notes.cell(row.rotating)
+            alike.setdefault(key, []).append(name)
+    found = sorted(alike.items(), key=lambda each: -len(each[1]))
+    lines = [f"| {' | '.join((*key, ', '.join(names)))} |" for key, names in found]
+    return "\n".join(
+        ["| caches | cut | lanes | int8 | rotating | types |", "| --- | --- | --- | --- | --- | --- |", *lines, ""]
+    )
+
+
+def _why_not(row: Row) -> str:
+    """Why a type does not run, without what the error repeats for every type."""
+    return re.sub(r"^no: .*?(?:between its layers|is not supported): |; run it by mlx-lm on one machine$", "", row.fits)
 
 
 def _quantised(rows: Sequence[Row], notes: Notes) -> str:
-    """A row per quantisation, a column per family."""
-    families = [row for row in rows if len(row.quantised) > 1]
-    titles = dict.fromkeys(title for row in families for title in row.quantised)
-    lines = [(title, *(notes.cell(row.quantised.get(title, "")) for row in families)) for title in titles]
-    others = ", ".join(
-        f"`{row.type}` ({title}: {notes.cell(found)})"
-        for row in rows
-        if row not in families
-        for title, found in row.quantised.items()
-    )
-    return table(("", *(f"`{row.type}`" for row in families)), lines) + (f"\nOthers: {others}.\n" if others else "")
+    """A line for the quantisations that have the same results in the same types."""
+    alike: dict[str, list[str]] = {}
+    for title in dict.fromkeys(title for row in rows for title in row.quantised):
+        found: dict[str, list[str]] = {}
+        for row in rows:
+            if title in row.quantised:
+                found.setdefault(notes.cell(row.quantised[title]), []).append(f"`{row.type}`")
+        results = "; ".join(f"{result} {', '.join(types)}" for result, types in found.items())
+        alike.setdefault(results, []).append(title)
+    return "\n".join(f"* {' · '.join(titles)}: {results}" for results, titles in alike.items()) + "\n"

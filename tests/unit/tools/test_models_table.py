@@ -21,7 +21,7 @@ def test_the_page_has_what_fits_what_does_not_and_each_long_reason_once() -> Non
     runs, out = page.partition("## What does not")[::2]
     assert "`llama`" in runs and "`afm7`" not in runs
     assert "`afm7`" in out and "its layers are in two lists" in out
-    assert page.count("adds up") == 1 and "| no (1) " in page
+    assert page.count("adds up") == 1 and "mxfp4: no (1) `llama`" in page
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
