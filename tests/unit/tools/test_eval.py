@@ -69,11 +69,6 @@ def test_the_report_admits_what_was_missed(right: int, said: str) -> None:
     assert line.replace(" ", "").endswith(said.replace(" ", ""))
 
 
-def test_the_report_compares_auto_with_the_best_fixed_window() -> None:
-    page = to_markdown(measured())
-    assert "32 (3×)" in page and "80%" in page
-
-
 def test_an_answer_that_did_not_end_is_not_right() -> None:
     turn = Turn("facts", "Tell me.", "So it is.")
     assert is_right(turn, "So it is.", True) and not is_right(turn, "So it is.", False)
