@@ -26,9 +26,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("command", ["plan", "verify", "bench -p 1 -g 2"])
 def test_a_workers_name_that_does_not_resolve_is_told_with_the_key_to_mend(command: str, unresolved: Path) -> None:
     outcome = run_here(*command.split(), "--config", unresolved)
-    mended = f"check its `address:` in {unresolved}, or give its IP address there"
     assert (outcome.code, outcome.out) == (3, "")
-    assert outcome.err == f"error: worker mini: the name {HOST} does not resolve on this machine: {mended}\n"
+    assert outcome.err.startswith(f"error: worker mini: the name {HOST} does not resolve on this machine: ")
+    assert f"`address:` in {unresolved}" in outcome.err and outcome.err.count("\n") == 1
 
 
 def test_status_and_smoke_tell_the_same_in_json(unresolved: Path) -> None:
