@@ -1,6 +1,5 @@
 """A headless Chromium, told what to do over its debugging pipe: no driver, no package, no port."""
 
-import base64
 import contextlib
 import fcntl
 import json
@@ -83,15 +82,8 @@ class Browser:
         for kind in ("keyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, text=text)
 
-    def size(self, width: int, height: int, *, dark: bool = False) -> None:
+    def size(self, width: int, height: int) -> None:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=2, mobile=False)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
-
-    def picture(self, path: Path) -> None:
-        """The whole page as PNG."""
-        taken = self.call("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(taken["data"]))
 
     def _note(self, message: dict[str, Any]) -> None:
         said = message.get("params", {})
