@@ -75,11 +75,6 @@ def reconfigured_copy(model: Path, folder: Path, **config: Any) -> Path:
     return folder
 
 
-def decode(model: Path, tokens: list[int]) -> str:
-    """What the tokens say as a whole, by the tokenizers library."""
-    return str(Tokenizer.from_file(str(model / "tokenizer.json")).decode(tokens, skip_special_tokens=False))
-
-
 def _write_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
