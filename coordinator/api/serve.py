@@ -95,7 +95,7 @@ async def serve(options: ClusterOptions, serving: ServeOptions) -> None:
         trust_remote_code=options.trust_remote_code,
         sampling=serving.sampling,
         max_tokens=serving.limits.max_tokens,
-        aside=OneAtATime(max_wait_s=serving.limits.queue_timeout_s, on_refused=stats.refuse),
+        encoding=OneAtATime(max_wait_s=serving.limits.queue_timeout_s, on_refused=stats.refuse),
     )
     folder = inputs.checkpoint.name  # clients see only its last part
     names = serving.names or (Path(folder).name if Path(folder).is_absolute() else folder,)

@@ -160,6 +160,6 @@ class Server:
                 if self.state is not ServerState.ASLEEP:
                     engine = self.require_engine()
                     await engine.inputs.token_texts([0])
-                    await engine.look()
+                    await engine.probe()
         except TimeoutError:
             raise HttpError(503, f"no token went through all stages within {_DEEP_S:g} s", "too_slow") from None

@@ -215,7 +215,7 @@ class Engine:
                 take(output)
         return answer
 
-    async def look(self) -> None:
+    async def probe(self) -> None:
         """Send one token through all stages as a health check. Statistics do not count it.
 
         Raises:

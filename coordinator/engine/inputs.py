@@ -97,7 +97,7 @@ class Usual(TypedDict, total=False):
 
     sampling: Mapping[str, Any]
     max_tokens: int
-    aside: OneAtATime
+    encoding: OneAtATime
 
 
 class InputProcessor:
@@ -111,14 +111,14 @@ class InputProcessor:
         *,
         sampling: Mapping[str, Any] | None = None,
         max_tokens: int | None = None,
-        aside: OneAtATime | None = None,
+        encoding: OneAtATime | None = None,
     ) -> None:
         """
         Args:
             tokenizer: None: prompts and texts are token ids.
             sampling: defaults of requests; they override the model's.
             max_tokens: default of requests; None: as many as there is room for.
-            aside: limits how many requests wait to be encoded, and how long.
+            encoding: limits how many requests wait to be encoded, and how long.
         Raises:
             ModelError: generation_config.json is wrong.
         """
@@ -128,10 +128,10 @@ class InputProcessor:
         self.defaults = {**sampling_defaults(checkpoint.generation_config), **(sampling or {})}
         self._grammars = Grammars(checkpoint.folder, spec.vocab_size)
         self._max_tokens = min(max_tokens or spec.context, spec.context)
-        self._aside = aside or OneAtATime()
+        self._encoding = encoding or OneAtATime()
         self._trials = GrammarTrials(checkpoint.folder, spec.vocab_size, sorted(self.eos))
-        self._trying = self._aside.another()  # a slow grammar holds up only grammars
-        self._reading_long = self._aside.another()  # a long prompt holds up only long prompts
+        self._trying = self._encoding.another()  # a slow grammar holds up only grammars
+        self._reading_long = self._encoding.another()  # a long prompt holds up only long prompts
 
     @classmethod
     async def read(
@@ -220,7 +220,7 @@ class InputProcessor:
                 tokenizer.require_few(prompt, most)
             return [] if is_long else tokenizer.encode_prompt(prompt, special=special)
 
-        found = await self._aside.run(encode)
+        found = await self._encoding.run(encode)
         if is_long:
             found = await self._reading_long.run(partial(tokenizer.encode_prompt, prompt, special=special, apart=True))
         return tuple(found)
@@ -229,11 +229,11 @@ class InputProcessor:
         """Return the text of the tokens. Raises InputError for ids outside the vocabulary."""
         tokenizer = self._require_tokenizer("tokens")
         check_token_ids("tokens", tokens, self.spec.vocab_size)
-        return await self._aside.run(lambda: tokenizer.decode(tokens))
+        return await self._encoding.run(lambda: tokenizer.decode(tokens))
 
     async def token_texts(self, tokens: Sequence[int]) -> list[str]:
         """Return the text of each token by itself."""
-        return await self._aside.run(lambda: [self.token_text(token) for token in tokens])
+        return await self._encoding.run(lambda: [self.token_text(token) for token in tokens])
 
     def token_text(self, token: int) -> str:
         """Return the text of one token; its number without a tokenizer."""
