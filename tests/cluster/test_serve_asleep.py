@@ -3,10 +3,7 @@
 import asyncio
 import json
 import weakref
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
@@ -84,44 +81,6 @@ def test_a_model_that_nobody_asks_for_is_let_go_on_all_nodes_and_read_again_for_
     assert [line.partition(":")[0] for line in said[1:4]] == [
         "asleep", "a request came", "serving talker at http",
     ]  # fmt: skip
-
-
-def test_who_waits_for_a_model_that_is_read_again_is_told_that_the_server_ends(
-    talker: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened = serve_module.open_engine
-    hanging = asyncio.Event()
-
-    @asynccontextmanager
-    async def open_once(*given: Any, **named: Any) -> AsyncIterator[Engine]:
-        async with opened(*given, **named) as model:
-            monkeypatch.setattr(serve_module, "open_engine", hang)
-            yield model
-
-    @asynccontextmanager
-    async def hang(*given: Any, **named: Any) -> AsyncIterator[Engine]:
-        hanging.set()
-        await asyncio.Event().wait()
-        yield  # type: ignore[misc]
-
-    monkeypatch.setattr(serve_module, "open_engine", open_once)
-
-    async def check() -> None:
-        serving = ServeOptions("127.0.0.1", free_port(), names=("talker",), keep_alive_s=0.1)
-        running = asyncio.create_task(serve(ClusterOptions(ClusterConfig(), str(talker), 0, 4096), serving))
-        async with httpx2.AsyncClient(base_url=serving.url(serving.port), timeout=PATIENCE_S) as client:
-            await wait_health(client, 200, running)
-            async with asyncio.timeout(PATIENCE_S):
-                while (await client.get("/health")).json()["status"] != "asleep":
-                    pass
-                asking = asyncio.create_task(client.post("/v1/completions", json=ASK))
-                await hanging.wait()
-                running.cancel()
-                answer = await asking
-                await asyncio.gather(running, return_exceptions=True)
-        assert answer.status_code == 503 and "told to stop" in answer.json()["error"]["message"]
-
-    uvloop.run(check())
 
 
 def test_who_asks_while_it_is_about_to_fall_asleep_is_answered_though_the_server_is_told_to_stop(

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import shutil
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -119,38 +118,43 @@ def test_a_server_where_none_may_wait_answers_all_that_fit_and_cuts_off_with_wor
     uvloop.run(check())
 
 
-def test_the_models_own_sampling_applies_unless_the_server_or_the_request_says_otherwise(
-    talker: Path, tmp_path: Path
+def test_a_server_goes_without_a_missing_worker_and_takes_it_in_under_endless_streams(
+    start: Starter, talker: Path, tmp_path: Path
 ) -> None:
-    model = shutil.copytree(talker, tmp_path / "sampled")
-    (model / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.9, "top_k": 40}')
-    options = ClusterOptions(ClusterConfig(), str(model), 0, 4096)
-    ask = {"prompt": "the", "seed": 5, "max_tokens": 12}
-
-    async def texts(client: httpx2.AsyncClient, *asked: dict[str, Any]) -> list[str]:
-        answers = [await client.post("/v1/completions", json=ask | more) for more in asked]
-        return [answer.json()["choices"][0]["text"] for answer in answers]
+    config = write_cluster(tmp_path / "cluster.yaml", ("last", f"127.0.0.1:{free_port()}"), model=str(talker))
 
     async def check() -> None:
-        own = {"temperature": 0.9, "top_k": 40}
+        options = ClusterOptions(load_cluster(config), str(talker), None, 4096)
         async with served(options) as client:
-            usual, same, greedy = await texts(client, {}, own, {"temperature": 0})
-            assert usual == same != greedy
-        async with served(options, sampling={"temperature": 0.0}) as client:
-            assert await texts(client, {}, own) == [greedy, same]
 
-    uvloop.run(check())
+            async def ask(prompt: str) -> str:
+                body = {"prompt": prompt, "max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": True}
+                async with client.stream("POST", "/v1/completions", json=body) as stream:
+                    *events, _ = [line[6:] async for line in lines_of(stream) if line.startswith("data: ")]
+                return "".join(json.loads(event)["choices"][0]["text"] for event in events)
 
+            async def ask_on(prompt: str) -> None:
+                while not is_over:
+                    answers.append((prompt, await ask(prompt)))
 
-def test_an_answer_of_no_given_length_takes_what_memory_there_is(talker: Path) -> None:
-    async def check() -> None:
-        _, spec = await read_model(str(talker))
-        memory = spec.shard_bytes(0, spec.num_layers) + spec.reserved_bytes(0, spec.num_layers, 256)
-        options = ClusterOptions(ClusterConfig.model_validate({"coordinator": {"memory": memory}}), str(talker), 0, 256)
-        async with served(options, context=256) as client:
-            found = (await client.post("/v1/completions", json={"prompt": [5] * 100, "ignore_eos": True})).json()
-            assert found["choices"][0]["finish_reason"] == "length"
-            assert found["usage"]["total_tokens"] == 256
+            health = (await client.get("/health")).json()
+            assert health["status"] == "degraded" and "last" in str(health)
+            expected = {prompt: await ask(prompt) for prompt in ("the", "a longer prompt than the other one")}
+            is_over, answers = False, list[tuple[str, str]]()
+            asking = asyncio.gather(*map(ask_on, expected))
+            start.worker("last", "--config", config)
+            async with asyncio.timeout(2 * PATIENCE_S):  # the promise: it is used within a minute
+                nodes: list[str] = []
+                while nodes != ["coordinator", "last"] and not asking.done():
+                    state = (await client.get("/cluster")).json()
+                    nodes = [node["name"] for node in state["nodes"] if node["state"] == "active"]
+                num_answers = len(answers)
+                while len(answers) < num_answers + 4 and not asking.done():
+                    await client.get("/cluster")
+            is_over = True
+            await asking
+            assert nodes == ["coordinator", "last"]
+            assert all(text == expected[prompt] for prompt, text in answers)
 
     uvloop.run(check())
 
