@@ -152,7 +152,17 @@ def in_this_process(model: Path, *counts: int) -> Bench:
     return asyncio.run(module.measure(options, Workload(counts, 4, 4, (Decode(),), (None,), 1)))
 
 
-def test_the_bar_says_which_case_it_is_at_and_all_systems_share_the_one_thread_that_owns_mlx(
+def test_the_bar_says_which_case_it_is_at_and_how_far(model: Path, begun: list[str]) -> None:
+    in_this_process(model, 1, 2)
+    assert begun == ["8"] + [
+        f"{system}, ar, {count} at once, {trial}"
+        for count in (1, 2)
+        for trial in ("warming up", "trial 1")
+        for system in ("one process", "mlx_lm")
+    ]
+
+
+def test_all_systems_share_the_one_thread_that_owns_mlx(
     model: Path, begun: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, used = set(threading.enumerate()), []
@@ -164,14 +174,10 @@ def test_the_bar_says_which_case_it_is_at_and_all_systems_share_the_one_thread_t
         return trial
 
     monkeypatch.setattr(OnChain, "run", run_and_note)
-    in_this_process(model, 1, 2)
-    assert begun == ["8"] + [
-        f"{system}, ar, {count} at once, {trial}"
-        for count in (1, 2)
-        for trial in ("warming up", "trial 1")
-        for system in ("one process", "mlx_lm")
-    ]
-    assert used and all(len(threads) == 1 for threads in used)
+    options = cluster_options(None, str(model), 1, None, None)
+    found = asyncio.run(module.measure(options, Workload((1,), 2, 2, (Decode(),), (None,), 1)))
+    assert [row.system for row in found.rows] == ["one process", "mlx_lm", "cluster"]
+    assert all(len(threads) == 1 for threads in used)
 
 
 def test_what_mlx_lm_cannot_batch_is_left_out(
@@ -261,6 +267,7 @@ def test_what_would_come_out_only_after_the_measurement_is_refused_before_it(
         asyncio.run(run_bench(options, workload, as_json=True, plot=Path(plot) if plot else None))
 
 
+@pytest.mark.matrix
 def test_auto_is_measured_against_one_token_per_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     masked = make_talker(tmp_path / "masked", mask_token_id=0)
     bench_auto.main(str(masked), local=0, requests="2", rounds=1)

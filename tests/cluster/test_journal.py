@@ -2,14 +2,13 @@
 
 import signal
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from coordinator.sessions.journal import read_journal
 from tests.cluster.commands import answer_here, run_here
-from tests.cluster.models import reconfigured_copy
+from tests.cluster.models import make_talker, reconfigured_copy
 from tests.cluster.processes import FINISH_S, Running, Starter, Worker, write_cluster
 
 FREE_S = 10.0  # from the death of a coordinator until its workers are free
@@ -17,18 +16,24 @@ PROMPT = ("--prompt", "Tell me about the fox and the dog.", "--ignore-eos", "--m
 GREEDY, SAMPLED = ("--temp", "0"), ("--temp", "0.9", "--seed", "11")
 PENALTIES = ("--top-p", "0.95", "--repetition-penalty", "1.2", "--presence-penalty", "0.3", "--logit-bias", "70:1.5")
 REQUESTS = {
-    "sampled": ("talker", *SAMPLED, *PENALTIES),
-    "diffusion-fast": ("demo", "--decode", "diffusion-fast", *SAMPLED),
-    "ar": ("talker", *GREEDY),
-    "ngram": ("talker", "--decode", "ngram", *GREEDY),
-    "diffusion": ("demo", "--decode", "diffusion", *SAMPLED),
+    "sampled": ("--decode", "ar", *SAMPLED, *PENALTIES),
+    "diffusion-fast": ("--decode", "diffusion-fast", *SAMPLED),
+    "ar": ("--decode", "ar", *GREEDY),
+    "ngram": ("--decode", "ngram", *GREEDY),
+    "diffusion": ("--decode", "diffusion", *SAMPLED),
 }
 USUAL = ("sampled", "diffusion-fast")
 
 
 @pytest.fixture(scope="module")
-def workers(module_start: Starter, talker: Path) -> Sequence[Worker]:
-    return [module_start.worker("last", "--model", talker)]
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with a MASK token."""
+    return make_talker(tmp_path_factory.mktemp("masked") / "model", mask_token_id=0)
+
+
+@pytest.fixture(scope="module")
+def worker(module_start: Starter, model: Path) -> Worker:
+    return module_start.worker("last", "--model", model)
 
 
 @pytest.fixture
@@ -56,13 +61,12 @@ def kill_at(num_tokens: int, running: Running, journal: Path) -> str:
     "name", [name if name in USUAL else pytest.param(name, marks=pytest.mark.matrix) for name in REQUESTS]
 )
 def test_an_answer_goes_on_after_its_coordinator_was_killed(
-    start: Starter, workers: Sequence[Worker], talker: Path, tmp_path: Path, journal: Path, name: str
+    start: Starter, worker: Worker, model: Path, tmp_path: Path, journal: Path, name: str
 ) -> None:
-    """The workers are free soon; what was printed and what the second run prints is the text."""
-    model, num_tokens = {"talker": (talker, "240"), "demo": ("demo", "80")}[REQUESTS[name][0]]
-    nodes = [(worker.name, worker.address) for worker in workers]
-    cluster = ("--config", write_cluster(tmp_path / "cluster.yaml", *nodes, model=str(model)))
-    request: tuple[str, ...] = (*PROMPT, num_tokens, *REQUESTS[name][1:])
+    """The worker is free soon; what was printed and what the second run prints is the text."""
+    config = write_cluster(tmp_path / "cluster.yaml", (worker.name, worker.address), model=str(model))
+    cluster = ("--config", config)
+    request: tuple[str, ...] = (*PROMPT, "240", *REQUESTS[name])
     expected = answer_here("--model", model, "--local", "0", *request)
     if name == "sampled":
         request = (*request, "--stop", expected["text"][-30:-26])
@@ -72,8 +76,7 @@ def test_an_answer_goes_on_after_its_coordinator_was_killed(
     running.out.wait_match(r"(?s).{30}", FINISH_S)
     running.send_signal(signal.SIGKILL)
     printed = running.wait().out
-    for worker in workers:
-        worker.wait_slots(0, FREE_S)
+    worker.wait_slots(0, FREE_S)
     before = known(journal)
     assert 0 < len(before) < len(expected["tokens"]) and before == expected["tokens"][: len(before)]
     rest = run_here("generate", *cluster, "--journal", journal)

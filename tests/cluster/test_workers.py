@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -27,7 +27,7 @@ class Pair:
 
     def __init__(self, start: Starter, model: Path, folder: Path) -> None:
         self.model = model
-        self.ports = dict.fromkeys(NAMES, 0) | {name: free_port() for name in NAMES}
+        self.ports = {name: free_port() for name in NAMES}
         self.config = write_cluster(
             folder / "cluster.yaml", *((name, self.address(name)) for name in NAMES), model=str(model)
         )
@@ -96,29 +96,27 @@ def test_the_same_workers_serve_one_request_after_another_and_a_slow_link_change
         assert status.weight_bytes > 100_000  # the shard stays for the next request
 
 
-def test_a_killed_worker_ends_the_request_with_its_name(pair: Pair, start: Starter) -> None:
-    running = pair.generate_long(start)
-    _assert_names(_after(lambda: pair["last"].send_signal(signal.SIGKILL), running), "last")
-
-
-def test_a_stopped_worker_ends_the_request_with_its_name_and_is_free_again_once_continued(
-    pair: Pair, start: Starter
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("last", signal.SIGKILL), ("first", signal.SIGSTOP), ("last", None)],
+    ids=["killed", "stopped", "lost by the network"],
+)
+def test_a_lost_worker_ends_the_request_with_its_name_and_is_free_again_once_it_continues(
+    pair: Pair, start: Starter, tmp_path: Path, name: str, number: signal.Signals | None
 ) -> None:
-    running = pair.generate_long(start)
-    _assert_names(_after(lambda: pair["first"].send_signal(signal.SIGSTOP), running), "first")
-    pair["first"].send_signal(signal.SIGCONT)
-    for each in NAMES:
-        pair[each].wait_slots(0, 10.0)
-
-
-def test_a_worker_that_the_network_loses_ends_the_request_with_its_name(
-    pair: Pair, start: Starter, tmp_path: Path
-) -> None:
-    with proxy_to(pair.address("last")) as proxy:
-        nodes = ("first", pair.address("first")), ("last", proxy.address)
-        config = write_cluster(tmp_path / "cluster.yaml", *nodes, model=str(pair.model))
+    with proxy_to(pair.address(name)) as proxy:
+        addresses = {each: pair.address(each) for each in NAMES} | ({} if number else {name: proxy.address})
+        config = write_cluster(tmp_path / "cluster.yaml", *addresses.items(), model=str(pair.model))
         running = pair.generate_long(start, config)
-        _assert_names(_after(lambda: setattr(proxy, "is_blackhole", True), running), "last")
+        if number:
+            pair[name].send_signal(number)
+        else:
+            proxy.is_blackhole = True
+        _assert_names(running.wait(FAILURE_S), name)
+    if number == signal.SIGSTOP:
+        pair[name].send_signal(signal.SIGCONT)
+        for each in NAMES:
+            pair[each].wait_slots(0, 10.0)
 
 
 def test_a_worker_with_a_blocked_event_loop_ends_the_request_with_its_name(
@@ -188,7 +186,8 @@ def test_a_second_sigterm_ends_the_worker_at_once(pair: Pair, start: Starter) ->
     running = pair.generate_long(start)
     pair["last"].send_signal(signal.SIGTERM)
     _wait_draining(pair["last"])
-    outcome = _after(lambda: pair["last"].send_signal(signal.SIGTERM), running)
+    pair["last"].send_signal(signal.SIGTERM)
+    outcome = running.wait(FAILURE_S)
     assert pair["last"].running.wait(2.0).code != 0
     _assert_names(outcome, "last")
 
@@ -217,12 +216,6 @@ def test_an_idle_worker_ends_at_once(start: Starter) -> None:
 
 
 DRAINING = "is shutting down and takes no new request; running requests have ten seconds to end"
-
-
-def _after(fault: Callable[[], None], running: Running) -> Outcome:
-    """How the command ended after the fault; fails if that takes longer than FAILURE_S."""
-    fault()
-    return running.wait(FAILURE_S)
 
 
 def _assert_names(outcome: Outcome, name: str) -> None:
