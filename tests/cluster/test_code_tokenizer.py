@@ -8,7 +8,7 @@ import pytest
 import uvloop
 
 from coordinator.cluster.options import ClusterOptions
-from tests.cluster.commands import answer_here, parse, run_here
+from tests.cluster.commands import answer_here, run_here
 from tests.cluster.models import make_talker
 from tests.cluster.test_serve_here import served
 from tests.code_tokenizer import CODE, code_kept_in, write_code_tokenizer
@@ -18,23 +18,14 @@ ASKED = ("--local", "0", "--raw", "--prompt", "aé", "--max-tokens", "6", "--ign
 TRUSTED = "--trust-remote-code"
 HELLO = [{"role": "user", "content": "Hello"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
-BOUND: list[tuple[str, dict[str, Any], str]] = [  # what is asked where, and the field that is told
-    ("/v1/chat/completions", {"messages": HELLO, "response_format": format}, "response_format")
-    for format in (
-        {"type": "json_object"},
-        {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
-        {"type": "regex", "regex": "a*"},
-        {"type": "grammar", "grammar": 'start: "a"'},
-    )
-] + [
+FORMAT = {"type": "json_schema", "schema": SCHEMA}
+BOUND: list[tuple[str, dict[str, Any], str]] = [  # what is asked where, and the field that is refused
+    ("/v1/chat/completions", {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format"),
+    ("/v1/completions", {"prompt": "a", "response_format": {"type": "regex", "regex": "a*"}}, "response_format"),
     ("/v1/completions", {"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
     ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_object"}}}, "text.format"),
-    (
-        "/v1/messages",
-        {"messages": HELLO, "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
-        "output_config.format",
-    ),
-]
+    ("/v1/messages", {"messages": HELLO, "output_config": {"format": FORMAT}}, "output_config.format"),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -51,25 +42,13 @@ def test_trusted_code_makes_text_of_tokens_and_tokens_of_text(kimi: Path) -> Non
     assert by_text["text"] == said.decode(errors="replace").rstrip("\ufffd"), "but for half a character"
 
 
-def test_token_ids_need_no_trust_and_it_is_said_what_stays_unread(kimi: Path) -> None:
-    outcome = run_here("generate", "--model", kimi, "--local", "0", "--prompt-tokens", "97,195,169", "--json")
-    assert parse(outcome)["prompt_tokens"] == 3
-    note, advice = outcome.err.splitlines()
-    assert note.startswith("note: ") and str(kimi / CODE) in note and TRUSTED in advice
-
-
-@pytest.mark.parametrize("flags", [(), (TRUSTED,)])
-def test_verify_has_texts_among_its_prompts_where_the_code_is_trusted(kimi: Path, flags: tuple[str, ...]) -> None:
-    outcome = run_here("verify", "--model", kimi, "--local", "0", "--max-tokens", "1", *flags)
-    assert outcome.code == 0, outcome.err
-    assert ("What is 48 + 27?" in outcome.out) == bool(flags)
-    assert (CODE in outcome.err) == (not flags)
-
-
-@pytest.mark.parametrize(("command", "expected"), [("generate", True), ("verify", True), ("plan", False)])
-def test_the_flag_is_taught_where_a_tokenizer_is_loaded(command: str, expected: bool) -> None:
-    assert (TRUSTED in run_here(command, "--help").out) == expected
-    assert TRUSTED not in run_here("--help", program="worker").out
+def test_verify_has_texts_among_its_prompts_where_the_code_is_trusted(kimi: Path) -> None:
+    for flags in ((), (TRUSTED,)):
+        outcome = run_here("verify", "--model", kimi, "--local", "0", "--max-tokens", "1", *flags)
+        assert outcome.code == 0, outcome.err
+        assert ("What is 48 + 27?" in outcome.out) == bool(flags)
+        assert (CODE in outcome.err) == (not flags)
+    assert TRUSTED not in run_here("plan", "--help").out, "a flag only where a tokenizer is loaded"
 
 
 def test_a_server_without_a_fast_tokenizer_refuses_whatever_needs_a_grammar(kimi: Path) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -29,16 +29,127 @@ from coordinator.engine import bounded as templates_module
 from coordinator.engine import tokenizer as tokenizer_module
 from coordinator.engine.bounded import TEMPLATES, Bounds, Templates, send
 from coordinator.engine.tokenizer import Tokenizer
-from tests.cluster import chat_templates
-from tests.cluster.chat_templates import CONVERSATION, DEEP_IN_C, DOUBLING, ENDLESS, HELLO, MISTRAL, QWEN, TALK
 from tests.cluster.commands import run_here
 from worker.errors import InputError
 from worker.model.checkpoint import Checkpoint
 
+# Chat templates as models have them, shortened: each has something that not all renderers know.
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Wie ist das Wetter? <b>&amp;</b>",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    },
+}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich", "days": 3}}}
+HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+CONVERSATION: list[dict[str, Any]] = [
+    {"role": "system", "content": "  Be kind.\n"},
+    {"role": "user", "content": "日本語 🙂 <|im_end|> 'quoted' \"twice\""},
+    {"role": "assistant", "content": "<think>\nhm\n</think>\n\nnaïve", "tool_calls": [CALL]},
+    {"role": "tool", "content": '{"degrees": -3.5}', "name": "weather"},
+    {"role": "assistant", "content": "Cold.", "reasoning": "It is below zero."},
+    {"role": "user", "content": [{"type": "text", "text": "And tomorrow?"}, {"type": "image"}]},
+]
+TALK = [message for message in CONVERSATION if message["role"] != "tool"][:2]
+
+CHATML = """{%- for message in messages %}
+    {%- set content = message.content if message.content is string else message.content[0].text %}
+    {{- '<|im_start|>' + message.role + '\\n' + content }}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+
+LLAMA = """{{- bos_token }}
+{%- if not date_string is defined %}{%- set date_string = strftime_now("%d %b %Y") %}{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}{%- set system_message = "" %}{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: " + date_string + "\\n\\n" + system_message }}
+{%- for t in tools or [] %}{{- t | tojson(indent=4) }}{{- "\\n\\n" }}{%- endfor %}
+{%- for message in messages %}
+    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
+        {{- '<|' + message['role'] + '|>' }}{{ message['content'] | string | trim + '<|eot_id|>' }}
+    {%- elif 'tool_calls' in message %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '{"name": "' + call.name + '", "parameters": ' }}{{ call.arguments | tojson }}{{ "}" }}
+    {%- endif %}
+{%- endfor %}"""
+
+QWEN = """{%- if tools %}
+    {{- '<tools>' }}{%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}{{- "\\n</tools>" }}
+{%- endif %}
+{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.multi_step_tool and message.role == "user" %}
+        {%- set ns.multi_step_tool = false %}{%- set ns.last_query_index = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set content = message.content if message.content is string else '' %}
+    {%- if '</think>' in content %}
+        {%- set reasoning = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- if loop.index0 > ns.last_query_index %}{{- reasoning }}{%- endif %}
+    {%- endif %}
+    {{- message.role + ': ' + content + (message.reasoning_content or '') + '\\n' }}
+{%- endfor %}
+{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"""
+
+MISTRAL = """{{ bos_token }}{% for message in messages %}
+{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+{% endif %}[INST] {{ message['content'] }} [/INST]{% endfor %}"""
+
+GENERATION = """{% for m in messages %}
+{% if m.role == 'assistant' %}A: {% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}
+{% else %}U: {{ m.content }}{% endif %}
+{% endfor %}"""
+
+MACRO = """{%- macro typed(properties) -%}
+{%- for name, spec in properties.items()|sort -%}{{ name }}: {{ spec.type }}{{ ", " if not loop.last }}{%- endfor -%}
+{%- endmacro -%}
+{%- for tool in tools -%}{{ tool.function.name }}({{ typed(tool.function.parameters.properties) }}){%- endfor -%}
+{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | list | tojson(sort_keys=true) }}
+{{ dict(a=1, **{'b': 2}) }} {{ "%05.1f" | format(3.14159) }} {{ '😀' | tojson }} {{ none }} {{ missing }}"""
+
+RENDERED: dict[str, tuple[str, dict[str, Any]]] = {
+    "ChatML, to be continued": (CHATML, {"conversations": [TALK], "continue_final_message": True}),
+    "Llama, of today": (LLAMA, {"bos_token": "<s>", "tools": [TOOL]}),
+    "Llama, of another day": (LLAMA, {"bos_token": "<s>", "date_string": "26 Jul 2024"}),
+    "Qwen, not thinking": (QWEN, {"tools": [TOOL], "enable_thinking": False}),
+    "the generation tag, tracked": (GENERATION, {"eos_token": "</s>", "return_assistant_tokens_mask": True}),
+    "macros and filters": (MACRO, {"tools": [TOOL]}),
+    "nothing": ("", {}),
+}  # fmt: skip
+REFUSED: dict[str, tuple[str, str]] = {
+    "its own refusal": (MISTRAL, "Conversation roles must alternate user/assistant"),
+    "no template": ("{% if %}", "Expected an expression"),
+    "a type": ("{{ messages + 1 }}", "can only concatenate list"),
+    "something missing": ("{{ messages[0].function.name }}", "has no attribute 'function'"),
+    "no text": (r"{{ '\ud800' }}", "surrogates not allowed"),
+    "no end": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "maximum recursion depth exceeded"),
+    "the terminal": (r"{{ raise_exception('\x1b[2J no') }}", r"( [2J no)"),
+}
+ESCAPES = (
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    "{{ lipsum.__globals__['os'].system('id') }}", "{{ self.__init__.__globals__ }}",
+    "{{ raise_exception.__closure__[0] }}", "{{ strftime_now.__globals__['datetime'] }}",
+    "{{ '{0.__class__.__mro__}'.format('') }}", "{{ (''|attr('__class__')).__mro__ }}", "{{ messages.append(1) }}",
+    "{{ messages[0].update(role='system') }}", "{% import 'os' as os %}{{ os }}", "{% include 'passwd' %}",
+)  # fmt: skip
+ENDLESS = """{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}
+{% endfor %}{% endfor %}{% endfor %}"""
+DEEP_IN_C = "{{ 10 ** (10 ** 9) }}"
+DOUBLING = "{% set ns = namespace(x='a') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
+
 SHORT = Bounds(seconds=2.0, text_bytes=1 << 20, memory_bytes=64 << 20)
 SMALL = Bounds(seconds=60, text_bytes=1 << 20, memory_bytes=64 << 20)
 SAYS = "{{ messages[0].content }}"
-NAMED = [{"name": "default", "template": chat_templates.CHATML}, {"name": "tool_use", "template": QWEN}]
+NAMED = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": QWEN}]
 
 
 @pytest.fixture(scope="module")
@@ -87,39 +198,31 @@ def retokenized(talker: Path, folder: Path, **settings: Any) -> Path:
     return folder
 
 
-@contextlib.contextmanager
-def rendered_here() -> Iterator[None]:
-    """With transformers as it is without us."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenization_utils_base, "render_jinja_template", chat_template_utils.render_jinja_template)
-        yield
-
-
 def render_by(patch: pytest.MonkeyPatch, render: Callable[..., Any]) -> None:
     """Have tokenizers that are made from now on, in this process, render so."""
     patch.setattr(tokenization_utils_base, "render_jinja_template", render)  # to be put back in the end
     patch.setattr(tokenizer_module, "TEMPLATES", SimpleNamespace(render=render))
 
 
-@pytest.mark.parametrize("name", chat_templates.RENDERED)
+@pytest.mark.parametrize("name", RENDERED)
 def test_the_text_is_that_of_transformers(name: str) -> None:
-    template, arguments = chat_templates.RENDERED[name]
+    template, arguments = RENDERED[name]
     arguments = {"conversations": [CONVERSATION], "chat_template": template} | arguments
     texts, generated = chat_template_utils.render_jinja_template(**arguments)
     assert TEMPLATES.render(**arguments) == ([*texts], [[list(span) for span in spans] for spans in generated])
     assert any(texts) == bool(template)
 
 
-@pytest.mark.parametrize("name", chat_templates.REFUSED)
+@pytest.mark.parametrize("name", REFUSED)
 def test_what_a_template_says_against_a_conversation_is_told_in_one_line(name: str) -> None:
-    template, said = chat_templates.REFUSED[name]
+    template, said = REFUSED[name]
     message = refusal(TEMPLATES, template, conversations=[TALK])
     assert said in message and message.endswith("; give it raw")
 
 
-@pytest.mark.parametrize("template", chat_templates.ESCAPES)
-def test_the_sandbox_stays_closed(template: str) -> None:
-    refusal(TEMPLATES, template)
+def test_the_sandbox_stays_closed() -> None:
+    for template in ESCAPES:
+        refusal(TEMPLATES, template)
 
 
 def test_what_is_no_plain_value_is_told_before_anything_is_rendered() -> None:
@@ -174,13 +277,6 @@ def test_a_process_that_stands_still_is_replaced(short: Templates) -> None:
         process.resume()
 
 
-def test_a_process_that_was_killed_between_two_requests_is_replaced(small: Templates) -> None:
-    assert_works(small)
-    for process in processes():
-        process.kill()
-    assert_works(small)
-
-
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_process_that_is_killed_at_work_gets_one_more_try(
     small: Templates, monkeypatch: pytest.MonkeyPatch, times: int
@@ -194,6 +290,9 @@ def test_a_process_that_is_killed_at_work_gets_one_more_try(
         for process in processes() if left >= 0 else ():
             process.kill()
 
+    assert_works(small)
+    for process in processes():  # between two requests
+        process.kill()
     assert_works(small)
     monkeypatch.setattr(templates_module, "send", send_and_kill)
     if times == 2:
@@ -277,8 +376,7 @@ if "killed" in sys.argv:
 """
 
 
-@pytest.mark.parametrize("state", ["busy", "idle"])
-@pytest.mark.parametrize("end", ["killed", "at its end"])
+@pytest.mark.parametrize(("end", "state"), [("killed", "busy"), ("at its end", "idle"), ("at its end", "busy")])
 def test_no_process_outlives_the_coordinator(end: str, state: str) -> None:
     command = [sys.executable, "-W", "error", "-c", ENDS, end, DEEP_IN_C, state]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
@@ -290,33 +388,32 @@ def test_no_process_outlives_the_coordinator(end: str, state: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [{}, {"add_generation_prompt": False}, {"enable_thinking": False}, {"tools": [chat_templates.TOOL]}, {"tools": []}],
-    ids=str,
-)
-@pytest.mark.parametrize(
     "settings",
     [
         {"chat_template": QWEN},
-        {"chat_template": chat_templates.LLAMA, "bos_token": "<eos>"},
+        {"chat_template": LLAMA, "bos_token": "<eos>"},
         {"chat_template": NAMED},
         {"chat_template_type": "deepseek_v32"},
     ],
     ids=["Qwen", "Llama", "named", "Python of mlx-lm's"],
 )
-def test_the_tokens_are_those_of_mlx_lm(
-    talker: Path, tmp_path: Path, settings: dict[str, Any], arguments: dict[str, Any]
-) -> None:
+def test_the_tokens_are_those_of_mlx_lm(talker: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
     folder = retokenized(talker, tmp_path / "model", **settings)
     wrapper = tokenizer_utils.load(folder)
     messages = [{"role": "user", "content": "日本 <end> hi", "name": None}]
-    with rendered_here():
-        expected = wrapper.apply_chat_template(messages, **{"add_generation_prompt": True} | arguments)
+    more: list[dict[str, Any]] = [
+        {}, {"add_generation_prompt": False}, {"enable_thinking": False}, {"tools": []},
+        {"tools": [TOOL]},
+    ]  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:  # transformers as it is without us
+        patch.setattr(tokenization_utils_base, "render_jinja_template", chat_template_utils.render_jinja_template)
+        expected = [wrapper.apply_chat_template(messages, **{"add_generation_prompt": True} | each) for each in more]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chat_template_utils, "_compile_jinja_template", None)  # nothing of it runs in this process
         tokenizer = Tokenizer(Checkpoint("", folder, {}, {}))
-        assert tokenizer.encode_chat(messages, (), arguments) == list(expected)
-    assert len(expected) > 10
+        found = [tokenizer.encode_chat(messages, (), each) for each in more]
+    assert found == [list(tokens) for tokens in expected]
+    assert min(map(len, found)) > 10
 
 
 @pytest.mark.parametrize(
