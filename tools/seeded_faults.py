@@ -2,9 +2,9 @@
 
 python -m tools.seeded_faults [--only AREA_OR_NAME ...] [--jobs N] [--json FILE] [--list]
 
-The faults are in tools/seeded_faults/, a file per area. Tests are chosen by their imports and run in three stages, each
-to its first failure: unit test files that import the changed module (directly or through helpers), integration test
-files that do, other unit tests. At the end the catching tests run without a fault: what fails there is UNSURE.
+The faults are in tools/seeded_faults/, a file per area. Tests run in three stages, each to its first failure and by the
+number of imports between a test file and the changed module: unit test files that import it (directly or through
+helpers), integration tests, other unit tests. In the end the catching tests run without a fault: what fails is UNSURE.
 """
 
 import ast
@@ -24,7 +24,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from queue import SimpleQueue
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
@@ -37,7 +36,7 @@ from worker.platform.run import run_command
 
 ROOT = Path(__file__).parents[1]
 FAULTS = Path(__file__).with_suffix("")
-OWN_TEST = "tests/unit/tools/test_seeded_faults.py"  # fails for every fault, because the old text is gone
+OWN_TEST = "tests.unit.tools.test_seeded_faults"  # fails for every fault, because the old text is gone
 STAGES = {"unit": 120.0, "integration": 180.0, "rest": 180.0}  # the most seconds of each
 _TEST_S = 60  # that one test may take: it is "hung" then
 _PYTEST = ("-x", "-v", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=no", "-rfE", "--timeout-method=thread")
@@ -67,31 +66,37 @@ def load(folder: Path) -> list[Fault]:
 
 
 def choose_tests(root: Path, file: str) -> dict[str, list[str]]:
-    """Return the test files of each stage for a changed file: first its namesakes, then those that import least."""
-    tests = {path.relative_to(root).as_posix(): _reached(root, path) for path in (root / "tests").rglob("test_*.py")}
-    module, stem = file.removesuffix(".py").replace("/", "."), Path(file).stem
-    ordered = sorted(tests.keys() - {OWN_TEST}, key=lambda test: (stem not in Path(test).stem, len(tests[test]), test))
-    near = {kind: [t for t in ordered if f"/{kind}/" in t and module in tests[t]] for kind in ("unit", "integration")}
-    return near | {"rest": [test for test in ordered if "/unit/" in test and module not in tests[test]]}
+    """Return the test files of each stage for a changed file, those with the fewest imports in between first."""
+    imports = imports_of(root)
+    steps = {file.removesuffix(".py").replace("/", "."): 0}
+    while more := {name for name, found in imports.items() if name not in steps and not found.isdisjoint(steps)}:
+        steps |= dict.fromkeys(more, max(steps.values()) + 1)
+    stem = Path(file).stem  # namesakes first, then those that import least
+    tests = sorted(name for name in imports if ".test_" in name and name != OWN_TEST)
+    tests.sort(key=lambda test: (steps.get(test, 99), stem not in test.rpartition(".")[2], len(imports[test])))
+    unit, integration = ([name for name in tests if f".{kind}." in name] for kind in ("unit", "integration"))
+    near, far = ([name for name in unit if (steps.get(name) == 1) is is_near] for is_near in (True, False))
+    by_stage = zip(STAGES, (near, integration, far), strict=True)
+    return {stage: [f"{name.replace('.', '/')}.py" for name in found] for stage, found in by_stage}
 
 
 @cache
-def _reached(root: Path, test: Path) -> set[str]:
-    """Return the modules that a test file imports, itself or through test helpers and conftests that it uses."""
-    used = {node.arg for node in ast.walk(ast.parse(test.read_text())) if isinstance(node, ast.arg)}
-    conftests = [folder / "conftest.py" for folder in test.parents if folder.is_relative_to(root / "tests")]
-    waiting = [path for path in conftests if path.exists() and used & set(re.findall(r"def (\w+)", path.read_text()))]
-    reached: set[str] = set()
-    waiting.append(test)
-    while waiting:
-        for node in ast.walk(ast.parse(waiting.pop().read_text())):
-            names = {alias.name for alias in node.names} if isinstance(node, ast.Import) else set[str]()
-            if isinstance(node, ast.ImportFrom) and node.module:
-                names = {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-            paths = [root / f"{name.replace('.', '/')}.py" for name in names - reached if name.startswith("tests.")]
-            waiting += [path for path in paths if path.exists()]
-            reached |= names
-    return reached
+def imports_of(root: Path) -> dict[str, set[str]]:
+    """Return the modules that each module imports; a test also imports what its helpers in tests/ do."""
+    imports: dict[str, set[str]] = {}
+    for path in (path for package in ("coordinator", "worker", "tests") for path in (root / package).rglob("*.py")):
+        found = imports[".".join(path.relative_to(root).with_suffix("").parts)] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    for found in (imports[name] for name in imports if ".test_" in name):
+        waiting = [name for name in found if name.startswith("tests.")]
+        for helper in waiting:  # grows
+            waiting += [name for name in imports.get(helper, set()) - found if name.startswith("tests.")]
+            found |= imports.get(helper, set())
+    return imports
 
 
 def copy_tree(root: Path, copy: Path) -> Path:
@@ -134,12 +139,10 @@ def measure(root: Path, faults: Sequence[Fault], jobs: int, rows: dict[str, dict
     rows.update({fault.name: asdict(fault) | new for fault in faults})
     with TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool, ExitStack() as stack:
         stack.callback(pool.shutdown, cancel_futures=True)
-        copies: SimpleQueue[Path] = SimpleQueue()
-        for job in range(jobs):
-            copies.put(copy_tree(root, Path(folder).resolve() / str(job)))
+        copies = [copy_tree(root, Path(folder).resolve() / str(job)) for job in range(jobs)]
 
         def try_stage(fault: Fault, stage: str) -> None:
-            copy, row, began = copies.get(), rows[fault.name], time.monotonic()
+            copy, row, began = copies.pop(), rows[fault.name], time.monotonic()
             path, source = copy / fault.file, (copy / fault.file).read_text()
             try:
                 path.write_text(fault.seeded(copy))
@@ -147,7 +150,7 @@ def measure(root: Path, faults: Sequence[Fault], jobs: int, rows: dict[str, dict
                 verdict, tests = run_tests(copy, chosen, STAGES[stage]) if chosen else ("passed", [])
             finally:
                 path.write_text(source)
-                copies.put(copy)
+                copies.append(copy)
             row["seconds"] = round(row["seconds"] + time.monotonic() - began, 1)
             row["too_slow"] += f"{stage} " * (verdict == "too slow")
             if verdict in ("caught", "hung"):
@@ -161,7 +164,7 @@ def measure(root: Path, faults: Sequence[Fault], jobs: int, rows: dict[str, dict
                 yield f"{stage} {done}/{len(left)} {fault.name}: {row['result']} {row['test']} {row['seconds']} s"
         caught = [row for row in (rows[fault.name] for fault in faults) if row["test"].startswith("tests/")]
         tests = sorted({row["test"] for row in caught})
-        _, failing = run_tests(copies.get(), tests, _TEST_S * len(tests), "--maxfail=0") if tests else ("passed", [])
+        _, failing = run_tests(copies.pop(), tests, _TEST_S * len(tests), "--maxfail=0") if tests else ("passed", [])
         for row in (row for row in caught if row["test"] in failing):
             row["result"] = "UNSURE"
             yield f"{row['test']} fails without a fault: {row['name']} is UNSURE"
