@@ -4,13 +4,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from coordinator.decoding.decoders import (
-    Autoregressive,
-    Decoder,
-    Fill,
-    LosslessDiffusion,
-    PromptLookup,
-)
+from coordinator.decoding.decoders import Autoregressive, Decoder, Fill, LosslessDiffusion, PromptLookup
 from coordinator.decoding.window import WindowChooser
 from coordinator.planning.costs import StepCosts
 from coordinator.sessions.session import Session

@@ -4,21 +4,11 @@ import random
 
 import pytest
 
-from coordinator.decoding.decoders import (
-    LosslessDiffusion,
-    until_eos,
-)
+from coordinator.decoding.decoders import LosslessDiffusion, until_eos
 from coordinator.sessions.scheduler import Scheduler
 from coordinator.sessions.session import repeats
 from protos.brigade_pb2 import Result
-from tests.unit.decoding.fake_stage import (
-    FakeStage,
-    decoders,
-    fixed,
-    opened,
-    oracle,
-    run,
-)
+from tests.unit.decoding.fake_stage import FakeStage, decoders, fixed, opened, oracle, run
 from tests.unit.fake_chain import costs_per_row, make_session, plain_answer, prompt_of
 
 

@@ -6,20 +6,10 @@ import random
 import mlx.core as mx
 import pytest
 
-from coordinator.decoding.decoders import (
-    Fill,
-    choose_fills,
-)
+from coordinator.decoding.decoders import Fill, choose_fills
 from coordinator.decoding.window import LENGTHS
 from protos.brigade_pb2 import Sampling
-from tests.unit.decoding.fake_stage import (
-    FakeStage,
-    Guess,
-    opened,
-    positions,
-    run,
-    steps,
-)
+from tests.unit.decoding.fake_stage import FakeStage, Guess, opened, positions, run, steps
 from tests.unit.fake_chain import VOCAB, prompt_of
 from worker.compute.header import num_rows
 from worker.compute.sampling import Sampler

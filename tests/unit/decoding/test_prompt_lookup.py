@@ -4,9 +4,7 @@ import random
 
 import pytest
 
-from coordinator.decoding.decoders import (
-    PromptLookup,
-)
+from coordinator.decoding.decoders import PromptLookup
 from protos.brigade_pb2 import Sample
 from tests.unit.decoding.fake_stage import FakeStage, NextToken, Step, opened, run, steps
 from tests.unit.fake_chain import VOCAB, prompt_of

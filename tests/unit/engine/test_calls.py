@@ -42,10 +42,7 @@ def grammar_of(form: str, calls: Calls | None = None) -> str:
     ("form", "text"),
     [
         ("json_tools", "\n".join(IN_JSON)),
-        (
-            "mistral",
-            '[TOOL_CALLS][{"name": "look", "arguments": {"town":"Ulm"}}, {"name": "wait", "arguments": {}}]',
-        ),
+        ("mistral", '[TOOL_CALLS][{"name": "look", "arguments": {"town":"Ulm"}}, {"name": "wait", "arguments": {}}]'),
         (
             "kimi_k2",
             '<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>{"town":"Ulm"}'

@@ -46,9 +46,7 @@ LONG_ENOUGH = "the quick brown fox, naïvely " * 10_000
 @pytest.mark.parametrize(
     "prompt", [LONG_ENOUGH, Conversation(({"role": "user", "content": LONG_ENOUGH},))], ids=["text", "chat"]
 )
-def test_a_long_text_is_tokenized_elsewhere_and_a_chat_beside_it_is_read_at_once(
-    prompt: Conversation | str,
-) -> None:
+def test_a_long_text_is_tokenized_elsewhere_and_a_chat_beside_it_is_read_at_once(prompt: Conversation | str) -> None:
     async def checked() -> tuple[int, ...]:
         front = await inputs.InputProcessor.read("demo")
         assert front.tokenizer is not None

@@ -9,12 +9,7 @@ def test_what_is_printable_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize(
     ("text", "shown"),
-    [
-        ("\x1b]0;owned\x07", "�]0;owned�"),
-        ("a\nb\tc\r", "a�b�c�"),
-        ("\u202egnp\x9b", "�gnp�"),
-        ("12345", "1234..."),
-    ],
+    [("\x1b]0;owned\x07", "�]0;owned�"), ("a\nb\tc\r", "a�b�c�"), ("\u202egnp\x9b", "�gnp�"), ("12345", "1234...")],
 )
 def test_what_steers_a_terminal_or_fills_it_is_marked(text: str, shown: str) -> None:
     assert printable(text, most=4 if text.isdecimal() else 20) == shown
