@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from coordinator.decoding.decoders import Decoder
+from coordinator.decoding.decoders import Autoregressive, Decoder, Fill, LosslessDiffusion, PromptLookup
+from coordinator.decoding.window import WindowChooser
+from coordinator.planning.costs import StepCosts
 from coordinator.sessions.output import NO_TOKENS, KnownTokens
 from coordinator.sessions.request import Request
 from coordinator.sessions.scheduler import Scheduler
@@ -306,3 +308,13 @@ class Rig:
         self.drain()
         assert self.chain.slots == {}
         assert not any(self.scheduler.slots.promised)
+
+
+def decoders(eos: frozenset[int] = frozenset(), window: int = 8) -> dict[str, Callable[[], Decoder]]:
+    """One of each kind, with windows of this size where it has any."""
+    return {
+        "ar": Autoregressive,
+        "ngram": PromptLookup,
+        "diffusion": lambda: LosslessDiffusion(WindowChooser(StepCosts(), window), eos),
+        "diffusion-fast": lambda: Fill(window, 0.4, 0.02, eos),
+    }

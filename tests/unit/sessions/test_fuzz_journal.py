@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.engine.journal_file import JournalFile
-from coordinator.sessions.journal import MAGIC, read_journal
+from coordinator.sessions.journal import MAGIC, Journal, read_journal
 from tests.unit.fuzz import fuzzed, nearly, within
-from tests.unit.sessions.test_journal import FIRST, SECOND, WHOLE, found, record, written
+from tests.unit.sessions.test_journal import FIRST, SECOND, WHOLE, found, header, record, written
 from worker.errors import InputError
 
 REQUEST = msgpack.unpackb(written()[len(MAGIC) + 12 :])
@@ -27,20 +27,23 @@ ODD = st.recursive(
 )  # fmt: skip
 
 
-def read(data: bytes) -> None:
+def read(data: bytes) -> Journal | None:
     with within(1 << 20):
         try:
             journal = read_journal(data)
         except InputError as error:
             assert error.field == "journal" and len(str(error)) < 1000
-        else:
-            assert journal is None or journal.num_bytes <= len(data)
+            return None
+        assert journal is None or journal.num_bytes <= len(data)
+        return journal
 
 
-@fuzzed(40)
+@fuzzed(60)
 @given(nearly(WHOLE) | st.binary(max_size=60).map(MAGIC.__add__))
-def test_a_file_that_was_changed_is_read_or_refused(data: bytes) -> None:
-    read(data)
+def test_a_damaged_file_never_has_another_request_or_other_tokens(data: bytes) -> None:
+    if journal := read(data):
+        assert journal.header == header()
+        assert journal.known.tokens == found(WHOLE).known.tokens[: len(journal.known.tokens)]
 
 
 @fuzzed(40)

@@ -1,6 +1,5 @@
 """Journals as bytes: what was written is read, what was cut off is forgotten, what was changed is refused."""
 
-import re
 import struct
 import zlib
 from collections.abc import Sequence
@@ -8,8 +7,6 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from coordinator.decoding.decode import Decode
 from coordinator.sessions.journal import MAGIC, Header, Journal, read_journal, write_batch, write_header
@@ -93,20 +90,14 @@ def test_any_flipped_bit_of_a_whole_file_is_refused() -> None:
                 read_journal(bytes(changed))
 
 
-def test_zeros_in_place_of_what_the_power_failure_took_are_cut_off() -> None:
+def test_zeros_of_a_power_failure_are_cut_off_and_no_other_file_is_taken_for_a_torn_one() -> None:
     for num_zeros in (1, 12, 5000):
         assert found(written(FIRST) + bytes(num_zeros)).num_bytes == ENDS[1]
     with pytest.raises(InputError, match="record 2 is damaged"):
         read_journal(written(FIRST) + bytes(40) + b"x")
-
-
-@pytest.mark.parametrize("data", [b"x", b"brigade journaL\n", b"my notes\n" * 9, bytes(40)])
-def test_another_file_is_refused_and_not_taken_for_an_empty_one(data: bytes) -> None:
-    with pytest.raises(InputError, match="expected a journal or no file"):
-        read_journal(data)
-
-
-def test_nothing_and_the_beginning_of_a_request_are_no_journal_yet() -> None:
+    for data in (b"x", b"brigade journaL\n", b"my notes\n" * 9, bytes(40)):
+        with pytest.raises(InputError, match="expected a journal or no file"):
+            read_journal(data)
     assert read_journal(b"") is read_journal(MAGIC[:7]) is read_journal(MAGIC) is read_journal(WHOLE[:80]) is None
 
 
@@ -150,53 +141,3 @@ def test_a_record_that_announces_more_than_any_may_have_is_refused_at_once() -> 
     numbers = struct.pack("<II", 2**32 - 1, 0)
     with pytest.raises(InputError, match="expected at most 33554432 bytes, found 4294967295"):
         read_journal(MAGIC + numbers + struct.pack("<I", zlib.crc32(numbers)))
-
-
-_PLAIN = st.sampled_from([None, True, -1, 0, 1, 7, 2**32, 2**64 - 1, 0.5, float("nan"), b"", b"\xff\x08", "", "stop"])
-_VALUES = _PLAIN | st.lists(_PLAIN | st.lists(_PLAIN, max_size=3), max_size=3) | st.dictionaries(st.text("abc"), _PLAIN)
-_BATCHES = st.fixed_dictionaries(
-    {"first": st.integers(-1, 4), "tokens": st.lists(st.integers(-1, 2**33) | _VALUES, max_size=5)},
-    optional={"fills": st.lists(st.tuples(st.integers(0, 20), _VALUES), max_size=3), "finish_reason": _VALUES},
-)
-
-
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
-@given(st.lists(_VALUES | _BATCHES, max_size=4), st.booleans(), st.binary(max_size=40))
-def test_whatever_stands_in_sound_records_is_read_or_refused(
-    contents: list[Any], with_header: bool, end: bytes
-) -> None:
-    data = (written() if with_header else MAGIC) + b"".join(map(record, contents)) + end
-    try:
-        journal = read_journal(data)
-    except InputError as error:
-        assert error.field == "journal" and len(str(error)) < 1000
-    else:
-        assert journal is None or journal.num_bytes <= len(data)
-
-
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
-@given(st.dictionaries(st.sampled_from(sorted(msgpack.unpackb(write_header(header())[len(MAGIC) + 12 :]))), _VALUES))
-def test_any_other_request_is_read_or_refused(changes: dict[str, Any]) -> None:
-    sound = msgpack.unpackb(write_header(header())[len(MAGIC) + 12 :])
-    try:
-        read_journal(MAGIC + record(sound | changes))
-    except InputError as error:
-        assert re.match(r"journal: (expected version|record 0 is damaged)", str(error))
-
-
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
-@given(
-    st.lists(st.tuples(st.integers(0, len(WHOLE) - 1), st.integers(0, 255)), min_size=1, max_size=5),
-    st.integers(0, len(WHOLE)),
-)
-def test_a_damaged_file_never_has_other_tokens(changes: list[tuple[int, int]], length: int) -> None:
-    data = bytearray(WHOLE)
-    for at, byte in changes:
-        data[at] = byte
-    try:
-        journal = read_journal(bytes(data[:length]))
-    except InputError:
-        return
-    if journal is not None:
-        assert journal.header == header()
-        assert journal.known.tokens == found(WHOLE).known.tokens[: len(journal.known.tokens)]

@@ -5,12 +5,12 @@ import random
 import pytest
 
 from coordinator.sessions.output import KnownTokens, Token
-from tests.unit.fake_chain import Rig, prompt_of
-from tests.unit.sessions.test_rewind import DECODERS, Asked
+from tests.unit.fake_chain import Rig, decoders, prompt_of
+from tests.unit.sessions.test_rewind import Asked
 
 
 @pytest.mark.parametrize("seed", [0, 5])
-@pytest.mark.parametrize("kind", DECODERS)
+@pytest.mark.parametrize("kind", decoders())
 def test_an_answer_goes_on_from_any_step_by_its_tokens_and_fills_alone(kind: str, seed: int) -> None:
     request = Asked(prompt_of(11) * 3, 30, frozenset(), kind, seed)
     expected = request.undisturbed()
@@ -32,13 +32,10 @@ def test_an_answer_goes_on_from_any_step_by_its_tokens_and_fills_alone(kind: str
         assert (resumed.generated, resumed.num_prompt, resumed.finish_reason) == (expected, 33, "length")
 
 
-def test_a_fill_keeps_its_logprobs() -> None:
+def test_the_fills_of_a_session_are_in_the_order_of_their_positions_with_their_logprobs() -> None:
     token = Token(5, -0.5, (Token(5, -0.5), Token(6, -1.5)))
     assert Token.of(token.to_sample()) == token
-
-
-def test_the_fills_of_a_session_are_in_the_order_of_their_positions() -> None:
-    decoder = DECODERS["diffusion-fast"](frozenset())
+    decoder = decoders()["diffusion-fast"]()
     places = random.Random(3).sample(range(20, 40), 9)
     decoder.restore([(at, Token(at).to_sample()) for at in places])
     assert [at for at, _ in decoder.fills] == sorted(places)

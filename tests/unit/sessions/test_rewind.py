@@ -1,7 +1,6 @@
 """Sessions outlive the chain: whatever is lost, and when, they get the tokens that they would have got."""
 
 import random
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 
@@ -9,21 +8,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coordinator.decoding.decoders import Autoregressive, Decoder, Fill, LosslessDiffusion, PromptLookup
+from coordinator.decoding.decoders import LosslessDiffusion
 from coordinator.decoding.window import WindowChooser
 from coordinator.planning.costs import StepCosts
 from coordinator.sessions.output import NO_TOKENS, KnownTokens
 from coordinator.sessions.session import Session
 from protos.brigade_pb2 import Sample, Sampling
-from tests.unit.fake_chain import VOCAB, Rig, costs_per_row, make_session, plain_answer, prompt_of
+from tests.unit.fake_chain import VOCAB, Rig, costs_per_row, decoders, make_session, plain_answer, prompt_of
 from worker.errors import FrameError, InputError
-
-DECODERS: dict[str, Callable[[frozenset[int]], Decoder]] = {
-    "ar": lambda eos: Autoregressive(),
-    "ngram": lambda eos: PromptLookup(),
-    "diffusion": lambda eos: LosslessDiffusion(WindowChooser(StepCosts(), 8), eos),
-    "diffusion-fast": lambda eos: Fill(8, 0.3, 0.02, eos),
-}
 
 
 @dataclass(frozen=True)
@@ -39,13 +31,13 @@ class Asked:
     def build(self, rig: Rig, known: KnownTokens = NO_TOKENS) -> Session:
         """A session that is not submitted yet."""
         sampling = Sampling(seed=self.seed, temperature=1.0 if self.seed else 0.0)
-        decoder = DECODERS[self.kind](self.eos)
+        decoder = decoders(self.eos)[self.kind]()
         return make_session(
             self.prompt, self.max_tokens, self.eos, decoder, chunk=rig.chunk, sampling=sampling, known=known
         )
 
     def submit(self, rig: Rig) -> Session:
-        decoder = DECODERS[self.kind](self.eos)
+        decoder = decoders(self.eos)[self.kind]()
         more = {"seed": self.seed, "temperature": 1.0 if self.seed else 0.0}
         return rig.submit(self.prompt, self.max_tokens, self.eos, decoder=decoder, **more)  # type: ignore[arg-type]
 
@@ -65,7 +57,7 @@ def asked(numbers: random.Random) -> Asked:
     prompt = [*shared, *rest] if numbers.random() < 0.7 else rest * 3  # so that something can be looked up
     eos = frozenset(numbers.sample(range(VOCAB), numbers.choice([0, 0, 1, 3])))
     return Asked(
-        prompt, numbers.randint(1, 40), eos, numbers.choice([*DECODERS]), numbers.choice([0, numbers.randrange(99)])
+        prompt, numbers.randint(1, 40), eos, numbers.choice([*decoders()]), numbers.choice([0, numbers.randrange(99)])
     )
 
 
@@ -111,7 +103,7 @@ def test_sessions_over_lost_chains_give_the_tokens_of_an_undisturbed_run(numbers
 
 @pytest.mark.parametrize("num_steps", range(12))
 @pytest.mark.parametrize("seed", [0, 5])
-@pytest.mark.parametrize("kind", DECODERS)
+@pytest.mark.parametrize("kind", decoders())
 def test_a_chain_may_die_after_any_step(kind: str, seed: int, num_steps: int) -> None:
     rig = Rig(num_stages=2, chunk=16)
     rig.chain.is_lossy = True
@@ -128,7 +120,7 @@ def test_a_chain_may_die_after_any_step(kind: str, seed: int, num_steps: int) ->
     assert session.num_generated == 30 and session.finish_reason == "length"
 
 
-@pytest.mark.parametrize("kind", DECODERS)
+@pytest.mark.parametrize("kind", decoders())
 def test_what_is_known_is_fed_as_prompt_chunks_under_the_new_epoch(kind: str) -> None:
     rig = Rig(num_stages=1, chunk=8)
     session = Asked(prompt_of(20), 40, frozenset(), kind, 0).submit(rig)

@@ -2,24 +2,18 @@
 
 import pytest
 
-from coordinator.decoding.decoders import Autoregressive, Fill, LosslessDiffusion, PromptLookup
-from coordinator.decoding.window import WindowChooser
-from coordinator.planning.costs import StepCosts
+from coordinator.decoding.decoders import Fill
 from coordinator.sessions.session import Session
 from protos.brigade_pb2 import Frame, Opening, Sample, Window
-from tests.unit.fake_chain import VOCAB, FakeChain, make_session, plain_answer, prompt_of
+from tests.unit.fake_chain import VOCAB, FakeChain, decoders, make_session, plain_answer, prompt_of
 from worker.compute.executor import num_rows
-
-
-def lossless(window: int = 16) -> LosslessDiffusion:
-    return LosslessDiffusion(WindowChooser(StepCosts(), window), frozenset())
 
 
 def fill(window: int = 16) -> Fill:
     return Fill(window, 0.4, 0.02, frozenset())
 
 
-DECODERS = {"ar": Autoregressive, "ngram": PromptLookup, "diffusion": lossless, "diffusion-fast": fill}
+DECODERS = decoders(window=16)
 
 
 def opened(prompt: list[int], max_tokens: int = 3, **more: object) -> Session:
@@ -99,13 +93,6 @@ def test_where_a_decoder_adds_mask_rows_only_few_tokens_of_the_prompt_share_thei
     assert [(w.base, len(w.tokens), w.guessed) for w in windows] == expected
 
 
-def test_each_token_after_the_prompt_goes_alone_and_is_wanted() -> None:
-    session = opened(prompt_of(5), 4, chunk=4)
-    windows = run(session)[2:]
-    assert [(w.base, len(w.tokens), w.wanted) for w in windows] == [(5, 1, 1), (6, 1, 1), (7, 1, 1)]
-    assert [list(w.tokens) for w in windows] == [[token] for token in session.generated[:3]]
-
-
 @pytest.mark.parametrize("kind", DECODERS)
 @pytest.mark.parametrize("chunk", [1, 3, 16, 100])
 @pytest.mark.parametrize("num_prompt", [1, 4, 35])
@@ -123,20 +110,18 @@ def test_the_answer_is_that_of_the_model_whatever_the_chunks_and_the_decoder(
     [(5, None, "length", 5), (1, None, "length", 1), (5, 2, "stop", 3), (5, 0, "stop", 1), (3, 2, "stop", 3)],
 )
 def test_why_a_session_ends(max_tokens: int, eos_at: int | None, reason: str, num_generated: int) -> None:
-    prompt = prompt_of(6, seed=4)
+    """Each token after the prompt goes alone and is wanted; an end-of-sequence token of the prompt ends nothing."""
+    prompts = ([VOCAB + 1, *prompt_of(6, seed=seed)] for seed in range(50))
+    prompt = next(prompt for prompt in prompts if len(set(plain_answer(prompt, 5))) == 5)  # nothing twice
     plain = plain_answer(prompt, max_tokens)
-    assert len(set(plain)) == len(plain), "choose a prompt whose answer has no repetition"
-    eos = frozenset() if eos_at is None else frozenset({plain[eos_at], VOCAB + 1})
+    eos = frozenset({VOCAB + 1}) | (frozenset() if eos_at is None else {plain[eos_at]})
     session = opened(prompt, max_tokens, eos=eos)
-    run(session)
+    windows = run(session)[1:]
     assert session.finish_reason == reason
     assert session.generated == plain[:num_generated]
-
-
-def test_an_end_of_sequence_token_in_the_prompt_ends_nothing() -> None:
-    session = opened([1, VOCAB + 1, 2], 2, eos=frozenset({VOCAB + 1}))
-    run(session)
-    assert session.finish_reason == "length" and len(session.generated) == 2
+    assert [(w.base, list(w.tokens), w.wanted) for w in windows] == [
+        (7 + i, [token], 1) for i, token in enumerate(session.generated[:-1])
+    ]
 
 
 def test_a_session_is_ready_while_it_has_chunks_and_then_again_once_its_proposal_is_answered() -> None:
@@ -159,34 +144,21 @@ def test_a_session_is_ready_while_it_has_chunks_and_then_again_once_its_proposal
     assert not waiting.is_ready
 
 
-def test_a_stopped_session_is_not_ready() -> None:
-    session = opened(prompt_of(40), chunk=4)
-    session.next_window()
-    session.finish()
-    assert session.finish_reason == "stop" and not session.is_ready
-
-
-def test_what_is_reused_is_not_fed_again() -> None:
+def test_what_is_reused_is_not_fed_again_and_one_token_at_least_is_fed() -> None:
     prompt = prompt_of(20)
     session = opened(prompt, chunk=8)
+    for num_tokens in (20, 21):
+        with pytest.raises(AssertionError):
+            session.reuse(num_tokens)
     session.reuse(10)
     window = session.next_window()
     assert (window.base, list(window.tokens)) == (10, prompt[10:18])
     assert window.prefix_hash == session.history.prefix_hash(10)
     assert (session.num_reused, session.fed, session.num_unfed, session.num_rows) == (10, 18, 2, 8)
-
-
-@pytest.mark.parametrize("num_tokens", [20, 21])
-def test_one_token_at_least_must_be_fed_to_get_another(num_tokens: int) -> None:
-    with pytest.raises(AssertionError):
-        opened(prompt_of(20)).reuse(num_tokens)
-
-
-def test_nothing_is_reused_once_something_was_fed() -> None:
-    session = opened(prompt_of(20), chunk=4)
-    session.next_window()
-    with pytest.raises(AssertionError):
-        session.reuse(10)
+    with pytest.raises(AssertionError):  # something has been fed
+        session.reuse(15)
+    session.finish()
+    assert session.finish_reason == "stop" and not session.is_ready
 
 
 @pytest.mark.parametrize("kind", DECODERS)

@@ -1,32 +1,18 @@
 """Whatever requests come and go: memory is never promised twice, and each gets the tokens that it would get alone."""
 
 import random
-from collections.abc import Callable
 from operator import le
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coordinator.decoding.decoders import Autoregressive, Decoder, Fill, LosslessDiffusion, PromptLookup
-from coordinator.decoding.window import WindowChooser
-from coordinator.planning.costs import StepCosts
 from coordinator.sessions.session import Session
 from protos.brigade_pb2 import CACHE_FULL, CACHE_INT8, Cache
-from tests.unit.fake_chain import PLENTY, VOCAB, Rig, make_session, plain_answer, prompt_of
+from tests.unit.fake_chain import PLENTY, VOCAB, Rig, decoders, make_session, plain_answer, prompt_of
 from worker.errors import InputError, QueueFull
 
 TEXTS = [prompt_of(60, seed=seed) for seed in (1, 2)]  # prompts begin with a part of one of them
 MAX_WAITING = 4
-
-
-def decoder_of(kind: str, eos: frozenset[int]) -> Decoder:
-    made: dict[str, Callable[[], Decoder]] = {
-        "ar": Autoregressive,
-        "ngram": PromptLookup,
-        "diffusion": lambda: LosslessDiffusion(WindowChooser(StepCosts(), 4), eos),
-        "diffusion-fast": lambda: Fill(4, 0.4, 0.02, eos),
-    }
-    return made[kind]()
 
 
 class Traffic:
@@ -126,11 +112,11 @@ class Traffic:
     def _submit(self, prompt: list[int], max_tokens: int, kind: str, cache: Cache, eos: frozenset[int]) -> None:
         kind = kind if self.rig.chain.cuttable == PLENTY else "ar"
         num_waiting = self.rig.scheduler.num_waiting
-        probe = make_session(prompt, max_tokens, eos, decoder_of(kind, eos))
+        probe = make_session(prompt, max_tokens, eos, decoders(eos, window=4)[kind]())
         needed = self.rig.costs.bytes_of(cache, probe.most_rows)
         fits = all(map(le, needed, self.rig.costs.budgets))
         try:
-            session = self.rig.submit(prompt, max_tokens, eos, decoder=decoder_of(kind, eos), cache=cache)
+            session = self.rig.submit(prompt, max_tokens, eos, decoder=decoders(eos, window=4)[kind](), cache=cache)
         except InputError:
             assert not fits
         except QueueFull:
