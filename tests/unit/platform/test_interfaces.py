@@ -26,13 +26,10 @@ ALL = [LO, BRIDGE, WIFI, VPN]
         ("::", [("bridge0", ("169.254.10.2",)), ("en0", ("192.168.1.7", "fd00::7"))]),
     ],
 )
-def test_a_wildcard_is_every_link_and_an_address_its_own(
+def test_a_wildcard_is_every_link_or_else_loopback_and_an_address_its_own(
     host: str, expected: list[tuple[str, tuple[str, ...]]]
 ) -> None:
     assert [(each.name, each.addresses) for each in listened_on(host, ALL)] == expected
-
-
-def test_a_wildcard_is_loopback_where_there_is_nothing_else() -> None:
     assert [each.name for each in listened_on("0.0.0.0", [LO])] == ["lo0"]
 
 

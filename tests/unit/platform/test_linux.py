@@ -61,35 +61,19 @@ def test_interfaces_that_are_up_with_what_they_are(tmp_path: Path, monkeypatch: 
     assert read_interfaces(Commands(), tmp_path / "nowhere") == []
 
 
-def test_this_machine_has_a_loopback_with_its_address() -> None:
-    if not Path("/sys/class/net").is_dir():
-        pytest.skip("no sysfs here")
-    assert any("127.0.0.1" in each.addresses and each.medium == MEDIUM_LOOPBACK for each in read_interfaces(Commands()))
-
-
-@pytest.mark.parametrize(
-    ("text", "minutes"),
-    [
-        ("masked\nmasked\n", 0),
-        ("not-found\nnot-found\n", 0),
-        ("", 0),
-        ("static\nstatic\n", None),
-        ("masked\nstatic", None),
-    ],
-)
-def test_whether_it_may_be_put_to_sleep(text: str, minutes: int | None) -> None:
-    power = parse_targets(text)
-    assert (power.sleep_minutes if power.HasField("sleep_minutes") else None) == minutes
-
-
-@pytest.mark.parametrize(
-    ("text", "said"), [("inactive\nactive\n", "on"), ("inactive\ninactive\n", "off"), ("", ""), ("unknown", "off")]
-)
-def test_the_firewall_by_its_services(text: str, said: str) -> None:
-    assert parse_services(text) == said
-
-
-def test_a_machine_without_systemd_is_read_all_the_same() -> None:
+def test_sleep_and_firewall_are_read_from_what_systemd_prints_if_there_is_one() -> None:
+    minutes = {
+        "masked\nmasked\n": 0,
+        "not-found\nnot-found\n": 0,
+        "": 0,
+        "static\nstatic\n": None,
+        "masked\nstatic": None,
+    }
+    for text, expected in minutes.items():
+        power = parse_targets(text)
+        assert (power.sleep_minutes if power.HasField("sleep_minutes") else None) == expected
+    services = {"inactive\nactive\n": "on", "inactive\ninactive\n": "off", "": "", "unknown": "off"}
+    assert {text: parse_services(text) for text in services} == services
     for reading in READINGS:
         assert reading(lambda *command: "").IsInitialized()
 

@@ -28,59 +28,25 @@ from worker.platform.mac import (
 
 # A Mac Studio with a MacBook in one port and a drive in another: github.com/jundot/omlx, tests of cluster/topology
 THUNDERBOLT = """
-{
-  "SPThunderboltDataType" : [
-    {
-      "_name" : "thunderboltusb4_bus_5",
-      "device_name_key" : "Mac Studio",
-      "domain_uuid_key" : "1CF1083E",
-      "receptacle_1_tag" : {
-        "current_speed_key" : "Up to 120 Gb/s",
-        "link_status_key" : "0x100",
-        "receptacle_id_key" : "6",
-        "receptacle_status_key" : "receptacle_no_devices_connected"
-      },
-      "route_string_key" : "0",
-      "vendor_name_key" : "Apple Inc."
-    },
-    {
-      "_items" : [
-        {
-          "_name" : "Envoy Ultra",
-          "device_name_key" : "Envoy Ultra",
-          "mode_key" : "usb_four_v2",
+{ "SPThunderboltDataType" : [
+    { "_name" : "thunderboltusb4_bus_5", "device_name_key" : "Mac Studio", "domain_uuid_key" : "1CF1083E",
+      "receptacle_1_tag" : { "current_speed_key" : "Up to 120 Gb/s", "link_status_key" : "0x100",
+        "receptacle_id_key" : "6", "receptacle_status_key" : "receptacle_no_devices_connected" },
+      "route_string_key" : "0", "vendor_name_key" : "Apple Inc." },
+    { "_items" : [
+        { "_name" : "Envoy Ultra", "device_name_key" : "Envoy Ultra", "mode_key" : "usb_four_v2",
           "receptacle_upstream_ambiguous_tag" : { "current_speed_key" : "80 Gb/s" },
-          "vendor_name_key" : "Other World Computing"
-        }
-      ],
-      "_name" : "thunderboltusb4_bus_3",
-      "domain_uuid_key" : "5F771049",
-      "receptacle_1_tag" : {
-        "current_speed_key" : "80 Gb/s",
-        "receptacle_id_key" : "4",
-        "receptacle_status_key" : "receptacle_connected"
-      }
-    },
-    {
-      "_items" : [
-        {
-          "_name" : "MacBook Pro",
-          "device_name_key" : "Mac17,7",
-          "domain_uuid_key" : "817DCFA4",
+          "vendor_name_key" : "Other World Computing" } ],
+      "_name" : "thunderboltusb4_bus_3", "domain_uuid_key" : "5F771049",
+      "receptacle_1_tag" : { "current_speed_key" : "80 Gb/s", "receptacle_id_key" : "4",
+        "receptacle_status_key" : "receptacle_connected" } },
+    { "_items" : [
+        { "_name" : "MacBook Pro", "device_name_key" : "Mac17,7", "domain_uuid_key" : "817DCFA4",
           "services_title" : [ { "_name" : "service_ip", "protocol_id_key" : 1 } ],
-          "vendor_name_key" : "Apple Inc."
-        }
-      ],
-      "_name" : "thunderboltusb4_bus_1",
-      "domain_uuid_key" : "28CA4C30",
-      "receptacle_1_tag" : {
-        "current_speed_key" : "40 Gb/s",
-        "receptacle_id_key" : "2",
-        "receptacle_status_key" : "receptacle_connected"
-      }
-    }
-  ]
-}
+          "vendor_name_key" : "Apple Inc." } ],
+      "_name" : "thunderboltusb4_bus_1", "domain_uuid_key" : "28CA4C30",
+      "receptacle_1_tag" : { "current_speed_key" : "40 Gb/s", "receptacle_id_key" : "2",
+        "receptacle_status_key" : "receptacle_connected" } } ] }
 """
 HARDWARE_PORTS = """
 Hardware Port: Ethernet Adapter (en4)

@@ -42,32 +42,36 @@ def raising(error: BaseException) -> Callable[[], None]:
     return command
 
 
-def test_a_command_that_is_done_says_only_what_it_says(run: Run) -> None:
+def test_a_command_that_is_done_says_only_what_it_says_and_may_choose_its_exit_code(run: Run) -> None:
     assert run(lambda: print("42")) == (0, "42\n", "")
+    for code in (0, 1, 7):
+        assert run(lambda code=code: code) == (code, "", "")
 
 
-@pytest.mark.parametrize("code", [0, 1, 7])
-def test_a_command_may_choose_its_exit_code(run: Run, code: int) -> None:
-    def command() -> int:
-        return code
-
-    assert run(command) == (code, "", "")
+TOLD = "expected this, got that"
 
 
-@pytest.mark.parametrize("kind", [BrigadeError, *KINDS], ids=lambda kind: kind.__name__)
-def test_an_error_of_the_family_is_its_message_and_its_exit_code(run: Run, kind: type[BrigadeError]) -> None:
-    words = ("", "expected this, got that") if kind is InputError else ("expected this, got that",)
-    assert run(raising(kind(*words))) == (kind.exit_code, "", "error: expected this, got that\n")
-
-
-@pytest.mark.parametrize(("field", "flag"), [("seed", "--seed"), ("top_k", "--top-k"), ("temperature", "--temp")])
-def test_a_parameter_is_spelled_as_the_flag_that_it_is_here(run: Run, field: str, flag: str) -> None:
-    error = InputError(field, "expected this, got that")
-    assert run(raising(error)) == (2, "", f"error: {flag}: expected this, got that\n")
-
-
-def test_an_error_of_a_worker_names_it(run: Run) -> None:
-    assert run(raising(BrigadeError("is gone", node="air"))) == (3, "", "error: worker air: is gone\n")
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        *((kind(*([""] if kind is InputError else []), TOLD), kind.exit_code, TOLD) for kind in (BrigadeError, *KINDS)),
+        (InputError("seed", TOLD), 2, f"--seed: {TOLD}"),
+        (InputError("top_k", TOLD), 2, f"--top-k: {TOLD}"),
+        (InputError("temperature", TOLD), 2, f"--temp: {TOLD}"),
+        (BrigadeError("is gone", node="air"), 3, "worker air: is gone"),
+        (OSError(errno.ENOSPC, "No space left on device"), 2, "cannot write standard output: No space left on device"),
+        (KeyboardInterrupt(), 130, ""),
+        (typer.Abort(), 130, ""),
+        (typer.Exit(5), 5, ""),
+        (SystemExit(9), 9, ""),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 0, ""),  # the reader has left
+    ],
+    ids=repr,
+)
+def test_what_a_command_raises_gives_an_exit_code_and_a_line(
+    run: Run, error: BaseException, code: int, said: str
+) -> None:
+    assert run(raising(error)) == (code, "", f"error: {said}\n" if said else "")
 
 
 def test_what_the_user_can_mend_is_exit_code_2_and_what_went_wrong_on_the_way_is_3() -> None:
@@ -80,35 +84,11 @@ def test_what_the_user_can_mend_is_exit_code_2_and_what_went_wrong_on_the_way_is
 
 
 @pytest.mark.parametrize("error", [KeyError("slot"), ValueError("two\nlines")])
-def test_a_bug_is_one_line_that_says_so_and_where(run: Run, error: Exception) -> None:
-    code, out, err = run(raising(error))
-    assert (code, out) == (3, "")
-    assert err.startswith(f"error: internal error: {error!r} at test_run.py:") and err.endswith("; this is a bug\n")
-    assert err.count("\n") == 1
-
-
-def test_the_place_of_a_bug_is_where_it_was_raised(run: Run) -> None:
-    def deeper() -> None:
-        [][1]
-
-    def command() -> None:
-        deeper()
-
-    _, _, err = run(command)
-    assert f"test_run.py:{deeper.__code__.co_firstlineno + 1};" in err
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), typer.Abort()])
-def test_an_interrupt_is_silent_and_gives_130(run: Run, error: BaseException) -> None:
-    assert run(raising(error)) == (130, "", "")
-
-
-def test_a_command_may_leave_early(run: Run) -> None:
-    assert run(raising(typer.Exit(5))) == (5, "", "")
-
-
-def test_a_reader_that_left_is_no_failure_and_nothing_more_is_written(run: Run) -> None:
-    assert run(raising(BrokenPipeError(errno.EPIPE, "Broken pipe"))) == (0, "", "")
+def test_a_bug_is_one_line_that_says_so_and_where_it_was_raised(run: Run, error: Exception) -> None:
+    command = raising(error)
+    code, out, err = run(lambda: command())
+    where = f"test_run.py:{command.__code__.co_firstlineno + 1}"
+    assert (code, out, err) == (3, "", f"error: internal error: {error!r} at {where}; this is a bug\n")
 
 
 def test_a_reader_that_left_before_the_last_words_were_flushed_is_no_failure_either(
@@ -125,15 +105,6 @@ def test_a_reader_that_left_before_the_last_words_were_flushed_is_no_failure_eit
     assert ended.value.code == 0
     assert sys.stdout is None, "or Python flushes it once more on its way out, and complains"
     assert capsys.readouterr().err == ""
-
-
-def test_another_failure_to_write_is_a_failure(run: Run) -> None:
-    code, _, err = run(raising(OSError(errno.ENOSPC, "No space left on device")))
-    assert code == 2 and err == "error: cannot write standard output: No space left on device\n"
-
-
-def test_a_command_that_ends_the_process_itself_is_let_go(run: Run) -> None:
-    assert run(raising(SystemExit(9))) == (9, "", "")
 
 
 @pytest.mark.parametrize(
@@ -157,13 +128,10 @@ def test_a_wrong_flag_is_one_line_that_points_to_the_help(run: Run, arguments: l
     assert err.count("\n") == 1
 
 
-def test_help_is_asked_for_and_no_error(run: Run) -> None:
+def test_help_is_shown_where_it_is_asked_for_and_where_there_is_no_command(run: Run) -> None:
     code, out, err = run(brigade, "--help")
     assert (code, err) == (0, "")
     assert all(name in out for name in ("worker", "generate", "plan", "verify"))
-
-
-def test_no_command_shows_the_help_and_complains_of_nothing(run: Run) -> None:
     code, out, err = run(brigade)
     assert code == 2
     assert "generate" in out + err and "error:" not in err

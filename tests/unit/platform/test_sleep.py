@@ -12,9 +12,11 @@ from worker.platform.machine import SleepWatch, asleep_by, asleep_s, awake_comma
 CLOCKS = {"CLOCK_BOOTTIME": 100.0, "CLOCK_MONOTONIC": 70.0, "CLOCK_UPTIME_RAW": 30.0}
 
 
-@pytest.mark.parametrize(("system", "expected"), [("Linux", 30.0), ("Darwin", 40.0), ("Windows", 0.0)])
-def test_each_system_has_a_clock_that_goes_on_and_one_that_does_not(system: str, expected: float) -> None:
-    assert asleep_by(system, CLOCKS.__getitem__) == expected
+def test_each_system_has_a_clock_that_goes_on_and_one_that_does_not_and_a_mac_is_kept_awake() -> None:
+    for system, expected in (("Linux", 30.0), ("Darwin", 40.0), ("Windows", 0.0)):
+        assert asleep_by(system, CLOCKS.__getitem__) == expected
+    assert awake_command("Darwin", 4321) == ["caffeinate", "-i", "-w", "4321"]
+    assert awake_command("Linux", 4321) == []
 
 
 def test_this_machine_does_not_sleep_while_it_tests() -> None:
@@ -48,8 +50,3 @@ def test_a_node_whose_machine_slept_says_so_and_leaves(monkeypatch: pytest.Monke
     monkeypatch.setattr(machine, "_LOOK_EVERY_S", 0)
     with pytest.raises(StageLost, match="its machine slept for 37 s"):
         asyncio.run(wait_slept())
-
-
-def test_a_mac_is_kept_awake_for_as_long_as_the_process_lives() -> None:
-    assert awake_command("Darwin", 4321) == ["caffeinate", "-i", "-w", "4321"]
-    assert awake_command("Linux", 4321) == []
