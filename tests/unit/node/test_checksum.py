@@ -9,7 +9,7 @@ from protos.brigade_pb2 import Draining, Failure, Frame, Part, Report, Result, S
 from worker.compute.header import check_result
 from worker.errors import FrameError
 from worker.node.framing import ENCRYPTED, PLAIN, Arrival, FrameAssembler, check_seal, seal
-from worker.node.hop import pack, unpack
+from worker.node.hop import pack
 
 WRONG = "expected a part of a frame as it was sent, got .* bytes with a wrong checksum"
 
@@ -47,32 +47,11 @@ def test_flipped_bits_in_any_of_several_parts_are_refused() -> None:
     parts = sent(PLAIN.part_bytes // 4 * 2 + 5)
     assert len(parts) == 3 and arrived(parts) is not None
     for number, part in enumerate(parts):
-        edges = {*range(12), *range(len(part) - 12, len(part)), *(numbers.randrange(len(part)) for _ in range(30))}
-        for at in sorted(edge for edge in edges if edge < len(part)):
+        for at in (*range(12), *range(len(part) - 12, len(part)), *(numbers.randrange(len(part)) for _ in range(9))):
             flipped = bytearray(part)
             flipped[at] ^= 1 << numbers.randrange(8)
             with pytest.raises(FrameError, match=WRONG):
                 arrived([*parts[:number], bytes(flipped), *parts[number + 1 :]])
-
-
-def test_ten_thousand_frames_with_random_damage_are_refused() -> None:
-    numbers = random.Random(4)
-    sound = sent(16)[0]
-    for _ in range(10_000):
-        damaged = bytearray(sound)
-        for _ in range(numbers.randint(1, 20)):
-            damaged[numbers.randrange(len(damaged))] = numbers.randrange(256)
-        damaged = damaged[: numbers.choice([len(damaged), numbers.randrange(len(damaged))])]
-        if bytes(damaged) != sound:
-            with pytest.raises(FrameError, match=WRONG):
-                arrived([bytes(damaged)])
-
-
-@pytest.mark.parametrize("order", [(0, 0), (0, 2), (1,), (0, 1, 1), (0, 2, 1)], ids=str)
-def test_parts_that_are_left_out_or_come_twice_or_in_another_order_are_refused(order: tuple[int, ...]) -> None:
-    parts = sent(PLAIN.part_bytes // 4 * 2 + 5)
-    with pytest.raises(FrameError):
-        arrived([parts[number] for number in order])
 
 
 def test_a_part_of_another_frame_is_refused_though_it_is_as_long_and_sound() -> None:
@@ -96,14 +75,6 @@ def test_the_checksum_is_a_field_of_the_proto_and_the_last_one() -> None:
     read = Part.FromString(part)
     assert part.endswith(read.checksum.to_bytes(4, "little")) and read.frame.step == 41
     assert read.SerializeToString() == part
-
-
-def test_what_is_taken_is_what_was_put() -> None:
-    array = mx.random.normal((1, 9, 5000)).astype(mx.bfloat16)
-    arrival = arrived(pack(Frame(step=2**40 + 7, timings=[Timing()]), array))
-    assert arrival is not None
-    found = unpack(arrival.header, arrival.payload)
-    assert found is not None and mx.array_equal(found, array)
 
 
 def report() -> Report:
@@ -144,11 +115,8 @@ def test_a_result_has_an_answer_for_whatever_was_asked() -> None:
     check_result(answered([1, 1, 6], [4, 4, 4]), ASKED, 50, "last")
     check_result(answered([1, 1, 6], [], failed=[4]), ASKED, 50, "last")
     for samples, guesses in (
-        ([1, 6], [4, 4, 4]),
-        ([1, 1, 1, 6], [4, 4, 4]),
-        ([1, 1, 6], [4, 4]),
-        ([1, 1, 5, 6], [4, 4, 4]),
-    ):
+        ([1, 6], [4, 4, 4]), ([1, 1, 1, 6], [4, 4, 4]), ([1, 1, 6], [4, 4]), ([1, 1, 5, 6], [4, 4, 4]),
+    ):  # fmt: skip
         with pytest.raises(FrameError, match=r"^worker last: expected \(samples, guesses, scores\) .* \(step 9\)$"):
             check_result(answered(samples, guesses), ASKED, 50, "last")
     with pytest.raises(FrameError, match=r"for slot 8, got \(1, 0, 0\)"):
@@ -159,8 +127,5 @@ def test_a_result_has_an_answer_for_whatever_was_asked() -> None:
         result.MergeFrom(missing)
         with pytest.raises(FrameError, match=r"for slot 6, got \(1, 0, [03]\)"):
             check_result(result, ASKED, 50, "last")
-
-
-def test_a_token_outside_the_vocabulary_is_refused() -> None:
     with pytest.raises(FrameError, match=r"^worker last: expected tokens below 50, got 50 \(step 9\)$"):
         check_result(answered([1, 1, 6], [4, 4, 4], token=50), ASKED, 50, "last")

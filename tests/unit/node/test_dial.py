@@ -51,17 +51,6 @@ def test_one_that_is_somewhat_slower_than_a_later_one_still_counts(monkeypatch: 
     trying(claim)
 
 
-def test_one_that_says_nothing_costs_the_head_start_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "HEAD_START_S", 0.02)
-
-    async def claim(ends: Ends, attempts: list[Attempt]) -> None:
-        ends[1].set_result(None)
-        await wait_head_start(attempts, FAR)
-        assert first(attempts) == 1 and not attempts[0].done()
-
-    trying(claim)
-
-
 def test_one_that_has_failed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "HEAD_START_S", FAR)
 
@@ -84,12 +73,15 @@ def test_if_all_fail_it_is_over() -> None:
     trying(fail)
 
 
-def test_one_that_answers_at_the_last_moment_is_not_held_up_beyond_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "HEAD_START_S", FAR)
+@pytest.mark.parametrize(("head_start_s", "within_s"), [(0.02, FAR), (FAR, 0.04)])
+def test_one_that_answers_waits_for_earlier_ones_no_longer_than_the_head_start_and_the_deadline(
+    monkeypatch: pytest.MonkeyPatch, head_start_s: float, within_s: float
+) -> None:
+    monkeypatch.setattr(network, "HEAD_START_S", head_start_s)
 
     async def claim(ends: Ends, attempts: list[Attempt]) -> None:
         ends[1].set_result(None)
-        await wait_head_start(attempts, 0.04)
+        await wait_head_start(attempts, within_s)
         assert first(attempts) == 1 and not attempts[0].done()
 
     trying(claim)

@@ -92,18 +92,19 @@ def test_what_is_wrong_with_ones_own_certificate_is_said_before_connecting(wrong
             keys.read()
 
 
-def test_a_coordinators_way_out_names_its_role(authority: Authority) -> None:
-    with pytest.raises(ConfigError, match="brigade keys issue studio --coordinator"):
-        keys_of(authority, "studio", Role.COORDINATOR).read()
-
-
-def test_the_file_is_read_again_only_once_it_has_changed(authority: Authority) -> None:
+def test_the_file_is_read_again_only_once_it_has_changed_and_names_in_capitals_are_the_same(
+    authority: Authority,
+) -> None:
     keys = keys_of(authority)
-    authority.issue("mini", Role.WORKER)
+    authority.issue("Mini", Role.WORKER)
     first = keys.read()
     assert keys.read() is first
-    authority.issue("mini", Role.WORKER)
+    authority.issue("Mini", Role.WORKER)
     assert keys.read() is not first and keys.read().certificate != first.certificate
+    assert keys.read() == KeyFile(authority.folder, "mini", Role.WORKER).read()
+    assert keys_of(authority, "MINI").read().certificate == keys.read().certificate
+    with pytest.raises(ConfigError, match="brigade keys issue studio --coordinator"):
+        keys_of(authority, "studio", Role.COORDINATOR).read()
 
 
 def test_a_certificate_that_was_valid_when_it_was_read_is_refused_once_it_has_expired(
@@ -136,9 +137,3 @@ def test_the_end_of_a_certificate_is_told_thirty_days_ahead_and_once(
     way_out = "where the authority is: brigade keys issue mini"
     expected = f"the certificate of mini expires in {days} days, on {until:%Y-%m-%d}; {way_out}"
     assert told == ([expected] if is_told else [])
-
-
-def test_names_in_capitals_are_the_same_names(authority: Authority) -> None:
-    path = authority.issue("Mini", Role.WORKER)
-    assert keys_of(authority, "mini").read() == KeyFile(path.parent, "mini", Role.WORKER).read()
-    assert keys_of(authority, "MINI").read().certificate == keys_of(authority, "mini").read().certificate

@@ -3,18 +3,12 @@
 from worker.node.lifecycle import TRANSITIONS, WorkerState
 
 
-def test_every_state_is_reached_and_none_is_left_out() -> None:
+def test_every_state_is_reached_only_what_is_loaded_is_attached_and_a_worker_may_end_at_any_time() -> None:
     assert set(TRANSITIONS) == set(WorkerState)
     reached, before = {WorkerState.EMPTY}, set[WorkerState]()
     while reached != before:
         before, reached = reached, reached.union(*(TRANSITIONS[state] for state in reached))
     assert reached == set(WorkerState)
-
-
-def test_a_worker_may_end_at_any_time_and_does_nothing_else_then() -> None:
     assert all(WorkerState.DRAINING in following for following in TRANSITIONS.values())
     assert TRANSITIONS[WorkerState.DRAINING] == {WorkerState.DRAINING}
-
-
-def test_only_what_is_loaded_is_attached() -> None:
     assert [state for state in WorkerState if WorkerState.ATTACHED in TRANSITIONS[state]] == [WorkerState.LOADED]

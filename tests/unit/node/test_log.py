@@ -12,13 +12,10 @@ def test_no_caller_writes_lines_of_its_own_or_steers_the_terminal() -> None:
     log = worker_log("mini", out)
     log.warning("refused %s: %s", f"to load for coordinator {NAME}", "is shutting down")
     log.info("joined the chain of coordinator %s", NAME)
-    refused, joined = out.getvalue().split("\n")[:-1]
-    for line, start in ((refused, "refused to load for coordinator"), (joined, "joined the chain of coordinator")):
+    log.warning("%s", "100 %s")
+    *lines, percent = out.getvalue().split("\n")[:-1]
+    starts = "refused to load for coordinator", "joined the chain of coordinator"
+    for line, start in zip(lines, starts, strict=True):
         assert line.startswith(f"worker mini: {start} max worker mini: drained")
         assert line.isprintable() and len(line) < 2100
-
-
-def test_a_percent_sign_of_a_caller_is_no_format() -> None:
-    out = io.StringIO()
-    worker_log("mini", out).warning("%s", "100 %s")
-    assert out.getvalue() == "worker mini: 100 %s\n"
+    assert percent == "worker mini: 100 %s", "a caller's percent sign is no format"

@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import pytest
@@ -36,10 +37,20 @@ def speed_of(folder: Path, *, anew: bool = False) -> Speed:
         return asyncio.run(speed_cache.measured_speed(open_checkpoint(str(folder)), thread, anew=anew))
 
 
-def test_it_can_be_measured_again(gauged: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is found then is what is kept."""
+def test_what_was_measured_is_kept_until_it_is_to_be_measured_again_or_mlx_or_the_file_is_another(
+    gauged: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = make_model(tmp_path / "a")
-    speed_of(folder)
+    assert kept(folder) is None
+    assert [speed_of(folder), speed_of(folder)] == [FOUND, FOUND] and len(gauged) == 1
+    assert kept(folder) == FOUND
+    [file] = (tmp_path / "cache" / "brigade" / "speeds").iterdir()
+    for num_measured, damage in enumerate((b"", b"\xc1", msgpack.packb({"format": 1}), msgpack.packb([1])), start=2):
+        file.write_bytes(damage)
+        assert [speed_of(folder), speed_of(folder)] == [FOUND, FOUND] and len(gauged) == num_measured
+    with monkeypatch.context() as patch:
+        patch.setattr(speed_cache, "version", lambda package: "9.9")
+        assert speed_of(folder) == FOUND and len(gauged) == 6
     slower = Speed(kinds=FOUND.kinds, head=FOUND.head, gbps=50)
     monkeypatch.setattr(speed_cache, "measure_speed", lambda checkpoint: slower)
     assert [speed_of(folder), speed_of(folder, anew=True), kept(folder)] == [FOUND, slower, slower]
@@ -49,37 +60,10 @@ def kept(folder: Path) -> Speed | None:
     return asyncio.run(speed_cache.kept_speed(open_checkpoint(str(folder))))
 
 
-def test_what_was_measured_is_kept(gauged: list[str], tmp_path: Path) -> None:
-    folder = make_model(tmp_path / "a")
-    assert kept(folder) is None
-    assert [speed_of(folder), speed_of(folder)] == [FOUND, FOUND] and len(gauged) == 1
-    assert kept(folder) == FOUND
-
-
 def test_a_copy_of_other_weights_is_as_fast_and_other_shapes_are_not(gauged: list[str], tmp_path: Path) -> None:
     for name, seed, config in (("a", 0, {}), ("b", 1, {}), ("c", 0, {"intermediate_size": 128})):
         speed_of(make_model(tmp_path / name, seed=seed, config=config))
     assert len(gauged) == 2
-
-
-def test_another_version_of_mlx_is_measured_anew(
-    gauged: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = make_model(tmp_path / "a")
-    speed_of(folder)
-    monkeypatch.setattr(speed_cache, "version", lambda package: "9.9")
-    speed_of(folder)
-    assert len(gauged) == 2
-
-
-@pytest.mark.parametrize("damage", [b"", b"\xc1", msgpack.packb({"format": 1}), msgpack.packb([1])])
-def test_a_damaged_file_is_measured_anew(gauged: list[str], tmp_path: Path, damage: bytes) -> None:
-    folder = make_model(tmp_path / "a")
-    speed_of(folder)
-    [kept] = (tmp_path / "cache" / "brigade" / "speeds").iterdir()
-    kept.write_bytes(damage)
-    assert speed_of(folder) == FOUND and len(gauged) == 2
-    assert speed_of(folder) == FOUND and len(gauged) == 2
 
 
 def test_a_folder_that_cannot_be_written_to_is_no_obstacle(
@@ -90,19 +74,13 @@ def test_a_folder_that_cannot_be_written_to_is_no_obstacle(
     assert speed_of(make_model(tmp_path / "a")) == FOUND
 
 
-def test_a_layer_that_does_not_fit_is_not_tried(
-    gauged: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = make_model(tmp_path / "a")
-    monkeypatch.setattr(speed_cache, "memory_budget", lambda: 1000)
-    assert speed_of(folder) == Speed() and not gauged
-    assert kept(folder) is None
-
-
-def test_nothing_is_measured_in_memory_that_a_shard_holds(
-    gauged: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "found"), [("memory_budget", lambda: 1000), ("memory_held", lambda: MemoryHeld(1 << 60, 0, 0))]
+)
+def test_a_layer_that_does_not_fit_beside_what_a_shard_holds_is_not_tried(
+    gauged: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, found: Any
 ) -> None:
     """It would be paged out meanwhile, and what is measured then would be kept."""
     folder = make_model(tmp_path / "a")
-    monkeypatch.setattr(speed_cache, "memory_held", lambda: MemoryHeld(1 << 60, 0, 0))
+    monkeypatch.setattr(speed_cache, name, found)
     assert speed_of(folder) == Speed() and not gauged and kept(folder) is None

@@ -77,20 +77,15 @@ def age(path: Path, days: int) -> None:
 def test_a_received_piece_is_a_safetensors_file_of_these_tensors(store: WeightsCache, checkpoint: Checkpoint) -> None:
     whole = {name: array for file in checkpoint.folder.glob("*.safetensors") for name, array in mx.load(file).items()}
     for piece in pieces_of(checkpoint, 0, 4):
-        found = mx.load(str(receive(store, checkpoint, piece)))
+        path = receive(store, checkpoint, piece)
+        found = mx.load(str(path))
         assert found.keys() == piece.tensors.keys()
         assert all(mx.array_equal(found[name], whole[name]) for name in found)
-
-
-def test_the_pieces_of_a_shard_hold_its_tensors_each_once(checkpoint: Checkpoint) -> None:
+        assert place_name(digest_in(path)[0]) == path.stem.partition("-")[0]
+    assert all(place_of(place_name(place)) == place for place in (-2, -1, 0, 7, 99_999, 100_000))
     for start, end in [(0, 4), (1, 3), (3, 4)]:
         names = [name for piece in pieces_of(checkpoint, start, end) for name in piece.order]
         assert sorted(names) == sorted(shard_tensors(checkpoint, start, end))
-
-
-@pytest.mark.parametrize("place", [-2, -1, 0, 7, 99_999, 100_000])
-def test_a_place_is_read_from_its_name(place: int) -> None:
-    assert place_of(place_name(place)) == place
 
 
 def test_a_file_has_its_name_only_once_it_is_whole_and_right(store: WeightsCache, checkpoint: Checkpoint) -> None:
@@ -239,18 +234,18 @@ def test_of_two_fine_tunes_the_pieces_that_are_asked_for_are_opened(
         assert found.fingerprint == each.fingerprint
 
 
-def test_files_that_are_none_of_the_model_s_are_refused(store: WeightsCache, checkpoint: Checkpoint) -> None:
+def test_a_fingerprint_is_no_way_out_of_the_folder_and_files_of_another_model_are_refused(
+    store: WeightsCache, checkpoint: Checkpoint
+) -> None:
     path = receive(store, checkpoint, pieces_of(checkpoint, 2, 3)[0])
     known = {name: info for name, info in checkpoint.tensors.items() if "layers.2" not in name}
     with pytest.raises(ModelError, match="does not belong to this model; remove it by `brigade cache rm`"):
         store.open("x", checkpoint.fingerprint, known, dict([digest_in(path)]))
-
-
-def test_a_fingerprint_is_no_way_out_of_the_folder(store: WeightsCache) -> None:
-    with pytest.raises(ModelError, match="expected a digest in hex"):
-        store.open("x", Fingerprint(config="../..", tokenizer="0" * 64, tensors="0" * 64), {}, {})
-    with pytest.raises(ModelError, match="expected a digest in hex"):
-        store.open("x", NOBODY, {}, {2: "../00002-x"})
+    for fingerprint, digests in (
+        (Fingerprint(config="../..", tokenizer="0" * 64, tensors="0" * 64), {}), (NOBODY, {2: "../00002-x"}),
+    ):  # fmt: skip
+        with pytest.raises(ModelError, match="expected a digest in hex"):
+            store.open("x", fingerprint, {}, digests)
 
 
 # Digests
@@ -264,33 +259,22 @@ def test_digests_are_kept_until_a_file_changes(
     digest: Callable[[SourceFile, threading.Event], str] = SourceFile.digest
     monkeypatch.setattr(SourceFile, "digest", lambda origin, stop: [made.append(origin), digest(origin, stop)][1])
     copy = open_folder(Path(shutil.copytree(checkpoint.folder, tmp_path / "copy")))
-    piece, stop = pieces_of(copy, 2, 3)[0], threading.Event()
+    piece, given_up, stop = pieces_of(copy, 2, 3)[0], threading.Event(), threading.Event()
+    given_up.set()
 
-    def found() -> str:
+    def found(stop: threading.Event) -> str:
         digests = DigestCache(copy)
         value = digests.of(SourceFile.of_piece(copy, piece), stop)
         digests.keep()
         return value
 
-    first = found()
-    assert found() == first and len(made) == 1
+    assert found(given_up) == "" and len(made) == 1, "which is not kept"
+    first = found(stop)
+    assert found(stop) == first and len(made) == 2
     assert first == blake3(piece.header + b"".join(SourceFile.of_piece(copy, piece).blocks(0, 999))).hexdigest()
     for file in copy.files_of(piece.order):
         os.utime(copy.folder / file, (1, 1))
-    assert found() == first and len(made) == 2
-
-
-def test_a_digest_that_was_given_up_is_not_kept(
-    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    origin, stop, digests = SourceFile.of_piece(checkpoint, pieces_of(checkpoint, 2, 3)[0]), threading.Event(), None
-    stop.set()
-    digests = DigestCache(checkpoint)
-    assert digests.of(origin, stop) == ""
-    digests.keep()
-    assert not DigestCache(checkpoint)._known
-    assert len(digests.of(origin, threading.Event())) == 64
+    assert found(stop) == first and len(made) == 3
 
 
 @pytest.mark.parametrize("kind", ["small file", "piece"])
