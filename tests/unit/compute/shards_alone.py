@@ -70,26 +70,25 @@ def run(shard: Shard) -> mx.array:
 
 
 @types
-def test_when_nobody_holds_a_shard_its_memory_is_free_at_once(checkpoint: Checkpoint, without_collector: None) -> None:
+def test_a_shard_takes_the_bytes_of_the_plan_for_its_tensors_and_is_gone_when_nobody_holds_it(
+    checkpoint: Checkpoint, without_collector: None
+) -> None:
     """By reference counting alone: a cycle would keep gigabytes until Python looks for cycles."""
-    num_layers = describe(checkpoint).num_layers
-    before = memory()
-    for start, end in ((0, 2), (1, num_layers)):
+
+    def num_modules() -> int:
+        return sum(isinstance(each, nn.Module) for each in gc.get_objects())
+
+    before, modules_before = memory(), num_modules()
+    spec = describe(checkpoint)
+    assert num_modules() == modules_before and memory() - before < SMALL, "a description leaves no model behind"
+    for start, end in ((0, 2), (1, 3), (1, spec.num_layers)):
         shard = loaded(checkpoint, start, end)
+        assert shard.nbytes == spec.shard_bytes(start, end) == sum(array.nbytes for array in shard.tensors.values())
+        assert memory() - before <= 1.1 * shard.nbytes + SMALL
         run(shard)
         assert memory() - before >= shard.nbytes > 4 * SMALL
         del shard
         assert memory() - before < SMALL
-
-
-@types
-def test_a_description_leaves_no_model_behind(checkpoint: Checkpoint, without_collector: None) -> None:
-    def num_modules() -> int:
-        return sum(isinstance(each, nn.Module) for each in gc.get_objects())
-
-    before, memory_before = num_modules(), memory()
-    describe(checkpoint)
-    assert num_modules() == before and memory() - memory_before < SMALL
 
 
 def test_a_pass_that_failed_does_not_keep_the_shard(
@@ -110,18 +109,6 @@ def test_a_pass_that_failed_does_not_keep_the_shard(
     run(shard)  # nothing is left of that pass
     del shard
     assert memory() - before < SMALL
-
-
-@types
-def test_the_bytes_of_every_shard_are_those_of_the_plan_and_its_tensors_no_others(checkpoint: Checkpoint) -> None:
-    spec = describe(checkpoint)
-    before = memory()
-    for start, end in ((0, 1), (1, 3), (4, spec.num_layers)):
-        shard = loaded(checkpoint, start, end)
-        assert shard.nbytes == spec.shard_bytes(start, end)
-        assert memory() - before <= 1.1 * shard.nbytes + SMALL
-        assert sum(array.nbytes for array in shard.tensors.values()) == shard.nbytes
-        del shard
 
 
 @types

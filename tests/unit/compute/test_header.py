@@ -24,9 +24,10 @@ def check(*opened: Opening) -> None:
     check_header(Frame(step=41, opened=opened), 0, 64, DType.DTYPE_FLOAT32)
 
 
-def test_slots_that_open_once_with_a_cache_that_there_is_are_taken() -> None:
+def test_slots_that_open_once_with_a_cache_that_there_is_and_a_grammar_of_the_largest_size_are_taken() -> None:
     caches = [*(Cache(kind=kind) for kind in (CACHE_UNSPECIFIED, CACHE_FULL, CACHE_INT8)), ROTATING]
     check(*(Opening(slot=slot, cache=cache) for slot, cache in enumerate(caches)))
+    check(Opening(sampling=Sampling(grammar=Grammar(text="x" * 2**20, begins=2**24, eos=range(64)))))
 
 
 @pytest.mark.parametrize(
@@ -41,10 +42,6 @@ def test_slots_that_open_once_with_a_cache_that_there_is_are_taken() -> None:
 def test_what_no_slot_can_be_opened_with_is_refused(opened: list[Opening], message: str) -> None:
     with pytest.raises(FrameError, match=rf"{message} \(step 41\)$"):
         check(*opened)
-
-
-def test_a_grammar_of_the_largest_size_is_taken() -> None:
-    check(Opening(sampling=Sampling(grammar=Grammar(text="x" * 2**20, begins=2**24, eos=range(64)))))
 
 
 @pytest.mark.parametrize(

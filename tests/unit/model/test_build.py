@@ -16,7 +16,7 @@ from tools.model_types.make import build_type
 from worker.errors import ModelError
 from worker.model.build import MLX_DTYPES, absent, build
 from worker.model.checkpoint import Checkpoint
-from worker.model.describe import describe
+from worker.model.describe import describe, shard_tensors
 from worker.model.headers import TensorInfo
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -87,7 +87,9 @@ def test_towers_and_prediction_layers_are_left_out() -> None:
         "model.layers.3.eh_proj.weight": (8, 16),
         "model.layers.3.mlp.up_proj.weight": (16, 8),
     }
-    assert describe(with_tensors(plain, more)) == describe(plain)
+    found = with_tensors(plain, more)
+    assert describe(found) == describe(plain)
+    assert shard_tensors(found, 0, 3) == shard_tensors(plain, 0, 3)
 
 
 @pytest.mark.parametrize(
@@ -114,26 +116,20 @@ def test_a_config_that_makes_no_model_is_refused_with_the_key_or_the_reason(conf
     assert refusal(synthetic(tied=True, **config)).startswith(said)
 
 
-def test_a_key_that_is_missing_is_named() -> None:
+def test_architectures_that_are_no_names_change_nothing() -> None:
+    for architectures in (5, "Qwen3ForCausalLM", [{}], [["x"]], None):
+        assert describe(synthetic(tied=True, architectures=architectures)) == describe(synthetic(tied=True))
+
+
+def test_what_is_no_model_type_or_would_end_the_process_is_refused() -> None:
+    for model_type in ("cache", "base", "os", "../x", "mlx_lm.utils", "", "mamba9"):
+        said = refusal(synthetic(tied=True, model_type=model_type))
+        assert "installed here, has no code for it; a later one may" in said
+    said = refusal(synthetic(tied=True, model_type="olmo"))
+    assert said.startswith("model_type 'olmo' is not supported: mlx-lm's own")
     checkpoint = synthetic(tied=True)
     config = {key: value for key, value in checkpoint.config.items() if key != "intermediate_size"}
     assert "intermediate_size" in refusal(replace(checkpoint, config=config))
-
-
-@pytest.mark.parametrize("architectures", [5, "Qwen3ForCausalLM", [{}], [["x"]], None])
-def test_architectures_that_are_no_names_change_nothing(architectures: Any) -> None:
-    assert describe(synthetic(tied=True, architectures=architectures)) == describe(synthetic(tied=True))
-
-
-@pytest.mark.parametrize("model_type", ["cache", "base", "os", "../x", "mlx_lm.utils", ""])
-def test_what_is_no_model_type_is_none(model_type: str) -> None:
-    assert "installed here, has no code for it; a later one may" in refusal(synthetic(tied=True, model_type=model_type))
-
-
-def test_a_type_whose_code_ends_the_process_is_refused_before_it_does() -> None:
-    assert refusal(synthetic(tied=True, model_type="olmo")).startswith(
-        "model_type 'olmo' is not supported: mlx-lm's own"
-    )
 
 
 def test_infinities_are_numbers() -> None:

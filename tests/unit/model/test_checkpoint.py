@@ -71,7 +71,9 @@ def refusal(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_a_header_s_tensors_are_read_as_they_are(folder: Path) -> None:
+def test_a_header_s_tensors_are_read_as_they_are_and_its_metadata_is_none(folder: Path) -> None:
+    header = {"__metadata__": {"format": "mlx"}, **header_of(TENSORS)}
+    write_raw(folder / "model.safetensors", json.dumps(header).encode(), 33)
     checkpoint = open_folder(folder)
     assert checkpoint.tensors == {
         "a.weight": TensorInfo("F32", (2, 3), "model.safetensors"),
@@ -82,41 +84,22 @@ def test_a_header_s_tensors_are_read_as_they_are(folder: Path) -> None:
     assert checkpoint.name == str(folder)
 
 
-def test_metadata_is_not_a_tensor(folder: Path) -> None:
-    header = {"__metadata__": {"format": "mlx"}, **header_of(TENSORS)}
-    write_raw(folder / "model.safetensors", json.dumps(header).encode(), 33)
-    assert set(open_folder(folder).tensors) == set(TENSORS)
-
-
-@pytest.mark.parametrize("size", [0, 7, 8, 40, 200])
-def test_a_file_that_ends_early_is_refused(folder: Path, size: int) -> None:
+def test_a_file_that_ends_early_or_whose_header_is_no_json_object_is_refused(folder: Path) -> None:
     file = folder / "model.safetensors"
-    whole = file.read_bytes()
-    assert size < len(whole)
-    file.write_bytes(whole[:size])
-    message = refusal(folder)
-    assert str(file) in message
-    assert "download it again" in message
-
-
-@pytest.mark.parametrize(
-    "header", [b"", b"{", b"[1, 2]", b"\xff\xfe{}", b"null", pytest.param(b"[" * 100_000, id="deep")]
-)
-def test_a_header_that_is_no_json_object_is_refused(folder: Path, header: bytes) -> None:
-    file = folder / "model.safetensors"
-    write_raw(file, header, 33)
-    message = refusal(folder)
-    assert f"{file} has a corrupt safetensors header" in message
-    assert "download it again" in message
-
-
-@pytest.mark.parametrize("length", [10_000, 2**63])
-def test_a_header_longer_than_its_file_is_refused(folder: Path, length: int) -> None:
-    file = folder / "model.safetensors"
-    write_raw(file, json.dumps(header_of(TENSORS)).encode(), 33, length=length)
-    message = refusal(folder)
-    assert str(file) in message
-    assert "download it again" in message
+    whole, header = file.read_bytes(), json.dumps(header_of(TENSORS)).encode()
+    for size in (0, 7, 8, 40, 200):
+        assert size < len(whole)
+        file.write_bytes(whole[:size])
+        message = refusal(folder)
+        assert str(file) in message and "download it again" in message
+    for length in (10_000, 2**63):
+        write_raw(file, header, 33, length=length)
+        message = refusal(folder)
+        assert str(file) in message and "download it again" in message
+    for damaged in (b"", b"{", b"[1, 2]", b"\xff\xfe{}", b"null", b"[" * 100_000):
+        write_raw(file, damaged, 33)
+        message = refusal(folder)
+        assert f"{file} has a corrupt safetensors header" in message and "download it again" in message
 
 
 def with_entry(**changes: Any) -> Edit:
@@ -156,25 +139,17 @@ def test_a_header_that_contradicts_itself_is_refused(folder: Path, edit: Edit, e
     assert re.search("download it again|choose another conversion", message)
 
 
-def test_the_index_says_which_files_count(folder: Path) -> None:
+def test_the_index_says_which_files_count_and_is_refused_where_it_is_none(folder: Path) -> None:
     write_tensors(folder / "other.safetensors", {"other": ("F32", [1])})
     (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(TENSORS, "model.safetensors")}))
     assert set(open_folder(folder).tensors) == set(TENSORS)
-
-
-def test_a_file_that_only_the_index_knows_is_refused(folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a.weight": "model-00002.safetensors"}}))
     message = refusal(folder)
-    assert f"{folder / 'model-00002.safetensors'} is missing" in message
-    assert "download it again" in message
-
-
-@pytest.mark.parametrize("index", [b"{", b"\xff\xff", b"[]", b"{}", b'{"weight_map": 3}', b'{"weight_map": {"a": 3}}'])
-def test_an_index_that_is_none_is_refused(folder: Path, index: bytes) -> None:
-    (folder / INDEX).write_bytes(index)
-    message = refusal(folder)
-    assert f"{folder / INDEX} is not a safetensors index" in message
-    assert "download the model again" in message
+    assert f"{folder / 'model-00002.safetensors'} is missing" in message and "download it again" in message
+    for index in (b"{", b"\xff\xff", b"[]", b"{}", b'{"weight_map": 3}', b'{"weight_map": {"a": 3}}'):
+        (folder / INDEX).write_bytes(index)
+        message = refusal(folder)
+        assert f"{folder / INDEX} is not a safetensors index" in message and "download the model again" in message
 
 
 @pytest.mark.parametrize(
@@ -221,20 +196,14 @@ def test_a_file_that_is_longer_than_such_a_file_gets_or_none_is_refused_unread(
             read()
 
 
-def test_a_folder_without_config_is_refused(folder: Path) -> None:
-    (folder / "config.json").unlink()
-    assert f"{folder} has no config.json; expected a model folder in Hugging Face layout" in refusal(folder)
-
-
-def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
-    message = refusal(tmp_path / "nowhere")
-    assert f"{tmp_path / 'nowhere'} does not exist" in message
-    assert "give a folder or a hub repository" in message
-
-
-def test_a_folder_without_safetensors_is_refused(folder: Path) -> None:
+def test_a_folder_that_is_missing_or_lacks_config_or_safetensors_is_refused(folder: Path) -> None:
+    missing = folder / "nowhere"
+    message = refusal(missing)
+    assert f"{missing} does not exist" in message and "give a folder or a hub repository" in message
     (folder / "model.safetensors").rename(folder / "model.bin")
     assert f"{folder} holds no *.safetensors; only safetensors" in refusal(folder)
+    (folder / "config.json").unlink()
+    assert f"{folder} has no config.json; expected a model folder in Hugging Face layout" in refusal(folder)
 
 
 def change_tensors(name: str, dtype: str, shape: list[int]) -> Callable[[Path], None]:

@@ -53,31 +53,14 @@ def test_a_module_without_a_list_of_layers_is_refused(model: nn.Module) -> None:
         module_tree_of(model)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "vision_tower.encoder.layers.0.mlp.weight",
-        "model.visual.blocks.3.attn.qkv.weight",
-        "model.vision_model.embeddings.weight",
-        "multi_modal_projector.linear_1.weight",
-        "model.audio_tower.layers.2.fc1.bias",
-        "mtp.layers.0.mlp.weight",
-        "language_model.mtp.fc.weight",
-    ],
-)
-def test_towers_projectors_and_prediction_layers_are_not_text(name: str) -> None:
-    assert not is_text(name)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model.layers.0.mlp.gate_proj.weight",
-        "language_model.model.embed_tokens.weight",
-        "model.layers.0.visual_gate.weight",
-        "model.subvision.weight",
-        "lm_head.weight",
-    ],
-)
-def test_all_else_may_be_text(name: str) -> None:
-    assert is_text(name)
+def test_towers_projectors_and_prediction_layers_are_not_text_and_all_else_may_be() -> None:
+    other = """
+        vision_tower.encoder.layers.0.mlp.weight model.visual.blocks.3.attn.qkv.weight
+        model.vision_model.embeddings.weight multi_modal_projector.linear_1.weight
+        model.audio_tower.layers.2.fc1.bias mtp.layers.0.mlp.weight language_model.mtp.fc.weight
+    """
+    text = """
+        model.layers.0.mlp.gate_proj.weight language_model.model.embed_tokens.weight model.layers.0.visual_gate.weight
+        model.subvision.weight lm_head.weight
+    """
+    assert not any(map(is_text, other.split())) and all(map(is_text, text.split()))

@@ -255,10 +255,6 @@ def test_an_embedding_that_is_asked_for_more_than_rows() -> None:
     assert refusal(model).startswith("it asks its embedding for more than rows (")
 
 
-def test_a_module_without_layers() -> None:
-    assert refusal(Layer()) == "has no list of layers"
-
-
 # Other caches
 
 
