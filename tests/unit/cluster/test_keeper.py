@@ -98,38 +98,31 @@ def test_pauses_grow_and_each_try_is_one_line(
     assert told == [None]
 
 
+@pytest.mark.parametrize(
+    ("lives", "expected"),
+    [
+        ((), [0.2, 0.4, 0.8, 1.6, 3.2, 5, 5, 5, 5, 5]),
+        ((1.0,) * 20, [0.2, 0, 0, 0.6, 2.2, 4, 4, 4, 4, 4]),
+        ((0.0, 0.0, 25.0), [0.2, 0.4, 0.8, 0, 0.4, 0.8]),  # one that ran for long ends the growing
+    ],
+    ids=["ends at once", "ends soon", "ran for long"],
+)
 def test_one_that_ends_as_soon_as_it_runs_is_tried_no_more_often(
-    pauses: list[float], monkeypatch: pytest.MonkeyPatch
+    pauses: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    clock: Clock,
+    lives: tuple[float, ...],
+    expected: list[float],
 ) -> None:
+    to_live = iter(lives)
+
     async def start(name: str, model: str) -> Any:
         assert model == Ended.model
-        return Ended()
+        return Ended(clock, ran_s=next(to_live, 0.0))
 
     _, told = keep(start, monkeypatch)
-    assert pauses == [0.2, 0.4, 0.8, 1.6, 3.2, 5, 5, 5, 5, 5]
+    assert pauses[: len(expected)] == pytest.approx(expected)
     assert [worker is None for worker in told] == [True, False] * 9 + [True]
-
-
-def test_one_that_has_run_is_started_again_at_once_and_ever_later_only_if_it_ends_soon(
-    pauses: list[float], monkeypatch: pytest.MonkeyPatch, clock: Clock
-) -> None:
-    async def start(name: str, model: str) -> Any:
-        return Ended(clock, ran_s=1.0)
-
-    keep(start, monkeypatch)
-    assert pauses == pytest.approx([0.2, 0, 0, 0.6, 2.2, 4, 4, 4, 4, 4])
-
-
-def test_one_that_ran_for_long_ends_the_growing_of_pauses(
-    pauses: list[float], monkeypatch: pytest.MonkeyPatch, clock: Clock
-) -> None:
-    lives = iter([0.0, 0.0, 25.0, 0.0, 0.0])
-
-    async def start(name: str, model: str) -> Any:
-        return Ended(clock, ran_s=next(lives, 0.0))
-
-    keep(start, monkeypatch)
-    assert pauses[:6] == [0.2, 0.4, 0.8, 0, 0.4, 0.8]
 
 
 def test_the_user_is_told_once_a_worker_is_not_kept_running_any_more() -> None:

@@ -32,26 +32,23 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_memory_speed_and_link_are_read(tmp_path: Path) -> None:
+    """Between nodes that are not neighbours the worse of their links counts; without a link a hop costs nothing."""
     found = read_nodes(written(tmp_path, TWO))
     survey = found.survey(SEED_MODEL)
     assert found.nodes == [Node("max", 64 * 2**30), Node("mini", 24 * 2**30)] and not found.is_order_fixed
     assert survey.link("max", "mini") == survey.link("mini", "max") == THUNDERBOLT
     assert survey.speeds["mini"].layers_ms(SEED_MODEL, 1)[0] == pytest.approx(215 / 120)
     assert not survey.speeds["mini"].is_measured
-
-
-def test_between_nodes_that_are_not_neighbours_the_worse_of_their_links_counts(tmp_path: Path) -> None:
     more = "  - {name: old, memory: 8GB, gbps: 60, link: {rtt_ms: 0.2, gbit: 1}}\norder: fixed\n"
     found = read_nodes(written(tmp_path, TWO + more))
     survey = found.survey(SEED_MODEL)
     assert found.is_order_fixed
     assert survey.link("mini", "old") == survey.link("max", "old") == LinkSpeed(0.2, 1.25e8)
     assert survey.link("old", "max") == LinkSpeed(0.2, 1.25e8)
-
-
-def test_without_a_link_a_hop_costs_nothing(tmp_path: Path) -> None:
     text = "nodes: [{name: a, memory: 1GiB, gbps: 100}, {name: b, memory: 1GiB, gbps: 100}]"
     assert read_nodes(written(tmp_path, text)).survey(SEED_MODEL).link("a", "b") == LinkSpeed()
+    with pytest.raises(ConfigError, match=r"none\.yaml does not exist; expected a file of Macs such as `nodes: "):
+        read_nodes(tmp_path / "none.yaml")
 
 
 @pytest.mark.parametrize(
@@ -86,12 +83,3 @@ def test_what_is_wrong_is_named_by_its_place(tmp_path: Path, text: str, problem:
         read_nodes(written(tmp_path, text))
     assert str(caught.value).startswith(str(tmp_path / "nodes.yaml"))
     assert problem in str(caught.value)
-
-
-def test_a_file_that_is_not_there_is_asked_for_by_what_it_should_hold(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        read_nodes(tmp_path / "none.yaml")
-    assert (
-        str(caught.value)
-        == f"{tmp_path / 'none.yaml'} does not exist; expected a file of Macs such as `nodes: [{NODE}]` there"
-    )

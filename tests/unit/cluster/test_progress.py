@@ -120,3 +120,19 @@ def test_a_terminal_shows_every_phase_with_its_node(monkeypatch: pytest.MonkeyPa
             report(node, progress)
             assert re.search(row, screen.getvalue())
     assert "load" not in screen.getvalue(), "once all nodes warm up, none of them loads"
+
+
+def test_tokens_write_a_line_less_and_less_often_and_none_for_short_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: now)
+    with progress_module.show_tokens("scored", 60, done=10) as report:
+        for _ in range(50):
+            now += 1.0
+            report(1, 20)
+    said = [f"scored {done} of 60, 20 tok/s ..." for done in (15, 20, 30, 50)]
+    assert capsys.readouterr().err.splitlines() == said
+    with progress_module.show_tokens("scored", 5) as report:
+        report(5, 5)
+    assert capsys.readouterr().err == ""

@@ -37,10 +37,13 @@ OPENED = Frame(opened=[Opening(slot=slot) for slot in range(16)])
 
 @pytest.mark.parametrize("num_rows", [1, 16, 64, 256, 512])
 def test_a_step_as_there_were_some_is_overdue_within_ten_seconds_whatever_its_size(num_rows: int) -> None:
-    timeouts = StepTimeouts()
+    timeouts, unknown = StepTimeouts(), ChainCosts(2)
+    assert known(timeouts, Frame(closed=[1])), "a frame without rows needs no kernels"
+    assert timeouts.allowed_s(frozenset(), unknown.passage_s(0)) == SILENCE_S
     do(timeouts, OPENED, rows(num_rows))
-    allowed_s = timeouts.allowed_s(timeouts.kind_of(rows(num_rows)), costs_of(0.005).passage_s(num_rows))
-    assert SILENCE_S <= allowed_s <= 10
+    kind = timeouts.kind_of(rows(num_rows))
+    assert SILENCE_S <= timeouts.allowed_s(kind, costs_of(0.005).passage_s(num_rows)) <= 10
+    assert timeouts.allowed_s(kind, unknown.passage_s(num_rows)) == SILENCE_S
 
 
 def test_the_largest_chunks_on_slow_nodes_are_not_waited_for_by_minutes() -> None:
@@ -56,68 +59,43 @@ def test_the_largest_chunks_on_slow_nodes_are_not_waited_for_by_minutes() -> Non
     )
 
 
-def test_the_first_step_of_a_size_gets_a_minute_and_sizes_count_by_powers_of_two() -> None:
+def test_the_first_step_of_a_size_gets_a_minute_and_sizes_and_lanes_count_by_powers_of_two() -> None:
     timeouts = StepTimeouts()
     do(timeouts, OPENED, rows(64))
     assert known(timeouts, rows(64)) and known(timeouts, rows(127))
     for num_rows in (63, 128):
         kind = timeouts.kind_of(rows(num_rows))
         assert not timeouts.is_known(kind) and timeouts.allowed_s(kind, 0.2) == FIRST_S
-
-
-def test_lanes_count_by_powers_of_two_as_well() -> None:
-    timeouts = StepTimeouts()
-    do(timeouts, OPENED, rows(1, wanted=1, slots=8), rows(12, slots=1))
+    do(timeouts, rows(1, wanted=1, slots=8), rows(12, slots=1))
     assert known(timeouts, rows(1, wanted=1, slots=9))
     assert not known(timeouts, rows(3, wanted=1, slots=3))
 
 
 @pytest.mark.parametrize(
-    "sampling",
+    "opening",
     [
-        Sampling(temperature=1.0),
-        Sampling(top_p=0.9),
-        Sampling(top_k=3),
-        Sampling(min_p=0.1),
-        Sampling(repetition_penalty=1.2),
-        Sampling(presence_penalty=1.2),
-        Sampling(frequency_penalty=1.2),
-        Sampling(logit_bias={3: 1.0}),
-        Sampling(logprobs=4),
+        *(
+            Opening(slot=0, sampling=Sampling(**{field: value}))  # type: ignore[arg-type]
+            for field, value in {
+                "temperature": 1.0, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.2,
+                "presence_penalty": 1.2, "frequency_penalty": 1.2, "logit_bias": {3: 1.0}, "logprobs": 4,
+            }.items()
+        ),
+        Opening(slot=0, cache=Cache(kind=CACHE_INT8)),
     ],
-    ids=lambda sampling: sampling.ListFields()[0][0].name,
-)
-def test_the_first_use_of_a_part_of_the_sampler_gets_a_minute(sampling: Sampling) -> None:
+    ids=lambda opening: str(opening.ListFields()[-1][1])[:20],
+)  # fmt: skip
+def test_the_first_use_of_a_part_of_the_sampler_or_of_a_cache_gets_a_minute_and_a_seed_is_none(
+    opening: Opening,
+) -> None:
     timeouts = StepTimeouts()
     greedy = rows(1, wanted=1)
-    do(timeouts, OPENED, greedy)
+    do(timeouts, OPENED, greedy, Frame(opened=[Opening(slot=0, sampling=Sampling(seed=7))]))
     assert known(timeouts, greedy)
-    do(timeouts, Frame(opened=[Opening(slot=0, sampling=sampling)]))
+    do(timeouts, Frame(opened=[opening]))
     assert not known(timeouts, greedy)
     do(timeouts, greedy)
     assert known(timeouts, greedy)
-
-
-def test_a_seed_makes_no_other_kind_but_a_cache_does() -> None:
-    timeouts = StepTimeouts()
-    do(timeouts, OPENED, rows(1, wanted=1))
-    do(timeouts, Frame(opened=[Opening(slot=0, sampling=Sampling(seed=7))]))
-    assert known(timeouts, rows(1, wanted=1))
-    do(timeouts, Frame(opened=[Opening(slot=0, cache=Cache(kind=CACHE_INT8))]))
-    assert not known(timeouts, rows(1, wanted=1))
-
-
-def test_a_frame_without_rows_needs_no_kernels() -> None:
-    timeouts = StepTimeouts()
-    assert (
-        known(timeouts, Frame(closed=[1])) and timeouts.allowed_s(frozenset(), ChainCosts(2).passage_s(0)) == SILENCE_S
-    )
-
-
-def test_costs_that_are_not_known_yet_are_not_waited_for() -> None:
-    timeouts = StepTimeouts()
-    do(timeouts, OPENED, rows(4))
-    assert timeouts.allowed_s(timeouts.kind_of(rows(4)), ChainCosts(2).passage_s(4)) == SILENCE_S
 
 
 def repeated(*took_s: float, rows_each: int = 64, alone: bool = True) -> float:
@@ -145,9 +123,6 @@ def test_what_one_step_took_is_soon_forgotten() -> None:
     """A kernel that compiled for 40 s, then a tenth of a second each: a hung engine is to be found within 10 s."""
     assert repeated(40.0, *[0.1] * 4) < 10
     assert repeated(40.0, *[0.1] * 12) == pytest.approx(SILENCE_S + 0.15, abs=0.02)
-
-
-def test_what_a_chunk_took_says_nothing_of_a_token() -> None:
     costs = ChainCosts(2)
     costs.observe(64, [10, 10], 20.0, was_alone=True)
-    assert costs.passage_s(1) == 0.0
+    assert costs.passage_s(1) == 0.0, "what a chunk took says nothing of a token"

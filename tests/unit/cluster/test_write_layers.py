@@ -40,17 +40,25 @@ def test_layers_are_added_and_comments_stay(tmp_path: Path, end: str) -> None:
     assert load_cluster(tmp_path / "cluster.yaml").layers == (4, 4)
 
 
-@pytest.mark.parametrize("names", [("coordinator",), ("mini", "coordinator")])
-def test_a_plan_over_other_nodes_is_not_written(tmp_path: Path, names: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match="expected a plan over coordinator, mini, in this order"):
-        written(tmp_path, FILE, planned(*names))
-    assert (tmp_path / "cluster.yaml").read_text(encoding="utf-8") == FILE
+OTHERS = "expected a plan over coordinator, mini, in this order"
+BY_HAND = r"write there yourself: layers: \[4, 4\]"
+HERE = ("coordinator", "mini")
 
 
-@pytest.mark.parametrize("text", ['{workers: [{name: mini, address: "127.0.0.1:50070"}]}', f"{FILE}\n...\n"])
-def test_a_file_that_takes_no_further_line_stays_as_it_is(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ConfigError, match=r"write there yourself: layers: \[4, 4\]"):
-        written(tmp_path, text, planned("coordinator", "mini"))
+@pytest.mark.parametrize(
+    ("text", "names", "said"),
+    [
+        (FILE, ("coordinator",), OTHERS),
+        (FILE, ("mini", "coordinator"), OTHERS),
+        ('{workers: [{name: mini, address: "127.0.0.1:50070"}]}', HERE, BY_HAND),
+        (f"{FILE}\n...\n", HERE, BY_HAND),
+    ],
+)
+def test_a_file_that_cannot_get_this_plan_stays_as_it_is(
+    tmp_path: Path, text: str, names: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        written(tmp_path, text, planned(*names))
     assert (tmp_path / "cluster.yaml").read_text(encoding="utf-8") == text
 
 

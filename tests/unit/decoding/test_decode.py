@@ -33,11 +33,7 @@ def decode(kind: str = "ar", window: str = "auto", threshold: float = 0.4, penal
         ({"kind": "magic"}, "decode: expected one of auto, ar, ngram, diffusion, diffusion-fast, got 'magic'"),
         ({"kind": ""}, "decode: "),
         ({"window": "0"}, "window: expected a whole number from 1 to 128 or `auto`, got '0'"),
-        ({"window": "-4"}, "window: "),
-        ({"window": "1.5"}, "window: "),
-        ({"window": ""}, "window: "),
-        ({"window": "many"}, "window: "),
-        ({"window": "²"}, "window: "),  # a digit to Unicode, no number to int()
+        *(({"window": window}, "window: ") for window in ("-4", "1.5", "", "many", "²")),  # a digit, but no number
         ({"threshold": math.nan}, "entropy_threshold: expected a number from 0, got nan"),
         ({"threshold": math.inf}, "entropy_threshold: "),
         ({"threshold": -0.1}, "entropy_threshold: expected a number from 0, got -0.1"),
@@ -46,27 +42,25 @@ def decode(kind: str = "ar", window: str = "auto", threshold: float = 0.4, penal
         ({"penalty": -1.0}, "position_penalty: expected a number from 0, got -1"),
     ],
 )
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_value_that_no_decoder_can_have_is_refused_by_the_name_of_its_parameter(
-    kind: str, arguments: dict[str, Any], message: str
+    arguments: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(InputError) as refusal:
-        decode(**{"kind": kind} | arguments)
-    assert str(refusal.value).startswith(message)
-
-
-def test_flags_become_the_decoder_they_name() -> None:
-    assert decode("diffusion-fast", "8", 0.0, 0.1) == Decode("diffusion-fast", 8, 0.0, 0.1)
-    assert decode("auto", "auto").window is None
+    for kind in KINDS:
+        with pytest.raises(InputError) as refusal:
+            decode(**{"kind": kind} | arguments)
+        assert str(refusal.value).startswith(message)
 
 
 @pytest.mark.parametrize(
     ("kind", "decoder"),
     [("ar", Autoregressive), ("ngram", PromptLookup), ("diffusion", LosslessDiffusion), ("diffusion-fast", Fill)],
 )
-@pytest.mark.parametrize("window", ["auto", "5"])
-def test_each_kind_makes_its_decoder(kind: str, decoder: type, window: str) -> None:
-    assert type(decode(kind, window).make_decoder(frozenset(), StepCosts())) is decoder
+def test_each_kind_makes_a_decoder_of_its_own_for_every_session(kind: str, decoder: type) -> None:
+    for window in ("auto", "5"):
+        one, other = (decode(kind, window).make_decoder(frozenset(), StepCosts()) for _ in range(2))
+        assert type(one) is type(other) is decoder and (one is not other or kind == "ar")
+    assert decode(kind, "8", 0.0, 0.1) == Decode(kind, 8, 0.0, 0.1)
+    assert decode("auto", "auto").window is None
 
 
 def small_steps() -> StepCosts:
@@ -77,22 +71,13 @@ def small_steps() -> StepCosts:
     return costs
 
 
-def test_a_window_of_the_users_is_kept_and_auto_goes_by_what_steps_cost() -> None:
+def test_a_window_of_the_users_is_kept_and_auto_goes_by_what_steps_cost_where_that_changes_no_text() -> None:
     costs = small_steps()
     assert decode("diffusion", "5").make_decoder(frozenset(), costs).tail == 5
     assert decode("diffusion").make_decoder(frozenset(), costs).tail == 0
     assert decode("diffusion").make_decoder(frozenset(), StepCosts()).tail == 16
     assert decode("diffusion-fast", "5").make_decoder(frozenset(), costs).tail == 5
-
-
-def test_the_text_of_diffusion_fast_does_not_depend_on_what_was_measured() -> None:
-    assert decode("diffusion-fast").make_decoder(frozenset(), small_steps()).tail == 16
-
-
-def test_every_session_has_a_decoder_of_its_own() -> None:
-    for kind in DRAFTING:
-        one = decode(kind)
-        assert one.make_decoder(frozenset(), StepCosts()) is not one.make_decoder(frozenset(), StepCosts())
+    assert decode("diffusion-fast").make_decoder(frozenset(), costs).tail == 16
 
 
 @pytest.mark.parametrize(
@@ -118,19 +103,13 @@ def test_a_model_with_recurrent_layers_is_refused_by_the_first_of_them(kind: str
         suit(decode(kind), Cache(), spec(layers=(FULL, FULL, RECURRENT, FULL, RECURRENT)))
 
 
-@pytest.mark.parametrize("kind", DIFFUSION)
-def test_a_model_without_a_mask_token_is_refused_and_told_what_it_can(kind: str) -> None:
-    with pytest.raises(InputError, match=f"decode: {kind} .*tiny has no mask_token_id.*use ngram or ar$"):
-        suit(decode(kind), Cache(), spec(mask=None))
-
-
-def test_a_model_without_a_mask_token_can_have_drafts_from_its_text() -> None:
+def test_a_model_without_a_mask_token_is_refused_and_told_what_it_can() -> None:
+    for kind in DIFFUSION:
+        with pytest.raises(InputError, match=f"decode: {kind} .*tiny has no mask_token_id.*use ngram or ar$"):
+            suit(decode(kind), Cache(), spec(mask=None))
     assert suit(decode("ngram"), Cache(), spec(mask=None)).kind == "ngram"
-
-
-@pytest.mark.parametrize("kind", ["ar", "ngram"])
-def test_what_draws_no_masks_runs_with_any_cache_and_window(kind: str) -> None:
-    assert suit(decode(kind, "128"), make_cache_choice("rotating", 9), spec()).kind == kind
+    for kind in ("ar", "ngram"):  # without masks, with any cache and window
+        assert suit(decode(kind, "128"), make_cache_choice("rotating", 9), spec()).kind == kind
 
 
 @pytest.mark.parametrize("kind", [*DIFFUSION, "auto"])
@@ -158,19 +137,6 @@ def test_the_largest_window_that_fits_is_taken(kind: str, window: int, max_kv_si
 
 
 @pytest.mark.parametrize(
-    ("kind", "max_kv_size", "expected"),
-    [
-        ("full", None, Cache(kind=CACHE_FULL)),
-        ("int8", None, Cache(kind=CACHE_INT8)),
-        ("rotating", 9, Cache(kind=CACHE_ROTATING, size=9, keep=4)),
-        ("rotating", 4096, Cache(kind=CACHE_ROTATING, size=4096, keep=4)),
-    ],
-)
-def test_each_kind_of_cache(kind: str, max_kv_size: int | None, expected: Cache) -> None:
-    assert make_cache_choice(kind, max_kv_size) == expected
-
-
-@pytest.mark.parametrize(
     ("kind", "max_kv_size", "message"),
     [
         ("int4", None, "kv: expected one of full, rotating, int8, got 'int4'"),
@@ -179,13 +145,16 @@ def test_each_kind_of_cache(kind: str, max_kv_size: int | None, expected: Cache)
         ("full", 100, "max_kv_size: expected with a rotating cache, and only there"),
         ("int8", 100, "max_kv_size: expected with a rotating cache, and only there"),
         ("rotating", 8, "max_kv_size: expected more than 8 tokens and less than 2^32, got 8"),
-        ("rotating", 1, "max_kv_size: "),
-        ("rotating", 0, "max_kv_size: "),
-        ("rotating", -5, "max_kv_size: "),
-        ("rotating", 1 << 32, "max_kv_size: "),
+        *(("rotating", size, "max_kv_size: ") for size in (1, 0, -5, 1 << 32)),
     ],
 )
-def test_a_cache_that_makes_no_sense_is_refused(kind: str, max_kv_size: int | None, message: str) -> None:
+def test_a_cache_that_makes_no_sense_is_refused_and_all_others_are_made(
+    kind: str, max_kv_size: int | None, message: str
+) -> None:
+    assert make_cache_choice("full", None) == Cache(kind=CACHE_FULL)
+    assert make_cache_choice("int8", None) == Cache(kind=CACHE_INT8)
+    for size in (9, 4096):
+        assert make_cache_choice("rotating", size) == Cache(kind=CACHE_ROTATING, size=size, keep=4)
     with pytest.raises(InputError) as refusal:
         make_cache_choice(kind, max_kv_size)
     assert str(refusal.value).startswith(message)

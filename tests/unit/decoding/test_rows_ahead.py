@@ -14,7 +14,8 @@ from coordinator.planning.costs import StepCosts
 from coordinator.sessions.scheduler import Scheduler
 from tests.unit.fake_chain import FakeChain, Rig, costs_per_row, make_session, prompt_of
 
-WINDOWS = (1, 2, 3, 4, 5, 8, 13, 16, 21, 32, 48, 64, 100, 128)
+WINDOWS = (1, 2, 3, 4, 5, 8, 13, 16, 21, 32, 48)
+LARGE = (64, 100, 128)
 
 
 def rows_beyond(num_prompt: int, max_tokens: int, decoder: Decoder, chunk: int = 256) -> int:
@@ -31,7 +32,7 @@ def rows_beyond(num_prompt: int, max_tokens: int, decoder: Decoder, chunk: int =
     return session.rows_written - num_prompt - max_tokens
 
 
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("window", [*WINDOWS, *(pytest.param(window, marks=pytest.mark.matrix) for window in LARGE)])
 @pytest.mark.parametrize("kind", ["diffusion", "diffusion-fast"])
 def test_what_a_fixed_window_reserves_is_what_the_worst_prompt_needs(kind: str, window: int) -> None:
     """Of all prompts that share their window with a proposal, at the last token that may be said and before it."""

@@ -55,8 +55,8 @@ def test_windows_that_come_and_go_change_no_token(quality: float) -> None:
     assert quality > 0.5 or kinds[False, False] > 200
 
 
-@pytest.mark.parametrize("quality", [0.0, 0.3, 0.8, 0.97, 1.0])
-@pytest.mark.parametrize("window", [1, 2, 3, 4, 8, 13, 16, 32, 64, None])
+@pytest.mark.parametrize("quality", [0.0, 0.3, 0.8, 1.0])
+@pytest.mark.parametrize("window", [1, 2, 3, 8, 13, 32, 64, None])
 def test_lossless_diffusion_gives_the_tokens_of_one_token_decoding_however_good_the_guesses(
     window: int | None, quality: float
 ) -> None:

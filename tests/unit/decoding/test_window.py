@@ -41,39 +41,41 @@ FLAT = {1: 0.010, 8: 0.010, 16: 0.010, 32: 0.010, 64: 0.010}
 LINEAR = {1: 0.001, 8: 0.008, 16: 0.016, 32: 0.032, 64: 0.064}
 
 
+def sloped(slope: float) -> dict[int, float]:
+    """Steps of 10 ms, and so many seconds more for each row."""
+    return {num_rows: 0.010 + slope * num_rows for num_rows in FLAT}
+
+
 @pytest.mark.parametrize("window", [1, 5, 16, 64])
 def test_a_fixed_window_stays_whatever_it_costs_and_yields(window: int) -> None:
     for costs in ({}, FLAT, LINEAR):
         for held in (None, 0.0, 1.0):
             assert chooser(costs, held, fixed=window).choose() == window
+    assert WindowChooser(StepCosts()).choose() == 16, "while nothing is measured"
+    assert chooser({}, 0.0).choose() == 16, "without costs, drafts tell nothing"
 
 
-def test_before_anything_is_measured_the_window_is_16() -> None:
-    assert WindowChooser(StepCosts()).choose() == 16
-    assert chooser({}, 0.0).choose() == 16  # without costs, drafts tell nothing
-
-
-def test_where_rows_cost_nothing_and_drafts_hold_the_window_grows_to_the_largest() -> None:
+def test_the_dearer_rows_are_and_the_worse_drafts_hold_the_smaller_the_window() -> None:
     assert chooser(FLAT, 0.97).choose() == 32
-
-
-def test_where_rows_cost_a_little_and_drafts_hold_seldom_the_window_shrinks_to_the_smallest() -> None:
-    assert chooser({n: 0.010 + 0.0001 * n for n in FLAT}, 0.2).choose() == 4
-
-
-def test_where_rows_cost_and_drafts_do_not_hold_there_is_no_window() -> None:
-    costs = {n: 0.010 + 0.001 * n for n in FLAT}
-    assert chooser(costs, 0.1).choose() == 0
-    assert chooser(costs, 0.9).choose() > 0
-
-
-def test_where_drafts_never_hold_and_rows_cost_nothing_no_row_is_added_for_them() -> None:
-    assert chooser(FLAT, 0.0).choose() in (0, 4)
-    assert chooser(FLAT, 0.0).choose(8) in (0, 4)
+    assert chooser(sloped(1e-4), 0.2).choose() == 4
+    assert chooser(sloped(1e-3), 0.1).choose() == 0 < chooser(sloped(1e-3), 0.9).choose()
+    for num_together in (1, 8):
+        assert chooser(FLAT, 0.0).choose(num_together) in (0, 4), "rows cost nothing, but drafts never hold"
+    windows = [chooser(sloped(5e-4), held).choose() for held in (0.1, 0.5, 0.8, 0.9, 0.99)]
+    assert windows == sorted(windows) and windows[0] == 0 and windows[-1] == 32
+    windows = [chooser(sloped(slope), 0.9).choose() for slope in (0, 1e-4, 1e-3, 1e-2)]
+    assert windows == sorted(windows, reverse=True) and windows[0] == 32 and windows[-1] == 0
+    for left_out in (8, 16, 32, 64):  # what is not measured lies on the line through the two nearest
+        guessed = chooser({rows: cost for rows, cost in sloped(5e-4).items() if rows != left_out}, 0.9)
+        assert guessed.choose() == chooser(sloped(5e-4), 0.9).choose()
+    always = chooser(sloped(5e-4))
+    for _ in range(60):
+        always.observe_drafts(3, 3)  # three of three held, not three of four
+    assert always.choose() == 32
 
 
 def test_after_a_pause_a_window_is_tried_and_its_guesses_are_verified_before_the_next() -> None:
-    costs = {n: 0.010 + 0.001 * n for n in FLAT}
+    costs = sloped(1e-3)
     made, windows = chooser(costs, 0.1), []
     for _ in range(100):
         windows.append(made.choose())
@@ -109,7 +111,7 @@ def play(made: WindowChooser, costs: dict[int, float], held: float, num_steps: i
 
 
 def test_drafts_that_never_hold_cost_little_more_than_no_drafts_at_all() -> None:
-    dear = {n: 0.010 + 0.001 * n for n in FLAT}
+    dear = sloped(1e-3)
     found = play(chooser(dear), dear, held=0.0, num_steps=1000)
     assert 20 <= sum(map(bool, found.windows)) <= 40
     assert found.seconds < 1.05 * found.num_tokens * dear[1]
@@ -121,7 +123,7 @@ def test_where_no_window_could_pay_none_is_tried() -> None:
 
 
 def test_drafts_that_hold_again_bring_windows_back() -> None:
-    costs = {n: 0.010 + 0.001 * n for n in FLAT}
+    costs = sloped(1e-3)
     made = chooser(costs)
     assert play(made, costs, held=0.0, num_steps=300).windows[-20:].count(0) >= 19
     assert play(made, costs, held=1.0, num_steps=100).windows[-10:] == [32] * 10
@@ -135,17 +137,6 @@ def test_what_pays_for_one_session_may_not_pay_for_many_that_share_the_step() ->
     assert windows == sorted(windows, reverse=True)
     assert windows[0] == 32 and windows[-1] in (0, 4)
     assert chooser(costs, 0.8, fixed=16).choose(16) == 16
-
-
-def test_the_worse_drafts_hold_the_smaller_the_window() -> None:
-    half = {rows: 0.010 + 0.0005 * rows for rows in FLAT}  # a row costs a twentieth of a step
-    windows = [chooser(half, held).choose() for held in (0.1, 0.5, 0.8, 0.9, 0.99)]
-    assert windows == sorted(windows) and windows[0] == 0 and windows[-1] == 32
-
-
-def test_the_dearer_rows_are_the_smaller_the_window() -> None:
-    windows = [chooser({n: 0.010 + slope * n for n in FLAT}, 0.9).choose() for slope in (0, 1e-4, 1e-3, 1e-2)]
-    assert windows == sorted(windows, reverse=True) and windows[0] == 32 and windows[-1] == 0
 
 
 @pytest.mark.parametrize("held", [0.3, 0.6, 0.8, 0.9, 0.97])
@@ -163,16 +154,9 @@ def test_the_choice_is_the_window_that_yields_most_tokens_per_second(held: float
             tokens += run
         return tokens / (4000 * (0.010 + slope * (2 * window or 1)))
 
-    costs = {n: 0.010 + slope * n for n in FLAT}
+    costs = sloped(slope)
     rates = {window: rate(window) for window in (0, 4, 8, 16, 32)}
     assert rates[chooser(costs, held).choose()] > 0.93 * max(rates.values())
-
-
-def test_costs_between_measurements_lie_on_the_line_through_the_two_nearest() -> None:
-    measured = chooser({n: 0.010 + 0.0005 * n for n in FLAT}, 0.9)
-    for left_out in (8, 16, 32, 64):
-        guessed = chooser({n: 0.010 + 0.0005 * n for n in FLAT if n != left_out}, 0.9)
-        assert guessed.choose() == measured.choose()
 
 
 def test_a_single_measurement_is_no_reason_for_a_smaller_window() -> None:
@@ -203,7 +187,7 @@ def test_a_single_outlier_is_outvoted() -> None:
 
 
 def test_drafts_that_begin_to_fail_shrink_the_window_within_a_dozen_steps() -> None:
-    made = chooser({n: 0.010 + 0.0005 * n for n in FLAT}, 0.97)
+    made = chooser(sloped(5e-4), 0.97)
     before = made.choose()
     observe(made, 0.1, times=12)
     shrunk = made.choose()
@@ -213,7 +197,7 @@ def test_drafts_that_begin_to_fail_shrink_the_window_within_a_dozen_steps() -> N
 
 
 def test_drafts_that_were_not_made_say_nothing_of_how_far_drafts_hold() -> None:
-    costs = {n: 0.010 + 0.0005 * n for n in FLAT}
+    costs = sloped(5e-4)
     made, other = chooser(costs, 0.9), chooser(costs, 0.9)
     assert made.choose() > 4
     for _ in range(50):
@@ -222,14 +206,6 @@ def test_drafts_that_were_not_made_say_nothing_of_how_far_drafts_hold() -> None:
     observe(made, 0.5, times=1)
     observe(other, 0.5, times=1)
     assert made.choose() == other.choose()
-
-
-def test_drafts_that_always_hold_are_never_thought_to_fail() -> None:
-    """Of 3 drafts all 3 held: that is three of three, not three of four."""
-    made = chooser({n: 0.010 + 0.0005 * n for n in FLAT})
-    for _ in range(60):
-        made.observe_drafts(3, 3)
-    assert made.choose() == 32
 
 
 def test_what_a_step_costs_is_known_to_every_request_and_how_drafts_hold_to_its_own_alone() -> None:

@@ -98,7 +98,7 @@ def test_calls_that_cannot_be_forced_are_refused(form: str, tools: list[Any], on
         calls_grammar(Calls(are_forced=True, only=only), tools, Markers(None, "normal", format=form), json.dumps)
 
 
-def test_a_grammar_may_hold_once_a_thought_has_ended() -> None:
+def test_a_grammar_may_hold_once_a_thought_has_ended_whether_or_not_one_has_begun() -> None:
     markers = Markers(None, "reasoning", "<tool_call>", "</tool_call>", format="json_tools", thought_ends="</think>")
     grammar = after_thought(regex_grammar("[0-9]+"), markers, json.dumps)
     assert holds(grammar, "Hm, 5 < 6.\nSo </thin.</think>12") and holds(grammar, "</think>12")
@@ -108,15 +108,9 @@ def test_a_grammar_may_hold_once_a_thought_has_ended() -> None:
     assert holds(forced, f"Hm.</think>{IN_JSON[0]}") and not holds(forced, "Hm.</think>12")
     assert holds(after_thought('start: "a" | b\nb: "c"', markers, json.dumps), "Hm.</think>c")
     assert holds(after_thought(json_grammar(WHERE), markers, json.dumps), 'Hm.</think>{"town":"Ulm"}')
-
-
-def test_where_no_thought_has_begun_there_may_be_one() -> None:
-    markers = Markers(None, "normal", thought_begins="<think>", thought_ends="</think>")
-    grammar = after_thought(regex_grammar("[0-9]+"), markers, json.dumps)
+    begins = Markers(None, "normal", thought_begins="<think>", thought_ends="</think>")
+    grammar = after_thought(regex_grammar("[0-9]+"), begins, json.dumps)
     assert holds(grammar, "12") and holds(grammar, "<think>Hm.</think>12")
     assert not holds(grammar, "Hm.</think>12") and not holds(grammar, "<think>12")
-
-
-def test_thoughts_whose_end_nobody_knows_are_refused() -> None:
     with pytest.raises(SamplingError, match="think first"):
         after_thought(json_grammar(), Markers(None, "reasoning"), json.dumps)

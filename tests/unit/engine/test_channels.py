@@ -53,31 +53,27 @@ def test_what_is_said_thought_and_called_is_told_apart_wherever_the_text_is_cut(
     assert deltas[-1].finish_reason == "tool_calls"
 
 
-def test_calls_are_text_where_there_are_no_tools() -> None:
-    deltas = apart(f"Look: {CALL}", 5, tools=[])
-    assert content(deltas) == f"Look: {CALL}" and deltas[-1].finish_reason == "stop"
-
-
-@pytest.mark.parametrize("body", ["no JSON", "[]", "[1, 2]", '{"name": "add"}', '"add"'])
-def test_a_call_that_cannot_be_read_is_text(body: str) -> None:
-    text = f"<tool_call>{body}</tool_call>"
-    deltas = apart(text, 3)
-    assert content(deltas) == text and deltas[-1].finish_reason == "stop"
-
-
-def test_what_breaks_off_in_a_call_is_text() -> None:
-    text = CALL.removesuffix("</tool_call>")[:-4]
-    deltas = apart(text, 4, reason="length")
-    assert content(deltas) == text and deltas[-1].finish_reason == "length"
+@pytest.mark.parametrize(
+    ("text", "tools", "reason"),
+    [
+        *(
+            (f"<tool_call>{body}</tool_call>", TOOLS, "stop")
+            for body in ("no JSON", "[]", "[1]", '{"name": "add"}', '"add"')
+        ),
+        (f"Look: {CALL}", [], "stop"),  # nobody has given tools
+        (CALL.removesuffix("</tool_call>")[:-4], TOOLS, "length"),  # it breaks off
+        ("1 <thin", TOOLS, "stop"),
+    ],
+)
+def test_what_is_no_call_is_text(text: str, tools: Any, reason: str) -> None:
+    for size in (1, 3):
+        deltas = apart(text, size, tools=tools, reason=reason)
+        assert content(deltas) == text and deltas[-1].finish_reason == reason
 
 
 def test_a_template_may_end_where_thinking_has_begun() -> None:
     deltas = apart("so be it</think>Yes", 4, begins_in="reasoning")
     assert "".join(delta.reasoning for delta in deltas) == "so be it" and content(deltas) == "Yes"
-
-
-def test_half_a_marker_at_the_end_is_text() -> None:
-    assert content(apart("1 <thin", 1)) == "1 <thin"
 
 
 def test_without_markers_all_is_content() -> None:

@@ -194,16 +194,10 @@ def test_an_answer_that_no_longer_fits_ends_with_what_memory_holds_and_length(cl
         assert (answer.finish_reason, len(answer.tokens)) == ("length", max(known, room))
         assert answer.tokens == expected(request)[: len(answer.tokens)]
         assert answer.usage.num_generated == len(answer.tokens) and not engine.sessions
+        cut = await engine.answer(Request((1, 2, 3), 100_000))  # on the small one from the beginning
+        assert 3 < len(cut.tokens) < 4000 and cut.finish_reason == "length"
 
     run(clock, Chains(WIDE, 2600), work)
-
-
-def test_more_tokens_than_there_is_memory_for_are_cut(clock: VirtualTime) -> None:
-    async def work(engine: Engine) -> None:
-        found = await engine.answer(Request((1, 2, 3), 100_000))
-        assert 3 < len(found.tokens) < 4000 and found.finish_reason == "length"
-
-    run(clock, Chains(2600), work)
 
 
 @pytest.mark.parametrize("error", [StageLost("gone"), ZeroDivisionError("a bug")], ids=["a failure", "a bug"])

@@ -35,38 +35,27 @@ async def keep(path: Path, *pieces: Output) -> None:
 
 
 def known(path: Path) -> KnownTokens:
-    return asyncio.run(_known(path))
+    async def read() -> KnownTokens:
+        async with JournalFile(path) as journal:
+            assert journal.found is not None
+            return journal.found.known
+
+    return asyncio.run(read())
 
 
-async def _known(path: Path) -> KnownTokens:
-    async with JournalFile(path) as journal:
-        assert journal.found is not None
-        return journal.found.known
-
-
-def test_what_is_kept_is_found_and_goes_on(tmp_path: Path) -> None:
+def test_what_is_kept_is_found_and_goes_on_behind_the_last_whole_record(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     asyncio.run(keep(path, piece(5, 6), piece(7)))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-3])
+    asyncio.run(keep(path, piece(7)))
+    assert path.read_bytes() == whole
     asyncio.run(keep(path, piece(8), piece(9, end="stop")))
     assert known(path) == KnownTokens(tuple(map(Token, (5, 6, 7, 8, 9))), (), "stop")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600, "only its owner may read it"
 
 
-def test_a_piece_is_in_the_file_once_it_is_kept(tmp_path: Path) -> None:
-    """Whatever a killed process has printed, its journal has."""
-    asyncio.run(_keep_five(tmp_path))
-
-
-async def _keep_five(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
-    async with JournalFile(path) as journal:
-        await journal.begin(HEADER)
-        for token in range(5):
-            before = path.stat().st_size
-            await journal.keep(piece(token))
-            assert path.stat().st_size > before
-
-
-def test_a_step_is_in_the_file_before_it_is_shown(tmp_path: Path) -> None:
+def test_a_step_is_in_the_file_before_it_is_shown_and_once_it_is_kept(tmp_path: Path) -> None:
     """So a process that is killed between the two repeats nothing when it goes on, and lacks that step at most."""
     shown: list[tuple[str, int]] = []
     path = tmp_path / "journal"
@@ -75,22 +64,21 @@ def test_a_step_is_in_the_file_before_it_is_shown(tmp_path: Path) -> None:
         async with JournalFile(path) as journal:
             await journal.begin(HEADER)
             for token in range(5):
-                each = Output(str(token), [Token(token)], 0)
-                await journal.keep(each, lambda text: shown.append((text, path.stat().st_size)))
+                each, before = Output(str(token), [Token(token)], 0), path.stat().st_size
+                show = (lambda text: shown.append((text, path.stat().st_size))) if token < 4 else None
+                await journal.keep(each, *([show] if show else []))
+                assert path.stat().st_size > before
 
     asyncio.run(show_five())
     data = path.read_bytes()
     for count, (text, size) in enumerate(shown, start=1):
         found = read_journal(data[:size])
         assert found is not None and len(found.known.tokens) == count == int(text) + 1
+    assert len(shown) == 4
 
 
 def test_an_interrupt_waits_for_the_step_that_is_being_shown(tmp_path: Path) -> None:
     """What is printed behind it must not come before it, and the file has what was shown."""
-    asyncio.run(_interrupt_while_shown(tmp_path / "journal"))
-
-
-async def _interrupt_while_shown(path: Path) -> None:
     told, began, may_go_on = [], threading.Event(), threading.Event()
 
     def show(text: str) -> None:
@@ -98,46 +86,39 @@ async def _interrupt_while_shown(path: Path) -> None:
         may_go_on.wait(10.0)
         told.append(text)
 
-    async with JournalFile(path) as journal:
-        await journal.begin(HEADER)
-        keeping = asyncio.create_task(journal.keep(Output("a", [Token(1)], 0), show))
-        await asyncio.to_thread(began.wait, 10.0)
-        keeping.cancel()
-        await asyncio.sleep(0)
-        asyncio.get_running_loop().call_soon(may_go_on.set)
-        with pytest.raises(asyncio.CancelledError):
-            await keeping
-        assert told == ["a"]
+    async def interrupt() -> None:
+        async with JournalFile(tmp_path / "journal") as journal:
+            await journal.begin(HEADER)
+            keeping = asyncio.create_task(journal.keep(Output("a", [Token(1)], 0), show))
+            await asyncio.to_thread(began.wait, 10.0)
+            keeping.cancel()
+            await asyncio.sleep(0)
+            asyncio.get_running_loop().call_soon(may_go_on.set)
+            with pytest.raises(asyncio.CancelledError):
+                await keeping
+            assert told == ["a"]
+
+    asyncio.run(interrupt())
 
 
 def test_many_pieces_wait_for_the_disk_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file has all of them before the disk has answered for the first."""
-    asyncio.run(_keep_many(tmp_path, monkeypatch))
-
-
-async def _keep_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     path, fsync = tmp_path / "journal", os.fsync
-    async with JournalFile(path) as journal:
-        await journal.begin(HEADER)
-        monkeypatch.setattr(journal_file.os, "fsync", lambda file: (fsync(file), synced.append(path.stat().st_size)))
-        for token in range(50):
-            await journal.keep(piece(token))
+
+    def note(file: int) -> None:
+        fsync(file)
+        synced.append(path.stat().st_size)
+
+    async def keep_many() -> None:
+        async with JournalFile(path) as journal:
+            await journal.begin(HEADER)
+            monkeypatch.setattr(journal_file.os, "fsync", note)
+            for token in range(50):
+                await journal.keep(piece(token))
+
+    asyncio.run(keep_many())
     assert len(synced) < 25 and synced[-1] == path.stat().st_size
-
-
-def test_only_its_owner_may_read_it(tmp_path: Path) -> None:
-    asyncio.run(keep(tmp_path / "journal", piece(5)))
-    assert stat.S_IMODE((tmp_path / "journal").stat().st_mode) == 0o600
-
-
-def test_a_record_that_was_not_written_to_its_end_is_cut_off(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
-    asyncio.run(keep(path, piece(5), piece(6)))
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-3])
-    asyncio.run(keep(path, piece(6)))
-    assert path.read_bytes() == whole
 
 
 def test_a_file_of_another_kind_or_a_damaged_one_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
@@ -152,25 +133,17 @@ def test_a_file_of_another_kind_or_a_damaged_one_is_refused_and_left_as_it_is(tm
         assert path.read_bytes() == content
 
 
-def test_a_file_that_is_too_long_is_refused_before_it_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
-    with path.open("wb") as file:
+def test_what_is_no_file_or_a_file_that_is_too_long_is_refused_unread(tmp_path: Path) -> None:
+    path, pipe, long = tmp_path / "journal", tmp_path / "pipe", tmp_path / "long"
+    path.mkdir()
+    os.mkfifo(pipe)
+    for odd in (path, pipe, tmp_path / "none" / "journal"):
+        with pytest.raises(InputError, match=r"is no file|Is a directory|No such file"):
+            known(odd)
+    with long.open("wb") as file:
         file.truncate(2**40)
     with pytest.raises(InputError, match="expected at most 268435456 bytes, found 1099511627776"):
-        known(path)
-
-
-@pytest.mark.parametrize("kind", ["folder", "pipe", "no folder"])
-def test_what_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "journal"
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    else:
-        path = path / "journal"
-    with pytest.raises(InputError, match=r"is no file|Is a directory|No such file"):
-        known(path)
+        known(long)
 
 
 def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
@@ -205,16 +178,15 @@ def test_a_request_of_which_nothing_came_leaves_no_file_of_its_own(tmp_path: Pat
 
 
 def test_a_full_disk_ends_the_answer_with_the_files_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asyncio.run(_keep_on_a_full_disk(tmp_path, monkeypatch))
-
-
-async def _keep_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: object) -> int:
         raise OSError(28, "No space left on device")
 
-    async with JournalFile(tmp_path / "journal") as journal:
-        await journal.begin(HEADER)
-        with monkeypatch.context() as patch:
-            patch.setattr(journal_file.os, "write", full)
-            with pytest.raises(InputError, match="journal: No space left on device"):
-                await journal.keep(piece(5))
+    async def keep_on_a_full_disk() -> None:
+        async with JournalFile(tmp_path / "journal") as journal:
+            await journal.begin(HEADER)
+            with monkeypatch.context() as patch:
+                patch.setattr(journal_file.os, "write", full)
+                with pytest.raises(InputError, match="journal: No space left on device"):
+                    await journal.keep(piece(5))
+
+    asyncio.run(keep_on_a_full_disk())

@@ -25,16 +25,15 @@ def lanes(num_sessions: int, stages_s: StagesSeconds, hops_ms: float = 1.0) -> i
         (8, stages((5, 5), (5, 5)), 60, 8),  # hops hold frames: more lanes than stages
         (1, stages((5, 1.5), (5, 1.5)), 1, 2),  # a single one makes no lanes
         (3, stages((5, 1.5), (5, 1.5), (5, 1.5), (5, 1.5)), 1, 3),  # never more than sessions
+        (8, stages((10.0, 0), (9.0, 0)), 0, 2),  # one lane would take 19 ms instead of 20: no reason to change
     ],
 )
 def test_lanes_follow_from_what_rows_and_hops_cost(
     num_sessions: int, stages_s: StagesSeconds, hops_ms: float, expected: int
 ) -> None:
     assert lanes(num_sessions, stages_s, hops_ms) == expected
-
-
-def test_while_nothing_is_known_there_is_a_lane_per_stage() -> None:
-    assert LaneChooser(3, lambda rows: [], lambda rows: 0.0).choose(8, 1) == 3
+    assert LaneChooser(3, lambda rows: [], lambda rows: 0.0).choose(8, 1) == 3, "while nothing is known"
+    assert 1 <= LaneChooser(2, lambda rows: [0.0, 0.0], lambda rows: 0.0).choose(8, 1) <= 2
 
 
 def test_windows_of_many_rows_count_as_many_rows() -> None:
@@ -46,15 +45,6 @@ def test_windows_of_many_rows_count_as_many_rows() -> None:
     chooser = LaneChooser(2, stages_s, lambda rows: 0.0)
     assert chooser.choose(16, 1) == 1
     assert chooser.choose(16, 64) == 2
-
-
-def test_a_small_gain_is_no_reason_to_change_the_lanes() -> None:
-    chooser = LaneChooser(2, stages((10.0, 0), (9.0, 0)), lambda rows: 0.0)
-    assert chooser.choose(8, 1) == 2, "one lane would take 19 ms instead of 20"
-
-
-def test_measurements_of_zero_seconds_do_not_break_the_choice() -> None:
-    assert 1 <= LaneChooser(2, lambda rows: [0.0, 0.0], lambda rows: 0.0).choose(8, 1) <= 2
 
 
 @pytest.mark.parametrize(

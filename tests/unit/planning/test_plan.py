@@ -93,15 +93,14 @@ def random_case(seed: int) -> tuple[ModelSpec, list[Node], int]:
     return spec, nodes(*budgets), rng.choice([1, BLOCK, BLOCK + 1, 4 * BLOCK])
 
 
-@pytest.mark.parametrize("seed", range(150))
-def test_the_plan_is_the_best_of_all_splits(seed: int) -> None:
-    case = random_case(seed)
-    assert split(*case) == brute_force(*case)
-
-
-def test_the_random_models_are_of_both_kinds_those_that_fit_and_those_that_do_not() -> None:
-    num_fitting = sum(split(*random_case(seed)).fits for seed in range(150))
-    assert 30 < num_fitting < 120
+def test_the_plan_is_the_best_of_all_splits() -> None:
+    num_fitting = 0
+    for seed in range(100):
+        case = random_case(seed)
+        found = split(*case)
+        assert found == brute_force(*case), seed
+        num_fitting += found.fits
+    assert 20 < num_fitting < 80, "both those that fit and those that do not have to be tried"
 
 
 @pytest.mark.parametrize(
@@ -139,20 +138,19 @@ def test_assignments_are_contiguous_and_account_for_every_byte() -> None:
     assert found.context == 300
 
 
-@pytest.mark.parametrize(("context", "layers"), [(1, [2, 2]), (256, [2, 2]), (257, [1, 3]), (512, [1, 3])])
-def test_the_cache_at_the_whole_context_takes_memory(context: int, layers: list[int]) -> None:
-    assert split(model([2, 2, 2, 2], per_token=1), nodes(520, ROOMY), context).layers == layers
-
-
-def test_a_sliding_window_bounds_the_cache() -> None:
-    """Its rows and a block to slide in."""
-    assert split(model([2, 2, 2, 2], per_token=1, window=1), nodes(520, ROOMY), context=1000).layers == [2, 2]
-    assert split(model([2, 2, 2, 2], per_token=1, window=2), nodes(520, ROOMY), context=1000).layers == [1, 3]
-
-
-def test_a_node_may_be_filled_to_the_last_byte() -> None:
-    assert split(model([5, 5]), nodes(10), context=1).fits
-    assert not split(model([5, 5]), nodes(9), context=1).fits
+@pytest.mark.parametrize(
+    ("context", "window", "layers"),
+    [
+        (1, None, [2, 2]),
+        (256, None, [2, 2]),
+        (257, None, [1, 3]),
+        (512, None, [1, 3]),
+        (1000, 1, [2, 2]),  # the rows of a sliding window, and a block to slide in
+        (1000, 2, [1, 3]),
+    ],
+)
+def test_the_cache_at_the_whole_context_takes_memory(context: int, window: int | None, layers: list[int]) -> None:
+    assert split(model([2, 2, 2, 2], per_token=1, window=window), nodes(520, ROOMY), context).layers == layers
 
 
 @pytest.mark.parametrize(
@@ -170,14 +168,15 @@ def test_without_a_fit_the_plan_exceeds_the_budgets_least(budgets: tuple[int, ..
     assert not found.fits
 
 
-def test_given_layers_are_taken_as_they_are() -> None:
+def test_given_layers_are_taken_as_they_are_whether_they_fit_or_not() -> None:
     found = split(model([1] * 6), nodes(ROOMY, ROOMY), 1, layers=[5, 1])
     assert found.layers == [5, 1]
     assert [(a.start, a.end) for a in found.assignments] == [(0, 5), (5, 6)]
-
-
-def test_given_layers_that_do_not_fit_are_a_plan_that_does_not_fit() -> None:
     assert not split(model([1] * 6), nodes(3, 3), 1, layers=[4, 2]).fits
+    assert split(model([5, 5]), nodes(10), context=1).fits, "a node may be filled to the last byte"
+    assert not split(model([5, 5]), nodes(9), context=1).fits
+    found = split(model([2**30] * 80, embed=2**30, head=2**30), nodes(*[12 * 2**30] * 8), 4096)
+    assert found.fits and max(found.layers) - min(found.layers) <= 2, "a real size takes no time to speak of"
 
 
 @pytest.mark.parametrize(
@@ -198,21 +197,13 @@ def test_given_layers_must_be_a_split_of_the_model(layers: list[int], message: s
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize("layers", [None, [1, 1, 1]])
-def test_more_nodes_than_layers_are_refused(layers: list[int] | None) -> None:
-    with pytest.raises(ConfigError, match="expected at most one node per layer, found 3 nodes for 2 layers"):
-        split(model([1, 1]), nodes(ROOMY, ROOMY, ROOMY), 1, layers)
-
-
-@pytest.mark.parametrize("context", [0, -8])
-def test_a_context_of_no_tokens_is_refused(context: int) -> None:
-    with pytest.raises(ConfigError, match=f"context: expected at least 1 token, found {context}"):
-        split(model([1, 1]), nodes(ROOMY), context)
-
-
-def test_a_plan_that_fits_is_not_refused() -> None:
-    spec = model([1] * 6)
-    require_fit(split(spec, nodes(3, 3), 1), spec)
+def test_more_nodes_than_layers_and_a_context_of_no_tokens_are_refused() -> None:
+    for layers in (None, [1, 1, 1]):
+        with pytest.raises(ConfigError, match="expected at most one node per layer, found 3 nodes for 2 layers"):
+            split(model([1, 1]), nodes(ROOMY, ROOMY, ROOMY), 1, layers)
+    for context in (0, -8):
+        with pytest.raises(ConfigError, match=f"context: expected at least 1 token, found {context}"):
+            split(model([1, 1]), nodes(ROOMY), context)
 
 
 def test_a_plan_that_does_not_fit_is_refused_with_what_is_missing_and_what_to_do() -> None:
@@ -226,30 +217,11 @@ def test_a_plan_that_does_not_fit_is_refused_with_what_is_missing_and_what_to_do
         "studio  [0, 4)  4.5 GiB  2.0 GiB  6.5 GiB  8.0 GiB        -",
         "mini    [4, 6)  2.0 GiB  1.0 GiB  3.0 GiB  1.0 GiB  2.0 GiB",
     ]
-
-
-def test_a_real_sized_plan_takes_no_time_to_speak_of() -> None:
-    spec = model([2**30] * 80, embed=2**30, head=2**30)
-    found = split(spec, nodes(*[12 * 2**30] * 8), 4096)
-    assert found.fits
-    assert max(found.layers) - min(found.layers) <= 2
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (1536, "1.5 KiB"),
-        (2**20 - 1, "1.0 MiB"),
-        (int(1.2 * 2**30), "1.2 GiB"),
-        (2**40, "1.0 TiB"),
-        (5000 * 2**40, "5000.0 TiB"),
-    ],
-)
-def test_sizes_are_readable(num_bytes: int, text: str) -> None:
-    assert format_bytes(num_bytes) == text
+    spec = model([1] * 6)
+    require_fit(split(spec, nodes(3, 3), 1), spec)
+    sizes = {0: "0 B", 1023: "1023 B", 1024: "1.0 KiB", 1536: "1.5 KiB", 2**20 - 1: "1.0 MiB", 5000 << 40: "5000.0 TiB"}
+    sizes |= {int(1.2 * 2**30): "1.2 GiB", 2**40: "1.0 TiB"}
+    assert {num_bytes: format_bytes(num_bytes) for num_bytes in sizes} == sizes
 
 
 def test_a_smaller_cache_makes_a_plan_fit() -> None:
