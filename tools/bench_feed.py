@@ -181,7 +181,7 @@ class Receiver:
         return Peer(NAME, [f"127.0.0.1:{self._ports[f'{link} feed']}"], self.networks[link])
 
     async def measured(self, way: Way) -> list[float]:
-        """MB/s; memory of both processes, MB; processor time of both, and of their busiest threads, s per GB."""
+        """Return MB/s; memory of both processes, MB; processor time of both, s per GB."""
         self.forget()
         await self.take()
         began = time.perf_counter()
@@ -200,15 +200,13 @@ class Receiver:
         await self.take(b"tick\n")
 
     async def take(self, line: bytes = b"\n") -> list[float]:
-        """Since the last call: gap and own of both loops, ms; memory of both, MB; processor time of both, s, and of the
-        busiest thread of both.
-        """
+        """Return, since the last call, gap and own of both loops, ms; memory of both, MB; processor time of both, s."""
         assert self._process.stdin and self._process.stdout
         own_gap = self._ticker.take() if self._ticker else (0.0, 0.0)
-        own_peak, *own_cpu_s = self._peak.take()
+        own_peak, own_cpu_s = self._peak.take()
         self._process.stdin.write(line)
-        *gap, peak, cpu_s, busiest_s = json.loads(await self._process.stdout.readline())
-        return [*own_gap, *gap, own_peak / 1e6, peak / 1e6, own_cpu_s[0], cpu_s, own_cpu_s[1], busiest_s]
+        *gap, peak, cpu_s = json.loads(await self._process.stdout.readline())
+        return [*own_gap, *gap, own_peak / 1e6, peak / 1e6, own_cpu_s, cpu_s]
 
     async def _feed(self, link: str, checkpoint: Checkpoint, wanted: LoadRequest) -> int:
         peer = self.peer(link)
@@ -312,17 +310,14 @@ _GAPS = "sender gap", "own", "receiver gap", "own"
 
 
 def _throughput(title: str, ways: Sequence[Way], *, as_markdown: bool) -> Table:
-    columns = (
-        "way", "link", "MB/s", "of TCP", "of gRPC", "MB sender", "receiver",
-        "CPU s/GB sender", "receiver", "busiest thread", "receiver",
-    )  # fmt: skip
+    columns = "way", "link", "MB/s", "of TCP", "of gRPC", "MB sender", "receiver", "CPU s/GB sender", "receiver"
     table = _table(title, columns, as_markdown=as_markdown)
     tcp = ways[0].median(0)
     for way in ways:
         grpc = next((each.median(0) for each in ways if each.name == "bare gRPC" and each.link == way.link), None)
         of_grpc = f"{100 * way.median(0) / grpc:.0f} %" if grpc else ""
         memory = [f"{way.most(column):.0f}" for column in (1, 2)]
-        cpu = [f"{way.median(column):.2f}" for column in (3, 4, 5, 6)]
+        cpu = [f"{way.median(column):.2f}" for column in (3, 4)]
         rate = way.median(0)
         table.add_row(way.name, way.link, f"{rate:.0f}", f"{100 * rate / tcp:.0f} %", of_grpc, *memory, *cpu)
     return table

@@ -5,7 +5,6 @@ its loop, once the line `tick` has come; memory; processor time.
 """
 
 import asyncio
-import itertools
 import json
 import socket
 import sys
@@ -40,29 +39,19 @@ class Peak:
         self._process = psutil.Process()
         self._most = self._before = self._process.memory_info().rss
         self._cpu_s = time.process_time()
-        self._threads: dict[int, float] = {}  # processor time of each, of those that have ended, too
-        self._threads_before: dict[int, float] = {}
         threading.Thread(target=self._watch, daemon=True).start()
 
-    def take(self) -> tuple[int, float, float]:
-        """Bytes; seconds of all threads; seconds of the busiest one; since the last call."""
+    def take(self) -> tuple[int, float]:
+        """Return the bytes, and the seconds of all threads, since the last call."""
         most, self._before = self._most - self._before, self._process.memory_info().rss
         self._most = self._before
         cpu_s, self._cpu_s = time.process_time() - self._cpu_s, time.process_time()
-        self._look()
-        busiest = max(s - self._threads_before.get(thread, 0.0) for thread, s in self._threads.items())
-        self._threads_before = dict(self._threads)
-        return most, cpu_s, busiest
+        return most, cpu_s
 
     def _watch(self) -> None:
-        for count in itertools.count():
+        while True:
             time.sleep(_SAMPLE_S)
             self._most = max(self._most, self._process.memory_info().rss)
-            if count % 8 == 0:
-                self._look()
-
-    def _look(self) -> None:
-        self._threads |= {each.id: each.user_time + each.system_time for each in self._process.threads()}
 
 
 class Sink(NodeServicer):
