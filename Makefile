@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 MARKS ?= not long and not matrix
 
-.PHONY: demo test test-busy check setup clean
+.PHONY: demo test test-busy check pages setup clean
 
 demo: .venv/.ready
 	@$(BIN)/brigade demo
@@ -21,6 +21,10 @@ check: .venv/.ready-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Which pages of docs/ are older than the code that they measure, and the commands that make them anew.
+pages: .venv/.ready-dev
+	@$(BIN)/python -m tools.pages
 
 setup: .venv/.ready-dev
 
