@@ -1,4 +1,4 @@
-"""A server that lets its model go while nobody asks, and reads it again for whoever does."""
+"""A server that unloads its model while it is unused, and loads it again for the next request."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ LIVES = ": still at it\n\n"
 
 @pytest.fixture
 def shards(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Shard]]:
-    """Those that the coordinator has loaded."""
+    """Record the shards that the coordinator loads."""
     loaded: list[weakref.ref[Shard]] = []
     load = deployment.load_shard
 
@@ -41,7 +41,7 @@ def shards(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Shard]]:
 
 
 @pytest.mark.usefixtures("without_collector")
-def test_a_model_that_nobody_asks_for_is_let_go_on_all_nodes_and_read_again_for_the_next_request(
+def test_an_unused_model_is_unloaded_on_all_nodes_and_loaded_again_for_the_next_request(
     start: Starter, talker: Path, tmp_path: Path, shards: list[weakref.ref[Shard]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
@@ -83,22 +83,22 @@ def test_a_model_that_nobody_asks_for_is_let_go_on_all_nodes_and_read_again_for_
     ]  # fmt: skip
 
 
-def test_who_asks_while_it_is_about_to_fall_asleep_is_answered_though_the_server_is_told_to_stop(
+def test_a_request_to_a_server_about_to_fall_asleep_is_answered_though_the_server_is_told_to_stop(
     talker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_looking, unused, may_look_away = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    is_probing, unused, may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
     wait_unused = Use.wait_unused
 
-    async def look(model: Engine) -> None:
-        is_looking.set()
-        await may_look_away.wait()
+    async def probe(model: Engine) -> None:
+        is_probing.set()
+        await may_end.wait()
 
     async def note_unused(use: Use, for_s: float | None) -> None:
-        await is_looking.wait()
+        await is_probing.wait()
         await wait_unused(use, for_s)
         unused.set()
 
-    monkeypatch.setattr(Engine, "look", look)
+    monkeypatch.setattr(Engine, "probe", probe)
     monkeypatch.setattr(Use, "wait_unused", note_unused)
 
     async def check() -> None:
@@ -106,7 +106,7 @@ def test_who_asks_while_it_is_about_to_fall_asleep_is_answered_though_the_server
         running = asyncio.create_task(serve(ClusterOptions(ClusterConfig(), str(talker), 0, 4096), serving))
         async with httpx2.AsyncClient(base_url=serving.url(serving.port), timeout=PATIENCE_S) as client:
             await wait_health(client, 200, running)
-            looking = asyncio.create_task(client.get("/health?deep=1"))
+            probing = asyncio.create_task(client.get("/health?deep=1"))
             await unused.wait()
             ask = {"prompt": "the", "max_tokens": 300, "ignore_eos": True, "stream": True}
             async with client.stream("POST", "/v1/completions", json=ask) as stream:
@@ -114,8 +114,8 @@ def test_who_asks_while_it_is_about_to_fall_asleep_is_answered_though_the_server
                 await anext(lines)
                 running.cancel()
                 rest = [line async for line in lines]
-            may_look_away.set()
-            await looking
+            may_end.set()
+            await probing
         await asyncio.gather(running, return_exceptions=True)
         assert rest[-1] == "data: [DONE]" and not any('"error"' in line for line in rest)
 
