@@ -29,7 +29,7 @@ class Screen(Stream):
     """What a terminal shows."""
 
     def _read(self) -> None:
-        with suppress(OSError):  # that is how Linux says that nobody has the other end open
+        with suppress(OSError):  # on Linux: the other end is closed
             super()._read()
 
 
@@ -95,7 +95,7 @@ def test_a_conversation_with_a_server(url: str) -> None:
     assert int(re.search(r"(\d+) of them reused", outcome.err)[1]) > NUM_BYTES  # type: ignore[index]
 
 
-def test_a_server_that_is_not_there_or_says_no_is_told(url: str) -> None:
+def test_a_server_that_is_missing_or_refuses_ends_the_command_with_the_reason(url: str) -> None:
     gone = run_here("chat", "--server", "http://127.0.0.1:9", stdin="Hi\n")
     assert gone.code == 3 and "error: nothing answers at http://127.0.0.1:9 (" in gone.err
     refused = run_here("chat", "--server", url, "-m", "4", stdin="x" * 50_000)

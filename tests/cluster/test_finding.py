@@ -31,7 +31,7 @@ def start_with_keys(start: Starter, folder: Path, name: str) -> Worker:
 
 
 def once(ask: Callable[[str], T], is_heard: Callable[[T], bool]) -> T:
-    """What the first try came to that heard the worker, or else the last one. `ask` takes the seconds to listen."""
+    """Return the first result that heard the worker, or else the last one; `ask` takes the seconds to listen."""
     for listens_s in LISTENS_S:
         if is_heard(found := ask(listens_s)):
             break
@@ -61,13 +61,13 @@ def test_a_worker_that_announces_itself_is_found_written_down_and_used(start: St
     assert node["addresses"] == [
         {"address": worker.address, "interface": "lo", "medium": "loopback", "is_configured": True}
     ]
-    again = run_here("init", "nobody", "--yes")  # which is said before anybody is listened for
+    again = run_here("init", "nobody", "--yes")  # refused before it listens
     assert (again.code, again.err) == (
         2, "error: cluster.yaml exists already and is not overwritten: give --force, or another --config\n",
     )  # fmt: skip
 
 
-def test_nobody_can_be_asked_without_a_terminal_and_nothing_is_written(folder: Path) -> None:
+def test_init_without_a_terminal_asks_nothing_and_writes_nothing(folder: Path) -> None:
     asked = run_here("init")
     assert (asked.code, asked.err) == (
         2,

@@ -106,7 +106,7 @@ def test_tokens_come_back_as_the_text_that_they_were_made_of(server: Server) -> 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_is_wrong_is_refused_before_anything_is_said(server: Server, stream: bool) -> None:
+def test_wrong_requests_are_refused_with_their_field_and_code(server: Server, stream: bool) -> None:
     refused: list[tuple[str, dict[str, Any], int, str | None, str]] = [
         ("chat/completions", {"messages": HELLO, "temperature": -1}, 400, "temperature", "invalid_value"),
         ("chat/completions", {"messages": HELLO, "model": "gpt"}, 404, None, "model_not_found"),
@@ -199,7 +199,7 @@ def test_a_stream_outlives_a_worker_that_is_killed(server: Server, workers: list
     assert server.get("/health").json() == {"status": "ready", "why": ""}
 
 
-def test_its_end_waits_for_streams_and_the_port_stays_open(server: Server) -> None:
+def test_a_server_told_to_end_waits_for_streams_and_keeps_its_port_open(server: Server) -> None:
     endless, finite = (
         server.client.chat.completions.create(
             model="talker", messages=HELLO, stream=True, **LONG | {"max_tokens": most}
@@ -220,7 +220,7 @@ def test_its_end_waits_for_streams_and_the_port_stays_open(server: Server) -> No
 
 
 def connect(server: Server, path: str, **body: Any) -> socket.socket:
-    """A request whose answer nobody reads."""
+    """Send a request whose answer is not read."""
     host, port = server.url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)))
     content = json.dumps(body)

@@ -1,4 +1,4 @@
-"""The server in this process, where its memory, its patience and its workers are the test's to choose."""
+"""The server in this process, with the memory, time limits and workers that each test chooses."""
 
 import asyncio
 import json
@@ -61,7 +61,9 @@ async def lines_of(answer: httpx2.Response) -> AsyncIterator[str]:
             yield line
 
 
-def test_a_full_queue_is_told_at_once_and_a_long_wait_in_the_end(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue_is_refused_at_once_and_a_long_wait_in_the_end(
+    talker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
     monkeypatch.setattr(serve_module, "say", said.append)
 
@@ -79,7 +81,7 @@ def test_a_full_queue_is_told_at_once_and_a_long_wait_in_the_end(talker: Path, m
             assert (exceeding.status_code, exceeding.json()["error"]["code"]) == (400, "context_length_exceeded")
             hog = {**ENDLESS, "max_tokens": 5800, "stream": True}
             async with client.stream("POST", "/v1/completions", json=hog) as running:
-                lines = lines_of(running)  # which has to stay, or the answer is closed
+                lines = lines_of(running)  # kept: without it the answer is closed
                 await anext(lines)
                 ask = {**ENDLESS, "max_tokens": 500, "stream": True}
                 both = [client.post("/v1/completions", json=ask) for _ in range(2)]
@@ -96,7 +98,7 @@ def test_a_full_queue_is_told_at_once_and_a_long_wait_in_the_end(talker: Path, m
     uvloop.run(check())
 
 
-def test_a_server_where_none_may_wait_answers_all_that_fit_and_cuts_off_with_words_of_its_end(talker: Path) -> None:
+def test_a_server_without_a_queue_answers_all_that_fit_and_cuts_streams_off_with_the_reason(talker: Path) -> None:
     async def check() -> None:
         options = ClusterOptions(ClusterConfig(), str(talker), 0, 4096)
         serving = ServeOptions("127.0.0.1", free_port(), max_waiting=0, shutdown_timeout_s=0.05)

@@ -1,4 +1,4 @@
-"""Chat templates are foreign code: rendered as transformers does it, in a process that may take only so much."""
+"""Chat templates are foreign code: transformers renders them in a process with limits of time, text and memory."""
 
 import asyncio
 import contextlib
@@ -63,39 +63,21 @@ CHATML = """{%- for message in messages %}
 
 LLAMA = """{{- bos_token }}
 {%- if not date_string is defined %}{%- set date_string = strftime_now("%d %b %Y") %}{%- endif %}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content']|trim %}
-    {%- set messages = messages[1:] %}
-{%- else %}{%- set system_message = "" %}{%- endif %}
-{{- "<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: " + date_string + "\\n\\n" + system_message }}
-{%- for t in tools or [] %}{{- t | tojson(indent=4) }}{{- "\\n\\n" }}{%- endfor %}
+{{- "Today Date: " + date_string + "\\n\\n" }}{%- for t in tools or [] %}{{- t | tojson(indent=4) }}{%- endfor %}
 {%- for message in messages %}
-    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
-        {{- '<|' + message['role'] + '|>' }}{{ message['content'] | string | trim + '<|eot_id|>' }}
-    {%- elif 'tool_calls' in message %}
-        {%- set call = message.tool_calls[0].function %}
-        {{- '{"name": "' + call.name + '", "parameters": ' }}{{ call.arguments | tojson }}{{ "}" }}
-    {%- endif %}
+    {%- if 'tool_calls' in message %}{{ message.tool_calls[0].function.arguments | tojson }}
+    {%- else %}{{- '<|' + message['role'] + '|>' }}{{ message['content'] | string | trim + '<|eot_id|>' }}{%- endif %}
 {%- endfor %}"""
 
-QWEN = """{%- if tools %}
-    {{- '<tools>' }}{%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}{{- "\\n</tools>" }}
-{%- endif %}
-{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
+QWEN = """{%- for tool in tools or [] %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}
+{%- set ns = namespace(last=-1) %}
 {%- for message in messages[::-1] %}
-    {%- set index = (messages|length - 1) - loop.index0 %}
-    {%- if ns.multi_step_tool and message.role == "user" %}
-        {%- set ns.multi_step_tool = false %}{%- set ns.last_query_index = index %}
-    {%- endif %}
+    {%- if ns.last < 0 and message.role == "user" %}{%- set ns.last = messages|length - 1 - loop.index0 %}{%- endif %}
 {%- endfor %}
 {%- for message in messages %}
     {%- set content = message.content if message.content is string else '' %}
-    {%- if '</think>' in content %}
-        {%- set reasoning = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
-        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
-        {%- if loop.index0 > ns.last_query_index %}{{- reasoning }}{%- endif %}
-    {%- endif %}
-    {{- message.role + ': ' + content + (message.reasoning_content or '') + '\\n' }}
+    {{- message.role + ': ' + content.split('</think>')[-1].lstrip('\\n') + (message.reasoning_content or '') + '\\n' }}
+    {%- if loop.index0 == ns.last %}{{- '(the last)' }}{%- endif %}
 {%- endfor %}
 {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"""
 
@@ -146,22 +128,20 @@ ENDLESS = """{% for i in range(99999) %}{% for j in range(99999) %}{% for k in r
 DEEP_IN_C = "{{ 10 ** (10 ** 9) }}"
 DOUBLING = "{% set ns = namespace(x='a') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
 
-SHORT = Bounds(seconds=2.0, text_bytes=1 << 20, memory_bytes=64 << 20)
-SMALL = Bounds(seconds=60, text_bytes=1 << 20, memory_bytes=64 << 20)
 SAYS = "{{ messages[0].content }}"
 NAMED = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": QWEN}]
 
 
 @pytest.fixture(scope="module")
 def short() -> Templates:
-    """Of which much less may be taken."""
-    return Templates(SHORT)
+    """Templates that may take little time, text and memory."""
+    return Templates(Bounds(seconds=2.0, text_bytes=1 << 20, memory_bytes=64 << 20))
 
 
 @pytest.fixture(scope="module")
 def small() -> Templates:
-    """Of which much less may be taken, in any time."""
-    return Templates(SMALL)
+    """Templates that may take little text and memory, in any time."""
+    return Templates(Bounds(seconds=60, text_bytes=1 << 20, memory_bytes=64 << 20))
 
 
 def render(templates: Templates, template: str, **arguments: Any) -> Any:
@@ -182,7 +162,7 @@ def assert_works(templates: Templates) -> None:
 
 
 def processes() -> list[psutil.Process]:
-    """Those of this process that render templates."""
+    """Return the child processes that render templates."""
     found = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
@@ -199,7 +179,7 @@ def retokenized(talker: Path, folder: Path, **settings: Any) -> Path:
 
 
 def render_by(patch: pytest.MonkeyPatch, render: Callable[..., Any]) -> None:
-    """Have tokenizers that are made from now on, in this process, render so."""
+    """Let tokenizers that this process makes from now on render with this function."""
     patch.setattr(tokenization_utils_base, "render_jinja_template", render)  # to be put back in the end
     patch.setattr(tokenizer_module, "TEMPLATES", SimpleNamespace(render=render))
 
@@ -232,7 +212,7 @@ def test_what_is_no_plain_value_is_told_before_anything_is_rendered() -> None:
 
 
 @pytest.mark.parametrize("template", [ENDLESS, DEEP_IN_C], ids=["in Python", "in C"])
-def test_what_does_not_end_is_ended_and_the_next_request_is_served(short: Templates, template: str) -> None:
+def test_an_endless_template_is_ended_and_the_next_request_is_served(short: Templates, template: str) -> None:
     began = time.monotonic()
     assert refusal(short, template).endswith("took longer than 2 s; give it raw, or shorter")
     assert time.monotonic() - began >= 0.5
@@ -339,7 +319,7 @@ def test_a_command_can_be_interrupted_while_a_template_is_rendered(
 
     def wait(**arguments: Any) -> Any:
         loops[0].call_soon_threadsafe(asked.set)
-        released.wait(10)  # longer than anybody should
+        released.wait(10)
         return [""], []
 
     async def interrupt() -> None:
@@ -434,7 +414,7 @@ def test_what_is_wrong_with_a_conversation_is_told(
         tokenizer.encode_chat(messages)
 
 
-def test_arguments_reach_the_template_and_nobody_else(talker: Path) -> None:
+def test_arguments_reach_the_template_only(talker: Path) -> None:
     tokenizer = Tokenizer(Checkpoint("", talker, {}, {}))
     for name in ("chat_template", "return_dict", "truncation", "conversation", "messages"):
         with pytest.raises(InputError, match=f"^chat_template_kwargs: {name} is not the chat template's.*, tokenize"):

@@ -1,4 +1,4 @@
-"""Workers that cannot be called, or not one of which answers: what is said of them, in words of ours."""
+"""Workers whose name does not resolve or that do not answer: what commands say of them."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def unresolved(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that does not listen is waited for, as long as `status` does."""
+    """Shorten the time that `status` waits for a worker."""
     monkeypatch.setattr(status, "_WORKER_WITHIN_S", 0.2)
 
 
@@ -55,7 +55,7 @@ def test_a_name_to_listen_on_that_does_not_resolve_is_told(flags: tuple[str, ...
     assert f": the name {HOST} does not resolve on this machine; give its IP address, as `address:`" in outcome.err
 
 
-def test_status_shows_who_does_not_answer_and_fails_if_nobody_does(tmp_path: Path, impatient: None) -> None:
+def test_status_shows_workers_that_do_not_answer_and_fails_if_none_does(tmp_path: Path, impatient: None) -> None:
     config = write_cluster(tmp_path / "cluster.yaml", *((name, f"127.0.0.1:{free_port()}") for name in ("mini", "air")))
     for flags in ((), ("--json",)):
         outcome = run_here("status", "--config", config, *flags)
