@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from coordinator.planning.costs import LaneChooser
 from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
 from tests.integration.conftest import CHUNK, Models, Pass, running
-from tests.integration.many import SPLITS, Live, request, solo, splits, together, tokens_of
+from tests.integration.many import SPLITS, Live, request, solo, together, tokens_of
 from tests.integration.windows import BIASED, MASKED
 from worker.compute.executor import Executor
 from worker.errors import InternalError
@@ -25,11 +26,11 @@ PENALISED: dict[str, Any] = {
     "seed": 5, "temperature": 1.5, "repetition_penalty": 1.4, "presence_penalty": 0.4, "frequency_penalty": 0.3,
 }  # fmt: skip
 MIXED = [  # prompts from one row to five chunks
-    request(tokens_of(1, 1), 16),
-    request(tokens_of(5, 2), 9, seed=3, temperature=1.0),
-    request(tokens_of(CHUNK + 3, 3), 14, **PENALISED),
-    request(tokens_of(4 * CHUNK + 5, 4), 12),
-    request(tokens_of(2, 5), 20, seed=4, temperature=1.5, top_p=0.8, top_k=20, min_p=0.01),
+    request(tokens_of(1, 1), 9),
+    request(tokens_of(5, 2), 6, seed=3, temperature=1.0),
+    request(tokens_of(CHUNK + 3, 3), 8, **PENALISED),
+    request(tokens_of(4 * CHUNK + 5, 4), 7),
+    request(tokens_of(2, 5), 10, seed=4, temperature=1.5, top_p=0.8, top_k=20, min_p=0.01),
     request(tokens_of(2 * CHUNK, 6), 4, repetition_penalty=1.5),
     request(tokens_of(3, 7), 1),
 ]
@@ -37,27 +38,28 @@ MIXED = [  # prompts from one row to five chunks
 
 @pytest.fixture
 def runs_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether every engine begins a frame before it has finished the one before, as where a GPU is busy long after."""
+    """Whether every engine begins a frame before it has finished the previous one, as on a busy GPU."""
     monkeypatch.setattr(Executor, "runs_ahead", request.param)
     return bool(request.param)
 
 
-def ways(*layers: tuple[int, ...], runs_ahead: bool, long: bool = False) -> list[Any]:
-    names = (f"{'ahead' if runs_ahead else 'in step'}-{'+'.join(map(str, split))}" for split in layers)
-    marks = [pytest.mark.long] if long else []
-    return [pytest.param(runs_ahead, split, id=name, marks=marks) for name, split in zip(names, layers, strict=True)]
+def cases(*families: str, chosen: set[tuple[str, bool, tuple[int, ...]]]) -> pytest.MarkDecorator:
+    """Every family, mode and split; those that are not chosen run under the mark `matrix`."""
+    return pytest.mark.parametrize(
+        ("family", "runs_ahead", "layers"),
+        [
+            pytest.param(
+                *case,
+                id=f"{case[0]}-{'ahead' if case[1] else 'in step'}-{'+'.join(map(str, case[2]))}",
+                marks=() if case in chosen else pytest.mark.matrix,
+            )
+            for case in product(families, (False, True), SPLITS)
+        ],
+        indirect=["runs_ahead"],
+    )
 
 
-# running ahead is an engine's own affair, whatever stands before and behind it
-in_step_and_ahead = pytest.mark.parametrize(
-    ("runs_ahead", "layers"),
-    [
-        *ways(*SPLITS, runs_ahead=False),
-        *ways((1, 2, 1), runs_ahead=True),
-        *ways((4,), (1, 3), runs_ahead=True, long=True),
-    ],
-    indirect=["runs_ahead"],
-)
+one_model = cases("qwen3", chosen={("qwen3", False, (1, 3)), ("qwen3", True, (1, 2, 1))})
 
 
 def assert_same(found: Sequence[Answer], alone: Sequence[Answer]) -> None:
@@ -65,24 +67,43 @@ def assert_same(found: Sequence[Answer], alone: Sequence[Answer]) -> None:
     assert [each.finish_reason for each in found] == [each.finish_reason for each in alone]
 
 
-@in_step_and_ahead
-@pytest.mark.parametrize("family", FAMILIES)
+_alone: dict[str, list[Answer]] = {}
+
+
+async def alone_by(chain: Chain, folder: Path, requests: Sequence[Request]) -> list[Answer]:
+    """Each request's answer alone: computed once per model, on the first split and mode that asks for it."""
+    key = f"{folder} {requests}"
+    if key not in _alone:
+        _alone[key] = await solo(chain, requests)
+    return _alone[key]
+
+
+@cases(
+    *FAMILIES,
+    chosen={
+        ("qwen3", False, (4,)), ("qwen3", True, (1, 2, 1)), ("llama", False, (1, 2, 1)), ("llama", True, (4,)),
+        ("gemma3_text", False, (1, 3)), ("gemma3_text", True, (1, 2, 1)), ("qwen3_5", False, (1, 2, 1)),
+        ("qwen3_5", True, (1, 3)), ("qwen3_moe", False, (1, 3)), ("qwen3_moe", True, (4,)),
+    },
+)  # fmt: skip
 async def test_requests_side_by_side_get_the_tokens_that_each_gets_alone(
     models: Models, passes: list[Pass], runs_ahead: bool, family: str, layers: tuple[int, ...]
 ) -> None:
-    async with running(models(family).folder, layers) as chain:
-        alone = await solo(chain, MIXED)
-        assert max(len(each.rows) for each in passes) == 1
+    folder = models(family).folder
+    async with running(folder, layers) as chain:
+        alone = await alone_by(chain, folder, MIXED)
+        assert max((len(each.rows) for each in passes), default=1) == 1
         assert_same(await together(chain, MIXED), alone)
     assert max(len(each.rows) for each in passes) > 1, "no two windows ever shared a pass"
     assert len({tuple(each.tokens) for each in alone}) == len(MIXED)
 
 
-@in_step_and_ahead
+@one_model
 async def test_every_decoder_sampling_and_chunking_side_by_side_changes_no_token(
-    models: Models, passes: list[Pass], monkeypatch: pytest.MonkeyPatch, runs_ahead: bool, layers: tuple[int, ...]
-) -> None:
-    """In two lanes, whatever the machine's mood: with more of them windows of three lengths may never meet."""
+    models: Models, passes: list[Pass], monkeypatch: pytest.MonkeyPatch, runs_ahead: bool, family: str,
+    layers: tuple[int, ...],
+) -> None:  # fmt: skip
+    """In two lanes however fast the machine is: with more of them windows of three lengths may never meet."""
     monkeypatch.setattr(LaneChooser, "choose", lambda self, num_sessions, rows_each: 2)
     bias = dict(BIASED.logit_bias)
     requests = [
@@ -95,32 +116,34 @@ async def test_every_decoder_sampling_and_chunking_side_by_side_changes_no_token
         request(tokens_of(25, 7), 20, Decode("ngram"), **PENALISED, logit_bias=bias),
         request(tokens_of(9, 8), 24, Decode("diffusion", 4), **PENALISED, logit_bias=bias),
     ]
-    async with running(models("qwen3", **MASKED).folder, layers) as chain:
-        alone = await solo(chain, requests)
+    folder = models(family, **MASKED).folder
+    async with running(folder, layers) as chain:
+        alone = await alone_by(chain, folder, requests)
         assert_same(await together(chain, requests), alone)
     assert any(len(set(each.rows)) >= 3 for each in passes), "windows of one length alone prove less"
 
 
-@in_step_and_ahead
+@one_model
 async def test_full_rotating_and_int8_caches_share_a_lane(
-    models: Models, passes: list[Pass], runs_ahead: bool, layers: tuple[int, ...]
+    models: Models, passes: list[Pass], runs_ahead: bool, family: str, layers: tuple[int, ...]
 ) -> None:
     caches = [make_cache_choice("full", None), make_cache_choice("rotating", 14), make_cache_choice("int8", None)]
     decodes = [Decode(), Decode("diffusion", 4), Decode("ngram")]
     requests = [
-        request(tokens_of(20 + 5 * i + j, i + 3 * j), 16, decode, cache=cache)
+        request(tokens_of(20 + 5 * i + j, i + 3 * j), 10, decode, cache=cache)
         for i, cache in enumerate(caches)
         for j, decode in enumerate(decodes)
     ]
-    async with running(models("qwen3", **WIDE).folder, layers) as chain:
-        alone = await solo(chain, requests)
+    folder = models(family, **WIDE).folder
+    async with running(folder, layers) as chain:
+        alone = await alone_by(chain, folder, requests)
         assert_same(await together(chain, requests), alone)
     assert max(len(each.rows) for each in passes) > 1
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_5"])
 async def test_logprobs_side_by_side_are_close_to_those_alone(models: Models, family: str) -> None:
-    requests = [request(tokens_of(4 + 7 * i, i), 10, logprobs=4, seed=i, temperature=0.7 * i) for i in range(4)]
+    requests = [request(tokens_of(4 + 7 * i, i), 6, logprobs=4, seed=i, temperature=0.7 * i) for i in range(4)]
     async with running(models(family).folder, (1, 3)) as chain:
         alone = await solo(chain, requests)
         found = await together(chain, requests)
@@ -134,15 +157,21 @@ async def test_logprobs_side_by_side_are_close_to_those_alone(models: Models, fa
             assert all(a.logprob == pytest.approx(b.logprob, abs=1e-4) for a, b in pairs)
 
 
-@in_step_and_ahead
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_5"])
+@cases(
+    "qwen3", "gemma3_text", "qwen3_5",
+    chosen={
+        ("qwen3", True, (4,)), ("gemma3_text", True, (1, 2, 1)), ("gemma3_text", False, (4,)),
+        ("qwen3_5", False, (1, 3)),
+    },
+)  # fmt: skip
 async def test_requests_that_join_and_leave_between_steps_change_no_token(
     models: Models, runs_ahead: bool, family: str, layers: tuple[int, ...]
 ) -> None:
     """Each joins when the one before it has its second token, and leaves whenever it is done."""
-    requests = [request(tokens_of(1 + (9 * i) % 31, i), 4 + (5 * i) % 17, seed=i, temperature=i % 2) for i in range(9)]
-    async with running(models(family).folder, layers) as chain:
-        alone = await solo(chain, requests)
+    requests = [request(tokens_of(1 + (9 * i) % 31, i), 4 + (5 * i) % 11, seed=i, temperature=i % 2) for i in range(7)]
+    folder = models(family).folder
+    async with running(folder, layers) as chain:
+        alone = await alone_by(chain, folder, requests)
         async with Engine(chain) as engine:
             found = [await each.answer() for each in await staggered(engine, requests)]
     assert_same(found, alone)
@@ -158,13 +187,13 @@ async def staggered(engine: Engine, requests: Sequence[Request]) -> list[Live]:
     return live
 
 
-@splits
+@pytest.mark.parametrize("layers", [(4,), (1, 2, 1)], ids=str)
 @pytest.mark.usefixtures("nothing_ahead")
 async def test_windows_of_a_lane_share_one_pass_on_every_stage(
     models: Models, passes: list[Pass], layers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """12 streams of 20 tokens take about 20 passes per lane, where one by one they would take 240."""
-    count, num_tokens, num_lanes = 12, 20, len(layers)
+    """12 streams of 14 tokens take about 14 passes per lane, where one by one they would take 168."""
+    count, num_tokens, num_lanes = 12, 14, len(layers)
     monkeypatch.setattr(LaneChooser, "choose", lambda self, num_sessions, rows_each: num_lanes)
     requests = [request(tokens_of(1, i), num_tokens) for i in range(count)]
     async with running(models("qwen3").folder, layers) as chain:
@@ -178,42 +207,36 @@ async def test_windows_of_a_lane_share_one_pass_on_every_stage(
 
 
 @pytest.mark.usefixtures("nothing_ahead")
-async def test_no_row_but_those_asked_for_is_ever_computed(models: Models, passes: list[Pass]) -> None:
+async def test_an_answer_takes_its_own_windows_and_no_row_that_was_not_asked_for(
+    models: Models, passes: list[Pass]
+) -> None:
     """Nothing is padded: a lane's rows are those of its windows."""
     async with running(models("qwen3").folder, (1, 3)) as chain:
         passes.clear()
         found = await together(chain, MIXED)
-    rows = sum(len(each.prompt) + len(answer.tokens) - 1 for each, answer in zip(MIXED, found, strict=True))
-    for start in (0, 1):
-        assert sum(sum(each.rows) for each in passes if each.start == start) == rows
-
-
-@in_step_and_ahead
-async def test_several_prompts_of_several_chunks_at_once_are_each_what_they_are_alone(
-    models: Models, runs_ahead: bool, layers: tuple[int, ...]
-) -> None:
-    requests = [request(tokens_of(5 * CHUNK + 3 * i, i), 6) for i in range(5)]
-    async with running(models("gemma3_text").folder, layers) as chain:
-        alone = await solo(chain, requests)
-        assert_same(await together(chain, requests), alone)
-
-
-async def test_the_passes_of_an_answer_are_those_of_its_own_windows(models: Models) -> None:
-    async with running(models("qwen3").folder, (2, 2)) as chain:
-        found = await together(chain, MIXED)
-        alone = await solo_passages(chain)
-    assert [len(each.passages) for each in found] == alone
+        rows = sum(len(each.prompt) + len(answer.tokens) - 1 for each, answer in zip(MIXED, found, strict=True))
+        for start in (0, 1):
+            assert sum(sum(each.rows) for each in passes if each.start == start) == rows
+        alone = await solo(chain, MIXED)
+    assert [len(each.passages) for each in found] == [len(each.passages) for each in alone]
     assert [each.usage.num_steps for each in found] == [len(each.tokens) for each in found]
 
 
-async def solo_passages(chain: Chain) -> list[int]:
-    return [len(each.passages) for each in await solo(chain, MIXED)]
+@one_model
+async def test_several_prompts_of_several_chunks_at_once_are_each_what_they_are_alone(
+    models: Models, runs_ahead: bool, family: str, layers: tuple[int, ...]
+) -> None:
+    requests = [request(tokens_of(5 * CHUNK + 3 * i, i), 6) for i in range(5)]
+    folder = models("gemma3_text").folder
+    async with running(folder, layers) as chain:
+        alone = await alone_by(chain, folder, requests)
+        assert_same(await together(chain, requests), alone)
 
 
 async def test_a_step_that_fails_ahead_of_another_fails_the_runner_not_the_process(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two frames are on the device where engines run ahead: no request may wait for ever for the lost one."""
+    """Engines that run ahead have two frames on the device: no request may wait for ever for the lost one."""
     begin, begun = Executor.begin, []
 
     def fail(engine: Executor, frame: Any, *rest: Any) -> Any:
