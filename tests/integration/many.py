@@ -38,10 +38,10 @@ async def solo(chain: Chain, requests: Sequence[Request]) -> list[Answer]:
     return [await generate_once(chain, each, chunk=CHUNK) for each in requests]
 
 
-async def together(chain: Chain, requests: Sequence[Request]) -> list[Answer]:
+async def together(chain: Chain, requests: Sequence[Request], chunk: int = CHUNK) -> list[Answer]:
     """All at once."""
     async with Engine(chain) as engine:
-        return list(await asyncio.gather(*(engine.answer(each, chunk=CHUNK) for each in requests)))
+        return list(await asyncio.gather(*(engine.answer(each, chunk=chunk) for each in requests)))
 
 
 class Live:

@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from coordinator.decoding.decode import make_cache_choice
-from coordinator.engine.engine import Engine
+from coordinator.engine.engine import Engine, generate_once
 from coordinator.sessions.output import Answer
 from protos.brigade_pb2 import Frame, Opening, Result, Sampling, Window
 from tests.integration.conftest import Models, Whole, running
@@ -54,8 +54,14 @@ async def answers(models: Models, family: str, layers: tuple[int, ...]) -> list[
         return [*await solo(chain, REQUESTS), *await together(chain, REQUESTS)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layers", [(4,), (1, 2, 1)])
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [
+        pytest.param(family, layers, marks=() if number % 2 == at or family == "qwen3" else pytest.mark.matrix)
+        for number, family in enumerate(FAMILIES)
+        for at, layers in enumerate([(4,), (1, 2, 1)])
+    ],
+)
 async def test_tokens_and_logprobs_are_bit_for_bit_those_of_steps_built_on_arrival(
     models: Models, taken: list[bool], family: str, layers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,7 +114,8 @@ async def test_every_kind_of_cache_is_gone_on_with_over_the_ends_of_its_buffers(
             monkeypatch.setattr(StepsAhead, "build", lambda ahead, slots: None)
             monkeypatch.setattr(StepsAhead, "launch", lambda ahead, slots, tokens, most: None)
         async with running(models("qwen3", **GROUPS_OF_32).folder, layers) as chain:
-            found.append([each.samples for each in [*await solo(chain, asked[::3]), *await together(chain, asked)]])
+            alone = [await generate_once(chain, each, chunk=64) for each in asked[::3]]
+            found.append([each.samples for each in [*alone, *await together(chain, asked, chunk=64)]])
         assert any(taken) == is_ahead
         taken.clear()
     assert found[0] == found[1]

@@ -1,6 +1,7 @@
 """`--kv full|rotating|int8` on every node, with every decoder: the same tokens, in the memory that was promised."""
 
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import mlx.core as mx
@@ -49,41 +50,37 @@ async def test_full_is_what_a_session_gets_that_does_not_say(models: Models) -> 
 async def test_a_rotating_cache_sees_the_first_tokens_and_the_latest_whatever_the_decoder_and_chunks(
     models: Models, layers: tuple[int, ...]
 ) -> None:
-    whole = models("qwen3", **MASKED)
+    whole, is_covering = models("qwen3", **MASKED), layers == SPLITS[-1]
     async with running(whole.folder, layers) as chain:
-        for size in (10, 14, 32):
+        for size in (10, 14, 32) if is_covering else (14,):
             cache = make_cache_choice("rotating", size)
             expected = sliding(whole.folder, size).greedy(LONG, N)
-            for kind, window in VERIFIED if size == 14 else VERIFIED[:3]:
-                for chunk in (3, 8, 64) if kind == "ar" else (8,):
+            for kind, window in VERIFIED if size == 14 and is_covering else VERIFIED[:3]:
+                for chunk in (3, 8, 64) if kind == "ar" and is_covering else (8,):
                     found = await answer(chain, kind, window, prompt=LONG, cache=cache, chunk=chunk)
                     assert found.tokens == expected, f"{size} tokens, {kind} {window}, chunks of {chunk}"
-    assert expected != whole.tokens(LONG, N), "forgetting must matter"
-
-
-@splits
-async def test_wedlms_decoder_runs_in_a_rotating_cache(models: Models, layers: tuple[int, ...]) -> None:
-    whole = models("qwen3", **MASKED)
-    async with running(whole.folder, layers) as chain:
-        for window, threshold in ((4, 0.8), (8, 2.0), (8, 0.0)):
+        for window, threshold in ((4, 0.8), (8, 2.0), (8, 0.0)) if is_covering else ((4, 0.8),):
             expected = sliding(whole.folder, 14).wedlm(LONG, N, window, threshold, 0.02, len(LONG) + N)
             for chunk in (8, 64):
                 found = await answer(
                     chain, "diffusion-fast", window, prompt=LONG, threshold=threshold, cache=SMALL, chunk=chunk
                 )
-                assert found.tokens == expected
+                assert found.tokens == expected, f"diffusion-fast {window} {threshold}, chunks of {chunk}"
+    assert expected != whole.tokens(LONG, N), "forgetting must matter"
 
 
 @pytest.mark.parametrize("kind", ["full", "rotating", "int8"])
 async def test_verified_drafts_that_hold_and_that_fail_leave_every_cache_as_one_token_decoding_does(
     models: Models, kind: str
 ) -> None:
-    """Long enough for the rotating buffers to slide, again and again, under rejected drafts."""
+    """Long enough for the rotating buffers, which end at 256 rows, to slide under rejected drafts."""
     cache = make_cache_choice(kind, 40 if kind == "rotating" else None)
-    num_tokens = 240 if kind == "rotating" else 60
+    prompt, num_tokens = tuple((5 * i + i * i) % 89 for i in range(230 if kind == "rotating" else 45)), 60
     sampling = Sampling(seed=1, temperature=1.5, logit_bias=dict(BIASED.logit_bias))
     async with running(models("qwen3", **WIDE).folder, (1, 2, 1)) as chain:
-        more: dict[str, Any] = {"prompt": LONG, "num_tokens": num_tokens, "sampling": sampling, "cache": cache}
+        more: dict[str, Any] = {
+            "prompt": prompt, "num_tokens": num_tokens, "sampling": sampling, "cache": cache, "chunk": 32,
+        }  # fmt: skip
         expected = await answer(chain, "ar", **more)
         for decoder, window in (("ngram", None), ("diffusion", 16)):
             found = await answer(chain, decoder, window, **more)
@@ -132,12 +129,12 @@ async def test_an_8_bit_cache_gives_the_tokens_of_mlx_lms_quantised_cache_whatev
     models: Models, layers: tuple[int, ...]
 ) -> None:
     """Rows are quantised one by one, so what they are fed with does not matter."""
-    for head_dim, group_size in ((32, 32), (64, 64)):
+    for head_dim, group_size in ((32, 32), (64, 64)) if layers == SPLITS[-1] else ((32, 32),):
         whole = models("qwen3", config={"mask_token_id": 90, "head_dim": head_dim}, sharpen=4.0)
         prompt = LONG[: 5 * CHUNK]
         expected = in_8_bits(whole, prompt, N, group_size)
         async with running(whole.folder, layers) as chain:
-            for kind, window in VERIFIED if head_dim == 32 else VERIFIED[:3]:
+            for kind, window in VERIFIED if head_dim == 32 and layers == SPLITS[-1] else VERIFIED[:3]:
                 assert (await answer(chain, kind, window, prompt=prompt, cache=INT8)).tokens == expected
 
 
@@ -156,16 +153,13 @@ async def test_the_logprobs_of_an_8_bit_cache_are_within_a_tenth_of_those_of_a_f
     assert 1e-5 < max(differences) < 0.1, differences
 
 
-@splits
-async def test_wedlms_decoder_runs_in_an_8_bit_cache_the_same_on_every_split(
-    models: Models, layers: tuple[int, ...]
-) -> None:
-    whole = models("qwen3", **WIDE)
-    async with running(whole.folder, layers) as chain:
-        found = await answer(chain, "diffusion-fast", 8, prompt=LONG, threshold=1.5, cache=INT8)
-    async with running(whole.folder, (3, 1)) as chain:
-        other = await answer(chain, "diffusion-fast", 8, prompt=LONG, threshold=1.5, cache=INT8)
-    assert found.tokens == other.tokens
+async def test_wedlms_decoder_runs_in_an_8_bit_cache_the_same_on_every_split(models: Models) -> None:
+    texts = set()
+    for layers in (*SPLITS, (3, 1)):
+        async with running(models("qwen3", **WIDE).folder, layers) as chain:
+            found = await answer(chain, "diffusion-fast", 8, prompt=LONG, threshold=1.5, cache=INT8)
+            texts.add(tuple(found.tokens))
+    assert len(texts) == 1
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
@@ -189,6 +183,8 @@ async def test_every_stage_holds_the_bytes_that_its_layers_need(models: Models, 
         (mx.bfloat16, 64, INT8, 1 + 2 * 2 / 64),
         (mx.float32, 32, INT8, 1 + 2 * 4 / 32),
     ]
+    if kind != "ar":  # what a decoder feeds beside the text does not depend on the width of a value
+        cases = cases[2:4] if kind == "ngram" else cases[:2]
     window = 8 if kind.startswith("diffusion") else None
     totals = {}
     for dtype, head_dim, cache, value in cases:
@@ -201,23 +197,25 @@ async def test_every_stage_holds_the_bytes_that_its_layers_need(models: Models, 
                 assert held == [expected_bytes(n, num_rows, head_dim, value) for n in layers]
                 totals[dtype, head_dim, cache.kind, num_prompt] = sum(held)
             assert [status.cache_bytes for status in await chain.statuses()] == [0, 0, 0], "the slot was freed"
-    for dtype, most in ((mx.float32, 0.30), (mx.bfloat16, 0.54)):
+    for dtype in {dtype for dtype, *_ in cases}:
+        most = {mx.float32: 0.30, mx.bfloat16: 0.54}[dtype]
         assert totals[dtype, 64, INT8.kind, 250] / totals[dtype, 64, FULL.kind, 250] < most
 
 
-@pytest.mark.parametrize("kind", ["ar", "ngram", "diffusion", "diffusion-fast"])
-async def test_a_rotating_cache_stays_as_small_as_it_is(models: Models, kind: str) -> None:
+async def test_a_rotating_cache_stays_as_small_as_it_is(models: Models) -> None:
     """However long the text: two blocks of 256 rows hold 32 tokens, a window, and room to slide in."""
     whole = models("qwen3", config={"mask_token_id": 90, "max_position_embeddings": 4096})
-    window = 8 if kind.startswith("diffusion") else None
     cache = make_cache_choice("rotating", 32)
-    held = set()
-    async with running(whole.folder, (1, 3)) as chain:
-        for num_prompt in (20, 600, 1500):
-            prompt = [i * i % 89 for i in range(num_prompt)]
-            found = await answer(chain, kind, window, prompt=prompt, num_tokens=6, cache=cache, chunk=64)
-            held.add(tuple(status.cache_bytes for status in found.statuses))
-        full = await answer(chain, kind, window, prompt=prompt, num_tokens=6, chunk=64)
     most = tuple(expected_bytes(n, 512, 16, 4.0) for n in (1, 3))
-    assert all(bytes_ <= limit for stages in held for bytes_, limit in zip(stages, most, strict=True))
+    async with running(whole.folder, (1, 3)) as chain:
+        for kind, num_prompt in product(("ar", "ngram", "diffusion", "diffusion-fast"), (20, 600)):
+            window, prompt = 8 if kind.startswith("diffusion") else None, [i * i % 89 for i in range(num_prompt)]
+            found = await answer(chain, kind, window, prompt=prompt, num_tokens=6, cache=cache, chunk=64)
+            held = [status.cache_bytes for status in found.statuses]
+            assert all(bytes_ <= limit for bytes_, limit in zip(held, most, strict=True)), (kind, num_prompt)
+        prompt = [i * i % 89 for i in range(1500)]
+        found, full = [
+            await answer(chain, "ar", None, prompt=prompt, num_tokens=6, cache=each, chunk=64) for each in (cache, FULL)
+        ]
+    assert all(status.cache_bytes <= limit for status, limit in zip(found.statuses, most, strict=True))
     assert full.statuses[1].cache_bytes >= 3 * most[1]

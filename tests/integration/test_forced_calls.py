@@ -70,14 +70,14 @@ async def answered(engine: Engine, task: Request) -> tuple[list[int], Output]:
 
 
 @pytest.mark.parametrize("has_thought", [False, True])
-@pytest.mark.parametrize("num_answers", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 6), marks=pytest.mark.matrix)], ids=str)
 async def test_every_answer_is_a_call_and_every_lossless_decoder_makes_the_same_one(
-    folder: Path, thinker: Path, has_thought: bool, num_answers: int
+    folder: Path, thinker: Path, has_thought: bool, seeds: range
 ) -> None:
     model = thinker if has_thought else folder
     frontend, thoughts = await InputProcessor.read(str(model)), list[str]()
     async with running(model, (1, 3)) as chain, Engine(chain, inputs=frontend) as engine:
-        for seed in range(num_answers):
+        for seed in seeds:
             found = []
             for decode in DECODES:
                 tokens, delta = await answered(
@@ -104,11 +104,10 @@ async def test_the_wanted_tool_is_called_and_several_may_be_where_markers_are_me
             require_called(delta)
 
 
-@pytest.mark.parametrize("decode", DECODES, ids=lambda decode: decode.kind)
-async def test_after_a_thought_the_answer_keeps_to_its_grammar(thinker: Path, decode: Decode) -> None:
+async def test_after_a_thought_the_answer_keeps_to_its_grammar(thinker: Path) -> None:
     frontend, thoughts = await InputProcessor.read(str(thinker)), list[str]()
     async with running(thinker, (2, 2)) as chain, Engine(chain, inputs=frontend) as engine:
-        for seed in range(1, 4):
+        for seed, decode in enumerate(DECODES, 1):
             task = await frontend.make_request(ask(seed, grammar=regex_grammar("[0-9]{2,4}"), decode=decode))
             _, delta = await answered(engine, task)
             assert delta.finish_reason == "stop" and delta.content.isdigit() and 2 <= len(delta.content) <= 4

@@ -15,13 +15,12 @@ TYPES = (
 )  # fmt: skip
 SPLIT = (2, 3, 1)  # of six layers
 PROMPT = tokens_of(27)
-NUM_TOKENS = 10
+NUM_TOKENS = 6
 SAMPLINGS = (Sampling(), Sampling(seed=5, temperature=1.2, top_p=0.9, top_k=20, min_p=0.02, repetition_penalty=1.3))
 AT_ONCE = [
-    request(tokens_of(3, 1), 9),
-    request(tokens_of(19, 2), 7, seed=3, temperature=1.0),
-    request(tokens_of(9, 3), 9, seed=4, temperature=0.8, top_k=12),
-    request(tokens_of(3, 4), 8),
+    request(tokens_of(3, 1), 5),
+    request(tokens_of(19, 2), 4, seed=3, temperature=1.0),
+    request(tokens_of(9, 3), 6, seed=4, temperature=0.8, top_k=12),
 ]
 
 

@@ -14,7 +14,7 @@ from coordinator.sessions.request import Request
 from coordinator.sessions.slots import cache_costs
 from protos.brigade_pb2 import Frame, Opening, Timing
 from tests.integration.conftest import CHUNK, Models, Pass, opened, running, serving
-from tests.integration.many import Frames, Live, request, running_within, solo, splits, tokens_of, wait_freed
+from tests.integration.many import SPLITS, Frames, Live, request, running_within, solo, tokens_of, wait_freed
 from tests.integration.many import frames as frames
 from tests.integration.upstream import feeding, frame, tensor, window_of
 from tests.integration.windows import MASKED
@@ -50,8 +50,19 @@ async def fresh(chain: Chain, each: Request) -> Answer:
 # --- the next turn of a conversation --------------------------------------------------------------------------------
 
 
-@splits
-@caches
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [
+        pytest.param(
+            kind,
+            layers,
+            id=f"{kind}-{'+'.join(map(str, layers))}",
+            marks=() if kind == "full" or (number - at) % 3 == 0 else pytest.mark.matrix,
+        )
+        for number, kind in enumerate(KINDS)
+        for at, layers in enumerate(SPLITS)
+    ],
+)
 async def test_the_next_turn_of_a_conversation_feeds_only_what_is_new(
     models: Models, frames: list[Frame], kind: str, layers: tuple[int, ...]
 ) -> None:
@@ -77,7 +88,7 @@ async def test_a_long_conversation_feeds_every_token_once(models: Models, frames
         frames.clear()
         text, answers, asked = tokens_of(20), [], []
         async with Engine(chain) as engine:
-            for turn in range(6):
+            for turn in range(4):
                 asked.append(request(text, 5 + turn, cache=cache))
                 answers.append(await engine.answer(asked[-1], chunk=CHUNK))
                 text = (*text, *answers[-1].tokens, *tokens_of(3 + turn, turn))
@@ -121,12 +132,9 @@ async def test_another_kind_of_cache_is_never_reused(models: Models) -> None:
             assert (await engine.answer(each, chunk=CHUNK)).usage.num_reused == 0
 
 
-@splits
-async def test_a_prompt_that_leaves_the_old_text_reuses_what_both_share(
-    models: Models, layers: tuple[int, ...]
-) -> None:
+async def test_a_prompt_that_leaves_the_old_text_reuses_what_both_share(models: Models) -> None:
     """Two continuations of one text, several times: the kept text itself stays what it was."""
-    async with running(models("qwen3").folder, layers) as chain:
+    async with running(models("qwen3").folder, (1, 2, 1)) as chain:
         asked = [request((*tokens_of(30), *tokens_of(4, 1 + i % 2)), 6, seed=i, temperature=i % 2) for i in range(5)]
         async with Engine(chain) as engine:
             await engine.answer(request(tokens_of(35), 8), chunk=CHUNK)
@@ -139,8 +147,7 @@ async def test_a_prompt_that_leaves_the_old_text_reuses_what_both_share(
 # --- copies of what is still in use ---------------------------------------------------------------------------------
 
 
-@splits
-@pytest.mark.parametrize("kind", ["full", "int8"])
+@pytest.mark.parametrize(("kind", "layers"), [("full", (4,)), ("full", (1, 2, 1)), ("int8", (1, 3))], ids=str)
 async def test_two_live_requests_with_one_long_prefix_feed_it_once_and_both_are_right(
     models: Models, frames: list[Frame], kind: str, layers: tuple[int, ...]
 ) -> None:
@@ -179,12 +186,9 @@ async def test_a_copy_of_a_slot_whose_prompt_is_still_being_fed_has_what_was_fed
     assert [each.tokens for each in found] == [each.tokens for each in alone]
 
 
-@splits
-async def test_many_copies_of_one_prompt_with_seeds_of_their_own_are_each_what_they_are_alone(
-    models: Models, layers: tuple[int, ...]
-) -> None:
+async def test_many_copies_of_one_prompt_with_seeds_of_their_own_are_each_what_they_are_alone(models: Models) -> None:
     asked = [request(tokens_of(30), 12, seed=i, temperature=1.2) for i in range(6)]
-    async with running(models("qwen3").folder, layers) as chain:
+    async with running(models("qwen3").folder, (1, 2, 1)) as chain:
         async with Engine(chain) as engine:
             live = []
             for each in asked:
@@ -220,7 +224,7 @@ async def test_prompts_that_share_a_frame_and_a_prefix_are_copies_of_what_was_th
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
-@splits
+@pytest.mark.parametrize("layers", [(4,), (1, 2, 1)], ids=str)
 async def test_kept_prefixes_give_way_to_who_needs_their_memory_and_every_stage_frees_them(
     models: Models, layers: tuple[int, ...]
 ) -> None:
@@ -241,7 +245,7 @@ async def test_kept_prefixes_give_way_to_who_needs_their_memory_and_every_stage_
 
 
 async def test_requests_wait_for_memory_and_no_stage_ever_holds_more_than_its_budget(models: Models) -> None:
-    asked = [request(tokens_of(30 + 60 * (i % 4), i % 3), 8) for i in range(12)]
+    asked = [request(tokens_of(30 + 60 * (i % 4), i % 3), 6) for i in range(9)]
     async with running_within(models("qwen3").folder, (1, 3), 256, slots=2) as chain:
         budgets = cache_costs(chain.plan, chain.spec).budgets
         alone = await solo(chain, asked)

@@ -30,7 +30,7 @@ from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
 
 PROMPT = tuple((5 * i + i * i) % VOCAB for i in range(2 * CHUNK + 5))
-NUM_TOKENS = 10  # beyond the sliding windows of 8 tokens
+NUM_TOKENS = 8
 SAMPLINGS = {
     "greedy": Sampling(),
     "sampled": Sampling(seed=3, temperature=0.8, top_k=40),
@@ -63,44 +63,40 @@ def stream(whole: Whole, *feeds: ForcedPass) -> None:
         pass
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_layer_alone_makes_the_logits_of_mlx_lms_model(models: Models, kind: str) -> None:
+def assert_each_layer_alone_makes_its_logits(whole: Whole, is_sliding: bool, at_most: float) -> None:
     """Of every row, in windows of several lengths."""
-    family, arguments = KINDS[kind]
-    whole = models(family, **arguments)
-    for length in (1, 3, CHUNK):
-        found: list[mx.array] = []
-        forced = ForcedPass(full_windows(PROMPT, length), range(len(PROMPT)), lambda row, logits: found.append(logits))  # noqa: B023
-        whole.reference.read(forced)
-        stream(whole, forced)
-        ours, theirs = mx.concatenate(found[len(PROMPT) :]), mx.concatenate(found[: len(PROMPT)])
-        assert ours.shape == (len(PROMPT), VOCAB)
-        assert mx.array_equal(ours, theirs) or (kind in SLIDING and mx.allclose(ours, theirs, atol=1e-3)), length
-
-
-@pytest.mark.parametrize("name", LARGE)
-def test_each_layer_of_the_types_that_do_not_fit_makes_the_logits_of_mlx_lms_model(tmp_path: Path, name: str) -> None:
-    whole, found = Whole(make_type(tmp_path / name, name)), list[mx.array]()
-    windows = [*prompt_chunks(PROMPT[:-4], CHUNK), *([token] for token in PROMPT[-4:])]
+    found: list[mx.array] = []
+    windows = [*prompt_chunks(PROMPT[:-16], CHUNK), PROMPT[-16:-9], *full_windows(PROMPT[-9:-4], 3)]
+    windows += [[token] for token in PROMPT[-4:]]
     forced = ForcedPass(windows, range(len(PROMPT)), lambda row, logits: found.append(logits))
     whole.reference.read(forced)
     stream(whole, forced)
     ours, theirs = mx.concatenate(found[len(PROMPT) :]), mx.concatenate(found[: len(PROMPT)])
-    assert mx.array_equal(ours, theirs) or (name in SLIDING and mx.allclose(ours, theirs, atol=1e-4))
+    assert ours.shape == (len(PROMPT), VOCAB)
+    assert mx.array_equal(ours, theirs) or (is_sliding and mx.allclose(ours, theirs, atol=at_most))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_layer_alone_makes_the_logits_of_mlx_lms_model(models: Models, kind: str) -> None:
+    family, arguments = KINDS[kind]
+    assert_each_layer_alone_makes_its_logits(models(family, **arguments), kind in SLIDING, 1e-3)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_each_layer_of_the_types_that_do_not_fit_makes_the_logits_of_mlx_lms_model(tmp_path: Path, name: str) -> None:
+    assert_each_layer_alone_makes_its_logits(Whole(make_type(tmp_path / name, name)), name in SLIDING, 1e-4)
 
 
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind in JUDGED else pytest.mark.matrix) for kind in KINDS]
 )
 async def test_both_references_judge_the_answers_of_a_cluster_alike(models: Models, kind: str) -> None:
-    """By each decoder, greedy, sampled and penalised: the same tokens, margins and verdicts, to the last bit."""
+    """Greedy, sampled and penalised, of one model by each decoder: the same tokens, margins and verdicts to the bit."""
     family, arguments = KINDS[kind]
     whole = models(family, **arguments)
     decodes = {"ar": Decode()}
-    if family != "qwen3_5":
-        decodes["ngram"] = Decode("ngram")
-        if arguments is MASKED:
-            decodes["diffusion"] = Decode("diffusion", 4)
+    if kind == "qwen3":
+        decodes |= {"ngram": Decode("ngram"), "diffusion": Decode("diffusion", 4)}
     answers = {}
     async with running(whole.folder, (2, 2)) as chain:
         for decoder, decode in decodes.items():
@@ -200,10 +196,19 @@ async def test_a_decoder_with_tokens_of_its_own_is_refused(
     assert refusal.value.field == ("stream" if forced else "decode")
 
 
-async def test_whoever_interrupts_it_is_told_how_far_it_was(
-    cluster: ClusterOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """No other layer is read then."""
+@pytest.mark.parametrize(
+    ("at", "streams", "said"),
+    [
+        ("layer 2 of 4", True, "at layer 2 of 4"),
+        ("sampled, 1 random tokens", False, "while the cluster answered"),
+        ("loading the model in one process", False, "while one process was asked"),
+    ],
+)
+async def test_an_interrupted_verify_says_how_far_it_was(
+    cluster: ClusterOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], at: str,
+    streams: bool, said: str,
+) -> None:  # fmt: skip
+    """Once it streams, no other layer is read then."""
     read: list[int] = []
     build = Shard.__init__
 
@@ -212,29 +217,11 @@ async def test_whoever_interrupts_it_is_told_how_far_it_was(
         build(shard, checkpoint, start, *others)
 
     monkeypatch.setattr(Shard, "__init__", note)
-    monkeypatch.setattr(verify_module, "show_steps", cancelling("layer 2 of 4"))
+    monkeypatch.setattr(verify_module, "show_steps", cancelling(at))
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.create_task(verify(cluster, Decode(), max_tokens=2, seed=0, stream=True))
-    assert capsys.readouterr().err == "interrupted at layer 2 of 4: nothing is proved\n"
-    assert read == [0, 0, 1], "the cluster's, and two"
-
-
-async def test_whoever_interrupts_the_cluster_is_told_so(
-    cluster: ClusterOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(verify_module, "show_steps", cancelling("sampled, 1 random tokens"))
-    with pytest.raises(asyncio.CancelledError):
-        await asyncio.create_task(verify(cluster, Decode(), max_tokens=2, seed=0))
-    assert capsys.readouterr().err == "interrupted while the cluster answered: nothing is proved\n"
-
-
-async def test_whoever_interrupts_the_comparison_in_memory_is_told_so(
-    cluster: ClusterOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(verify_module, "show_steps", cancelling("loading the model in one process"))
-    with pytest.raises(asyncio.CancelledError):
-        await asyncio.create_task(verify(cluster, Decode(), max_tokens=2, seed=0))
-    assert capsys.readouterr().err == "interrupted while one process was asked: nothing is proved\n"
+        await asyncio.create_task(verify(cluster, Decode(), max_tokens=2, seed=0, stream=streams))
+    assert capsys.readouterr().err == f"interrupted {said}: nothing is proved\n"
+    assert not streams or read == [0, 0, 1], "the cluster's, and two"
 
 
 async def test_the_cluster_is_let_go_of_before_the_reference_is_read(

@@ -1,6 +1,7 @@
 """Windows across real chains: WeDLM's decoder, the MASK id, and what windows cost."""
 
 from functools import lru_cache
+from itertools import product
 
 import mlx.core as mx
 import numpy as np
@@ -22,7 +23,6 @@ from tests.integration.windows import (
     answer,
     families_and_splits,
     recompute,
-    splits,
 )
 from worker.compute.shard import Shard
 from worker.memory.cache import KVCache
@@ -40,13 +40,13 @@ async def test_diffusion_fast_is_wedlm_recomputed_from_nothing_at_every_step(
     alone = recompute(whole.folder)
     several = 0
     async with running(whole.folder, layers) as chain:
-        for window, threshold in WINDOWS if is_all or (family, layers) == COVERING else WINDOWS[::3]:
+        for window, threshold in WINDOWS if is_all else WINDOWS[::2] if (family, layers) == COVERING else WINDOWS[::6]:
             expected = expected_wedlm(alone, window, threshold, len(PROMPT) + N)
             found = await answer(chain, "diffusion-fast", window, threshold=threshold)
             assert found.tokens == expected, f"W={window}, tau={threshold}"
             assert found.usage.num_steps <= N + window + 1
             several += found.usage.num_steps < N
-    assert several >= 2, "thresholds that never fill two at once prove little"
+    assert several, "thresholds that never fill two at once prove little"
 
 
 @lru_cache
@@ -91,8 +91,11 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Caches]]:
     return opened
 
 
-@splits
-@pytest.mark.parametrize("kind", ["diffusion-fast", "diffusion", "ngram"])
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [("diffusion-fast", (2, 1, 1)), ("diffusion", (1, 3)), ("ngram", (4,)), ("diffusion-fast", (4,))],
+    ids=str,
+)
 @pytest.mark.usefixtures("nothing_ahead")
 async def test_what_is_committed_is_what_a_plain_prefill_of_the_text_leaves(
     models: Models, held: list[tuple[int, Caches]], kind: str, layers: tuple[int, ...]
@@ -120,13 +123,12 @@ async def test_what_is_committed_is_what_a_plain_prefill_of_the_text_leaves(
 # --- the MASK id ----------------------------------------------------------------------------------------------------
 
 
-@splits
-async def test_the_mask_id_in_a_prompt_is_a_token_like_any_other(models: Models, layers: tuple[int, ...]) -> None:
+async def test_the_mask_id_in_a_prompt_is_a_token_like_any_other(models: Models) -> None:
     whole = models("qwen3", **MASKED)
     prompt = (*PROMPT[:4], MASK, PROMPT[5], MASK, MASK)
     alone = recompute(whole.folder)
     expected = alone.greedy(prompt, N)
-    async with running(whole.folder, layers) as chain:
+    async with running(whole.folder, (2, 1, 1)) as chain:
         for kind in ("ar", "ngram", "diffusion"):
             assert (await answer(chain, kind, 8 if kind == "diffusion" else None, prompt=prompt)).tokens == expected
         fast = await answer(chain, "diffusion-fast", 8, prompt=prompt, threshold=1.0)
@@ -134,12 +136,11 @@ async def test_the_mask_id_in_a_prompt_is_a_token_like_any_other(models: Models,
     assert expected != alone.greedy([token if token != MASK else 3 for token in prompt], N)
 
 
-@pytest.mark.parametrize("kind", ["ar", "diffusion", "diffusion-fast"])
-async def test_the_mask_id_is_never_said_however_likely(models: Models, kind: str) -> None:
+async def test_the_mask_id_is_never_said_however_likely(models: Models) -> None:
     async with running(models("qwen3", **MASKED).folder, (2, 2)) as chain:
-        for temperature in (0.0, 1.0, 100.0):
+        for kind, temperature in product(("ar", "diffusion", "diffusion-fast"), (0.0, 1.0, 100.0)):
             sampling = Sampling(seed=1, temperature=temperature, logit_bias={MASK: 1e6}, logprobs=2)
-            found = await answer(chain, kind, None if kind == "ar" else 8, num_tokens=40, sampling=sampling)
+            found = await answer(chain, kind, None if kind == "ar" else 8, num_tokens=15, sampling=sampling)
             assert MASK not in found.tokens
             assert all(a.token != MASK for sample in found.samples for a in sample.alternatives)
 
