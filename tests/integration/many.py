@@ -12,6 +12,7 @@ import pytest
 from coordinator.cluster.chain import Chain
 from coordinator.decoding.decode import Decode
 from coordinator.engine.engine import Engine, generate_once
+from coordinator.planning.costs import LaneChooser
 from coordinator.sessions.output import Answer, Output
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Frame, Sampling, StatusReply, Window
@@ -115,6 +116,12 @@ def frames(monkeypatch: pytest.MonkeyPatch) -> Frames:
 
     monkeypatch.setattr(Chain, "send", note)
     return sent
+
+
+@pytest.fixture
+def two_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two lanes however fast the machine is: with more of them no two windows may ever meet."""
+    monkeypatch.setattr(LaneChooser, "choose", lambda self, num_sessions, rows_each: 2)
 
 
 async def until(condition: Callable[[], object]) -> None:

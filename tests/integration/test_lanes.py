@@ -16,6 +16,7 @@ from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
 from tests.integration.conftest import CHUNK, Models, Pass, running
 from tests.integration.many import SPLITS, Live, request, solo, together, tokens_of
+from tests.integration.many import two_lanes as two_lanes
 from tests.integration.windows import BIASED, MASKED
 from worker.compute.executor import Executor
 from worker.errors import InternalError
@@ -78,6 +79,7 @@ async def alone_by(chain: Chain, folder: Path, requests: Sequence[Request]) -> l
     return _alone[key]
 
 
+@pytest.mark.usefixtures("two_lanes")
 @cases(
     *FAMILIES,
     chosen={
@@ -98,13 +100,11 @@ async def test_requests_side_by_side_get_the_tokens_that_each_gets_alone(
     assert len({tuple(each.tokens) for each in alone}) == len(MIXED)
 
 
+@pytest.mark.usefixtures("two_lanes")
 @one_model
 async def test_every_decoder_sampling_and_chunking_side_by_side_changes_no_token(
-    models: Models, passes: list[Pass], monkeypatch: pytest.MonkeyPatch, runs_ahead: bool, family: str,
-    layers: tuple[int, ...],
-) -> None:  # fmt: skip
-    """In two lanes however fast the machine is: with more of them windows of three lengths may never meet."""
-    monkeypatch.setattr(LaneChooser, "choose", lambda self, num_sessions, rows_each: 2)
+    models: Models, passes: list[Pass], runs_ahead: bool, family: str, layers: tuple[int, ...]
+) -> None:
     bias = dict(BIASED.logit_bias)
     requests = [
         request(tokens_of(11, 1), 24),
@@ -123,6 +123,7 @@ async def test_every_decoder_sampling_and_chunking_side_by_side_changes_no_token
     assert any(len(set(each.rows)) >= 3 for each in passes), "windows of one length alone prove less"
 
 
+@pytest.mark.usefixtures("two_lanes")
 @one_model
 async def test_full_rotating_and_int8_caches_share_a_lane(
     models: Models, passes: list[Pass], runs_ahead: bool, family: str, layers: tuple[int, ...]

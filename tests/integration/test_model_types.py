@@ -5,6 +5,7 @@ import pytest
 from protos.brigade_pb2 import Sampling
 from tests.integration.conftest import Pass, Whole, answer, running
 from tests.integration.many import request, solo, together, tokens_of
+from tests.integration.many import two_lanes as two_lanes
 from tools.model_types.make import make_type
 from worker.model.checkpoint import open_folder
 from worker.model.families import LaneForm, lane_form
@@ -29,6 +30,7 @@ def wholes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Whole]:
     return {name: Whole(make_type(tmp_path_factory.mktemp("types") / name, name)) for name in TYPES}
 
 
+@pytest.mark.usefixtures("two_lanes")
 @pytest.mark.parametrize("name", TYPES)
 async def test_a_coordinator_and_two_workers_give_the_whole_models_tokens_alone_and_in_lanes(
     wholes: dict[str, Whole], passes: list[Pass], name: str
