@@ -7,8 +7,7 @@ import pytest
 
 from tests.integration.layouts import write_layout
 from tests.integration.one_layer import assert_mlx_lms_logits, copy_files, one_layer_shards
-from tests.integration.published import PUBLISHED
-from tests.integration.unread import UNREAD
+from tests.integration.published import PUBLISHED, UNREAD
 from worker.compute import shard as shard_module
 from worker.errors import ModelError
 from worker.model.checkpoint import open_folder

@@ -209,7 +209,6 @@ def reordered(ahead: Sequence[tuple[int, int]], masks: Sequence[int], num_paddin
     )
 
 
-@splits
 def assert_same_samples(found: Answer, expected: Answer, what: str) -> None:
     assert found.tokens == expected.tokens, what
     assert found.finish_reason == expected.finish_reason, what
