@@ -25,7 +25,7 @@ from coordinator.planning.speeds import NO_SPEEDS
 from coordinator.quality.reference import Reference
 from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
-from protos.brigade_pb2 import LoadProgress, LoadRequest, Sampling
+from protos.brigade_pb2 import AttachRequest, LoadProgress, LoadRequest, Sampling
 from tests.tiny import make_model
 from worker.compute.ahead import StepsAhead
 from worker.compute.shard import Shard
@@ -95,6 +95,28 @@ class RunningNode:
 
     def peer(self, network: Network = NETWORK) -> Peer:
         return Peer(self.name, [self.address], network)
+
+
+@asynccontextmanager
+async def peer_of(
+    node: RunningNode, network: Network = NETWORK, *, name: str = "", address: str = ""
+) -> AsyncIterator[Peer]:
+    """The node as a coordinator reaches it, by its own name and address or by others."""
+    peer = Peer(name or node.name, [address or node.address], network)
+    try:
+        yield peer
+    finally:
+        await peer.close()
+
+
+async def digests(node: RunningNode) -> dict[str, str]:
+    async with peer_of(node) as peer:
+        return await peer.digests()
+
+
+async def attach(node: RunningNode, request: AttachRequest) -> None:
+    async with peer_of(node) as peer:
+        await peer.attach(request)
 
 
 @asynccontextmanager
@@ -171,11 +193,8 @@ def load_request(folder: Path, start: int, end: int) -> LoadRequest:
 async def load(node: RunningNode, request: LoadRequest) -> list[LoadProgress]:
     """Have a node load a shard, as a coordinator would; its reports."""
     reports: list[LoadProgress] = []
-    peer = node.peer()
-    try:
+    async with peer_of(node) as peer:
         await peer.load(request, reports.append)
-    finally:
-        await peer.close()
     return reports
 
 

@@ -19,7 +19,7 @@ from worker.config import MOST_ADDRESSES
 from worker.errors import FrameError, StageLost
 from worker.node.attachment import check_place
 
-ASKED = request(tokens_of(5), 100)
+ASKED = request(tokens_of(5), 60)
 
 
 @pytest.fixture(scope="module")

@@ -23,9 +23,12 @@ from tests.integration.conftest import (
     Models,
     RunningNode,
     answer,
+    attach,
+    digests,
     load,
     load_request,
     opened,
+    peer_of,
     serving,
 )
 from tests.integration.many import Live, tokens_of, until
@@ -62,27 +65,16 @@ def worker_caches(monkeypatch: pytest.MonkeyPatch) -> References:
 # Who may attach
 
 
-async def test_attaching_to_a_node_that_holds_nothing_is_refused(models: Models) -> None:
+async def test_attaching_to_a_node_that_holds_nothing_or_other_layers_is_refused(models: Models) -> None:
+    folder = models("qwen3").folder
     async with serving(1) as [node]:
         with pytest.raises(
             ModelError, match=r"^worker node-1: expected to hold layers \[2, 4\) of .*, holds none by now; start again"
         ):
-            await attach_and_leave(node, attach_request(models("qwen3").folder))
-
-
-async def test_attaching_to_other_layers_than_are_loaded_is_refused(models: Models) -> None:
-    async with serving(1) as [node]:
-        await load(node, load_request(models("qwen3").folder, 1, 3))
+            await attach(node, attach_request(folder))
+        await load(node, load_request(folder, 1, 3))
         with pytest.raises(ModelError, match=r"^worker node-1: expected to hold layers \[2, 4\) of .*, holds \[1, 3\)"):
-            await attach_and_leave(node, attach_request(models("qwen3").folder))
-
-
-async def attach_and_leave(node: RunningNode, request: AttachRequest) -> None:
-    peer = node.peer()
-    try:
-        await peer.attach(request)
-    finally:
-        await peer.close()
+            await attach(node, attach_request(folder))
 
 
 async def test_a_second_coordinator_is_refused_and_the_first_goes_on(models: Models) -> None:
@@ -92,7 +84,7 @@ async def test_a_second_coordinator_is_refused_and_the_first_goes_on(models: Mod
         with pytest.raises(NodeBusy, match=r"^worker node-1: already serves another coordinator"):
             await load(node, load_request(whole.folder, 2, 4))
         with pytest.raises(NodeBusy, match=r"^worker node-1: already serves another coordinator"):
-            await attach_and_leave(node, attach_request(models("qwen3").folder))
+            await attach(node, attach_request(models("qwen3").folder))
         assert (await answer(chain, PROMPT, 4)).tokens == before == whole.tokens(PROMPT, 4)
 
 
@@ -136,13 +128,9 @@ async def test_when_the_coordinator_is_gone_its_slots_are_too_and_another_can_at
 
 async def wait_idle(node: RunningNode) -> None:
     """Until the node has noticed that its coordinator is gone: it holds no slot and no cache, but still its shard."""
-    peer = node.peer()
-    try:
-        async with asyncio.timeout(60):
-            while (status := await peer.status(5)).slots or status.cache_bytes:  # noqa: ASYNC110 - asked from outside
-                await asyncio.sleep(0.01)
-    finally:
-        await peer.close()
+    async with peer_of(node) as peer, asyncio.timeout(60):
+        while (status := await peer.status(5)).slots or status.cache_bytes:  # noqa: ASYNC110 - asked from outside
+            await asyncio.sleep(0.01)
     assert status.weight_bytes > 0
 
 
@@ -151,11 +139,11 @@ async def test_a_shard_of_another_model_that_was_loaded_meanwhile_is_refused(
 ) -> None:
     """Two coordinators load at the same time: the first to attach must not run on what the other one loaded."""
     mine, other = models("qwen3"), models("qwen3", seed=5)
-    attach: Callable[..., Any] = Peer.attach
+    attach_now: Callable[..., Any] = Peer.attach
 
     async def attach_late(peer: Peer, request: AttachRequest) -> None:
         await load(node, load_request(other.folder, 2, 4))
-        await attach(peer, request)
+        await attach_now(peer, request)
 
     monkeypatch.setattr(Peer, "attach", attach_late)
     async with serving(1) as [node]:
@@ -257,14 +245,6 @@ async def test_a_weight_file_that_changes_while_it_is_read_is_not_taken(
             patch.setattr(Shard, "materialise", replace_and_read)
             await load(node, load_request(folder, 2, 4))
         assert (await load(node, load_request(folder, 2, 4)))[-1].phase == "load"
-
-
-async def digests(node: RunningNode) -> dict[str, str]:
-    peer = node.peer()
-    try:
-        return await peer.digests()
-    finally:
-        await peer.close()
 
 
 async def test_a_coordinator_that_leaves_while_a_node_gives_back_what_it_held_does_not_break_that_off(

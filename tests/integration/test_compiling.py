@@ -14,7 +14,7 @@ from coordinator.engine.grammars import regex_grammar
 from coordinator.sessions.request import RequestSpec
 from protos.brigade_pb2 import Grammar
 from tests.cluster.models import make_talker
-from tests.integration.conftest import load, load_request, serving
+from tests.integration.conftest import load, load_request, peer_of, serving
 from tests.integration.test_score_doors import resident
 from worker.compute import grammar as grammars
 from worker.errors import FrameError, ModelError, SamplingError
@@ -79,15 +79,11 @@ async def test_a_model_that_can_keep_to_no_grammar_is_served_all_the_same(folder
 
 
 async def test_a_worker_refuses_grammars_that_it_cannot_compile(folder: Path) -> None:
-    async with serving(1) as [node]:
-        peer = node.peer()
-        try:
-            with pytest.raises(ModelError, match="holds no shard"):
-                await peer.compile(Grammar(text=regex_grammar("a"), eos=[1]))
-            await load(node, load_request(folder, 1, 4))
-            with pytest.raises(SamplingError, match="its parser says"):
-                await peer.compile(Grammar(text=regex_grammar("(a"), eos=[1]))
-            with pytest.raises(FrameError, match="tokens that end an answer"):
-                await peer.compile(Grammar(text=regex_grammar("a"), eos=[1] * 65))
-        finally:
-            await peer.close()
+    async with serving(1) as [node], peer_of(node) as peer:
+        with pytest.raises(ModelError, match="holds no shard"):
+            await peer.compile(Grammar(text=regex_grammar("a"), eos=[1]))
+        await load(node, load_request(folder, 1, 4))
+        with pytest.raises(SamplingError, match="its parser says"):
+            await peer.compile(Grammar(text=regex_grammar("(a"), eos=[1]))
+        with pytest.raises(FrameError, match="tokens that end an answer"):
+            await peer.compile(Grammar(text=regex_grammar("a"), eos=[1] * 65))

@@ -10,12 +10,12 @@ import pytest
 
 from coordinator.cluster.chain import Chain
 from coordinator.engine.engine import Engine
-from tests.integration.conftest import Models, RunningNode, load, load_request, opened, serving
+from tests.integration.conftest import Models, RunningNode, attach, load, load_request, opened, serving
 from tests.integration.many import Live, request, tokens_of, until, wait_freed, wait_slots
 from tests.integration.upstream import attach_request
 from worker.errors import NodeBusy
 
-LONG = 150  # tokens
+LONG = 80  # tokens
 
 
 @asynccontextmanager
@@ -85,7 +85,5 @@ async def test_a_node_that_drains_takes_neither_a_load_nor_a_place_in_a_chain(mo
         await node.service.worker.drain()
         with pytest.raises(NodeBusy, match="worker node-1: is shutting down"):
             await load(node, load_request(folder, 2, 4))
-        peer = node.peer()
         with pytest.raises(NodeBusy, match="worker node-1: is shutting down"):
-            await peer.attach(attach_request(folder))
-        await peer.close()
+            await attach(node, attach_request(folder))

@@ -80,7 +80,7 @@ async def test_requests_go_on_after_lost_chains_with_the_tokens_of_the_unfailed_
     """Greedy and sampled, every decoder, penalties: while some stream and one is still fed its prompt."""
     folder = models("qwen3", **MASKED).folder
     penalised = Sampling(seed=5, temperature=0.9, repetition_penalty=1.3)
-    asked = [request(tokens_of(5 + 9 * i, i), 40, decode, sampling=sampling)
+    asked = [request(tokens_of(5 + 9 * i, i), 24, decode, sampling=sampling)
              for i, decode in enumerate(DECODES) for sampling in (Sampling(), penalised)]  # fmt: skip
     async with running(folder, (1, 2, 1)) as chain:
         expected = await solo(chain, asked)
@@ -117,14 +117,14 @@ async def test_an_answer_that_has_begun_waits_for_memory_on_the_next_chain_witho
             return chain
 
         async with Engine(await cluster.open(), when_lost=open_narrow, max_wait_s=0.01) as engine:
-            live = [Live(engine, request(tokens_of(5, i), 200)) for i in range(2)]
+            live = [Live(engine, request(tokens_of(5, i), 100)) for i in range(2)]
             for each in live:
                 await each.wait_pieces(2)
             cluster.deployment.peers[0].detach()
             await until(lambda: any(session.state is SessionState.REPLAYING for session in engine.sessions))
             with pytest.raises(QueueFull, match="for memory"):
                 await engine.answer(request(tokens_of(5, 7), 200))  # one that has not begun
-            assert [len((await each.answer()).tokens) for each in live] == [200, 200]
+            assert [len((await each.answer()).tokens) for each in live] == [100, 100]
 
 
 def narrowed(chain: Chain) -> Plan:

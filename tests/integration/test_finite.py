@@ -45,20 +45,25 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Deployment.__init__, "__defaults__", (True, True))
 
 
-@pytest.mark.parametrize(
-    ("layer", "stage"),
-    [
-        (0, "layers [0, 1), stage 0"),
-        (2, "worker worker-1: layers [1, 3), stage 1"),
-        (3, "worker worker-2: layers [3, 4), stage 2"),
-    ],
-)
-def test_the_stage_that_makes_what_is_not_finite_is_named(talker: Path, tmp_path: Path, layer: int, stage: str) -> None:
-    model = altered_copy(talker, tmp_path / "model", infinite(layer))
+def test_generate_names_the_stage_that_makes_what_is_not_finite(talker: Path, tmp_path: Path) -> None:
+    model = altered_copy(talker, tmp_path / "model", infinite(2))
     command = ("generate", "hello", "--model", model, "--local", "2", "--layers", "1,2,1", "--max-tokens", "3")
     outcome = run_here(*command, "--check-finite")
     assert outcome.code == 3
-    assert f"error: {stage}, made values that are not finite, of slot 0 (step " in outcome.err
+    said = "error: worker worker-1: layers [1, 3), stage 1, made values that are not finite, of slot 0 (step "
+    assert said in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("layer", "stage"), [(0, r"layers \[0, 1\), stage 0"), (3, r"worker node-2: layers \[3, 4\), stage 2")]
+)
+async def test_the_first_and_the_last_stage_are_named_too(
+    talker: Path, tmp_path: Path, checked: None, layer: int, stage: str
+) -> None:
+    model = altered_copy(talker, tmp_path / "model", infinite(layer))
+    with pytest.raises(FrameError, match=f"^{stage}, made values that are not finite, of slot 0"):
+        async with serving(2) as nodes, opened(model, (1, 2, 1), nodes) as chain, Engine(chain) as engine:
+            await engine.answer(Request(PROMPT, 3))
 
 
 async def test_only_the_session_that_it_is_of_ends(talker: Path, tmp_path: Path, checked: None) -> None:

@@ -88,11 +88,20 @@ async def test_a_worker_that_is_lost_while_it_loads(
     await losing
 
 
-async def test_a_worker_that_is_started_again_once_it_has_loaded_only_lacks_what_it_held(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+class LettingGo(Loss):
+    """Node-2 lets its layers go: others may have loaded for longer than it keeps what is unused."""
+
+    async def lose(self) -> None:
+        assert self._place is not None and self._place.service is not None
+        await self._place.service.worker.release_tensors("unused for 300 s")
+
+
+@pytest.mark.parametrize("kind", [Loss, LettingGo])
+async def test_a_worker_that_no_longer_holds_its_layers_when_it_joins_reads_them_again(
+    folder: Path, kind: type[Loss], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has what the coordinator believes no more; that would be lasting of a process that had never held it."""
-    loss, attach, expected = Loss(COMES_BACK), Peer.attach, await unfailed(folder, ASKED)
+    """It lacks what the coordinator expects; that would be lasting of a process that had never held it."""
+    loss, attach, expected = kind(COMES_BACK), Peer.attach, await unfailed(folder, ASKED)
 
     async def attach_late(peer: Peer, request: AttachRequest) -> None:
         await loss.happen()
@@ -102,34 +111,19 @@ async def test_a_worker_that_is_started_again_once_it_has_loaded_only_lacks_what
     await assert_recovers(folder, loss, COMES_BACK, expected)
 
 
-async def test_a_worker_that_let_its_layers_go_before_it_joined_reads_them_again(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Others may have loaded for longer than it keeps what nobody uses."""
-
-    class LettingGo(Loss):
-        async def lose(self) -> None:
-            assert self._place is not None and self._place.service is not None
-            await self._place.service.worker.release_tensors("unused for 300 s")
-
-    loss, attach, expected = LettingGo(COMES_BACK), Peer.attach, await unfailed(folder, ASKED)
-
-    async def attach_late(peer: Peer, request: AttachRequest) -> None:
-        await loss.happen()
-        await attach(peer, request)
-
-    monkeypatch.setattr(Peer, "attach", attach_late)
-    await assert_recovers(folder, loss, COMES_BACK, expected)
-
-
-async def test_a_worker_that_is_lost_in_the_warm_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loss, warm_up, expected = Loss(IS_GONE), Chain._warm_up, await unfailed(folder, ASKED)
+def losing_in_the_warm_up(loss: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
+    warm_up = Chain._warm_up
 
     async def warm_up_late(chain: Chain, *rest: Any) -> None:
         await loss.happen()
         await warm_up(chain, *rest)
 
     monkeypatch.setattr(Chain, "_warm_up", warm_up_late)
+
+
+async def test_a_worker_that_is_lost_in_the_warm_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss, expected = Loss(IS_GONE), await unfailed(folder, ASKED)
+    losing_in_the_warm_up(loss, monkeypatch)
     await assert_recovers(folder, loss, IS_GONE, expected)
 
 
@@ -149,14 +143,8 @@ async def test_what_would_be_the_same_again_ends_the_first_try_at_once(
 async def test_no_time_for_a_recovery_means_none_for_the_first_try(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loss, limits = Loss(IS_GONE), Limits(0, 0)
-    warm_up = Chain._warm_up
-
-    async def warm_up_late(chain: Chain, *rest: Any) -> None:
-        await loss.happen()
-        await warm_up(chain, *rest)
-
-    monkeypatch.setattr(Chain, "_warm_up", warm_up_late)
+    loss = Loss(IS_GONE)
+    losing_in_the_warm_up(loss, monkeypatch)
     with pytest.raises(StageLost, match=r"^worker node-2: "):
-        async with supervised(folder, limits, reaching=loss.reaching):
+        async with supervised(folder, Limits(0, 0), reaching=loss.reaching):
             pass

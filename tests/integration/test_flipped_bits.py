@@ -14,7 +14,7 @@ from worker.node.hop import Link
 from worker.node.network import Network
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(400, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [200, pytest.param(400, marks=pytest.mark.matrix)])
 async def test_of_hundreds_of_encrypted_frames_with_a_flipped_bit_none_is_accepted(tmp_path: Path, count: int) -> None:
     certificates = Certificates(tmp_path)
     assert await send_encrypted(certificates.coordinator(), certificates.network("node-1"), count) == (count, 0)

@@ -12,7 +12,7 @@ import pytest
 
 from protos.brigade_pb2 import LoadProgress
 from tests.integration import conftest
-from tests.integration.conftest import Models, RunningNode, answer, load_request, opened, serving
+from tests.integration.conftest import Models, RunningNode, answer, load_request, opened, peer_of, serving
 from tests.integration.many import until
 from tests.tiny import make_model
 from worker.compute.shard import Shard
@@ -67,11 +67,8 @@ class Loading:
         await asyncio.wait([self.task])
 
     async def _load(self, node: RunningNode, folder: Path, start: int) -> None:
-        peer = node.peer()
-        try:
+        async with peer_of(node) as peer:
             await peer.load(load_request(folder, start, 4), self.reports.append)
-        finally:
-            await peer.close()
 
 
 async def test_a_download_that_was_given_up_stops_after_its_piece_and_the_next_load_says_that_it_waits(

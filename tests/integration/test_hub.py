@@ -301,19 +301,11 @@ def test_a_shard_downloads_only_the_files_that_hold_its_tensors(first: Start, fo
     assert not {FIRST, SECOND, THIRD} & set(first.report["before"]), "opening must not download weight files"
     here = {path.name for path in Path(first.report["folder"]).iterdir()}
     assert here == {path.name for path in folder.iterdir()} - {THIRD, "README.md"}
-
-
-@pytest.mark.parametrize("phase", ["download", "load"])
-def test_a_bar_moves_and_ends_at_its_total(first: Start, phase: str) -> None:
-    steps = [(done, total) for name, done, total in first.report["progress"] if name == phase]
-    assert len(steps) > 1
-    assert steps == sorted(steps)
-    assert steps[-1][0] == steps[-1][1]
-
-
-def test_the_fingerprint_is_that_of_the_plain_folder(first: Start, folder: Path) -> None:
     expected = open_folder(folder).fingerprint.SerializeToString(deterministic=True).hex()
     assert first.report["fingerprint"] == expected
+    for phase in ("download", "load"):  # a bar moves and ends at its total
+        steps = [(done, total) for name, done, total in first.report["progress"] if name == phase]
+        assert len(steps) > 1 and steps == sorted(steps) and steps[-1][0] == steps[-1][1]
 
 
 @pytest.mark.parametrize("offline", [True, False], ids=["offline", "unreachable"])
@@ -324,30 +316,22 @@ def test_a_second_start_loads_the_same_shard_without_a_hub(first: Start, asking:
         assert second[same] == first.report[same]
 
 
-def test_a_second_start_online_asks_for_no_file_again(hub: Hub, asking: Ask, tmp_path: Path) -> None:
-    with asking(hub.endpoint, tmp_path):
-        report("brigade/tiny")
-        hub.asked.clear()
-        report("brigade/tiny")
-    assert hub.asked and not [path for _, path, _ in hub.asked if "/resolve/" in path]
-
-
-def test_a_commit_that_is_in_the_cache_is_not_asked_for(hub: Hub, asking: Ask, tmp_path: Path) -> None:
+def test_a_second_start_asks_for_no_file_again_and_for_nothing_of_a_commit_that_is_in_the_cache(
+    hub: Hub, asking: Ask, tmp_path: Path
+) -> None:
     with asking(hub.endpoint, tmp_path):
         name = report("brigade/tiny")["name"]
         hub.asked.clear()
-        assert report(name)["name"] == name
-    assert not [path for _, path, _ in hub.asked if "brigade/tiny" in path]
-
-
-def test_headers_of_files_that_are_here_are_not_fetched(hub: Hub, asking: Ask, tmp_path: Path) -> None:
-    with asking(hub.endpoint, tmp_path):
         report("brigade/tiny")
+        assert hub.asked and not [path for _, path, _ in hub.asked if "/resolve/" in path]
+        hub.asked.clear()
+        assert report(name)["name"] == name
+        assert not [path for _, path, _ in hub.asked if "brigade/tiny" in path]
         (kept,) = (tmp_path / "brigade").rglob("*.msgpack")
         kept.write_text("{")
         hub.asked.clear()
         hub_module.open_repository("brigade/tiny")
-    assert hub.ranges() == [THIRD]
+    assert hub.ranges() == [THIRD], "headers of files that are here are not fetched"
 
 
 def test_headers_that_cannot_be_kept_are_fetched_each_time(hub: Hub, asking: Ask, tmp_path: Path) -> None:

@@ -3,10 +3,8 @@
 import asyncio
 import hashlib
 import json
-import math
+import os
 import shutil
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -21,7 +19,6 @@ import pytest
 from mlx.utils import tree_flatten
 
 from coordinator.cluster import peer as peer_module
-from coordinator.cluster.peer import Peer
 from coordinator.engine.engine import Engine
 from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_UNSPECIFIED, Fingerprint, HelloRequest, LoadProgress, LoadRequest
 from protos.brigade_pb2_grpc import NodeStub
@@ -31,9 +28,11 @@ from tests.integration.conftest import (
     Models,
     RunningNode,
     answer,
+    digests,
     load,
     load_request,
     opened,
+    peer_of,
     serving,
 )
 from tests.integration.many import Live, request, until
@@ -172,17 +171,6 @@ async def test_a_folder_that_the_worker_does_not_have_is_refused_by_name(folder:
     assert f"{tmp_path / 'nowhere'} does not exist" in await refusal(load_request(folder, 2, 4), tmp_path / "nowhere")
 
 
-async def test_a_refused_load_leaves_what_was_loaded(models: Models, folder: Path) -> None:
-    whole = models("qwen3")
-    async with serving(1) as [node]:
-        await load(node, load_request(whole.folder, 2, 4))
-        other_config(folder)
-        with pytest.raises(ModelError):
-            await load(node, changed(folder, num_layers=5))
-        async with opened(whole.folder, (2, 2), [node]) as chain:
-            assert (await answer(chain, (1, 2, 3), 4)).tokens == whole.tokens((1, 2, 3), 4)
-
-
 # Damage
 
 
@@ -252,22 +240,15 @@ async def test_a_damaged_or_missing_weight_file_is_named(tmp_path: Path, damage:
     assert "model-00002-of-00003.safetensors" in await refusal(request, copy)
 
 
+@pytest.mark.parametrize("is_open", [False, True], ids=["after its header was read", "before its tensors are read"])
 @pytest.mark.parametrize("kept", [0, 5, 4000, -100])
-def test_a_file_that_is_cut_short_after_its_header_was_read_is_a_model_error(folder: Path, kept: int) -> None:
+def test_a_file_that_is_cut_short_is_a_model_error(folder: Path, kept: int, is_open: bool) -> None:
     """A copy that is still going on, a disk that fails: the tensors are read long after the headers."""
     checkpoint = open_folder(folder)
-    data = (folder / WEIGHTS).read_bytes()
-    (folder / WEIGHTS).write_bytes(data[:kept])
-    with pytest.raises(ModelError, match="cannot read"):
-        Shard(checkpoint, 2, 4).materialise(lambda nbytes: None)
-
-
-def test_a_file_that_is_cut_short_before_its_tensors_are_read_is_a_model_error(folder: Path) -> None:
-    shard = Shard(open_folder(folder), 2, 4)
-    with (folder / WEIGHTS).open("rb+") as file:
-        file.truncate(4000)
-    with pytest.raises(ModelError, match=r"cannot read .*layers \[2, 4\)"):
-        shard.materialise(lambda nbytes: None)
+    shard = Shard(checkpoint, 2, 4) if is_open else None
+    os.truncate(folder / WEIGHTS, kept if kept >= 0 else (folder / WEIGHTS).stat().st_size + kept)
+    with pytest.raises(ModelError, match=r"cannot read .*layers \[2, 4\)" if is_open else "cannot read"):
+        (shard or Shard(checkpoint, 2, 4)).materialise(lambda nbytes: None)
 
 
 async def test_a_load_that_its_coordinator_gave_up_does_not_get_in_the_way_of_the_next(models: Models) -> None:
@@ -294,12 +275,21 @@ async def test_a_load_that_its_coordinator_gave_up_does_not_get_in_the_way_of_th
             assert (await answer(chain, (1, 2, 3), 4)).tokens == whole.tokens((1, 2, 3), 4)
 
 
-async def test_a_node_that_refused_a_damaged_model_takes_a_sound_one(models: Models, folder: Path) -> None:
-    edit_tensors(folder, without(UP))
+async def test_a_refused_load_leaves_what_was_loaded_and_after_a_damaged_model_a_node_takes_a_sound_one(
+    models: Models, folder: Path
+) -> None:
+    whole, damaged = models("qwen3"), load_request(folder, 2, 4)
     async with serving(1) as [node]:
-        with pytest.raises(ModelError):
-            await load(node, load_request(folder, 2, 4))
-        whole = models("qwen3")
+        await load(node, load_request(whole.folder, 2, 4))
+        before = await digests(node)
+        other_config(folder)
+        with pytest.raises(ModelError, match=r"^worker node-1: "):
+            await load(node, changed(folder, num_layers=5))
+        assert await digests(node) == before
+        edit_tensors(folder, without(UP))
+        damaged.fingerprint.CopyFrom(open_folder(folder).fingerprint)
+        with pytest.raises(ModelError, match=r"^worker node-1: "):
+            await load(node, damaged)
         async with opened(whole.folder, (2, 2), [node]) as chain:
             assert (await answer(chain, (1, 2, 3), 4)).tokens == whole.tokens((1, 2, 3), 4)
 
@@ -348,7 +338,7 @@ async def test_a_long_check_of_contents_is_reported_while_it_gets_on(
         is_told.set()
 
     request = full_request(models("qwen3").folder, 2, 4)
-    async with worker() as node, closing_peer(node) as peer:
+    async with worker() as node, peer_of(node) as peer:
         monkeypatch.setattr(contents, "_read_marks", slow)
         await peer.load(request, note)
     assert phases[0] == "check" and phases[-1] == "load"
@@ -376,7 +366,7 @@ async def test_a_tensor_that_takes_long_to_read_is_reported_as_long_as_the_disk_
 
     request = load_request(models("qwen3").folder, 2, 4)
     monkeypatch.setattr(Shard, "materialise", slow)
-    async with worker() as node, closing_peer(node) as peer:
+    async with worker() as node, peer_of(node) as peer:
         if does_disk_answer:
             await peer.load(request, note)
             assert 0 < told[0] <= told[1]
@@ -389,25 +379,7 @@ async def test_a_tensor_that_takes_long_to_read_is_reported_as_long_as_the_disk_
             is_over.set()
 
 
-@asynccontextmanager
-async def closing_peer(node: RunningNode) -> AsyncIterator[Peer]:
-    peer = node.peer()
-    try:
-        yield peer
-    finally:
-        await peer.close()
-
-
-async def test_a_node_that_holds_the_shard_already_says_that_it_kept_it(models: Models) -> None:
-    async with worker() as node:
-        request = load_request(models("qwen3").folder, 1, 2)
-        first, second = await load(node, request), await load(node, request)
-    assert {report.phase for report in first} <= {"download", "load"}
-    assert [(report.phase, report.done, report.total) for report in second] == [("kept", *[first[-1].total] * 2)]
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("quantize", [None, {"group_size": 64, "bits": 4}])
+@pytest.mark.parametrize(("quantize", "tied"), [(None, False), ({"group_size": 64, "bits": 4}, True)])
 async def test_the_digests_of_all_shards_are_those_of_the_whole_models_tensors(
     models: Models, quantize: dict[str, int] | None, tied: bool
 ) -> None:
@@ -461,19 +433,13 @@ async def test_one_altered_byte_changes_exactly_that_tensors_digest(folder: Path
 async def digests_of(folder: Path) -> dict[str, str]:
     async with worker() as node:
         await load(node, load_request(folder, 2, 4))
-        peer = node.peer()
-        try:
-            return await peer.digests()
-        finally:
-            await peer.close()
+        return await digests(node)
 
 
 async def test_a_node_that_holds_nothing_has_no_digests() -> None:
     async with worker() as node:
-        peer = node.peer()
         with pytest.raises(ModelError, match="worker node-1: holds no shard"):
-            await peer.digests()
-        await peer.close()
+            await digests(node)
 
 
 # Memory
@@ -523,93 +489,3 @@ async def test_a_node_that_failed_lets_go_of_its_shard_before_it_loads_another(
         assert shards[0]() is not None
         await load(node, load_request(models("qwen3").folder, 1, 4))
         assert shards[0]() is None
-
-
-LOAD = """
-import asyncio, json, resource, sys
-from pathlib import Path
-import mlx.core as mx
-import psutil
-from worker.model.checkpoint import open_folder
-from worker.model.families import model_classes
-from worker.node.loading import load_shard
-from worker.platform.threads import MlxThread
-
-
-def peak() -> int:
-    status = Path("/proc/self/status")  # there ru_maxrss would begin with the parent's
-    if status.exists():
-        return int(status.read_text().partition("VmHWM:")[2].split()[0]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-async def main(folder: str, start: int, end: int, num_layers: int) -> None:
-    checkpoint = open_folder(Path(folder))
-    model_classes(checkpoint.config)
-    thread = MlxThread()
-    await thread.run(lambda: mx.eval(mx.ones((8, 8)) @ mx.ones((8, 8))))
-    before = psutil.Process().memory_info().rss
-    shard = await load_shard(checkpoint, start, end, thread, lambda report: None)
-    print(json.dumps({"shard": shard.nbytes, "growth": max(peak() - before, mx.get_peak_memory())}))
-    thread.close()
-
-
-asyncio.run(main(sys.argv[1], *map(int, sys.argv[2:])))
-"""
-
-
-def write_large_model(folder: Path, num_layers: int) -> int:
-    """A bf16 model of zeros in four sparse files, which take no room and no time to write; its bytes."""
-    config = json.loads((make_model(folder) / "config.json").read_text())
-    (folder / WEIGHTS).unlink()
-    config |= {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": num_layers, "vocab_size": 32768}
-    config |= {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
-    (folder / "config.json").write_text(json.dumps(config))
-    shapes: dict[str, list[int]] = {"model.embed_tokens.weight": [32768, 1024]}
-    for i in range(num_layers):
-        layer = f"model.layers.{i}"
-        shapes |= {f"{layer}.self_attn.{x}_proj.weight": [1024, 1024] for x in "qkvo"}
-        shapes |= {f"{layer}.self_attn.{x}_norm.weight": [128] for x in "qk"}
-        shapes |= {f"{layer}.mlp.{x}_proj.weight": [3072, 1024] for x in ("gate", "up")}
-        shapes |= {f"{layer}.mlp.down_proj.weight": [1024, 3072]}
-        shapes |= {f"{layer}.{x}_layernorm.weight": [1024] for x in ("input", "post_attention")}
-    shapes |= {"model.norm.weight": [1024], "lm_head.weight": [32768, 1024]}
-    names, weight_map = list(shapes), {}
-    per_file = -(-len(names) // 4)
-    for number in range(4):
-        file = f"model-{number + 1:05}-of-00004.safetensors"
-        header, end = {}, 0
-        for name in names[number * per_file : (number + 1) * per_file]:
-            begin, end = end, end + 2 * math.prod(shapes[name])
-            header[name] = {"dtype": "BF16", "shape": shapes[name], "data_offsets": [begin, end]}
-            weight_map[name] = file
-        raw = json.dumps(header).encode()
-        with (folder / file).open("wb") as out:
-            out.write(len(raw).to_bytes(8, "little") + raw)
-            out.truncate(8 + len(raw) + end)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    return sum(2 * math.prod(shape) for shape in shapes.values())
-
-
-def test_loading_a_shard_takes_the_memory_of_that_shard(tmp_path: Path) -> None:
-    """Peak resident memory above what the process had, or MLX's own peak if that is more (buffers of a GPU).
-
-    The whole model, loaded the same way, shows that it is seen.
-    """
-    num_layers, start, end = 20, 10, 13
-    total = write_large_model(tmp_path / "large", num_layers)
-
-    def measure(start: int, end: int) -> dict[str, int]:
-        command = [sys.executable, "-c", LOAD, str(tmp_path / "large"), *map(str, (start, end, num_layers))]
-        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
-        return json.loads(done.stdout)
-
-    try:
-        part, whole = measure(start, end), measure(0, num_layers)
-    finally:
-        shutil.rmtree(tmp_path / "large")
-    limit = 1.2 * part["shard"] + 300 * 2**20
-    assert whole["shard"] == total > 1.5 * limit
-    assert 3 * 27 * 10**6 < part["shard"] < total / 6
-    assert part["shard"] <= part["growth"] <= limit
-    assert whole["growth"] > 1.5 * limit

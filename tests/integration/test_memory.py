@@ -2,13 +2,12 @@
 
 import io
 import weakref
-from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
 from protos.brigade_pb2 import Coordinator
-from tests.integration.conftest import Models, RunningNode, answer, load, load_request, opened, serving
+from tests.integration.conftest import Models, RunningNode, answer, attach, load, load_request, opened, peer_of, serving
 from tests.integration.many import until
 from tests.integration.upstream import attach_request
 from worker.compute.shard import Shard
@@ -27,11 +26,8 @@ def shard_of(node: RunningNode) -> weakref.ref[Shard]:
 
 
 async def unload(node: RunningNode, coordinator: str) -> None:
-    peer = node.peer()
-    try:
+    async with peer_of(node) as peer:
         await peer.unload(Coordinator(id=coordinator, name=coordinator))
-    finally:
-        await peer.close()
 
 
 async def test_a_worker_keeps_to_what_the_plan_gives_it_whether_it_loads_or_keeps(models: Models) -> None:
@@ -78,7 +74,7 @@ async def test_a_shard_is_held_while_it_is_used_then_let_go_and_read_again(
         await load(node, load_request(whole.folder, 2, 4))
         await until(lambda: node.service.worker.shard is None)
         with pytest.raises(StageLost, match=r"^worker node-1: has released its layers meanwhile"):
-            await attach(node, whole.folder)
+            await attach(node, attach_request(whole.folder))
     assert out.getvalue().count(": unused for 0.02 s; the next load reads it again\n") == 3
 
 
@@ -113,16 +109,25 @@ async def test_what_is_loaded_is_held_for_its_coordinator_until_that_has_attache
     assert out.getvalue().count("kept layers") == 1
 
 
-async def test_a_reservation_ends_and_a_load_that_failed_makes_none(
+async def test_a_reservation_ends_with_its_time_its_layers_or_a_failed_load(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Or another coordinator could not unload the worker for hours."""
     folder = models("qwen3").folder
     request, wrong = load_request(folder, 2, 4), load_request(folder, 2, 4)
     request.coordinator.id = wrong.coordinator.id = "one"
     wrong.num_layers = 5
     async with serving(1) as [node]:
-        with pytest.raises(ModelError, match=r"its copy of .* has 4"):
-            await load(node, wrong)
+        for has_loaded in (False, True):
+            if has_loaded:
+                await load(node, request)
+                assert node.service.worker.is_reserved
+            with pytest.raises(ModelError, match=r"its copy of .* has 4"):
+                await load(node, wrong)
+            assert not node.service.worker.is_reserved
+        await unload(node, "another")
+        await load(node, request)
+        await unload(node, "one")
         assert not node.service.worker.is_reserved
         await load(node, request)
         assert node.service.worker.is_reserved
@@ -130,23 +135,6 @@ async def test_a_reservation_ends_and_a_load_that_failed_makes_none(
         await load(node, request)
         await unload(node, "another")
         assert node.service.worker.state is WorkerState.EMPTY
-
-
-async def test_a_failed_load_and_released_layers_leave_no_reservation_of_an_earlier_load(models: Models) -> None:
-    """Or another coordinator could not unload the worker for hours."""
-    folder = models("qwen3").folder
-    request, wrong = load_request(folder, 2, 4), load_request(folder, 2, 4)
-    request.coordinator.id = wrong.coordinator.id = "one"
-    wrong.num_layers = 5
-    async with serving(1) as [node]:
-        await load(node, request)
-        await unload(node, "one")
-        assert not node.service.worker.is_reserved
-        await load(node, request)
-        with pytest.raises(ModelError, match=r"its copy of .* has 4"):
-            await load(node, wrong)
-        assert not node.service.worker.is_reserved
-        await unload(node, "another")
 
 
 async def test_that_nothing_is_let_go_any_more_is_told(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,11 +151,3 @@ async def test_that_nothing_is_let_go_any_more_is_told(models: Models, monkeypat
 
 def is_free(service: NodeService) -> bool:
     return service.worker.attachment is None
-
-
-async def attach(node: RunningNode, folder: Path) -> None:
-    peer = node.peer()
-    try:
-        await peer.attach(attach_request(folder))
-    finally:
-        await peer.close()

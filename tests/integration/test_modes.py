@@ -5,10 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
-from mlx.utils import tree_flatten
-from mlx_lm.utils import load_model
 
 from tests.integration.conftest import Models, running
 from tests.integration.one_layer import assert_mlx_lms_logits, one_layer_shards
@@ -62,28 +59,6 @@ async def test_a_checkpoint_of_another_mode_gives_the_tokens_of_the_whole_model(
 def test_one_layer_shards_of_any_quantisation_give_mlx_lms_logits(tmp_path: Path, family: str, quantize: str) -> None:
     folder = make_model(tmp_path / "model", family, quantize=(AFFINE | MODES)[quantize], config=BROAD)
     assert_mlx_lms_logits(folder, one_layer_shards(folder, tmp_path))
-
-
-@pytest.mark.usefixtures("quick_collector")
-@pytest.mark.parametrize("family", FAMILIES)
-def test_one_layer_shards_of_tensors_each_quantised_in_its_own_way_give_mlx_lms_logits(
-    tmp_path: Path, family: str
-) -> None:
-    """An entry per path, `false` for what stays as it is, and a rule for all others."""
-    model, config = load_model(make_model(tmp_path / "plain", family, config=BROAD))
-    paths = [path for path, module in model.named_modules() if hasattr(module, "to_quantized")]
-    own = {path: found for path in paths if (found := _own(path)) is not None}
-    config["quantization"] = {"group_size": 64, "bits": 4} | own
-    nn.quantize(model, 64, 4, class_predicate=lambda path, _: config["quantization"].get(path, path in paths))
-    write_folder(tmp_path / "model", config, dict(tree_flatten(model.parameters())))
-    assert_mlx_lms_logits(tmp_path / "model", one_layer_shards(tmp_path / "model", tmp_path))
-
-
-def _own(path: str) -> bool | dict[str, Any] | None:
-    """What a path has of its own; None for nothing."""
-    if "down_proj" in path:
-        return ".2." not in path and {"group_size": 32, "bits": 8, "mode": "affine"}
-    return MODES["mxfp4"] if "o_proj" in path or path.endswith(".gate") else None
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,17 +112,30 @@ async def test_who_was_left_out_takes_over_if_that_helps(models: Models, has_roo
         assert held(cluster) == then and cluster.missing == ["fast"]
 
 
-async def test_one_mac_alone_answers_where_that_is_faster(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(LAYER_MS, "coordinator", 0.5)
-    async with workers() as places, opened(options(models("qwen3").folder, places)) as cluster:
-        assert held(cluster) == {"coordinator": 4}
-
-
-async def test_layers_that_somebody_wants_are_kept(models: Models) -> None:
+@pytest.mark.parametrize(
+    ("own_ms", "layers", "objective", "expected"),
+    [
+        (0.5, None, None, {"coordinator": 4}),  # one Mac alone answers where that is faster
+        (2.0, (1, 1, 2), None, {"coordinator": 1, "fast": 1, "slow": 2}),  # layers that somebody wants are kept
+        # one request would have three layers on the fast one; stages of 6 and 9 ms pass more frames than of 2 and 11
+        (2.0, None, "throughput", {"coordinator": 3, "fast": 1}),
+    ],
+)
+async def test_layers_are_where_they_are_wanted_or_fastest(
+    models: Models,
+    monkeypatch: pytest.MonkeyPatch,
+    own_ms: float,
+    layers: Any,
+    objective: Any,
+    expected: dict[str, int],
+) -> None:
+    monkeypatch.setitem(LAYER_MS, "coordinator", own_ms)
     async with workers() as places:
-        given = options(models("qwen3").folder, places).with_layers((1, 1, 2))
+        given = options(models("qwen3").folder, places)
+        given = given.with_layers(layers) if layers else given
+        given = replace(given, objective=objective) if objective else given
         async with opened(given) as cluster:
-            assert held(cluster) == {"coordinator": 1, "fast": 1, "slow": 2}
+            assert held(cluster) == expected
 
 
 async def test_what_a_loss_leaves_of_given_layers_is_planned_by_speed(models: Models) -> None:
@@ -135,14 +149,6 @@ async def test_what_a_loss_leaves_of_given_layers_is_planned_by_speed(models: Mo
             await places[1].stop()
             assert (await live.answer()).tokens == whole.tokens(PROMPT, 16)
             assert held(cluster) == {"coordinator": 1, "fast": 3}
-
-
-async def test_for_throughput_the_slowest_stage_is_made_short(models: Models) -> None:
-    """One request would have three layers on the fast one; stages of 6 and 9 ms pass more frames than of 2 and 11."""
-    async with workers() as places:
-        given = replace(options(models("qwen3").folder, places), objective="throughput")
-        async with opened(given) as cluster:
-            assert held(cluster) == {"coordinator": 3, "fast": 1}
 
 
 @pytest.mark.parametrize(("order", "expected"), [(FREE, ["slow", "fast"]), (FIXED, ["fast", "slow"])])

@@ -14,7 +14,7 @@ from tests.integration.test_recovery import COMES_BACK, LAYERS, assert_equal, su
 from worker.errors import StageLost
 from worker.node.identity import Role
 
-ASKED = request(tokens_of(5), 100)
+ASKED = request(tokens_of(5), 40)
 
 
 @pytest.fixture(scope="module")

@@ -148,20 +148,6 @@ async def test_a_slot_that_was_freed_serves_the_next_request_rightly(models: Mod
                 frames.clear()
 
 
-async def test_leaving_the_runner_while_requests_run_frees_everything(models: Models) -> None:
-    async with running(models("qwen3").folder, (1, 2, 1)) as chain:
-        async with Engine(chain) as engine:
-            live = [Live(engine, each) for each in (*STREAMS, request(tokens_of(300), FOREVER))]
-            await live[0].wait_pieces(2)
-        await wait_freed(chain)
-        for each in live:
-            each.task.cancel()
-        await asyncio.wait([each.task for each in live])
-        assert [found.tokens for found in await solo(chain, STREAMS[:1])] == [
-            models("qwen3").tokens(STREAMS[0].prompt, 24)
-        ]
-
-
 # --- who is refused, who fails --------------------------------------------------------------------------------------
 
 

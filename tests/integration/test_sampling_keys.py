@@ -7,7 +7,7 @@ from tests.integration.conftest import Models, answer, running
 from tests.tiny import VOCAB
 
 PROMPT = tuple((11 * i + 5) % VOCAB for i in range(19))
-NUM_TOKENS = 16
+NUM_TOKENS = 12
 
 
 def sampling(seed: int) -> Sampling:
@@ -15,28 +15,13 @@ def sampling(seed: int) -> Sampling:
     return Sampling(seed=seed, temperature=2.0, top_p=0.99)
 
 
-async def tokens_of(models: Models, layers: tuple[int, ...], seed: int) -> list[int]:
-    async with running(models("qwen3").folder, layers) as chain:
-        return (await answer(chain, PROMPT, NUM_TOKENS, sampling(seed))).tokens
-
-
-async def test_the_same_seed_gives_the_same_tokens_whatever_the_split(models: Models) -> None:
-    expected = await tokens_of(models, (4,), seed=7)
-    for layers in ((1, 3), (3, 1), (1, 2, 1), (1, 1, 1, 1)):
-        assert await tokens_of(models, layers, seed=7) == expected
-
-
-async def test_another_seed_gives_other_tokens(models: Models) -> None:
+async def test_another_seed_gives_other_tokens_and_earlier_samples_change_nothing(models: Models) -> None:
     seeds = (0, 1, 2, 7, 1 << 32, (1 << 64) - 1)
-    answers = [tuple(await tokens_of(models, (2, 2), seed)) for seed in seeds]
-    assert len(set(answers)) == len(seeds)
-
-
-async def test_what_was_sampled_before_does_not_change_what_a_seed_gives(models: Models) -> None:
     async with running(models("qwen3").folder, (2, 2)) as chain:
-        first = (await answer(chain, PROMPT, NUM_TOKENS, sampling(7))).tokens
-        await answer(chain, PROMPT[:5], 3, sampling(8))
-        assert (await answer(chain, PROMPT, NUM_TOKENS, sampling(7))).tokens == first
+        answers = [tuple((await answer(chain, PROMPT, NUM_TOKENS, sampling(seed))).tokens) for seed in seeds]
+        again = (await answer(chain, PROMPT, NUM_TOKENS, sampling(seeds[0]))).tokens
+    assert len(set(answers)) == len(seeds)
+    assert tuple(again) == answers[0]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_5"])
@@ -46,7 +31,7 @@ async def test_a_session_replayed_from_its_tokens_goes_on_with_the_same_tokens(m
     async with running(folder, (1, 2, 1)) as chain:
         tokens = (await answer(chain, PROMPT, NUM_TOKENS, sampling(3))).tokens
     async with running(folder, (3, 1)) as chain:
-        for lost_at in (1, 6, NUM_TOKENS - 1):
+        for lost_at in (1, 5, NUM_TOKENS - 1):
             replayed = await answer(chain, (*PROMPT, *tokens[:lost_at]), NUM_TOKENS - lost_at, sampling(3))
             assert replayed.tokens == tokens[lost_at:]
 

@@ -25,7 +25,7 @@ from coordinator.sessions.output import MIN_LOGPROB
 from tests.cluster.commands import parse, run_here
 from tests.cluster.models import make_talker
 from tests.integration.conftest import Models, Whole, running
-from tests.integration.many import splits, tokens_of
+from tests.integration.many import tokens_of
 from worker.model.checkpoint import DEMO
 
 CLOSE = 1e-5  # nats
@@ -40,11 +40,22 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def resident(folder: Path, layers: Sequence[int]) -> AsyncIterator[Engine]:
-    """The model behind its doors, on nodes of this process."""
+    """The model on nodes of this process."""
     frontend = await InputProcessor.read(str(folder), needs_text=False)
     cluster = cast(Cluster, SimpleNamespace(trouble="", missing=[], waiting=""))
     async with running(folder, layers) as chain, Engine(chain, inputs=frontend, cluster=cluster) as engine:
         yield engine
+
+
+@asynccontextmanager
+async def served(folder: Path, layers: Sequence[int]) -> AsyncIterator[httpx2.AsyncClient]:
+    """The same behind HTTP."""
+    async with resident(folder, layers) as engine:
+        server = Server(engine.inputs, ["tiny"])
+        server.open(engine)
+        transport = httpx2.ASGITransport(make_app(server))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            yield client
 
 
 def losses(model: Whole, tokens: Sequence[int]) -> list[float]:
@@ -54,12 +65,11 @@ def losses(model: Whole, tokens: Sequence[int]) -> list[float]:
     return cast(list[float], found[0].tolist())
 
 
-@splits
-async def test_a_texts_loss_is_mlx_lms(models: Models, layers: tuple[int, ...]) -> None:
+async def test_a_texts_loss_is_mlx_lms(models: Models) -> None:
     model = models("qwen3")
-    async with resident(model.folder, layers) as served:
-        whole = figures_of(await score_text(served, TEXT, 200))
-        pieces = await score_text(served, TEXT, 40)
+    async with resident(model.folder, (1, 2, 1)) as engine:
+        whole = figures_of(await score_text(engine, TEXT, 200))
+        pieces = await score_text(engine, TEXT, 40)
     expected = losses(model, TEXT)
     assert -whole["logprob"] / whole["tokens"] == pytest.approx(sum(expected) / len(expected), abs=CLOSE)
     assert whole["perplexity"] == pytest.approx(math.exp(sum(expected) / len(expected)), rel=1e-4)
@@ -76,8 +86,8 @@ async def test_continuations_are_scored_after_their_prompt(models: Models) -> No
     model = models("qwen3")
     prompt = TEXT[:40]
     greedy = tuple(model.tokens(prompt, 3))
-    async with resident(model.folder, (2, 2)) as served:
-        answers = await score_continuations(served, prompt, [greedy, (5,), (7, 8, 9)])
+    async with resident(model.folder, (2, 2)) as engine:
+        answers = await score_continuations(engine, prompt, [greedy, (5,), (7, 8, 9)])
     for continuation, scores in zip([greedy, (5,), (7, 8, 9)], answers, strict=True):
         expected = losses(model, prompt + continuation)[len(prompt) - 1 :]
         assert [-score.token.logprob for score in scores] == pytest.approx(expected, abs=CLOSE)
@@ -87,14 +97,10 @@ async def test_continuations_are_scored_after_their_prompt(models: Models) -> No
 async def test_scores_and_classes_by_http(models: Models) -> None:
     model = models("qwen3")
     prompt, labels = TEXT[:40], [(5, 6), (7,)]
-    async with resident(model.folder, (2, 2)) as chain:
-        served = Server(chain.inputs, ["tiny"])
-        served.open(chain)
-        app = make_app(served)
-        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost") as client:
-            told = await client.post("/v1/score", json={"prompt_tokens": prompt, "continuations": labels})
-            wrong = await client.post("/v1/score", json={"prompt_tokens": [], "continuations": labels})
-            unread = await client.post("/v1/classify", json={"prompt_tokens": prompt, "labels": ["x"]})
+    async with served(model.folder, (2, 2)) as client:
+        told = await client.post("/v1/score", json={"prompt_tokens": prompt, "continuations": labels})
+        wrong = await client.post("/v1/score", json={"prompt_tokens": [], "continuations": labels})
+        unread = await client.post("/v1/classify", json={"prompt_tokens": prompt, "labels": ["x"]})
     assert told.status_code == 200, told.text
     for label, score in zip(labels, told.json()["scores"], strict=True):
         assert score["tokens"] == list(label) and score["is_greedy"] is False
@@ -104,19 +110,14 @@ async def test_scores_and_classes_by_http(models: Models) -> None:
     assert unread.status_code == 400 and "no tokenizer" in unread.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("layers", [(4,), (1, 3)], ids=str)
-async def test_classes_are_as_likely_as_the_whole_model_says(talker: Path, layers: tuple[int, ...]) -> None:
+async def test_classes_are_as_likely_as_the_whole_model_says(talker: Path) -> None:
     model, words = Whole(talker), Tokenizer.from_file(str(talker / "tokenizer.json"))
     begin: list[int] = words.encode("the quick brown").ids
     labels = [" fox", " dog", " fox jumps over", "Zürich"]
     expected = probabilities([-sum(losses(model, begin + words.encode(each).ids)[len(begin) - 1 :]) for each in labels])
-    async with resident(talker, layers) as chain:
-        served = Server(chain.inputs, ["tiny"])
-        served.open(chain)
-        app = make_app(served)
-        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost") as client:
-            asked: list[dict[str, Any]] = [{"prompt": "the quick brown"}, {"prompt_tokens": begin}]
-            answers = [await client.post("/v1/classify", json={**each, "labels": labels}) for each in asked]
+    async with served(talker, (1, 3)) as client:
+        asked: list[dict[str, Any]] = [{"prompt": "the quick brown"}, {"prompt_tokens": begin}]
+        answers = [await client.post("/v1/classify", json={**each, "labels": labels}) for each in asked]
     for answer in answers:
         told = answer.json()
         assert [each["label"] for each in told["labels"]] == labels
@@ -124,23 +125,18 @@ async def test_classes_are_as_likely_as_the_whole_model_says(talker: Path, layer
         assert told["label"] == labels[expected.index(max(expected))]
 
 
-@pytest.mark.parametrize("layers", [(4,), (1, 3)], ids=str)
-async def test_an_echoed_prompt_is_scored_as_lm_eval_reads_it(talker: Path, layers: tuple[int, ...]) -> None:
+async def test_an_echoed_prompt_is_scored_as_lm_eval_reads_it(talker: Path) -> None:
     """Its model `local-completions` sends token ids, generates a token, and leaves that and the context out."""
     model, words = Whole(talker), Tokenizer.from_file(str(talker / "tokenizer.json"))
     context, text = "the quick brown", "the quick brown fox jumps"
     ids, num_context = words.encode(text).ids, len(words.encode(context).ids)
     expected = [-loss for loss in losses(model, ids)]
     asked = {"prompt": [ids, ids[:4]], "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
-    async with resident(talker, layers) as chain:
-        served = Server(chain.inputs, ["tiny"])
-        served.open(chain)
-        app = make_app(served)
-        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost") as client:
-            whole = (await client.post("/v1/completions", json=asked)).json()
-            plain = (await client.post("/v1/completions", json=asked | {"echo": False})).json()
-            only = (await client.post("/v1/completions", json=asked | {"prompt": text, "max_tokens": 0})).json()
-            stream = await client.post("/v1/completions", json=asked | {"prompt": text, "stream": True})
+    async with served(talker, (1, 3)) as client:
+        whole = (await client.post("/v1/completions", json=asked)).json()
+        plain = (await client.post("/v1/completions", json=asked | {"echo": False})).json()
+        only = (await client.post("/v1/completions", json=asked | {"prompt": text, "max_tokens": 0})).json()
+        stream = await client.post("/v1/completions", json=asked | {"prompt": text, "stream": True})
     for choice, answer, length in zip(whole["choices"], plain["choices"], (len(ids), 4), strict=True):
         told = choice["logprobs"]
         assert [len(told[name]) for name in told] == [length + 1] * 4
@@ -172,12 +168,8 @@ async def test_a_token_that_can_never_come_has_scores_of_json() -> None:
         ("/v1/score", {"prompt_tokens": [5], "continuations": [[MASK]]}),
         ("/v1/classify", {"prompt": "the", "labels": ["<|mask|>", "<|mask|><|mask|>"]}),
     ]
-    async with resident(DEMO, (8,)) as chain:
-        served = Server(chain.inputs, ["demo"])
-        served.open(chain)
-        app = make_app(served)
-        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost") as client:
-            scored, classified = [await client.post(path, json=body) for path, body in asked]
+    async with served(DEMO, (8,)) as client:
+        scored, classified = [await client.post(path, json=body) for path, body in asked]
     assert scored.status_code == classified.status_code == 200, (scored.text, classified.text)
     [score] = scored.json()["scores"]
     assert score == {"logprob": MIN_LOGPROB, "is_greedy": False, "tokens": [MASK], "logprobs": [MIN_LOGPROB]}

@@ -1,6 +1,7 @@
 """A request as a stream of pieces: bounded, failing alone, ending when it is closed."""
 
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from coordinator.sessions.text import TextParser
 from tests.integration.conftest import CHUNK, Models, running
 from tests.integration.many import Live, request, running_within, solo, tokens_of, wait_freed, wait_slots
 from tests.integration.windows import MASKED, Words
-from worker.errors import QueueFull, ReaderLost
+from worker.errors import ModelError, QueueFull, ReaderLost
 
 LAYERS = (1, 3)
 ASKED = request(tokens_of(20), 12, seed=3, temperature=0.9, logprobs=3)
@@ -26,6 +27,8 @@ async def test_pieces_folded_are_the_answer(models: Models) -> None:
             async for piece in engine.generate(ASKED, chunk=CHUNK):
                 assert (piece.finish_reason is None) == (piece.usage is None)
                 found.add(piece)
+            traced = await engine.answer(replace(ASKED, prompt=tokens_of(20, 1)), chunk=CHUNK, traced=True)
+    assert len(traced.passages) == 2 + 12  # 20 tokens of prompt in chunks of 8, the last with the first token
     assert found.samples == expected.samples and len(found.samples) == 12
     assert all(len(token.alternatives) == 2 and token.logprob < 0 for token in found.samples)
     assert (found.text, found.finish_reason) == (",".join(map(str, found.tokens)), "length")
@@ -33,18 +36,12 @@ async def test_pieces_folded_are_the_answer(models: Models) -> None:
     assert found.passages == [] and found.token_times == sorted(found.token_times)
 
 
-async def test_passages_are_kept_where_they_are_asked_for(models: Models) -> None:
-    async with running(models("qwen3").folder, LAYERS) as chain, Engine(chain) as engine:
-        found = await engine.answer(ASKED, chunk=CHUNK, traced=True)
-        assert len(found.passages) == 2 + 12  # 20 tokens of prompt in chunks of 8, the last with the first token
-
-
 @pytest.mark.parametrize("decode", [Decode(), Decode("diffusion", 8)], ids=lambda decode: decode.kind)
 async def test_a_stop_string_ends_the_stream_and_frees_or_keeps_the_slot(models: Models, decode: Decode) -> None:
-    asked = request(tokens_of(20), 60, decode)
+    asked = request(tokens_of(20), 30, decode)
     async with running(models("qwen3", **MASKED).folder, LAYERS) as chain:
         [whole] = await solo(chain, [asked])
-        stop = f" {whole.tokens[20]} {whole.tokens[21]}"
+        stop = f" {whole.tokens[14]} {whole.tokens[15]}"
         async with Engine(chain) as engine:
             found = await engine.answer(asked, parser=TextParser(Words(), [stop]), chunk=CHUNK)
             await wait_slots(chain, 1)  # kept for its prefix
@@ -66,8 +63,8 @@ async def test_a_reader_that_is_behind_pauses_its_own_session_only(
         async with Engine(chain) as engine, aclosing(engine.generate(slow, chunk=CHUNK)) as pieces:
             found = Answer()
             found.add(await anext(pieces))
-            other = Live(engine, request(tokens_of(9, 2), 80))
-            assert len((await other.answer()).tokens) == 80
+            other = Live(engine, request(tokens_of(9, 2), 40))
+            assert len((await other.answer()).tokens) == 40
             [session] = engine.sessions
             assert session.is_paused and session.num_generated == 1 + 6, "one read, six unread, and not one more"
             async for piece in pieces:
@@ -108,10 +105,10 @@ async def test_a_stop_string_that_the_last_held_back_text_completes_is_a_stop(mo
 
 
 class Broken:
-    """A detokenizer that fails at one of the places where it is called."""
+    """A detokenizer that fails at its fifth token, or at the end, where it is called."""
 
-    def __init__(self, place: str) -> None:
-        self._place = place
+    def __init__(self, place: str, error: Exception) -> None:
+        self._place, self._error = place, error
         self._num_tokens = 0
 
     def add_token(self, token: int) -> None:
@@ -128,18 +125,24 @@ class Broken:
 
     def _fail_at(self, place: str, now: bool) -> None:
         if place == self._place and now:
-            raise RuntimeError(f"the tokenizer broke in {place}")
+            raise self._error
 
 
-@pytest.mark.parametrize("place", ["add_token", "last_segment", "finish"])
-async def test_a_tokenizer_that_breaks_anywhere_fails_its_own_request_only(models: Models, place: str) -> None:
+async def test_a_tokenizer_that_breaks_anywhere_fails_its_own_request_only(models: Models) -> None:
+    bug, hole = RuntimeError("broke"), TypeError("sequence item 0: expected str instance, NoneType found")
     async with running(models("qwen3").folder, LAYERS) as chain:
         async with Engine(chain) as engine:
-            other = Live(engine, request(tokens_of(3, 1), 40))
-            text: Any = TextParser(Broken(place), ())
-            with pytest.raises(RuntimeError, match=f"broke in {place}"):
-                await engine.answer(request(tokens_of(3), 12), parser=text)
-            assert len((await other.answer()).tokens) == 40
+            other = Live(engine, request(tokens_of(3, 1), 100))
+            for place, error, raised, said in (
+                ("add_token", bug, RuntimeError, "broke"),
+                ("last_segment", bug, RuntimeError, "broke"),
+                ("finish", bug, RuntimeError, "broke"),
+                ("add_token", hole, ModelError, r"no text for token \d+ \(TypeError"),
+            ):
+                text: Any = TextParser(Broken(place, error), ())
+                with pytest.raises(raised, match=said):
+                    await engine.answer(request(tokens_of(3), 12), parser=text)
+            assert len((await other.answer()).tokens) == 100
         await wait_freed(chain)
 
 

@@ -16,7 +16,7 @@ from coordinator.planning.planner import plan
 from coordinator.planning.speeds import NO_SPEEDS, UNMEASURED, Survey
 from protos.brigade_pb2 import LinkReply, MeasureRequest, ProbePart, Speed
 from tests.integration.certificates import Certificates
-from tests.integration.conftest import NETWORK, Models, RunningNode, load_request, opened, serving
+from tests.integration.conftest import NETWORK, Models, RunningNode, load_request, opened, peer_of, serving
 from tests.unit.virtual_time import VirtualTime
 from worker.compute import microbenchmark
 from worker.errors import BrigadeError, ConfigError, FrameError, StageLost
@@ -40,10 +40,7 @@ def quickly_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def peers_of(nodes: Sequence[RunningNode], network: Network = NETWORK) -> AsyncIterator[list[Peer]]:
     async with AsyncExitStack() as stack:
-        peers = [node.peer(network) for node in nodes]
-        for peer in peers:
-            stack.push_async_callback(peer.close)
-        yield peers
+        yield [await stack.enter_async_context(peer_of(node, network)) for node in nodes]
 
 
 async def surveyed(folder: Path, nodes: Sequence[RunningNode]) -> Survey:

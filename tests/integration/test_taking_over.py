@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.cluster.peer import COORDINATOR_ID, Peer
 from protos.brigade_pb2 import Alternative, AttachRequest, Coordinator, Result, Sample
-from tests.integration.conftest import Models, RunningNode, answer, load, load_request, opened, serving
+from tests.integration.conftest import Models, RunningNode, answer, attach, load, load_request, opened, peer_of, serving
 from tests.integration.many import until
 from tests.integration.upstream import attach_request
 from tests.tiny import VOCAB
@@ -32,20 +32,9 @@ def attaching(folder: Path, epoch: int = 1, coordinator: Coordinator = ME) -> At
 async def attached(node: RunningNode, folder: Path, epoch: int = 1) -> AsyncIterator[Peer]:
     """A node that holds layers [2, 4) and belongs to a chain of this process that nobody cares for any more."""
     await load(node, load_request(folder, 2, 4))
-    peer = node.peer()
-    try:
+    async with peer_of(node) as peer:
         await peer.attach(attaching(folder, epoch))
         yield peer
-    finally:
-        await peer.close()
-
-
-async def attach(node: RunningNode, request: AttachRequest) -> None:
-    peer = node.peer()
-    try:
-        await peer.attach(request)
-    finally:
-        await peer.close()
 
 
 @pytest.mark.parametrize("unread", [0, 40])
@@ -85,11 +74,10 @@ async def test_two_coordinators_that_say_no_name_are_not_the_same(models: Models
     folder = models("qwen3").folder
     async with serving(1) as [node]:
         await load(node, load_request(folder, 2, 4))
-        peer = node.peer()
-        await peer.attach(attach_request(folder))
-        with pytest.raises(NodeBusy, match=r"^worker node-1: already serves another coordinator"):
-            await attach(node, attach_request(folder))
-        await peer.close()
+        async with peer_of(node) as peer:
+            await peer.attach(attach_request(folder))
+            with pytest.raises(NodeBusy, match=r"^worker node-1: already serves another coordinator"):
+                await attach(node, attach_request(folder))
 
 
 async def test_it_may_do_so_while_the_node_still_tries_to_reach_the_next_stage(models: Models) -> None:
@@ -138,24 +126,23 @@ async def test_a_hop_that_is_refused_is_named_with_who_was_expected(models: Mode
     request.predecessor_name = "max"
     async with serving(1) as [node]:
         await load(node, request.loaded)
-        peer = node.peer()
-        await peer.attach(request)
-        link = peer.link(1, 3, "air")
-        with pytest.raises(FrameError, match=r"a hop of .*\('1', '0'\) from max, got \('1', '3'\) from air$"):
-            await link.wait_open()
-        await link.close()
-        await peer.close()
+        async with peer_of(node) as peer:
+            await peer.attach(request)
+            link = peer.link(1, 3, "air")
+            with pytest.raises(FrameError, match=r"a hop of .*\('1', '0'\) from max, got \('1', '3'\) from air$"):
+                await link.wait_open()
+            await link.close()
 
 
 async def test_every_stage_is_told_who_comes_before_it_and_how_long_the_chain_is(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[AttachRequest] = []
-    attach = Peer.attach
+    attach_now = Peer.attach
 
     async def note(peer: Peer, request: AttachRequest) -> None:
         told.append(request)
-        await attach(peer, request)
+        await attach_now(peer, request)
 
     monkeypatch.setattr(Peer, "attach", note)
     async with serving(2) as nodes, opened(models("qwen3").folder, (1, 2, 1), nodes):
@@ -167,11 +154,8 @@ async def test_every_stage_is_told_who_comes_before_it_and_how_long_the_chain_is
 
 async def test_a_node_says_which_life_it_lives() -> None:
     async def incarnation(node: RunningNode) -> str:
-        peer = node.peer()
-        try:
+        async with peer_of(node) as peer:
             return (await peer.hello()).incarnation
-        finally:
-            await peer.close()
 
     async with serving(2) as [node, other]:
         first = await incarnation(node)

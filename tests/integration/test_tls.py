@@ -15,7 +15,7 @@ from coordinator.cluster.peer import Peer
 from coordinator.deploy.certificates import Authority
 from protos.brigade_pb2 import Coordinator
 from tests.integration.certificates import Certificates, Shown
-from tests.integration.conftest import NETWORK, Models, RunningNode, answer, load_request, opened, serving
+from tests.integration.conftest import Models, RunningNode, answer, load_request, opened, peer_of, serving
 from tests.integration.upstream import attach_request
 from tests.tiny import VOCAB
 from worker.errors import CallerRefused, ConfigError, FrameError, StageLost
@@ -37,15 +37,6 @@ def certificates(tmp_path: Path) -> Certificates:
 def short_hello(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is waited for: whoever does not answer here never will."""
     monkeypatch.setattr(Peer.hello, "__defaults__", (0.3,))
-
-
-@asynccontextmanager
-async def peer_of(node: RunningNode, network: Network, name: str = "") -> AsyncIterator[Peer]:
-    peer = Peer(name or node.name, [node.address], network)
-    try:
-        yield peer
-    finally:
-        await peer.close()
 
 
 async def test_three_nodes_with_right_certificates_make_the_tokens_of_the_whole_model(
@@ -117,7 +108,7 @@ async def test_a_worker_with_the_certificate_of_another_name_is_refused_whatever
 ) -> None:
     async with (
         serving(1, network_of=certificates.network) as [node],
-        peer_of(node, certificates.coordinator(), "node-2") as peer,
+        peer_of(node, certificates.coordinator(), name="node-2") as peer,
     ):
         with pytest.raises(ConfigError, match=r"^worker node-2: its certificate carries another name"):
             await peer.hello()
@@ -126,7 +117,7 @@ async def test_a_worker_with_the_certificate_of_another_name_is_refused_whatever
 async def test_names_in_capitals_are_names(certificates: Certificates) -> None:
     async with (
         serving(1, network_of=lambda name: certificates.network(name.upper())) as [node],
-        peer_of(node, certificates.coordinator(), "Node-1") as peer,
+        peer_of(node, certificates.coordinator(), name="Node-1") as peer,
     ):
         assert (await peer.hello()).node == "node-1"
 
@@ -197,11 +188,13 @@ async def test_an_older_version_of_tls_is_refused(certificates: Certificates) ->
     context = tls_context(certificates.authority.issue("coordinator", Role.COORDINATOR))
     context.set_alpn_protocols(["h2"])
     context.maximum_version = ssl.TLSVersion.TLSv1_2
-    async with serving(1, network_of=certificates.network) as [node], encrypting(node, context) as address:
-        peer = Peer(node.name, [address], NETWORK)
+    async with (
+        serving(1, network_of=certificates.network) as [node],
+        encrypting(node, context) as address,
+        peer_of(node, address=address) as peer,
+    ):
         with pytest.raises(ConfigError, match=r"^worker node-1: expected .* TLSv1\.3, got one by TLSv1\.2"):
             await peer.hello()
-        await peer.close()
 
 
 def tls_context(path: Path) -> ssl.SSLContext:

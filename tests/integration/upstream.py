@@ -18,11 +18,7 @@ from protos.brigade_pb2 import (
     Timing,
     Window,
 )
-from tests.integration.conftest import (
-    load,
-    load_request,
-    serving,
-)
+from tests.integration.conftest import load, load_request, peer_of, serving
 from worker.memory.history import History
 from worker.node.framing import checksum_seed, cut, write_part
 from worker.node.hop import Link
@@ -71,8 +67,7 @@ async def feeding(folder: Path, epoch: int = 1, stage: int = 0) -> AsyncIterator
     async with serving(1) as [node]:
         await load(node, load_request(folder, 2, 4))
         async with AsyncExitStack() as stack:
-            peer = node.peer()
-            stack.push_async_callback(peer.close)
+            peer = await stack.enter_async_context(peer_of(node))
             await peer.attach(attach_request(folder))
             link = peer.link(epoch, stage)
             stack.push_async_callback(link.close)
