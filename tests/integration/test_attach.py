@@ -12,12 +12,7 @@ import pytest
 
 from coordinator.cluster.peer import COORDINATOR_ID, Peer
 from coordinator.engine.engine import Engine
-from protos.brigade_pb2 import (
-    AttachRequest,
-    Cache,
-    Frame,
-    Opening,
-)
+from protos.brigade_pb2 import AttachRequest, Cache, Frame, Opening
 from tests.integration.conftest import (
     CHUNK,
     Models,
@@ -91,11 +86,7 @@ async def test_a_second_coordinator_is_refused_and_the_first_goes_on(models: Mod
 async def test_a_node_loads_while_the_chain_of_the_others_runs(models: Models) -> None:
     """It was lost, and is back: the chain goes on without it until it has loaded."""
     whole = models("qwen3")
-    async with (
-        serving(2) as nodes,
-        opened(whole.folder, (2, 2), nodes[:1]) as chain,
-        Engine(chain) as engine,
-    ):
+    async with serving(2) as nodes, opened(whole.folder, (2, 2), nodes[:1]) as chain, Engine(chain) as engine:
         live = Live(engine, many_request(tokens_of(9), 60))
         await live.wait_pieces(1)
         returned = load_request(whole.folder, 1, 4)
@@ -154,11 +145,7 @@ async def test_a_shard_of_another_model_that_was_loaded_meanwhile_is_refused(
 
 @pytest.mark.parametrize("failing", [1, 2])
 async def test_an_error_in_a_stage_names_its_node_and_leaves_the_nodes_usable(
-    models: Models,
-    monkeypatch: pytest.MonkeyPatch,
-    worker_caches: References,
-    without_collector: None,
-    failing: int,
+    models: Models, monkeypatch: pytest.MonkeyPatch, worker_caches: References, without_collector: None, failing: int
 ) -> None:
     whole = models("qwen3")
     run: Callable[..., mx.array] = Shard.__call__

@@ -36,7 +36,7 @@ def sliding(folder: Any, size: int) -> Recompute:
 
 async def test_full_is_what_a_session_gets_that_does_not_say(models: Models) -> None:
     async with running(models("qwen3", **MASKED).folder, (1, 3)) as chain:
-        for kind, window in [*VERIFIED, ("diffusion-fast", 8)]:
+        for kind, window in [*VERIFIED[::2], ("diffusion-fast", 8)]:
             said = await answer(chain, kind, window, cache=FULL)
             unsaid = await answer(chain, kind, window, cache=Cache())
             assert said.tokens == unsaid.tokens

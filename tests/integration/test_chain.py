@@ -11,24 +11,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from coordinator.sessions.scheduler import Scheduler
-from coordinator.sessions.slots import cache_costs
-from protos.brigade_pb2 import (
-    Frame,
-    Opening,
-    Sampling,
-)
-from tests.integration.conftest import (
-    CHUNK,
-    Models,
-    answer,
-    opened,
-    running,
-    serving,
-)
+from protos.brigade_pb2 import Frame, Opening, Sampling
+from tests.integration.conftest import CHUNK, Models, answer, opened, running, serving
 from tests.integration.upstream import window_of
 from tests.tiny import VOCAB
-from tests.unit.fake_chain import make_session
 from worker.compute.shard import Shard
 
 PROMPT = tuple((5 * i + 3) % VOCAB for i in range(3 * CHUNK + 2))
@@ -77,32 +63,6 @@ async def test_stage_0_starts_the_next_prompt_chunks_before_the_first_result_is_
         assert found.tokens == models("qwen3").tokens(PROMPT, 3)
         third_began, first_was_back = found.passages[2].timings[0].started, found.passages[0].returned
         assert third_began < first_was_back
-
-
-async def test_sessions_in_flight_together_each_get_their_own_tokens(models: Models) -> None:
-    """Prompts of many chunks and of one row, greedy and sampled, interleaved in one pipe; slots are used again."""
-    whole = models("qwen3")
-    samplings = [Sampling(), Sampling(seed=1, temperature=1.2), Sampling(repetition_penalty=1.5), Sampling(seed=1)]
-    prompts = (PROMPT, PROMPT[20:21], PROMPT[1:], PROMPT[5:])
-    wanted = [(prompt, 3 + 2 * i, samplings[i]) for i, prompt in enumerate(prompts)]
-    sessions = [make_session(prompt, n, chunk=CHUNK, sampling=sampling) for prompt, n, sampling in wanted]
-    async with running(whole.folder, (1, 2, 1)) as chain:
-        scheduler = Scheduler(chain.num_stages, cache_costs(chain.plan, chain.spec), last_step=chain.last_step)
-        late = iter(sessions[2:])
-        for session in sessions[:2]:
-            scheduler.submit(session)
-        while any(session.finish_reason is None for session in sessions):
-            while (frame := scheduler.schedule()) is not None:
-                chain.send(frame)
-            for session, _ in scheduler.commit((await chain.receive()).result):
-                if session.finish_reason is not None:
-                    scheduler.close(session)
-                    for another in late:
-                        scheduler.submit(another)
-                        break
-    assert {session.slot for session in sessions} == {0, 1}
-    for session, (prompt, num_tokens, sampling) in zip(sessions, wanted, strict=True):
-        assert session.generated == whole.tokens(prompt, num_tokens, sampling)
 
 
 async def test_a_node_says_how_long_its_engine_has_been_busy_while_it_is(
@@ -197,29 +157,3 @@ async def test_a_window_cuts_what_lies_beyond_its_base_on_every_stage(models: Mo
         found = (await chain.receive()).result.samples[0].token
     assert found == whole.tokens((*kept, *other), 1)[0]
     assert found != whole.tokens((*kept, *rejected, *other), 1)[0]
-
-
-async def test_a_sliding_layer_that_has_let_go_of_rows_refuses_a_base_that_needs_them(models: Models) -> None:
-    """Its cache keeps 256 rows, then only the window's 8: going back by more than it can must not pass unnoticed."""
-    whole = models("gemma3_text")
-    tokens = tuple((3 * i + i * i) % VOCAB for i in range(257))
-    async with running(whole.folder, (2, 2)) as chain:
-        chain.send(Frame(epoch=1, step=50, opened=[Opening(slot=0)], windows=[window_of(tokens[:256], 0)]))
-        await chain.receive()
-        chain.send(Frame(epoch=1, step=51, windows=[window_of(tokens, 256)]))
-        await chain.receive()
-        chain.send(Frame(epoch=1, step=52, windows=[window_of(tokens, 256)]))  # the same again is possible
-        assert (await chain.receive()).result.samples[0].token == whole.tokens(tokens, 1)[0]
-        chain.send(Frame(epoch=1, step=53, windows=[window_of(tokens[:252], 251)]))
-        (failure,) = (await chain.receive()).result.failures
-        assert (failure.slot, failure.kind) == (0, "CacheMismatch") and "251" in failure.message
-
-
-async def test_a_recurrent_layer_refuses_to_go_back(models: Models) -> None:
-    async with running(models("qwen3_5").folder, (2, 2)) as chain:
-        chain.send(Frame(epoch=1, step=50, opened=[Opening(slot=0)], windows=[window_of(PROMPT[:6], 0)]))
-        await chain.receive()
-        chain.send(Frame(epoch=1, step=51, windows=[window_of(PROMPT[:6], 4)]))
-        (failure,) = (await chain.receive()).result.failures
-        assert failure.kind == "CacheMismatch"
-        assert failure.message == "a recurrent layer cannot be cut to 4 tokens: its state is at 6"

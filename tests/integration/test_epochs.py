@@ -4,32 +4,27 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.deployment import Deployment, OwnCopy, OwnNode, load_worker
-from coordinator.decoding.decode import Decode
 from coordinator.engine.engine import Engine
-from coordinator.planning.plan import Node, Objective, Plan
+from coordinator.planning.plan import Node, Objective
 from coordinator.planning.planner import plan
 from coordinator.planning.speeds import NO_SPEEDS
-from coordinator.sessions.session import SessionState
-from protos.brigade_pb2 import Frame, Opening, Result, Sampling
+from protos.brigade_pb2 import Frame, Opening, Result
 from tests.integration.conftest import Models, running, serving
-from tests.integration.many import Live, request, solo, tokens_of, until
+from tests.integration.many import Live, request, solo, tokens_of
 from tests.integration.upstream import window_of
-from tests.integration.windows import MASKED
 from worker.compute.shard import Shard
-from worker.errors import BrigadeError, FrameError, QueueFull, StageLost
+from worker.errors import BrigadeError, FrameError, StageLost
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
 
 Held = Callable[[], None]
-
-DECODES = [Decode(), Decode("ngram"), Decode("diffusion", 8), Decode("diffusion-fast", 8)]
 
 
 @dataclass
@@ -76,26 +71,6 @@ async def loaded(folder: Path, layers: Sequence[int]) -> AsyncIterator[Cluster]:
             yield Cluster(own, deployment, chains)
 
 
-async def test_requests_go_on_after_lost_chains_with_the_tokens_of_the_unfailed_run(models: Models) -> None:
-    """Greedy and sampled, every decoder, penalties: while some stream and one is still fed its prompt."""
-    folder = models("qwen3", **MASKED).folder
-    penalised = Sampling(seed=5, temperature=0.9, repetition_penalty=1.3)
-    asked = [request(tokens_of(5 + 9 * i, i), 24, decode, sampling=sampling)
-             for i, decode in enumerate(DECODES) for sampling in (Sampling(), penalised)]  # fmt: skip
-    async with running(folder, (1, 2, 1)) as chain:
-        expected = await solo(chain, asked)
-    async with loaded(folder, (1, 2, 1)) as cluster, Engine(await cluster.open(), when_lost=cluster.open) as engine:
-        live = [Live(engine, each) for each in asked]
-        for _ in range(2):
-            before = live[0].num_pieces
-            await live[0].wait_pieces(before + 3)
-            cluster.deployment.peers[1].detach()  # the last worker leaves the chain
-        found = [await each.answer() for each in live]
-    assert cluster.epoch == 3
-    assert [each.tokens for each in found] == [each.tokens for each in expected]
-    assert [each.text for each in found] == [each.text for each in expected]
-
-
 async def test_a_chain_is_opened_again_without_reading_a_tensor(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,35 +80,6 @@ async def test_a_chain_is_opened_again_without_reading_a_tensor(
         [before] = await solo(await cluster.open(), [request(tokens_of(9), 6)])
         [after] = await solo(await cluster.open(), [request(tokens_of(9), 6)])
     assert before.tokens == after.tokens
-
-
-async def test_an_answer_that_has_begun_waits_for_memory_on_the_next_chain_without_a_deadline(models: Models) -> None:
-    """The last worker comes back with room for one session only."""
-    async with loaded(models("qwen3").folder, (2, 2)) as cluster:
-
-        async def open_narrow(error: BrigadeError) -> Chain:
-            chain = await cluster.open()
-            chain.plan = narrowed(chain)
-            return chain
-
-        async with Engine(await cluster.open(), when_lost=open_narrow, max_wait_s=0.01) as engine:
-            live = [Live(engine, request(tokens_of(5, i), 100)) for i in range(2)]
-            for each in live:
-                await each.wait_pieces(2)
-            cluster.deployment.peers[0].detach()
-            await until(lambda: any(session.state is SessionState.REPLAYING for session in engine.sessions))
-            with pytest.raises(QueueFull, match="for memory"):
-                await engine.answer(request(tokens_of(5, 7), 200))  # one that has not begun
-            assert [len((await each.answer()).tokens) for each in live] == [100, 100]
-
-
-def narrowed(chain: Chain) -> Plan:
-    """The chain's plan with memory for one cache of 256 rows per stage."""
-    nodes = (
-        replace(node, memory_bytes=node.weight_bytes + chain.spec.reserved_bytes(node.start, node.end, 256))
-        for node in chain.plan.assignments
-    )
-    return replace(chain.plan, assignments=tuple(nodes))
 
 
 async def test_requests_fail_if_no_chain_can_be_opened_again(models: Models) -> None:

@@ -350,6 +350,19 @@ def raw_hybrid(converted: Whole, folder: Path) -> Whole:
     return Whole(folder)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_5"])
+async def test_a_session_replayed_from_its_tokens_on_another_split_goes_on_with_the_same_tokens(
+    models: Models, family: str
+) -> None:
+    """How a failure is survived: prompt and answer so far, fed as a prompt to other nodes. Every draw needs its key."""
+    folder, hot = models(family).folder, Sampling(seed=3, temperature=2.0, top_p=0.99)
+    async with running(folder, FULL) as chain:
+        tokens = (await answer(chain, LONG, 12, hot)).tokens
+    async with running(folder, (3, 1)) as chain:
+        for lost_at in (1, 5, 11):
+            assert (await answer(chain, (*LONG, *tokens[:lost_at]), 12 - lost_at, hot)).tokens == tokens[lost_at:]
+
+
 def test_the_models_of_these_tests_are_told_apart_by_their_tokens(models: Models) -> None:
     """Else equality would prove little: tokens vary along an answer, and with prompt, family, seed and sampling."""
     seen = set()

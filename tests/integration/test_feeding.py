@@ -25,16 +25,7 @@ from coordinator.engine.engine import Engine
 from protos.brigade_pb2 import Feeding, HelloReply, LoadProgress, LoadRequest
 from tests.integration import test_hub
 from tests.integration.certificates import Certificates
-from tests.integration.conftest import (
-    Models,
-    RunningNode,
-    Whole,
-    answer,
-    load_request,
-    opened,
-    peer_of,
-    serving,
-)
+from tests.integration.conftest import Models, RunningNode, Whole, answer, load_request, opened, peer_of, serving
 from tests.integration.layouts import write_layout
 from tests.integration.many import Live, request, tokens_of, until
 from tests.integration.published import PUBLISHED
@@ -240,10 +231,7 @@ async def test_a_worker_with_a_copy_of_its_own_is_sent_nothing(
     models: Models, store_of: StoreOf, taken: list[int]
 ) -> None:
     whole = models("qwen3")
-    async with (
-        serving(1, whole.folder, store_of=store_of) as nodes,
-        opened(whole.folder, (2, 2), nodes) as chain,
-    ):
+    async with serving(1, whole.folder, store_of=store_of) as nodes, opened(whole.folder, (2, 2), nodes) as chain:
         assert (await answer(chain, PROMPT, 4)).tokens == whole.tokens(PROMPT, 4)
     assert not taken and not store_of("node-1").folder.exists()
 

@@ -79,15 +79,6 @@ async def test_what_is_left_in_another_dtype_makes_hidden_states_of_the_dtype_th
         await assert_equal(chain, whole, GREEDY)
 
 
-@pytest.mark.parametrize("method", ["mxfp4", "mxfp8"])
-def test_the_hub_s_own_name_of_a_mode_will_do(models: Models, tmp_path: Path, method: str) -> None:
-    """As gpt-oss has it: no `quantization`, only a `quantization_config` with its method."""
-    folder = models("qwen3", dtype=mx.bfloat16, quantize=MODES[method], config=WIDE).folder
-    (tmp_path / "model").mkdir()
-    renamed = copy_with(folder, tmp_path / "model", quantization=None, quantization_config={"quant_method": method})
-    assert_mlx_lms_logits(renamed, one_layer_shards(renamed, tmp_path))
-
-
 async def test_an_embedding_with_parameters_of_its_own_is_passed_over_where_it_is_not_held(
     models: Models, tmp_path: Path
 ) -> None:

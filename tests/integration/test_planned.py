@@ -138,19 +138,6 @@ async def test_layers_are_where_they_are_wanted_or_fastest(
             assert held(cluster) == expected
 
 
-async def test_what_a_loss_leaves_of_given_layers_is_planned_by_speed(models: Models) -> None:
-    """By bytes it would be two each; the head takes long, but it is faster where the layers are."""
-    whole = models("qwen3")
-    async with workers() as places:
-        given = options(whole.folder, places).with_layers((1, 1, 2))
-        async with opened(given) as cluster, Engine(cluster.chain, when_lost=cluster.reopen) as engine:
-            live = Live(engine, request(PROMPT, 16))
-            await live.wait_pieces(3)
-            await places[1].stop()
-            assert (await live.answer()).tokens == whole.tokens(PROMPT, 16)
-            assert held(cluster) == {"coordinator": 1, "fast": 3}
-
-
 @pytest.mark.parametrize(("order", "expected"), [(FREE, ["slow", "fast"]), (FIXED, ["fast", "slow"])])
 async def test_workers_change_places_unless_their_order_is_fixed(
     models: Models, monkeypatch: pytest.MonkeyPatch, order: str, expected: list[str]

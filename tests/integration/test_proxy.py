@@ -11,7 +11,6 @@ from tests.integration.many import until
 from tools.proxy import Proxy, Way
 
 LONG = bytes(range(256)) * 20
-SOON_S = 10.0
 
 
 class End:

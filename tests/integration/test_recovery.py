@@ -23,10 +23,9 @@ from coordinator.planning.planner import plan
 from coordinator.planning.recovery import Limits
 from coordinator.planning.speeds import NO_SPEEDS
 from coordinator.sessions.output import Answer
-from coordinator.sessions.request import Request, most_rows
-from coordinator.sessions.slots import cache_costs
+from coordinator.sessions.request import Request
 from coordinator.sessions.text import TextParser
-from protos.brigade_pb2 import Frame, Sampling
+from protos.brigade_pb2 import Sampling
 from tests.integration.conftest import ANYWHERE, NETWORK, Models, running
 from tests.integration.many import Live, request, solo, tokens_of, until
 from tests.integration.windows import MASKED, Words
@@ -416,58 +415,6 @@ async def test_a_node_whose_engine_hangs_is_done_without_though_it_answers(
             release.set()
         assert rig.cluster.chain.plan.layers == [2, 2]
         assert "worker node-2: its engine has been at one step" in "".join(rig.said)
-
-
-async def test_a_poison_request_fails_alone_and_the_cluster_goes_on(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever node is given a certain token ends; here: leaves the chain."""
-    others = [each for each in ASKED if 91 not in each.prompt][:5]
-    expected = await unfailed(folder, others)
-    poison = request((*tokens_of(12, 4), 95), 20)
-    send = Chain.send
-    async with supervised(folder, COMES_BACK) as rig, rig.engine() as engine:
-
-        def crash(chain: Chain, frame: Frame) -> None:
-            send(chain, frame)
-            if any(95 in window.tokens[-1:] and window.base + len(window.tokens) == 13 for window in frame.windows):
-                chain.deployment.peers[1].detach()
-
-        monkeypatch.setattr(Chain, "send", crash)
-        live = [Live(engine, each) for each in others]
-        bad = Live(engine, poison)
-        with pytest.raises(StageLost, match=r"given up: the chain was lost 3 times without a token of it in between"):
-            await bad.answer()
-        assert_equal([await each.answer() for each in live], expected)
-        assert_equal([await engine.answer(others[0])], expected[:1])
-
-
-async def test_a_request_that_no_longer_fits_waits_and_one_that_never_can_ends_with_what_it_has(folder: Path) -> None:
-    """Of four nodes with room for all three of them three are left, of which one has room for one small one."""
-    spec = describe(open_folder(folder))
-    memory = max(spec.shard_bytes(i, i + 1) for i in range(4)) + 4 * spec.reserved_bytes(0, 1, 100)
-    large = request(tokens_of(5, 1), 500)
-    small = [request(tokens_of(6, i), 90) for i in range(2)]
-    expected, [whole] = await unfailed(folder, small), await unfailed(folder, [large])
-    async with supervised(folder, IS_GONE, (1, 1, 1, 1), memory, 64) as rig, rig.engine() as engine:
-        await check_it_fits(rig, [*small, large])
-        live = [Live(engine, each) for each in (*small, large)]
-        for each in live:
-            await each.wait_pieces(2)
-        await rig.places[0].stop()
-        found = await live[2].answer()
-        assert (found.finish_reason, found.tokens) == ("length", whole.tokens[: len(found.tokens)])
-        assert 2 <= len(found.tokens) < 500
-        assert_equal([await each.answer() for each in live[:2]], expected)
-
-
-async def check_it_fits(rig: Rig, asked: Sequence[Request]) -> None:
-    """All at once on the first plan: or the test would claim nothing."""
-    chain = rig.cluster.chain
-    costs = cache_costs(chain.plan, chain.spec)
-    needed = [costs.bytes_of(each.cache, most_rows(each, chain.spec.context)) for each in asked]
-    for stage, budget in enumerate(costs.budgets):
-        assert sum(each[stage] for each in needed) <= budget, (stage, needed, budget)
 
 
 @pytest.mark.parametrize("which", [0, 1])

@@ -7,14 +7,7 @@ from typing import Any
 import pytest
 
 from protos.brigade_pb2 import DTYPE_BFLOAT16, DTYPE_FLOAT32, DTYPE_UNSPECIFIED, Frame, Tensor, Timing
-from tests.integration.conftest import (
-    NETWORK,
-    Models,
-    Pass,
-    load,
-    load_request,
-    serving,
-)
+from tests.integration.conftest import NETWORK, Models, Pass, load, load_request, serving
 from tests.integration.upstream import D, feeding, frame, parts_of, tensor
 from worker.errors import FrameError
 from worker.node.hop import Link

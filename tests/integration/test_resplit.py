@@ -5,22 +5,8 @@ from pathlib import Path
 
 from tests.integration.conftest import load, load_request, serving
 from tests.tiny import make_model
-from worker.compute.shard import Shard
 from worker.model.checkpoint import open_folder
 from worker.model.contents import contents_of
-
-
-def test_layers_that_stay_are_the_very_arrays_and_the_others_are_let_go_of(tmp_path: Path) -> None:
-    checkpoint = open_folder(make_model(tmp_path / "model"))
-    first = Shard(checkpoint, 0, 3)
-    first.materialise(lambda nbytes: None)
-    held = before = first.tensors
-    kept = dict(before)
-    second = Shard(checkpoint, 1, 4, held)
-    assert not held, "whoever still has it must not keep what is not needed"
-    shared = second.tensors.keys() & kept.keys()
-    assert {name.split(".")[2] for name in shared} == {"1", "2"}
-    assert all(second.tensors[name] is kept[name] for name in shared)
 
 
 def test_a_node_keeps_the_layers_that_it_has_when_it_is_given_others(tmp_path: Path) -> None:

@@ -15,20 +15,11 @@ from coordinator.sessions.request import Request
 from coordinator.sessions.text import TextParser
 from protos.brigade_pb2 import Frame
 from tests.integration.conftest import CHUNK, Models, opened, running, serving
-from tests.integration.many import (
-    Frames,
-    Live,
-    request,
-    running_within,
-    solo,
-    tokens_of,
-    wait_freed,
-    wait_slots,
-)
+from tests.integration.many import Frames, Live, request, running_within, solo, tokens_of, wait_freed, wait_slots
 from tests.integration.many import frames as frames
 from tests.integration.windows import MASKED, Words
 from worker.compute.shard import Shard
-from worker.errors import InputError, ModelError, QueueFull, StageLost
+from worker.errors import ModelError, StageLost
 
 FOREVER = 450  # tokens: more than any test waits for
 STREAMS = [request(tokens_of(4 + 9 * i, i), 24, seed=i, temperature=i % 2) for i in range(3)]
@@ -94,25 +85,6 @@ async def test_cancelling_while_the_prompt_is_fed_frees_its_slot_and_changes_nob
     assert [each.tokens for each in found] == [each.tokens for each in alone]
 
 
-async def test_cancelling_while_waiting_leaves_no_trace_and_lets_the_next_one_in(models: Models) -> None:
-    asked = request(tokens_of(9, 1), 12)
-    async with running_within(models("qwen3").folder, (2, 2), 256) as chain:
-        [alone] = await solo(chain, [asked])
-        async with Engine(chain) as engine:
-            first = Live(engine, request(tokens_of(9), 60))
-            await first.wait_pieces(2)
-            waiting = [Live(engine, request(tokens_of(9, i), 60)) for i in range(2, 6)]
-            last = Live(engine, asked)
-            await first.wait_pieces(4)
-            assert engine.scheduler.num_waiting == 5
-            for each in waiting:
-                await assert_cancelled(each)
-            assert engine.scheduler.num_waiting == 1 and not first.task.done()
-            assert (await last.answer()).tokens == alone.tokens
-            assert all(each.num_pieces == 0 for each in waiting)
-            assert len((await first.answer()).tokens) == 60
-
-
 async def test_many_cancels_at_once_free_all_their_slots_and_leave_the_others(models: Models) -> None:
     """While waiting, while prompts are fed and while decoding."""
     async with running(models("qwen3", **MASKED).folder, (1, 2, 1)) as chain:
@@ -149,29 +121,6 @@ async def test_a_slot_that_was_freed_serves_the_next_request_rightly(models: Mod
 
 
 # --- who is refused, who fails --------------------------------------------------------------------------------------
-
-
-async def test_a_request_that_could_never_fit_is_refused_and_the_others_go_on(models: Models) -> None:
-    async with running_within(models("qwen3").folder, (1, 3), 256) as chain:
-        [alone] = await solo(chain, STREAMS[:1])
-        async with Engine(chain) as engine:
-            live = Live(engine, STREAMS[0])
-            await live.wait_pieces(2)
-            with pytest.raises(InputError, match="KiB of cache on coordinator"):
-                await engine.answer(request(tokens_of(300, 9), 3))
-            cut = await engine.answer(request(tokens_of(220, 9), 300))
-            assert (len(cut.tokens), cut.finish_reason) == (256 - 220, "length"), "as many as there is memory for"
-            assert (await live.answer()).tokens == alone.tokens
-
-
-async def test_one_request_too_many_waiting_is_refused_and_the_others_go_on(models: Models) -> None:
-    async with running_within(models("qwen3").folder, (2, 2), 256) as chain, Engine(chain) as engine:
-        engine.scheduler.slots.max_waiting = 2
-        live = [Live(engine, request(tokens_of(5, i), 20)) for i in range(3)]
-        await live[0].wait_pieces(1)
-        with pytest.raises(QueueFull, match="2 requests wait already"):
-            await engine.answer(request(tokens_of(5, 7), 20))
-        assert [len((await each.answer()).tokens) for each in live] == [20] * 3
 
 
 async def test_an_exception_in_one_requests_emit_fails_that_request_alone(models: Models) -> None:

@@ -114,14 +114,6 @@ async def test_a_worker_with_the_certificate_of_another_name_is_refused_whatever
             await peer.hello()
 
 
-async def test_names_in_capitals_are_names(certificates: Certificates) -> None:
-    async with (
-        serving(1, network_of=lambda name: certificates.network(name.upper())) as [node],
-        peer_of(node, certificates.coordinator(), name="Node-1") as peer,
-    ):
-        assert (await peer.hello()).node == "node-1"
-
-
 async def test_only_a_coordinator_may_ask_load_and_attach(models: Models, certificates: Certificates) -> None:
     folder = models("qwen3").folder
     async with (
@@ -146,10 +138,7 @@ async def test_only_a_coordinator_may_ask_load_and_attach(models: Models, certif
 
 async def test_frames_come_from_the_predecessor_of_the_plan_only(models: Models, certificates: Certificates) -> None:
     folder = models("qwen3").folder
-    async with (
-        serving(1, network_of=certificates.network) as [node],
-        peer_of(node, certificates.coordinator()) as peer,
-    ):
+    async with serving(1, network_of=certificates.network) as [node], peer_of(node, certificates.coordinator()) as peer:
         request = attach_request(folder)
         request.predecessor_name = "studio"
         await peer.load(request.loaded, lambda report: None)

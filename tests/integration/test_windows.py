@@ -171,12 +171,6 @@ async def test_the_chain_learns_what_its_steps_cost(models: Models, monkeypatch:
         assert num_frames - len(seen) >= 5, "chunks that queue behind each other tell nothing of what one costs"
 
 
-async def test_rows_that_only_pad_are_counted_as_rows(models: Models) -> None:
-    async with running(models("qwen3", **MASKED).folder, (4,)) as chain:
-        found = await answer(chain, "diffusion-fast", 5, prompt=PROMPT[:1], num_tokens=1, threshold=0.0)
-    assert found.usage.num_steps == 1 and found.usage.num_rows == 2
-
-
 def test_the_answers_of_these_tests_vary(models: Models) -> None:
     """Else equality would prove little."""
     whole: Whole = models("qwen3", **MASKED)

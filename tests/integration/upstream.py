@@ -8,16 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.cluster.peer import Peer
-from protos.brigade_pb2 import (
-    DTYPE_FLOAT32,
-    AttachRequest,
-    Frame,
-    Opening,
-    Result,
-    Tensor,
-    Timing,
-    Window,
-)
+from protos.brigade_pb2 import DTYPE_FLOAT32, AttachRequest, Frame, Opening, Result, Tensor, Timing, Window
 from tests.integration.conftest import load, load_request, peer_of, serving
 from worker.memory.history import History
 from worker.node.framing import checksum_seed, cut, write_part

@@ -218,14 +218,6 @@ def assert_same_samples(found: Answer, expected: Answer, what: str) -> None:
         assert [a.logprob for a in one.alternatives] == pytest.approx([a.logprob for a in other.alternatives], abs=1e-4)
 
 
-def by_slot(result: Result) -> dict[int, tuple[list[Sample], list[Sample]]]:
-    answers: dict[int, tuple[list[Sample], list[Sample]]] = {}
-    for kind, samples in enumerate((result.samples, result.guesses)):
-        for sample in samples:
-            answers.setdefault(sample.slot, ([], []))[kind].append(sample)
-    return answers
-
-
 class Words(SimpleNamespace):
     """A detokenizer whose text is the ids."""
 
