@@ -176,12 +176,17 @@ WRONG: dict[str, tuple[Frame, tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("way", SAMPLINGS)
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_5"])
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize(
+    ("family", "name", "way"),
+    [
+        pytest.param(family, name, way, marks=() if (i + j + k) % 3 == 0 else pytest.mark.matrix)
+        for i, family in enumerate(["qwen3", "gemma3_text", "qwen3_5"])
+        for j, name in enumerate(WRONG)
+        for k, way in enumerate(SAMPLINGS)
+        if (family, name) != ("qwen3_5", "another token instead")  # a recurrent layer takes nothing back
+    ],
+)
 def test_a_step_that_is_not_asked_for_leaves_no_trace(models: Models, family: str, name: str, way: str) -> None:
-    if (family, name) == ("qwen3_5", "another token instead"):
-        pytest.skip("a recurrent layer takes nothing back")
     frame, tokens = WRONG[name]
     results = []
     for each in (way, f"not {way}"):

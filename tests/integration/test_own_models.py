@@ -76,21 +76,8 @@ async def test_no_path_that_a_coordinator_names_is_opened(
     monkeypatch.chdir(root)
     request = load_request(outside, 2, 4)  # it would be loaded, were it opened
     names = [str(outside), "../outside", f"{root}/../outside", f"{root}/link", "link", "outside", "nested/../link"]
-    names += [
-        "/etc",
-        "/",
-        "",
-        ".",
-        "..",
-        "~",
-        "loop",
-        "file",
-        "deep",
-        f"{root}/nested/deep",
-        "x\0",
-        "x" * 70_000,
-        "é/../..@..",
-    ]
+    names += ["/etc", "/", "", ".", "..", "~", "loop", "file", "deep", f"{root}/nested/deep", "x\0", "x" * 70_000]
+    names += ["é/../..@.."]
     async with serving(1, ModelSources(roots=(root, root / "not there"))) as [node]:
         for name in names:
             request.model = name
