@@ -125,7 +125,7 @@ def two_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Return once the condition holds: for what tells nobody, asked now and then."""
+    """Return once the condition holds: for a state that sends no notice, polled."""
     async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
@@ -142,7 +142,7 @@ async def wait_slots(chain: Chain, count: int) -> None:
 
 
 async def _wait_statuses(chain: Chain, is_it: Callable[[StatusReply], bool]) -> None:
-    """A node tells nobody when its state changes: it is asked now and then, and left its time in between."""
+    """A node sends no notice when its state changes: poll it."""
     async with asyncio.timeout(60):
         while not all(map(is_it, await chain.statuses())):  # noqa: ASYNC110
             await asyncio.sleep(0.005)

@@ -49,7 +49,7 @@ class Cables:
 
     @asynccontextmanager
     async def directly(self, place: Place) -> AsyncIterator[Sequence[str]]:
-        """Nothing is between: whoever has ended refuses connections."""
+        """Nothing is between: the port of a process that has ended refuses connections."""
         yield [place.address, place.address.replace("127.0.0.1", "localhost")]
 
 
@@ -93,7 +93,7 @@ async def test_a_node_that_is_not_awaited_is_asked_at_its_second_address_before_
         assert rig.cluster.chain.peers[1].address == cables.second.address
 
 
-async def test_and_one_whose_process_has_ended_holds_nobody_up_at_either(
+async def test_a_process_that_has_ended_costs_no_wait_at_any_address(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coordinator.cluster.cluster._ASK_S", 20.0)

@@ -259,7 +259,7 @@ def test_a_long_step_has_one_behind_it_and_not_two(models: Models, monkeypatch: 
 
 
 def test_nothing_is_launched_into_a_cache_that_has_no_room(models: Models) -> None:
-    """It would let go of rows, or take memory, for a step that nobody may ask for."""
+    """It would let go of rows, or take memory, for a step that may never be asked for."""
     checkpoint = open_folder(models("qwen3").folder)
     engine = Executor(Shard(checkpoint, 0, 4), 0, describe(checkpoint).dtype)
     tokens = tuple(tokens_of(256, 1))
@@ -284,7 +284,7 @@ def test_a_forward_that_looks_at_numbers_is_known(tmp_path: Path) -> None:
 
 
 def test_a_slot_that_has_failed_is_not_gone_on_with(models: Models) -> None:
-    """Its next draw would be refused as this one was, when nobody has asked for it."""
+    """Its next draw would be refused as this one was, though it was not asked for."""
     whole = models("qwen3")
     checkpoint = open_folder(whole.folder)
     engine = Executor(Shard(checkpoint, 0, 4), 0, describe(checkpoint).dtype)

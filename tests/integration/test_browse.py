@@ -15,7 +15,7 @@ from worker.platform.interfaces import Interface
 
 
 class Noting(ServiceListener):
-    """Asks nobody for the rest."""
+    """Does not resolve what it hears of."""
 
     num_asked = 0
 

@@ -1,4 +1,4 @@
-"""A node that is about to end: what runs may finish, what waits is told, what is kept delays nobody."""
+"""A node that is about to end: running requests finish, waiting ones are refused, kept prefixes cause no delay."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -58,7 +58,7 @@ async def test_running_sessions_finish_and_no_other_begins(models: Models, drain
 
 @pytest.mark.parametrize("draining", [0, 1])
 async def test_kept_prefixes_are_let_go_at_once(models: Models, draining: int) -> None:
-    """Nothing else would free them: their coordinator keeps its engine open, and nobody asks anything of it."""
+    """Nothing else would free them: their coordinator keeps its engine open, and it gets no request."""
     async with serving(2) as nodes, opened(models("qwen3").folder, (1, 2, 1), nodes) as chain, Engine(chain) as engine:
         for seed in range(3):
             await engine.answer(request(tokens_of(20, seed), 3))

@@ -173,7 +173,7 @@ def ask(connection: socket.socket, said: bytes) -> bytes:
     return connection.recv(64)
 
 
-async def test_a_port_takes_one_connection_and_answers_who_knows_the_token() -> None:
+async def test_a_port_takes_one_connection_and_answers_only_the_right_token() -> None:
     async with serving(1) as [node], peer_of(node) as peer:
         async with peer.listening(TRANSPORT_TCP) as listener:
             assert await talk(listener, listener.token + bytes(64)) == bytes(64)
@@ -187,7 +187,7 @@ async def test_a_port_takes_one_connection_and_answers_who_knows_the_token() -> 
             assert await talk(listener, bytes(32)) == b""
 
 
-async def test_a_port_is_closed_with_the_call_that_opened_it_and_when_nobody_comes(
+async def test_a_port_is_closed_with_the_call_that_opened_it_and_when_it_is_unused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with serving(1) as [node], peer_of(node) as peer:
@@ -217,7 +217,7 @@ async def until_closed(listener: Listener) -> None:
                 return
 
 
-async def test_who_says_nothing_at_a_port_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_connection_to_a_port_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "_TALK_S", 0.05)
     async with serving(1) as [node], peer_of(node) as peer, peer.listening(TRANSPORT_TCP) as listener:
         with contextlib.suppress(ConnectionError):  # it may be closed before that is sent
@@ -243,7 +243,7 @@ async def test_an_encrypted_port_takes_certificates_of_the_cluster_only_and_is_m
         assert re.search(error, line.error)
 
 
-async def test_a_port_for_plain_grpc_answers_a_probe_of_who_knows_the_token_and_nothing_else() -> None:
+async def test_a_port_for_plain_grpc_answers_probes_with_the_right_token_and_nothing_else() -> None:
     async with serving(1) as [node], peer_of(node) as peer:
         async with peer.listening(TRANSPORT_GRPC) as listener:
             wrong = Listener(transport=TRANSPORT_GRPC, port=listener.port, token=bytes(32))
@@ -278,7 +278,7 @@ async def test_ports_are_opened_only_where_the_node_listens_anyway() -> None:
         network.tls_context(server=True)
 
 
-async def test_tokens_of_another_size_are_sent_to_nobody() -> None:
+async def test_tokens_of_another_size_are_not_sent() -> None:
     async with serving(2) as [first, second], peer_of(first) as one, peer_of(second) as two:
         for listeners in ([Listener(port=1, token=b"GET / HTTP/1.1")], [Listener(port=1, token=bytes(32))] * 5):
             with pytest.raises(FrameError, match="expected at most 4 listeners with tokens of 32 bytes"):

@@ -131,7 +131,7 @@ async def test_a_small_file_of_the_same_size_is_sent_anew(store: WeightsCache, w
         assert found.read_bytes() == content
 
 
-async def test_a_file_that_somebody_else_receives_is_waited_for_however_long(
+async def test_a_file_that_another_transfer_receives_is_waited_for_however_long(
     store: WeightsCache, wanted: LoadRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(feeding_module, "_ASK_AGAIN_S", 0)
@@ -338,7 +338,7 @@ async def test_a_worker_that_has_more_than_there_is_or_less_than_before_is_refus
         await server.stop(None)
 
 
-async def test_a_worker_s_certificate_feeds_nobody(tmp_path: Path) -> None:
+async def test_a_worker_s_certificate_may_not_send_weights(tmp_path: Path) -> None:
     certificates = Certificates(tmp_path)
     async with (
         serving(

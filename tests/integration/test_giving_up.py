@@ -1,4 +1,4 @@
-"""Requests and runners that are given up: nobody waits for ever, and the chain goes on with whoever comes next."""
+"""Requests and runners that are given up: nothing waits for ever, and the chain serves the next request."""
 
 import asyncio
 import threading
@@ -58,7 +58,7 @@ async def test_leaving_the_runner_fails_its_requests_and_frees_their_slots(
         await assert_serves(models, chain)
 
 
-async def test_whoever_asks_a_runner_that_is_left_or_being_left_is_told_so(models: Models) -> None:
+async def test_an_engine_that_shuts_down_or_has_shut_down_refuses_requests(models: Models) -> None:
     async with running(models("qwen3").folder, (2, 2)) as chain:
         async with Engine(chain) as engine:
             live = Live(engine, request(tokens_of(3), FOREVER))

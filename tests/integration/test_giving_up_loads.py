@@ -1,4 +1,4 @@
-"""Loads that nobody waits for any more stop, and the next one starts; it says so if it has to wait."""
+"""Loads that were given up stop, and the next one starts; it reports that it waits."""
 
 import asyncio
 import threading

@@ -233,7 +233,7 @@ async def test_a_worker_that_grants_credit_without_end_is_refused(models: Models
         await link.close()
 
 
-async def test_results_that_nobody_reads_do_not_pile_up(models: Models) -> None:
+async def test_unread_results_do_not_pile_up(models: Models) -> None:
     """Between two requests, when nothing was asked."""
     async with lying(models) as (liar, chain), asyncio.timeout(60):
         for _ in range(5000):

@@ -64,9 +64,7 @@ async def test_an_address_that_is_not_allowed_is_said_once_and_not_tried_again(
         assert "tried again" not in out.getvalue()
 
 
-async def test_an_error_that_nobody_foresaw_of_a_later_try_is_said(
-    monkeypatch: pytest.MonkeyPatch, thread: MlxThread
-) -> None:
+async def test_an_unexpected_error_of_a_later_try_is_logged(monkeypatch: pytest.MonkeyPatch, thread: MlxThread) -> None:
     monkeypatch.setattr(listening_module, "_AGAIN_S", 0.0)
     out, network = io.StringIO(), Network()
     service = NodeService("mini", thread, network, log=worker_log("mini", out))

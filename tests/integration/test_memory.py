@@ -1,4 +1,4 @@
-"""What a node holds: within the plan's figures, told by request, and let go when nobody uses it."""
+"""What a node holds: within the plan's figures, told by request, and released when it is unused."""
 
 import io
 import weakref
@@ -78,7 +78,7 @@ async def test_a_shard_is_held_while_it_is_used_then_let_go_and_read_again(
     assert out.getvalue().count(": unused for 0.02 s; the next load reads it again\n") == 3
 
 
-async def test_a_worker_lets_go_for_whoever_has_it_and_for_nobody_else(models: Models) -> None:
+async def test_a_worker_unloads_only_for_its_own_coordinator(models: Models) -> None:
     whole = models("qwen3")
     async with serving(1) as [node]:
         async with opened(whole.folder, (2, 2), [node]):

@@ -222,7 +222,7 @@ def test_the_model_of_all_is_for_the_coordinator_to_download(
     assert hub.asked == []
 
 
-def test_what_is_in_the_cache_is_opened_and_nobody_is_asked(
+def test_what_is_in_the_cache_is_opened_without_asking_the_hub(
     hub: Hub, asking: Ask, folder: Path, tmp_path: Path
 ) -> None:
     """The cache has the files of the first layers; of the others it tells what to do."""

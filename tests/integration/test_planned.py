@@ -87,7 +87,7 @@ def room_for_one(folder: Path) -> int:
     return spec.shard_bytes(0, 1) + spec.reserved_bytes(0, 1, 128)
 
 
-async def test_who_is_no_help_is_left_out(models: Models, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_worker_that_makes_it_no_faster_is_left_out(models: Models, capsys: pytest.CaptureFixture[str]) -> None:
     folder = models("qwen3").folder
     async with workers() as places, opened(options(folder, places, own=room_for_one(folder))) as cluster:
         assert held(cluster) == {"coordinator": 1, "fast": 3} and cluster.missing == []
@@ -98,7 +98,9 @@ async def test_who_is_no_help_is_left_out(models: Models, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("has_room", "then"), [(False, {"coordinator": 1, "slow": 3}), (True, {"coordinator": 4})], ids=["tight", "roomy"]
 )
-async def test_who_was_left_out_takes_over_if_that_helps(models: Models, has_room: bool, then: dict[str, int]) -> None:
+async def test_a_worker_that_was_left_out_takes_over_if_that_helps(
+    models: Models, has_room: bool, then: dict[str, int]
+) -> None:
     """Where it does not, the others go on by themselves, as is fastest then, too."""
     whole = models("qwen3")
     own = None if has_room else room_for_one(whole.folder)
@@ -116,7 +118,7 @@ async def test_who_was_left_out_takes_over_if_that_helps(models: Models, has_roo
     ("own_ms", "layers", "objective", "expected"),
     [
         (0.5, None, None, {"coordinator": 4}),  # one Mac alone answers where that is faster
-        (2.0, (1, 1, 2), None, {"coordinator": 1, "fast": 1, "slow": 2}),  # layers that somebody wants are kept
+        (2.0, (1, 1, 2), None, {"coordinator": 1, "fast": 1, "slow": 2}),  # given layers are kept
         # one request would have three layers on the fast one; stages of 6 and 9 ms pass more frames than of 2 and 11
         (2.0, None, "throughput", {"coordinator": 3, "fast": 1}),
     ],

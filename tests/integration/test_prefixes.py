@@ -172,7 +172,7 @@ async def test_a_copy_of_a_slot_whose_prompt_is_still_being_fed_has_what_was_fed
 
 
 @pytest.mark.parametrize("layers", [(4,), (1, 2, 1)], ids=str)
-async def test_kept_prefixes_give_way_to_who_needs_their_memory_and_every_stage_frees_them(
+async def test_kept_prefixes_give_way_to_requests_and_every_stage_frees_them(
     models: Models, layers: tuple[int, ...]
 ) -> None:
     """Room for three slots: a fourth text evicts the oldest, on every stage."""

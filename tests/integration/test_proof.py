@@ -25,7 +25,7 @@ def certificates(tmp_path: Path) -> Certificates:
     return Certificates(tmp_path)
 
 
-async def test_a_worker_is_who_its_certificate_says_and_nobody_else(
+async def test_a_worker_has_the_name_of_its_certificate_and_no_other(
     certificates: Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(1, network_of=certificates.network) as [node]:

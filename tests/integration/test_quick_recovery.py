@@ -54,7 +54,7 @@ async def test_a_chain_of_fewer_nodes_measures_anew(folder: Path, frames: Frames
     assert warm_up_rows(frames, 2) == [64, 64, 1, 1]
 
 
-async def test_and_so_does_one_that_nobody_waits_for(folder: Path, frames: Frames) -> None:
+async def test_a_chain_that_no_request_waits_for_measures_anew(folder: Path, frames: Frames) -> None:
     async with supervised(folder, COMES_BACK) as rig, rig.engine():
         await lose(rig, 1, comes_back=True)
         await until(lambda: rig.cluster.num_recoveries)
@@ -99,9 +99,7 @@ async def test_a_worker_of_our_own_that_is_silent_is_ended_before_anybody_is_ask
     assert done[:2] == ["node-2", "asked"]
 
 
-async def test_a_lost_node_that_nobody_is_to_wait_for_holds_nobody_up(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_lost_node_that_may_not_rejoin_costs_no_wait(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Collection[str]] = []
     ask = Nodes.ask
 

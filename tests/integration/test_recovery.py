@@ -370,7 +370,7 @@ async def test_where_the_model_does_not_fit_without_it_a_node_is_awaited_until_i
         await rig.places[1].stop()
         assert not (await asyncio.wait([live.task], timeout=0.7))[0]
         await rig.places[1].start()
-        async with asyncio.timeout(60):  # the promise to whoever starts a worker again
+        async with asyncio.timeout(60):  # the promise to a user who starts a worker again
             assert_equal([await live.answer()], expected)
 
 

@@ -35,7 +35,7 @@ async def assert_cancelled(live: Live) -> None:
 
 
 @pytest.mark.parametrize("layers", [(4,), (1, 2, 1)], ids=str)
-async def test_cancelling_while_decoding_frees_the_slot_on_every_stage_and_changes_nobodys_tokens(
+async def test_cancelling_while_decoding_frees_the_slot_on_every_stage_and_changes_no_tokens(
     models: Models, frames: list[Frame], layers: tuple[int, ...]
 ) -> None:
     async with running(models("qwen3").folder, layers) as chain:
@@ -65,7 +65,7 @@ async def test_a_cancelled_request_alone_is_gone_with_the_very_next_frame(models
         assert engine.scheduler.num_waiting == 0 and not engine.scheduler.slots.num_kept
 
 
-async def test_cancelling_while_the_prompt_is_fed_frees_its_slot_and_changes_nobodys_tokens(
+async def test_cancelling_while_the_prompt_is_fed_frees_its_slot_and_changes_no_tokens(
     models: Models, frames: Frames
 ) -> None:
     async with running(models("gemma3_text").folder, (1, 2, 1)) as chain:
@@ -107,7 +107,7 @@ async def test_many_cancels_at_once_free_all_their_slots_and_leave_the_others(mo
 
 
 async def test_a_slot_that_was_freed_serves_the_next_request_rightly(models: Models, frames: Frames) -> None:
-    """Cancelled with chunks still on their way: what comes back late belongs to nobody."""
+    """Cancelled with chunks still on their way: late results belong to no request."""
     asked = request(tokens_of(20, 5), 8)
     async with running_within(models("qwen3").folder, (1, 2, 1), 512) as chain:
         [alone] = await solo(chain, [asked])

@@ -1,4 +1,4 @@
-"""The end of a worker's server: calls that it cuts off give back what they hold, and nobody reads a trace of it."""
+"""The end of a worker's server: calls that it cuts off give back what they hold, and leave no traceback."""
 
 import asyncio
 from typing import Any

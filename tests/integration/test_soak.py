@@ -92,7 +92,7 @@ async def test_hundreds_of_requests_leave_nothing_behind(models: Models, count: 
                 if num_requests == FIRST:
                     first = held()
             async with asyncio.timeout(60):
-                # a message's own may be on its way still, and nobody tells of it
+                # a message's own task may be running still, and sends no notice
                 while len(asyncio.all_tasks()) > before.num_tasks + ENGINE_TASKS:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             last = held()

@@ -146,7 +146,7 @@ async def test_a_tokenizer_that_breaks_anywhere_fails_its_own_request_only(model
         await wait_freed(chain)
 
 
-async def test_whoever_waits_too_long_for_memory_is_told_so(models: Models) -> None:
+async def test_a_request_that_waits_too_long_for_memory_is_refused(models: Models) -> None:
     async with (
         running_within(models("qwen3").folder, LAYERS, 256) as chain,
         Engine(chain, max_wait_s=0.05) as engine,

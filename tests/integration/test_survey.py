@@ -155,7 +155,7 @@ def test_an_idle_probe_is_ended() -> None:
         virtual.close()
 
 
-async def test_a_link_to_nobody_is_no_link(models: Models) -> None:
+async def test_a_link_to_a_missing_node_is_refused(models: Models) -> None:
     async with serving(1) as nodes, peers_of(nodes) as [peer]:
         gone = Peer("gone", ["127.0.0.1:1"], NETWORK)
         with pytest.raises(BrigadeError, match="gone"):

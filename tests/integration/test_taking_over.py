@@ -30,7 +30,7 @@ def attaching(folder: Path, epoch: int = 1, coordinator: Coordinator = ME) -> At
 
 @asynccontextmanager
 async def attached(node: RunningNode, folder: Path, epoch: int = 1) -> AsyncIterator[Peer]:
-    """A node that holds layers [2, 4) and belongs to a chain of this process that nobody cares for any more."""
+    """A node that holds layers [2, 4) and belongs to a chain of this process that is no longer used."""
     await load(node, load_request(folder, 2, 4))
     async with peer_of(node) as peer:
         await peer.attach(attaching(folder, epoch))
@@ -39,7 +39,7 @@ async def attached(node: RunningNode, folder: Path, epoch: int = 1) -> AsyncIter
 
 @pytest.mark.parametrize("unread", [0, 40])
 async def test_the_same_coordinator_opens_its_chain_again_over_its_own_attachment(models: Models, unread: int) -> None:
-    """Even where the old stream is stuck, because nobody reads it: forty results of 2 MB are more than gRPC takes."""
+    """Even where the old stream is stuck, because it is not read: forty results of 2 MB are more than gRPC takes."""
     whole = models("qwen3")
     async with serving(1) as [node], attached(node, whole.folder) as old:
         for _ in range(unread):

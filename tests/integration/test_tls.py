@@ -35,7 +35,7 @@ def certificates(tmp_path: Path) -> Certificates:
 
 @pytest.fixture
 def short_hello(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is waited for: whoever does not answer here never will."""
+    """Do not wait long: a peer that does not answer here never will."""
     monkeypatch.setattr(Peer.hello, "__defaults__", (0.3,))
 
 

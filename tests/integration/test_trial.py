@@ -1,4 +1,4 @@
-"""Smoke on real nodes: the whole way is tried, hop by hop, and nobody who serves is disturbed."""
+"""Smoke on real nodes: every hop is tried, and no worker that serves is disturbed."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,7 +84,9 @@ async def test_a_trial_that_fails_is_a_problem(models: Models, monkeypatch: pyte
     assert "node-1" in finding.text and finding.fix
 
 
-async def test_a_worker_that_serves_somebody_else_goes_on(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_trial_leaves_a_worker_alone_that_serves_another_coordinator(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = models("qwen3")
     async with serving(1) as nodes, opened(whole.folder, (2, 2), nodes) as chain:
         monkeypatch.setattr(deployment, "COORDINATOR_ID", "another process")

@@ -26,7 +26,7 @@ from tests.integration.windows import (
 async def test_verified_windows_give_the_tokens_and_logprobs_of_one_token_decoding(
     models: Models, is_all: bool, family: str, layers: tuple[int, ...]
 ) -> None:
-    """Greedy and sampled, whatever the weights, which nobody trained; and in fewer steps where guesses hold."""
+    """Greedy and sampled, with untrained weights; and in fewer steps where guesses hold."""
     whole = models(family, **MASKED)
     async with running(whole.folder, layers) as chain:
         for name, sampling in SAMPLINGS.items():

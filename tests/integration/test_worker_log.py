@@ -154,7 +154,7 @@ def test_a_worker_without_a_place_to_say_it_says_nothing(capfd: pytest.CaptureFi
     assert capfd.readouterr() == ("", "")
 
 
-def test_nobody_who_reads_it_is_no_failure(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_log_without_a_reader_is_no_failure(capfd: pytest.CaptureFixture[str]) -> None:
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError
