@@ -1,6 +1,6 @@
 import pytest
 
-from coordinator.api.errors import http_error
+from coordinator.api.errors import JSONResponse, http_error
 from worker.errors import (
     BrigadeError,
     ConfigError,
@@ -51,3 +51,7 @@ def test_a_prompt_that_is_too_long_is_told_in_the_words_that_litellm_looks_for()
         told.message.startswith("prompt: expected less than")
         and "is longer than the model's context length" in told.message
     )
+
+
+def test_half_of_a_character_is_sent_as_its_escape() -> None:
+    assert JSONResponse({"say": "é\ud800"}).body == '{"say":"é\\ud800"}'.encode()

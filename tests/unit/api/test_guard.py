@@ -1,9 +1,11 @@
+import os
 from pathlib import Path
 
 import pytest
 
+from coordinator.api import auth
 from coordinator.api.auth import Keys, first_key, is_readable_by_others, load_keys
-from tests.unit.api.servers import app, ask
+from tests.unit.api.fakes import app, ask
 from worker.errors import InputError
 
 PAGE = "https://page.example"
@@ -22,23 +24,30 @@ def test_keys_have_names_and_fit_as_a_whole(keys: Keys) -> None:
     assert "key-of-alice" not in repr(keys)
 
 
-@pytest.mark.parametrize("text", ["", "# only\n", "short\n", "a b c\n", "a 12345678\na 87654321\n", "bob kéy-of-bob\n"])
-def test_a_file_of_no_use_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "keys").write_text(text)
-    with pytest.raises(InputError, match="api_key_file"):
-        load_keys(tmp_path / "keys")
+def test_a_file_without_keys_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, pipe = tmp_path / "keys", tmp_path / "pipe"
+    for text in ("", "# only\n", "short\n", "a b c\n", "a 12345678\na 87654321\n", "bob kéy-of-bob\n"):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(InputError, match="api_key_file"):
+            load_keys(path)
+    os.mkfifo(pipe)
+    for other in (pipe, Path("/dev/zero"), tmp_path):
+        with pytest.raises(InputError, match=r"expected a file|cannot be read"):
+            load_keys(other)
+    path.write_text("12345678\n")
+    assert load_keys(path).holder("12345678")
+    monkeypatch.setattr(auth, "_MAX_FILE_BYTES", 8)
+    with pytest.raises(InputError, match="at most 8 bytes"):
+        load_keys(path)
 
 
-def test_another_server_may_have_shorter_keys(tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("# theirs\n\nme EMPTY\nanother\n")
-    assert first_key(tmp_path / "keys") == "EMPTY"
-
-
-@pytest.mark.parametrize(("mode", "is_readable"), [(0o600, False), (0o640, True), (0o604, True)])
-def test_a_file_that_others_can_read_is_known(tmp_path: Path, mode: int, is_readable: bool) -> None:
-    (tmp_path / "keys").touch()
-    (tmp_path / "keys").chmod(mode)
-    assert is_readable_by_others(tmp_path / "keys") is is_readable
+def test_keys_of_other_servers_may_be_shorter_and_files_that_others_can_read_are_known(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# theirs\n\nme EMPTY\nanother\n")
+    assert first_key(path) == "EMPTY"
+    for mode, is_readable in ((0o600, False), (0o640, True), (0o604, True)):
+        path.chmod(mode)
+        assert is_readable_by_others(path) is is_readable
 
 
 @pytest.mark.parametrize(
@@ -67,27 +76,18 @@ def test_without_a_key_only_the_state_is_told(keys: Keys, path: str, headers: di
         assert found.json()["error"]["code"] == "invalid_api_key" and "key-" not in found.text
 
 
-@pytest.mark.parametrize(
-    ("host", "status"),
-    [
-        ("localhost", 200),
-        ("LOCALHOST:9338", 200),
-        ("[::1]:9338", 200),
-        ("localhost.evil.example", 403),
-        ("evil.example:9338", 403),
-        ("", 403),
-    ],
-)
-def test_a_page_that_rebinds_its_name_gets_nothing(host: str, status: int) -> None:
-    assert ask(app(hosts=("localhost", "::1")), "GET", "/live", headers={"Host": host}).status_code == status
+def test_a_page_that_rebinds_its_name_gets_nothing() -> None:
+    served = app(hosts=("localhost", "::1"))
+    for host in ("localhost", "LOCALHOST:9338", "[::1]:9338"):
+        assert ask(served, "GET", "/live", headers={"Host": host}).status_code == 200
+    for host in ("localhost.evil.example", "evil.example:9338", ""):
+        assert ask(served, "GET", "/live", headers={"Host": host}).status_code == 403
 
 
-@pytest.mark.parametrize(
-    ("own", "is_kept"), [("abc-1", True), ("a" * 128, True), ("a" * 129, False), ("a b", False), ("", False)]
-)
-def test_an_answer_has_a_request_id_the_clients_own_if_it_is_one(own: str, is_kept: bool) -> None:
-    found = ask(app(), "GET", "/live", headers={"X-Request-Id": own}).headers["x-request-id"]
-    assert (found == own) is is_kept and (is_kept or found.startswith("req_"))
+def test_an_answer_has_a_request_id_the_clients_own_if_it_is_one() -> None:
+    for own, is_kept in (("abc-1", True), ("a" * 128, True), ("a" * 129, False), ("a b", False), ("", False)):
+        found = ask(app(), "GET", "/live", headers={"X-Request-Id": own}).headers["x-request-id"]
+        assert (found == own) is is_kept and (is_kept or found.startswith("req_"))
 
 
 def test_pages_of_other_origins_may_not_read_unless_they_are_named(keys: Keys) -> None:

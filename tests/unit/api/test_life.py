@@ -17,7 +17,7 @@ from coordinator.engine.engine import Engine, ServerState
 from coordinator.engine.inputs import InputProcessor
 from tests.unit.virtual_time import VirtualTime
 from worker.config import ClusterConfig, TlsConfig, WorkerConfig
-from worker.errors import StageLost
+from worker.errors import InputError, StageLost
 
 
 @pytest.fixture
@@ -93,8 +93,19 @@ def test_a_server_stays_asleep_whose_certificate_no_longer_lets_it_unload_its_wo
     assert "the workers keep what they hold" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("wished", "said"), [(None, "request"), (2048, "request"), (10**6, "request: the model has no room for 1000000")]
-)
-def test_a_context_beyond_the_models_is_told_as_such(wished: int | None, said: str) -> None:
-    assert context_text(2048, wished) == f"up to 2048 tokens per {said}"
+def test_a_context_beyond_the_models_is_told_as_such() -> None:
+    assert context_text(2048, None) == context_text(2048, 2048) == "up to 2048 tokens per request"
+    assert context_text(2048, 10**6) == "up to 2048 tokens per request: the model has no room for 1000000"
+
+
+def test_an_origin_that_no_browser_names_and_an_empty_name_are_refused() -> None:
+    good = ["https://a.example", "http://localhost:3000", "http://[::1]:80", "app://obsidian.md", "null", "*"]
+    ServeOptions("127.0.0.1", 0, cors_origins=good, names=["gpt-4"]).check()
+    for origin in ("nope", "https://a.example/", "https://A.example", "a.example:80", "https://", ""):
+        with pytest.raises(InputError) as refused:
+            ServeOptions("127.0.0.1", 0, cors_origins=[origin]).check()
+        assert refused.value.field == "cors_origin"
+    for name in ("", " "):
+        with pytest.raises(InputError) as refused:
+            ServeOptions("127.0.0.1", 0, names=["gpt-4", name]).check()
+        assert refused.value.field == "served_model_name"

@@ -1,36 +1,31 @@
 """The record of a server: which state follows which, and requests that wait for a model that is loaded again."""
 
 import asyncio
+from types import SimpleNamespace
 
-import httpx2
 import pytest
 
+from coordinator.api import server
 from coordinator.api.app import make_app
 from coordinator.api.errors import HttpError
 from coordinator.api.metrics import metrics_text
 from coordinator.api.server import Server
 from coordinator.engine.engine import Engine, ServerState, ServerStatus
 from coordinator.engine.status import StatusSnapshot
-from tests.unit.api import answers
-from tests.unit.api.servers import served
+from tests.unit.api.fakes import FakeEngine, ask, served
 from worker.errors import InternalError, QueueFull
 
-
-class Ready:
-    status = ServerStatus(ServerState.READY)
-
-
-MODEL = answers.model(Ready())
+MODEL = FakeEngine()
 
 
 async def waiting(shared: Server, count: int) -> list["asyncio.Task[Engine]"]:
-    """So many requests that ask for the model; they have come as far as they can."""
+    """Requests that ask for the model and have come as far as they can."""
     asked = [asyncio.create_task(shared.wake_engine()) for _ in range(count)]
     await asyncio.wait(asked, timeout=0)
     return asked
 
 
-def asleep(max_waking: int) -> Server:
+def asleep(max_waking: int = 9) -> Server:
     shared = served(model=MODEL, max_waking=max_waking)
     shared.sleep("nobody asked")
     return shared
@@ -56,21 +51,28 @@ def test_one_request_may_always_wait_and_no_more_than_may(max_waking: int) -> No
     asyncio.run(check())
 
 
-def test_who_waits_is_refused_once_it_turns_out_that_there_will_be_none() -> None:
+def test_waiting_requests_are_refused_if_loading_fails_and_wait_on_if_the_model_sleeps_again() -> None:
     async def check() -> None:
-        shared = asleep(9)
-        asked = await waiting(shared, 2)
-        shared.fail("worker mini is away")
+        failing, shared = asleep(), asleep()
+        asked = await waiting(failing, 2)
+        failing.fail("worker mini is away")
         for each in asked:
             with pytest.raises(HttpError, match="recovering: worker mini is away"):
                 await each
+        [again] = await waiting(shared, 1)
+        shared.open(MODEL)
+        shared.sleep("nobody asked")
+        await asyncio.wait([again], timeout=0)
+        assert not again.done() and shared.state is ServerState.WAKING
+        shared.open(MODEL)
+        assert await again is MODEL
 
     asyncio.run(check())
 
 
 def test_a_request_that_leaves_has_woken_the_model_all_the_same() -> None:
     async def check() -> None:
-        shared = asleep(9)
+        shared = asleep()
         wanted = asyncio.create_task(shared.wait_wanted())
         await asyncio.wait([wanted], timeout=0)
         assert not wanted.done()
@@ -82,68 +84,90 @@ def test_a_request_that_leaves_has_woken_the_model_all_the_same() -> None:
     asyncio.run(check())
 
 
-def test_who_has_waited_wakes_a_model_again_that_fell_asleep_before_it_was_asked() -> None:
-    async def check() -> None:
-        shared = asleep(9)
-        [asked] = await waiting(shared, 1)
-        shared.open(MODEL)
-        shared.sleep("nobody asked")
-        await asyncio.wait([asked], timeout=0)
-        assert not asked.done() and shared.state is ServerState.WAKING
-        shared.open(MODEL)
-        assert await asked is MODEL
-
-    asyncio.run(check())
-
-
 def test_clients_are_told_that_a_model_is_loading_while_it_is_read_again() -> None:
-    async def check() -> None:
-        shared = asleep(9)
+    async def woken() -> Server:
+        shared = asleep()
         await waiting(shared, 1)
-        app = make_app(shared)
-        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost") as client:
-            for path in ("/health", "/health?deep=1"):
-                found = await client.get(path)
-                assert found.status_code == 503 and found.json()["status"] == "loading"
-        told = {
-            line
-            for line in metrics_text(shared, StatusSnapshot()).decode().splitlines()
-            if line.startswith("brigade_standing{")
-        }
-        assert 'brigade_standing{model_name="talker",state="loading"} 1.0' in told
-        assert not [line for line in told if "waking" in line]
-        with pytest.raises(HttpError, match=r"^loading: a request came") as refused:
-            shared.require_engine()
-        assert refused.value.code == "loading"
+        return shared
 
-    asyncio.run(check())
+    shared = asyncio.run(woken())
+    for path in ("/health", "/health?deep=1"):
+        found = ask(make_app(shared), "GET", path)
+        assert found.status_code == 503 and found.json()["status"] == "loading"
+    told = metrics_text(shared, StatusSnapshot()).decode()
+    assert 'brigade_standing{model_name="talker",state="loading"} 1.0' in told and 'state="waking"' not in told
+    with pytest.raises(HttpError, match=r"^loading: a request came") as refused:
+        shared.require_engine()
+    assert refused.value.code == "loading"
+    with pytest.raises(HttpError, match="loading"):  # for the first time: no request waits
+        asyncio.run(served().wake_engine())
 
 
 def test_a_server_whose_engine_has_failed_is_recovering_from_the_start() -> None:
-    class Failed(Ready):
+    class Failed(FakeEngine):
         status = ServerStatus(ServerState.FAILED, "worker mini is away")
 
-    shared = served(model=answers.model(Failed()))
+    shared = served(model=Failed())
     assert (shared.state, shared.why) == (ServerState.RECOVERING, "worker mini is away")
     with pytest.raises(HttpError) as refused:
         shared.require_engine()
     assert (refused.value.status, refused.value.code) == (503, "recovering")
 
 
-def test_a_state_that_cannot_follow_is_a_bug() -> None:
-    with pytest.raises(InternalError):
-        served().sleep("nobody asked")
-
-
-def test_a_server_that_was_told_to_stop_stays_so() -> None:
+def test_a_server_that_was_told_to_stop_stays_so_and_a_state_that_cannot_follow_is_a_bug() -> None:
     shared = served(model=MODEL)
     shared.stop()
     shared.stop()
     assert shared.state is ServerState.DRAINING and not shared.takes_requests and shared.engine is None
     with pytest.raises(InternalError):
         shared.open(MODEL)
+    with pytest.raises(InternalError):
+        served().sleep("nobody asked")
 
 
-def test_while_it_loads_for_the_first_time_nobody_waits() -> None:
-    with pytest.raises(HttpError, match="loading"):
-        asyncio.run(served().wake_engine())
+class Stuck:
+    """No token comes back from the stages; or, where it `is_deaf`, nothing is tokenized."""
+
+    status = ServerStatus(ServerState.READY)
+
+    def __init__(self, *, is_deaf: bool = False) -> None:
+        self.is_deaf = is_deaf
+        self.num_sent = 0
+        self.inputs = SimpleNamespace(token_texts=self.token_texts)
+
+    async def token_texts(self, tokens: list[int]) -> list[str]:
+        if self.is_deaf:
+            await asyncio.get_running_loop().create_future()
+        return [""]
+
+    async def look(self) -> None:
+        self.num_sent += 1
+        if not self.is_deaf:
+            await asyncio.get_running_loop().create_future()
+
+
+@pytest.mark.parametrize("is_deaf", [False, True])
+def test_a_deep_look_goes_the_way_of_requests_and_has_a_deadline(
+    monkeypatch: pytest.MonkeyPatch, *, is_deaf: bool
+) -> None:
+    monkeypatch.setattr(server, "_DEEP_S", 0.02)
+    app = make_app(served(model=Stuck(is_deaf=is_deaf)))
+    found = ask(app, "GET", "/health?deep=1")
+    assert (found.status_code, found.headers["retry-after"]) == (503, "5")
+    assert found.json()["error"]["code"] == "too_slow"
+    assert ask(app, "GET", "/live").status_code == 200
+
+
+def test_one_deep_look_is_taken_at_a_time() -> None:
+    async def looked() -> int:
+        stuck = Stuck()
+        shared = served(model=stuck)
+        looks = [asyncio.ensure_future(shared.probe()) for _ in range(3)]
+        for _ in range(20):
+            await asyncio.sleep(0)
+        for look in looks:
+            look.cancel()
+        await asyncio.gather(*looks, return_exceptions=True)
+        return stuck.num_sent
+
+    assert asyncio.run(looked()) == 1

@@ -17,7 +17,7 @@ from coordinator.api.errors import HttpError
 from coordinator.api.listen import answering, listening_socket
 from coordinator.api.server import Server
 from coordinator.api.sse import Event, EventStream, event_stream
-from tests.unit.api.servers import served
+from tests.unit.api.fakes import served
 from tests.unit.virtual_time import VirtualTime
 from worker.errors import QueueFull, StageLost
 
@@ -31,7 +31,7 @@ def tell(error: HttpError) -> list[Event]:
 
 @dataclass
 class Events:
-    """Says one thing after another, and knows whether it was closed."""
+    """Events of a stream, that knows whether it was closed."""
 
     source: Callable[[], AsyncGenerator[Event, None]]
     closed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -44,43 +44,38 @@ class Events:
             self.closed.set()
 
 
-async def reply_of(events: Events, request: Request) -> Response:
-    return await event_stream(request, events(), tell)
-
-
-def request_of(shared: Server, left: asyncio.Event) -> Request:
-    app = Starlette()
+async def sent(events: Events, shared: Server, left: asyncio.Event) -> list[bytes]:
+    """The bodies that are sent until the client has left."""
+    app, bodies = Starlette(), list[bytes]()
     app.state.server = shared
 
     async def receive() -> dict[str, str]:
         await left.wait()
         return {"type": "http.disconnect"}
 
-    return Request({"type": "http", "app": app, "headers": []}, receive)
-
-
-async def sent(response: Response, request: Request) -> list[bytes]:
-    """The bodies that it sends."""
-    bodies: list[bytes] = []
-
     async def send(message: Any) -> None:
         bodies.append(message.get("body", b""))
 
-    await response(request.scope, request.receive, send)
+    request = Request({"type": "http", "app": app, "headers": []}, receive)
+    response = await event_stream(request, events(), tell)
+    await response(request.scope, receive, send)
     return [body for body in bodies if body]
 
 
 def run(source: Callable[[], AsyncGenerator[Event, None]], **more: Any) -> tuple[list[bytes], bool]:
-    async def check() -> tuple[list[bytes], bool]:
-        events, request = Events(source), request_of(served(**more), asyncio.Event())
-        bodies = await sent(await reply_of(events, request), request)
-        return bodies, events.closed.is_set()
-
-    clock = VirtualTime()
+    events, clock = Events(source), VirtualTime()
     try:
-        return clock.run(check())
+        return clock.run(sent(events, served(**more), asyncio.Event())), events.closed.is_set()
     finally:
         clock.close()
+
+
+def failing(error: Exception) -> Callable[[], AsyncGenerator[Event, None]]:
+    async def events() -> AsyncGenerator[Event, None]:
+        yield "a"
+        raise error
+
+    return events
 
 
 def test_a_stream_says_that_it_lives_while_it_has_nothing_to_say() -> None:
@@ -93,34 +88,16 @@ def test_a_stream_says_that_it_lives_while_it_has_nothing_to_say() -> None:
     assert run(slow, heartbeat_s=10) == ([LIVES, A, LIVES, LIVES, LIVES, B], True)
 
 
-def test_a_failure_in_the_middle_is_the_last_event() -> None:
-    async def failing() -> AsyncGenerator[Event, None]:
-        yield "a"
-        raise StageLost("gone", node="mini")
-
-    bodies, is_closed = run(failing)
-    assert bodies[0] == A and len(bodies) == 2 and is_closed
-    assert json.loads(bodies[1].removeprefix(b"data: "))["error"]["code"] == "cluster_failed"
-
-
-def test_a_bug_in_the_middle_is_told_to_its_client_and_to_the_log(capsys: pytest.CaptureFixture[str]) -> None:
-    async def failing() -> AsyncGenerator[Event, None]:
-        yield "a"
-        raise ZeroDivisionError("secret")
-
-    bodies, _ = run(failing)
-    assert json.loads(bodies[1].removeprefix(b"data: "))["error"]["code"] == "internal_error"
+def test_a_failure_in_the_middle_is_the_last_event_and_a_bug_is_logged_too(capsys: pytest.CaptureFixture[str]) -> None:
+    for error, code in (
+        (StageLost("gone", node="mini"), "cluster_failed"), (ZeroDivisionError("secret"), "internal_error"),
+    ):  # fmt: skip
+        assert not capsys.readouterr().err
+        bodies, is_closed = run(failing(error))
+        assert bodies[0] == A and len(bodies) == 2 and is_closed
+        assert json.loads(bodies[1].removeprefix(b"data: "))["error"]["code"] == code
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("request: internal error: ZeroDivisionError at test_streams.py:") and "secret" not in line
-
-
-def test_what_may_happen_is_no_bug(capsys: pytest.CaptureFixture[str]) -> None:
-    async def failing() -> AsyncGenerator[Event, None]:
-        yield "a"
-        raise StageLost("gone", node="mini")
-
-    run(failing)
-    assert not capsys.readouterr().err
 
 
 def test_a_failure_before_anything_was_said_is_a_status_of_its_own() -> None:
@@ -141,9 +118,8 @@ def test_a_client_that_leaves_ends_what_makes_the_events() -> None:
             begun.set()
             await asyncio.Event().wait()
 
-        events, request = Events(endless), request_of(served(), left)
-        response = await reply_of(events, request)
-        sending = asyncio.create_task(sent(response, request))
+        events = Events(endless)
+        sending = asyncio.create_task(sent(events, served(), left))
         await begun.wait()
         left.set()
         await sending

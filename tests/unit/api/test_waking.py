@@ -12,30 +12,26 @@ from starlette.types import Message
 
 from coordinator.api.app import make_app
 from coordinator.api.server import Server
-from coordinator.engine.engine import ServerState, ServerStatus
+from coordinator.engine.engine import ServerState
 from coordinator.sessions.output import Output
 from coordinator.sessions.request import Request, RequestSpec
-from tests.unit.api import answers
-from tests.unit.api.servers import served
+from tests.unit.api.fakes import FakeEngine, only, served
 from tests.unit.virtual_time import VirtualTime
 from worker.errors import InputError
 
 LIVES = b": still at it\n\n"
 HELLO = [{"role": "user", "content": "hi"}]
-DOORS: dict[str, dict[str, Any]] = {
+BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": HELLO},
     "/v1/completions": {"prompt": "hi"},
     "/v1/messages": {"messages": HELLO, "max_tokens": 8},
     "/v1/responses": {"input": "hi"},
 }
-GONE = "worker mini is away"
 
 
-class Awake(answers.FakeEngine):
-    """Says one thing to whoever asks, or refuses all."""
+class Awake(FakeEngine):
+    """Says one thing to each request, or refuses all."""
 
-    status = ServerStatus(ServerState.READY)
-    num_waiting = 0
     inputs = SimpleNamespace(token_text=str, token_bytes=lambda token: None, tokenizer=None)
 
     def __init__(self, refusal: InputError | None = None) -> None:
@@ -47,7 +43,7 @@ class Awake(answers.FakeEngine):
         return Request((1,), 1)
 
     async def generate(self, request: Any, *, traced: bool = False) -> AsyncGenerator[Output, None]:
-        yield answers.last(num_reused=0)
+        yield only(num_reused=0)
 
 
 @pytest.fixture
@@ -56,12 +52,11 @@ def clock() -> Iterator[VirtualTime]:
         yield found
 
 
-async def asked(door: str, then: Callable[[Server], None] | None, *, after: int) -> tuple[int, list[bytes]]:
+async def asked(path: str, then: Callable[[Server], None] | None, *, after: int) -> tuple[int, list[bytes]]:
     """Status and bodies of a stream for which something happens after so many messages, or its client leaves."""
-    shared = served(heartbeat_s=10)
-    shared.open(answers.model(Awake()))
+    shared = served(model=Awake(), heartbeat_s=10)
     shared.sleep("nobody asked")
-    body, sent = json.dumps(DOORS[door] | {"stream": True}).encode(), list[Message]()
+    body, sent = json.dumps(BODIES[path] | {"stream": True}).encode(), list[Message]()
     coming = asyncio.Queue[Message]()
     coming.put_nowait({"type": "http.request", "body": body, "more_body": False})
 
@@ -73,7 +68,7 @@ async def asked(door: str, then: Callable[[Server], None] | None, *, after: int)
             then(shared)
 
     scope = {
-        "type": "http", "method": "POST", "path": door, "raw_path": door.encode(), "query_string": b"", "root_path": "",
+        "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
         "headers": [(b"content-type", b"application/json")], "http_version": "1.1", "scheme": "http",
     }  # fmt: skip
     if not after and then:
@@ -83,28 +78,22 @@ async def asked(door: str, then: Callable[[Server], None] | None, *, after: int)
     return sent[0]["status"], [message["body"] for message in sent[1:] if message["body"]]
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_a_stream_lives_while_the_model_is_read_again_and_then_answers(door: str, clock: VirtualTime) -> None:
-    status, bodies = clock.run(asked(door, lambda shared: shared.open(answers.model(Awake())), after=4))
+@pytest.mark.parametrize("path", BODIES)
+def test_a_stream_lives_while_the_model_is_read_again_and_then_answers(path: str, clock: VirtualTime) -> None:
+    status, bodies = clock.run(asked(path, lambda shared: shared.open(Awake()), after=4))
     assert (status, bodies[:3]) == (200, [LIVES] * 3)
     assert bodies[3].startswith((b"data: {", b"event: ")) and b'"a"' in b"".join(bodies) and LIVES not in bodies[3:]
     assert clock.now >= 1040
+    assert clock.run(asked(path, None, after=3)) == (200, [LIVES, LIVES]), "a client that leaves waits no more"
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_what_goes_wrong_then_is_told_in_the_stream(door: str, clock: VirtualTime) -> None:
-    status, bodies = clock.run(asked(door, lambda shared: shared.fail(GONE), after=2))
+@pytest.mark.parametrize("path", BODIES)
+def test_a_failure_while_a_stream_waits_is_told_in_it_and_an_earlier_one_has_a_status(
+    path: str, clock: VirtualTime
+) -> None:
+    status, bodies = clock.run(asked(path, lambda shared: shared.fail("worker mini is away"), after=2))
     assert (status, bodies[0]) == (200, LIVES) and b"recovering: worker mini is away" in b"".join(bodies[1:])
-    refusing = answers.model(Awake(InputError("stop", "cannot be")))
-    _, bodies = clock.run(asked(door, lambda shared: shared.open(refusing), after=2))
+    refusing = Awake(InputError("stop", "cannot be"))
+    _, bodies = clock.run(asked(path, lambda shared: shared.open(refusing), after=2))
     assert b"stop" in b"".join(bodies[1:]) and b"cannot be" in b"".join(bodies[1:])
-
-
-@pytest.mark.parametrize("door", DOORS)
-def test_what_goes_wrong_soon_has_a_status(door: str, clock: VirtualTime) -> None:
-    assert clock.run(asked(door, lambda shared: shared.fail(GONE), after=0))[0] == 503
-
-
-@pytest.mark.parametrize("door", DOORS)
-def test_who_leaves_waits_no_more(door: str, clock: VirtualTime) -> None:
-    assert clock.run(asked(door, None, after=3)) == (200, [LIVES, LIVES])
+    assert clock.run(asked(path, lambda shared: shared.fail("worker mini is away"), after=0))[0] == 503

@@ -1,0 +1,345 @@
+"""Open Responses: an answer's deltas as events and as one response, by the types of the official client."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from openai import APIError, AsyncOpenAI, RateLimitError, omit
+from openai.lib.streaming.responses._responses import ResponseStreamState
+from openai.types.responses import Response, ResponseFormatTextJSONSchemaConfig, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from coordinator.api.app import make_app
+from coordinator.api.body import read
+from coordinator.api.errors import HttpError
+from coordinator.api.responses import ResponseEvent, ResponseObject, ResponsesAnswer, ResponsesBody
+from coordinator.engine import grammars
+from coordinator.engine.grammars import json_grammar
+from coordinator.sessions.output import Output
+from coordinator.sessions.request import Calls, Conversation, RequestSpec
+from protos.brigade_pb2 import Sampling
+from tests.unit.api.fakes import (
+    ALL,
+    CALLS,
+    TOOL,
+    FakeEngine,
+    ScriptedModel,
+    ask,
+    connected,
+    delta,
+    last,
+    leave_in_the_middle,
+    served,
+)
+from worker.errors import InputError, QueueFull, StageLost
+
+EVENTS: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
+BODY = read(ResponsesBody, {"input": "x", "tools": [{"type": "function", "name": "add", "parameters": TOOL}]})
+
+
+PROMISED = TypeAdapter(ResponseObject)
+
+
+def answer(body: ResponsesBody = BODY) -> ResponsesAnswer:
+    made = ResponsesAnswer(body, "demo")
+    made.answer = body.response("resp_1", "demo", 1_000, Sampling())
+    return made
+
+
+def whole(deltas: Sequence[Output], body: ResponsesBody = BODY) -> dict[str, Any]:
+    """The response that all events add up to, as our own document says."""
+    told = answer(body)
+    assert [event for each in deltas for event in told.events(0, each)]
+    assert PROMISED.validate_python(told.answer)
+    return dict(told.answer)
+
+
+def checked(told: Sequence[Any], first: int = 0) -> list[Any]:
+    """As the client's types; fails if one is none of them, not as our own document says, or out of its turn."""
+    found = []
+    for number, event in enumerate(told, first):
+        assert ResponseEvent.model_validate(event)
+        found.append(EVENTS.validate_python(event))
+        assert (found[-1].type, found[-1].sequence_number) == (event["type"], number)
+    return found
+
+
+def events(deltas: Sequence[Output]) -> list[Any]:
+    told = answer()
+    return checked([event for each in deltas for event in told.events(0, each)])
+
+
+def without_ids(response: Response) -> list[dict[str, Any]]:
+    return [{key: value for key, value in item.to_dict().items() if key != "id"} for item in response.output]
+
+
+def test_the_response_has_an_item_for_every_thought_text_and_call() -> None:
+    response = Response.model_validate(whole(ALL))
+    text = {"type": "output_text", "text": "\n\nLet me add.\n\n", "annotations": [], "logprobs": []}
+    done = {"status": "completed"}
+    assert without_ids(response) == [
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "\nHm, add."}], **done},
+        {"type": "message", "role": "assistant", "content": [text], **done},
+        {"type": "function_call", "call_id": "call_1", "name": "add", "arguments": CALLS[0].arguments, **done},
+        {"type": "function_call", "call_id": "call_2", "name": "now", "arguments": "{}", **done},
+    ]
+    assert len({item.id for item in response.output}) == 4
+    assert (response.status, response.created_at, response.completed_at) == ("completed", 1_000, 1_003)
+    assert response.to_dict()["store"] is False
+    assert response.usage is not None
+    usage = response.usage
+    assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (7, 10, 17)
+    assert (usage.input_tokens_details.cached_tokens, usage.output_tokens_details.reasoning_tokens) == (2, 6)
+
+
+def test_the_client_makes_the_same_response_of_the_events() -> None:
+    state: ResponseStreamState[Any] = ResponseStreamState(input_tools=[], text_format=omit)
+    found = events(ALL)
+    for event in found:
+        state.handle_event(event)
+    assert state._completed_response is not None
+    _, message, *calls = state._output_items.values()  # by the deltas; it does not gather thoughts
+    assert message.to_dict()["content"] == found[-1].response.to_dict()["output"][1]["content"]
+    assert [call.to_dict()["arguments"] for call in calls] == [call.arguments for call in CALLS]
+    assert without_ids(found[-1].response) == without_ids(Response.model_validate(whole(ALL)))
+
+
+def test_events_come_in_their_order() -> None:
+    said = [delta(reasoning="Hm."), delta("Hel"), delta("lo"), delta(calls=CALLS[:1]), last("tool_calls")]
+    found = events(said)
+    text = ["content_part.added", "output_text.delta", "output_text.delta", "output_text.done", "content_part.done"]
+    assert [(event.type.removeprefix("response."), getattr(event, "output_index", None)) for event in found] == [
+        ("created", None),
+        ("in_progress", None),
+        ("output_item.added", 0),
+        ("content_part.added", 0),
+        ("reasoning_text.delta", 0),
+        ("reasoning_text.done", 0),
+        ("content_part.done", 0),
+        ("output_item.done", 0),
+        ("output_item.added", 1),
+        *((kind, 1) for kind in text),
+        ("output_item.done", 1),
+        ("output_item.added", 2),
+        ("function_call_arguments.delta", 2),
+        ("function_call_arguments.done", 2),
+        ("output_item.done", 2),
+        ("completed", None),
+    ]
+    assert found[0].response.output == [] and found[2].item.content == [] and found[2].item.status == "in_progress"
+
+
+@pytest.mark.parametrize("step", [delta("x"), delta(reasoning="x")])
+def test_an_answer_that_was_cut_off_is_incomplete_and_so_is_its_last_item(step: Output) -> None:
+    final = events([step, last("length")])[-1]
+    assert final.type == "response.incomplete"
+    assert (final.response.status, final.response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert final.response.completed_at is None and final.response.output[-1].status == "incomplete"
+
+
+def test_a_failure_is_an_error_and_a_failed_response() -> None:
+    told = answer()
+    begun = checked(list(told.events(0, delta("x"))))
+    error = HttpError(503, "why", "cluster_failed")
+    found = checked(list(told.failed(error))[:-1], first=len(begun))
+    assert [event.type.removeprefix("response.") for event in found] == [
+        "output_text.done", "content_part.done", "output_item.done", "error", "failed",
+    ]  # fmt: skip
+    assert (found[-2].code, found[-2].message, found[-2].to_dict()["error"]) == (
+        "cluster_failed",
+        "why",
+        error.to_openai()["error"],
+    )
+    response = found[-1].response
+    assert (response.status, response.error.code, response.error.message) == ("failed", "server_error", "why")
+    assert response.output[0].status == "incomplete" and response.usage is None
+
+
+def test_a_failure_before_anything_was_said_is_one_of_a_response_that_has_begun() -> None:
+    """The official client refuses the failure of what was never created."""
+    error = HttpError(503, "why", "cluster_failed")
+    found = checked(list(answer().failed(error))[:-1])
+    assert [event.type.removeprefix("response.") for event in found] == ["created", "in_progress", "error", "failed"]
+
+
+@pytest.mark.parametrize(
+    ("format", "echoed"),
+    [
+        ({"type": "text"}, {"type": "text"}),
+        ({"type": "json_object"}, {"type": "json_object"}),
+        (
+            {"type": "json_schema", "name": "sum", "schema": TOOL, "strict": True},
+            {"type": "json_schema", "name": "sum", "schema": TOOL},
+        ),
+    ],
+)
+def test_a_response_tells_the_format_that_it_was_asked_for(format: dict[str, Any], echoed: dict[str, Any]) -> None:
+    body = read(ResponsesBody, {"input": "x", "text": {"format": format}})
+    told = whole([delta("x"), last()], body)
+    response = Response.model_validate(told)
+    assert response.text and response.text.format
+    assert told["text"] == {"format": echoed}
+    if format["type"] == "json_schema":
+        assert isinstance(response.text.format, ResponseFormatTextJSONSchemaConfig)
+        assert response.text.format.schema_ == TOOL
+
+
+def client(script: Sequence[Output | Exception]) -> AsyncOpenAI:
+    return AsyncOpenAI(
+        api_key="any", base_url="http://here/v1", max_retries=0, http_client=connected(ScriptedModel(script))
+    )
+
+
+async def asked(script: Sequence[Output | Exception], *, streamed: bool) -> Response:
+    async with client(script) as openai:
+        if not streamed:
+            return await openai.responses.create(model="scripted", input="Hello")
+        async with openai.responses.stream(model="scripted", input="Hello") as stream:
+            return await stream.get_final_response()
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_thoughts_and_calls_reach_the_client(streamed: bool) -> None:
+    response = asyncio.run(asked(ALL, streamed=streamed))
+    assert [item.type for item in response.output] == ["reasoning", "message", "function_call", "function_call"]
+    assert response.output[2].to_dict()["arguments"] == CALLS[0].arguments
+    assert response.output_text == "\n\nLet me add.\n\n" and response.temperature == 0.5
+
+
+def test_a_failure_in_the_middle_is_an_error_event() -> None:
+    with pytest.raises(APIError) as failure:
+        asyncio.run(asked([delta("x"), StageLost("the worker has gone")], streamed=True))
+    assert (failure.value.code, failure.value.message) == ("cluster_failed", "the worker has gone")
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_failure_before_the_first_step_has_a_status(streamed: bool) -> None:
+    with pytest.raises(RateLimitError) as failure:
+        asyncio.run(asked([QueueFull("too many wait")], streamed=streamed))
+    assert failure.value.code == "rate_limit_exceeded" and failure.value.response.headers["retry-after"]
+
+
+@pytest.mark.parametrize(("script", "end"), [(ALL, "completed"), ([delta("x"), StageLost("gone")], "failed")])
+def test_a_stream_ends_with_its_last_state_and_done(script: Sequence[Output | Exception], end: str) -> None:
+    async def lines() -> list[str]:
+        async with connected(ScriptedModel(script)) as http:
+            body = {"input": "Hello", "stream": True}
+            response = await http.post("http://here/v1/responses", json=body)
+            return response.text.splitlines()
+
+    told = asyncio.run(lines())
+    assert told[-2] == "data: [DONE]" and f"event: response.{end}" == told[-5]
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_client_that_leaves_ends_its_answer(streamed: bool) -> None:
+    body = {"input": "Hello", "stream": streamed}
+    asyncio.run(leave_in_the_middle("/v1/responses", body))
+
+
+def spec(**fields: Any) -> RequestSpec:
+    return read(ResponsesBody, {"input": "Hello"} | fields).to_spec()
+
+
+def echoed(**fields: Any) -> Any:
+    return read(ResponsesBody, {"input": "x"} | fields).response("r", "demo", 0, Sampling(temperature=0.25))
+
+
+def conversation(**fields: Any) -> Conversation:
+    prompt = spec(**fields).prompt
+    assert isinstance(prompt, Conversation)
+    return prompt
+
+
+def test_items_become_a_templates_messages() -> None:
+    items = [
+        {"type": "message", "role": "developer", "content": "No jokes."},
+        {"role": "user", "content": [{"type": "input_text", "text": "1+1?"}, {"type": "input_text", "text": "Now?"}]},
+        {"type": "reasoning", "id": "rs", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {
+            "type": "message",
+            "id": "msg",
+            "role": "assistant",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "Let me see.", "annotations": []}],
+        },
+        {"type": "function_call", "id": "fc", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "2"},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Done."}], "encrypted_content": "xyz"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "Thanks."},
+    ]
+    assert conversation(input=items, instructions="Be brief.").messages == (
+        {"role": "system", "content": "Be brief.\nNo jokes."},
+        {"role": "user", "content": "1+1?\nNow?"},
+        {
+            "role": "assistant",
+            "content": "Let me see.",
+            "reasoning_content": "Hm.",
+            "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+        {"role": "assistant", "content": "2", "reasoning_content": "Done."},
+        {"role": "user", "content": "Thanks."},
+    )
+
+
+def test_fields_become_those_of_a_request_and_the_rest_is_ignored() -> None:
+    tools = [{"type": "function", "name": "add", "description": None, "parameters": TOOL, "strict": True}]
+    function = {"type": "function", "function": {"name": "add", "parameters": TOOL}}
+    assert conversation(tools=tools).tools == (function,)
+    assert conversation(tools=tools, tool_choice="none").tools == ()
+    for effort, arguments in ((None, {}), ("low", {"reasoning_effort": "low"}), ("none", {"enable_thinking": False})):
+        assert conversation(reasoning={"effort": effort, "summary": "auto"}).template_arguments == arguments
+    ignored = {"store": True, "truncation": "auto", "service_tier": "flex", "user": "x", "prompt_cache_key": "y"}
+    asked = spec(max_output_tokens=9, temperature=0.5, presence_penalty=1.5, kv="int8", **ignored)
+    assert asked.max_tokens == 9 and asked.sampling == {"temperature": 0.5, "presence_penalty": 1.5}
+    assert spec(include=["reasoning.encrypted_content"], background=False, top_logprobs=0).max_tokens is None
+
+
+def test_a_response_tells_what_held_for_it_not_what_was_asked() -> None:
+    tool = {"type": "function", "name": "add", "parameters": TOOL}
+    found = echoed(tools=[tool | {"strict": True}], parallel_tool_calls=False, metadata={"a": "b"})
+    assert (found["temperature"], found["top_p"]) == (0.25, 1.0)  # the model's own
+    assert found["tools"] == [tool | {"description": None, "strict": False}]
+    assert (found["parallel_tool_calls"], found["tool_choice"], found["metadata"]) == (False, "auto", {"a": "b"})
+    given = {"type": "json_schema", "name": "sum", "schema": TOOL}
+    assert spec(text={"format": given | {"strict": True}}).grammar == json_grammar(TOOL)
+    assert echoed(text={"format": given})["text"] == {"format": given}
+    assert echoed()["text"] == {"format": {"type": "text"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "calls"),
+    [
+        ({}, Calls()),
+        ({"tool_choice": "auto", "parallel_tool_calls": False}, Calls(is_parallel=False)),
+        ({"tool_choice": "required"}, Calls(are_forced=True)),
+        ({"tool_choice": {"type": "function", "name": "add"}}, Calls(are_forced=True, only="add")),
+    ],
+)
+def test_calls_can_be_forced_and_the_response_says_so(fields: dict[str, Any], calls: Calls) -> None:
+    assert spec(**fields).calls == calls
+    assert echoed(**fields)["tool_choice"] == fields.get("tool_choice", "auto")
+
+
+def test_a_refusal_names_the_fields_of_a_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(FakeEngine):
+        def __init__(self, field: str) -> None:
+            self.field = field
+
+        async def prepare(self, spec: RequestSpec) -> Any:
+            raise InputError(self.field, "wrong")
+
+    monkeypatch.setattr(grammars, "_MOST_BYTES", 10)
+    format = {"type": "json_schema", "name": "a", "schema": {"type": "object"}}
+    for field, body, told in (
+        ("prompt", {}, "input"),
+        ("max_tokens", {}, "max_output_tokens"),
+        ("response_format", {}, "text.format"),
+        ("", {"prompt": {"id": "pmpt_1"}}, "prompt"),
+        ("", {"text": {"format": format}}, "text.format"),  # a schema that is too large
+    ):
+        found = ask(make_app(served(model=Refusing(field))), "POST", "/v1/responses", json={"input": "hi"} | body)
+        assert (found.status_code, found.json()["error"]["param"]) == (400, told)
