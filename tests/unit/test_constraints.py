@@ -4,7 +4,6 @@ import re
 import tomllib
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -15,23 +14,13 @@ PINNED = {
     for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     if not line.startswith("#")
 }
-WANTED = {
-    requirement.name: requirement
-    for requirement in map(Requirement, [*PROJECT["project"]["dependencies"], *PROJECT["dependency-groups"]["dev"]])
-}
 
 
-@pytest.mark.parametrize("name", WANTED)
-def test_every_requirement_is_pinned_to_a_version_that_it_allows(name: str) -> None:
-    assert WANTED[name].specifier.contains(PINNED[canonicalize_name(name)])
-
-
-def test_what_mlx_lm_loads_tokenizers_with_is_pinned_too() -> None:
-    assert {"transformers", "tokenizers", "safetensors", "sentencepiece"} <= set(PINNED)
-
-
-def test_every_pin_is_one_version() -> None:
+def test_every_requirement_is_pinned_to_one_version_that_it_allows() -> None:
     assert all(re.fullmatch(r"[\w.]+", version) for version in PINNED.values())
+    for each in map(Requirement, [*PROJECT["project"]["dependencies"], *PROJECT["dependency-groups"]["dev"]]):
+        assert each.specifier.contains(PINNED[canonicalize_name(each.name)]), each
+    assert {"transformers", "tokenizers", "safetensors", "sentencepiece"} <= set(PINNED)  # what mlx-lm loads with
 
 
 def test_both_ways_to_set_up_keep_to_it() -> None:
