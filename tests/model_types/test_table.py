@@ -11,7 +11,7 @@ from tools.model_types.configs import all_types
 from tools.model_types.matrix import best_lanes, bf16, int8_of, look_at, quantisations, rotating_of
 from tools.model_types.quantised import FAMILIES
 from tools.model_types.report import load, to_markdown
-from tools.model_types.row import EQUAL, MISSING, Row
+from tools.model_types.row import EQUAL, MISSING
 
 DOCS = Path(__file__).parents[2] / "docs"
 SURVEY = load(DOCS / "models.json")
@@ -25,7 +25,10 @@ ONE_OF_EACH = {(row.caches, row.lanes, row.int8, row.rotating): row.type for row
 COVERING = ("4 bit", "mixed per tensor", "mxfp4", "fp8, scale per block", "mxfp4 as published")
 
 
-@pytest.mark.parametrize("name", ROWS)
+MANY = [pytest.param(name, marks=[] if name in {*WANTED, *ONE_OF_EACH} else pytest.mark.matrix) for name in ROWS]
+
+
+@pytest.mark.parametrize("name", MANY)
 def test_every_boundary_of_a_type_is_as_the_table_says(name: str) -> None:
     """Logits of a prompt and three steps through stages of one layer, cuts and lanes, in float32."""
     expected, found = ROWS[name], look_at(name)
@@ -35,42 +38,24 @@ def test_every_boundary_of_a_type_is_as_the_table_says(name: str) -> None:
     assert (found.caches, found.cut, found.lanes) == (expected.caches, expected.cut, expected.lanes)
 
 
-def test_the_table_has_all_types_of_this_mlx_lm() -> None:
-    assert set(ROWS) == set(all_types())
-
-
-def test_the_table_shows_nothing_that_is_wrong() -> None:
+def test_the_table_has_all_types_of_this_mlx_lm_and_shows_nothing_that_is_wrong() -> None:
     """A type fits, or is refused with a reason; nothing breaks, and nothing is off."""
-    assert set(WANTED) <= set(FITTING)
+    assert set(ROWS) == set(all_types()) and set(WANTED) <= set(FITTING)
     for row in SURVEY.rows:
         assert row.is_cut or row.fits.startswith(("no: ", MISSING)), row
         if row.is_cut:
-            assert row.bf16 == EQUAL, row
-            assert row.cut in ("any", "no"), row
-            assert row.lanes in ("rows", "batch", "alone"), row
+            assert row.bf16 == EQUAL and row.cut in ("any", "no") and row.lanes in ("rows", "batch", "alone"), row
             assert all(found == "y" or found.startswith("no: ") for found in (row.int8, row.rotating)), row
     for row in (ROWS[name] for name in FAMILIES):
         assert all(found == EQUAL or found.startswith(MISSING) for found in row.quantised.values()), row
-
-
-def test_the_page_is_laid_out_from_the_rows() -> None:
     assert (DOCS / "models.md").read_text(encoding="utf-8") == to_markdown(SURVEY)
 
 
+@pytest.mark.parametrize("titles", [COVERING, pytest.param(None, marks=pytest.mark.matrix)], ids=["covering", "all"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_quantised_models_are_the_whole_ones_at_every_boundary(name: str) -> None:
-    assert_quantised(ROWS[name], COVERING)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("name", FAMILIES)
-def test_models_of_every_quantisation_are_the_whole_ones_at_every_boundary(name: str) -> None:
-    assert_quantised(ROWS[name], tuple(ROWS[name].quantised))
-
-
-def assert_quantised(row: Row, titles: tuple[str, ...]) -> None:
-    expected = {title: found for title, found in row.quantised.items() if title in titles}
-    assert quantisations(row.type, expected) == expected
+def test_quantised_models_are_the_whole_ones_at_every_boundary(name: str, titles: tuple[str, ...] | None) -> None:
+    expected = {title: found for title, found in ROWS[name].quantised.items() if not titles or title in titles}
+    assert quantisations(name, expected) == expected
 
 
 @pytest.mark.long
@@ -79,13 +64,8 @@ def test_what_the_table_says_against_a_type_is_what_is_found(name: str) -> None:
     assert ROWS[name].is_missing or look_at(name).fits == ROWS[name].fits
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.long if name in {*WANTED, *ONE_OF_EACH} else pytest.mark.matrix)
-        for name in FITTING
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", [each for each in MANY if each.values[0] in FITTING])
 def test_bfloat16_lanes_and_other_caches_of_a_type_are_as_the_table_says(name: str) -> None:
     row = ROWS[name]
     assert (bf16(name), best_lanes(name)) == (row.bf16, row.lanes)

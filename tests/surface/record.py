@@ -4,7 +4,6 @@ It asks whichever checkout Python finds (PYTHONPATH, a virtual environment) and 
 the two that start a command, so that the same file reads a version before a change and one after it.
 """
 
-import ast
 import contextlib
 import importlib
 import json
@@ -115,7 +114,7 @@ def _kind(parameter: Any) -> str:
     return annotation.__name__ if is_plain else re.sub(r"\w+\.", "", str(annotation))
 
 
-# Configuration, findings, environment
+# Configuration, findings
 
 
 def fields(schema: Any, known: Json, path: str = "", seen: tuple[str, ...] = ()) -> Iterator[str]:
@@ -175,36 +174,6 @@ def classes(package: str) -> set[Any]:
             with contextlib.suppress(ImportError):  # modules for another system
                 found += vars(importlib.import_module(module.name)).values()
     return {each for each in found if isinstance(each, type)}
-
-
-def environment() -> Iterator[str]:
-    """Yield the variables that the sources read or set."""
-    found: set[str] = set()
-    for package in ("coordinator", "worker"):
-        for file in Path(importlib.import_module(package).__path__[0]).rglob("*.py"):
-            if "environ" in (text := file.read_text(encoding="utf-8")):
-                found |= _variables(ast.parse(text))
-    yield from sorted(found - {"NONE"})  # a value
-
-
-def _variables(tree: ast.Module) -> set[str]:
-    """Return the constants that `environ` is read with, directly or by the name of a constant of the module."""
-    constants = {
-        target.id: {each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant)}
-        for node in tree.body
-        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None
-        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-        if isinstance(target, ast.Name)
-    }
-    found: set[str] = set()
-    for statement in ast.walk(tree):
-        if not isinstance(statement, ast.expr | ast.Assign | ast.Return) or "environ" not in ast.unparse(statement):
-            continue
-        for node in ast.walk(statement):
-            values = constants.get(node.id, set()) if isinstance(node, ast.Name) else set()
-            values = {node.value} if isinstance(node, ast.Constant) else values
-            found |= {value for value in values if isinstance(value, str) and re.fullmatch(r"[A-Z][A-Z_]{2,}", value)}
-    return found
 
 
 # Commands that are run
@@ -678,7 +647,7 @@ def metrics(text: str) -> Iterator[str]:
 
 
 SECTIONS: dict[str, Callable[[], Iterator[str]]] = {
-    each.__name__: each for each in (flags, kinds, environment, exits, signals, printed, lines, served)
+    each.__name__: each for each in (flags, kinds, exits, signals, printed, lines, served)
 }
 
 

@@ -20,7 +20,6 @@ SECTIONS = (
     "lines",
     "kinds",
     "flags",
-    "environment",
 )  # the slowest first
 LIMIT_S = 900.0
 
