@@ -1,14 +1,19 @@
 """What a lost worker costs, as numbers and as a table: which part is which, and what counts as too much."""
 
+import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from coordinator.bench.failover import FailoverReport, FailoverRow, LossTimes, middle, times_of
+from coordinator.bench.failover import CASES, FailoverReport, FailoverRow, LossTimes, _strike, middle, times_of
 from coordinator.bench.report import print_failover
 from coordinator.cluster.recovery import Recovery
 from coordinator.planning.plan import Plan
+from coordinator.sessions.request import Request
+from worker.errors import BrigadeError
 
 REACHED = Recovery(Plan((), 1), lost_at=10.125, found_at=10.5, loaded_at=10.75, opened_at=11.0)
 TIMES = LossTimes(
@@ -16,11 +21,6 @@ TIMES = LossTimes(
     prefill_s=1.0,
 )  # fmt: skip
 ROW = FailoverRow("killed", "restarted", 128, TIMES, is_equal=True)
-
-
-def shown(*rows: FailoverRow, capsys: pytest.CaptureFixture[str]) -> str:
-    print_failover(FailoverReport("a machine", "demo", [4, 4], list(rows)))
-    return capsys.readouterr().out
 
 
 def test_each_part_of_a_loss_ends_where_the_next_one_begins() -> None:
@@ -40,11 +40,8 @@ def test_what_did_not_happen_is_unknown() -> None:
 def test_the_gap_that_is_wanted_is_made_of_what_could_not_be_avoided() -> None:
     assert ROW.wanted_gap_s == pytest.approx(0.025 + 0.25 + 0.25 + 1.2)
     assert replace(ROW, times=replace(TIMES, start_s=None)).wanted_gap_s == pytest.approx(0.025 + 0.25 + 1.2)
-
-
-def test_trials_are_told_by_their_medians() -> None:
     trials = [replace(TIMES, gap_s=gap_s, start_s=None) for gap_s in (9.0, 1.0, 2.0)]
-    assert middle(trials) == replace(TIMES, gap_s=2.0, start_s=None)
+    assert middle(trials) == replace(TIMES, gap_s=2.0, start_s=None), "the medians"
 
 
 def test_the_object_has_every_figure_beside_what_was_wanted() -> None:
@@ -56,15 +53,29 @@ def test_the_object_has_every_figure_beside_what_was_wanted() -> None:
     assert (row["gap_s"], row["wanted_gap_s"]) == (2.0, pytest.approx(1.725))
 
 
-def test_the_table_marks_what_took_longer_than_wanted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_marks_what_took_longer_than_wanted_and_names_other_tokens(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     slow = replace(ROW, loss="stopped", times=replace(TIMES, detect_s=2.6, gap_s=4.3))
-    out = shown(ROW, slow, capsys=capsys)
-    lines = [" ".join(line.split()) for line in out.splitlines()]
+    print_failover(FailoverReport("a machine", "demo", [4, 4], [ROW, slow]))
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "128 killed, restarted 25 50 0.25 0.25 0.88 1.00 1.00 !2.00 1.73" in lines
     assert "128 stopped, restarted !2600 2500 0.25 0.25 0.88 1.00 1.00 4.30 4.30" in lines
-    assert "Every answer had the tokens of the unfailed run." in out
+    assert "Every answer had the tokens of the unfailed run." in lines
+    print_failover(FailoverReport("a machine", "demo", [4, 4], [replace(ROW, is_equal=False)]))
+    assert "OTHER TOKENS than in the unfailed run: 128 tokens, killed, restarted" in capsys.readouterr().out
 
 
-def test_and_names_whose_tokens_were_others(capsys: pytest.CaptureFixture[str]) -> None:
-    out = shown(replace(ROW, is_equal=False), capsys=capsys)
-    assert "OTHER TOKENS than in the unfailed run: 128 tokens, killed, restarted" in out
+class Ended:
+    """An engine whose answer ends at once."""
+
+    async def generate(self, request: Request) -> AsyncIterator[Any]:
+        for _ in ():
+            yield
+
+
+def test_an_answer_that_ended_before_the_worker_was_struck_is_an_error() -> None:
+    engine: Any = Ended()
+    worker: Any = SimpleNamespace(send_signal=pytest.fail)
+    with pytest.raises(BrigadeError, match="expected an answer of 16 tokens, it ended after 0"):
+        asyncio.run(_strike(engine, Request((1,), 16), worker, CASES[0]))

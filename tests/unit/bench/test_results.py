@@ -1,6 +1,7 @@
 """From trials to rows and ratios, on numbers that can be checked by hand."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -57,6 +58,9 @@ def test_a_row_says_how_fast_each_and_all_were() -> None:
 def test_requests_that_never_decode_at_once_count_from_the_first_token_to_the_last() -> None:
     trial = BenchTrial(num_prompt=2, started=0.0, token_times=[times(1, 0.1, 5), times(3, 0.1, 5)])
     assert summarise(MLX_LM, None, "ar", [trial]).tokens_per_s == pytest.approx(9 / 2.4)
+    pipeline = measured_pipeline([{"4": 20.0, "1": 10.0}], [3.0])  # read back from JSON: numbers of rows are text
+    assert pipeline.stages_s(1) == [0.010] and pipeline.stages_s(4) == [0.020] and pipeline.hops_s(1) == 0.003
+    assert measured_pipeline([{1: 10.0}] * 2, [-0.2, 0.5]).hops == (Hop(0.0), Hop(0.0005)), "clocks made one negative"
 
 
 def test_stages_are_busy_while_they_compute_and_hops_are_what_lies_between() -> None:
@@ -79,19 +83,19 @@ def test_stages_are_busy_while_they_compute_and_hops_are_what_lies_between() -> 
 
 
 def test_what_a_stage_sent_is_unknown_where_its_worker_did_not_say() -> None:
-    """Of a worker that does not answer in time there is a status of zeros."""
+    """A worker that does not answer in time has a status of zeros; bytes per token are those of the other trials."""
     before = [StatusReply(clock=5, sent_bytes=100), StatusReply(clock=7, sent_bytes=40), StatusReply()]
     after = [StatusReply(clock=9, sent_bytes=180), StatusReply(), StatusReply(clock=8, sent_bytes=60)]
     assert sent_between(before, after) == [80, None, None]
-
-
-def test_bytes_per_token_are_those_of_the_trials_that_know_them() -> None:
     passage = Passage([Moments(0, 0, 0, 0, 1, 1), Moments(0, 0, 0, 0, 1, 1)], 2, 1)
     trials = [BenchTrial(2, 0.0, [times(1, 1, 2)], [passage], [0, 0], sent) for sent in ([400, None], [None, None])]
     found = summarise(CLUSTER, [1, 1], "ar", trials)
     assert found.bytes_per_token == [100, None]
-    cells = to_markdown(Bench("machine", "model", 2, 2, 1, [found]))
-    assert "| 100 · ? " in cells
+    assert "| 100 · ? " in to_markdown(Bench("machine", "model", 2, 2, 1, [found]))
+
+
+def bench_of(*rows: BenchRow, **more: Any) -> Bench:
+    return Bench("machine", "model", 16, 16, 8, list(rows), **more)
 
 
 def test_overhead_is_what_a_token_takes_longer_than_in_one_process_decoded_alike() -> None:
@@ -116,19 +120,12 @@ def test_the_ratios_are_those_that_are_promised() -> None:
     assert found["ratio_vs_mlx_lm_batch"] == pytest.approx(1.5)
 
 
-def test_a_comparison_that_was_not_run_is_null() -> None:
-    found = Bench("machine", "model", 16, 16, 8, [row(ONE_PROCESS, 8, 20, 150), row(MLX_LM, 8, 25, 200)]).as_json()
+def test_a_comparison_that_was_not_run_or_did_not_fit_is_null(capsys: pytest.CaptureFixture[str]) -> None:
+    found = bench_of(row(ONE_PROCESS, 8, 20, 150), row(MLX_LM, 8, 25, 200)).as_json()
     keys = ("overhead_ms_per_token", "ratio_vs_one_process", "prefill_ratio_vs_one_process", "ratio_vs_mlx_lm_batch")
     assert [found[key] for key in keys] == [None] * 4
-
-
-def test_a_ratio_of_as_many_requests_as_asked_for_is_null_if_they_did_not_fit(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    rows = [row(system, 4, 20, 80) for system in (ONE_PROCESS, MLX_LM, CLUSTER)]
-    bench = Bench("machine", "model", 16, 16, 8, rows)
-    found = bench.as_json()
-    assert found["prefill_ratio_vs_one_process"] is None and found["ratio_vs_mlx_lm_batch"] is None
+    bench = bench_of(*(row(system, 4, 20, 80) for system in (ONE_PROCESS, MLX_LM, CLUSTER)))  # 8 were asked for
+    assert [bench.as_json()[key] for key in keys[2:]] == [None] * 2
     print_bench(bench)
     assert " x " not in capsys.readouterr().out
 
@@ -159,16 +156,6 @@ def test_what_was_planned_stands_beside_what_was_measured(capsys: pytest.Capture
     assert "1 request(s): 50.0 tok/s planned, 45.0 measured" in told and "100.0 tok/s planned, 80.0 measured" in told
 
 
-def test_a_pipeline_can_be_read_back_from_json() -> None:
-    """There the numbers of rows are text."""
-    pipeline = measured_pipeline([{"4": 20.0, "1": 10.0}], [3.0])  # type: ignore[dict-item]
-    assert pipeline.stages_s(1) == [0.010] and pipeline.stages_s(4) == [0.020] and pipeline.hops_s(1) == 0.003
-
-
-def test_a_hop_that_clocks_make_negative_takes_no_time() -> None:
-    assert measured_pipeline([{1: 10.0}] * 2, [-0.2, 0.5]).hops == (Hop(0.0), Hop(0.0005))
-
-
 EVEN, FRONT, LONG = [4, 4], [5, 3], [12, 13, 13, 13, 13]
 
 
@@ -193,19 +180,21 @@ def test_the_table_names_the_winner_and_who_wins_with_one_request_if_that_is_ano
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     rows = [split(EVEN, 1, 90), split(EVEN, 8, 300), split(FRONT, 1, 80), split(FRONT, 8, 330)]
-    bench = Bench("machine", "model", 16, 16, 8, rows)
-    print_bench(bench)
-    lines = capsys.readouterr().out.splitlines()
-    winners = [line for line in lines if "fastest" in line]
+    print_bench(bench_of(*rows))
+    winners = [line for line in capsys.readouterr().out.splitlines() if "fastest" in line]
     assert winners == [
         "* fastest with 8 requests: cluster 5,3, 330.0 tok/s, 10% more than the next",
         "* fastest with 1 request: cluster 4,4, 90.0 tok/s, 12% more than the next",
     ]
-    assert winners == [line for line in to_markdown(bench).splitlines() if "fastest" in line]
-    print_bench(Bench("machine", "model", 16, 16, 8, [*rows, split(EVEN, 1, 990)]))
+    assert winners == [line for line in to_markdown(bench_of(*rows)).splitlines() if "fastest" in line]
+    print_bench(bench_of(*rows, split(EVEN, 1, 990)))
     assert capsys.readouterr().out.count("fastest") == 2
-    print_bench(Bench("machine", "model", 16, 16, 8, [*rows[:2], split(FRONT, 1, 80), split(FRONT, 8, 290)]))
+    print_bench(bench_of(*rows[:2], split(FRONT, 1, 80), split(FRONT, 8, 290)))
     assert capsys.readouterr().out.count("fastest") == 1, "the same one wins both"
+    found = bench_of(rows[0], rows[2], frame_costs=[FrameCosts(EVEN, [{1: 5.0, 4: 8.0}] * 2, [0.3, 0.3])]).as_json()
+    assert found["fastest"] == [{"concurrency": 1, "layers": EVEN, "decode": "ar", "tokens_per_s": 90}]
+    assert found["frame_costs"] == [{"layers": EVEN, "stage_ms": [{1: 5.0, 4: 8.0}] * 2, "hop_ms": [0.3, 0.3]}]
+    assert "failure" not in found
 
 
 def test_the_table_fits_a_hundred_columns_and_cuts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,12 +213,3 @@ def test_the_table_fits_a_hundred_columns_and_cuts_nothing(capsys: pytest.Captur
         assert cell in out
     assert "…" not in out
     assert "100% · 100% · 100% · 100% · 100%" in to_markdown(bench), "the stages' parts are for --wide"
-
-
-def test_json_says_which_split_was_fastest_and_what_frames_cost() -> None:
-    rows = [split(EVEN, 1, 90), split(FRONT, 1, 80)]
-    costs = [FrameCosts(EVEN, [{1: 5.0, 4: 8.0}] * 2, [0.3, 0.3])]
-    found = Bench("machine", "model", 16, 16, 8, rows, costs).as_json()
-    assert found["fastest"] == [{"concurrency": 1, "layers": EVEN, "decode": "ar", "tokens_per_s": 90}]
-    assert found["frame_costs"] == [{"layers": EVEN, "stage_ms": [{1: 5.0, 4: 8.0}] * 2, "hop_ms": [0.3, 0.3]}]
-    assert "failure" not in found

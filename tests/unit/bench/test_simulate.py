@@ -28,30 +28,23 @@ def at_once(num_requests: int, *, num_prompt: int = 1, num_tokens: int = 200, ch
     return SimulatedLoad((0.0,) * num_requests, num_prompt, num_tokens, chunk)
 
 
-@pytest.mark.parametrize(
-    ("points", "num_rows", "seconds"),
-    [
-        (((1, 0.01),), 1, 0.01),
-        (((1, 0.01),), 99, 0.01),
-        (((1, 0.01), (11, 0.02)), 1, 0.01),
-        (((1, 0.01), (11, 0.02)), 6, 0.015),
-        (((1, 0.01), (11, 0.02)), 11, 0.02),
-        (((1, 0.01), (11, 0.02)), 21, 0.03),  # beyond: on the last line
+def test_a_stage_takes_what_the_lines_between_its_points_say() -> None:
+    one, two, three = ((1, 0.01),), ((1, 0.01), (11, 0.02)), ((1, 0.01), (4, 0.01), (8, 0.05))
+    for points, num_rows, seconds in (
+        (one, 1, 0.01),
+        (one, 99, 0.01),
+        (two, 0, 0.0),  # a frame that only closes slots
+        (two, 1, 0.01),
+        (two, 6, 0.015),
+        (two, 11, 0.02),
+        (two, 21, 0.03),  # beyond: on the last line
         (((5, 0.01), (10, 0.02)), 4, 0.008),  # before: on the first
         (((5, 0.01), (6, 0.02)), 1, 0.005),  # never less than half of what is known
-        (((1, 0.01), (4, 0.01), (8, 0.05)), 3, 0.01),
-        (((1, 0.01), (4, 0.01), (8, 0.05)), 6, 0.03),
-        (((1, 0.01), (4, 0.01), (8, 0.05)), 10, 0.07),
-        (((1, 0.01), (11, 0.02)), 0, 0.0),  # a frame that only closes slots
-    ],
-)
-def test_a_stage_takes_what_the_lines_between_its_points_say(
-    points: tuple[tuple[int, float], ...], num_rows: int, seconds: float
-) -> None:
-    assert SimulatedStage(points).seconds(num_rows) == pytest.approx(seconds)
-
-
-def test_a_hop_takes_its_latency_and_the_time_that_its_rows_need() -> None:
+        (three, 3, 0.01),
+        (three, 6, 0.03),
+        (three, 10, 0.07),
+    ):
+        assert SimulatedStage(points).seconds(num_rows) == pytest.approx(seconds)
     assert Hop(0.02).seconds(1000) == 0.02
     assert Hop(0.02, 1e6, 2000).seconds(5) == pytest.approx(0.02 + 0.01)
 
@@ -97,13 +90,10 @@ def test_a_chain_is_as_fast_as_its_slowest_stage() -> None:
     assert found.utilisation[1] > 0.97 and found.utilisation[0] == pytest.approx(0.25, rel=0.05)
 
 
-def test_where_rows_are_free_lanes_carry_as_many_as_there_are() -> None:
+def test_more_requests_than_stages_gain_only_where_rows_are_free() -> None:
     """Twelve requests on three stages, at the price of three: in lanes of four, or all in one lane."""
     found = simulate(equal(3), at_once(12, num_tokens=300))
     assert found.tokens_per_s == pytest.approx(4 * 100, rel=0.03)
-
-
-def test_where_rows_are_all_that_costs_more_requests_than_stages_gain_nothing() -> None:
     three, twelve = (simulate(equal(3, PER_ROW), at_once(n, num_tokens=300)).tokens_per_s for n in (3, 12))
     assert twelve == pytest.approx(three, rel=0.03)
 

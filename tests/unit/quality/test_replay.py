@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from coordinator.quality.replay import CHUNK, ForcedPass, Replay
+from coordinator.quality.replay import CHUNK, ForcedPass, Replay, full_windows, prompt_chunks
 from coordinator.quality.report import ComparedAnswer, Rounding
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Sampling
@@ -56,6 +56,9 @@ def test_an_answer_of_one_process_is_found_equal(sampling: Sampling) -> None:
     case = replayed(alone(sampling), sampling)
     assert (case.verdict, case.expected, case.num_equal) == ("equal", alone(sampling), N)
     assert case.margin is not None and 0 < case.margin < 5
+    if sampling == Sampling():
+        rows = np.sort(np.array(ROWS[len(PROMPT) - 1 : len(PROMPT) + N - 1]), axis=-1)
+        assert case.margin == pytest.approx(float((rows[:, -1] - rows[:, -2]).min()), rel=1e-3)
 
 
 def test_the_prompt_comes_in_chunks_and_the_answer_token_by_token() -> None:
@@ -65,13 +68,6 @@ def test_the_prompt_comes_in_chunks_and_the_answer_token_by_token() -> None:
         [*PROMPT[:CHUNK]], [*PROMPT[CHUNK:]], *([token] for token in found[:-1]),
     ]  # fmt: skip
     assert list(forced.wanted) == list(range(len(PROMPT) - 1, len(PROMPT) + N - 1))
-
-
-def test_the_margin_of_a_greedy_answer_is_the_least_between_the_two_best_logits() -> None:
-    rows = np.sort(np.array(ROWS[len(PROMPT) - 1 : len(PROMPT) + N - 1]), axis=-1)
-    assert replayed(alone(Sampling()), Sampling()).margin == pytest.approx(
-        float((rows[:, -1] - rows[:, -2]).min()), rel=1e-3
-    )
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
@@ -113,3 +109,21 @@ def test_of_many_differences_only_the_first_are_measured() -> None:
     case = replay.case()
     assert (len(case.differences), sorted(case.roundings), case.verdict) == (12, [*range(8)], "DIFFERS")
     assert all(rounding.explains for rounding in case.roundings.values()), "but not what was not measured"
+
+
+def test_windows_hold_all_tokens_and_the_last_is_full() -> None:
+    for length in (1, 2, 3, 7, 8, 20):
+        windows = full_windows(list(range(7)), length)
+        assert [token for window in windows for token in window] == list(range(7))
+        assert [len(window) for window in windows[1:]] == [length] * (len(windows) - 1)
+        assert len(windows[-1]) == min(length, 7)
+    assert prompt_chunks([1, 2, 3, 4, 5], 2) == [[1, 2], [3, 4], [5]]
+
+
+def test_each_wanted_row_is_handed_over_with_its_own_logits() -> None:
+    taken: list[tuple[int, list[list[float]]]] = []
+    forced = ForcedPass([[7, 8, 9], [5]], {1, 3}, lambda row, logits: taken.append((row, logits.tolist())))  # type: ignore[arg-type]
+    assert [forced.is_wanted(first, count) for first, count in ((0, 1), (0, 2), (2, 1), (2, 2))] == [0, 1, 0, 1]
+    forced.hand_over(0, mx.array([[0.0, 1], [2, 3], [4, 5]]))
+    forced.hand_over(3, mx.array([[6.0, 7]]))
+    assert taken == [(1, [[2, 3]]), (3, [[6, 7]])]

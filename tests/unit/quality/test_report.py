@@ -18,13 +18,7 @@ def lines(report: VerifyReport) -> list[str]:
     return [*report.of_tensors(), *map(str, report.cases), report.summary()]
 
 
-def test_every_position_counts_also_those_after_a_difference() -> None:
-    assert [(case.verdict, case.num_equal) for case in (EQUAL, ROUNDED, DIFFERING)] == [
-        ("equal", 3), ("rounding", 3), ("DIFFERS", 1),
-    ]  # fmt: skip
-
-
-def test_a_report_of_equal_cases() -> None:
+def test_a_report_of_equal_cases_tells_the_smallest_margin_if_one_is_known() -> None:
     assert ALL_EQUAL.holds
     assert lines(ALL_EQUAL) == [
         "split: coordinator [0, 3) · mini [3, 4)",
@@ -33,14 +27,8 @@ def test_a_report_of_equal_cases() -> None:
         "equal    greedy, a: 3 tokens, smallest margin 0.25",
         "the cluster is the model: 6 tokens equal, smallest margin 0.25",
     ]
-
-
-def test_the_smallest_margin_of_all_is_told_in_the_end() -> None:
     cases = [replace(EQUAL, margin=margin) for margin in (0.5, 0.0312, 3.0)]
     assert replace(ALL_EQUAL, cases=cases).summary().endswith("9 tokens equal, smallest margin 0.031")
-
-
-def test_where_no_margin_is_known_none_is_told() -> None:
     report = replace(ALL_EQUAL, cases=[replace(EQUAL, margin=None)])
     assert lines(report)[-2:] == ["equal    greedy, a: 3 tokens", "the cluster is the model: 3 tokens equal"]
 
@@ -57,20 +45,15 @@ def test_what_rounding_explains_is_listed_with_both_figures_and_counted_and_does
 
 def test_any_other_difference_fails() -> None:
     report = replace(ALL_EQUAL, cases=[EQUAL, ROUNDED, DIFFERING])
+    assert [(case.verdict, case.num_equal) for case in report.cases] == [("equal", 3), ("rounding", 3), ("DIFFERS", 1)]
     assert not report.holds
     assert lines(report)[-2:] == [
         "DIFFERS  sampled, c: token 1 is [3], alone it is [2]; 1.2 between their logits, rounding makes 0.034",
         "the cluster is NOT the model",
     ]
-
-
-def test_a_difference_without_figures_fails() -> None:
-    """Such as a missing token, or one of a decoder that has no other way of evaluation."""
-    for case in (
-        ComparedAnswer("d", [1, 2], [1]),
-        ComparedAnswer("e", [1, 2], [1, 3]),
-        ComparedAnswer("f", [1], [1, 2]),
-    ):
+    # those without figures: a missing token, one too many, or one of a decoder that has no other way of evaluation
+    for expected, found in (([1, 2], [1]), ([1, 2], [1, 3]), ([1], [1, 2])):
+        case = ComparedAnswer("d", expected, found)
         assert case.verdict == "DIFFERS" and not replace(ALL_EQUAL, cases=[EQUAL, case]).holds
 
 
@@ -105,14 +88,10 @@ def test_json_holds_the_verdicts_and_figures() -> None:
     found = json.loads(replace(ALL_EQUAL, is_streamed=True, cases=[EQUAL, ROUNDED, never]).to_json())
     assert (found["equal"], found["within_rounding"], found["num_tensors"], found["tensors"]) == (False, 1, 40, [])
     assert (found["streamed"], found["margin"]) == (True, 0.002)
-    assert [case["verdict"] for case in found["cases"]] == ["equal", "rounding", "differs"]
-    assert [case["margin"] for case in found["cases"]] == [0.25, 0.002, None]
-    assert [(case["first_difference"], case["num_differences"]) for case in found["cases"]] == [
-        (None, 0),
-        (1, 1),
-        (1, 1),
+    keys = ("verdict", "margin", "first_difference", "num_differences", "rounding")
+    assert [tuple(case[key] for key in keys) for case in found["cases"]] == [
+        ("equal", 0.25, None, 0, None),
+        ("rounding", 0.002, 1, 1, {"margin": 0.0021, "measured": 0.034}),
+        ("differs", None, 1, 1, {"margin": None, "measured": 0.034}),
     ]
-    assert [case["rounding"] for case in found["cases"]] == [
-        None, {"margin": 0.0021, "measured": 0.034}, {"margin": None, "measured": 0.034},
-    ]  # fmt: skip
     assert found["cases"][1]["expected"] == [1, 2, 3, 4]

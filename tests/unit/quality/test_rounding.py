@@ -32,35 +32,24 @@ def margin(sampling: Sampling, logits: np.ndarray, expected: int, found: int, hi
     return find_margin(draw, row, expected, found)
 
 
-def drawn_scores(sampling: Sampling) -> np.ndarray:
-    return LOGITS / sampling.temperature + np.array(gumbel([random_key(sampling.seed, POSITION)], V)[0])
-
-
-@pytest.mark.parametrize("rank", [1, 2, 10])
-def test_greedy_tokens_are_as_far_apart_as_their_logits(rank: int) -> None:
-    expected, found = ORDER[0], ORDER[rank]
-    assert margin(Sampling(), LOGITS, expected, found) == pytest.approx(LOGITS[expected] - LOGITS[found], rel=1e-3)
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
-def test_drawn_tokens_are_as_far_apart_as_their_scores_times_the_temperature(temperature: float) -> None:
-    sampling = Sampling(seed=3, temperature=temperature)
-    scores = drawn_scores(sampling)
-    best, second = map(int, np.argsort(-scores)[:2])
-    assert margin(sampling, LOGITS, best, second) == pytest.approx(
-        temperature * (scores[best] - scores[second]), rel=1e-3
-    )
+def test_tokens_are_as_far_apart_as_their_logits_or_their_scores_times_the_temperature() -> None:
+    for rank in (1, 2, 10):
+        expected, found = ORDER[0], ORDER[rank]
+        assert margin(Sampling(), LOGITS, expected, found) == pytest.approx(LOGITS[expected] - LOGITS[found], rel=1e-3)
+    for temperature in (0.5, 1.0, 3.0):
+        scores = LOGITS / temperature + np.array(gumbel([random_key(3, POSITION)], V)[0])
+        best, second = map(int, np.argsort(-scores)[:2])
+        apart = temperature * (scores[best] - scores[second])
+        found = margin(Sampling(seed=3, temperature=temperature), LOGITS, best, second)
+        assert found == pytest.approx(apart, rel=1e-3)
 
 
 def test_penalties_count_as_they_do_in_the_draw() -> None:
     """The found token's logit is divided by its penalty, so it has twice the way to go."""
-    logits = np.array([3.0, 5.0, -1.0, 0.0], np.float32)
     penalised = Sampling(repetition_penalty=2.0)
-    assert margin(penalised, logits, expected=0, found=1, history=(1,)) == pytest.approx(
-        0.5, rel=1e-3
-    )  # expected falls
-    logits = np.array([3.0, 2.0, -1.0, 0.0], np.float32)
-    assert margin(penalised, logits, expected=0, found=1, history=(1,)) == pytest.approx(2.0, rel=1e-3)
+    for logit, apart in ((5.0, 0.5), (2.0, 2.0)):  # of the first, the expected token falls
+        logits = np.array([3.0, logit, -1.0, 0.0], np.float32)
+        assert margin(penalised, logits, expected=0, found=1, history=(1,)) == pytest.approx(apart, rel=1e-3)
 
 
 def test_a_token_outside_a_filter_is_as_far_as_the_filters_edge() -> None:
@@ -87,45 +76,24 @@ def test_a_token_at_the_inner_edge_of_a_filter_gives_way_by_as_little_as_it_stan
     assert margin(narrow, logits, first, second) == pytest.approx(float(-0.98 - np.sort(logits)[-kept - 1]), rel=0.01)
 
 
-def test_no_shift_brings_a_token_without_a_logit() -> None:
+def test_extremes_of_a_margin() -> None:
+    """No shift brings a token without a logit, what is drawn already needs none, and ties are as close as can be."""
     logits = LOGITS.copy()
     logits[7] = -np.inf
     assert margin(Sampling(), logits, int(np.argmax(logits)), 7) == math.inf
-
-
-def test_what_is_drawn_already_needs_no_shift() -> None:
     assert find_margin(lambda row: 4, mx.array(LOGITS)[None], 3, 4) == 0.0
 
-
-def test_a_margin_is_not_looked_for_beyond_what_is_asked() -> None:
     def draw(row: mx.array) -> int:
         return int(mx.argmax(row[0]).item())
 
+    assert find_margin(draw, mx.array([1.0, 3.0, 3.0])[None], 1, 2) < 1e-6
     row = mx.array([1.0, 3.0, 2.5])[None]
     assert find_margin(draw, row, 1, 2, most=0.6) == pytest.approx(0.5, rel=1e-3)
     assert find_margin(draw, row, 1, 2, most=0.4) == find_margin(draw, row, 1, 2, most=1e-9) == math.inf
 
 
-def test_tokens_that_tie_are_as_close_as_can_be_told() -> None:
-    row = mx.array([1.0, 3.0, 3.0])[None]
-    assert find_margin(lambda row: int(mx.argmax(row[0]).item()), row, 1, 2) < 1e-6
-
-
-@pytest.mark.parametrize(
-    ("margin", "measured", "explains"),
-    [
-        (0.1, 0.2, True),
-        (0.2, 0.2, True),
-        (0.0, 1e-9, True),
-        (0.21, 0.2, False),
-        (0.0, 0.0, False),
-        (math.inf, 0.2, False),
-        (math.inf, math.inf, False),
-        (0.1, math.inf, False),
-        (0.1, math.nan, False),
-    ],
-)
-def test_rounding_explains_what_is_no_wider_than_it_and_only_where_there_is_some(
-    margin: float, measured: float, explains: bool
-) -> None:
-    assert Rounding(margin, measured).explains is explains
+def test_rounding_explains_what_is_no_wider_than_it_and_only_where_there_is_some() -> None:
+    inf, nan = math.inf, math.nan
+    assert all(Rounding(*each).explains for each in ((0.1, 0.2), (0.2, 0.2), (0.0, 1e-9)))
+    for each in ((0.21, 0.2), (0.0, 0.0), (inf, 0.2), (inf, inf), (0.1, inf), (0.1, nan)):
+        assert not Rounding(*each).explains

@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from tools.demo_data.turn import Turn
 from tools.eval_windows import ACCURACY, is_right
 from tools.windows_data import Measured, Score, Speed
@@ -37,42 +35,23 @@ def measured(fast_right: int = 4) -> Measured:
     )  # fmt: skip
 
 
-def test_one_token_per_step_has_a_cacheability_of_one() -> None:
-    ar = score("facts", "ar")
-    assert (ar.tokens_per_step, ar.cacheability, ar.rows_per_token, ar.round_trips) == (1, 1, 1, 100)
-
-
 def test_rows_that_are_computed_in_vain_lower_the_cacheability() -> None:
-    window = score("facts", "diffusion", 16)
+    ar, window = score("facts", "ar"), score("facts", "diffusion", 16)
+    assert (ar.tokens_per_step, ar.cacheability, ar.rows_per_token, ar.round_trips) == (1, 1, 1, 100)
     assert (window.tokens_per_step, window.cacheability, window.rows_per_token, window.round_trips) == (5, 0.2, 5, 20)
-
-
-def test_a_score_adds_answers_up() -> None:
     total = Score("facts", "ar", None, None)
     total.add(is_right=True, is_equal=True, num_tokens=8, num_steps=8, num_rows=8)
     total.add(is_right=False, is_equal=True, num_tokens=2, num_steps=2, num_rows=2)
     assert (total.accuracy, total.equal, total.num_tokens) == (50, 100, 10)
-
-
-def test_a_window_breaks_even_later_the_less_the_network_costs() -> None:
-    assert measured().break_even(16, delay_ms=0) == 4
-    assert measured().break_even(16, delay_ms=50) == 1.5
-
-
-def test_numbers_survive_their_json() -> None:
+    assert measured().break_even(16, delay_ms=0) == 4 and measured().break_even(16, delay_ms=50) == 1.5
     assert Measured.from_json(json.loads(measured().to_json())) == measured()
-
-
-@pytest.mark.parametrize(("right", "said"), [(4, "| yes |"), (3, "| **no** |")])
-def test_the_report_admits_what_was_missed(right: int, said: str) -> None:
-    line = next(line for line in to_markdown(measured(right)).splitlines() if "`diffusion-fast` loses" in line)
-    assert line.replace(" ", "").endswith(said.replace(" ", ""))
-
-
-def test_an_answer_that_did_not_end_is_not_right() -> None:
     turn = Turn("facts", "Tell me.", "So it is.")
-    assert is_right(turn, "So it is.", True) and not is_right(turn, "So it is.", False)
+    assert is_right(turn, "So it is.", True) and not is_right(turn, "So it is.", False)  # it did not end
 
 
-def test_table_cells_are_aligned() -> None:
+def test_the_report_admits_what_was_missed() -> None:
+    for right, said in ((4, "|yes|"), (3, "|**no**|")):
+        page = to_markdown(measured(right))
+        line = next(line for line in page.splitlines() if "`diffusion-fast` loses" in line)
+        assert line.replace(" ", "").endswith(said)
     assert table(("a", "long"), [("xyz", "1")]) == "| a   | long |\n| --- | ---  |\n| xyz | 1    |\n"

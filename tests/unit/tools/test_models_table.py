@@ -24,12 +24,9 @@ def test_the_page_has_what_fits_what_does_not_and_each_long_reason_once() -> Non
     assert page.count("adds up") == 1 and "mxfp4: no (1) `llama`" in page
 
 
-def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+def test_what_is_saved_is_loaded_and_has_no_differences(tmp_path: Path) -> None:
     SURVEY.save(tmp_path / "rows.json")
     assert load(tmp_path / "rows.json") == SURVEY
-
-
-def test_surveys_that_are_the_same_have_no_differences() -> None:
     assert differences(SURVEY, SURVEY) == "all 3 rows are the same"
 
 

@@ -59,7 +59,7 @@ def test_experts_apart_are_stacked_again_by_mlx_lm(tmp_path: Path) -> None:
     load_model(tmp_path / "model", lazy=True, strict=True)
 
 
-@pytest.mark.parametrize("name", ["gpt-oss-120b", "Gemma-3-27B", "MiniMax-M2.5", "Kimi-K2.5"])
+@pytest.mark.parametrize("name", ["gpt-oss-120b", "Kimi-K2.5"])
 def test_mlx_lm_finds_every_tensor_and_none_too_many(tmp_path: Path, name: str) -> None:
     write_sparse(tmp_path / "model", published(name), None if name == "gpt-oss-120b" else 4)
     load_model(tmp_path / "model", lazy=True, strict=True)
