@@ -105,42 +105,31 @@ def test_what_is_said_of_a_node(changed: dict[str, Any], level: Level, kind: Kin
 @pytest.mark.parametrize(
     ("theirs", "words"),
     [
-        (Configuration(model="small"), ["`model: small`, the coordinator's big"]),
-        (Configuration(layers=[1, 3], context=100), ["`layers: [1, 3]`", "`context: 100`"]),
-        (
-            Configuration(others={"order": "fixed", "coordinator.name": "studio"}),
-            ["`order: fixed`, the coordinator's free"],
-        ),
-        (Configuration(), []),
+        ({"model": "small"}, ["`model: small`, the coordinator's big"]),
+        ({"layers": [1, 3], "context": 100}, ["`layers: [1, 3]`", "`context: 100`"]),
+        ({"others": {"order": "fixed", "coordinator.name": "studio"}}, ["`order: fixed`, the coordinator's free"]),
+        ({}, []),
     ],
 )
-def test_a_configuration_that_differs_is_noted(theirs: Configuration, words: list[str]) -> None:
+def test_a_configuration_that_differs_is_noted(theirs: dict[str, Any], words: list[str]) -> None:
     ours = Configuration(model="big", layers=[2, 2], context=200, others={"order": "free"})
     studio = replace(node("studio", STUDIO), configuration=ours)
-    findings = judged(known(replace(node(), configuration=theirs), studio=studio))
+    findings = judged(known(replace(node(), configuration=Configuration(**theirs)), studio=studio))
     assert worse(findings) == [(NOTE, Kind.CONFIGURATION, "mini")] * len(words)
     found = [each.text for each in findings if each.kind is Kind.CONFIGURATION]
     assert all(word in text for word, text in zip(words, found, strict=True))
 
 
-def test_battery_and_low_power_are_told_beside_sleep() -> None:
+def test_power_and_clock_of_a_node() -> None:
     power = Power(sleep_minutes=0, is_on_battery=True, is_saving=True, may_nap=False)
     findings = judged(known(node(power=power)))
     assert worse(findings) == [(NOTE, Kind.SLEEP, "mini")] * 2
     assert {"connect power", "sudo pmset -a lowpowermode 0"} == {each.fix for each in findings if each.level is NOTE}
-
-
-@pytest.mark.parametrize(
-    ("offset_s", "level"), [(-0.5, OK), (3.0, NOTE), (-3000.0, NOTE), (90_000.0, PROBLEM), (-1e6, PROBLEM)]
-)
-def test_a_clock_that_is_wrong(offset_s: float, level: Level) -> None:
-    found = said(judged(known(replace(node(), clock_offset_s=offset_s))), Kind.CLOCK)
-    assert found.level is level and bool(found.fix) == (level is not OK)
-
-
-def test_the_coordinator_may_fall_asleep_since_commands_keep_it_awake() -> None:
     studio = node("studio", STUDIO, power=Power(sleep_minutes=10, may_nap=False))
-    assert worse(judged(known(node(), studio=studio))) == []
+    assert worse(judged(known(node(), studio=studio))) == [], "commands keep the coordinator awake"
+    for offset_s, level in ((-0.5, OK), (3.0, NOTE), (-3000.0, NOTE), (90_000.0, PROBLEM), (-1e6, PROBLEM)):
+        found = said(judged(known(replace(node(), clock_offset_s=offset_s))), Kind.CLOCK)
+        assert found.level is level and bool(found.fix) == (level is not OK)
 
 
 @pytest.mark.parametrize(
@@ -195,80 +184,62 @@ def test_an_address_at_which_a_node_is_not_reached_is_noted_if_another_is_in_use
 
 
 def test_a_coordinator_without_a_right_certificate_says_so() -> None:
-    findings = judged(
-        ExaminedCluster([replace(node("studio", STUDIO), error=ConfigError("keys/studio.pem cannot be read"))])
-    )
+    error = ConfigError("keys/studio.pem cannot be read")
+    findings = judged(ExaminedCluster([replace(node("studio", STUDIO), error=error)]))
     assert (PROBLEM, Kind.CERTIFICATE, "studio") in worse(findings)
     assert any("brigade keys issue studio --coordinator" in each.fix for each in findings)
 
 
-def over(medium: Interface, other: Interface, **mini: Any) -> ExaminedCluster:
-    """A hop by these two interfaces, beside the bridges."""
+def over(medium: Interface, other: Interface, **mini: Any) -> list[Finding]:
+    """What is said of a hop by these two interfaces, beside the bridges."""
     studio = node("studio", STUDIO, interfaces=[bridge(STUDIO), medium])
     far = node(interfaces=[bridge(MINI), other], **mini)
-    taken = hop(local=medium.addresses[0], remote=other.addresses[0])
-    return known(far, studio=studio, hops=[taken])
+    return judged(known(far, studio=studio, hops=[hop(local=medium.addresses[0], remote=other.addresses[0])]))
 
 
-def test_wifi_though_a_cable_is_there_is_a_problem() -> None:
-    found = said(judged(over(WIFI, bridge("192.168.1.9", MEDIUM_WIFI))), Kind.WIFI)
+FAR_WIFI = bridge("192.168.1.9", MEDIUM_WIFI, name="en0")
+
+
+def test_wifi_though_a_cable_is_there_is_a_problem_and_otherwise_a_note() -> None:
+    found = said(over(WIFI, FAR_WIFI), Kind.WIFI)
     assert found.level is PROBLEM and "though a Thunderbolt cable is there" in found.text
     assert found.fix == f"put {MINI} and the port first in `address:` of mini in cluster.yaml, on both nodes"
-
-
-def test_wifi_though_the_cable_has_no_address_yet_says_where_to_give_it_one() -> None:
-    bare = Interface(name="bridge0", medium=MEDIUM_THUNDERBOLT, mtu=1500)
-    studio = node("studio", STUDIO, interfaces=[bare, WIFI])
-    far = node(interfaces=[bare, bridge("192.168.1.9", MEDIUM_WIFI)])
-    taken = hop(local=WIFI.addresses[0], remote="192.168.1.9")
-    assert "Thunderbolt Bridge, TCP/IP" in said(judged(known(far, studio=studio, hops=[taken])), Kind.WIFI).fix
-
-
-def test_wifi_though_both_are_on_one_ethernet_is_a_problem() -> None:
-    studio = node("studio", STUDIO, interfaces=[WIFI, LAN], thunderbolt=[])
-    far = node(interfaces=[bridge("192.168.1.9", MEDIUM_WIFI), bridge("192.168.1.8", MEDIUM_ETHERNET)], thunderbolt=[])
-    taken = hop(local=WIFI.addresses[0], remote="192.168.1.9")
-    found = said(judged(known(far, studio=studio, hops=[taken])), Kind.WIFI)
-    assert (found.level, found.fix[:16]) == (PROBLEM, "put 192.168.1.8 ")
-    elsewhere = node(
-        interfaces=[bridge("192.168.1.9", MEDIUM_WIFI), bridge("10.0.0.8", MEDIUM_ETHERNET)], thunderbolt=[]
-    )
-    assert said(judged(known(elsewhere, studio=studio, hops=[taken])), Kind.WIFI).level is NOTE
-
-
-def test_wifi_where_there_is_no_cable_is_noted() -> None:
-    found = said(judged(over(WIFI, bridge("192.168.1.9", MEDIUM_WIFI), thunderbolt=[])), Kind.WIFI)
+    found = said(over(WIFI, FAR_WIFI, thunderbolt=[]), Kind.WIFI)
     assert found.level is NOTE and found.fix.startswith("connect them by a Thunderbolt cable")
-
-
-def test_wifi_at_the_far_end_is_wifi() -> None:
-    found = said(judged(over(LAN, bridge("192.168.1.9", MEDIUM_WIFI, name="en0"))), Kind.WIFI)
+    found = said(over(LAN, FAR_WIFI), Kind.WIFI)  # Wi-Fi at the far end is Wi-Fi
     assert found.level is PROBLEM
     assert found.text.startswith("takes Ethernet (en7, MTU 1500), at mini Wi-Fi (en0, MTU 1500) though a Thunderbolt")
-
-
-def test_a_drive_at_the_port_is_no_cable_between_two_macs() -> None:
-    drive = ThunderboltPort(name="1", gbit=80.0, is_connected=True, id="mini")
-    assert said(judged(over(WIFI, bridge("192.168.1.9", MEDIUM_WIFI), thunderbolt=[drive])), Kind.WIFI).level is PROBLEM
+    drive = ThunderboltPort(name="1", gbit=80.0, is_connected=True, id="mini")  # no cable between two Macs
+    assert said(over(WIFI, FAR_WIFI, thunderbolt=[drive]), Kind.WIFI).level is PROBLEM
     studio = node("studio", STUDIO, interfaces=[WIFI], thunderbolt=[drive])
     taken = hop(local=WIFI.addresses[0], remote=MINI)
     assert said(judged(known(node(), studio=studio, hops=[taken])), Kind.WIFI).level is NOTE
 
 
-@pytest.mark.parametrize(
-    ("medium", "has_cable", "level", "words"),
-    [
+def test_wifi_though_the_cable_has_no_address_or_both_are_on_one_ethernet() -> None:
+    taken = [hop(local=WIFI.addresses[0], remote="192.168.1.9")]
+    bare = Interface(name="bridge0", medium=MEDIUM_THUNDERBOLT, mtu=1500)
+    studio = node("studio", STUDIO, interfaces=[bare, WIFI])
+    found = said(judged(known(node(interfaces=[bare, FAR_WIFI]), studio=studio, hops=taken)), Kind.WIFI)
+    assert "Thunderbolt Bridge, TCP/IP" in found.fix
+    studio = node("studio", STUDIO, interfaces=[WIFI, LAN], thunderbolt=[])
+    for address, level in (("192.168.1.8", PROBLEM), ("10.0.0.8", NOTE)):
+        far = node(interfaces=[FAR_WIFI, bridge(address, MEDIUM_ETHERNET)], thunderbolt=[])
+        found = said(judged(known(far, studio=studio, hops=taken)), Kind.WIFI)
+        assert found.level is level and found.fix.startswith("put 192.168.1.8 ") == (level is PROBLEM)
+
+
+def test_other_ways_than_the_cable() -> None:
+    for medium, has_cable, level, words in (
         (MEDIUM_TUNNEL, True, PROBLEM, "takes a VPN"),
         (MEDIUM_TUNNEL, False, NOTE, "takes a VPN"),
         (MEDIUM_ETHERNET, True, NOTE, "takes Ethernet"),
         (MEDIUM_ETHERNET, False, OK, "takes Ethernet"),
-    ],
-)
-def test_other_ways_than_the_cable(medium: Any, has_cable: bool, level: Level, words: str) -> None:
-    taken, other = bridge("10.0.0.1", medium, name="x0"), bridge("10.0.0.2", medium, name="x0")
-    found = said(judged(over(taken, other, **({} if has_cable else {"thunderbolt": []}))), Kind.INTERFACE)
-    assert found.level is level and words in found.text
-    assert ("though a Thunderbolt cable is there" in found.text) == has_cable
+    ):
+        taken, other = bridge("10.0.0.1", medium, name="x0"), bridge("10.0.0.2", medium, name="x0")
+        found = said(over(taken, other, **({} if has_cable else {"thunderbolt": []})), Kind.INTERFACE)
+        assert found.level is level and words in found.text
+        assert ("though a Thunderbolt cable is there" in found.text) == has_cable
 
 
 @pytest.mark.parametrize(
@@ -284,130 +255,92 @@ def test_how_fast_the_cable_is(gbit: float, most: float, level: Level, words: st
     def ports(own: str, peer: str) -> list[ThunderboltPort]:
         return [port(own, peer, gbit), ThunderboltPort(name="2", gbit=most, id=f"{own}-2")]
 
-    studio = node("studio", STUDIO, thunderbolt=ports("studio", "mini"))
-    found = said(
-        judged(known(node(thunderbolt=ports("mini", "studio")), studio=studio, hops=[hop()])), Kind.THUNDERBOLT
-    )
+    studio, far = node("studio", STUDIO, thunderbolt=ports("studio", "mini")), node(thunderbolt=ports("mini", "studio"))
+    found = said(judged(known(far, studio=studio, hops=[hop()])), Kind.THUNDERBOLT)
     assert found.level is level and words in found.text and bool(found.fix) == (level is NOTE)
 
 
-@pytest.mark.parametrize(("near", "far", "words"), [(1500, 9000, "differ"), (1280, 1280, "are below 1500")])
-def test_packet_sizes_that_do_not_go_together(near: int, far: int, words: str) -> None:
-    studio = node("studio", STUDIO, interfaces=[bridge(STUDIO, mtu=near)])
-    findings = judged(known(node(interfaces=[bridge(MINI, mtu=far)]), studio=studio, hops=[hop()]))
-    assert worse(findings) == [(NOTE, Kind.MTU, "studio → mini")] and words in said(findings, Kind.MTU).text
-
-
-@pytest.mark.parametrize(
-    ("rtt_ms", "bytes_per_s", "level"),
-    [(0.5, 3e9, OK), (1.5, 3e9, NOTE), (0.5, 1e7, NOTE), (30.0, 3e9, PROBLEM), (30.0, 1e6, PROBLEM)],
-)
-def test_a_slow_hop(rtt_ms: float, bytes_per_s: float, level: Level) -> None:
-    assert said(judged(known(node(), hops=[hop(rtt_ms, bytes_per_s)])), Kind.SPEED).level is level
+def test_packet_sizes_that_do_not_go_together_and_slow_hops() -> None:
+    for near, far, words in ((1500, 9000, "differ"), (1280, 1280, "are below 1500")):
+        studio = node("studio", STUDIO, interfaces=[bridge(STUDIO, mtu=near)])
+        findings = judged(known(node(interfaces=[bridge(MINI, mtu=far)]), studio=studio, hops=[hop()]))
+        assert worse(findings) == [(NOTE, Kind.MTU, "studio → mini")] and words in said(findings, Kind.MTU).text
+    for rtt_ms, bytes_per_s, level in (
+        (0.5, 3e9, OK), (1.5, 3e9, NOTE), (0.5, 1e7, NOTE), (30.0, 3e9, PROBLEM), (30.0, 1e6, PROBLEM),
+    ):  # fmt: skip
+        assert said(judged(known(node(), hops=[hop(rtt_ms, bytes_per_s)])), Kind.SPEED).level is level
 
 
 def test_what_a_hop_means_for_this_model() -> None:
     """8 KiB a token: half a round trip of 0.4 ms, and 8192 bytes at 1 GB/s."""
     findings = judged(known(node(), hops=[hop(0.4, 1e9), replace(hop(0.4, 1e9), is_back=True)]))
     there, back = (each.text for each in findings if each.kind is Kind.SPEED)
-    assert there.startswith(
-        "0.21 ms of each token (round trip 0.40 ms, 1.0 GB/s by gRPC); 1,000 tokens of a prompt 8.39"
-    )
-    assert back == "0.20 ms of each token (round trip 0.40 ms, 1.0 GB/s by gRPC)"
+    figures = "ms of each token (round trip 0.40 ms, 1.0 GB/s by gRPC)"
+    assert there.startswith(f"0.21 {figures}; 1,000 tokens of a prompt 8.39") and back == f"0.20 {figures}"
     assert said(findings, Kind.CHAIN).text.startswith("0.41 ms of each token")
-
-
-def test_grpc_that_takes_much_longer_than_tcp_is_noted() -> None:
     found = said(judged(known(node(), hops=[hop(6.0)])), Kind.GRPC)
-    assert found.level is NOTE and found.text.startswith(
-        "gRPC's round trip is 30 times TCP's; for comparison: bare TCP 0.20 ms"
-    )
+    told = "gRPC's round trip is 30 times TCP's; for comparison: bare TCP 0.20 ms"
+    assert found.level is NOTE and found.text.startswith(told)
     assert said(judged(known(node(), hops=[hop(1.9)])), Kind.GRPC).level is OK
 
 
 def test_what_could_not_be_measured_is_noted() -> None:
-    taken = hop()
-    assert taken.reply is not None
-    taken.reply.lines[0].error = "timed out"
-    findings = judged(known(node(), hops=[taken]))
+    failed, closed, silent = hop(), hop(), [
+        LinkReply(rtt_ms=float("nan"), bytes_per_s=1.0), LinkReply(rtt_ms=-1.0), LinkReply(),
+    ]  # fmt: skip
+    failed.reply.lines[0].error = "timed out"
+    findings = judged(known(node(), hops=[failed]))
     assert worse(findings) == [(NOTE, Kind.UNMEASURED, "studio → mini")]
     assert said(findings, Kind.UNMEASURED).text == "not measured: bare TCP: timed out"
-
-
-@pytest.mark.parametrize(("errno", "kind"), [(65, Kind.LOCAL_NETWORK), (61, Kind.UNREACHABLE), (0, Kind.UNREACHABLE)])
-def test_a_hop_that_leads_nowhere_is_a_problem(errno: int, kind: Kind) -> None:
-    way = Way(address="10.0.0.2:50070", errno=errno, error="No route to host")
-    findings = judged(known(node(), hops=[ExaminedHop("studio", "mini", LinkReply(way=way))]))
-    assert worse(findings) == [(PROBLEM, kind, "studio → mini")]
-
-
-@pytest.mark.parametrize(
-    "reply", [LinkReply(rtt_ms=float("nan"), bytes_per_s=1.0), LinkReply(rtt_ms=-1.0), LinkReply()]
-)
-def test_figures_that_can_be_none_are_not_believed(reply: LinkReply) -> None:
-    reply.lines.append(Line(transport=TRANSPORT_TCP, rtt_ms=float("nan"), bytes_per_s=float("inf")))
-    findings = judged(known(node(), hops=[ExaminedHop("studio", "mini", reply)]))
-    assert {each.kind for each in findings if each.level is NOTE} == {Kind.UNMEASURED}
-    assert not any("nan" in each.text for each in findings)
-
-
-def test_a_hop_that_failed_while_it_was_measured_is_a_problem() -> None:
-    findings = judged(known(node(), hops=[ExaminedHop("studio", "mini", error=StageLost("closed the connection"))]))
-    assert worse(findings) == [(PROBLEM, Kind.UNREACHABLE, "studio → mini")]
-
-
-def test_a_node_that_opens_no_port_is_measured_by_grpc_alone() -> None:
-    taken = hop()
-    assert taken.reply is not None
-    del taken.reply.lines[:]
-    assert worse(judged(known(node(), hops=[taken]))) == [(NOTE, Kind.UNMEASURED, "studio → mini")]
-
-
-def test_a_hop_of_a_node_that_was_not_reached_is_not_measured() -> None:
+    del closed.reply.lines[:]  # it opens no port: measured by gRPC alone
+    assert worse(judged(known(node(), hops=[closed]))) == [(NOTE, Kind.UNMEASURED, "studio → mini")]
+    for reply in silent:  # figures that can be none are not believed
+        reply.lines.append(Line(transport=TRANSPORT_TCP, rtt_ms=float("nan"), bytes_per_s=float("inf")))
+        findings = judged(known(node(), hops=[ExaminedHop("studio", "mini", reply)]))
+        assert {each.kind for each in findings if each.level is NOTE} == {Kind.UNMEASURED}
+        assert not any("nan" in each.text for each in findings)
     far = ExaminedNode("mini", error=StageLost("nothing answers"), ways=[Way(address="a:1", errno=61, error="refused")])
     findings = judged(known(far, hops=[ExaminedHop("studio", "mini")]))
     assert worse(findings) == [(PROBLEM, Kind.UNREACHABLE, "mini"), (NOTE, Kind.UNMEASURED, "studio → mini")]
 
 
+def test_a_hop_that_leads_nowhere_or_failed_while_it_was_measured_is_a_problem() -> None:
+    for errno, kind in ((65, Kind.LOCAL_NETWORK), (61, Kind.UNREACHABLE), (0, Kind.UNREACHABLE)):
+        way = Way(address="10.0.0.2:50070", errno=errno, error="No route to host")
+        findings = judged(known(node(), hops=[ExaminedHop("studio", "mini", LinkReply(way=way))]))
+        assert worse(findings) == [(PROBLEM, kind, "studio → mini")]
+    findings = judged(known(node(), hops=[ExaminedHop("studio", "mini", error=StageLost("closed the connection"))]))
+    assert worse(findings) == [(PROBLEM, Kind.UNREACHABLE, "studio → mini")]
+
+
+def fitted(nodes: ExaminedCluster, num_layers: int, layers: tuple[int, ...] | None = None) -> list[Finding]:
+    return judged(nodes, ModelInUse(model(num_layers=num_layers), **({"layers": layers} if layers else {})))
+
+
 def test_the_wired_limit_is_to_be_raised_where_the_plan_needs_it_and_only_there() -> None:
     """90 GiB are offered, 96 needed: 48 each, of which 9 tenths of a limit are used."""
-    findings = judged(known(node()), ModelInUse(model(num_layers=96)))
+    findings = fitted(known(node()), 96)
     assert worse(findings) == [(PROBLEM, Kind.WIRED_LIMIT, "studio"), (PROBLEM, Kind.WIRED_LIMIT, "mini")]
     assert all(f"sysctl iogpu.wired_limit_mb={-(-48 * 1024 * 10 // 9)} " in each.fix for each in findings if each.fix)
-    small = judged(known(node()), ModelInUse(model(num_layers=90)))
-    assert worse(small) == []
-    split = judged(known(node()), ModelInUse(model(num_layers=90), layers=(44, 46)))
-    assert worse(split) == [(PROBLEM, Kind.WIRED_LIMIT, "mini")]
+    assert worse(fitted(known(node()), 90)) == []
+    assert worse(fitted(known(node()), 90, (44, 46))) == [(PROBLEM, Kind.WIRED_LIMIT, "mini")]
+    # neither where the configuration limits it, nor of another system
+    studio = replace(node("studio", STUDIO), configured_bytes=45 * GIB)
+    for changed in (replace(node(), configured_bytes=45 * GIB), node(system="Linux", working_set_bytes=0)):
+        assert worse(fitted(known(changed, studio=studio), 96)) == [(PROBLEM, Kind.MEMORY, "all nodes")]
+    # workers on the coordinator's machine share its memory
+    here = known(replace(node(), is_here=True))
+    assert worse(fitted(here, 44)) == [] and worse(fitted(here, 60)) == [(PROBLEM, Kind.MEMORY, "all nodes")]
 
 
-def test_what_does_not_fit_even_so_is_told_with_what_each_node_lacks() -> None:
-    findings = judged(known(node()), ModelInUse(model(num_layers=200)))
+def test_a_model_that_does_not_fit_cannot_be_split_so_or_cannot_be_read_is_a_problem() -> None:
+    findings = fitted(known(node()), 200)
     assert worse(findings) == [(PROBLEM, Kind.MEMORY, "all nodes")]
     assert "studio lacks" in said(findings, Kind.MEMORY).text
-
-
-def test_a_limit_of_the_configuration_or_another_system_is_not_raised() -> None:
-    for changed in (replace(node(), configured_bytes=45 * GIB), node(system="Linux", working_set_bytes=0)):
-        findings = judged(known(changed, studio=replace(node("studio", STUDIO), configured_bytes=45 * GIB)),
-                          ModelInUse(model(num_layers=96)))  # fmt: skip
-        assert worse(findings) == [(PROBLEM, Kind.MEMORY, "all nodes")]
-
-
-def test_workers_on_the_coordinators_machine_share_its_memory() -> None:
-    here = replace(node(), is_here=True)
-    assert worse(judged(known(here), ModelInUse(model(num_layers=44)))) == []
-    assert worse(judged(known(here), ModelInUse(model(num_layers=60)))) == [(PROBLEM, Kind.MEMORY, "all nodes")]
-
-
-def test_a_split_that_cannot_be_is_told() -> None:
-    found = said(judged(known(node()), ModelInUse(model(), layers=(1, 1))), Kind.PLAN)
-    assert found.level is PROBLEM and "expected a sum of 4" in found.text
-
-
-def test_a_model_that_cannot_be_read_is_a_finding_and_hops_are_told_all_the_same() -> None:
+    assert said(fitted(known(node()), 4, (1, 1)), Kind.PLAN).level is PROBLEM
     findings = judged(known(node(), hops=[hop()]), ModelInUse(refusal="nowhere does not exist"))
     assert worse(findings) == [(PROBLEM, Kind.MODEL, "studio")]
-    assert "prompt" not in said(findings, Kind.SPEED).text
+    assert "prompt" not in said(findings, Kind.SPEED).text, "hops are told all the same"
 
 
 def test_what_another_node_says_cannot_steer_a_terminal() -> None:
@@ -433,7 +366,3 @@ def test_what_another_node_says_cannot_steer_a_terminal() -> None:
         assert told.isprintable() and "\\u" not in told and len(told) < 100_000
     for each in findings:
         assert each.text.isprintable() and each.fix.isprintable() and each.about.isprintable() and len(each.text) < 500
-
-
-def test_a_finding_is_one_line() -> None:
-    assert Finding(OK, Kind.DISK, "a\nb", "c\td", "e\x00").about == "a\N{REPLACEMENT CHARACTER}b"

@@ -1,6 +1,7 @@
 """Which of the nodes that announce themselves get into a cluster.yaml, and the file that comes of them."""
 
 import resource
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -80,16 +81,10 @@ def test_who_cannot_be_in_it_is_left_out_with_the_reason(nodes: list[FoundNode],
     assert why in found.left_out[0]
 
 
-def test_who_did_not_announce_itself_is_not_there() -> None:
-    silent = FoundNode("mini", None, None, False, True, [CABLE])
-    assert drafted(silent) == Draft(())
-
-
 def test_links_are_exposed_where_they_leave_the_machine_without_a_certificate() -> None:
-    assert not drafted(node("mini", CABLE)).is_exposed
-    assert not drafted(plain("mini", LOOPBACK)).is_exposed
-    assert drafted(plain("mini", CABLE)).is_exposed
-    assert drafted(node("mini", CABLE)).is_encrypted
+    assert not drafted(node("mini", CABLE)).is_exposed and not drafted(plain("mini", LOOPBACK)).is_exposed
+    assert drafted(plain("mini", CABLE)).is_exposed and drafted(node("mini", CABLE)).is_encrypted
+    assert drafted(FoundNode("mini", None, None, False, True, [CABLE])) == Draft(()), "it did not announce itself"
 
 
 def test_of_named_ones_only_they_are_taken_or_told_of() -> None:
@@ -98,10 +93,7 @@ def test_of_named_ones_only_they_are_taken_or_told_of() -> None:
     assert names(found) == ["mini"]
     assert [line.partition(" ")[0] for line in found.left_out] == ["air"]
     assert draft(there, "coordinator", []) == drafted(*there)
-
-
-def test_who_is_not_wanted_keeps_nobody_out() -> None:
-    there = [node("mini", CABLE), plain("air", WIFI), node("Mini", LAN)]
+    there = [node("mini", CABLE), plain("air", WIFI), node("Mini", LAN)]  # one that is not wanted keeps no other out
     assert names(draft(there, "coordinator", ["air"])) == ["air"]
     assert "2 workers have this name" in draft(there, "coordinator", ["mini"]).left_out[0]
 
@@ -120,6 +112,9 @@ def test_a_worker_on_loopback_is_left_out_beside_those_that_are_taken_only() -> 
 MINI = node("mini", CABLE, WIFI)
 
 
+TEXT = cluster_text("demo", "coordinator", Draft((MINI,)))
+
+
 def test_a_draft_is_written_as_a_file_that_says_it(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     cluster = write_cluster(path, cluster_text("org/model", "studio", Draft((MINI,))), force=False)
@@ -128,31 +123,26 @@ def test_a_draft_is_written_as_a_file_that_says_it(tmp_path: Path) -> None:
     assert cluster.tls is not None and cluster.tls.keys == str(tmp_path / "keys")
     assert [(each.name, each.addresses) for each in cluster.workers] == [("mini", ("169.254.10.2:1", "192.168.1.7:1"))]
     assert [each.name for each in tmp_path.iterdir()] == ["cluster.yaml"]
-
-
-@pytest.mark.parametrize(("endpoint", "is_insecure"), [(CABLE, True), (LOOPBACK, False)])
-def test_only_links_that_leave_the_machine_unencrypted_are_said_to(
-    tmp_path: Path, endpoint: Endpoint, is_insecure: bool
-) -> None:
-    text = cluster_text("demo", "coordinator", Draft((plain("mini", endpoint),)))
-    cluster = write_cluster(tmp_path / "cluster.yaml", text, force=False)
-    assert cluster.insecure is is_insecure and cluster.tls is None
+    for endpoint, is_insecure in ((CABLE, True), (LOOPBACK, False)):
+        text = cluster_text("demo", "coordinator", Draft((plain("mini", endpoint),)))
+        cluster = write_cluster(path, text, force=True)
+        assert cluster.insecure is is_insecure and cluster.tls is None
 
 
 def test_a_file_that_is_there_stays_unless_it_is_wished_away(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text("model: mine\n")
-    text = cluster_text("demo", "coordinator", Draft((MINI,)))
-    with pytest.raises(ConfigError, match=r"exists already and is not overwritten: give --force"):
-        write_cluster(path, text, force=False)
-    with pytest.raises(ConfigError, match=r"exists already and is not overwritten: give --force"):
-        check_target(path, force=False)
+    for refuse in (partial(write_cluster, path, TEXT), partial(check_target, path)):
+        with pytest.raises(ConfigError, match=r"exists already and is not overwritten: give --force"):
+            refuse(force=False)
     assert path.read_text() == "model: mine\n"
     check_target(path, force=True)
     check_target(tmp_path / "other.yaml", force=False)
-    write_cluster(path, text, force=True)
-    assert path.read_text() == text
-    assert [each.name for each in tmp_path.iterdir()] == ["cluster.yaml"]
+    write_cluster(path, TEXT, force=True)
+    assert path.read_text() == TEXT
+    with pytest.raises(ConfigError, match="problem"):  # what would not load is not written
+        write_cluster(path, cluster_text("demo", "coordinator", Draft((MINI, MINI))), force=True)
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("cluster.yaml", TEXT)]
 
 
 def test_a_disk_that_becomes_full_leaves_no_half_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,19 +154,11 @@ def test_a_disk_that_becomes_full_leaves_no_half_of_it(tmp_path: Path, monkeypat
         return load_cluster(path)
 
     monkeypatch.setattr(cluster_file, "load_cluster", load)
-    text = cluster_text("demo", "coordinator", Draft((MINI,)))
     try:
-        write_cluster(tmp_path / "cluster.yaml", text, force=False)
+        write_cluster(tmp_path / "cluster.yaml", TEXT, force=False)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, most)
-    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("cluster.yaml", text)]
-
-
-def test_what_would_not_load_is_not_written(tmp_path: Path) -> None:
-    twice = Draft((MINI, MINI))
-    with pytest.raises(ConfigError, match="problem"):
-        write_cluster(tmp_path / "cluster.yaml", cluster_text("demo", "coordinator", twice), force=False)
-    assert not list(tmp_path.iterdir())
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("cluster.yaml", TEXT)]
 
 
 @pytest.mark.parametrize("force", [False, True])
@@ -187,7 +169,10 @@ def test_where_there_is_no_folder_it_is_said_before_and_after(tmp_path: Path, fo
         with pytest.raises(ConfigError, match=rf"the folder \S*{folder} does not exist; make it, or give another"):
             check_target(path, force=force)
         with pytest.raises(ConfigError, match=rf"cannot write {path}: {why}"):
-            write_cluster(path, cluster_text("demo", "coordinator", Draft((MINI,))), force=force)
+            write_cluster(path, TEXT, force=force)
+    for place in (".", "/"):
+        with pytest.raises(ConfigError, match="is a folder"):
+            check_target(Path(place), force=True)
 
 
 # Generating and writing an example may take any time: this makes no claim about speed.
@@ -198,9 +183,3 @@ def test_no_text_becomes_anything_but_text(tmp_path_factory: pytest.TempPathFact
     text = cluster_text(model, f"{name}-", Draft((plain(name, LOOPBACK),)))
     cluster = write_cluster(path, text, force=False)
     assert (cluster.model, cluster.workers[0].name, cluster.coordinator.name) == (model, name, f"{name}-")
-
-
-@pytest.mark.parametrize("place", [".", "/"])
-def test_a_folder_is_no_file(place: str) -> None:
-    with pytest.raises(ConfigError, match="is a folder"):
-        check_target(Path(place), force=True)

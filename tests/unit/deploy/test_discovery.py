@@ -25,17 +25,11 @@ def cluster(*workers: tuple[str, str]) -> ClusterConfig:
     return ClusterConfig(workers=tuple(WorkerConfig(name=name, address=address) for name, address in workers))
 
 
-def test_a_node_that_is_heard_on_two_links_is_one_node() -> None:
+def test_a_node_that_is_heard_on_two_links_is_one_node_and_two_processes_are_two() -> None:
     heard = [AnnouncedNode(about("mini"), ("10.0.0.2:1",)), AnnouncedNode(about("mini"), ("10.9.0.2:1", "10.0.0.2:1"))]
     [node] = found_nodes(heard, None, HERE)
     assert {each.address for each in node.endpoints} == {"10.0.0.2:1", "10.9.0.2:1"}
-
-
-def test_two_processes_of_one_name_are_two() -> None:
-    heard = [
-        AnnouncedNode(about("mini", "00000001"), ("10.0.0.2:1",)),
-        AnnouncedNode(about("mini", "00000002"), ("10.0.0.3:1",)),
-    ]
+    heard = [AnnouncedNode(about("mini", f"0000000{number}"), (f"10.0.0.{number}:1",)) for number in (1, 2)]
     assert len(found_nodes(heard, None, HERE)) == 2
 
 
@@ -47,17 +41,14 @@ def test_who_is_configured_comes_first_and_who_was_not_heard_last() -> None:
 
 
 def test_a_name_at_another_address_is_told_from_the_configured_one() -> None:
-    [node] = found_nodes([AnnouncedNode(about("mini"), ("127.0.0.1:7",))], cluster(("mini", "127.0.0.1:1")), HERE)
+    heard = [AnnouncedNode(about("mini", fingerprint="ab" * 32), ("127.0.0.1:7",))]
+    [node] = found_nodes(heard, cluster(("mini", "127.0.0.1:1")), HERE)
     assert node.is_elsewhere
     assert node.to_json()["addresses"] == [
         {"address": "127.0.0.1:7", "interface": "lo", "medium": "loopback", "is_configured": False}
     ]
-
-
-def test_without_a_configuration_nobody_is_in_it_or_not() -> None:
-    [node] = found_nodes([AnnouncedNode(about("mini", fingerprint="ab" * 32), ("127.0.0.1:7",))], None, HERE)
-    assert node.to_json()["is_configured"] is None
-    assert node.to_json()["addresses"][0]["is_configured"] is None
+    [node] = found_nodes(heard, None, HERE)  # without a configuration
+    assert node.to_json()["is_configured"] is None and node.to_json()["addresses"][0]["is_configured"] is None
 
 
 def test_only_what_can_be_called_is_an_address() -> None:
@@ -90,20 +81,8 @@ def test_a_cable_comes_before_ethernet_that_before_wifi_and_what_is_unknown_last
     interfaces = [Interface(name, (f"own of {name}",)) for name in media]
     here = LocalNetwork(interfaces, media, lambda address: f"own of en{address[0]}")
     assert [each.medium for each in here.endpoints([f"{number}.0.0.1:1" for number in Medium.values()])] == [
-        MEDIUM_LOOPBACK,
-        MEDIUM_THUNDERBOLT,
-        MEDIUM_ETHERNET,
-        MEDIUM_WIFI,
-        MEDIUM_TUNNEL,
-        MEDIUM_UNSPECIFIED,
-    ]
-
-
-def test_every_medium_has_a_name_for_people() -> None:
+        MEDIUM_LOOPBACK, MEDIUM_THUNDERBOLT, MEDIUM_ETHERNET, MEDIUM_WIFI, MEDIUM_TUNNEL, MEDIUM_UNSPECIFIED,
+    ]  # fmt: skip
     assert all(Endpoint("10.0.0.2:1", "en0", number).link for number in Medium.values())
-    assert Endpoint("10.0.0.2:1", "en0", MEDIUM_THUNDERBOLT).link == "Thunderbolt (en0)"
     assert Endpoint("127.0.0.1:1", "lo", MEDIUM_LOOPBACK).link == "this machine"
-
-
-def test_this_machine_has_loopback() -> None:
-    assert MEDIUM_LOOPBACK in LocalNetwork.read().media.values()
+    assert MEDIUM_LOOPBACK in LocalNetwork.read().media.values(), "this machine has loopback"

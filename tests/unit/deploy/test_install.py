@@ -43,68 +43,43 @@ def test_a_mac_is_read() -> None:
     assert (found.home, found.kind, found.free_bytes) == ("/Users/anna", "launchd", 421234567 * 1024)
     assert found.versions == {"0123456789abcdef", "fedcba9876543210"} and found.is_alive and found.started == "abc"
     assert found.config == "" and found.key == ""
-
-
-@pytest.mark.parametrize("missing", ["home", "free", "kind"])
-def test_what_is_no_unix_is_refused(missing: str) -> None:
-    with pytest.raises(BrigadeError, match="expected macOS or Linux there"):
-        read_state({word: lines for word, lines in MAC.items() if word != missing})
-
-
-@pytest.mark.parametrize(
-    ("told", "message"),
-    [
-        ({"kind": [""]}, "expected launchd, systemd, daemon as the kind of service, found ''"),
-        ({"kind": ["\x1b[2J"]}, r"found '\x1b[2J'"),
-        ({"home": ["/Users/\x1b[2J"]}, "expected a home without control characters there, found /Users/\ufffd[2J"),
-    ],
-)
-def test_what_cannot_be_worked_with_is_that_nodes_failure(told: dict[str, list[str]], message: str) -> None:
-    with pytest.raises(BrigadeError, match=re.escape(message)):
-        read_state(MAC | told)
-
-
-def test_no_number_is_too_long_to_be_read() -> None:
-    digits = "9" * 5000
+    require_space(found)
+    with pytest.raises(BrigadeError, match=r"expected 2.0 GiB free at /Users/anna for the installation, found 1.5 GiB"):
+        require_space(replace(found, free_bytes=3 << 29))
+    digits = "9" * 5000  # no number is too long to be read
     assert read_state(MAC | {"free": [f"x {digits} 55% /"]}).free_bytes > 0
     assert read_pythons([f"3.{digits}.1 whole /a"]) == []
 
 
-def test_a_full_disk_is_told_before_anything_is_sent() -> None:
-    found = read_state(MAC)
-    require_space(found)
-    with pytest.raises(BrigadeError, match=r"expected 2.0 GiB free at /Users/anna for the installation, found 1.5 GiB"):
-        require_space(replace(found, free_bytes=3 << 29))
+def test_what_cannot_be_worked_with_is_that_nodes_failure() -> None:
+    for missing in ("home", "free", "kind"):
+        with pytest.raises(BrigadeError, match="expected macOS or Linux there"):
+            read_state({word: lines for word, lines in MAC.items() if word != missing})
+    for told, message in (
+        ({"kind": [""]}, "expected launchd, systemd, daemon as the kind of service, found ''"),
+        ({"kind": ["\x1b[2J"]}, r"found '\x1b[2J'"),
+        ({"home": ["/Users/\x1b[2J"]}, "expected a home without control characters there, found /Users/\ufffd[2J"),
+    ):
+        with pytest.raises(BrigadeError, match=re.escape(message)):
+            read_state(MAC | told)
 
 
-@pytest.mark.parametrize(
-    ("lines", "chosen"),
-    [
+def test_the_python_that_fits_best_is_taken_and_without_one_it_is_said_what_to_do() -> None:
+    for lines, chosen in (
         (["3.12.4 whole /a", "3.11.9 whole /b", "3.13.0 whole /c"], "/b"),  # 3.11 runs here
         (["3.9.6 whole /old", "3.12.4 whole /a", "3.13.0 bare /c"], "/a"),
         (["nonsense", "3.11.2 whole /with a space/python3"], "/with a space/python3"),
-    ],
-)
-def test_the_python_that_fits_best_is_taken(lines: list[str], chosen: str) -> None:
-    assert choose_python(read_pythons(lines), (3, 11)).path == chosen
-
-
-@pytest.mark.parametrize(
-    ("lines", "found"),
-    [
+    ):
+        assert choose_python(read_pythons(lines), (3, 11)).path == chosen
+    for lines, found in (
         ([], "found none"),
         (["3.9.6 whole /old"], "found Python 3.9.6"),
         (["3.11.2 bare /debian"], "found Python 3.11.2 without one of them"),
-    ],
-)
-def test_without_a_python_it_is_said_what_to_do(lines: list[str], found: str) -> None:
-    with pytest.raises(BrigadeError, match=re.escape(found) + ".*astral.sh/uv/install.sh"):
-        choose_python(read_pythons(lines), (3, 11))
-
-
-@pytest.mark.parametrize("name", ["mini", "..", "-rf", "~"])
-def test_no_name_leads_out_of_the_folder(name: str) -> None:
-    assert worker_folder(name) == f".brigade/worker-{name}"
+    ):
+        with pytest.raises(BrigadeError, match=re.escape(found) + ".*astral.sh/uv/install.sh"):
+            choose_python(read_pythons(lines), (3, 11))
+    for name in ("mini", "..", "-rf", "~"):  # no name leads out of the folder
+        assert worker_folder(name) == f".brigade/worker-{name}"
 
 
 TARGET = Target("v2", b"config", b"key", b"service")
@@ -153,14 +128,11 @@ def test_an_update_has_a_folder_of_its_own(there: list[str], action: str, folder
     assert version_folder("v2", there, LaunchMode(action)) == folder
 
 
-def test_links_without_encryption_need_no_certificate() -> None:
-    assert "key.pem" not in steps_for(replace(TARGET, key=None), NOTHING, LaunchMode.START).files
-
-
 def test_a_new_certificate_alone_is_no_reason_to_restart() -> None:
     assert replace(TARGET, key=b"new").started == TARGET.started
-    assert len({replace(TARGET, **{part: "x" if part == "version" else b"x"}).started for part in
-                ("version", "config", "service")} | {TARGET.started}) == 4  # type: ignore[arg-type]  # fmt: skip
+    changed = [replace(TARGET, version="x"), replace(TARGET, config=b"x"), replace(TARGET, service=b"x"), TARGET]
+    assert len({each.started for each in changed}) == 4
+    assert "key.pem" not in steps_for(replace(TARGET, key=None), NOTHING, LaunchMode.START).files, "without encryption"
 
 
 FULL = """
@@ -192,14 +164,11 @@ def test_a_node_gets_its_entry_and_what_counts_on_workers() -> None:
     }
 
 
-def test_what_it_gets_is_a_cluster_file(tmp_path: Path) -> None:
+def test_what_it_gets_is_a_cluster_file_without_what_concerns_others(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(yaml.safe_dump(node_part(raw(), "mini")))
     [worker] = load_cluster(path).workers
     assert (worker.name, worker.addresses, worker.memory) == ("mini", ("10.0.0.2:50070",), 16 * 10**9)
-
-
-def test_what_concerns_others_is_no_news_to_it() -> None:
     changed = raw() | {"context": 1, "layers": [1, 2, 3]}
     changed["workers"] = [changed["workers"][0] | {"ssh": "other"}, changed["workers"][1] | {"memory": "1GiB"}]
     assert node_part(changed, "mini") == node_part(raw(), "mini")

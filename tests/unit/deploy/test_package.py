@@ -8,7 +8,9 @@ from packaging.metadata import Metadata
 
 from coordinator.deploy import package as package_module
 from coordinator.deploy.package import Package, files_of, installed, pins, project_at
-from worker.errors import ConfigError
+from coordinator.deploy.trial import TriedHop, advice, hops_of
+from tests.unit.deploy.cases import tried
+from worker.errors import BrigadeError, ConfigError, ModelError, NodeBusy, OutOfMemory, StageLost
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -29,19 +31,13 @@ def test_what_python_and_finders_leave_behind_is_no_part_of_it(tmp_path: Path) -
 
 
 def test_the_wheel_holds_all_that_the_project_installs() -> None:
-    package = installed()
-    with zipfile.ZipFile(BytesIO(package.wheel)) as archive:
+    with zipfile.ZipFile(BytesIO(installed().wheel)) as archive:
         names = archive.namelist()
         metadata = Metadata.from_email(archive.read("brigade-0.1.0.dist-info/METADATA"))
         record = archive.read("brigade-0.1.0.dist-info/RECORD").decode().splitlines()
-    assert {"worker/demo/model.safetensors", "coordinator/api/page.html", "coordinator/deploy/remote/look.sh"} <= set(
-        names
-    )
-    assert not [
-        name
-        for name in names
-        if name.split("/")[0] not in ("protos", "worker", "coordinator", "brigade-0.1.0.dist-info")
-    ]
+    wanted = {"worker/demo/model.safetensors", "coordinator/api/page.html", "coordinator/deploy/remote/look.sh"}
+    assert wanted <= set(names)
+    assert {name.split("/")[0] for name in names} == {"protos", "worker", "coordinator", "brigade-0.1.0.dist-info"}
     assert {"mlx", "grpcio"} <= {each.name for each in metadata.requires_dist or ()}
     assert sorted(line.partition(",")[0] for line in record) == sorted(names)
 
@@ -96,3 +92,30 @@ def test_the_packages_that_run_here_are_pinned_and_only_those() -> None:
     needs = ["web>=1", "local", "folder", "missing", "web; sys_platform == 'nowhere'"]
     assert pins(needs, find) == "sub-package==3.1\nweb==2.0\n"
     assert pins(["web[all]"], find) == "extra-one==1.0\nsub-package==3.1\nweb==2.0\n"
+
+
+def test_a_hop_has_what_its_stage_sent_and_how_long_a_frame_was_on_the_way() -> None:
+    trial = tried()
+    assert trial.hops == [TriedHop("studio", "mini", 100, 1.0), TriedHop("mini", "studio", 6, 3.0)]
+    assert trial.is_same and not tried(second=(7, 9)).is_same
+
+
+def test_one_node_has_no_hops() -> None:
+    leg = tried().first.usage.legs[0]
+    alone = type(leg.route)(leg.route.nodes[:1], [0])
+    passage = type(leg.passages[0])(leg.passages[0].timings[:1], leg.passages[0].returned)
+    assert hops_of([type(leg)(alone, [passage])], tried().first.statuses[:1], tried().first.statuses[:1]) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (NodeBusy("serves"), "brigade generate --server"),
+        (OutOfMemory("none"), "brigade plan --config a.yaml"),
+        (ModelError("none"), "brigade plan --config a.yaml tells whether it fits"),
+        (ConfigError("none"), "brigade plan --config a.yaml tells whether it fits"),
+        (StageLost("gone"), "brigade doctor --config a.yaml tells what is wrong"),
+    ],
+)
+def test_there_is_something_to_do_about_every_failure(error: BrigadeError, words: str) -> None:
+    assert words in advice(error, "--config a.yaml")

@@ -45,31 +45,22 @@ def folder_of(machine: FakeMachine, name: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["", "upstart", "main"])
-@pytest.mark.parametrize("script", ["look", "stop", "watch"])
-def test_a_service_of_no_known_kind_is_a_failure(machine: FakeMachine, script: str, kind: str) -> None:
+def test_a_service_of_no_known_kind_is_a_failure(machine: FakeMachine) -> None:
     """It may be an empty file, of a full disk."""
     file = folder_of(machine, "mini") / "kind"
-    file.write_text(kind)
-    done = machine.attempt(script)
-    assert done.returncode == 1 and "was" not in done.stdout
-    assert (
-        done.stderr
-        == f"@brigade expected launchd, systemd or daemon in {file}, found '{kind}': remove it, launch again\n"
-    )
+    for script, kind in (("look", ""), ("look", "upstart"), ("look", "main"), ("stop", ""), ("watch", "upstart")):
+        file.write_text(kind)
+        done = machine.attempt(script)
+        told = f"@brigade expected launchd, systemd or daemon in {file}, found '{kind}': remove it, launch again\n"
+        assert (done.returncode, done.stderr) == (1, told) and "was" not in done.stdout
 
 
-def test_what_cannot_be_written_leaves_what_was_there(machine: FakeMachine) -> None:
-    file = folder_of(machine, "mini") / "kind"
-    file.write_text("daemon\n")
-    file.with_name("kind.new").symlink_to("/dev/full")
-    machine.installed("v")
-    done = machine.attempt("settle", kind="systemd", restarts="no", version="v", started="")
-    assert done.returncode == 1 and f"cannot write {file}\n" in done.stderr
-    assert file.read_text() == "daemon\n"
-
-
-def test_nothing_is_dropped_while_another_installs(machine: FakeMachine) -> None:
+def test_nothing_is_dropped_while_another_installs_and_old_parcels_go_after_an_hour(machine: FakeMachine) -> None:
+    folder = folder_of(machine, "mini")
+    for name, minutes in (("sent-old", 90), ("sent-new", 30)):  # of launches that were cut off
+        (folder / name).mkdir()
+        (folder / name / "wheel").write_text("x")
+        os.utime(folder / name, (0, folder.stat().st_mtime - 60 * minutes))
     unused = machine.installed("unused")
     with living() as other:
         machine.hold("versions", other)
@@ -77,6 +68,7 @@ def test_nothing_is_dropped_while_another_installs(machine: FakeMachine) -> None
         assert versions(machine) == {"v1", "unused"} and (unused / "complete").exists()
     settle(machine, "mini", "v1")
     assert versions(machine) == {"v1"}
+    assert [each.name for each in folder.glob("sent*")] == ["sent-new"]
 
 
 def test_what_a_launch_that_was_cut_off_has_half_made_goes_even_if_nothing_else_is_to_be_done(
@@ -95,7 +87,7 @@ def test_what_a_launch_that_was_cut_off_has_half_made_goes_even_if_nothing_else_
     machine.run("look")
 
 
-def test_what_was_installed_for_another_worker_is_not_dropped_before_that_one_has_it(machine: FakeMachine) -> None:
+def test_what_was_installed_is_not_dropped_before_its_worker_has_it(machine: FakeMachine) -> None:
     for name, version in (("mini", "v1"), ("air", "v2")):
         install(machine, name, version)
         settle(machine, "mini", "v1")
@@ -103,31 +95,31 @@ def test_what_was_installed_for_another_worker_is_not_dropped_before_that_one_ha
     settle(machine, "air", "v2")
     settle(machine, "air", "v1")
     assert versions(machine) == {"v1"}
-
-
-def test_what_another_launch_installs_for_the_same_worker_is_kept_for_it(machine: FakeMachine) -> None:
-    install(machine, "mini", "v1")
-    install(machine, "mini", "v2")
+    install(machine, "mini", "v2")  # by another launch, for the same worker
     settle(machine, "mini", "v1")
     assert versions(machine) == {"v1", "v2"}
 
 
-def test_a_worker_is_not_started_by_what_another_launch_has_dropped(machine: FakeMachine) -> None:
-    (folder_of(machine, "mini") / "started").write_text("old\n")
+def test_a_worker_is_not_started_by_what_another_launch_has_dropped_or_where_nothing_can_be_written(
+    machine: FakeMachine,
+) -> None:
+    folder = folder_of(machine, "mini")
+    (folder / "started").write_text("old\n")
     done = machine.attempt("settle", kind="daemon", restarts="yes", started="x", version="gone")
     assert done.returncode == 1
     assert done.stderr == "@brigade another launch has just dropped gone there: launch again\n"
-    assert (folder_of(machine, "mini") / "started").exists()
-
-
-def test_what_was_sent_by_a_launch_that_was_cut_off_goes_after_an_hour(machine: FakeMachine) -> None:
-    folder = folder_of(machine, "mini")
-    for name, minutes in (("sent-old", 90), ("sent-new", 30)):
-        (folder / name).mkdir()
-        (folder / name / "wheel").write_text("x")
-        os.utime(folder / name, (0, folder.stat().st_mtime - 60 * minutes))
-    settle(machine, "mini", "v1")
-    assert [each.name for each in folder.glob("sent*")] == ["sent-new"]
+    assert (folder / "started").exists()
+    file = folder / "kind"
+    file.write_text("daemon\n")
+    file.with_name("kind.new").symlink_to("/dev/full")
+    machine.installed("v")
+    done = machine.attempt("settle", kind="systemd", restarts="no", version="v", started="")
+    assert done.returncode == 1 and f"cannot write {file}\n" in done.stderr
+    assert file.read_text() == "daemon\n"
+    folder.with_name("turns").rename(folder.with_name("old"))
+    folder.with_name("turns").write_text("")
+    done = machine.attempt("install", version="v1", wheel_name="wheel")
+    assert done.returncode == 1 and f"cannot write {machine.home}/.brigade/turns/versions\n" in done.stderr
 
 
 def test_of_many_who_install_one_does_at_a_time_and_what_it_has_made_is_the_others_too(machine: FakeMachine) -> None:
@@ -151,6 +143,13 @@ def test_an_installation_that_is_under_way_is_waited_for(machine: FakeMachine) -
         machine.write("sleep", SLEEP_TO_ITS_END.format(pid=other))
         told = install(machine, "mini", "v1")
     assert f"@brigade phase waiting for another installation (process {other} there)\n" in told
+    with living() as other:  # nobody waits for a turn of a process that has ended, or had another one's number
+        turn = machine.hold("versions", other, 9)
+        turn.unlink()
+        turn.symlink_to(f"{other} 1")
+        assert "waiting" not in install(machine, "mini", "v2")
+        machine.hold("versions", other, 19)
+    assert "waiting" not in install(machine, "air", "v3")
 
 
 def test_a_turn_that_does_not_end_is_told_with_its_process(machine: FakeMachine) -> None:
@@ -161,17 +160,6 @@ def test_a_turn_that_does_not_end_is_told_with_its_process(machine: FakeMachine)
         done = machine.attempt("stop")
     told = f"@brigade a launch is not done after 60 s: see its process {other} there, or end that\n"
     assert (done.returncode, done.stderr) == (1, told)
-
-
-@pytest.mark.parametrize("whose", ["of one that has ended", "of one that had this number"])
-def test_a_turn_whose_process_has_ended_is_waited_for_by_nobody(machine: FakeMachine, whose: str) -> None:
-    with living() as other:
-        turn = machine.hold("versions", other)
-        if whose == "of one that had this number":
-            turn.unlink()
-            turn.symlink_to(f"{other} 1")
-            assert "waiting" not in install(machine, "mini", "v1")
-    assert "waiting" not in install(machine, "air", "v2")
 
 
 def test_a_turn_that_is_over_when_it_is_taken_is_none(machine: FakeMachine) -> None:
@@ -206,12 +194,6 @@ def test_of_a_log_only_what_it_says_since_its_start_is_shown(machine: FakeMachin
     machine.settle("systemd", b"unit")
     assert machine.run("log", **asked, since_start="yes") == "new\n"
     assert machine.run("log", **asked) == "old\nnew\n"
-
-
-def test_where_no_turn_can_be_written_down_that_is_said(machine: FakeMachine) -> None:
-    folder_of(machine, "mini").with_name("turns").write_text("")
-    done = machine.attempt("install", version="v1", wheel_name="wheel")
-    assert done.returncode == 1 and f"cannot write {machine.home}/.brigade/turns/versions\n" in done.stderr
 
 
 def test_who_follows_a_log_ends_with_whoever_asked(machine: FakeMachine) -> None:

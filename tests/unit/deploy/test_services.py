@@ -1,15 +1,21 @@
 """What the services are told, and what the scripts tell the services' programs. None of Apple's was run."""
 
+import fcntl
 import os
 import plistlib
 import shutil
 import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from coordinator.deploy.certificates import Authority, certificates
 from coordinator.deploy.install import RemoteState, define_service
 from tests.unit.deploy.machine import PROC, FakeMachine, identity
+from worker.config import ClusterConfig, TlsConfig
+from worker.node.identity import Role
 
 VERSION = "0123456789abcdef"
 needs_proc = pytest.mark.skipif(not PROC.exists(), reason="no /proc here: no Linux can be played")
@@ -43,13 +49,12 @@ def test_the_property_list_of_a_worker() -> None:
 
 def test_the_unit_of_a_worker_is_one(tmp_path: Path) -> None:
     text = define("systemd", "/home/100% anna$").decode()
-    assert 'ExecStart="/home/100%% anna$$/.brigade/versions/0123456789abcdef/bin/python" "-P" "-m" "worker"' in text
+    python = "/home/100%% anna$$/.brigade/versions/0123456789abcdef/bin/python"
+    assert f'ExecStart="{python}" "-P" "-m" "worker"' in text
     assert "StandardError=append:/home/100%% anna$/.brigade/worker-mini/worker.log\n" in text
     if analyze := shutil.which("systemd-analyze"):
         path = tmp_path / "brigade-worker-mini.service"
-        path.write_text(
-            text.replace("/home/100%% anna$$/.brigade/versions/0123456789abcdef/bin/python", shutil.which("sh") or "")
-        )
+        path.write_text(text.replace(python, shutil.which("sh") or ""))
         checked = subprocess.run([analyze, "--user", "verify", path], capture_output=True, text=True)
         assert path.name not in checked.stderr, checked.stderr
 
@@ -57,18 +62,15 @@ def test_the_unit_of_a_worker_is_one(tmp_path: Path) -> None:
 def test_a_plain_process_is_told_its_words_as_they_are(tmp_path: Path) -> None:
     home = tmp_path / "Anna's $HOME"
     python = home / ".brigade" / "versions" / VERSION / "bin" / "python"
-    for folder in (python.parent, home / ".brigade" / "worker-mini"):
+    worker = home / ".brigade" / "worker-mini"
+    for folder in (python.parent, worker):
         folder.mkdir(parents=True)
     python.write_text('#!/bin/sh\nprintf "%s\\n" "$PWD" "$$" "$@"\n')
     python.chmod(0o755)
-    told = (
-        subprocess.run(["sh"], input=define("daemon", str(home)), capture_output=True, check=True)
-        .stdout.decode()
-        .splitlines()
-    )
-    pid = (home / ".brigade" / "worker-mini" / "worker.pid").read_text().strip()
-    config = str(home / ".brigade" / "worker-mini" / "cluster.yaml")
-    assert told == [str(home), pid, "-P", "-m", "worker", "--config", config, "--name", "mini"]
+    done = subprocess.run(["sh"], input=define("daemon", str(home)), capture_output=True, check=True)
+    pid = (worker / "worker.pid").read_text().strip()
+    told = [str(home), pid, "-P", "-m", "worker", "--config", str(worker / "cluster.yaml"), "--name", "mini"]
+    assert done.stdout.decode().splitlines() == told
 
 
 # As launchctl(1) does: print ends with 113 for what it does not know, a domain or a job.
@@ -98,32 +100,31 @@ def test_a_mac_shows_its_pythons_but_apples(tmp_path: Path) -> None:
     assert not [line for line in others if line.endswith(" /usr/bin/python3")]
 
 
+def cycle(machine: FakeMachine, kind: str, service: Path, started: list[str], stopped: list[str]) -> None:
+    """Start and stop the worker; the service's program is told these commands."""
+    assert f"@brigade kind {kind}\n" in machine.run("look") and "alive" not in machine.run("look")
+    machine.settle(kind, define(kind))
+    assert machine.told() == started
+    assert service.read_bytes() == define(kind) and "@brigade alive yes\n" in machine.run("look")
+    machine.run("stop")
+    assert machine.told() == stopped and not service.exists()
+    assert "alive" not in machine.run("look")
+
+
 @pytest.mark.parametrize(("domains", "used"), [("gui/501 user/501", "gui/501"), ("user/501", "user/501")])
 def test_an_agent_is_loaded_where_its_user_is(tmp_path: Path, domains: str, used: str) -> None:
     mac = FakeMachine(tmp_path, "Darwin", "launchctl", LAUNCHCTL.replace("$DOMAINS", domains))
     service = mac.home / "Library" / "LaunchAgents" / "brigade.worker.mini.plist"
-    assert "@brigade kind launchd\n" in mac.run("look") and "alive" not in mac.run("look")
-    mac.settle("launchd", define("launchd"))
     label = f"{used}/brigade.worker.mini"
-    assert mac.told() == [f"enable {label}", f"bootstrap {used} {service}"]
-    assert service.read_bytes() == define("launchd") and "@brigade alive yes\n" in mac.run("look")
-    mac.run("stop")
-    assert mac.told() == [f"bootout {label}"] and not service.exists()
-    assert "alive" not in mac.run("look")
+    cycle(mac, "launchd", service, [f"enable {label}", f"bootstrap {used} {service}"], [f"bootout {label}"])
 
 
 @needs_proc
 def test_a_unit_is_enabled_and_disabled(tmp_path: Path) -> None:
-    machine = FakeMachine(tmp_path, "Linux", "systemctl", SYSTEMCTL)
-    name = "brigade-worker-mini.service"
-    service = machine.home / ".config" / "systemd" / "user" / name
-    assert "@brigade kind systemd\n" in machine.run("look") and "alive" not in machine.run("look")
-    machine.settle("systemd", define("systemd"))
-    assert machine.told() == ["--user daemon-reload", f"--user --quiet enable {name}", f"--user restart {name}"]
-    assert service.read_bytes() == define("systemd") and "@brigade alive yes\n" in machine.run("look")
-    machine.run("stop")
-    assert machine.told() == [f"--user --quiet disable --now {name}"] and not service.exists()
-    assert "alive" not in machine.run("look")
+    machine, name = FakeMachine(tmp_path, "Linux", "systemctl", SYSTEMCTL), "brigade-worker-mini.service"
+    started = ["--user daemon-reload", f"--user --quiet enable {name}", f"--user restart {name}"]
+    stopped = [f"--user --quiet disable --now {name}"]
+    cycle(machine, "systemd", machine.home / ".config" / "systemd" / "user" / name, started, stopped)
 
 
 @needs_proc
@@ -148,3 +149,22 @@ def test_a_worker_is_started_and_stopped_by_one_launch_at_a_time(tmp_path: Path,
     machine.write("sleep", f"rm {other}")  # it is over after a second
     again = {"kind": "systemd", "restarts": "yes", "started": "x", "version": "v"}
     assert "@brigade phase waiting for a" in machine.run(script, **again)
+
+
+def test_of_several_launches_at_once_one_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    authority, is_open = Authority.make(tmp_path), threading.Event()
+
+    def open_it(folder: Path) -> Authority:
+        is_open.set()
+        return authority
+
+    monkeypatch.setattr(Authority, "open", open_it)
+    said: list[str] = []
+    turn = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(turn, fcntl.LOCK_EX)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(certificates, ClusterConfig(tls=TlsConfig(keys=str(tmp_path))), ["mini"], said.append)
+        assert is_open.wait(10.0)
+        made = authority.issue("mini", Role.WORKER)
+        os.close(turn)
+        assert asked.result(10.0) == {"mini": made.read_bytes()} and not said
