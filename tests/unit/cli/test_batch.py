@@ -1,19 +1,36 @@
 """What a batch tells of itself where it does not come to its end."""
 
 import asyncio
+import errno
+import fcntl
 import json
+import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from coordinator.bench import bench as measuring
+from coordinator.bench.bench import Workload
 from coordinator.cli import batch as batch_module
+from coordinator.cli import bench
 from coordinator.cli.batch import BatchEntry, BatchRun, open_answers
+from coordinator.cluster.options import cluster_options
 from coordinator.cluster.progress import telling_interrupts
 from coordinator.engine.engine import Engine
 from tests.unit.virtual_time import VirtualTime
-from worker.errors import BrigadeError, NodeBusy, OutOfMemory, PoisonRequest, QueueFull, StageLost, WaitedTooLong
+from worker.errors import (
+    BrigadeError,
+    InputError,
+    NodeBusy,
+    OutOfMemory,
+    PoisonRequest,
+    QueueFull,
+    StageLost,
+    WaitedTooLong,
+)
 
 
 def test_whoever_interrupts_a_batch_is_told_what_is_done(
@@ -87,42 +104,63 @@ class Draining:
         return {"usage": {"completion_tokens": 5}}
 
 
-def answer_with(engine: Draining, clock: VirtualTime, target: Path, monkeypatch: pytest.MonkeyPatch) -> BatchRun:
-    entries = [BatchEntry(n, f"r{n}", "POST", "/v1/completions", {}) for n in range(3)]
-    monkeypatch.setitem(batch_module.ROUTES, "/v1/completions", engine.answer)
-    try:
+@pytest.fixture
+def answer_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[BrigadeError, Any], tuple[Any, ...]]:
+    """Runs a batch against an engine that refuses with this error for 600 s; what has come of it."""
+
+    def answer_with(error: BrigadeError, failure: BrigadeError | None = None) -> tuple[Any, ...]:
+        clock, target = VirtualTime(), tmp_path / "out.jsonl"
+        engine = Draining(error, clock.now + 600, failure)
+        entries = [BatchEntry(n, f"r{n}", "POST", "/v1/completions", {}) for n in range(3)]
+        monkeypatch.setitem(batch_module.ROUTES, "/v1/completions", engine.answer)
+        try:
+            with open_answers(target) as answers:
+                run = BatchRun(cast(Engine, engine), answers, lambda num_done, num_tokens: None)
+                clock.run(run.answer_all(entries))
+        finally:
+            assert not clock.close()
         with open_answers(target) as answers:
-            run = BatchRun(cast(Engine, engine), answers, lambda num_done, num_tokens: None)
-            clock.run(run.answer_all(entries))
-    finally:
-        assert not clock.close()
-    return run
+            return run.num_answered, run.codes, engine.num_tried, answers.known
+
+    return answer_with
 
 
 @pytest.mark.parametrize("kind", [NodeBusy, QueueFull, WaitedTooLong, StageLost])
-def test_requests_wait_while_the_cluster_refuses_them(
-    kind: type[BrigadeError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock, target = VirtualTime(), tmp_path / "out.jsonl"
-    engine = Draining(kind("not now"), clock.now + 600)
-    run = answer_with(engine, clock, target, monkeypatch)
-    assert (run.num_answered, run.codes, engine.num_tried) == (3, {}, 6)
-    with open_answers(target) as answers:
-        assert answers.known == {"r0": 200, "r1": 200, "r2": 200}
+def test_requests_wait_while_the_cluster_refuses_them(kind: type[BrigadeError], answer_with: Any) -> None:
+    assert answer_with(kind("not now")) == (3, {}, 6, {"r0": 200, "r1": 200, "r2": 200})
 
 
-def test_a_cluster_that_fails_for_good_ends_the_batch_without_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock, target = VirtualTime(), tmp_path / "out.jsonl"
-    engine = Draining(NodeBusy("not now"), clock.now + 600, StageLost("is gone", node="mini"))
+def test_a_cluster_that_fails_for_good_ends_the_batch_without_lines(answer_with: Any, tmp_path: Path) -> None:
     with pytest.raises(StageLost, match="is gone") as failed:
-        answer_with(engine, clock, target, monkeypatch)
-    assert failed.value.exit_code == 3 and target.read_bytes() == b""
+        answer_with(NodeBusy("not now"), StageLost("is gone", node="mini"))
+    assert failed.value.exit_code == 3 and (tmp_path / "out.jsonl").read_bytes() == b""
 
 
-def test_a_request_that_ends_chains_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, target = VirtualTime(), tmp_path / "out.jsonl"
-    engine = Draining(PoisonRequest("given up"), clock.now + 600)
-    run = answer_with(engine, clock, target, monkeypatch)
-    assert (run.num_answered, run.codes, engine.num_tried) == (3, {3: 3}, 3)
+def test_a_request_that_ends_chains_is_not_tried_again(answer_with: Any) -> None:
+    assert answer_with(PoisonRequest("given up"))[:3] == (3, {3: 3}, 3)
+
+
+def test_another_run_is_told_of_only_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "answers.jsonl"
+    with open_answers(path), pytest.raises(InputError, match=r"^output: another run writes"), open_answers(path):
+        pass
+
+    def refused(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    with pytest.raises(InputError, match=r"^output: cannot lock \S+: No locks available$"), open_answers(path):
+        pass
+
+
+def test_whoever_interrupts_a_bench_is_told_that_there_are_no_figures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def measure(*arguments: object) -> None:
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(measuring, "measure", measure)
+    options = cluster_options(None, "demo", 1, None, None)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(bench.run_bench(options, Workload((1,), 8, 8, (), (), 1), as_json=False, plot=None))
+    assert capsys.readouterr() == ("", "interrupted before all was measured: no figures\n")

@@ -1,6 +1,7 @@
 """Flags of every command: prompts, help, version, contradictions, and which cluster.yaml counts."""
 
 import io
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,22 +20,23 @@ from tests.unit.cli.conftest import Command
 from worker.errors import ConfigError, InputError, StageLost
 
 COMMANDS = sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+USING = "using ./cluster.yaml"
 
 
-@pytest.mark.parametrize("help_flag", ["-h", "--help"])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help(
-    brigade: Command, capsys: pytest.CaptureFixture[str], command: str, help_flag: str
+def test_every_command_has_help_with_one_default_per_flag(
+    brigade: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    assert not brigade(command, help_flag)
-    assert f"{command} [OPTIONS]" in capsys.readouterr().out
-
-
-def test_no_help_gives_two_defaults_of_a_flag(brigade: Command, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in COMMANDS:
-        brigade(command, "-h")
-        for entry in capsys.readouterr().out.split("--"):
-            assert entry.count("default:") <= 1, entry
+    monkeypatch.setenv("COLUMNS", "300")
+    for flag in ("-h", "--help"):
+        assert not brigade(command, flag)
+        shown = capsys.readouterr().out
+        assert f"{command} [OPTIONS]" in shown
+    for entry in shown.split("--"):
+        assert entry.count("default:") <= 1, entry
+    if command == "verify":
+        [line] = [line for line in shown.splitlines() if "--seed" in line]
+        assert re.findall(r"default: (\w+)", line) == ["0"]
 
 
 def test_the_version_is_told_with_those_of_what_computes(brigade: Command, capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,10 +45,16 @@ def test_the_version_is_told_with_those_of_what_computes(brigade: Command, capsy
     assert told.startswith("brigade 0.") and "mlx " in told and "mlx-lm " in told and told.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["generate", "demo"])
-@pytest.mark.parametrize("flags", [["Hello there"], ["-p", "Hello there"], ["--prompt", "Hello there"]])
-def test_a_prompt_is_an_argument_or_a_flag(wished: Command, command: str, flags: list[str]) -> None:
-    assert wished(command, *flags, "--json").prompt == "Hello there"
+def test_a_prompt_is_an_argument_a_flag_or_standard_input(wished: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    for command in ("generate", "demo"):
+        for flags in (["Hello there"], ["-p", "Hello there"], ["--prompt", "Hello there"]):
+            assert wished(command, *flags, "--json").prompt == "Hello there"
+    for flags in (["-"], ["-p", "-"]):
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO("Zürich".encode())))
+        assert wished("generate", *flags).prompt == "Zürich"
+    assert wished("generate", "a", "--stop", "x", "--stop", "y").spec.stops == ("x", "y")
+    assert "temperature" not in wished("generate", "a").spec.sampling, "only what was chosen overrides the model"
+    assert wished("generate", "a", "--temp", "0").spec.sampling["temperature"] == 0
 
 
 def test_a_demo_has_as_many_workers_as_it_is_told(wished: Command, chosen: list[ClusterOptions]) -> None:
@@ -57,30 +65,16 @@ def test_a_demo_has_as_many_workers_as_it_is_told(wished: Command, chosen: list[
         wished("demo", "--local", "0")
 
 
-@pytest.mark.parametrize("flags", [["-"], ["-p", "-"]])
-def test_a_dash_reads_the_prompt_from_standard_input(
-    wished: Command, monkeypatch: pytest.MonkeyPatch, flags: list[str]
-) -> None:
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO("Zürich".encode())))
-    assert wished("generate", *flags).prompt == "Zürich"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "found"),
-    [
+def test_there_is_exactly_one_prompt(brigade: Command) -> None:
+    for arguments, found in (
         ("generate", "none"),
         ("generate a -p b", "the argument 'a' and --prompt 'b'"),
         ("generate a --prompt-tokens 1", "the argument 'a' and --prompt-tokens '1'"),
         ("generate -p a --prompt-tokens 1", "--prompt 'a' and --prompt-tokens '1'"),
         ("demo a -p b", "the argument 'a' and --prompt 'b'"),
-    ],
-)
-def test_there_is_exactly_one_prompt(brigade: Command, arguments: str, found: str) -> None:
-    forms = r"--prompt TEXT \(.*\)"
-    if "demo" not in arguments:
-        forms = f"either {forms} or --prompt-tokens 1,2,3"
-    with pytest.raises(InputError, match=f"^expected {forms}, found {found}$"):
-        brigade(*arguments.split())
+    ):
+        with pytest.raises(InputError, match=f"^expected .*--prompt TEXT .*, found {found}$"):
+            brigade(*arguments.split())
 
 
 @pytest.mark.parametrize(
@@ -93,45 +87,6 @@ def test_there_is_exactly_one_prompt(brigade: Command, arguments: str, found: st
         ("plan --model a --model=b", "model"),
         ("verify -m 3 --max-tokens 4", "max_tokens"),
         ("bench -g 3 -g 4", "num_tokens"),
-    ],
-)
-def test_a_flag_that_takes_one_value_has_no_two(brigade: Command, arguments: str, field: str) -> None:
-    with pytest.raises(InputError, match="expected one value, found several") as refusal:
-        brigade(*arguments.split())
-    assert refusal.value.field == field
-
-
-def test_a_flag_that_can_be_repeated_can_be_repeated(wished: Command) -> None:
-    assert wished("generate", "a", "--stop", "x", "--stop", "y").spec.stops == ("x", "y")
-
-
-IDLE = [
-    "generate a --raw --raw",
-    "generate a --json --json --stats",
-    "generate a --local 2 --local 2 -m 3 --max-tokens=3",
-    "generate --prompt-tokens 1 --raw",
-    "generate a --logprobs 3",
-    "generate a --decode ar --window 4",
-    "generate a --decode ngram --window auto",
-    "generate a --entropy-threshold 0.4",
-    "generate a --temp 0 --top-p 0.9 --top-k 5 --min-p 0.1 --seed 1",
-    "generate a --objective throughput",
-    "generate a --local 1 --objective throughput",
-    "generate a --api-key-file nowhere",
-    "generate a --system-prompt=",
-    "generate a --logit-bias=",
-    "verify --window 4 --position-penalty 0",
-]
-
-
-@pytest.mark.parametrize("arguments", IDLE)
-def test_a_flag_that_changes_nothing_beside_the_others_is_accepted(wished: Command, arguments: str) -> None:
-    assert wished(*arguments.split())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "field"),
-    [
         ("generate a --raw --system-prompt b", "system_prompt"),
         ("generate --prompt-tokens 1 --system-prompt b", "system_prompt"),
         ("generate a --stop=", "stop"),
@@ -141,39 +96,49 @@ def test_a_flag_that_changes_nothing_beside_the_others_is_accepted(wished: Comma
         ("generate a --server http://here --journal file", "journal"),
         ("chat --server http://here --config cluster.yaml", "config"),
         ("status --watch --json", "watch"),
+        ("generate a --model nowhere --temp nan", "temperature"),  # before the model is read
+        ("generate a --model nowhere --top-p 2", "top_p"),
+        ("generate a --model nowhere --top-k -1", "top_k"),
+        ("generate a --model nowhere --repetition-penalty -3", "repetition_penalty"),
     ],
 )
-def test_flags_that_contradict_each_other_are_refused(brigade: Command, arguments: str, field: str) -> None:
+def test_flags_that_contradict_each_other_and_values_that_none_can_have_are_refused(
+    brigade: Command, arguments: str, field: str
+) -> None:
     with pytest.raises(InputError) as refusal:
         brigade(*arguments.split())
     assert refusal.value.field == field
 
 
+def test_flags_that_change_nothing_beside_the_others_are_accepted(wished: Command) -> None:
+    for arguments in (
+        "generate a --raw --raw",
+        "generate a --json --json --stats",
+        "generate a --local 2 --local 2 -m 3 --max-tokens=3",
+        "generate --prompt-tokens 1 --raw",
+        "generate a --logprobs 3",
+        "generate a --decode ar --window 4",
+        "generate a --decode ngram --window auto",
+        "generate a --entropy-threshold 0.4",
+        "generate a --temp 0 --top-p 0.9 --top-k 5 --min-p 0.1 --seed 1",
+        "generate a --objective throughput",
+        "generate a --local 1 --objective throughput",
+        "generate a --api-key-file nowhere",
+        "generate a --system-prompt=",
+        "generate a --logit-bias=",
+        "verify --window 4 --position-penalty 0",
+    ):
+        assert wished(*arguments.split()), arguments
+
+
 @pytest.mark.parametrize("command", ["generate a", "serve", "batch in.jsonl -o out.jsonl", "bench --concurrency 2,5"])
 def test_what_plans_are_to_be_fast_at_is_asked_of_all_who_open_a_chain(
-    brigade: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+    opened: Callable[..., ClusterOptions], folder: Path, command: str
 ) -> None:
     """`bench` has a number of requests of its own; one request is what all plan for unless they are told otherwise."""
-    config = tmp_path / "cluster.yaml"
-    config.write_text("workers: [{name: n1, address: '127.0.0.1:1'}]", encoding="utf-8")
-    found: list[ClusterOptions] = []
-    monkeypatch.setattr(run_module, "run_async", lambda work: work)
-    for module, name in (
-        (generate, "run_generate"),
-        (bench, "run_bench"),
-        (server_module, "serve"),
-        (batch, "run_batch"),
-    ):
-        monkeypatch.setattr(module, name, lambda options, *more, **others: found.append(options))
-    for flags in ((), ("--objective", "throughput")):
-        brigade(*command.split(), "--config", str(config), *flags)
-    requests = 5 if command.startswith("bench") else 8
-    assert [options.objective for options in found] == ["latency", "throughput"]
-    assert found[1].num_requests == requests
-
-
-Chosen = Callable[..., ClusterOptions]
-USING = "using ./cluster.yaml"
+    options = [opened(*command.split(), *flags) for flags in ((), ("--objective", "throughput"))]
+    assert [each.objective for each in options] == ["latency", "throughput"]
+    assert options[1].num_requests == (5 if command.startswith("bench") else 8)
 
 
 @pytest.fixture
@@ -186,7 +151,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def opened(brigade: Command, monkeypatch: pytest.MonkeyPatch) -> Chosen:
+def opened(brigade: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ClusterOptions]:
     """The options that a command would open its cluster with."""
     found: list[ClusterOptions] = []
 
@@ -217,8 +182,8 @@ OPENING = [
 
 
 @pytest.mark.parametrize("command", OPENING)
-def test_the_cluster_file_of_this_folder_is_taken_and_that_is_said(
-    opened: Chosen, folder: Path, capsys: pytest.CaptureFixture[str], command: str
+def test_the_cluster_file_of_this_folder_is_taken_unless_another_is_named(
+    opened: Callable[..., ClusterOptions], folder: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     (folder / "text").write_text("some text", encoding="utf-8")
     options = opened(*command.split())
@@ -226,32 +191,18 @@ def test_the_cluster_file_of_this_folder_is_taken_and_that_is_said(
     assert options.context == 77
     out, err = capsys.readouterr()
     assert err.count("\n") == err.count(USING) == 1 and USING not in out, "a server's line is JSON"
-
-
-@pytest.mark.parametrize("command", OPENING)
-def test_another_configuration_or_model_can_be_named(
-    opened: Chosen, folder: Path, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
-    (folder / "text").write_text("some text", encoding="utf-8")
     assert opened(*command.split(), "--model", "demo").model == "demo"
     assert capsys.readouterr().err.count(USING) == 1
     if "--nodes" not in command:
         (folder / "other.yaml").write_text("model: owner/other", encoding="utf-8")
         assert opened(*command.split(), "--config", "other.yaml").model == "owner/other"
         assert USING not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", OPENING)
-def test_without_a_cluster_file_it_is_the_bundled_model(
-    opened: Chosen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text").write_text("some text", encoding="utf-8")
+    (folder / "cluster.yaml").unlink()
     options = opened(*(f"{command} --stage-ms 1".split() if "--simulate" in command else command.split()))
-    assert options.model == "demo" and not options.cluster.workers
+    assert options.model == "demo" and not options.cluster.workers, "the bundled model"
 
 
-@pytest.mark.parametrize("command", ["launch", "logs mini", "keys issue Mini", "status"])
+@pytest.mark.parametrize("command", ["launch", "logs mini", "keys issue Mini", "status", "nodes"])
 def test_commands_that_open_no_cluster_take_it_too(
     brigade: Command, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
@@ -259,28 +210,13 @@ def test_commands_that_open_no_cluster_take_it_too(
         raise remote.NothingAnswers("nothing answers")
 
     monkeypatch.setattr(status, "ask_server", absent)
-    with pytest.raises((ConfigError, StageLost), match=r"mini|cluster\.yaml"):
-        brigade(*command.split())
+    if command == "nodes":
+        monkeypatch.setattr(run_module, "run_async", lambda work: work.close())
+        brigade(command)
+    else:
+        with pytest.raises((ConfigError, StageLost), match=r"mini|cluster\.yaml"):
+            brigade(*command.split())
     assert capsys.readouterr().err.count(USING) == 1
-
-
-def test_nodes_are_compared_with_it(
-    brigade: Command, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(run_module, "run_async", lambda work: work.close())
-    brigade("nodes")
-    assert capsys.readouterr().err.count(USING) == 1
-
-
-@pytest.mark.parametrize("flags", ["--temp nan", "--top-p 2", "--top-k -1", "--repetition-penalty -3"])
-def test_a_value_that_none_can_have_is_refused_before_the_model_is_read(brigade: Command, flags: str) -> None:
-    with pytest.raises(InputError, match="expected a"):
-        brigade("generate", "a", "--model", "nowhere", *flags.split())
-
-
-def test_only_what_was_chosen_overrides_the_model(wished: Command) -> None:
-    assert "temperature" not in wished("generate", "a").spec.sampling
-    assert wished("generate", "a", "--temp", "0").spec.sampling["temperature"] == 0
 
 
 def test_a_server_gets_a_zero_that_is_a_value_and_none_that_means_off(

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from coordinator.cli.dialogue import Dialogue, Typed
 from coordinator.cli.flags import parse_bias, parse_counts, parse_layers, parse_times, parse_tokens
 from worker.errors import InputError
 
@@ -34,18 +35,57 @@ def test_what_stands_between_commas_is_read(parse: Callable[[str], Any], text: s
 
 
 @pytest.mark.parametrize(
-    ("parse", "text", "field", "wanted"),
+    ("parse", "texts", "field"),
     [
-        (parse_layers, "3,,1", "layers", "whole numbers like 3,2,1"),
-        (parse_tokens, "1;2", "prompt_tokens", "token ids like 1,2,3"),
-        (parse_bias, "5", "logit_bias", "ID:BIAS pairs like 5:-1.5,7:2"),
-        (parse_bias, "5:1:2", "logit_bias", "ID:BIAS pairs like 5:-1.5,7:2"),
-        *((counts, text, "concurrency", "whole numbers from 1 to 8 like 1,4,8") for text in ("", "0", "1,9", "1.5")),
-        *((times, text, "stage_ms", "milliseconds from 0.5 to 1000000 like 26.5,6.5")
-          for text in ("", "0", "1,nan", "inf", "-1")),
+        (parse_layers, ["3,,1"], "layers"),
+        (parse_tokens, ["1;2"], "prompt_tokens"),
+        (parse_bias, ["5", "5:1:2"], "logit_bias"),
+        (counts, ["", "0", "1,9", "1.5"], "concurrency"),
+        (times, ["", "0", "1,nan", "inf", "-1"], "stage_ms"),
     ],
-)  # fmt: skip
-def test_what_is_no_such_number_is_refused(parse: Callable[[str], Any], text: str, field: str, wanted: str) -> None:
-    with pytest.raises(InputError) as refusal:
-        parse(text)
-    assert (refusal.value.field, refusal.value.message) == (field, f"expected {wanted}, got {text!r}")
+)
+def test_what_is_no_such_number_is_refused(parse: Callable[[str], Any], texts: list[str], field: str) -> None:
+    for text in texts:
+        with pytest.raises(InputError) as refusal:
+            parse(text)
+        assert refusal.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("lines", "messages"),
+    [
+        (["a", "b"], ["a", "b"]),
+        (["a\\", "b\\", "c", "d"], ["a\nb\nc", "d"]),
+        (['"""a', "", 'b"""', "c"], ["a\n\nb", "c"]),
+        (['"""', "a\\", '"""'], ["a\\"]),
+        (['"""a"""'], ["a"]),
+        (["a\\"], ["a"]),
+        (['"""a', "b"], ["a\nb"]),
+    ],
+)
+def test_lines_make_messages(lines: list[str], messages: list[str]) -> None:
+    typed = Typed()
+    found = [message for line in lines if (message := typed.push(line)) is not None]
+    assert [*found, *filter(None, [typed.flush()])] == messages
+    assert not typed.is_open
+
+
+def test_a_dialogue_is_saved_and_loaded() -> None:
+    dialogue = Dialogue("be brief")
+    dialogue.ask("one")
+    dialogue.answer("two")
+    dialogue.ask("three")
+    dialogue.answer("")
+    assert dialogue.messages() == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "two"},
+    ]
+    assert Dialogue.of(dialogue.to_json()) == dialogue
+    assert Dialogue.of('{"messages": []}') == Dialogue()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"messages": [{"role": "user"}]}', '{"messages": [1]}'])
+def test_what_is_no_dialogue_is_refused(text: str) -> None:
+    with pytest.raises(InputError):
+        Dialogue.of(text)

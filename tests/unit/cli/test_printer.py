@@ -1,14 +1,18 @@
 """What stands on the two streams once an answer is there, broke off, or was interrupted."""
 
 import asyncio
+import contextlib
+import io
+import sys
 from collections.abc import Sequence
 
 import pytest
+from rich.console import Console
 
 from coordinator.cli.demo import compare
 from coordinator.cli.generate import how_drawn, how_it_ended
 from coordinator.cli.report import print_summary
-from coordinator.cli.show import Printer
+from coordinator.cli.show import Printer, num_final, showing
 from coordinator.sessions.output import Answer, Token, Usage
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Sampling
@@ -24,17 +28,26 @@ def print_pieces(pieces: Sequence[str], end: BaseException | None = None, *, is_
             raise end
 
 
-def test_a_whole_answer_is_its_text_and_a_line_end(capsys: pytest.CaptureFixture[str]) -> None:
-    print_pieces(["Hel", "lo\n"])
-    assert capsys.readouterr() == ("Hello\n\n", "")
-
-
-@pytest.mark.parametrize(("pieces", "out"), [(["Hel", "lo"], "Hello\n"), (["Hi\n", ""], "Hi\n"), ([], "")])
-def test_what_breaks_off_leaves_no_line_open(capsys: pytest.CaptureFixture[str], pieces: list[str], out: str) -> None:
-    """Or the error would be glued to the answer's last word."""
-    with pytest.raises(StageLost):
-        print_pieces(pieces, StageLost("gone"))
+@pytest.mark.parametrize(
+    ("pieces", "end", "out"),
+    [
+        (["Hel", "lo\n"], None, "Hello\n\n"),
+        (["Hel", "lo"], StageLost("gone"), "Hello\n"),  # or the error would be glued to the answer's last word
+        (["Hi\n", ""], StageLost("gone"), "Hi\n"),
+        ([], StageLost("gone"), ""),
+        ([], asyncio.CancelledError(), ""),
+        (["a"], BrokenPipeError(), "a"),  # its reader has left
+    ],
+)
+def test_what_breaks_off_leaves_no_line_open(
+    capsys: pytest.CaptureFixture[str], pieces: list[str], end: BaseException | None, out: str
+) -> None:
+    with contextlib.nullcontext() if end is None else pytest.raises(type(end)):
+        print_pieces(pieces, end)
     assert capsys.readouterr() == (out, "")
+    with contextlib.nullcontext() if end is None else pytest.raises(type(end)):
+        print_pieces(pieces, end, is_silent=True)  # JSON alone has standard output
+    assert capsys.readouterr() == ("", "")
 
 
 def test_whoever_interrupts_is_told_what_there_was(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,28 +56,6 @@ def test_whoever_interrupts_is_told_what_there_was(capsys: pytest.CaptureFixture
     out, err = capsys.readouterr()
     assert out == "abc\n"
     assert err.startswith("interrupted after 3 tokens, ") and err.count("\n") == 1
-
-
-def test_an_interrupt_before_the_first_token_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(asyncio.CancelledError):
-        print_pieces([], asyncio.CancelledError())
-    assert capsys.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("end", [None, StageLost("gone")])
-def test_json_alone_has_standard_output(capsys: pytest.CaptureFixture[str], end: BaseException | None) -> None:
-    if end is None:
-        print_pieces(["a"], is_silent=True)
-    else:
-        with pytest.raises(StageLost):
-            print_pieces(["a"], end, is_silent=True)
-    assert capsys.readouterr() == ("", "")
-
-
-def test_a_reader_that_left_is_written_nothing_more(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(BrokenPipeError):
-        print_pieces(["a"], BrokenPipeError())
-    assert capsys.readouterr().out == "a"
 
 
 def make_answer(
@@ -85,37 +76,21 @@ def test_the_summary_is_two_lines(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("max_tokens", "answer", "said"),
-    [
+def test_it_is_told_why_the_answer_ended() -> None:
+    for max_tokens, answer, said in (
         (3, make_answer(), "cut off at --max-tokens 3"),
         (500, make_answer(range(124)), "cut off where the model's context of 128 tokens ends"),
         (9, make_answer(), "cut off where the memory of the nodes ends"),
         (9, make_answer((5, 2), "stop"), "ended by itself"),
         (9, make_answer((5, 5), "stop"), "ended because it repeated itself"),
         (9, make_answer((5, 6), "stop", stop="!"), "ended at a --stop text"),
-    ],
-)
-def test_it_is_told_why_the_answer_ended(max_tokens: int, answer: Answer, said: str) -> None:
-    assert how_it_ended(Request((1,) * 4, max_tokens, eos=frozenset([2])), answer, 128) == said
-
-
-@pytest.mark.parametrize(
-    ("sampling", "defaults", "said"),
-    [
-        (Sampling(seed=3), {}, ""),
-        (Sampling(seed=3, temperature=0.7), {}, "sampled at --temp 0.7, --seed 3"),
-        (
-            Sampling(seed=3, temperature=0.6, top_k=20),
-            {"temperature": 0.6, "top_k": 20},
-            "sampled as the model's generation_config.json says (temperature 0.6, top_k 20), --seed 3",
-        ),
-    ],
-)
-def test_the_seed_of_a_sampled_answer_is_told_and_whose_choice_that_was(
-    sampling: Sampling, defaults: dict[str, float], said: str
-) -> None:
-    assert how_drawn(sampling, defaults) == said
+    ):
+        assert how_it_ended(Request((1,) * 4, max_tokens, eos=frozenset([2])), answer, 128) == said
+    own = {"temperature": 0.6, "top_k": 20}
+    by_itself = "sampled as the model's generation_config.json says (temperature 0.6, top_k 20), --seed 3"
+    assert how_drawn(Sampling(seed=3), {}) == ""
+    assert how_drawn(Sampling(seed=3, temperature=0.7), {}) == "sampled at --temp 0.7, --seed 3"
+    assert how_drawn(Sampling(seed=3, **own), own) == by_itself
 
 
 def test_the_demo_compares_windows_with_one_token_per_step() -> None:
@@ -124,3 +99,37 @@ def test_the_demo_compares_windows_with_one_token_per_step() -> None:
         "one token per step 3 tokens in 3 steps, 4.0 tok/s: the same tokens",
     ]
     assert compare(make_answer(), make_answer((5, 6, 8))).endswith("OTHER TOKENS")
+
+
+@pytest.mark.parametrize(
+    ("text", "final"),
+    [
+        ("a\nb", ""),
+        ("a\n\nb", "a\n\n"),
+        ("a\n\n", "a\n\n"),
+        ("```\na\n\nb\n", ""),
+        ("x\n\n```\na\n\nb\n```\n\nc", "x\n\n```\na\n\nb\n```\n\n"),
+    ],
+)
+def test_blocks_are_final_after_a_blank_line_outside_of_code(text: str, final: str) -> None:
+    assert text[: num_final(text)] == final
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_models_text_cannot_steer_a_terminal_and_comes_as_it_is_elsewhere(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    hostile, clean = "a\x1b]52;c;aGk=\x07b\x9b31mc\td\ne\rf\u200dg", "a]52;c;aGk=b31mc\td\nef\u200dg"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    with showing(None) as show:
+        for character in hostile:
+            show.say(character)
+    assert capsys.readouterr().out == (clean if is_terminal else hostile) + "\n"
+
+
+def test_neither_can_what_is_drawn_as_markdown() -> None:
+    screen = io.StringIO()
+    with showing(Console(file=screen, force_terminal=True, width=60, color_system=None)) as show:
+        show.think("\x1b]52;c;aGk=\x07")
+        show.say("\x1b]0;title\x07text\n\nmore\x9b2J")
+    assert "\x1b]" not in screen.getvalue() and "\x9b" not in screen.getvalue() and "]0;titletext" in screen.getvalue()

@@ -2,13 +2,16 @@
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
+from coordinator.cli import status
 from coordinator.cli.remote import RemoteServer
 from coordinator.sessions.output import Output
+from tests.unit.cli.conftest import Command
 from worker.errors import BrigadeError, InputError, ServerFailed
 
 TEXT = {"choices": [{"text": "Hi"}]}
@@ -53,12 +56,25 @@ def test_usage_without_its_numbers_is_the_servers_failure(usage: Any) -> None:
 
 
 @pytest.mark.parametrize(("status", "kind"), [(400, InputError), (404, InputError), (500, ServerFailed)])
-@pytest.mark.parametrize("error", ["no such model", {"message": "no such model", "param": None}], ids=str)
-def test_a_refusal_is_raised_as_its_text(status: int, kind: type[BrigadeError], error: Any) -> None:
-    with pytest.raises(kind, match="no such model"):
-        outputs_of({"error": error}, status=status)
-
-
-def test_a_refusal_without_text_is_its_status() -> None:
+def test_a_refusal_is_raised_as_its_text(status: int, kind: type[BrigadeError]) -> None:
+    for error in ("no such model", {"message": "no such model", "param": None}):
+        with pytest.raises(kind, match="no such model"):
+            outputs_of({"error": error}, status=status)
     with pytest.raises(ServerFailed, match="status 502"):
         outputs_of("gateway", status=502)
+
+
+def test_only_the_first_key_of_a_servers_file_is_brought(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, brigade: Command
+) -> None:
+    brought: list[Any] = []
+    monkeypatch.setattr(status, "ask_server", lambda server, key: brought.append(key) or {})
+    monkeypatch.setenv("BRIGADE_API_KEY", "key-of-alice")
+    path = tmp_path / "keys"
+    path.write_text("# comment\n\nbob  key-of-bob\nkey-without-name\n")
+    brigade("status", "--api-key-file", str(path), "--json")
+    brigade("status", "--json")
+    path.write_text("")  # is not taken for none
+    with pytest.raises(InputError, match=r"^api_key_file: .* expected a key per line, found none"):
+        brigade("status", "--api-key-file", str(path), "--json")
+    assert brought == ["key-of-bob", None]

@@ -1,8 +1,12 @@
 """The tables of --stats: no figure is cut or wrapped, however narrow the terminal."""
 
+from io import StringIO
+
 import pytest
+from rich.console import Console
 
 from coordinator.cli.report import print_stats, stages_of
+from coordinator.cli.status import tables as status_tables
 from coordinator.planning.plan import Assignment, Plan
 from coordinator.sessions.output import Answer
 from coordinator.sessions.waterfall import PARTS, StageTime, Waterfall
@@ -49,3 +53,30 @@ def test_what_a_lost_node_held_is_null() -> None:
     found = stages_of(Answer(statuses=[HELD, HELD]), Plan(tuple(NODES[:2]), 1), Waterfall(1.0, {}, stages))
     assert [stage["cache_bytes"] for stage in found] == [999 << 20, 999 << 20, None]
     assert [stage["peak_memory_bytes"] for stage in found] == [123 << 20, 123 << 20, None]
+
+
+NODE = {
+    "name": "coordinator", "state": "active", "start": 0, "end": 53, "utilisation": 0.5, "memory_bytes": 96 << 30,
+    "weight_bytes": 70 << 30, "cache_held_bytes": 999 << 20, "cache_promised_bytes": 12 << 30,
+    "peak_memory_bytes": 80 << 30, "active_memory_bytes": 71 << 30, "cached_memory_bytes": 3 << 30,
+}  # fmt: skip
+
+
+def lines_of(*nodes: dict[str, object]) -> list[str]:
+    found = {"standing": {"state": "ready", "why": ""}, "nodes": list(nodes)}
+    console = Console(file=StringIO(), width=60)
+    console.print(status_tables(found))
+    assert isinstance(console.file, StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def test_what_each_node_may_use_has_promised_and_holds_is_told_in_sixty_columns() -> None:
+    lines = lines_of(NODE, {"name": "mini", "state": "lost", "why": "stopped answering"})
+    head = next(i for i, line in enumerate(lines) if line.startswith("memory"))
+    assert [line.split() for line in lines[head : head + 3]] == [
+        ["memory", "may", "use", "promised", "active", "cached"],
+        ["coordinator", "96.0", "G", "12.0", "G", "71.0", "G", "3.0", "G"],
+        ["mini", "–", "–", "–", "–"],
+    ]
+    assert "mini: stopped answering" in lines
+    assert not [line for line in lines_of() if line.startswith("memory")]

@@ -97,3 +97,9 @@ def test_a_reader_who_leaves_while_rich_prints_ends_the_command_and_not_the_loop
 
     with pytest.raises(BrokenPipeError):
         run_async(work())
+
+
+def test_help_is_there_before_what_computes_is_imported() -> None:
+    program = "import sys, coordinator.cli.app; print(*{'mlx', 'mlx_lm', 'grpc', 'transformers'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
