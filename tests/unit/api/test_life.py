@@ -60,6 +60,11 @@ def lived(begin: Any, for_s: float, config: ClusterConfig | None = None) -> Serv
         assert not virtual.close()
 
 
+def sleeping(served: Server) -> None:
+    served.open(cast(Engine, SimpleNamespace()))
+    served.sleep("nobody asked")
+
+
 def test_a_server_ends_whose_first_model_cannot_be_loaded(opened: list[ServerState]) -> None:
     with pytest.raises(StageLost, match="gone"):
         lived(lambda served: None, 60.0)
@@ -68,8 +73,7 @@ def test_a_server_ends_whose_first_model_cannot_be_loaded(opened: list[ServerSta
 
 def test_a_model_that_cannot_be_read_again_is_tried_anew_and_nobody_waits_for_it(opened: list[ServerState]) -> None:
     def wake(served: Server) -> None:
-        served.open(cast(Engine, SimpleNamespace()))
-        served.sleep("nobody asked")
+        sleeping(served)
         served._become(ServerState.WAKING)
 
     served = lived(wake, 12.0)
@@ -81,14 +85,12 @@ def test_a_server_stays_asleep_whose_certificate_no_longer_lets_it_unload_its_wo
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def sleep(served: Server, *given: Any) -> bool:
-        served.open(cast(Engine, SimpleNamespace()))
-        served.sleep("nobody asked")
+        sleeping(served)
         return False
 
     monkeypatch.setattr(serve, "_open_once", sleep)
-    config = ClusterConfig(
-        tls=TlsConfig(keys=str(tmp_path)), workers=(WorkerConfig(name="mini", address="192.168.1.7:50070"),)
-    )
+    worker = WorkerConfig(name="mini", address="192.168.1.7:50070")
+    config = ClusterConfig(tls=TlsConfig(keys=str(tmp_path)), workers=(worker,))
     assert lived(lambda served: None, 60.0, config).state is ServerState.ASLEEP
     assert "the workers keep what they hold" in capsys.readouterr().err
 

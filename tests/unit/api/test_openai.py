@@ -120,17 +120,13 @@ def test_a_stream_tells_the_figures_of_its_choices_by_number_in_whatever_order_t
     assert closing["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
-def test_calls_of_a_stream_are_numbered_on() -> None:
+def test_calls_of_a_stream_are_numbered_on_and_bytes_of_a_part_of_a_character_are_its_own_or_not_told() -> None:
     outputs = [Output("", (), 0, tool_calls=(CALL,)), Output("", (), 0, "tool_calls", USAGE, tool_calls=(CALL, CALL))]
     calls = [call for chunk in chunks_of(answer_of(), outputs) for call in chunk["choices"][0]["delta"]["tool_calls"]]
     assert [call["index"] for call in calls] == [0, 1, 2]
-
-
-def test_the_bytes_of_a_part_of_a_character_are_its_own_or_not_told() -> None:
-    deltas = [Output("", (Token(1), Token(2)), 0, "stop", USAGE)]
-    answer = answer_of(logprobs=True)
-    answer.token_text, answer.token_bytes = lambda token: "\ufffd", {1: b"\xe2", 2: None}.get
-    logprobs = answer.whole([deltas])["choices"][0]["logprobs"]
+    made = answer_of(logprobs=True)
+    made.token_text, made.token_bytes = lambda token: "\ufffd", {1: b"\xe2", 2: None}.get
+    logprobs = made.whole([[Output("", (Token(1), Token(2)), 0, "stop", USAGE)]])["choices"][0]["logprobs"]
     assert logprobs and [entry["bytes"] for entry in logprobs["content"]] == [[0xE2], None]
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from coordinator.api import body
 from coordinator.api.app import OPERATIONS, make_app
-from coordinator.api.server import RequestLimits, Server
+from coordinator.api.server import Server
 from coordinator.engine.inputs import InputProcessor
 from tests.unit.api.fakes import app, ask
 
@@ -52,14 +52,11 @@ def test_what_no_shape_can_take_is_refused(
     assert found.headers["x-should-retry"] == "false"
 
 
-@pytest.mark.parametrize("body", [{"messages": [{"role": "user", "content": "hi"}]}])
-def test_a_right_request_is_told_that_no_model_is_loaded_yet(body: dict[str, Any]) -> None:
+def test_a_right_request_is_told_that_no_model_is_loaded_yet() -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}]}
     found = ask(app(), "POST", "/v1/chat/completions", json=body)
     assert (found.status_code, found.json()["error"]["code"]) == (503, "loading")
     assert found.headers["retry-after"] == "5"
-
-
-def test_another_model_is_not_found_and_another_method_neither() -> None:
     assert ask(app(), "POST", "/v1/completions", json={"prompt": "a", "model": "gpt"}).status_code == 404
     wrong = ask(app(), "GET", "/v1/completions")
     assert wrong.status_code == 405 and wrong.headers["allow"] == "POST"
@@ -78,18 +75,12 @@ class Words(InputProcessor):
         return (0,) * len(prompt)
 
 
-def server(**limits: int) -> Any:
-    return make_app(Server(Words(), ("talker",), RequestLimits(**limits)))
-
-
-@pytest.mark.parametrize(
-    ("path", "field", "more"),
-    [("/detokenize", "tokens", [1] * 32769), ("/tokenize", "prompt", "a" * 32769)],
-)
-def test_more_tokens_than_anybody_has_a_use_for_are_refused(path: str, field: str, more: Any) -> None:
-    assert ask(server(), "POST", path, json={field: more[:-1]}).status_code == 200
-    refused = ask(server(), "POST", path, json={field: more})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (413, field)
+def test_more_tokens_than_anybody_has_a_use_for_are_refused() -> None:
+    served = make_app(Server(Words(), ("talker",)))
+    for path, field, more in (("/detokenize", "tokens", [1] * 32769), ("/tokenize", "prompt", "a" * 32769)):
+        assert ask(served, "POST", path, json={field: more[:-1]}).status_code == 200
+        refused = ask(served, "POST", path, json={field: more})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (413, field)
 
 
 def test_only_small_bodies_are_parsed_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,5 +92,5 @@ def test_only_small_bodies_are_parsed_on_the_event_loop(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(body, "json", SimpleNamespace(loads=loads))
     for size in (1, body.MAX_INLINE_BYTES):
-        ask(server(), "POST", "/v1/completions", json={"prompt": "a" * size})
+        ask(make_app(Server(Words(), ("talker",))), "POST", "/v1/completions", json={"prompt": "a" * size})
     assert [thread is threading.main_thread() for thread in threads] == [True, False]
