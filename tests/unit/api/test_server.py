@@ -140,7 +140,7 @@ class Stuck:
             await asyncio.get_running_loop().create_future()
         return [""]
 
-    async def look(self) -> None:
+    async def probe(self) -> None:
         self.num_sent += 1
         if not self.is_deaf:
             await asyncio.get_running_loop().create_future()
