@@ -201,25 +201,6 @@ def write_files() -> None:
         Path(name).write_text(text)
 
 
-def signals() -> Iterator[str]:
-    """Yield exit codes of processes that are told to end."""
-    endless = ("generate", *_HERE.split(), "--ignore-eos", "-m", "2000", "--decode", "ar", "--temp", "1", "Hi")
-    serve = ("serve", *_HERE.split(), "--port", "0")
-    worker = ("-m", "worker", "--bind", "127.0.0.1:0", "--no-announce")
-    with starting() as start:
-        for name, arguments, sign, number in (
-            ("generate", ("-m", "coordinator", *endless), "", signal.SIGINT),
-            ("serve", ("-m", "coordinator", *serve), r"serving .*\n", signal.SIGINT),
-            ("serve", ("-m", "coordinator", *serve), r"serving .*\n", signal.SIGTERM),
-            ("worker", worker, "listens on", signal.SIGTERM),
-            ("worker", worker, "listens on", signal.SIGINT),
-        ):
-            process = start.python(*arguments)
-            process.err.wait_match(sign, WAIT_S) if sign else process.out.wait_match(".", WAIT_S)
-            process.send_signal(number)
-            yield f"{process.wait(WAIT_S).code}: {name} after {number.name}"
-
-
 PRINTED = {
     "generate": f"generate {_HERE} -m 4 --json --logprobs 2 Hi",
     "generate, two nodes": "generate --model demo --local 1 -m 4 --json Hi",
@@ -323,9 +304,9 @@ def served() -> Iterator[str]:
     with starting() as start:
         servers = {"demo": start.brigade(*serve, "--model", "demo"), "caller": start.brigade(*serve, *as_caller)}
         yield from asked_of(*(server.err.wait_match(address, WAIT_S)[1] for server in servers.values()))
-        for name, server in servers.items():
-            server.send_signal(signal.SIGINT)
-            yield f"exit code of {name}: {server.wait(WAIT_S).code} after SIGINT"
+        for (name, server), number in zip(servers.items(), (signal.SIGINT, signal.SIGTERM), strict=True):
+            server.send_signal(number)
+            yield f"exit code of {name}: {server.wait(WAIT_S).code} after {number.name}"
         loser = start.brigade(*serve, *as_caller, "--recovery-timeout", "0")
         yield from after_a_loss(loser.err.wait_match(address, WAIT_S)[1], loser.process.pid)
 
@@ -647,7 +628,7 @@ def metrics(text: str) -> Iterator[str]:
 
 
 SECTIONS: dict[str, Callable[[], Iterator[str]]] = {
-    each.__name__: each for each in (flags, kinds, exits, signals, printed, lines, served)
+    each.__name__: each for each in (flags, kinds, exits, printed, lines, served)
 }
 
 

@@ -7,5 +7,5 @@ checkout=$(cd "$1" && pwd)
 shift
 python=${PYTHON:-$here/../../.venv/bin/python}
 mkdir -p "$here/recorded"
-[ $# -gt 0 ] || set -- exits printed served signals lines kinds flags
+[ $# -gt 0 ] || set -- exits printed served lines kinds flags
 printf '%s\n' "$@" | PYTHONPATH=$checkout xargs -P "${JOBS:-2}" -I{} sh -c "'$python' '$here/record.py' {} > '$here/recorded/{}.txt'"

@@ -1,5 +1,6 @@
 """Nodes of an older version are refused before anything is loaded, in one line that says what to do."""
 
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -48,12 +49,12 @@ def test_doctor_finds_an_old_worker(config: Path) -> None:
     assert any(f"protocol {OLD}" in line and WAY_OUT in line for line in outcome.out.splitlines()), outcome.out
 
 
-def test_an_old_coordinator_is_refused_by_a_worker() -> None:
-    with (
-        starting() as start,
-        grpc.insecure_channel(start.worker("mini").address) as channel,
-        pytest.raises(grpc.RpcError) as caught,
-    ):
-        NodeStub(channel).Hello(HelloRequest(protocol_version=OLD), timeout=START_S, wait_for_ready=True)
-    details = caught.value.details()
-    assert f"the coordinator speaks {OLD}" in details and WAY_OUT in details and "\n" not in details
+def test_an_old_coordinator_is_refused_by_a_worker_which_ends_well_by_an_interrupt() -> None:
+    with starting() as start:
+        worker = start.worker("mini")
+        with grpc.insecure_channel(worker.address) as channel, pytest.raises(grpc.RpcError) as caught:
+            NodeStub(channel).Hello(HelloRequest(protocol_version=OLD), timeout=START_S, wait_for_ready=True)
+        details = caught.value.details()
+        assert f"the coordinator speaks {OLD}" in details and WAY_OUT in details and "\n" not in details
+        worker.send_signal(signal.SIGINT)
+        assert worker.running.wait(START_S).code == 0

@@ -12,15 +12,7 @@ import pytest
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RECORDED = HERE / "recorded"
-SECTIONS = (
-    "exits",
-    "printed",
-    "served",
-    "signals",
-    "lines",
-    "kinds",
-    "flags",
-)  # the slowest first
+SECTIONS = ("exits", "printed", "served", "lines", "kinds", "flags")  # the slowest first
 LIMIT_S = 900.0
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 60)
