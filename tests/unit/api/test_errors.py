@@ -46,11 +46,8 @@ def test_every_error_has_its_status_and_says_whether_to_try_again(
 
 def test_a_prompt_that_is_too_long_is_told_in_the_words_that_litellm_looks_for() -> None:
     """It has no other way to raise its ContextWindowExceededError, which agents shorten their history for."""
-    told = http_error(ContextExceeded("prompt", "expected less than the 9 tokens"))
-    assert (
-        told.message.startswith("prompt: expected less than")
-        and "is longer than the model's context length" in told.message
-    )
+    told = http_error(ContextExceeded("prompt", "expected less than the 9 tokens")).message
+    assert told.startswith("prompt: expected less than") and "is longer than the model's context length" in told
 
 
 def test_half_of_a_character_is_sent_as_its_escape() -> None:

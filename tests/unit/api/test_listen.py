@@ -1,7 +1,6 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -48,21 +47,6 @@ def connected(state: ServerState) -> tuple[BoundedProtocol, Transport]:
     return protocol, transport
 
 
-def status_after(talk: Callable[[BoundedProtocol, Transport], None]) -> bytes:
-    """The status that a client gets which is refused before there is a request."""
-
-    async def talked() -> bytes:
-        state = ServerState()
-        protocol, transport = connected(state)
-        talk(protocol, transport)
-        assert not state.tasks, "a request was begun"
-        if transport.is_closed:
-            protocol.connection_lost(None)
-        return transport.written[9:12] if transport.is_closed else b""
-
-    return asyncio.run(talked())
-
-
 @pytest.mark.parametrize(
     ("first", "again"),
     [
@@ -73,15 +57,20 @@ def status_after(talk: Callable[[BoundedProtocol, Transport], None]) -> bytes:
         (b"", b"\r\n" * 500),
     ],
 )
-def test_a_head_without_an_end_is_refused(first: bytes, again: bytes) -> None:
-    def talk(protocol: BoundedProtocol, transport: Transport) -> None:
+def test_a_head_without_an_end_is_refused_before_there_is_a_request(first: bytes, again: bytes) -> None:
+    async def talked() -> bytes:
+        state = ServerState()
+        protocol, transport = connected(state)
         protocol.data_received(first)
         num_sent = 0
         while not transport.is_closed and num_sent < 2 * MAX_HEAD_BYTES:
             protocol.data_received(again)
             num_sent += len(again)
+        assert transport.is_closed and not state.tasks
+        protocol.connection_lost(None)
+        return transport.written[9:12]
 
-    assert status_after(talk) == b"431"
+    assert asyncio.run(talked()) == b"431"
 
 
 def test_a_client_has_so_long_to_say_what_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +93,7 @@ def test_a_client_has_so_long_to_say_what_it_wants(monkeypatch: pytest.MonkeyPat
 def test_one_connection_too_many_is_told_to_come_again() -> None:
     async def talked() -> tuple[bytes, bytes]:
         state = ServerState()
-        state.connections |= {MagicMock() for _ in range(MAX_CONNECTIONS - 1)}
+        state.connections |= set(range(MAX_CONNECTIONS - 1))
         (_, last), (_, refused) = connected(state), connected(state)
         return last.written, refused.written
 

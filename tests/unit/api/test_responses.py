@@ -25,6 +25,7 @@ from tests.unit.api.fakes import (
     TOOL,
     FakeEngine,
     ScriptedModel,
+    app_of,
     ask,
     connected,
     delta,
@@ -38,9 +39,6 @@ EVENTS: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
 BODY = read(ResponsesBody, {"input": "x", "tools": [{"type": "function", "name": "add", "parameters": TOOL}]})
 
 
-PROMISED = TypeAdapter(ResponseObject)
-
-
 def answer(body: ResponsesBody = BODY) -> ResponsesAnswer:
     made = ResponsesAnswer(body, "demo")
     made.answer = body.response("resp_1", "demo", 1_000, Sampling())
@@ -51,7 +49,7 @@ def whole(deltas: Sequence[Output], body: ResponsesBody = BODY) -> dict[str, Any
     """The response that all events add up to, as our own document says."""
     told = answer(body)
     assert [event for each in deltas for event in told.events(0, each)]
-    assert PROMISED.validate_python(told.answer)
+    assert TypeAdapter(ResponseObject).validate_python(told.answer)
     return dict(told.answer)
 
 
@@ -139,60 +137,42 @@ def test_an_answer_that_was_cut_off_is_incomplete_and_so_is_its_last_item(step: 
 
 
 def test_a_failure_is_an_error_and_a_failed_response() -> None:
-    told = answer()
+    error, told = HttpError(503, "why", "cluster_failed"), answer()
+    # the official client refuses the failure of what was never created
+    found = checked(list(answer().failed(error))[:-1])
+    assert [event.type.removeprefix("response.") for event in found] == ["created", "in_progress", "error", "failed"]
     begun = checked(list(told.events(0, delta("x"))))
-    error = HttpError(503, "why", "cluster_failed")
     found = checked(list(told.failed(error))[:-1], first=len(begun))
-    assert [event.type.removeprefix("response.") for event in found] == [
-        "output_text.done", "content_part.done", "output_item.done", "error", "failed",
-    ]  # fmt: skip
-    assert (found[-2].code, found[-2].message, found[-2].to_dict()["error"]) == (
-        "cluster_failed",
-        "why",
-        error.to_openai()["error"],
-    )
+    kinds = ["output_text.done", "content_part.done", "output_item.done", "error", "failed"]
+    assert [event.type.removeprefix("response.") for event in found] == kinds
+    assert (found[-2].code, found[-2].message) == ("cluster_failed", "why")
+    assert found[-2].to_dict()["error"] == error.to_openai()["error"]
     response = found[-1].response
     assert (response.status, response.error.code, response.error.message) == ("failed", "server_error", "why")
     assert response.output[0].status == "incomplete" and response.usage is None
 
 
-def test_a_failure_before_anything_was_said_is_one_of_a_response_that_has_begun() -> None:
-    """The official client refuses the failure of what was never created."""
-    error = HttpError(503, "why", "cluster_failed")
-    found = checked(list(answer().failed(error))[:-1])
-    assert [event.type.removeprefix("response.") for event in found] == ["created", "in_progress", "error", "failed"]
-
-
-@pytest.mark.parametrize(
-    ("format", "echoed"),
-    [
+def test_a_response_tells_the_format_that_it_was_asked_for() -> None:
+    schema = {"type": "json_schema", "name": "sum", "schema": TOOL}
+    for format, echo in (
         ({"type": "text"}, {"type": "text"}),
         ({"type": "json_object"}, {"type": "json_object"}),
-        (
-            {"type": "json_schema", "name": "sum", "schema": TOOL, "strict": True},
-            {"type": "json_schema", "name": "sum", "schema": TOOL},
-        ),
-    ],
-)
-def test_a_response_tells_the_format_that_it_was_asked_for(format: dict[str, Any], echoed: dict[str, Any]) -> None:
-    body = read(ResponsesBody, {"input": "x", "text": {"format": format}})
-    told = whole([delta("x"), last()], body)
-    response = Response.model_validate(told)
-    assert response.text and response.text.format
-    assert told["text"] == {"format": echoed}
-    if format["type"] == "json_schema":
-        assert isinstance(response.text.format, ResponseFormatTextJSONSchemaConfig)
-        assert response.text.format.schema_ == TOOL
-
-
-def client(script: Sequence[Output | Exception]) -> AsyncOpenAI:
-    return AsyncOpenAI(
-        api_key="any", base_url="http://here/v1", max_retries=0, http_client=connected(ScriptedModel(script))
-    )
+        (schema | {"strict": True}, schema),
+    ):
+        told = whole([delta("x"), last()], read(ResponsesBody, {"input": "x", "text": {"format": format}}))
+        assert told["text"] == {"format": echo}
+        response = Response.model_validate(told)
+        assert response.text and response.text.format
+    assert isinstance(response.text.format, ResponseFormatTextJSONSchemaConfig)
+    assert response.text.format.schema_ == TOOL
+    assert spec(text={"format": schema | {"strict": True}}).grammar == json_grammar(TOOL)
+    assert echoed()["text"] == {"format": {"type": "text"}}
 
 
 async def asked(script: Sequence[Output | Exception], *, streamed: bool) -> Response:
-    async with client(script) as openai:
+    async with AsyncOpenAI(
+        api_key="any", base_url="http://here/v1", max_retries=0, http_client=connected(ScriptedModel(script))
+    ) as openai:
         if not streamed:
             return await openai.responses.create(model="scripted", input="Hello")
         async with openai.responses.stream(model="scripted", input="Hello") as stream:
@@ -200,42 +180,29 @@ async def asked(script: Sequence[Output | Exception], *, streamed: bool) -> Resp
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_thoughts_and_calls_reach_the_client(streamed: bool) -> None:
+def test_thoughts_and_calls_reach_the_client_and_one_that_leaves_ends_its_answer(streamed: bool) -> None:
     response = asyncio.run(asked(ALL, streamed=streamed))
     assert [item.type for item in response.output] == ["reasoning", "message", "function_call", "function_call"]
     assert response.output[2].to_dict()["arguments"] == CALLS[0].arguments
     assert response.output_text == "\n\nLet me add.\n\n" and response.temperature == 0.5
+    asyncio.run(leave_in_the_middle("/v1/responses", {"input": "Hello", "stream": streamed}))
 
 
-def test_a_failure_in_the_middle_is_an_error_event() -> None:
+def test_a_failure_in_the_middle_is_an_error_event_and_one_before_the_first_step_a_status() -> None:
     with pytest.raises(APIError) as failure:
         asyncio.run(asked([delta("x"), StageLost("the worker has gone")], streamed=True))
     assert (failure.value.code, failure.value.message) == ("cluster_failed", "the worker has gone")
-
-
-@pytest.mark.parametrize("streamed", [True, False])
-def test_a_failure_before_the_first_step_has_a_status(streamed: bool) -> None:
-    with pytest.raises(RateLimitError) as failure:
-        asyncio.run(asked([QueueFull("too many wait")], streamed=streamed))
-    assert failure.value.code == "rate_limit_exceeded" and failure.value.response.headers["retry-after"]
+    for streamed in (True, False):
+        with pytest.raises(RateLimitError) as refused:
+            asyncio.run(asked([QueueFull("too many wait")], streamed=streamed))
+        assert refused.value.code == "rate_limit_exceeded" and refused.value.response.headers["retry-after"]
 
 
 @pytest.mark.parametrize(("script", "end"), [(ALL, "completed"), ([delta("x"), StageLost("gone")], "failed")])
 def test_a_stream_ends_with_its_last_state_and_done(script: Sequence[Output | Exception], end: str) -> None:
-    async def lines() -> list[str]:
-        async with connected(ScriptedModel(script)) as http:
-            body = {"input": "Hello", "stream": True}
-            response = await http.post("http://here/v1/responses", json=body)
-            return response.text.splitlines()
-
-    told = asyncio.run(lines())
+    found = ask(app_of(ScriptedModel(script)), "POST", "/v1/responses", json={"input": "Hello", "stream": True})
+    told = found.text.splitlines()
     assert told[-2] == "data: [DONE]" and f"event: response.{end}" == told[-5]
-
-
-@pytest.mark.parametrize("streamed", [True, False])
-def test_a_client_that_leaves_ends_its_answer(streamed: bool) -> None:
-    body = {"input": "Hello", "stream": streamed}
-    asyncio.run(leave_in_the_middle("/v1/responses", body))
 
 
 def spec(**fields: Any) -> RequestSpec:
@@ -304,10 +271,6 @@ def test_a_response_tells_what_held_for_it_not_what_was_asked() -> None:
     assert (found["temperature"], found["top_p"]) == (0.25, 1.0)  # the model's own
     assert found["tools"] == [tool | {"description": None, "strict": False}]
     assert (found["parallel_tool_calls"], found["tool_choice"], found["metadata"]) == (False, "auto", {"a": "b"})
-    given = {"type": "json_schema", "name": "sum", "schema": TOOL}
-    assert spec(text={"format": given | {"strict": True}}).grammar == json_grammar(TOOL)
-    assert echoed(text={"format": given})["text"] == {"format": given}
-    assert echoed()["text"] == {"format": {"type": "text"}}
 
 
 @pytest.mark.parametrize(
