@@ -3,7 +3,6 @@
 import io
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import typer
 
 from coordinator.api import serve as server_module
-from coordinator.cli import batch, bench, bridge, chat, doctor, generate, plan, remote, score, status, verify
+from coordinator.cli import batch, bench, bridge, chat, demo, doctor, generate, plan, remote, score, status, verify
 from coordinator.cli import run as run_module
 from coordinator.cli.app import app
 from coordinator.cluster.options import ClusterOptions
@@ -21,6 +20,30 @@ from worker.errors import ConfigError, InputError, StageLost
 
 COMMANDS = sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 USING = "using ./cluster.yaml"
+
+
+@pytest.fixture
+def opened(brigade: Command, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """The options that a command would open its cluster with, and what it would ask a chain for."""
+    found: list[tuple[ClusterOptions, Any]] = []
+
+    def note(options: ClusterOptions, *more: Any, **others: Any) -> None:
+        found.append((options, more[0] if more else None))
+
+    for module, name in (
+        *((generate, "run_generate"), (demo, "run_generate"), (server_module, "serve"), (batch, "run_batch")),
+        *((bridge, "run_bridge"), (score, "run_score"), (plan, "run_plan"), (verify, "run_verify"), (chat, "loaded")),
+        *((bench, "run_bench"), (plan, "run_forecast"), (doctor, "run_doctor"), (doctor, "run_smoke")),
+    ):
+        monkeypatch.setattr(module, name, note)
+    monkeypatch.setattr(chat, "run_chat", lambda *more: None)
+    monkeypatch.setattr(run_module, "run_async", lambda work: work)
+
+    def opened(arguments: str, *more: str) -> tuple[ClusterOptions, Any]:
+        brigade(*arguments.split(), *more)
+        return found.pop()
+
+    return opened
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -45,24 +68,19 @@ def test_the_version_is_told_with_those_of_what_computes(brigade: Command, capsy
     assert told.startswith("brigade 0.") and "mlx " in told and "mlx-lm " in told and told.count("\n") == 1
 
 
-def test_a_prompt_is_an_argument_a_flag_or_standard_input(wished: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_an_argument_a_flag_or_standard_input(opened: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     for command in ("generate", "demo"):
         for flags in (["Hello there"], ["-p", "Hello there"], ["--prompt", "Hello there"]):
-            assert wished(command, *flags, "--json").prompt == "Hello there"
+            assert opened(command, *flags, "--json")[1].prompt == "Hello there"
     for flags in (["-"], ["-p", "-"]):
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO("Zürich".encode())))
-        assert wished("generate", *flags).prompt == "Zürich"
-    assert wished("generate", "a", "--stop", "x", "--stop", "y").spec.stops == ("x", "y")
-    assert "temperature" not in wished("generate", "a").spec.sampling, "only what was chosen overrides the model"
-    assert wished("generate", "a", "--temp", "0").spec.sampling["temperature"] == 0
-
-
-def test_a_demo_has_as_many_workers_as_it_is_told(wished: Command, chosen: list[ClusterOptions]) -> None:
-    for flags in ((), ("--local", "5")):
-        wished("demo", *flags, "--json")
-    assert [each.local for each in chosen] == [2, 5]
+        assert opened("generate", *flags)[1].prompt == "Zürich"
+    assert opened("generate a --stop x --stop y")[1].spec.stops == ("x", "y")
+    assert "temperature" not in opened("generate a")[1].spec.sampling, "only what was chosen overrides the model"
+    assert opened("generate a --temp 0")[1].spec.sampling["temperature"] == 0
+    assert [opened(f"demo {flags} --json")[0].local for flags in ("", "--local 5")] == [2, 5]
     with pytest.raises(typer.BadParameter, match="greater than or equal to 1"):
-        wished("demo", "--local", "0")
+        opened("demo --local 0")
 
 
 def test_there_is_exactly_one_prompt(brigade: Command) -> None:
@@ -110,7 +128,7 @@ def test_flags_that_contradict_each_other_and_values_that_none_can_have_are_refu
     assert refusal.value.field == field
 
 
-def test_flags_that_change_nothing_beside_the_others_are_accepted(wished: Command) -> None:
+def test_flags_that_change_nothing_beside_the_others_are_accepted(opened: Command) -> None:
     for arguments in (
         "generate a --raw --raw",
         "generate a --json --json --stats",
@@ -128,15 +146,15 @@ def test_flags_that_change_nothing_beside_the_others_are_accepted(wished: Comman
         "generate a --logit-bias=",
         "verify --window 4 --position-penalty 0",
     ):
-        assert wished(*arguments.split()), arguments
+        assert opened(arguments)[1], arguments
 
 
 @pytest.mark.parametrize("command", ["generate a", "serve", "batch in.jsonl -o out.jsonl", "bench --concurrency 2,5"])
 def test_what_plans_are_to_be_fast_at_is_asked_of_all_who_open_a_chain(
-    opened: Callable[..., ClusterOptions], folder: Path, command: str
+    opened: Command, folder: Path, command: str
 ) -> None:
     """`bench` has a number of requests of its own; one request is what all plan for unless they are told otherwise."""
-    options = [opened(*command.split(), *flags) for flags in ((), ("--objective", "throughput"))]
+    options = [opened(command, *flags)[0] for flags in ((), ("--objective", "throughput"))]
     assert [each.objective for each in options] == ["latency", "throughput"]
     assert options[1].num_requests == (5 if command.startswith("bench") else 8)
 
@@ -150,31 +168,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def opened(brigade: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ClusterOptions]:
-    """The options that a command would open its cluster with."""
-    found: list[ClusterOptions] = []
-
-    def note(options: ClusterOptions, *more: Any, **others: Any) -> None:
-        found.append(options)
-
-    for module, name in (
-        *((generate, "run_generate"), (server_module, "serve"), (batch, "run_batch"), (bridge, "run_bridge")),
-        *((score, "run_score"), (plan, "run_plan"), (verify, "run_verify"), (bench, "run_bench")),
-        *((plan, "run_forecast"), (doctor, "run_doctor"), (doctor, "run_smoke")),
-    ):
-        monkeypatch.setattr(module, name, note)
-    monkeypatch.setattr(chat, "loaded", note)
-    monkeypatch.setattr(chat, "run_chat", lambda *more: None)
-    monkeypatch.setattr(run_module, "run_async", lambda work: work)
-
-    def opened(*arguments: str) -> ClusterOptions:
-        brigade(*arguments)
-        return found.pop()
-
-    return opened
-
-
 OPENING = [
     *("generate a", "chat", "serve", "batch in.jsonl -o out.jsonl", "bridge", "score text", "verify", "bench", "plan"),
     *("plan --nodes macs.yaml", "plan --simulate", "doctor --json", "smoke"),
@@ -183,22 +176,22 @@ OPENING = [
 
 @pytest.mark.parametrize("command", OPENING)
 def test_the_cluster_file_of_this_folder_is_taken_unless_another_is_named(
-    opened: Callable[..., ClusterOptions], folder: Path, capsys: pytest.CaptureFixture[str], command: str
+    opened: Command, folder: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     (folder / "text").write_text("some text", encoding="utf-8")
-    options = opened(*command.split())
+    options, _ = opened(command)
     assert (options.model, [each.name for each in options.cluster.workers]) == ("owner/of-this-folder", ["mini"])
     assert options.context == 77
     out, err = capsys.readouterr()
     assert err.count("\n") == err.count(USING) == 1 and USING not in out, "a server's line is JSON"
-    assert opened(*command.split(), "--model", "demo").model == "demo"
+    assert opened(command, "--model", "demo")[0].model == "demo"
     assert capsys.readouterr().err.count(USING) == 1
     if "--nodes" not in command:
         (folder / "other.yaml").write_text("model: owner/other", encoding="utf-8")
-        assert opened(*command.split(), "--config", "other.yaml").model == "owner/other"
+        assert opened(command, "--config", "other.yaml")[0].model == "owner/other"
         assert USING not in capsys.readouterr().err
     (folder / "cluster.yaml").unlink()
-    options = opened(*(f"{command} --stage-ms 1".split() if "--simulate" in command else command.split()))
+    options, _ = opened(f"{command} --stage-ms 1" if "--simulate" in command else command)
     assert options.model == "demo" and not options.cluster.workers, "the bundled model"
 
 

@@ -72,10 +72,9 @@ def test_lines_make_messages(lines: list[str], messages: list[str]) -> None:
 
 def test_a_dialogue_is_saved_and_loaded() -> None:
     dialogue = Dialogue("be brief")
-    dialogue.ask("one")
-    dialogue.answer("two")
-    dialogue.ask("three")
-    dialogue.answer("")
+    for said, answered in (("one", "two"), ("three", "")):
+        dialogue.ask(said)
+        dialogue.answer(answered)
     assert dialogue.messages() == [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "one"},
@@ -83,9 +82,6 @@ def test_a_dialogue_is_saved_and_loaded() -> None:
     ]
     assert Dialogue.of(dialogue.to_json()) == dialogue
     assert Dialogue.of('{"messages": []}') == Dialogue()
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"messages": [{"role": "user"}]}', '{"messages": [1]}'])
-def test_what_is_no_dialogue_is_refused(text: str) -> None:
-    with pytest.raises(InputError):
-        Dialogue.of(text)
+    for text in ("", "[]", "{}", '{"messages": [{"role": "user"}]}', '{"messages": [1]}'):
+        with pytest.raises(InputError):
+            Dialogue.of(text)

@@ -12,7 +12,7 @@ from coordinator.cli import status
 from coordinator.cli.remote import RemoteServer
 from coordinator.sessions.output import Output
 from tests.unit.cli.conftest import Command
-from worker.errors import BrigadeError, InputError, ServerFailed
+from worker.errors import InputError, ServerFailed
 
 TEXT = {"choices": [{"text": "Hi"}]}
 END = {"choices": [{"text": "", "finish_reason": "stop"}]}
@@ -38,28 +38,23 @@ def test_an_answer_is_its_text_and_usage() -> None:
     assert last.usage and (last.usage.num_prompt, last.usage.num_generated) == (3, 1)
 
 
-@pytest.mark.parametrize("error", ["out of memory", {"message": "out of memory"}, {"detail": "out of memory"}], ids=str)
-def test_an_error_in_the_stream_is_raised_as_its_text(error: Any) -> None:
-    with pytest.raises(ServerFailed, match="out of memory"):
-        outputs_of(TEXT, {"error": error})
+def test_errors_in_the_stream_are_raised_as_the_servers_failure() -> None:
+    for error in ("out of memory", {"message": "out of memory"}, {"detail": "out of memory"}):
+        with pytest.raises(ServerFailed, match="out of memory"):
+            outputs_of(TEXT, {"error": error})
+    for usage in (
+        {"completion_tokens": 1}, {"prompt_tokens": 3}, {"prompt_tokens": None, "completion_tokens": 1}, [3, 1], "4",
+        {"prompt_tokens": 3, "completion_tokens": 1, "prompt_tokens_details": 1},
+    ):  # fmt: skip
+        with pytest.raises(ServerFailed, match="expected prompt_tokens and completion_tokens"):
+            outputs_of(TEXT, END, {"choices": [], "usage": usage})
 
 
-@pytest.mark.parametrize(
-    "usage",
-    [{"completion_tokens": 1}, {"prompt_tokens": 3}, {"prompt_tokens": None, "completion_tokens": 1}, [3, 1], "4",
-     {"prompt_tokens": 3, "completion_tokens": 1, "prompt_tokens_details": 1}],
-    ids=str,
-)  # fmt: skip
-def test_usage_without_its_numbers_is_the_servers_failure(usage: Any) -> None:
-    with pytest.raises(ServerFailed, match="expected prompt_tokens and completion_tokens"):
-        outputs_of(TEXT, END, {"choices": [], "usage": usage})
-
-
-@pytest.mark.parametrize(("status", "kind"), [(400, InputError), (404, InputError), (500, ServerFailed)])
-def test_a_refusal_is_raised_as_its_text(status: int, kind: type[BrigadeError]) -> None:
-    for error in ("no such model", {"message": "no such model", "param": None}):
-        with pytest.raises(kind, match="no such model"):
-            outputs_of({"error": error}, status=status)
+def test_a_refusal_is_raised_as_its_text() -> None:
+    for code, kind in ((400, InputError), (404, InputError), (500, ServerFailed)):
+        for error in ("no such model", {"message": "no such model", "param": None}):
+            with pytest.raises(kind, match="no such model"):
+                outputs_of({"error": error}, status=code)
     with pytest.raises(ServerFailed, match="status 502"):
         outputs_of("gateway", status=502)
 

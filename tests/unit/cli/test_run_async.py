@@ -35,18 +35,16 @@ def test_a_signal_is_an_interrupt_once_all_is_cleaned_up(number: signal.Signals)
     assert done == ["cleaned up"]
 
 
-def test_what_fails_because_of_an_interrupt_is_not_told_instead() -> None:
-    async def work() -> None:
+def test_how_work_ends_that_is_interrupted() -> None:
+    async def fail() -> None:
         try:
             await interrupted()
         finally:
             raise StageLost("its compiler was interrupted, too")
 
-    with pytest.raises(KeyboardInterrupt):
-        run_async(work())
+    with pytest.raises(KeyboardInterrupt):  # the failure because of an interrupt is not told instead
+        run_async(fail())
 
-
-def test_work_that_takes_a_signal_for_its_usual_end_is_done() -> None:
     async def serve() -> int:
         try:
             await interrupted(signal.SIGTERM)
@@ -54,13 +52,9 @@ def test_work_that_takes_a_signal_for_its_usual_end_is_done() -> None:
             return 7
         return 8
 
-    assert run_async(serve()) == 7
-
-
-def test_signals_are_handled_as_before_once_the_loop_has_ended() -> None:
-    """uvloop would leave handlers behind that do nothing."""
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    run_async(asyncio.sleep(0))
+    assert run_async(serve()) == 7, "a signal may be its usual end"
+    # uvloop would leave handlers behind that do nothing
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 

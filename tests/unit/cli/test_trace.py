@@ -54,25 +54,20 @@ def test_no_two_slices_cross_whatever_the_clocks_say() -> None:
         assert_no_two_cross(trace_events([leg(ways, wrong, NODES)], [])["traceEvents"])
 
 
-def test_frames_that_follow_each_other_share_a_track_and_those_at_once_do_not() -> None:
-    assert {track for _, track in by_track(trace(4, 200))} == {0}
-    assert len({track for _, track in by_track(trace(4, 5))}) > 2
-
-
-def test_every_node_is_a_process_with_a_name_and_every_track_has_one() -> None:
+def test_every_node_is_a_process_and_every_event_has_what_the_format_asks_for() -> None:
     events = trace(4, 5)
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {0: "stage 0: coordinator", 1: "stage 1: mini", 2: "stage 2: studio"}
     assert {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"} == set(by_track(events))
-
-
-def test_every_event_has_what_the_format_asks_for() -> None:
-    for event in trace(2, 5):
+    assert len({track for _, track in by_track(events)}) > 2, "frames at once do not share a track"
+    assert {track for _, track in by_track(trace(4, 200))} == {0}, "those that follow each other do"
+    for event in events:
         assert event["ph"] in ("X", "M") and isinstance(event["name"], str)
         assert isinstance(event["pid"], int) and isinstance(event["tid"], int)
         if event["ph"] == "X":
             assert isinstance(event["ts"], int) and isinstance(event["dur"], int), "viewers round fractions"
             assert event["ts"] >= 0 and event["dur"] >= 0 and event["name"] in PARTS
+    assert slices(trace_events([], [])["traceEvents"]) == []
 
 
 def test_a_frames_slices_meet_and_begin_with_the_trace() -> None:
@@ -94,10 +89,6 @@ def test_slices_tell_the_step_its_rows_and_the_tokens_that_it_brought() -> None:
     events = slices(trace_events([leg(ways, CLOCKS, NODES)], [ways[1].returned] * 3)["traceEvents"])
     found = {tuple(event["args"].items()) for event in events}
     assert found == {(("step", 7), ("rows", 16), ("tokens", 0)), (("step", 8), ("rows", 17), ("tokens", 3))}
-
-
-def test_a_request_without_a_frame_has_an_empty_trace() -> None:
-    assert slices(trace_events([], [])["traceEvents"]) == []
 
 
 def test_a_recovery_is_a_slice_of_the_coordinator_and_lost_nodes_keep_theirs() -> None:
