@@ -1,8 +1,10 @@
 """What doctor says of facts: each problem, each note, and nothing where all is in order."""
 
 import json
+import re
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,6 +64,13 @@ def test_two_macs_in_order_get_no_word_but_ok() -> None:
     }  # fmt: skip
 
 
+def test_every_kind_of_finding_is_on_the_page_about_doctor() -> None:
+    page = Path(__file__).resolve().parents[3] / "docs" / "doctor.md"
+    sections = re.findall(r"^### `([\w-]+)`\n\nLevels: (.*)\n\n\S", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert {name for name, _ in sections} == {kind.value for kind in Kind}
+    assert {level for _, levels in sections for level in levels.split(", ")} == {"ok", "note", "problem"}
+
+
 @pytest.mark.parametrize(
     ("changed", "level", "kind", "words"),
     [
@@ -76,12 +85,7 @@ def test_two_macs_in_order_get_no_word_but_ok() -> None:
         ({"firewall": "blocks this program"}, NOTE, Kind.FIREWALL, "blocks this program"),
         ({"firewall": "on"}, OK, Kind.FIREWALL, "is on"),
         ({"unread": ["pmset"]}, NOTE, Kind.UNREAD, "pmset"),
-        (
-            {"versions": VERSIONS | {"brigade": "0.2.0"}},
-            PROBLEM,
-            Kind.BRIGADE,
-            "has brigade 0.2.0, the coordinator 0.1.0",
-        ),
+        ({"versions": VERSIONS | {"brigade": "0.2.0"}}, PROBLEM, Kind.BRIGADE, "0.2.0, the coordinator 0.1.0"),
         ({"code": "old", "is_outdated": True}, PROBLEM, Kind.BRIGADE, "replaced on disk after it was started"),
         ({"code": "other"}, NOTE, Kind.BRIGADE, "other files of it"),
         ({"versions": VERSIONS | {"mlx": "0.31.0"}}, NOTE, Kind.MLX, "has mlx 0.31.0, the coordinator 0.32.4"),
@@ -166,14 +170,18 @@ def test_a_worker_that_cannot_be_asked_is_a_finding_with_its_reason(
     assert worse(findings) == [(PROBLEM, kind, "mini")]
 
 
-@pytest.mark.parametrize(
-    ("expires", "fix"), [(0, "give cluster.yaml here the `tls:`"), (1, "brigade keys issue studio --coordinator")]
-)
-def test_who_trusts_us_not_is_neither_asleep_nor_to_be_ended(expires: int, fix: str) -> None:
-    studio = node("studio", STUDIO, certificate_expires=expires)
-    closed = ExaminedNode("mini", error=StageLost(CLOSED_AT_ONCE), ways=[Way(address="a:1")], start="brigade worker")
-    found = said(judged(known(closed, studio=studio)), Kind.UNREACHABLE)
-    assert found.text == CLOSED_AT_ONCE and fix in found.fix and "brigade worker" not in found.fix
+def test_who_trusts_us_not_is_neither_asleep_nor_to_be_ended() -> None:
+    for expires, fix in ((0, "give cluster.yaml here the `tls:`"), (1, "brigade keys issue studio --coordinator")):
+        studio = node("studio", STUDIO, certificate_expires=expires)
+        closed = ExaminedNode(
+            "mini", error=StageLost(CLOSED_AT_ONCE), ways=[Way(address="a:1")], start="brigade worker"
+        )
+        found = said(judged(known(closed, studio=studio)), Kind.UNREACHABLE)
+        assert found.text == CLOSED_AT_ONCE and fix in found.fix and "brigade worker" not in found.fix
+    error = ConfigError("keys/studio.pem cannot be read")
+    findings = judged(ExaminedCluster([replace(node("studio", STUDIO), error=error)]))
+    assert (PROBLEM, Kind.CERTIFICATE, "studio") in worse(findings)
+    assert any("brigade keys issue studio --coordinator" in each.fix for each in findings)
 
 
 def test_an_address_at_which_a_node_is_not_reached_is_noted_if_another_is_in_use() -> None:
@@ -181,13 +189,6 @@ def test_an_address_at_which_a_node_is_not_reached_is_noted_if_another_is_in_use
     for errno, level, kind in ((64, NOTE, Kind.UNREACHABLE), (65, PROBLEM, Kind.LOCAL_NETWORK)):
         wrong = Way(address="169.254.1.2:1", errno=errno, error="No route to host")
         assert worse(judged(known(replace(node(), ways=[wrong, right])))) == [(level, kind, "mini")]
-
-
-def test_a_coordinator_without_a_right_certificate_says_so() -> None:
-    error = ConfigError("keys/studio.pem cannot be read")
-    findings = judged(ExaminedCluster([replace(node("studio", STUDIO), error=error)]))
-    assert (PROBLEM, Kind.CERTIFICATE, "studio") in worse(findings)
-    assert any("brigade keys issue studio --coordinator" in each.fix for each in findings)
 
 
 def over(medium: Interface, other: Interface, **mini: Any) -> list[Finding]:

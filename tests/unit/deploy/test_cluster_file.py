@@ -9,22 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from coordinator.deploy import cluster_file
-from coordinator.deploy.cluster_file import (
-    Draft,
-    check_target,
-    cluster_text,
-    draft,
-    within_reach,
-    write_cluster,
-)
+from coordinator.deploy.cluster_file import Draft, check_target, cluster_text, draft, within_reach, write_cluster
 from coordinator.deploy.discovery import Endpoint, FoundNode
-from protos.brigade_pb2 import (
-    MEDIUM_ETHERNET,
-    MEDIUM_LOOPBACK,
-    MEDIUM_THUNDERBOLT,
-    MEDIUM_UNSPECIFIED,
-    MEDIUM_WIFI,
-)
+from protos.brigade_pb2 import MEDIUM_ETHERNET, MEDIUM_LOOPBACK, MEDIUM_THUNDERBOLT, MEDIUM_UNSPECIFIED, MEDIUM_WIFI
 from worker.config import ClusterConfig, load_cluster
 from worker.errors import ConfigError
 
@@ -58,27 +45,20 @@ def test_a_worker_is_called_by_all_that_leads_there_in_order() -> None:
     assert str(mini) == "mini at 169.254.10.2:1 by Thunderbolt (bridge0), else at 192.168.1.7:1 by Wi-Fi (en0)"
 
 
-@pytest.mark.parametrize(
-    ("nodes", "kept", "why"),
-    [
+def test_who_cannot_be_in_it_is_left_out_with_the_reason() -> None:
+    for nodes, kept, why in (
         ([node("mini", CABLE), node("mini", WIFI)], [], "2 workers have this name"),
         ([node("mini", CABLE), node("Mini", WIFI)], [], "2 workers have this name"),
         ([node("Coordinator", CABLE)], [], "the coordinator has this name"),
         ([node("mi.ni.", CABLE)], [], "a certificate cannot carry this name"),
         ([node("mini", NOWHERE)], [], "no interface of this machine leads there"),
         ([node("mini", CABLE), plain("air", WIFI)], ["mini"], "it was started without a certificate"),
-        (
-            [node("mini", CABLE, WIFI), node("air", LAN, WIFI)],
-            ["mini"],
-            "mini announces 192.168.1.7:1, too",
-        ),
-    ],
-)
-def test_who_cannot_be_in_it_is_left_out_with_the_reason(nodes: list[FoundNode], kept: list[str], why: str) -> None:
-    found = drafted(*nodes)
-    assert names(found) == kept
-    assert found.left_out and all(" is left out: " in line for line in found.left_out)
-    assert why in found.left_out[0]
+        ([node("mini", CABLE, WIFI), node("air", LAN, WIFI)], ["mini"], "mini announces 192.168.1.7:1, too"),
+    ):
+        found = drafted(*nodes)
+        assert names(found) == kept
+        assert found.left_out and all(" is left out: " in line for line in found.left_out)
+        assert why in found.left_out[0]
 
 
 def test_links_are_exposed_where_they_leave_the_machine_without_a_certificate() -> None:

@@ -111,9 +111,8 @@ def test_the_fewest_steps(
     assert steps.summary == story and steps.are_none == (story == "unchanged")
 
 
-@pytest.mark.parametrize(
-    ("there", "action", "folder"),
-    [
+def test_an_update_has_a_folder_of_its_own() -> None:
+    for there, action, folder in (
         ([], "start", "v2"),
         ([], "update", "v2"),
         (["v1", "v2"], "start", "v2"),
@@ -122,10 +121,8 @@ def test_the_fewest_steps(
         (["v2.9", "v2.10", "v2"], "restart", "v2.10"),
         (["v2.10"], "update", "v2.11"),
         (["v2", "v2.old", f"v2.{'9' * 5000}"], "update", "v2.1"),  # no folders of ours
-    ],
-)
-def test_an_update_has_a_folder_of_its_own(there: list[str], action: str, folder: str) -> None:
-    assert version_folder("v2", there, LaunchMode(action)) == folder
+    ):
+        assert version_folder("v2", there, LaunchMode(action)) == folder
 
 
 def test_a_new_certificate_alone_is_no_reason_to_restart() -> None:

@@ -92,12 +92,13 @@ esac
 """
 
 
-def test_a_mac_shows_its_pythons_but_apples(tmp_path: Path) -> None:
+def test_a_mac_shows_its_pythons_but_apples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
     mac = FakeMachine(tmp_path, "Darwin", "python3.12", "echo 3.12.4 whole")
-    assert mac.run("pythons", wanted="3.12") == f"@brigade python 3.12.4 whole {tmp_path}/programs/python3.12\n"
+    found = f"@brigade python 3.12.4 whole {tmp_path}/programs/python3.12"
+    assert mac.run("pythons", wanted="3.12") == f"{found}\n"
     others = mac.run("pythons", wanted="9.9").splitlines()
-    assert f"@brigade python 3.12.4 whole {tmp_path}/programs/python3.12" in others
-    assert not [line for line in others if line.endswith(" /usr/bin/python3")]
+    assert found in others and not [line for line in others if line.endswith(" /usr/bin/python3")]
 
 
 def cycle(machine: FakeMachine, kind: str, service: Path, started: list[str], stopped: list[str]) -> None:
