@@ -81,6 +81,8 @@ def test_a_loaded_cluster_cannot_be_changed(tmp_path: Path) -> None:
     for section, key in ((cluster, "model"), (cluster.coordinator, "name"), (cluster.workers[0], "name")):
         with pytest.raises(ValidationError, match="frozen"):
             setattr(section, key, "other")
+    with pytest.raises(ConfigError, match=f"^{tmp_path / 'cluster.yaml'} has 2 problem"):
+        load(tmp_path, "a: 1\nb: 2")
 
 
 def test_memory_sizes_become_bytes(tmp_path: Path) -> None:
@@ -203,11 +205,6 @@ workers:
     ]
 
 
-def test_the_first_line_names_the_file_and_counts_the_problems(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"^{tmp_path / 'cluster.yaml'} has 2 problem"):
-        load(tmp_path, "a: 1\nb: 2")
-
-
 def test_workers_elsewhere_need_insecure_or_tls_and_those_on_loopback_neither(tmp_path: Path) -> None:
     for host in ("10.0.0.2", "0.0.0.0", "mini.local", "[fe80::1%en0]", "[::]", "localhost.evil.org"):
         text = one_worker(f"{host}:50070")
@@ -218,11 +215,6 @@ def test_workers_elsewhere_need_insecure_or_tls_and_those_on_loopback_neither(tm
         assert load(tmp_path, "tls: {keys: keys}\n" + text).tls == TlsConfig(keys=str(tmp_path / "keys"))
     for host in ("127.0.0.1", "127.8.9.10", "[::1]", "[0:0::1]", "localhost", "LocalHost"):
         assert load(tmp_path, one_worker(f"{host}:50070")).workers[0].addresses == (f"{host}:50070",)
-
-
-def test_a_folder_of_keys_may_be_anywhere(tmp_path: Path) -> None:
-    assert load(tmp_path, f"tls: {{keys: {tmp_path / 'own'}}}").tls == TlsConfig(keys=str(tmp_path / "own"))
-    assert load(tmp_path, "tls: {keys: ~/own}").tls == TlsConfig(keys=str(Path.home() / "own"))
 
 
 @pytest.mark.parametrize(
@@ -260,9 +252,11 @@ def test_an_address_belongs_to_one_node_however_it_is_spelled(tmp_path: Path) ->
     assert problems(tmp_path, two_workers("localhost:5", ["localhost:6", "localhost:5"])) == [told]
 
 
-def test_a_worker_may_have_several_addresses_in_the_order_of_the_file(tmp_path: Path) -> None:
+def test_addresses_keep_the_order_of_the_file_and_keys_may_be_anywhere(tmp_path: Path) -> None:
     text = one_worker(["169.254.10.2:5", "mini.local:5", "[fe80::1]:7"]) + "\ninsecure: true"
     assert load(tmp_path, text).workers[0].addresses == ("169.254.10.2:5", "mini.local:5", "[fe80::1]:7")
+    for keys, folder in ((tmp_path / "own", tmp_path / "own"), ("~/own", Path.home() / "own")):
+        assert load(tmp_path, f"tls: {{keys: {keys}}}").tls == TlsConfig(keys=str(folder))
 
 
 @pytest.mark.parametrize(

@@ -172,22 +172,19 @@ def test_rows_cost_what_lies_on_a_line_between_one_row_and_a_prompts_chunk(tmp_p
     assert eight.tokens_per_s == pytest.approx(8 / 0.018, rel=0.05)
 
 
-def test_what_rows_cost_is_not_made_up_where_all_frames_had_one_size(tmp_path: Path) -> None:
-    times = read_times(write(tmp_path, ROW | {"stage_ms": [{"1": 6.0}, {"1": 6.0}]}))
-    assert forecast(times, replace(TWO_STAGES, concurrency=(1,)))
-    with pytest.raises(InputError) as refused:
-        forecast(times, replace(TWO_STAGES, concurrency=(1, 2, 8)))
-    assert refused.value.field == "concurrency"
-    other_split = read_times(write_with_costs(tmp_path, COSTS | {"layers": [1, 7]}, ROW))
-    assert other_split.of(8).stages_s(1) == pytest.approx([0.010, 0.006]), "its frame costs are not taken"
-
-
 def test_a_forecast_from_a_file_is_of_the_load_that_was_measured_unless_told_otherwise(tmp_path: Path) -> None:
     times = read_times(write(tmp_path, ROW))
     asked = replace(TWO_STAGES, num_prompt=None, num_tokens=None)
     assert (times.num_prompt, times.num_tokens) == (16, 20)
     assert forecast(times, asked) == forecast(times, replace(asked, num_prompt=16, num_tokens=20))
     assert forecast(times, asked) != forecast(times, replace(asked, num_prompt=17))
+    same = read_times(write(tmp_path, ROW | {"stage_ms": [{"1": 6.0}, {"1": 6.0}]}))  # all frames had one size
+    assert forecast(same, replace(TWO_STAGES, concurrency=(1,)))
+    with pytest.raises(InputError) as refused:
+        forecast(same, replace(TWO_STAGES, concurrency=(1, 2, 8)))
+    assert refused.value.field == "concurrency"
+    other_split = read_times(write_with_costs(tmp_path, COSTS | {"layers": [1, 7]}, ROW))
+    assert other_split.of(8).stages_s(1) == pytest.approx([0.010, 0.006]), "its frame costs are not taken"
 
 
 WHOLE = "of 2 stages in every row"
@@ -300,11 +297,6 @@ def test_a_plan_whose_nodes_have_measured_themselves_is_simulated_with_what_rows
     assert alone.stages_s(1) == pytest.approx([0.005]) and alone.hops_s(1) == 0
 
 
-def test_nodes_of_one_machine_are_not_simulated_from_themselves(config: Path) -> None:
-    with pytest.raises(InputError, match="or workers on other machines, which are measured"):
-        app(["plan", "--simulate", "--config", str(config)], standalone_mode=False)
-
-
 @pytest.mark.parametrize("unknown", ["", "n1"])
 def test_the_plan_of_a_cluster_is_simulated(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], unknown: str
@@ -323,8 +315,10 @@ def test_the_plan_of_a_cluster_is_simulated(
 
     for fake in (open_peers, ask_nodes, known_speeds):
         monkeypatch.setattr(forecast_module, fake.__name__, fake)
-    monkeypatch.setattr(forecast_module, "is_worth_measuring", lambda peers: True)
     arguments = ["plan", "--simulate", "--config", str(config), "--model", "demo", "--concurrency", "1", "--json"]
+    with pytest.raises(InputError, match="or workers on other machines, which are measured"):
+        app(arguments, standalone_mode=False)
+    monkeypatch.setattr(forecast_module, "is_worth_measuring", lambda peers: True)
     if unknown:
         with pytest.raises(InputError, match="measured themselves, found n1"):
             app(arguments, standalone_mode=False)

@@ -70,17 +70,17 @@ def test_n_requests_on_n_equal_stages_have_n_times_the_throughput_of_one(num_sta
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
-@pytest.mark.parametrize("num_requests", [1, 2, 5, 16])
-def test_no_request_is_faster_than_its_latency(num_stages: int, num_requests: int) -> None:
-    found = simulate(equal(num_stages, hop=Hop(0.003)), at_once(num_requests, num_prompt=20, num_tokens=40))
-    assert min([*found.gaps_s, *found.ttft_s]) >= num_stages * 0.013 - 1e-9
+def test_no_request_is_faster_than_its_latency(num_stages: int) -> None:
+    for num_requests in (1, 2, 5, 16):
+        found = simulate(equal(num_stages, hop=Hop(0.003)), at_once(num_requests, num_prompt=20, num_tokens=40))
+        assert min([*found.gaps_s, *found.ttft_s]) >= num_stages * 0.013 - 1e-9
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
-@pytest.mark.parametrize("per_stage", [1, 2, 5])
-def test_with_enough_requests_every_stage_is_always_at_work(num_stages: int, per_stage: int) -> None:
-    found = simulate(equal(num_stages, PER_ROW), at_once(num_stages * per_stage, num_tokens=300))
-    assert min(found.utilisation) > 0.97 and max(found.utilisation) <= 1 + 1e-9
+def test_with_enough_requests_every_stage_is_always_at_work(num_stages: int) -> None:
+    for per_stage in (1, 2, 5):
+        found = simulate(equal(num_stages, PER_ROW), at_once(num_stages * per_stage, num_tokens=200))
+        assert min(found.utilisation) > 0.97 and max(found.utilisation) <= 1 + 1e-9
 
 
 def test_a_chain_is_as_fast_as_its_slowest_stage() -> None:
@@ -172,6 +172,5 @@ def test_the_rate_of_all_together_is_taken_while_all_decode() -> None:
 
 def test_requests_that_come_later_are_timed_from_their_arrival() -> None:
     found = simulate(equal(2), SimulatedLoad((0.0, 5.0), 1, 3, 64))
-    assert found.ttft_s == pytest.approx([0.020, 0.020])
-    assert found.gaps_s == pytest.approx([0.020] * 4)
+    assert found.ttft_s == pytest.approx([0.020, 0.020]) and found.gaps_s == pytest.approx([0.020] * 4)
     assert [len(times) for times in found.token_times] == [3, 3]
