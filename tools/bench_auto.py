@@ -19,13 +19,13 @@ from coordinator.cli.run import run_async
 from coordinator.cluster.chain import Chain
 from coordinator.cluster.open import open_chain, read_model
 from coordinator.cluster.options import DEFAULT_CONTEXT, ClusterOptions, cluster_options
-from coordinator.cluster.together import together
 from coordinator.decoding.decode import Decode, suit
 from coordinator.engine.engine import Engine
 from coordinator.sessions.request import Request, check_request
 from protos.brigade_pb2 import Cache, Sampling
 from worker.platform.machine import machine_name
 from worker.platform.run import run_command
+from worker.platform.tasks import together
 
 _NUM_PROMPT, _NUM_TOKENS = 16, 64
 _TEMPERATURES = {"greedy": 0.0, "sampled, temperature 1.6": 1.6}

@@ -12,13 +12,13 @@ from mlx_lm.utils import load_model
 
 from coordinator.bench.results import MLX_LM, BenchTrial, sent_between
 from coordinator.cluster.chain import Chain
-from coordinator.cluster.together import together
 from coordinator.engine.engine import Engine
 from coordinator.sessions.request import Request, most_rows
 from coordinator.sessions.slots import cache_costs
 from worker.errors import InputError
 from worker.model.checkpoint import open_folder
 from worker.model.families import module_of
+from worker.platform.tasks import together
 
 
 class System(Protocol):

@@ -129,7 +129,7 @@ class BatchRun:
 
     async def answer_all(self, entries: list[BatchEntry]) -> None:
         """Answer all entries, a limited number at a time."""
-        from coordinator.cluster.together import together
+        from worker.platform.tasks import together
 
         left = iter(entries)
         await together(*(self._answer_in_turn(left) for _ in entries[:_MOST_AT_ONCE]))

@@ -234,7 +234,7 @@ async def run_plan(
     from coordinator.cluster.nodes_file import read_nodes
     from coordinator.cluster.open import ask_nodes, open_peers, read_model
     from coordinator.cluster.survey import known_speeds
-    from coordinator.cluster.write_layers import require_changeable, write_layers
+    from coordinator.deploy.cluster_file import require_changeable, write_layers
     from coordinator.planning.prediction import report_plan
 
     if to_write is not None:

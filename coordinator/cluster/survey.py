@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.peer import COORDINATOR_ID, Peer
 from coordinator.cluster.progress import say
-from coordinator.cluster.together import together
 from coordinator.cluster.weights import push_weights
 from coordinator.planning.speeds import NO_SPEEDS, UNMEASURED, LinkSpeed, NodeSpeed, Survey, TimesByRows
 from protos.brigade_pb2 import Contents, Coordinator, LinkReply, LoadRequest, MeasureRequest, RowTimes
@@ -19,6 +18,7 @@ from worker.errors import BrigadeError, ModelLacking
 from worker.model.checkpoint import Checkpoint
 from worker.model.headers import pack_headers
 from worker.node.speed_cache import kept_speed, measured_speed
+from worker.platform.tasks import together
 from worker.platform.threads import MlxThread, run_in_thread
 
 T = TypeVar("T")

@@ -1,10 +1,11 @@
-"""The cluster.yaml that `brigade init` writes: which found nodes go into it, at which addresses, and its text."""
+"""Writes cluster.yaml: the found nodes for `brigade init`, the layers of a plan for `brigade plan --write`."""
 
 import asyncio
 import contextlib
 import os
+import shutil
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from cryptography import x509
 from coordinator.cluster.peer import Peer
 from coordinator.deploy.certificates import KEYS_FOLDER
 from coordinator.deploy.discovery import FoundNode
+from coordinator.planning.plan import Plan
 from worker.config import ClusterConfig, CoordinatorConfig, is_certifiable, load_cluster, split_address
 from worker.errors import BrigadeError, ConfigError
 from worker.node.identity import Role, split_pem, subjects_of
@@ -161,15 +163,60 @@ def write_cluster(path: Path, text: str, *, force: bool) -> ClusterConfig:
     Raises:
         ConfigError: it exists already, cannot be written, or would not load.
     """
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with _replacing(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
         load_cluster(unfinished)
         check_target(path, force=force)
+    return load_cluster(path)
+
+
+def write_layers(path: Path, cluster: ClusterConfig, plan: Plan) -> None:
+    """Append the plan's `layers:` to the file, whose present content is `cluster`, and leave all other lines unchanged.
+
+    Raises:
+        ConfigError: the plan's nodes are not the file's nodes in the file's order, or the line cannot be added.
+    """
+    layers = list(plan.layers)
+    require_changeable(path)
+    listed = [cluster.coordinator.name, *(worker.name for worker in cluster.workers)]
+    members = [assignment.name for assignment in plan.assignments]
+    if members != listed:
+        raise ConfigError(
+            f"{path}: expected a plan over {', '.join(listed)}, in this order, as `layers:` counts them; the fastest "
+            f"is over {', '.join(members)}: list the workers so there"
+        )
+    with _replacing(path) as unfinished:
+        text = path.read_text(encoding="utf-8")
+        gap = "" if text.endswith("\n") else "\n"
+        unfinished.write_text(f"{text}{gap}layers: {layers}  # as brigade plan says\n", encoding="utf-8")
+        shutil.copymode(path, unfinished)
+        if not _has_layers(unfinished, layers):
+            raise ConfigError(f"{path}: cannot add a line to it; write there yourself: layers: {layers}")
+
+
+def require_changeable(path: Path) -> None:
+    """Raise ConfigError if the file is read-only: replacing it would ignore that."""
+    if not os.access(path, os.W_OK) or not path.stat().st_mode & 0o222:  # the superuser may write to any file
+        raise ConfigError(f"{path} is read-only: expected a file that may be changed (chmod u+w), or no --write")
+
+
+def _has_layers(path: Path, layers: Sequence[int]) -> bool:
+    """Return whether the file is a valid configuration with these layers: it may have ended inside a block."""
+    try:
+        return list(load_cluster(path).layers or ()) == list(layers)
+    except ConfigError:
+        return False
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Yield a path beside this one, which replaces it at the end. Raises ConfigError if it cannot be written."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield unfinished
         unfinished.replace(path)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
     finally:
         with contextlib.suppress(OSError):  # the first error says more
             unfinished.unlink()
-    return load_cluster(path)

@@ -14,7 +14,6 @@ from coordinator.cluster.open import read_model
 from coordinator.cluster.options import ClusterOptions
 from coordinator.cluster.peer import Peer, peers_of
 from coordinator.cluster.progress import Begin
-from coordinator.cluster.together import together
 from coordinator.deploy.checks import MAX_VERSIONS, ModelInUse, check_cluster, ms_per_token, offers_of
 from coordinator.deploy.findings import (
     ExaminedCluster,
@@ -41,6 +40,7 @@ from worker.node.examine import read_facts
 from worker.node.identity import Role
 from worker.node.links import connect
 from worker.node.network import Network
+from worker.platform.tasks import together
 from worker.platform.text import format_bytes, printable
 
 _CLOCK_TRIES = 3

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from coordinator.cluster.addresses import AddressRace
-from coordinator.cluster.together import together
 from coordinator.deploy.install import (
     LaunchMode,
     RemoteState,
@@ -26,6 +25,7 @@ from coordinator.deploy.ssh import Remote
 from worker.config import WorkerConfig
 from worker.errors import BrigadeError, StageLost, Unanswered
 from worker.node.network import Network
+from worker.platform.tasks import together
 from worker.platform.text import printable
 
 _LOOK_S = 60.0

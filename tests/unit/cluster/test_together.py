@@ -5,8 +5,8 @@ import contextlib
 
 import pytest
 
-from coordinator.cluster.together import together
 from worker.errors import ModelError
+from worker.platform.tasks import together
 
 
 def test_results_come_in_the_order_of_the_work() -> None:

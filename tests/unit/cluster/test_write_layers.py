@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cluster.write_layers import write_layers
+from coordinator.deploy.cluster_file import write_layers
 from coordinator.planning.plan import Assignment, Plan
 from worker.config import load_cluster
 from worker.errors import ConfigError

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 import tests.unit.cluster.fake_network as network
-from coordinator.engine.core import MOST_LOSSES, EngineCore
+from coordinator.engine.core import EngineCore
 from coordinator.engine.engine import Engine
+from coordinator.engine.quarantine import MOST_LOSSES
 from coordinator.planning.costs import ChainCosts
 from coordinator.planning.plan import Node, assign, split_by_bytes
 from coordinator.sessions.request import Request

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from coordinator.engine.core import MOST_LOSSES, Quarantine
+from coordinator.engine.quarantine import MOST_LOSSES, Quarantine
 
 
 def test_a_request_outlives_two_losses_without_a_token_and_any_number_with_one() -> None:
