@@ -69,8 +69,10 @@ def bytes_of(text: str) -> list[int]:
     return list(text.encode())
 
 
-def test_code_that_is_trusted_is_the_tokenizer(folder: Path) -> None:
-    tokenizer = Tokenizer(of(folder), trust_remote_code=True)
+@pytest.mark.parametrize("model_type", ["kimi_k2", "deepseek_v3"])
+def test_code_that_is_trusted_is_the_tokenizer_and_no_code_of_its_model_runs(folder: Path, model_type: str) -> None:
+    write_model_code(folder)
+    tokenizer = Tokenizer(of(folder, model_type=model_type, auto_map=OWN_CODE), trust_remote_code=True)
     assert tokenizer.encode(TEXT) == bytes_of(TEXT)
     assert tokenizer.eos == {EOS}
     chat = tokenizer.encode_chat([{"role": "user", "content": "hi"}])
@@ -79,31 +81,19 @@ def test_code_that_is_trusted_is_the_tokenizer(folder: Path) -> None:
     assert "".join([*map(stream.push, tokenizer.encode(TEXT)), stream.finish()]) == TEXT
 
 
-# kimi_k25 and deepseek_v3 are types that transformers knows: it would make a tokenizer of its own of tiktoken.model,
-# one that splits text otherwise than the code does.
 @pytest.mark.parametrize("model_type", ["kimi_k2", "kimi_k25", "deepseek_v3", "invented"])
-def test_code_that_is_not_trusted_is_refused_by_name(folder: Path, model_type: str) -> None:
+def test_code_that_is_not_trusted_is_refused_by_name_however_it_is_named(
+    folder: Path, talker: Path, model_type: str
+) -> None:
     message = refusal(of(folder, model_type=model_type))
     assert str(folder / CODE) in message and str(folder / IMPORTED) in message
     assert "Read it; then --trust-remote-code" in message
-
-
-@pytest.mark.parametrize(
-    "auto_map",
-    [
-        {"AutoTokenizer": [None, "tokenization_bytes.TikTokenTokenizer"]},
-        {"AutoTokenizer": "tokenization_bytes.TikTokenTokenizer"},
-        ["tokenization_bytes.TikTokenTokenizer", None],
-    ],
-)
-def test_code_is_found_however_it_is_named(folder: Path, auto_map: Any) -> None:
-    write_code_tokenizer(folder, auto_map=auto_map)
-    assert str(folder / CODE) in refusal(of(folder))
-
-
-def test_code_beside_a_plain_tokenizer_is_still_the_tokenizer_by_its_makers_word(folder: Path, talker: Path) -> None:
+    named = "tokenization_bytes.TikTokenTokenizer"
+    for auto_map in ({"AutoTokenizer": [None, named]}, {"AutoTokenizer": named}, [named, None]):
+        write_code_tokenizer(folder, auto_map=auto_map)
+        assert str(folder / CODE) in refusal(of(folder, model_type=model_type))
     (folder / "tokenizer.json").write_bytes((talker / "tokenizer.json").read_bytes())
-    assert str(folder / CODE) in refusal(of(folder))
+    assert str(folder / CODE) in refusal(of(folder, model_type=model_type)), "by its makers' word"
 
 
 @pytest.mark.parametrize("is_trusted", [False, True])
@@ -117,19 +107,16 @@ def test_code_of_other_places_is_never_run_nor_fetched(folder: Path, reference: 
 
 
 @pytest.mark.parametrize("file", [CODE, IMPORTED])
-def test_code_that_is_not_there_is_named(folder: Path, file: str) -> None:
-    (folder / file).unlink()
-    assert f"{folder} lacks {file}" in refusal(of(folder), is_trusted=True)
-
-
-@pytest.mark.parametrize("file", [CODE, IMPORTED])
-def test_a_package_that_code_imports_and_nobody_installed_is_named(
+def test_code_or_a_package_of_it_that_is_not_there_is_named(
     folder: Path, capsys: pytest.CaptureFixture[str], file: str
 ) -> None:
-    (folder / file).write_text(f"import no_such_tiktoken\n{(folder / file).read_text()}")
+    text = (folder / file).read_text()
+    (folder / file).write_text(f"import no_such_tiktoken\n{text}")
     message = refusal(of(folder), is_trusted=True)
     assert "imports no_such_tiktoken, not installed here" in message and "pip install no_such_tiktoken" in message
     assert capsys.readouterr() == ("", "")
+    (folder / file).unlink()
+    assert f"{folder} lacks {file}" in refusal(of(folder), is_trusted=True)
 
 
 @pytest.mark.parametrize(
@@ -190,13 +177,6 @@ def test_a_class_that_would_ask_anew_asks_nobody(tmp_path: Path, talker: Path, n
     (tmp_path / "processor_config.json").write_text(json.dumps({"auto_map": own_code}))
     write_model_code(tmp_path)
     assert "cannot load the tokenizer" in refusal(of(tmp_path, auto_map=own_code))
-
-
-@pytest.mark.parametrize("model_type", ["kimi_k2", "deepseek_v3"])
-def test_to_trust_a_tokenizer_runs_no_code_of_its_model(folder: Path, model_type: str) -> None:
-    write_model_code(folder)
-    tokenizer = Tokenizer(of(folder, model_type=model_type, auto_map=OWN_CODE), trust_remote_code=True)
-    assert tokenizer.encode(TEXT) == bytes_of(TEXT)
 
 
 def test_what_asks_for_no_text_goes_on_without_and_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

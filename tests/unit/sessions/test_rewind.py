@@ -149,7 +149,7 @@ def test_drafts_of_a_lost_step_are_not_proposed_beside_many_tokens() -> None:
     assert decoder.propose([1, 5], 2, 99).drafts == ()
 
 
-def test_a_rewound_session_is_as_if_it_had_just_arrived() -> None:
+def test_a_rewound_session_is_as_if_it_had_just_arrived_and_results_of_the_lost_chain_are_refused() -> None:
     rig = Rig(num_stages=1, chunk=64, keep=True)
     rig.answer(prompt_of(30), 2)
     session = rig.submit([*prompt_of(30), 7], 9)
@@ -159,6 +159,16 @@ def test_a_rewound_session_is_as_if_it_had_just_arrived() -> None:
     fresh = make_session(session.history.tokens, 9)
     for name in ("slot", "fed", "num_reused", "rows_written", "num_unfed", "is_prefilling", "is_ready"):
         assert getattr(session, name) == getattr(fresh, name), name
+    rig = Rig()
+    session = rig.submit(prompt_of(3))
+    rig.send_all()
+    result = rig.chain.receive()
+    rig.lose_chain([session])
+    rig.send_all()
+    with pytest.raises(FrameError, match=r"expected a result of epoch 2, got epoch 1 \(step 1\)"):
+        rig.scheduler.commit(result)
+    rig.run(session)
+    assert session.generated == plain_answer(prompt_of(3), 3)
 
 
 def test_whoever_no_longer_fits_waits_or_is_refused() -> None:
@@ -190,16 +200,3 @@ def test_sessions_that_begin_alike_share_what_one_of_them_has_fed_again() -> Non
     assert [session.generated for session in sessions] == [
         plain_answer([*prompt_of(60), seed], 20) for seed in range(2)
     ]
-
-
-def test_a_result_of_the_lost_chain_is_refused() -> None:
-    rig = Rig()
-    session = rig.submit(prompt_of(3))
-    rig.send_all()
-    result = rig.chain.receive()
-    rig.lose_chain([session])
-    rig.send_all()
-    with pytest.raises(FrameError, match=r"expected a result of epoch 2, got epoch 1 \(step 1\)"):
-        rig.scheduler.commit(result)
-    rig.run(session)
-    assert session.generated == plain_answer(prompt_of(3), 3)

@@ -27,20 +27,14 @@ def test_what_could_never_fit_is_refused_with_the_node_that_is_too_small() -> No
     with pytest.raises(InputError, match="of cache on node-0, which has"):
         rig.submit(prompt_of(61), 40)
     assert rig.scheduler.num_waiting == 0
-
-
-def test_the_mask_rows_of_a_decoder_need_room_too() -> None:
+    rig = Rig(budget=100)
+    rig.submit(prompt_of(100), 100, cache=Cache(kind=CACHE_INT8))  # half as large
+    assert rig.scheduler.slots.promised == rig.costs.budgets
     rig = Rig(budget=52)
     for decoder in (LosslessDiffusion(WindowChooser(StepCosts(), 4), frozenset()), Fill(4, 0.4, 0.02, frozenset())):
         with pytest.raises(InputError):
-            rig.submit(prompt_of(40), 10, decoder=decoder)
+            rig.submit(prompt_of(40), 10, decoder=decoder)  # whose MASK rows need room too
     rig.submit(prompt_of(40), 10)
-
-
-def test_a_cheaper_cache_lets_in_what_a_full_one_would_not() -> None:
-    rig = Rig(budget=100)
-    rig.submit(prompt_of(100), 100, cache=Cache(kind=CACHE_INT8))
-    assert rig.scheduler.slots.promised == rig.costs.budgets
 
 
 def test_sessions_start_in_the_order_of_arrival_once_there_is_memory() -> None:
@@ -65,20 +59,15 @@ def test_whoever_is_cancelled_makes_room_at_once() -> None:
     rig.send_all()
     rig.scheduler.close(first)
     assert rig.scheduler.num_waiting == 0 and second.slot == first.slot
+    large, small = rig.submit(prompt_of(80, seed=1), 10), rig.submit(prompt_of(5, seed=2), 5)
+    rig.scheduler.close(large)  # while it waits
+    assert rig.scheduler.num_waiting == 0 and small.slot == 1
     rig.send_all()
-    rig.run(second)
+    rig.run(second, small)
     rig.end()
 
 
-def test_a_cancel_in_the_queue_lets_the_next_one_in() -> None:
-    rig = Rig(budget=100)
-    rig.submit(prompt_of(50), 10)
-    large, small = rig.submit(prompt_of(80, seed=1), 10), rig.submit(prompt_of(5, seed=2), 5)
-    rig.scheduler.close(large)
-    assert rig.scheduler.num_waiting == 0 and small.slot == 1
-
-
-def test_a_full_queue_says_so() -> None:
+def test_a_full_queue_says_so_and_what_need_not_wait_runs_though_none_may_wait() -> None:
     rig = Rig(budget=20, max_waiting=2)
     for seed in range(3):
         rig.submit(prompt_of(10, seed=seed), 10)
@@ -86,9 +75,6 @@ def test_a_full_queue_says_so() -> None:
         rig.submit(prompt_of(10, seed=4), 10)
     with pytest.raises(InputError):  # not "try again later"
         rig.submit(prompt_of(30, seed=5), 10)
-
-
-def test_what_need_not_wait_runs_though_none_may_wait() -> None:
     rig = Rig(budget=20, max_waiting=0)
     first = rig.submit(prompt_of(10), 10)
     with pytest.raises(QueueFull, match="no memory for it now, and 0 requests wait already"):
@@ -102,26 +88,22 @@ def test_what_need_not_wait_runs_though_none_may_wait() -> None:
 # --- reuse ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_conversation_goes_on_in_its_slot() -> None:
+def test_a_conversation_goes_on_in_its_slot_and_a_part_of_it_is_copied() -> None:
     rig = Rig(keep=True, chunk=64)
-    first = rig.answer(prompt_of(40), 5)
+    first = rig.answer(TEXT[:40], 5)
+    held = rig.scheduler.slots.promised
+    assert held == rig.chain.held(rig.costs.bytes_of) == (44 * 2, 44 * 4, 44 * 6), "no more than what is kept holds"
     prompt = [*first.history.tokens, 1, 2, 3]
     second = rig.answer(prompt, 5)
     assert second.slot == first.slot and rig.chain.forks == [(0, 0)]
     assert second.num_reused == 44  # all but its last token, which was never fed
     assert second.generated == plain_answer(prompt, 5)
     assert rig.scheduler.slots.num_kept == 1 and rig.scheduler.slots.num_hits == 1
-    rig.end()
-
-
-def test_a_prefix_of_a_kept_slot_is_copied_and_the_slot_stays() -> None:
-    rig = Rig(keep=True, chunk=64)
-    rig.answer(TEXT[:60], 5)
     prompt = [*TEXT[:30], 1, 2, 3]
-    second = rig.answer(prompt, 5)
-    assert rig.chain.forks == [(1, 0)] and second.num_reused == 30
-    assert second.generated == plain_answer(prompt, 5)
-    assert fed(rig) == {0: 64, 1: 37} and rig.scheduler.slots.num_kept == 2
+    third = rig.answer(prompt, 5)
+    assert rig.chain.forks[1:] == [(1, 0)] and third.num_reused == 30
+    assert third.generated == plain_answer(prompt, 5)
+    assert fed(rig) == {0: 52, 1: 37} and rig.scheduler.slots.num_kept == 2
     rig.end()
 
 
@@ -177,10 +159,7 @@ def test_where_a_cache_cannot_be_cut_only_what_goes_on_where_it_ends_is_reused()
     prompt = [*first.history.tokens, 1]
     assert rig.answer(prompt, 5).num_reused == 64
     rig.end()
-
-
-def test_a_cache_can_be_cut_while_it_is_short_enough() -> None:
-    for length, reused in ((50, 40), (60, 0)):
+    for length, reused in ((50, 40), (60, 0)):  # it can be cut while it is short enough
         rig = Rig(keep=True, chunk=64, cuttable=55)
         rig.answer(TEXT[:length], 2)
         assert rig.answer([*TEXT[:40], 1, 2], 2).num_reused == reused
@@ -207,12 +186,6 @@ def test_at_most_64_slots_are_kept_the_latest_ones() -> None:
 # --- short memory ---------------------------------------------------------------------------------------------------
 
 
-def test_what_is_kept_is_promised_no_more_than_it_holds() -> None:
-    rig = Rig(keep=True, chunk=64)
-    rig.answer(prompt_of(40), 2)
-    assert rig.scheduler.slots.promised == rig.chain.held(rig.costs.bytes_of) == (41 * 2, 41 * 4, 41 * 6)
-
-
 def kept_three(budget: int) -> Rig:
     """Three kept slots of 41 rows, used in the order 1, 2, 0."""
     rig = Rig(keep=True, chunk=64, budget=budget)
@@ -223,18 +196,13 @@ def kept_three(budget: int) -> Rig:
     return rig
 
 
-def test_the_least_recently_used_slot_gives_way_first() -> None:
-    rig = kept_three(budget=160)
-    rig.submit(prompt_of(50, seed=9), 10)
-    rig.send_all()
-    assert {0, 2} <= rig.chain.slots.keys() and rig.scheduler.slots.num_kept == 2
-    assert rig.chain.slots[1].history.tokens[:40] != prompt_of(40, seed=1)
-
-
-def test_no_slot_gives_way_without_need() -> None:
-    rig = kept_three(budget=200)
-    rig.submit(prompt_of(50, seed=9), 10)
-    assert rig.scheduler.slots.num_kept == 3
+def test_the_least_recently_used_slot_gives_way_first_and_none_without_need() -> None:
+    for budget, num_kept in ((160, 2), (200, 3)):
+        rig = kept_three(budget)
+        rig.submit(prompt_of(50, seed=9), 10)
+        rig.send_all()
+        assert {0, 2} <= rig.chain.slots.keys() and rig.scheduler.slots.num_kept == num_kept
+        assert (rig.chain.slots[1].history.tokens[:40] == prompt_of(40, seed=1)) == (num_kept == 3)
 
 
 def test_the_slot_that_a_session_copies_goes_last_and_then_becomes_its_own() -> None:

@@ -35,11 +35,6 @@ def plain_search(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
     return text, False
 
 
-def stream_through(pieces: list[str], stops: list[str]) -> tuple[list[str], bool]:
-    stop = StopText(stops)
-    return [*(stop.push(piece) for piece in pieces), stop.flush()], stop.found is not None
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_what_comes_out_is_exactly_what_stands_before_the_first_stop_string(seed: int) -> None:
     """Few letters, so that stops overlap each other, themselves and the edges of the pieces."""
@@ -52,62 +47,44 @@ def test_what_comes_out_is_exactly_what_stands_before_the_first_stop_string(seed
     for _ in range(100):
         stops = [word(5, 1) for _ in range(numbers.randint(0, 3))]
         pieces = [word(4) for _ in range(numbers.randint(0, 10))]
-        emitted, matched = stream_through(pieces, stops)
-        assert ("".join(emitted), matched) == plain_search(pieces, stops), (stops, pieces)
-        assert not any(stop in "".join(emitted) for stop in stops), (stops, pieces)
-        num_matched += matched
+        stop, text, out = StopText(stops), "", ""
+        for piece in pieces:
+            text += piece
+            out += stop.push(piece)
+            if stop.found is None:  # nothing is held back longer than it could be a stop string
+                held = text[len(out) :]
+                assert text.startswith(out)
+                assert held == "" or any(s.startswith(held) and s != held for s in stops)
+        out += stop.flush()
+        assert (out, stop.found is not None) == plain_search(pieces, stops), (stops, pieces)
+        assert not any(stop in out for stop in stops), (stops, pieces)
+        num_matched += stop.found is not None
     assert 20 < num_matched < 80, "both outcomes must be tried"
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_nothing_is_held_back_longer_than_it_could_be_a_stop_string(seed: int) -> None:
-    numbers = random.Random(seed)
-    stops = ["".join(numbers.choice("ab") for _ in range(numbers.randint(1, 4))) for _ in range(2)]
-    stop, text, out = StopText(stops), "", ""
-    for _ in range(20):
-        piece = numbers.choice(["a", "b", "c"])
-        text += piece
-        out += stop.push(piece)
-        if stop.found:
-            return
-        held = text[len(out) :]
-        assert text.startswith(out)
-        assert held == "" or any(s.startswith(held) and s != held for s in stops)
-
-
 @pytest.mark.parametrize(
-    ("stops", "pieces", "expected"),
+    ("stops", "pieces", "expected", "found"),
     [
-        (["END"], ["some text E", "ND and more"], ["some text ", "", ""]),
-        (["END"], ["some text E", "N", "OUGH"], ["some text ", "", "ENOUGH", ""]),
-        (["END"], ["some text EN"], ["some text ", "EN"]),
-        (["aab"], ["a", "a", "a", "b"], ["", "", "a", "", ""]),
-        (["abcd", "bc"], ["a", "b", "c"], ["", "", "a", ""]),
-        (["xyz", "y"], ["x", "y"], ["", "x", ""]),
-        (["\n\n"], ["one\n", "two\n", "\n"], ["one", "\ntwo", "", ""]),
-        (["🙂"], ["ok 🙂", " no"], ["ok ", "", ""]),
-        ([""], ["nothing ", "stops"], ["nothing ", "stops", ""]),
-        (["a"], ["a"], ["", ""]),
+        (["END"], ["some text E", "ND and more"], ["some text ", "", ""], "END"),
+        (["END"], ["some text E", "N", "OUGH"], ["some text ", "", "ENOUGH", ""], None),
+        (["END"], ["some text EN"], ["some text ", "EN"], None),
+        (["END", "more"], ["some more E", "ND"], ["some ", "", ""], "more"),
+        (["aab"], ["a", "a", "a", "b"], ["", "", "a", "", ""], "aab"),
+        (["abcd", "bc"], ["a", "b", "c"], ["", "", "a", ""], "bc"),
+        (["abcd", "bc"], ["a", "b", "cd"], ["", "", "a", ""], "bc"),
+        (["bc", "c"], ["a", "bc"], ["a", "", ""], "bc"),
+        (["xyz", "y"], ["x", "y"], ["", "x", ""], "y"),
+        (["\n\n"], ["one\n", "two\n", "\n"], ["one", "\ntwo", "", ""], "\n\n"),
+        (["🙂"], ["ok 🙂", " no"], ["ok ", "", ""], "🙂"),
+        ([""], ["nothing ", "stops"], ["nothing ", "stops", ""], None),
+        (["a"], ["a"], ["", ""], "a"),
     ],
 )
-def test_stop_strings_piece_by_piece(stops: list[str], pieces: list[str], expected: list[str]) -> None:
-    assert stream_through(pieces, stops)[0] == expected
-
-
-@pytest.mark.parametrize(
-    ("stops", "pieces", "found"),
-    [
-        (["END", "more"], ["some more E", "ND"], "more"),
-        (["abcd", "bc"], ["a", "b", "cd"], "bc"),
-        (["bc", "c"], ["a", "bc"], "bc"),
-        (["END"], ["some text EN"], None),
-    ],
-)
-def test_it_is_told_which_stop_string_was_found(stops: list[str], pieces: list[str], found: str | None) -> None:
+def test_stop_strings_piece_by_piece(
+    stops: list[str], pieces: list[str], expected: list[str], found: str | None
+) -> None:
     stop = StopText(stops)
-    for piece in pieces:
-        stop.push(piece)
-    stop.flush()
+    assert [*map(stop.push, pieces), stop.flush()] == expected
     assert stop.found == found
 
 
@@ -167,52 +144,35 @@ def is_whole(text: str) -> bool:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_no_piece_has_half_a_character_and_together_they_are_the_text(tokenizer: Tokenizer, text: str) -> None:
-    stream = tokenizer.stream(())
-    tokens = tokenizer.encode(text)
-    pieces = [stream.push(token) for token in tokens]
-    pieces.append(stream.finish())
-    assert all(map(is_whole, pieces))
-    assert "".join(pieces) == stream.text == text
-
-
-def test_these_texts_do_split_characters_between_tokens(tokenizer: Tokenizer) -> None:
-    """Or the test above would prove nothing."""
-    for text in TEXTS[1:]:
-        stream = tokenizer.stream(())
-        assert "" in [stream.push(token) for token in tokenizer.encode(text)]
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_an_answer_cut_anywhere_ends_with_its_last_whole_character(tokenizer: Tokenizer, text: str) -> None:
+def test_no_piece_has_half_a_character_and_together_they_are_the_text_wherever_it_is_cut(
+    tokenizer: Tokenizer, text: str
+) -> None:
     tokens = tokenizer.encode(text)
     sizes = [len(byte_level_tokenizer().id_to_token(token)) for token in tokens]  # one letter stands for one byte
     for length in range(len(tokens) + 1):
         stream = tokenizer.stream(())
-        for token in tokens[:length]:
-            stream.push(token)
-        stream.finish()
-        assert stream.text == text.encode()[: sum(sizes[:length])].decode(errors="ignore")
+        pieces = [stream.push(token) for token in tokens[:length]]
+        assert length < len(tokens) or text == TEXTS[0] or "" in pieces, "or this would prove nothing"
+        pieces.append(stream.finish())
+        assert all(map(is_whole, pieces))
+        whole = text.encode()[: sum(sizes[:length])].decode(errors="ignore")
+        assert "".join(pieces) == stream.text == whole
 
 
-@pytest.mark.parametrize("stop", ["🙂", "日", "x", "中文", "\n\n", "👧", "e"])
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_stop_string_is_found_across_tokens(tokenizer: Tokenizer, text: str, stop: str) -> None:
-    stream = tokenizer.stream((stop,))
-    for token in tokenizer.encode(text):
-        assert stream.stopped_by is None
-        stream.push(token)
-        if stream.stopped_by is not None:
-            break
-    stream.finish()
-    assert stream.text == text.partition(stop)[0]
-    assert (stream.stopped_by is not None) == (stop in text)
-
-
-def test_what_was_held_back_for_a_stop_string_comes_at_the_end(tokenizer: Tokenizer) -> None:
+def test_a_stop_string_is_found_across_tokens(tokenizer: Tokenizer, text: str) -> None:
+    for stop in ("🙂", "日", "x", "中文", "\n\n", "👧", "e"):
+        stream = tokenizer.stream((stop,))
+        for token in tokenizer.encode(text):
+            assert stream.stopped_by is None
+            stream.push(token)
+            if stream.stopped_by is not None:
+                break
+        stream.finish()
+        assert stream.text == text.partition(stop)[0]
+        assert (stream.stopped_by is not None) == (stop in text)
     stream = tokenizer.stream(("END",))
-    pushed = [stream.push(token) for token in tokenizer.encode("text EN")]
-    assert "".join(pushed) == "text "
+    assert "".join(map(stream.push, tokenizer.encode("text EN"))) == "text "
     assert stream.finish() == "EN" and stream.text == "text EN" and stream.stopped_by is None
 
 
@@ -242,16 +202,16 @@ def test_any_detokenizer_of_mlx_lm_will_do(folder: Path) -> None:
         assert "".join(pieces) == text
 
 
-def test_the_conversation_ends_where_the_answer_begins(tokenizer: Tokenizer) -> None:
+def test_a_conversation_ends_where_the_answer_begins_and_without_a_template_must_be_raw(
+    tokenizer: Tokenizer, folder: Path, tmp_path: Path
+) -> None:
+    assert tokenizer.eos == frozenset(tokenizer.encode("<|im_end|>")) and len(tokenizer.eos) == 1
     tokens = tokenizer.encode_chat([{"role": "system", "content": "be kind"}, {"role": "user", "content": "日"}])
     stream = tokenizer.stream(())
     for token in tokens:
         stream.push(token)
     stream.finish()
     assert stream.text == "[system]be kind[user]日[assistant]"
-
-
-def test_a_model_without_a_chat_template_points_to_raw(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     with pytest.raises(InputError, match=r"^prompt: .*no chat template; give it raw"):
@@ -266,11 +226,6 @@ def test_a_tokenizer_that_cannot_be_read_is_a_model_error_of_one_line(tmp_path: 
     with pytest.raises(ModelError) as caught:
         Tokenizer(bare(tmp_path))
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_the_tokenizer_knows_its_end_of_sequence_token(tokenizer: Tokenizer) -> None:
-    assert tokenizer.eos == frozenset(tokenizer.encode("<|im_end|>"))
-    assert len(tokenizer.eos) == 1
 
 
 def test_the_bytes_of_tokens_are_those_of_the_text_though_characters_have_several(tokenizer: Tokenizer) -> None:
