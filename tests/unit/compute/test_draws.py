@@ -45,13 +45,10 @@ def test_slots_that_sample_alike_draw_together_what_each_draws_alone(filters: di
     ]
     assert together.tokens.tolist() == alone == [row.tokens.item() for row in together.rows()]
     assert len(set(alone)) > 4 and len({Sampler(sampling).kind for sampling in samplings}) == 1
-
-
-def test_samplers_of_other_parameters_are_of_other_kinds() -> None:
-    """One that needs more than logits and positions, or tells more than tokens, is of none."""
     kinds = [Sampler(Sampling(temperature=t, top_k=k)).kind for t in (0.0, 0.5, 1.0) for k in (0, 5)]
-    assert len(set(kinds)) == len(kinds) and None not in kinds
-    assert [Sampler(each).kind for each in (Sampling(repetition_penalty=1.2), Sampling(logprobs=3))] == [None, None]
+    assert len(set(kinds)) == len(kinds) and None not in kinds, "other parameters are another kind"
+    needs_more = Sampling(repetition_penalty=1.2), Sampling(logprobs=3)  # than logits and positions, or tells more
+    assert [Sampler(each).kind for each in needs_more] == [None, None]
 
 
 def test_filters_leave_the_distribution_of_what_they_keep() -> None:
@@ -74,16 +71,13 @@ def test_the_noise_is_threefrys_bits_as_published() -> None:
             )
 
 
-def test_the_noise_has_the_moments_of_gumbels_distribution_and_its_tail() -> None:
+def test_the_noise_has_the_moments_of_gumbels_distribution_and_its_tail_and_is_finite() -> None:
     noise = np.array(gumbel([random_key(1, position) for position in range(8)], 100_000), np.float64).ravel()
     assert noise.mean() == pytest.approx(0.5772, abs=5 * 1.2825 / len(noise) ** 0.5)
     assert noise.var() == pytest.approx(np.pi**2 / 6, abs=0.02)
     for x in (-1.5, 0.0, 3.0, 8.0):
         share = np.exp(-np.exp(-x))
         assert (noise < x).mean() == pytest.approx(share, abs=5 * (share * (1 - share) / len(noise)) ** 0.5)
-
-
-def test_the_noise_is_finite_whatever_the_random_bits() -> None:
     ends = np.array(module._gumbel_of(mx.array([0.0, 2.0**-32, 0.5, 1 - 2.0**-24])))
     assert np.isfinite(ends).all() and (np.diff(ends) < 0).all()
     assert ends[0] > 22, "the rarest noise lifts a token of probability 1e-9 above the likeliest"
@@ -179,18 +173,14 @@ def test_logprobs_under_a_mask_are_those_among_the_allowed() -> None:
     assert [other.token for other in drawn.alternatives] == np.argsort(-exact)[:3].tolist()
 
 
-def test_keys_are_distinct_over_seeds_and_positions() -> None:
-    seeds = [*range(40), 2**31, 2**32 - 1, 2**63, 2**64 - 1]
-    positions = [*range(200), 2**17, 2**20]
-    keys = {random_key(seed, position) for seed in seeds for position in positions}
-    assert len(keys) == len(seeds) * len(positions)
-    assert all(0 <= key < 2**64 for key in keys)
-
-
 def test_no_two_positions_of_any_32_bit_seeds_share_a_key() -> None:
     """Two keys are equal only where a multiple of the step equals the seeds' difference, and the step's multiples stay
     further than 2^32 from 0 for a million positions: they come closest at Fibonacci numbers, as it is the golden ratio.
     """
+    seeds = [*range(40), 2**31, 2**32 - 1, 2**63, 2**64 - 1]
+    positions = [*range(200), 2**17, 2**20]
+    keys = {random_key(seed, position) for seed in seeds for position in positions}
+    assert len(keys) == len(seeds) * len(positions) and all(0 <= key < 2**64 for key in keys)
     step = (random_key(0, 1) - random_key(0, 0)) % 2**64
     fibonacci = [1, 2]
     while fibonacci[-1] < 2**20:

@@ -8,7 +8,7 @@ import pytest
 
 from worker.errors import ModelError
 from worker.model.build import MLX_DTYPES
-from worker.model.headers import _ITEM_BITS, read_tensors
+from worker.model.headers import read_tensors
 
 OTHERS = {"F64": 64, "F8_E5M2": 8, "F8_E4M3FNUZ": 8, "F6_E2M3": 6, "F4": 4}
 
@@ -20,10 +20,11 @@ def write(folder: Path, dtype: str, bits: int) -> Path:
     return file
 
 
-@pytest.mark.parametrize("dtype", _ITEM_BITS)
+@pytest.mark.parametrize("dtype", MLX_DTYPES)
 def test_what_is_accepted_mlx_opens_as_what_stands_in_for_it(tmp_path: Path, dtype: str) -> None:
-    file = write(tmp_path, dtype, _ITEM_BITS[dtype])
-    assert read_tensors(tmp_path, file.name)["a"].nbytes == _ITEM_BITS[dtype]
+    bits = 8 * MLX_DTYPES[dtype].size
+    file = write(tmp_path, dtype, bits)
+    assert read_tensors(tmp_path, file.name)["a"].nbytes == bits
     found = mx.load(str(file))["a"]
     assert (found.dtype, found.shape) == (MLX_DTYPES[dtype], (8,))
 

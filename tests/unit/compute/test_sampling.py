@@ -77,37 +77,31 @@ def test_penalties_look_at_no_more_tokens_than_they_need_however_long_the_histor
 BIAS = {3: 4.0, 40: 3.5, 7: -2.0}
 
 
-@pytest.mark.parametrize(
-    ("sampling", "parameters"),
-    [
-        ({}, {}),
-        ({"temperature": 0.8}, {"temp": 0.8}),
-        ({"temperature": 2.5}, {"temp": 2.5}),
-        ({"temperature": 1.0, "top_p": 0.4}, {"temp": 1.0, "top_p": 0.4}),
-        ({"temperature": 1.0, "top_k": 3}, {"temp": 1.0, "top_k": 3}),
-        ({"temperature": 1.0, "min_p": 0.3}, {"temp": 1.0, "min_p": 0.3}),
-        ({"repetition_penalty": 1.8}, {"repetition_penalty": 1.8}),
-        ({"presence_penalty": 3.0}, {"presence_penalty": 3.0}),
-        ({"frequency_penalty": 2.0}, {"frequency_penalty": 2.0}),
-        ({"logit_bias": BIAS}, {"logit_bias": BIAS}),
-        (
-            {
-                "temperature": 0.9, "top_p": 0.9, "top_k": 20, "min_p": 0.02, "repetition_penalty": 1.2,
-                "presence_penalty": 0.5, "frequency_penalty": 0.3, "logit_bias": BIAS,
-            },
-            {
-                "temp": 0.9, "top_p": 0.9, "top_k": 20, "min_p": 0.02, "repetition_penalty": 1.2,
-                "presence_penalty": 0.5, "frequency_penalty": 0.3, "logit_bias": BIAS,
-            },
-        ),
-    ],
-    ids=lambda value: "+".join(value) or "greedy",
-)  # fmt: skip
-def test_every_parameter_does_what_it_does_in_mlx_lm(
-    monkeypatch: pytest.MonkeyPatch, sampling: dict, parameters: dict
-) -> None:
+PARAMETERS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.8},
+    {"temperature": 2.5},
+    {"temperature": 1.0, "top_p": 0.4},
+    {"temperature": 1.0, "top_k": 3},
+    {"temperature": 1.0, "min_p": 0.3},
+    {"repetition_penalty": 1.8},
+    {"presence_penalty": 3.0},
+    {"frequency_penalty": 2.0},
+    {"logit_bias": BIAS},
+    {
+        "temperature": 0.9, "top_p": 0.9, "top_k": 20, "min_p": 0.02, "repetition_penalty": 1.2,
+        "presence_penalty": 0.5, "frequency_penalty": 0.3, "logit_bias": BIAS,
+    },
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sampling", PARAMETERS, ids=lambda value: "+".join(value) or "greedy")
+def test_every_parameter_does_what_it_does_in_mlx_lm(monkeypatch: pytest.MonkeyPatch, sampling: dict) -> None:
     """The same tokens are left with the same logits, and the draw from them is the documented one."""
+    beside = {"seed", "logprobs", "grammar"}  # no parameters of what is left to draw from
+    assert PARAMETERS[-1].keys() == set(Sampling.DESCRIPTOR.fields_by_name) - beside
     monkeypatch.setattr(sample_utils, "categorical_sampling", lambda logits, temp: logits / temp)
+    parameters = {"temp" if name == "temperature" else name: value for name, value in sampling.items()}
     assert draws(Sampling(seed=11, **sampling)) == mlx_lm_draws(Sampling(seed=11), **parameters)
 
 
@@ -123,17 +117,6 @@ def test_every_parameter_matters(changed: dict) -> None:
     """Or the test above would hold for a parameter that both sides ignore."""
     usual = {"seed": 11, "temperature": 1.0}
     assert draws(Sampling(**usual | changed)) != draws(Sampling(**usual))
-
-
-def test_every_parameter_of_the_proto_is_among_them() -> None:
-    fields = set(Sampling.DESCRIPTOR.fields_by_name) - {
-        "logprobs",
-        "grammar",
-    }  # no parameter of the draw; test_grammars has it
-    assert fields == {
-        "seed", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
-        "frequency_penalty", "logit_bias",
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize("off", [{"top_p": 1.0}, {"top_p": 0.0}, {"repetition_penalty": 1.0}, {"min_p": 0.0}], ids=str)
@@ -155,16 +138,10 @@ def test_a_draw_depends_on_seed_and_position_and_on_nothing_that_was_drawn_befor
     backwards = [int(after(sampler, mx.array(logits), [1] * n).tokens.item()) for n in reversed(range(30))][::-1]
     mx.random.uniform(shape=(100,))
     disturbed = [draw(sampling, logits, [1] * n) for n in range(30)]
-    assert alone == in_order == backwards == disturbed
+    in_one_graph = [after(Sampler(sampling), mx.array(logits), [1] * n).tokens for n in range(30)]
+    mx.eval(in_one_graph)  # as a step samples for several rows
+    assert alone == in_order == backwards == disturbed == [int(token.item()) for token in in_one_graph]
     assert len(set(alone)) > 5, "positions have draws of their own"
-
-
-def test_two_draws_in_one_graph_do_not_disturb_each_other() -> None:
-    """A step samples for several rows before anything is evaluated."""
-    sampling, logits = Sampling(seed=7, temperature=1.5), logits_of(1)
-    lazy = [after(Sampler(sampling), mx.array(logits), [1] * n).tokens for n in range(8)]
-    mx.eval(lazy)
-    assert [int(token.item()) for token in lazy] == [draw(sampling, logits, [1] * n) for n in range(8)]
 
 
 def test_the_same_seed_gives_other_draws_at_every_position_and_another_seed_others_again() -> None:
@@ -194,7 +171,7 @@ def test_logprobs_are_those_of_the_distribution_and_alternatives_its_best(temper
 
 
 def test_logprobs_count_penalties_and_bias_but_neither_temperature_nor_filters() -> None:
-    """As mlx-lm reports them."""
+    """As mlx-lm reports them; asking for them changes no token, and without asking nothing is computed for them."""
     biased = after(Sampler(Sampling(logit_bias={4: 2.0}, logprobs=1)), logits_of(5), HISTORY).to_samples(0)[0]
     exact = np.array(logits_of(5)[0], np.float64)
     exact[4] += 2.0
@@ -204,32 +181,21 @@ def test_logprobs_count_penalties_and_bias_but_neither_temperature_nor_filters()
     sample = after(Sampler(filtered), logits_of(5), HISTORY).to_samples(0)[0]
     plain = after(Sampler(Sampling(logprobs=4)), logits_of(5), HISTORY).to_samples(0)[0]
     assert list(sample.alternatives) == list(plain.alternatives)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_asking_for_logprobs_does_not_change_the_token(temperature: float) -> None:
-    usual = {"seed": 4, "temperature": temperature}
-    assert draws(Sampling(**usual, logprobs=6)) == draws(Sampling(**usual))
-
-
-def test_without_logprobs_nothing_is_computed_for_them() -> None:
+    for usual in ({"seed": 4, "temperature": 0.0}, {"seed": 4, "temperature": 1.0}):
+        assert draws(Sampling(**usual, logprobs=6)) == draws(Sampling(**usual))
     drawn = after(Sampler(Sampling(seed=4, temperature=1.0)), logits_of(1), HISTORY)
     assert len(drawn.arrays()) == 1
     sample = drawn.to_samples(0)[0]
     assert sample.logprob == 0 and not sample.alternatives
 
 
-def test_penalties_leave_the_logits_of_the_caller_as_they_are() -> None:
-    logits = logits_of(1)
-    before = np.array(logits)
-    penalised = Sampling(repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=1.0, logit_bias=BIAS)
-    after(Sampler(penalised), logits, HISTORY).to_samples(0)[0]
-    np.testing.assert_array_equal(np.array(logits), before)
-
-
-def test_two_sessions_share_nothing() -> None:
+def test_two_sessions_share_nothing_and_penalties_leave_the_logits_of_the_caller_as_they_are() -> None:
     penalised, plain = Sampler(Sampling(presence_penalty=50.0)), Sampler(Sampling())
     logits = logits_of(1)
-    best = int(np.argmax(np.array(logits)))
+    before = np.array(logits)
+    best = int(np.argmax(before))
     assert int(after(penalised, mx.array(logits), [best]).tokens.item()) != best
     assert int(after(plain, mx.array(logits), [best]).tokens.item()) == best
+    all_of_them = Sampling(repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=1.0, logit_bias=BIAS)
+    after(Sampler(all_of_them), logits, HISTORY).to_samples(0)
+    np.testing.assert_array_equal(np.array(logits), before)

@@ -136,32 +136,28 @@ def test_caches_of_very_different_lengths_share_a_lane() -> None:
     check(FULL, [(1, 1, 1), EQUAL, EQUAL], held=(0, 300, 255), side_by_side=True)
 
 
-def test_reordered_windows_lie_side_by_side_slot_after_slot() -> None:
-    """As a diffusion decoder has them."""
-    together, single = (make(FULL, (0, 5), CHOICES[:1] * 2) for _ in range(2))
-    bases, x = (0, 5), [mx.random.normal((1, 3, H * K)) for _ in range(2)]
-    positions = [mx.array([base + 1, base, base + 2], mx.int32) for base in bases]
-    lane, joined = lane_of(
-        x, [LaneWindow(c, b, 3, p) for c, b, p in zip(together, bases, positions, strict=True)], True
-    )
+@pytest.mark.parametrize(
+    ("bases", "order", "side_by_side", "window"),
+    [
+        ((0, 5), (1, 0, 2), True, None),  # as a diffusion decoder has them
+        ((4, 5), (4, 0, 1), False, 4),  # of a model whose mask is a window though its caches hold all rows
+    ],
+    ids=["side by side", "end to end"],
+)
+def test_reordered_windows_see_as_far_as_their_positions_say(
+    bases: tuple[int, int], order: tuple[int, ...], side_by_side: bool, window: int | None
+) -> None:
+    together, single = (make(FULL, bases, CHOICES[:1] * 2) for _ in range(2))
+    x = [mx.random.normal((1, 3, H * K)) for _ in range(2)]
+    positions = [mx.array([base + place for place in order], mx.int32) for base in bases]
+    places = [LaneWindow(c, b, 3, p) for c, b, p in zip(together, bases, positions, strict=True)]
+    lane, joined = lane_of(x, places, side_by_side)
     [view] = lane.views
-    found = lane.split(view.run(attention_layer, [joined, view.make_mask(3)], {"cache": view}))
+    mask = view.make_mask(3, window_size=window)
+    found = lane.split(view.run(attention_layer, [joined, mask], {"cache": view}))
     for i, caches in enumerate(single):
-        assert mx.allclose(found[i], alone(FULL, x[i], LaneWindow(caches, bases[i], 3, positions[i])), atol=1e-5)
-
-
-def test_reordered_windows_end_to_end_see_as_far_back_as_their_positions_say() -> None:
-    """Of a model whose mask is a window though its caches hold all rows."""
-    together, single = (make(FULL, (4, 5), CHOICES[:1] * 2) for _ in range(2))
-    bases, x = (4, 5), [mx.random.normal((1, 3, H * K)) for _ in range(2)]
-    positions = [mx.array([base + 4, base, base + 1], mx.int32) for base in bases]
-    lane, joined = lane_of(
-        x, [LaneWindow(c, b, 3, p) for c, b, p in zip(together, bases, positions, strict=True)], False
-    )
-    [view] = lane.views
-    found = lane.split(view.run(attention_layer, [joined, view.make_mask(3, window_size=4)], {"cache": view}))
-    for i, caches in enumerate(single):
-        assert mx.allclose(found[i], alone(FULL, x[i], LaneWindow(caches, bases[i], 3, positions[i]), 4), atol=1e-5)
+        expected = alone(FULL, x[i], LaneWindow(caches, bases[i], 3, positions[i]), window)
+        assert mx.allclose(found[i], expected, atol=1e-5)
 
 
 def test_every_row_has_its_position_and_side_by_side_every_slot_the_one_of_its_first() -> None:

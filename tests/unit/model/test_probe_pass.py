@@ -26,10 +26,6 @@ def refusal(model: Any) -> str:
     return caught.value.message
 
 
-def refused(between: Between, layer: type[Layer] = Layer) -> str:
-    return refusal(Toy(between, layer))
-
-
 # Admitted
 
 
@@ -152,50 +148,69 @@ def test_a_type_that_cannot_be_cut_is_refused_with_the_reason(name: str, said: s
     assert refusal(build_type(name)[1]) == said
 
 
-def test_layers_in_another_order() -> None:
-    assert refused(lambda layers, h, caches: one_after_another(layers[::-1], h, caches)).endswith("order 3, 2, 1, 0")
+class WithSum(Layer):
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None, total: Any = None) -> Any:
+        return super().__call__(x, mask, cache), x.sum(axis=1)
 
 
-def test_rows_that_are_changed_between_two_layers() -> None:
-    def between(layers: list[Any], h: mx.array, caches: Caches) -> mx.array:
-        h = one_after_another(layers[:2], h, caches[:2])
-        return one_after_another(layers[2:], 2 * h, caches[2:])
+class WithHalves(Layer):
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None, half: Any = None) -> Any:
+        return super().__call__(x, mask, cache), x.astype(mx.float16)
 
-    assert refused(between) == "layer 2 does not take what layer 1 returns as it is"
+
+def doubled_between(layers: list[Any], h: mx.array, caches: Caches) -> mx.array:
+    h = one_after_another(layers[:2], h, caches[:2])
+    return one_after_another(layers[2:], 2 * h, caches[2:])
+
+
+def handing_on(layers: list[Any], h: mx.array, caches: Caches) -> mx.array:
+    more = None
+    for layer, cache in zip(layers, caches, strict=True):
+        h, more = layer(h, None, cache, more)
+    return h
+
+
+def with_the_first(layers: list[Any], h: mx.array, caches: Caches) -> mx.array:
+    first = layers[0](h, cache=caches[0])
+    h = layers[1](first, cache=caches[1])
+    h = layers[2](h, cache=caches[2])
+    return layers[3](h, first, cache=caches[3])
+
+
+def failing(layers: list[Any], h: mx.array, caches: Caches) -> mx.array:
+    raise ValueError("no such kernel.\nAnd more.")
+
+
+@pytest.mark.parametrize(
+    ("between", "layer", "said"),
+    [
+        (
+            lambda layers, h, caches: one_after_another(layers[::-1], h, caches),
+            Layer,
+            "it calls its layers in the order 3, 2, 1, 0",
+        ),
+        (doubled_between, Layer, "layer 2 does not take what layer 1 returns as it is"),
+        (handing_on, WithSum, "layer 1 takes a result of layer 0 besides a hidden state"),
+        (handing_on, WithHalves, "layer 1 takes results of layer 0 of more than one dtype"),
+        (with_the_first, TakesMore, "layer 3 takes a result of layer 0 besides a hidden state"),
+        (
+            lambda layers, h, caches: one_after_another(layers, h, [*caches[:3], caches[1]]),
+            Layer,
+            "layer 3 takes keys and values of layer 1",
+        ),
+        (failing, Layer, "its forward fails: no such kernel"),
+    ],
+)
+def test_what_a_forward_does_that_cannot_be_cut_is_refused_with_the_reason(
+    between: Between, layer: type[Layer], said: str
+) -> None:
+    assert refusal(Toy(between, layer)) == said
 
 
 def test_another_dtype_from_some_layer_on() -> None:
     model = Toy()
     model.layers[2].__class__ = type("Half", (Layer,), {"__call__": lambda s, x, *_: x.astype(mx.float16)})
     assert "its hidden states change their shape or dtype on the way" in refusal(model)
-
-
-def test_a_pair_of_which_the_second_has_no_rows() -> None:
-    class Sum(Layer):
-        def __call__(self, x: mx.array, mask: Any = None, cache: Any = None, total: Any = None) -> Any:
-            return super().__call__(x, mask, cache), x.sum(axis=1)
-
-    def between(layers: list[Any], h: mx.array, caches: Caches) -> mx.array:
-        total = None
-        for layer, cache in zip(layers, caches, strict=True):
-            h, total = layer(h, None, cache, total)
-        return h
-
-    assert refused(between, Sum) == "layer 1 takes a result of layer 0 besides a hidden state"
-
-
-def test_a_pair_of_two_dtypes() -> None:
-    class Halves(Layer):
-        def __call__(self, x: mx.array, mask: Any = None, cache: Any = None, half: Any = None) -> Any:
-            return super().__call__(x, mask, cache), x.astype(mx.float16)
-
-    def between(layers: list[Any], h: mx.array, caches: Caches) -> mx.array:
-        half = None
-        for layer, cache in zip(layers, caches, strict=True):
-            h, half = layer(h, None, cache, half)
-        return h
-
-    assert refused(between, Halves) == "layer 1 takes results of layer 0 of more than one dtype"
 
 
 def test_a_refusal_of_caches_is_one_whatever_the_model_raises() -> None:
@@ -209,21 +224,6 @@ def test_a_refusal_of_caches_is_one_whatever_the_model_raises() -> None:
     assert "'RotatingKVCache' is missing" in probe(Toy(layer=Choosy)).rotating_refusal
 
 
-def test_what_an_earlier_layer_gave_is_named_with_that_layer() -> None:
-    def between(layers: list[Any], h: mx.array, caches: Caches) -> mx.array:
-        first = layers[0](h, cache=caches[0])
-        h = layers[1](first, cache=caches[1])
-        h = layers[2](h, cache=caches[2])
-        return layers[3](h, first, cache=caches[3])
-
-    assert refused(between, TakesMore) == "layer 3 takes a result of layer 0 besides a hidden state"
-
-
-def test_a_cache_that_two_layers_share() -> None:
-    said = refused(lambda layers, h, caches: one_after_another(layers, h, [*caches[:3], caches[1]]))
-    assert said == "layer 3 takes keys and values of layer 1"
-
-
 def test_caches_of_a_kind_of_their_own() -> None:
     class OwnCache(KVCache):
         pass
@@ -231,13 +231,6 @@ def test_caches_of_a_kind_of_their_own() -> None:
     model = Toy()
     model.make_cache = lambda: [OwnCache() for _ in range(LAYERS)]
     assert refusal(model) == "its caches are of a kind of their own, OwnCache"
-
-
-def test_a_forward_that_fails_says_why() -> None:
-    def between(layers: list[Any], h: mx.array, caches: Caches) -> mx.array:
-        raise ValueError("no such kernel.\nAnd more.")
-
-    assert refused(between) == "its forward fails: no such kernel"
 
 
 def test_a_norm_before_the_layers_that_only_the_last_stage_would_hold() -> None:
