@@ -60,6 +60,14 @@ def receive(store: WeightsCache, checkpoint: Checkpoint, piece: Piece) -> Path:
     return found.path
 
 
+def begin(store: WeightsCache, checkpoint: Checkpoint, piece: Piece) -> PartialFile:
+    """Begin to receive a piece, or go on with what has come of it."""
+    digest = SourceFile.of_piece(checkpoint, piece).digest(threading.Event())
+    found = store.begin_piece(checkpoint.fingerprint, piece, digest)
+    assert isinstance(found, PartialFile)
+    return found
+
+
 def digest_in(path: Path) -> tuple[int, str]:
     """Place and digest of a piece, by its name."""
     place, _, digest = path.stem.partition("-")
@@ -90,16 +98,13 @@ def test_a_received_piece_is_a_safetensors_file_of_these_tensors(store: WeightsC
 
 def test_a_file_has_its_name_only_once_it_is_whole_and_right(store: WeightsCache, checkpoint: Checkpoint) -> None:
     piece = pieces_of(checkpoint, 2, 3)[0]
-    origin = SourceFile.of_piece(checkpoint, piece)
-    digest = origin.digest(threading.Event())
-    begun, *rest = origin.blocks(0, 1000)
+    begun, *rest = SourceFile.of_piece(checkpoint, piece).blocks(0, 1000)
     for is_right in (False, True):
-        found = store.begin_piece(checkpoint.fingerprint, piece, digest)
-        assert isinstance(found, PartialFile)
+        found = begin(store, checkpoint, piece)
         found.write([begun])
         found.close()
-        again = store.begin_piece(checkpoint.fingerprint, piece, digest)
-        assert isinstance(again, PartialFile) and again.offset == len(begun)
+        again = begin(store, checkpoint, piece)
+        assert again.offset == len(begun)
         again.write(rest if is_right else [b"x" * len(rest[0]), *rest[1:]])
         assert not list(store.folder.rglob("*.safetensors"))
         with nullcontext() if is_right else pytest.raises(ModelError, match="with the digest"):
@@ -115,33 +120,28 @@ def test_a_partial_file_that_takes_long_to_read_again_is_continued_where_it_was_
     """Its sender would take a long silence for a stall."""
     piece = pieces_of(checkpoint, 2, 3)[0]
     origin = SourceFile.of_piece(checkpoint, piece)
-    digest = origin.digest(threading.Event())
-    found = store.begin_piece(checkpoint.fingerprint, piece, digest)
-    assert isinstance(found, PartialFile)
+    found = begin(store, checkpoint, piece)
     found.write(list(origin.blocks(0, 1000))[:9])
     found.close()
     monkeypatch.setattr(cache_module, "_REREAD_S", 0.0)
     monkeypatch.setattr(cache_module, "_READ_BYTES", 2000)
-    again = store.begin_piece(checkpoint.fingerprint, piece, digest)
-    assert isinstance(again, PartialFile) and again.offset == 2000
+    again = begin(store, checkpoint, piece)
+    assert again.offset == 2000
     again.write(list(origin.blocks(2000, 1000)))
     again.finish()
-    assert store.begin_piece(checkpoint.fingerprint, piece, digest) == again.path
+    assert store.begin_piece(checkpoint.fingerprint, piece, origin.digest(threading.Event())) == again.path
 
 
 def test_what_a_power_failure_left_longer_than_the_file_is_begun_anew(
     store: WeightsCache, checkpoint: Checkpoint
 ) -> None:
     piece = pieces_of(checkpoint, 2, 3)[0]
-    digest = SourceFile.of_piece(checkpoint, piece).digest(threading.Event())
-    found = store.begin_piece(checkpoint.fingerprint, piece, digest)
-    assert isinstance(found, PartialFile)
-    found.close()
+    begin(store, checkpoint, piece).close()
     [part] = store.folder.rglob("*.part")
     for content in (part.read_bytes() + bytes(piece.nbytes + 1), bytes(20), piece.header[:5]):
         part.write_bytes(content)
-        again = store.begin_piece(checkpoint.fingerprint, piece, digest)
-        assert isinstance(again, PartialFile) and again.offset == 0
+        again = begin(store, checkpoint, piece)
+        assert again.offset == 0
         again.close()
         assert part.read_bytes() == piece.header
 
@@ -320,10 +320,7 @@ def test_what_begins_to_come_while_the_rest_is_removed_stays(
     def remove(path: Path) -> bool:
         is_gone = remove_unused(path)
         if not begun:
-            digest = SourceFile.of_piece(checkpoint, second).digest(threading.Event())
-            found = store.begin_piece(checkpoint.fingerprint, second, digest)
-            assert isinstance(found, PartialFile)
-            begun.append(found)
+            begun.append(begin(store, checkpoint, second))
         return is_gone
 
     monkeypatch.setattr(cache_module, "remove_unused", remove)
