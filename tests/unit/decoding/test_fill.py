@@ -76,26 +76,21 @@ def test_what_is_filled_is_what_is_sure_and_near_or_else_the_best(
     assert choose_fills(at, entropies, threshold, penalty) == chosen
 
 
-@pytest.mark.parametrize(
-    ("logits", "expected"),
-    [
-        ([0.3] * 97, math.log(97)),
-        ([0.0, 200.0, 0.0], 0.0),
-        ([math.log(3), 0.0], 0.562335),
-        ([0.0, 0.0, -math.inf], math.log(2)),
-    ],
-)
-def test_the_entropy_of_a_guess_is_in_nats(logits: list[float], expected: float) -> None:
-    draws = Sampler(Sampling())(mx.array([logits]), [0], [], [0], entropy=True)
-    assert draws.to_samples(0)[0].entropy == pytest.approx(expected, abs=1e-5)
-
-
-def test_the_entropy_of_a_guess_is_that_of_the_raw_logits() -> None:
+def test_the_entropy_of_a_guess_is_that_of_the_raw_logits_in_nats() -> None:
     """Before temperature, filters, penalties and bias (WeDLM's engine, sampler.py)."""
-    logits = mx.array([[0.0, 1.0, 2.0, -1.0]])
-    plain = Sampler(Sampling())(logits, [0], [], [0], entropy=True).to_samples(0)[0].entropy
+
+    def entropy(logits: list[float], sampling: Sampling | None = None) -> float:
+        draws = Sampler(sampling or Sampling())(mx.array([logits]), [0], [2], [1], entropy=True)
+        return draws.to_samples(0)[0].entropy
+
+    inf = math.inf
+    for logits, expected in (
+        ([0.3] * 97, math.log(97)), ([0.0, 200.0, 0.0], 0.0), ([math.log(3), 0.0, -inf], 0.562335),
+        ([0.0, 0.0, -inf], math.log(2)),
+    ):  # fmt: skip
+        assert entropy(logits) == pytest.approx(expected, abs=1e-5)
     changed = Sampling(temperature=0.3, top_k=2, top_p=0.5, repetition_penalty=2.0, logit_bias={1: 9.0})
-    assert Sampler(changed)(logits, [0], [2], [1], entropy=True).to_samples(0)[0].entropy == plain
+    assert entropy([0.0, 1.0, 2.0, -1.0], changed) == entropy([0.0, 1.0, 2.0, -1.0])
 
 
 def random_guess(numbers: random.Random, certainty: float) -> Guess:
@@ -146,7 +141,7 @@ def test_a_threshold_that_all_pass_fills_a_window_per_step() -> None:
     assert session.generated == [at % VOCAB for at in range(8, 72)]
 
 
-def test_a_filled_end_of_sequence_ends_the_window_there() -> None:
+def test_a_filled_end_of_sequence_ends_the_window_there_and_one_further_left_wins() -> None:
     """Nothing behind it is worth a row (tail-drop), and the session does not end before all ahead of it is filled."""
     eos = 7
     entropy = {5: 0.5, 6: 0.6, 7: 0.0, 8: 0.7}
@@ -158,15 +153,11 @@ def test_a_filled_end_of_sequence_ends_the_window_there() -> None:
     assert masks[1] == [1, 2, 3, 4, 5, 6]
     assert all(max(at) < 7 for at in masks[1:])
     assert session.generated == [20] * 6 + [eos] and session.finish_reason == "stop"
-
-
-def test_a_filled_end_of_sequence_further_left_wins() -> None:
-    eos = frozenset({7})
-    session = opened([1], 40, eos, Fill(4, 0.1, 0.0, eos))
+    session = opened([1], 40, frozenset({eos}), Fill(4, 0.1, 0.0, frozenset({eos})))
     entropies = iter([{1: 0.9, 2: 0.8, 3: 0.8, 4: 0.0}, {1: 0.9, 2: 0.0, 3: 0.8}, {1: 0.0}])
     now: dict[int, float] = {}
-    stage = FakeStage(lambda at: (7 if at in (2, 4) else 20, now[at]))
+    stage = FakeStage(lambda at: (eos if at in (2, 4) else 20, now[at]))
     while session.finish_reason is None:
         now = next(entropies)
         session.commit(*stage.answer(session.next_window()))
-    assert session.generated == [20, 7]
+    assert session.generated == [20, eos]

@@ -92,7 +92,7 @@ def test_a_window_that_pays_only_in_company_is_not_added_to_a_prompt_that_came_w
 
 
 def test_a_window_is_chosen_once_per_session_and_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often it is asked for: 256 sessions that decode on two stages, and then beside a long prompt."""
+    """However often it is asked for: 64 sessions that decode on two stages, and then beside a long prompt."""
     num_choices = 0
     choose = WindowChooser.choose
 
@@ -105,7 +105,7 @@ def test_a_window_is_chosen_once_per_session_and_step(monkeypatch: pytest.Monkey
     rig, costs = Rig(num_stages=2, chunk=8), StepCosts()
     sessions = [
         rig.submit(prompt_of(3, seed=seed), 1000, decoder=LosslessDiffusion(WindowChooser(costs), frozenset()))
-        for seed in range(256)
+        for seed in range(64)
     ]
     while not all(session.num_generated for session in sessions):
         rig.step()
@@ -115,7 +115,7 @@ def test_a_window_is_chosen_once_per_session_and_step(monkeypatch: pytest.Monkey
         frames = rig.send_all()
         num_windows += sum(bool(window.wanted) for frame in frames for window in frame.windows)
         rig.take_one()
-    assert num_windows >= 256
+    assert num_windows >= 64
     assert num_choices <= num_windows + 1  # once more for the prompt, however many chunks it has sent
 
 

@@ -1,52 +1,22 @@
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
-from coordinator.planning.plan import Assignment, MemoryOffer, Node, Objective, Plan, budgets, require_fit
-from coordinator.planning.planner import plan
-from coordinator.planning.speeds import NO_SPEEDS
+from coordinator.planning.plan import Assignment, MemoryOffer, Node, Plan, budgets, require_fit
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
+from tests.unit.planning.test_planner import BLOCK, ROOMY, by_bytes, model, nodes
 from worker.errors import ConfigError
 from worker.model.cachespec import Memory
 from worker.model.modelspec import LayerSpec, ModelSpec
 from worker.platform.text import format_bytes
 
-ROOMY = 10**6
-BLOCK = 256  # rows by which a cache grows
-
 
 def rows(per_token: int, window: int | None = None) -> Memory:
     """A cache of so many bytes per token."""
     return Memory(window, 1, per_token, 0, 1)
-
-
-def model(
-    weights: list[int], embed: int = 0, head: int = 0, per_token: int = 0, window: int | None = None
-) -> ModelSpec:
-    return ModelSpec(
-        name="tiny",
-        family="qwen3",
-        layers=tuple(LayerSpec(weight, (rows(per_token, window),)) for weight in weights),
-        embed_bytes=embed,
-        head_bytes=head,
-        tied=False,
-        hidden_size=8,
-        vocab_size=16,
-        context=128,
-        dtype=DTYPE_BFLOAT16,
-    )
-
-
-def nodes(*budgets: int) -> list[Node]:
-    return [Node(f"n{i}", budget) for i, budget in enumerate(budgets)]
-
-
-def split(spec: ModelSpec, where: list[Node], context: int, layers: Sequence[int] | None = None) -> Plan:
-    """The plan over nodes of unknown speed."""
-    return plan(spec, where, NO_SPEEDS, Objective(context, layers=layers))
 
 
 def all_splits(spec: ModelSpec, num_nodes: int) -> Iterator[list[int]]:
@@ -69,7 +39,7 @@ def size(candidate: Plan, spec: ModelSpec) -> tuple[int, int]:
 
 def brute_force(spec: ModelSpec, where: list[Node], context: int) -> Plan:
     """The best of all splits; the first in order of those that are equally good."""
-    candidates = [split(spec, where, context, layers) for layers in sorted(all_splits(spec, len(where)))]
+    candidates = [by_bytes(spec, where, context, layers) for layers in sorted(all_splits(spec, len(where)))]
     fitting = [candidate for candidate in candidates if candidate.fits]
     return min(fitting, key=lambda candidate: size(candidate, spec)) if fitting else min(candidates, key=excess)
 
@@ -97,7 +67,7 @@ def test_the_plan_is_the_best_of_all_splits() -> None:
     num_fitting = 0
     for seed in range(100):
         case = random_case(seed)
-        found = split(*case)
+        found = by_bytes(*case)
         assert found == brute_force(*case), seed
         num_fitting += found.fits
     assert 20 < num_fitting < 80, "both those that fit and those that do not have to be tried"
@@ -121,14 +91,14 @@ def test_the_plan_is_the_best_of_all_splits() -> None:
     ],
 )
 def test_splits(weights: list[int], ends: tuple[int, int], budgets: tuple[int, ...], layers: list[int]) -> None:
-    found = split(model(weights, *ends), nodes(*budgets), context=1)
+    found = by_bytes(model(weights, embed=ends[0], head=ends[1]), nodes(*budgets), 1)
     assert found.layers == layers
     assert found.fits
 
 
 def test_assignments_are_contiguous_and_account_for_every_byte() -> None:
     spec = model([5, 6, 7, 8], embed=3, head=4, per_token=2)
-    found = split(spec, nodes(2000, 3000, 4000), context=300)
+    found = by_bytes(spec, nodes(2000, 3000, 4000), context=300)
     assert found.assignments == (
         Assignment("n0", 0, 1, weight_bytes=3 + 5, cache_bytes=1024, memory_bytes=2000),
         Assignment("n1", 1, 3, weight_bytes=6 + 7, cache_bytes=2048, memory_bytes=3000),
@@ -150,7 +120,7 @@ def test_assignments_are_contiguous_and_account_for_every_byte() -> None:
     ],
 )
 def test_the_cache_at_the_whole_context_takes_memory(context: int, window: int | None, layers: list[int]) -> None:
-    assert split(model([2, 2, 2, 2], per_token=1, window=window), nodes(520, ROOMY), context).layers == layers
+    assert by_bytes(model([2, 2, 2, 2], per_token=1, window=window), nodes(520, ROOMY), context).layers == layers
 
 
 @pytest.mark.parametrize(
@@ -163,19 +133,19 @@ def test_the_cache_at_the_whole_context_takes_memory(context: int, window: int |
     ],
 )
 def test_without_a_fit_the_plan_exceeds_the_budgets_least(budgets: tuple[int, ...], layers: list[int]) -> None:
-    found = split(model([10] * 12), nodes(*budgets), context=1)
+    found = by_bytes(model([10] * 12), nodes(*budgets), context=1)
     assert found.layers == layers
     assert not found.fits
 
 
 def test_given_layers_are_taken_as_they_are_whether_they_fit_or_not() -> None:
-    found = split(model([1] * 6), nodes(ROOMY, ROOMY), 1, layers=[5, 1])
+    found = by_bytes(model([1] * 6), nodes(ROOMY, ROOMY), 1, layers=[5, 1])
     assert found.layers == [5, 1]
     assert [(a.start, a.end) for a in found.assignments] == [(0, 5), (5, 6)]
-    assert not split(model([1] * 6), nodes(3, 3), 1, layers=[4, 2]).fits
-    assert split(model([5, 5]), nodes(10), context=1).fits, "a node may be filled to the last byte"
-    assert not split(model([5, 5]), nodes(9), context=1).fits
-    found = split(model([2**30] * 80, embed=2**30, head=2**30), nodes(*[12 * 2**30] * 8), 4096)
+    assert not by_bytes(model([1] * 6), nodes(3, 3), 1, layers=[4, 2]).fits
+    assert by_bytes(model([5, 5]), nodes(10), context=1).fits, "a node may be filled to the last byte"
+    assert not by_bytes(model([5, 5]), nodes(9), context=1).fits
+    found = by_bytes(model([2**30] * 80, embed=2**30, head=2**30), nodes(*[12 * 2**30] * 8), 4096)
     assert found.fits and max(found.layers) - min(found.layers) <= 2, "a real size takes no time to speak of"
 
 
@@ -193,23 +163,23 @@ def test_given_layers_are_taken_as_they_are_whether_they_fit_or_not() -> None:
 )
 def test_given_layers_must_be_a_split_of_the_model(layers: list[int], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        split(model([1] * 6), nodes(ROOMY, ROOMY), 1, layers)
+        by_bytes(model([1] * 6), nodes(ROOMY, ROOMY), 1, layers)
     assert str(caught.value) == message
 
 
 def test_more_nodes_than_layers_and_a_context_of_no_tokens_are_refused() -> None:
     for layers in (None, [1, 1, 1]):
         with pytest.raises(ConfigError, match="expected at most one node per layer, found 3 nodes for 2 layers"):
-            split(model([1, 1]), nodes(ROOMY, ROOMY, ROOMY), 1, layers)
+            by_bytes(model([1, 1]), nodes(ROOMY, ROOMY, ROOMY), 1, layers)
     for context in (0, -8):
         with pytest.raises(ConfigError, match=f"context: expected at least 1 token, found {context}"):
-            split(model([1, 1]), nodes(ROOMY), context)
+            by_bytes(model([1, 1]), nodes(ROOMY), context)
 
 
 def test_a_plan_that_does_not_fit_is_refused_with_what_is_missing_and_what_to_do() -> None:
     spec = model([2**30] * 6, embed=2**29, per_token=2**20)
     with pytest.raises(ConfigError) as caught:
-        require_fit(split(spec, [Node("studio", 8 * 2**30), Node("mini", 2**30)], 512, [4, 2]), spec)
+        require_fit(by_bytes(spec, [Node("studio", 8 * 2**30), Node("mini", 2**30)], 512, [4, 2]), spec)
     assert str(caught.value).splitlines() == [
         "tiny with 512 tokens of context does not fit: mini lacks 2.0 GiB. "
         "Use more nodes, fewer tokens (--context, of bench -p and -g) or a quantised model.",
@@ -218,7 +188,7 @@ def test_a_plan_that_does_not_fit_is_refused_with_what_is_missing_and_what_to_do
         "mini    [4, 6)  2.0 GiB  1.0 GiB  3.0 GiB  1.0 GiB  2.0 GiB",
     ]
     spec = model([1] * 6)
-    require_fit(split(spec, nodes(3, 3), 1), spec)
+    require_fit(by_bytes(spec, nodes(3, 3), 1), spec)
     sizes = {0: "0 B", 1023: "1023 B", 1024: "1.0 KiB", 1536: "1.5 KiB", 2**20 - 1: "1.0 MiB", 5000 << 40: "5000.0 TiB"}
     sizes |= {int(1.2 * 2**30): "1.2 GiB", 2**40: "1.0 TiB"}
     assert {num_bytes: format_bytes(num_bytes) for num_bytes in sizes} == sizes
@@ -235,8 +205,8 @@ def test_a_smaller_cache_makes_a_plan_fit() -> None:
     assert int8.reserved_bytes(0, 2, 1000) == 2 * 256 * 1024 * (1 + 4 / 64) / 2
     assert rotating.reserved_bytes(0, 2, 1000) == 2 * 256 * 512
     budget = [Node("n0", 300_000)]
-    assert not split(full, budget, 1000).fits
-    assert split(int8, budget, 1000).fits and split(rotating, budget, 1000).fits
+    assert not by_bytes(full, budget, 1000).fits
+    assert by_bytes(int8, budget, 1000).fits and by_bytes(rotating, budget, 1000).fits
 
 
 def test_nodes_of_one_machine_share_what_it_offers_and_the_configuration_counts() -> None:

@@ -22,8 +22,16 @@ ROOMY = 10**15
 GOALS: tuple[Goal, ...] = ("latency", "throughput")
 
 
-def model(weights: Sequence[int], head: int = 0, embed: int = 0, per_token: int = 0, hidden: int = 5120) -> ModelSpec:
-    layers = tuple(LayerSpec(weight, (Memory(None, 1, per_token, 0, 1),)) for weight in weights)
+def model(
+    weights: Sequence[int],
+    head: int = 0,
+    embed: int = 0,
+    per_token: int = 0,
+    hidden: int = 5120,
+    window: int | None = None,
+) -> ModelSpec:
+    """A model whose caches take so many bytes per token and layer."""
+    layers = tuple(LayerSpec(weight, (Memory(window, 1, per_token, 0, 1),)) for weight in weights)
     return ModelSpec("tiny", "qwen3", layers, embed, head, False, hidden, 16, 4096, DTYPE_BFLOAT16)
 
 
@@ -239,7 +247,7 @@ def check_best(seed: int) -> int:
 
 
 def test_a_large_cluster_takes_no_time_to_speak_of() -> None:
-    spec = model([GB] * 100, head=GB)
+    spec = model([GB] * 64, head=GB)
     survey = surveyed(spec, 546, 120, 400, 273, 819, 120, 273, 546, ports=[LinkSpeed(0.3, 2e9)] * 7)
     for goal in GOALS:
         assert plan(spec, nodes(*[24 * GB] * 8), survey, Objective(4096, goal=goal)).fits

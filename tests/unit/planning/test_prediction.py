@@ -25,27 +25,23 @@ def predicted(*layers: int) -> Prediction:
     return Prediction(SPEC, split(*layers), Survey(speeds, {"n1": LINK}))
 
 
-def test_a_token_takes_its_stages_and_its_hops() -> None:
+def test_a_token_takes_its_stages_and_its_hops_and_two_requests_use_both_stages() -> None:
     found = predicted(3, 1)
     assert found.stage_ms == [6.0, 3.0] and found.hop_ms == [1.5, 0.5]  # a row there, next to nothing back
     assert found.ms_per_token == 11.0 and found.tokens_per_s() == pytest.approx(1000 / 11)
+    # frames of one row pass 11 ms behind each other's 6; one of two rows would take 1 ms more on the link
+    assert found.tokens_per_s(2) == pytest.approx(2000 / 12, rel=0.1)
+    alone = predicted(4)
+    assert (alone.stage_ms, alone.hop_ms, alone.ms_per_token) == ([9.0], [0.0], 9.0)
+    assert alone.tokens_per_s(8) == pytest.approx(8000 / 9), "rows up to 8 cost nothing here"
 
 
-def test_alone_there_is_no_hop() -> None:
-    found = predicted(4)
-    assert (found.stage_ms, found.hop_ms, found.ms_per_token) == ([9.0], [0.0], 9.0)
-    assert found.tokens_per_s(8) == pytest.approx(8000 / 9), "rows up to 8 cost nothing here"
-
-
-def test_two_requests_use_both_stages() -> None:
-    """Frames of one row pass 11 ms behind each other's 6; one of two rows would take 1 ms more on the link."""
-    assert predicted(3, 1).tokens_per_s(2) == pytest.approx(2000 / 12, rel=0.1)
-
-
-def test_a_prompt_goes_in_chunks_and_is_sampled_once() -> None:
+def test_a_prompt_goes_in_chunks_over_its_links_and_is_sampled_once() -> None:
     """Four layers of 20 ms per 512 rows: larger chunks take as long per row, and their last row is sampled."""
     assert predicted(4).prefill_s(512) == pytest.approx(0.081)
     assert predicted(4).prefill_s(2048) == pytest.approx(4 * 0.080 + 0.001, rel=0.05)
+    found = predicted(2, 2).prefill_s(2000)
+    assert found is not None and found > 2.0, "a millisecond per row on the link, which no chunk avoids"
 
 
 def test_caches_are_read_with_every_token_and_by_each_session() -> None:
@@ -69,20 +65,11 @@ def test_no_more_is_read_than_a_query_sees() -> None:
     assert cache_spec(state, Cache()).read_bytes(state, 1000) == 77
 
 
-def test_a_slow_link_counts_in_a_prompt() -> None:
-    """A millisecond per row, which no chunk avoids."""
-    found = predicted(2, 2).prefill_s(2000)
-    assert found is not None and found > 2.0
-
-
-def test_what_further_rows_cost_is_not_known_of_assumed_speeds() -> None:
+def test_what_further_rows_cost_is_not_known_of_assumed_speeds_and_without_speeds_nothing_is() -> None:
     """Frames of one row can still be told: the slowest stage, never idle."""
     found = Prediction(SPEC, split(2, 2), surveyed(SPEC, 500, 500))
     assert found.stage_ms == [4.0, 4.0] and found.tokens_per_s(8) == pytest.approx(250)
     assert found.prefill_s(2000) is None
-
-
-def test_without_speeds_nothing_is_known() -> None:
     found = Prediction(SPEC, split(2, 2), NO_SPEEDS)
     assert found.stage_ms == [None, None]
     assert found.ms_per_token is found.tokens_per_s() is found.tokens_per_s(8) is found.prefill_s(2000) is None

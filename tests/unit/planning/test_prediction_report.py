@@ -29,30 +29,24 @@ def alternatives(report: PlanReport) -> dict[str, tuple[list[int], bool, float |
     return {each.name: (each.plan.layers, each.plan.fits, each.times.ms_per_token) for each in report.alternatives}
 
 
-def test_one_mac_alone_is_faster_and_the_plan_says_so() -> None:
+def test_where_one_mac_alone_is_or_would_be_faster_the_plan_says_so() -> None:
     found = looked(400, 100)
     assert (found.chosen.plan.layers, found.left_out) == ([8], ("n1",))
     assert found.advice == "n0 alone is fastest: 20.0 ms per token, against 28.5 ms per token of n0 + n1."
-
-
-def test_another_mac_alone_would_be_faster() -> None:
     found = looked(100, 800)
     assert found.chosen.plan.layers == [1, 7]
     assert "n1 alone would be faster, 10.0 ms per token instead of 19.8 ms per token: run it there." in found.advice
-
-
-def test_one_mac_would_be_faster_if_it_had_the_memory() -> None:
     found = looked(400, 100, budgets=(6 * GB, ROOMY))
     assert found.chosen.plan.layers == [6, 2]
     assert found.advice == "n0 alone would make 20.0 ms per token instead of 36.0 ms per token, but lacks 1.9 GiB."
-
-
-def test_layers_that_were_asked_for_are_compared_with_one_mac_alone() -> None:
     assert "n0 alone would be faster, 20.0 ms per token instead of 51.0" in looked(400, 100, layers=(4, 4)).advice
+    found = looked(400)
+    assert (found.alternatives, found.left_out, found.advice) == ((), (), "")
 
 
 def test_alternatives_are_each_mac_alone_all_together_without_the_slowest_and_in_equal_parts() -> None:
-    assert alternatives(looked(400, 100, 200, budgets=(5 * GB, ROOMY, ROOMY))) == {
+    found = looked(400, 100, 200, budgets=(5 * GB, ROOMY, ROOMY))
+    assert alternatives(found) == {
         "n0 alone": ([8], False, 20.0),
         "n1 alone": ([8], True, 80.0),
         "n2 alone": ([8], True, 40.0),
@@ -60,10 +54,6 @@ def test_alternatives_are_each_mac_alone_all_together_without_the_slowest_and_in
         "without n1": ([5, 3], True, 28.5),
         "even split": ([3, 3, 2], True, 49.0),
     }
-
-
-def test_a_slow_mac_is_left_out_with_a_word() -> None:
-    found = looked(400, 100, 200, budgets=(5 * GB, ROOMY, ROOMY))
     assert found.left_out == ("n1",) and found.advice.startswith("n1 would make it no faster, and is left out.")
 
 
@@ -94,11 +84,6 @@ def test_unknown_speeds_are_said_to_be_unknown() -> None:
         "n1 alone": ([8], True, None),
         "even split": ([4, 4], True, None),
     }
-
-
-def test_a_single_mac_has_no_alternatives() -> None:
-    found = looked(400)
-    assert (found.alternatives, found.left_out, found.advice) == ((), (), "")
 
 
 @pytest.mark.parametrize("count", [3, 9])

@@ -40,8 +40,11 @@ class Splits:
 
     least: int = 1
     meanwhile: Plan | None = None
+    always: Plan | None = None  # the best one, whatever nodes there are
 
     def best(self, nodes: Sequence[Node]) -> Plan | None:
+        if self.always is not None:
+            return self.always
         return plan_over([node.name for node in nodes]) if len(nodes) >= self.least else None
 
     def without_growth(self, present: Plan, best: Plan) -> Plan | None:
@@ -215,42 +218,27 @@ def test_pauses_grow_with_each_failure_in_a_row_up_to_ten_minutes() -> None:
     assert air.retry_at == now + 606, "it was sound for ten minutes"
 
 
-def test_where_another_node_would_grow_a_split_without_growth_is_taken_and_the_best_one_in_an_idle_moment() -> None:
+def test_where_another_node_would_grow_a_split_without_growth_is_taken_or_an_idle_moment_is_awaited() -> None:
     present, best = plan_over(("max", "mini")), grown(ALL)
-
-    class Growing(Splits):
-        def best(self, nodes: Sequence[Node]) -> Plan | None:
-            return best
 
     there = [*nodes(AT, AT, P, plan=present)[:2], record("air", LD, WHOLE)]
-    assert decide(there, opened(present), LIMITS, Growing(meanwhile=WHOLE)) == TakeOver(WHOLE, ("air",), best)
+    assert decide(there, opened(present), LIMITS, Splits(meanwhile=WHOLE, always=best)) == TakeOver(
+        WHOLE, ("air",), best
+    )
     there[2].meet(NodeEvent.ATTACHED, 100)
-    assert isinstance(decide(there, opened(WHOLE, target=best), LIMITS, Growing()), Wait)
-    assert decide(there, opened(WHOLE, 3.0, target=best), LIMITS, Growing()) == TakeOver(best, ())
-
-
-def test_where_there_is_no_such_split_the_change_waits_for_an_idle_moment_and_says_so() -> None:
-    present, best = plan_over(("max", "mini")), grown(ALL)
-
-    class Growing(Splits):
-        def best(self, nodes: Sequence[Node]) -> Plan | None:
-            return best
-
+    assert isinstance(decide(there, opened(WHOLE, target=best), LIMITS, Splits(always=best)), Wait)
+    assert decide(there, opened(WHOLE, 3.0, target=best), LIMITS, Splits(always=best)) == TakeOver(best, ())
     there = [*nodes(AT, AT, P, plan=present)[:2], record("air", LD, best)]
-    waits = decide(there, opened(present), LIMITS, Growing())
+    waits = decide(there, opened(present), LIMITS, Splits(always=best))  # there is no such split
     assert isinstance(waits, Wait) and "air" in waits.why and "idle" in waits.why
-    assert decide(there, opened(present, 3.0), LIMITS, Growing()) == TakeOver(best, ("air",))
+    assert decide(there, opened(present, 3.0), LIMITS, Splits(always=best)) == TakeOver(best, ("air",))
 
 
 def test_a_node_that_makes_nothing_better_is_left_out() -> None:
-    class Alone(Splits):
-        def best(self, nodes: Sequence[Node]) -> Plan | None:
-            return PAIR
-
     there = [*nodes(AT, AT, P, plan=PAIR)[:2], record("air", P)]
-    assert decide(there, opened(PAIR), LIMITS, Alone()) == LeaveOut(("air",))
+    assert decide(there, opened(PAIR), LIMITS, Splits(always=PAIR)) == LeaveOut(("air",))
     there[2].is_spare = True
-    assert decide(there, opened(PAIR), LIMITS, Alone()) == Wait(2.0)
+    assert decide(there, opened(PAIR), LIMITS, Splits(always=PAIR)) == Wait(2.0)
 
 
 @pytest.mark.parametrize("state", NodeState)

@@ -1,0 +1,192 @@
+"""A chain of fake stages and peers: its clocks over hours, and which node is named if it does not open in time."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from coordinator.cluster import chain
+from coordinator.cluster.chain import Chain
+from coordinator.planning.plan import Assignment, Plan
+from protos.brigade_pb2 import Frame, Result, Sample, StatusReply, Timing
+from tests.unit.cluster.fake_network import SPEC
+from tests.unit.virtual_time import VirtualTime
+from worker.errors import BrigadeError, EngineHung, NodeSilent, StageLost
+from worker.node.framing import PLAIN
+
+DRIFT = 20e-6  # what cheap quartzes differ by
+OFF_NS = 1_500_000  # what may be wrong of an offset: the drift of little more than a minute
+
+
+class FakeStage:
+    """Stage 0 and all others: answers at once."""
+
+    def __init__(self, executor: Any, thread: Any, epoch: int, send: Any, wire: Any) -> None:
+        self._results: list[Result] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self, *watched: Coroutine[Any, Any, None]) -> None:
+        self._tasks = [asyncio.create_task(each) for each in watched]
+
+    def submit(self, frame: Frame) -> None:
+        samples = [Sample(slot=window.slot) for window in frame.windows]
+        timings = [Timing(stage=stage) for stage in range(3)]
+        self._results.append(Result(epoch=frame.epoch, step=frame.step, samples=samples, timings=timings))
+
+    async def next_result(self) -> Result:
+        return self._results.pop(0)
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+class FakeLink:
+    wire, send = PLAIN, None
+
+    async def wait_open(self) -> None:
+        pass
+
+    async def wait_lost(self) -> None:
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        pass
+
+
+class DriftingPeer:
+    """A worker whose clock gains or loses."""
+
+    def __init__(self, name: str, drift: float) -> None:
+        self.name, self.addresses, self.is_draining = name, ["192.168.1.7:50070"], False
+        self.drift = drift
+        self.is_silent = False
+        self._began = time.monotonic_ns()
+
+    @property
+    def true_offset(self) -> int:
+        """Nanoseconds."""
+        return round((time.monotonic_ns() - self._began) * self.drift)
+
+    async def clock_offset(self) -> int:
+        if self.is_silent:
+            raise StageLost("does not say", node=self.name)
+        return self.true_offset
+
+    async def attach(self, request: Any) -> None:
+        pass
+
+    def detach(self) -> None:
+        pass
+
+    def link(self, epoch: int, stage: int, sender: str) -> FakeLink:
+        return FakeLink()
+
+    async def results(self, on_draining: Callable[[], None]) -> AsyncIterator[Result]:
+        await asyncio.Event().wait()
+        yield Result()
+
+
+class SilentStage(FakeStage):
+    """Takes frames, and no result ever comes back."""
+
+    has_outcome, busy_s, last_step = False, 0.0, 0
+
+    async def next_result(self) -> Result:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+class OpeningPeer(DriftingPeer):
+    """A worker that never joins, or that reports how long its engine has been at a step."""
+
+    address = "192.168.1.7:50070"
+
+    def __init__(self, name: str, *, joins: bool = True, busy_s: float | None = 0.0) -> None:
+        super().__init__(name, 0.0)
+        self._joins = joins
+        self._busy_s = busy_s
+
+    async def attach(self, request: Any) -> None:
+        if not self._joins:
+            await asyncio.Event().wait()
+
+    async def status(self, within_s: float) -> StatusReply:
+        if self._busy_s is None:
+            raise StageLost("does not answer", node=self.name)
+        return StatusReply(busy_s=self._busy_s)
+
+
+@pytest.fixture
+def virtual(monkeypatch: pytest.MonkeyPatch) -> Iterator[VirtualTime]:
+    monkeypatch.setattr(chain, "Stage", FakeStage)
+    monkeypatch.setattr(chain, "Executor", lambda *args, **kwargs: None)
+    found = VirtualTime()
+    yield found
+    assert not found.close()
+
+
+@asynccontextmanager
+async def chain_over(peers: Sequence[DriftingPeer]) -> AsyncIterator[Chain]:
+    """A chain that is not open yet, over this node and two workers with a layer each."""
+    plan = Plan(tuple(Assignment(name, at, at + 1, 0, 0, 0) for at, name in enumerate(("here", "a", "b"))), 100)
+    deployment: Any = SimpleNamespace(
+        plan=plan, peers=peers, spec=SPEC, coordinator=None, check_finite=False, load_request=lambda stage: None
+    )
+    own: Any = SimpleNamespace(shard=object(), thread=None)
+    async with Chain(own, deployment) as found:
+        yield found
+
+
+def test_offsets_stay_right_for_hours(virtual: VirtualTime) -> None:
+    """Or what stages compute shows as what the wire takes: 72 ms after an hour."""
+
+    async def run() -> None:
+        peers = [DriftingPeer("a", DRIFT), DriftingPeer("b", -DRIFT)]
+        async with chain_over(peers) as found:
+            await found.open()
+            offsets = found.clock_offsets
+            for minute in range(180):
+                await asyncio.sleep(60)
+                peers[0].is_silent = minute % 10 == 5  # for one measurement of ten
+                for peer, offset in zip(peers, offsets[1:], strict=True):
+                    is_late = peers[0].is_silent or minute % 10 == 6
+                    assert abs(peer.true_offset - offset) <= OFF_NS * (2 if is_late else 1)
+            assert offsets[0] == 0 and min(map(abs, offsets[1:])) > 100 * OFF_NS
+
+    virtual.run(run())
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "kind", "node"),
+    [
+        (OpeningPeer("a", joins=False), OpeningPeer("b"), EngineHung, "a"),
+        (OpeningPeer("a", busy_s=9.0), OpeningPeer("b", busy_s=2.0), EngineHung, "a"),
+        (OpeningPeer("a", busy_s=9.0), OpeningPeer("b", busy_s=None), NodeSilent, "b"),
+        (OpeningPeer("a"), OpeningPeer("b"), StageLost, ""),
+    ],
+    ids=["never joins", "hangs at a step", "falls silent", "no engine is at work"],
+)
+def test_the_node_that_holds_up_the_opening_is_named(
+    virtual: VirtualTime,
+    monkeypatch: pytest.MonkeyPatch,
+    a: OpeningPeer,
+    b: OpeningPeer,
+    kind: type[BrigadeError],
+    node: str,
+) -> None:
+    monkeypatch.setattr(chain, "Stage", SilentStage)
+
+    async def run() -> None:
+        began = virtual.now
+        async with chain_over([a, b]) as found:
+            with pytest.raises(kind) as caught:
+                await found.open(within_s=3.0)
+        assert (type(caught.value), caught.value.node) == (kind, node) and virtual.now - began == pytest.approx(3.0)
+
+    virtual.run(run())
