@@ -162,6 +162,32 @@ def test_whoever_comes_and_goes_lanes_are_few_and_equal_and_nobody_waits_while_a
         alive = [session for session in alive if session.finish_reason is None]
 
 
+def test_who_joins_steps_with_the_next_lane_that_has_room_and_who_leaves_makes_lanes_smaller() -> None:
+    rig = Rig(num_stages=2)
+    old = streaming(rig, 2)
+    rig.send_all()
+    new = rig.submit(prompt_of(3, seed=9), 1000)
+    rig.send_all()  # its prompt
+    assert sorted(map(len, rig.chain.lanes_in_flight))[:2] == [1, 1]
+    while not new.num_generated:
+        rig.take_one()
+        rig.send_all()
+    for _ in range(4):
+        rig.take_one()
+        rig.send_all()
+    assert sorted(map(len, rig.chain.lanes_in_flight)) == [1, 2]
+    assert {slot for lane in rig.chain.lanes_in_flight for slot in lane} == {session.slot for session in [*old, new]}
+    rig = Rig(num_stages=2)
+    sessions = streaming(rig, 6)
+    assert [len(frame.windows) for frame in rig.send_all()] == [3, 3]
+    for session in sessions[:4]:
+        rig.scheduler.close(session)
+    for _ in range(4):
+        rig.take_one()
+        rig.send_all()
+    assert sorted(map(len, rig.chain.lanes_in_flight)) == [1, 1]
+
+
 # --- prompts --------------------------------------------------------------------------------------------------------
 
 
@@ -204,6 +230,24 @@ def test_the_oldest_prompt_and_the_shortest_take_turns() -> None:
     assert order[:14] == [oldest.slot, shortest.slot] * 7
     rig.run(oldest, middle, shortest)
     assert [slot for slot, *_ in rig.chain.windows].count(middle.slot) == 20
+
+
+def test_no_prompt_starves_and_a_short_one_has_its_first_token_within_a_few_chunks() -> None:
+    rig = Rig(num_stages=2, chunk=4)
+    long = rig.submit(prompt_of(60), 1)
+    for number in range(40):
+        rig.submit(prompt_of(6, seed=number), 1)
+        rig.step()
+    assert long.finish_reason is not None
+    rig = Rig(num_stages=2, chunk=8)
+    streaming(rig, 1)
+    long = rig.submit(prompt_of(800), 1)
+    for _ in range(10):
+        rig.step()
+    short = rig.submit(prompt_of(5), 1)
+    before = long.fed
+    rig.run(short)
+    assert long.fed - before <= 2 * 8
 
 
 def test_short_prompts_share_a_frame_as_far_as_they_fit_into_a_chunk() -> None:
