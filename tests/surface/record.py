@@ -366,7 +366,7 @@ STREAMED: dict[str, tuple[str, Json]] = {
     "completions, usage": _completion(stream_options={"include_usage": True}),
     "completions, logprobs": _completion(logprobs=1),
     "messages": _message(),
-    "messages, thought": _message(model="caller", thinking={"type": "enabled", "budget_tokens": 1024}, max_tokens=2000),
+    "messages, thought": _message(model="caller", thinking={"type": "enabled", "budget_tokens": 1024}, max_tokens=60),
     "messages, tools": _message(**_ANTHROPIC_TOOLS),
     "responses": _response(),
     "responses, thought": _response(model="caller", reasoning={"effort": "low"}),
