@@ -81,12 +81,6 @@ def test_a_stream_and_a_whole_answer_tell_the_same() -> None:
     assert choice["finish_reason"] == chunks[-1]["finish_reason"] == "tool_calls"
 
 
-def test_tools_are_told_to_the_template_unless_they_may_not_be_called() -> None:
-    tools = [{"type": "function", "function": {"name": "look"}}]
-    assert list(read(ChatBody, HELLO | {"tools": tools}).to_spec().tools) == tools
-    assert read(ChatBody, HELLO | {"tools": tools, "tool_choice": "none"}).to_spec().tools == ()
-
-
 @pytest.mark.parametrize(
     ("fields", "calls"),
     [
@@ -96,8 +90,13 @@ def test_tools_are_told_to_the_template_unless_they_may_not_be_called() -> None:
         ({"tool_choice": {"type": "function", "function": {"name": "look"}}}, Calls(are_forced=True, only="look")),
     ],
 )
-def test_calls_can_be_forced(fields: dict[str, Any], calls: Calls) -> None:
-    assert read(ChatBody, HELLO | fields).to_spec().calls == calls
+def test_calls_can_be_forced_and_tools_are_told_to_the_template_unless_they_may_not_be_called(
+    fields: dict[str, Any], calls: Calls
+) -> None:
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    asked = read(ChatBody, HELLO | {"tools": tools} | fields).to_spec()
+    assert asked.calls == calls and list(asked.tools) == tools
+    assert read(ChatBody, HELLO | {"tools": tools, "tool_choice": "none"}).to_spec().tools == ()
 
 
 @pytest.mark.parametrize("wants", [True, False])
@@ -201,14 +200,14 @@ def test_usage_counts_each_prompt_once_and_all_that_was_generated() -> None:
     assert usage["prompt_tokens_details"]["cached_tokens"] == 2
 
 
-def test_an_echoed_prompt_with_log_probabilities_may_ask_for_no_token() -> None:
-    assert read(CompletionBody, {"prompt": "a", "max_tokens": 0, "echo": True, "logprobs": 1}).scores_prompts
-
-
-def test_an_echoed_prompt_comes_first_and_moves_the_places() -> None:
+def test_an_echoed_prompt_comes_first_and_one_that_is_only_scored_has_no_answer() -> None:
     opening, chunk = chunks(answer(Choice("xyz", parser=Letters())), delta("a", token(0)))
     assert opening["text"] == "xyz" and chunk["logprobs"]["text_offset"] == [3]
     assert len(chunks(answer(Choice()), delta("a", token(0)))) == 1
+    outputs = [scored(token(1, -0.5, (1, -0.5))), delta("", finish_reason="length")]
+    whole = answer(Choice("abc", (0, 1), Letters()), echo=True, logprobs=1).whole([outputs])["choices"][0]
+    assert whole["text"] == "abc" and whole["logprobs"] and whole["logprobs"]["token_logprobs"] == [None, -0.5]
+    assert read(CompletionBody, {"prompt": "a", "max_tokens": 0, "echo": True, "logprobs": 1}).scores_prompts
 
 
 def scored(*tokens: Token) -> Output:
@@ -232,9 +231,3 @@ def test_the_tokens_of_an_echoed_prompt_have_log_probabilities_but_for_the_first
     opening, chunk = chunks(answer(Choice("abca", (0, 1, 0), Letters()), echo=True, logprobs=1), *outputs)
     assert opening["text"] == "abca" and opening["finish_reason"] is None
     assert {name: [*opening["logprobs"][name], *chunk["logprobs"][name]] for name in expected} == expected
-
-
-def test_a_prompt_that_is_only_scored_has_no_answer() -> None:
-    outputs = [scored(token(1, -0.5, (1, -0.5))), delta("", finish_reason="length")]
-    whole = answer(Choice("abc", (0, 1), Letters()), echo=True, logprobs=1).whole([outputs])["choices"][0]
-    assert whole["text"] == "abc" and whole["logprobs"] and whole["logprobs"]["token_logprobs"] == [None, -0.5]

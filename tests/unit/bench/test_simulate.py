@@ -83,11 +83,14 @@ def test_with_enough_requests_every_stage_is_always_at_work(num_stages: int) -> 
         assert min(found.utilisation) > 0.97 and max(found.utilisation) <= 1 + 1e-9
 
 
-def test_a_chain_is_as_fast_as_its_slowest_stage() -> None:
+def test_a_chain_is_as_fast_as_its_slowest_stage_and_requests_are_timed_from_their_arrival() -> None:
     slow = Pipeline((PER_ROW, SimulatedStage(((1, 0.040), (2, 0.080))), PER_ROW), (HERE,) * 3)
     found = simulate(slow, at_once(3, num_tokens=300))
     assert found.tokens_per_s == pytest.approx(1 / 0.040, rel=0.02)
     assert found.utilisation[1] > 0.97 and found.utilisation[0] == pytest.approx(0.25, rel=0.05)
+    found = simulate(equal(2), SimulatedLoad((0.0, 5.0), 1, 3, 64))
+    assert found.ttft_s == pytest.approx([0.020, 0.020]) and found.gaps_s == pytest.approx([0.020] * 4)
+    assert [len(times) for times in found.token_times] == [3, 3]
 
 
 def test_more_requests_than_stages_gain_only_where_rows_are_free() -> None:
@@ -168,9 +171,3 @@ def test_the_rate_of_all_together_is_taken_while_all_decode() -> None:
     assert aggregate_tokens_per_s([[0.0, 1.0, 2.0, 3.0, 4.0], [2.0, 3.0, 4.0]]) == 2
     assert aggregate_tokens_per_s([[0.0, 1.0], [2.0, 4.0]]) == pytest.approx(3 / 4)  # never at once: of the whole time
     assert aggregate_tokens_per_s([[0.0, 1.0, 2.0, 3.0], [2.9, 4.0]]) == pytest.approx(5 / 4)  # hardly ever: the same
-
-
-def test_requests_that_come_later_are_timed_from_their_arrival() -> None:
-    found = simulate(equal(2), SimulatedLoad((0.0, 5.0), 1, 3, 64))
-    assert found.ttft_s == pytest.approx([0.020, 0.020]) and found.gaps_s == pytest.approx([0.020] * 4)
-    assert [len(times) for times in found.token_times] == [3, 3]

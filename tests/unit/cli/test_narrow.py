@@ -69,25 +69,20 @@ def test_losses(capsys: pytest.CaptureFixture[str]) -> None:
     assert not [line for line in lines(capsys.readouterr().out) if "…" in line]
 
 
-def test_addresses_stay_whole_beside_a_long_name() -> None:
-    address = "[2001:db8:1234:5678:9abc:def0:1234:5678]:50070"
-    found = found_nodes([AnnouncedNode(about("the-macbook-pro-of-the-office"), (address,))], cluster(), HERE)
+def shown_nodes(*heard: AnnouncedNode, configured: tuple[tuple[str, str], ...] = ()) -> list[str]:
     console = Console(width=WIDTH)
     with console.capture() as shown:
-        console.print(node_table(found, "cluster.yaml", WIDTH))
-    assert address in " ".join(lines(shown.get())).split()
+        console.print(node_table(found_nodes(list(heard), cluster(*configured), HERE), "cluster.yaml", WIDTH))
+    return lines(shown.get())
 
 
 def test_nodes() -> None:
-    heard = [
-        AnnouncedNode(about("mini", fingerprint="ab" * 32), ("169.254.10.2:50070", "192.168.100.27:50070")),
-        AnnouncedNode(about("air"), ("169.254.10.3:50070",)),
-    ]
-    found = found_nodes(heard, cluster(("mini", "169.254.10.2:50070")), HERE)
-    console = Console(width=WIDTH)
-    with console.capture() as shown:
-        console.print(node_table(found, "cluster.yaml", WIDTH))
-    assert [line.split() for line in lines(shown.get())] == [
+    address = "[2001:db8:1234:5678:9abc:def0:1234:5678]:50070"  # stays whole beside a long name
+    assert address in " ".join(shown_nodes(AnnouncedNode(about("the-macbook-pro-of-the-office"), (address,)))).split()
+    mini = AnnouncedNode(about("mini", fingerprint="ab" * 32), ("169.254.10.2:50070", "192.168.100.27:50070"))
+    air = AnnouncedNode(about("air"), ("169.254.10.3:50070",))
+    shown = shown_nodes(mini, air, configured=(("mini", "169.254.10.2:50070"),))
+    assert [line.split() for line in shown] == [
         ["node", "version", "address", "reached", "by"],
         ["mini", "0.1.0", "169.254.10.2:50070", "–"],
         ["192.168.100.27:50070", "–"],

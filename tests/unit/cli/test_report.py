@@ -41,14 +41,11 @@ def test_every_row_is_one_line_with_all_its_figures(
     assert any(line.startswith("return ") and line.rstrip().endswith("━") for line in lines)
 
 
-def test_one_table_is_enough_where_there_is_room(
+def test_one_table_is_enough_where_there_is_room_and_what_a_lost_node_held_is_null(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert sum(line.startswith("node ") for line in tables(100, monkeypatch, capsys)) == 1
-    assert sum(line.startswith("node ") for line in tables(60, monkeypatch, capsys)) == 2
-
-
-def test_what_a_lost_node_held_is_null() -> None:
+    for width, num_tables in ((100, 1), (60, 2)):
+        assert sum(line.startswith("node ") for line in tables(width, monkeypatch, capsys)) == num_tables
     stages = [StageTime(node, node.name == "gone", 1.0, 1.0, 1.0, 0.5) for node in NODES]
     found = stages_of(Answer(statuses=[HELD, HELD]), Plan(tuple(NODES[:2]), 1), Waterfall(1.0, {}, stages))
     assert [stage["cache_bytes"] for stage in found] == [999 << 20, 999 << 20, None]

@@ -24,27 +24,17 @@ def planned(*needed_gib: float) -> Plan:
     return Plan(tuple(assignments), 1024)
 
 
-def test_a_mac_has_the_budget_that_its_worker_would_report() -> None:
+def test_the_page_has_the_rows_that_the_tool_prints(capsys: pytest.CaptureFixture[str]) -> None:
     (mac,) = nodes_of((64,))
     assert mac.memory_bytes == budget_from({"max_recommended_working_set_size": 48 * GIB}, available=0)
-
-
-def test_a_cell_says_the_split_or_what_is_missing() -> None:
-    assert cell(planned(40, 43)) == "5+5"
-    assert cell(planned(45, 40, 45)) == "lacks 3.6 GiB"
-
-
-def test_the_page_has_the_rows_that_the_tool_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cell(planned(40, 43)) == "5+5" and cell(planned(45, 40, 45)) == "lacks 3.6 GiB"
+    with pytest.raises(InputError, match=r"expected one of .*GLM-5.*, got 'GLM-9'"):
+        main(["GLM-9"], context=16384)
     main(["Llama-3.3-70B", "gpt-oss-120b"], context=16384)
     printed = capsys.readouterr().out.splitlines()
     page = (Path(__file__).parents[3] / "docs" / "fits.md").read_text(encoding="utf-8").splitlines()
     assert len(printed) == 4
     assert [line for line in page if line in printed] == printed
-
-
-def test_a_model_without_a_file_is_refused_by_name() -> None:
-    with pytest.raises(InputError, match=r"expected one of .*GLM-5.*, got 'GLM-9'"):
-        main(["GLM-9"], context=16384)
 
 
 SPEC = model([GB] * 8)
@@ -56,18 +46,15 @@ def test_the_best_split_on_paper_is_tried_with_its_neighbours_and_equal_parts() 
     assert worth_trying(predicted) == ((5, 3), (4, 4), (3, 5))
 
 
-def test_three_nodes_have_neighbours_in_every_direction() -> None:
+def test_neighbours_are_tried_in_every_direction_and_compared() -> None:
     predicted = predict(SPEC, nodes(ROOMY, ROOMY, ROOMY), surveyed(SPEC, 100, 400, 100), 1)
     assert worth_trying(predicted) == ((1, 6, 1), (2, 5, 1), (3, 4, 1), (1, 5, 2), (1, 4, 3), (2, 3, 3))
+    lines = report({(5, 3): 25.0, (4, 4): 20.0, (6, 2): 30.0}, {(5, 3): 18.0, (4, 4): 20.0}).splitlines()
+    assert lines[2:4] == ["| 4+4 | 20.0 | 20.0 |", "| 5+3 | 25.0 | 18.0 |"]
+    assert lines[-1] == "the plan's split makes 90% of the best measured one"
 
 
 def test_too_few_and_too_many_nodes_and_those_of_unknown_speed_are_refused() -> None:
     for count, speeds in ((1, surveyed(SPEC, 400)), (4, surveyed(SPEC, *[400] * 4)), (2, NO_SPEEDS)):
         with pytest.raises(ConfigError):
             predict(SPEC, nodes(*[ROOMY] * count), speeds, 1)
-
-
-def test_the_verdict_compares_what_was_measured() -> None:
-    lines = report({(5, 3): 25.0, (4, 4): 20.0, (6, 2): 30.0}, {(5, 3): 18.0, (4, 4): 20.0}).splitlines()
-    assert lines[2:4] == ["| 4+4 | 20.0 | 20.0 |", "| 5+3 | 25.0 | 18.0 |"]
-    assert lines[-1] == "the plan's split makes 90% of the best measured one"
