@@ -14,7 +14,7 @@ from protos.brigade_pb2 import HelloReply, HelloRequest
 from protos.brigade_pb2_grpc import NodeServicer, NodeStub, add_NodeServicer_to_server
 from tests.cluster.commands import run_here
 from tests.cluster.models import CONTEXT, VOCAB, altered_copy, make_talker, reconfigured_copy
-from tests.cluster.processes import FINISH_S, Outcome, Starter, Worker, free_port, run, write_cluster
+from tests.cluster.processes import Outcome, Starter, Worker, free_port, run, write_cluster
 from tests.tiny import make_model
 from worker.node.network import PROTOCOL_VERSION
 from worker.node.rpc_errors import error_of
@@ -202,45 +202,25 @@ def test_versions_that_differ_are_refused_on_both_sides(workers: list[Worker], s
     assert error_of(caught.value, "seen from here").node == "mini"
 
 
-def test_every_problem_of_a_configuration_is_reported_at_once(tmp_path: Path) -> None:
-    config = tmp_path / "cluster.yaml"
-    config.write_text(
-        "modle: demo\nlayers: [1, 0]\ncoordinator: {memory: lots}\n"
-        "workers:\n  - {name: mini, address: 127.0.0.1:50071}\n  - {name: mini, address: 10.0.0.7:50071}\n"
-    )
-    outcome = run_here("generate", "--config", config, "--prompt", "go")
-    problems = ("modle", "layers[1]", "coordinator.memory", "workers[1].name", "workers[1].address", "layers:")
-    assert_refused(outcome, 2, f"{config} has {len(problems)} problem", max_lines=1 + len(problems))
-    for problem in problems:
-        assert re.search(rf"^ +{re.escape(problem)}", outcome.err, re.MULTILINE), problem
-
-
-@pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
-def test_a_worker_with_another_model_is_refused_with_its_name_and_both_hashes(
-    start: Starter, talker: Path, tmp_path: Path, file: str
+def test_a_worker_with_another_tokenizer_is_refused_with_its_name_and_both_hashes(
+    start: Starter, talker: Path, tmp_path: Path
 ) -> None:
-    other = reconfigured_copy(talker, tmp_path / "other", rms_norm_eps=1e-5 if file == "config.json" else 1e-6)
-    if file == "tokenizer.json":
-        (other / file).write_text((other / file).read_text() + "\n")
+    other = Path(shutil.copytree(talker, tmp_path / "other"))
+    (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text() + "\n")
     config = tmp_path / "cluster.yaml"
     entry = f"{{name: mini, address: '127.0.0.1:{free_port()}', model: {other}}}"
-    config.write_text(f"model: {talker}\npull: none\nworkers:\n  - {entry}\n")
+    config.write_text(f"model: {talker}\npull: none\nworkers: [{entry}]\n")
     worker = start.worker("mini", "--config", config)
     assert worker.address in entry
     outcome = run_here("generate", "--config", config, "--prompt", "go")
     assert_refused(outcome, 2, "worker mini: ")
-    assert file.split(".")[0] in outcome.err
-    assert len(set(re.findall(r"\b[0-9a-f]{12}\b", outcome.err))) == 2
+    assert "tokenizer" in outcome.err and len(set(re.findall(r"\b[0-9a-f]{12}\b", outcome.err))) == 2
     assert worker.status().weight_bytes == 0
 
 
-def test_a_second_coordinator_is_refused_and_the_first_goes_on(start: Starter, talker: Path, tmp_path: Path) -> None:
-    worker = start.worker("mini", "--model", talker)
-    config = write_cluster(tmp_path / "cluster.yaml", ("mini", worker.address), model=str(talker))
-    command = ("generate", "--config", config, "--prompt", "go", "--ignore-eos", "--max-tokens")
-    first = start.brigade(*command, "39000")
-    first.out.wait_match(".", FINISH_S)
-    assert_refused(run_here(*command, "4"), 3, "worker mini: already serves another coordinator")
-    before = len(first.out.text)
-    first.out.wait_match(rf"(?s).{{{before + 200}}}", 10.0)
-    assert first.is_running and worker.status().slots == 1
+def test_a_configuration_is_refused_with_its_file_and_each_problem_on_a_line(tmp_path: Path) -> None:
+    config = tmp_path / "cluster.yaml"
+    config.write_text("modle: demo\ncoordinator: {memory: lots}\n")
+    outcome = run_here("generate", "--config", config, "--prompt", "go")
+    assert_refused(outcome, 2, f"{config} has 2 problem", max_lines=3)
+    assert all(f"\n  {key}: " in outcome.err for key in ("modle", "coordinator.memory"))
