@@ -58,7 +58,7 @@ def test_an_unused_model_is_unloaded_on_all_nodes_and_loaded_again_for_the_next_
             async def wait_asleep() -> None:
                 async with asyncio.timeout(PATIENCE_S):
                     while (await client.get("/health?deep=1")).json()["status"] != "asleep":
-                        await client.get("/cluster")  # to look is not to ask
+                        await client.get("/cluster")  # does not count as use
                     while (await asyncio.to_thread(worker.status)).weight_bytes:
                         pass
 

@@ -100,7 +100,7 @@ def require_trust_by_hand(url: str, keys: Path, cert: Path, monkeypatch: pytest.
 
 def test_a_server_that_is_told_to_stop_before_it_answers_ends_well(start: Starter, talker: Path) -> None:
     running = start.brigade(*command(talker, "--local", "1"))
-    start.children(running, 1)
+    start.children(running, 2)  # one of them renders chat templates
     running.process.terminate()
     outcome = running.wait()
     assert outcome.code == 0 and "Traceback" not in outcome.err

@@ -142,7 +142,7 @@ def test_a_command_that_is_interrupted_leaves_no_local_worker_behind(
     assert outcome.code == 130
     assert "Traceback" not in outcome.err and "error" not in outcome.err
     assert is_streaming or (outcome.out, outcome.err) == ("", "")
-    assert psutil.wait_procs(children, FAILURE_S)[1] == []
+    assert psutil.wait_procs(children, 2.0 if is_streaming else FAILURE_S)[1] == []
 
 
 def test_local_workers_end_by_themselves_when_the_coordinator_is_killed(start: Starter, talker: Path) -> None:
