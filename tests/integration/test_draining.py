@@ -15,7 +15,7 @@ from tests.integration.many import Live, request, tokens_of, until, wait_freed, 
 from tests.integration.upstream import attach_request
 from worker.errors import NodeBusy
 
-LONG = 80  # tokens
+LONG = 150  # tokens
 
 
 @asynccontextmanager

@@ -43,14 +43,26 @@ async def test_while_a_request_waits_the_new_chain_knows_what_the_lost_one_knew(
     assert warm_up_rows(frames, 2) == [1]
 
 
-async def test_a_chain_of_fewer_nodes_measures_anew(folder: Path, frames: Frames) -> None:
+async def test_a_chain_without_the_lost_node_waits_for_no_rejoin_and_measures_anew(
+    folder: Path, frames: Frames, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Collection[str]] = []
+    ask = Nodes.ask
+
+    async def note(nodes: Nodes, names: Collection[str], within_s: float) -> None:
+        if rig.cluster.trouble:  # there is no chain
+            asked.append(set(names))
+        await ask(nodes, names, within_s)
+
     async with supervised(folder, IS_GONE) as rig, rig.engine() as engine:
+        monkeypatch.setattr(Nodes, "ask", note)
         costs = rig.cluster.chain.costs
         live = Live(engine, LONG)
         await live.wait_pieces(3)
         await lose(rig, 1, comes_back=False)
         await live.answer()
         assert rig.cluster.chain.costs is not costs
+    assert asked == [{"node-1"}]
     assert warm_up_rows(frames, 2) == [64, 64, 1, 1]
 
 
@@ -97,21 +109,3 @@ async def test_a_worker_of_our_own_that_is_silent_is_ended_before_anybody_is_ask
         monkeypatch.setattr(ClusterNode, "kill", lambda worker: done.append(worker.name))
         await rig.cluster.reopen(NodeSilent("stopped answering", node="node-2"))
     assert done[:2] == ["node-2", "asked"]
-
-
-async def test_a_lost_node_that_may_not_rejoin_costs_no_wait(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Collection[str]] = []
-    ask = Nodes.ask
-
-    async def note(nodes: Nodes, names: Collection[str], within_s: float) -> None:
-        if rig.cluster.trouble:  # there is no chain
-            asked.append(set(names))
-        await ask(nodes, names, within_s)
-
-    async with supervised(folder, IS_GONE) as rig, rig.engine() as engine:
-        monkeypatch.setattr(Nodes, "ask", note)
-        live = Live(engine, LONG)
-        await live.wait_pieces(3)
-        await lose(rig, 1, comes_back=False)
-        await live.answer()
-    assert asked == [{"node-1"}]

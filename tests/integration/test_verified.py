@@ -46,7 +46,7 @@ async def test_verified_windows_give_the_tokens_and_logprobs_of_one_token_decodi
                     assert found.usage.num_steps < N, "no draft ever held"
 
 
-@pytest.mark.parametrize("layers", [(1, 3), (2, 1, 1)], ids=str)
+@pytest.mark.parametrize("layers", [(2, 1, 1), pytest.param((1, 3), marks=pytest.mark.matrix)], ids=str)
 async def test_drafts_from_the_text_and_diffusion_work_with_sliding_windows(
     models: Models, layers: tuple[int, ...]
 ) -> None:
