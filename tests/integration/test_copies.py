@@ -12,7 +12,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from coordinator.cluster.weights import known_digests
-from protos.brigade_pb2 import Contents, LoadRequest
+from protos.brigade_pb2 import LoadRequest
 from tests.integration.conftest import Models, Whole, load, load_request, opened, serving
 from tests.integration.test_equality import GREEDY, assert_equal, raw_hybrid
 from tests.tiny import write_folder
@@ -219,9 +219,3 @@ async def test_a_coordinator_needs_every_header_and_says_so(whole: Whole, copy: 
         with pytest.raises(ModelError, match=r"is missing, .* Only a worker may lack files"):
             async with opened(copy, (2, 2), nodes):
                 pytest.fail("the chain opened")
-
-
-async def test_headers_that_are_none_are_refused(whole: Whole) -> None:
-    request = load_request(whole.folder, 2, 4)
-    request.contents.CopyFrom(Contents(headers=b"not packed"))
-    assert "malformed tensor headers" in await refusal(request, whole.folder)

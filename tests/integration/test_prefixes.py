@@ -15,7 +15,7 @@ from protos.brigade_pb2 import Frame, Opening, Timing
 from tests.integration.conftest import CHUNK, Models, Pass, opened, running, serving
 from tests.integration.many import SPLITS, Frames, Live, request, running_within, solo, tokens_of, wait_freed
 from tests.integration.many import frames as frames
-from tests.integration.upstream import feeding, frame, tensor, window_of
+from tests.integration.upstream import feeding, tensor, window_of
 from tests.integration.windows import MASKED
 from worker.errors import FrameError
 
@@ -222,14 +222,6 @@ async def test_a_short_continuation_of_a_long_text_takes_no_more_than_it_was_pro
 
 
 # --- what an engine refuses -----------------------------------------------------------------------------------------
-
-
-async def test_a_copy_of_a_slot_that_is_not_open_is_refused(models: Models, passes: list[Pass]) -> None:
-    async with feeding(models("qwen3").folder) as worker:
-        await worker.send(frame(1, [5, 6, 7], opened=[Opening(slot=4, fork_of=3)]))
-        with pytest.raises(FrameError, match=r"^worker node-1: slot 3, to be copied to slot 4, is not open"):
-            await worker.next_result()
-    assert passes == []
 
 
 async def test_a_copy_of_a_slot_that_the_same_frame_closes_is_made_before(models: Models) -> None:
