@@ -61,14 +61,14 @@ async def run_score(options: ClusterOptions, text: str, *, as_json: bool) -> Non
     from coordinator.engine.inputs import InputProcessor
     from coordinator.engine.scores import score_text, windows_of
 
-    frontend = await InputProcessor.read(options.model, trust_remote_code=options.trust_remote_code)
-    tokens = await frontend.prompt_ids(text)
+    inputs = await InputProcessor.read(options.model, trust_remote_code=options.trust_remote_code)
+    tokens = await inputs.prompt_ids(text)
     if len(tokens) < 2:
         raise InputError("", f"expected a text of at least two tokens, found {len(tokens)}: the first follows nothing")
-    size = min(options.context, frontend.spec.context) - 1  # one place is for the generated token, which is dropped
+    size = min(options.context, inputs.spec.context) - 1  # one place is for the generated token, which is dropped
     if size < 2:
         raise InputError("context", f"expected at least 3 tokens, got {size + 1}")
-    async with open_engine(frontend, options, size + 1, max_waiting=8, max_wait_s=600.0) as model:
+    async with open_engine(inputs, options, size + 1, max_waiting=8) as model:
         began = time.monotonic()
         with show_tokens("scored", len(tokens) - 1) as report:
             scores = await score_text(model, tokens, size, lambda count: report(count, count))
