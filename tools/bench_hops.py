@@ -36,7 +36,7 @@ from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request, check_request, eos_ids
 from tools.proxy import proxy_to
 from worker.model.checkpoint import Checkpoint
-from worker.model.modelspec import ModelSpec
+from worker.model.model_spec import ModelSpec
 from worker.node.network import Network
 from worker.platform.machine import machine_name
 from worker.platform.run import run_command

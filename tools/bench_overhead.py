@@ -28,7 +28,7 @@ from coordinator.cluster.options import ClusterOptions, cluster_options
 from coordinator.engine.engine import generate_once
 from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
-from worker.model.modelspec import DTYPE_BYTES, ModelSpec
+from worker.model.model_spec import DTYPE_BYTES, ModelSpec
 from worker.node.network import Network
 from worker.platform.machine import machine_name
 from worker.platform.run import run_command

@@ -25,7 +25,7 @@ from coordinator.planning.planner import plan
 from coordinator.planning.prediction import Prediction
 from coordinator.planning.speeds import NO_SPEEDS, Survey
 from worker.errors import ConfigError
-from worker.model.modelspec import ModelSpec
+from worker.model.model_spec import ModelSpec
 from worker.platform.machine import machine_name
 from worker.platform.run import run_command
 

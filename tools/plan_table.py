@@ -21,7 +21,7 @@ from tools.sparse_model import PUBLISHED, write_sparse
 from worker.errors import BrigadeError, InputError
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
-from worker.model.modelspec import ModelSpec
+from worker.model.model_spec import ModelSpec
 from worker.platform.machine import budget_from
 from worker.platform.run import run_command
 from worker.platform.text import format_bytes

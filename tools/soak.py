@@ -37,7 +37,7 @@ from tools.soak_requests import make_requests
 from tools.soak_worker import SoakWorker
 from worker.errors import BrigadeError
 from worker.model.checkpoint import Checkpoint
-from worker.model.modelspec import ModelSpec
+from worker.model.model_spec import ModelSpec
 from worker.node.network import Network
 from worker.platform.machine import machine_name
 from worker.platform.run import run_command

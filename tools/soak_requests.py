@@ -5,7 +5,7 @@ import random
 from coordinator.decoding.decode import Decode
 from coordinator.sessions.request import Request
 from protos.brigade_pb2 import Sampling
-from worker.model.modelspec import ModelSpec
+from worker.model.model_spec import ModelSpec
 
 _DECODES = (Decode(), Decode("ngram"), Decode("diffusion"), Decode("diffusion-fast", 8))
 _SAMPLINGS = (

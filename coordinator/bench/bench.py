@@ -35,7 +35,7 @@ from coordinator.sessions.request import Request, check_request
 from protos.brigade_pb2 import Cache
 from worker.errors import BrigadeError, ConfigError, InputError
 from worker.model.checkpoint import Checkpoint
-from worker.model.modelspec import ModelSpec
+from worker.model.model_spec import ModelSpec
 from worker.platform.machine import machine_name, memory_budget
 from worker.platform.text import format_bytes
 from worker.platform.threads import MlxThread, run_in_thread

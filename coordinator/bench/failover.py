@@ -25,7 +25,7 @@ from coordinator.sessions.output import Answer
 from coordinator.sessions.request import Request
 from worker.errors import BrigadeError, InputError
 from worker.model.checkpoint import Checkpoint
-from worker.model.modelspec import ModelSpec
+from worker.model.model_spec import ModelSpec
 from worker.node.network import Network
 from worker.platform.machine import machine_name
 from worker.platform.threads import MlxThread

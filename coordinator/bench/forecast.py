@@ -20,7 +20,7 @@ from coordinator.planning.planner import plan
 from coordinator.planning.prediction import Prediction
 from coordinator.planning.speeds import Survey
 from worker.errors import InputError
-from worker.model.modelspec import ModelSpec
+from worker.model.model_spec import ModelSpec
 
 _MAX_STEPS = 100_000  # of all requests on all stages: at most about 15 seconds
 _MAX_TOKENS = 1_000_000  # of all prompts: some 100 MiB

@@ -23,7 +23,7 @@ from coordinator.planning.speeds import Survey, format_ms
 from coordinator.sessions.slots import MOST_WAITING
 from worker.config import ClusterConfig
 from worker.errors import InputError
-from worker.model.modelspec import ModelSpec
+from worker.model.model_spec import ModelSpec
 from worker.platform.text import format_bytes
 from worker.platform.threads import run_in_thread
 

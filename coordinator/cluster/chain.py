@@ -8,7 +8,7 @@ from functools import partial
 from typing import NoReturn, Self
 
 from coordinator.cluster.deployment import Deployment, OwnNode
-from coordinator.cluster.flight import ArrivedResult, Flight, SuspendWatch
+from coordinator.cluster.frames_in_flight import ArrivedResult, Flight, SuspendWatch
 from coordinator.cluster.peer import Peer
 from coordinator.cluster.progress import NodeProgress
 from coordinator.planning.costs import ChainCosts
@@ -17,7 +17,7 @@ from worker.compute.executor import Executor
 from worker.compute.header import check_result
 from worker.errors import BrigadeError, EngineHung, FrameError, NodeBusy, NodeLeaving, NodeSilent, StageLost
 from worker.memory.history import History
-from worker.model.modelspec import ModelSpec
+from worker.model.model_spec import ModelSpec
 from worker.node.framing import PLAIN
 from worker.node.stage import Stage
 from worker.platform.threads import MlxThread, run_in_thread

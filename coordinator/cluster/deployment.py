@@ -12,7 +12,7 @@ from protos.brigade_pb2 import Contents, Coordinator, LoadProgress, LoadRequest
 from worker.compute.shard import Shard
 from worker.model.checkpoint import Checkpoint
 from worker.model.contents import contents_of
-from worker.model.modelspec import ModelSpec
+from worker.model.model_spec import ModelSpec
 from worker.node.loading import load_shard
 from worker.platform.mlx_memory import forget_peak
 from worker.platform.threads import MlxThread, run_in_thread

@@ -12,7 +12,7 @@ from coordinator.planning.plan import Node
 from coordinator.planning.speeds import LinkSpeed, NodeSpeed, Survey
 from worker.config import NAME_RULE, SIZE_RULE, Name, Size, read_yaml, shown, unknown_key, yaml_path
 from worker.errors import ConfigError
-from worker.model.modelspec import ModelSpec
+from worker.model.model_spec import ModelSpec
 
 _MOST_NODES = 64
 _Tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)

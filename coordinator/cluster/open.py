@@ -27,7 +27,7 @@ from worker.errors import BrigadeError, ConfigError
 from worker.model.checkpoint import Checkpoint
 from worker.model.describe import describe
 from worker.model.families import is_tested
-from worker.model.modelspec import ModelSpec
+from worker.model.model_spec import ModelSpec
 from worker.node.identity import Role
 from worker.node.loading import open_checkpoint
 from worker.node.network import Network

@@ -8,7 +8,7 @@ from coordinator.decoding.window import LENGTHS, WindowChooser
 from coordinator.planning.costs import StepCosts
 from protos.brigade_pb2 import CACHE_FULL, CACHE_INT8, CACHE_ROTATING, Cache
 from worker.errors import InputError
-from worker.model.modelspec import ModelSpec
+from worker.model.model_spec import ModelSpec
 
 KINDS = ("auto", "ar", "ngram", "diffusion", "diffusion-fast")
 _CACHES = {"full": CACHE_FULL, "rotating": CACHE_ROTATING, "int8": CACHE_INT8}

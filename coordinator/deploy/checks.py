@@ -25,7 +25,7 @@ from protos.brigade_pb2 import (
     Way,
 )
 from worker.errors import CLOSED_AT_ONCE, CallerRefused, ConfigError, ModelError, Unanswered
-from worker.model.modelspec import ModelSpec
+from worker.model.model_spec import ModelSpec
 from worker.node.configuration import differing
 from worker.node.identity import WARN_AHEAD, Role, reported_expiry
 from worker.platform.text import format_bytes

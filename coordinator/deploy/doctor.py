@@ -36,7 +36,7 @@ from protos.brigade_pb2 import TRANSPORT_GRPC, TRANSPORT_TCP, TRANSPORT_TLS, Tra
 from worker.config import ClusterConfig, WorkerConfig, is_loopback, split_address
 from worker.errors import BrigadeError, ConfigError, NodeBusy, StageLost
 from worker.node.configuration import configuration_of
-from worker.node.examine import read_facts
+from worker.node.facts import read_facts
 from worker.node.identity import Role
 from worker.node.links import connect
 from worker.node.network import Network

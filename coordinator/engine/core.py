@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from coordinator.cluster.chain import Chain
-from coordinator.cluster.flight import ArrivedResult
+from coordinator.cluster.frames_in_flight import ArrivedResult
 from coordinator.engine.quarantine import MOST_LOSSES, Quarantine
 from coordinator.engine.stats import Stats
 from coordinator.planning.costs import LaneChooser, chunk_size

@@ -29,7 +29,7 @@ from worker.compute.grammar import Grammars
 from worker.compute.header import check_grammar
 from worker.errors import FrameError, InputError, ModelError, QueueFull, SamplingError, WaitedTooLong
 from worker.model.checkpoint import Checkpoint
-from worker.model.modelspec import ModelSpec
+from worker.model.model_spec import ModelSpec
 from worker.platform.threads import run_in_thread
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from worker.errors import ConfigError
-from worker.model.modelspec import ModelSpec
+from worker.model.model_spec import ModelSpec
 from worker.platform.text import format_bytes
 
 Goal = Literal["latency", "throughput"]  # one request's time per token, or many requests' tokens per second

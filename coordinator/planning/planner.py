@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from coordinator.planning.plan import Node, Objective, Plan, assign, check_split, some_split_fits, split_by_bytes
 from coordinator.planning.speeds import NO_SPEEDS, Survey
 from worker.errors import ConfigError
-from worker.model.modelspec import ModelSpec
+from worker.model.model_spec import ModelSpec
 
 LATENCY_SLACK = 1.02  # plans within this factor of the best latency are equally good, and other things decide
 PROMPT_ROWS = 512  # rows of the prompt frame by which plans are compared

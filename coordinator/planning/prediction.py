@@ -9,7 +9,7 @@ from coordinator.planning.plan import Node, Objective, Plan
 from coordinator.planning.planner import LATENCY_SLACK, plan
 from coordinator.planning.speeds import LinkSpeed, Survey, format_ms
 from worker.errors import ConfigError
-from worker.model.modelspec import ModelSpec
+from worker.model.model_spec import ModelSpec
 from worker.platform.text import format_bytes
 
 _MOST_SAMPLED = 64  # rows of the longest frame in which every row is sampled

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from coordinator.planning.costs import on_lines
-from worker.model.modelspec import ModelSpec
+from worker.model.model_spec import ModelSpec
 
 TimesByRows = tuple[tuple[int, float], ...]  # milliseconds by rows of a frame, ascending
 

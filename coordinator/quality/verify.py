@@ -31,7 +31,7 @@ from worker.compute.shard import Shard
 from worker.config import is_loopback, split_address
 from worker.errors import InputError
 from worker.model.checkpoint import Checkpoint
-from worker.model.modelspec import ModelSpec
+from worker.model.model_spec import ModelSpec
 from worker.platform.machine import memory_budget
 from worker.platform.text import format_bytes
 from worker.platform.threads import MlxThread, run_in_thread

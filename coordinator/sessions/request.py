@@ -13,7 +13,7 @@ from coordinator.planning.costs import StepCosts
 from coordinator.sessions.output import NO_TOKENS, KnownTokens
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache, Sampling
 from worker.errors import ContextExceeded, InputError, ModelError
-from worker.model.modelspec import ModelSpec
+from worker.model.model_spec import ModelSpec
 
 _MIN_TEMPERATURE = 1e-6  # dividing by less overflows float32
 _OFF_AT_ONE = ("top_p", "repetition_penalty")

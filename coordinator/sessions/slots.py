@@ -16,7 +16,7 @@ from coordinator.planning.plan import Plan
 from coordinator.sessions.session import Session
 from protos.brigade_pb2 import Cache, Opening
 from worker.errors import ContextExceeded, QueueFull
-from worker.model.modelspec import ModelSpec
+from worker.model.model_spec import ModelSpec
 from worker.platform.text import format_bytes
 
 MOST_WAITING = 1024  # default limit of sessions that wait for memory

@@ -32,8 +32,8 @@ from tests.integration.upstream import attach_request, window_of
 from tests.tiny import VOCAB, make_model
 from worker.compute.shard import Shard
 from worker.errors import BrigadeError, ModelError, NodeBusy, StageLost
-from worker.memory.cache import LayerCache
-from worker.memory.caches import Caches
+from worker.memory.layer_cache import LayerCache
+from worker.memory.slot_caches import Caches
 from worker.node.attachment import Attachment
 from worker.node.lifecycle import WorkerState
 

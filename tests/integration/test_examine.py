@@ -35,7 +35,7 @@ from tests.unit.deploy.cases import said
 from tools.proxy import proxy_to
 from worker.config import ClusterConfig, TlsConfig, WorkerConfig
 from worker.errors import ConfigError, FrameError
-from worker.node import examine as examine_module
+from worker.node import facts as facts_module
 from worker.node import links
 from worker.node.links import exchange, open_port
 from worker.node.network import Network
@@ -298,7 +298,7 @@ async def test_code_that_was_replaced_under_a_worker_is_noticed(monkeypatch: pyt
     running_code()
     async with serving(1) as [node], peer_of(node) as peer:
         assert not (await peer.examine()).is_outdated
-        monkeypatch.setattr(examine_module, "code_on_disk", lambda: "another")
+        monkeypatch.setattr(facts_module, "code_on_disk", lambda: "another")
         assert (await peer.examine()).is_outdated
 
 
@@ -311,8 +311,8 @@ async def test_the_event_loop_is_free_while_commands_of_the_system_take_their_ti
         assert is_free.wait(PATIENCE_S), "the event loop waits for this"
         return Facts(chip="slow")
 
-    monkeypatch.setattr(examine_module.linux, "READINGS", (reading,))
-    monkeypatch.setattr(examine_module.mac, "READINGS", (reading,))
+    monkeypatch.setattr(facts_module.linux, "READINGS", (reading,))
+    monkeypatch.setattr(facts_module.mac, "READINGS", (reading,))
     async with serving(1) as [node], peer_of(node) as peer:
         examining = asyncio.create_task(peer.examine())
         assert (await peer.examine(only_time=True)).time > 0

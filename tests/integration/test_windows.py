@@ -25,8 +25,8 @@ from tests.integration.windows import (
     recompute,
 )
 from worker.compute.shard import Shard
-from worker.memory.cache import KVCache
-from worker.memory.caches import Caches
+from worker.memory.layer_cache import KVCache
+from worker.memory.slot_caches import Caches
 
 # --- WeDLM's decoder ------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from tools.model_types.matrix import answer, best_lanes, look_at
 from tools.model_types.quantised import UNIT, makers
 from worker.compute.shard import Shard
 from worker.errors import ModelError
-from worker.memory.caches import Caches
+from worker.memory.slot_caches import Caches
 
 ROWS = [mx.array([[0.0, 1.0, -3.0], [5.0, 4.0, -mx.inf]])]
 

@@ -98,7 +98,7 @@ def test_a_breach_is_found() -> None:
         ("worker/x.py", "from .. import coordinator"),
         ("worker/x.py", "import importlib\nimportlib.import_module('coordinator.planning.plan')"),
         ("tools/x.py", "from tests.tiny import make_model"),
-        ("worker/model/x.py", "import worker.memory.cache"),
+        ("worker/model/x.py", "import worker.memory.layer_cache"),
         ("worker/compute/x.py", "from ..node import hop"),
         ("coordinator/cluster/x.py", "import coordinator"),
     ):

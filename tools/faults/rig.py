@@ -17,7 +17,7 @@ from tools.faults.trial import Trial
 from tools.worker_process import WorkerProcess
 from worker.config import ClusterConfig, CoordinatorConfig, WorkerConfig
 from worker.model.checkpoint import Checkpoint
-from worker.model.modelspec import ModelSpec
+from worker.model.model_spec import ModelSpec
 
 NAMES = ("first", "last")  # stages 1 and 2
 CONTEXT = 1024  # tokens

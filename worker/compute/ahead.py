@@ -19,8 +19,8 @@ from protos.brigade_pb2 import Cache, Frame, Window
 from worker.compute.sampling import Draws
 from worker.compute.shard import Shard
 from worker.compute.slot import Slot
-from worker.memory.caches import Snapshot
 from worker.memory.lane import LaneWindow
+from worker.memory.slot_caches import Snapshot
 
 SlotsById = Mapping[int, Slot]  # by number
 

@@ -12,12 +12,12 @@ import mlx.core as mx
 
 from protos.brigade_pb2 import Cache, RowTimes, Speed
 from worker.compute.shard import CutModel
-from worker.memory.caches import Caches
+from worker.memory.slot_caches import Caches
 from worker.model.build import MLX_DTYPES, absent, build, tensors_of_module
 from worker.model.checkpoint import Checkpoint
 from worker.model.describe import BACK, FRONT, describe, layout_of
 from worker.model.headers import TensorInfo
-from worker.model.modelspec import LayerSpec, ModelSpec
+from worker.model.model_spec import LayerSpec, ModelSpec
 from worker.model.probe_pass import ModelInfo
 
 ROWS = (1, 512, 8, 64, 2, 4, 16)  # the most telling first: on a slow device the last ones are left out

@@ -21,8 +21,8 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from protos.brigade_pb2 import Cache
 from worker.compute.grammar import Grammars
 from worker.errors import ModelError
-from worker.memory.caches import Caches
 from worker.memory.lane import Attention, Lane, LaneCache, LaneWindow, View
+from worker.memory.slot_caches import Caches
 from worker.model.build import Absent, build, tensors_of_module
 from worker.model.checkpoint import Checkpoint
 from worker.model.describe import layout_of, shard_tensors

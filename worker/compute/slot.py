@@ -9,9 +9,9 @@ from worker.compute.grammar import Guide
 from worker.compute.header import asked_rows, num_rows
 from worker.compute.sampling import Draws, Sampler
 from worker.errors import CacheMismatch
-from worker.memory.caches import Caches
 from worker.memory.history import History
 from worker.memory.lane import LaneWindow
+from worker.memory.slot_caches import Caches
 
 
 class Slot:

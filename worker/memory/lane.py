@@ -16,9 +16,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from worker.memory.cache import KVCache, Mask, packed
-from worker.memory.caches import Caches
-from worker.model.cachespec import pack_capacity
+from worker.memory.layer_cache import KVCache, Mask, packed
+from worker.memory.slot_caches import Caches
+from worker.model.cache_spec import pack_capacity
 from worker.model.stub_layers import RunLayer
 
 Attention = Callable[..., mx.array]

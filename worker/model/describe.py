@@ -14,7 +14,7 @@ from worker.errors import ModelError
 from worker.model.build import Absent, build, tensors_of_module
 from worker.model.checkpoint import Checkpoint
 from worker.model.families import mask_token_of
-from worker.model.modelspec import LayerSpec, ModelSpec
+from worker.model.model_spec import LayerSpec, ModelSpec
 from worker.model.module_tree import ModuleTree, is_text, layer_in_checkpoint, module_tree_of
 from worker.model.probe_pass import ModelInfo, probe
 

@@ -20,7 +20,7 @@ from mlx_lm.models.cache import (
 )
 
 from worker.errors import ModelError, first_line
-from worker.model.cachespec import Memory, int8_group
+from worker.model.cache_spec import Memory, int8_group
 from worker.model.module_tree import ModuleTree, module_tree_of
 from worker.model.stub_layers import RunLayer, StubEmbedding, as_returned, drop_part, install_gates
 

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from protos.brigade_pb2 import DType, Feeding, Frame, Part, Report
 from worker.errors import FrameError
-from worker.model.modelspec import DTYPE_BYTES
+from worker.model.model_spec import DTYPE_BYTES
 
 _MOST_PAYLOAD_BYTES = 1 << 28  # of a frame: a lane of many windows may be longer than a prompt chunk
 _MOST_CHUNK_BYTES = 1 << 26

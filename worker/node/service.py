@@ -35,7 +35,7 @@ from protos.brigade_pb2 import (
 )
 from protos.brigade_pb2_grpc import NodeServicer
 from worker.errors import BrigadeError, FrameError, ModelError, ModelLacking
-from worker.node.examine import read_facts
+from worker.node.facts import read_facts
 from worker.node.lifecycle import Worker, WorkerState
 from worker.node.links import answer_probe, measure_link, open_port
 from worker.node.log import worker_log

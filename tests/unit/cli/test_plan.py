@@ -18,7 +18,7 @@ from tests.tiny import make_model
 from tests.unit.cli.conftest import Command
 from tests.unit.planning.test_planner import SEED_MODEL
 from worker.errors import ConfigError, InputError
-from worker.model.modelspec import ModelSpec
+from worker.model.model_spec import ModelSpec
 
 MACS = """\
 nodes:

@@ -12,15 +12,15 @@ import pytest
 
 from coordinator.cluster import cluster, local, nodes
 from coordinator.cluster.deployment import Deployment, OwnCopy
-from coordinator.cluster.flight import ArrivedResult
+from coordinator.cluster.frames_in_flight import ArrivedResult
 from coordinator.cluster.progress import NodeProgress
 from coordinator.planning.costs import ChainCosts
 from protos.brigade_pb2 import DTYPE_BFLOAT16, Frame, HelloReply, StatusReply
 from tests.unit.fake_chain import FakeChain
 from worker.compute.header import num_rows
 from worker.errors import ConfigError, EngineHung, NodeBusy, NodeLeaving, StageLost
-from worker.model.cachespec import Memory
-from worker.model.modelspec import LayerSpec, ModelSpec
+from worker.model.cache_spec import Memory
+from worker.model.model_spec import LayerSpec, ModelSpec
 
 STEP_S = 0.05
 JOIN_S = 0.05

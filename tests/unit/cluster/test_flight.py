@@ -2,8 +2,8 @@
 
 import pytest
 
-from coordinator.cluster import flight
-from coordinator.cluster.flight import Flight, SuspendWatch
+from coordinator.cluster import frames_in_flight as flight
+from coordinator.cluster.frames_in_flight import Flight, SuspendWatch
 from coordinator.planning.costs import ChainCosts
 from protos.brigade_pb2 import Frame, Result, Timing, Window
 

@@ -17,8 +17,8 @@ from tools.model_types.make import make_type
 from worker.compute import shard as shard_module
 from worker.compute.shard import CutModel, Shard
 from worker.errors import ModelError
-from worker.memory.caches import members
 from worker.memory.lane import LaneWindow
+from worker.memory.slot_caches import members
 from worker.model.checkpoint import Checkpoint, open_folder
 from worker.model.describe import describe
 

@@ -10,9 +10,9 @@ import pytest
 
 from protos.brigade_pb2 import Cache
 from worker.compute.shard import WindowRope, serve_lanes
-from worker.memory.caches import Caches
 from worker.memory.lane import Lane, LaneWindow
-from worker.model.cachespec import Memory
+from worker.memory.slot_caches import Caches
+from worker.model.cache_spec import Memory
 
 H, K = 2, 4
 

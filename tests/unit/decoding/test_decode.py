@@ -10,8 +10,8 @@ from coordinator.decoding.decoders import Autoregressive, Fill, LosslessDiffusio
 from coordinator.planning.costs import StepCosts
 from protos.brigade_pb2 import CACHE_FULL, CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
 from worker.errors import InputError
-from worker.model.cachespec import Memory
-from worker.model.modelspec import LayerSpec, ModelSpec
+from worker.model.cache_spec import Memory
+from worker.model.model_spec import LayerSpec, ModelSpec
 
 FULL = LayerSpec(100, (Memory(None, 1, 1, 1, 2),))
 RECURRENT = LayerSpec(100, (Memory(state_arrays=1, state_bytes=10),))

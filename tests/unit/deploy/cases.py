@@ -28,7 +28,7 @@ from protos.brigade_pb2 import (
     ThunderboltPort,
     Way,
 )
-from worker.model.modelspec import LayerSpec, ModelSpec
+from worker.model.model_spec import LayerSpec, ModelSpec
 
 GIB = 2**30
 NOW = datetime(2026, 11, 22, tzinfo=UTC)

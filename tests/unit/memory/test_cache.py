@@ -10,8 +10,8 @@ from mlx_lm.models.base import create_causal_mask
 
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache
 from worker.errors import CacheMismatch
-from worker.memory.cache import Int8Cache, KVCache, RecurrentState, make_cache
-from worker.model.cachespec import Memory
+from worker.memory.layer_cache import Int8Cache, KVCache, RecurrentState, make_cache
+from worker.model.cache_spec import Memory
 
 
 def rows(tokens: list[int], width: int = 1, heads: int = 1) -> mx.array:

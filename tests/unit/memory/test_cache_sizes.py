@@ -10,9 +10,9 @@ from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache
 from tests.tiny import make_model
 from worker.compute.shard import Shard
 from worker.errors import CacheMismatch
-from worker.memory.cache import KVCache, LayerCache, make_cache, packed
 from worker.memory.lane import LaneWindow
-from worker.model.cachespec import Memory, cache_spec, pack_capacity
+from worker.memory.layer_cache import KVCache, LayerCache, make_cache, packed
+from worker.model.cache_spec import Memory, cache_spec, pack_capacity
 from worker.model.checkpoint import open_folder
 from worker.model.describe import describe
 

@@ -7,9 +7,9 @@ import pytest
 
 from protos.brigade_pb2 import CACHE_INT8, Cache
 from worker.errors import CacheMismatch
-from worker.memory.cache import Int8Cache, KVCache, RecurrentState
-from worker.memory.caches import Caches, members
-from worker.model.cachespec import Memory
+from worker.memory.layer_cache import Int8Cache, KVCache, RecurrentState
+from worker.memory.slot_caches import Caches, members
+from worker.model.cache_spec import Memory
 from worker.model.probe_pass import Entry
 
 H, K = 2, 4

@@ -9,9 +9,9 @@ import pytest
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, Cache
-from worker.memory.caches import Caches, members
 from worker.memory.lane import BatchCache, Lane, LaneCache, LaneMask, LaneWindow, View
-from worker.model.cachespec import Memory
+from worker.memory.slot_caches import Caches, members
+from worker.model.cache_spec import Memory
 from worker.model.probe_pass import Entry
 
 H, K = 2, 32

@@ -7,8 +7,8 @@ import weakref
 import mlx.core as mx
 import pytest
 
-from worker.memory.cache import Int8Cache, KVCache, Pack, packed
-from worker.model.cachespec import pack_capacity
+from worker.memory.layer_cache import Int8Cache, KVCache, Pack, packed
+from worker.model.cache_spec import pack_capacity
 
 H, K = 2, 4
 

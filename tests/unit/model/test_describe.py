@@ -7,9 +7,9 @@ import pytest
 from protos.brigade_pb2 import DTYPE_BFLOAT16
 from tests.unit.model.test_checkpoint import LAYER, synthetic
 from worker.errors import ModelError
-from worker.model.cachespec import Memory
+from worker.model.cache_spec import Memory
 from worker.model.describe import describe, shard_tensors
-from worker.model.modelspec import LayerSpec
+from worker.model.model_spec import LayerSpec
 from worker.model.module_tree import layer_in_checkpoint
 
 LAYER_BYTES = 2 * sum(map(math.prod, LAYER.values()))

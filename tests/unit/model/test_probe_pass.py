@@ -11,7 +11,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from tests.unit.model.toy import HEADS, LAYERS, VOCAB, WIDTH, Between, Layer, Toy, one_after_another
 from tools.model_types.make import build_type
 from worker.errors import ModelError
-from worker.model.cachespec import Memory
+from worker.model.cache_spec import Memory
 from worker.model.probe_pass import probe
 from worker.model.stub_layers import as_returned, as_rows
 

@@ -9,8 +9,8 @@ from coordinator.planning.plan import Assignment, MemoryOffer, Node, Plan, budge
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
 from tests.unit.planning.test_planner import BLOCK, ROOMY, by_bytes, model, nodes
 from worker.errors import ConfigError
-from worker.model.cachespec import Memory
-from worker.model.modelspec import LayerSpec, ModelSpec
+from worker.model.cache_spec import Memory
+from worker.model.model_spec import LayerSpec, ModelSpec
 from worker.platform.text import format_bytes
 
 

@@ -13,8 +13,8 @@ from coordinator.planning.prediction import Prediction
 from coordinator.planning.speeds import NO_SPEEDS, UNMEASURED, LinkSpeed, NodeSpeed, Survey
 from protos.brigade_pb2 import DTYPE_BFLOAT16
 from worker.errors import ConfigError
-from worker.model.cachespec import Memory
-from worker.model.modelspec import LayerSpec, ModelSpec
+from worker.model.cache_spec import Memory
+from worker.model.model_spec import LayerSpec, ModelSpec
 
 BLOCK = 256
 GB = 10**9

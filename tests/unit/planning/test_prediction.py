@@ -8,7 +8,7 @@ from coordinator.planning.prediction import Prediction
 from coordinator.planning.speeds import NO_SPEEDS, LinkSpeed, NodeSpeed, Survey
 from protos.brigade_pb2 import Cache
 from tests.unit.planning.test_planner import GB, ROOMY, model, surveyed
-from worker.model.cachespec import Memory, cache_spec
+from worker.model.cache_spec import Memory, cache_spec
 
 SPEC = model([GB] * 4, hidden=500)  # 1000 bytes per row
 FLAT = ((1, 2.0), (8, 2.0), (512, 20.0))  # milliseconds of a layer by rows

@@ -9,8 +9,8 @@ from coordinator.sessions.slots import Slots, cache_costs
 from protos.brigade_pb2 import CACHE_INT8, CACHE_ROTATING, DTYPE_BFLOAT16, Cache
 from tests.unit.fake_chain import make_session
 from worker.errors import InputError
-from worker.model.cachespec import Memory
-from worker.model.modelspec import LayerSpec, ModelSpec
+from worker.model.cache_spec import Memory
+from worker.model.model_spec import LayerSpec, ModelSpec
 
 MIB = 2**20
 ROW = 2 * 8 * 128 * 2  # keys and values of 8 heads of 128 numbers in bfloat16

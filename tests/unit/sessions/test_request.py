@@ -16,8 +16,8 @@ from coordinator.sessions.request import (
 )
 from protos.brigade_pb2 import DTYPE_BFLOAT16, Sampling
 from worker.errors import InputError
-from worker.model.cachespec import Memory
-from worker.model.modelspec import LayerSpec, ModelSpec
+from worker.model.cache_spec import Memory
+from worker.model.model_spec import LayerSpec, ModelSpec
 
 VOCAB, CONTEXT = 97, 128
 SPEC = ModelSpec(

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from protos.brigade_pb2 import Cache
-from worker.memory.cache import LayerCache, RecurrentState, make_cache
+from worker.memory.layer_cache import LayerCache, RecurrentState, make_cache
 from worker.model.probe_pass import Entry
 
 Listed = LayerCache | tuple[LayerCache, ...]  # a layer with several caches indexes them by number

@@ -1,7 +1,7 @@
 """How much memory one layer's cache of one session takes, and where it can be cut. Plain numbers.
 
 What a layer remembers (`Memory`) and what the session chose (`Cache`) make a `CacheSpec`, on which the plan, admission
-and the caches themselves rely. A new kind of cache is a new `Form` and a class in worker/memory/cache.py.
+and the caches themselves rely. A new kind of cache is a new `Form` and a class in worker/memory/layer_cache.py.
 """
 
 from dataclasses import dataclass

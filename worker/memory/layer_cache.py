@@ -14,7 +14,7 @@ from mlx_lm.models.cache import ArraysCache
 
 from protos.brigade_pb2 import Cache
 from worker.errors import CacheMismatch
-from worker.model.cachespec import (
+from worker.model.cache_spec import (
     ROW_BLOCK,
     CacheSpec,
     Form,
