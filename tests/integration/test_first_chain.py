@@ -16,7 +16,7 @@ from protos.brigade_pb2 import AttachRequest
 from tests.integration.conftest import Models
 from tests.integration.many import request, tokens_of
 from tests.integration.test_recovery import COMES_BACK, IS_GONE, Place, assert_equal, supervised, unfailed
-from worker.errors import ModelError
+from worker.errors import ModelError, StageLost
 from worker.node import lifecycle
 from worker.node.loading import GivenUp, load_shard
 from worker.platform.threads import run_in_thread
@@ -138,3 +138,13 @@ async def test_what_would_be_the_same_again_ends_the_first_try_at_once(
         with pytest.raises(ModelError, match=r"^worker node-[12]: its config.json differs$"):
             async with supervised(folder, COMES_BACK):
                 pass
+
+
+async def test_no_time_for_a_recovery_means_none_for_the_first_try(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss = Loss(IS_GONE)
+    losing_in_the_warm_up(loss, monkeypatch)
+    with pytest.raises(StageLost, match=r"^worker node-2: "):
+        async with supervised(folder, Limits(0, 0), reaching=loss.reaching):
+            pass

@@ -276,3 +276,11 @@ async def test_after_the_authority_was_replaced_nodes_of_the_old_one_are_shut_ou
 
 def read(authority: Authority, name: str, role: Role) -> Identity:
     return KeyFile(authority.issue(name, role).parent, name, role).read()
+
+
+async def test_names_in_capitals_are_names(certificates: Certificates) -> None:
+    async with (
+        serving(1, network_of=lambda name: certificates.network(name.upper())) as [node],
+        peer_of(node, certificates.coordinator(), name="Node-1") as peer,
+    ):
+        assert (await peer.hello()).node == "node-1"

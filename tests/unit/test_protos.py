@@ -49,10 +49,16 @@ def normalised(file: FileDescriptorProto) -> FileDescriptorProto:
 def test_the_generated_code_is_that_of_the_proto(tmp_path: Path) -> None:
     source = (ROOT / PROTO).read_text(encoding="utf-8")
     assert compiled(source, tmp_path / "same") == checked_in(), "run: python -m tools.generate_protos"
-    changed = source.replace("uint32 base = 2;", "uint64 base = 2;").replace(
-        "rpc Relay(stream Part)", "rpc Relay(Part)"
-    )
-    assert changed != source and compiled(changed, tmp_path / "changed") != checked_in()
+    for number, (old, new) in enumerate((
+        ("uint32 base = 2;", "uint64 base = 2;"),
+        ("uint32 base = 2;", "uint32 base = 17;"),
+        ("uint32 base = 2;", "uint32 start = 2;"),
+        ("repeated uint32 tokens = 4;", "uint32 tokens = 4;"),
+        ("DTYPE_BFLOAT16 = 3;", "DTYPE_BFLOAT16 = 4;"),
+        ("rpc Relay(stream Part)", "rpc Relay(Part)"),
+    )):  # fmt: skip
+        assert old in source
+        assert compiled(source.replace(old, new), tmp_path / str(number)) != checked_in(), new
 
 
 def test_a_node_that_would_ignore_a_field_speaks_an_older_protocol() -> None:

@@ -11,13 +11,13 @@ import pytest
 
 from coordinator.api import serve
 from coordinator.api.serve import ServeOptions, context_text, keep_open
-from coordinator.api.server import Server
+from coordinator.api.server import RequestLimits, Server
 from coordinator.cluster.options import ClusterOptions
 from coordinator.engine.engine import Engine, ServerState
 from coordinator.engine.inputs import InputProcessor
 from tests.unit.virtual_time import VirtualTime
 from worker.config import ClusterConfig, TlsConfig, WorkerConfig
-from worker.errors import InputError, StageLost
+from worker.errors import InputError, ModelError, StageLost
 
 
 @pytest.fixture
@@ -111,3 +111,18 @@ def test_an_origin_that_no_browser_names_and_an_empty_name_are_refused() -> None
         with pytest.raises(InputError) as refused:
             ServeOptions("127.0.0.1", 0, names=["gpt-4", name]).check()
         assert refused.value.field == "served_model_name"
+
+
+def test_the_defaults_of_a_server_are_those_of_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sampling, in the place of the model's own, and the length of an answer that has none given."""
+    given: dict[str, Any] = {}
+
+    async def read(model: str, **usual: Any) -> InputProcessor:
+        given.update(usual)
+        raise ModelError("far enough")
+
+    monkeypatch.setattr(InputProcessor, "read", read)
+    serving = ServeOptions("127.0.0.1", 0, sampling={"temperature": 0.5}, limits=RequestLimits(max_tokens=7))
+    with pytest.raises(ModelError, match="far enough"):
+        asyncio.run(serve.serve(ClusterOptions(ClusterConfig(), "talker", None, 4096), serving))
+    assert (given["sampling"], given["max_tokens"]) == ({"temperature": 0.5}, 7)

@@ -171,3 +171,15 @@ def test_one_deep_look_is_taken_at_a_time() -> None:
         return stuck.num_sent
 
     assert asyncio.run(looked()) == 1
+
+
+def test_requests_that_wait_for_a_sleeping_model_are_refused_once_the_server_is_told_to_stop() -> None:
+    async def check() -> None:
+        shared = asleep()
+        asked = await waiting(shared, 2)
+        shared.stop()
+        for each in asked:
+            with pytest.raises(HttpError, match="draining: the server was told to stop"):
+                await asyncio.wait_for(each, 5)
+
+    asyncio.run(check())
