@@ -69,7 +69,7 @@ def test_a_worker_that_is_told_to_end_hands_over_and_ends_at_once(rig: Rig) -> N
     kept(losses.drain(rig))
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case",
     [
