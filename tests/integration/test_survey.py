@@ -182,7 +182,7 @@ async def test_a_link_that_cannot_be_measured_counts_as_the_slowest(
 
 
 async def test_layers_leave_a_node_whose_layers_take_longer(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every layer is told to take 40 ms, and then 200 on the first worker."""
+    """Every layer is told to take 0.4 s, and then 2 on the first worker, whatever this machine needs for it."""
     folder = models("qwen3").folder
     spec = describe(open_folder(folder))
     memory = [Node(name, 10**9) for name in ("coordinator", "node-1", "node-2")]
@@ -190,7 +190,8 @@ async def test_layers_leave_a_node_whose_layers_take_longer(models: Models, monk
     real = microbenchmark._seconds
 
     def delayed(made: list[object]) -> float:
-        return real(made) + len(made) * delays.get(threading.get_ident(), 0.04)  # type: ignore[arg-type]
+        real(made)  # type: ignore[arg-type]
+        return len(made) * delays.get(threading.get_ident(), 0.4)
 
     async def never_kept(checkpoint: object) -> None:
         return None
@@ -200,7 +201,7 @@ async def test_layers_leave_a_node_whose_layers_take_longer(models: Models, monk
     objective = Objective(128, goal="throughput", num_requests=4)
     async with serving(2) as nodes:
         before = plan(spec, memory, await surveyed(folder, nodes), objective)
-        delays[await nodes[0].thread.run(threading.get_ident)] = 0.2
+        delays[await nodes[0].thread.run(threading.get_ident)] = 2.0
         after = plan(spec, memory, await surveyed(folder, nodes), objective)
     counts = [{a.name: a.end - a.start for a in found.assignments} for found in (before, after)]
     assert counts[0]["node-1"] >= 1 and "node-1" not in counts[1]
