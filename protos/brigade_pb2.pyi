@@ -202,6 +202,14 @@ class AttachRequest(_message.Message):
     successor_fallbacks: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, epoch: _Optional[int] = ..., stage: _Optional[int] = ..., successor: _Optional[str] = ..., successor_name: _Optional[str] = ..., loaded: _Optional[_Union[LoadRequest, _Mapping]] = ..., coordinator: _Optional[_Union[Coordinator, _Mapping]] = ..., predecessor_name: _Optional[str] = ..., num_stages: _Optional[int] = ..., check_finite: _Optional[bool] = ..., successor_fallbacks: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class ResultsRequest(_message.Message):
+    __slots__ = ("epoch", "coordinator_id")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_ID_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    coordinator_id: str
+    def __init__(self, epoch: _Optional[int] = ..., coordinator_id: _Optional[str] = ...) -> None: ...
+
 class Report(_message.Message):
     __slots__ = ("result", "draining", "checksum")
     RESULT_FIELD_NUMBER: _ClassVar[int]

@@ -49,11 +49,6 @@ class NodeStub:
                 request_serializer=protos_dot_brigade__pb2.AttachRequest.SerializeToString,
                 response_deserializer=protos_dot_brigade__pb2.Report.FromString,
                 _registered_method=True)
-        self.Relay = channel.stream_stream(
-                '/brigade.v1.Node/Relay',
-                request_serializer=protos_dot_brigade__pb2.Part.SerializeToString,
-                response_deserializer=protos_dot_brigade__pb2.Credit.FromString,
-                _registered_method=True)
         self.Status = channel.unary_unary(
                 '/brigade.v1.Node/Status',
                 request_serializer=protos_dot_brigade__pb2.StatusRequest.SerializeToString,
@@ -125,17 +120,9 @@ class NodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Attach(self, request, context):
-        """Joins the node to a chain for as long as the stream lives: it opens its hop to the next stage first, and then reports
-        each step of the chain's last stage. Ending it drops every slot. A failure anywhere in the node ends it with a status.
+        """Joins the node to a chain for as long as the stream lives: it opens its hop to the next stage first. Ending the stream
+        drops every slot. A failure anywhere in the node ends it with a status.
         A node serves one coordinator; that one may attach it anew, in the same epoch or a later one, which ends this stream.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Relay(self, request_iterator, context):
-        """One hop: the previous stage's frames, in parts. One such stream lives as long as the chain. The receiver grants credit
-        first, and then as it is done with frames; the sender never sends a frame without.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -232,11 +219,6 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.Attach,
                     request_deserializer=protos_dot_brigade__pb2.AttachRequest.FromString,
                     response_serializer=protos_dot_brigade__pb2.Report.SerializeToString,
-            ),
-            'Relay': grpc.stream_stream_rpc_method_handler(
-                    servicer.Relay,
-                    request_deserializer=protos_dot_brigade__pb2.Part.FromString,
-                    response_serializer=protos_dot_brigade__pb2.Credit.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
@@ -370,33 +352,6 @@ class Node:
             '/brigade.v1.Node/Attach',
             protos_dot_brigade__pb2.AttachRequest.SerializeToString,
             protos_dot_brigade__pb2.Report.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Relay(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/brigade.v1.Node/Relay',
-            protos_dot_brigade__pb2.Part.SerializeToString,
-            protos_dot_brigade__pb2.Credit.FromString,
             options,
             channel_credentials,
             insecure,
@@ -667,6 +622,127 @@ class Node:
             '/brigade.v1.Node/Feed',
             protos_dot_brigade__pb2.Feeding.SerializeToString,
             protos_dot_brigade__pb2.Held.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class HopStub:
+    """What the thread that computes serves itself, on a port of its own (worker/node/network.py says which): frames and results.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Relay = channel.stream_stream(
+                '/brigade.v1.Hop/Relay',
+                request_serializer=protos_dot_brigade__pb2.Part.SerializeToString,
+                response_deserializer=protos_dot_brigade__pb2.Credit.FromString,
+                _registered_method=True)
+        self.Results = channel.unary_stream(
+                '/brigade.v1.Hop/Results',
+                request_serializer=protos_dot_brigade__pb2.ResultsRequest.SerializeToString,
+                response_deserializer=protos_dot_brigade__pb2.Report.FromString,
+                _registered_method=True)
+
+
+class HopServicer:
+    """What the thread that computes serves itself, on a port of its own (worker/node/network.py says which): frames and results.
+    """
+
+    def Relay(self, request_iterator, context):
+        """One hop: the previous stage's frames, in parts. One such stream lives as long as the chain. The receiver grants credit
+        first, and then as it is done with frames; the sender never sends a frame without.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Results(self, request, context):
+        """The results of the chain's last stage, for the coordinator that has attached it: one such stream per epoch.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_HopServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Relay': grpc.stream_stream_rpc_method_handler(
+                    servicer.Relay,
+                    request_deserializer=protos_dot_brigade__pb2.Part.FromString,
+                    response_serializer=protos_dot_brigade__pb2.Credit.SerializeToString,
+            ),
+            'Results': grpc.unary_stream_rpc_method_handler(
+                    servicer.Results,
+                    request_deserializer=protos_dot_brigade__pb2.ResultsRequest.FromString,
+                    response_serializer=protos_dot_brigade__pb2.Report.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'brigade.v1.Hop', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('brigade.v1.Hop', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Hop:
+    """What the thread that computes serves itself, on a port of its own (worker/node/network.py says which): frames and results.
+    """
+
+    @staticmethod
+    def Relay(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/brigade.v1.Hop/Relay',
+            protos_dot_brigade__pb2.Part.SerializeToString,
+            protos_dot_brigade__pb2.Credit.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Results(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/brigade.v1.Hop/Results',
+            protos_dot_brigade__pb2.ResultsRequest.SerializeToString,
+            protos_dot_brigade__pb2.Report.FromString,
             options,
             channel_credentials,
             insecure,

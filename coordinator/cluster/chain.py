@@ -15,11 +15,21 @@ from coordinator.planning.costs import ChainCosts
 from protos.brigade_pb2 import AttachRequest, Frame, Grammar, LoadProgress, Opening, Result, StatusReply, Window
 from worker.compute.executor import Executor
 from worker.compute.header import check_result
-from worker.errors import BrigadeError, EngineHung, FrameError, NodeBusy, NodeLeaving, NodeSilent, StageLost
+from worker.errors import (
+    BrigadeError,
+    EngineHung,
+    FrameError,
+    NodeBusy,
+    NodeLeaving,
+    NodeSilent,
+    StageLost,
+    without_trace,
+)
 from worker.memory.history import History
 from worker.model.model_spec import ModelSpec
 from worker.node.framing import PLAIN
 from worker.node.stage import Stage
+from worker.platform.tasks import background
 from worker.platform.threads import MlxThread, run_in_thread
 
 _PROBE_S = 1.5  # for a status
@@ -63,6 +73,8 @@ class Chain:
         self._flight = Flight(costs or ChainCosts(self.num_stages), self._suspends)
         self._stack = AsyncExitStack()
         self._stage: Stage | None = None
+        self._results: asyncio.Queue[Result | None] = asyncio.Queue()  # None at the end
+        self._failure: BrigadeError | None = None  # the reason of the end
 
     async def __aenter__(self) -> Self:
         return self
@@ -137,12 +149,13 @@ class Chain:
         assert self._stage is not None
         self.last_step = frame.step
         self._flight.send(frame)
-        self._stage.submit(frame)
+        self.thread.post(partial(self._stage.submit, frame))
 
-    def end(self, error: BrigadeError) -> None:
-        """Make `receive` raise this error from now on."""
-        assert self._stage is not None
-        self._stage.fail(error)
+    def end(self, error: BaseException) -> None:
+        """Make `receive` raise this error from now on, unless it raises another one."""
+        if self._failure is None:
+            self._failure = without_trace(error)
+            self._results.put_nowait(None)
 
     async def receive(self) -> ArrivedResult:
         """Return the next result; waits as long as nothing is in flight.
@@ -151,15 +164,20 @@ class Chain:
             StageLost: a node closed its connection, or was silent for longer than its work can take.
             BrigadeError: what a stage failed with.
         """
-        assert self._stage is not None
         while True:
             try:
                 async with asyncio.timeout(self._flight.left_s):
-                    return self._arrived(await self._stage.next_result())
+                    result = await self._results.get()
             except TimeoutError:
                 await self._look_after_oldest()
-            except StageLost as error:
-                raise self._suspends.blame() or error from error.__cause__
+                continue
+            if result is not None:
+                return self._arrived(result)
+            self._results.put_nowait(None)  # for the next call
+            assert self._failure is not None
+            if isinstance(self._failure, StageLost) and (blamed := self._suspends.blame()):
+                raise blamed
+            raise self._failure.again()
 
     @property
     def own_status(self) -> StatusReply | None:
@@ -215,24 +233,31 @@ class Chain:
             self._say("compiling: the first step of its kind on this chain, which may take a minute")
 
     async def _start(self) -> None:
-        assert self._own.shard is not None
-        send, wire, watched = None, PLAIN, []
+        """Start stage 0 and the hop to the first worker, and watch every part of the chain."""
+        own = self._own
+        assert own.shard is not None
+        engine = Executor(own.shard, 0, self.spec.dtype, checks_finite=self.deployment.check_finite)
+        self._stage = Stage(engine, self.epoch, self.peers[0].wire if self.peers else PLAIN)
+        self._stack.callback(self._stage.stop)
+        link, watched = None, [self._pass_on_results(self._stage, asyncio.get_running_loop())]
         if self.peers:
-            link = self.peers[0].link(self.epoch, 0, self.plan.assignments[0].name)
-            self._stack.push_async_callback(link.close)
-            await link.wait_open()
-            watched.append(link.wait_lost())
-            send, wire = link.send, link.wire
-        watched += [*map(self._pump, self.peers), self._suspends.watch(), self._measure_clocks()]
-        engine = Executor(self._own.shard, 0, self.spec.dtype, checks_finite=self.deployment.check_finite)
-        self._stage = Stage(engine, self._own.thread, self.epoch, send, wire)
-        self._stack.push_async_callback(self._stage.stop)
-        self._stage.start(*watched)
+            first, last = self.peers[0], self.peers[-1]
+            link = partial(first.link, self.epoch, 0, self.plan.assignments[0].name)
+            watched.append(last.results(self.epoch, self._stage.deliver))
+        await self._stage.start(self.thread, link, *watched)
+        works = [self._stage.wait_ended(), self._suspends.watch(), self._measure_clocks()]
+        works += [peer.watch(partial(self._begin_draining, peer)) for peer in self.peers]
+        for work in works:
+            await self._stack.enter_async_context(background(work, self._part_ended))
 
-    async def _pump(self, peer: Peer) -> None:
-        assert self._stage is not None
-        async for result in peer.results(partial(self._begin_draining, peer)):
-            self._stage.deliver(result)
+    async def _pass_on_results(self, stage: Stage, loop: asyncio.AbstractEventLoop) -> None:
+        """Hand the results to the main loop. Runs on the MLX thread's loop."""
+        while True:
+            loop.call_soon_threadsafe(self._results.put_nowait, await stage.next_result())
+
+    def _part_ended(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and (error := task.exception()):
+            self.end(error)
 
     async def _measure_clocks(self) -> NoReturn:
         """Measure the clock offsets again every minute: clocks drift apart by milliseconds an hour."""
@@ -277,7 +302,7 @@ class Chain:
         """
         assert self._stage is not None
         replies = await self._worker_statuses()
-        if self._stage.has_outcome:  # it arrived in the meantime
+        if not self._results.empty():  # it arrived in the meantime
             return
         busy = [("", self._stage.busy_s)]
         for peer, reply in zip(self.peers, replies, strict=True):

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from importlib.metadata import version
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import grpc.aio
 
@@ -39,7 +39,7 @@ from worker.config import ClusterConfig
 from worker.errors import BrigadeError, ModelError, NodeSilent, StageLost
 from worker.node.configuration import configuration_of, differing
 from worker.node.framing import Wire, check_seal
-from worker.node.hop import Link, open_push
+from worker.node.hop import Link, open_push, results
 from worker.node.identity import Role, expiry_warning, reported_expiry
 from worker.node.links import measure_link
 from worker.node.network import PROTOCOL_VERSION, UPDATE_BOTH, Network
@@ -158,11 +158,21 @@ class Peer:
                 raise StageLost(f"did not join the chain within {_ATTACH_S:.0f} s", node=self.name) from None
 
     def link(self, epoch: int, stage: int, sender: str = "") -> Link:
-        """Return a hop to the worker from this process, which is the node `sender` and the stage `stage`."""
+        """Return a hop to the worker from this process, which is the node `sender` and the stage `stage`.
+
+        Call it on the MLX thread's loop.
+        """
         return Link(self._network, self.name, self.address, epoch, stage, sender)
 
-    async def results(self, on_draining: Callable[[], None] = lambda: None) -> AsyncIterator[Result]:
-        """Yield the results of the attached worker, none unless it is the last one. Raises once it is lost.
+    async def results(self, epoch: int, deliver: Callable[[Result], None]) -> NoReturn:
+        """Deliver the results of the attached worker, the last one, until it is lost. Raises the reason.
+
+        Run it on the MLX thread's loop.
+        """
+        await results(self._network, self.name, self.address, epoch, COORDINATOR_ID, deliver)
+
+    async def watch(self, on_draining: Callable[[], None] = lambda: None) -> NoReturn:
+        """Wait until the attached worker leaves the chain, and raise the reason.
 
         `on_draining` is called when it announces that it shuts down.
         """
@@ -170,12 +180,9 @@ class Peer:
         with self.naming():
             async for report in self._attachment:
                 check_seal(report, self.name)
-                if report.HasField("draining"):
-                    if not self.is_draining:
-                        self.is_draining = True
-                        on_draining()
-                else:
-                    yield report.result
+                if report.HasField("draining") and not self.is_draining:
+                    self.is_draining = True
+                    on_draining()
         raise StageLost("left the chain", node=self.name)
 
     async def status(self, timeout_s: float) -> StatusReply:

@@ -2,8 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
-from enum import Enum, auto
+from functools import partial
 
 from protos.brigade_pb2 import AttachRequest, Draining, Report
 from worker.compute.executor import Executor
@@ -15,15 +14,8 @@ from worker.node.hop import Link
 from worker.node.network import Network, dial
 from worker.node.stage import Stage
 from worker.platform.machine import wait_slept
+from worker.platform.tasks import background
 from worker.platform.threads import MlxThread
-
-
-class AttachmentState(Enum):
-    """SERVING -> REPLACED -> CLOSING, or SERVING -> CLOSING."""
-
-    SERVING = auto()  # or opening its hop to the next stage
-    REPLACED = auto()  # its coordinator attaches the worker anew, or loads other layers
-    CLOSING = auto()
 
 
 class Attachment:
@@ -32,12 +24,11 @@ class Attachment:
     def __init__(self, request: AttachRequest, write: Callable[[Report], Awaitable[None]]) -> None:
         """`write` sends one report at a time to the coordinator; it waits while the coordinator does not read."""
         self.request = request
-        self.state = AttachmentState.SERVING
+        self.is_replaced = False  # its coordinator attaches the worker anew, or loads other layers
         self.stage: Stage | None = None  # once it is open
         self._write = write
-        self._writing = asyncio.Lock()
         self._server = asyncio.current_task()
-        self._stack = AsyncExitStack()
+        self._opening: Stage | None = None
         self._draining = asyncio.Event()
 
     async def open(self, shard: Shard, thread: MlxThread, network: Network, name: str) -> None:
@@ -47,53 +38,41 @@ class Attachment:
             BrigadeError: the refusal of the next stage.
         """
         request = self.request
-        link = None
+        address = ""
         if request.successor:
             addresses = [request.successor, *request.successor_fallbacks]
             address = await dial(network, request.successor_name, addresses)
-            link = Link(network, request.successor_name, address, request.epoch, request.stage, name)
-            self._stack.push_async_callback(link.close)
-            await link.wait_open()
         executor = Executor(shard, request.stage, request.loaded.dtype, name, checks_finite=request.check_finite)
-        self.stage = Stage(executor, thread, request.epoch, link.send if link else None, network.wire)
-        self._stack.push_async_callback(self.stage.stop)
-        self.stage.start(self._report_draining(), wait_slept(), *([link.wait_lost()] if link else []))
+        self._opening = Stage(executor, request.epoch, network.wire)
+        link = partial(Link, network, request.successor_name, address, request.epoch, request.stage, name)
+        await self._opening.start(thread, link if address else None, wait_slept())
+        self.stage = self._opening
 
-    async def report_results(self) -> None:
-        """Report results until the stage ends. Raises the reason of its end."""
+    async def serve(self) -> None:
+        """Serve until the stage ends, and raise the reason; tell the coordinator once this node is about to end."""
         assert self.stage is not None
-        while True:
-            result = await self.stage.next_result()
-            await self._report(Report(result=result))
-            self.stage.build_ahead(result.step)
+        async with background(self._report_draining()):
+            await self.stage.wait_ended()
 
     def say_draining(self) -> None:
         """Tell the coordinator that this node is about to end."""
         self._draining.set()
 
     def replace(self) -> None:
-        """Cancel the stream's task, unless it is ending already."""
-        if self.state is AttachmentState.SERVING:
-            self.state = AttachmentState.REPLACED
+        """Cancel the stream's task, once."""
+        if not self.is_replaced:
+            self.is_replaced = True
             assert self._server is not None
             self._server.cancel()
 
-    async def close(self) -> None:
-        """Release everything it holds."""
-        self.state = AttachmentState.CLOSING
-        try:
-            await self._stack.aclose()
-        finally:
-            self.stage = None
+    def close(self) -> None:
+        """Leave the chain: the MLX thread releases everything after the step in progress, before any later call."""
+        if self._opening is not None:
+            self._opening.stop()
 
     async def _report_draining(self) -> None:
         await self._draining.wait()
-        await self._report(Report(draining=Draining()))
-        await asyncio.Event().wait()  # the stage continues
-
-    async def _report(self, report: Report) -> None:
-        async with self._writing:
-            await self._write(seal(report))
+        await self._write(seal(Report(draining=Draining())))
 
 
 def check_place(request: AttachRequest) -> None:

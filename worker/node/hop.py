@@ -1,27 +1,37 @@
-"""Hops: frames between stages, as messages of a stream with credit-based flow control."""
+"""Hops: frames between stages, as messages of a stream with credit-based flow control, and the way of results back.
+
+The streams live on the MLX threads' event loops, at both ends.
+"""
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import grpc
 import grpc.aio
 import mlx.core as mx
 
-from protos.brigade_pb2 import DESCRIPTOR, Credit, Frame, Held
-from protos.brigade_pb2_grpc import NodeServicer, add_NodeServicer_to_server
+from protos.brigade_pb2 import DESCRIPTOR, Credit, Frame, Held, Result, ResultsRequest
+from protos.brigade_pb2_grpc import (
+    HopServicer,
+    HopStub,
+    NodeServicer,
+    add_HopServicer_to_server,
+    add_NodeServicer_to_server,
+)
 from worker.compute.ahead import Placeholder
 from worker.errors import FrameError, StageLost
 from worker.model.describe import DTYPES
-from worker.node.framing import PLAIN, Wire, checksum_seed, cut, write_part
-from worker.node.network import Network
+from worker.node.framing import PLAIN, Wire, check_seal, checksum_seed, cut, write_part
+from worker.node.network import Network, hop_address
 from worker.node.rpc_errors import error_of
 
 CONNECT_TIMEOUT_S = 5.0
 _MOST_CREDIT = 1024  # frames in one grant: each takes an iteration of a loop, and a peer may name any number
 _IN_ORDER_S = 2.0  # for the coordinator to detach this node too, if it has detached the next one
 
-_SERVICE = DESCRIPTOR.services_by_name["Node"].full_name
+_NODE, _HOP = (DESCRIPTOR.services_by_name[name].full_name for name in ("Node", "Hop"))
 _ENUMS = {dtype: enum for enum, dtype in DTYPES.items()}
 
 
@@ -73,13 +83,12 @@ def _bytes_of(array: mx.array) -> memoryview:
 
 
 class Link:
-    """A stream of frames to one node, opened once per epoch."""
+    """A stream of frames to one node, opened once per epoch. Make and use it on the MLX thread's loop."""
 
     def __init__(self, network: Network, node: str, address: str, epoch: int, stage: int, sender: str = "") -> None:
-        """`stage` is the sender's place in the chain, `sender` its own name."""
-        self.wire = network.wire
+        """`address` is that of the node, `stage` the sender's place in the chain, `sender` its own name."""
         self._node = node
-        self._channel = network.channel(node, address)
+        self._channel = network.channel(node, hop_address(address))
         self._call = open_relay(self._channel, epoch, stage, sender)
         self._credit = asyncio.Semaphore(0)
         self._is_open = asyncio.Event()
@@ -140,20 +149,41 @@ def open_relay(
     channel: grpc.aio.Channel, epoch: int, stage: int, sender: str
 ) -> grpc.aio.StreamStreamCall[bytes, Credit]:
     """Open a hop from `stage`, which is the node `sender`, to the node at the channel's end. Its messages are bytes."""
-    call = channel.stream_stream(f"/{_SERVICE}/Relay", request_serializer=None, response_deserializer=Credit.FromString)
+    call = channel.stream_stream(f"/{_HOP}/Relay", request_serializer=None, response_deserializer=Credit.FromString)
     metadata = (("epoch", str(epoch)), ("stage", str(stage)), ("node", sender))
     return call(metadata=metadata)  # type: ignore[call-arg]
 
 
 def open_push(channel: grpc.aio.Channel) -> grpc.aio.StreamStreamCall[bytes, Held]:
     """Open a push of weights to the node at the channel's end. Its messages are bytes: see framing.py."""
-    call = channel.stream_stream(f"/{_SERVICE}/Feed", request_serializer=None, response_deserializer=Held.FromString)
+    call = channel.stream_stream(f"/{_NODE}/Feed", request_serializer=None, response_deserializer=Held.FromString)
     return call()  # type: ignore[call-arg]
 
 
+async def results(
+    network: Network, node: str, address: str, epoch: int, coordinator_id: str, deliver: Callable[[Result], None]
+) -> NoReturn:
+    """Deliver the results of the last stage, the node at this address, until it is lost. Raises the reason."""
+    async with network.channel(node, hop_address(address)) as channel:
+        request = ResultsRequest(epoch=epoch, coordinator_id=coordinator_id)
+        try:
+            async for report in HopStub(channel).Results(request):
+                check_seal(report, node)
+                deliver(report.result)
+        except grpc.RpcError as error:
+            raise error_of(error, node) from error
+    raise StageLost("left the chain", node=node)
+
+
 def add_node(service: NodeServicer, server: grpc.aio.Server) -> None:
-    """Add this node to a server. Relay and Feed get their messages as bytes, which framing.py reads."""
+    """Add this node to a server. Feed gets its messages as bytes, which framing.py reads."""
     add_NodeServicer_to_server(service, server)
-    relay = grpc.stream_stream_rpc_method_handler(service.Relay, response_serializer=Credit.SerializeToString)
     feed = grpc.stream_stream_rpc_method_handler(service.Feed, response_serializer=Held.SerializeToString)
-    server.add_registered_method_handlers(_SERVICE, {"Relay": relay, "Feed": feed})  # type: ignore[attr-defined]
+    server.add_registered_method_handlers(_NODE, {"Feed": feed})  # type: ignore[attr-defined]
+
+
+def add_hops(service: HopServicer, server: grpc.aio.Server) -> None:
+    """Add this node's hops to a server. Relay gets its messages as bytes, which framing.py reads."""
+    add_HopServicer_to_server(service, server)
+    relay = grpc.stream_stream_rpc_method_handler(service.Relay, response_serializer=Credit.SerializeToString)
+    server.add_registered_method_handlers(_HOP, {"Relay": relay})  # type: ignore[attr-defined]

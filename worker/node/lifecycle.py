@@ -23,7 +23,7 @@ from worker.compute.shard import Shard
 from worker.errors import FrameError, ModelError, NodeBusy, StageLost
 from worker.model.checkpoint import Checkpoint
 from worker.model.contents import check_contents
-from worker.node.attachment import Attachment, AttachmentState, check_place
+from worker.node.attachment import Attachment, check_place
 from worker.node.loading import QUIET_S, load_shard
 from worker.node.log import log_failure
 from worker.node.model_sources import ModelSources, check_load_request, check_model
@@ -31,7 +31,7 @@ from worker.node.network import Network
 from worker.node.stage import Stage
 from worker.node.weights_cache import Lease
 from worker.platform.mlx_memory import forget_peak, give_back, keep_within, memory_held
-from worker.platform.tasks import background, shielded
+from worker.platform.tasks import background
 from worker.platform.threads import MlxThread, run_in_thread
 
 # The slowest worker of a chain may load for hours while this one waits, for example 400 GB over Wi-Fi. A coordinator
@@ -253,11 +253,20 @@ class Worker:
             self._reservation = None
             yield attachment
         except asyncio.CancelledError:
-            if attachment.state is not AttachmentState.REPLACED:
+            if not attachment.is_replaced:
                 raise
             raise StageLost("was attached again by the same coordinator") from None
         finally:
-            await shielded(self._detach(attachment))  # grpc cancels this task when the coordinator leaves
+            attachment.close()
+            self.attachment = None
+            self._become(WorkerState.LOADED)
+
+    def place(self) -> tuple[Stage, AttachRequest]:
+        """Return its place in the chain. Any thread may ask. Raises FrameError if it has none."""
+        attachment = self.attachment
+        if attachment is None or (stage := attachment.stage) is None:
+            raise FrameError("is not part of a chain; the coordinator attaches it first")
+        return stage, attachment.request
 
     async def release_for(self, coordinator: Coordinator, epoch: int | None = None) -> None:
         """End the attachment that this coordinator may still have here.
@@ -299,7 +308,7 @@ class Worker:
     async def wait_idle(self) -> None:
         """Return once no slot is open."""
         if self.stage:
-            await self.stage.wait_idle()
+            await self._thread.call(self.stage.wait_idle())
 
     def _become(self, state: WorkerState) -> None:
         """Enter a state. A draining worker stays in that state."""
@@ -309,14 +318,6 @@ class Worker:
         self._used_at = asyncio.get_running_loop().time()
         self._changed.set()
         self._changed = asyncio.Event()
-
-    async def _detach(self, attachment: Attachment) -> None:
-        """Close the attachment, then leave the chain in the same iteration of the loop, even if closing failed."""
-        try:
-            await attachment.close()
-        finally:
-            self.attachment = None
-            self._become(WorkerState.LOADED)
 
     async def _release_unused(self, keep_alive_s: float) -> None:
         loop = asyncio.get_running_loop()

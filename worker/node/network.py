@@ -15,12 +15,12 @@ from urllib.parse import quote
 import grpc
 import grpc.aio
 
-from worker.config import ClusterConfig, may_be_plaintext, split_address
+from worker.config import ClusterConfig, join_address, may_be_plaintext, split_address
 from worker.errors import ConfigError, FrameError, StageLost
 from worker.node.framing import ENCRYPTED, PLAIN, Wire
 from worker.node.identity import Identity, KeyFile, Role
 
-PROTOCOL_VERSION = 5  # raised with each field that an older node would wrongly ignore
+PROTOCOL_VERSION = 6  # raised with each field that an older node would wrongly ignore
 UPDATE_BOTH = "install the same version of brigade on both, from the coordinator by: brigade launch --update"
 ACCEPTED = (("brigade-accepted", "1"),)  # initial metadata of a stream that was not refused
 
@@ -62,6 +62,18 @@ _CHANNEL_OPTIONS = [
 
 
 Attempt = asyncio.Task[Any]
+
+
+_HOP_PORTS = 10_000  # from a node's port to that of its hops
+
+
+def hop_address(address: str) -> str:
+    """Return where a node whose address is HOST:PORT takes frames: the same host, a port that follows from the other.
+
+    It is PORT + 10000, or PORT - 10000 where there is no such port.
+    """
+    host, port = split_address(address)
+    return join_address(host, port + _HOP_PORTS if port + _HOP_PORTS < 2**16 else port - _HOP_PORTS)
 
 
 class AddressMissing(ConfigError):

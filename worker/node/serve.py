@@ -15,15 +15,15 @@ import mlx.core as mx
 import uvloop
 from grpc_health.v1 import health, health_pb2_grpc
 
-from worker.config import ClusterConfig
+from worker.config import ClusterConfig, split_address
 from worker.errors import ConfigError
 from worker.node.announce import about, announcing
 from worker.node.configuration import configuration_of
-from worker.node.hop import add_node
+from worker.node.hop import add_hops, add_node
 from worker.node.log import dated, log_failure, worker_log
 from worker.node.model_sources import ModelSources
-from worker.node.network import MOST_CONNECTIONS, AddressMissing, Network
-from worker.node.service import NodeService
+from worker.node.network import MOST_CONNECTIONS, AddressMissing, Network, hop_address
+from worker.node.service import HopService, NodeService
 from worker.platform.installation import running_code
 from worker.platform.interrupts import INTERRUPTED
 from worker.platform.machine import allow_connections, kept_awake
@@ -32,6 +32,8 @@ from worker.platform.threads import MlxThread
 _DRAIN_S = 10.0  # how long sessions in progress may take to end
 _LAST_CALLS_S = 10.0  # for cancelled calls to release what they hold: one step of a load may take long
 _AGAIN_S = 5.0  # between two tries of an address that is not available
+_STOP_HOPS_S = 2.0
+_FREE_PORT_TRIES = 20
 _LAST_WORD_S = 1.0  # for the last calls and reads of the coordinator whose sessions were drained
 
 
@@ -130,7 +132,10 @@ def _stop_event(*, follow_parent: bool) -> asyncio.Event:
 
 
 class Listening:
-    """A node's servers, one per address. Use `listening` to make it."""
+    """A node's servers, two per address: one on this loop, and that of its hops on the MLX thread's.
+
+    Use `listening` to make it.
+    """
 
     def __init__(self, service: NodeService, network: Network) -> None:
         self.addresses: list[str] = []  # with their real ports
@@ -138,6 +143,7 @@ class Listening:
         self._network = network
         self._checks = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._servers: list[grpc.aio.Server] = []
+        self._hops: list[grpc.aio.Server] = []
 
     async def add(self, bind: str) -> None:
         """Also listen on HOST:PORT.
@@ -145,16 +151,38 @@ class Listening:
         Raises:
             AddressMissing: it is not available now. ConfigError: it is not allowed.
         """
+        tries = _FREE_PORT_TRIES if split_address(bind)[1] == 0 else 1
+        for tries_left in reversed(range(tries)):
+            server = self._network.server()
+            async with contextlib.AsyncExitStack() as unless_it_serves:
+                unless_it_serves.push_async_callback(server.stop, grace=None)
+                add_node(self._service, server)
+                health_pb2_grpc.add_HealthServicer_to_server(self._checks, server)
+                address = f"{bind.rpartition(':')[0]}:{self._network.listen(server, bind)}"
+                try:
+                    hops = await self._service.thread.call(self._serve_hops(hop_address(address)))
+                except AddressMissing:
+                    if tries_left:
+                        continue  # the port that belongs to the one that was free is not
+                    raise
+                await server.start()
+                self._servers.append(server)
+                self._hops.append(hops)
+                unless_it_serves.pop_all()
+            self.addresses.append(address)
+            return
+
+    async def _serve_hops(self, address: str) -> grpc.aio.Server:
+        """Return the server of hops. Runs on the MLX thread's loop. Raises as `add`."""
         server = self._network.server()
-        async with contextlib.AsyncExitStack() as unless_it_serves:
-            unless_it_serves.push_async_callback(server.stop, grace=None)
-            add_node(self._service, server)
-            health_pb2_grpc.add_HealthServicer_to_server(self._checks, server)
-            port = self._network.listen(server, bind)
+        add_hops(HopService(self._service), server)
+        try:
+            self._network.listen(server, address)
             await server.start()
-            self._servers.append(server)
-            unless_it_serves.pop_all()
-        self.addresses.append(f"{bind.rpartition(':')[0]}:{port}")
+        except ConfigError:
+            await server.stop(grace=None)
+            raise
+        return server
 
     async def add_later(self, bind: str, log: Logger) -> None:
         """Retry until the address is available. Raises ConfigError if it turns out not to be allowed."""
@@ -169,8 +197,15 @@ class Listening:
         await self._checks.enter_graceful_shutdown()
 
     async def stop(self) -> None:
-        """Cancel all calls."""
+        """Cancel all calls; do not wait for an MLX thread that is stuck."""
         await asyncio.gather(*(server.stop(grace=None) for server in self._servers))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STOP_HOPS_S):
+                await self._service.thread.call(_stop(self._hops))
+
+
+async def _stop(servers: Sequence[grpc.aio.Server]) -> None:
+    await asyncio.gather(*(server.stop(grace=None) for server in servers))
 
 
 async def wait_last_calls() -> None:

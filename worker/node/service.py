@@ -28,14 +28,17 @@ from protos.brigade_pb2 import (
     MeasureRequest,
     ProbePart,
     ProbeReply,
+    Report,
+    ResultsRequest,
     Speed,
     StatusReply,
     StatusRequest,
     UnloadReply,
 )
-from protos.brigade_pb2_grpc import NodeServicer
+from protos.brigade_pb2_grpc import HopServicer, NodeServicer
 from worker.errors import BrigadeError, FrameError, ModelError, ModelLacking
 from worker.node.facts import read_facts
+from worker.node.framing import seal
 from worker.node.lifecycle import Worker, WorkerState
 from worker.node.links import answer_probe, measure_link, open_port
 from worker.node.log import worker_log
@@ -71,8 +74,8 @@ class NodeService(NodeServicer):
         self.name = name
         self.log = log or worker_log(name, None)
         self.worker = Worker(name, thread, sources or ModelSources(), self.log)
-        self._network = network
-        self._thread = thread
+        self.network = network
+        self.thread = thread
         self._cache = sources.cache if sources else None
         self._memory_bytes = memory_bytes
         self._configuration = configuration
@@ -99,7 +102,7 @@ class NodeService(NodeServicer):
             mlx_lm_version=version("mlx-lm"),
             incarnation=self._incarnation,
             configuration=self._configuration,
-            certificate_expires=self._network.expires,
+            certificate_expires=self.network.expires,
             started=self._started,
         )
 
@@ -109,21 +112,13 @@ class NodeService(NodeServicer):
 
     async def Attach(self, request: AttachRequest, context: Context) -> None:
         async with reporting(context, self.name, self.log), contextlib.AsyncExitStack() as stack:
-            with self._refusals_logged(f"to join the chain of coordinator {request.coordinator.name}"):
-                self._network.require_coordinator(context)
-                attaching = self.worker.attached(request, context.write, self._network)
+            with refusals_logged(self.log, f"to join the chain of coordinator {request.coordinator.name}"):
+                self.network.require_coordinator(context)
+                attaching = self.worker.attached(request, context.write, self.network)
                 attachment = await stack.enter_async_context(attaching)
             with self._chain_logged(request):
                 await context.send_initial_metadata(ACCEPTED)
-                await attachment.report_results()
-
-    async def Relay(self, parts: AsyncIterator[bytes], context: Context) -> AsyncIterator[Credit]:
-        async with reporting(context, self.name, self.log):
-            with self._refusals_logged("a hop"):
-                hop = self._stage_for(context).take_hop(parts)
-            async with contextlib.aclosing(hop):
-                async for credit in hop:
-                    yield credit
+                await attachment.serve()
 
     async def Status(self, request: StatusRequest, context: Context) -> StatusReply:
         async with self._serving(context):
@@ -153,7 +148,7 @@ class NodeService(NodeServicer):
             if self._cache is None:
                 raise ModelError("takes no model from a coordinator: `pull` in its own cluster.yaml says so")
             self.worker.free_files()
-            has_checksums = self._network.wire.has_checksums
+            has_checksums = self.network.wire.has_checksums
             receiving = receive_weights(self._cache, first, messages, self.log, has_checksums=has_checksums)
             async with contextlib.aclosing(receiving):
                 async for held in receiving:
@@ -167,11 +162,11 @@ class NodeService(NodeServicer):
             if self.worker.state not in (WorkerState.EMPTY, WorkerState.LOADED):  # a measurement would delay it
                 return await kept_speed(checkpoint) or Speed()
             async with self.worker.turn():
-                return await measured_speed(checkpoint, self._thread, anew=request.anew)
+                return await measured_speed(checkpoint, self.thread, anew=request.anew)
 
     async def MeasureLink(self, request: LinkRequest, context: Context) -> LinkReply:
         async with self._serving(context):
-            return await measure_link(self._network, request)
+            return await measure_link(self.network, request)
 
     async def Probe(self, parts: AsyncIterator[ProbePart], context: Context) -> AsyncIterator[ProbeReply]:
         async with reporting(context, self.name, self.log):
@@ -182,10 +177,10 @@ class NodeService(NodeServicer):
         async with self._serving(context):
             if request.only_time:
                 return Facts(node=self.name, time=time.time_ns())
-            return await read_facts(self.name, self._network, self._memory_bytes)
+            return await read_facts(self.name, self.network, self._memory_bytes)
 
     async def Listen(self, request: ListenRequest, context: Context) -> None:
-        async with self._serving(context), open_port(self._network, request) as port:
+        async with self._serving(context), open_port(self.network, request) as port:
             await context.write(port.listener)
             await port.answer()
 
@@ -195,39 +190,9 @@ class NodeService(NodeServicer):
     async def _serving(self, context: Context, logged: str = "") -> AsyncIterator[None]:
         """Serve a call of a coordinator; log why it is refused if `logged` says what it asks for."""
         async with reporting(context, self.name, self.log):
-            with self._refusals_logged(logged) if logged else contextlib.nullcontext():
-                self._network.require_coordinator(context)
+            with refusals_logged(self.log, logged) if logged else contextlib.nullcontext():
+                self.network.require_coordinator(context)
                 yield
-
-    def _stage_for(self, context: Context) -> Stage:
-        """Return the stage that this hop leads to. Raises FrameError unless it comes from the stage before."""
-        attachment = self.worker.attachment
-        if attachment is None or attachment.stage is None:
-            raise FrameError("is not part of a chain; the coordinator attaches it first")
-        request = attachment.request
-        self._network.require_name(context, request.predecessor_name)
-        metadata = dict(context.invocation_metadata() or ())
-        expected = str(request.epoch), str(request.stage - 1)
-        found = metadata.get("epoch"), metadata.get("stage")
-        if found != expected:
-            sender = metadata.get("node") or "a node without a name"
-            raise FrameError(
-                f"expected a hop of (epoch, stage) {expected} from {request.predecessor_name}, "
-                f"got {found} from {sender!s}"
-            )
-        return attachment.stage
-
-    @contextlib.contextmanager
-    def _refusals_logged(self, what: str) -> Iterator[None]:
-        """Log why `what` is refused if the body raises."""
-        try:
-            yield
-        except ModelLacking as error:
-            self.log.info("lacks weights and waits for them: %s", error.message.partition(";")[0])
-            raise
-        except BrigadeError as error:
-            self.log.warning("refused %s: %s", what, error)
-            raise
 
     @contextlib.contextmanager
     def _chain_logged(self, request: AttachRequest) -> Iterator[None]:
@@ -243,3 +208,61 @@ class NodeService(NodeServicer):
             raise
         finally:
             self.log.info("left %s%s", chain, why)
+
+
+class HopService(HopServicer):
+    """The streams of a node's hops. It lives on the MLX thread's loop, where it finds the stage that they lead to."""
+
+    def __init__(self, node: NodeService) -> None:
+        self._node = node
+
+    async def Relay(self, parts: AsyncIterator[bytes], context: Context) -> AsyncIterator[Credit]:
+        async with reporting(context, self._node.name, self._node.log):
+            with refusals_logged(self._node.log, "a hop"):
+                hop = self._stage_after(context).receive(parts)
+            async with contextlib.aclosing(hop):
+                async for credit in hop:
+                    yield credit
+
+    async def Results(self, request: ResultsRequest, context: Context) -> None:
+        async with reporting(context, self._node.name, self._node.log):
+            with refusals_logged(self._node.log, "to report results"):
+                stage = self._stage_of(request, context)
+            while True:
+                await context.write(seal(Report(result=await stage.next_result())))
+
+    def _stage_after(self, context: Context) -> Stage:
+        """Return the stage that this hop leads to. Raises FrameError unless it comes from the stage before."""
+        stage, request = self._node.worker.place()
+        self._node.network.require_name(context, request.predecessor_name)
+        metadata = dict(context.invocation_metadata() or ())
+        expected = str(request.epoch), str(request.stage - 1)
+        found = metadata.get("epoch"), metadata.get("stage")
+        if found != expected:
+            sender = metadata.get("node") or "a node without a name"
+            raise FrameError(
+                f"expected a hop of (epoch, stage) {expected} from {request.predecessor_name}, "
+                f"got {found} from {sender!s}"
+            )
+        return stage
+
+    def _stage_of(self, asked: ResultsRequest, context: Context) -> Stage:
+        """Return the stage whose results are asked for. Raises FrameError unless its coordinator asks, in its epoch."""
+        self._node.network.require_coordinator(context)
+        stage, request = self._node.worker.place()
+        if (asked.epoch, asked.coordinator_id) != (request.epoch, request.coordinator.id):
+            raise FrameError(f"expected its coordinator to ask for the results of epoch {request.epoch}")
+        return stage
+
+
+@contextlib.contextmanager
+def refusals_logged(log: Logger, what: str) -> Iterator[None]:
+    """Log why `what` is refused if the body raises."""
+    try:
+        yield
+    except ModelLacking as error:
+        log.info("lacks weights and waits for them: %s", error.message.partition(";")[0])
+        raise
+    except BrigadeError as error:
+        log.warning("refused %s: %s", what, error)
+        raise

@@ -1,10 +1,10 @@
-"""Threads that run calls in order for an event loop, among them the one that owns MLX."""
+"""Threads that run calls in order for an event loop, among them the one that owns MLX and the hops."""
 
 import asyncio
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
@@ -19,13 +19,11 @@ _Job = tuple[Callable[[], Any], asyncio.AbstractEventLoop, "asyncio.Future[Any]"
 class CallThread:
     """Runs calls one at a time on a daemon thread: a call that never returns does not keep the process alive."""
 
-    def __init__(self, name: str, at_end: Callable[[], None] = lambda: None) -> None:
-        """`at_end` is called on the thread once it is closed."""
-        self._at_end = at_end
+    def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._closing = threading.Lock()
         self._is_closed = False
-        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
 
     async def run(self, call: Callable[[], T]) -> T:
@@ -43,31 +41,25 @@ class CallThread:
         with self._closing:
             if self._is_closed:
                 raise RuntimeError(f"the {self._thread.name} thread was closed before this call")
-            self._jobs.put((call, loop, future))
+            self._post((call, loop, future))
         return future
 
-    def give_way(self) -> None:
-        """Run the calls that are queued now; a long call on this thread calls this between two of its parts."""
-        for _ in range(self._jobs.qsize()):
-            job = self._jobs.get()
-            if job is None:
-                self._jobs.put(None)  # close once the long call has returned
-                break
-            _run(job)
-
     def close(self, timeout_s: float = 2.0) -> None:
-        """Let the thread finish its queue; abandon it after `timeout_s`."""
+        """Let the thread finish its calls; abandon it after `timeout_s`."""
         with self._closing:
-            self._is_closed = True
-            self._jobs.put(None)
+            if not self._is_closed:
+                self._is_closed = True
+                self._post(None)
         self._thread.join(timeout_s)
         _given_up[:] = [thread for thread in (*_given_up, self._thread) if thread.is_alive()]
 
-    def _loop(self) -> None:
+    def _post(self, job: _Job | None) -> None:
+        self._jobs.put(job)
+
+    def _main(self) -> None:
         while (job := self._jobs.get()) is not None:
             _run(job)
             del job  # its references must not live until the next call
-        self._at_end()
 
 
 def calls_are_left() -> bool:
@@ -124,10 +116,36 @@ _SWITCH_INTERVAL_S = 0.0002  # Python's default of 5 ms would delay the event lo
 
 
 class MlxThread(CallThread):
-    """The one thread of a process that owns MLX: arrays never leave it."""
+    """The one thread of a process that owns MLX: arrays never leave it.
+
+    It runs an event loop of its own, on which the gRPC streams of hops live: between a frame and the device no other
+    thread has to wake up. It is asyncio's own loop: with gRPC and inline computing it is quicker than uvloop.
+    """
 
     def __init__(self) -> None:
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        self.loop = asyncio.new_event_loop()
+        super().__init__("mlx")
+
+    async def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of a coroutine that runs on this thread's loop; cancelling the wait cancels it."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
+
+    def post(self, call: Callable[[], object]) -> None:
+        """Have the thread call this soon, unless it is closed. Any thread may post."""
+        with self._closing:
+            if not self._is_closed:
+                self.loop.call_soon_threadsafe(call)
+
+    def _post(self, job: _Job | None) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop if job is None else partial(_run, job))
+
+    def _main(self) -> None:
         import mlx.core as mx  # commands that never compute start without it
 
-        sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        super().__init__("mlx", at_end=mx.clear_streams)  # MLX requires this at the end of a thread
+        self.loop.run_forever()
+        for task in (tasks := asyncio.all_tasks(self.loop)):
+            task.cancel()
+        self.loop.run_until_complete(asyncio.wait(tasks) if tasks else asyncio.sleep(0))
+        # The loop stays open: gRPC still announces to it that the last calls have ended.
+        mx.clear_streams()  # MLX requires this at the end of a thread
