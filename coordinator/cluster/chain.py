@@ -239,11 +239,11 @@ class Chain:
         engine = Executor(own.shard, 0, self.spec.dtype, checks_finite=self.deployment.check_finite)
         self._stage = Stage(engine, self.epoch, self.peers[0].wire if self.peers else PLAIN)
         self._stack.callback(self._stage.stop)
-        link, watched = None, [self._pass_on_results(self._stage, asyncio.get_running_loop())]
+        link, watched = None, [partial(self._pass_on_results, self._stage, asyncio.get_running_loop())]
         if self.peers:
             first, last = self.peers[0], self.peers[-1]
             link = partial(first.link, self.epoch, 0, self.plan.assignments[0].name)
-            watched.append(last.results(self.epoch, self._stage.deliver))
+            watched.append(partial(last.results, self.epoch, self._stage.deliver))
         await self._stage.start(self.thread, link, *watched)
         works = [self._stage.wait_ended(), self._suspends.watch(), self._measure_clocks()]
         works += [peer.watch(partial(self._begin_draining, peer)) for peer in self.peers]

@@ -45,7 +45,7 @@ class Attachment:
         executor = Executor(shard, request.stage, request.loaded.dtype, name, checks_finite=request.check_finite)
         self._opening = Stage(executor, request.epoch, network.wire)
         link = partial(Link, network, request.successor_name, address, request.epoch, request.stage, name)
-        await self._opening.start(thread, link if address else None, wait_slept())
+        await self._opening.start(thread, link if address else None, wait_slept)
         self.stage = self._opening
 
     async def serve(self) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 from protos.brigade_pb2 import Credit, Frame, Result, StatusReply
@@ -23,6 +24,9 @@ from worker.platform.threads import MlxThread
 _DEPTH = 64  # frames that may wait here: more than a scheduler ever has in flight, so one more is a peer's error
 _MOST_RESULTS = 4096  # unread results: many times what can be in flight
 _TURNS = 3  # iterations of the loop in which what is queued goes out, and what has come is read
+
+
+Work = Callable[[], Coroutine[Any, Any, None]]
 
 
 class Outlet(Protocol):
@@ -103,9 +107,7 @@ class Stage:
 
     # From the main loop
 
-    async def start(
-        self, thread: MlxThread, connect: Callable[[], Outlet] | None = None, *watched: Coroutine[Any, Any, None]
-    ) -> None:
+    async def start(self, thread: MlxThread, connect: Callable[[], Outlet] | None = None, *watched: Work) -> None:
         """Have the thread run this stage until it fails or is stopped; return once it takes frames.
 
         Args:
@@ -142,21 +144,21 @@ class Stage:
     async def _run(
         self,
         connect: Callable[[], Outlet] | None,
-        watched: Sequence[Coroutine[Any, Any, None]],
+        watched: Sequence[Work],
         note_open: Callable[[], object],
     ) -> None:
         async with AsyncExitStack() as stack:
-            works = [self._run_frames(), *watched]
+            works = [self._run_frames, *watched]
             if connect:
                 link = connect()
                 stack.push_async_callback(link.close)
                 await link.wait_open()
-                works += [self._send_outputs(link), link.wait_lost()]
+                works += [partial(self._send_outputs, link), link.wait_lost]
             note_open()
             await self._run_all(works)
 
-    async def _run_all(self, works: Sequence[Coroutine[Any, Any, None]]) -> NoReturn:
-        tasks = [asyncio.create_task(work) for work in works]
+    async def _run_all(self, works: Sequence[Work]) -> NoReturn:
+        tasks = [asyncio.create_task(work()) for work in works]
         for task in tasks:
             task.add_done_callback(self._part_ended)
         try:
