@@ -28,7 +28,7 @@ from worker.errors import (
 from worker.memory.history import History
 from worker.model.model_spec import ModelSpec
 from worker.node.framing import PLAIN
-from worker.node.stage import Stage
+from worker.node.stage import Stage, Work
 from worker.platform.tasks import background
 from worker.platform.threads import MlxThread, run_in_thread
 
@@ -239,7 +239,8 @@ class Chain:
         engine = Executor(own.shard, 0, self.spec.dtype, checks_finite=self.deployment.check_finite)
         self._stage = Stage(engine, self.epoch, self.peers[0].wire if self.peers else PLAIN)
         self._stack.callback(self._stage.stop)
-        link, watched = None, [partial(self._pass_on_results, self._stage, asyncio.get_running_loop())]
+        link = None
+        watched: list[Work] = [partial(self._pass_on_results, self._stage, asyncio.get_running_loop())]
         if self.peers:
             first, last = self.peers[0], self.peers[-1]
             link = partial(first.link, self.epoch, 0, self.plan.assignments[0].name)

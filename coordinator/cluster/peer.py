@@ -164,7 +164,7 @@ class Peer:
         """
         return Link(self._network, self.name, self.address, epoch, stage, sender)
 
-    async def results(self, epoch: int, deliver: Callable[[Result], None]) -> NoReturn:
+    async def results(self, epoch: int, deliver: Callable[[Result], None]) -> None:
         """Deliver the results of the attached worker, the last one, until it is lost. Raises the reason.
 
         Run it on the MLX thread's loop.

@@ -6,7 +6,6 @@ The streams live on the MLX threads' event loops, at both ends.
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
 import grpc
 import grpc.aio
@@ -162,7 +161,7 @@ def open_push(channel: grpc.aio.Channel) -> grpc.aio.StreamStreamCall[bytes, Hel
 
 async def results(
     network: Network, node: str, address: str, epoch: int, coordinator_id: str, deliver: Callable[[Result], None]
-) -> NoReturn:
+) -> None:
     """Deliver the results of the last stage, the node at this address, until it is lost. Raises the reason."""
     async with network.channel(node, hop_address(address)) as channel:
         request = ResultsRequest(epoch=epoch, coordinator_id=coordinator_id)
